@@ -1,0 +1,29 @@
+"""Installs the NLU fork under the name that the release's scripts import: transformers."""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="transformers",
+    version="4.4.2+lora.1",
+    description="A slim fork of Transformers 4.4.2 with LoRA in RoBERTa",
+    license="MIT",
+    package_dir={"": "src"},
+    packages=find_packages("src"),
+    python_requires=">=3.10",
+    install_requires=[
+        "loralib>=0.2.0",
+        "torch>=2.6",
+        "datasets>=4.0",
+        "filelock",
+        "huggingface_hub>=1.0",
+        "numpy",
+        "regex",
+        "safetensors>=0.4.5",
+        "scikit-learn",
+        "scipy",
+        "sentencepiece",
+        "tokenizers>=0.22",
+        "tqdm",
+    ],
+    extras_require={"tensorboard": ["tensorboard"]},
+)

@@ -1,0 +1,13 @@
+"""Installs loralib, the LoRA layers. The NLU fork has a setup of its own in NLU/."""
+
+from setuptools import setup
+
+setup(
+    name="loralib",
+    version="0.2.0",
+    description="LoRA layers for PyTorch: low-rank adaptation as its paper released it",
+    license="MIT",
+    packages=["loralib"],
+    python_requires=">=3.10",
+    install_requires=["torch>=2.6", "safetensors>=0.4.5"],
+)
