@@ -1,0 +1,658 @@
+r"""LoRA layers: plain PyTorch layers with a trainable low-rank update beside a frozen weight.
+
+    "LoRA: Low-Rank Adaptation of Large Language Models" (Hu et al., 2021), section 4.1:
+
+        h  =  W x  +  (alpha / r) · B A x
+
+                          h                    out numbers
+                          ^
+                          |
+                          + <-- · alpha / r ---------.
+                          |                          |
+                 .--------+--------.         .-------+-------.
+                 |                 |          \      B      /    out × r, zero at the start
+                 |        W        |           '-----+-----'     r numbers: all that passes
+                 |   frozen, in    |           .-----+-----.
+                 |  half precision |          /      A      \    r × in, random at the start
+                 |  if one likes   |         '-------+-------'
+                 |                 |                 |
+                 |    out × in     |                 |  dropout, in training
+                 '--------+--------'                 |
+                          |                          |
+                          x -------------------------'         in numbers
+
+`MergedLinear` computes several equal slices of h with one W (a transformer's query, key and value),
+and updates some of them: A and B are stacks with one such pair for each updated slice.
+
+The frozen weight is only read. In training mode (`layer.train()`) the right-hand branch is computed
+and added in place to the left-hand one's result. In evaluation mode (`layer.eval()`), unless
+`merge_weights=False`, one product with a merged copy W + (alpha / r) · B A takes the place of both;
+`layer.merged` tells which mode is in effect. The copy is no parameter and no buffer, so
+`state_dict()` is the same in both modes. It is made at the first forward that needs it, and made
+again when the tensors it came from have changed. (Writes that PyTorch cannot see, through
+`parameter.data` in the middle of evaluation, take effect at the next `train()` or `eval()`.) Two
+cases take the right-hand branch in evaluation mode as well, with the same result to rounding: a
+forward that autograd records for the sake of A, B or W, because the copy has no gradient, and one
+under `torch.compile`; `loralib.merge` makes a plain model for that.
+
+Layers compute in their input's dtype, or autocast's. W may be held in half precision while A, B and
+the bias stay in float32: those are cast as they are used, and get their gradients in float32.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .dropout import Dropout
+
+
+class LoRALayer:
+    """What all LoRA layers share; a mix-in that stands before the plain layer among the bases.
+
+    The plain layer's constructor has to run first.
+
+    Args:
+        r: rank of the update; 0 for none, which makes the layer its plain counterpart.
+        lora_alpha: the update is scaled by lora_alpha / r.
+        lora_dropout: probability that an element of the update's input is dropped in training.
+        merge_weights: whether evaluation mode puts the merged weight into effect.
+
+    Attributes:
+        scaling: lora_alpha / r, or 0 without an update.
+        merged: whether the merged weight is in effect.
+
+    Raises:
+        ValueError: r is not an integer or is negative; lora_dropout lies outside [0, 1].
+    """
+
+    r: int = 0
+    merged: bool = False
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+
+    # Where the update goes: given a weight, yields 2-D views of it, each with the B and the A whose
+    # scaled product is added to it. Each kind of layer has its own.
+    _updates: Callable[[Tensor], Iterator[tuple[Tensor, Tensor, Tensor]]]
+
+    def __init__(self, r: int, lora_alpha: float, lora_dropout: float, merge_weights: bool):
+        if not isinstance(r, int) or isinstance(r, bool) or r < 0:
+            raise ValueError(f"r, the rank, must be an integer of at least 0, got {r!r}")
+        self.r = r
+        self.lora_alpha = lora_alpha
+        self.scaling = lora_alpha / r if r > 0 else 0.0
+        self.lora_dropout = nn.Identity() if lora_dropout == 0 else Dropout(lora_dropout)
+        self.merge_weights = merge_weights
+        self.merged = False
+        self._merged_copy: tuple[tuple, list[Tensor], Tensor] | None = None
+
+    @property
+    def base(self) -> nn.Module:
+        """The module that holds the frozen `weight` and the bias: the layer itself, or its part."""
+        return self
+
+    def train(self, mode: bool = True) -> "LoRALayer":
+        """Takes the merged weight out of effect (mode=True) or puts it into effect."""
+        super().train(mode)
+        self.merged = self.merge_weights and not mode
+        self._merged_copy = None
+        return self
+
+    def plain(self) -> nn.Module:
+        """A plain PyTorch layer with the update folded into its weight; see `loralib.merge`."""
+        raise TypeError(f"{type(self).__name__} has no plain() that folds its update")
+
+    def _add_lora_parameters(self, shape_A: tuple[int, int], shape_B: tuple[int, int]) -> None:
+        """Creates lora_A and lora_B, empty, like the base weight, and freezes that."""
+        weight = self.base.weight
+        self.lora_A = nn.Parameter(weight.new_empty(shape_A))
+        self.lora_B = nn.Parameter(weight.new_empty(shape_B))
+        weight.requires_grad = False
+
+    def _reset_lora(self) -> None:
+        """A as a plain linear layer's weight is drawn, B zero: the update starts as zero."""
+        if self.r > 0:
+            nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+            nn.init.zeros_(self.lora_B)
+
+    @torch.no_grad()
+    def _fold(self) -> Tensor:
+        """W + scaling · B A, summed in float32 or wider, in W's dtype."""
+        weight = self.base.weight
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        total = weight.to(wide, copy=True, memory_format=torch.contiguous_format)
+        for view, B, A in self._updates(total):
+            view.addmm_(B.to(wide), A.to(wide), alpha=self.scaling)
+        return total.to(weight.dtype)
+
+    def _merged_weight(self) -> Tensor | None:
+        """The merged copy of the weight, or None where the low-rank branch has to be computed."""
+        if not self.merged or torch.compiler.is_compiling():
+            return None
+        sources = (self.base.weight, self.lora_A, self.lora_B)
+        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in sources)
+        if recorded or any(t.is_inference() for t in sources):
+            # An optimizer step may follow, and fused ones leave the tensors' versions as they were.
+            self._merged_copy = None
+            return None
+        stamp = (self.scaling, *((t.data_ptr(), t.dtype, t._version) for t in sources))
+        if self._merged_copy is None or self._merged_copy[0] != stamp:
+            with torch.inference_mode(False):
+                # The aliases keep the sources' addresses from being given to other tensors.
+                self._merged_copy = (stamp, [t.detach() for t in sources], self._fold())
+        return self._merged_copy[2]
+
+    def _apply(self, *args, **kwargs):
+        """Moves and casts (`to`, `half`, `cuda`, …) the layer, and drops the merged copy."""
+        self._merged_copy = None
+        return super()._apply(*args, **kwargs)
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_merged_copy": None}
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that a matrix product with x has: autocast's where it is on, else x's own."""
+    device = x.device.type
+    if (
+        torch.amp.is_autocast_available(device)
+        and torch.is_autocast_enabled(device)
+        and x.dtype != torch.float64
+    ):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
+def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if tensor is None else tensor.to(dtype)
+
+
+def _groups(starts: Sequence[int], lora_B: Tensor) -> Iterator[tuple[slice, slice, slice]]:
+    """For each updated slice: its output columns, its rows of A (columns of A x), its rows of B."""
+    width, rank = lora_B.shape[0] // len(starts), lora_B.shape[1]
+    for i, start in enumerate(starts):
+        yield (
+            slice(start, start + width),
+            slice(i * rank, (i + 1) * rank),
+            slice(i * width, (i + 1) * width),
+        )
+
+
+class _LowRankLinear(torch.autograd.Function):
+    """x W^T + b with scaling · (A x) B^T added in place to slices of it.
+
+    Autograd would do with more memory: it keeps no in-place sum of slices without copying the
+    whole gradient, and holds both branches' full-size gradients of x before it adds them.
+
+    Arguments of `apply`: x (rows, in); the same after dropout, or None if there is none; W (out,
+    in); bias (out) or None; lora_A, lora_B; the scaling; where each updated slice of the output
+    starts. All tensors are of one dtype.
+    """
+
+    @staticmethod
+    def forward(ctx, x, dropped, weight, bias, lora_A, lora_B, scaling, starts):
+        out = F.linear(x, weight, bias)
+        z = F.linear(x if dropped is None else dropped, lora_A).mul_(scaling)
+        for columns, of_z, of_B in _groups(starts, lora_B):
+            out[:, columns].addmm_(z[:, of_z], lora_B[of_B].t())
+        x_is_needed = dropped is None or ctx.needs_input_grad[2]
+        ctx.save_for_backward(x if x_is_needed else None, dropped, weight, lora_A, lora_B, z)
+        ctx.scaling, ctx.starts = scaling, starts
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, dropped, weight, lora_A, lora_B, z = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        groups = list(_groups(ctx.starts, lora_B))
+        lora_input = x if dropped is None else dropped
+        if torch.is_grad_enabled():  # to be differentiated again: z has to depend on its inputs
+            z = F.linear(lora_input, lora_A) * ctx.scaling
+        # On CPUs these products take half the time or less in the layouts chosen here.
+        grad_z = ctx.scaling * torch.cat(
+            [
+                F.linear(grad[:, columns], lora_B[of_B].t().contiguous())
+                for columns, _, of_B in groups
+            ],
+            dim=1,
+        )
+        grad_x = grad_dropped = grad_weight = grad_bias = grad_A = grad_B = None
+        if needs[0]:
+            grad_x = grad @ weight
+            if dropped is None:
+                grad_x.addmm_(grad_z, lora_A)
+        if needs[1]:
+            grad_dropped = grad_z @ lora_A
+        if needs[2]:
+            grad_weight = grad.t() @ x
+        if needs[3]:
+            grad_bias = grad.sum(0)
+        if needs[4]:
+            grad_A = grad_z.t() @ lora_input
+        if needs[5]:
+            grad_B = torch.cat(
+                [(z[:, of_z].t() @ grad[:, columns]).t() for columns, of_z, _ in groups]
+            )
+        return grad_x, grad_dropped, grad_weight, grad_bias, grad_A, grad_B, None, None
+
+
+class _SlicedLinear(LoRALayer, nn.Linear):
+    """`Linear` and `MergedLinear`: a linear layer with an update for some slices of its output.
+
+    Args:
+        enabled: one bool for each of the equal slices that the output consists of.
+    """
+
+    fan_in_fan_out: bool = False
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        r: int,
+        lora_alpha: float,
+        lora_dropout: float,
+        enabled: Sequence[bool],
+        fan_in_fan_out: bool,
+        merge_weights: bool,
+        **kwargs,
+    ):
+        nn.Linear.__init__(self, in_features, out_features, **kwargs)
+        LoRALayer.__init__(self, r, lora_alpha, lora_dropout, merge_weights)
+        if r > 0:
+            width = out_features // len(enabled)
+            self._starts = tuple(i * width for i, on in enumerate(enabled) if on)
+            count = len(self._starts)
+            self._add_lora_parameters((r * count, in_features), (width * count, r))
+        # A second time, as 0.1.2 does: a seed then gives the same weights.
+        self.reset_parameters()
+        self.fan_in_fan_out = fan_in_fan_out
+        if fan_in_fan_out:
+            self._transpose_weight()
+
+    def _transpose_weight(self) -> None:
+        self.weight.data = self.weight.data.t().contiguous()
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters anew: W and b as `nn.Linear` does, A likewise, B zero."""
+        if self.fan_in_fan_out:
+            self._transpose_weight()
+        nn.Linear.reset_parameters(self)
+        if self.fan_in_fan_out:
+            self._transpose_weight()
+        self._reset_lora()
+
+    def _out_in(self, weight: Tensor) -> Tensor:
+        """The weight as (out, in), however it is held."""
+        return weight.t() if self.fan_in_fan_out else weight
+
+    def _updates(self, weight: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        for columns, of_z, of_B in _groups(self._starts, self.lora_B):
+            yield self._out_in(weight)[columns], self.lora_B[of_B], self.lora_A[of_z]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, in_features) -> (…, out_features)."""
+        if self.r == 0:
+            return F.linear(x, self._out_in(self.weight), self.bias)
+        dtype = _compute_dtype(x)
+        merged = self._merged_weight()
+        if merged is not None:
+            weight, bias = self._out_in(merged).to(dtype), _cast(self.bias, dtype)
+            return F.linear(x.to(dtype), weight, bias)
+        rows = x.reshape(-1, x.shape[-1]).to(dtype)
+        dropped = self.lora_dropout(rows)
+        out = _LowRankLinear.apply(
+            rows,
+            None if dropped is rows else dropped,
+            self._out_in(self.weight).to(dtype),
+            _cast(self.bias, dtype),
+            self.lora_A.to(dtype),
+            self.lora_B.to(dtype),
+            self.scaling,
+            self._starts,
+        )
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def plain(self) -> nn.Linear:
+        """An `nn.Linear` with the update folded into its weight, (out, in) in any case."""
+        layer = nn.Linear(
+            self.in_features, self.out_features, bias=self.bias is not None, device="meta"
+        )
+        if self.r > 0 or self.fan_in_fan_out:
+            weight = self._fold() if self.r > 0 else self.weight.detach()
+            layer.weight = nn.Parameter(
+                self._out_in(weight).contiguous(), requires_grad=self.weight.requires_grad
+            )
+        else:
+            layer.weight = self.weight
+        layer.bias = self.bias
+        return layer.train(self.training)
+
+
+class Linear(_SlicedLinear):
+    """`nn.Linear` with a low-rank update: h = W x + b + (lora_alpha / r) · B A dropout(x).
+
+    Args:
+        in_features: size of each input.
+        out_features: size of each output.
+        r: rank of the update; 0 makes this an `nn.Linear`.
+        lora_alpha: the update is scaled by lora_alpha / r.
+        lora_dropout: dropout on the update's input.
+        fan_in_fan_out: `weight` is held as (in, out), as GPT-2's checkpoints hold it.
+        merge_weights: evaluation mode computes with the merged weight.
+        **kwargs: for `nn.Linear` (bias, device, dtype).
+
+    Shapes:
+        weight (out, in), lora_A (r, in), lora_B (out, r); input (…, in), output (…, out).
+
+    Raises:
+        ValueError: r is not an integer or is negative; lora_dropout lies outside [0, 1].
+
+    Source: section 4.1 of the paper.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        r: int = 0,
+        lora_alpha: float = 1,
+        lora_dropout: float = 0.0,
+        fan_in_fan_out: bool = False,
+        merge_weights: bool = True,
+        **kwargs,
+    ):
+        super().__init__(
+            in_features,
+            out_features,
+            r,
+            lora_alpha,
+            lora_dropout,
+            (True,),
+            fan_in_fan_out,
+            merge_weights,
+            **kwargs,
+        )
+
+
+class MergedLinear(_SlicedLinear):
+    """Several linear layers of one input in one weight, of which some have a low-rank update.
+
+    Args:
+        in_features: size of each input.
+        out_features: size of each output, of all slices together.
+        r: rank of each slice's update; 0 makes this an `nn.Linear`.
+        lora_alpha: the updates are scaled by lora_alpha / r.
+        lora_dropout: dropout on the updates' input.
+        enable_lora: for each slice of the output whether it has an update, such as
+            [True, False, True] for the query and value of a transformer's (query, key, value).
+        fan_in_fan_out: `weight` is held as (in, out), as GPT-2's checkpoints hold it.
+        merge_weights: evaluation mode computes with the merged weight.
+        **kwargs: for `nn.Linear` (bias, device, dtype).
+
+    Shapes:
+        with n slices, e of them enabled: weight (out, in), lora_A (r·e, in), lora_B (out/n·e, r);
+        input (…, in), output (…, out).
+
+    Raises:
+        ValueError: as for `Linear`; or out_features is no multiple of enable_lora's length, or
+            r > 0 and no slice is enabled.
+
+    Source: section 4.2 of the paper (which of a transformer's projections to adapt).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        r: int = 0,
+        lora_alpha: float = 1,
+        lora_dropout: float = 0.0,
+        enable_lora: Sequence[bool] = (False,),
+        fan_in_fan_out: bool = False,
+        merge_weights: bool = True,
+        **kwargs,
+    ):
+        enabled = [bool(on) for on in enable_lora]
+        if not enabled or out_features % len(enabled) != 0:
+            raise ValueError(
+                f"enable_lora must split out_features={out_features} into equal slices, "
+                f"got {len(enabled)} of them: {enable_lora!r}"
+            )
+        if r and not any(enabled):
+            raise ValueError(f"enable_lora enables no slice for r={r!r}, got {enable_lora!r}")
+        super().__init__(
+            in_features,
+            out_features,
+            r,
+            lora_alpha,
+            lora_dropout,
+            enabled,
+            fan_in_fan_out,
+            merge_weights,
+            **kwargs,
+        )
+        self.enable_lora = enabled
+
+
+class Embedding(LoRALayer, nn.Embedding):
+    """`nn.Embedding` with a low-rank update: row i is W[i] + (lora_alpha / r) · B A[:, i].
+
+    Args:
+        num_embeddings: number of rows.
+        embedding_dim: size of a row.
+        r: rank of the update; 0 makes this an `nn.Embedding`.
+        lora_alpha: the update is scaled by lora_alpha / r.
+        merge_weights: evaluation mode looks rows up in the merged weight.
+        **kwargs: for `nn.Embedding` (padding_idx, scale_grad_by_freq, sparse, device, dtype, …).
+            The row at padding_idx gives A no gradient; sparse is for W's gradient, A's is dense.
+
+    Shapes:
+        weight (num_embeddings, embedding_dim), lora_A (r, num_embeddings), lora_B (embedding_dim,
+        r); input (…) of integers, output (…, embedding_dim) in the weight's dtype.
+
+    Raises:
+        ValueError: r is not an integer or is negative; r > 0 with max_norm, which would rewrite
+            the frozen weight.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        r: int = 0,
+        lora_alpha: float = 1,
+        merge_weights: bool = True,
+        **kwargs,
+    ):
+        nn.Embedding.__init__(self, num_embeddings, embedding_dim, **kwargs)
+        LoRALayer.__init__(self, r, lora_alpha, 0.0, merge_weights)
+        if r > 0:
+            if self.max_norm is not None:
+                raise ValueError(
+                    f"max_norm={self.max_norm} rewrites the weight that r={r} freezes: use r=0"
+                )
+            self._add_lora_parameters((r, num_embeddings), (embedding_dim, r))
+        if kwargs.get("_weight") is None:
+            # A second time, as 0.1.2 does: a seed then gives the same weights.
+            nn.Embedding.reset_parameters(self)
+        self._reset_lora()
+
+    def _reset_lora(self) -> None:
+        """A zero, B standard normal: the update starts as zero."""
+        if self.r > 0:
+            nn.init.zeros_(self.lora_A)
+            nn.init.normal_(self.lora_B)
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters anew: W as `nn.Embedding` does, A zero, B standard normal."""
+        nn.Embedding.reset_parameters(self)
+        self._reset_lora()
+
+    def _updates(self, weight: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        yield weight.t(), self.lora_B, self.lora_A
+
+    def _rows(self, ids: Tensor, weight: Tensor, sparse: bool) -> Tensor:
+        return F.embedding(
+            ids, weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq, sparse=sparse
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…) of row numbers -> (…, embedding_dim)."""
+        if self.r == 0:
+            return nn.Embedding.forward(self, x)
+        merged = self._merged_weight()
+        if merged is not None:
+            return self._rows(x, merged, self.sparse)
+        ids = x.flatten()
+        out = self._rows(ids, self.weight, self.sparse)
+        z = self._rows(ids, self.lora_A.t(), sparse=False)
+        out.addmm_(z.to(out.dtype), self.lora_B.t().to(out.dtype), alpha=self.scaling)
+        return out.view(*x.shape, self.embedding_dim)
+
+    def plain(self) -> nn.Embedding:
+        """An `nn.Embedding` with the update folded into its weight."""
+        layer = nn.Embedding(
+            self.num_embeddings,
+            self.embedding_dim,
+            padding_idx=self.padding_idx,
+            max_norm=self.max_norm,
+            norm_type=self.norm_type,
+            scale_grad_by_freq=self.scale_grad_by_freq,
+            sparse=self.sparse,
+            device="meta",
+        )
+        if self.r > 0:
+            layer.weight = nn.Parameter(self._fold(), requires_grad=self.weight.requires_grad)
+        else:
+            layer.weight = self.weight
+        return layer.train(self.training)
+
+
+class _ConvNd(LoRALayer, nn.Module):
+    """`Conv1d`, `Conv2d` and `Conv3d`: a convolution whose kernel has a low-rank update.
+
+    h = conv(x, W) + conv(dropout(x), (lora_alpha / r) · B A), the product being read as a kernel of
+    W's shape. Without dropout it is one convolution with the sum of both kernels.
+
+    Args:
+        in_channels: channels of the input.
+        out_channels: channels of the output.
+        kernel_size: k, the kernel's length in each of its d dimensions; an integer.
+        r: rank of the update; 0 makes this the plain convolution.
+        lora_alpha: the update is scaled by lora_alpha / r.
+        lora_dropout: dropout on the update's input. (0.1.2 takes it and does not apply it.)
+        merge_weights: evaluation mode computes with the merged kernel.
+        **kwargs: for the plain convolution (stride, padding, dilation, groups, bias, padding_mode,
+            device, dtype).
+
+    Shapes:
+        conv.weight (out, in/groups, k, …); lora_A (r·k, in·k); lora_B (out/groups·k^(d-1), r·k).
+
+    Attributes:
+        conv: the plain convolution, which holds the frozen weight and the bias.
+
+    Raises:
+        ValueError: r or kernel_size is not an integer, r is negative, lora_dropout lies outside
+            [0, 1].
+    """
+
+    _plain_class: type[nn.Module]
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        r: int = 0,
+        lora_alpha: float = 1,
+        lora_dropout: float = 0.0,
+        merge_weights: bool = True,
+        **kwargs,
+    ):
+        if not isinstance(kernel_size, int):
+            raise ValueError(f"kernel_size must be an integer, got {kernel_size!r}")
+        nn.Module.__init__(self)
+        self.conv = self._plain_class(in_channels, out_channels, kernel_size, **kwargs)
+        LoRALayer.__init__(self, r, lora_alpha, lora_dropout, merge_weights)
+        if r > 0:
+            dimensions = self.conv.weight.dim() - 2
+            out_rows = out_channels // self.conv.groups * kernel_size ** (dimensions - 1)
+            self._add_lora_parameters(
+                (r * kernel_size, in_channels * kernel_size), (out_rows, r * kernel_size)
+            )
+        # A second time, as 0.1.2 does: a seed then gives the same weights.
+        self.reset_parameters()
+
+    @property
+    def base(self) -> nn.Module:
+        """The plain convolution."""
+        return self.conv
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters anew: W and b as the plain convolution does, A likewise, B zero."""
+        self.conv.reset_parameters()
+        self._reset_lora()
+
+    def _updates(self, weight: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        yield weight.view(len(self.lora_B), -1), self.lora_B, self.lora_A
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, in_channels, …) -> (batch, out_channels, …)."""
+        if self.r == 0:
+            return self.conv(x)
+        dtype = _compute_dtype(x)
+        x, bias = x.to(dtype), _cast(self.conv.bias, dtype)
+        merged = self._merged_weight()
+        if merged is not None:
+            return self.conv._conv_forward(x, merged.to(dtype), bias)
+        weight, A, B = (t.to(dtype) for t in (self.conv.weight, self.lora_A, self.lora_B))
+        dropped = self.lora_dropout(x)
+        if dropped is x:
+            kernel = torch.addmm(weight.reshape(len(B), -1), B, A, alpha=self.scaling)
+            return self.conv._conv_forward(x, kernel.view(weight.shape), bias)
+        out = self.conv._conv_forward(x, weight, bias)
+        kernel = (self.scaling * B) @ A
+        return out.add_(self.conv._conv_forward(dropped, kernel.view(weight.shape), None))
+
+    def plain(self) -> nn.Module:
+        """The plain convolution with the update folded into its weight."""
+        conv = self.conv
+        layer = self._plain_class(
+            conv.in_channels,
+            conv.out_channels,
+            conv.kernel_size,
+            stride=conv.stride,
+            padding=conv.padding,
+            dilation=conv.dilation,
+            groups=conv.groups,
+            bias=conv.bias is not None,
+            padding_mode=conv.padding_mode,
+            device="meta",
+        )
+        if self.r > 0:
+            layer.weight = nn.Parameter(self._fold(), requires_grad=conv.weight.requires_grad)
+        else:
+            layer.weight = conv.weight
+        layer.bias = conv.bias
+        return layer.train(self.training)
+
+
+class Conv1d(_ConvNd):
+    """`nn.Conv1d` with a low-rank update of its kernel, as `_ConvNd` describes."""
+
+    _plain_class = nn.Conv1d
+
+
+class Conv2d(_ConvNd):
+    """`nn.Conv2d` with a low-rank update of its kernel, as `_ConvNd` describes."""
+
+    _plain_class = nn.Conv2d
+
+
+class Conv3d(_ConvNd):
+    """`nn.Conv3d` with a low-rank update of its kernel, as `_ConvNd` describes."""
+
+    _plain_class = nn.Conv3d
