@@ -1,0 +1,395 @@
+"""Adapter files: what a LoRA checkpoint holds, and how it is written, read and put into a model.
+
+Two forms are known here, told apart by the file's content:
+
+- the release's: a flat dict of tensors saved by torch (``*.bin``, ``*.pt``). It holds no rank,
+  alpha or base, so the one who loads it has to say them;
+- this project's: the same tensors as safetensors, with an `AdapterInfo` in the metadata, against
+  which everything is checked.
+
+Both hold the tensors whose name contains ``lora_`` and those outside the backbone (the
+classification head). Files are written whole or not at all, and torch files are read weights-only.
+"""
+
+import hashlib
+import json
+import os
+import pickle
+import tempfile
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from .layers import LoRALayer
+
+LORA_WEIGHTS_NAME = "pytorch_model_lora.bin"
+SAFE_LORA_WEIGHTS_NAME = "pytorch_model_lora.safetensors"
+
+# The backbones of the release; what starts with neither belongs to a head.
+BACKBONE_PREFIXES = ("roberta", "deberta")
+
+# Names in the release's first DeBERTa files -> names in its layers.
+_OLD_NAMES = {
+    f".{part}_lora_{ab.lower()}.weight": f".{part}_proj.lora_{ab}"
+    for part in ("query", "value")
+    for ab in "AB"
+}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read, or that does not fit. The message is one line."""
+
+
+# ------------------------------------------------------------------------------------------------
+# Files
+# ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def write_whole(path: str | os.PathLike) -> Iterator[Path]:
+    """Yields a temporary path beside `path`; renames it onto `path` when the block ends well.
+
+    The file is synced before the rename, so that after a crash `path` holds either its old content
+    or its new one. When the block raises, `path` is untouched and the temporary file is removed.
+    """
+    path = Path(path)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        # mkstemp makes files for their owner alone; give this one the mode any new file gets.
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_tensors(
+    path: str | os.PathLike,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Writes `tensors` as safetensors (with `metadata`) or as a torch file, by `path`'s suffix."""
+    # A tensor that shares its storage with a larger one would take the whole storage along.
+    own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    with write_whole(path) as temporary:
+        if Path(path).suffix == ".safetensors":
+            save_file(own, temporary, metadata={"format": "pt", **(metadata or {})})
+        else:
+            torch.save(own, temporary)
+
+
+def read_tensors(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a safetensors or torch file, on the CPU, and the file's metadata.
+
+    The tensors are mapped from the file, not copied: memory is taken as they are touched.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or holds something else than tensors.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such checkpoint file")
+    try:
+        if _is_safetensors(path):
+            with safe_open(path, framework="pt", device="cpu") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+        # Only torch's zip format can be mapped; the older one is a plain pickle.
+        tensors = torch.load(
+            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+        )
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path}: damaged, or holds more than tensors, which is not loaded for safety"
+        ) from error
+    except Exception as error:
+        # A damaged pickle makes torch raise errors of any kind.
+        raise CheckpointError(
+            f"{path}: damaged or not a checkpoint ({_first_line(error)})"
+        ) from error
+    # gpt2_ft.py and others wrap their tensors once more.
+    if isinstance(tensors, Mapping) and isinstance(tensors.get("model_state_dict"), Mapping):
+        tensors = tensors["model_state_dict"]
+    if not isinstance(tensors, Mapping) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
+    ):
+        raise CheckpointError(f"{path}: holds something else than named tensors")
+    return dict(tensors), {}
+
+
+def _is_safetensors(path: Path) -> bool:
+    """Whether the file starts as safetensors do: eight bytes of header length, then ``{``."""
+    with open(path, "rb") as file:
+        return path.suffix == ".safetensors" or file.read(9)[8:] == b"{"
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:200]
+
+
+# ------------------------------------------------------------------------------------------------
+# Adapters
+# ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """What an adapter's tensors do not say of themselves.
+
+    Args:
+        rank: r, the rank of the update.
+        alpha: the update is scaled by alpha / r.
+        targets: last parts of the adapted modules' names, such as ``("query", "value")``.
+        base: name or path of the base model.
+        base_fingerprint: `fingerprint` of the base's weights.
+        task: name of the task that the head was trained for.
+        labels: the head's label names, in the order of its outputs.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    base: str | None = None
+    base_fingerprint: str | None = None
+    task: str | None = None
+    labels: tuple[str, ...] | None = None
+
+    def to_metadata(self) -> dict[str, str]:
+        """The fields as safetensors' metadata: strings of JSON; unset fields are left out."""
+        return {key: json.dumps(value) for key, value in asdict(self).items() if value is not None}
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, str], path: Path) -> "AdapterInfo | None":
+        """The reverse of `to_metadata`; None where the metadata is not an adapter's.
+
+        Raises:
+            CheckpointError: rank, alpha or targets are there but not all of them are readable.
+        """
+        known = {field.name for field in fields(cls)} & metadata.keys()
+        if not known & {"rank", "alpha", "targets"}:
+            return None
+        try:
+            values = {key: json.loads(metadata[key]) for key in known}
+            for key in ("targets", "labels"):
+                if key in values:
+                    values[key] = tuple(str(item) for item in values[key])
+            info = cls(**values)
+        except (TypeError, ValueError) as error:
+            message = f"{path}: its metadata is damaged ({_first_line(error)})"
+            raise CheckpointError(message) from error
+        rank, alpha = info.rank, info.alpha
+        if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+            raise CheckpointError(f"{path}: rank {rank!r}, alpha {alpha!r} in its metadata")
+        return info
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter in memory: its tensors by name, its info where the file has one, its source."""
+
+    tensors: dict[str, Tensor]
+    info: AdapterInfo | None
+    source: str = "adapter"
+
+
+def save_adapter(path: str | os.PathLike, adapter: Adapter) -> None:
+    """Writes `adapter`: with its info as ``.safetensors``, in the release's form otherwise."""
+    metadata = adapter.info.to_metadata() if adapter.info else None
+    write_tensors(path, adapter.tensors, metadata)
+
+
+def load_adapter(path: str | os.PathLike) -> Adapter:
+    """Reads an adapter file of either form, or the one in a checkpoint's folder.
+
+    Raises:
+        CheckpointError: the file cannot be read or holds no LoRA tensors.
+    """
+    path = Path(path)
+    if path.is_dir():
+        named = [path / SAFE_LORA_WEIGHTS_NAME, path / LORA_WEIGHTS_NAME]
+        path = next((file for file in named if file.is_file()), named[0])
+    tensors, metadata = read_tensors(path)
+    tensors = rename_old_tensors(tensors)
+    if not any("lora_" in name for name in tensors):
+        raise CheckpointError(f"{path}: none of its {len(tensors)} tensors is LoRA's ('lora_')")
+    return Adapter(tensors, AdapterInfo.from_metadata(metadata, Path(path)), str(path))
+
+
+def rename_old_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gives the LoRA tensors of the release's first DeBERTa files the names of its layers."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        for old, new in _OLD_NAMES.items():
+            if name.endswith(old):
+                name = name.removesuffix(old) + new
+        renamed[name] = tensor
+    return renamed
+
+
+def adapter_tensors(
+    state_dict: Mapping[str, Tensor], backbones: Iterable[str] = BACKBONE_PREFIXES
+) -> dict[str, Tensor]:
+    """The part of a full state dict that an adapter file holds: LoRA, and what is no backbone's."""
+    starts = tuple(backbones)
+    return {
+        name: tensor
+        for name, tensor in rename_old_tensors(state_dict).items()
+        if "lora_" in name or not name.startswith(starts)
+    }
+
+
+def lora_layers(model: nn.Module) -> dict[str, LoRALayer]:
+    """The layers of `model` that have a low-rank update, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, LoRALayer) and module.r > 0
+    }
+
+
+def lora_targets(names: Iterable[str]) -> tuple[str, ...]:
+    """Last parts of module names, each once, sorted: ``a.0.query, a.1.query`` -> ``(query,)``."""
+    return tuple(sorted({name.rsplit(".", 1)[-1] for name in names}))
+
+
+def fingerprint(tensors: Mapping[str, Tensor], backbones: Iterable[str] = BACKBONE_PREFIXES) -> str:
+    """A short name for a base's weights: equal for equal bases, wherever and however they are held.
+
+    SHA-256 over up to 1,024 evenly spaced values of every weight matrix of the backbone, rounded to
+    bfloat16, so that a copy of the base in bfloat16 has the fingerprint of the base. LoRA tensors,
+    biases and norms are left out: they may be what was trained.
+    """
+    starts = tuple(backbones)
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        if "lora_" in name or tensor.dim() < 2 or not name.startswith(starts):
+            continue
+        flat = tensor.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // 1024)][:1024].cpu().bfloat16()
+        digest.update(f"{name} {tuple(tensor.shape)} ".encode())
+        digest.update(sample.contiguous().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def load_into(
+    model: nn.Module,
+    adapter: Adapter,
+    base_fingerprint: str | None = None,
+    backbones: Iterable[str] = BACKBONE_PREFIXES,
+    new_head: bool = False,
+) -> list[str]:
+    """Copies an adapter's tensors into `model`, after checking all that can be checked.
+
+    Args:
+        model: a model with the LoRA layers in place.
+        adapter: what `load_adapter` read.
+        base_fingerprint: `fingerprint` of the model's base, compared with the adapter's.
+        backbones: names that start so belong to the base.
+        new_head: a head of another shape is left as it is instead of refused: the adapter then is
+            the start for another task.
+
+    Returns:
+        The names of the head's tensors that were left as they are.
+
+    Raises:
+        CheckpointError: rank, alpha, targets, base, names or shapes do not fit; nothing is copied.
+    """
+    _check_info(model, adapter, base_fingerprint)
+    own = adapter_tensors(model.state_dict(), backbones)
+    _check_lora_names(model, adapter, own)
+    skipped = _check_shapes(adapter, own, new_head)
+    for name in adapter.tensors.keys() & own.keys():
+        if not torch.isfinite(adapter.tensors[name]).all():
+            raise CheckpointError(f"{adapter.source}: {name} holds values that are not finite")
+    with torch.no_grad():
+        for name, tensor in adapter.tensors.items():
+            if name not in skipped:
+                own[name].copy_(tensor)
+    return skipped
+
+
+def _check_info(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) -> None:
+    layers = lora_layers(model)
+    if not layers:
+        raise CheckpointError(
+            f"{adapter.source}: the model has no LoRA layers to take it (is --apply_lora missing?)"
+        )
+    info = adapter.info
+    if info is None:
+        return
+    layer = next(iter(layers.values()))
+    for what, theirs, ours in (
+        ("targets", info.targets, lora_targets(layers)),
+        ("rank", info.rank, layer.r),
+        ("alpha", info.alpha, layer.lora_alpha),
+        ("base", info.base_fingerprint, base_fingerprint),
+    ):
+        if what == "base":
+            if theirs and ours and theirs != ours:
+                raise CheckpointError(
+                    f"{adapter.source}: was trained on another base than the one given: "
+                    f"'{info.base}' (fingerprint {theirs}), not one of fingerprint {ours}; "
+                    "pass that base as --model_name_or_path"
+                )
+        elif theirs != ours:
+            raise CheckpointError(
+                f"{adapter.source}: was trained with {what} {_plain(theirs)}, "
+                f"the model was built with {_plain(ours)}"
+            )
+
+
+def _plain(value: object) -> str:
+    return ", ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _check_lora_names(model: nn.Module, adapter: Adapter, own: Mapping[str, Tensor]) -> None:
+    theirs = {name for name in adapter.tensors if "lora_" in name}
+    ours = {name for name in own if "lora_" in name}
+    if not theirs & ours:
+        raise CheckpointError(
+            f"{adapter.source}: matches no layer of the model: it has '{min(theirs)}', …, "
+            f"the model has '{min(ours)}', …"
+        )
+    modules = [lora_targets(name.rsplit(".", 1)[0] for name in names) for names in (theirs, ours)]
+    if modules[0] != modules[1]:
+        raise CheckpointError(
+            f"{adapter.source}: was trained with targets {_plain(modules[0])}, "
+            f"the model was built with {_plain(modules[1])}"
+        )
+    lacking, unknown = own.keys() - adapter.tensors.keys(), adapter.tensors.keys() - own.keys()
+    for what, some in (("lacks", lacking), ("has, unknown to the model,", unknown)):
+        if some:
+            listed = ", ".join(sorted(some)[:4]) + (", …" if len(some) > 4 else "")
+            raise CheckpointError(f"{adapter.source}: {what} {len(some)} tensors: {listed}")
+
+
+def _check_shapes(adapter: Adapter, own: Mapping[str, Tensor], new_head: bool) -> list[str]:
+    skipped = []
+    for name, tensor in adapter.tensors.items():
+        if tensor.shape == own[name].shape:
+            continue
+        if new_head and "lora_" not in name:
+            skipped.append(name)
+            continue
+        shapes = f"{tuple(tensor.shape)} in the file, {tuple(own[name].shape)} in the model"
+        hint = ""
+        if name.endswith("lora_A"):
+            hint = f": rank {tensor.shape[0]}, not {own[name].shape[0]}"
+            if tensor.shape[1:] != own[name].shape[1:]:
+                hint = ": a base of another size"
+        raise CheckpointError(f"{adapter.source}: {name} is {shapes}{hint}")
+    return skipped

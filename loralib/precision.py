@@ -1,0 +1,124 @@
+"""The precision that LoRA is trained in: frozen weights in half, trained ones in float32.
+
+A frozen weight is only ever multiplied with, so it is held once, in the precision of the product.
+What is trained, and the optimiser's state, stay in float32: the updates are too small for half.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+def hold_frozen_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts the parameters of `model` that need no gradient to `dtype`, in place."""
+    for parameter in model.parameters():
+        if not parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+class Precision:
+    """How losses are computed and their gradients applied, in float32, bfloat16 or float16.
+
+    float16 goes with a gradient scaler. A model's frozen weights have to be held in half precision
+    by `hold_frozen_in` for half precision to save memory and casts; nothing here asks for it.
+
+    Args:
+        dtype: what matrices are multiplied in.
+        device_type: "cpu" or "cuda".
+    """
+
+    def __init__(self, dtype: torch.dtype, device_type: str):
+        self.dtype = dtype
+        self.device_type = device_type
+        self.scaler = torch.amp.GradScaler(device_type, enabled=dtype is torch.float16)
+
+    def autocast(self):
+        """The context for a forward pass."""
+        if self.dtype is torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device_type, dtype=self.dtype)
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the loss's gradients to the parameters'."""
+        self.scaler.scale(loss).backward()
+
+    def step(
+        self, optimizer: Optimizer, parameters: Iterable[nn.Parameter], max_norm: float
+    ) -> bool:
+        """Clips the gradients' norm to `max_norm`, where positive, and updates the parameters.
+
+        Returns:
+            Whether there was an update: the scaler skips one whose gradients have overflowed.
+        """
+        if max_norm > 0:
+            self.scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(parameters, max_norm)
+        scale = self.scaler.get_scale()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale() >= scale
+
+    def state_dict(self) -> dict:
+        """The scaler's state; empty but in float16."""
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict) -> None:
+        """Puts the scaler where `state_dict` found it."""
+        if state:
+            self.scaler.load_state_dict(state)
+
+
+class ApexPrecision(Precision):
+    """float16 through NVIDIA's apex, where ``from apex import amp`` works.
+
+    Args:
+        model: the model, whose calls apex patches; as is its optimiser.
+        optimizer: its optimiser.
+        opt_level: apex's level; the release's is O1.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, opt_level: str = "O1"):
+        from apex import amp
+
+        super().__init__(torch.float32, "cuda")
+        self.amp, self.optimizer = amp, optimizer
+        amp.initialize(model, optimizer, opt_level=opt_level)
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the loss's gradients, scaled by apex."""
+        with self.amp.scale_loss(loss, self.optimizer) as scaled:
+            scaled.backward()
+
+    def step(
+        self, optimizer: Optimizer, parameters: Iterable[nn.Parameter], max_norm: float
+    ) -> bool:
+        """As in `Precision`; what is clipped are apex's float32 copies."""
+        if max_norm > 0:
+            nn.utils.clip_grad_norm_(self.amp.master_params(optimizer), max_norm)
+        optimizer.step()
+        return True
+
+    def state_dict(self) -> dict:
+        """Apex's state."""
+        return self.amp.state_dict()
+
+    def load_state_dict(self, state: dict) -> None:
+        """Puts apex where `state_dict` found it."""
+        self.amp.load_state_dict(state)
+
+
+@contextmanager
+def all_in_half(model: nn.Module) -> Iterator[None]:
+    """Holds all of `model` in float16 within the block, and gives every tensor back its bits."""
+    held = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers())]
+    try:
+        for tensor, data in held:
+            if data.is_floating_point():
+                tensor.data = data.half()
+        yield
+    finally:
+        for tensor, data in held:
+            tensor.data = data
