@@ -1,0 +1,1 @@
+"""GLUE data: processors, metrics, collators."""

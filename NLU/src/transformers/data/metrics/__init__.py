@@ -1,0 +1,93 @@
+"""The metrics of GLUE, by task."""
+
+import logging
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.stats import pearsonr, spearmanr
+from sklearn.metrics import f1_score, matthews_corrcoef
+
+from ..processors.glue import glue_task
+
+logger = logging.getLogger(__name__)
+
+
+def simple_accuracy(preds: ArrayLike, labels: ArrayLike) -> float:
+    """Share of predictions that equal their labels.
+
+    Args:
+        preds: class indices, shape (rows,).
+        labels: class indices, shape (rows,).
+    """
+    return float((np.asarray(preds) == np.asarray(labels)).mean())
+
+
+def acc_and_f1(preds: ArrayLike, labels: ArrayLike) -> dict[str, float]:
+    """Accuracy, F1 of class 1, and their mean (`combined_score`).
+
+    Args:
+        preds: class indices 0 or 1, shape (rows,).
+        labels: class indices 0 or 1, shape (rows,).
+    """
+    accuracy = simple_accuracy(preds, labels)
+    f1 = float(f1_score(labels, preds, zero_division=0.0))
+    return {"accuracy": accuracy, "f1": f1, "combined_score": (accuracy + f1) / 2}
+
+
+def pearson_and_spearman(preds: ArrayLike, labels: ArrayLike) -> dict[str, float]:
+    """Pearson's and Spearman's correlation, and their mean (`combined_score`).
+
+    Neither is defined where all predictions, or all labels, are equal; all three are then 0.0
+    and a warning is logged.
+
+    Args:
+        preds: scores, shape (rows,).
+        labels: scores, shape (rows,).
+    """
+    for what, values in (("predictions", preds), ("labels", labels)):
+        if np.ptp(values) == 0:
+            logger.warning("All %s are equal: their correlation is undefined, taken as 0", what)
+            return {"pearson": 0.0, "spearmanr": 0.0, "combined_score": 0.0}
+    pearson = float(pearsonr(preds, labels).statistic)
+    spearman = float(spearmanr(preds, labels).statistic)
+    return {"pearson": pearson, "spearmanr": spearman, "combined_score": (pearson + spearman) / 2}
+
+
+def glue_compute_metrics(task_name: str, preds: ArrayLike, labels: ArrayLike) -> dict[str, float]:
+    """The metrics that GLUE defines for a task.
+
+    Args:
+        task_name: the task, in any spelling that `glue_task` knows.
+        preds: class indices, or scores for STS-B; shape (rows,).
+        labels: the same for the truth; shape (rows,).
+
+    Returns:
+        CoLA: `matthews_correlation`; MRPC, QQP: `accuracy`, `f1`, `combined_score`; STS-B:
+        `pearson`, `spearmanr`, `combined_score`; the others: `accuracy`.
+
+    Raises:
+        ValueError: unknown task; arrays of unequal shape, of more than one dimension or without
+            rows; predictions or labels that are not finite.
+    """
+    name = glue_task(task_name).name
+    preds, labels = np.asarray(preds), np.asarray(labels)
+    _check_rows(name, preds, labels)
+    if name == "cola":
+        return {"matthews_correlation": float(matthews_corrcoef(labels, preds))}
+    if name in ("mrpc", "qqp"):
+        return acc_and_f1(preds, labels)
+    if name == "stsb":
+        return pearson_and_spearman(preds, labels)
+    return {"accuracy": simple_accuracy(preds, labels)}
+
+
+def _check_rows(name: str, preds: np.ndarray, labels: np.ndarray) -> None:
+    if preds.shape != labels.shape or preds.ndim != 1 or not preds.size:
+        raise ValueError(
+            f"{name}: metrics need as many predictions as labels, one per row; "
+            f"got shapes {preds.shape} and {labels.shape}"
+        )
+    for what, values in (("predictions", preds), ("labels", labels)):
+        bad = values.size - np.isfinite(values).sum()
+        if bad:
+            raise ValueError(f"{name}: {bad} of {values.size} {what} are not finite")

@@ -1,0 +1,25 @@
+"""Readers of GLUE's files."""
+
+from .glue import (
+    GLUE_TASKS,
+    GlueTask,
+    glue_output_modes,
+    glue_processors,
+    glue_task,
+    glue_tasks_num_labels,
+    load_glue_split,
+)
+from .utils import DataProcessor, InputExample, InputFeatures
+
+__all__ = [
+    "GLUE_TASKS",
+    "DataProcessor",
+    "GlueTask",
+    "InputExample",
+    "InputFeatures",
+    "glue_output_modes",
+    "glue_processors",
+    "glue_task",
+    "glue_tasks_num_labels",
+    "load_glue_split",
+]

@@ -1,0 +1,45 @@
+"""`AutoTokenizer`: the tokenizer that a checkpoint's settings call for."""
+
+import os
+from typing import Any
+
+from ...configuration_utils import PretrainedConfig
+from ...tokenization_utils_base import PreTrainedTokenizerBase
+from ..roberta.configuration_roberta import RobertaConfig
+from ..roberta.tokenization_roberta_fast import RobertaTokenizerFast
+from .configuration_auto import AutoConfig
+
+TOKENIZER_MAPPING: dict[type[PretrainedConfig], type[PreTrainedTokenizerBase]] = {
+    RobertaConfig: RobertaTokenizerFast
+}
+
+
+class AutoTokenizer:
+    """Builds the tokenizer of any model this package carries."""
+
+    def __init__(self) -> None:
+        raise TypeError("AutoTokenizer is not built itself: use AutoTokenizer.from_pretrained")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | os.PathLike,
+        config: PretrainedConfig | None = None,
+        use_fast: bool = True,
+        **arguments: Any,
+    ) -> PreTrainedTokenizerBase:
+        """Reads a tokenizer.
+
+        Args:
+            name_or_path: a folder or a hub repository.
+            config: its model's settings; read from `name_or_path` where not given.
+            use_fast: accepted as upstream has it; RoBERTa's tokenizer has one implementation here,
+                which gives the ids of both of upstream's.
+            arguments: as in `PreTrainedTokenizerBase.from_pretrained`.
+        """
+        if config is None:
+            where = ("cache_dir", "revision", "use_auth_token")
+            config = AutoConfig.from_pretrained(
+                name_or_path, **{key: arguments[key] for key in where if key in arguments}
+            )
+        return TOKENIZER_MAPPING[type(config)].from_pretrained(name_or_path, **arguments)
