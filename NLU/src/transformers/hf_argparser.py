@@ -1,0 +1,145 @@
+"""`HfArgumentParser`: command-line flags and JSON files from dataclasses."""
+
+import dataclasses
+import json
+import types
+import typing
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
+from collections.abc import Iterable
+from enum import Enum
+from pathlib import Path
+from typing import Any, NoReturn
+
+
+def string_to_bool(text: str | bool) -> bool:
+    """Reads a flag's value: yes, true, t, y, 1 or no, false, f, n, 0."""
+    if isinstance(text, bool):
+        return text
+    if text.lower() in ("yes", "true", "t", "y", "1"):
+        return True
+    if text.lower() in ("no", "false", "f", "n", "0"):
+        return False
+    raise ArgumentTypeError(f"'{text}' is neither true nor false")
+
+
+class HfArgumentParser(ArgumentParser):
+    """A parser whose flags are the fields of dataclasses.
+
+    A field's type, default, ``metadata["help"]`` and ``metadata["choices"]`` make its flag. A bool
+    can be given bare (``--do_train``) or with a value (``--do_train False``); one that is True by
+    default has ``--no_<flag>`` beside it.
+
+    Args:
+        dataclass_types: one dataclass, or several whose fields do not clash.
+        arguments: those of `argparse.ArgumentParser`.
+    """
+
+    def __init__(self, dataclass_types: type | Iterable[type], **arguments: Any):
+        arguments.setdefault("formatter_class", ArgumentDefaultsHelpFormatter)
+        arguments.setdefault("allow_abbrev", False)
+        super().__init__(**arguments)
+        types_ = [dataclass_types] if dataclasses.is_dataclass(dataclass_types) else dataclass_types
+        self.dataclass_types = list(types_)
+        for type_ in self.dataclass_types:
+            group = self.add_argument_group(type_.__name__)
+            hints = typing.get_type_hints(type_)
+            for field in dataclasses.fields(type_):
+                if field.init:
+                    _add_flag(group, field, hints[field.name])
+
+    def parse_args_into_dataclasses(self, args: list[str] | None = None) -> tuple[Any, ...]:
+        """One instance of each dataclass, from `args` or the command line."""
+        values = vars(self.parse_args(args))
+        try:
+            return tuple(
+                type_(**{name: values[name] for name in _flag_names(type_)})
+                for type_ in self.dataclass_types
+            )
+        except ValueError as error:
+            self.error(str(error))
+
+    def parse_json_file(self, json_file: str) -> tuple[Any, ...]:
+        """The same from a JSON file of values by field name."""
+        try:
+            values = json.loads(Path(json_file).read_text(encoding="utf-8"))
+        except ValueError as error:
+            self.error(f"{json_file}: not a JSON file ({error})")
+        except OSError as error:
+            self.error(f"{json_file}: {error.strerror}")
+        if not isinstance(values, dict):
+            self.error(f"{json_file}: holds a {type(values).__name__}, not values by flag name")
+        return self.parse_dict(values)
+
+    def parse_dict(self, values: dict[str, Any]) -> tuple[Any, ...]:
+        """The same from a dict; its values are checked as the command line's are.
+
+        None stands for a flag that is not given.
+        """
+        names = {name for type_ in self.dataclass_types for name in _flag_names(type_)}
+        unknown = values.keys() - names
+        if unknown:
+            self.error(f"unknown settings: {', '.join(sorted(unknown))}")
+        args = []
+        for name, value in values.items():
+            if isinstance(value, list | tuple):
+                args += [f"--{name}", *map(_as_text, value)]
+            elif value is not None:
+                args.append(f"--{name}={_as_text(value)}")
+        return self.parse_args_into_dataclasses(args)
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with `message`, in one line; all flags' usage would bury it."""
+        self.exit(2, f"{self.prog}: error: {message} (--help lists the flags)\n")
+
+
+def _flag_names(type_: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(type_) if field.init]
+
+
+def _as_text(value: Any) -> str:
+    return str(value.value if isinstance(value, Enum) else value)
+
+
+def _default(field: dataclasses.Field) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _add_flag(group: Any, field: dataclasses.Field, hint: Any) -> None:
+    hint, many = _plain_type(hint)
+    default = _default(field)
+    options: dict[str, Any] = {"help": (field.metadata.get("help") or " ").replace("%", "%%")}
+    if default is dataclasses.MISSING:
+        options["required"] = True
+    else:
+        options["default"] = default
+    names = [f"--{field.name}"]
+    if field.name == "local_rank":
+        names.append("--local-rank")  # as torch.distributed.launch writes it today
+    if hint is bool:
+        group.add_argument(*names, type=string_to_bool, nargs="?", const=True, **options)
+        if default is True:
+            group.add_argument(
+                f"--no_{field.name}", dest=field.name, action="store_false", help=f"no {field.name}"
+            )
+        return
+    if many:
+        options["nargs"] = "+"
+    if field.metadata.get("choices"):
+        options["choices"] = field.metadata["choices"]
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        options["choices"] = [item.value for item in hint]
+        hint = str
+        if isinstance(options.get("default"), Enum):
+            options["default"] = options["default"].value
+    group.add_argument(*names, type=hint, **options)
+
+
+def _plain_type(hint: Any) -> tuple[Any, bool]:
+    """``X | None`` -> X, ``list[X]`` -> (X, True)."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+    if typing.get_origin(hint) is list:
+        return typing.get_args(hint)[0], True
+    return hint, False

@@ -1,0 +1,108 @@
+"""Where logs can go besides the console: TensorBoard and Weights & Biases, where installed."""
+
+import importlib.util
+from numbers import Real
+
+from .trainer_callback import TrainerCallback
+from .training_args import TrainingArguments
+
+
+def is_tensorboard_available() -> bool:
+    """Whether TensorBoard is installed."""
+    return importlib.util.find_spec("tensorboard") is not None
+
+
+def is_wandb_available() -> bool:
+    """Whether Weights & Biases is installed."""
+    return importlib.util.find_spec("wandb") is not None
+
+
+def _named(logs: dict[str, float]) -> dict[str, float]:
+    """``eval_loss`` -> ``eval/loss``, ``loss`` -> ``train/loss``; numbers only."""
+    named = {}
+    for name, value in logs.items():
+        if isinstance(value, Real):
+            evaluated = name.startswith("eval_")
+            named[f"{'eval' if evaluated else 'train'}/{name.removeprefix('eval_')}"] = float(value)
+    return named
+
+
+class TensorBoardCallback(TrainerCallback):
+    """Writes logs to ``args.logging_dir``."""
+
+    def __init__(self) -> None:
+        self.writer = None
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs) -> None:
+        """Opens the file and notes the settings."""
+        if not state.is_world_process_zero:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(log_dir=args.logging_dir)
+        self.writer.add_text("args", args.to_json_string())
+        if model is not None:
+            self.writer.add_text("model_config", model.config.to_json_string())
+
+    def on_log(self, args, state, control, logs: dict[str, float] | None = None, **kwargs) -> None:
+        """Adds a record."""
+        if self.writer is not None:
+            for name, value in _named(logs or {}).items():
+                self.writer.add_scalar(name, value, state.global_step)
+
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        """Closes the file."""
+        if self.writer is not None:
+            self.writer.close()
+            self.writer = None
+
+
+class WandbCallback(TrainerCallback):
+    """Sends logs to Weights & Biases."""
+
+    def __init__(self) -> None:
+        self.run = None
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs) -> None:
+        """Starts a run of the name ``--run_name``."""
+        if not state.is_world_process_zero:
+            return
+        import wandb
+
+        settings = args.to_dict() | (model.config.to_dict() if model is not None else {})
+        self.run = wandb.init(name=args.run_name, config=settings)
+
+    def on_log(self, args, state, control, logs: dict[str, float] | None = None, **kwargs) -> None:
+        """Sends a record."""
+        if self.run is not None:
+            self.run.log(_named(logs or {}), step=state.global_step)
+
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        """Ends the run."""
+        if self.run is not None:
+            self.run.finish()
+            self.run = None
+
+
+_REPORTERS = {
+    "tensorboard": (is_tensorboard_available, TensorBoardCallback),
+    "wandb": (is_wandb_available, WandbCallback),
+}
+
+
+def reporting_callbacks(args: TrainingArguments) -> list[type[TrainerCallback]]:
+    """The callbacks that ``--report_to`` asks for.
+
+    Raises:
+        ValueError: one is asked for by name and is not installed.
+    """
+    asked = args.report_to or ["all"]
+    if "none" in asked:
+        return []
+    callbacks = []
+    for name, (is_available, callback) in _REPORTERS.items():
+        if name in asked and not is_available():
+            raise ValueError(f"--report_to {name}: it is not installed (pip install {name})")
+        if is_available() and (name in asked or "all" in asked):
+            callbacks.append(callback)
+    return callbacks

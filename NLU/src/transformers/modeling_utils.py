@@ -1,0 +1,353 @@
+"""`PreTrainedModel`: how models are initialised, loaded, checked and saved."""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from loralib.checkpoint import (
+    Adapter,
+    AdapterInfo,
+    CheckpointError,
+    adapter_tensors,
+    fingerprint,
+    lora_layers,
+    lora_targets,
+    read_tensors,
+    write_tensors,
+)
+
+from .configuration_utils import PretrainedConfig, check_same_lora
+from .file_utils import (
+    CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    resolve_file,
+)
+from .utils import logging
+
+logger = logging.get_logger(__name__)
+
+WEIGHTS_NAMES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+# What other models' heads are called; a checkpoint may hold one, and it is left out.
+_HEADS = ("head.", "lm_head.", "lm_predictions.", "cls.")
+
+
+class PreTrainedModel(nn.Module):
+    """A model that is read from and written to a folder or the hub.
+
+    Class attributes:
+        config_class: the model's `PretrainedConfig`.
+        base_model_prefix: name of the backbone within a model with a head.
+        tied_weights: parameters that are another one's tensor: name -> the other's name.
+    """
+
+    config_class: ClassVar[type[PretrainedConfig]] = PretrainedConfig
+    base_model_prefix: ClassVar[str] = ""
+    tied_weights: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, config: PretrainedConfig):
+        super().__init__()
+        self.config = config
+        # Of the base's weights as they were read; see loralib.checkpoint.fingerprint.
+        self.base_fingerprint: str | None = None
+        self._read_tensors: dict[str, Tensor] = {}
+
+    @property
+    def base_model(self) -> nn.Module:
+        """The backbone; the model itself where it has no head."""
+        return getattr(self, self.base_model_prefix, self)
+
+    def init_weights(self) -> None:
+        """Draws all weights anew and ties those that are tied."""
+        self.apply(self._init_weights)
+        self.tie_weights()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draws one module's own weights."""
+        raise TypeError(f"{type(self).__name__} does not say how its weights are drawn")
+
+    def tie_weights(self) -> None:
+        """Makes every tied parameter the tensor that it is tied to."""
+        for name, source in self.tied_weights.items():
+            owner, _, attribute = name.rpartition(".")
+            setattr(self.get_submodule(owner), attribute, self.get_parameter(source))
+
+    def num_parameters(self, only_trainable: bool = False) -> int:
+        """How many values the parameters hold, tied ones counted once."""
+        return sum(p.numel() for p in self.parameters() if p.requires_grad or not only_trainable)
+
+    def train_only(self, parts: Iterable[str]) -> None:
+        """Freezes the backbone but for parameters with one of `parts` in their name.
+
+        What is outside the backbone, the whole head, is trained in any case.
+        """
+        prefix = self._prefix(self.state_dict())
+        parts = tuple(parts)
+        for name, parameter in self.named_parameters():
+            trained = not name.startswith(prefix) or any(part in name for part in parts)
+            parameter.requires_grad_(trained)
+
+    def adapter(self) -> Adapter:
+        """The model's LoRA weights and head, with what has to be known of them.
+
+        Raises:
+            ValueError: the model has no LoRA layers.
+        """
+        layers = lora_layers(self)
+        if not layers:
+            raise ValueError("the model has no LoRA layers: build it with apply_lora")
+        layer = next(iter(layers.values()))
+        config = self.config
+        info = AdapterInfo(
+            rank=layer.r,
+            alpha=layer.lora_alpha,
+            targets=lora_targets(layers),
+            base=config.base_name_or_path,
+            base_fingerprint=self.base_fingerprint,
+            task=config.finetuning_task,
+            labels=tuple(config.id2label[index] for index in sorted(config.id2label)),
+        )
+        state = {name: t for name, t in self.state_dict().items() if name not in self.tied_weights}
+        return Adapter(adapter_tensors(state, [self._prefix(state)]), info)
+
+    # ---- loading ----
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | os.PathLike,
+        config: PretrainedConfig | None = None,
+        *,
+        cache_dir: str | None = None,
+        revision: str | None = None,
+        use_auth_token: str | bool | None = None,
+        **config_overrides: Any,
+    ) -> "PreTrainedModel":
+        """Builds the model of a folder or a hub repository, in evaluation mode, in float32.
+
+        A head or LoRA that the checkpoint does not have is drawn anew, and said so. Anything else
+        that does not fit is an error: no tensor is dropped or made up in silence.
+
+        Args:
+            name_or_path: a folder with ``config.json`` and weights, or a repository's name.
+            config: settings to use instead of the checkpoint's.
+            cache_dir, revision, use_auth_token: as in `resolve_file`.
+            config_overrides: settings that replace the checkpoint's, as in
+                `PretrainedConfig.from_pretrained`.
+
+        Raises:
+            OSError: there is no such model, or it has no weights.
+            ValueError: it was trained with other LoRA settings.
+            CheckpointError: its weights are damaged or do not fit.
+        """
+        name = os.fspath(name_or_path)
+        where = {"cache_dir": cache_dir, "revision": revision}
+        stated = cls.config_class.get_config_dict(name, token=use_auth_token, **where)
+        if config is None:
+            config = cls.config_class.from_pretrained(
+                name, use_auth_token=use_auth_token, **where, **config_overrides
+            )
+        elif config_overrides:
+            raise TypeError(f"{', '.join(config_overrides)}: beside a config, say so in it")
+        else:
+            check_same_lora(name, stated, vars(config))
+        tensors = _read_weights(name, token=use_auth_token, **where)
+        if stated.get("apply_lora") and not any("lora_" in tensor for tensor in tensors):
+            raise CheckpointError(
+                f"{name}: its {CONFIG_NAME} says apply_lora, its weights hold none"
+            )
+        with torch.device("meta"):
+            model = cls(config)
+        model.to_empty(device="cpu")
+        model.tie_weights()
+        model.load_checkpoint(tensors, name)
+        return model.eval()
+
+    def load_checkpoint(self, tensors: Mapping[str, Tensor], source: str) -> None:
+        """Copies a checkpoint's tensors in, and draws what it may lack; see `from_pretrained`."""
+        own = self.state_dict()
+        tensors = self._join_tied(self._match_names(tensors, own), source)
+        missing = own.keys() - tensors.keys() - self.tied_weights.keys()
+        self._check_missing(missing, source)
+        tensors = self._drop_foreign(tensors, own, source)
+        for name, tensor in tensors.items():
+            if tensor.shape != own[name].shape:
+                raise CheckpointError(_shape_message(source, name, tensor, own[name]))
+        self._draw(missing)
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                own[name].copy_(tensor)
+        self._read_tensors = tensors
+        self.base_fingerprint = fingerprint(tensors, [self._prefix(own)])
+
+    def _prefix(self, names: Iterable[str]) -> str:
+        """What a backbone tensor's name starts with: nothing where there is no head."""
+        start = f"{self.base_model_prefix}."
+        return start if any(name.startswith(start) for name in names) else ""
+
+    def _match_names(
+        self, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Gives a checkpoint's tensors this model's names, for old endings and another prefix."""
+        ours, theirs = self._prefix(own), self._prefix(tensors)
+        matched = {}
+        for name, tensor in tensors.items():
+            name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name)
+            name = re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name)
+            if theirs and not ours:
+                # A head of the checkpoint keeps a name that no backbone has.
+                name = name.removeprefix(theirs) if name.startswith(theirs) else f"head.{name}"
+            elif ours and not theirs and not name.startswith(_HEADS):
+                name = f"{ours}{name}"
+            matched[name] = tensor
+        return matched
+
+    def _join_tied(self, tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
+        """Leaves one of the tensors that are tied, under the name that they are tied to."""
+        tensors = dict(tensors)
+        for name, kept in self.tied_weights.items():
+            if name in tensors:
+                tied = tensors.pop(name)
+                if not torch.equal(tied, tensors.setdefault(kept, tied)):
+                    raise CheckpointError(
+                        f"{source}: {name} differs from {kept}; the model has one tensor for both"
+                    )
+        return tensors
+
+    def _check_missing(self, missing: set[str], source: str) -> None:
+        own = self.state_dict().keys()
+        prefix = self._prefix(own)
+        groups = {
+            "LoRA": {name for name in own if "lora_" in name},
+            "pooler": {name for name in own if name.startswith(f"{prefix}pooler.")},
+            "head": {name for name in own if prefix and not name.startswith(prefix)},
+        }
+        groups["head"] -= groups["LoRA"] | self.tied_weights.keys()
+        for what, names in groups.items():
+            if names and names <= missing:
+                logger.warning("%s has no %s weights: they are drawn anew", source, what)
+                missing = missing - names
+        if missing:
+            raise CheckpointError(f"{source}: lacks {len(missing)} tensors: {_some(missing)}")
+
+    def _drop_foreign(
+        self, tensors: dict[str, Tensor], own: Mapping[str, Tensor], source: str
+    ) -> dict[str, Tensor]:
+        """Leaves out what belongs to another head; refuses what this model should have known."""
+        prefix = self._prefix(own)
+        unknown = tensors.keys() - own.keys()
+        lora = {name for name in unknown if "lora_" in name}
+        if lora:
+            raise CheckpointError(
+                f"{source}: holds LoRA weights that the model has no place for, such as "
+                f"{_some(lora)}; add --apply_lora with their rank and alpha"
+            )
+        foreign = {
+            name
+            for name in unknown
+            if name.endswith("embeddings.position_ids")
+            or name.startswith((f"{prefix}pooler.", *_HEADS))
+            or (prefix and not name.startswith(prefix))
+        }
+        if unknown - foreign:
+            raise CheckpointError(
+                f"{source}: has {len(unknown - foreign)} tensors unknown to the model: "
+                f"{_some(unknown - foreign)}"
+            )
+        return {name: tensor for name, tensor in tensors.items() if name not in foreign}
+
+    def _draw(self, missing: set[str]) -> None:
+        """Draws the modules that own a missing tensor; loading then overwrites what is there."""
+        missing = missing | {tied for tied, kept in self.tied_weights.items() if kept in missing}
+        for name in sorted({name.rpartition(".")[0] for name in missing}):
+            self._init_weights(self.get_submodule(name))
+
+    # ---- saving ----
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The state dict with frozen weights as they were read.
+
+        A frozen weight that is held in half precision is written as the file had it, provided that
+        the held one is that one's rounding: the base keeps its bits through any training.
+        """
+        state = self.state_dict()
+        frozen = {name for name, p in self.named_parameters() if not p.requires_grad}
+        for name in frozen & self._read_tensors.keys():
+            held, read = state[name], self._read_tensors[name]
+            if held.dtype != read.dtype and torch.equal(read.to(held.dtype), held.cpu()):
+                state[name] = read
+        return {name: state[self.tied_weights.get(name, name)] for name in state}
+
+    def save_pretrained(self, folder: str | os.PathLike, safe_serialization: bool = False) -> None:
+        """Writes ``config.json`` and the weights, as ``pytorch_model.bin`` or as safetensors.
+
+        Weights of another form that the folder held are removed: they would be read instead.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.config.architectures = [type(self).__name__]
+        self.config.save_pretrained(folder)
+        name = SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME
+        write_tensors(folder / name, self.full_state_dict())
+        for other in set(WEIGHTS_NAMES) - {name}:
+            (folder / other).unlink(missing_ok=True)
+
+
+def read_weights_folder(folder: str | os.PathLike) -> dict[str, Tensor]:
+    """All tensors of a local model folder: safetensors first, then torch files, sharded or not."""
+    return _read_weights(os.fspath(folder))
+
+
+def _read_weights(name_or_path: str, **where: Any) -> dict[str, Tensor]:
+    for name in WEIGHTS_NAMES:
+        path = resolve_file(name_or_path, name, **where)
+        if path is None:
+            continue
+        if not name.endswith(".index.json"):
+            return read_tensors(path)[0]
+        return _read_shards(name_or_path, path, **where)
+    raise OSError(
+        f"'{name_or_path}' has no weights: neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME}, "
+        "nor an index of shards"
+    )
+
+
+def _read_shards(name_or_path: str, index: Path, **where: Any) -> dict[str, Tensor]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        shards = sorted({os.fspath(shard) for shard in weight_map.values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index}: not an index of shards") from error
+    tensors: dict[str, Tensor] = {}
+    for shard in shards:
+        path = resolve_file(name_or_path, shard, **where)
+        if path is None:
+            raise CheckpointError(f"{index}: names the shard {shard}, which is missing")
+        tensors.update(read_tensors(path)[0])
+    absent = weight_map.keys() - tensors.keys()
+    if absent:
+        raise CheckpointError(f"{index}: its shards lack {len(absent)} tensors: {_some(absent)}")
+    return tensors
+
+
+def _some(names: Iterable[str]) -> str:
+    names = sorted(names)
+    return ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
+
+
+def _shape_message(source: str, name: str, read: Tensor, own: Tensor) -> str:
+    shapes = f"{tuple(read.shape)} in the file, {tuple(own.shape)} in the model"
+    message = f"{source}: {name} is {shapes}"
+    if name.endswith("lora_A"):
+        message += f": rank {read.shape[0]}, not {own.shape[0]}"
+    elif not re.search(r"embeddings|encoder|layer", name):
+        message += ": a head for another number of labels?"
+    return message

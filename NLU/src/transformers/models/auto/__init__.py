@@ -1,0 +1,1 @@
+"""Which class a checkpoint's model type calls for."""

@@ -1,0 +1,44 @@
+"""`AutoConfig`: the settings class that a ``config.json`` calls for."""
+
+import os
+from typing import Any
+
+from ...configuration_utils import PretrainedConfig
+from ..roberta.configuration_roberta import RobertaConfig
+
+CONFIG_MAPPING: dict[str, type[PretrainedConfig]] = {"roberta": RobertaConfig}
+
+
+class AutoConfig:
+    """Builds the settings of any model this package carries."""
+
+    def __init__(self) -> None:
+        raise TypeError("AutoConfig is not built itself: use AutoConfig.from_pretrained")
+
+    @classmethod
+    def for_model(cls, model_type: str, **settings: Any) -> PretrainedConfig:
+        """The settings of a new model of `model_type`."""
+        return _config_class(model_type, "for_model")(**settings)
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | os.PathLike, **arguments: Any) -> PretrainedConfig:
+        """Reads a model's settings; arguments as in `PretrainedConfig.from_pretrained`.
+
+        Raises:
+            ValueError: the model is of a type that this package does not carry.
+        """
+        where = {key: arguments.get(key) for key in ("cache_dir", "revision")}
+        values = PretrainedConfig.get_config_dict(
+            name_or_path, token=arguments.get("use_auth_token"), **where
+        )
+        config_class = _config_class(values.get("model_type"), str(name_or_path))
+        return config_class.from_pretrained(name_or_path, **arguments)
+
+
+def _config_class(model_type: str | None, source: str) -> type[PretrainedConfig]:
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(
+            f"'{source}' is a {model_type or 'model of no stated type'}; "
+            f"this package carries {', '.join(CONFIG_MAPPING)}"
+        )
+    return CONFIG_MAPPING[model_type]

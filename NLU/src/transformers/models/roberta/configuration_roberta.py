@@ -1,0 +1,70 @@
+"""RoBERTa's settings."""
+
+from typing import Any
+
+from ...configuration_utils import PretrainedConfig
+
+
+class RobertaConfig(PretrainedConfig):
+    """The shape of a RoBERTa model; the defaults are roberta-base's, with BERT's vocabulary size.
+
+    Args:
+        vocab_size: rows of the word embedding.
+        hidden_size: width of the residual stream.
+        num_hidden_layers: encoder layers.
+        num_attention_heads: heads a layer; divides `hidden_size`.
+        intermediate_size: width within the feed-forward part.
+        hidden_act: activation of the feed-forward part, a name in `ACT2FN`.
+        hidden_dropout_prob: dropout on embeddings, outputs of sub-layers and in the head.
+        attention_probs_dropout_prob: dropout on attention probabilities.
+        max_position_embeddings: rows of the position embedding; the first `pad_token_id` + 1 are
+            never used by a token, so texts have at most two positions less.
+        type_vocab_size: rows of the token-type embedding.
+        initializer_range: standard deviation of new weights.
+        layer_norm_eps: epsilon of the layer norms.
+        others: see `PretrainedConfig`.
+    """
+
+    model_type = "roberta"
+
+    def __init__(
+        self,
+        vocab_size: int = 30522,
+        hidden_size: int = 768,
+        num_hidden_layers: int = 12,
+        num_attention_heads: int = 12,
+        intermediate_size: int = 3072,
+        hidden_act: str = "gelu",
+        hidden_dropout_prob: float = 0.1,
+        attention_probs_dropout_prob: float = 0.1,
+        max_position_embeddings: int = 512,
+        type_vocab_size: int = 2,
+        initializer_range: float = 0.02,
+        layer_norm_eps: float = 1e-12,
+        pad_token_id: int = 1,
+        bos_token_id: int = 0,
+        eos_token_id: int = 2,
+        **others: Any,
+    ):
+        super().__init__(
+            pad_token_id=pad_token_id,
+            bos_token_id=bos_token_id,
+            eos_token_id=eos_token_id,
+            **others,
+        )
+        if hidden_size % num_attention_heads:
+            raise ValueError(
+                f"hidden_size {hidden_size} is not a multiple of {num_attention_heads} heads"
+            )
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.intermediate_size = intermediate_size
+        self.hidden_act = hidden_act
+        self.hidden_dropout_prob = hidden_dropout_prob
+        self.attention_probs_dropout_prob = attention_probs_dropout_prob
+        self.max_position_embeddings = max_position_embeddings
+        self.type_vocab_size = type_vocab_size
+        self.initializer_range = initializer_range
+        self.layer_norm_eps = layer_norm_eps

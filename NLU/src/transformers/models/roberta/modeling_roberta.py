@@ -1,0 +1,430 @@
+"""RoBERTa with LoRA on its attention's query and value projections.
+
+The encoder works on packed tokens, (tokens, hidden); see packing.py. Names are upstream's, so that
+published weights load. Source: RoBERTa, arXiv 1907.11692; LoRA, arXiv 2106.09685, section 4.2.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import loralib as lora
+
+from ...activations import ACT2FN
+from ...modeling_outputs import (
+    BaseModelOutput,
+    BaseModelOutputWithPooling,
+    MaskedLMOutput,
+    SequenceClassifierOutput,
+)
+from ...modeling_utils import PreTrainedModel
+from ...packing import PackedRows, attend
+from .configuration_roberta import RobertaConfig
+
+
+class LayerNorm(nn.LayerNorm):
+    """`nn.LayerNorm` that stays in half precision where its weight is held in it.
+
+    Autocast would compute it, and with it the whole residual stream, in float32 on a GPU. The
+    statistics are taken in float32 in any case.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises the last dimension."""
+        if self.weight.dtype == torch.float32:
+            return super().forward(x)
+        with torch.autocast(x.device.type, enabled=False):
+            bias = self.bias.to(self.weight.dtype)
+            x = x.to(self.weight.dtype)
+            return F.layer_norm(x, self.normalized_shape, self.weight, bias, self.eps)
+
+
+class RobertaEmbeddings(nn.Module):
+    """Word + position + token-type embeddings, normalised."""
+
+    def __init__(self, config: RobertaConfig):
+        super().__init__()
+        pad = config.pad_token_id
+        self.padding_idx = pad
+        width = config.hidden_size
+        self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=pad)
+        self.position_embeddings = nn.Embedding(
+            config.max_position_embeddings, width, padding_idx=pad
+        )
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, width)
+        self.LayerNorm = LayerNorm(width, eps=config.layer_norm_eps)
+        self.dropout = lora.Dropout(config.hidden_dropout_prob)
+
+    def position_ids(self, input_ids: Tensor) -> Tensor:
+        """(batch, length): padding_idx + 1, + 2, … on tokens; padding_idx on padding.
+
+        Raises:
+            ValueError: a row has more tokens than the model has positions.
+        """
+        real = input_ids.ne(self.padding_idx).long()
+        longest = self.position_embeddings.num_embeddings - self.padding_idx - 1
+        if input_ids.shape[1] > longest and int(real.sum(1).max()) > longest:
+            raise ValueError(
+                f"a text has {int(real.sum(1).max())} tokens, the model has positions for {longest}"
+            )
+        return real.cumsum(dim=1) * real + self.padding_idx
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, token_type_ids: Tensor) -> Tensor:
+        """Ids of any one shape -> (…, hidden)."""
+        embedded = (
+            self.word_embeddings(input_ids)
+            + self.token_type_embeddings(token_type_ids)
+            + self.position_embeddings(position_ids)
+        )
+        return self.dropout(self.LayerNorm(embedded))
+
+
+class RobertaSelfAttention(nn.Module):
+    """Multi-head attention without its output projection; LoRA is on query and value."""
+
+    def __init__(self, config: RobertaConfig):
+        super().__init__()
+        width = config.hidden_size
+        self.heads = config.num_attention_heads
+        self.dropout_p = config.attention_probs_dropout_prob
+        self.query = _lora_linear(config, width)
+        self.key = nn.Linear(width, width)
+        self.value = _lora_linear(config, width)
+
+    def forward(self, hidden: Tensor, queries: Tensor, rows: PackedRows) -> Tensor:
+        """What `queries` gather from `hidden`; see `attend` for shapes."""
+        dropout_p = self.dropout_p if self.training else 0.0
+        q, k, v = self.query(queries), self.key(hidden), self.value(hidden)
+        return attend(q, k, v, rows, self.heads, dropout_p)
+
+
+def _lora_linear(config: RobertaConfig, width: int) -> nn.Linear:
+    if not config.apply_lora:
+        return nn.Linear(width, width)
+    return lora.Linear(width, width, r=config.lora_r, lora_alpha=config.lora_alpha)
+
+
+class RobertaSelfOutput(nn.Module):
+    """The attention's output projection, added to the residual stream and normalised."""
+
+    def __init__(self, config: RobertaConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = lora.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """(tokens, hidden) both, and out."""
+        return self.LayerNorm(self.dropout(self.dense(attended)) + residual)
+
+
+class RobertaAttention(nn.Module):
+    """Self-attention and its output."""
+
+    def __init__(self, config: RobertaConfig):
+        super().__init__()
+        self.self = RobertaSelfAttention(config)
+        self.output = RobertaSelfOutput(config)
+
+    def forward(self, hidden: Tensor, queries: Tensor, rows: PackedRows) -> Tensor:
+        """The residual stream at `queries`, attention added."""
+        return self.output(self.self(hidden, queries, rows), queries)
+
+
+class RobertaIntermediate(nn.Module):
+    """The feed-forward part's first half."""
+
+    def __init__(self, config: RobertaConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.activation = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(tokens, hidden) -> (tokens, intermediate)."""
+        return self.activation(self.dense(hidden))
+
+
+class RobertaOutput(nn.Module):
+    """The feed-forward part's second half, added to the residual stream and normalised."""
+
+    def __init__(self, config: RobertaConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = lora.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, inner: Tensor, residual: Tensor) -> Tensor:
+        """(tokens, intermediate) and (tokens, hidden) -> (tokens, hidden)."""
+        return self.LayerNorm(self.dropout(self.dense(inner)) + residual)
+
+
+class RobertaLayer(nn.Module):
+    """Attention, then feed-forward, each normalised after its residual sum."""
+
+    def __init__(self, config: RobertaConfig):
+        super().__init__()
+        self.attention = RobertaAttention(config)
+        self.intermediate = RobertaIntermediate(config)
+        self.output = RobertaOutput(config)
+
+    def forward(self, hidden: Tensor, rows: PackedRows, first_only: bool = False) -> Tensor:
+        """(tokens, hidden) -> the same, or (batch, hidden) with `first_only`."""
+        queries = hidden[rows.first] if first_only else hidden
+        attended = self.attention(hidden, queries, rows)
+        return self.output(self.intermediate(attended), attended)
+
+
+class RobertaEncoder(nn.Module):
+    """The layers one after the other."""
+
+    def __init__(self, config: RobertaConfig):
+        super().__init__()
+        self.layer = nn.ModuleList(RobertaLayer(config) for _ in range(config.num_hidden_layers))
+
+    def forward(
+        self, hidden: Tensor, rows: PackedRows, first_only: bool = False, all_states: bool = False
+    ) -> list[Tensor]:
+        """The last layer's output or, with `all_states`, the embeddings and every layer's.
+
+        With `first_only`, the last layer is computed for each row's first token alone: a
+        classifier reads nothing else, and five sixths of that layer's work is saved.
+        """
+        states = [hidden]
+        for layer in self.layer:
+            hidden = layer(hidden, rows, first_only and layer is self.layer[-1])
+            states.append(hidden)
+            if not all_states:
+                del states[0]
+        return states
+
+
+class RobertaPooler(nn.Module):
+    """tanh of a projection of the first token."""
+
+    def __init__(self, config: RobertaConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, first: Tensor) -> Tensor:
+        """(batch, hidden) -> (batch, hidden)."""
+        return torch.tanh(self.dense(first))
+
+
+class RobertaPreTrainedModel(PreTrainedModel):
+    """How RoBERTa's weights are drawn."""
+
+    config_class = RobertaConfig
+    base_model_prefix = "roberta"
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.LayerNorm | lora.LoRALayer):
+            module.reset_parameters()
+        if isinstance(module, nn.Linear | nn.Embedding):
+            module.weight.data.normal_(mean=0.0, std=self.config.initializer_range)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            module.bias.data.zero_()
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            module.weight.data[module.padding_idx].zero_()
+
+
+class RobertaModel(RobertaPreTrainedModel):
+    """The backbone.
+
+    Args:
+        config: its settings.
+        add_pooling_layer: with the pooler of BERT, which no head of this package uses.
+    """
+
+    def __init__(self, config: RobertaConfig, add_pooling_layer: bool = True):
+        super().__init__(config)
+        self.embeddings = RobertaEmbeddings(config)
+        self.encoder = RobertaEncoder(config)
+        self.pooler = RobertaPooler(config) if add_pooling_layer else None
+        self.init_weights()
+
+    def encode(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        first_only: bool = False,
+        all_states: bool = False,
+    ) -> tuple[list[Tensor], PackedRows]:
+        """Hidden states on packed tokens (see `RobertaEncoder`), and where those are in the batch.
+
+        Args:
+            input_ids: (batch, length).
+            attention_mask: (batch, length), zero on padding; all ones where not given.
+            token_type_ids: (batch, length); zeros where not given.
+            position_ids: (batch, length); `RobertaEmbeddings.position_ids` where not given.
+            first_only: the last state is (batch, hidden), each row's first token.
+            all_states: every layer's state, not the last one's alone.
+        """
+        rows = PackedRows(torch.ones_like(input_ids) if attention_mask is None else attention_mask)
+        if position_ids is None:
+            position_ids = self.embeddings.position_ids(input_ids)
+        if token_type_ids is None:
+            token_type_ids = torch.zeros_like(input_ids)
+        ids = (rows.pack(part) for part in (input_ids, position_ids, token_type_ids))
+        return self.encoder(self.embeddings(*ids), rows, first_only, all_states), rows
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> BaseModelOutputWithPooling | BaseModelOutput | tuple:
+        """Hidden states of every token; arguments as in `encode`."""
+        show = _wants_states(self.config, output_hidden_states)
+        states, rows = self.encode(
+            input_ids, attention_mask, token_type_ids, position_ids, all_states=show
+        )
+        parts: dict[str, Any] = {
+            "last_hidden_state": rows.pad(states[-1]),
+            "hidden_states": tuple(map(rows.pad, states)) if show else None,
+        }
+        if self.pooler is None:
+            return _output(self.config, BaseModelOutput(**parts), return_dict)
+        parts["pooler_output"] = self.pooler(states[-1][rows.first])
+        return _output(self.config, BaseModelOutputWithPooling(**parts), return_dict)
+
+
+class RobertaLMHead(nn.Module):
+    """Vocabulary logits; the projection is the word embedding itself."""
+
+    def __init__(self, config: RobertaConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.layer_norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+        self.bias = self.decoder.bias
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(…, hidden) -> (…, vocabulary)."""
+        return self.decoder(self.layer_norm(F.gelu(self.dense(hidden))))
+
+
+class RobertaForMaskedLM(RobertaPreTrainedModel):
+    """RoBERTa with the head that it is pretrained with."""
+
+    tied_weights: ClassVar[dict[str, str]] = {
+        "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
+        "lm_head.decoder.bias": "lm_head.bias",
+    }
+
+    def __init__(self, config: RobertaConfig):
+        super().__init__(config)
+        self.roberta = RobertaModel(config, add_pooling_layer=False)
+        self.lm_head = RobertaLMHead(config)
+        self.init_weights()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> MaskedLMOutput | tuple:
+        """Logits of every position or, with `labels`, the loss and logits of the labelled ones.
+
+        Args:
+            labels: (batch, length), token ids; -100 where there is no target.
+            others: as in `RobertaModel.encode`.
+        """
+        show = _wants_states(self.config, output_hidden_states)
+        states, rows = self.roberta.encode(
+            input_ids, attention_mask, token_type_ids, position_ids, all_states=show
+        )
+        hidden, loss = states[-1], None
+        if labels is None:
+            logits = rows.pad(self.lm_head(hidden))
+        else:
+            labels = rows.pack(labels)
+            is_target = labels != -100
+            logits = self.lm_head(hidden[is_target])
+            loss = F.cross_entropy(logits.float(), labels[is_target])
+        shown = tuple(map(rows.pad, states)) if show else None
+        return _output(self.config, MaskedLMOutput(loss, logits, shown), return_dict)
+
+
+class RobertaClassificationHead(nn.Module):
+    """dropout → dense → tanh → dropout → out_proj, in the precision of its own weights."""
+
+    def __init__(self, config: RobertaConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dropout = lora.Dropout(config.hidden_dropout_prob)
+        self.out_proj = nn.Linear(config.hidden_size, config.num_labels)
+
+    def forward(self, first: Tensor) -> Tensor:
+        """(batch, hidden) -> (batch, labels).
+
+        It sees one token a row, so float32 costs nothing and spares the logits half precision.
+        """
+        with torch.autocast(first.device.type, enabled=False):
+            first = self.dropout(first.to(self.dense.weight.dtype))
+            return self.out_proj(self.dropout(torch.tanh(self.dense(first))))
+
+
+class RobertaForSequenceClassification(RobertaPreTrainedModel):
+    """RoBERTa with a classifier, or with one label a regressor, on the first token."""
+
+    def __init__(self, config: RobertaConfig):
+        super().__init__(config)
+        self.roberta = RobertaModel(config, add_pooling_layer=False)
+        self.classifier = RobertaClassificationHead(config)
+        self.init_weights()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> SequenceClassifierOutput | tuple:
+        """Logits (batch, labels) and, with `labels` (batch,), the mean loss.
+
+        Cross-entropy, or with one label the squared error. Other arguments as in
+        `RobertaModel.encode`.
+        """
+        show = _wants_states(self.config, output_hidden_states)
+        states, rows = self.roberta.encode(
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            first_only=not show,
+            all_states=show,
+        )
+        logits = self.classifier(states[-1][rows.first] if show else states[-1])
+        loss = None if labels is None else _classification_loss(logits, labels)
+        shown = tuple(map(rows.pad, states)) if show else None
+        return _output(self.config, SequenceClassifierOutput(loss, logits, shown), return_dict)
+
+
+def _classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    labels = labels.flatten()
+    if logits.shape[-1] == 1:
+        return F.mse_loss(logits.squeeze(-1).float(), labels.float())
+    return F.cross_entropy(logits.float(), labels)
+
+
+def _wants_states(config: RobertaConfig, asked: bool | None) -> bool:
+    return config.output_hidden_states if asked is None else asked
+
+
+def _output(config: RobertaConfig, output: Any, return_dict: bool | None) -> Any:
+    as_dict = config.return_dict if return_dict is None else return_dict
+    return output if as_dict else output.to_tuple()

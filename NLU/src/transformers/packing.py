@@ -1,0 +1,140 @@
+"""Computing on the real tokens of a batch only.
+
+A batch comes padded, (batch, length), because rows differ in length. All that a transformer does to
+tokens one by one (projections, norms, feed-forward) is done here on the tokens laid end to end,
+(tokens, hidden), so that padding costs nothing:
+
+    a b c .            a b c d e f g h i
+    d e . .    pack
+    f g h i   ----->   lengths 3, 2, 4
+
+Only attention looks at rows: it takes them one at a time, or pads them again where that is cheaper.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from loralib import dropout
+
+
+class PackedRows:
+    """Where the real tokens of a padded batch are.
+
+    Args:
+        attention_mask: (batch, length); zero where there is padding. Padding may be anywhere but
+            in a row's first position, since that is the token that a classifier reads.
+
+    Attributes:
+        index: (tokens,), positions of the real tokens in the flattened batch.
+        lengths: tokens a row.
+        first: (batch,), position of each row's first token among the packed ones.
+
+    Raises:
+        ValueError: the mask is not two-dimensional, or a row's first position is masked.
+    """
+
+    def __init__(self, attention_mask: Tensor):
+        if attention_mask.dim() != 2:
+            raise ValueError(
+                f"attention_mask must be (batch, length), not {tuple(attention_mask.shape)}"
+            )
+        mask = attention_mask != 0
+        if not bool(mask[:, 0].all()):
+            raise ValueError("attention_mask hides the first token of a row; pad on the right")
+        self.shape = mask.shape
+        self.index = mask.flatten().nonzero().squeeze(1)
+        lengths = mask.sum(dim=1)
+        self.lengths: list[int] = lengths.tolist()
+        self.first = lengths.cumsum(0) - lengths
+
+    def pack(self, x: Tensor) -> Tensor:
+        """(batch, length, …) -> (tokens, …).
+
+        Raises:
+            ValueError: x is of another batch or length than the mask.
+        """
+        if x.shape[:2] != self.shape:
+            raise ValueError(
+                f"attention_mask is {tuple(self.shape)}, the batch is {tuple(x.shape[:2])}"
+            )
+        return x.flatten(0, 1)[self.index]
+
+    def pad(self, x: Tensor) -> Tensor:
+        """(tokens, …) -> (batch, length, …), zeros where there is padding."""
+        padded = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[1:])
+        return padded.index_copy(0, self.index, x).unflatten(0, self.shape)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, heads: int, dropout_p: float
+) -> Tensor:
+    """softmax(q kᵀ / √d) v within each row, over `heads` slices of the hidden dimension.
+
+    Args:
+        query: (tokens, hidden), or (batch, hidden) for one query a row.
+        key, value: (tokens, hidden).
+        rows: which tokens make a row.
+        heads: number of heads; divides hidden.
+        dropout_p: dropout on the attention probabilities.
+
+    Returns:
+        The same shape as `query`.
+    """
+    attend_to = _attend_padded if query.is_cuda or _padding_is_cheap(rows, heads) else _attend_rows
+    return attend_to(query, key, value, rows, heads, dropout_p)
+
+
+def _padding_is_cheap(rows: PackedRows, heads: int) -> bool:
+    """Whether computing attention's padding costs less than taking rows one by one.
+
+    On a CPU a row costs about 0.2 ms of calls, a probability about 10 ns, forward and backward.
+    """
+    count, longest = len(rows.lengths), max(rows.lengths)
+    wasted = heads * (count * longest**2 - sum(length**2 for length in rows.lengths))
+    return wasted < 20_000 * count
+
+
+def _attend_rows(
+    query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, heads: int, dropout_p: float
+) -> Tensor:
+    """Row by row: no padding."""
+    lengths = rows.lengths if len(query) == len(key) else [1] * len(rows.lengths)
+    parts = (query.split(lengths), key.split(rows.lengths), value.split(rows.lengths))
+    attended = [
+        _attention(*(_by_head(part[None], heads) for part in row), None, dropout_p)
+        for row in zip(*parts, strict=True)
+    ]
+    return torch.cat([row[0].transpose(0, 1).flatten(1) for row in attended])
+
+
+def _attend_padded(
+    query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, heads: int, dropout_p: float
+) -> Tensor:
+    """All rows at once, over the padded batch."""
+    one_query = len(query) != len(key)
+    query = query[:, None] if one_query else rows.pad(query)
+    parts = (_by_head(part, heads) for part in (query, rows.pad(key), rows.pad(value)))
+    mask = rows.pad(torch.ones_like(rows.index, dtype=torch.bool))[:, None, None, :]
+    attended = _attention(*parts, mask, dropout_p).transpose(1, 2).flatten(2)
+    return attended[:, 0] if one_query else rows.pack(attended)
+
+
+def _by_head(x: Tensor, heads: int) -> Tensor:
+    """(batch, length, hidden) -> (batch, heads, length, dim)."""
+    return x.unflatten(2, (heads, -1)).transpose(1, 2)
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float
+) -> Tensor:
+    """Attention of (batch, heads, length, dim); `mask` is False where nobody may look."""
+    if dropout_p == 0 or query.is_cuda:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout_p
+        )
+    # On a CPU, PyTorch's fused attention has no dropout, and its dropout is slow.
+    scores = (query * query.shape[-1] ** -0.5) @ key.transpose(2, 3)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return dropout(scores.softmax(dim=-1), dropout_p, training=True) @ value

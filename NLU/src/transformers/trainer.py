@@ -1,0 +1,706 @@
+"""`Trainer`: the training loop, evaluation, checkpoints and resuming.
+
+A step is: batch → loss → gradients → (at the end of an accumulation) clip, update, schedule. What
+happens around it, logs and bars and the decision when to evaluate, is in trainer_callback.py; the
+order of the data in trainer_pt_utils.py; half precision in loralib.precision.
+"""
+
+import inspect
+import json
+import math
+import os
+import pickle
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from loralib.checkpoint import (
+    LORA_WEIGHTS_NAME,
+    SAFE_LORA_WEIGHTS_NAME,
+    CheckpointError,
+    load_adapter,
+    load_into,
+    lora_layers,
+    save_adapter,
+    write_whole,
+)
+from loralib.precision import ApexPrecision, Precision, all_in_half, hold_frozen_in
+
+from .data.data_collator import DataCollatorWithPadding, default_data_collator
+from .file_utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from .integrations import reporting_callbacks
+from .modeling_utils import PreTrainedModel, read_weights_folder
+from .optimization import get_scheduler
+from .tokenization_utils_base import PreTrainedTokenizerBase
+from .trainer_callback import (
+    CallbackHandler,
+    DefaultFlowCallback,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
+from .trainer_pt_utils import (
+    Collector,
+    EvaluationBatches,
+    TrainingBatches,
+    decayed_parameters,
+    gather_in_order,
+    memory_metrics,
+    sum_over_processes,
+)
+from .trainer_utils import (
+    PREFIX_CHECKPOINT_DIR,
+    EvalPrediction,
+    PredictionOutput,
+    TrainOutput,
+    get_last_checkpoint,
+    list_checkpoints,
+    rng_state,
+    set_rng_state,
+    set_seed,
+    speed_metrics,
+)
+from .training_args import TrainingArguments
+from .utils import logging
+
+logger = logging.get_logger(__name__)
+
+TRAINER_STATE_NAME = "trainer_state.json"
+TRAINING_ARGS_NAME = "training_args.bin"
+OPTIMIZER_NAME = "optimizer.pt"
+SCHEDULER_NAME = "scheduler.pt"
+SCALER_NAME = "scaler.pt"
+
+
+class TrainingError(RuntimeError):
+    """A run that cannot go on. The message is one line."""
+
+
+class Trainer:
+    """Trains and evaluates a model.
+
+    Args:
+        model: what to train; parameters with ``requires_grad`` off stay as they are.
+        args: the settings.
+        data_collator: makes a batch of a list of examples; pads to the longest where not given.
+        train_dataset, eval_dataset: sized, indexable sets of dicts.
+        tokenizer: pads, and is saved beside the model.
+        compute_metrics: `EvalPrediction` -> metrics by name.
+        callbacks: added to the default ones.
+        optimizers: an optimiser and a schedule to use instead of those that `args` ask for.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        args: TrainingArguments,
+        data_collator: Callable[[list[Any]], dict[str, Tensor]] | None = None,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
+        callbacks: list[TrainerCallback | type[TrainerCallback]] | None = None,
+        optimizers: tuple[Optimizer | None, Any] = (None, None),
+    ):
+        set_seed(args.seed)
+        self.args = args
+        self.model = model.to(args.device)
+        self.tokenizer = tokenizer
+        if data_collator is None:
+            data_collator = DataCollatorWithPadding(tokenizer) if tokenizer else default_data_collator
+        self.data_collator = data_collator
+        self.train_dataset = train_dataset
+        self.eval_dataset = eval_dataset
+        self.compute_metrics = compute_metrics
+        self.optimizer, self.lr_scheduler = optimizers
+        self.label_names = args.label_names or ["labels"]
+        self.state = TrainerState(is_world_process_zero=args.is_main_process)
+        self.control = TrainerControl()
+        self._wrapped: nn.Module = self.model
+        if args.save_lora_only and not lora_layers(model):
+            raise ValueError("--save_lora_only needs a model with LoRA: add --apply_lora")
+        _set_deterministic(args.use_deterministic_algorithms)
+        self.precision = Precision(args.compute_dtype, args.device.type)
+        self.uses_apex = args.use_apex
+        if args.compute_dtype is not torch.float32 and not self.uses_apex:
+            hold_frozen_in(self.model, args.compute_dtype)
+        shown = PrinterCallback if args.disable_tqdm else ProgressCallback
+        self.callbacks = CallbackHandler(
+            [DefaultFlowCallback, *reporting_callbacks(args), *(callbacks or []), shown],
+            model=self.model,
+            tokenizer=tokenizer,
+        )
+
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Adds a callback, or one of a class."""
+        self.callbacks.add(callback)
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is the process that writes."""
+        return self.args.is_main_process
+
+    # ---- data ----
+
+    def _loader(self, dataset: Dataset, batches: Any) -> DataLoader:
+        return DataLoader(
+            self._used_columns(dataset),
+            batch_sampler=batches,
+            collate_fn=self.data_collator,
+            # Else the loader would draw from the generator of dropout, once an epoch or resume.
+            generator=torch.Generator(),
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
+        )
+
+    def _used_columns(self, dataset: Dataset) -> Dataset:
+        """The set without the columns that the model's forward does not take."""
+        if not (self.args.remove_unused_columns and hasattr(dataset, "remove_columns")):
+            return dataset
+        taken = {*inspect.signature(self.model.forward).parameters, "label", "label_ids"}
+        unused = [name for name in dataset.column_names if name not in taken]
+        return dataset.remove_columns(unused)
+
+    def _training_batches(self) -> TrainingBatches:
+        if self.train_dataset is None:
+            raise ValueError("Trainer: training needs a train_dataset")
+        lengths = None
+        if self.args.group_by_length:
+            lengths = [len(ids) for ids in self.train_dataset["input_ids"]]
+        return TrainingBatches(
+            len(self.train_dataset),
+            self.args.train_batch_size,
+            self.args.seed,
+            self.args.world_size,
+            self.args.process_index,
+            self.args.dataloader_drop_last,
+            lengths,
+        )
+
+    def _to_device(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: value.to(self.args.device, non_blocking=True) if isinstance(value, Tensor) else value
+            for name, value in inputs.items()
+        }
+
+    # ---- optimiser ----
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Makes the optimiser and the schedule, where they were not given."""
+        args = self.args
+        if self.optimizer is None:
+            decayed, others = decayed_parameters(self.model)
+            if not decayed and not others:
+                raise ValueError("the model has no trainable parameters")
+            groups = [
+                {"params": decayed, "weight_decay": args.weight_decay},
+                {"params": others, "weight_decay": 0.0},
+            ]
+            groups = [group for group in groups if group["params"]]
+            if args.adafactor:
+                self.optimizer = torch.optim.Adafactor(groups, lr=args.learning_rate)
+            else:
+                self.optimizer = torch.optim.AdamW(
+                    groups,
+                    lr=args.learning_rate,
+                    betas=(args.adam_beta1, args.adam_beta2),
+                    eps=args.adam_epsilon,
+                    fused=True,
+                )
+        if self.lr_scheduler is None:
+            warmup = args.warmup_steps
+            if warmup <= 0:
+                warmup = math.ceil(num_training_steps * args.warmup_ratio)
+            self.lr_scheduler = get_scheduler(
+                args.lr_scheduler_type, self.optimizer, warmup, num_training_steps
+            )
+
+    def _wrap(self) -> None:
+        """The model as the loop calls it: through DDP where there are several processes."""
+        args = self.args
+        if self.uses_apex:
+            self.precision = ApexPrecision(self.model, self.optimizer, args.fp16_opt_level)
+        self._wrapped = self.model
+        if args.world_size > 1:
+            self._wrapped = DistributedDataParallel(
+                self.model,
+                device_ids=[args.device.index] if args.device.type == "cuda" else None,
+                find_unused_parameters=bool(args.ddp_find_unused_parameters),
+            )
+
+    # ---- training ----
+
+    def train(self, resume_from_checkpoint: str | None = None) -> TrainOutput:
+        """Trains the model; from a checkpoint's folder on, where one is given.
+
+        Returns:
+            The updates made, the mean loss over them, and the run's metrics.
+
+        Raises:
+            TrainingError: the loss is not finite.
+            CheckpointError: the checkpoint to resume from is damaged or does not fit.
+        """
+        args = self.args
+        start = time.time()
+        batches = self._training_batches()
+        steps_an_epoch = max(len(batches) // args.gradient_accumulation_steps, 1)
+        if args.max_steps > 0:
+            max_steps, epochs = args.max_steps, math.ceil(args.max_steps / steps_an_epoch)
+        else:
+            max_steps = math.ceil(args.num_train_epochs * steps_an_epoch)
+            epochs = math.ceil(args.num_train_epochs)
+        self.control = TrainerControl()
+        self._progress = _Progress(args.device)
+        self.create_optimizer_and_scheduler(max_steps)
+        self._wrap()
+        torch.manual_seed(args.seed + args.process_index)
+        if resume_from_checkpoint:
+            self._resume(resume_from_checkpoint)
+        self.state.max_steps, self.state.num_train_epochs = max_steps, epochs
+        steps_before = self.state.global_step
+        self._say_what_runs(len(self.train_dataset), max_steps)
+
+        self._call("on_train_begin")
+        self.control.should_training_stop |= steps_before >= max_steps
+        for epoch in range(self._progress.epoch, epochs):
+            if self.control.should_training_stop:
+                break
+            self._train_epoch(epoch, batches)
+        self._check_finite()
+        if args.load_best_model_at_end and self.state.best_model_checkpoint:
+            logger.info("ending with the best model, %s", self.state.best_model_checkpoint)
+            self._load_weights(self.state.best_model_checkpoint)
+
+        steps = self.state.global_step
+        loss = self._mean_loss(self._progress.loss_total, max(steps, 1))
+        samples = (steps - steps_before) * batches.step_size * args.gradient_accumulation_steps
+        metrics = speed_metrics("train", start, samples)
+        metrics["train_loss"] = loss
+        if not args.skip_memory_metrics:
+            metrics.update(memory_metrics("train", args.device))
+        self.log(dict(metrics))
+        self._call("on_train_end")
+        metrics["epoch"] = round(self.state.epoch or 0.0, 2)
+        return TrainOutput(steps, loss, metrics)
+
+    def _train_epoch(self, epoch: int, batches: TrainingBatches) -> None:
+        args = self.args
+        batches.epoch = epoch
+        # Where a run goes on in the middle of its epoch: the batches that it has seen.
+        batches.skip = 0 if args.ignore_data_skip else self._progress.batches
+        loader = self._loader(self.train_dataset, batches)
+        self._call("on_epoch_begin")
+        for index, inputs in enumerate(loader, start=batches.skip):
+            # A set shorter than an accumulation makes its one update at its end. Else, what is left
+            # over at the end of an epoch goes into the next one's first update, as in the release.
+            update = (index + 1) % args.gradient_accumulation_steps == 0 or (
+                index + 1 == len(batches) <= args.gradient_accumulation_steps
+            )
+            self._progress.add(self.training_step(inputs, batches.weight(index), update))
+            self._progress.batches = index + 1
+            if update:
+                self._update()
+                self.state.epoch = epoch + (index + 1) / len(batches)
+                self._call("on_step_end")
+                self._log_evaluate_save()
+            if self.control.should_training_stop:
+                break
+        if self._progress.batches == len(batches):
+            self._progress.epoch, self._progress.batches = epoch + 1, 0
+        self._call("on_epoch_end")
+        self._log_evaluate_save()
+
+    def training_step(self, inputs: dict[str, Any], weight: float, update: bool) -> Tensor:
+        """Adds one batch's gradients; returns its part of the update's loss, detached.
+
+        Args:
+            inputs: the batch.
+            weight: of this process's loss among the processes'; see `TrainingBatches.weight`.
+            update: whether an update follows, for which gradients are summed over processes.
+        """
+        self._wrapped.train()
+        several = isinstance(self._wrapped, DistributedDataParallel)
+        with self._wrapped.no_sync() if several and not update else nullcontext():
+            with self.precision.autocast():
+                loss = self.compute_loss(self._wrapped, self._to_device(inputs))
+            loss = loss * (weight / self.args.gradient_accumulation_steps)
+            self.precision.backward(loss)
+        return loss.detach()
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False
+    ) -> Any:
+        """The batch's mean loss; with `return_outputs`, also what the model returned."""
+        smoothing = self.args.label_smoothing_factor
+        if smoothing == 0 or "labels" not in inputs or not model.training:
+            outputs = model(**inputs)
+            loss = outputs["loss"]
+        else:
+            labels = inputs["labels"]
+            if labels.is_floating_point():
+                raise TrainingError("--label_smoothing_factor needs class labels, not numbers")
+            outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+            logits = outputs["logits"].float().flatten(0, -2)
+            loss = F.cross_entropy(logits, labels.flatten(), label_smoothing=smoothing)
+        return (loss, outputs) if return_outputs else loss
+
+    def _update(self) -> None:
+        """Applies the gradients that have been added up."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if self.args.device.type == "cpu":
+            # On a GPU, reading the loss would make the CPU wait for it at every step.
+            self._check_finite()
+        if self.precision.step(self.optimizer, parameters, self.args.max_grad_norm):
+            self.lr_scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.state.global_step += 1
+        self._progress.step = self.state.global_step
+
+    def _check_finite(self) -> None:
+        step = int(self._progress.first_bad_step)
+        if step >= 0:
+            kept = get_last_checkpoint(self.args.output_dir)
+            raise TrainingError(
+                f"the loss is not finite at step {step + 1}; "
+                + (f"the last checkpoint is {kept}" if kept else "no checkpoint was saved before")
+                + "; try a lower --learning_rate"
+            )
+
+    def _mean_loss(self, total: Tensor, steps: int) -> float:
+        summed = sum_over_processes(total, self.args.world_size)
+        return summed.item() / self.args.world_size / steps
+
+    def _log_evaluate_save(self) -> None:
+        """Does what callbacks have asked for."""
+        control = self.control
+        if control.should_log and self.state.global_step > self._progress.logged_step:
+            self._check_finite()
+            steps = self.state.global_step - self._progress.logged_step
+            logs = {
+                "loss": round(self._mean_loss(self._progress.loss_since_log, steps), 4),
+                "learning_rate": self.lr_scheduler.get_last_lr()[0],
+            }
+            self._progress.loss_since_log.zero_()
+            self._progress.logged_step = self.state.global_step
+            self.log(logs)
+        metrics = None
+        if control.should_evaluate:
+            metrics = self.evaluate()
+        if control.should_save:
+            self._check_finite()
+            self._save_checkpoint(metrics)
+            self._call("on_save")
+        control.should_log = control.should_evaluate = control.should_save = False
+
+    def log(self, logs: dict[str, float]) -> None:
+        """Records `logs`, with the epoch and the step, and shows them."""
+        if self.state.epoch is not None:
+            logs["epoch"] = round(self.state.epoch, 2)
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self._call("on_log", logs=logs)
+
+    def _call(self, event: str, **about: Any) -> None:
+        self.callbacks.call(
+            event,
+            self.args,
+            self.state,
+            self.control,
+            optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
+            **about,
+        )
+
+    def _say_what_runs(self, examples: int, max_steps: int) -> None:
+        trained = self.model.num_parameters(only_trainable=True)
+        logger.info(
+            "training %s of %s parameters on %s examples: %s updates of %s examples, from update %s on",
+            f"{trained:,}",
+            f"{self.model.num_parameters():,}",
+            f"{examples:,}",
+            f"{max_steps:,}",
+            self.args.train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps,
+            f"{self.state.global_step:,}",
+        )
+
+    # ---- evaluation ----
+
+    def evaluate(
+        self, eval_dataset: Dataset | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """The loss and the metrics on a set, each name with the prefix; logged."""
+        dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
+        if dataset is None:
+            raise ValueError("Trainer: evaluating needs an eval_dataset")
+        metrics = self._evaluation_loop(dataset, metric_key_prefix).metrics
+        self.log(dict(metrics))
+        self._call("on_evaluate", metrics=metrics)
+        return metrics
+
+    def predict(self, test_dataset: Dataset, metric_key_prefix: str = "eval") -> PredictionOutput:
+        """The model's logits on a set and, where it has labels, its metrics."""
+        output = self._evaluation_loop(test_dataset, metric_key_prefix)
+        self._call("on_predict", metrics=output.metrics)
+        return output
+
+    def _evaluation_loop(self, dataset: Dataset, prefix: str) -> PredictionOutput:
+        args = self.args
+        if len(dataset) == 0:
+            raise ValueError("the set to evaluate is empty")
+        start = time.time()
+        share = EvaluationBatches(
+            len(dataset), args.per_device_eval_batch_size, args.world_size, args.process_index
+        )
+        self.model.eval()
+        in_half = all_in_half(self.model) if args.fp16_full_eval else nullcontext()
+        logits = Collector(args.eval_accumulation_steps)
+        labels = Collector(args.eval_accumulation_steps)
+        # The sum of the losses and how many examples they are of.
+        losses = torch.zeros(2, dtype=torch.float64, device=args.device)
+        with torch.no_grad(), in_half, self.precision.autocast():
+            for inputs in self._loader(dataset, share):
+                loss, batch_logits, batch_labels = self.prediction_step(self._to_device(inputs))
+                if loss is not None:
+                    losses += torch.stack([loss.double(), torch.ones_like(loss)]) * len(batch_labels)
+                if not args.prediction_loss_only:
+                    logits.add(batch_logits)
+                    labels.add(batch_labels)
+                self._call("on_prediction_step", num_batches=len(share))
+        total, count = sum_over_processes(losses, args.world_size).tolist()
+        metrics = {} if count == 0 else {f"{prefix}_loss": total / count}
+        gathered = [
+            gather_in_order(share.indices, part.array(), args.world_size) for part in (logits, labels)
+        ]
+        if self.compute_metrics and gathered[0] is not None and gathered[1] is not None:
+            for name, value in self.compute_metrics(EvalPrediction(*gathered)).items():
+                metrics[f"{prefix}_{name.removeprefix(f'{prefix}_')}"] = value
+        metrics.update(speed_metrics(prefix, start, len(dataset)))
+        if not args.skip_memory_metrics:
+            metrics.update(memory_metrics(prefix, args.device))
+        return PredictionOutput(*gathered, metrics)
+
+    def prediction_step(
+        self, inputs: dict[str, Any]
+    ) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        """A batch's loss (where it has labels), logits in float32, and labels."""
+        has_labels = all(name in inputs for name in self.label_names)
+        outputs = self.model(**inputs)
+        loss = outputs["loss"].detach() if has_labels else None
+        labels = inputs[self.label_names[0]] if has_labels else None
+        return loss, outputs["logits"].float(), labels
+
+    # ---- checkpoints ----
+
+    def save_model(self, output_dir: str | os.PathLike | None = None) -> None:
+        """Writes the model (the LoRA files too, where it has LoRA), tokenizer and settings."""
+        if not self.args.is_main_process:
+            return
+        folder = Path(output_dir or self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.args.save_lora_only:
+            self.model.config.save_pretrained(folder)
+        else:
+            self.model.save_pretrained(folder)
+        if lora_layers(self.model):
+            adapter = self.model.adapter()
+            save_adapter(folder / LORA_WEIGHTS_NAME, adapter)
+            save_adapter(folder / SAFE_LORA_WEIGHTS_NAME, adapter)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+        _save(self.args.to_dict(), folder / TRAINING_ARGS_NAME)
+
+    def save_state(self) -> None:
+        """Writes ``trainer_state.json`` into the output folder."""
+        if self.args.is_main_process:
+            self.state.save_to_json(Path(self.args.output_dir, TRAINER_STATE_NAME))
+
+    def _save_checkpoint(self, metrics: dict[str, float] | None) -> None:
+        """Writes ``checkpoint-<step>``: into a folder beside, which is renamed when it is whole."""
+        args = self.args
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        folder = Path(args.output_dir, name)
+        unfinished = Path(args.output_dir, f".{name}.unfinished")
+        self._note_best(metrics, folder)
+        if args.is_main_process:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+        args.barrier()
+        _save(self._own_state(), unfinished / _own_state_name(args.process_index))
+        if args.is_main_process:
+            self.save_model(unfinished)
+            _save(self.optimizer.state_dict(), unfinished / OPTIMIZER_NAME)
+            _save(self.lr_scheduler.state_dict(), unfinished / SCHEDULER_NAME)
+            _save(self.precision.state_dict(), unfinished / SCALER_NAME)
+            self.state.save_to_json(unfinished / TRAINER_STATE_NAME)
+        args.barrier()
+        if args.is_main_process:
+            shutil.rmtree(folder, ignore_errors=True)
+            unfinished.rename(folder)
+            self._delete_old_checkpoints(folder)
+        args.barrier()
+
+    def _note_best(self, metrics: dict[str, float] | None, folder: Path) -> None:
+        name = self.args.metric_for_best_model
+        if name is None or metrics is None:
+            return
+        name = f"eval_{name.removeprefix('eval_')}"
+        if name not in metrics:
+            known = ", ".join(key.removeprefix("eval_") for key in metrics)
+            raise TrainingError(f"--metric_for_best_model: no evaluation gives {name}; known: {known}")
+        value, best = metrics[name], self.state.best_metric
+        if best is None or (value > best if self.args.greater_is_better else value < best):
+            self.state.best_metric = value
+            self.state.best_model_checkpoint = str(folder)
+
+    def _delete_old_checkpoints(self, newest: Path) -> None:
+        """Keeps the newest ``save_total_limit`` checkpoints, and the best one."""
+        limit = self.args.save_total_limit
+        if limit is None:
+            return
+        kept = {str(newest), self.state.best_model_checkpoint}
+        others = [path for path in list_checkpoints(self.args.output_dir) if path != str(newest)]
+        for path in others[: len(others) + 1 - limit]:
+            if path not in kept:
+                logger.info("deleting %s, for --save_total_limit %s", path, limit)
+                shutil.rmtree(path)
+
+    def _own_state(self) -> dict[str, Any]:
+        """What this process alone knows: its place in the data, gradients not yet applied, chance."""
+        pending = {
+            name: parameter.grad
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None
+        }
+        return {
+            "progress": self._progress.state_dict(),
+            "pending_gradients": pending,
+            "world_size": self.args.world_size,
+            "rng": rng_state(),
+        }
+
+    def _resume(self, folder: str) -> None:
+        """Puts model, optimiser, schedule, data and chance where the checkpoint left them."""
+        args, device = self.args, self.args.device
+        logger.info("resuming from %s", folder)
+        path = Path(folder)
+        self.state = TrainerState.load_from_json(path / TRAINER_STATE_NAME)
+        self.state.is_world_process_zero = args.is_main_process
+        self._load_weights(folder)
+        self.optimizer.load_state_dict(_load(path / OPTIMIZER_NAME, device))
+        self.lr_scheduler.load_state_dict(_load(path / SCHEDULER_NAME))
+        self.precision.load_state_dict(_load(path / SCALER_NAME))
+        own = _load(path / _own_state_name(0))
+        if own["world_size"] != args.world_size:
+            logger.warning(
+                "%s was written by %s processes and is resumed by %s: the run goes on, but not to "
+                "the same bits", folder, own["world_size"], args.world_size,
+            )
+        elif args.process_index > 0:
+            own = _load(path / _own_state_name(args.process_index))
+        self._progress.load_state_dict(own["progress"])
+        for name, gradient in own["pending_gradients"].items():
+            self.model.get_parameter(name).grad = gradient.to(device)
+        set_rng_state(own["rng"])
+
+    def _load_weights(self, folder: str) -> None:
+        """Copies a checkpoint's weights in: the whole model's or, where it has those alone, LoRA's."""
+        path = Path(folder)
+        if (path / WEIGHTS_NAME).is_file() or (path / SAFE_WEIGHTS_NAME).is_file():
+            try:
+                self.model.load_state_dict(read_weights_folder(folder))
+            except RuntimeError as error:
+                lines = " ".join(str(error).split())
+                raise CheckpointError(f"{folder}: does not fit the model: {lines}") from error
+        else:
+            load_into(self.model, load_adapter(path), self.model.base_fingerprint)
+
+    # ---- results ----
+
+    def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
+        """Logs metrics, one a line."""
+        if self.args.is_main_process:
+            logger.info("***** %s metrics *****", split)
+            for name in sorted(metrics):
+                logger.info("  %s = %s", name, metrics[name])
+
+    def save_metrics(self, split: str, metrics: dict[str, float]) -> None:
+        """Writes ``<split>_results.json``, and adds to ``all_results.json``."""
+        if not self.args.is_main_process:
+            return
+        folder = Path(self.args.output_dir)
+        everything = folder / "all_results.json"
+        so_far = json.loads(everything.read_text()) if everything.is_file() else {}
+        for path, values in (
+            (folder / f"{split}_results.json", metrics),
+            (everything, {**so_far, **metrics}),
+        ):
+            with write_whole(path) as temporary:
+                temporary.write_text(json.dumps(values, indent=4, sort_keys=True) + "\n")
+
+
+class _Progress:
+    """Where the loop is in the data, and the losses that it has not logged yet.
+
+    Attributes:
+        epoch, batches: whole passes done, and batches done in the current one.
+        step: updates done; logged_step: at the last log.
+        loss_since_log, loss_total: sums, on the device.
+        first_bad_step: the first step with a loss that is not finite, or -1; on the device.
+    """
+
+    def __init__(self, device: torch.device):
+        self.epoch = self.batches = self.step = self.logged_step = 0
+        self.loss_since_log = torch.zeros((), dtype=torch.float64, device=device)
+        self.loss_total = torch.zeros((), dtype=torch.float64, device=device)
+        self.first_bad_step = torch.full((), -1, device=device)
+
+    def add(self, loss: Tensor) -> None:
+        """Takes a batch's part of its update's loss."""
+        bad = ~loss.isfinite() & (self.first_bad_step < 0)
+        self.first_bad_step = torch.where(bad, self.step, self.first_bad_step)
+        self.loss_since_log += loss
+        self.loss_total += loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, as plain values."""
+        return {name: v.item() if isinstance(v, Tensor) else v for name, v in vars(self).items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where `state_dict` was."""
+        for name, value in state.items():
+            own = getattr(self, name)
+            setattr(self, name, torch.full_like(own, value) if isinstance(own, Tensor) else value)
+
+
+def _own_state_name(process_index: int) -> str:
+    return f"rng_state_{process_index}.pth"
+
+
+def _save(value: Any, path: Path) -> None:
+    with write_whole(path) as temporary:
+        torch.save(value, temporary)
+
+
+def _load(path: Path, device: torch.device | str = "cpu") -> Any:
+    try:
+        return torch.load(path, map_location=device, weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{path}: missing or damaged, cannot resume from it ({reason})") from error
+
+
+def _set_deterministic(on: bool) -> None:
+    if on:
+        # cuBLAS is deterministic only with a workspace of its own; must be set before its first use.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    torch.use_deterministic_algorithms(on)

@@ -1,0 +1,257 @@
+"""What happens around the Trainer's steps: its state, its control flow, progress and stopping."""
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from loralib.checkpoint import CheckpointError, write_whole
+
+from .trainer_utils import IntervalStrategy
+from .training_args import TrainingArguments
+
+
+@dataclass
+class TrainerState:
+    """Where a run is; ``trainer_state.json`` in every checkpoint and at the end.
+
+    Args:
+        epoch: passes over the training set so far, a fraction.
+        global_step: updates so far.
+        max_steps: updates in all.
+        num_train_epochs: passes in all.
+        log_history: all log records.
+        best_metric: the best evaluation so far, by metric_for_best_model.
+        best_model_checkpoint: its checkpoint's folder.
+        is_world_process_zero: whether this process is the main one.
+    """
+
+    epoch: float | None = None
+    global_step: int = 0
+    max_steps: int = 0
+    num_train_epochs: int = 0
+    log_history: list[dict[str, float]] = field(default_factory=list)
+    best_metric: float | None = None
+    best_model_checkpoint: str | None = None
+    is_world_process_zero: bool = True
+
+    def save_to_json(self, path: str | os.PathLike) -> None:
+        """Writes the state."""
+        with write_whole(path) as temporary:
+            temporary.write_text(json.dumps(asdict(self), indent=2, sort_keys=True) + "\n")
+
+    @classmethod
+    def load_from_json(cls, path: str | os.PathLike) -> "TrainerState":
+        """Reads what `save_to_json` wrote.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
+        try:
+            return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
+        except (ValueError, TypeError, OSError) as error:
+            raise CheckpointError(f"{path}: not a trainer's state ({error})") from error
+
+
+@dataclass
+class TrainerControl:
+    """What callbacks ask the Trainer for at its next opportunity."""
+
+    should_training_stop: bool = False
+    should_log: bool = False
+    should_evaluate: bool = False
+    should_save: bool = False
+
+
+class TrainerCallback:
+    """Base class: one method an event, each of which may change `control`.
+
+    All take the arguments, the state, the control, and by name what the event is about: model,
+    optimizer, lr_scheduler, and for the log and evaluation events logs or metrics.
+    """
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        """Training begins."""
+
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        """Training has ended."""
+
+    def on_epoch_begin(self, args, state, control, **kwargs) -> None:
+        """A pass over the training set begins."""
+
+    def on_epoch_end(self, args, state, control, **kwargs) -> None:
+        """A pass over the training set has ended."""
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        """An update was made."""
+
+    def on_prediction_step(self, args, state, control, **kwargs) -> None:
+        """A batch of an evaluation was computed; `num_batches` of them make it."""
+
+    def on_evaluate(self, args, state, control, **kwargs) -> None:
+        """An evaluation has ended; `metrics` are its results."""
+
+    def on_predict(self, args, state, control, **kwargs) -> None:
+        """A prediction has ended."""
+
+    def on_log(self, args, state, control, **kwargs) -> None:
+        """`logs` were recorded."""
+
+    def on_save(self, args, state, control, **kwargs) -> None:
+        """A checkpoint was written."""
+
+
+class CallbackHandler:
+    """Calls every callback, in the order in which they were added."""
+
+    def __init__(self, callbacks: list[TrainerCallback | type[TrainerCallback]], **around: Any):
+        self.callbacks: list[TrainerCallback] = []
+        self.around = around
+        for callback in callbacks:
+            self.add(callback)
+
+    def add(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Adds a callback, or one of a class."""
+        self.callbacks.append(callback() if isinstance(callback, type) else callback)
+
+    def call(
+        self,
+        event: str,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **about: Any,
+    ) -> None:
+        """Tells all callbacks of `event`, such as ``on_step_end``."""
+        for callback in self.callbacks:
+            getattr(callback, event)(args, state, control, **self.around, **about)
+
+
+class DefaultFlowCallback(TrainerCallback):
+    """Logs, evaluates, saves and stops when the arguments say so."""
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        """Asks for what falls on this step."""
+        step = state.global_step
+        by_steps = IntervalStrategy.STEPS
+        if step == 1 and args.logging_first_step:
+            control.should_log = True
+        if args.logging_strategy is by_steps and step % args.logging_steps == 0:
+            control.should_log = True
+        if args.evaluation_strategy is by_steps and step % args.eval_steps == 0:
+            control.should_evaluate = True
+        if args.save_strategy is by_steps and step % args.save_steps == 0:
+            control.should_save = True
+        if step >= state.max_steps:
+            control.should_training_stop = True
+
+    def on_epoch_end(self, args, state, control, **kwargs) -> None:
+        """Asks for what falls on an epoch's end."""
+        by_epoch = IntervalStrategy.EPOCH
+        control.should_log |= args.logging_strategy is by_epoch
+        control.should_evaluate |= args.evaluation_strategy is by_epoch
+        control.should_save |= args.save_strategy is by_epoch
+
+
+class ProgressCallback(TrainerCallback):
+    """A bar over the run's updates, and one over each evaluation; from the main process only."""
+
+    def __init__(self) -> None:
+        self.training_bar: tqdm | None = None
+        self.prediction_bar: tqdm | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        """Opens the run's bar, at the step that it resumes from."""
+        if state.is_world_process_zero:
+            self.training_bar = tqdm(
+                total=state.max_steps, initial=state.global_step, desc="training", unit="step"
+            )
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        """Moves the bar on."""
+        if self.training_bar is not None:
+            self.training_bar.update(state.global_step - self.training_bar.n)
+
+    def on_prediction_step(self, args, state, control, num_batches: int = 0, **kwargs) -> None:
+        """Moves the evaluation's bar on, opening it first."""
+        if not state.is_world_process_zero:
+            return
+        if self.prediction_bar is None:
+            training = self.training_bar is not None
+            self.prediction_bar = tqdm(
+                total=num_batches, desc="evaluating", unit="batch", leave=not training
+            )
+        self.prediction_bar.update(1)
+
+    def on_evaluate(self, args, state, control, **kwargs) -> None:
+        """Closes the evaluation's bar."""
+        if self.prediction_bar is not None:
+            self.prediction_bar.close()
+            self.prediction_bar = None
+
+    on_predict = on_evaluate
+
+    def on_log(self, args, state, control, logs: dict[str, float] | None = None, **kwargs) -> None:
+        """Shows a record above the bar."""
+        if self.training_bar is not None and state.is_world_process_zero:
+            self.training_bar.write(str(logs))
+
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        """Closes the run's bar."""
+        if self.training_bar is not None:
+            self.training_bar.close()
+            self.training_bar = None
+
+
+class PrinterCallback(TrainerCallback):
+    """Prints log records, where bars are not wanted."""
+
+    def on_log(self, args, state, control, logs: dict[str, float] | None = None, **kwargs) -> None:
+        """Prints a record."""
+        if state.is_world_process_zero:
+            print(logs, flush=True)
+
+
+class EarlyStoppingCallback(TrainerCallback):
+    """Stops a run whose evaluations no longer improve. Needs load_best_model_at_end.
+
+    Args:
+        early_stopping_patience: evaluations without an improvement after which to stop.
+        early_stopping_threshold: how much better an evaluation must be to count.
+    """
+
+    def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float = 0.0):
+        self.patience = early_stopping_patience
+        self.threshold = early_stopping_threshold
+        self.best: float | None = None
+        self.evaluations_since = 0
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        """Checks the arguments, and recounts the evaluations of a run that is resumed."""
+        if not args.load_best_model_at_end:
+            raise ValueError("EarlyStoppingCallback needs --load_best_model_at_end")
+        self.best, self.evaluations_since = None, 0
+        for record in state.log_history:
+            self._count(args, record)
+
+    def on_evaluate(
+        self, args, state, control, metrics: dict[str, float] | None = None, **kwargs
+    ) -> None:
+        """Compares an evaluation with the best so far."""
+        self._count(args, metrics or {})
+        if self.evaluations_since >= self.patience:
+            control.should_training_stop = True
+
+    def _count(self, args: TrainingArguments, metrics: dict[str, float]) -> None:
+        value = metrics.get(f"eval_{args.metric_for_best_model.removeprefix('eval_')}")
+        if value is None:
+            return
+        gain = 0.0 if self.best is None else value - self.best
+        gain = gain if args.greater_is_better else -gain
+        if self.best is None or gain > self.threshold:
+            self.best, self.evaluations_since = value, 0
+        else:
+            self.evaluations_since += 1

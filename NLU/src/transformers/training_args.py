@@ -1,0 +1,278 @@
+"""`TrainingArguments`: every setting of a training run, and the device and processes it runs on."""
+
+import datetime
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .trainer_utils import IntervalStrategy, SchedulerType
+from .utils import logging
+
+logger = logging.get_logger(__name__)
+
+# Flags of the release that mean nothing on a CPU or a CUDA device, and what to do instead.
+_NO_MEANING_HERE = {
+    "tpu_num_cores": "there is no TPU support: leave it out",
+    "tpu_metrics_debug": "there is no TPU support: leave it out",
+    "debug": "it printed TPU metrics, and there is no TPU support: leave it out",
+    "sharded_ddp": "LoRA's optimiser state is too small to shard: leave it out",
+    "deepspeed": "LoRA's optimiser state is too small to shard: leave it out",
+}
+
+
+def _flag(default: Any, text: str, **metadata: Any) -> Any:
+    return field(default=default, metadata={"help": text, **metadata})
+
+
+def default_logdir() -> str:
+    """A folder for TensorBoard, named by time and machine."""
+    now = datetime.datetime.now().strftime("%b%d_%H-%M-%S")
+    return os.path.join("runs", f"{now}_{socket.gethostname()}")
+
+
+@dataclass
+class TrainingArguments:
+    """The settings of a run, as the release's command line has them."""
+
+    output_dir: str = field(metadata={"help": "folder for checkpoints and results"})
+    overwrite_output_dir: bool = _flag(
+        False, "start anew in an output folder that is not empty, and do not resume from it"
+    )
+    do_train: bool = _flag(False, "train")
+    do_eval: bool | None = _flag(None, "evaluate on the validation set")
+    do_predict: bool = _flag(False, "write predictions for the test set")
+    evaluation_strategy: IntervalStrategy = _flag("no", "when to evaluate during training")
+    prediction_loss_only: bool = _flag(False, "evaluations give the loss alone")
+    per_device_train_batch_size: int = _flag(8, "examples a step on each process")
+    per_device_eval_batch_size: int = _flag(8, "examples a batch on each process in evaluations")
+    per_gpu_train_batch_size: int | None = _flag(None, "old name: per_device_train_batch_size")
+    per_gpu_eval_batch_size: int | None = _flag(None, "old name: per_device_eval_batch_size")
+    gradient_accumulation_steps: int = _flag(1, "batches whose gradients make one update")
+    eval_accumulation_steps: int | None = _flag(
+        None, "evaluation batches after which predictions move from the device to the CPU"
+    )
+    learning_rate: float = _flag(5e-5, "peak learning rate of AdamW")
+    weight_decay: float = _flag(0.0, "decay of all but biases and layer norms")
+    adam_beta1: float = _flag(0.9, "AdamW's beta1")
+    adam_beta2: float = _flag(0.999, "AdamW's beta2")
+    adam_epsilon: float = _flag(1e-8, "AdamW's epsilon")
+    max_grad_norm: float = _flag(1.0, "the gradient's norm is clipped to this; 0 does not clip")
+    num_train_epochs: float = _flag(3.0, "passes over the training set; may be a fraction")
+    max_steps: int = _flag(-1, "updates to make; where positive, it wins over num_train_epochs")
+    lr_scheduler_type: SchedulerType = _flag("linear", "shape of the learning rate over time")
+    warmup_ratio: float = _flag(0.0, "share of all updates in which the rate rises from 0")
+    warmup_steps: int = _flag(0, "the same in updates; where positive, it wins over warmup_ratio")
+    logging_dir: str | None = _flag(None, "TensorBoard's folder (default: runs/<time>_<host>)")
+    logging_strategy: IntervalStrategy = _flag("steps", "when to log")
+    logging_first_step: bool = _flag(False, "log the first update too")
+    logging_steps: int = _flag(500, "updates between two logs")
+    save_strategy: IntervalStrategy = _flag("steps", "when to save checkpoints")
+    save_steps: int = _flag(500, "updates between two checkpoints")
+    save_total_limit: int | None = _flag(None, "keep this many checkpoints, and the best")
+    save_lora_only: bool = _flag(
+        False, "checkpoints hold the LoRA weights and the head instead of the whole model"
+    )
+    no_cuda: bool = _flag(False, "stay on the CPU even where there is a GPU")
+    seed: int = _flag(42, "seed of the weights drawn, of the data's order and of dropout")
+    fp16: bool = _flag(False, "float16 on a GPU: frozen weights held in it, trained ones in float32")
+    bf16: bool = _flag(False, "the same in bfloat16, on a GPU or a CPU")
+    fp16_opt_level: str = _flag("O1", "apex's optimisation level", choices=["O0", "O1", "O2", "O3"])
+    fp16_backend: str = _flag("auto", "what runs fp16", choices=["auto", "amp", "apex"])
+    fp16_full_eval: bool = _flag(False, "evaluate with all weights in float16")
+    local_rank: int = _flag(-1, "this process's number on its machine; a launcher gives it")
+    tpu_num_cores: int | None = _flag(None, "refused: no TPU support")
+    tpu_metrics_debug: bool = _flag(False, "refused: no TPU support")
+    debug: bool = _flag(False, "refused: no TPU support")
+    dataloader_drop_last: bool = _flag(False, "leave out a last batch that is not full")
+    eval_steps: int | None = _flag(None, "updates between evaluations (default: logging_steps)")
+    dataloader_num_workers: int = _flag(0, "processes that prepare batches")
+    past_index: int = _flag(-1, "refused unless negative: no model here has such a memory")
+    run_name: str | None = _flag(None, "the run's name in Weights & Biases (default: output_dir)")
+    disable_tqdm: bool | None = _flag(None, "no progress bars")
+    remove_unused_columns: bool = _flag(True, "drop the columns that the model does not take")
+    label_names: list[str] | None = _flag(None, "columns that hold labels (default: labels)")
+    load_best_model_at_end: bool = _flag(False, "end with the checkpoint that evaluated best")
+    metric_for_best_model: str | None = _flag(None, "what 'best' compares (default: loss)")
+    greater_is_better: bool | None = _flag(None, "its direction (default: true unless a loss)")
+    ignore_data_skip: bool = _flag(
+        False, "after a resume, begin the epoch's data anew: faster, but not the same run"
+    )
+    sharded_ddp: str = _flag("", "refused: nothing to shard")
+    deepspeed: str | None = _flag(None, "refused: nothing to shard")
+    label_smoothing_factor: float = _flag(0.0, "share of each label spread over all labels")
+    adafactor: bool = _flag(False, "Adafactor instead of AdamW")
+    group_by_length: bool = _flag(False, "batches of texts of about the same length")
+    report_to: list[str] | None = _flag(
+        None, "where to log: tensorboard, wandb, all or none (default: all that are installed)"
+    )
+    ddp_find_unused_parameters: bool | None = _flag(
+        None, "let DDP look for parameters without a gradient (default: false)"
+    )
+    dataloader_pin_memory: bool = _flag(True, "page-locked memory for batches on their way to a GPU")
+    skip_memory_metrics: bool = _flag(False, "leave the peak memory out of the results")
+    cls_dropout: float | None = _flag(None, "dropout before the classifier, where the model has it")
+    use_deterministic_algorithms: bool = _flag(
+        False, "PyTorch's deterministic mode: the same bits on the same machine"
+    )
+
+    def __post_init__(self) -> None:
+        for name, advice in _NO_MEANING_HERE.items():
+            if getattr(self, name):
+                raise ValueError(f"--{name} has no meaning here: {advice}")
+        if self.past_index >= 0:
+            raise ValueError("--past_index has no meaning here: no model of this package has a memory")
+        self.output_dir = os.path.expanduser(self.output_dir)
+        self.evaluation_strategy = IntervalStrategy(self.evaluation_strategy)
+        self.logging_strategy = IntervalStrategy(self.logging_strategy)
+        self.save_strategy = IntervalStrategy(self.save_strategy)
+        self.lr_scheduler_type = SchedulerType(self.lr_scheduler_type)
+        self._fill_defaults()
+        self._check()
+
+    def _fill_defaults(self) -> None:
+        for split in ("train", "eval"):
+            old = getattr(self, f"per_gpu_{split}_batch_size")
+            if old is not None:
+                logger.warning("--per_gpu_%s_batch_size is --per_device_… now", split)
+                setattr(self, f"per_device_{split}_batch_size", old)
+        evaluates = self.evaluation_strategy is not IntervalStrategy.NO
+        if self.do_eval is None:
+            self.do_eval = evaluates
+        if self.eval_steps is None:
+            self.eval_steps = self.logging_steps
+        if self.logging_dir is None:
+            self.logging_dir = default_logdir()
+        if self.run_name is None:
+            self.run_name = self.output_dir
+        if self.load_best_model_at_end and self.metric_for_best_model is None:
+            self.metric_for_best_model = "loss"
+        if self.metric_for_best_model is not None and self.greater_is_better is None:
+            self.greater_is_better = self.metric_for_best_model not in ("loss", "eval_loss")
+        # torchrun, and torch.distributed.launch as well, say it in the environment.
+        if self.local_rank == -1 and "LOCAL_RANK" in os.environ:
+            self.local_rank = int(os.environ["LOCAL_RANK"])
+
+    def _check(self) -> None:
+        for name in (
+            "per_device_train_batch_size",
+            "per_device_eval_batch_size",
+            "gradient_accumulation_steps",
+            "logging_steps",
+            "eval_steps",
+            "save_steps",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be at least 1, not {getattr(self, name)}")
+        if self.save_total_limit is not None and self.save_total_limit < 1:
+            raise ValueError(f"--save_total_limit must be at least 1, not {self.save_total_limit}")
+        for name in ("warmup_ratio", "label_smoothing_factor"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"--{name} must lie in [0, 1], not {getattr(self, name)}")
+        if self.fp16 and self.bf16:
+            raise ValueError("--fp16 and --bf16 are two precisions: give one")
+        if self.load_best_model_at_end:
+            self._check_best_model()
+        unknown = set(self.report_to or ()) - {"all", "none", "tensorboard", "wandb"}
+        if unknown:
+            raise ValueError(f"--report_to knows tensorboard, wandb, all, none; not {unknown.pop()}")
+
+    def _check_best_model(self) -> None:
+        both = (self.evaluation_strategy, self.save_strategy)
+        if both[0] is not both[1] or both[0] is IntervalStrategy.NO:
+            raise ValueError(
+                "--load_best_model_at_end needs every checkpoint evaluated: give --save_strategy and "
+                f"--evaluation_strategy the same value (they are {both[1].value}, {both[0].value})"
+            )
+        if both[0] is IntervalStrategy.STEPS and self.save_steps % self.eval_steps:
+            raise ValueError(
+                "--load_best_model_at_end needs every checkpoint evaluated: --save_steps "
+                f"{self.save_steps} is not a multiple of --eval_steps {self.eval_steps}"
+            )
+
+    # ---- device and processes ----
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where this process computes. The first use joins the processes of a launcher.
+
+        Raises:
+            ValueError: fp16 is asked for and there is no GPU.
+        """
+        cuda = torch.cuda.is_available() and not self.no_cuda
+        if self.fp16 and not cuda:
+            raise ValueError("--fp16 needs a GPU: use --bf16, which works on a CPU as well")
+        if cuda:
+            device = torch.device("cuda", max(self.local_rank, 0))
+            torch.cuda.set_device(device)
+        else:
+            device = torch.device("cpu")
+        if self.local_rank != -1 and not dist.is_initialized():
+            dist.init_process_group("nccl" if cuda else "gloo")
+        return device
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train together."""
+        return dist.get_world_size() if self.local_rank != -1 and self.device else 1
+
+    @property
+    def process_index(self) -> int:
+        """This process's number among all."""
+        return dist.get_rank() if self.local_rank != -1 and self.device else 0
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the one process that writes and shows."""
+        return self.process_index == 0
+
+    def barrier(self) -> None:
+        """Waits until every process is here."""
+        if self.world_size > 1:
+            dist.barrier()
+
+    @property
+    def train_batch_size(self) -> int:
+        """Examples a step on this process."""
+        return self.per_device_train_batch_size
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The precision that matrices are multiplied in."""
+        return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else torch.float32
+
+    @property
+    def use_apex(self) -> bool:
+        """Whether fp16 runs through apex: by ``--fp16_backend``, and where its amp can be imported.
+
+        Raises:
+            ValueError: apex is asked for and ``from apex import amp`` does not work.
+        """
+        if not self.fp16 or self.fp16_backend != "apex":
+            return False
+        try:
+            from apex import amp  # noqa: F401
+        except ImportError as error:
+            raise ValueError(
+                "--fp16_backend apex needs NVIDIA's apex with its amp, which current releases no "
+                "longer have: use --fp16_backend amp"
+            ) from error
+        return True
+
+    # ---- as plain values ----
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as plain values, which JSON and weights-only torch files can hold."""
+        return {
+            name: value.value if isinstance(value, IntervalStrategy | SchedulerType) else value
+            for name, value in asdict(self).items()
+        }
+
+    def to_json_string(self) -> str:
+        """The settings as JSON."""
+        return json.dumps(self.to_dict(), indent=2)

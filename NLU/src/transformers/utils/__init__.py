@@ -1,0 +1,1 @@
+"""Small helpers that no model owns."""
