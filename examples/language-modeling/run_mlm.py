@@ -1,0 +1,155 @@
+"""Train RoBERTa by masked-language modelling, from nothing or on from a model, on a text file.
+
+    python examples/language-modeling/run_mlm.py --train_file corpus.txt --output_dir base \
+        --do_train --hidden_size 256 --num_hidden_layers 4 --num_attention_heads 4
+
+Without --model_name_or_path, a byte-level BPE vocabulary is learned from the text, and a model of
+the given shape is drawn at random. What it writes is a base model for run_glue.py.
+"""
+
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, load_dataset
+from tokenizers import ByteLevelBPETokenizer
+
+from transformers import (
+    AutoConfig,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    HfArgumentParser,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+    RobertaConfig,
+    RobertaTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils.cli import run, set_up_logging
+
+logger = logging.getLogger(__name__)
+
+SPECIAL_TOKENS = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+
+
+def _flag(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class ModelArguments:
+    """A model to go on from, or the shape of a new one."""
+
+    model_name_or_path: str | None = _flag(None, "go on from this model, with its tokenizer")
+    vocab_size: int = _flag(8000, "new model: entries of the vocabulary to learn, at most")
+    hidden_size: int = _flag(256, "new model: width")
+    num_hidden_layers: int = _flag(4, "new model: layers")
+    num_attention_heads: int = _flag(4, "new model: heads a layer")
+    intermediate_size: int = _flag(1024, "new model: width within the feed-forward parts")
+
+
+@dataclass
+class DataArguments:
+    """The text."""
+
+    train_file: str = field(metadata={"help": "a text file, one example a line"})
+    validation_file: str | None = _flag(None, "the same, to evaluate on")
+    max_seq_length: int = _flag(128, "longer lines are cut to this number of tokens")
+    mlm_probability: float = _flag(0.15, "share of the tokens that are to be guessed")
+
+
+def learn_tokenizer(file: str, vocab_size: int, max_length: int) -> PreTrainedTokenizerBase:
+    """Learns a byte-level BPE vocabulary from a text file."""
+    bpe = ByteLevelBPETokenizer()
+    bpe.train(file, vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS, show_progress=False)
+    with tempfile.TemporaryDirectory() as folder:
+        vocab, merges = bpe.save_model(folder)
+        return RobertaTokenizerFast(vocab, merges, model_max_length=max_length)
+
+
+def new_config(model_args: ModelArguments, vocab_size: int, max_length: int) -> PretrainedConfig:
+    """The settings of a new model."""
+    return RobertaConfig(
+        vocab_size=vocab_size,
+        hidden_size=model_args.hidden_size,
+        num_hidden_layers=model_args.num_hidden_layers,
+        num_attention_heads=model_args.num_attention_heads,
+        intermediate_size=model_args.intermediate_size,
+        max_position_embeddings=max_length + 2,
+        type_vocab_size=1,
+        layer_norm_eps=1e-5,
+    )
+
+
+def read_lines(path: str, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
+    """A text file's lines as token ids; empty lines are left out."""
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"{path}: no such file")
+    lines = load_dataset("text", data_files=path, split="train")
+    lines = lines.filter(lambda row: bool(row["text"].strip()))
+    if len(lines) == 0:
+        raise ValueError(f"{path}: holds no text")
+    return lines.map(
+        lambda rows: tokenizer(rows["text"], truncation=True, max_length=max_length),
+        batched=True,
+        remove_columns=["text"],
+        desc=f"tokenizing {Path(path).name}",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses, builds, trains, evaluates, saves."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = HfArgumentParser(
+        (ModelArguments, DataArguments, TrainingArguments), description=__doc__.split("\n")[0]
+    )
+    model_args, data_args, args = parser.parse_args_into_dataclasses(argv)
+    set_up_logging()
+    checkpoint = None if args.overwrite_output_dir else get_last_checkpoint(args.output_dir)
+    if not os.path.isfile(data_args.train_file):
+        raise FileNotFoundError(f"{data_args.train_file}: no such file")
+
+    set_seed(args.seed)
+    length = data_args.max_seq_length
+    if model_args.model_name_or_path:
+        config = AutoConfig.from_pretrained(model_args.model_name_or_path)
+        tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, config=config)
+        model = AutoModelForMaskedLM.from_pretrained(model_args.model_name_or_path, config=config)
+    else:
+        tokenizer = learn_tokenizer(data_args.train_file, model_args.vocab_size, length)
+        model = AutoModelForMaskedLM.from_config(new_config(model_args, len(tokenizer), length))
+    # Logits of a whole set, vocabulary wide, are of use to nobody: evaluations give the loss.
+    args.prediction_loss_only = True
+    trainer = Trainer(
+        model,
+        args,
+        DataCollatorForLanguageModeling(tokenizer, mlm_probability=data_args.mlm_probability),
+        train_dataset=read_lines(data_args.train_file, tokenizer, length),
+        eval_dataset=read_lines(data_args.validation_file, tokenizer, length)
+        if data_args.validation_file
+        else None,
+        tokenizer=tokenizer,
+    )
+    if args.do_train:
+        metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
+        trainer.save_model()
+        trainer.save_state()
+        trainer.log_metrics("train", metrics)
+        trainer.save_metrics("train", metrics)
+    if args.do_eval:
+        metrics = trainer.evaluate()
+        trainer.log_metrics("eval", metrics)
+        trainer.save_metrics("eval", metrics)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,502 @@
+"""Fine-tune RoBERTa on a GLUE task, or on a CSV or JSON file of your own, with LoRA or without.
+
+    python -m torch.distributed.launch --nproc_per_node=1 \
+        examples/text-classification/run_glue.py \
+        --model_name_or_path roberta-base --task_name rte --do_train --do_eval \
+        --apply_lora --lora_r 8 --lora_alpha 16 --output_dir rte
+
+All flags can also come from a JSON file: run_glue.py settings.json.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import ClassLabel, Dataset, load_dataset
+from datasets.exceptions import DatasetGenerationError
+
+from loralib.checkpoint import Adapter, CheckpointError, load_adapter, load_into, write_whole
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+    EvalPrediction,
+    HfArgumentParser,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+    glue_compute_metrics,
+    set_seed,
+)
+from transformers.data.processors import GlueTask, glue_task, load_glue_split
+from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils.cli import run, set_up_logging
+
+logger = logging.getLogger(__name__)
+
+HUB_GLUE = "nyu-mll/glue"
+
+
+def _flag(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class ModelArguments:
+    """The model, and how it is adapted."""
+
+    model_name_or_path: str = field(metadata={"help": "a model's folder, or its name on the hub"})
+    config_name: str | None = _flag(None, "folder or name of the settings, where they lie apart")
+    tokenizer_name: str | None = _flag(None, "folder or name of the tokenizer, where it lies apart")
+    cache_dir: str | None = _flag(None, "where to keep what is downloaded")
+    use_fast_tokenizer: bool = _flag(True, "both values give the same tokenizer, and the same ids")
+    model_revision: str = _flag("main", "branch, tag or commit on the hub")
+    use_auth_token: bool = _flag(False, "use the token of `hf auth login`, for private models")
+    apply_lora: bool = _flag(False, "train LoRA and the head; the model itself stays as it is")
+    lora_alpha: int | None = _flag(None, "the LoRA update is scaled by lora_alpha / lora_r")
+    lora_r: int | None = _flag(None, "rank of the LoRA update")
+    lora_path: str | None = _flag(
+        None, "a LoRA file to start from or to evaluate: .bin or .safetensors, or a folder with one"
+    )
+
+
+@dataclass
+class DataTrainingArguments:
+    """The data."""
+
+    task_name: str | None = _flag(
+        None, "a GLUE task: cola, mnli, mrpc, qnli, qqp, rte, sst2, stsb or wnli"
+    )
+    data_dir: str | None = _flag(
+        None, "folder of GLUE's TSV files (see utils/download_glue_data.py); the hub if not given"
+    )
+    max_seq_length: int = _flag(128, "longer texts are cut to this number of tokens")
+    overwrite_cache: bool = _flag(False, "tokenize anew what an earlier run has cached")
+    pad_to_max_length: bool = _flag(
+        False, "pad every text to max_seq_length, not to the longest of its batch"
+    )
+    max_train_samples: int | None = _flag(None, "train on this many examples at most")
+    max_val_samples: int | None = _flag(None, "evaluate on this many examples at most")
+    max_test_samples: int | None = _flag(None, "predict this many examples at most")
+    train_file: str | None = _flag(
+        None, "CSV or JSON lines of your own: one or two text columns, and the column 'label'"
+    )
+    validation_file: str | None = _flag(None, "the same, to evaluate on")
+    test_file: str | None = _flag(None, "the same, to predict; needs no labels")
+
+    def __post_init__(self) -> None:
+        if self.task_name is not None:
+            self.task_name = glue_task(self.task_name).name
+            return
+        files = [file for file in (self.train_file, self.validation_file, self.test_file) if file]
+        if not files:
+            raise ValueError("give --task_name, or --train_file / --validation_file / --test_file")
+        for file in files:
+            if Path(file).suffix not in (".csv", ".json", ".jsonl"):
+                raise ValueError(f"{file}: its name must end in .csv, .json or .jsonl")
+
+
+# ------------------------------------------------------------------------------------------------
+# Data
+# ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class TextData:
+    """Texts by split, with labels as numbers.
+
+    Args:
+        splits: by name; columns are the text columns and, where there are labels, ``label``.
+        text_keys: names of the text columns, one or two.
+        labels: names of the classes in the order of their numbers; empty for scores.
+        task: the GLUE task, None for one's own files.
+    """
+
+    splits: dict[str, Dataset]
+    text_keys: tuple[str, ...]
+    labels: tuple[str, ...]
+    task: GlueTask | None = None
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether labels are scores."""
+        return not self.labels
+
+
+def needed_splits(task: GlueTask | None, args: TrainingArguments) -> list[str]:
+    """Names of the splits that a run uses; MNLI has two to evaluate and two to predict."""
+    stages = {"train": args.do_train, "validation": args.do_eval, "test": args.do_predict}
+    names = [name for name, wanted in stages.items() if wanted]
+    if task is None or task.name != "mnli":
+        return names
+    halves = {name: [f"{name}_matched", f"{name}_mismatched"] for name in ("validation", "test")}
+    return [split for name in names for split in halves.get(name, [name])]
+
+
+def load_glue(data_args: DataTrainingArguments, splits: list[str], cache_dir: str | None) -> TextData:
+    """A GLUE task, from its TSV files or from the hub."""
+    task = glue_task(data_args.task_name)
+    keys = tuple(key for key in task.text_keys if key)
+    if data_args.data_dir is None:
+        loaded = load_dataset(HUB_GLUE, task.name, cache_dir=cache_dir)
+        sets = {split: loaded[split].select_columns([*keys, "label"]) for split in splits}
+    else:
+        sets = {split: _from_tsv(task, data_args.data_dir, split) for split in splits}
+    return TextData(sets, keys, task.label_words, task)
+
+
+def _from_tsv(task: GlueTask, data_dir: str, split: str) -> Dataset:
+    examples = load_glue_split(task.name, data_dir, split)
+    texts = zip(task.text_keys, ("text_a", "text_b"), strict=True)
+    columns = {key: [getattr(e, part) for e in examples] for key, part in texts if key}
+    if examples[0].label is not None:
+        number = task.label_words.index if task.label_words else float
+        columns["label"] = [number(example.label) for example in examples]
+    return Dataset.from_dict(columns)
+
+
+def load_own_files(
+    data_args: DataTrainingArguments, splits: list[str], known_labels: Sequence[str]
+) -> TextData:
+    """One's own CSV or JSON files.
+
+    Args:
+        data_args: names the files.
+        splits: which of them are needed.
+        known_labels: the classes of a model that is already trained; they keep their order.
+    """
+    files = {
+        "train": data_args.train_file,
+        "validation": data_args.validation_file,
+        "test": data_args.test_file,
+    }
+    sets = {}
+    for split in splits:
+        if files[split] is None:
+            raise ValueError(f"this run needs --{split}_file")
+        sets[split] = _read_file(files[split])
+    first = next(iter(sets.values()))
+    keys = _text_columns(first, files[splits[0]])
+    labelled = {split: data for split, data in sets.items() if "label" in data.column_names}
+    for split in ("train", "validation"):
+        if split in sets and split not in labelled:
+            raise ValueError(f"{files[split]}: has no column 'label'")
+    if any(data.features["label"].dtype.startswith("float") for data in labelled.values()):
+        return TextData({split: data.select_columns(_kept(data, keys)) for split, data in sets.items()}, keys, ())
+    labels = tuple(known_labels)
+    if "train" in labelled and not set(map(str, labelled["train"]["label"])) <= set(labels):
+        values = labelled["train"].unique("label")
+        labels = tuple(str(value) for value in sorted(values, key=lambda v: (isinstance(v, str), v)))
+    for split, data in labelled.items():
+        sets[split] = _number_labels(data, labels, files[split])
+    return TextData({split: data.select_columns(_kept(data, keys)) for split, data in sets.items()}, keys, labels)
+
+
+def _read_file(path: str) -> Dataset:
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"{path}: no such file")
+    kind = "csv" if path.endswith(".csv") else "json"
+    # pandas reads an empty cell as a missing value, and words such as "null" with it.
+    options = {"keep_default_na": False} if kind == "csv" else {}
+    try:
+        data = load_dataset(kind, data_files=path, split="train", **options)
+    except DatasetGenerationError as error:
+        raise ValueError(f"{path}: cannot be read ({error.__cause__ or error})") from error
+    if len(data) == 0:
+        raise ValueError(f"{path}: holds no examples")
+    return data
+
+
+def _text_columns(data: Dataset, path: str) -> tuple[str, ...]:
+    texts = [n for n in data.column_names if n != "label" and data.features[n].dtype == "string"]
+    if {"sentence1", "sentence2"} <= set(texts):
+        texts = ["sentence1", "sentence2"]
+    if not texts or len(texts) > 2:
+        raise ValueError(
+            f"{path}: has {len(texts)} text columns ({', '.join(texts) or 'none'}); "
+            "one or two are needed beside 'label', or sentence1 and sentence2"
+        )
+    logger.info("%s: the text is in %s", path, " and ".join(texts))
+    return tuple(texts)
+
+
+def _kept(data: Dataset, keys: tuple[str, ...]) -> list[str]:
+    return [*keys, *({"label"} & set(data.column_names))]
+
+
+def _number_labels(data: Dataset, labels: tuple[str, ...], path: str) -> Dataset:
+    numbers = {label: number for number, label in enumerate(labels)}
+    words = [str(label) for label in data["label"]]
+    for row, word in enumerate(words):
+        if word not in numbers:
+            raise ValueError(
+                f"{path}: row {row + 1}: unknown label '{word}' (expected {', '.join(labels)})"
+            )
+    numbered = data.remove_columns("label").add_column("label", [numbers[word] for word in words])
+    return numbered.cast_column("label", ClassLabel(names=list(labels)))
+
+
+def tokenize(
+    data: TextData, tokenizer: PreTrainedTokenizerBase, data_args: DataTrainingArguments
+) -> dict[str, Dataset]:
+    """The splits with token ids instead of texts, cut to the sizes asked for."""
+    limits = {
+        "train": data_args.max_train_samples,
+        "validation": data_args.max_val_samples,
+        "test": data_args.max_test_samples,
+    }
+
+    def encode(rows: dict[str, list]) -> dict[str, list]:
+        return tokenizer(
+            *(rows[key] for key in data.text_keys),
+            padding="max_length" if data_args.pad_to_max_length else False,
+            max_length=data_args.max_seq_length,
+            truncation=True,
+        )
+
+    tokenized = {}
+    for split, texts in data.splits.items():
+        limit = limits[split.split("_")[0]]
+        if limit is not None:
+            texts = texts.select(range(min(limit, len(texts))))
+        if len(texts) == 0:
+            raise ValueError(f"the {split} set holds no examples")
+        tokenized[split] = texts.map(
+            encode,
+            batched=True,
+            remove_columns=list(data.text_keys),
+            load_from_cache_file=not data_args.overwrite_cache,
+            desc=f"tokenizing {split}",
+        )
+    return tokenized
+
+
+# ------------------------------------------------------------------------------------------------
+# Model
+# ------------------------------------------------------------------------------------------------
+
+
+def check_arguments(
+    model_args: ModelArguments, args: TrainingArguments, adapter: Adapter | None
+) -> None:
+    """Fills in what a LoRA file says of itself, and refuses flags that do not go together."""
+    if not (args.do_train or args.do_eval or args.do_predict):
+        raise ValueError("nothing to do: give --do_train, --do_eval or --do_predict")
+    if adapter is not None and not model_args.apply_lora:
+        raise ValueError("--lora_path needs --apply_lora")
+    if adapter is not None and adapter.info is not None:
+        model_args.lora_r = model_args.lora_r or adapter.info.rank
+        model_args.lora_alpha = model_args.lora_alpha or adapter.info.alpha
+    elif adapter is not None:
+        logger.warning(
+            "%s does not say its alpha or its base: --lora_alpha %s and %s are taken on trust",
+            adapter.source, model_args.lora_alpha, model_args.model_name_or_path,
+        )
+
+
+def load_config(model_args: ModelArguments, **settings: Any) -> PretrainedConfig:
+    """The model's settings, LoRA's among them."""
+    if model_args.apply_lora:
+        settings.update(
+            apply_lora=True, lora_r=model_args.lora_r, lora_alpha=model_args.lora_alpha
+        )
+    return AutoConfig.from_pretrained(
+        model_args.config_name or model_args.model_name_or_path, **_where(model_args), **settings
+    )
+
+
+def _where(model_args: ModelArguments) -> dict[str, Any]:
+    return {
+        "cache_dir": model_args.cache_dir,
+        "revision": model_args.model_revision,
+        "use_auth_token": model_args.use_auth_token,
+    }
+
+
+def known_labels(config: PretrainedConfig, adapter: Adapter | None) -> tuple[str, ...]:
+    """Names of the classes that the adapter or the model was trained for, if it was."""
+    if adapter is not None and adapter.info is not None and adapter.info.labels:
+        return adapter.info.labels
+    names = tuple(config.id2label[number] for number in sorted(config.id2label))
+    return () if names[0].startswith("LABEL_") else names
+
+
+def check_labels(data: TextData, known: tuple[str, ...], source: str, training: bool) -> None:
+    """Refuses to evaluate a head on classes that it was not trained for."""
+    if known and data.labels and known != data.labels and not training:
+        raise ValueError(
+            f"{source} was trained for the labels {', '.join(known)}; "
+            f"the data has {', '.join(data.labels)}"
+        )
+
+
+def build_model(
+    model_args: ModelArguments, config: PretrainedConfig, adapter: Adapter | None, training: bool
+) -> PreTrainedModel:
+    """The model, with the adapter in it, and frozen where LoRA is to be trained."""
+    model = AutoModelForSequenceClassification.from_pretrained(
+        model_args.model_name_or_path, config=config, **_where(model_args)
+    )
+    if adapter is not None:
+        new = load_into(model, adapter, model.base_fingerprint, new_head=training)
+        if new:
+            logger.warning("%s is for another task: drawn anew are %s", adapter.source, ", ".join(new))
+    if config.apply_lora:
+        model.train_only(("lora",))
+    return model
+
+
+def check_length(config: PretrainedConfig, max_seq_length: int) -> None:
+    """Refuses texts that are longer than the model has positions for."""
+    positions = config.max_position_embeddings - config.pad_token_id - 1
+    if not 0 < max_seq_length <= positions:
+        raise ValueError(f"--max_seq_length {max_seq_length}: the model has {positions} positions")
+
+
+# ------------------------------------------------------------------------------------------------
+# Run
+# ------------------------------------------------------------------------------------------------
+
+
+def find_checkpoint(args: TrainingArguments) -> str | None:
+    """The checkpoint to resume from: the last one in the output folder, which must be ours.
+
+    Raises:
+        ValueError: the folder holds something, but no checkpoint.
+    """
+    folder = Path(args.output_dir)
+    if not args.do_train or not folder.is_dir():
+        return None
+    checkpoint = get_last_checkpoint(folder)
+    if args.overwrite_output_dir:
+        if checkpoint:
+            logger.warning("the checkpoints in %s are replaced at the first save", folder)
+        return None
+    if checkpoint is None and any(not path.name.startswith(".") for path in folder.iterdir()):
+        raise ValueError(
+            f"--output_dir {folder} is not empty and holds no checkpoint to resume from: "
+            "give another folder, or --overwrite_output_dir"
+        )
+    return checkpoint
+
+
+def metrics_for(data: TextData) -> Callable[[EvalPrediction], dict[str, float]]:
+    """The task's metrics; for one's own data accuracy, or mse where labels are scores."""
+
+    def compute(evaluated: EvalPrediction) -> dict[str, float]:
+        predictions = _predictions(evaluated.predictions, data)
+        if data.task is not None:
+            return glue_compute_metrics(data.task.name, predictions, evaluated.label_ids)
+        if data.is_regression:
+            return {"mse": float(np.mean((predictions - evaluated.label_ids) ** 2))}
+        return {"accuracy": float(np.mean(predictions == evaluated.label_ids))}
+
+    return compute
+
+
+def _predictions(logits: np.ndarray, data: TextData) -> np.ndarray:
+    return logits[:, 0] if data.is_regression else logits.argmax(axis=1)
+
+
+def evaluate(trainer: Trainer, splits: dict[str, Dataset]) -> None:
+    """Evaluates every validation split; a second one's metrics end in ``_mm``, as MNLI's do."""
+    results: dict[str, float] = {}
+    for split in (name for name in splits if name.startswith("validation")):
+        metrics = trainer.evaluate(splits[split])
+        metrics["eval_samples"] = len(splits[split])
+        suffix = "_mm" if split.endswith("_mismatched") else ""
+        results.update({f"{name}{suffix}": value for name, value in metrics.items()})
+    if trainer.state.epoch is not None:
+        results["epoch"] = round(trainer.state.epoch, 2)
+    trainer.log_metrics("eval", results)
+    trainer.save_metrics("eval", results)
+
+
+def predict(trainer: Trainer, splits: dict[str, Dataset], data: TextData) -> None:
+    """Writes ``test_results_<task>.txt`` for every test split."""
+    for split in (name for name in splits if name.startswith("test")):
+        unlabelled = splits[split].remove_columns({"label"} & set(splits[split].column_names))
+        values = _predictions(trainer.predict(unlabelled).predictions, data)
+        words = [f"{v:.3f}" if data.is_regression else data.labels[v] for v in values]
+        task = data.task.name if data.task else "None"
+        task += "-mm" if split.endswith("_mismatched") else ""
+        if trainer.is_world_process_zero():
+            path = Path(trainer.args.output_dir, f"test_results_{task}.txt")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with write_whole(path) as temporary:
+                lines = ["index\tprediction", *(f"{i}\t{word}" for i, word in enumerate(words))]
+                temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses, loads, trains, evaluates, predicts; as far as the flags ask for it."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = HfArgumentParser(
+        (ModelArguments, DataTrainingArguments, TrainingArguments), description=__doc__.split("\n")[0]
+    )
+    if len(argv) == 1 and argv[0].endswith(".json"):
+        model_args, data_args, args = parser.parse_json_file(argv[0])
+    else:
+        model_args, data_args, args = parser.parse_args_into_dataclasses(argv)
+    set_up_logging()
+    checkpoint = find_checkpoint(args)
+    adapter = load_adapter(model_args.lora_path) if model_args.lora_path else None
+    check_arguments(model_args, args, adapter)
+
+    config = load_config(model_args)
+    check_length(config, data_args.max_seq_length)
+    known = known_labels(config, adapter)
+    splits = needed_splits(glue_task(data_args.task_name) if data_args.task_name else None, args)
+    if data_args.task_name:
+        data = load_glue(data_args, splits, model_args.cache_dir)
+    else:
+        data = load_own_files(data_args, splits, known)
+    check_labels(data, known, model_args.lora_path or model_args.model_name_or_path, args.do_train)
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        model_args.tokenizer_name or model_args.model_name_or_path,
+        config=config,
+        use_fast=model_args.use_fast_tokenizer,
+        **_where(model_args),
+    )
+    datasets = tokenize(data, tokenizer, data_args)
+    names = dict(enumerate(data.labels)) or {0: "LABEL_0"}
+    config = load_config(
+        model_args, num_labels=len(names), id2label=names, finetuning_task=data_args.task_name
+    )
+    set_seed(args.seed)
+    model = build_model(model_args, config, adapter, args.do_train)
+    evaluated = [name for name in datasets if name.startswith("validation")]
+    trainer = Trainer(
+        model,
+        args,
+        default_data_collator if data_args.pad_to_max_length else DataCollatorWithPadding(tokenizer),
+        train_dataset=datasets.get("train"),
+        eval_dataset=datasets[evaluated[0]] if evaluated else None,
+        tokenizer=tokenizer,
+        compute_metrics=metrics_for(data),
+    )
+    if args.do_train:
+        metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
+        metrics["train_samples"] = len(datasets["train"])
+        trainer.save_model()
+        trainer.save_state()
+        trainer.log_metrics("train", metrics)
+        trainer.save_metrics("train", metrics)
+    if args.do_eval:
+        evaluate(trainer, datasets)
+    if args.do_predict:
+        predict(trainer, datasets, data)
+
+
+if __name__ == "__main__":
+    run(main)

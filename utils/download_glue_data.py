@@ -1,0 +1,435 @@
+"""Download the tasks of GLUE.
+
+    python utils/download_glue_data.py --data_dir glue_data --tasks all
+
+Each task becomes a folder of TSV files in --data_dir, complete or not there at all: the files are
+put together in a hidden folder, their rows are counted, and only then is the folder renamed.
+A download that stops is kept as FILE.part and continued by the next run; a task that is complete
+is skipped.
+"""
+
+import argparse
+import logging
+import os
+import re
+import shutil
+import ssl
+import sys
+import time
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from http.client import HTTPException, HTTPResponse
+from pathlib import Path, PurePosixPath
+from urllib.error import HTTPError, URLError
+from urllib.parse import urljoin, urlsplit
+from urllib.request import Request, urlopen
+
+from tqdm import tqdm
+
+from transformers.data.processors.glue import GlueTask, glue_task, iterate_glue_split
+from transformers.data.processors.utils import read_tsv
+
+logger = logging.getLogger("download_glue_data")
+
+BASE_URL = "https://dl.fbaipublicfiles.com/glue/data"
+SENTEVAL = "../../senteval/senteval_data"  # seen from BASE_URL
+MRPC_TRAIN = "msr_paraphrase_train.txt"
+MRPC_TEST = "msr_paraphrase_test.txt"
+MRPC_DEV_IDS = "mrpc_dev_ids.tsv"
+MRPC_IDS = ("#1 ID", "#2 ID")
+MRPC_COLUMNS = ("Quality", *MRPC_IDS, "#1 String", "#2 String")
+
+ATTEMPTS = 5
+FIRST_WAIT = 1.0  # seconds before the second attempt; doubled before each further one
+TIMEOUT = 30.0  # seconds without a byte
+CHUNK = 1 << 16  # bytes
+NETWORK_ERRORS = (URLError, ConnectionError, TimeoutError, ssl.SSLError, HTTPException)
+
+
+@dataclass(frozen=True)
+class Release:
+    """What is published of a task.
+
+    Args:
+        files: addresses below --base_url.
+        rows: number of rows of each split.
+    """
+
+    files: tuple[str, ...]
+    rows: Mapping[str, int]
+
+
+def _rows(train: int, dev: int, test: int) -> dict[str, int]:
+    return {"train": train, "validation": dev, "test": test}
+
+
+RELEASES = {
+    "CoLA": Release(("CoLA.zip",), _rows(8_551, 1_043, 1_063)),
+    "SST": Release(("SST-2.zip",), _rows(67_349, 872, 1_821)),
+    "MRPC": Release(
+        (f"{SENTEVAL}/{MRPC_TRAIN}", f"{SENTEVAL}/{MRPC_TEST}", MRPC_DEV_IDS),
+        _rows(3_668, 408, 1_725),
+    ),
+    "QQP": Release(("QQP-clean.zip",), _rows(363_846, 40_430, 390_965)),
+    "STS": Release(("STS-B.zip",), _rows(5_749, 1_500, 1_379)),
+    "MNLI": Release(
+        ("MNLI.zip",),
+        {
+            "train": 392_702,
+            "validation_matched": 9_815,
+            "validation_mismatched": 9_832,
+            "test_matched": 9_796,
+            "test_mismatched": 9_847,
+        },
+    ),
+    "QNLI": Release(("QNLIv2.zip",), _rows(104_743, 5_463, 5_463)),
+    "RTE": Release(("RTE.zip",), _rows(2_490, 277, 3_000)),
+    "WNLI": Release(("WNLI.zip",), _rows(635, 71, 146)),
+    "diagnostic": Release(("AX.tsv",), {"test": 1_104}),
+}
+"""By the names that --tasks takes; `glue_task` knows them, and other spellings, too."""
+
+
+def parse_tasks(names: str) -> dict[str, GlueTask]:
+    """The tasks of a comma-separated list, or all of them.
+
+    Returns:
+        {key of `RELEASES`: task}, without duplicates, in the order given.
+
+    Raises:
+        ValueError: a name that is not one of GLUE's, or an empty list.
+    """
+    published = {glue_task(key).name: key for key in RELEASES}
+    wanted = list(RELEASES) if names.lower() == "all" else names.split(",")
+    tasks = {}
+    for name in filter(None, (name.strip() for name in wanted)):
+        try:
+            task = glue_task(name)
+            tasks[published[task.name]] = task
+        except (ValueError, KeyError):
+            known = ", ".join(RELEASES)
+            raise ValueError(f"unknown task {name!r} (known: {known}, or all)") from None
+    if not tasks:
+        raise ValueError("no task is named")
+    return tasks
+
+
+def find_fault(task: GlueTask, rows: Mapping[str, int], data_dir: Path) -> str | None:
+    """What is wrong with the first bad file of a task's folder in `data_dir`; None if nothing."""
+    for split, expected in rows.items():
+        file = f"{task.folder}/{task.files[split]}"
+        if not (data_dir / file).is_file():
+            return f"{file} is missing"
+        try:
+            found = sum(1 for _ in iterate_glue_split(task.name, data_dir, split))
+        except ValueError as error:
+            return str(error).removeprefix(f"{data_dir}{os.sep}")
+        if found != expected:
+            return f"{file}: expected {expected:,} rows, found {found:,}"
+    return None
+
+
+def install(key: str, task: GlueTask, data_dir: Path, base_url: str, mrpc: Path | None) -> None:
+    """Bring one task's folder into `data_dir`, unless it is there.
+
+    Args:
+        key: the task's key in `RELEASES`.
+        task: its row of the table of GLUE's files.
+        data_dir: folder that is to hold the task's folder.
+        base_url: address of the folder with the zips.
+        mrpc: folder with the files of the Microsoft Research paraphrase corpus, if at hand.
+
+    Raises:
+        OSError: the network, the server or the disk failed.
+        ValueError: what came is not the task's data, or what is there is not complete.
+    """
+    release, folder = RELEASES[key], data_dir / task.folder
+    if not folder.exists():
+        _download(key, task, data_dir, base_url, mrpc)
+    elif fault := find_fault(task, release.rows, data_dir):
+        raise ValueError(
+            f"{folder} is there but not complete ({fault}); move it away and run again"
+        )
+    logger.info("%s is complete", folder)
+
+
+def _download(key: str, task: GlueTask, data_dir: Path, base_url: str, mrpc: Path | None) -> None:
+    release = RELEASES[key]
+    own = _own_files(mrpc) if mrpc is not None and key == "MRPC" else {}
+    sources, fetched = [], []
+    for file in release.files:
+        name = PurePosixPath(file).name
+        sources.append(own.get(name, data_dir / name))
+        if name not in own:
+            _fetch_source(urljoin(f"{base_url}/", file), data_dir / name)
+            fetched.append(data_dir / name)
+    try:
+        assemble(task, release.rows, sources, data_dir)
+    except ValueError as error:
+        if not fetched:
+            raise
+        _remove(fetched)
+        raise ValueError(f"{error}; the download is removed, run again to repeat it") from error
+    _remove(fetched)
+
+
+def _own_files(folder: Path) -> dict[str, Path]:
+    """The user's files of the paraphrase corpus: {published name: path}."""
+    files = {name: folder / name for name in (MRPC_TRAIN, MRPC_TEST)}
+    for path in files.values():
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: no such file (from --path_to_mrpc)")
+    for name in (MRPC_DEV_IDS, "dev_ids.tsv"):
+        if (folder / name).is_file():
+            files.setdefault(MRPC_DEV_IDS, folder / name)
+    return files
+
+
+def _fetch_source(url: str, target: Path) -> None:
+    try:
+        fetch(url, target)
+    except OSError as error:
+        if target.name != MRPC_DEV_IDS:
+            raise
+        raise type(error)(
+            f"{error}; MRPC's dev split needs this list: put it, with {MRPC_TRAIN} and "
+            f"{MRPC_TEST}, into a folder and name that with --path_to_mrpc"
+        ) from error
+
+
+def _remove(paths: Sequence[Path]) -> None:
+    for path in paths:
+        path.unlink()
+
+
+def assemble(
+    task: GlueTask, rows: Mapping[str, int], sources: Sequence[Path], data_dir: Path
+) -> None:
+    """Make a task's folder out of its downloaded files, whole or not at all.
+
+    Raises:
+        ValueError: a source is damaged, or the folder would not hold the task's rows.
+    """
+    scratch = data_dir / f".{task.folder}.incomplete"
+    shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        (scratch / task.folder).mkdir(parents=True)
+        if task.name == "mrpc":
+            convert_mrpc(*sources, scratch / task.folder)
+        elif task.name == "ax":
+            shutil.copyfile(sources[0], scratch / task.folder / task.files["test"])
+        else:
+            unpack(sources[0], task.folder, scratch)
+        fault = find_fault(task, rows, scratch)
+        if fault is not None:
+            raise ValueError(f"not the data of GLUE: {fault}")
+        _sync(scratch / task.folder)
+        os.replace(scratch / task.folder, data_dir / task.folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())
+
+
+def unpack(archive: Path, folder: str, target: Path) -> None:
+    """Unpack one folder of a zip file into `target`, after checking the whole file.
+
+    Raises:
+        ValueError: the zip is truncated or damaged, or names a path outside of `target`.
+    """
+    try:
+        with zipfile.ZipFile(archive) as file:
+            for name in file.namelist():
+                if _leads_outside(name):
+                    raise ValueError(f"{archive.name} names a path outside its folder: {name!r}")
+            damaged = file.testzip()
+            if damaged is not None:
+                raise ValueError(f"{archive.name} is damaged: wrong checksum of {damaged}")
+            file.extractall(target, [n for n in file.namelist() if n.startswith(f"{folder}/")])
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+        raise ValueError(f"{archive.name} is damaged: {error}") from error
+
+
+def _leads_outside(name: str) -> bool:
+    path = PurePosixPath(name.replace("\\", "/"))
+    return path.is_absolute() or ".." in path.parts or re.match("[A-Za-z]:", name) is not None
+
+
+def convert_mrpc(train: Path, test: Path, dev_ids: Path, folder: Path) -> None:
+    """Write MRPC's train.tsv, dev.tsv and test.tsv from the paraphrase corpus.
+
+    Args:
+        train: the corpus's training part; its rows whose ids are listed become the dev split.
+        test: the corpus's test part; its labels are left out.
+        dev_ids: two ids a row, without a header.
+        folder: where to write.
+
+    Raises:
+        ValueError: a file has another layout.
+    """
+    listed = {(row["#1 ID"], row["#2 ID"]) for _, row in read_tsv(dev_ids, MRPC_IDS)}
+    lines = {"train.tsv": ["\t".join(MRPC_COLUMNS)], "dev.tsv": ["\t".join(MRPC_COLUMNS)]}
+    for _, row in read_tsv(train, required=MRPC_COLUMNS):
+        file = "dev.tsv" if (row["#1 ID"], row["#2 ID"]) in listed else "train.tsv"
+        lines[file].append("\t".join(row[column] for column in MRPC_COLUMNS))
+    lines["test.tsv"] = ["\t".join(("index", *MRPC_COLUMNS[1:]))]
+    for index, (_, row) in enumerate(read_tsv(test, required=MRPC_COLUMNS)):
+        fields = [row[column] for column in MRPC_COLUMNS[1:]]
+        lines["test.tsv"].append("\t".join((str(index), *fields)))
+    for file, content in lines.items():
+        (folder / file).write_text("\n".join(content) + "\n", encoding="utf-8", newline="\n")
+
+
+def fetch(url: str, target: Path) -> None:
+    """Download a file, continuing an earlier partial download of it.
+
+    What has come so far lies in `target`.part and what identifies it (the server's ETag or date)
+    in `target`.part.etag. An existing `target` is taken as it is.
+
+    Raises:
+        ConnectionError: the network failed `ATTEMPTS` times.
+        OSError: the server does not give the file, or the disk failed.
+    """
+    if target.exists():
+        return
+    part = target.with_name(f"{target.name}.part")
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            _fetch_rest(url, part)
+            break
+        except NETWORK_ERRORS as error:
+            reason = _reason(error)
+            if attempt == ATTEMPTS or not _may_pass(error):
+                kind = OSError if isinstance(error, HTTPError) else ConnectionError
+                raise kind(f"{url}: {reason}") from error
+            wait = FIRST_WAIT * 2 ** (attempt - 1)
+            logger.warning("%s: %s; trying again in %g s", url, reason, wait)
+            time.sleep(wait)
+    os.replace(part, target)
+    _etag_file(part).unlink(missing_ok=True)
+
+
+def _fetch_rest(url: str, part: Path) -> None:
+    """One request for what `part` still lacks.
+
+    If-Range makes the server send the whole file where it is no longer the one `part` began.
+    """
+    etag = _etag_file(part).read_text("utf-8") if _etag_file(part).exists() else ""
+    start = part.stat().st_size if etag and part.exists() else 0
+    headers = {"Range": f"bytes={start}-", "If-Range": etag} if start else {}
+    try:
+        with urlopen(Request(url, headers=headers), timeout=TIMEOUT) as response:
+            _append(response, part, start)
+    except HTTPError as error:
+        if error.code == 416:  # the file is not longer than the part: start over
+            part.unlink(missing_ok=True)
+        raise
+
+
+def _append(response: HTTPResponse, part: Path, start: int) -> None:
+    if response.status == 206:
+        sent = response.headers.get("Content-Range", "")
+        if not sent.startswith(f"bytes {start}-"):
+            _etag_file(part).unlink()  # the next attempt starts over
+            raise ConnectionError(f"asked for the bytes from {start:,}, was sent {sent!r}")
+    else:
+        start = 0
+    length = response.headers.get("Content-Length")
+    total = None if length is None else start + int(length)
+    with (
+        open(part, "ab" if start else "wb") as file,
+        tqdm(
+            desc=part.stem, initial=start, total=total, unit="B", unit_scale=True, leave=False
+        ) as bar,
+    ):
+        # only now: an ETag beside older bytes would pass them off as its own
+        _etag_file(part).write_text(_identity(response), "utf-8")
+        while chunk := response.read(CHUNK):
+            file.write(chunk)
+            bar.update(len(chunk))
+        size = file.tell()
+    if total not in (None, size):
+        raise ConnectionError(f"the connection closed after {size:,} of {total:,} bytes")
+
+
+def _etag_file(part: Path) -> Path:
+    return part.with_name(f"{part.name}.etag")
+
+
+def _identity(response: HTTPResponse) -> str:
+    """What If-Range may hold: a strong ETag, else the date of change, else nothing."""
+    etag = response.headers.get("ETag", "")
+    return etag if etag.startswith('"') else response.headers.get("Last-Modified", "")
+
+
+def _may_pass(error: Exception) -> bool:
+    return not isinstance(error, HTTPError) or error.code in (408, 416, 429) or error.code >= 500
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, HTTPError):
+        return f"HTTP {error.code} {error.reason}"
+    return str(getattr(error, "reason", "") or error or type(error).__name__)
+
+
+def _url(text: str) -> str:
+    if urlsplit(text).scheme not in ("http", "https"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an http or https address")
+    return text.rstrip("/")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line and download; 0 if every task is complete, else 1."""
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.INFO)
+    parser = argparse.ArgumentParser(description="Download the tasks of the GLUE benchmark.")
+    parser.add_argument(
+        "--data_dir",
+        type=Path,
+        default=Path("glue_data"),
+        help="folder that gets one folder per task (default: glue_data)",
+    )
+    parser.add_argument(
+        "--tasks",
+        default="all",
+        help=f"comma-separated names, or all (the default): {', '.join(RELEASES)}",
+    )
+    parser.add_argument(
+        "--base_url",
+        type=_url,
+        default=BASE_URL,
+        help="address of the folder with the zips, for a mirror; the files of MRPC are expected "
+        f"at {SENTEVAL} seen from there (default: {BASE_URL})",
+    )
+    parser.add_argument(
+        "--path_to_mrpc",
+        type=Path,
+        help=f"folder that holds {MRPC_TRAIN} and {MRPC_TEST}, and {MRPC_DEV_IDS} if there is no "
+        "network: MRPC is made from these files instead of downloaded ones",
+    )
+    args = parser.parse_args(argv)
+    try:
+        tasks = parse_tasks(args.tasks)
+    except ValueError as error:
+        parser.error(str(error))
+    failed = False
+    for key, task in tasks.items():
+        try:
+            args.data_dir.mkdir(parents=True, exist_ok=True)
+            install(key, task, args.data_dir, args.base_url, args.path_to_mrpc)
+        except (OSError, ValueError) as error:
+            logger.error("%s: %s", key, error)
+            if isinstance(error, ConnectionError):  # the other tasks would wait in vain, too
+                return 1
+            failed = True
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
