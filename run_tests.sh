@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Sets up what is still missing, then lints the code and runs the tests.
+#
+#   bash run_tests.sh                      everything
+#   bash run_tests.sh tests/loralib -x     arguments go to pytest
+set -euo pipefail
+cd "$(dirname "$0")"
+
+bash utils/make_environment.sh --with-tests
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+exec .venv/bin/python -m pytest "$@"
