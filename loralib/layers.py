@@ -28,12 +28,13 @@ The frozen weight is only read. In training mode (`layer.train()`) the right-han
 and added in place to the left-hand one's result. In evaluation mode (`layer.eval()`), unless
 `merge_weights=False`, one product with a merged copy W + (alpha / r) · B A takes the place of both;
 `layer.merged` tells which mode is in effect. The copy is no parameter and no buffer, so
-`state_dict()` is the same in both modes. It is made at the first forward that needs it, and made
-again when the tensors it came from have changed. (Writes that PyTorch cannot see, through
-`parameter.data` in the middle of evaluation, take effect at the next `train()` or `eval()`.) Two
-cases take the right-hand branch in evaluation mode as well, with the same result to rounding: a
-forward that autograd records for the sake of A, B or W, because the copy has no gradient, and one
-under `torch.compile`; `loralib.merge` makes a plain model for that.
+`state_dict()` is the same in both modes. It takes as much memory as W, is made at the first forward
+that needs it, made again when the tensors it came from have changed, and let go by `train()`.
+(Writes that PyTorch cannot see, through `parameter.data` in the middle of evaluation, take effect
+at the next `train()` or `eval()`.) Two cases take the right-hand branch in evaluation mode as well,
+with the same result to rounding: a forward that autograd records for the sake of A, B or W, because
+the copy has no gradient, and one under `torch.compile`; `loralib.merge` makes a plain model for
+that.
 
 Layers compute in their input's dtype, or autocast's. W may be held in half precision while A, B and
 the bias stay in float32: those are cast as they are used, and get their gradients in float32.
@@ -183,8 +184,8 @@ def _groups(starts: Sequence[int], lora_B: Tensor) -> Iterator[tuple[slice, slic
 class _LowRankLinear(torch.autograd.Function):
     """x W^T + b with scaling · (A x) B^T added in place to slices of it.
 
-    Autograd would do with more memory: it keeps no in-place sum of slices without copying the
-    whole gradient, and holds both branches' full-size gradients of x before it adds them.
+    Written by hand because autograd copies the whole gradient for every sum into a slice, and holds
+    both branches' full-size gradients of x before it adds them.
 
     Arguments of `apply`: x (rows, in); the same after dropout, or None if there is none; W (out,
     in); bias (out) or None; lora_A, lora_B; the scaling; where each updated slice of the output

@@ -20,7 +20,7 @@ import numpy as np
 from datasets import ClassLabel, Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
-from loralib.checkpoint import Adapter, CheckpointError, load_adapter, load_into, write_whole
+from loralib.checkpoint import Adapter, load_adapter, load_into, write_whole
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -142,7 +142,9 @@ def needed_splits(task: GlueTask | None, args: TrainingArguments) -> list[str]:
     return [split for name in names for split in halves.get(name, [name])]
 
 
-def load_glue(data_args: DataTrainingArguments, splits: list[str], cache_dir: str | None) -> TextData:
+def load_glue(
+    data_args: DataTrainingArguments, splits: list[str], cache_dir: str | None
+) -> TextData:
     """A GLUE task, from its TSV files or from the hub."""
     task = glue_task(data_args.task_name)
     keys = tuple(key for key in task.text_keys if key)
@@ -190,15 +192,23 @@ def load_own_files(
     for split in ("train", "validation"):
         if split in sets and split not in labelled:
             raise ValueError(f"{files[split]}: has no column 'label'")
-    if any(data.features["label"].dtype.startswith("float") for data in labelled.values()):
-        return TextData({split: data.select_columns(_kept(data, keys)) for split, data in sets.items()}, keys, ())
-    labels = tuple(known_labels)
-    if "train" in labelled and not set(map(str, labelled["train"]["label"])) <= set(labels):
-        values = labelled["train"].unique("label")
-        labels = tuple(str(value) for value in sorted(values, key=lambda v: (isinstance(v, str), v)))
-    for split, data in labelled.items():
-        sets[split] = _number_labels(data, labels, files[split])
-    return TextData({split: data.select_columns(_kept(data, keys)) for split, data in sets.items()}, keys, labels)
+    labels: tuple[str, ...] = ()
+    if not any(data.features["label"].dtype.startswith("float") for data in labelled.values()):
+        labels = _label_names(labelled.get("train"), known_labels)
+        for split, data in labelled.items():
+            sets[split] = _number_labels(data, labels, files[split])
+    sets = {split: data.select_columns(_kept(data, keys)) for split, data in sets.items()}
+    return TextData(sets, keys, labels)
+
+
+def _label_names(train: Dataset | None, known: Sequence[str]) -> tuple[str, ...]:
+    """The classes in the model's order, or, where the training set has others, sorted."""
+    if train is None:
+        return tuple(known)
+    values = train.unique("label")
+    if {str(value) for value in values} <= set(known):
+        return tuple(known)
+    return tuple(str(value) for value in sorted(values))
 
 
 def _read_file(path: str) -> Dataset:
@@ -299,16 +309,16 @@ def check_arguments(
     elif adapter is not None:
         logger.warning(
             "%s does not say its alpha or its base: --lora_alpha %s and %s are taken on trust",
-            adapter.source, model_args.lora_alpha, model_args.model_name_or_path,
+            adapter.source,
+            model_args.lora_alpha,
+            model_args.model_name_or_path,
         )
 
 
 def load_config(model_args: ModelArguments, **settings: Any) -> PretrainedConfig:
     """The model's settings, LoRA's among them."""
     if model_args.apply_lora:
-        settings.update(
-            apply_lora=True, lora_r=model_args.lora_r, lora_alpha=model_args.lora_alpha
-        )
+        settings.update(apply_lora=True, lora_r=model_args.lora_r, lora_alpha=model_args.lora_alpha)
     return AutoConfig.from_pretrained(
         model_args.config_name or model_args.model_name_or_path, **_where(model_args), **settings
     )
@@ -349,7 +359,14 @@ def build_model(
     if adapter is not None:
         new = load_into(model, adapter, model.base_fingerprint, new_head=training)
         if new:
-            logger.warning("%s is for another task: drawn anew are %s", adapter.source, ", ".join(new))
+            names = ", ".join(new)
+            logger.warning("%s is for another task: drawn anew are %s", adapter.source, names)
+    untrained = model.drawn_anew - (adapter.tensors.keys() if adapter else set())
+    if untrained and not training:
+        raise ValueError(
+            f"{model_args.model_name_or_path} has no trained {', '.join(sorted(untrained)[:2])}, …: "
+            "there is nothing to evaluate; give --lora_path, or a model that is trained for the task"
+        )
     if config.apply_lora:
         model.train_only(("lora",))
     return model
@@ -441,7 +458,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parses, loads, trains, evaluates, predicts; as far as the flags ask for it."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = HfArgumentParser(
-        (ModelArguments, DataTrainingArguments, TrainingArguments), description=__doc__.split("\n")[0]
+        (ModelArguments, DataTrainingArguments, TrainingArguments),
+        description=__doc__.split("\n")[0],
     )
     if len(argv) == 1 and argv[0].endswith(".json"):
         model_args, data_args, args = parser.parse_json_file(argv[0])
@@ -475,11 +493,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     set_seed(args.seed)
     model = build_model(model_args, config, adapter, args.do_train)
+    padding = DataCollatorWithPadding(tokenizer)
     evaluated = [name for name in datasets if name.startswith("validation")]
     trainer = Trainer(
         model,
         args,
-        default_data_collator if data_args.pad_to_max_length else DataCollatorWithPadding(tokenizer),
+        default_data_collator if data_args.pad_to_max_length else padding,
         train_dataset=datasets.get("train"),
         eval_dataset=datasets[evaluated[0]] if evaluated else None,
         tokenizer=tokenizer,

@@ -59,6 +59,8 @@ class PreTrainedModel(nn.Module):
         # Of the base's weights as they were read; see loralib.checkpoint.fingerprint.
         self.base_fingerprint: str | None = None
         self._read_tensors: dict[str, Tensor] = {}
+        # Names of the tensors that a checkpoint did not have.
+        self.drawn_anew: frozenset[str] = frozenset()
 
     @property
     def base_model(self) -> nn.Module:
@@ -182,6 +184,7 @@ class PreTrainedModel(nn.Module):
             if tensor.shape != own[name].shape:
                 raise CheckpointError(_shape_message(source, name, tensor, own[name]))
         self._draw(missing)
+        self.drawn_anew = frozenset(missing)
         with torch.no_grad():
             for name, tensor in tensors.items():
                 own[name].copy_(tensor)

@@ -118,9 +118,10 @@ class Trainer:
         self.args = args
         self.model = model.to(args.device)
         self.tokenizer = tokenizer
-        if data_collator is None:
-            data_collator = DataCollatorWithPadding(tokenizer) if tokenizer else default_data_collator
-        self.data_collator = data_collator
+        default_collator = (
+            DataCollatorWithPadding(tokenizer) if tokenizer else default_data_collator
+        )
+        self.data_collator = data_collator or default_collator
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
         self.compute_metrics = compute_metrics
@@ -189,8 +190,9 @@ class Trainer:
         )
 
     def _to_device(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        device = self.args.device
         return {
-            name: value.to(self.args.device, non_blocking=True) if isinstance(value, Tensor) else value
+            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
             for name, value in inputs.items()
         }
 
@@ -422,15 +424,12 @@ class Trainer:
         )
 
     def _say_what_runs(self, examples: int, max_steps: int) -> None:
-        trained = self.model.num_parameters(only_trainable=True)
+        args, model = self.args, self.model
+        update = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
         logger.info(
-            "training %s of %s parameters on %s examples: %s updates of %s examples, from update %s on",
-            f"{trained:,}",
-            f"{self.model.num_parameters():,}",
-            f"{examples:,}",
-            f"{max_steps:,}",
-            self.args.train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps,
-            f"{self.state.global_step:,}",
+            f"training {model.num_parameters(only_trainable=True):,} of {model.num_parameters():,} "
+            f"parameters on {examples:,} examples: {max_steps:,} updates of {update} examples, "
+            f"from update {self.state.global_step:,} on"
         )
 
     # ---- evaluation ----
@@ -471,7 +470,8 @@ class Trainer:
             for inputs in self._loader(dataset, share):
                 loss, batch_logits, batch_labels = self.prediction_step(self._to_device(inputs))
                 if loss is not None:
-                    losses += torch.stack([loss.double(), torch.ones_like(loss)]) * len(batch_labels)
+                    rows = len(batch_labels)
+                    losses += torch.stack([loss.double() * rows, torch.full_like(loss, rows)])
                 if not args.prediction_loss_only:
                     logits.add(batch_logits)
                     labels.add(batch_labels)
@@ -479,7 +479,8 @@ class Trainer:
         total, count = sum_over_processes(losses, args.world_size).tolist()
         metrics = {} if count == 0 else {f"{prefix}_loss": total / count}
         gathered = [
-            gather_in_order(share.indices, part.array(), args.world_size) for part in (logits, labels)
+            gather_in_order(share.indices, part.array(), args.world_size)
+            for part in (logits, labels)
         ]
         if self.compute_metrics and gathered[0] is not None and gathered[1] is not None:
             for name, value in self.compute_metrics(EvalPrediction(*gathered)).items():
@@ -556,7 +557,9 @@ class Trainer:
         name = f"eval_{name.removeprefix('eval_')}"
         if name not in metrics:
             known = ", ".join(key.removeprefix("eval_") for key in metrics)
-            raise TrainingError(f"--metric_for_best_model: no evaluation gives {name}; known: {known}")
+            raise TrainingError(
+                f"--metric_for_best_model: no evaluation gives {name}; known: {known}"
+            )
         value, best = metrics[name], self.state.best_metric
         if best is None or (value > best if self.args.greater_is_better else value < best):
             self.state.best_metric = value
@@ -575,7 +578,7 @@ class Trainer:
                 shutil.rmtree(path)
 
     def _own_state(self) -> dict[str, Any]:
-        """What this process alone knows: its place in the data, gradients not yet applied, chance."""
+        """What this process alone knows: its place in the data, gradients not applied, chance."""
         pending = {
             name: parameter.grad
             for name, parameter in self.model.named_parameters()
@@ -603,7 +606,10 @@ class Trainer:
         if own["world_size"] != args.world_size:
             logger.warning(
                 "%s was written by %s processes and is resumed by %s: the run goes on, but not to "
-                "the same bits", folder, own["world_size"], args.world_size,
+                "the same bits",
+                folder,
+                own["world_size"],
+                args.world_size,
             )
         elif args.process_index > 0:
             own = _load(path / _own_state_name(args.process_index))
@@ -613,7 +619,7 @@ class Trainer:
         set_rng_state(own["rng"])
 
     def _load_weights(self, folder: str) -> None:
-        """Copies a checkpoint's weights in: the whole model's or, where it has those alone, LoRA's."""
+        """Copies a checkpoint's weights in: the whole model's or, with nothing else, LoRA's."""
         path = Path(folder)
         if (path / WEIGHTS_NAME).is_file() or (path / SAFE_WEIGHTS_NAME).is_file():
             try:
@@ -696,11 +702,13 @@ def _load(path: Path, device: torch.device | str = "cpu") -> Any:
         return torch.load(path, map_location=device, weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{path}: missing or damaged, cannot resume from it ({reason})") from error
+        raise CheckpointError(
+            f"{path}: missing or damaged, cannot resume from it ({reason})"
+        ) from error
 
 
 def _set_deterministic(on: bool) -> None:
     if on:
-        # cuBLAS is deterministic only with a workspace of its own; must be set before its first use.
+        # cuBLAS is deterministic only with a workspace of its own, set before its first use.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     torch.use_deterministic_algorithms(on)

@@ -162,7 +162,7 @@ def sum_over_processes(value: Tensor, world_size: int) -> Tensor:
 
 
 def decayed_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The trainable parameters that weight decay acts on, and the others: biases and layer norms."""
+    """The trainable parameters that decay, and those that do not: biases and layer norms."""
     of_norms = {
         id(parameter)
         for module in model.modules()

@@ -80,7 +80,9 @@ class TrainingArguments:
     )
     no_cuda: bool = _flag(False, "stay on the CPU even where there is a GPU")
     seed: int = _flag(42, "seed of the weights drawn, of the data's order and of dropout")
-    fp16: bool = _flag(False, "float16 on a GPU: frozen weights held in it, trained ones in float32")
+    fp16: bool = _flag(
+        False, "float16 on a GPU: frozen weights held in it, trained ones in float32"
+    )
     bf16: bool = _flag(False, "the same in bfloat16, on a GPU or a CPU")
     fp16_opt_level: str = _flag("O1", "apex's optimisation level", choices=["O0", "O1", "O2", "O3"])
     fp16_backend: str = _flag("auto", "what runs fp16", choices=["auto", "amp", "apex"])
@@ -114,7 +116,9 @@ class TrainingArguments:
     ddp_find_unused_parameters: bool | None = _flag(
         None, "let DDP look for parameters without a gradient (default: false)"
     )
-    dataloader_pin_memory: bool = _flag(True, "page-locked memory for batches on their way to a GPU")
+    dataloader_pin_memory: bool = _flag(
+        True, "page-locked memory for batches on their way to a GPU"
+    )
     skip_memory_metrics: bool = _flag(False, "leave the peak memory out of the results")
     cls_dropout: float | None = _flag(None, "dropout before the classifier, where the model has it")
     use_deterministic_algorithms: bool = _flag(
@@ -126,7 +130,9 @@ class TrainingArguments:
             if getattr(self, name):
                 raise ValueError(f"--{name} has no meaning here: {advice}")
         if self.past_index >= 0:
-            raise ValueError("--past_index has no meaning here: no model of this package has a memory")
+            raise ValueError(
+                "--past_index has no meaning here: no model of this package has a memory"
+            )
         self.output_dir = os.path.expanduser(self.output_dir)
         self.evaluation_strategy = IntervalStrategy(self.evaluation_strategy)
         self.logging_strategy = IntervalStrategy(self.logging_strategy)
@@ -180,14 +186,16 @@ class TrainingArguments:
             self._check_best_model()
         unknown = set(self.report_to or ()) - {"all", "none", "tensorboard", "wandb"}
         if unknown:
-            raise ValueError(f"--report_to knows tensorboard, wandb, all, none; not {unknown.pop()}")
+            raise ValueError(
+                f"--report_to knows tensorboard, wandb, all, none; not {unknown.pop()}"
+            )
 
     def _check_best_model(self) -> None:
         both = (self.evaluation_strategy, self.save_strategy)
         if both[0] is not both[1] or both[0] is IntervalStrategy.NO:
             raise ValueError(
-                "--load_best_model_at_end needs every checkpoint evaluated: give --save_strategy and "
-                f"--evaluation_strategy the same value (they are {both[1].value}, {both[0].value})"
+                "--load_best_model_at_end needs every checkpoint evaluated: give --save_strategy "
+                f"and --evaluation_strategy the same value (they are {both[1].value}, {both[0].value})"
             )
         if both[0] is IntervalStrategy.STEPS and self.save_steps % self.eval_steps:
             raise ValueError(

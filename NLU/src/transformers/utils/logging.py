@@ -1,7 +1,6 @@
 """The package's loggers: all below ``transformers``, so that one call sets their level."""
 
 import logging
-
 from logging import CRITICAL, DEBUG, ERROR, INFO, WARNING  # noqa: F401
 
 
