@@ -1,0 +1,128 @@
+"""Fixtures of the NLU tests."""
+
+import importlib.util
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+WORDS = (
+    "the a this that every some dog cat house river teacher child song story letter window is was "
+    "runs sings sees finds likes reads writes very not never often quickly warm cold bright quiet "
+    "good bad great awful in on under over near with without and or but because"
+).split()
+
+
+def _load(name: str):
+    path = Path(__file__).parent / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"nlu_tests_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def hub_server(tmp_path):
+    """A started local hub: `.url` for HF_ENDPOINT, `.root` to put repositories in, `.requests`."""
+    root = tmp_path / "hub"
+    root.mkdir()
+    with _load("hub_server").HubServer(root) as server:
+        yield server
+
+
+def _sentence(chance: random.Random) -> str:
+    return " ".join(chance.choices(WORDS, k=chance.randint(3, 14)))
+
+
+@pytest.fixture(scope="session")
+def tiny_base(tmp_path_factory) -> Path:
+    """A folder with a RoBERTa base of 2 layers, 32 wide, with dropout, and a tokenizer."""
+    import torch
+    from tokenizers import ByteLevelBPETokenizer
+
+    from transformers import RobertaConfig, RobertaModel, RobertaTokenizerFast
+
+    folder = tmp_path_factory.mktemp("base") / "tiny"
+    folder.mkdir()
+    chance = random.Random(1)
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(
+        [_sentence(chance) for _ in range(200)],
+        vocab_size=400,
+        special_tokens=["<s>", "<pad>", "</s>", "<unk>", "<mask>"],
+        show_progress=False,
+    )
+    tokenizer = RobertaTokenizerFast(*bpe.save_model(str(folder)), model_max_length=64)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(1)
+    config = RobertaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=66,
+        type_vocab_size=1,
+        layer_norm_eps=1e-5,
+        initializer_range=0.2,
+    )
+    RobertaModel(config, add_pooling_layer=False).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def steady_base(tiny_base, tmp_path_factory) -> Path:
+    """`tiny_base` without dropout."""
+    folder = tmp_path_factory.mktemp("base") / "steady"
+    shutil.copytree(tiny_base, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config.update(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _write_tsv(path: Path, header: list[str] | None, rows: list[tuple]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [header, *rows] if header else rows
+    text = "".join("\t".join(map(str, line)) + "\n" for line in lines)
+    path.write_text(text, encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def tiny_glue(tmp_path_factory) -> Path:
+    """A folder with RTE, CoLA, SST-2 and MNLI in GLUE's files: 45 rows to train, 13 dev, 7 test.
+
+    Labels are learnable: they are about the word "not" or "good".
+    """
+    root = tmp_path_factory.mktemp("glue")
+    chance = random.Random(2)
+    for split, count in (("train", 45), ("dev", 13), ("test", 7)):
+        pairs = [(_sentence(chance), _sentence(chance)) for _ in range(count)]
+        first = [pair[0] for pair in pairs]
+        good = [int("good" in text or "great" in text) for text in first]
+        entails = ["entailment" if "not" in b else "not_entailment" for _, b in pairs]
+        nli = [("entailment", "neutral", "contradiction")[len(b.split()) % 3] for _, b in pairs]
+        labelled = split != "test"
+
+        def rows(*columns, label, labelled=labelled, count=count):
+            return list(zip(range(count), *columns, *([label] if labelled else []), strict=True))
+
+        a, b = zip(*pairs, strict=True)
+        header = ["index", "sentence1", "sentence2", "label"][: 4 if labelled else 3]
+        _write_tsv(root / "RTE" / f"{split}.tsv", header, rows(a, b, label=entails))
+        if labelled:
+            cola = [("src", label, "", text) for label, text in zip(good, first, strict=True)]
+            _write_tsv(root / "CoLA" / f"{split}.tsv", None, cola)
+            sst = list(zip(first, good, strict=True))
+            _write_tsv(root / "SST-2" / f"{split}.tsv", ["sentence", "label"], sst)
+        else:
+            for folder in ("CoLA", "SST-2"):
+                one = rows(first, label=good)
+                _write_tsv(root / folder / "test.tsv", ["index", "sentence"], one)
+        header = ["index", "sentence1", "sentence2", "gold_label"][: 4 if labelled else 3]
+        for half in ("",) if split == "train" else ("_matched", "_mismatched"):
+            some = rows(a, b, label=nli)[: count - len(half) // 3]
+            _write_tsv(root / "MNLI" / f"{split}{half}.tsv", header, some)
+    return root

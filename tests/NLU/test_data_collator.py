@@ -1,0 +1,275 @@
+"""The collators: shapes, types, labels, padding, and the shares of masked-language modelling."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from torch.utils.data import DataLoader
+
+from transformers import (
+    BatchEncoding,
+    DataCollatorForLanguageModeling,
+    DataCollatorWithPadding,
+    InputFeatures,
+    PreTrainedTokenizerFast,
+    default_data_collator,
+)
+
+SPECIAL = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
+VOCABULARY_SIZE = 1000
+PAD, MASK = 1, 4
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = [*SPECIAL, *(f"word{index}" for index in range(len(SPECIAL), VOCABULARY_SIZE))]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>")),
+        cls_token="<s>",
+        pad_token="<pad>",
+        sep_token="</s>",
+        unk_token="<unk>",
+        mask_token="<mask>",
+        padding_side="right",
+    )
+
+
+def with_padding(tokenizer, features):
+    return DataCollatorWithPadding(tokenizer)(features)
+
+
+def without_padding(_, features):
+    return default_data_collator(features)
+
+
+# -- Both stacking collators -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("collate", [without_padding, with_padding])
+@pytest.mark.parametrize("form", [list, np.array, torch.tensor, tuple])
+@pytest.mark.parametrize("container", [dict, BatchEncoding])
+def test_rows_of_any_form(tokenizer, collate, form, container):
+    rows = [
+        container({"input_ids": form([5, 6]), "attention_mask": form([1, 1])}),
+        container({"input_ids": form([7, 8]), "attention_mask": form([1, 0])}),
+    ]
+    batch = collate(tokenizer, rows)
+    assert batch["input_ids"].tolist() == [[5, 6], [7, 8]]
+    assert batch["attention_mask"].tolist() == [[1, 1], [1, 0]]
+    assert batch["input_ids"].dtype == batch["attention_mask"].dtype == torch.int64
+    assert list(rows[0]) == ["input_ids", "attention_mask"]
+
+
+@pytest.mark.parametrize("collate", [without_padding, with_padding])
+@pytest.mark.parametrize("name", ["label", "label_ids"])
+@pytest.mark.parametrize(
+    ("labels", "dtype"),
+    [
+        ([0, 2], torch.int64),
+        ([True, False], torch.int64),
+        ([np.int64(1), np.int64(0)], torch.int64),
+        ([torch.tensor(1), torch.tensor(0)], torch.int64),
+        ([0.5, 2.0], torch.float32),
+        ([5, 4.5], torch.float32),
+        ([np.float64(0.5), np.float64(1)], torch.float32),
+        ([torch.tensor(0.5), torch.tensor(1.0)], torch.float32),
+        ([[1, 0], [0, 1]], torch.int64),
+    ],
+)
+def test_labels(tokenizer, collate, name, labels, dtype):
+    rows = [{"input_ids": [5], name: label} for label in labels]
+    batch = collate(tokenizer, rows)
+    expected = [each.tolist() if hasattr(each, "tolist") else each for each in labels]
+    assert batch["labels"].dtype == dtype
+    assert batch["labels"].tolist() == expected
+    assert name not in batch
+    assert name in rows[0]
+
+
+@pytest.mark.parametrize("collate", [without_padding, with_padding])
+def test_features_of_the_processors(tokenizer, collate):
+    rows = [InputFeatures([5, 6], [1, 1], label=1), InputFeatures([7, 8], [1, 1], label=0)]
+    batch = collate(tokenizer, rows)
+    assert batch["input_ids"].tolist() == [[5, 6], [7, 8]]
+    assert batch["labels"].tolist() == [1, 0]
+    assert "token_type_ids" not in batch
+    unlabelled = collate(tokenizer, [InputFeatures([5], [1])])
+    assert set(unlabelled) == {"input_ids", "attention_mask"}
+
+
+@pytest.mark.parametrize("collate", [without_padding, with_padding])
+def test_a_label_that_is_missing(tokenizer, collate):
+    rows = [{"input_ids": [5], "label": 1}, {"input_ids": [5], "label": None}]
+    with pytest.raises(ValueError, match="label: makes no tensor"):
+        collate(tokenizer, rows)
+
+
+@pytest.mark.parametrize("collate", [without_padding, with_padding])
+def test_no_examples(tokenizer, collate):
+    with pytest.raises(ValueError, match="no examples"):
+        collate(tokenizer, [])
+
+
+# -- default_data_collator -------------------------------------------------------------------------
+
+
+def test_default_leaves_out_strings_and_none():
+    batch = default_data_collator([{"a": 1, "sentence": "x", "b": None, "c": 0.5}] * 2)
+    assert {name: each.tolist() for name, each in batch.items()} == {"a": [1, 1], "c": [0.5, 0.5]}
+
+
+@pytest.mark.parametrize("form", [list, torch.tensor])
+def test_default_needs_rows_of_one_length(form):
+    rows = [{"input_ids": form([5, 6])}, {"input_ids": form([7])}]
+    with pytest.raises(ValueError, match="input_ids: rows of") as error:
+        default_data_collator(rows)
+    assert "\n" not in str(error.value)
+
+
+# -- DataCollatorWithPadding -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize(
+    ("settings", "length"),
+    [
+        ({}, 3),
+        ({"padding": "max_length", "max_length": 5}, 5),
+        ({"pad_to_multiple_of": 8}, 8),
+    ],
+)
+def test_padding(tokenizer, side, settings, length):
+    tokenizer.padding_side = side
+    rows = [
+        {"input_ids": [5], "token_type_ids": [0], "label": 1},
+        {"input_ids": [6, 7, 8], "token_type_ids": [0, 1, 1], "label": 0},
+    ]
+    batch = DataCollatorWithPadding(tokenizer, **settings)(rows)
+    for index, row in enumerate(rows):
+        real = len(row["input_ids"])
+        fill = [PAD] * (length - real)
+        ids = row["input_ids"] + fill if side == "right" else fill + row["input_ids"]
+        assert batch["input_ids"][index].tolist() == ids
+        assert batch["attention_mask"][index].tolist() == [int(each != PAD) for each in ids]
+        assert batch["token_type_ids"][index].sum() == sum(row["token_type_ids"])
+    assert batch["labels"].tolist() == [1, 0]
+    assert all(batch[name].shape == (2, length) for name in batch if name != "labels")
+
+
+def test_padding_does_not_warn(tokenizer, caplog):
+    with caplog.at_level(logging.WARNING):
+        DataCollatorWithPadding(tokenizer)([{"input_ids": [5]}, {"input_ids": [5, 6]}])
+    assert not caplog.records
+
+
+def test_padding_needs_a_padding_token(tokenizer):
+    tokenizer.pad_token = None
+    with pytest.raises(ValueError, match="no padding token"):
+        DataCollatorWithPadding(tokenizer)([{"input_ids": [5]}])
+
+
+def test_padding_in_worker_processes(tokenizer):
+    rows = [{"input_ids": list(range(5, 6 + index)), "label": index} for index in range(4)]
+    collator = DataCollatorWithPadding(tokenizer)
+    batches = list(DataLoader(rows, batch_size=2, collate_fn=collator, num_workers=1))
+    assert [tuple(batch["input_ids"].shape) for batch in batches] == [(2, 2), (2, 4)]
+    assert torch.cat([batch["labels"] for batch in batches]).tolist() == [0, 1, 2, 3]
+
+
+# -- DataCollatorForLanguageModeling ---------------------------------------------------------------
+
+
+def long_rows(count: int = 100, length: int = 400) -> list[dict[str, list[int]]]:
+    """Rows of words framed by special tokens; each second one a bit shorter."""
+    words = torch.randint(
+        len(SPECIAL),
+        VOCABULARY_SIZE,
+        (count, length),
+        generator=torch.Generator().manual_seed(1),
+    ).tolist()
+    return [{"input_ids": [0, *row[index % 2 :], 2]} for index, row in enumerate(words)]
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("share", [0.15, 0.4, 1.0])
+def test_shares_of_masking(tokenizer, share):
+    rows = long_rows()
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=share, generator=seeded())
+    plain, batch = tokenizer.pad(rows, return_tensors="pt"), collator(rows)
+    ids, labels, before = batch["input_ids"], batch["labels"], plain["input_ids"]
+    targets = labels != -100
+    words = before >= len(SPECIAL)
+    # Four standard deviations of each share.
+    count = int(targets.sum())
+    assert abs(count / words.sum() - share) <= 4 * (share * (1 - share) / words.sum()) ** 0.5
+    assert torch.equal(labels[targets], before[targets])
+    assert torch.equal(ids[~targets], before[~targets])
+    masked, kept = (ids == MASK) & targets, (ids == before) & targets
+    replaced = targets & ~masked & ~kept
+    for part, expected in ((masked, 0.8), (replaced, 0.1), (kept, 0.1)):
+        spread = (expected * (1 - expected) / count) ** 0.5
+        assert abs(part.sum() / count - expected) < 4 * spread
+    assert len(ids[replaced].unique()) > VOCABULARY_SIZE / 4
+    assert torch.equal(batch["attention_mask"], plain["attention_mask"])
+
+
+def test_special_tokens_are_never_targets(tokenizer):
+    rows = [{"input_ids": [0, 3, 5, MASK, 2, 2, 6]}, {"input_ids": [0]}]
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=1.0)
+    batch = collator(rows)
+    expected = [[-100, -100, 5, -100, -100, -100, 6], [-100] * 7]
+    assert batch["labels"].tolist() == expected
+
+
+def test_the_examples_own_mask_holds_too(tokenizer):
+    rows = [{"input_ids": [0, 5, 6], "special_tokens_mask": [1, 1, 0]}, {"input_ids": [7]}]
+    rows[1]["special_tokens_mask"] = [0]
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=1.0)
+    batch = collator(rows)
+    assert batch["labels"].tolist() == [[-100, -100, 6], [7, -100, -100]]
+    assert "special_tokens_mask" not in batch
+
+
+def test_the_generator_decides(tokenizer):
+    def collate(seed):
+        return DataCollatorForLanguageModeling(tokenizer, generator=seeded(seed))(long_rows(4))
+
+    first, same, other = collate(0), collate(0), collate(1)
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    assert not torch.equal(first["input_ids"], other["input_ids"])
+
+
+def test_the_default_generator_decides(tokenizer):
+    collator = DataCollatorForLanguageModeling(tokenizer)
+    batches = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        batches.append(collator(long_rows(4))["input_ids"])
+    assert torch.equal(*batches)
+    assert not torch.equal(batches[0], collator(long_rows(4))["input_ids"])
+
+
+def test_plain_language_modelling(tokenizer):
+    rows = [torch.tensor([0, 5, 6]), [0, 7]]
+    batch = DataCollatorForLanguageModeling(tokenizer, mlm=False, pad_to_multiple_of=4)(rows)
+    assert batch["input_ids"].tolist() == [[0, 5, 6, PAD], [0, 7, PAD, PAD]]
+    assert batch["labels"].tolist() == [[0, 5, 6, -100], [0, 7, -100, -100]]
+
+
+def test_masking_needs_a_mask_token(tokenizer):
+    tokenizer.mask_token = None
+    with pytest.raises(ValueError, match="needs a tokenizer with a mask_token"):
+        DataCollatorForLanguageModeling(tokenizer)
+    assert DataCollatorForLanguageModeling(tokenizer, mlm=False)([{"input_ids": [5]}])
+
+
+@pytest.mark.parametrize("share", [0, -0.1, 1.5])
+def test_share_that_is_none(tokenizer, share):
+    with pytest.raises(ValueError, match=f"mlm_probability is above 0 and at most 1, not {share}"):
+        DataCollatorForLanguageModeling(tokenizer, mlm_probability=share)

@@ -1,0 +1,69 @@
+"""Layers against numbers that PyPI's loralib 0.1.2 computed; make_fixture.py writes them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import loralib as lora
+
+FIXTURE = Path(__file__).with_name("loralib_0_1_2.safetensors")
+
+with safe_open(FIXTURE, framework="pt") as file:
+    LAYERS = {name: json.loads(text) for name, text in file.metadata().items()}
+    TENSORS = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def recorded(name, what):
+    prefix = f"{name}/{what}"
+    return {key[len(prefix) :]: value for key, value in TENSORS.items() if key.startswith(prefix)}
+
+
+def build(name):
+    kind, args, kwargs = LAYERS[name]
+    return getattr(lora, kind)(*args, **kwargs)
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.fixture(params=LAYERS)
+def name(request):
+    return request.param
+
+
+def test_state_dict_has_the_same_names_shapes_and_dtypes_in_both_modes(name):
+    layer = build(name)
+    theirs = {key: (value.shape, value.dtype) for key, value in recorded(name, "state/").items()}
+    for mode in (True, False):
+        layer.train(mode)
+        ours = {key: (value.shape, value.dtype) for key, value in layer.state_dict().items()}
+        assert ours == theirs
+
+
+def test_a_seed_gives_the_same_initial_weights(name):
+    torch.manual_seed(0)
+    close(build(name).state_dict(), recorded(name, "init/"))
+
+
+def test_outputs_and_gradients_on_its_state_dict(name):
+    layer = build(name)
+    layer.load_state_dict(recorded(name, "state/"), strict=True)
+    x = TENSORS[f"{name}/x"].clone()
+    x.requires_grad = x.is_floating_point()
+    out = layer(x)
+    close(out, TENSORS[f"{name}/train"])
+
+    out.backward(TENSORS[f"{name}/out"])
+    trained = {"x": x, **dict(layer.named_parameters())}
+    gradients = {key: t.grad for key, t in trained.items() if t.grad is not None}
+    close(gradients, recorded(name, "grad/"))
+
+    layer.eval()
+    close(layer(x), TENSORS[f"{name}/eval"])
+    with torch.no_grad():
+        close(layer(x), TENSORS[f"{name}/eval"])
+    assert layer.merged == (LAYERS[name][2].get("merge_weights", True))
