@@ -1,0 +1,142 @@
+"""The benchmark's script: a tiny run of this project alone, its table, and what goes wrong."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "benchmarks" / "roberta_step.py"
+DATA = ROOT.parent / "shared" / "data"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """The script as a module."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    spec = importlib.util.spec_from_file_location("benchmarks_roberta_step", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def read_table(printed: str) -> list[dict[str, str]]:
+    """The rows of the Markdown table, by column title."""
+    lines = [line.strip("| ") for line in printed.splitlines() if line.startswith("|")]
+    titles, _, *rows = ([cell.strip() for cell in line.split("|")] for line in lines)
+    return [dict(zip(titles, row, strict=True)) for row in rows]
+
+
+def test_quick_run_of_this_project_alone(tmp_path):
+    out = tmp_path / "steps.json"
+    flags = ["--quick", "--rounds", "1", "--steps", "2", "--threads", "1", "--json", str(out)]
+    done = subprocess.run([sys.executable, SCRIPT, *flags], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = read_table(done.stdout)
+    assert [(row["contestant"], row["precision"]) for row in rows] == [
+        ("this project, LoRA", "float32"),
+        ("this project, LoRA", "bfloat16 weights + autocast"),
+        ("this project, full fine-tuning", "float32"),
+    ]
+    for row in rows:
+        assert float(row["ms per real token"]) > 0
+        assert float(row["peak GiB"]) > 0.05
+        assert row["real tokens"] == row["computed"] == rows[0]["real tokens"]
+    assert [row["times ours"] for row in rows[:2]] == ["1.00", "1.00"]
+    for record in json.loads(out.read_text()):
+        (run,) = record["runs"]
+        assert len(run["seconds"]) == 2
+        assert run["threads"] == 1
+        assert [len(batch) for batch in run["batches"]] == [16, 16]
+
+
+def test_table_of_known_times_and_of_one_that_failed(script, monkeypatch, tmp_path, capsys):
+    """PEFT takes 3 s a step, padded to 512 20 s; this project 2 s in float32, 1 s in bfloat16."""
+
+    def run_worker(python, worker, plan):
+        if plan["weights"] == "bfloat16" and not plan["autocast"]:
+            raise RuntimeError("killed by signal 9")
+        seconds = 20 if plan["pad_to"] else 3 if worker == "peers" else 1 if plan["autocast"] else 2
+        times = [seconds] * (len(plan["batches"]) - plan["warmup"])
+        about = {"versions": {"torch": "2"}, "threads": 2, "gpu": None}
+        return {"seconds": times, "peak_bytes": 3 * 2**30, **about}
+
+    monkeypatch.setattr(script, "run_worker", run_worker)
+    flags = ["--rounds", "2", "--steps", "4", "--json", str(tmp_path / "steps.json")]
+    assert script.main([*flags, "--peers_python", sys.executable]) == 1
+    printed = capsys.readouterr().out
+    assert "failed: PEFT, bfloat16 weights: killed by signal 9" in printed
+    rows = {(row["contestant"], row["precision"]): row for row in read_table(printed)}
+    assert ("PEFT", "bfloat16 weights") not in rows
+    times = {
+        name: row["times ours"] for name, row in rows.items() if name[0] != "this project, LoRA"
+    }
+    assert times == {
+        ("this project, full fine-tuning", "float32"): "1.00",
+        ("PEFT", "float32"): "1.50",
+        ("PEFT", "bfloat16 weights + autocast"): "3.00",
+        ("PEFT", "bfloat16 autocast"): "3.00",
+        ("PEFT, padded to 512", "float32"): "10.00",
+    }
+    assert rows["PEFT, padded to 512", "float32"]["computed"] == f"{2 * 2 * 16 * 512:,}"
+    dynamic = rows["PEFT", "float32"]
+    records = json.loads((tmp_path / "steps.json").read_text())
+    batches = [batch for run in records[0]["runs"] for batch in run["batches"]]
+    assert dynamic["real tokens"] == f"{sum(map(sum, batches)):,}"
+    assert dynamic["computed"] == f"{sum(16 * max(batch) for batch in batches):,}"
+
+
+def test_arithmetic_of_a_step(script):
+    """85 M weights in the layers; 16 rows of 10 tokens."""
+    full = script.Contestant("full", "peers", full=True)
+    batch = [10] * 16
+    linear = 2 * 3 * 12 * 12 * 768**2 * 160
+    attention = 2 * 3 * 12 * 2 * 768 * 16 * 10**2
+    assert script.gflop(full, batch, script.ROBERTA_BASE) == pytest.approx(
+        (linear + attention) / 1e9
+    )
+
+
+def test_a_worker_that_fails_says_why(script, tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho warning >&2\necho no module named peft >&2\nexit 1\n")
+    python.chmod(0o755)
+    with pytest.raises(RuntimeError, match=r"^no module named peft$"):
+        script.run_worker(str(python), "peers", {"threads": 1})
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--peers_python", "no/such/python"], "no/such/python is no program"),
+        (["--data_dir", "."], "--data_dir and --vocab go together"),
+        (["--steps", "0"], "--rounds and --steps start at 1"),
+    ],
+)
+def test_wrong_flags(script, capsys, flags, message):
+    with pytest.raises(SystemExit) as stop:
+        script.main(flags)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_missing_files_are_named(script, tmp_path):
+    with pytest.raises(SystemExit, match=r"RTE/train\.tsv is missing"):
+        script.count_tokens(tmp_path, tmp_path)
+    (tmp_path / "RTE").mkdir()
+    (tmp_path / "RTE" / "train.tsv").write_text("index\tsentence1\tsentence2\tlabel\n")
+    with pytest.raises(SystemExit, match=r"neither vocab\.json nor encoder\.json"):
+        script.count_tokens(tmp_path, tmp_path)
+
+
+@pytest.mark.skipif(not (DATA / "glue" / "RTE").is_dir(), reason="RTE's files are not here")
+def test_built_in_quantiles_are_those_of_rte(script):
+    lengths = sorted(script.count_tokens(DATA / "glue", DATA / "gpt2-vocab"))
+    assert len(lengths) == 2490
+    assert [lengths[int((i + 0.5) * 2490 / 50)] for i in range(50)] == script.QUANTILES
+    assert mean(script.QUANTILES) == pytest.approx(mean(lengths), rel=0.01)
