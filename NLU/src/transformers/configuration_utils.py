@@ -146,8 +146,6 @@ class PretrainedConfig:
     def from_dict(cls, values: dict[str, Any], **overrides: Any) -> "PretrainedConfig":
         """Builds the settings from a dict as `to_dict` gives it."""
         values = dict(values)
-        if "id2label" in overrides:
-            values.pop("label2id", None)
         old_labels = len(values.get("id2label") or ())
         if "id2label" in overrides or overrides.get("num_labels", old_labels) != old_labels:
             values.pop("id2label", None)

@@ -158,7 +158,7 @@ class PreTrainedModel(nn.Module):
                 name, use_auth_token=use_auth_token, **where, **config_overrides
             )
         elif config_overrides:
-            raise TypeError(f"{', '.join(config_overrides)}: beside a config, say so in it")
+            raise TypeError(f"{', '.join(config_overrides)}: set it in the config that is given")
         else:
             check_same_lora(name, stated, vars(config))
         tensors = _read_weights(name, token=use_auth_token, **where)

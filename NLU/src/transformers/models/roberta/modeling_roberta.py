@@ -351,7 +351,8 @@ class RobertaForMaskedLM(RobertaPreTrainedModel):
             labels = rows.pack(labels)
             is_target = labels != -100
             logits = self.lm_head(hidden[is_target])
-            loss = F.cross_entropy(logits.float(), labels[is_target])
+            loss = F.cross_entropy(logits.float(), labels[is_target], reduction="sum")
+            loss = loss / is_target.sum().clamp(min=1)  # a batch may have no target
         shown = tuple(map(rows.pad, states)) if show else None
         return _output(self.config, MaskedLMOutput(loss, logits, shown), return_dict)
 

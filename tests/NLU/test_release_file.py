@@ -1,0 +1,71 @@
+"""The release's published LoRA weights for MNLI go into the model of roberta-base's shape."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from loralib.checkpoint import CheckpointError, load_adapter, load_into
+from transformers import RobertaConfig, RobertaForSequenceClassification
+
+RELEASE = Path(__file__).parents[3] / "shared" / "data" / "release" / "roberta_base_lora_mnli.bin"
+
+pytestmark = pytest.mark.skipif(
+    not RELEASE.is_file(), reason="the release's checkpoint is absent from ../shared"
+)
+
+
+@pytest.fixture(scope="module")
+def adapter():
+    return load_adapter(RELEASE)
+
+
+def build(**changed):
+    """roberta-base but for its vocabulary, which LoRA does not care about, and its weights."""
+    settings = {"apply_lora": True, "lora_r": 8, "lora_alpha": 16, "num_labels": 3, **changed}
+    with torch.device("meta"):
+        model = RobertaForSequenceClassification(RobertaConfig(vocab_size=10, **settings))
+    model.to_empty(device="cpu")
+    return model
+
+
+def test_every_tensor_finds_its_place(adapter):
+    assert len(adapter.tensors) == 52
+    assert adapter.info is None
+    assert {tensor.device.type for tensor in adapter.tensors.values()} == {"cpu"}
+    model = build()
+    assert load_into(model, adapter) == []
+    state = model.state_dict()
+    for name, tensor in adapter.tensors.items():
+        assert torch.equal(state[name], tensor)
+    trained = {name for name in state if "lora_" in name or name.startswith("classifier.")}
+    assert trained == adapter.tensors.keys()
+
+
+def test_one_tensor_less_or_more(adapter):
+    model, name = build(), "roberta.encoder.layer.7.attention.self.value.lora_B"
+    less = {key: tensor for key, tensor in adapter.tensors.items() if key != name}
+    with pytest.raises(CheckpointError, match=f"lacks 1 tensors: {name}"):
+        load_into(model, replace(adapter, tensors=less))
+    more = {**adapter.tensors, name.replace("value", "key"): adapter.tensors[name]}
+    with pytest.raises(CheckpointError, match=r"trained with targets key, query, value"):
+        load_into(model, replace(adapter, tensors=more))
+    more = {**adapter.tensors, name.replace("7", "12"): adapter.tensors[name]}
+    unknown = r"unknown to the model, 1 tensors: roberta.encoder.layer.12.attention.self.value"
+    with pytest.raises(CheckpointError, match=unknown):
+        load_into(model, replace(adapter, tensors=more))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lora_r": 16}, r"lora_A is \(8, 768\) in the file, \(16, 768\) in the model: rank 8"),
+        ({"num_labels": 2}, r"classifier.out_proj.\w+ is \(3.*in the file, \(2.*in the model"),
+        ({"num_hidden_layers": 6}, "unknown to the model, 24 tensors"),
+        ({"apply_lora": False}, "no LoRA layers to take it"),
+    ],
+)
+def test_models_that_it_does_not_fit(adapter, settings, message):
+    with pytest.raises(CheckpointError, match=message):
+        load_into(build(**settings), adapter)
