@@ -33,8 +33,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.trainer_utils import get_last_checkpoint
-from transformers.utils.cli import run, set_up_logging
+from transformers.utils.cli import find_checkpoint, run, set_up_logging
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +86,8 @@ def new_config(model_args: ModelArguments, vocab_size: int, max_length: int) -> 
         max_position_embeddings=max_length + 2,
         type_vocab_size=1,
         layer_norm_eps=1e-5,
+        # RoBERTa's 0.02 is for its width; drawn so small, a narrow model takes long to begin.
+        initializer_range=model_args.hidden_size**-0.5,
     )
 
 
@@ -114,9 +115,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     model_args, data_args, args = parser.parse_args_into_dataclasses(argv)
     set_up_logging()
-    checkpoint = None if args.overwrite_output_dir else get_last_checkpoint(args.output_dir)
+    checkpoint = find_checkpoint(args)
     if not os.path.isfile(data_args.train_file):
         raise FileNotFoundError(f"{data_args.train_file}: no such file")
+    if args.do_eval and data_args.validation_file is None:
+        raise ValueError("--do_eval needs --validation_file")
 
     set_seed(args.seed)
     length = data_args.max_seq_length

@@ -1,0 +1,54 @@
+"""The quickstart's last step: a table of what the run in a folder came to."""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from loralib.checkpoint import load_adapter, read_tensors
+from transformers.data.processors import load_glue_split
+
+
+def summarise(folder: Path) -> tuple[list[tuple[str, str]], bool]:
+    """The table's rows, and whether the reloaded adapter scores as the trained model did."""
+    full, lora = folder / "sst2" / "pytorch_model.bin", folder / "lora.bin"
+    trained = sum(tensor.numel() for tensor in load_adapter(lora).tensors.values())
+    everything = sum(tensor.numel() for tensor in read_tensors(full)[0].values())
+    labels = Counter(e.label for e in load_glue_split("sst2", folder / "data", "validation"))
+    majority = max(labels.values()) / sum(labels.values())
+    after, again = (
+        _read_json(folder / run / "eval_results.json")["eval_accuracy"]
+        for run in ("sst2", "reloaded")
+    )
+    rows = [
+        ("trainable parameters", f"{trained:,} of {everything:,} ({trained / everything:.1%})"),
+        ("full checkpoint", f"{full.stat().st_size / 1024:,.0f} KiB"),
+        ("LoRA-only checkpoint", f"{lora.stat().st_size / 1024:,.0f} KiB"),
+        ("accuracy of the majority label", f"{majority:.4f}"),
+        ("accuracy after training", f"{after!r}"),
+        ("accuracy of the reloaded adapter", f"{again!r}"),
+    ]
+    return rows, after == again
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints the table; exits with 1 where the two accuracies differ."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="the quickstart's output folder")
+    rows, equal = summarise(parser.parse_args(argv).folder)
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:<{width}}  {value}")
+    if not equal:
+        sys.exit("quickstart: error: the reloaded adapter scores differently")
+
+
+if __name__ == "__main__":
+    main()

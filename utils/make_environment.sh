@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Makes .venv in the project's folder and installs the project there; does nothing where that is done.
+#
+#   bash utils/make_environment.sh [--with-tests]
+#
+# PYTHON names the interpreter to make it with (default: the first of python3, python3.13 … 3.10).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+packages=(-e . -e "NLU[tensorboard]")
+if [ "${1:-}" = "--with-tests" ]; then
+    packages+=(pytest ruff)
+fi
+
+die() {
+    echo "make_environment.sh: error: $*" >&2
+    exit 1
+}
+
+is_supported() {
+    "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
+}
+
+find_python() {
+    if [ -n "${PYTHON:-}" ]; then
+        is_supported "$PYTHON" || die "PYTHON=$PYTHON is not a Python 3.10 to 3.13"
+        echo "$PYTHON"
+        return
+    fi
+    for name in python3 python3.13 python3.12 python3.11 python3.10; do
+        if is_supported "$name"; then
+            echo "$name"
+            return
+        fi
+    done
+    die "needs Python 3.10 to 3.13; install one, or name it: PYTHON=/path/to/python3.11 bash $0"
+}
+
+if [ ! -x .venv/bin/python ]; then
+    python=$(find_python)
+    echo "making .venv with $("$python" --version)"
+    rm -rf .venv
+    if ! "$python" -m venv .venv; then
+        rm -rf .venv
+        die "$python cannot make a virtual environment (on Debian: apt-get install python3-venv)"
+    fi
+fi
+
+# What was installed, and from which files: the same again means there is nothing to do.
+state="${packages[*]} $(cat constraints.txt setup.py NLU/setup.py | cksum)"
+stamp=.venv/installed
+if ! grep -qxF "$state" "$stamp" 2>/dev/null; then
+    echo "installing into .venv: ${packages[*]}"
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check \
+        -c constraints.txt "${packages[@]}"
+    echo "$state" >>"$stamp"
+fi
