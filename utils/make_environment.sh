@@ -49,7 +49,7 @@ fi
 # What was installed, and from which files: the same again means there is nothing to do.
 state="${packages[*]} $(cat constraints.txt setup.py NLU/setup.py | cksum)"
 stamp=.venv/installed
-if ! grep -qxF "$state" "$stamp" 2>/dev/null; then
+if ! grep -qxF -- "$state" "$stamp" 2>/dev/null; then
     echo "installing into .venv: ${packages[*]}"
     .venv/bin/python -m pip install --quiet --disable-pip-version-check \
         -c constraints.txt "${packages[@]}"

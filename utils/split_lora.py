@@ -24,8 +24,10 @@ from loralib.checkpoint import (
     fingerprint,
     lora_targets,
     read_tensors,
+    rename_old_tensors,
     save_adapter,
 )
+from transformers.configuration_utils import LORA_SETTINGS
 from transformers.file_utils import CONFIG_NAME
 from transformers.modeling_utils import read_weights_folder
 
@@ -39,16 +41,18 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def describe(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> AdapterInfo | None:
-    """What the settings say of the LoRA weights; None where they say nothing."""
-    if not config.get("apply_lora"):
+    """What the settings say of a checkpoint's LoRA weights; None where they say nothing."""
+    if not all(config.get(name) for name in LORA_SETTINGS):
         return None
     labels = config.get("id2label") or {}
+    names = rename_old_tensors(tensors)
+    has_base = len(adapter_tensors(names)) < len(names)
     return AdapterInfo(
         rank=config["lora_r"],
         alpha=config["lora_alpha"],
-        targets=lora_targets(name.rsplit(".", 1)[0] for name in tensors if "lora_" in name),
+        targets=lora_targets(name.rsplit(".", 1)[0] for name in names if "lora_" in name),
         base=config.get("base_name_or_path"),
-        base_fingerprint=fingerprint(tensors),
+        base_fingerprint=fingerprint(tensors) if has_base else None,
         task=config.get("finetuning_task"),
         labels=tuple(labels[number] for number in sorted(labels, key=int)),
     )
@@ -59,8 +63,10 @@ def split(source: Path, target: Path) -> Adapter:
 
     Raises:
         CheckpointError: `source` cannot be read, holds no LoRA weights, or does not say what
-            `target` has to.
+            `target` has to; or both are one file.
     """
+    if target.exists() and target.samefile(source):
+        raise CheckpointError(f"{target}: would replace the checkpoint that it is taken from")
     tensors, config = read_checkpoint(source)
     part = adapter_tensors(tensors)
     if not any("lora_" in name for name in part):

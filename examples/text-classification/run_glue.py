@@ -38,8 +38,7 @@ from transformers import (
     set_seed,
 )
 from transformers.data.processors import GlueTask, glue_task, load_glue_split
-from transformers.trainer_utils import get_last_checkpoint
-from transformers.utils.cli import run, set_up_logging
+from transformers.utils.cli import find_checkpoint, run, set_up_logging
 
 logger = logging.getLogger(__name__)
 
@@ -186,18 +185,19 @@ def load_own_files(
         if files[split] is None:
             raise ValueError(f"this run needs --{split}_file")
         sets[split] = _read_file(files[split])
-    first = next(iter(sets.values()))
-    keys = _text_columns(first, files[splits[0]])
-    labelled = {split: data for split, data in sets.items() if "label" in data.column_names}
-    for split in ("train", "validation"):
-        if split in sets and split not in labelled:
-            raise ValueError(f"{files[split]}: has no column 'label'")
+    keys = _text_columns(sets[splits[0]], files[splits[0]])
+    for split, data in sets.items():
+        # A test set's labels, if it has any, are nobody's business here.
+        sets[split] = _filled(data, keys if split == "test" else (*keys, "label"), files[split])
+    labelled = {split: data for split, data in sets.items() if split != "test"}
+    if "train" not in sets and not known_labels and files["train"] is not None:
+        # The model does not name its classes: their order is that of its training set.
+        labelled["train"] = _filled(_read_file(files["train"]), ("label",), files["train"])
     labels: tuple[str, ...] = ()
     if not any(data.features["label"].dtype.startswith("float") for data in labelled.values()):
         labels = _label_names(labelled.get("train"), known_labels)
-        for split, data in labelled.items():
-            sets[split] = _number_labels(data, labels, files[split])
-    sets = {split: data.select_columns(_kept(data, keys)) for split, data in sets.items()}
+        for split in labelled.keys() & sets.keys():
+            sets[split] = _number_labels(sets[split], labels, files[split])
     return TextData(sets, keys, labels)
 
 
@@ -218,16 +218,17 @@ def _read_file(path: str) -> Dataset:
     # pandas reads an empty cell as a missing value, and words such as "null" with it.
     options = {"keep_default_na": False} if kind == "csv" else {}
     try:
-        data = load_dataset(kind, data_files=path, split="train", **options)
+        return load_dataset(kind, data_files=path, split="train", **options)
     except DatasetGenerationError as error:
         raise ValueError(f"{path}: cannot be read ({error.__cause__ or error})") from error
-    if len(data) == 0:
-        raise ValueError(f"{path}: holds no examples")
-    return data
+    except (StopIteration, ValueError) as error:
+        # What the library makes of a file without rows.
+        raise ValueError(f"{path}: holds no examples, or none that can be read") from error
 
 
 def _text_columns(data: Dataset, path: str) -> tuple[str, ...]:
-    texts = [n for n in data.column_names if n != "label" and data.features[n].dtype == "string"]
+    kinds = {name: feature.dtype for name, feature in data.features.items() if name != "label"}
+    texts = [name for name, kind in kinds.items() if kind in ("string", "large_string")]
     if {"sentence1", "sentence2"} <= set(texts):
         texts = ["sentence1", "sentence2"]
     if not texts or len(texts) > 2:
@@ -239,11 +240,24 @@ def _text_columns(data: Dataset, path: str) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _kept(data: Dataset, keys: tuple[str, ...]) -> list[str]:
-    return [*keys, *({"label"} & set(data.column_names))]
+def _filled(data: Dataset, columns: tuple[str, ...], path: str) -> Dataset:
+    """The columns asked for, after a check that every row has a value in them."""
+    for name in columns:
+        if name not in data.column_names:
+            raise ValueError(f"{path}: has no column '{name}'")
+        for row, value in enumerate(data[name], start=1):
+            # The last is how a number tells that it is none.
+            if value is None or (name == "label" and value == "") or value != value:
+                raise ValueError(f"{path}: row {row}: has no {name}")
+    return data.select_columns(list(columns))
 
 
 def _number_labels(data: Dataset, labels: tuple[str, ...], path: str) -> Dataset:
+    if not labels:
+        raise ValueError(
+            f"{path}: the model does not name its labels; give the --train_file that it was "
+            "trained on as well"
+        )
     numbers = {label: number for number, label in enumerate(labels)}
     words = [str(label) for label in data["label"]]
     for row, word in enumerate(words):
@@ -265,13 +279,13 @@ def tokenize(
         "test": data_args.max_test_samples,
     }
 
+    # The cache knows the function by what it refers to: no more than what changes its results.
+    keys, length = data.text_keys, data_args.max_seq_length
+    padding = "max_length" if data_args.pad_to_max_length else False
+
     def encode(rows: dict[str, list]) -> dict[str, list]:
-        return tokenizer(
-            *(rows[key] for key in data.text_keys),
-            padding="max_length" if data_args.pad_to_max_length else False,
-            max_length=data_args.max_seq_length,
-            truncation=True,
-        )
+        texts = (rows[key] for key in keys)
+        return tokenizer(*texts, padding=padding, max_length=length, truncation=True)
 
     tokenized = {}
     for split, texts in data.splits.items():
@@ -301,8 +315,9 @@ def check_arguments(
     """Fills in what a LoRA file says of itself, and refuses flags that do not go together."""
     if not (args.do_train or args.do_eval or args.do_predict):
         raise ValueError("nothing to do: give --do_train, --do_eval or --do_predict")
-    if adapter is not None and not model_args.apply_lora:
-        raise ValueError("--lora_path needs --apply_lora")
+    for name in ("lora_path", "lora_r", "lora_alpha"):
+        if getattr(model_args, name) is not None and not model_args.apply_lora:
+            raise ValueError(f"--{name} needs --apply_lora")
     if adapter is not None and adapter.info is not None:
         model_args.lora_r = model_args.lora_r or adapter.info.rank
         model_args.lora_alpha = model_args.lora_alpha or adapter.info.alpha
@@ -334,9 +349,9 @@ def _where(model_args: ModelArguments) -> dict[str, Any]:
 
 def known_labels(config: PretrainedConfig, adapter: Adapter | None) -> tuple[str, ...]:
     """Names of the classes that the adapter or the model was trained for, if it was."""
-    if adapter is not None and adapter.info is not None and adapter.info.labels:
-        return adapter.info.labels
     names = tuple(config.id2label[number] for number in sorted(config.id2label))
+    if adapter is not None and adapter.info is not None and adapter.info.labels:
+        names = adapter.info.labels
     return () if names[0].startswith("LABEL_") else names
 
 
@@ -364,8 +379,8 @@ def build_model(
     untrained = model.drawn_anew - (adapter.tensors.keys() if adapter else set())
     if untrained and not training:
         raise ValueError(
-            f"{model_args.model_name_or_path} has no trained {', '.join(sorted(untrained)[:2])}, …: "
-            "there is nothing to evaluate; give --lora_path, or a model that is trained for the task"
+            f"{model_args.model_name_or_path} has no trained {min(untrained)}, …: there is nothing "
+            "to evaluate; give --lora_path, or a model that is trained for the task"
         )
     if config.apply_lora:
         model.train_only(("lora",))
@@ -382,28 +397,6 @@ def check_length(config: PretrainedConfig, max_seq_length: int) -> None:
 # ------------------------------------------------------------------------------------------------
 # Run
 # ------------------------------------------------------------------------------------------------
-
-
-def find_checkpoint(args: TrainingArguments) -> str | None:
-    """The checkpoint to resume from: the last one in the output folder, which must be ours.
-
-    Raises:
-        ValueError: the folder holds something, but no checkpoint.
-    """
-    folder = Path(args.output_dir)
-    if not args.do_train or not folder.is_dir():
-        return None
-    checkpoint = get_last_checkpoint(folder)
-    if args.overwrite_output_dir:
-        if checkpoint:
-            logger.warning("the checkpoints in %s are replaced at the first save", folder)
-        return None
-    if checkpoint is None and any(not path.name.startswith(".") for path in folder.iterdir()):
-        raise ValueError(
-            f"--output_dir {folder} is not empty and holds no checkpoint to resume from: "
-            "give another folder, or --overwrite_output_dir"
-        )
-    return checkpoint
 
 
 def metrics_for(data: TextData) -> Callable[[EvalPrediction], dict[str, float]]:
@@ -448,7 +441,6 @@ def predict(trainer: Trainer, splits: dict[str, Dataset], data: TextData) -> Non
         task += "-mm" if split.endswith("_mismatched") else ""
         if trainer.is_world_process_zero():
             path = Path(trainer.args.output_dir, f"test_results_{task}.txt")
-            path.parent.mkdir(parents=True, exist_ok=True)
             with write_whole(path) as temporary:
                 lines = ["index\tprediction", *(f"{i}\t{word}" for i, word in enumerate(words))]
                 temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -461,8 +453,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         (ModelArguments, DataTrainingArguments, TrainingArguments),
         description=__doc__.split("\n")[0],
     )
-    if len(argv) == 1 and argv[0].endswith(".json"):
-        model_args, data_args, args = parser.parse_json_file(argv[0])
+    # What a launcher adds is in the environment, too.
+    given = [arg for arg in argv if not arg.startswith(("--local_rank=", "--local-rank="))]
+    if len(given) == 1 and given[0].endswith(".json"):
+        model_args, data_args, args = parser.parse_json_file(given[0])
     else:
         model_args, data_args, args = parser.parse_args_into_dataclasses(argv)
     set_up_logging()

@@ -4,21 +4,30 @@ import importlib.util
 import json
 import random
 import shutil
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-WORDS = (
-    "the a this that every some dog cat house river teacher child song story letter window is was "
-    "runs sings sees finds likes reads writes very not never often quickly warm cold bright quiet "
-    "good bad great awful in on under over near with without and or but because"
-).split()
+ROOT = Path(__file__).resolve().parents[2]
+
+# fmt: off
+WORDS = [
+    "the", "a", "this", "that", "every", "some", "dog", "cat", "house", "river", "teacher", "song",
+    "story", "letter", "window", "is", "was", "runs", "sings", "sees", "finds", "likes", "reads",
+    "very", "not", "never", "often", "quickly", "warm", "cold", "bright", "quiet", "good", "bad",
+    "great", "awful", "in", "on", "under", "near", "with", "without", "and", "or", "because",
+]
+# fmt: on
 
 
-def _load(name: str):
-    path = Path(__file__).parent / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"nlu_tests_{name}", path)
+def _load(path: Path) -> ModuleType:
+    name = f"nlu_tests_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up.
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -28,8 +37,20 @@ def hub_server(tmp_path):
     """A started local hub: `.url` for HF_ENDPOINT, `.root` to put repositories in, `.requests`."""
     root = tmp_path / "hub"
     root.mkdir()
-    with _load("hub_server").HubServer(root) as server:
+    with _load(Path(__file__).parent / "hub_server.py").HubServer(root) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def run_glue() -> ModuleType:
+    """The script; `run_glue.main(arguments)` runs it in this process."""
+    return _load(ROOT / "examples" / "text-classification" / "run_glue.py")
+
+
+@pytest.fixture(scope="session")
+def split_lora() -> ModuleType:
+    """The script, likewise."""
+    return _load(ROOT / "utils" / "split_lora.py")
 
 
 def _sentence(chance: random.Random) -> str:

@@ -12,10 +12,10 @@ import os
 import pickle
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -63,6 +63,7 @@ from .trainer_pt_utils import (
 from .trainer_utils import (
     PREFIX_CHECKPOINT_DIR,
     EvalPrediction,
+    IntervalStrategy,
     PredictionOutput,
     TrainOutput,
     get_last_checkpoint,
@@ -132,6 +133,9 @@ class Trainer:
         self._wrapped: nn.Module = self.model
         if args.save_lora_only and not lora_layers(model):
             raise ValueError("--save_lora_only needs a model with LoRA: add --apply_lora")
+        if args.is_main_process:
+            # Now, so that a folder that cannot be written to is found before the training.
+            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         _set_deterministic(args.use_deterministic_algorithms)
         self.precision = Precision(args.compute_dtype, args.device.type)
         self.uses_apex = args.use_apex
@@ -160,7 +164,7 @@ class Trainer:
             batch_sampler=batches,
             collate_fn=self.data_collator,
             # Else the loader would draw from the generator of dropout, once an epoch or resume.
-            generator=torch.Generator(),
+            generator=torch.Generator().manual_seed(self.args.seed + self.state.global_step),
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
         )
@@ -178,7 +182,7 @@ class Trainer:
             raise ValueError("Trainer: training needs a train_dataset")
         lengths = None
         if self.args.group_by_length:
-            lengths = [len(ids) for ids in self.train_dataset["input_ids"]]
+            lengths = [len(ids) for ids in _column(self.train_dataset, "input_ids")]
         return TrainingBatches(
             len(self.train_dataset),
             self.args.train_batch_size,
@@ -255,6 +259,8 @@ class Trainer:
         """
         args = self.args
         start = time.time()
+        if args.evaluation_strategy is not IntervalStrategy.NO and self.eval_dataset is None:
+            raise ValueError("--evaluation_strategy needs a set to evaluate on: add --do_eval")
         batches = self._training_batches()
         steps_an_epoch = max(len(batches) // args.gradient_accumulation_steps, 1)
         if args.max_steps > 0:
@@ -267,8 +273,12 @@ class Trainer:
         self.create_optimizer_and_scheduler(max_steps)
         self._wrap()
         torch.manual_seed(args.seed + args.process_index)
+        # Those of an earlier run, which this one replaces.
+        self._outdated: list[Path] = []
         if resume_from_checkpoint:
-            self._resume(resume_from_checkpoint)
+            self._resume(resume_from_checkpoint, batches)
+        elif args.overwrite_output_dir:
+            self._outdated = [Path(path) for path in list_checkpoints(args.output_dir)]
         self.state.max_steps, self.state.num_train_epochs = max_steps, epochs
         steps_before = self.state.global_step
         self._say_what_runs(len(self.train_dataset), max_steps)
@@ -280,6 +290,7 @@ class Trainer:
                 break
             self._train_epoch(epoch, batches)
         self._check_finite()
+        self._check_weights()
         if args.load_best_model_at_end and self.state.best_model_checkpoint:
             logger.info("ending with the best model, %s", self.state.best_model_checkpoint)
             self._load_weights(self.state.best_model_checkpoint)
@@ -345,7 +356,7 @@ class Trainer:
     ) -> Any:
         """The batch's mean loss; with `return_outputs`, also what the model returned."""
         smoothing = self.args.label_smoothing_factor
-        if smoothing == 0 or "labels" not in inputs or not model.training:
+        if smoothing == 0 or "labels" not in inputs:
             outputs = model(**inputs)
             loss = outputs["loss"]
         else:
@@ -372,12 +383,17 @@ class Trainer:
     def _check_finite(self) -> None:
         step = int(self._progress.first_bad_step)
         if step >= 0:
-            kept = get_last_checkpoint(self.args.output_dir)
-            raise TrainingError(
-                f"the loss is not finite at step {step + 1}; "
-                + (f"the last checkpoint is {kept}" if kept else "no checkpoint was saved before")
-                + "; try a lower --learning_rate"
-            )
+            self._give_up(f"the loss is not finite at step {step + 1}")
+
+    def _check_weights(self) -> None:
+        """Before they are written: an update may spoil them, and the next loss is too late."""
+        if not all(p.isfinite().all() for p in self.model.parameters() if p.requires_grad):
+            self._give_up(f"the weights are not finite after step {self.state.global_step}")
+
+    def _give_up(self, why: str) -> NoReturn:
+        kept = get_last_checkpoint(self.args.output_dir)
+        last = f"the last checkpoint is {kept}" if kept else "no checkpoint was saved before"
+        raise TrainingError(f"{why}; {last}; try a lower --learning_rate")
 
     def _mean_loss(self, total: Tensor, steps: int) -> float:
         summed = sum_over_processes(total, self.args.world_size)
@@ -401,6 +417,7 @@ class Trainer:
             metrics = self.evaluate()
         if control.should_save:
             self._check_finite()
+            self._check_weights()
             self._save_checkpoint(metrics)
             self._call("on_save")
         control.should_log = control.should_evaluate = control.should_save = False
@@ -494,11 +511,10 @@ class Trainer:
         self, inputs: dict[str, Any]
     ) -> tuple[Tensor | None, Tensor, Tensor | None]:
         """A batch's loss (where it has labels), logits in float32, and labels."""
-        has_labels = all(name in inputs for name in self.label_names)
-        outputs = self.model(**inputs)
-        loss = outputs["loss"].detach() if has_labels else None
-        labels = inputs[self.label_names[0]] if has_labels else None
-        return loss, outputs["logits"].float(), labels
+        if not all(name in inputs for name in self.label_names):
+            return None, self.model(**inputs)["logits"].float(), None
+        loss, outputs = self.compute_loss(self.model, inputs, return_outputs=True)
+        return loss.detach(), outputs["logits"].float(), inputs[self.label_names[0]]
 
     # ---- checkpoints ----
 
@@ -530,7 +546,8 @@ class Trainer:
         args = self.args
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         folder = Path(args.output_dir, name)
-        unfinished = Path(args.output_dir, f".{name}.unfinished")
+        # One name for all: what a run that was killed has left is cleared away by the next.
+        unfinished = Path(args.output_dir, f".{PREFIX_CHECKPOINT_DIR}.unfinished")
         self._note_best(metrics, folder)
         if args.is_main_process:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -566,16 +583,19 @@ class Trainer:
             self.state.best_model_checkpoint = str(folder)
 
     def _delete_old_checkpoints(self, newest: Path) -> None:
-        """Keeps the newest ``save_total_limit`` checkpoints, and the best one."""
-        limit = self.args.save_total_limit
-        if limit is None:
-            return
-        kept = {str(newest), self.state.best_model_checkpoint}
-        others = [path for path in list_checkpoints(self.args.output_dir) if path != str(newest)]
-        for path in others[: len(others) + 1 - limit]:
-            if path not in kept:
-                logger.info("deleting %s, for --save_total_limit %s", path, limit)
-                shutil.rmtree(path)
+        """Keeps the newest ``save_total_limit`` checkpoints of this run, and the best one."""
+        others = [Path(path) for path in list_checkpoints(self.args.output_dir)]
+        others.remove(newest)
+        old = [path for path in others if path in self._outdated]
+        others = [path for path in others if path not in self._outdated]
+        self._outdated = []
+        if self.args.save_total_limit is not None:
+            best = Path(self.state.best_model_checkpoint or "").name
+            surplus = max(0, len(others) + 1 - self.args.save_total_limit)
+            old += [path for path in others[:surplus] if path.name != best]
+        for path in old:
+            logger.info("deleting %s", path)
+            shutil.rmtree(path)
 
     def _own_state(self) -> dict[str, Any]:
         """What this process alone knows: its place in the data, gradients not applied, chance."""
@@ -587,48 +607,74 @@ class Trainer:
         return {
             "progress": self._progress.state_dict(),
             "pending_gradients": pending,
-            "world_size": self.args.world_size,
+            "layout": self._layout,
             "rng": rng_state(),
         }
 
-    def _resume(self, folder: str) -> None:
+    @property
+    def _layout(self) -> dict[str, int]:
+        """What the place in the data depends on, and the bits that a run ends with."""
+        args = self.args
+        return {
+            "processes": args.world_size,
+            "examples a step": args.train_batch_size * args.world_size,
+            "steps an update": args.gradient_accumulation_steps,
+            "examples": len(self.train_dataset),
+        }
+
+    def _resume(self, folder: str, batches: TrainingBatches) -> None:
         """Puts model, optimiser, schedule, data and chance where the checkpoint left them."""
         args, device = self.args, self.args.device
         logger.info("resuming from %s", folder)
         path = Path(folder)
         self.state = TrainerState.load_from_json(path / TRAINER_STATE_NAME)
         self.state.is_world_process_zero = args.is_main_process
+        best = self.state.best_model_checkpoint
+        if best and not Path(best).is_dir():
+            # The run's folder was moved.
+            self.state.best_model_checkpoint = str(path.with_name(Path(best).name))
         self._load_weights(folder)
         self.optimizer.load_state_dict(_load(path / OPTIMIZER_NAME, device))
         self.lr_scheduler.load_state_dict(_load(path / SCHEDULER_NAME))
         self.precision.load_state_dict(_load(path / SCALER_NAME))
+        self._resume_own_state(path, batches)
+
+    def _resume_own_state(self, path: Path, batches: TrainingBatches) -> None:
         own = _load(path / _own_state_name(0))
-        if own["world_size"] != args.world_size:
-            logger.warning(
-                "%s was written by %s processes and is resumed by %s: the run goes on, but not to "
-                "the same bits",
-                folder,
-                own["world_size"],
-                args.world_size,
-            )
-        elif args.process_index > 0:
-            own = _load(path / _own_state_name(args.process_index))
+        before, now = own["layout"], self._layout
+        if before == now:
+            own = _load(path / _own_state_name(self.args.process_index))
+        else:
+            processes = range(before["processes"])
+            own = _mean_state([_load(path / _own_state_name(index)) for index in processes])
         self._progress.load_state_dict(own["progress"])
+        if before != now:
+            differ = [name for name in now if before[name] != now[name]]
+            logger.warning(
+                "%s is of a run with %s; with %s it goes on, but not to the same bits",
+                path,
+                ", ".join(f"{name} = {before[name]}" for name in differ),
+                ", ".join(f"{name} = {now[name]}" for name in differ),
+            )
+            done = self._progress.batches * before["examples a step"] // now["examples a step"]
+            self._progress.batches = min(done, len(batches))
         for name, gradient in own["pending_gradients"].items():
-            self.model.get_parameter(name).grad = gradient.to(device)
+            self.model.get_parameter(name).grad = gradient.to(self.args.device)
         set_rng_state(own["rng"])
 
     def _load_weights(self, folder: str) -> None:
         """Copies a checkpoint's weights in: the whole model's or, with nothing else, LoRA's."""
         path = Path(folder)
-        if (path / WEIGHTS_NAME).is_file() or (path / SAFE_WEIGHTS_NAME).is_file():
-            try:
-                self.model.load_state_dict(read_weights_folder(folder))
-            except RuntimeError as error:
-                lines = " ".join(str(error).split())
-                raise CheckpointError(f"{folder}: does not fit the model: {lines}") from error
-        else:
+        if lora_layers(self.model):
+            # This file says rank, alpha and base as well, which the whole model's does not.
             load_into(self.model, load_adapter(path), self.model.base_fingerprint)
+            if not (path / WEIGHTS_NAME).is_file() and not (path / SAFE_WEIGHTS_NAME).is_file():
+                return
+        try:
+            self.model.load_state_dict(read_weights_folder(folder))
+        except RuntimeError as error:
+            lines = " ".join(str(error).split())
+            raise CheckpointError(f"{folder}: does not fit the model: {lines}") from error
 
     # ---- results ----
 
@@ -686,6 +732,23 @@ class _Progress:
         for name, value in state.items():
             own = getattr(self, name)
             setattr(self, name, torch.full_like(own, value) if isinstance(own, Tensor) else value)
+
+
+def _column(dataset: Dataset, name: str) -> Iterable[Any]:
+    """One entry of every example."""
+    if hasattr(dataset, "column_names"):
+        return dataset[name]
+    return (dataset[row][name] for row in range(len(dataset)))
+
+
+def _mean_state(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """The processes' own states as one: for a run that goes on with another number of them."""
+    progress, pending = dict(states[0]["progress"]), dict(states[0]["pending_gradients"])
+    for name in ("loss_since_log", "loss_total"):
+        progress[name] = sum(state["progress"][name] for state in states) / len(states)
+    for name in pending:
+        pending[name] = sum(state["pending_gradients"][name] for state in states) / len(states)
+    return {**states[0], "progress": progress, "pending_gradients": pending}
 
 
 def _own_state_name(process_index: int) -> str:

@@ -236,12 +236,17 @@ class EarlyStoppingCallback(TrainerCallback):
         self.best, self.evaluations_since = None, 0
         for record in state.log_history:
             self._count(args, record)
+        if self.best is not None:
+            self._stop(control)
 
     def on_evaluate(
         self, args, state, control, metrics: dict[str, float] | None = None, **kwargs
     ) -> None:
         """Compares an evaluation with the best so far."""
         self._count(args, metrics or {})
+        self._stop(control)
+
+    def _stop(self, control: TrainerControl) -> None:
         if self.evaluations_since >= self.patience:
             control.should_training_stop = True
 

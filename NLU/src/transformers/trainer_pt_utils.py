@@ -2,6 +2,7 @@
 
 import math
 import resource
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -179,7 +180,8 @@ def decayed_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Pa
 
 def memory_metrics(split: str, device: torch.device) -> dict[str, int]:
     """Peak memory so far, in bytes: this process's on the CPU and, where used, on the GPU."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     metrics = {f"{split}_mem_cpu_peak": peak}
     if device.type == "cuda":
         metrics[f"{split}_mem_gpu_peak"] = torch.cuda.max_memory_allocated(device)

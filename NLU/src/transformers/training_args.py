@@ -195,7 +195,8 @@ class TrainingArguments:
         if both[0] is not both[1] or both[0] is IntervalStrategy.NO:
             raise ValueError(
                 "--load_best_model_at_end needs every checkpoint evaluated: give --save_strategy "
-                f"and --evaluation_strategy the same value (they are {both[1].value}, {both[0].value})"
+                "and --evaluation_strategy the same value "
+                f"(they are {both[1].value}, {both[0].value})"
             )
         if both[0] is IntervalStrategy.STEPS and self.save_steps % self.eval_steps:
             raise ValueError(

@@ -4,12 +4,18 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import datasets
+from tqdm.auto import tqdm
 
 from loralib.checkpoint import CheckpointError
 
 from ..trainer import TrainingError
+from ..trainer_utils import get_last_checkpoint
+from ..training_args import TrainingArguments
+
+logger = logging.getLogger(__name__)
 
 # Errors with a message for the user; any other is a bug, and shows where it is.
 _EXPECTED = (CheckpointError, TrainingError, OSError, ValueError)
@@ -29,6 +35,31 @@ def set_up_logging() -> None:
         datasets.disable_progress_bars()
 
 
+def find_checkpoint(args: TrainingArguments) -> str | None:
+    """The checkpoint to resume from: the last one in the output folder, which must be ours.
+
+    Raises:
+        ValueError: training would write into a folder that holds something, but no checkpoint.
+        NotADirectoryError: the output folder is a file.
+    """
+    folder = Path(args.output_dir)
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"--output_dir {folder} is a file")
+    if not args.do_train or not folder.exists():
+        return None
+    checkpoint = get_last_checkpoint(folder)
+    if args.overwrite_output_dir:
+        if checkpoint:
+            logger.warning("the checkpoints in %s are replaced at the first save", folder)
+        return None
+    if checkpoint is None and any(not path.name.startswith(".") for path in folder.iterdir()):
+        raise ValueError(
+            f"--output_dir {folder} is not empty and holds no checkpoint to resume from: "
+            "give another folder, or --overwrite_output_dir"
+        )
+    return checkpoint
+
+
 def run(main: Callable[[], None]) -> None:
     """Runs a script's `main`; an error that a user can mend ends it with one line and status 1.
 
@@ -41,7 +72,8 @@ def run(main: Callable[[], None]) -> None:
             raise
         where = f" (process {_rank()})" if _rank() else ""
         message = " ".join(str(error).split())
-        print(f"{os.path.basename(sys.argv[0])}: error{where}: {message}", file=sys.stderr)
+        # On a line of its own, even where a bar is being shown.
+        tqdm.write(f"{os.path.basename(sys.argv[0])}: error{where}: {message}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,0 +1,203 @@
+"""run_glue.py on two processes of one machine, which talk through gloo."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from loralib.checkpoint import read_tensors
+from transformers.trainer_utils import list_checkpoints
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "text-classification" / "run_glue.py"
+LAUNCHERS = {"launch": "torch.distributed.launch", "torchrun": "torch.distributed.run"}
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def launch(launcher: str, *command: object) -> subprocess.CompletedProcess:
+    """Runs a script on two processes, as the release's recipes do or as torchrun does."""
+    flags = ["--nproc_per_node=2", f"--master_port={free_port()}"]
+    return subprocess.run(
+        [sys.executable, "-m", LAUNCHERS[launcher], *flags, *map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def arguments(base: Path, glue: Path, out: Path, batch_size: int, *more: object) -> list[str]:
+    """RTE's 45 rows: with eight a step, the last step of an epoch has five."""
+    given = f"--model_name_or_path {base} --task_name rte --data_dir {glue} --do_train --do_eval "
+    given += f"--do_predict --max_seq_length 60 --per_device_train_batch_size {batch_size} "
+    given += "--num_train_epochs 2 --learning_rate 1e-3 --logging_steps 1 --report_to none "
+    given += f"--disable_tqdm --apply_lora --lora_r 4 --lora_alpha 8 --output_dir {out}"
+    return [*given.split(), *map(str, more)]
+
+
+def history(out: Path, key: str) -> list[float]:
+    records = json.loads((out / "trainer_state.json").read_text())["log_history"]
+    return [record[key] for record in records if key in record]
+
+
+def lora_of(folder: Path) -> dict[str, torch.Tensor]:
+    return read_tensors(folder / "pytorch_model_lora.bin")[0]
+
+
+def assert_same_run(first: Path, second: Path, tolerance: float) -> None:
+    """Losses, metrics, predictions and weights of two runs, the losses of every evaluation."""
+    for key, rounding in (
+        ("loss", 1e-4),
+        ("eval_loss", 0),
+        ("train_loss", 0),
+        ("eval_accuracy", 0),
+    ):
+        numbers = history(first, key)
+        assert len(numbers) >= 1
+        assert numbers == pytest.approx(history(second, key), abs=tolerance + rounding, rel=0)
+    results = [json.loads((out / "eval_results.json").read_text()) for out in (first, second)]
+    for key in ("eval_loss", "eval_accuracy", "eval_samples"):
+        assert results[0][key] == pytest.approx(results[1][key], abs=tolerance, rel=0)
+    predictions = [(out / "test_results_rte.txt").read_text() for out in (first, second)]
+    assert predictions[0] == predictions[1]
+    tensors = [lora_of(out) for out in (first, second)]
+    for name, tensor in tensors[0].items():
+        torch.testing.assert_close(tensor, tensors[1][name], atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "more"),
+    [
+        ("launch", ["--evaluation_strategy", "steps", "--eval_steps", 3]),
+        (
+            "torchrun",
+            # Six batches an epoch: two of them are left over for the second one.
+            ["--gradient_accumulation_steps", 4, "--evaluation_strategy", "epoch"],
+        ),
+    ],
+)
+def test_two_processes_train_as_one_with_twice_the_batch(
+    run_glue, steady_base, tiny_glue, tmp_path, launcher, more
+):
+    result = launch(
+        launcher, SCRIPT, *arguments(steady_base, tiny_glue, tmp_path / "two", 4, *more)
+    )
+    assert result.returncode == 0, result.stderr
+    run_glue.main(arguments(steady_base, tiny_glue, tmp_path / "one", 8, *more))
+    assert_same_run(tmp_path / "two", tmp_path / "one", 1e-5)
+    # One process shows and writes.
+    assert result.stdout.count("'train_runtime'") == 1
+    assert result.stderr.count("***** eval metrics *****") == 1
+
+
+@pytest.fixture(scope="module")
+def worked(tiny_base, steady_base, tiny_glue, tmp_path_factory) -> Path:
+    """Where two processes have done all that the tests below look at, one after the other."""
+    folder = tmp_path_factory.mktemp("worked")
+    leftover = ["--gradient_accumulation_steps", 4, "--save_strategy", "epoch"]
+    whole = arguments(tiny_base, tiny_glue, folder / "whole", 4, *leftover)
+    half_way = [str(folder / name / "checkpoint-1") for name in ("whole", "resumed")]
+    saved = ["--save_steps", 4, "--evaluation_strategy", "epoch"]
+    calls = [
+        whole,
+        {"copy": half_way},
+        [part.replace("whole", "resumed") for part in whole],
+        arguments(tiny_base, tiny_glue, folder / "few", 4, "--max_val_samples", 1),
+        arguments(steady_base, tiny_glue, folder / "steady", 4, *saved),
+        arguments(tiny_base, tiny_glue, folder / "grouped", 4, "--group_by_length", "--bf16"),
+    ]
+    (folder / "calls.json").write_text(json.dumps(calls))
+    worker = Path(__file__).parent / "two_processes.py"
+    result = launch("torchrun", worker, folder / "calls.json", folder / "results.json")
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+def test_gradients_are_summed_only_where_an_update_follows(worked):
+    # Seven batches an epoch in threes: an update after the third and the sixth of either.
+    assert json.loads((worked / "results.json").read_text()) == [3, 6, 10, 13]
+
+
+def test_two_processes_resume_to_the_same_bits(worked):
+    """With dropout, and with gradients that no update has used yet."""
+    checkpoint = worked / "whole" / "checkpoint-1"
+    states = [torch.load(checkpoint / f"rng_state_{n}.pth", weights_only=True) for n in (0, 1)]
+    assert all(state["pending_gradients"] for state in states)
+    assert not torch.equal(states[0]["rng"]["torch"], states[1]["rng"]["torch"])
+    whole, resumed = lora_of(worked / "whole"), lora_of(worked / "resumed")
+    assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
+    assert history(worked / "whole", "loss") == history(worked / "resumed", "loss")
+    names = [Path(path).name for path in list_checkpoints(worked / "resumed")]
+    assert names == ["checkpoint-1", "checkpoint-2"]
+
+
+def test_one_process_goes_on_where_two_have_stopped(
+    run_glue, worked, steady_base, tiny_glue, tmp_path, caplog
+):
+    shutil.copytree(worked / "steady" / "checkpoint-4", tmp_path / "out" / "checkpoint-4")
+    given = arguments(steady_base, tiny_glue, tmp_path / "out", 8, "--evaluation_strategy", "epoch")
+    run_glue.main(given)
+    assert "of a run with processes = 2; with processes = 1 it goes on" in caplog.text
+    assert_same_run(tmp_path / "out", worked / "steady", 1e-5)
+
+
+def test_a_process_without_an_example_to_evaluate(worked):
+    results = json.loads((worked / "few" / "eval_results.json").read_text())
+    assert results["eval_samples"] == 1
+    assert results["eval_accuracy"] in (0, 1)
+
+
+def test_half_precision_and_batches_by_length(worked):
+    assert len(history(worked / "grouped", "loss")) == 12
+    assert history(worked / "grouped", "train_loss")[0] < 3
+
+
+def test_a_bad_flag_ends_both_processes_with_a_line_each(tiny_base, tiny_glue, tmp_path):
+    given = arguments(tiny_base, tiny_glue, tmp_path / "out", 4, "--max_train_samples", 0)
+    result = launch("torchrun", SCRIPT, *given)
+    assert result.returncode == 1
+    lines = [line for line in result.stderr.splitlines() if "run_glue.py: error" in line]
+    message = "the train set holds no examples"
+    # The launcher ends the one as soon as it sees the other's end.
+    expected = {f"run_glue.py: error: {message}", f"run_glue.py: error (process 1): {message}"}
+    assert lines
+    assert set(lines) <= expected
+    assert 'run_glue.py", line' not in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+JOINS = """
+import os, sys
+import torch.distributed as dist
+from transformers import HfArgumentParser, TrainingArguments
+for flags in (["--local_rank", "0"], ["--local-rank=0"], []):
+    if not flags:
+        os.environ["LOCAL_RANK"] = "0"
+    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(
+        ["--output_dir", "out", *flags]
+    )
+    print(args.local_rank, args.world_size, args.process_index, dist.get_backend())
+    dist.destroy_process_group()
+"""
+
+
+def test_the_rank_comes_from_either_flag_or_the_environment():
+    group = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    result = subprocess.run(
+        [sys.executable, "-c", JOINS],
+        env={**os.environ, **group, "MASTER_PORT": str(free_port()), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == ["0 1 0 gloo"] * 3

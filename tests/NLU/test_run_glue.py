@@ -1,0 +1,791 @@
+"""run_glue.py from its command line to its files, in one process."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from loralib.checkpoint import fingerprint, read_tensors
+from transformers.modeling_utils import read_weights_folder
+from transformers.trainer_utils import list_checkpoints
+from transformers.utils.cli import run
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "text-classification" / "run_glue.py"
+REAL_GLUE = ROOT.parent / "shared" / "data" / "glue"
+LORA = ["--apply_lora", "--lora_r", "4", "--lora_alpha", "8"]
+RTE_STEPS = 12
+
+
+@pytest.fixture
+def glue(run_glue, tiny_base, monkeypatch, tmp_path):
+    """Runs the script in this process on the tiny base, with these arguments more."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments, base=tiny_base) -> None:
+        run_glue.main([*common(base), *map(str, arguments)])
+
+    return call
+
+
+def common(base: Path) -> list[str]:
+    arguments = f"--model_name_or_path {base} --max_seq_length 60 --report_to none --disable_tqdm "
+    arguments += "--per_device_train_batch_size 8 --learning_rate 1e-2 --logging_steps 2"
+    return arguments.split()
+
+
+def on_rte(tiny_glue: Path, out: Path) -> list:
+    """Two epochs of six steps, a checkpoint in the middle of either."""
+    arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_train", "--do_eval"]
+    return [*arguments, *LORA, "--num_train_epochs", 2, "--save_steps", 4, "--output_dir", out]
+
+
+@pytest.fixture(scope="module")
+def trained(run_glue, tiny_base, tiny_glue, tmp_path_factory) -> Path:
+    """What a run on RTE has written: training, evaluation and prediction."""
+    out = tmp_path_factory.mktemp("rte") / "out"
+    arguments = [*common(tiny_base), *on_rte(tiny_glue, out), "--do_predict"]
+    run_glue.main(list(map(str, arguments)))
+    return out
+
+
+def results(out: Path, split: str = "eval") -> dict:
+    """A results file without what depends on the clock."""
+    values = json.loads((out / f"{split}_results.json").read_text())
+    runtimes = ("runtime", "per_second", "mem_cpu_peak", "epoch")
+    return {name: value for name, value in values.items() if not name.endswith(runtimes)}
+
+
+def lora_of(out: Path) -> dict[str, torch.Tensor]:
+    return read_tensors(out / "pytorch_model_lora.bin")[0]
+
+
+def assert_same_bits(first: dict, second: dict) -> None:
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+def failure(run_glue, arguments, monkeypatch, capsys) -> str:
+    """The one line that a call ends with, which must fail."""
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT)])
+    with pytest.raises(SystemExit) as ended:
+        run(partial(run_glue.main, list(map(str, arguments))))
+    assert ended.value.code in (1, 2)
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err + captured.out
+    lines = [line for line in captured.err.splitlines() if line.startswith("run_glue.py: error")]
+    assert len(lines) == 1
+    return lines[0]
+
+
+# ---- files of a run ----
+
+
+def test_results(trained):
+    assert results(trained).keys() == {"eval_loss", "eval_accuracy", "eval_samples"}
+    assert results(trained)["eval_samples"] == 13
+    train = json.loads((trained / "train_results.json").read_text())
+    expected = {"train_runtime", "train_samples_per_second", "train_loss", "train_samples"}
+    assert expected | {"epoch", "train_mem_cpu_peak"} == train.keys()
+    assert (train["epoch"], train["train_samples"]) == (2.0, 45)
+    everything = json.loads((trained / "all_results.json").read_text())
+    assert everything == train | json.loads((trained / "eval_results.json").read_text())
+    state = json.loads((trained / "trainer_state.json").read_text())
+    assert (state["global_step"], state["max_steps"]) == (RTE_STEPS, RTE_STEPS)
+    assert [r["step"] for r in state["log_history"] if "loss" in r] == [2, 4, 6, 8, 10, 12]
+
+
+def test_predictions_are_words(trained):
+    header, *rows = (trained / "test_results_rte.txt").read_text().splitlines()
+    assert header == "index\tprediction"
+    assert [row.split("\t")[0] for row in rows] == [str(n) for n in range(7)]
+    assert {row.split("\t")[1] for row in rows} <= {"entailment", "not_entailment"}
+
+
+@pytest.mark.parametrize("where", ["", "checkpoint-4", "checkpoint-12"])
+def test_lora_files(trained, tiny_base, where):
+    folder = trained / where
+    tensors = lora_of(folder)
+    head = {f"classifier.{m}.{p}" for m in ("dense", "out_proj") for p in ("weight", "bias")}
+    inside = "roberta.encoder.layer.{}.attention.self.{}.lora_{}"
+    lora = {inside.format(n, m, ab) for n in (0, 1) for m in ("query", "value") for ab in "AB"}
+    assert tensors.keys() == head | lora
+    full = read_weights_folder(folder)
+    assert_same_bits(tensors, {name: full[name] for name in tensors})
+    safe, metadata = read_tensors(folder / "pytorch_model_lora.safetensors")
+    assert_same_bits(tensors, safe)
+    base = {f"roberta.{name}": t for name, t in read_weights_folder(tiny_base).items()}
+    assert {name: json.loads(metadata[name]) for name in metadata if name != "format"} == {
+        "rank": 4,
+        "alpha": 8,
+        "targets": ["query", "value"],
+        "task": "rte",
+        "labels": ["entailment", "not_entailment"],
+        "base": str(tiny_base),
+        "base_fingerprint": fingerprint(base),
+    }
+
+
+def test_the_base_keeps_its_bits(trained, tiny_base):
+    base, full = read_weights_folder(tiny_base), read_weights_folder(trained)
+    assert_same_bits(base, {name: full[f"roberta.{name}"] for name in base})
+
+
+# ---- the adapter in a new run ----
+
+SPLITS = {
+    f"{source}-{name}": (source, name)
+    for source in ("", "checkpoint-12", "checkpoint-12/pytorch_model.bin")
+    for name in ("lora.bin", "lora.safetensors")
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "flags"),
+    [
+        ("pytorch_model_lora.bin", LORA),
+        ("pytorch_model_lora.safetensors", ["--apply_lora"]),
+        ("pytorch_model_lora.safetensors", LORA),
+        ("", ["--apply_lora"]),
+        ("checkpoint-12", ["--apply_lora"]),
+        *((name, LORA if name.endswith(".bin") else ["--apply_lora"]) for name in SPLITS),
+    ],
+)
+def test_base_and_adapter_evaluate_as_the_trained_model(
+    glue, trained, tiny_glue, tmp_path, split_lora, path, flags
+):
+    adapter = trained / path
+    if path in SPLITS:
+        source, name = SPLITS[path]
+        adapter = tmp_path / name
+        split_lora.main([str(trained / source), str(adapter)])
+    out = tmp_path / "evaluated"
+    arguments = ["--task_name", "rte", "--data_dir", tiny_glue / "RTE", "--do_eval", *flags]
+    glue(*arguments, "--lora_path", adapter, "--output_dir", out)
+    assert results(out) == results(trained)
+
+
+@pytest.mark.parametrize("flags", [[], LORA, ["--apply_lora"]])
+def test_a_full_lora_checkpoint_is_a_model(glue, trained, tiny_glue, tmp_path, flags):
+    arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_eval", "--do_predict"]
+    glue(*arguments, *flags, "--output_dir", "evaluated", base=trained / "checkpoint-12")
+    assert results(tmp_path / "evaluated") == results(trained)
+    predicted = (tmp_path / "evaluated" / "test_results_rte.txt").read_text()
+    assert predicted == (trained / "test_results_rte.txt").read_text()
+
+
+def test_bf16_adapter_evaluates_as_the_trained_model(glue, tiny_glue, tmp_path):
+    glue(*on_rte(tiny_glue, "half"), "--bf16", "--save_lora_only")
+    arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_eval", "--apply_lora"]
+    glue(*arguments, "--bf16", "--lora_path", "half", "--output_dir", "evaluated")
+    assert results(tmp_path / "evaluated") == results(tmp_path / "half")
+
+
+def test_an_adapter_is_the_start_for_another_task(glue, trained, tiny_glue, tmp_path, caplog):
+    arguments = ["--task_name", "mnli", "--data_dir", tiny_glue, "--do_train", "--apply_lora"]
+    path = trained / "pytorch_model_lora.safetensors"
+    glue(*arguments, "--lora_path", path, "--max_steps", 1, "--output_dir", "next")
+    assert "is for another task: drawn anew are classifier.out_proj" in caplog.text
+    tensors = lora_of(tmp_path / "next")
+    assert tensors["classifier.out_proj.weight"].shape == (3, 32)
+    name = "roberta.encoder.layer.0.attention.self.query.lora_A"
+    assert (tensors[name] - lora_of(trained)[name]).abs().max() < 0.02
+
+
+# ---- resuming ----
+
+
+def test_an_output_folder_with_a_checkpoint_is_gone_on_with(glue, trained, tiny_glue, tmp_path):
+    shutil.copytree(trained / "checkpoint-4", tmp_path / "out" / "checkpoint-4")
+    glue(*on_rte(tiny_glue, "out"))
+    assert_same_bits(lora_of(tmp_path / "out"), lora_of(trained))
+    assert results(tmp_path / "out") == results(trained)
+
+
+@pytest.mark.parametrize("base", ["base", "checkpoint"])
+def test_a_model_s_folder_is_never_taken_for_a_checkpoint_to_resume(
+    glue, trained, tiny_base, tiny_glue, tmp_path, caplog, base
+):
+    folder = tiny_base if base == "base" else trained / "checkpoint-12"
+    arguments = [*on_rte(tiny_glue, "out"), "--max_steps", 3, "--logging_steps", 1]
+    glue(*arguments, base=folder)
+    assert "resuming" not in caplog.text
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    assert [record["step"] for record in state["log_history"] if "loss" in record] == [1, 2, 3]
+
+
+def test_overwriting_begins_anew(glue, trained, tiny_glue, tmp_path, caplog):
+    shutil.copytree(trained, tmp_path / "out")
+    glue(*on_rte(tiny_glue, "out"), "--overwrite_output_dir", "--max_steps", 5)
+    assert "are replaced at the first save" in caplog.text
+    names = [Path(path).name for path in list_checkpoints(tmp_path / "out")]
+    assert names == ["checkpoint-4"]
+    assert json.loads((tmp_path / "out" / "trainer_state.json").read_text())["global_step"] == 5
+
+
+def test_a_run_that_is_killed_and_started_again_ends_with_the_same_bits(
+    run_glue, tiny_base, tiny_glue, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+
+    def arguments(out):
+        long = [*on_rte(tiny_glue, out), "--max_steps", 150, "--save_steps", 5]
+        return list(map(str, [*common(tiny_base), *long, "--save_total_limit", 2]))
+
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, *arguments("killed")],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 120
+    while not list_checkpoints("killed") and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not Path("killed/pytorch_model_lora.bin").exists()
+
+    run_glue.main(arguments("killed"))
+    run_glue.main(arguments("whole"))
+    assert_same_bits(lora_of(tmp_path / "killed"), lora_of(tmp_path / "whole"))
+    assert results(tmp_path / "killed") == results(tmp_path / "whole")
+    assert [path for path in Path("killed").iterdir() if path.name.startswith(".")] == []
+
+
+# ---- data ----
+
+
+@pytest.mark.parametrize(
+    ("task", "metric", "words"),
+    [("cola", "matthews_correlation", "01"), ("SST-2", "accuracy", "01")],
+)
+def test_tasks_of_one_sentence(glue, tiny_glue, tmp_path, task, metric, words):
+    arguments = ["--task_name", task, "--data_dir", tiny_glue, "--do_train", "--do_eval"]
+    arguments += ["--do_predict", *LORA, "--max_steps", 2, "--max_train_samples", 16]
+    glue(*arguments, "--max_val_samples", 5, "--max_test_samples", 3, "--output_dir", "out")
+    assert results(tmp_path / "out").keys() == {"eval_loss", f"eval_{metric}", "eval_samples"}
+    assert results(tmp_path / "out")["eval_samples"] == 5
+    assert results(tmp_path / "out", "train")["train_samples"] == 16
+    name = task.lower().replace("-", "")
+    rows = (tmp_path / "out" / f"test_results_{name}.txt").read_text().splitlines()[1:]
+    assert len(rows) == 3
+    assert all(row.split("\t")[1] in words for row in rows)
+
+
+def test_mnli_is_evaluated_and_predicted_twice(glue, tiny_glue, tmp_path):
+    arguments = ["--task_name", "mnli", "--data_dir", tiny_glue, "--do_train", "--do_eval"]
+    glue(*arguments, "--do_predict", *LORA, "--max_steps", 3, "--output_dir", "out")
+    evaluated = results(tmp_path / "out")
+    assert (evaluated["eval_samples"], evaluated["eval_samples_mm"]) == (11, 10)
+    assert {"eval_accuracy", "eval_accuracy_mm", "eval_loss", "eval_loss_mm"} <= evaluated.keys()
+    for name, count in (("mnli", 5), ("mnli-mm", 4)):
+        rows = (tmp_path / "out" / f"test_results_{name}.txt").read_text().splitlines()[1:]
+        assert len(rows) == count
+        words = {row.split("\t")[1] for row in rows}
+        assert words <= {"entailment", "neutral", "contradiction"}
+
+
+def test_padding_to_max_length_changes_no_number(glue, trained, tiny_glue, tmp_path, steady_base):
+    for name, flags in (("short", []), ("long", ["--pad_to_max_length"])):
+        arguments = [*on_rte(tiny_glue, name), *flags, "--learning_rate", 1e-3]
+        glue(*arguments, "--evaluation_strategy", "epoch", base=steady_base)
+    short, long = (
+        json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"]
+        for name in ("short", "long")
+    )
+    for key in ("loss", "eval_loss"):
+        numbers = [[r[key] for r in history if key in r] for history in (short, long)]
+        assert len(numbers[0]) > 1
+        assert numbers[0] == pytest.approx(numbers[1], abs=2e-4 if key == "loss" else 1e-5)
+
+
+def test_settings_from_a_file(run_glue, glue, trained, tiny_base, tiny_glue, tmp_path):
+    settings = {
+        "model_name_or_path": str(tiny_base),
+        "max_seq_length": 60,
+        "report_to": ["none"],
+        "disable_tqdm": True,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 1e-2,
+        "logging_steps": 2,
+        "task_name": "rte",
+        "data_dir": str(tiny_glue),
+        "do_train": True,
+        "do_eval": True,
+        "apply_lora": True,
+        "lora_r": 4,
+        "lora_alpha": 8,
+        "num_train_epochs": 2,
+        "save_steps": 4,
+        "output_dir": str(tmp_path / "out"),
+    }
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    run_glue.main([str(tmp_path / "settings.json")])
+    assert_same_bits(lora_of(tmp_path / "out"), lora_of(trained))
+
+
+@pytest.mark.parametrize("name", ["rte", "cola", "sst2"])
+@pytest.mark.skipif(not REAL_GLUE.is_dir(), reason="the real GLUE files are not on this machine")
+def test_real_data(glue, tmp_path, name):
+    arguments = ["--task_name", name, "--data_dir", REAL_GLUE, "--do_train", "--do_eval", *LORA]
+    arguments += ["--max_train_samples", 64, "--max_val_samples", 50, "--num_train_epochs", 1]
+    glue(*arguments, "--output_dir", "out")
+    assert results(tmp_path / "out")["eval_samples"] == 50
+    assert results(tmp_path / "out")["eval_loss"] < 3
+    assert results(tmp_path / "out", "train")["train_loss"] < 3
+
+
+# ---- data of one's own ----
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    """A CSV or JSON-lines file."""
+    if path.suffix == ".csv":
+        lines = [rows[0].keys(), *(row.values() for row in rows)]
+        quoted = (
+            ",".join('"{}"'.format(str(v).replace('"', '""')) for v in line) for line in lines
+        )
+        path.write_text("\n".join(quoted) + "\n", encoding="utf-8")
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def own_rows(labels: list, pair: bool = False, count: int = 24) -> list[dict]:
+    chance = random.Random(4)
+    words = ['a "good" dog', "null", "the river, cold", "NA", "sings", "naïve"]
+    rows = []
+    for number in range(count):
+        text = " ".join(chance.choices(words, k=3))
+        texts = {"review": text, "answer": chance.choice(words)} if pair else {"review": text}
+        rows.append({"number": number, **texts, "label": labels[number % len(labels)]})
+    return rows
+
+
+def own(suffix: str, tmp_path: Path, labels: list, pair: bool = False) -> list:
+    """Flags for three files, the last without labels."""
+    train = write(tmp_path / f"train{suffix}", own_rows(labels, pair))
+    # Labels come in another order, and one does not come at all.
+    dev = write(tmp_path / f"dev{suffix}", own_rows(labels[::-1], pair, count=len(labels) - 1))
+    rows = [{n: v for n, v in row.items() if n != "label"} for row in own_rows(labels, pair, 5)]
+    test = write(tmp_path / f"test{suffix}", rows)
+    return ["--train_file", train, "--validation_file", dev, "--test_file", test]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".json", ".jsonl"])
+@pytest.mark.parametrize(
+    ("labels", "names", "pair"),
+    [
+        (["yes", "maybe", "no"], ["maybe", "no", "yes"], False),
+        ([10, 2, 3], ["2", "3", "10"], True),
+        ([0.5, 1.25, 3.75], ["LABEL_0"], True),
+    ],
+)
+def test_files_of_one_s_own(glue, tmp_path, suffix, labels, names, pair):
+    files = own(suffix, tmp_path, labels, pair)
+    flags = ["--do_eval", "--do_predict"]
+    glue(*files, *flags, "--do_train", *LORA, "--num_train_epochs", 2, "--output_dir", "out")
+    metric = "eval_mse" if len(names) == 1 else "eval_accuracy"
+    assert results(tmp_path / "out").keys() == {"eval_loss", metric, "eval_samples"}
+    assert results(tmp_path / "out")["eval_samples"] == 2
+    if metric == "eval_mse":
+        evaluated = results(tmp_path / "out")
+        assert evaluated["eval_mse"] == pytest.approx(evaluated["eval_loss"], rel=1e-5)
+    predicted = (tmp_path / "out" / "test_results_None.txt").read_text()
+    words = [line.split("\t")[1] for line in predicted.splitlines()[1:]]
+    assert len(words) == 5
+    if metric == "eval_accuracy":
+        assert set(words) <= set(names)
+    else:
+        assert all(word == f"{float(word):.3f}" for word in words)
+    with safe_open(tmp_path / "out" / "pytorch_model_lora.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["labels"]) == names
+
+    # The label order is the adapter's own, or the training set's where a .bin does not say.
+    evaluation = [*flags, *files[2:], "--apply_lora", "--lora_path", "out"]
+    glue(*evaluation, "--output_dir", "safe")
+    glue(*flags, *files, *LORA, "--lora_path", "out/pytorch_model_lora.bin", "--output_dir", "bin")
+    for name in ("safe", "bin"):
+        assert results(tmp_path / name) == results(tmp_path / "out")
+        assert (tmp_path / name / "test_results_None.txt").read_text() == predicted
+    # Predicting alone, nothing but the adapter tells classes from scores.
+    glue("--do_predict", *files[4:], *evaluation[-3:], "--output_dir", "alone")
+    assert (tmp_path / "alone" / "test_results_None.txt").read_text() == predicted
+
+
+def test_sentence_columns_win_over_others(glue, tmp_path):
+    rows = [
+        {"id": f"row {n}", "sentence1": "a dog", "sentence2": "a cat", "label": n % 2}
+        for n in range(8)
+    ]
+    file = write(tmp_path / "train.csv", rows)
+    glue("--train_file", file, "--do_train", *LORA, "--max_steps", 1, "--output_dir", "out")
+
+
+def test_tokens_are_cached_until_told_otherwise(glue, tmp_path, capsys):
+    files = own(".csv", tmp_path, ["yes", "no"])[:4]
+    cache = Path(os.environ["HF_HOME"])
+
+    def cached():
+        return {(path, path.stat().st_mtime_ns) for path in cache.rglob("cache-*.arrow")}
+
+    arguments = [*files, "--do_train", "--do_eval", *LORA, "--max_steps", 1, "--output_dir"]
+    glue(*arguments, "first")
+    first = cached()
+    glue(*arguments, "second", "--learning_rate", 1e-3)
+    assert cached() == first
+    glue(*arguments, "third", "--max_seq_length", 10)
+    assert cached() > first
+    before = cached()
+    glue(*arguments, "fourth", "--overwrite_cache")
+    assert cached() != before
+
+
+# ---- GLUE and a model from the hub ----
+
+GLUE_CARD = """---
+configs:
+- config_name: rte
+  data_files:
+  - split: train
+    path: rte/train-*
+  - split: validation
+    path: rte/validation-*
+  - split: test
+    path: rte/test-*
+dataset_info:
+- config_name: rte
+  features:
+  - name: sentence1
+    dtype: string
+  - name: sentence2
+    dtype: string
+  - name: label
+    dtype:
+      class_label:
+        names:
+          '0': entailment
+          '1': not_entailment
+  - name: idx
+    dtype: int32
+---
+"""
+
+
+def test_glue_and_model_by_name_from_the_hub(hub_server, trained, tiny_base, tiny_glue, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pytest.importorskip("pyarrow").table
+    folder = hub_server.root / "datasets" / "nyu-mll" / "glue"
+    (folder / "rte").mkdir(parents=True)
+    (folder / "README.md").write_text(GLUE_CARD)
+    words = ["entailment", "not_entailment"]
+    for split, file in (("train", "train"), ("validation", "dev"), ("test", "test")):
+        lines = (tiny_glue / "RTE" / f"{file}.tsv").read_text().splitlines()[1:]
+        rows = [line.split("\t") for line in lines]
+        columns = {
+            "sentence1": [row[1] for row in rows],
+            "sentence2": [row[2] for row in rows],
+            "label": [words.index(row[3]) if file != "test" else -1 for row in rows],
+            "idx": list(range(len(rows))),
+        }
+        parquet.write_table(table(columns), folder / "rte" / f"{split}-00000-of-00001.parquet")
+    shutil.copytree(tiny_base, hub_server.root / "org" / "tiny")
+
+    def call(out: str, **environment: str) -> None:
+        arguments = [*common("org/tiny"), *on_rte(tiny_glue, tmp_path / out), "--do_predict"]
+        at = arguments.index("--data_dir")
+        del arguments[at : at + 2]
+        result = subprocess.run(
+            [sys.executable, SCRIPT, *map(str, arguments)],
+            env=hub_server.environment(tmp_path / "home", **environment),
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert result.returncode == 0, result.stderr
+
+    call("online")
+    # The same numbers as from the TSV files and the local folder.
+    assert_same_bits(lora_of(tmp_path / "online"), lora_of(trained))
+    assert results(tmp_path / "online") == results(trained)
+    predicted = (tmp_path / "online" / "test_results_rte.txt").read_text()
+    assert predicted == (trained / "test_results_rte.txt").read_text()
+    hub_server.requests.clear()
+    call("offline", HF_HUB_OFFLINE="1")
+    assert hub_server.requests == []
+    assert_same_bits(lora_of(tmp_path / "offline"), lora_of(trained))
+
+
+# ---- bad input ----
+
+
+@pytest.fixture
+def bad(tmp_path, tiny_glue, trained):
+    """Files that are wrong in one way each, under {tmp}."""
+    shutil.copytree(tiny_glue / "RTE", tmp_path / "columns" / "RTE")
+    shutil.copytree(tiny_glue / "RTE", tmp_path / "labels" / "RTE")
+    shutil.copytree(tiny_glue / "RTE", tmp_path / "empty" / "RTE")
+    with (tmp_path / "columns" / "RTE" / "train.tsv").open("a") as file:
+        file.write("45\tonly two\n")
+    with (tmp_path / "labels" / "RTE" / "dev.tsv").open("a") as file:
+        file.write("13\ta\tb\tentails\n")
+    (tmp_path / "empty" / "RTE" / "train.tsv").write_text("index\tsentence1\tsentence2\tlabel\n")
+    rows = own_rows(["yes", "no"])
+    write(tmp_path / "good.csv", rows)
+    write(tmp_path / "unknown.csv", [*rows, {**rows[0], "label": "perhaps"}])
+    write(tmp_path / "blank.csv", [*rows, {**rows[0], "label": ""}])
+    write(tmp_path / "null.json", [*rows, {**rows[0], "review": None}])
+    write(tmp_path / "score.csv", [{"text": "a", "label": 0.5}, {"text": "b", "label": ""}])
+    write(tmp_path / "unlabelled.csv", [{"review": "a"}, {"review": "b"}])
+    write(tmp_path / "other.csv", [{"text": "a", "label": "yes"}])
+    write(tmp_path / "textless.csv", [{"number": 1, "label": "yes"}])
+    write(tmp_path / "three.csv", [{"a": "x", "b": "y", "c": "z", "label": 1}])
+    (tmp_path / "header.csv").write_text("review,label\n")
+    (tmp_path / "zero.csv").write_text("")
+    (tmp_path / "zero.json").write_text("")
+    (tmp_path / "none.json").write_text("[]")
+    (tmp_path / "ragged.csv").write_text("review,label\na,1\nb,2,3,4\n")
+    (tmp_path / "broken.json").write_text('{"review": "a", "label": 1}\n{"review": ')
+    (tmp_path / "broken_settings.json").write_text('{"task_name": ')
+    (tmp_path / "settings.json").write_text('{"task_nane": "rte"}')
+    for name in ("pytorch_model_lora.bin", "pytorch_model_lora.safetensors"):
+        content = (trained / name).read_bytes()
+        (tmp_path / f"truncated{Path(name).suffix}").write_bytes(content[: len(content) // 2])
+    tensors = lora_of(trained)
+    torch.save({f"x.{name}": t for name, t in tensors.items()}, tmp_path / "elsewhere.bin")
+    nan = {name: tensor * float("nan") for name, tensor in tensors.items()}
+    torch.save(nan, tmp_path / "nan.bin")
+    head = {name: tensor for name, tensor in tensors.items() if "lora_" not in name}
+    torch.save(head, tmp_path / "head.bin")
+    shutil.copytree(trained / "checkpoint-4", tmp_path / "no_weights")
+    (tmp_path / "no_weights" / "pytorch_model.bin").unlink()
+    shutil.copytree(trained / "checkpoint-4", tmp_path / "half")
+    content = (tmp_path / "half" / "pytorch_model.bin").read_bytes()
+    (tmp_path / "half" / "pytorch_model.bin").write_bytes(content[:1000])
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    return tmp_path
+
+
+RTE = "--task_name rte --data_dir {glue}"
+EVAL = f"{RTE} --do_eval --apply_lora --lora_path"
+TRAIN_OWN = "--do_train --apply_lora --lora_r 4 --lora_alpha 8 --train_file {tmp}"
+R4 = "--lora_r 4 --lora_alpha 8"
+BAD = {
+    "another rank": (
+        f"{EVAL} {{trained}} --lora_r 2 --lora_alpha 8",
+        "trained with rank 4, the model was built with 2",
+    ),
+    "another rank, .bin": (
+        f"{EVAL} {{trained}}/pytorch_model_lora.bin --lora_r 2 --lora_alpha 8",
+        "(4, 32) in the file, (2, 32) in the model: rank 4, not 2",
+    ),
+    "another alpha": (
+        f"{EVAL} {{trained}} --lora_alpha 16",
+        "trained with alpha 8, the model was built with 16",
+    ),
+    "another number of labels": (
+        "--task_name mnli --data_dir {glue} --do_eval --apply_lora --lora_path {trained}",
+        "was trained for the labels entailment, not_entailment; the data has entailment, neutral",
+    ),
+    "another task": (
+        "--task_name sst2 --data_dir {glue} --do_eval --apply_lora --lora_path {trained}",
+        "was trained for the labels entailment, not_entailment; the data has 0, 1",
+    ),
+    "no layer": (f"{EVAL} {{tmp}}/elsewhere.bin {R4}", "matches no layer of the model"),
+    "no LoRA in it": (f"{EVAL} {{tmp}}/head.bin {R4}", "none of its 4 tensors is LoRA's"),
+    "not finite": (f"{EVAL} {{tmp}}/nan.bin {R4}", "not finite"),
+    "missing": (f"{EVAL} {{tmp}}/none.bin {R4}", "none.bin: no such checkpoint file"),
+    "truncated": (f"{EVAL} {{tmp}}/truncated.bin {R4}", "truncated.bin: damaged"),
+    "truncated safetensors": (
+        f"{EVAL} {{tmp}}/truncated.safetensors",
+        "truncated.safetensors: damaged",
+    ),
+    "no alpha": (
+        f"{EVAL} {{trained}}/pytorch_model_lora.bin --lora_r 4",
+        "apply_lora needs lora_alpha: give --lora_alpha",
+    ),
+    "no rank": (f"{RTE} --do_train --apply_lora --lora_alpha 8", "give --lora_r"),
+    "rank alone": (f"{RTE} --do_train --lora_r 8", "--lora_r needs --apply_lora"),
+    "adapter alone": (f"{RTE} --do_eval --lora_path {{trained}}", "needs --apply_lora"),
+    "checkpoint as another": (
+        f"{RTE} --do_eval --apply_lora {R4} --model_name_or_path {{tmp}}/half",
+        "half/pytorch_model.bin: damaged",
+    ),
+    "model without weights": (
+        f"{RTE} --do_eval --model_name_or_path {{tmp}}/no_weights",
+        "has no weights: neither model.safetensors nor pytorch_model.bin",
+    ),
+    "model with another rank": (
+        f"{RTE} --do_eval --apply_lora --lora_r 2 --model_name_or_path {{trained}}",
+        "was trained with lora_r 4, not 2",
+    ),
+    "nothing trained": (f"{RTE} --do_eval", "has no trained classifier.dense.bias, …"),
+    "no such model": (
+        f"{RTE} --do_train --model_name_or_path {{tmp}}/nowhere",
+        "nowhere' is neither a local folder nor a model on the hub",
+    ),
+    "no model that can be reached": (
+        f"{RTE} --do_train --model_name_or_path org/name",
+        "'org/name' is not a local folder and cannot be fetched",
+    ),
+    "wrong column count": (
+        "--task_name rte --data_dir {tmp}/columns --do_train",
+        "RTE/train.tsv:47: expected 4 tab-separated columns, found 2",
+    ),
+    "unknown label": (
+        "--task_name rte --data_dir {tmp}/labels --do_eval --model_name_or_path {trained}",
+        "RTE/dev.tsv:15: unknown label 'entails' (expected entailment, not_entailment)",
+    ),
+    "empty set": (
+        "--task_name rte --data_dir {tmp}/empty --do_train",
+        "RTE/train.tsv: the file holds no rows",
+    ),
+    "emptied set": (f"{RTE} --do_train --max_train_samples 0", "train set holds no examples"),
+    "no such task": ("--task_name rta --do_train", "unknown GLUE task 'rta'"),
+    "no such data": (
+        "--task_name rte --data_dir {tmp}/nowhere --do_train",
+        "nowhere/train.tsv: no such file",
+    ),
+    "too long": (
+        f"{RTE} --do_train --max_seq_length 65",
+        "--max_seq_length 65: the model has 64 positions",
+    ),
+    "too short": (f"{RTE} --do_train --max_seq_length 0", "--max_seq_length 0"),
+    "no data": ("--do_train", "give --task_name, or --train_file"),
+    "nothing to do": (RTE, "nothing to do: give --do_train, --do_eval or --do_predict"),
+    "unknown flag": (f"{RTE} --do_train --lora_rank 8", "unrecognized arguments: --lora_rank"),
+    "a TPU": (f"{RTE} --do_train --tpu_num_cores 8", "--tpu_num_cores has no meaning here"),
+    "fp16": (f"{RTE} --do_train --fp16 --no_cuda", "--fp16 needs a GPU"),
+    "no set to evaluate": (
+        f"{RTE} --do_train --do_eval False --evaluation_strategy epoch",
+        "--evaluation_strategy needs a set to evaluate on: add --do_eval",
+    ),
+    "unknown metric": (
+        f"{RTE} --do_train --evaluation_strategy epoch --save_strategy epoch "
+        "--load_best_model_at_end --metric_for_best_model acuracy",
+        "no evaluation gives eval_acuracy; known: loss, accuracy",
+    ),
+    "a rate beyond all": (
+        f"{RTE} --do_train --learning_rate inf --save_steps 1",
+        "the weights are not finite after step 1; no checkpoint was saved before",
+    ),
+    "own: no such file": (f"{TRAIN_OWN}/none.csv", "none.csv: no such file"),
+    "own: another kind": (f"{TRAIN_OWN}/train.txt", "must end in .csv, .json or .jsonl"),
+    "own: no file": (f"{TRAIN_OWN}/good.csv --do_eval", "this run needs --validation_file"),
+    "own: header alone": (f"{TRAIN_OWN}/header.csv", "header.csv: holds no examples"),
+    "own: no byte": (f"{TRAIN_OWN}/zero.csv", "zero.csv: cannot be read"),
+    "own: no byte of JSON": (f"{TRAIN_OWN}/zero.json", "zero.json: holds no examples"),
+    "own: no row of JSON": (f"{TRAIN_OWN}/none.json", "none.json: holds no examples"),
+    "own: ragged": (f"{TRAIN_OWN}/ragged.csv", "ragged.csv: cannot be read"),
+    "own: broken": (f"{TRAIN_OWN}/broken.json", "broken.json: cannot be read"),
+    "own: no label column": (f"{TRAIN_OWN}/unlabelled.csv", "has no column 'label'"),
+    "own: no text": (f"{TRAIN_OWN}/textless.csv", "has 0 text columns (none)"),
+    "own: three texts": (f"{TRAIN_OWN}/three.csv", "has 3 text columns (a, b, c)"),
+    "own: other columns": (
+        f"{TRAIN_OWN}/good.csv --do_eval --validation_file {{tmp}}/other.csv",
+        "other.csv: has no column 'review'",
+    ),
+    "own: unknown label": (
+        f"{TRAIN_OWN}/good.csv --do_eval --validation_file {{tmp}}/unknown.csv",
+        "unknown.csv: row 25: unknown label 'perhaps' (expected no, yes)",
+    ),
+    "own: blank label": (f"{TRAIN_OWN}/blank.csv", "blank.csv: row 25: has no label"),
+    "own: blank score": (f"{TRAIN_OWN}/score.csv", "score.csv: row 2: has no label"),
+    "own: null text": (f"{TRAIN_OWN}/null.json", "null.json: row 25: has no review"),
+    "own: labels unknown": (
+        "--do_eval --validation_file {tmp}/good.csv --apply_lora --lora_r 4 --lora_alpha 8 "
+        "--lora_path {trained}/pytorch_model_lora.bin",
+        "good.csv: the model does not name its labels; give the --train_file",
+    ),
+    "own: other labels": (
+        "--do_eval --validation_file {tmp}/good.csv --apply_lora --lora_path {trained}",
+        "good.csv: row 1: unknown label 'yes' (expected entailment, not_entailment)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("flags", "message"), BAD.values(), ids=BAD)
+def test_bad_input_is_one_line(
+    run_glue, tiny_base, tiny_glue, trained, bad, monkeypatch, capsys, flags, message
+):
+    if "org/name" in flags:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(bad)
+    before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
+    given = flags.format(tmp=bad, glue=tiny_glue, trained=trained).split()
+    arguments = [*common(tiny_base), *given, "--output_dir", bad / "out"]
+    assert message in failure(run_glue, arguments, monkeypatch, capsys)
+    assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
+    assert not list((bad / "out").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [("full", "is not empty and holds no checkpoint to resume from"), ("file", "file is a file")],
+)
+def test_an_output_folder_that_is_taken(
+    run_glue, tiny_base, tiny_glue, bad, monkeypatch, capsys, out, message
+):
+    arguments = [*common(tiny_base), *on_rte(tiny_glue, bad / out)]
+    assert message in failure(run_glue, arguments, monkeypatch, capsys)
+    assert (bad / "full" / "thesis.txt").read_text() == (bad / "file").read_text() == "mine"
+    assert len(list((bad / "full").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "half/pytorch_model.bin: damaged"),
+        (["--lora_alpha", 16], "trained with alpha 8, the model was built with 16"),
+        (["--lora_r", 2], "trained with rank 4, the model was built with 2"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_resumed(
+    run_glue, trained, tiny_base, tiny_glue, bad, monkeypatch, capsys, flags, message
+):
+    source = bad / "half" if not flags else trained / "checkpoint-4"
+    copied = bad / "resumed" / "checkpoint-4"
+    shutil.copytree(source, copied)
+    arguments = [*common(tiny_base), *on_rte(tiny_glue, bad / "resumed"), *flags]
+    line = failure(run_glue, arguments, monkeypatch, capsys)
+    assert message.replace("half", "checkpoint-4") in line
+    assert [path.name for path in (bad / "resumed").iterdir()] == ["checkpoint-4"]
+    for path in source.iterdir():
+        assert (copied / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("broken_settings.json", "broken_settings.json: not a JSON file"),
+        ("settings.json", "unknown settings: task_nane"),
+        ("absent.json", "absent.json: No such file"),
+    ],
+)
+def test_settings_files_that_are_wrong(run_glue, bad, monkeypatch, capsys, name, message):
+    # As torch.distributed.launch calls it.
+    arguments = ["--local-rank=0", bad / name]
+    assert message in failure(run_glue, arguments, monkeypatch, capsys)
+
+
+def test_an_error_in_the_middle_of_a_bar_has_its_own_line(
+    run_glue, tiny_base, tiny_glue, tmp_path, monkeypatch, capsys
+):
+    shown = [flag for flag in common(tiny_base) if flag != "--disable_tqdm"]
+    flags = ["--learning_rate", "1e30", "--save_steps", 1, "--max_grad_norm", 0]
+    arguments = [*shown, *on_rte(tiny_glue, tmp_path / "out"), *flags]
+    line = failure(run_glue, arguments, monkeypatch, capsys)
+    assert "not finite" in line
