@@ -88,7 +88,7 @@ def adapt(base_file: Path, lora_file: Path, r: int, epochs: int) -> nn.Module:
     """Adapts the base to turned digits and saves what it learned to `lora_file`."""
     examples, _ = load_data(turned=True)
     model = make_model()
-    model.load_state_dict(torch.load(base_file))
+    model.load_state_dict(torch.load(base_file, weights_only=True))
     add_lora(model, r)  # step 1
     lora.mark_only_lora_as_trainable(model)  # step 2
     train(model, examples, epochs)  # steps 3 and 4
@@ -100,7 +100,9 @@ def reload(base_file: Path, lora_file: Path, r: int) -> nn.Module:
     """Step 6: the adapted model again, from its two files, which together hold every tensor."""
     model = make_model()
     add_lora(model, r)
-    model.load_state_dict(torch.load(base_file) | torch.load(lora_file))
+    model.load_state_dict(
+        torch.load(base_file, weights_only=True) | torch.load(lora_file, weights_only=True)
+    )
     return model
 
 

@@ -72,8 +72,19 @@ def write_whole(path: str | os.PathLike) -> Iterator[Path]:
         os.umask(umask)
         temporary.chmod(0o666 & ~umask)
         temporary.replace(path)
+        sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync_folder(folder: str | os.PathLike) -> None:
+    """Makes the renames within `folder` survive a power cut, where the system has a way to."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def write_tensors(
@@ -191,7 +202,8 @@ class AdapterInfo:
             message = f"{path}: its metadata is damaged ({_first_line(error)})"
             raise CheckpointError(message) from error
         rank, alpha = info.rank, info.alpha
-        if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+        sound = isinstance(rank, int) and rank >= 1 and isinstance(alpha, int | float)
+        if not sound or not 0 < alpha < float("inf"):
             raise CheckpointError(f"{path}: rank {rank!r}, alpha {alpha!r} in its metadata")
         return info
 
@@ -214,6 +226,9 @@ def save_adapter(path: str | os.PathLike, adapter: Adapter) -> None:
 def load_adapter(path: str | os.PathLike) -> Adapter:
     """Reads an adapter file of either form, or the one in a checkpoint's folder.
 
+    The release's form says nothing of itself; where this project wrote it, the safetensors beside
+    it hold the same tensors, and the info is taken from there.
+
     Raises:
         CheckpointError: the file cannot be read or holds no LoRA tensors.
     """
@@ -225,7 +240,19 @@ def load_adapter(path: str | os.PathLike) -> Adapter:
     tensors = rename_old_tensors(tensors)
     if not any("lora_" in name for name in tensors):
         raise CheckpointError(f"{path}: none of its {len(tensors)} tensors is LoRA's ('lora_')")
-    return Adapter(tensors, AdapterInfo.from_metadata(metadata, Path(path)), str(path))
+    info = AdapterInfo.from_metadata(metadata, path) or _info_beside(path, tensors)
+    return Adapter(tensors, info, str(path))
+
+
+def _info_beside(path: Path, tensors: Mapping[str, Tensor]) -> AdapterInfo | None:
+    twin = path.with_name(SAFE_LORA_WEIGHTS_NAME)
+    if path.name != LORA_WEIGHTS_NAME or not twin.is_file():
+        return None
+    others, metadata = read_tensors(twin)
+    same = others.keys() == tensors.keys() and all(
+        torch.equal(others[name], tensor) for name, tensor in tensors.items()
+    )
+    return AdapterInfo.from_metadata(metadata, twin) if same else None
 
 
 def rename_old_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -266,17 +293,19 @@ def lora_targets(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def fingerprint(tensors: Mapping[str, Tensor], backbones: Iterable[str] = BACKBONE_PREFIXES) -> str:
-    """A short name for a base's weights: equal for equal bases, wherever and however they are held.
+    """A short name for a base's weight matrices.
 
     SHA-256 over up to 1,024 evenly spaced values of every weight matrix of the backbone, rounded to
-    bfloat16, so that a copy of the base in bfloat16 has the fingerprint of the base. LoRA tensors,
-    biases and norms are left out: they may be what was trained.
+    bfloat16, so that a copy of the base in bfloat16 has the fingerprint of the base (one in float16
+    has not: it is rounded twice). LoRA tensors, biases and norms are left out, because they may be
+    what was trained; so is the pooler, which is no part of every model.
     """
     starts = tuple(backbones)
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
-        if "lora_" in name or tensor.dim() < 2 or not name.startswith(starts):
+        is_weight = tensor.dim() >= 2 and tensor.is_floating_point()
+        if not is_weight or "lora_" in name or "pooler." in name or not name.startswith(starts):
             continue
         flat = tensor.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // 1024)][:1024].cpu().bfloat16()

@@ -7,7 +7,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-packages=(-e . -e "NLU[tensorboard]")
+project=(-e . -e "NLU[tensorboard]")
+packages=("${project[@]}")
 if [ "${1:-}" = "--with-tests" ]; then
     packages+=(pytest ruff)
 fi
@@ -47,11 +48,12 @@ if [ ! -x .venv/bin/python ]; then
 fi
 
 # What was installed, and from which files: the same again means there is nothing to do.
-state="${packages[*]} $(cat constraints.txt setup.py NLU/setup.py | cksum)"
+files=$(cat constraints.txt setup.py NLU/setup.py | cksum)
+state="${packages[*]} $files"
 stamp=.venv/installed
 if ! grep -qxF -- "$state" "$stamp" 2>/dev/null; then
     echo "installing into .venv: ${packages[*]}"
     .venv/bin/python -m pip install --quiet --disable-pip-version-check \
         -c constraints.txt "${packages[@]}"
-    echo "$state" >>"$stamp"
+    printf '%s\n' "$state" "${project[*]} $files" >>"$stamp"
 fi

@@ -63,10 +63,12 @@ def split(source: Path, target: Path) -> Adapter:
 
     Raises:
         CheckpointError: `source` cannot be read, holds no LoRA weights, or does not say what
-            `target` has to; or both are one file.
+            `target` has to; or `target` is a file of the checkpoint other than a LoRA file.
     """
-    if target.exists() and target.samefile(source):
-        raise CheckpointError(f"{target}: would replace the checkpoint that it is taken from")
+    folder = source if source.is_dir() else source.parent
+    inside = target.exists() and target.resolve().parent == folder.resolve()
+    if inside and (target.samefile(source) or "lora" not in target.name):
+        raise CheckpointError(f"{target}: would replace a file of the checkpoint it is taken from")
     tensors, config = read_checkpoint(source)
     part = adapter_tensors(tensors)
     if not any("lora_" in name for name in part):

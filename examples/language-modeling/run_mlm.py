@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from datasets import Dataset, load_dataset
 from tokenizers import ByteLevelBPETokenizer
@@ -33,6 +32,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.hf_argparser import flag
 from transformers.utils.cli import find_checkpoint, run, set_up_logging
 
 logger = logging.getLogger(__name__)
@@ -40,20 +40,16 @@ logger = logging.getLogger(__name__)
 SPECIAL_TOKENS = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 
 
-def _flag(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass
 class ModelArguments:
     """A model to go on from, or the shape of a new one."""
 
-    model_name_or_path: str | None = _flag(None, "go on from this model, with its tokenizer")
-    vocab_size: int = _flag(8000, "new model: entries of the vocabulary to learn, at most")
-    hidden_size: int = _flag(256, "new model: width")
-    num_hidden_layers: int = _flag(4, "new model: layers")
-    num_attention_heads: int = _flag(4, "new model: heads a layer")
-    intermediate_size: int = _flag(1024, "new model: width within the feed-forward parts")
+    model_name_or_path: str | None = flag(None, "go on from this model, with its tokenizer")
+    vocab_size: int = flag(8000, "new model: entries of the vocabulary to learn, at most")
+    hidden_size: int = flag(256, "new model: width")
+    num_hidden_layers: int = flag(4, "new model: layers")
+    num_attention_heads: int = flag(4, "new model: heads a layer")
+    intermediate_size: int = flag(1024, "new model: width within the feed-forward parts")
 
 
 @dataclass
@@ -61,9 +57,9 @@ class DataArguments:
     """The text."""
 
     train_file: str = field(metadata={"help": "a text file, one example a line"})
-    validation_file: str | None = _flag(None, "the same, to evaluate on")
-    max_seq_length: int = _flag(128, "longer lines are cut to this number of tokens")
-    mlm_probability: float = _flag(0.15, "share of the tokens that are to be guessed")
+    validation_file: str | None = flag(None, "the same, to evaluate on")
+    max_seq_length: int = flag(128, "longer lines are cut to this number of tokens")
+    mlm_probability: float = flag(0.15, "share of the tokens that are to be guessed")
 
 
 def learn_tokenizer(file: str, vocab_size: int, max_length: int) -> PreTrainedTokenizerBase:

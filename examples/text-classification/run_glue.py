@@ -38,6 +38,7 @@ from transformers import (
     set_seed,
 )
 from transformers.data.processors import GlueTask, glue_task, load_glue_split
+from transformers.hf_argparser import flag
 from transformers.utils.cli import find_checkpoint, run, set_up_logging
 
 logger = logging.getLogger(__name__)
@@ -45,25 +46,21 @@ logger = logging.getLogger(__name__)
 HUB_GLUE = "nyu-mll/glue"
 
 
-def _flag(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass
 class ModelArguments:
     """The model, and how it is adapted."""
 
     model_name_or_path: str = field(metadata={"help": "a model's folder, or its name on the hub"})
-    config_name: str | None = _flag(None, "folder or name of the settings, where they lie apart")
-    tokenizer_name: str | None = _flag(None, "folder or name of the tokenizer, where it lies apart")
-    cache_dir: str | None = _flag(None, "where to keep what is downloaded")
-    use_fast_tokenizer: bool = _flag(True, "both values give the same tokenizer, and the same ids")
-    model_revision: str = _flag("main", "branch, tag or commit on the hub")
-    use_auth_token: bool = _flag(False, "use the token of `hf auth login`, for private models")
-    apply_lora: bool = _flag(False, "train LoRA and the head; the model itself stays as it is")
-    lora_alpha: int | None = _flag(None, "the LoRA update is scaled by lora_alpha / lora_r")
-    lora_r: int | None = _flag(None, "rank of the LoRA update")
-    lora_path: str | None = _flag(
+    config_name: str | None = flag(None, "folder or name of the settings, where they lie apart")
+    tokenizer_name: str | None = flag(None, "folder or name of the tokenizer, where it lies apart")
+    cache_dir: str | None = flag(None, "where to keep what is downloaded")
+    use_fast_tokenizer: bool = flag(True, "both values give the same tokenizer, and the same ids")
+    model_revision: str = flag("main", "branch, tag or commit on the hub")
+    use_auth_token: bool = flag(False, "use the token of `hf auth login`, for private models")
+    apply_lora: bool = flag(False, "train LoRA and the head; the model itself stays as it is")
+    lora_alpha: int | None = flag(None, "the LoRA update is scaled by lora_alpha / lora_r")
+    lora_r: int | None = flag(None, "rank of the LoRA update")
+    lora_path: str | None = flag(
         None, "a LoRA file to start from or to evaluate: .bin or .safetensors, or a folder with one"
     )
 
@@ -72,25 +69,25 @@ class ModelArguments:
 class DataTrainingArguments:
     """The data."""
 
-    task_name: str | None = _flag(
+    task_name: str | None = flag(
         None, "a GLUE task: cola, mnli, mrpc, qnli, qqp, rte, sst2, stsb or wnli"
     )
-    data_dir: str | None = _flag(
+    data_dir: str | None = flag(
         None, "folder of GLUE's TSV files (see utils/download_glue_data.py); the hub if not given"
     )
-    max_seq_length: int = _flag(128, "longer texts are cut to this number of tokens")
-    overwrite_cache: bool = _flag(False, "tokenize anew what an earlier run has cached")
-    pad_to_max_length: bool = _flag(
+    max_seq_length: int = flag(128, "longer texts are cut to this number of tokens")
+    overwrite_cache: bool = flag(False, "tokenize anew what an earlier run has cached")
+    pad_to_max_length: bool = flag(
         False, "pad every text to max_seq_length, not to the longest of its batch"
     )
-    max_train_samples: int | None = _flag(None, "train on this many examples at most")
-    max_val_samples: int | None = _flag(None, "evaluate on this many examples at most")
-    max_test_samples: int | None = _flag(None, "predict this many examples at most")
-    train_file: str | None = _flag(
+    max_train_samples: int | None = flag(None, "train on this many examples at most")
+    max_val_samples: int | None = flag(None, "evaluate on this many examples at most")
+    max_test_samples: int | None = flag(None, "predict this many examples at most")
+    train_file: str | None = flag(
         None, "CSV or JSON lines of your own: one or two text columns, and the column 'label'"
     )
-    validation_file: str | None = _flag(None, "the same, to evaluate on")
-    test_file: str | None = _flag(None, "the same, to predict; needs no labels")
+    validation_file: str | None = flag(None, "the same, to evaluate on")
+    test_file: str | None = flag(None, "the same, to predict; needs no labels")
 
     def __post_init__(self) -> None:
         if self.task_name is not None:
@@ -148,6 +145,8 @@ def load_glue(
     task = glue_task(data_args.task_name)
     keys = tuple(key for key in task.text_keys if key)
     if data_args.data_dir is None:
+        if task.name == "mnli-mm":
+            raise ValueError("--task_name mnli evaluates on mnli-mm as well; give that")
         loaded = load_dataset(HUB_GLUE, task.name, cache_dir=cache_dir)
         sets = {split: loaded[split].select_columns([*keys, "label"]) for split in splits}
     else:
@@ -194,7 +193,12 @@ def load_own_files(
         # The model does not name its classes: their order is that of its training set.
         labelled["train"] = _filled(_read_file(files["train"]), ("label",), files["train"])
     labels: tuple[str, ...] = ()
-    if not any(data.features["label"].dtype.startswith("float") for data in labelled.values()):
+    scores = {s: d.features["label"].dtype.startswith("float") for s, d in labelled.items()}
+    if len(set(scores.values())) > 1:
+        kinds = ("classes", "scores")
+        listed = ", ".join(f"{kinds[is_score]} in {files[s]}" for s, is_score in scores.items())
+        raise ValueError(f"the labels are of two kinds: {listed}")
+    if not any(scores.values()):
         labels = _label_names(labelled.get("train"), known_labels)
         for split in labelled.keys() & sets.keys():
             sets[split] = _number_labels(sets[split], labels, files[split])
@@ -319,8 +323,10 @@ def check_arguments(
         if getattr(model_args, name) is not None and not model_args.apply_lora:
             raise ValueError(f"--{name} needs --apply_lora")
     if adapter is not None and adapter.info is not None:
-        model_args.lora_r = model_args.lora_r or adapter.info.rank
-        model_args.lora_alpha = model_args.lora_alpha or adapter.info.alpha
+        if model_args.lora_r is None:
+            model_args.lora_r = adapter.info.rank
+        if model_args.lora_alpha is None:
+            model_args.lora_alpha = adapter.info.alpha
     elif adapter is not None:
         logger.warning(
             "%s does not say its alpha or its base: --lora_alpha %s and %s are taken on trust",
@@ -355,13 +361,30 @@ def known_labels(config: PretrainedConfig, adapter: Adapter | None) -> tuple[str
     return () if names[0].startswith("LABEL_") else names
 
 
-def check_labels(data: TextData, known: tuple[str, ...], source: str, training: bool) -> None:
-    """Refuses to evaluate a head on classes that it was not trained for."""
+def check_task(
+    data: TextData, known: tuple[str, ...], trained_for: str | None, source: str, training: bool
+) -> None:
+    """Refuses to evaluate a head on a task or on classes that it was not trained for.
+
+    Training may begin with the head of another task, as the release's recipes do with MNLI's.
+    """
+    task = data.task.name if data.task else None
+    if task and trained_for and _family(task) != _family(trained_for):
+        if not training:
+            raise ValueError(f"{source} was trained for {trained_for}, not for {task}")
+        logger.warning(
+            "%s was trained for %s: training on %s begins there", source, trained_for, task
+        )
     if known and data.labels and known != data.labels and not training:
         raise ValueError(
             f"{source} was trained for the labels {', '.join(known)}; "
             f"the data has {', '.join(data.labels)}"
         )
+
+
+def _family(task: str) -> str:
+    """Tasks that share a head: MNLI's two halves, and the diagnostic set."""
+    return "mnli" if task in ("mnli", "mnli-mm", "ax") else task
 
 
 def build_model(
@@ -461,18 +484,28 @@ def main(argv: Sequence[str] | None = None) -> None:
         model_args, data_args, args = parser.parse_args_into_dataclasses(argv)
     set_up_logging()
     checkpoint = find_checkpoint(args)
+    logger.info("computing on %s, %s process(es)", args.device, args.world_size)
     adapter = load_adapter(model_args.lora_path) if model_args.lora_path else None
     check_arguments(model_args, args, adapter)
 
     config = load_config(model_args)
     check_length(config, data_args.max_seq_length)
+    if args.cls_dropout is not None and not hasattr(config, "cls_dropout"):
+        raise ValueError(f"--cls_dropout: a {config.model_type} model has no such dropout")
     known = known_labels(config, adapter)
     splits = needed_splits(glue_task(data_args.task_name) if data_args.task_name else None, args)
     if data_args.task_name:
         data = load_glue(data_args, splits, model_args.cache_dir)
     else:
         data = load_own_files(data_args, splits, known)
-    check_labels(data, known, model_args.lora_path or model_args.model_name_or_path, args.do_train)
+    info = adapter.info if adapter else None
+    check_task(
+        data,
+        known,
+        info.task if info else config.finetuning_task,
+        model_args.lora_path or model_args.model_name_or_path,
+        args.do_train,
+    )
 
     tokenizer = AutoTokenizer.from_pretrained(
         model_args.tokenizer_name or model_args.model_name_or_path,
@@ -480,6 +513,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         use_fast=model_args.use_fast_tokenizer,
         **_where(model_args),
     )
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model {config.vocab_size}: "
+            "they do not belong together"
+        )
     datasets = tokenize(data, tokenizer, data_args)
     names = dict(enumerate(data.labels)) or {0: "LABEL_0"}
     config = load_config(

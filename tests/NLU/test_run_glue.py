@@ -541,6 +541,13 @@ def bad(tmp_path, tiny_glue, trained):
         file.write("13\ta\tb\tentails\n")
     (tmp_path / "empty" / "RTE" / "train.tsv").write_text("index\tsentence1\tsentence2\tlabel\n")
     rows = own_rows(["yes", "no"])
+    shutil.copytree(tiny_glue / "RTE", tmp_path / "QNLI")
+    for path in (tmp_path / "QNLI").iterdir():
+        path.write_text(
+            path.read_text().replace("sentence1", "question").replace("sentence2", "sentence")
+        )
+    write(tmp_path / "integers.csv", [{"review": "a", "label": 0}, {"review": "b", "label": 1}])
+    write(tmp_path / "floats.csv", [{"review": "a", "label": 0.0}, {"review": "b", "label": 1.0}])
     write(tmp_path / "good.csv", rows)
     write(tmp_path / "unknown.csv", [*rows, {**rows[0], "label": "perhaps"}])
     write(tmp_path / "blank.csv", [*rows, {**rows[0], "label": ""}])
@@ -563,6 +570,7 @@ def bad(tmp_path, tiny_glue, trained):
         (tmp_path / f"truncated{Path(name).suffix}").write_bytes(content[: len(content) // 2])
     tensors = lora_of(trained)
     torch.save({f"x.{name}": t for name, t in tensors.items()}, tmp_path / "elsewhere.bin")
+    torch.save(tensors, tmp_path / "lone.bin")
     nan = {name: tensor * float("nan") for name, tensor in tensors.items()}
     torch.save(nan, tmp_path / "nan.bin")
     head = {name: tensor for name, tensor in tensors.items() if "lora_" not in name}
@@ -588,7 +596,7 @@ BAD = {
         "trained with rank 4, the model was built with 2",
     ),
     "another rank, .bin": (
-        f"{EVAL} {{trained}}/pytorch_model_lora.bin --lora_r 2 --lora_alpha 8",
+        f"{EVAL} {{tmp}}/lone.bin --lora_r 2 --lora_alpha 8",
         "(4, 32) in the file, (2, 32) in the model: rank 4, not 2",
     ),
     "another alpha": (
@@ -597,11 +605,11 @@ BAD = {
     ),
     "another number of labels": (
         "--task_name mnli --data_dir {glue} --do_eval --apply_lora --lora_path {trained}",
-        "was trained for the labels entailment, not_entailment; the data has entailment, neutral",
+        "was trained for rte, not for mnli",
     ),
     "another task": (
         "--task_name sst2 --data_dir {glue} --do_eval --apply_lora --lora_path {trained}",
-        "was trained for the labels entailment, not_entailment; the data has 0, 1",
+        "was trained for rte, not for sst2",
     ),
     "no layer": (f"{EVAL} {{tmp}}/elsewhere.bin {R4}", "matches no layer of the model"),
     "no LoRA in it": (f"{EVAL} {{tmp}}/head.bin {R4}", "none of its 4 tensors is LoRA's"),
@@ -613,7 +621,7 @@ BAD = {
         "truncated.safetensors: damaged",
     ),
     "no alpha": (
-        f"{EVAL} {{trained}}/pytorch_model_lora.bin --lora_r 4",
+        f"{EVAL} {{tmp}}/lone.bin --lora_r 4",
         "apply_lora needs lora_alpha: give --lora_alpha",
     ),
     "no rank": (f"{RTE} --do_train --apply_lora --lora_alpha 8", "give --lora_r"),
@@ -678,8 +686,25 @@ BAD = {
         "no evaluation gives eval_acuracy; known: loss, accuracy",
     ),
     "a rate beyond all": (
-        f"{RTE} --do_train --learning_rate inf --save_steps 1",
+        f"{RTE} --do_train --learning_rate 1e39 --save_steps 1",
         "the weights are not finite after step 1; no checkpoint was saved before",
+    ),
+    "an infinite rate": (f"{RTE} --do_train --learning_rate inf", "--learning_rate must be"),
+    "no epoch": (f"{RTE} --do_train --num_train_epochs -2", "--num_train_epochs must be positive"),
+    "alpha 0": (f"{RTE} --do_train --apply_lora --lora_r 4 --lora_alpha 0", "lora_alpha must be"),
+    "cls_dropout": (f"{RTE} --do_train --cls_dropout 0.1", "a roberta model has no such dropout"),
+    "another task's adapter": (
+        "--task_name qnli --data_dir {tmp} --do_eval --apply_lora "
+        "--lora_path {trained}/pytorch_model_lora.safetensors",
+        "was trained for rte, not for qnli",
+    ),
+    "another task's model": (
+        "--task_name qnli --data_dir {tmp} --do_eval --model_name_or_path {trained}",
+        "was trained for rte, not for qnli",
+    ),
+    "own: two kinds of labels": (
+        f"{TRAIN_OWN}/integers.csv --do_eval --validation_file {{tmp}}/floats.csv",
+        "the labels are of two kinds: classes in",
     ),
     "own: no such file": (f"{TRAIN_OWN}/none.csv", "none.csv: no such file"),
     "own: another kind": (f"{TRAIN_OWN}/train.txt", "must end in .csv, .json or .jsonl"),
@@ -706,7 +731,7 @@ BAD = {
     "own: null text": (f"{TRAIN_OWN}/null.json", "null.json: row 25: has no review"),
     "own: labels unknown": (
         "--do_eval --validation_file {tmp}/good.csv --apply_lora --lora_r 4 --lora_alpha 8 "
-        "--lora_path {trained}/pytorch_model_lora.bin",
+        "--lora_path {tmp}/lone.bin",
         "good.csv: the model does not name its labels; give the --train_file",
     ),
     "own: other labels": (

@@ -9,12 +9,14 @@ import importlib.util
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from transformers import RobertaConfig, RobertaForSequenceClassification, Trainer, TrainingArguments
+from transformers.utils.cli import run
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples/text-classification/run_glue.py"
 
@@ -85,4 +87,4 @@ def main(calls: str, results: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[-2:])
+    run(partial(main, *sys.argv[-2:]))

@@ -599,3 +599,38 @@ def test_damaged_files(tmp_path, form):
         equal(model.state_dict(), expected)
     assert len(messages) > 250
     assert all("\n" not in message and str(path) in message for message in messages)
+
+
+def test_a_fingerprint_is_of_weight_matrices_alone():
+    """Not of position ids and poolers, which some files of a base hold and others do not."""
+    base = {
+        "roberta.layer.query.weight": torch.randn(4, 4),
+        "roberta.layer.query.bias": torch.ones(4),
+    }
+    extra = {
+        "roberta.embeddings.position_ids": torch.arange(6)[None],
+        "roberta.pooler.dense.weight": torch.randn(4, 4),
+    }
+    assert fingerprint(base) == fingerprint({**base, **extra})
+    assert fingerprint(base) != fingerprint({"roberta.layer.query.weight": torch.zeros(4, 4)})
+
+
+def test_the_release_s_form_takes_its_info_from_the_twin_beside_it(tmp_path):
+    tensors = {"roberta.query.lora_A": torch.ones(2, 4), "roberta.query.lora_B": torch.ones(4, 2)}
+    info = AdapterInfo(rank=2, alpha=8, targets=("query",))
+    save_adapter(tmp_path / "pytorch_model_lora.bin", Adapter(tensors, info))
+    assert load_adapter(tmp_path / "pytorch_model_lora.bin").info is None
+    save_adapter(tmp_path / "pytorch_model_lora.safetensors", Adapter(tensors, info))
+    assert load_adapter(tmp_path / "pytorch_model_lora.bin").info == info
+    other = {name: tensor + 1 for name, tensor in tensors.items()}
+    save_adapter(tmp_path / "pytorch_model_lora.safetensors", Adapter(other, info))
+    assert load_adapter(tmp_path / "pytorch_model_lora.bin").info is None
+
+
+@pytest.mark.parametrize("alpha", [0, -1, float("inf"), float("nan"), "8"])
+def test_an_alpha_that_is_none(tmp_path, alpha):
+    tensors = {"roberta.query.lora_A": torch.ones(2, 4), "roberta.query.lora_B": torch.ones(4, 2)}
+    path = tmp_path / "lora.safetensors"
+    save_adapter(path, Adapter(tensors, AdapterInfo(rank=2, alpha=alpha, targets=("query",))))
+    with pytest.raises(CheckpointError, match="alpha"):
+        load_adapter(path)

@@ -34,13 +34,14 @@ from .models.roberta.tokenization_roberta_fast import RobertaTokenizerFast
 from .optimization import get_scheduler
 from .tokenization_utils_base import BatchEncoding, PreTrainedTokenizerBase
 from .tokenization_utils_fast import PreTrainedTokenizerFast
-from .trainer import Trainer, TrainingError
+from .trainer import Trainer
 from .trainer_callback import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
 from .trainer_utils import (
     EvalPrediction,
     EvaluationStrategy,
     IntervalStrategy,
     SchedulerType,
+    TrainingError,
     set_seed,
 )
 from .training_args import TrainingArguments

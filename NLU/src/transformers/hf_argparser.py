@@ -11,6 +11,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 
+def flag(default: Any, text: str, **metadata: Any) -> Any:
+    """A dataclass field with a default, its help text and, say, its choices."""
+    return dataclasses.field(default=default, metadata={"help": text, **metadata})
+
+
 def string_to_bool(text: str | bool) -> bool:
     """Reads a flag's value: yes, true, t, y, 1 or no, false, f, n, 0."""
     if isinstance(text, bool):

@@ -33,28 +33,25 @@ class TensorBoardCallback(TrainerCallback):
     def __init__(self) -> None:
         self.writer = None
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs) -> None:
-        """Opens the file and notes the settings."""
+    def on_log(
+        self, args, state, control, model=None, logs: dict[str, float] | None = None, **kwargs
+    ) -> None:
+        """Adds a record; the first one opens the file. Evaluations may come after training."""
         if not state.is_world_process_zero:
             return
+        if self.writer is None:
+            self._open(args, model)
+        for name, value in _named(logs or {}).items():
+            self.writer.add_scalar(name, value, state.global_step)
+        self.writer.flush()
+
+    def _open(self, args: TrainingArguments, model) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(log_dir=args.logging_dir)
         self.writer.add_text("args", args.to_json_string())
         if model is not None:
             self.writer.add_text("model_config", model.config.to_json_string())
-
-    def on_log(self, args, state, control, logs: dict[str, float] | None = None, **kwargs) -> None:
-        """Adds a record."""
-        if self.writer is not None:
-            for name, value in _named(logs or {}).items():
-                self.writer.add_scalar(name, value, state.global_step)
-
-    def on_train_end(self, args, state, control, **kwargs) -> None:
-        """Closes the file."""
-        if self.writer is not None:
-            self.writer.close()
-            self.writer = None
 
 
 class WandbCallback(TrainerCallback):
@@ -63,25 +60,18 @@ class WandbCallback(TrainerCallback):
     def __init__(self) -> None:
         self.run = None
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs) -> None:
-        """Starts a run of the name ``--run_name``."""
+    def on_log(
+        self, args, state, control, model=None, logs: dict[str, float] | None = None, **kwargs
+    ) -> None:
+        """Sends a record; the first one starts a run of the name ``--run_name``."""
         if not state.is_world_process_zero:
             return
-        import wandb
+        if self.run is None:
+            import wandb
 
-        settings = args.to_dict() | (model.config.to_dict() if model is not None else {})
-        self.run = wandb.init(name=args.run_name, config=settings)
-
-    def on_log(self, args, state, control, logs: dict[str, float] | None = None, **kwargs) -> None:
-        """Sends a record."""
-        if self.run is not None:
-            self.run.log(_named(logs or {}), step=state.global_step)
-
-    def on_train_end(self, args, state, control, **kwargs) -> None:
-        """Ends the run."""
-        if self.run is not None:
-            self.run.finish()
-            self.run = None
+            settings = args.to_dict() | (model.config.to_dict() if model is not None else {})
+            self.run = wandb.init(name=args.run_name, config=settings)
+        self.run.log(_named(logs or {}), step=state.global_step)
 
 
 _REPORTERS = {

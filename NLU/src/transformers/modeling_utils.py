@@ -331,6 +331,8 @@ def _read_shards(name_or_path: str, index: Path, **where: Any) -> dict[str, Tens
         raise CheckpointError(f"{index}: not an index of shards") from error
     tensors: dict[str, Tensor] = {}
     for shard in shards:
+        if Path(shard).name != shard:
+            raise CheckpointError(f"{index}: '{shard}' is not the name of a file beside it")
         path = resolve_file(name_or_path, shard, **where)
         if path is None:
             raise CheckpointError(f"{index}: names the shard {shard}, which is missing")

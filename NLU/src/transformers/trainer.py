@@ -1,16 +1,14 @@
 """`Trainer`: the training loop, evaluation, checkpoints and resuming.
 
 A step is: batch → loss → gradients → (at the end of an accumulation) clip, update, schedule. What
-happens around it, logs and bars and the decision when to evaluate, is in trainer_callback.py; the
-order of the data in trainer_pt_utils.py; half precision in loralib.precision.
+happens around it, logs and bars and the decision when to evaluate, is in trainer_callback.py;
+checkpoints and resuming are in trainer_checkpoint.py, the order of the data in trainer_pt_utils.py,
+half precision in loralib.precision.
 """
 
 import inspect
-import json
 import math
 import os
-import pickle
-import shutil
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -25,22 +23,14 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from loralib.checkpoint import (
-    LORA_WEIGHTS_NAME,
-    SAFE_LORA_WEIGHTS_NAME,
-    CheckpointError,
-    load_adapter,
-    load_into,
     lora_layers,
-    save_adapter,
-    write_whole,
 )
 from loralib.precision import ApexPrecision, Precision, all_in_half, hold_frozen_in
 
 from .data.data_collator import DataCollatorWithPadding, default_data_collator
-from .file_utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from .integrations import reporting_callbacks
-from .modeling_utils import PreTrainedModel, read_weights_folder
-from .optimization import get_scheduler
+from .modeling_utils import PreTrainedModel
+from .optimization import Adafactor, get_scheduler
 from .tokenization_utils_base import PreTrainedTokenizerBase
 from .trainer_callback import (
     CallbackHandler,
@@ -51,25 +41,25 @@ from .trainer_callback import (
     TrainerControl,
     TrainerState,
 )
+from .trainer_checkpoint import Progress, TrainerCheckpoints
 from .trainer_pt_utils import (
     Collector,
     EvaluationBatches,
     TrainingBatches,
     decayed_parameters,
     gather_in_order,
+    gather_objects,
     memory_metrics,
     sum_over_processes,
 )
 from .trainer_utils import (
-    PREFIX_CHECKPOINT_DIR,
     EvalPrediction,
     IntervalStrategy,
     PredictionOutput,
+    TrainingError,
     TrainOutput,
     get_last_checkpoint,
     list_checkpoints,
-    rng_state,
-    set_rng_state,
     set_seed,
     speed_metrics,
 )
@@ -78,18 +68,8 @@ from .utils import logging
 
 logger = logging.get_logger(__name__)
 
-TRAINER_STATE_NAME = "trainer_state.json"
-TRAINING_ARGS_NAME = "training_args.bin"
-OPTIMIZER_NAME = "optimizer.pt"
-SCHEDULER_NAME = "scheduler.pt"
-SCALER_NAME = "scaler.pt"
 
-
-class TrainingError(RuntimeError):
-    """A run that cannot go on. The message is one line."""
-
-
-class Trainer:
+class Trainer(TrainerCheckpoints):
     """Trains and evaluates a model.
 
     Args:
@@ -136,7 +116,10 @@ class Trainer:
         if args.is_main_process:
             # Now, so that a folder that cannot be written to is found before the training.
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-        _set_deterministic(args.use_deterministic_algorithms)
+        if args.use_deterministic_algorithms:
+            # cuBLAS is deterministic only with a workspace of its own, set before its first use.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+            torch.use_deterministic_algorithms(True)
         self.precision = Precision(args.compute_dtype, args.device.type)
         self.uses_apex = args.use_apex
         if args.compute_dtype is not torch.float32 and not self.uses_apex:
@@ -215,7 +198,7 @@ class Trainer:
             ]
             groups = [group for group in groups if group["params"]]
             if args.adafactor:
-                self.optimizer = torch.optim.Adafactor(groups, lr=args.learning_rate)
+                self.optimizer = Adafactor(groups, lr=args.learning_rate)
             else:
                 self.optimizer = torch.optim.AdamW(
                     groups,
@@ -269,12 +252,17 @@ class Trainer:
             max_steps = math.ceil(args.num_train_epochs * steps_an_epoch)
             epochs = math.ceil(args.num_train_epochs)
         self.control = TrainerControl()
-        self._progress = _Progress(args.device)
+        self._progress = Progress(args.device)
         self.create_optimizer_and_scheduler(max_steps)
         self._wrap()
         torch.manual_seed(args.seed + args.process_index)
         # Those of an earlier run, which this one replaces.
         self._outdated: list[Path] = []
+        if len({*gather_objects(bool(resume_from_checkpoint), args.world_size)}) > 1:
+            raise TrainingError(
+                f"not every process sees a checkpoint in {args.output_dir} to resume from: "
+                "machines have to share that folder"
+            )
         if resume_from_checkpoint:
             self._resume(resume_from_checkpoint, batches)
         elif args.overwrite_output_dir:
@@ -289,6 +277,8 @@ class Trainer:
             if self.control.should_training_stop:
                 break
             self._train_epoch(epoch, batches)
+        # DDP holds on to the group of processes.
+        self._wrapped = self.model
         self._check_finite()
         self._check_weights()
         if args.load_best_model_at_end and self.state.best_model_checkpoint:
@@ -413,10 +403,11 @@ class Trainer:
             self._progress.logged_step = self.state.global_step
             self.log(logs)
         metrics = None
+        if control.should_evaluate or control.should_save:
+            self._check_finite()
         if control.should_evaluate:
             metrics = self.evaluate()
         if control.should_save:
-            self._check_finite()
             self._check_weights()
             self._save_checkpoint(metrics)
             self._call("on_save")
@@ -516,262 +507,9 @@ class Trainer:
         loss, outputs = self.compute_loss(self.model, inputs, return_outputs=True)
         return loss.detach(), outputs["logits"].float(), inputs[self.label_names[0]]
 
-    # ---- checkpoints ----
-
-    def save_model(self, output_dir: str | os.PathLike | None = None) -> None:
-        """Writes the model (the LoRA files too, where it has LoRA), tokenizer and settings."""
-        if not self.args.is_main_process:
-            return
-        folder = Path(output_dir or self.args.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        if self.args.save_lora_only:
-            self.model.config.save_pretrained(folder)
-        else:
-            self.model.save_pretrained(folder)
-        if lora_layers(self.model):
-            adapter = self.model.adapter()
-            save_adapter(folder / LORA_WEIGHTS_NAME, adapter)
-            save_adapter(folder / SAFE_LORA_WEIGHTS_NAME, adapter)
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(folder)
-        _save(self.args.to_dict(), folder / TRAINING_ARGS_NAME)
-
-    def save_state(self) -> None:
-        """Writes ``trainer_state.json`` into the output folder."""
-        if self.args.is_main_process:
-            self.state.save_to_json(Path(self.args.output_dir, TRAINER_STATE_NAME))
-
-    def _save_checkpoint(self, metrics: dict[str, float] | None) -> None:
-        """Writes ``checkpoint-<step>``: into a folder beside, which is renamed when it is whole."""
-        args = self.args
-        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        folder = Path(args.output_dir, name)
-        # One name for all: what a run that was killed has left is cleared away by the next.
-        unfinished = Path(args.output_dir, f".{PREFIX_CHECKPOINT_DIR}.unfinished")
-        self._note_best(metrics, folder)
-        if args.is_main_process:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir(parents=True)
-        args.barrier()
-        _save(self._own_state(), unfinished / _own_state_name(args.process_index))
-        if args.is_main_process:
-            self.save_model(unfinished)
-            _save(self.optimizer.state_dict(), unfinished / OPTIMIZER_NAME)
-            _save(self.lr_scheduler.state_dict(), unfinished / SCHEDULER_NAME)
-            _save(self.precision.state_dict(), unfinished / SCALER_NAME)
-            self.state.save_to_json(unfinished / TRAINER_STATE_NAME)
-        args.barrier()
-        if args.is_main_process:
-            shutil.rmtree(folder, ignore_errors=True)
-            unfinished.rename(folder)
-            self._delete_old_checkpoints(folder)
-        args.barrier()
-
-    def _note_best(self, metrics: dict[str, float] | None, folder: Path) -> None:
-        name = self.args.metric_for_best_model
-        if name is None or metrics is None:
-            return
-        name = f"eval_{name.removeprefix('eval_')}"
-        if name not in metrics:
-            known = ", ".join(key.removeprefix("eval_") for key in metrics)
-            raise TrainingError(
-                f"--metric_for_best_model: no evaluation gives {name}; known: {known}"
-            )
-        value, best = metrics[name], self.state.best_metric
-        if best is None or (value > best if self.args.greater_is_better else value < best):
-            self.state.best_metric = value
-            self.state.best_model_checkpoint = str(folder)
-
-    def _delete_old_checkpoints(self, newest: Path) -> None:
-        """Keeps the newest ``save_total_limit`` checkpoints of this run, and the best one."""
-        others = [Path(path) for path in list_checkpoints(self.args.output_dir)]
-        others.remove(newest)
-        old = [path for path in others if path in self._outdated]
-        others = [path for path in others if path not in self._outdated]
-        self._outdated = []
-        if self.args.save_total_limit is not None:
-            best = Path(self.state.best_model_checkpoint or "").name
-            surplus = max(0, len(others) + 1 - self.args.save_total_limit)
-            old += [path for path in others[:surplus] if path.name != best]
-        for path in old:
-            logger.info("deleting %s", path)
-            shutil.rmtree(path)
-
-    def _own_state(self) -> dict[str, Any]:
-        """What this process alone knows: its place in the data, gradients not applied, chance."""
-        pending = {
-            name: parameter.grad
-            for name, parameter in self.model.named_parameters()
-            if parameter.grad is not None
-        }
-        return {
-            "progress": self._progress.state_dict(),
-            "pending_gradients": pending,
-            "layout": self._layout,
-            "rng": rng_state(),
-        }
-
-    @property
-    def _layout(self) -> dict[str, int]:
-        """What the place in the data depends on, and the bits that a run ends with."""
-        args = self.args
-        return {
-            "processes": args.world_size,
-            "examples a step": args.train_batch_size * args.world_size,
-            "steps an update": args.gradient_accumulation_steps,
-            "examples": len(self.train_dataset),
-        }
-
-    def _resume(self, folder: str, batches: TrainingBatches) -> None:
-        """Puts model, optimiser, schedule, data and chance where the checkpoint left them."""
-        args, device = self.args, self.args.device
-        logger.info("resuming from %s", folder)
-        path = Path(folder)
-        self.state = TrainerState.load_from_json(path / TRAINER_STATE_NAME)
-        self.state.is_world_process_zero = args.is_main_process
-        best = self.state.best_model_checkpoint
-        if best and not Path(best).is_dir():
-            # The run's folder was moved.
-            self.state.best_model_checkpoint = str(path.with_name(Path(best).name))
-        self._load_weights(folder)
-        self.optimizer.load_state_dict(_load(path / OPTIMIZER_NAME, device))
-        self.lr_scheduler.load_state_dict(_load(path / SCHEDULER_NAME))
-        self.precision.load_state_dict(_load(path / SCALER_NAME))
-        self._resume_own_state(path, batches)
-
-    def _resume_own_state(self, path: Path, batches: TrainingBatches) -> None:
-        own = _load(path / _own_state_name(0))
-        before, now = own["layout"], self._layout
-        if before == now:
-            own = _load(path / _own_state_name(self.args.process_index))
-        else:
-            processes = range(before["processes"])
-            own = _mean_state([_load(path / _own_state_name(index)) for index in processes])
-        self._progress.load_state_dict(own["progress"])
-        if before != now:
-            differ = [name for name in now if before[name] != now[name]]
-            logger.warning(
-                "%s is of a run with %s; with %s it goes on, but not to the same bits",
-                path,
-                ", ".join(f"{name} = {before[name]}" for name in differ),
-                ", ".join(f"{name} = {now[name]}" for name in differ),
-            )
-            done = self._progress.batches * before["examples a step"] // now["examples a step"]
-            self._progress.batches = min(done, len(batches))
-        for name, gradient in own["pending_gradients"].items():
-            self.model.get_parameter(name).grad = gradient.to(self.args.device)
-        set_rng_state(own["rng"])
-
-    def _load_weights(self, folder: str) -> None:
-        """Copies a checkpoint's weights in: the whole model's or, with nothing else, LoRA's."""
-        path = Path(folder)
-        if lora_layers(self.model):
-            # This file says rank, alpha and base as well, which the whole model's does not.
-            load_into(self.model, load_adapter(path), self.model.base_fingerprint)
-            if not (path / WEIGHTS_NAME).is_file() and not (path / SAFE_WEIGHTS_NAME).is_file():
-                return
-        try:
-            self.model.load_state_dict(read_weights_folder(folder))
-        except RuntimeError as error:
-            lines = " ".join(str(error).split())
-            raise CheckpointError(f"{folder}: does not fit the model: {lines}") from error
-
-    # ---- results ----
-
-    def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
-        """Logs metrics, one a line."""
-        if self.args.is_main_process:
-            logger.info("***** %s metrics *****", split)
-            for name in sorted(metrics):
-                logger.info("  %s = %s", name, metrics[name])
-
-    def save_metrics(self, split: str, metrics: dict[str, float]) -> None:
-        """Writes ``<split>_results.json``, and adds to ``all_results.json``."""
-        if not self.args.is_main_process:
-            return
-        folder = Path(self.args.output_dir)
-        everything = folder / "all_results.json"
-        so_far = json.loads(everything.read_text()) if everything.is_file() else {}
-        for path, values in (
-            (folder / f"{split}_results.json", metrics),
-            (everything, {**so_far, **metrics}),
-        ):
-            with write_whole(path) as temporary:
-                temporary.write_text(json.dumps(values, indent=4, sort_keys=True) + "\n")
-
-
-class _Progress:
-    """Where the loop is in the data, and the losses that it has not logged yet.
-
-    Attributes:
-        epoch, batches: whole passes done, and batches done in the current one.
-        step: updates done; logged_step: at the last log.
-        loss_since_log, loss_total: sums, on the device.
-        first_bad_step: the first step with a loss that is not finite, or -1; on the device.
-    """
-
-    def __init__(self, device: torch.device):
-        self.epoch = self.batches = self.step = self.logged_step = 0
-        self.loss_since_log = torch.zeros((), dtype=torch.float64, device=device)
-        self.loss_total = torch.zeros((), dtype=torch.float64, device=device)
-        self.first_bad_step = torch.full((), -1, device=device)
-
-    def add(self, loss: Tensor) -> None:
-        """Takes a batch's part of its update's loss."""
-        bad = ~loss.isfinite() & (self.first_bad_step < 0)
-        self.first_bad_step = torch.where(bad, self.step, self.first_bad_step)
-        self.loss_since_log += loss
-        self.loss_total += loss
-
-    def state_dict(self) -> dict[str, Any]:
-        """All of it, as plain values."""
-        return {name: v.item() if isinstance(v, Tensor) else v for name, v in vars(self).items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state_dict` was."""
-        for name, value in state.items():
-            own = getattr(self, name)
-            setattr(self, name, torch.full_like(own, value) if isinstance(own, Tensor) else value)
-
 
 def _column(dataset: Dataset, name: str) -> Iterable[Any]:
     """One entry of every example."""
     if hasattr(dataset, "column_names"):
         return dataset[name]
     return (dataset[row][name] for row in range(len(dataset)))
-
-
-def _mean_state(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """The processes' own states as one: for a run that goes on with another number of them."""
-    progress, pending = dict(states[0]["progress"]), dict(states[0]["pending_gradients"])
-    for name in ("loss_since_log", "loss_total"):
-        progress[name] = sum(state["progress"][name] for state in states) / len(states)
-    for name in pending:
-        pending[name] = sum(state["pending_gradients"][name] for state in states) / len(states)
-    return {**states[0], "progress": progress, "pending_gradients": pending}
-
-
-def _own_state_name(process_index: int) -> str:
-    return f"rng_state_{process_index}.pth"
-
-
-def _save(value: Any, path: Path) -> None:
-    with write_whole(path) as temporary:
-        torch.save(value, temporary)
-
-
-def _load(path: Path, device: torch.device | str = "cpu") -> Any:
-    try:
-        return torch.load(path, map_location=device, weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise CheckpointError(
-            f"{path}: missing or damaged, cannot resume from it ({reason})"
-        ) from error
-
-
-def _set_deterministic(on: bool) -> None:
-    if on:
-        # cuBLAS is deterministic only with a workspace of its own, set before its first use.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    torch.use_deterministic_algorithms(on)

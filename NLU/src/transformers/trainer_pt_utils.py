@@ -1,7 +1,6 @@
 """What the Trainer needs of PyTorch: the order of the data, and gathering from all processes."""
 
 import math
-import resource
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -139,15 +138,20 @@ class Collector:
             self._on_device = []
 
 
+def gather_objects(value: Any, world_size: int) -> list[Any]:
+    """Every process's `value`, in the order of the processes, on every process."""
+    values = [value]
+    if world_size > 1:
+        values = [None] * world_size
+        dist.all_gather_object(values, value)
+    return values
+
+
 def gather_in_order(
     indices: list[int], values: np.ndarray | None, world_size: int
 ) -> np.ndarray | None:
     """The rows of all processes, row i being the one with index i, on every process."""
-    shares: list[Any] = [(indices, values)]
-    if world_size > 1:
-        shares = [None] * world_size
-        dist.all_gather_object(shares, (indices, values))
-    shares = [share for share in shares if share[1] is not None]
+    shares = [s for s in gather_objects((indices, values), world_size) if s[1] is not None]
     if not shares:
         return None
     order = np.argsort(np.concatenate([share[0] for share in shares]))
@@ -180,9 +184,13 @@ def decayed_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Pa
 
 def memory_metrics(split: str, device: torch.device) -> dict[str, int]:
     """Peak memory so far, in bytes: this process's on the CPU and, where used, on the GPU."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    metrics = {f"{split}_mem_cpu_peak": peak}
+    metrics = {}
+    if sys.platform != "win32":
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        metrics[f"{split}_mem_cpu_peak"] = peak * unit
     if device.type == "cuda":
         metrics[f"{split}_mem_gpu_peak"] = torch.cuda.max_memory_allocated(device)
     return metrics

@@ -14,6 +14,10 @@ PREFIX_CHECKPOINT_DIR = "checkpoint"
 _CHECKPOINT = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
 
 
+class TrainingError(RuntimeError):
+    """A run that cannot go on. The message is one line."""
+
+
 class IntervalStrategy(str, Enum):
     """When to log, evaluate or save."""
 

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import math
 import os
 import socket
 from dataclasses import asdict, dataclass, field
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .hf_argparser import flag
 from .trainer_utils import IntervalStrategy, SchedulerType
 from .utils import logging
 
@@ -26,10 +28,6 @@ _NO_MEANING_HERE = {
 }
 
 
-def _flag(default: Any, text: str, **metadata: Any) -> Any:
-    return field(default=default, metadata={"help": text, **metadata})
-
-
 def default_logdir() -> str:
     """A folder for TensorBoard, named by time and machine."""
     now = datetime.datetime.now().strftime("%b%d_%H-%M-%S")
@@ -41,87 +39,87 @@ class TrainingArguments:
     """The settings of a run, as the release's command line has them."""
 
     output_dir: str = field(metadata={"help": "folder for checkpoints and results"})
-    overwrite_output_dir: bool = _flag(
+    overwrite_output_dir: bool = flag(
         False, "start anew in an output folder that is not empty, and do not resume from it"
     )
-    do_train: bool = _flag(False, "train")
-    do_eval: bool | None = _flag(None, "evaluate on the validation set")
-    do_predict: bool = _flag(False, "write predictions for the test set")
-    evaluation_strategy: IntervalStrategy = _flag("no", "when to evaluate during training")
-    prediction_loss_only: bool = _flag(False, "evaluations give the loss alone")
-    per_device_train_batch_size: int = _flag(8, "examples a step on each process")
-    per_device_eval_batch_size: int = _flag(8, "examples a batch on each process in evaluations")
-    per_gpu_train_batch_size: int | None = _flag(None, "old name: per_device_train_batch_size")
-    per_gpu_eval_batch_size: int | None = _flag(None, "old name: per_device_eval_batch_size")
-    gradient_accumulation_steps: int = _flag(1, "batches whose gradients make one update")
-    eval_accumulation_steps: int | None = _flag(
+    do_train: bool = flag(False, "train")
+    do_eval: bool | None = flag(None, "evaluate on the validation set")
+    do_predict: bool = flag(False, "write predictions for the test set")
+    evaluation_strategy: IntervalStrategy = flag("no", "when to evaluate during training")
+    prediction_loss_only: bool = flag(False, "evaluations give the loss alone")
+    per_device_train_batch_size: int = flag(8, "examples a step on each process")
+    per_device_eval_batch_size: int = flag(8, "examples a batch on each process in evaluations")
+    per_gpu_train_batch_size: int | None = flag(None, "old name: per_device_train_batch_size")
+    per_gpu_eval_batch_size: int | None = flag(None, "old name: per_device_eval_batch_size")
+    gradient_accumulation_steps: int = flag(1, "batches whose gradients make one update")
+    eval_accumulation_steps: int | None = flag(
         None, "evaluation batches after which predictions move from the device to the CPU"
     )
-    learning_rate: float = _flag(5e-5, "peak learning rate of AdamW")
-    weight_decay: float = _flag(0.0, "decay of all but biases and layer norms")
-    adam_beta1: float = _flag(0.9, "AdamW's beta1")
-    adam_beta2: float = _flag(0.999, "AdamW's beta2")
-    adam_epsilon: float = _flag(1e-8, "AdamW's epsilon")
-    max_grad_norm: float = _flag(1.0, "the gradient's norm is clipped to this; 0 does not clip")
-    num_train_epochs: float = _flag(3.0, "passes over the training set; may be a fraction")
-    max_steps: int = _flag(-1, "updates to make; where positive, it wins over num_train_epochs")
-    lr_scheduler_type: SchedulerType = _flag("linear", "shape of the learning rate over time")
-    warmup_ratio: float = _flag(0.0, "share of all updates in which the rate rises from 0")
-    warmup_steps: int = _flag(0, "the same in updates; where positive, it wins over warmup_ratio")
-    logging_dir: str | None = _flag(None, "TensorBoard's folder (default: runs/<time>_<host>)")
-    logging_strategy: IntervalStrategy = _flag("steps", "when to log")
-    logging_first_step: bool = _flag(False, "log the first update too")
-    logging_steps: int = _flag(500, "updates between two logs")
-    save_strategy: IntervalStrategy = _flag("steps", "when to save checkpoints")
-    save_steps: int = _flag(500, "updates between two checkpoints")
-    save_total_limit: int | None = _flag(None, "keep this many checkpoints, and the best")
-    save_lora_only: bool = _flag(
+    learning_rate: float = flag(5e-5, "peak learning rate of AdamW")
+    weight_decay: float = flag(0.0, "decay of all but biases and layer norms")
+    adam_beta1: float = flag(0.9, "AdamW's beta1")
+    adam_beta2: float = flag(0.999, "AdamW's beta2")
+    adam_epsilon: float = flag(1e-8, "AdamW's epsilon")
+    max_grad_norm: float = flag(1.0, "the gradient's norm is clipped to this; 0 does not clip")
+    num_train_epochs: float = flag(3.0, "passes over the training set; may be a fraction")
+    max_steps: int = flag(-1, "updates to make; where positive, it wins over num_train_epochs")
+    lr_scheduler_type: SchedulerType = flag("linear", "shape of the learning rate over time")
+    warmup_ratio: float = flag(0.0, "share of all updates in which the rate rises from 0")
+    warmup_steps: int = flag(0, "the same in updates; where positive, it wins over warmup_ratio")
+    logging_dir: str | None = flag(None, "TensorBoard's folder (default: runs/<time>_<host>)")
+    logging_strategy: IntervalStrategy = flag("steps", "when to log")
+    logging_first_step: bool = flag(False, "log the first update too")
+    logging_steps: int = flag(500, "updates between two logs")
+    save_strategy: IntervalStrategy = flag("steps", "when to save checkpoints")
+    save_steps: int = flag(500, "updates between two checkpoints")
+    save_total_limit: int | None = flag(None, "keep this many checkpoints, and the best")
+    save_lora_only: bool = flag(
         False, "checkpoints hold the LoRA weights and the head instead of the whole model"
     )
-    no_cuda: bool = _flag(False, "stay on the CPU even where there is a GPU")
-    seed: int = _flag(42, "seed of the weights drawn, of the data's order and of dropout")
-    fp16: bool = _flag(
-        False, "float16 on a GPU: frozen weights held in it, trained ones in float32"
+    no_cuda: bool = flag(False, "stay on the CPU even where there is a GPU")
+    seed: int = flag(42, "seed of the weights drawn, of the data's order and of dropout")
+    fp16: bool = flag(False, "float16 on a GPU: frozen weights held in it, trained ones in float32")
+    bf16: bool = flag(False, "the same in bfloat16, on a GPU or a CPU")
+    fp16_opt_level: str = flag("O1", "apex's optimisation level", choices=["O0", "O1", "O2", "O3"])
+    fp16_backend: str = flag("auto", "what runs fp16", choices=["auto", "amp", "apex"])
+    fp16_full_eval: bool = flag(False, "evaluate with all weights in float16")
+    local_rank: int = flag(-1, "this process's number on its machine; a launcher gives it")
+    tpu_num_cores: int | None = flag(None, "refused: no TPU support")
+    tpu_metrics_debug: bool = flag(False, "refused: no TPU support")
+    debug: bool = flag(False, "refused: no TPU support")
+    dataloader_drop_last: bool = flag(False, "leave out a last batch that is not full")
+    eval_steps: int | None = flag(None, "updates between evaluations (default: logging_steps)")
+    dataloader_num_workers: int = flag(
+        0,
+        "processes that prepare batches; where they draw at random, as in masking, a run that "
+        "is resumed within an epoch draws otherwise",
     )
-    bf16: bool = _flag(False, "the same in bfloat16, on a GPU or a CPU")
-    fp16_opt_level: str = _flag("O1", "apex's optimisation level", choices=["O0", "O1", "O2", "O3"])
-    fp16_backend: str = _flag("auto", "what runs fp16", choices=["auto", "amp", "apex"])
-    fp16_full_eval: bool = _flag(False, "evaluate with all weights in float16")
-    local_rank: int = _flag(-1, "this process's number on its machine; a launcher gives it")
-    tpu_num_cores: int | None = _flag(None, "refused: no TPU support")
-    tpu_metrics_debug: bool = _flag(False, "refused: no TPU support")
-    debug: bool = _flag(False, "refused: no TPU support")
-    dataloader_drop_last: bool = _flag(False, "leave out a last batch that is not full")
-    eval_steps: int | None = _flag(None, "updates between evaluations (default: logging_steps)")
-    dataloader_num_workers: int = _flag(0, "processes that prepare batches")
-    past_index: int = _flag(-1, "refused unless negative: no model here has such a memory")
-    run_name: str | None = _flag(None, "the run's name in Weights & Biases (default: output_dir)")
-    disable_tqdm: bool | None = _flag(None, "no progress bars")
-    remove_unused_columns: bool = _flag(True, "drop the columns that the model does not take")
-    label_names: list[str] | None = _flag(None, "columns that hold labels (default: labels)")
-    load_best_model_at_end: bool = _flag(False, "end with the checkpoint that evaluated best")
-    metric_for_best_model: str | None = _flag(None, "what 'best' compares (default: loss)")
-    greater_is_better: bool | None = _flag(None, "its direction (default: true unless a loss)")
-    ignore_data_skip: bool = _flag(
+    past_index: int = flag(-1, "refused unless negative: no model here has such a memory")
+    run_name: str | None = flag(None, "the run's name in Weights & Biases (default: output_dir)")
+    disable_tqdm: bool | None = flag(None, "no progress bars")
+    remove_unused_columns: bool = flag(True, "drop the columns that the model does not take")
+    label_names: list[str] | None = flag(None, "columns that hold labels (default: labels)")
+    load_best_model_at_end: bool = flag(False, "end with the checkpoint that evaluated best")
+    metric_for_best_model: str | None = flag(None, "what 'best' compares (default: loss)")
+    greater_is_better: bool | None = flag(None, "its direction (default: true unless a loss)")
+    ignore_data_skip: bool = flag(
         False, "after a resume, begin the epoch's data anew: faster, but not the same run"
     )
-    sharded_ddp: str = _flag("", "refused: nothing to shard")
-    deepspeed: str | None = _flag(None, "refused: nothing to shard")
-    label_smoothing_factor: float = _flag(0.0, "share of each label spread over all labels")
-    adafactor: bool = _flag(False, "Adafactor instead of AdamW")
-    group_by_length: bool = _flag(False, "batches of texts of about the same length")
-    report_to: list[str] | None = _flag(
+    sharded_ddp: str = flag("", "refused: nothing to shard")
+    deepspeed: str | None = flag(None, "refused: nothing to shard")
+    label_smoothing_factor: float = flag(0.0, "share of each label spread over all labels")
+    adafactor: bool = flag(False, "Adafactor instead of AdamW")
+    group_by_length: bool = flag(False, "batches of texts of about the same length")
+    report_to: list[str] | None = flag(
         None, "where to log: tensorboard, wandb, all or none (default: all that are installed)"
     )
-    ddp_find_unused_parameters: bool | None = _flag(
+    ddp_find_unused_parameters: bool | None = flag(
         None, "let DDP look for parameters without a gradient (default: false)"
     )
-    dataloader_pin_memory: bool = _flag(
-        True, "page-locked memory for batches on their way to a GPU"
-    )
-    skip_memory_metrics: bool = _flag(False, "leave the peak memory out of the results")
-    cls_dropout: float | None = _flag(None, "dropout before the classifier, where the model has it")
-    use_deterministic_algorithms: bool = _flag(
+    dataloader_pin_memory: bool = flag(True, "page-locked memory for batches on their way to a GPU")
+    skip_memory_metrics: bool = flag(False, "leave the peak memory out of the results")
+    cls_dropout: float | None = flag(None, "dropout before the classifier, where the model has it")
+    use_deterministic_algorithms: bool = flag(
         False, "PyTorch's deterministic mode: the same bits on the same machine"
     )
 
@@ -177,6 +175,11 @@ class TrainingArguments:
                 raise ValueError(f"--{name} must be at least 1, not {getattr(self, name)}")
         if self.save_total_limit is not None and self.save_total_limit < 1:
             raise ValueError(f"--save_total_limit must be at least 1, not {self.save_total_limit}")
+        for name in ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"--{name} must be a number from 0 on, not {getattr(self, name)}")
+        if self.max_steps <= 0 and not 0 < self.num_train_epochs < math.inf:
+            raise ValueError(f"--num_train_epochs must be positive, not {self.num_train_epochs}")
         for name in ("warmup_ratio", "label_smoothing_factor"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"--{name} must lie in [0, 1], not {getattr(self, name)}")
@@ -217,12 +220,20 @@ class TrainingArguments:
         if self.fp16 and not cuda:
             raise ValueError("--fp16 needs a GPU: use --bf16, which works on a CPU as well")
         if cuda:
+            if self.local_rank >= torch.cuda.device_count():
+                raise ValueError(
+                    f"process {self.local_rank} has no GPU, there are {torch.cuda.device_count()}: "
+                    "start fewer with --nproc_per_node"
+                )
             device = torch.device("cuda", max(self.local_rank, 0))
             torch.cuda.set_device(device)
         else:
             device = torch.device("cpu")
         if self.local_rank != -1 and not dist.is_initialized():
-            dist.init_process_group("nccl" if cuda else "gloo")
+            if cuda:
+                dist.init_process_group("nccl", device_id=device)
+            else:
+                dist.init_process_group("gloo")
         return device
 
     @property

@@ -1,5 +1,6 @@
 """What the scripts share: logging, and errors as one line."""
 
+import atexit
 import logging
 import os
 import sys
@@ -7,18 +8,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import datasets
+import torch
+import torch.distributed as dist
 from tqdm.auto import tqdm
 
 from loralib.checkpoint import CheckpointError
 
-from ..trainer import TrainingError
-from ..trainer_utils import get_last_checkpoint
+from ..trainer_utils import TrainingError, get_last_checkpoint
 from ..training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
 # Errors with a message for the user; any other is a bug, and shows where it is.
-_EXPECTED = (CheckpointError, TrainingError, OSError, ValueError)
+_EXPECTED = (CheckpointError, TrainingError, OSError, ValueError, torch.OutOfMemoryError)
 
 
 def set_up_logging() -> None:
@@ -67,6 +69,7 @@ def run(main: Callable[[], None]) -> None:
     """
     try:
         main()
+        _leave_group()
     except _EXPECTED as error:
         if os.environ.get("TRANSFORMERS_VERBOSITY") == "debug":
             raise
@@ -77,6 +80,23 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _leave_group() -> None:
+    """Ends one process of a group, all of which have done their work.
+
+    Gloo's threads and the interpreter's end race each other, and now and then the process aborts
+    although nothing is left to do. So what is to run at exit is run, and the end is left out.
+    """
+    if not dist.is_initialized():
+        return
+    dist.barrier()
+    if dist.get_backend() == "nccl":
+        dist.destroy_process_group()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _rank() -> int:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ...activations import ACT2FN
 from ...configuration_utils import PretrainedConfig
 
 
@@ -56,6 +57,8 @@ class RobertaConfig(PretrainedConfig):
             raise ValueError(
                 f"hidden_size {hidden_size} is not a multiple of {num_attention_heads} heads"
             )
+        if hidden_act not in ACT2FN:
+            raise ValueError(f"unknown hidden_act '{hidden_act}' (known: {', '.join(ACT2FN)})")
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.num_hidden_layers = num_hidden_layers

@@ -1,0 +1,367 @@
+"""Checkpoints: what a run writes so that it can go on, and how it goes on to the same bits.
+
+A checkpoint is written into a folder beside its own and renamed when it is whole. It holds the
+model (with ``--save_lora_only``, its LoRA files alone), tokenizer and settings, the optimiser, the
+schedule, the scaler, the Trainer's state, and of every process its place in the data, the gradients
+not yet applied and the state of its random generators.
+"""
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from loralib.checkpoint import (
+    LORA_WEIGHTS_NAME,
+    SAFE_LORA_WEIGHTS_NAME,
+    CheckpointError,
+    load_adapter,
+    load_into,
+    lora_layers,
+    save_adapter,
+    sync_folder,
+    write_whole,
+)
+from loralib.precision import Precision
+
+from .file_utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from .modeling_utils import PreTrainedModel, read_weights_folder
+from .tokenization_utils_base import PreTrainedTokenizerBase
+from .trainer_callback import TrainerState
+from .trainer_pt_utils import TrainingBatches, gather_objects
+from .trainer_utils import (
+    PREFIX_CHECKPOINT_DIR,
+    TrainingError,
+    list_checkpoints,
+    rng_state,
+    set_rng_state,
+)
+from .training_args import TrainingArguments
+from .utils import logging
+
+logger = logging.get_logger(__name__)
+
+TRAINER_STATE_NAME = "trainer_state.json"
+TRAINING_ARGS_NAME = "training_args.bin"
+OPTIMIZER_NAME = "optimizer.pt"
+SCHEDULER_NAME = "scheduler.pt"
+SCALER_NAME = "scaler.pt"
+
+# Settings that a run keeps when it is resumed. Its length may change, and what runs it.
+_SAME_IN_A_RUN = (
+    "seed",
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "adafactor",
+    "max_grad_norm",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "warmup_ratio",
+    "label_smoothing_factor",
+    "group_by_length",
+    "fp16",
+    "bf16",
+)
+
+
+class Progress:
+    """Where the loop is in the data, and the losses that it has not logged yet.
+
+    Attributes:
+        epoch, batches: whole passes done, and batches done in the current one.
+        step: updates done; logged_step: at the last log.
+        loss_since_log, loss_total: sums, on the device.
+        first_bad_step: the first step with a loss that is not finite, or -1; on the device.
+    """
+
+    def __init__(self, device: torch.device):
+        self.epoch = self.batches = self.step = self.logged_step = 0
+        self.loss_since_log = torch.zeros((), dtype=torch.float64, device=device)
+        self.loss_total = torch.zeros((), dtype=torch.float64, device=device)
+        self.first_bad_step = torch.full((), -1, device=device)
+
+    def add(self, loss: Tensor) -> None:
+        """Takes a batch's part of its update's loss."""
+        bad = ~loss.isfinite() & (self.first_bad_step < 0)
+        self.first_bad_step = torch.where(bad, self.step, self.first_bad_step)
+        self.loss_since_log += loss
+        self.loss_total += loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, as plain values."""
+        return {name: v.item() if isinstance(v, Tensor) else v for name, v in vars(self).items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where `state_dict` was."""
+        for name, value in state.items():
+            own = getattr(self, name)
+            setattr(self, name, torch.full_like(own, value) if isinstance(own, Tensor) else value)
+
+
+class TrainerCheckpoints:
+    """The half of the Trainer that writes and reads; the attributes are the other half's."""
+
+    args: TrainingArguments
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    train_dataset: Dataset | None
+    optimizer: Optimizer
+    lr_scheduler: Any
+    precision: Precision
+    state: TrainerState
+    _progress: Progress
+    _outdated: list[Path]  # checkpoints of an earlier run, which this one replaces
+
+    # ---- writing ----
+
+    def save_model(self, output_dir: str | os.PathLike | None = None) -> None:
+        """Writes the model (the LoRA files too, where it has LoRA), tokenizer and settings."""
+        if not self.args.is_main_process:
+            return
+        folder = Path(output_dir or self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        # What an earlier run has left in the folder would be taken for this one's.
+        stale = [] if lora_layers(self.model) else [LORA_WEIGHTS_NAME, SAFE_LORA_WEIGHTS_NAME]
+        if self.args.save_lora_only:
+            stale += [WEIGHTS_NAME, SAFE_WEIGHTS_NAME]
+            self.model.config.save_pretrained(folder)
+        else:
+            self.model.save_pretrained(folder)
+        for name in stale:
+            (folder / name).unlink(missing_ok=True)
+        if lora_layers(self.model):
+            adapter = self.model.adapter()
+            save_adapter(folder / LORA_WEIGHTS_NAME, adapter)
+            save_adapter(folder / SAFE_LORA_WEIGHTS_NAME, adapter)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+        _save(self.args.to_dict(), folder / TRAINING_ARGS_NAME)
+
+    def save_state(self) -> None:
+        """Writes ``trainer_state.json`` into the output folder."""
+        if self.args.is_main_process:
+            self.state.save_to_json(Path(self.args.output_dir, TRAINER_STATE_NAME))
+
+    def _save_checkpoint(self, metrics: dict[str, float] | None) -> None:
+        """Writes ``checkpoint-<step>``: into a folder beside, which is renamed when it is whole."""
+        args = self.args
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        folder = Path(args.output_dir, name)
+        # One name for all: what a run that was killed has left is cleared away by the next.
+        unfinished = Path(args.output_dir, f".{PREFIX_CHECKPOINT_DIR}.unfinished")
+        self._note_best(metrics, folder)
+        own_states = gather_objects(self._own_state(), args.world_size)
+        if args.is_main_process:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+            for index, own_state in enumerate(own_states):
+                _save(own_state, unfinished / _own_state_name(index))
+            self.save_model(unfinished)
+            _save(self.optimizer.state_dict(), unfinished / OPTIMIZER_NAME)
+            _save(self.lr_scheduler.state_dict(), unfinished / SCHEDULER_NAME)
+            _save(self.precision.state_dict(), unfinished / SCALER_NAME)
+            self.state.save_to_json(unfinished / TRAINER_STATE_NAME)
+            replaced = unfinished.with_suffix(".replaced")
+            if folder.exists():
+                folder.rename(replaced)
+            unfinished.rename(folder)
+            sync_folder(folder.parent)
+            shutil.rmtree(replaced, ignore_errors=True)
+            self._delete_old_checkpoints(folder)
+        args.barrier()
+
+    def _note_best(self, metrics: dict[str, float] | None, folder: Path) -> None:
+        name = self.args.metric_for_best_model
+        if name is None or metrics is None:
+            return
+        name = f"eval_{name.removeprefix('eval_')}"
+        if name not in metrics:
+            known = ", ".join(key.removeprefix("eval_") for key in metrics)
+            raise TrainingError(
+                f"--metric_for_best_model: no evaluation gives {name}; known: {known}"
+            )
+        value, best = metrics[name], self.state.best_metric
+        if best is None or (value > best if self.args.greater_is_better else value < best):
+            self.state.best_metric = value
+            self.state.best_model_checkpoint = str(folder)
+
+    def _delete_old_checkpoints(self, newest: Path) -> None:
+        """Keeps the newest ``save_total_limit`` checkpoints of this run, and the best one."""
+        others = [Path(path) for path in list_checkpoints(self.args.output_dir)]
+        others.remove(newest)
+        old = [path for path in others if path in self._outdated]
+        others = [path for path in others if path not in self._outdated]
+        self._outdated = []
+        if self.args.save_total_limit is not None:
+            best = Path(self.state.best_model_checkpoint or "").name
+            surplus = max(0, len(others) + 1 - self.args.save_total_limit)
+            old += [path for path in others[:surplus] if path.name != best]
+        for path in old:
+            logger.info("deleting %s", path)
+            shutil.rmtree(path)
+
+    def _own_state(self) -> dict[str, Any]:
+        """What this process alone knows: its place in the data, gradients not applied, chance."""
+        pending = {
+            name: parameter.grad.cpu()
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None
+        }
+        return {
+            "progress": self._progress.state_dict(),
+            "pending_gradients": pending,
+            "layout": self._layout,
+            "rng": rng_state(),
+        }
+
+    @property
+    def _layout(self) -> dict[str, int]:
+        """What the place in the data depends on, and the bits that a run ends with."""
+        args = self.args
+        return {
+            "processes": args.world_size,
+            "examples a step": args.train_batch_size * args.world_size,
+            "steps an update": args.gradient_accumulation_steps,
+            "examples": len(self.train_dataset),
+        }
+
+    # ---- resuming ----
+
+    def _resume(self, folder: str, batches: TrainingBatches) -> None:
+        """Puts model, optimiser, schedule, data and chance where the checkpoint left them."""
+        args, device = self.args, self.args.device
+        logger.info("resuming from %s", folder)
+        path = Path(folder)
+        self.state = TrainerState.load_from_json(path / TRAINER_STATE_NAME)
+        self.state.is_world_process_zero = args.is_main_process
+        self._check_same_run(path)
+        best = self.state.best_model_checkpoint
+        if best and not Path(best).is_dir():
+            # The run's folder was moved.
+            self.state.best_model_checkpoint = str(path.with_name(Path(best).name))
+        self._load_weights(folder)
+        self.optimizer.load_state_dict(_load(path / OPTIMIZER_NAME, device))
+        self.lr_scheduler.load_state_dict(_load(path / SCHEDULER_NAME))
+        self.precision.load_state_dict(_load(path / SCALER_NAME))
+        self._resume_own_state(path, batches)
+
+    def _check_same_run(self, path: Path) -> None:
+        """Refuses to go on with a run of another task or with other settings."""
+        before, now = _load(path / TRAINING_ARGS_NAME), self.args.to_dict()
+        config, own = type(self.model.config).get_config_dict(path), self.model.config.to_dict()
+        # JSON has no integers for keys.
+        labels = [{str(k): v for k, v in c["id2label"].items()} for c in (config, own)]
+        pairs = [
+            ("task", config.get("finetuning_task"), own["finetuning_task"]),
+            ("labels", *labels),
+        ]
+        pairs += [(f"--{name}", before.get(name), now[name]) for name in _SAME_IN_A_RUN]
+        for name, was, becomes in pairs:
+            if was != becomes:
+                raise CheckpointError(
+                    f"{path}: is of a run with {name} {was}, not {becomes}: give the same setting "
+                    "to go on with it, or begin anew with another --output_dir or "
+                    "--overwrite_output_dir"
+                )
+
+    def _resume_own_state(self, path: Path, batches: TrainingBatches) -> None:
+        own = _load(path / _own_state_name(0))
+        before, now = own["layout"], self._layout
+        if before == now:
+            own = _load(path / _own_state_name(self.args.process_index))
+        else:
+            processes = range(before["processes"])
+            own = _mean_state([_load(path / _own_state_name(index)) for index in processes])
+        self._progress.load_state_dict(own["progress"])
+        if before != now:
+            differ = [name for name in now if before[name] != now[name]]
+            logger.warning(
+                "%s is of a run with %s; with %s it goes on, but not to the same bits",
+                path,
+                ", ".join(f"{name} = {before[name]}" for name in differ),
+                ", ".join(f"{name} = {now[name]}" for name in differ),
+            )
+            done = self._progress.batches * before["examples a step"] // now["examples a step"]
+            self._progress.batches = min(done, len(batches))
+        for name, gradient in own["pending_gradients"].items():
+            self.model.get_parameter(name).grad = gradient.to(self.args.device)
+        set_rng_state(own["rng"])
+
+    def _load_weights(self, folder: str) -> None:
+        """Copies a checkpoint's weights in: the whole model's or, with nothing else, LoRA's."""
+        path = Path(folder)
+        if lora_layers(self.model):
+            # This file says rank, alpha and base as well, which the whole model's does not.
+            load_into(self.model, load_adapter(path), self.model.base_fingerprint)
+            if not (path / WEIGHTS_NAME).is_file() and not (path / SAFE_WEIGHTS_NAME).is_file():
+                return
+        try:
+            self.model.load_state_dict(read_weights_folder(folder))
+        except RuntimeError as error:
+            lines = " ".join(str(error).split())
+            raise CheckpointError(f"{folder}: does not fit the model: {lines}") from error
+
+    # ---- results ----
+
+    def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
+        """Logs metrics, one a line."""
+        if self.args.is_main_process:
+            logger.info("***** %s metrics *****", split)
+            for name in sorted(metrics):
+                logger.info("  %s = %s", name, metrics[name])
+
+    def save_metrics(self, split: str, metrics: dict[str, float]) -> None:
+        """Writes ``<split>_results.json``, and adds to ``all_results.json``."""
+        if not self.args.is_main_process:
+            return
+        folder = Path(self.args.output_dir)
+        everything = folder / "all_results.json"
+        # Training comes first in a run: what was there before is of another one.
+        begins = split == "train" or not everything.is_file()
+        so_far = {} if begins else json.loads(everything.read_text(encoding="utf-8"))
+        for path, values in (
+            (folder / f"{split}_results.json", metrics),
+            (everything, {**so_far, **metrics}),
+        ):
+            with write_whole(path) as temporary:
+                temporary.write_text(json.dumps(values, indent=4, sort_keys=True) + "\n")
+
+
+def _mean_state(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """The processes' own states as one: for a run that goes on with another number of them."""
+    progress, pending = dict(states[0]["progress"]), dict(states[0]["pending_gradients"])
+    for name in ("loss_since_log", "loss_total"):
+        progress[name] = sum(state["progress"][name] for state in states) / len(states)
+    for name in pending:
+        pending[name] = sum(state["pending_gradients"][name] for state in states) / len(states)
+    return {**states[0], "progress": progress, "pending_gradients": pending}
+
+
+def _own_state_name(process_index: int) -> str:
+    return f"rng_state_{process_index}.pth"
+
+
+def _save(value: Any, path: Path) -> None:
+    with write_whole(path) as temporary:
+        torch.save(value, temporary)
+
+
+def _load(path: Path, device: torch.device | str = "cpu") -> Any:
+    try:
+        return torch.load(path, map_location=device, weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"{path}: missing or damaged ({reason}); move {path.parent} away to go on from an "
+            "earlier checkpoint, or start anew with --overwrite_output_dir"
+        ) from error

@@ -1,0 +1,159 @@
+"""split_lora.py on full checkpoints of every form."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from loralib.checkpoint import fingerprint, load_adapter, read_tensors
+
+SCRIPT = Path(__file__).resolve().parents[2] / "utils" / "split_lora.py"
+CONFIG = {
+    "apply_lora": True,
+    "lora_r": 2,
+    "lora_alpha": 4,
+    "base_name_or_path": "roberta-base",
+    "finetuning_task": "rte",
+    "id2label": {"1": "no", "0": "yes", "10": "never", "2": "maybe"},
+}
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("split_lora", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def full_checkpoint(names: str = "new") -> dict[str, torch.Tensor]:
+    """A checkpoint with LoRA on one projection, under today's names or the release's first ones."""
+    generator = torch.Generator().manual_seed(0)
+    layer = "deberta.encoder.layer.0.attention.self."
+    lora = {"new": "query_proj.lora_{}", "old": "query_lora_{}.weight"}[names]
+    shapes = {
+        f"{layer}query_proj.weight": (6, 6),
+        layer + lora.format("A" if names == "new" else "a"): (2, 6),
+        layer + lora.format("B" if names == "new" else "b"): (6, 2),
+        "deberta.embeddings.word_embeddings.weight": (9, 6),
+        "pooler.dense.weight": (6, 6),
+        "classifier.bias": (4,),
+    }
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def checkpoint_folder(path: Path, names: str = "new", form: str = ".bin", config=CONFIG) -> Path:
+    path.mkdir()
+    if form == ".bin":
+        torch.save(full_checkpoint(names), path / "pytorch_model.bin")
+    else:
+        save_file(full_checkpoint(names), path / "model.safetensors")
+    if config is not None:
+        (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("names", ["new", "old"])
+@pytest.mark.parametrize("form", [".bin", ".safetensors"])
+@pytest.mark.parametrize("source", ["folder", "file"])
+@pytest.mark.parametrize("suffix", [".bin", ".safetensors"])
+def test_split(script, tmp_path, capsys, names, form, source, suffix):
+    folder = checkpoint_folder(tmp_path / "full", names, form)
+    given = folder if source == "folder" else next(folder.glob("*model*"))
+    target = tmp_path / f"lora{suffix}"
+    script.main([str(given), str(target)])
+    assert capsys.readouterr().out.startswith(f"{target}: 4 tensors, 64 values")
+
+    full = full_checkpoint(names)
+    adapter = load_adapter(target)
+    inside = "deberta.encoder.layer.0.attention.self.query_proj.lora_"
+    expected = {f"{inside}A", f"{inside}B", "pooler.dense.weight", "classifier.bias"}
+    assert adapter.tensors.keys() == expected
+    in_order = [tensor for name, tensor in full.items() if "lora" in name]
+    assert torch.equal(adapter.tensors[f"{inside}A"], in_order[0])
+    assert torch.equal(adapter.tensors[f"{inside}B"], in_order[1])
+    assert torch.equal(adapter.tensors["classifier.bias"], full["classifier.bias"])
+    if suffix == ".bin":
+        assert adapter.info is None
+        return
+    info = adapter.info
+    assert (info.rank, info.alpha, info.targets) == (2, 4, ("query_proj",))
+    assert (info.base, info.task) == ("roberta-base", "rte")
+    assert info.labels == ("yes", "no", "maybe", "never")
+    assert info.base_fingerprint == fingerprint(full_checkpoint("new"))
+
+
+def test_a_file_of_lora_alone_says_nothing_of_its_base(script, tmp_path):
+    folder = checkpoint_folder(tmp_path / "full")
+    script.main([str(folder), str(folder / "lora.bin")])
+    script.main([str(folder / "lora.bin"), str(tmp_path / "lora.safetensors")])
+    assert load_adapter(tmp_path / "lora.safetensors").info.base_fingerprint is None
+
+
+def failure(script, source: Path, target: Path) -> str:
+    with pytest.raises(SystemExit) as ended:
+        script.main([str(source), str(target)])
+    message = ended.value.code
+    assert message.startswith("split_lora.py: error: ")
+    assert "\n" not in message
+    return message
+
+
+def test_without_settings_there_is_nothing_for_the_metadata(script, tmp_path):
+    folder = checkpoint_folder(tmp_path / "full", config=None)
+    target = tmp_path / "lora.safetensors"
+    assert "write a .bin instead" in failure(script, folder, target)
+    assert not target.exists()
+    script.main([str(folder), str(tmp_path / "lora.bin")])
+    assert len(read_tensors(tmp_path / "lora.bin")[0]) == 4
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        ("missing", "no such checkpoint file"),
+        ("truncated", "damaged"),
+        ("without LoRA", "holds no LoRA weights"),
+        ("damaged settings", "error"),
+        ("empty folder", "has no weights"),
+    ],
+)
+def test_what_cannot_be_split(script, tmp_path, damage, reason):
+    folder = checkpoint_folder(tmp_path / "full")
+    source = folder / "pytorch_model.bin"
+    if damage == "missing":
+        source.unlink()
+    elif damage == "truncated":
+        source.write_bytes(source.read_bytes()[:500])
+    elif damage == "without LoRA":
+        torch.save({"deberta.embeddings.weight": torch.ones(2, 2)}, source)
+    elif damage == "damaged settings":
+        (folder / "config.json").write_text("{")
+    else:
+        source.unlink()
+        source = folder
+    target = tmp_path / "lora.bin"
+    target.write_text("mine")
+    assert reason in failure(script, source, target)
+    assert target.read_text() == "mine"
+
+
+def test_a_checkpoint_is_not_replaced_by_its_part(script, tmp_path):
+    folder = checkpoint_folder(tmp_path / "full")
+    source = folder / "pytorch_model.bin"
+    before = source.read_bytes()
+    assert "would replace a file of the checkpoint" in failure(
+        script, source, folder / ".." / "full" / source.name
+    )
+    assert source.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "config.json"])
+def test_a_checkpoint_s_own_file_is_not_written_over(script, tmp_path, name):
+    folder = checkpoint_folder(tmp_path / "checkpoint")
+    before = (folder / name).read_bytes()
+    assert "would replace a file of the checkpoint" in failure(script, folder, folder / name)
+    assert (folder / name).read_bytes() == before
