@@ -106,18 +106,23 @@ def _lora_linear(config: RobertaConfig, width: int) -> nn.Linear:
     return lora.Linear(width, width, r=config.lora_r, lora_alpha=config.lora_alpha)
 
 
-class RobertaSelfOutput(nn.Module):
-    """The attention's output projection, added to the residual stream and normalised."""
+class RobertaOutput(nn.Module):
+    """The last projection of a sub-layer, added to the residual stream and normalised.
 
-    def __init__(self, config: RobertaConfig):
+    Args:
+        config: the model's settings.
+        in_features: width of what the sub-layer has computed.
+    """
+
+    def __init__(self, config: RobertaConfig, in_features: int):
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dense = nn.Linear(in_features, config.hidden_size)
         self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = lora.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, attended: Tensor, residual: Tensor) -> Tensor:
-        """(tokens, hidden) both, and out."""
-        return self.LayerNorm(self.dropout(self.dense(attended)) + residual)
+    def forward(self, computed: Tensor, residual: Tensor) -> Tensor:
+        """(tokens, in_features) and (tokens, hidden) -> (tokens, hidden)."""
+        return self.LayerNorm(self.dropout(self.dense(computed)) + residual)
 
 
 class RobertaAttention(nn.Module):
@@ -126,7 +131,7 @@ class RobertaAttention(nn.Module):
     def __init__(self, config: RobertaConfig):
         super().__init__()
         self.self = RobertaSelfAttention(config)
-        self.output = RobertaSelfOutput(config)
+        self.output = RobertaOutput(config, config.hidden_size)
 
     def forward(self, hidden: Tensor, queries: Tensor, rows: PackedRows) -> Tensor:
         """The residual stream at `queries`, attention added."""
@@ -146,20 +151,6 @@ class RobertaIntermediate(nn.Module):
         return self.activation(self.dense(hidden))
 
 
-class RobertaOutput(nn.Module):
-    """The feed-forward part's second half, added to the residual stream and normalised."""
-
-    def __init__(self, config: RobertaConfig):
-        super().__init__()
-        self.dense = nn.Linear(config.intermediate_size, config.hidden_size)
-        self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.dropout = lora.Dropout(config.hidden_dropout_prob)
-
-    def forward(self, inner: Tensor, residual: Tensor) -> Tensor:
-        """(tokens, intermediate) and (tokens, hidden) -> (tokens, hidden)."""
-        return self.LayerNorm(self.dropout(self.dense(inner)) + residual)
-
-
 class RobertaLayer(nn.Module):
     """Attention, then feed-forward, each normalised after its residual sum."""
 
@@ -167,7 +158,7 @@ class RobertaLayer(nn.Module):
         super().__init__()
         self.attention = RobertaAttention(config)
         self.intermediate = RobertaIntermediate(config)
-        self.output = RobertaOutput(config)
+        self.output = RobertaOutput(config, config.intermediate_size)
 
     def forward(self, hidden: Tensor, rows: PackedRows, first_only: bool = False) -> Tensor:
         """(tokens, hidden) -> the same, or (batch, hidden) with `first_only`."""
