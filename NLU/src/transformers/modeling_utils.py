@@ -236,7 +236,9 @@ class PreTrainedModel(nn.Module):
         groups["head"] -= groups["LoRA"] | self.tied_weights.keys()
         for what, names in groups.items():
             if names and names <= missing:
-                logger.warning("%s has no %s weights: they are drawn anew", source, what)
+                # With LoRA, an adapter brings them, or they are what is to be trained.
+                level = logging.INFO if self.config.apply_lora else logging.WARNING
+                logger.log(level, "%s has no %s weights: they are drawn anew", source, what)
                 missing = missing - names
         if missing:
             raise CheckpointError(f"{source}: lacks {len(missing)} tensors: {_some(missing)}")
