@@ -224,7 +224,8 @@ def _read_file(path: str) -> Dataset:
     try:
         return load_dataset(kind, data_files=path, split="train", **options)
     except DatasetGenerationError as error:
-        raise ValueError(f"{path}: cannot be read ({error.__cause__ or error})") from error
+        hint = "; is it comma-separated?" if kind == "csv" else ""
+        raise ValueError(f"{path}: cannot be read ({error.__cause__ or error}){hint}") from error
     except (StopIteration, ValueError) as error:
         # What the library makes of a file without rows.
         raise ValueError(f"{path}: holds no examples, or none that can be read") from error
@@ -396,6 +397,7 @@ def build_model(
     )
     if adapter is not None:
         new = load_into(model, adapter, model.base_fingerprint, new_head=training)
+        logger.info("loaded %s tensors from %s", len(adapter.tensors) - len(new), adapter.source)
         if new:
             names = ", ".join(new)
             logger.warning("%s is for another task: drawn anew are %s", adapter.source, names)

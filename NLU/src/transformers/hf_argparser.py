@@ -4,7 +4,7 @@ import dataclasses
 import json
 import types
 import typing
-from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
+from argparse import Action, ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
 from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
@@ -27,6 +27,13 @@ def string_to_bool(text: str | bool) -> bool:
     raise ArgumentTypeError(f"'{text}' is neither true nor false")
 
 
+class _HelpFormatter(ArgumentDefaultsHelpFormatter):
+    """Shows defaults, but for None: what then happens is in the help text."""
+
+    def _get_help_string(self, action: Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 class HfArgumentParser(ArgumentParser):
     """A parser whose flags are the fields of dataclasses.
 
@@ -40,7 +47,7 @@ class HfArgumentParser(ArgumentParser):
     """
 
     def __init__(self, dataclass_types: type | Iterable[type], **arguments: Any):
-        arguments.setdefault("formatter_class", ArgumentDefaultsHelpFormatter)
+        arguments.setdefault("formatter_class", _HelpFormatter)
         arguments.setdefault("allow_abbrev", False)
         super().__init__(**arguments)
         types_ = [dataclass_types] if dataclasses.is_dataclass(dataclass_types) else dataclass_types
