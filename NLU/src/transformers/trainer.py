@@ -332,7 +332,9 @@ class Trainer(TrainerCheckpoints):
             weight: of this process's loss among the processes'; see `TrainingBatches.weight`.
             update: whether an update follows, for which gradients are summed over processes.
         """
-        self._wrapped.train()
+        if not self.model.training:
+            # After an evaluation. Not at every step: it walks over all modules.
+            self._wrapped.train()
         several = isinstance(self._wrapped, DistributedDataParallel)
         with self._wrapped.no_sync() if several and not update else nullcontext():
             with self.precision.autocast():
