@@ -9,5 +9,5 @@ setup(
     license="MIT",
     packages=["loralib"],
     python_requires=">=3.10",
-    install_requires=["torch>=2.6", "safetensors>=0.4.5"],
+    install_requires=["numpy", "safetensors>=0.4.5", "torch>=2.6"],
 )

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 
 import loralib as lora
+from loralib.packing import PackedRows, _attend_padded, _attend_rows, attend
 from loralib.precision import Precision, all_in_half, hold_frozen_in
 from transformers import (
     AutoModelForSequenceClassification,
@@ -21,7 +22,6 @@ from transformers import (
     RobertaModel,
 )
 from transformers.modeling_outputs import SequenceClassifierOutput
-from transformers.packing import PackedRows, _attend_padded, _attend_rows, attend
 
 FIXTURE = Path(__file__).with_name("roberta_fixture.safetensors")
 CASES = ("padded", "types", "holes", "row0", "row1", "row2", "row3")
@@ -501,7 +501,7 @@ def test_whole_model_by_either_path(monkeypatch, upstream, build, arguments):
 )
 def test_rows_of_very_different_length_are_not_padded(monkeypatch, lengths, path):
     called = []
-    packing = importlib.import_module("transformers.packing")
+    packing = importlib.import_module("loralib.packing")
     for name in ("_attend_rows", "_attend_padded"):
         monkeypatch.setattr(packing, name, lambda *_, name=name: called.append(name))
     rows = PackedRows((torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long())

@@ -1273,7 +1273,7 @@ def test_a_script_s_error_is_one_line(error, monkeypatch, capsys):
         run(main)
     assert ended.value.code == 1
     assert capsys.readouterr().err == "script.py: error: first second\n"
-    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "debug")
+    monkeypatch.setenv("LORA_DEBUG", "1")
     with pytest.raises(error):
         run(main)
 

@@ -3,6 +3,8 @@
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from loralib.process import TrainingError, set_seed
+
 from .configuration_utils import PretrainedConfig
 from .data.data_collator import (
     DataCollatorForLanguageModeling,
@@ -41,8 +43,6 @@ from .trainer_utils import (
     EvaluationStrategy,
     IntervalStrategy,
     SchedulerType,
-    TrainingError,
-    set_seed,
 )
 from .training_args import TrainingArguments
 from .utils import logging

@@ -26,6 +26,7 @@ from loralib.checkpoint import (
     lora_layers,
 )
 from loralib.precision import ApexPrecision, Precision, all_in_half, hold_frozen_in
+from loralib.process import TrainingError, set_seed
 
 from .data.data_collator import DataCollatorWithPadding, default_data_collator
 from .integrations import reporting_callbacks
@@ -56,11 +57,9 @@ from .trainer_utils import (
     EvalPrediction,
     IntervalStrategy,
     PredictionOutput,
-    TrainingError,
     TrainOutput,
     get_last_checkpoint,
     list_checkpoints,
-    set_seed,
     speed_metrics,
 )
 from .training_args import TrainingArguments

@@ -30,6 +30,7 @@ from loralib.checkpoint import (
     write_whole,
 )
 from loralib.precision import Precision
+from loralib.process import TrainingError, rng_state, set_rng_state
 
 from .file_utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from .modeling_utils import PreTrainedModel, read_weights_folder
@@ -38,10 +39,7 @@ from .trainer_callback import TrainerState
 from .trainer_pt_utils import TrainingBatches, gather_objects
 from .trainer_utils import (
     PREFIX_CHECKPOINT_DIR,
-    TrainingError,
     list_checkpoints,
-    rng_state,
-    set_rng_state,
 )
 from .training_args import TrainingArguments
 from .utils import logging

@@ -1,21 +1,15 @@
-"""Small things around the Trainer: seeds, names of checkpoints, what an evaluation hands over."""
+"""Small things around the Trainer: names of checkpoints, what an evaluation hands over."""
 
 import os
-import random
 import re
 import time
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import torch
 
 PREFIX_CHECKPOINT_DIR = "checkpoint"
 _CHECKPOINT = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
-
-
-class TrainingError(RuntimeError):
-    """A run that cannot go on. The message is one line."""
 
 
 class IntervalStrategy(str, Enum):
@@ -61,38 +55,6 @@ class TrainOutput(NamedTuple):
     global_step: int
     training_loss: float
     metrics: dict[str, float]
-
-
-def set_seed(seed: int) -> None:
-    """Seeds Python, NumPy and PyTorch on all devices."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
-def rng_state() -> dict[str, Any]:
-    """The state of all generators that `set_seed` seeds, in a form that loads weights-only."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state()
-    version, internal, gauss_next = random.getstate()
-    state: dict[str, Any] = {
-        "python": (version, list(internal), gauss_next),
-        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Puts the generators where `rng_state` found them."""
-    version, internal, gauss_next = state["python"]
-    random.setstate((version, tuple(internal), gauss_next))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 def list_checkpoints(folder: str | os.PathLike) -> list[str]:

@@ -1,31 +1,24 @@
 """What the scripts share: logging, and errors as one line."""
 
-import atexit
 import logging
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import datasets
-import torch
-import torch.distributed as dist
 from tqdm.auto import tqdm
 
-from loralib.checkpoint import CheckpointError
+from loralib import process
 
-from ..trainer_utils import TrainingError, get_last_checkpoint
+from ..trainer_utils import get_last_checkpoint
 from ..training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
-# Errors with a message for the user; any other is a bug, and shows where it is.
-_EXPECTED = (CheckpointError, TrainingError, OSError, ValueError, torch.OutOfMemoryError)
-
 
 def set_up_logging() -> None:
     """Logs to the console: everything from the main process, from the others warnings only."""
-    main = _rank() == 0
+    main = process.rank() == 0
     logging.basicConfig(
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         datefmt="%H:%M:%S",
@@ -63,41 +56,5 @@ def find_checkpoint(args: TrainingArguments) -> str | None:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Runs a script's `main`; an error that a user can mend ends it with one line and status 1.
-
-    With ``TRANSFORMERS_VERBOSITY=debug`` the line comes with the traceback.
-    """
-    try:
-        main()
-        _leave_group()
-    except _EXPECTED as error:
-        if os.environ.get("TRANSFORMERS_VERBOSITY") == "debug":
-            raise
-        where = f" (process {_rank()})" if _rank() else ""
-        message = " ".join(str(error).split())
-        # On a line of its own, even where a bar is being shown.
-        tqdm.write(f"{os.path.basename(sys.argv[0])}: error{where}: {message}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
-
-
-def _leave_group() -> None:
-    """Ends one process of a group, all of which have done their work.
-
-    Gloo's threads and the interpreter's end race each other, and now and then the process aborts
-    although nothing is left to do. So what is to run at exit is run, and the end is left out.
-    """
-    if not dist.is_initialized():
-        return
-    dist.barrier()
-    if dist.get_backend() == "nccl":
-        dist.destroy_process_group()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+    """Runs a script's `main`, as `loralib.process.run` does; its errors keep clear of the bars."""
+    process.run(main, report=lambda line: tqdm.write(line, file=sys.stderr))

@@ -1,7 +1,8 @@
 """RoBERTa with LoRA on its attention's query and value projections.
 
-The encoder works on packed tokens, (tokens, hidden); see packing.py. Names are upstream's, so that
-published weights load. Source: RoBERTa, arXiv 1907.11692; LoRA, arXiv 2106.09685, section 4.2.
+The encoder works on packed tokens, (tokens, hidden); see loralib/packing.py. Names are upstream's,
+so that published weights load. Source: RoBERTa, arXiv 1907.11692; LoRA, arXiv 2106.09685,
+section 4.2.
 """
 
 from typing import Any, ClassVar
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import loralib as lora
+from loralib.packing import PackedRows, attend
+from loralib.precision import LayerNorm
 
 from ...activations import ACT2FN
 from ...modeling_outputs import (
@@ -20,25 +23,7 @@ from ...modeling_outputs import (
     SequenceClassifierOutput,
 )
 from ...modeling_utils import PreTrainedModel
-from ...packing import PackedRows, attend
 from .configuration_roberta import RobertaConfig
-
-
-class LayerNorm(nn.LayerNorm):
-    """`nn.LayerNorm` that stays in half precision where its weight is held in it.
-
-    Autocast would compute it, and with it the whole residual stream, in float32 on a GPU. The
-    statistics are taken in float32 in any case.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalises the last dimension."""
-        if self.weight.dtype == torch.float32:
-            return super().forward(x)
-        with torch.autocast(x.device.type, enabled=False):
-            bias = self.bias.to(self.weight.dtype)
-            x = x.to(self.weight.dtype)
-            return F.layer_norm(x, self.normalized_shape, self.weight, bias, self.eps)
 
 
 class RobertaEmbeddings(nn.Module):

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loralib import dropout
+from .dropout import dropout
 
 
 class PackedRows:
@@ -67,7 +67,13 @@ class PackedRows:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, heads: int, dropout_p: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: PackedRows,
+    heads: int,
+    dropout_p: float = 0.0,
+    causal: bool = False,
 ) -> Tensor:
     """softmax(q kᵀ / √d) v within each row, over `heads` slices of the hidden dimension.
 
@@ -77,12 +83,14 @@ def attend(
         rows: which tokens make a row.
         heads: number of heads; divides hidden.
         dropout_p: dropout on the attention probabilities.
+        causal: a token looks at itself and at those before it; needs padding on the right only, a
+            query for every token, and no dropout.
 
     Returns:
         The same shape as `query`.
     """
     attend_to = _attend_padded if query.is_cuda or _padding_is_cheap(rows, heads) else _attend_rows
-    return attend_to(query, key, value, rows, heads, dropout_p)
+    return attend_to(query, key, value, rows, heads, dropout_p, causal)
 
 
 def _padding_is_cheap(rows: PackedRows, heads: int) -> bool:
@@ -96,27 +104,41 @@ def _padding_is_cheap(rows: PackedRows, heads: int) -> bool:
 
 
 def _attend_rows(
-    query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, heads: int, dropout_p: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: PackedRows,
+    heads: int,
+    dropout_p: float,
+    causal: bool = False,
 ) -> Tensor:
     """Row by row: no padding."""
     lengths = rows.lengths if len(query) == len(key) else [1] * len(rows.lengths)
     parts = (query.split(lengths), key.split(rows.lengths), value.split(rows.lengths))
     attended = [
-        _attention(*(_by_head(part[None], heads) for part in row), None, dropout_p)
+        _attention(*(_by_head(part[None], heads) for part in row), None, dropout_p, causal)
         for row in zip(*parts, strict=True)
     ]
     return torch.cat([row[0].transpose(0, 1).flatten(1) for row in attended])
 
 
 def _attend_padded(
-    query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, heads: int, dropout_p: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: PackedRows,
+    heads: int,
+    dropout_p: float,
+    causal: bool = False,
 ) -> Tensor:
     """All rows at once, over the padded batch."""
     one_query = len(query) != len(key)
     query = query[:, None] if one_query else rows.pad(query)
     parts = (_by_head(part, heads) for part in (query, rows.pad(key), rows.pad(value)))
-    mask = rows.pad(torch.ones_like(rows.index, dtype=torch.bool))[:, None, None, :]
-    attended = _attention(*parts, mask, dropout_p).transpose(1, 2).flatten(2)
+    mask = None  # with padding on the right, what is causal never looks at it
+    if not causal:
+        mask = rows.pad(torch.ones_like(rows.index, dtype=torch.bool))[:, None, None, :]
+    attended = _attention(*parts, mask, dropout_p, causal).transpose(1, 2).flatten(2)
     return attended[:, 0] if one_query else rows.pack(attended)
 
 
@@ -126,12 +148,17 @@ def _by_head(x: Tensor, heads: int) -> Tensor:
 
 
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    causal: bool = False,
 ) -> Tensor:
     """Attention of (batch, heads, length, dim); `mask` is False where nobody may look."""
     if dropout_p == 0 or query.is_cuda:
         return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=dropout_p
+            query, key, value, attn_mask=mask, dropout_p=dropout_p, is_causal=causal
         )
     # On a CPU, PyTorch's fused attention has no dropout, and its dropout is slow.
     scores = (query * query.shape[-1] ** -0.5) @ key.transpose(2, 3)
