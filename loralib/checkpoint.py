@@ -93,8 +93,7 @@ def write_tensors(
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Writes `tensors` as safetensors (with `metadata`) or as a torch file, by `path`'s suffix."""
-    # A tensor that shares its storage with a larger one would take the whole storage along.
-    own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    own = _copies(tensors)
     with write_whole(path) as temporary:
         if Path(path).suffix == ".safetensors":
             save_file(own, temporary, metadata={"format": "pt", **(metadata or {})})
@@ -102,10 +101,28 @@ def write_tensors(
             torch.save(own, temporary)
 
 
+def write_wrapped_tensors(
+    path: str | os.PathLike, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> None:
+    """Writes a torch file as the release's GPT-2 scripts do: tensors under ``model_state_dict``.
+
+    The metadata, a second entry beside it, is what safetensors would carry.
+    """
+    wrapped = {"model_state_dict": _copies(tensors), "metadata": dict(metadata)}
+    with write_whole(path) as temporary:
+        torch.save(wrapped, temporary)
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies, because a view would take the whole storage that it looks at into the file."""
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+
+
 def read_tensors(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of a safetensors or torch file, on the CPU, and the file's metadata.
 
-    The tensors are mapped from the file, not copied: memory is taken as they are touched.
+    The tensors are mapped from the file, not copied: memory is taken as they are touched. Those of
+    a torch file may be wrapped, as `write_wrapped_tensors` does it.
 
     Raises:
         CheckpointError: the file is missing, damaged, or holds something else than tensors.
@@ -130,14 +147,17 @@ def read_tensors(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, 
         raise CheckpointError(
             f"{path}: damaged or not a checkpoint ({_first_line(error)})"
         ) from error
-    # gpt2_ft.py and others wrap their tensors once more.
+    metadata = {}
     if isinstance(tensors, Mapping) and isinstance(tensors.get("model_state_dict"), Mapping):
+        metadata = tensors.get("metadata", {})
         tensors = tensors["model_state_dict"]
     if not isinstance(tensors, Mapping) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
     ):
         raise CheckpointError(f"{path}: holds something else than named tensors")
-    return dict(tensors), {}
+    if not isinstance(metadata, Mapping):
+        raise CheckpointError(f"{path}: its metadata is damaged (not a mapping)")
+    return dict(tensors), dict(metadata)
 
 
 def _is_safetensors(path: Path) -> bool:
@@ -355,7 +375,8 @@ def _check_info(model: nn.Module, adapter: Adapter, base_fingerprint: str | None
     layers = lora_layers(model)
     if not layers:
         raise CheckpointError(
-            f"{adapter.source}: the model has no LoRA layers to take it (is --apply_lora missing?)"
+            f"{adapter.source}: the model has no LoRA layers to take it "
+            "(--apply_lora makes them, or --lora_dim for GPT-2)"
         )
     info = adapter.info
     if info is None:
@@ -372,7 +393,7 @@ def _check_info(model: nn.Module, adapter: Adapter, base_fingerprint: str | None
                 raise CheckpointError(
                     f"{adapter.source}: was trained on another base than the one given: "
                     f"'{info.base}' (fingerprint {theirs}), not one of fingerprint {ours}; "
-                    "pass that base as --model_name_or_path"
+                    "give that base"
                 )
         elif theirs != ours:
             raise CheckpointError(

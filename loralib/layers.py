@@ -112,7 +112,7 @@ class LoRALayer:
         self.lora_B = nn.Parameter(weight.new_empty(shape_B))
         weight.requires_grad = False
 
-    def _reset_lora(self) -> None:
+    def reset_lora_parameters(self) -> None:
         """A as a plain linear layer's weight is drawn, B zero: the update starts as zero."""
         if self.r > 0:
             nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
@@ -283,7 +283,7 @@ class _SlicedLinear(LoRALayer, nn.Linear):
         nn.Linear.reset_parameters(self)
         if self.fan_in_fan_out:
             self._transpose_weight()
-        self._reset_lora()
+        self.reset_lora_parameters()
 
     def _out_in(self, weight: Tensor) -> Tensor:
         """The weight as (out, in), however it is held."""
@@ -479,9 +479,9 @@ class Embedding(LoRALayer, nn.Embedding):
         if kwargs.get("_weight") is None:
             # A second time, as 0.1.2 does: a seed then gives the same weights.
             nn.Embedding.reset_parameters(self)
-        self._reset_lora()
+        self.reset_lora_parameters()
 
-    def _reset_lora(self) -> None:
+    def reset_lora_parameters(self) -> None:
         """A zero, B standard normal: the update starts as zero."""
         if self.r > 0:
             nn.init.zeros_(self.lora_A)
@@ -490,7 +490,7 @@ class Embedding(LoRALayer, nn.Embedding):
     def reset_parameters(self) -> None:
         """Draws all parameters anew: W as `nn.Embedding` does, A zero, B standard normal."""
         nn.Embedding.reset_parameters(self)
-        self._reset_lora()
+        self.reset_lora_parameters()
 
     def _updates(self, weight: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         yield weight.t(), self.lora_B, self.lora_A
@@ -595,7 +595,7 @@ class _ConvNd(LoRALayer, nn.Module):
     def reset_parameters(self) -> None:
         """Draws all parameters anew: W and b as the plain convolution does, A likewise, B zero."""
         self.conv.reset_parameters()
-        self._reset_lora()
+        self.reset_lora_parameters()
 
     def _updates(self, weight: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         yield weight.view(len(self.lora_B), -1), self.lora_B, self.lora_A

@@ -156,12 +156,21 @@ def _attention(
     causal: bool = False,
 ) -> Tensor:
     """Attention of (batch, heads, length, dim); `mask` is False where nobody may look."""
-    if dropout_p == 0 or query.is_cuda:
+    if query.is_cuda or (dropout_p == 0 and not _is_slow_fused(query)):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=dropout_p, is_causal=causal
         )
-    # On a CPU, PyTorch's fused attention has no dropout, and its dropout is slow.
     scores = (query * query.shape[-1] ** -0.5) @ key.transpose(2, 3)
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     return dropout(scores.softmax(dim=-1), dropout_p, training=True) @ value
+
+
+def _is_slow_fused(query: Tensor) -> bool:
+    """Whether PyTorch's fused attention is slower on a CPU than its parts.
+
+    Its backward pass in half precision is, five times (without AMX). It has no dropout, either.
+    """
+    return query.dtype in (torch.bfloat16, torch.float16) and query.requires_grad

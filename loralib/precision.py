@@ -89,6 +89,15 @@ class Precision:
             self.scaler.load_state_dict(state)
 
 
+def has_apex() -> bool:
+    """Whether ``from apex import amp`` works; PyPI's package of that name is something else."""
+    try:
+        from apex import amp  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
 class ApexPrecision(Precision):
     """float16 through NVIDIA's apex, where ``from apex import amp`` works.
 

@@ -1,0 +1,259 @@
+"""Scores predictions against their references, for E2E, WebNLG and DART.
+
+    python eval/measure_scores.py REFERENCES PREDICTIONS [-p]
+    python eval/measure_scores.py -R PREFIX -H PREDICTIONS -nr N [-m bleu,meteor,ter,chrf++]
+
+The first is E2E's: `REFERENCES` has one reference a line and a blank line after each group, and
+`PREDICTIONS` one prediction a line, a line for each group. The second has references in the files
+`PREFIX0` to `PREFIX<N-1>`, of which each line belongs to the same line of `PREDICTIONS`, and is
+empty where that has fewer references. What the numbers are, `metrics.py` says.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from itertools import groupby
+from pathlib import Path
+
+from loralib import process
+from loralib.checkpoint import write_whole
+from metrics import E2E, WEBNLG_AND_DART, Metric, References, score
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Reads, scores, prints; with ``--json`` also writes."""
+    args = _parse(argv)
+    two_files = args.references is not None
+    known = E2E if two_files else WEBNLG_AND_DART
+    metrics = _choose(args.metrics, known)
+    table = _read_table(args.json) if args.json else {}
+    if two_files:
+        predictions_file = args.predictions
+        references = read_groups(args.references)
+    else:
+        predictions_file = args.hypothesis
+        references = read_reference_files(args.reference, args.num_refs)
+    predictions = read_predictions(predictions_file, len(references))
+
+    scores = score(metrics, references, predictions)
+    if args.json:
+        _write_table(args.json, {**table, args.label: scores})
+    print(_as_lines(metrics, scores) if two_files else _as_table(metrics, scores, args.label))
+
+
+def start() -> None:
+    """Runs `main` as a program."""
+    logging.basicConfig(format="%(levelname)s %(message)s")
+    process.run(main, report=lambda line: print(line, file=sys.stderr))
+
+
+# ------------------------------------------------------------------------------------------------
+# Arguments
+# ------------------------------------------------------------------------------------------------
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Scores predictions against their references. With two files: E2E's metrics. "
+        "With -R and -H: those of WebNLG and DART.",
+        epilog=f"E2E: {_scales(E2E)}. WebNLG and DART: {_scales(WEBNLG_AND_DART)}. METEOR, ROUGE_L "
+        "and CIDEr need Java and requirements-java.txt, and are skipped without.",
+    )
+    parser.add_argument(
+        "references", nargs="?", help="E2E: one reference a line, a blank line after each group"
+    )
+    parser.add_argument(
+        "predictions", nargs="?", help="E2E: one prediction a line, in the order of the groups"
+    )
+    parser.add_argument(
+        "-p",
+        "--python",
+        action="store_true",
+        help="accepted for the release's sake: BLEU and NIST are always computed in Python",
+    )
+    parser.add_argument(
+        "-R",
+        "--reference",
+        metavar="PREFIX",
+        help="WebNLG, DART: the references are the files PREFIX0, PREFIX1 and so on",
+    )
+    parser.add_argument(
+        "-H", "--hypothesis", metavar="FILE", help="WebNLG, DART: one prediction a line"
+    )
+    parser.add_argument(
+        "-nr", "--num_refs", type=int, default=4, help="number of reference files (default: 4)"
+    )
+    parser.add_argument(
+        "-m",
+        "--metrics",
+        help=f"some of {','.join(E2E)} with two files, of {','.join(WEBNLG_AND_DART)} with -R and "
+        "-H (default: all of them)",
+    )
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write the scores there, unrounded, null where one was skipped; scores that the file "
+        "has under other labels stay",
+    )
+    parser.add_argument(
+        "--label",
+        default="all",
+        help="what these scores are called in the JSON file and the table, such as all, seen, "
+        "unseen (default: all)",
+    )
+    args = parser.parse_args(argv)
+    two_files = args.references is not None and args.predictions is not None
+    with_flags = args.reference is not None and args.hypothesis is not None
+    given = [args.references, args.predictions, args.reference, args.hypothesis]
+    if two_files == with_flags or sum(path is not None for path in given) != 2:
+        raise ValueError("give either REFERENCES PREDICTIONS, or -R PREFIX -H PREDICTIONS")
+    return args
+
+
+def _scales(metrics: Mapping[str, Metric]) -> str:
+    return ", ".join(f"{metric.label} {metric.scale}" for metric in metrics.values())
+
+
+def _choose(names: str | None, known: Mapping[str, Metric]) -> list[Metric]:
+    """The metrics called `names`, a list with commas; all `known` ones if None."""
+    if names is None:
+        return list(known.values())
+    chosen = [name.strip().lower() for name in names.split(",")]
+    for name in chosen:
+        if name not in known:
+            raise ValueError(f"no metric {name!r} for these arguments; known: {', '.join(known)}")
+    return [known[name] for name in dict.fromkeys(chosen)]
+
+
+# ------------------------------------------------------------------------------------------------
+# Files
+# ------------------------------------------------------------------------------------------------
+
+
+def read_groups(path: str) -> References:
+    """The references of a file with one a line and a blank line after each group.
+
+    Raises:
+        ValueError: the file holds no reference, or a group without one.
+    """
+    lines = _read_lines(path)
+    while lines and not lines[-1]:
+        lines.pop()
+    if not lines:
+        raise ValueError(f"{path}: holds no references")
+    for number, (before, line) in enumerate(zip(["", *lines], lines, strict=False), start=1):
+        if not before and not line:
+            raise ValueError(f"{path}:{number}: a blank line, but no references before it")
+    return [list(group) for filled, group in groupby(lines, key=bool) if filled]
+
+
+def read_reference_files(prefix: str, count: int) -> References:
+    """The references of the files `prefix`0 to `prefix`<count - 1>; a single one may lack its 0.
+
+    Raises:
+        ValueError: a file is missing or of another length than the first, a line is empty in all.
+    """
+    if count < 1:
+        raise ValueError(f"-nr is {count}; there must be at least one file of references")
+    paths = [f"{prefix}{i}" for i in range(count)]
+    if count == 1 and os.path.isfile(prefix):
+        paths = [prefix]
+    missing = [path for path in paths if not os.path.isfile(path)]
+    if missing:
+        raise ValueError(f"no such file: {', '.join(missing)} (with -nr {count})")
+    files = [_read_lines(path) for path in paths]
+    for path, lines in zip(paths, files, strict=True):
+        if len(lines) != len(files[0]):
+            raise ValueError(f"{paths[0]} has {len(files[0])} lines, but {path} has {len(lines)}")
+    if not any(line for lines in files for line in lines):
+        raise ValueError(f"{', '.join(paths)}: no references")
+    # A row with fewer references than others has empty lines, or its first reference again; either
+    # way it is to have the same scores, and TER averages over the references.
+    rows = [list(dict.fromkeys(filter(None, row))) for row in zip(*files, strict=True)]
+    for number, row in enumerate(rows, start=1):
+        if not row:
+            raise ValueError(f"{paths[0]}:{number}: empty, in the other reference files too")
+    return rows
+
+
+def read_predictions(path: str, count: int) -> list[str]:
+    """The `count` predictions of a file with one a line; warns of empty ones.
+
+    Raises:
+        ValueError: there are more or fewer.
+    """
+    predictions = _read_lines(path)
+    if len(predictions) != count:
+        raise ValueError(f"{path}: {len(predictions)} predictions for {count} rows of references")
+    empty = predictions.count("")
+    if empty:
+        logger.warning("%s: %d of %d predictions are empty", path, empty, count)
+    return predictions
+
+
+def _read_lines(path: str) -> list[str]:
+    try:
+        text = Path(path).read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not text in UTF-8 ({error.reason})") from error
+    # Only the line feed ends a line; Python's splitlines would also split at characters that may
+    # stand within a text.
+    return [line.strip() for line in text.removesuffix("\n").split("\n")] if text else []
+
+
+def _read_table(path: str) -> dict[str, dict[str, float | None]]:
+    """The scores that an earlier run left in `path`, by label."""
+    if not os.path.exists(path):
+        return {}
+    try:
+        table = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: is there already, but not as JSON ({error})") from error
+    if not isinstance(table, dict) or not all(isinstance(row, dict) for row in table.values()):
+        raise ValueError(f"{path}: is there already, but holds no scores by label")
+    return table
+
+
+def _write_table(path: str, table: Mapping[str, Mapping[str, float | None]]) -> None:
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    with write_whole(path) as temporary:
+        temporary.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+
+
+# ------------------------------------------------------------------------------------------------
+# Print
+# ------------------------------------------------------------------------------------------------
+
+
+def _as_lines(metrics: list[Metric], scores: Mapping[str, float | None]) -> str:
+    """One line a metric, as the E2E challenge's program prints them."""
+    return "\n".join(f"{metric.label}: {_number(metric, scores)}" for metric in metrics)
+
+
+def _as_table(metrics: list[Metric], scores: Mapping[str, float | None], label: str) -> str:
+    """A line of names, one of numbers, and one of their scales."""
+    rows = [
+        ["", *(metric.label for metric in metrics)],
+        [label, *(_number(metric, scores) for metric in metrics)],
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
+    scales = ", ".join(f"{metric.label} {metric.scale}" for metric in metrics)
+    return "\n".join([*lines, f"({scales})"])
+
+
+def _number(metric: Metric, scores: Mapping[str, float | None]) -> str:
+    value = scores[metric.label]
+    return "skipped" if value is None else f"{value:.{metric.decimals}f}"
+
+
+if __name__ == "__main__":
+    start()

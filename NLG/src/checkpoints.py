@@ -1,0 +1,213 @@
+"""GPT-2's files: the base, LoRA's part, the whole model, and what a killed run goes on from."""
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loralib.checkpoint import (
+    AdapterInfo,
+    CheckpointError,
+    fingerprint,
+    load_adapter,
+    load_into,
+    lora_layers,
+    lora_targets,
+    read_tensors,
+    write_whole,
+    write_wrapped_tensors,
+)
+from model import BACKBONE, MODEL_CARDS, GPT2LMModel, config_of, load_base, own_names
+
+# The release's models were wrapped in DDP when they were saved.
+_PREFIX = "module."
+_DEFAULT_ALPHA = 128
+
+
+def add_model_params(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say which model, which base and which LoRA."""
+    add = parser.add_argument_group("model").add_argument
+    add(
+        "--model_card",
+        default="gpt2.md",
+        choices=list(MODEL_CARDS),
+        help="the shape: small, medium, large; xs is for trials",
+    )
+    add(
+        "--init_checkpoint",
+        help="the base's weights: a published GPT-2 (pytorch_model.bin, model.safetensors), or a "
+        "whole model.<step>.pt",
+    )
+    add("--lora_dim", type=int, help="LoRA's rank; default: the LoRA file's, or 0 for none")
+    add(
+        "--lora_alpha",
+        type=float,
+        help=f"LoRA's update is scaled by alpha / rank; default: the file's, or {_DEFAULT_ALPHA}",
+    )
+
+
+@dataclass(frozen=True)
+class Base:
+    """The tensors that a model started from, mapped from their file, under the model's names.
+
+    A frozen weight that is held in half precision is written to a checkpoint as it is here.
+
+    Args:
+        tensors: empty for a model that began from nothing.
+        source: the file's name.
+        fingerprint: `loralib.checkpoint.fingerprint` of the tensors.
+        info: rank, alpha, … of the LoRA that the file holds beside the base, where it says so.
+    """
+
+    tensors: Mapping[str, Tensor]
+    source: str | None = None
+    fingerprint: str | None = None
+    info: AdapterInfo | None = None
+
+
+def read_base(path: str | None) -> Base:
+    """Reads a base's file, of any of the spellings that `model.own_names` knows."""
+    if path is None:
+        return Base({})
+    tensors, metadata = read_tensors(path)
+    tensors = own_names(tensors, path)
+    info = AdapterInfo.from_metadata(metadata, Path(path))
+    return Base(tensors, path, fingerprint(tensors, BACKBONE), info)
+
+
+def open_model(
+    args: argparse.Namespace, lora_path: str | None = None, lora_dropout: float = 0.0
+) -> tuple[GPT2LMModel, Base]:
+    """The model that the flags of `add_model_params` ask for, and the base it stands on.
+
+    Args:
+        args: `lora_dim` and `lora_alpha`, where not given, are set to those of the files.
+        lora_path: a file with LoRA's part.
+        lora_dropout: dropout on the update's input.
+
+    Raises:
+        CheckpointError: a file cannot be read, does not fit the other or the flags.
+    """
+    base = read_base(args.init_checkpoint)
+    adapter = None
+    if lora_path is not None:
+        adapter = load_adapter(lora_path)
+        adapter = replace(adapter, tensors=own_names(adapter.tensors, lora_path))
+        _check_lora_only(adapter.tensors, base, lora_path)
+    _settle_lora(args, adapter.info if adapter else base.info, lora_path or args.init_checkpoint)
+    config = config_of(
+        args.model_card,
+        lora_attn_dim=args.lora_dim,
+        lora_attn_alpha=args.lora_alpha,
+        lora_dropout=lora_dropout,
+    )
+    if args.init_checkpoint is None:
+        model = GPT2LMModel(config)
+    else:
+        model = load_base(config, base.tensors, args.init_checkpoint)
+    if adapter is not None:
+        load_into(model, adapter, base.fingerprint, BACKBONE)
+    return model, base
+
+
+def _check_lora_only(tensors: Mapping[str, Tensor], base: Base, path: str) -> None:
+    if any("lora_" not in name for name in tensors):
+        raise CheckpointError(
+            f"{path}: holds a whole model, not LoRA alone; give it as --init_checkpoint, without "
+            "--lora_path"
+        )
+    if any("lora_" in name for name in base.tensors):
+        raise CheckpointError(
+            f"{base.source}: holds LoRA weights of its own; with --lora_path, --init_checkpoint "
+            "has to be the base alone"
+        )
+
+
+def _settle_lora(args: argparse.Namespace, info: AdapterInfo | None, path: str | None) -> None:
+    """Sets rank and alpha from flags and file, which must not contradict each other."""
+    for name, flag, default in (
+        ("rank", "lora_dim", 0),
+        ("alpha", "lora_alpha", _DEFAULT_ALPHA),
+    ):
+        given, recorded = getattr(args, flag), getattr(info, name, None)
+        if given is not None and recorded is not None and given != recorded:
+            raise CheckpointError(
+                f"{path}: was trained with {name} {recorded:g}, but --{flag} is {given:g}"
+            )
+        known = given if given is not None else recorded
+        setattr(args, flag, default if known is None else known)
+    if args.lora_dim < 0 or args.lora_alpha <= 0:
+        raise ValueError("--lora_dim has to be at least 0, and --lora_alpha above 0")
+
+
+def save_model(path: str | os.PathLike, model: GPT2LMModel, base: Base, lora_only: bool) -> None:
+    """Writes ``model.<step>.pt`` as the release does, with rank, alpha and base beside the tensors.
+
+    Args:
+        path: the file.
+        model: of which LoRA's part, or all, is written in float32.
+        base: whose bits frozen weights are written with, whatever precision they are held in.
+        lora_only: leaves all but LoRA's tensors out.
+
+    Raises:
+        CheckpointError: a trained tensor is not finite; nothing is written.
+    """
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        if lora_only and "lora_" not in name:
+            continue
+        if parameter.requires_grad and not torch.isfinite(parameter).all():
+            raise CheckpointError(f"{path}: not written: {name} holds values that are not finite")
+        frozen = not parameter.requires_grad and name in base.tensors
+        tensors[_PREFIX + name] = base.tensors[name] if frozen else parameter
+    write_wrapped_tensors(path, tensors, _metadata(model, base))
+
+
+def _metadata(model: GPT2LMModel, base: Base) -> dict[str, str]:
+    layers = lora_layers(model)
+    if not layers:
+        return {}
+    config = model.config
+    return AdapterInfo(
+        rank=config.lora_attn_dim,
+        alpha=config.lora_attn_alpha,
+        targets=lora_targets(layers),
+        base=base.source,
+        base_fingerprint=base.fingerprint,
+    ).to_metadata()
+
+
+# ------------------------------------------------------------------------------------------------
+# Resuming
+# ------------------------------------------------------------------------------------------------
+
+RESUME_NAME = "resume.pt"
+
+
+def write_resume(folder: str | os.PathLike, state: Mapping[str, Any]) -> None:
+    """Writes what a run goes on from: one file, so that no crash can leave it in two halves."""
+    path = Path(folder) / RESUME_NAME
+    with write_whole(path) as temporary:
+        torch.save(dict(state), temporary)
+
+
+def read_resume(folder: str | os.PathLike) -> dict[str, Any] | None:
+    """What `write_resume` wrote, or None where nothing was.
+
+    Raises:
+        CheckpointError: the file is damaged, or holds more than tensors and plain values.
+    """
+    path = Path(folder) / RESUME_NAME
+    if not path.is_file():
+        return None
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle makes torch raise errors of any kind
+        raise CheckpointError(
+            f"{path}: is damaged; remove it to begin the run anew ({type(error).__name__})"
+        ) from error

@@ -1,0 +1,238 @@
+"""Encoded examples as batches for the language model.
+
+An example's tokens are its context and its completion. The input is these tokens, the target the
+same shifted by one, and the mask tells where the target counts:
+
+    tokens   c1  c2  c3  d1  d2  d3          c: context, d: completion
+    input    c1  c2  c3  d1  d2  d3
+    target   c2  c3  d1  d2  d3   0
+    mask      0   0   1   1   1   0          with the joint objective  1  1  1  1  1  0
+
+all cut to the sequence length. A batch is as long as its longest row, not as the sequence length.
+"""
+
+import logging
+import os
+import random
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, DistributedSampler
+
+from exp_utils import read_json_lines
+from gpu import Run
+from loralib import process
+
+logger = logging.getLogger(__name__)
+
+
+class Row(NamedTuple):
+    """One example.
+
+    Attributes:
+        tokens: int32, one more than `length` where the example was cut.
+        length: number of input positions.
+        first: the first position whose target counts; all later targets do, too.
+    """
+
+    tokens: Tensor
+    length: int
+    first: int
+
+
+class FT_Dataset(Dataset):
+    """The examples of a file of token ids, rounded up to whole batches by random examples.
+
+    Which examples fill the last batch depends on the seed alone, so that all processes, and a run
+    that is resumed, agree. Tokens are held as 32-bit integers in one piece.
+
+    Args:
+        path: JSON lines ``{"context": [ids], "completion": [ids]}``.
+        batch_size: rows in a batch.
+        max_seq_length: input positions at most; longer examples are cut, with a warning.
+        joint_lm: whether the context's tokens count as targets, too.
+        seed: of the random examples.
+        vocab_size: ids have to be below it.
+
+    Attributes:
+        batch_size: as given.
+        num_examples: examples in the file.
+        num_batches: batches that they fill.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line has no context or completion of token ids, its completion is empty, or
+            an id is outside the vocabulary (the message names file and line); or nothing in the
+            file can be learned from; or a size is not positive.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        batch_size: int,
+        max_seq_length: int,
+        joint_lm: bool = False,
+        seed: int = 0,
+        vocab_size: int = 50257,
+    ):
+        for name, size in (("batch size", batch_size), ("sequence length", max_seq_length)):
+            if size < 1:
+                raise ValueError(f"the {name} has to be at least 1, but is {size}")
+        self.batch_size = batch_size
+        self.max_seq_length = max_seq_length
+        self.joint_lm = joint_lm
+        tokens, ends, contexts = array("i"), array("q", [0]), array("i")
+        cut = lost = 0
+        for number, row in enumerate(read_json_lines(path), start=1):
+            context, completion = _ids_of(row, vocab_size, f"{path}:{number}")
+            ids = context + completion
+            cut += len(ids) > max_seq_length
+            lost += len(context) > max_seq_length
+            # The last input's target is one token further.
+            tokens.extend(ids[: max_seq_length + 1])
+            ends.append(len(tokens))
+            contexts.append(len(context))
+        self._tokens = torch.frombuffer(tokens, dtype=torch.int32)
+        self._ends, self._contexts = ends, contexts
+        if not any(self._has_target(index) for index in range(len(contexts))):
+            raise ValueError(
+                f"{path}: no example has a token to learn within {max_seq_length} positions"
+            )
+        if cut and process.rank() == 0:
+            logger.warning(
+                "%s: %d of %d examples are longer than %d tokens and were cut; %d of them lost "
+                "the whole completion",
+                path,
+                cut,
+                len(contexts),
+                max_seq_length,
+                lost,
+            )
+        self.num_examples = len(contexts)
+        self.num_batches = -(-self.num_examples // batch_size)
+        missing = len(self) - self.num_examples
+        self._filling = random.Random(seed).choices(range(self.num_examples), k=missing)
+
+    def __len__(self) -> int:
+        return self.num_batches * self.batch_size
+
+    def __getitem__(self, index: int) -> Row:
+        if not 0 <= index < len(self):
+            raise IndexError(f"there are {len(self)} rows, but no row {index}")
+        if index >= self.num_examples:
+            index = self._filling[index - self.num_examples]
+        tokens = self._tokens[self._ends[index] : self._ends[index + 1]]
+        return Row(tokens, min(len(tokens), self.max_seq_length), self._first(index))
+
+    def _first(self, index: int) -> int:
+        """The position before the completion; a first token has none, and is never a target."""
+        return 0 if self.joint_lm else max(0, self._contexts[index] - 1)
+
+    def _has_target(self, index: int) -> bool:
+        return self._ends[index + 1] - self._ends[index] - 1 > self._first(index)
+
+
+def _ids_of(row: dict[str, Any], vocab_size: int, where: str) -> tuple[list[int], list[int]]:
+    for field in ("context", "completion"):
+        if field not in row:
+            raise ValueError(f'{where}: has no "{field}"')
+        ids = row[field]
+        # Types are compared because True and 1.0 are numbers to Python, but no token ids.
+        if not isinstance(ids, list) or any(type(token) is not int for token in ids):
+            raise ValueError(f'{where}: "{field}" has to be a list of token ids')
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            wrong = next(token for token in ids if not 0 <= token < vocab_size)
+            raise ValueError(
+                f'{where}: "{field}" has token {wrong}, outside the vocabulary of {vocab_size}'
+            )
+    if not row["completion"]:
+        raise ValueError(f"{where}: the completion is empty")
+    return row["context"], row["completion"]
+
+
+def collate(rows: Sequence[Row]) -> dict[str, Tensor]:
+    """Puts rows of one dataset together.
+
+    Args:
+        rows: at least one.
+
+    Returns:
+        `input` and `target`, int64, and `mask`, float32, each (rows, the longest row's length),
+        padded with 0.
+    """
+    shape = len(rows), max(row.length for row in rows)
+    inputs = torch.zeros(shape, dtype=torch.int64)
+    targets = torch.zeros(shape, dtype=torch.int64)
+    mask = torch.zeros(shape)
+    for index, (tokens, length, first) in enumerate(rows):
+        inputs[index, :length] = tokens[:length]
+        last = len(tokens) - 1
+        targets[index, :last] = tokens[1:]
+        mask[index, first:last] = 1
+    return {"input": inputs, "target": targets, "mask": mask}
+
+
+def batches_per_epoch(dataset: FT_Dataset, run: Run) -> int:
+    """How many whole batches each process gets in an epoch.
+
+    Raises:
+        ValueError: there are fewer examples than one batch for each process.
+    """
+    batches = -(-len(dataset) // run.world_size) // dataset.batch_size
+    if batches == 0:
+        raise ValueError(
+            f"{dataset.num_examples} training examples are too few for a batch of "
+            f"{dataset.batch_size} on each of {run.world_size} processes: use a smaller batch size "
+            "or fewer processes"
+        )
+    return batches
+
+
+def training_batches(
+    dataset: FT_Dataset, run: Run, seed: int, epoch: int, skip: int = 0, pin: bool = False
+) -> Iterator[dict[str, Tensor]]:
+    """This process's batches of one epoch, shuffled, all of full size.
+
+    The order is `torch.utils.data.DistributedSampler`'s. It depends on seed and epoch alone, and
+    no global random generator is drawn from.
+
+    Args:
+        dataset: what to train on.
+        run: this process.
+        seed: the run's, the same on all processes.
+        epoch: counted from 1.
+        skip: how many batches at the beginning to leave out, when a run is resumed.
+        pin: whether batches lie in pinned memory, from which they reach a GPU without waiting.
+
+    Raises:
+        ValueError: as `batches_per_epoch`.
+    """
+    sampler = DistributedSampler(dataset, run.world_size, run.rank, shuffle=True, seed=seed)
+    sampler.set_epoch(epoch)
+    size = dataset.batch_size
+    order = list(sampler)[skip * size : batches_per_epoch(dataset, run) * size]
+    return _batches(dataset, order, pin)
+
+
+def validation_batches(dataset: FT_Dataset, run: Run) -> Iterator[dict[str, Tensor]]:
+    """This process's share of the file's examples: every world_size-th, in their order.
+
+    Each example is in one batch of one process; those that fill the last batch are left out, so
+    that it may be smaller. A process may have no batch.
+
+    Args:
+        dataset: what to evaluate on.
+        run: this process.
+    """
+    return _batches(dataset, range(run.rank, dataset.num_examples, run.world_size))
+
+
+def _batches(
+    dataset: FT_Dataset, order: Sequence[int], pin: bool = False
+) -> Iterator[dict[str, Tensor]]:
+    for start in range(0, len(order), dataset.batch_size):
+        batch = collate([dataset[index] for index in order[start : start + dataset.batch_size]])
+        yield {name: tensor.pin_memory() if pin else tensor for name, tensor in batch.items()}

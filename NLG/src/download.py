@@ -1,0 +1,237 @@
+"""Fetches what the NLG experiments start from: vocabulary, corpora, pretrained GPT-2.
+
+    python src/download.py vocab e2e webnlg dart gpt2 gpt2-medium gpt2-large
+
+Files are written whole or not at all, and are there under the names that the other scripts expect;
+what is there already is kept. The corpora and the vocabulary come from the addresses where they
+are published, the checkpoints from the Hugging Face hub (``HF_ENDPOINT`` names a mirror).
+"""
+
+import argparse
+import json
+import logging
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from http.client import HTTPException
+from pathlib import Path
+from urllib.request import urlopen
+
+from tqdm.auto import tqdm
+
+from exp_utils import run
+from format_converting_e2e import as_lines
+from hub import hub_files
+from loralib.checkpoint import read_tensors, write_tensors, write_whole
+
+logger = logging.getLogger(__name__)
+
+VOCAB_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
+E2E_URL = "https://github.com/tuetschek/e2e-dataset/releases/download/v1.0.0/e2e-dataset.zip"
+# WebNLG itself publishes its challenge of 2017 as XML; the release has it as JSON.
+WEBNLG_URL = "https://raw.githubusercontent.com/microsoft/LoRA/main/NLG/data/webnlg_challenge_2017"
+DART_URL = "https://raw.githubusercontent.com/Yale-LILY/dart/master/data/v1.1.1"
+
+TIMEOUT = 30.0  # seconds without a byte
+CHUNK = 1 << 16  # bytes
+
+
+@dataclass(frozen=True)
+class File:
+    """A file that is kept as it is published.
+
+    Args:
+        path: where it goes, below the folder NLG.
+        url: its address.
+        size: in bytes, where it is known beforehand.
+    """
+
+    path: str
+    url: str
+    size: int | None = None
+
+
+def _webnlg(split: str, size: int | None = None) -> File:
+    return File(f"data/webnlg_challenge_2017/{split}.json", f"{WEBNLG_URL}/{split}.json", size)
+
+
+def _dart(split: str, size: int | None = None) -> File:
+    name = f"dart-v1.1.1-full-{split}.json"
+    return File(f"data/dart/{name}", f"{DART_URL}/{name}", size)
+
+
+FILES = {
+    "vocab": (
+        File("vocab/encoder.json", f"{VOCAB_URL}/encoder.json", 1_042_301),
+        File("vocab/vocab.bpe", f"{VOCAB_URL}/vocab.bpe", 456_318),
+    ),
+    "webnlg": (_webnlg("train"), _webnlg("dev", 2_596_106), _webnlg("test")),
+    "dart": (_dart("train"), _dart("dev", 2_370_637), _dart("test")),
+}
+"""What is kept as it is published."""
+
+E2E_SPLITS = (
+    ("trainset.csv", "data/e2e/train.txt", 42_061),
+    ("devset.csv", "data/e2e/valid.txt", 4_672),
+    ("testset_w_refs.csv", "data/e2e/test.txt", 4_693),
+)
+"""E2E's published files within their archive, where their content goes, and its lines."""
+
+CHECKPOINTS = ("gpt2", "gpt2-medium", "gpt2-large")
+
+
+def fetch(url: str, path: Path, size: int | None = None) -> None:
+    """Downloads a file, whole or not at all.
+
+    Args:
+        url: its address.
+        path: where it goes; the folder must exist.
+        size: the bytes that it must have, where known; else the server's word counts.
+
+    Raises:
+        OSError: the file cannot be had, is not of its size, or is called ``.json`` and is not
+            JSON; `path` is untouched then.
+    """
+    try:
+        with write_whole(path) as temporary:
+            received, announced = _receive(url, temporary)
+            for expected in (announced, size):
+                if expected not in (None, received):
+                    raise OSError(f"got {received:,} bytes, not {expected:,}")
+            # Where no size is known, a page that a server sends in a file's place is told by this.
+            if path.suffix == ".json":
+                json.loads(temporary.read_bytes())
+    except (OSError, HTTPException, ValueError) as error:
+        reason = str(error) or type(error).__name__
+        raise OSError(f"{url}: {reason}; try again, or put the file at {path} yourself") from error
+
+
+def _receive(url: str, path: Path) -> tuple[int, int | None]:
+    """Writes what the address gives; the number of bytes, and the number that was announced."""
+    with urlopen(url, timeout=TIMEOUT) as response, open(path, "wb") as file:
+        length = response.headers.get("Content-Length")
+        announced = None if length is None else int(length)
+        with tqdm(desc=url.rsplit("/", 1)[1], total=announced, unit="B", unit_scale=True) as bar:
+            while chunk := response.read(CHUNK):
+                file.write(chunk)
+                bar.update(len(chunk))
+            return file.tell(), announced
+
+
+def fetch_files(files: tuple[File, ...], root: Path) -> None:
+    """Brings files below `root`, but for those that are there.
+
+    Raises:
+        OSError: a file cannot be had.
+        ValueError: what is there is not the file.
+    """
+    for file in files:
+        path = root / file.path
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fetch(file.url, path, file.size)
+        elif file.size not in (None, path.stat().st_size):
+            raise ValueError(
+                f"{path} has {path.stat().st_size:,} bytes, not {file.size:,}; "
+                "move it away and run again"
+            )
+        logger.info("%s is there", path)
+
+
+def fetch_e2e(root: Path) -> None:
+    """Brings E2E below `root`, in the release's form.
+
+    Raises:
+        OSError: the archive cannot be had.
+        ValueError: what is there, or what came, is not the corpus.
+    """
+    wanted = [split for split in E2E_SPLITS if not (root / split[1]).exists()]
+    if wanted:
+        with tempfile.TemporaryDirectory() as folder:
+            archive = Path(folder, "e2e-dataset.zip")
+            fetch(E2E_URL, archive)
+            _unpack_e2e(archive, wanted, root)
+    for _, target, rows in E2E_SPLITS:
+        found = (root / target).read_bytes().count(b"\n")
+        if found != rows:
+            raise ValueError(
+                f"{root / target} has {found:,} lines, not {rows:,}; move it away and run again"
+            )
+        logger.info("%s is there", root / target)
+
+
+def _unpack_e2e(archive: Path, splits: list[tuple[str, str, int]], root: Path) -> None:
+    for name, target, rows in splits:
+        table = archive.with_name(name)
+        try:
+            with zipfile.ZipFile(archive) as file:
+                table.write_bytes(file.read(f"e2e-dataset/{name}"))
+        except (KeyError, zipfile.BadZipFile) as error:
+            raise ValueError(f"{E2E_URL}: holds no e2e-dataset/{name} ({error})") from error
+        lines = as_lines(table)
+        if len(lines) != rows:
+            raise ValueError(f"{E2E_URL}: {name} has {len(lines):,} rows, not {rows:,}")
+        (root / target).parent.mkdir(parents=True, exist_ok=True)
+        with write_whole(root / target) as temporary:
+            temporary.write_text("".join(f"{line}\n" for line in lines), "utf-8")
+
+
+def fetch_checkpoint(name: str, root: Path) -> None:
+    """Brings a pretrained model below `root`, as ``pretrained_checkpoints/NAME-pytorch_model.bin``.
+
+    Raises:
+        OSError: the hub does not give it.
+    """
+    path = root / "pretrained_checkpoints" / f"{name}-pytorch_model.bin"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # On the same disk, so that the file is moved and not copied.
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{name}.") as folder:
+            forms = (["pytorch_model.bin"], ["model.safetensors"])
+            (source,) = hub_files(f"openai-community/{name}", forms, folder)
+            if source.suffix == ".bin":
+                source.replace(path)
+            else:
+                write_tensors(path, read_tensors(source)[0])
+    logger.info("%s is there", path)
+
+
+def _fetcher(name: str) -> Callable[[Path], None]:
+    if name == "e2e":
+        return fetch_e2e
+    return partial(fetch_files, FILES[name]) if name in FILES else partial(fetch_checkpoint, name)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parses the command line and fetches what it names, all that can be had.
+
+    Raises:
+        OSError: something could not be had; the message names each such thing.
+    """
+    parser = argparse.ArgumentParser(
+        description="Fetch GPT-2's vocabulary, the corpora, and pretrained models."
+    )
+    parser.add_argument(
+        "names", nargs="+", choices=("e2e", *FILES, *CHECKPOINTS), help="what to fetch"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(),
+        help="the folder that is to hold vocab, data and pretrained_checkpoints (default: here)",
+    )
+    args = parser.parse_args(argv)
+    failures = []
+    for name in args.names:
+        try:
+            _fetcher(name)(args.folder)
+        except (OSError, ValueError) as error:
+            failures.append(f"{name}: {error}")
+    if failures:
+        raise OSError("; ".join(failures))
+
+
+if __name__ == "__main__":
+    run(main)

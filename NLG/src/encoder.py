@@ -1,0 +1,118 @@
+"""GPT-2's byte-level BPE (Radford et al. 2019, section 2.2), on the tokenizers library.
+
+encoder = get_encoder("vocab")            # a folder, or a name on the hub such as "gpt2"
+ids = encoder.encode(" a small text")
+text = encoder.decode(ids)
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+from hub import hub_files
+
+END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT_ID = 50256
+"""The one special token, first and last of a text. Its id is fixed, whatever the vocabulary."""
+
+FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"), ("tokenizer.json",))
+"""The forms in which a vocabulary comes: OpenAI's, and the hub's two."""
+
+
+class Encoder:
+    """Text to token ids and back; ids are those of upstream's ``GPT2Tokenizer``.
+
+    ``<|endoftext|>`` within a text becomes its id, 50256. The ids need not be without holes.
+
+    Args:
+        vocab: the id of each token, with bytes spelled in GPT-2's printable alphabet.
+        merges: the pairs that are joined, the first ones first.
+
+    Raises:
+        ValueError: a byte or ``<|endoftext|>`` lacks its id, or a merge's result does.
+    """
+
+    def __init__(self, vocab: dict[str, int], merges: list[tuple[str, str]]):
+        # BPE would leave out, without a word, what it has no token for.
+        missing = set(pre_tokenizers.ByteLevel.alphabet()) - vocab.keys()
+        if missing:
+            raise ValueError(f"the vocabulary lacks {len(missing)} of the 256 bytes")
+        if vocab.get(END_OF_TEXT) != END_OF_TEXT_ID:
+            raise ValueError(
+                f"the vocabulary gives {END_OF_TEXT} the id {vocab.get(END_OF_TEXT)}, "
+                f"not {END_OF_TEXT_ID}"
+            )
+        try:
+            self._tokenizer = Tokenizer(BPE(vocab, merges))
+        except Exception as error:  # the package raises no narrower class
+            raise ValueError(str(error)) from error
+        self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._tokenizer.decoder = decoders.ByteLevel()
+        self._tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
+        self._ids = frozenset(vocab.values())
+
+    def encode(self, text: str) -> list[int]:
+        """The text's token ids; nothing is put before or after them."""
+        return self._tokenizer.encode(text).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The token ids of each text, computed in parallel."""
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids; bytes that are no UTF-8 come as U+FFFD.
+
+        Raises:
+            ValueError: the vocabulary has no token of such an id.
+        """
+        for token in ids:
+            if token not in self._ids:
+                raise ValueError(f"the vocabulary has no token of id {token}")
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def get_encoder(vocab: str | os.PathLike) -> Encoder:
+    """The encoder of a vocabulary.
+
+    Args:
+        vocab: a folder with ``encoder.json`` and ``vocab.bpe``, or ``vocab.json`` and
+            ``merges.txt``, or ``tokenizer.json``; or a repository of the hub with one of these.
+
+    Raises:
+        OSError: there is no such vocabulary.
+        ValueError: its files are damaged, or not GPT-2's kind of vocabulary.
+    """
+    paths = _find_files(os.fspath(vocab))
+    try:
+        return Encoder(*_read(paths))
+    except Exception as error:  # the package raises no narrower class
+        files = ", ".join(str(path) for path in paths)
+        raise ValueError(f"{files}: not a vocabulary of GPT-2's kind ({error})") from error
+
+
+def _find_files(vocab: str) -> list[Path]:
+    """The files of one of the forms in `FILES`."""
+    if os.path.isdir(vocab):
+        for names in FILES:
+            paths = [Path(vocab, name) for name in names]
+            if all(path.is_file() for path in paths):
+                return paths
+        forms = ", or ".join(" with ".join(names) for names in FILES)
+        raise FileNotFoundError(f"{vocab}: holds no vocabulary ({forms})")
+    return hub_files(vocab, FILES[1:])
+
+
+def _read(paths: list[Path]) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Ids of tokens, and merges."""
+    if len(paths) == 2:
+        return BPE.read_file(*map(str, paths))
+    model = json.loads(paths[0].read_text("utf-8"))["model"]
+    if model["type"] != "BPE":
+        raise ValueError(f"the model is {model['type']}, not BPE")
+    # Older files have a merge as one string, newer ones as a pair.
+    pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
+    return model["vocab"], [tuple(pair) for pair in pairs]

@@ -1,0 +1,102 @@
+"""What the scripts share: their start and end, logging, and files of JSON lines."""
+
+import importlib.util
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from loralib import process
+from loralib.checkpoint import write_whole
+
+
+def run(main: Callable[[], None]) -> None:
+    """Runs a script's `main`, as `loralib.process.run` does; its errors keep clear of the bars."""
+    set_up_logging()
+    process.run(main, report=lambda line: tqdm.write(line, file=sys.stderr))
+
+
+def set_up_logging() -> None:
+    """Logs to the console: everything from the main process, from the others warnings only."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    # Some launchers' processes learn their rank only after the start, and come here again.
+    logging.getLogger().setLevel(logging.INFO if process.rank() == 0 else logging.WARNING)
+
+
+def read_json_lines(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """Reads a file of one JSON object a line; blank lines at its end are no lines.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line is no JSON object, or the file has none; the message names file and line.
+    """
+    with open(path, encoding="utf-8") as file:
+        lines = file.read().rstrip().split("\n")
+    if lines == [""]:
+        raise ValueError(f"{path}: is empty")
+    return [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+
+
+def _parse(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: not a JSON object: {line[:60]}")
+    return row
+
+
+def write_json_lines(path: str | os.PathLike, rows: Iterable[dict[str, Any]]) -> None:
+    """Writes one JSON object a line, the whole file or nothing; makes its folder if need be."""
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    with write_whole(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row) + "\n")
+
+
+METRICS_NAME = "metrics.jsonl"
+
+
+class MetricsLog:
+    """A run's figures: lines of ``metrics.jsonl``, and ``runs/`` where TensorBoard is installed.
+
+    Args:
+        work_dir: the run's folder.
+    """
+
+    def __init__(self, work_dir: str | os.PathLike):
+        self.work_dir = Path(work_dir)
+        self.path = self.work_dir / METRICS_NAME
+        self._writer = None
+
+    def begin(self, after_step: int) -> None:
+        """Opens the log; lines of later steps, which a killed run left, are taken out."""
+        kept = []
+        if after_step > 0 and self.path.is_file():
+            kept = [row for row in _whole_lines(self.path) if row["step"] <= after_step]
+        write_json_lines(self.path, kept)
+        if importlib.util.find_spec("tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(self.work_dir / "runs", purge_step=after_step + 1)
+
+    def write(self, step: int, **figures: float) -> None:
+        """Adds a line."""
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **figures}) + "\n")
+        if self._writer is not None:
+            for name, value in figures.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
+
+
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The file's lines but for the last one where a kill has cut it."""
+    text = path.read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.split("\n")[:-1]]

@@ -1,0 +1,68 @@
+"""Brings WebNLG 2017's JSON into the formatted form: triples as context, a text as completion.
+
+    python src/format_converting_webnlg.py data/webnlg_challenge_2017/train.json \\
+        data/webnlg_challenge_2017/train_formatted.jsonl
+
+Rows carry "cate": whether the entry's category is one of those that the training data has.
+"""
+
+from exp_utils import run
+from formatted import Row, convert, join_triples, make_row, read_json
+
+SEEN = frozenset(
+    (
+        "Airport",
+        "Astronaut",
+        "Building",
+        "City",
+        "ComicsCharacter",
+        "Food",
+        "Monument",
+        "SportsTeam",
+        "University",
+        "WrittenWork",
+    )
+)
+"""The categories of the training data."""
+
+
+def read_rows(path: str) -> list[Row]:
+    """The rows of a file: one for each text that is marked as good.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not in WebNLG's form; the message names file and entry.
+    """
+    content = read_json(path)
+    if not isinstance(content, dict) or not isinstance(content.get("entries"), list):
+        raise ValueError(f'{path}: not WebNLG\'s form, it has no list of "entries"')
+    rows = []
+    for number, entry in enumerate(content["entries"], start=1):
+        where = f"{path}: entry {number}"
+        try:
+            rows += _entry_rows(entry[str(number)], where)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{where}: not in WebNLG's form ({error!r})") from error
+    return rows
+
+
+def _entry_rows(entry: dict, where: str) -> list[Row]:
+    context = join_triples(
+        (triple["subject"], triple["property"], triple["object"])
+        for triple in entry["modifiedtripleset"]
+    )
+    seen = entry["category"] in SEEN
+    return [
+        make_row(context, text["lex"], where) | {"cate": seen}
+        for text in entry["lexicalisations"]
+        if text["comment"] == "good"
+    ]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parses the command line and converts."""
+    convert("Bring WebNLG 2017's JSON into the formatted form.", read_rows, argv)
+
+
+if __name__ == "__main__":
+    run(main)

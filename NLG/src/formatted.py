@@ -1,0 +1,102 @@
+"""The formatted form of the three corpora: a row {"context", "completion"[, "cate"]} a line.
+
+The context is what is to be said, the completion one text that says it. A corpus has a row for
+each of its texts, so rows that follow each other may share their context.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from exp_utils import read_json_lines, write_json_lines
+
+Row = dict[str, Any]
+
+
+def make_row(context: str, completion: str, where: str) -> Row:
+    """A row of texts without white space around them.
+
+    Args:
+        context, completion: the texts.
+        where: the place in the source, for errors.
+
+    Raises:
+        ValueError: a text is empty, or no text.
+    """
+    row = {"context": context, "completion": completion}
+    for name, text in row.items():
+        if not isinstance(text, str):
+            raise ValueError(f"{where}: the {name} is not a text: {text!r}")
+        if not text.strip():
+            raise ValueError(f"{where}: the {name} is empty")
+    return {name: text.strip() for name, text in row.items()}
+
+
+def join_triples(triples: Iterable[tuple[str, str, str]]) -> str:
+    """``subject : property : object | subject : …``"""
+    return " | ".join(" : ".join(triple) for triple in triples)
+
+
+def read_formatted(path: str | os.PathLike) -> list[Row]:
+    """Reads a formatted file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line is not such a row; the message names file and line.
+    """
+    rows = read_json_lines(path)
+    for number, row in enumerate(rows, start=1):
+        _check(row, f"{path}:{number}")
+    return rows
+
+
+def _check(row: Row, where: str) -> None:
+    for name in ("context", "completion"):
+        text = row.get(name)
+        if not isinstance(text, str):
+            raise ValueError(f'{where}: "{name}" is missing or not a text')
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f'{where}: "{name}" is not valid Unicode ({error})') from error
+    if not row["completion"].strip():
+        raise ValueError(f"{where}: the completion is empty")
+
+
+def read_json(path: str | os.PathLike) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not JSON.
+    """
+    try:
+        return json.loads(Path(path).read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from error
+
+
+def convert(
+    description: str, read_rows: Callable[[str], list[Row]], argv: list[str] | None
+) -> None:
+    """A conversion script: reads a corpus's file, writes it formatted, whole or not at all.
+
+    Args:
+        description: for --help.
+        read_rows: the rows of a file.
+        argv: the command line; that of the process if None.
+
+    Raises:
+        OSError, ValueError: the file cannot be read, or is not in its corpus's form.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("input", help="the corpus's file")
+    parser.add_argument("output", help="the formatted file to write, JSON lines")
+    args = parser.parse_args(argv)
+    rows = read_rows(args.input)
+    if not rows:
+        raise ValueError(f"{args.input}: holds no texts")
+    write_json_lines(args.output, rows)

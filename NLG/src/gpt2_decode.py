@@ -1,0 +1,299 @@
+"""Turns predicted token ids into text and lays it beside the references, as the scores want it.
+
+    python src/gpt2_decode.py --vocab vocab --sample_file predict.jsonl \\
+        --input_file data/e2e/test_formatted.jsonl \\
+        --output_ref_file e2e_ref.txt --output_pred_file e2e_pred.txt
+
+Rows with one context (or with one key in --ref_unique_file) are one group: their completions are
+its references, the prediction for the first of them is its prediction. Groups come in the order
+in which they first appear in the input.
+
+--ref_type e2e writes one file of references, one a line, with a blank line after each group.
+webnlg and dart write a folder with the files reference0 … reference{N-1}, N being --ref_num, with
+a line for each group; a group with fewer references repeats its first.
+"""
+
+import argparse
+import logging
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm.auto import tqdm
+
+from encoder import END_OF_TEXT, Encoder, get_encoder
+from exp_utils import read_json_lines, run
+from formatted import Row, read_formatted
+from loralib.checkpoint import write_whole
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Group:
+    """The rows of the input that are scored as one.
+
+    Args:
+        rows: their numbers, from 0.
+        references: their texts.
+    """
+
+    rows: list[int]
+    references: list[str]
+
+
+def cut(text: str) -> str:
+    """What comes before ``<|endoftext|>`` and before a blank line, as one line."""
+    text = text.split(END_OF_TEXT)[0].split("\n\n")[0].strip()
+    # The files hold one text a line.
+    return " ".join(text.splitlines())
+
+
+def normalize(text: str, *, tokenize: bool, lower: bool) -> str:
+    """A text as it is scored.
+
+    Args:
+        text: one line.
+        tokenize: set every character apart that is not a letter, a digit or an underscore.
+        lower: put it into lower case.
+    """
+    if lower:
+        text = text.lower()
+    if tokenize:
+        text = " ".join(re.sub(r"(\W)", r" \1 ", text).split())
+    return text
+
+
+def read_keys(path: str, rows: int) -> list[str]:
+    """The lines of a --ref_unique_file, the key of each row of the input.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it has another number of lines than the input.
+    """
+    keys = Path(path).read_text("utf-8").rstrip("\n").split("\n")
+    if len(keys) != rows:
+        raise ValueError(f"{path}: has {len(keys):,} lines, but the input has {rows:,} rows")
+    return [key.strip() for key in keys]
+
+
+def group_rows(rows: list[Row], keys: list[str], kept: Iterable[int], path: str) -> list[Group]:
+    """The groups of the rows that are kept, in the order of their first row.
+
+    Args:
+        rows: the input.
+        keys: rows of one key are one group.
+        kept: numbers of the rows that count, ascending.
+        path: the input's file, for errors.
+
+    Raises:
+        ValueError: a row's reference is empty once it is cut.
+    """
+    groups: dict[str, Group] = {}
+    for number in kept:
+        reference = cut(rows[number]["completion"])
+        if not reference:
+            raise ValueError(f"{path}:{number + 1}: the completion is empty")
+        group = groups.setdefault(keys[number], Group([], []))
+        group.rows.append(number)
+        group.references.append(reference)
+    return list(groups.values())
+
+
+def kept_rows(rows: list[Row], which: str, path: str) -> list[int]:
+    """The numbers of the rows that --filter keeps.
+
+    Args:
+        rows: the input.
+        which: ``all``, or those whose category is ``seen`` or ``unseen`` in training.
+        path: the input's file, for errors.
+
+    Raises:
+        ValueError: a row does not say whether its category is seen, or no row is left.
+    """
+    if which == "all":
+        return list(range(len(rows)))
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row.get("cate"), bool):
+            raise ValueError(f'{path}:{number}: --filter {which} needs "cate", true or false')
+    kept = [number for number, row in enumerate(rows) if row["cate"] == (which == "seen")]
+    if not kept:
+        raise ValueError(f"{path}: has no row of {which} category")
+    return kept
+
+
+def read_predictions(path: str, rows: int) -> list[list[int]]:
+    """The predicted ids of each row of the input.
+
+    Args:
+        path: JSON lines ``{"id": row's number from 0, "predict": [ids]}``, in any order.
+        rows: number of rows of the input.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a line is not in this form, or the ids are not those of the input's rows.
+    """
+    found: dict[int, list[int]] = {}
+    for number, line in enumerate(read_json_lines(path), start=1):
+        row, ids = line.get("id"), line.get("predict")
+        if type(row) is not int or not isinstance(ids, list):
+            raise ValueError(f'{path}:{number}: not a line {{"id": number, "predict": [ids]}}')
+        if not all(type(token) is int for token in ids):
+            raise ValueError(f'{path}:{number}: "predict" holds more than token ids')
+        if not 0 <= row < rows:
+            raise ValueError(f"{path}:{number}: id {row}, but the input's rows are 0 to {rows - 1}")
+        if row in found:
+            raise ValueError(f"{path}:{number}: another prediction of id {row}")
+        found[row] = ids
+    missing = [row for row in range(rows) if row not in found]
+    if missing:
+        more = f" and {len(missing) - 1:,} others" if len(missing) > 1 else ""
+        raise ValueError(f"{path}: has no prediction of id {missing[0]}{more}")
+    return [found[row] for row in range(rows)]
+
+
+def decode_groups(
+    groups: list[Group], predictions: list[list[int]], encoder: Encoder, path: str
+) -> list[str]:
+    """The text that is predicted for each group, cut.
+
+    Args:
+        groups: of rows of the input.
+        predictions: ids for each row of the input.
+        encoder: the vocabulary's.
+        path: the predictions' file, for errors.
+
+    Raises:
+        ValueError: an id is not in the vocabulary.
+    """
+    texts = []
+    for group in tqdm(groups, desc="decode", unit="text"):
+        first = group.rows[0]
+        try:
+            texts.append(cut(encoder.decode(predictions[first])))
+        except ValueError as error:
+            raise ValueError(f"{path}: id {first}: {error}") from error
+    differing = sum(
+        any(predictions[row] != predictions[group.rows[0]] for row in group.rows)
+        for group in groups
+    )
+    if differing:
+        logger.warning(
+            "%s: %d of %d inputs have several predictions that differ; the first counts",
+            path,
+            differing,
+            len(groups),
+        )
+    return texts
+
+
+def reference_columns(groups: list[Group], count: int) -> list[list[str]]:
+    """Column n holds each group's n-th reference, or its first one where it has not so many."""
+    beyond = sum(max(len(group.references) - count, 0) for group in groups)
+    if beyond:
+        logger.warning("--ref_num %d leaves out %d references", count, beyond)
+    return [
+        [(group.references[n : n + 1] or group.references)[0] for group in groups]
+        for n in range(count)
+    ]
+
+
+def write_lines(path: str | os.PathLike, lines: Iterable[str]) -> None:
+    """Writes lines, the whole file or nothing; makes its folder if need be."""
+    Path(path).resolve().parent.mkdir(parents=True, exist_ok=True)
+    with write_whole(path) as temporary:
+        temporary.write_text("".join(f"{line}\n" for line in lines), "utf-8")
+
+
+def write_references(args: argparse.Namespace, groups: list[Group]) -> None:
+    """Writes the references in the form of --ref_type, to --output_ref_file."""
+    if args.ref_type == "e2e":
+        lines = (line for group in groups for line in (*group.references, ""))
+        write_lines(args.output_ref_file, lines)
+        return
+    for n, column in enumerate(reference_columns(groups, args.ref_num)):
+        write_lines(Path(args.output_ref_file, f"reference{n}"), column)
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description="Turn predicted token ids into text, and lay out the references beside it."
+    )
+    add = parser.add_argument
+    add(
+        "--vocab",
+        required=True,
+        help="folder with encoder.json and vocab.bpe, or a name on the hub such as gpt2",
+    )
+    add("--sample_file", required=True, help="the predictions, as gpt2_beam.py writes them")
+    add("--input_file", required=True, help="the formatted file that they are predictions for")
+    add(
+        "--output_ref_file",
+        required=True,
+        help="where the references go: a file for e2e, a folder for webnlg and dart",
+    )
+    add("--output_pred_file", required=True, help="file for the predicted texts, one a line")
+    add(
+        "--ref_unique_file",
+        help="file with a key for each line of the input; lines of one key are grouped, rather "
+        "than lines of one context",
+    )
+    add(
+        "--ref_type",
+        default="e2e",
+        choices=["e2e", "webnlg", "dart"],
+        help="how references are laid out (default: e2e)",
+    )
+    add(
+        "--ref_num",
+        type=int,
+        default=4,
+        help="number of reference files for webnlg and dart (default: 4)",
+    )
+    add("--tokenize", action="store_true", help="set every non-word character apart")
+    add("--lower", action="store_true", help="put texts into lower case")
+    add(
+        "--filter",
+        default="all",
+        choices=["all", "seen", "unseen"],
+        help="which categories of WebNLG to keep (default: all)",
+    )
+    args = parser.parse_args(argv)
+    if args.ref_num < 1:
+        parser.error(f"--ref_num {args.ref_num}: must be 1 or more")
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parses the command line and decodes.
+
+    Raises:
+        OSError, ValueError: a file cannot be read, is not in its form, or the predictions do not
+            cover the input; nothing is written then.
+    """
+    args = parse_arguments(argv)
+    rows = read_formatted(args.input_file)
+    if args.ref_unique_file is None:
+        keys = [row["context"] for row in rows]
+    else:
+        keys = read_keys(args.ref_unique_file, len(rows))
+    kept = kept_rows(rows, args.filter, args.input_file)
+    groups = group_rows(rows, keys, kept, args.input_file)
+    predictions = read_predictions(args.sample_file, len(rows))
+    texts = decode_groups(groups, predictions, get_encoder(args.vocab), args.sample_file)
+
+    def finish(text: str) -> str:
+        return normalize(text, tokenize=args.tokenize, lower=args.lower)
+
+    for group in groups:
+        group.references = [finish(text) for text in group.references]
+    write_references(args, groups)
+    write_lines(args.output_pred_file, map(finish, texts))
+    logger.info("%d predictions for %d rows", len(groups), len(kept))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,70 @@
+"""Turns a formatted corpus into token ids: rows {"context": [ids], "completion": [ids]}.
+
+    python src/gpt2_encode.py --vocab vocab --input data/e2e/train_formatted.jsonl \\
+        --output data/e2e/train.jsonl --add_bos --add_eos
+
+The completion is encoded with a space before it. With --add_bos the context ends in
+<|endoftext|>, where the completion begins; with --add_eos the completion ends in it.
+"""
+
+import argparse
+from collections.abc import Iterator
+
+from tqdm.auto import tqdm
+
+from encoder import END_OF_TEXT_ID, Encoder, get_encoder
+from exp_utils import run, write_json_lines
+from formatted import Row, read_formatted
+
+BATCH = 1024  # rows that are encoded at once
+
+
+def encode_rows(
+    rows: list[Row], encoder: Encoder, *, add_bos: bool, add_eos: bool
+) -> Iterator[dict[str, list[int]]]:
+    """The token ids of formatted rows.
+
+    Args:
+        rows: as `read_formatted` gives them.
+        encoder: the vocabulary's.
+        add_bos: put <|endoftext|> after each context.
+        add_eos: put <|endoftext|> after each completion.
+    """
+    after_context = [END_OF_TEXT_ID] * add_bos
+    after_completion = [END_OF_TEXT_ID] * add_eos
+    for start in range(0, len(rows), BATCH):
+        batch = rows[start : start + BATCH]
+        contexts = encoder.encode_batch([row["context"] for row in batch])
+        completions = encoder.encode_batch([" " + row["completion"] for row in batch])
+        for context, completion in zip(contexts, completions, strict=True):
+            yield {
+                "context": context + after_context,
+                "completion": completion + after_completion,
+            }
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parses the command line and encodes.
+
+    Raises:
+        OSError, ValueError: a file cannot be read, or is not in its form; nothing is written then.
+    """
+    parser = argparse.ArgumentParser(description="Turn a formatted corpus into token ids.")
+    parser.add_argument("--input", required=True, help="formatted file, JSON lines")
+    parser.add_argument(
+        "--vocab",
+        required=True,
+        help="folder with encoder.json and vocab.bpe, or a name on the hub such as gpt2",
+    )
+    parser.add_argument("--output", required=True, help="file of token ids to write, JSON lines")
+    parser.add_argument("--add_bos", action="store_true", help="end contexts in <|endoftext|>")
+    parser.add_argument("--add_eos", action="store_true", help="end completions in <|endoftext|>")
+    args = parser.parse_args(argv)
+    rows = read_formatted(args.input)
+    encoder = get_encoder(args.vocab)
+    encoded = encode_rows(rows, encoder, add_bos=args.add_bos, add_eos=args.add_eos)
+    write_json_lines(args.output, tqdm(encoded, total=len(rows), desc="encode", unit="row"))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,200 @@
+"""One process among those of a run: which one it is, its device, and what it shares with others.
+
+Launchers say in the environment which of how many processes this one is. All but OpenMPI and
+horovod use PyTorch's names (RANK, WORLD_SIZE, LOCAL_RANK), which are set here for those two as
+well.
+"""
+
+import argparse
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+PLATFORMS = ("k8s", "local", "philly", "azure")
+
+
+def add_gpu_params(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say how a script was launched, and the random seed."""
+    add = parser.add_argument_group("processes").add_argument
+    add(
+        "--platform",
+        default="k8s",
+        choices=PLATFORMS,
+        help="what started the processes. local, philly: torch.distributed.launch, torchrun, or "
+        "plain python for one process; k8s: OpenMPI's mpirun, otherwise as local; "
+        "azure: horovodrun",
+    )
+    add(
+        "--local_rank",
+        "--local-rank",
+        default=0,
+        type=int,
+        help="this process's number on its machine, and its GPU's; LOCAL_RANK in the environment "
+        "goes before it",
+    )
+    add("--rank", default=0, type=int, help="accepted as in the release; the launcher's counts")
+    add("--device", default=0, type=int, help="accepted as in the release; see --local_rank")
+    add(
+        "--world_size",
+        default=0,
+        type=int,
+        help="number of processes; the launcher's counts, and another one here is an error",
+    )
+    add("--random_seed", default=10, type=int, help="seed of weights, data order and dropout")
+
+
+@dataclass(frozen=True)
+class Run:
+    """This process among those of a run.
+
+    Attributes:
+        rank: its number, from 0.
+        local_rank: its number on its machine.
+        world_size: how many processes there are.
+        device: where it computes.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that writes and reports."""
+        return self.rank == 0
+
+
+def start(args: argparse.Namespace) -> Run:
+    """Finds out which process this is, chooses its device, and joins the others.
+
+    Sets RANK, WORLD_SIZE and LOCAL_RANK in the environment. With more than one process, starts
+    PyTorch's process group: NCCL on GPUs, gloo without.
+
+    Args:
+        args: the flags of `add_gpu_params`.
+
+    Raises:
+        ValueError: the environment is incomplete, contradicts the flags, or asks for a GPU that
+            is not there; or horovod is, for azure, not installed.
+    """
+    rank, world_size, local_rank = _place(args)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"the launcher says process {rank} of {world_size}: there is none such")
+    if args.world_size not in (0, world_size):
+        raise ValueError(
+            f"--world_size is {args.world_size}, but the launcher started {world_size} "
+            "processes: leave the flag out"
+        )
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local_rank))
+    run = Run(rank, local_rank, world_size, _device(local_rank))
+    if world_size > 1 and not dist.is_initialized():
+        _join(run)
+    return run
+
+
+def _place(args: argparse.Namespace) -> tuple[int, int, int]:
+    """(rank, world size, local rank), as the platform tells them."""
+    if args.platform == "azure":
+        return _place_from_horovod()
+    if args.platform == "k8s" and "OMPI_COMM_WORLD_SIZE" in os.environ:
+        return tuple(_number(f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "SIZE", "LOCAL_RANK"))
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return 0, 1, args.local_rank
+    local_rank = _number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else args.local_rank
+    return _number("RANK"), _number("WORLD_SIZE"), local_rank
+
+
+def _place_from_horovod() -> tuple[int, int, int]:
+    try:
+        import horovod.torch as hvd
+    except ImportError as error:
+        raise ValueError(
+            f"--platform azure needs horovod, which cannot be imported ({error}): install it, or "
+            "launch with torchrun and --platform local"
+        ) from error
+    hvd.init()
+    address = None
+    if hvd.rank() == 0:
+        host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+        address = host, os.environ.get("MASTER_PORT") or str(_free_port())
+    host, port = hvd.broadcast_object(address, root_rank=0)
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=port)
+    return hvd.rank(), hvd.size(), hvd.local_rank()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]
+
+
+def _number(name: str) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        raise ValueError(f"{name} is not set in the environment, though its companions are")
+    if not text.isdecimal():
+        raise ValueError(f"{name} in the environment has to be a whole number, but is {text!r}")
+    return int(text)
+
+
+def _device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if not 0 <= local_rank < count:
+        raise ValueError(
+            f"process {local_rank} of this machine has no GPU, there are {count}: "
+            "start fewer processes"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _join(run: Run) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            raise ValueError(
+                f"{name} is not set in the environment: {run.world_size} processes need the "
+                "address and the port of the first to find each other"
+            )
+    if run.device.type == "cuda":
+        dist.init_process_group(
+            "nccl", rank=run.rank, world_size=run.world_size, device_id=run.device
+        )
+    else:
+        dist.init_process_group("gloo", rank=run.rank, world_size=run.world_size)
+
+
+def distributed_sync(run: Run) -> None:
+    """Waits until all processes of the run are here."""
+    if run.world_size > 1:
+        dist.barrier()
+
+
+def distributed_mean(run: Run, tensor: Tensor) -> Tensor:
+    """The mean over all processes, on all of them, as a new tensor without a gradient.
+
+    Args:
+        run: this process.
+        tensor: a floating-point tensor, of one shape on all processes.
+    """
+    mean = tensor.detach().to(run.device, copy=True)
+    if run.world_size > 1:
+        dist.all_reduce(mean)
+        mean /= run.world_size
+    return mean
+
+
+def gather_objects(run: Run, value: Any) -> list:
+    """The processes' values (anything that pickles), by rank, on all of them."""
+    values = [value] * run.world_size
+    if run.world_size > 1:
+        dist.all_gather_object(values, value)
+    return values

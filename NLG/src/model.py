@@ -1,0 +1,453 @@
+"""GPT-2 with LoRA on its attention's query and value projections.
+
+A causal model's tokens cannot be seen by those before them. So nothing of a padded batch is
+computed behind a row's last target, and the head, a third of a small model, runs on targets alone:
+
+    context   completion                  wte + wpe -> (tokens, n)           laid end to end
+    a b c     D E F . .     pack          n_layer × Block(tokens, n)         attention within rows
+    d e f g h I J K L M    ------>        of the last block's tokens: those that have a target
+                                          (targets, n) · wteᵀ -> loss
+
+Blocks take tokens, not batches; what a token may look at is the business of the `attend` that is
+handed through them: rows of a batch in training (loralib/packing.py), a cache in beam.py.
+
+Names of tensors are the release's. Sources: GPT-2, Radford et al. 2019; LoRA, arXiv 2106.09685,
+sections 4.2 and 5.4.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import loralib as lora
+from loralib.checkpoint import CheckpointError, lora_layers
+from loralib.packing import PackedRows, attend
+from loralib.precision import LayerNorm
+
+# (layer, query, key, value), each (tokens, n) -> (tokens, n)
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class GPT2Config:
+    """The shape of a GPT-2 and of its LoRA.
+
+    Args:
+        n_embd, n_layer, n_head: width, blocks, heads a block.
+        vocab_size, n_positions: tokens, and the most of them in a row.
+        lora_attn_dim: r, the rank of the update; 0 for none.
+        lora_attn_alpha: the update is scaled by alpha / r.
+        lora_dropout: dropout on the update's input.
+    """
+
+    n_embd: int
+    n_layer: int
+    n_head: int
+    vocab_size: int = 50257
+    n_positions: int = 1024
+    layer_norm_epsilon: float = 1e-5
+    initializer_range: float = 0.02
+    lora_attn_dim: int = 0
+    lora_attn_alpha: float = 128
+    lora_dropout: float = 0.0
+
+
+# Width, blocks, heads. The first is for trials; the others are GPT-2's small, medium and large.
+MODEL_CARDS = {
+    "gpt2.xs": (128, 4, 4),
+    "gpt2.sm": (768, 12, 12),
+    "gpt2.md": (1024, 24, 16),
+    "gpt2.lg": (1280, 36, 20),
+}
+
+
+def config_of(card: str, **lora_fields) -> GPT2Config:
+    """The configuration of a model card, such as ``gpt2.md``."""
+    width, layers, heads = MODEL_CARDS[card]
+    return GPT2Config(width, layers, heads, **lora_fields)
+
+
+class Conv1D(nn.Module):
+    """x W + b. GPT-2's checkpoints hold a linear layer's weight as (in, out)."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(in_features, out_features))
+        self.bias = nn.Parameter(torch.empty(out_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, in_features) -> (…, out_features)."""
+        return F.linear(x, self.weight.t(), self.bias)
+
+
+class Attention(nn.Module):
+    """Multi-head attention in two steps, so that a block can drop tokens in between."""
+
+    def __init__(self, config: GPT2Config):
+        super().__init__()
+        n = config.n_embd
+        self.c_attn = lora.MergedLinear(
+            n,
+            3 * n,
+            r=config.lora_attn_dim,
+            lora_alpha=config.lora_attn_alpha,
+            lora_dropout=config.lora_dropout,
+            enable_lora=[True, False, True],
+            fan_in_fan_out=True,
+            # Evaluation may follow every few hundred steps; see `merge_for_decoding`.
+            merge_weights=False,
+        )
+        self.c_proj = Conv1D(n, n)
+
+    def forward(self, x: Tensor, layer: int, attend: Attend) -> Tensor:
+        """(tokens, n) -> what each token collects from those that it looks at, (tokens, n)."""
+        return attend(layer, *self.c_attn(x).chunk(3, dim=-1))
+
+
+class MLP(nn.Module):
+    """n -> 4 n -> n, with the tanh form of GELU."""
+
+    def __init__(self, config: GPT2Config):
+        super().__init__()
+        self.c_fc = Conv1D(config.n_embd, 4 * config.n_embd)
+        self.c_proj = Conv1D(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(tokens, n) -> (tokens, n)."""
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """x + attention(norm x), then x + MLP(norm x)."""
+
+    def __init__(self, config: GPT2Config):
+        super().__init__()
+        self.ln_1 = LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.attn = Attention(config)
+        self.ln_2 = LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, layer: int, attend: Attend, keep: Tensor | None = None) -> Tensor:
+        """(tokens, n) -> (tokens, n), or (len(keep), n): the tokens of these positions only."""
+        collected = self.attn(self.ln_1(x), layer, attend)
+        if keep is not None:
+            x, collected = x[keep], collected[keep]
+        x = x + self.attn.c_proj(collected)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT2Model(nn.Module):
+    """Embeddings, blocks and the last norm."""
+
+    def __init__(self, config: GPT2Config):
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.ln_f = LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, attend: Attend, keep: Tensor | None = None
+    ) -> Tensor:
+        """The last hidden states of tokens laid end to end.
+
+        Args:
+            ids, positions: (tokens,), what each token is, and where in its row.
+            attend: attention of one layer, for all these tokens at once.
+            keep: (k,), the tokens whose state is wanted; all by default.
+
+        Returns:
+            (tokens, n), or (k, n).
+        """
+        x = self.wte(ids) + self.wpe(positions)
+        last = len(self.h) - 1
+        for layer, block in enumerate(self.h):
+            x = block(x, layer, attend, keep if layer == last else None)
+        return self.ln_f(x)
+
+
+class GPT2LMHead(nn.Module):
+    """Hidden states -> logits, with the token embedding's weight."""
+
+    def __init__(self, wte: nn.Embedding):
+        super().__init__()
+        self.decoder = nn.Linear(wte.embedding_dim, wte.num_embeddings, bias=False, device="meta")
+        self.decoder.weight = wte.weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(…, n) -> (…, vocabulary)."""
+        return self.decoder(hidden)
+
+
+class GPT2LMModel(nn.Module):
+    """GPT-2 with its head: logits, or the loss of a batch.
+
+    Weights are drawn anew: normal with `initializer_range`, biases zero, norms one, LoRA's as
+    loralib draws them; `load_base` and `load_into` of loralib.checkpoint bring trained ones.
+    """
+
+    def __init__(self, config: GPT2Config):
+        super().__init__()
+        self.config = config
+        self.transformer = GPT2Model(config)
+        self.lm_head = GPT2LMHead(self.transformer.wte)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all weights but LoRA's, which their layers have drawn."""
+        for name, parameter in self.named_parameters():
+            if "lora_" in name:
+                continue
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() == 1:
+                nn.init.ones_(parameter)
+            else:
+                nn.init.normal_(parameter, std=self.config.initializer_range)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        lm_labels: Tensor | None = None,
+        lm_mask: Tensor | None = None,
+        label_smooth: float = 0.0,
+    ) -> Tensor:
+        """Logits of a batch; or, with labels, its loss.
+
+            loss = Σ mask · token_loss / (Σ mask + 0.0001)
+            token_loss = (1 - ε) · nll + ε · mean over the vocabulary of -log p,  ε = label_smooth
+
+        Args:
+            input_ids: (batch, length), padded on the right with any token.
+            lm_labels: (batch, length), the token that follows each.
+            lm_mask: (batch, length), 1 where the label counts, 0 elsewhere.
+            label_smooth: ε; none if at most 0.0001.
+
+        Returns:
+            (batch, length, vocabulary); or a scalar, float32.
+
+        Raises:
+            ValueError: a row is longer than the model has positions.
+        """
+        batch, length = input_ids.shape
+        if length > self.config.n_positions:
+            raise ValueError(
+                f"a row has {length} tokens, the model has positions for {self.config.n_positions}"
+            )
+        if lm_labels is None:
+            needed = torch.ones_like(input_ids)
+        else:
+            # What stands behind a row's last target cannot change its loss.
+            needed = lm_mask.flip(1).cumsum(1).flip(1)
+            needed[:, 0] = 1
+        rows = PackedRows(needed)
+        ids = rows.pack(input_ids)
+        positions = rows.pack(torch.arange(length, device=ids.device).expand(batch, length))
+        if lm_labels is None:
+            return rows.pad(self.lm_head(self.transformer(ids, positions, self._within(rows))))
+        mask = rows.pack(lm_mask)
+        keep = mask.nonzero().squeeze(1)
+        hidden = self.transformer(ids, positions, self._within(rows), keep)
+        epsilon = label_smooth if label_smooth > 0.0001 else 0.0
+        total = head_loss(
+            hidden, self.transformer.wte.weight, rows.pack(lm_labels)[keep], mask[keep], epsilon
+        )
+        return total / (mask.sum() + 0.0001)
+
+    def _within(self, rows: PackedRows) -> Attend:
+        heads = self.config.n_head
+        return lambda _, query, key, value: attend(query, key, value, rows, heads, causal=True)
+
+
+# ------------------------------------------------------------------------------------------------
+# The head's loss
+# ------------------------------------------------------------------------------------------------
+
+# Logits are as large as the vocabulary: they are made, and used up, for so many targets at a time.
+# 128 targets of GPT-2's vocabulary take 25 MB, which the C library still reuses without returning.
+_TARGETS_AT_ONCE = 128
+
+
+def head_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor, label_smooth: float
+) -> Tensor:
+    """Σ mask · token_loss, with token_loss as `GPT2LMModel.forward` says.
+
+    Args:
+        hidden: (targets, n).
+        weight: (vocabulary, n), the head's.
+        targets: (targets,) of token ids.
+        mask: (targets,) of weights.
+        label_smooth: ε.
+
+    Returns:
+        A scalar, float32.
+    """
+    dtype = hidden.dtype
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+    return _HeadLoss.apply(hidden.to(dtype), weight.to(dtype), targets, mask, label_smooth)
+
+
+class _HeadLoss(torch.autograd.Function):
+    """The head's product and its cross-entropy in one: the logits are turned into their gradient.
+
+    Autograd would hold the logits, their log-softmax and the gradients of both for all targets at
+    once. Here the gradient of `hidden` is ready with the loss, and the logits are gone.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, mask, label_smooth):
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        # Below 6e-8 float16 has nothing, and most of a softmax is.
+        ctx.scale = 1024.0 if hidden.dtype is torch.float16 else 1.0
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros_like(weight) if need_weight else None
+        total = hidden.new_zeros((), dtype=torch.float32)
+        for start in range(0, len(hidden), _TARGETS_AT_ONCE):
+            part = slice(start, start + _TARGETS_AT_ONCE)
+            logits = hidden[part] @ weight.t()
+            factor = mask[part, None].float()
+            loss, gradient = _cross_entropy(logits, targets[part, None], label_smooth)
+            total += (loss * factor).sum()
+            if not (need_hidden or need_weight):
+                continue
+            gradient = torch.mul(gradient, factor * ctx.scale, out=logits)
+            if need_hidden:
+                torch.mm(gradient, weight, out=grad_hidden[part])
+            if need_weight:
+                grad_weight.addmm_(gradient.t(), hidden[part])
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        factor = grad / ctx.scale
+        grads = (None if g is None else (g * factor).to(g.dtype) for g in ctx.saved_tensors)
+        return *grads, None, None, None
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor, label_smooth: float) -> tuple[Tensor, Tensor]:
+    """Token losses, (k, 1), and their gradients, float32, of logits, (k, vocabulary)."""
+    gradient = torch.softmax(logits, dim=1, dtype=torch.float32)
+    # log Σ exp(logits), from the one probability that is surely not too small for a logarithm.
+    best = gradient.argmax(dim=1, keepdim=True)
+    total = logits.gather(1, best).float() - gradient.gather(1, best).log()
+    loss = total - (1 - label_smooth) * logits.gather(1, targets).float()
+    if label_smooth:
+        loss -= label_smooth * logits.mean(dim=1, keepdim=True, dtype=torch.float32)
+        gradient -= label_smooth / logits.shape[1]
+    gradient.scatter_add_(1, targets, loss.new_full(targets.shape, label_smooth - 1))
+    return loss, gradient
+
+
+# ------------------------------------------------------------------------------------------------
+# Checkpoints
+# ------------------------------------------------------------------------------------------------
+
+_OLD_ENDINGS = {".g": ".weight", ".b": ".bias", ".w": ".weight"}
+# Buffers of other implementations: the causal mask, and the value that it masks with.
+_NO_WEIGHTS = (".attn.bias", ".attn.masked_bias")
+_HEADS = ("lm_head.weight", "lm_head.decoder.weight")
+BACKBONE = ("transformer.", "lm_head.")
+
+
+def own_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """The tensors of a GPT-2 file under this model's names.
+
+    Known are names with or without the prefix ``transformer.`` or ``module.transformer.``, and
+    GPT-2's first ones, which end in ``.g``, ``.b`` and ``.w``. The head, tied to the embedding, is
+    left out.
+
+    Raises:
+        CheckpointError: a tensor is there under two names, or the head is not the embedding.
+    """
+    named, head = {}, None
+    for name, tensor in tensors.items():
+        short = name.removeprefix("module.")
+        if short in _HEADS:
+            head = tensor
+            continue
+        short = short.removeprefix("transformer.")
+        if short.endswith(_NO_WEIGHTS):
+            continue
+        for old, new in _OLD_ENDINGS.items():
+            if short.endswith(old):
+                short = short.removesuffix(old) + new
+        if f"transformer.{short}" in named:
+            raise CheckpointError(f"{source}: holds {short} under two names")
+        named[f"transformer.{short}"] = tensor
+    embedding = named.get("transformer.wte.weight")
+    if head is not None and embedding is not None and not torch.equal(head, embedding):
+        raise CheckpointError(
+            f"{source}: its head differs from its token embedding; GPT-2's are one tensor"
+        )
+    return named
+
+
+def load_base(config: GPT2Config, tensors: Mapping[str, Tensor], source: str) -> GPT2LMModel:
+    """A model on trained weights.
+
+    Frozen or not, parameters share their memory with `tensors` where these are float32: those of a
+    mapped file are read as they are used. Train them only after copying them.
+
+    Args:
+        config: the shape, and the LoRA.
+        tensors: a whole base under the model's own names, with all LoRA tensors or none (they are
+            then drawn anew).
+        source: names the file in errors.
+
+    Raises:
+        CheckpointError: tensors are missing, unknown or of another shape, or not finite numbers.
+    """
+    with torch.device("meta"):
+        model = GPT2LMModel(config)
+    expected = {name: p for name, p in model.named_parameters()}
+    _check_base(expected, tensors, config, source)
+    for name, tensor in tensors.items():
+        _set_parameter(model, name, tensor.float())
+    for layer in lora_layers(model).values():
+        if layer.lora_A.is_meta:
+            layer.lora_A = nn.Parameter(torch.empty(layer.lora_A.shape))
+            layer.lora_B = nn.Parameter(torch.empty(layer.lora_B.shape))
+            layer.reset_lora_parameters()
+    model.lm_head.decoder.weight = model.transformer.wte.weight
+    return model
+
+
+def _set_parameter(model: nn.Module, name: str, tensor: Tensor) -> None:
+    owner, _, last = name.rpartition(".")
+    setattr(model.get_submodule(owner), last, nn.Parameter(tensor))
+
+
+def _check_base(
+    expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], config: GPT2Config, source: str
+) -> None:
+    lora_given = any("lora_" in name for name in tensors)
+    wanted = {name for name in expected if lora_given or "lora_" not in name}
+    missing, unknown = sorted(wanted - tensors.keys()), sorted(tensors.keys() - expected.keys())
+    if lora_given and all("lora_" in name for name in tensors):
+        raise CheckpointError(
+            f"{source}: holds LoRA weights only, without the base that they belong to; "
+            "give the base as --init_checkpoint and this file as --lora_path"
+        )
+    if lora_given and config.lora_attn_dim == 0:
+        raise CheckpointError(f"{source}: holds LoRA weights; give their rank as --lora_dim")
+    for name in sorted(wanted & tensors.keys()):
+        theirs, ours = tuple(tensors[name].shape), tuple(expected[name].shape)
+        if theirs != ours:
+            what = "LoRA of another rank" if "lora_" in name else "a model of another size"
+            raise CheckpointError(
+                f"{source}: is {what}: {name} is {theirs} in the file, {ours} in the model"
+            )
+    for what, names in (("lacks", missing), ("has, unknown to the model,", unknown)):
+        if names:
+            listed = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
+            raise CheckpointError(f"{source}: {what} {len(names)} tensors: {listed}")
+    for name, tensor in tensors.items():
+        if "lora_" in name and not torch.isfinite(tensor).all():
+            raise CheckpointError(f"{source}: {name} holds values that are not finite")

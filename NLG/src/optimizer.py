@@ -1,0 +1,347 @@
+"""AdamW as in the paper's GPT-2 experiments, and the learning rates that go with it.
+
+With gradient g, t counted from 1 (Loshchilov & Hutter, "Decoupled Weight Decay Regularization"):
+
+    m  =  β1·m + (1 − β1)·g            v  =  β2·v + (1 − β2)·g²
+    p  -=  lr · c · m / (√v + eps)     c  =  √(1 − β2^t) / (1 − β1^t),  or 1 without --correct_bias
+    p  -=  lr · weight_decay · p
+
+Unlike in `torch.optim.AdamW`, eps is added to a √v that is not corrected, and decay comes last.
+"""
+
+import argparse
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
+
+
+def add_optimizer_params(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the optimiser and of the learning rate's schedule."""
+    add = parser.add_argument_group("optimiser").add_argument
+    add("--lr", default=1e-5, type=float, help="peak learning rate (cycle does not use it)")
+    add("--weight_decay", default=0.01, type=float, help="decay; times the rate at each update")
+    add("--correct_bias", action="store_true", help="correct Adam's averages for their start at 0")
+    add("--adam_epislon", default=1e-6, type=float, help="Adam's epsilon (spelled so)")
+    add("--no_decay_bias", action="store_true", help="biases and layer norms do not decay")
+    add("--adam_beta1", default=0.9, type=float, help="Adam's decay of the gradient's average")
+    add("--adam_beta2", default=0.98, type=float, help="Adam's decay of the squares' average")
+    add(
+        "--scheduler",
+        default="linear",
+        type=str,
+        choices=[*FACTORS, "cycle"],
+        help="how the rate changes from step to step, a step being one batch. The release also "
+        "lists inv_sqrt and dev_perf, but has no formula for them: they are refused",
+    )
+    add("--max_step", type=int, help="last step; default: that of --max_epoch")
+    add("--max_epoch", type=int, help="number of epochs")
+    add("--warmup_step", default=0, type=int, help="steps in which the rate rises from 0 to --lr")
+    add(
+        "--i_steps",
+        default="0",
+        type=str,
+        help="cycle: steps, separated by commas, between which the rate is linear; the last one "
+        "is --max_step, unless it is 0",
+    )
+    add("--i_lrs", default="0.00025", type=str, help="cycle: the rates at these steps")
+
+
+class AdamW(torch.optim.Optimizer):
+    """Adam with decoupled weight decay; the formula is this module's.
+
+    A group's tensors are updated together, so that many small ones take few kernels.
+
+    Args:
+        params: tensors to train, or groups of them as in every PyTorch optimiser.
+        lr: learning rate, at least 0.
+        betas: (β1, β2), each in [0, 1).
+        eps: at least 0, in the unit of a gradient. With 0, a tensor without a gradient yet (such
+            as LoRA's A while B is 0) becomes NaN.
+        weight_decay: at least 0.
+        correct_bias: whether m and v are corrected for their start at 0.
+
+    Raises:
+        ValueError: a hyperparameter is out of its range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-5,
+        betas: tuple[float, float] = (0.9, 0.98),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        correct_bias: bool = True,
+    ):
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} has to be at least 0, but is {value}")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas have to be at least 0 and below 1, but are {tuple(betas)}")
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "correct_bias": correct_bias,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """Updates every tensor that has a gradient.
+
+        Args:
+            closure: computes the gradients and returns the loss, where the caller has not.
+
+        Returns:
+            What `closure` returned.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                self._update(params, group)
+        return loss
+
+    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        gradients = [p.grad for p in params]
+        if any(gradient.is_sparse for gradient in gradients):
+            raise RuntimeError("AdamW takes no sparse gradients")
+        states = [self._state_of(p) for p in params]
+        for state in states:
+            state["step"] += 1
+        exp_avg = [state["exp_avg"] for state in states]
+        exp_avg_sq = [state["exp_avg_sq"] for state in states]
+        beta1, beta2 = group["betas"]
+
+        torch._foreach_lerp_(exp_avg, gradients, 1 - beta1)
+        torch._foreach_mul_(exp_avg_sq, beta2)
+        torch._foreach_addcmul_(exp_avg_sq, gradients, gradients, 1 - beta2)
+        denominators = torch._foreach_sqrt(exp_avg_sq)
+        torch._foreach_add_(denominators, group["eps"])
+        rates = [-group["lr"] * _correction(state["step"], group) for state in states]
+        torch._foreach_addcdiv_(params, exp_avg, denominators, rates)
+        if group["weight_decay"] > 0:
+            torch._foreach_add_(params, params, alpha=-group["lr"] * group["weight_decay"])
+
+    def _state_of(self, p: Tensor) -> dict[str, Any]:
+        state = self.state[p]
+        if not state:
+            state["step"] = 0
+            state["exp_avg"] = torch.zeros_like(p)
+            state["exp_avg_sq"] = torch.zeros_like(p)
+        return state
+
+
+def _correction(step: int, group: dict[str, Any]) -> float:
+    """The formula's c."""
+    if not group["correct_bias"]:
+        return 1.0
+    beta1, beta2 = group["betas"]
+    return math.sqrt(1 - beta2**step) / (1 - beta1**step)
+
+
+def create_adam_optimizer(model: nn.Module, args: argparse.Namespace) -> AdamW:
+    """AdamW over what is to be trained in a model, with the hyperparameters of the flags.
+
+    Args:
+        model: parameters that need no gradient are left out, tied ones come once.
+        args: the flags of `add_optimizer_params`.
+
+    Raises:
+        ValueError: nothing in the model is to be trained, or a flag is out of its range.
+    """
+    decaying, undecayed = _trained(model, args.no_decay_bias)
+    groups = [
+        {"params": params, "weight_decay": decay}
+        for params, decay in ((decaying, args.weight_decay), (undecayed, 0.0))
+        if params
+    ]
+    if not groups:
+        raise ValueError("the model has nothing to train: all its parameters are frozen")
+    return AdamW(
+        groups,
+        lr=args.lr,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epislon,
+        weight_decay=args.weight_decay,
+        correct_bias=args.correct_bias,
+    )
+
+
+def _trained(
+    model: nn.Module, no_decay_bias: bool
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """A model's trained parameters, those that decay and those that do not, in its order."""
+    decaying, undecayed, seen = [], [], set()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.requires_grad or parameter in seen:
+                continue
+            seen.add(parameter)
+            exempt = no_decay_bias and (isinstance(module, nn.LayerNorm) or "bias" in name)
+            (undecayed if exempt else decaying).append(parameter)
+    return decaying, undecayed
+
+
+def linear(step: int, warmup: int, max_step: int) -> float:
+    """Rises from 0 at step 0 to 1 at `warmup`, then falls to 0 at `max_step`, and stays there."""
+    if step < warmup:
+        return step / warmup
+    return max(0.0, (max_step - step) / max(1, max_step - warmup))
+
+
+def cosine(step: int, warmup: int, max_step: int) -> float:
+    """Rises as `linear`; after that half a cosine wave, from step 0 to 0 at `max_step`."""
+    if step < warmup:
+        return step / warmup
+    return 0.5 * (1 + math.cos(math.pi * min(step, max_step) / max_step))
+
+
+def constant(step: int, warmup: int, max_step: int) -> float:
+    """Rises as `linear`, then stays at 1; `max_step` has no effect."""
+    return step / warmup if step < warmup else 1.0
+
+
+def cycle(step: int, steps: Sequence[int], rates: Sequence[float]) -> float:
+    """The rate on the straight lines between points; outside, that of the nearest point.
+
+    Args:
+        step: where the rate is asked for.
+        steps: where it is given; increasing.
+        rates: what it is there, absolute, not times `--lr`.
+    """
+    return float(np.interp(step, steps, rates))
+
+
+FACTORS = {"cosine": cosine, "constant": constant, "linear": linear}
+
+
+class Scheduler:
+    """Sets an optimiser's learning rate, which depends on nothing but the step.
+
+    Args:
+        optimizer: all its groups get the same rate.
+        lr_at: the rate at a step, counted in batches from 0.
+        max_step: the number of steps in the run.
+
+    Attributes:
+        lr: the rate that was set last; before the first step the optimiser's own.
+        max_step: as given.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, lr_at: Callable[[int], float], max_step: int
+    ):
+        self.optimizer = optimizer
+        self.lr_at = lr_at
+        self.max_step = max_step
+        self.lr = optimizer.param_groups[0]["lr"]
+        self._next = 0
+
+    def step(self) -> None:
+        """Sets the rate of the batch that comes next; call it once before each."""
+        self._set(self.lr_at(self._next))
+        self._next += 1
+
+    def _set(self, lr: float) -> None:
+        self.lr = lr
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def state_dict(self) -> dict[str, Any]:
+        """The steps done and the rate, in a form that loads weights-only."""
+        return {"step": self._next, "lr": self.lr}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Puts scheduler and optimiser where `state_dict` found them."""
+        self._next = state["step"]
+        self._set(state["lr"])
+
+
+def create_optimizer_scheduler(
+    optimizer: torch.optim.Optimizer, args: argparse.Namespace
+) -> Scheduler:
+    """The learning rates that the flags ask for.
+
+    With cycle, the last of `--i_steps` is the run's last step, whatever `--max_step` says; where
+    it is 0 (a single point: a constant rate), `--max_step` holds.
+
+    Args:
+        optimizer: whose rate is set.
+        args: the flags of `add_optimizer_params`. `max_step` has to be there, but for cycle.
+
+    Raises:
+        ValueError: `max_step` is missing or not positive, `--warmup_step` is negative, the
+            points of cycle do not fit, or there is no such scheduler.
+    """
+    if args.scheduler == "cycle":
+        steps, rates = _points(args.i_steps, args.i_lrs)
+        max_step = steps[-1] or _max_step(args)
+        return Scheduler(optimizer, partial(cycle, steps=steps, rates=rates), max_step)
+    if args.scheduler not in FACTORS:
+        known = ", ".join([*FACTORS, "cycle"])
+        raise ValueError(f"--scheduler {args.scheduler}: no such scheduler; there are {known}")
+    factor, peak = FACTORS[args.scheduler], args.lr
+    warmup, max_step = args.warmup_step, _max_step(args)
+    if warmup < 0:
+        raise ValueError(f"--warmup_step has to be at least 0, but is {warmup}")
+    if warmup > max_step:
+        # Not an error: a recipe is often tried out with fewer steps than its warm-up has.
+        logger.warning(
+            "--warmup_step %d is after the last step, %d: the rate ends at %.3g, below --lr %.3g",
+            warmup,
+            max_step,
+            peak * factor(max_step - 1, warmup, max_step),
+            peak,
+        )
+    return Scheduler(optimizer, lambda step: peak * factor(step, warmup, max_step), max_step)
+
+
+def _max_step(args: argparse.Namespace) -> int:
+    if args.max_step is None:
+        raise ValueError("how long to train is not given: --max_step or --max_epoch is needed")
+    if args.max_step < 1:
+        raise ValueError(f"--max_step has to be at least 1, but is {args.max_step}")
+    return args.max_step
+
+
+def _points(i_steps: str, i_lrs: str) -> tuple[list[int], list[float]]:
+    """Reads the points of cycle."""
+    steps = _numbers("--i_steps", i_steps, int)
+    rates = _numbers("--i_lrs", i_lrs, float)
+    if len(steps) != len(rates):
+        raise ValueError(
+            f"--i_steps has {len(steps)} numbers and --i_lrs has {len(rates)}: "
+            "each step needs its rate"
+        )
+    if any(later <= earlier for earlier, later in pairwise(steps)):
+        raise ValueError(f"--i_steps {i_steps}: each step has to be larger than the one before")
+    return steps, rates
+
+
+def _numbers(flag: str, text: str, kind: type) -> list:
+    try:
+        numbers = [kind(part) for part in text.split(",")]
+    except ValueError:
+        what = "whole numbers" if kind is int else "numbers"
+        raise ValueError(f"{flag} {text!r}: not {what} separated by commas") from None
+    if not all(0 <= number < math.inf for number in numbers):
+        raise ValueError(f"{flag} {text}: has to be at least 0")
+    return numbers

@@ -1,0 +1,256 @@
+"""Examples, batches and their order, against the release's rules written out in full padding."""
+
+import json
+import logging
+import random
+from itertools import chain
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import DistributedSampler
+
+from data_utils import (
+    FT_Dataset,
+    batches_per_epoch,
+    collate,
+    training_batches,
+    validation_batches,
+)
+
+
+def process(rank: int = 0, world_size: int = 1) -> SimpleNamespace:
+    return SimpleNamespace(rank=rank, world_size=world_size)
+
+
+def full_padding(context, completion, seq_len, joint_lm):
+    """One example, padded with 0 to the sequence length."""
+
+    def cut(values):
+        return (values + [0] * seq_len)[:seq_len]
+
+    tokens = context + completion
+    silent = 0 if joint_lm else len(context) - 1
+    mask = [0] * silent + [1] * (len(tokens) - 1 - silent)
+    return cut(tokens), cut(tokens[1:]), cut(mask)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes examples, given as (context, completion) or as text, to a file."""
+
+    def write(*examples, name="train.jsonl"):
+        lines = [
+            example
+            if isinstance(example, str)
+            else json.dumps({"context": example[0], "completion": example[1]})
+            for example in examples
+        ]
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+        return tmp_path / name
+
+    return write
+
+
+def random_examples(count: int, longest: int = 6) -> list[tuple[list[int], list[int]]]:
+    """Each begins with a number of its own."""
+    drawn = random.Random(1)
+
+    def some():
+        return [drawn.randrange(1, 50257) for _ in range(drawn.randrange(1, longest))]
+
+    return [([number, *some()], some()) for number in range(count)]
+
+
+def first_tokens(batches) -> list[list[int]]:
+    return [batch["input"][:, 0].tolist() for batch in batches]
+
+
+@pytest.mark.parametrize("joint_lm", [False, True])
+@pytest.mark.parametrize("seq_len", [1, 4, 5, 6, 7, 40])
+def test_rows_are_the_releases_but_for_the_padding(write, seq_len, joint_lm):
+    examples = [
+        ([5, 6, 7], [8, 9, 10]),
+        ([1], [2]),
+        ([50256], [50256, 0, 0, 3]),
+        *random_examples(8),
+    ]
+    dataset = FT_Dataset(write(*examples), len(examples), seq_len, joint_lm)
+    batch = collate(list(dataset))
+    longest = min(seq_len, max(len(a) + len(b) for a, b in examples))
+    for index, (context, completion) in enumerate(examples):
+        rows = full_padding(context, completion, seq_len, joint_lm)
+        for name, expected in zip(("input", "target", "mask"), rows, strict=True):
+            assert batch[name][index].tolist() == expected[:longest]
+            assert not any(expected[longest:])
+    assert batch["input"].shape == batch["target"].shape == batch["mask"].shape
+    assert batch["input"].dtype == batch["target"].dtype == torch.int64
+    assert batch["mask"].dtype == torch.float32
+
+
+def test_a_batch_is_as_long_as_its_longest_row(write):
+    dataset = FT_Dataset(write(([1], [2]), ([3], [4]), ([5, 6], [7, 8])), 1, 512)
+    assert collate([dataset[0], dataset[1]])["input"].shape == (2, 2)
+    assert collate([dataset[0], dataset[2]])["input"].shape == (2, 4)
+
+
+@pytest.mark.parametrize("joint_lm", [False, True])
+def test_without_a_context_the_first_token_is_no_target(write, joint_lm):
+    batch = collate([FT_Dataset(write(([], [7, 8, 9])), 1, 8, joint_lm)[0]])
+    assert batch["target"].tolist() == [[8, 9, 0]]
+    assert batch["mask"].tolist() == [[1, 1, 0]]
+
+
+def test_the_last_batch_is_filled_by_the_seed_alone(write):
+    path = write(*random_examples(10))
+    dataset = FT_Dataset(path, 8, 16, seed=3)
+    assert (dataset.num_examples, dataset.num_batches, len(dataset)) == (10, 2, 16)
+    firsts = [row.tokens[0].item() for row in dataset]
+    assert firsts[:10] == list(range(10))
+    assert set(firsts[10:]) <= set(range(10))
+    random.seed(99)
+    torch.manual_seed(99)
+    assert firsts == [row.tokens[0].item() for row in FT_Dataset(path, 8, 16, seed=3)]
+    others = [[row.tokens[0].item() for row in FT_Dataset(path, 8, 16, seed=n)] for n in range(9)]
+    assert any(other != firsts for other in others)
+
+
+def test_whole_batches_are_not_filled(write):
+    assert len(FT_Dataset(write(*random_examples(6)), 3, 16)) == 6
+
+
+@pytest.mark.parametrize("index", [-1, 4])
+def test_rows_outside_the_dataset(write, index):
+    dataset = FT_Dataset(write(([1], [2])), 4, 16)
+    with pytest.raises(IndexError):
+        dataset[index]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "not a JSON object"),
+        ('{"context": [1]}', 'has no "completion"'),
+        ('{"completion": [1]}', 'has no "context"'),
+        ('{"context": "words", "completion": [1]}', '"context" has to be a list of token ids'),
+        ('{"context": [1], "completion": ["1"]}', '"completion" has to be a list of token ids'),
+        ('{"context": [1.0], "completion": [1]}', '"context" has to be a list'),
+        ('{"context": [true], "completion": [1]}', '"context" has to be a list'),
+        ('{"context": [null], "completion": [1]}', '"context" has to be a list'),
+        ('{"context": [1], "completion": []}', "the completion is empty"),
+        ('{"context": [1, 100], "completion": [1]}', '"context" has token 100, outside the voc'),
+        ('{"context": [1], "completion": [3, -1]}', '"completion" has token -1, outside'),
+        ('{"context": [1], "completion": [99999999999]}', "has token 99999999999, outside"),
+    ],
+)
+def test_a_bad_line_is_named(write, line, message):
+    path = write(([1], [2]), line, ([99], [99]))
+    with pytest.raises(ValueError, match=f"^{path}:2: .*{message}"):
+        FT_Dataset(path, 1, 16, vocab_size=100)
+
+
+@pytest.mark.parametrize(("batch_size", "seq_len"), [(0, 8), (-1, 8), (8, 0)])
+def test_sizes_have_to_be_positive(write, batch_size, seq_len):
+    with pytest.raises(ValueError, match="has to be at least 1"):
+        FT_Dataset(write(([1], [2])), batch_size, seq_len)
+
+
+def test_examples_that_are_cut_are_counted(write, caplog, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    path = write(([1, 2], [3, 4]), ([1, 2], [3, 4, 5]), ([1] * 4, [6]), ([1] * 5, [6]))
+    with caplog.at_level(logging.WARNING):
+        dataset = FT_Dataset(path, 4, 4)
+    (record,) = caplog.records
+    assert "3 of 4 examples are longer than 4 tokens" in record.getMessage()
+    assert "1 of them lost the whole completion" in record.getMessage()
+    assert collate(list(dataset))["mask"].sum(1).tolist() == [2, 3, 1, 0]
+
+
+def test_the_warning_comes_once_a_run_and_only_for_cuts(write, caplog, monkeypatch):
+    path = write(([1, 2], [3, 4]))
+    with caplog.at_level(logging.WARNING):
+        FT_Dataset(path, 1, 4)
+        monkeypatch.setenv("RANK", "1")
+        FT_Dataset(path, 1, 3)
+    assert caplog.records == []
+
+
+def test_a_file_with_nothing_to_learn_is_an_error(write):
+    path = write(([1] * 5, [2]), ([1] * 6, [2]))
+    with pytest.raises(ValueError, match="no example has a token to learn within 4 positions"):
+        FT_Dataset(path, 1, 4)
+    assert collate(list(FT_Dataset(path, 2, 4, joint_lm=True)))["mask"].sum() == 8
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_training_batches_come_in_the_samplers_order(write, world_size, epoch):
+    dataset = FT_Dataset(write(*random_examples(18)), 4, 16)
+    for rank in range(world_size):
+        run = process(rank, world_size)
+        sampler = DistributedSampler(dataset, world_size, rank, shuffle=True, seed=7)
+        sampler.set_epoch(epoch)
+        order = [dataset[index].tokens[0].item() for index in sampler]
+        expected = [order[at : at + 4] for at in range(0, len(order) - 3, 4)]
+        assert first_tokens(training_batches(dataset, run, 7, epoch)) == expected
+        assert batches_per_epoch(dataset, run) == len(expected)
+
+
+def test_another_epoch_or_seed_is_another_order(write):
+    dataset = FT_Dataset(write(*random_examples(24)), 4, 16)
+    orders = [
+        first_tokens(training_batches(dataset, process(), seed, epoch))
+        for seed, epoch in ((1, 1), (1, 2), (5, 1))
+    ]
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+
+
+@pytest.mark.parametrize("skip", [0, 1, 5, 6])
+def test_batches_are_skipped_without_being_made(write, monkeypatch, skip):
+    dataset = FT_Dataset(write(*random_examples(24)), 4, 16)
+    whole = first_tokens(training_batches(dataset, process(), 1, 1))
+    loaded = []
+    get = FT_Dataset.__getitem__
+    monkeypatch.setattr(
+        FT_Dataset, "__getitem__", lambda self, index: loaded.append(index) or get(self, index)
+    )
+    assert first_tokens(training_batches(dataset, process(), 1, 1, skip=skip)) == whole[skip:]
+    assert len(loaded) == 24 - 4 * skip
+
+
+def test_global_generators_are_left_alone(write):
+    torch.manual_seed(5)
+    random.seed(5)
+    states = torch.get_rng_state(), random.getstate()
+    dataset = FT_Dataset(write(*random_examples(9)), 4, 16)
+    list(training_batches(dataset, process(), 1, 1))
+    list(validation_batches(dataset, process()))
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == random.getstate()
+
+
+@pytest.mark.parametrize("use", [batches_per_epoch, lambda *given: training_batches(*given, 1, 1)])
+def test_too_few_examples_for_all_processes(write, use):
+    dataset = FT_Dataset(write(*random_examples(8)), 8, 16)
+    with pytest.raises(ValueError, match="8 training examples are too few for a batch of 8 on ea"):
+        use(dataset, process(1, 2))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 11])
+def test_validation_has_each_example_once(write, world_size):
+    dataset = FT_Dataset(write(*random_examples(10)), 4, 16)
+    shares = [
+        first_tokens(validation_batches(dataset, process(rank, world_size)))
+        for rank in range(world_size)
+    ]
+    for rank, share in enumerate(shares):
+        assert list(chain(*share)) == list(range(rank, 10, world_size))
+        assert all(len(batch) == 4 for batch in share[:-1])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs a GPU")
+def test_pinned_batches(write):
+    dataset = FT_Dataset(write(*random_examples(8)), 4, 16)
+    for batch in training_batches(dataset, process(), 1, 1, pin=True):
+        assert all(tensor.is_pinned() for tensor in batch.values())

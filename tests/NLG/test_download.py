@@ -1,0 +1,288 @@
+"""NLG/src/download.py against local servers, some of which misbehave."""
+
+import io
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import torch
+
+import download
+from loralib.checkpoint import read_tensors, write_tensors
+
+NLG = Path(__file__).resolve().parents[2] / "NLG"
+DATA = NLG.parents[1] / "shared" / "data"
+VOCAB = {"encoder.json": b'{"a": 1}', "vocab.bpe": b"a b\n" * 30_000}
+MEANING = '"name[The Mill], eatType[pub]"'
+TABLES = {
+    "trainset.csv": f"mr,ref\n{MEANING},One.\n{MEANING},Isn't.\n",
+    "devset.csv": f'mr,ref\n{MEANING},"Two, three."\n',
+    "testset_w_refs.csv": f'"mr","ref"\n{MEANING},"Isn\'t."\n',
+}
+ROWS = {"trainset.csv": 2, "devset.csv": 1, "testset_w_refs.csv": 1}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Serves `server.files`; of those in `server.cuts`, only so many bytes."""
+
+    def log_message(self, *args):
+        pass
+
+    def do_GET(self):
+        server = self.server
+        server.log.append(self.path)
+        if self.path not in server.files:
+            return self.send_error(404)
+        content = server.files[self.path]
+        self.send_response(200)
+        if self.path not in server.unannounced:
+            self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content[: server.cuts.get(self.path, len(content))])
+
+
+@pytest.fixture
+def web():
+    """A server: `.files` {path: bytes}, `.cuts`, `.unannounced`, `.log` of requests, `.url`."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.files, server.cuts, server.unannounced, server.log = {}, {}, set(), []
+    server.url = f"http://127.0.0.1:{server.server_address[1]}"
+    Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def archive(tables):
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as file:
+        for name, text in tables.items():
+            file.writestr(f"e2e-dataset/{name}", text)
+    return content.getvalue()
+
+
+@pytest.fixture
+def published(web, monkeypatch):
+    """The server holds small corpora, and the script knows no other addresses."""
+    web.files = {f"/vocab/{name}": content for name, content in VOCAB.items()}
+    web.files["/e2e.zip"] = archive(TABLES)
+    web.files["/dart/train.json"] = b"[1, 2]"
+    files = {
+        "vocab": tuple(
+            download.File(f"vocab/{name}", f"{web.url}/vocab/{name}", len(content))
+            for name, content in VOCAB.items()
+        ),
+        "webnlg": (download.File("data/w/train.json", f"{web.url}/webnlg/train.json"),),
+        "dart": (download.File("data/dart/train.json", f"{web.url}/dart/train.json"),),
+    }
+    monkeypatch.setattr(download, "FILES", files)
+    monkeypatch.setattr(download, "E2E_URL", f"{web.url}/e2e.zip")
+    splits = [(name, target, ROWS[name]) for name, target, _ in download.E2E_SPLITS]
+    monkeypatch.setattr(download, "E2E_SPLITS", splits)
+    return web
+
+
+def fetch(folder, *names):
+    download.main([*names, "--folder", str(folder)])
+
+
+def there(folder):
+    """{path: content} of every file, hidden ones too."""
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def test_vocab_and_corpora(published, tmp_path):
+    fetch(tmp_path, "vocab", "e2e", "dart")
+    context = b"name : The Mill | Type : pub||"
+    assert there(tmp_path) == {
+        "vocab/encoder.json": VOCAB["encoder.json"],
+        "vocab/vocab.bpe": VOCAB["vocab.bpe"],
+        "data/e2e/train.txt": context + b"One . \n" + context + b"Isn 't . \n",
+        "data/e2e/valid.txt": context + b"Two , three . \n",
+        "data/e2e/test.txt": context + b"Is n't . \n",
+        "data/dart/train.json": b"[1, 2]",
+    }
+    assert len(published.log) == 4
+
+
+def test_what_is_there_is_kept(published, tmp_path):
+    fetch(tmp_path, "vocab", "e2e", "dart")
+    before, published.log[:] = there(tmp_path), []
+    fetch(tmp_path, "vocab", "e2e", "dart")
+    assert published.log == []
+    os.remove(tmp_path / "vocab" / "vocab.bpe")
+    os.remove(tmp_path / "data" / "e2e" / "valid.txt")
+    fetch(tmp_path, "vocab", "e2e", "dart")
+    assert there(tmp_path) == before
+    assert published.log == ["/vocab/vocab.bpe", "/e2e.zip"]
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "message"),
+    [
+        ("vocab/vocab.bpe", "vocab", "has 5 bytes, not 120,000; move it away and run again"),
+        ("data/e2e/train.txt", "e2e", "has 1 lines, not 2; move it away and run again"),
+    ],
+)
+def test_another_file_in_its_place_is_told_and_kept(path, name, message, published, tmp_path):
+    (tmp_path / path).parent.mkdir(parents=True)
+    (tmp_path / path).write_bytes(b"mine\n")
+    with pytest.raises(OSError, match=message):
+        fetch(tmp_path, name)
+    assert (tmp_path / path).read_bytes() == b"mine\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "spoil", "message"),
+    [
+        ("vocab", "/vocab/vocab.bpe", "absent", "HTTP Error 404: Not Found"),
+        ("vocab", "/vocab/vocab.bpe", "cut", "got 60,000 bytes, not 120,000"),
+        ("vocab", "/vocab/vocab.bpe", "cut, unannounced", "got 60,000 bytes, not 120,000"),
+        ("vocab", "/vocab/vocab.bpe", "longer", "got 120,001 bytes, not 120,000"),
+        ("dart", "/dart/train.json", "a page", "Expecting value"),
+        ("dart", "/dart/train.json", "cut", "got 3 bytes, not 6"),
+        ("dart", "/dart/train.json", "cut, unannounced", "Expecting value"),
+        ("e2e", "/e2e.zip", "absent", "HTTP Error 404"),
+        ("e2e", "/e2e.zip", "a page", "holds no e2e-dataset/trainset.csv"),
+        ("e2e", "/e2e.zip", "another archive", "holds no e2e-dataset/trainset.csv"),
+        ("e2e", "/e2e.zip", "fewer rows", "trainset.csv has 1 rows, not 2"),
+    ],
+)
+def test_a_download_that_fails_leaves_nothing(name, path, spoil, message, published, tmp_path):
+    if spoil == "absent":
+        del published.files[path]
+    elif spoil.startswith("cut"):
+        published.cuts[path] = len(published.files[path]) // 2
+        published.unannounced.update([path] if "unannounced" in spoil else [])
+    elif spoil == "longer":
+        published.files[path] += b"!"
+    elif spoil == "a page":
+        published.files[path] = b"<html>log in</html>"
+    elif spoil == "another archive":
+        published.files[path] = archive({"other.csv": ""})
+    else:
+        published.files[path] = archive(TABLES | {"trainset.csv": TABLES["devset.csv"]})
+    with pytest.raises(OSError, match=message) as error:
+        fetch(tmp_path, name)
+    assert f"{published.url}{path}" in str(error.value)
+    assert set(there(tmp_path)) <= {"vocab/encoder.json"}
+
+
+def test_no_server(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    target = tmp_path / "a.txt"
+    with pytest.raises(OSError, match=f"/a.txt: .*; try again, or put the file at {target} your"):
+        download.fetch(f"http://127.0.0.1:{port}/a.txt", target)
+    assert there(tmp_path) == {}
+
+
+def test_one_failure_does_not_keep_the_others_away(published, tmp_path):
+    with pytest.raises(OSError, match=r"^webnlg: .*/webnlg/train.json: HTTP Error 404"):
+        fetch(tmp_path, "webnlg", "dart")
+    assert list(there(tmp_path)) == ["data/dart/train.json"]
+
+
+@pytest.mark.parametrize("name", ["squad", "gpt2-xl"])
+def test_an_unknown_name(name, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        fetch(tmp_path, name)
+    assert f"invalid choice: '{name}'" in capsys.readouterr().err
+
+
+def test_known_sizes_are_those_of_the_published_files():
+    copies = {
+        "encoder.json": "gpt2-vocab/encoder.json",
+        "vocab.bpe": "gpt2-vocab/vocab.bpe",
+        "webnlg_challenge_2017/dev.json": "nlg/webnlg/dev.json",
+        "dart-v1.1.1-full-dev.json": "nlg/dart/dart-v1.1.1-full-dev.json",
+    }
+    if not all((DATA / copy).is_file() for copy in copies.values()):
+        pytest.skip(f"needs gpt2-vocab, nlg/webnlg and nlg/dart in {DATA}")
+    for file in (file for files in download.FILES.values() for file in files if file.size):
+        (copy,) = (copy for end, copy in copies.items() if file.path.endswith(end))
+        assert (DATA / copy).stat().st_size == file.size
+
+
+def run_script(folder, environment, name, *arguments):
+    """Runs one of the shell scripts in a copy of the tree, whose data it is to change."""
+    for part in (name, "src"):
+        if not (folder / part).exists():
+            (folder / part).symlink_to(NLG / part)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", str(folder / name), *arguments],
+        env=environment | {"PATH": path},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_checkpoints_from_the_hub(hub_server, tmp_path):
+    tensors = {"wte.weight": torch.arange(6.0).reshape(2, 3)}
+    repo = hub_server.root / "openai-community"
+    for name, file in (("gpt2", "pytorch_model.bin"), ("gpt2-medium", "model.safetensors")):
+        (repo / name).mkdir(parents=True)
+        write_tensors(repo / name / file, tensors)
+    (repo / "gpt2-large").mkdir()
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    environment = hub_server.environment(tmp_path / "home")
+    result = run_script(tree, environment, "download_pretrained_checkpoints.sh")
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == (
+        "download.py: error: gpt2-large: 'openai-community/gpt2-large' has no pytorch_model.bin "
+        "on the hub"
+    )
+    made = tree / "pretrained_checkpoints"
+    names = ["gpt2-medium-pytorch_model.bin", "gpt2-pytorch_model.bin"]
+    assert sorted(os.listdir(made)) == names
+    for name in names:
+        assert torch.equal(read_tensors(made / name)[0]["wte.weight"], tensors["wte.weight"])
+    assert torch.load(made / names[0], weights_only=True).keys() == tensors.keys()
+
+    # What is there needs no hub.
+    shutil.rmtree(repo)
+    result = run_script(tree, environment, "download_pretrained_checkpoints.sh", "gpt2")
+    assert result.returncode == 0, result.stderr
+
+
+def test_download_data_asks_for_everything(tmp_path):
+    """With a stand-in for python that says what it is called with."""
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / "download_data.sh").symlink_to(NLG / "download_data.sh")
+
+    def said(*arguments):
+        return subprocess.run(
+            ["bash", str(tmp_path / "download_data.sh"), *arguments],
+            env=os.environ | {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+
+    assert said() == "src/download.py vocab e2e webnlg dart\n"
+    assert said("dart") == "src/download.py dart\n"
+
+
+def test_addresses_and_places():
+    files = [file for files in download.FILES.values() for file in files]
+    targets = [file.path for file in files] + [target for _, target, _ in download.E2E_SPLITS]
+    assert len(targets) == len(set(targets)) == 11
+    assert all(file.url.startswith("https://") for file in files)
+    wanted = json.dumps((NLG / "create_datasets.sh").read_text())
+    sources = [target for target in targets if target.startswith("data/")]
+    assert all(str(Path(source).parent) in wanted for source in sources)
+    assert all(Path(source).name in wanted for source in sources)

@@ -1,0 +1,233 @@
+"""The three format_converting scripts: the rows that they make, and what they refuse."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import format_converting_dart
+import format_converting_e2e
+import format_converting_webnlg
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT.parent / "shared" / "data" / "nlg"
+
+MILL = "name : The Mill | Type : pub"
+
+
+def webnlg(*entries, numbers=None):
+    """WebNLG's form of entries (category, triples, [(comment, text)])."""
+    rows = []
+    for number, (category, triples, texts) in enumerate(entries, start=1):
+        entry = {
+            "category": category,
+            "modifiedtripleset": [
+                {"object": object_, "property": relation, "subject": subject}
+                for subject, relation, object_ in triples
+            ],
+            "lexicalisations": [{"comment": comment, "lex": text} for comment, text in texts],
+        }
+        rows.append({(numbers or {}).get(number, str(number)): entry})
+    return json.dumps({"entries": rows})
+
+
+def dart(*entries):
+    """DART's form of entries (triples, texts)."""
+    return json.dumps(
+        [
+            {"tripleset": triples, "annotations": [{"source": "x", "text": text} for text in texts]}
+            for triples, texts in entries
+        ]
+    )
+
+
+AARHUS = ("Aarhus_Airport", "runwayLength", "2702.0")
+CITY = ("Aarhus", "leaderName", "Jacob_Bundsgaard")
+
+CASES = {
+    "e2e": (
+        format_converting_e2e,
+        f"{MILL}||The Mill is a pub . \n{MILL}||A pub ,  The Mill . \r\n  x : y ||Café £ 20 .\n\n",
+        [
+            {"context": MILL, "completion": "The Mill is a pub ."},
+            {"context": MILL, "completion": "A pub ,  The Mill ."},
+            {"context": "x : y", "completion": "Café £ 20 ."},
+        ],
+    ),
+    "webnlg": (
+        format_converting_webnlg,
+        webnlg(
+            ("Airport", [AARHUS, CITY], [("good", "One."), ("toFix", "Two."), ("good", " Three.")]),
+            ("Athlete", [CITY], [("good", "É.")]),
+            ("City", [CITY], [("bad", "")]),
+        ),
+        [
+            {
+                "context": "Aarhus_Airport : runwayLength : 2702.0 | "
+                "Aarhus : leaderName : Jacob_Bundsgaard",
+                "completion": text,
+                "cate": True,
+            }
+            for text in ("One.", "Three.")
+        ]
+        + [
+            {
+                "context": "Aarhus : leaderName : Jacob_Bundsgaard",
+                "completion": "É.",
+                "cate": False,
+            }
+        ],
+    ),
+    "dart": (
+        format_converting_dart,
+        dart(
+            ([["Mars Hill", "JOINED_In", "1973"], ["[TITLE]", "A", "B"]], ["One\t here.", "Two."]),
+            ([["x", "Y", "Z"]], []),
+        ),
+        [
+            {
+                "context": "Mars Hill : joined_in : 1973 | [TITLE] : a : B",
+                "completion": text,
+            }
+            for text in ("One\t here.", "Two.")
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows(name, tmp_path):
+    module, content, expected = CASES[name]
+    source, target = tmp_path / "source", tmp_path / "made" / "formatted.jsonl"
+    source.write_bytes(content.encode())
+    module.main([str(source), str(target)])
+    assert [json.loads(line) for line in target.read_text("utf-8").splitlines()] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("e2e", f"{MILL}||Good .\n{MILL} A pub .\n", ":2: not a line meaning representation||text"),
+        ("e2e", f"{MILL}||Good .\n\n{MILL}||Good .\n", ":2: not a line"),
+        ("e2e", f"{MILL}||a||b\n", ":1: not a line"),
+        ("e2e", f"{MILL}||Good .\n{MILL}||  \n{MILL}||Good .\n", ":2: the completion is empty"),
+        ("e2e", f"{MILL}||\n", ":1: the completion is empty"),
+        ("e2e", "||Good .\n", ":1: the context is empty"),
+        ("e2e", "", ":1: not a line"),
+        ("e2e", "mr,ref\n", ": holds no texts"),
+        ("e2e", 'mr,ref\nname[A],"Good."\nname A,Good.\n', ":3: not a row"),
+        ("e2e", "mr,ref\nname[A],Good.\nname[A]\n", ":3: not a row"),
+        ("e2e", 'mr,ref\nname[A],"Two\nlines."\nname[A]," "\n', ":4: the completion is empty"),
+        ("e2e", 'mr,ref\nname[A],"Good."x\n', ":2: not CSV"),
+        ("webnlg", "{", ": not JSON"),
+        ("webnlg", "[]", ': not WebNLG\'s form, it has no list of "entries"'),
+        ("webnlg", webnlg(), ": holds no texts"),
+        ("webnlg", webnlg(("City", [CITY], [("toFix", "One.")])), ": holds no texts"),
+        (
+            "webnlg",
+            webnlg(("City", [CITY], [("good", "One.")]), ("City", [CITY], [("good", "")])),
+            ": entry 2: the completion is empty",
+        ),
+        (
+            "webnlg",
+            webnlg(*[("City", [CITY], [("good", "One.")])] * 2, numbers={2: "7"}),
+            ": entry 2: not in WebNLG's form",
+        ),
+        ("webnlg", '{"entries": [{"1": {"category": "City"}}]}', ": entry 1: not in WebNLG's form"),
+        ("dart", "{}", ": not DART's form, it is no list"),
+        ("dart", "[1]", ": entry 1: not in DART's form"),
+        ("dart", dart(([["a", "b", "c"]], ["One."]), ([["a", "b"]], ["One."])), ": entry 2: a tri"),
+        ("dart", dart(([["a", "b", "c"]], ["One.", "\n"])), ": entry 1: the completion is empty"),
+        (
+            "dart",
+            dart(([["a", "b", "c"]], [None])),
+            ": entry 1: the completion is not a text: None",
+        ),
+        ("dart", dart(([["a", "b", 3]], ["One."])), ": entry 1: not in DART's form"),
+        ("dart", dart(([], ["One."])), ": entry 1: the context is empty"),
+    ],
+)
+def test_what_is_refused(name, content, message, tmp_path):
+    source, target = tmp_path / "source", tmp_path / "formatted.jsonl"
+    source.write_text(content, "utf-8")
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        CASES[name][0].main([str(source), str(target)])
+    assert str(error.value).startswith(f"{source}{message}")
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_an_error_is_one_line_and_keeps_the_old_file(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "formatted.jsonl"
+    source.write_text("no bars\n")
+    target.write_text("old")
+    script = ROOT / "NLG" / "src" / "format_converting_e2e.py"
+    result = subprocess.run(
+        [sys.executable, str(script), str(source), str(target)], capture_output=True, text=True
+    )
+    assert result.returncode == 1
+    assert result.stderr.splitlines() == [
+        f"format_converting_e2e.py: error: {source}:1: not a line meaning representation||text: "
+        "no bars"
+    ]
+    assert target.read_text() == "old"
+
+
+# Made-up sentences in the manner of the corpus: as published, and as the release has them.
+SENTENCES = [
+    ("The Mill, a pub, isn't family-friendly.", "The Mill , a pub , isn 't family - friendly . "),
+    ("It's rated 3.5; it costs £20-25!", "It 's rated 3.5 ; it costs £ 20 - 25 ! "),
+    ("A 5-star pub (1,000 seats) ...", "A 5 - star pub ( 1,000 seats ) ... "),
+    ("the 'Café' we're in..Yes", "the ' Café ' we 're in .. Yes "),
+]
+TEST_SENTENCES = [
+    ("The Mill isn't family-friendly.", "The Mill is n't family - friendly . "),
+    ("A 5-star pub, thats £20-£25.", "A 5-star pub , that s £ 20-£25 . "),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "sentences"), [("trainset.csv", SENTENCES), ("testset_w_refs.csv", TEST_SENTENCES)]
+)
+def test_csv_in_the_releases_form(name, sentences, tmp_path):
+    rows = [
+        f'"name[The Mill], eatType[pub], priceRange[£20-25], familyFriendly[no]","{text}"'
+        for text, _ in sentences
+    ]
+    (tmp_path / name).write_text("\n".join(["mr,ref", *rows, ""]), "utf-8")
+    context = "name : The Mill | Type : pub | price : £ 20 - 25 | family friendly : no"
+    lines = format_converting_e2e.as_lines(tmp_path / name)
+    assert lines == [f"{context}||{text}" for _, text in sentences]
+    assert format_converting_e2e.read_rows(str(tmp_path / name)) == [
+        {"context": context, "completion": text.strip()} for _, text in sentences
+    ]
+
+
+@pytest.mark.parametrize(
+    ("published", "release", "differing"),
+    [("devset.csv", "valid.txt", 1), ("testset_w_refs.csv", "test.txt", 0)],
+)
+def test_csv_gives_the_releases_files(published, release, differing):
+    if not (DATA / "e2e" / published).is_file():
+        pytest.skip(f"needs e2e/{published} in {DATA}")
+    lines = format_converting_e2e.as_lines(DATA / "e2e" / published)
+    expected = (DATA / "e2e" / release).read_text("utf-8").splitlines()
+    assert len(lines) == len(expected)
+    assert sum(ours != theirs for ours, theirs in zip(lines, expected, strict=True)) == differing
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "rows", "contexts"),
+    [
+        ("e2e", "e2e/test.txt", 4693, 630),
+        ("webnlg", "webnlg/dev.json", 2258, 870),
+        ("dart", "dart/dart-v1.1.1-full-dev.json", 6980, 2721),
+    ],
+)
+def test_whole_corpora(name, file, rows, contexts):
+    if not (DATA / file).is_file():
+        pytest.skip(f"needs {file} in {DATA}")
+    made = CASES[name][0].read_rows(str(DATA / file))
+    assert (len(made), len({row["context"] for row in made})) == (rows, contexts)

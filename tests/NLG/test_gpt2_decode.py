@@ -1,0 +1,217 @@
+"""NLG/src/gpt2_decode.py: groups, layouts of the references, and predictions that do not fit."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpt2_decode
+from encoder import get_encoder
+
+SCRIPT = Path(__file__).resolve().parents[2] / "NLG" / "src" / "gpt2_decode.py"
+
+# Context, reference, category seen, predicted text.
+ROWS = [
+    ("A", "First of A.", True, " A is said.<|endoftext|> and more"),
+    ("B", "First_of B, it's.", False, " B is\nsaid.\n\nand more"),
+    ("A", "Second of A.<|endoftext|>cut", True, " A is said.<|endoftext|> and more"),
+    ("C", "First of C.\n\ncut", True, " C"),
+    ("A", " Third\nof A. ", True, " A is said.<|endoftext|> and more"),
+    ("B", "Second of B.", False, " B is\nsaid.\n\nand more"),
+]
+
+
+@pytest.fixture
+def run(tmp_path, vocab_folder):
+    """Decodes rows and predictions in a folder; what it wrote, {name: lines}."""
+    encoder = get_encoder(vocab_folder)
+
+    def run(*flags, rows=ROWS, predictions=None, cate=True, keys=None):
+        with open(tmp_path / "input", "w") as file:
+            for context, completion, seen, _ in rows:
+                row = {"context": context, "completion": completion}
+                file.write(json.dumps(row | ({"cate": seen} if cate else {})) + "\n")
+        if predictions is None:
+            ids = [encoder.encode(row[3]) for row in rows]
+            predictions = [{"id": n, "predict": [*row, 0, 0]} for n, row in enumerate(ids)]
+        (tmp_path / "sample").write_text("".join(json.dumps(p) + "\n" for p in predictions))
+        if keys is not None:
+            (tmp_path / "keys").write_text("".join(f"{key}\n" for key in keys))
+            flags = (*flags, "--ref_unique_file", str(tmp_path / "keys"))
+        names = ("vocab", "sample_file", "input_file", "output_ref_file", "output_pred_file")
+        paths = (vocab_folder, *(tmp_path / name for name in ("sample", "input", "ref", "pred")))
+        arguments = [f"--{name}={path}" for name, path in zip(names, paths, strict=True)]
+        gpt2_decode.main([*arguments, *flags])
+        return written(tmp_path)
+
+    return run
+
+
+def written(folder):
+    """{name: lines} of what the script wrote."""
+    paths = [folder / "ref", *(folder / "ref").glob("*"), folder / "pred"]
+    return {
+        str(path.relative_to(folder)): path.read_text("utf-8").split("\n")[:-1]
+        for path in paths
+        if path.is_file()
+    }
+
+
+def test_e2e(run):
+    assert run() == {
+        "ref": [
+            "First of A.",
+            "Second of A.",
+            "Third of A.",
+            "",
+            "First_of B, it's.",
+            "Second of B.",
+            "",
+            "First of C.",
+            "",
+        ],
+        # C's prediction fills eval_len, and 0 is a token like any other.
+        "pred": ["A is said.", "B is said.", "C!!"],
+    }
+
+
+@pytest.mark.parametrize("kind", ["webnlg", "dart"])
+def test_a_folder_of_references(kind, run):
+    assert run("--ref_type", kind, "--ref_num", "3") == {
+        "ref/reference0": ["First of A.", "First_of B, it's.", "First of C."],
+        "ref/reference1": ["Second of A.", "Second of B.", "First of C."],
+        "ref/reference2": ["Third of A.", "First_of B, it's.", "First of C."],
+        "pred": ["A is said.", "B is said.", "C!!"],
+    }
+
+
+def test_references_beyond_ref_num_are_counted(run, caplog):
+    made = run("--ref_type", "dart", "--ref_num", "1")
+    assert sorted(made) == ["pred", "ref/reference0"]
+    assert "--ref_num 1 leaves out 3 references" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--lower"], ["first of a.", "first_of b, it's.", "first of c."]),
+        (["--tokenize"], ["First of A .", "First_of B , it ' s .", "First of C ."]),
+        (["--tokenize", "--lower"], ["first of a .", "first_of b , it ' s .", "first of c ."]),
+    ],
+)
+def test_tokenize_and_lower(flags, expected, run):
+    made = run("--ref_type", "webnlg", *flags)
+    assert made["ref/reference0"] == expected
+    said = ["A is said.", "B is said.", "C!!"]
+    said = [text.lower() for text in said] if "--lower" in flags else said
+    if "--tokenize" in flags:
+        said = [text.replace(".", " .").replace("!", " !") for text in said]
+    assert made["pred"] == said
+
+
+@pytest.mark.parametrize(
+    ("which", "first", "said"),
+    [
+        ("all", ["First of A.", "First_of B, it's.", "First of C."], ["A is", "B is", "C!!"]),
+        ("seen", ["First of A.", "First of C."], ["A is", "C!!"]),
+        ("unseen", ["First_of B, it's."], ["B is"]),
+    ],
+)
+def test_filter(which, first, said, run):
+    made = run("--ref_type", "webnlg", "--filter", which)
+    assert made["ref/reference0"] == first
+    assert [text.removesuffix(" said.") for text in made["pred"]] == said
+
+
+def test_grouped_by_keys(run):
+    made = run("--ref_type", "dart", "--ref_num", "2", keys=["1", "2", "3", "3", "1", "2"])
+    assert made == {
+        "ref/reference0": ["First of A.", "First_of B, it's.", "Second of A."],
+        "ref/reference1": ["Third of A.", "Second of B.", "First of C."],
+        "pred": ["A is said.", "B is said.", "A is said."],
+    }
+
+
+def test_predictions_in_any_order_that_differ(run, vocab_folder, caplog):
+    encoder = get_encoder(vocab_folder)
+    texts = ["zero", "one", "two", "three", "zero", "one"]
+    predictions = [{"id": n, "predict": encoder.encode(text)} for n, text in enumerate(texts)]
+    with caplog.at_level(logging.WARNING):
+        assert run(predictions=predictions[::-1])["pred"] == ["zero", "one", "three"]
+    assert "1 of 3 inputs have several predictions that differ; the first counts" in caplog.text
+
+
+def test_an_empty_prediction_keeps_its_line(run):
+    predictions = [{"id": n, "predict": [50256, 0]} for n in range(len(ROWS))]
+    assert run(predictions=predictions)["pred"] == ["", "", ""]
+
+
+def ids(*numbers):
+    return [{"id": number, "predict": [1]} for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"predictions": ids(0, 1, 2, 3, 4)}, "{0}/sample: has no prediction of id 5"),
+        ({"predictions": ids(0, 2)}, "{0}/sample: has no prediction of id 1 and 3 others"),
+        ({"predictions": ids(0, 1, 0)}, "{0}/sample:3: another prediction of id 0"),
+        ({"predictions": ids(0, 6)}, "{0}/sample:2: id 6, but the input's rows are 0 to 5"),
+        ({"predictions": ids(-1)}, "{0}/sample:1: id -1, but the input's rows are 0 to 5"),
+        ({"predictions": ids("0")}, '{0}/sample:1: not a line {{"id": number, "predict": [ids]}}'),
+        ({"predictions": [{"id": 0}]}, '{0}/sample:1: not a line {{"id"'),
+        (
+            {"predictions": [{"id": 0, "predict": [1.5]}]},
+            '{0}/sample:1: "predict" holds more than token ids',
+        ),
+        (
+            {"predictions": [*ids(0, 2, 3, 4, 5), {"id": 1, "predict": [1, 50257]}]},
+            "{0}/sample: id 1: the vocabulary has no token of id 50257",
+        ),
+        ({"predictions": []}, "{0}/sample: is empty"),
+        ({"keys": "12345"}, "{0}/keys: has 5 lines, but the input has 6 rows"),
+        ({"rows": [("A", "", True, "")]}, "{0}/input:1: the completion is empty"),
+        (
+            {"rows": [*ROWS, ("A", "<|endoftext|>", True, "")]},
+            "{0}/input:7: the completion is empty",
+        ),
+        ({"cate": False, "flags": ["--filter=seen"]}, '{0}/input:1: --filter seen needs "cate"'),
+        (
+            {"rows": ROWS[1:2], "flags": ["--filter=seen"]},
+            "{0}/input: has no row of seen category",
+        ),
+    ],
+)
+def test_what_does_not_fit(given, message, run, tmp_path):
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        run(*given.pop("flags", ()), **given)
+    assert str(error.value).startswith(message.format(tmp_path))
+    assert written(tmp_path) == {}
+
+
+@pytest.mark.parametrize("number", ["0", "-1"])
+def test_ref_num_below_one(number, run, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run("--ref_type", "dart", f"--ref_num={number}")
+    assert f"--ref_num {number}: must be 1 or more" in capsys.readouterr().err
+
+
+def test_an_error_is_one_line(tmp_path, vocab_folder):
+    (tmp_path / "input").write_text('{"context": "a", "completion": "b"}\n')
+    (tmp_path / "sample").write_text('{"id": 7, "predict": [1]}\n')
+    flags = "--sample_file=sample --input_file=input --output_ref_file=ref --output_pred_file=pred"
+    result = subprocess.run(
+        [sys.executable, str(SCRIPT), f"--vocab={vocab_folder}", *flags.split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 1
+    assert result.stderr.splitlines() == [
+        "gpt2_decode.py: error: sample:1: id 7, but the input's rows are 0 to 0"
+    ]
+    assert sorted(os.listdir(tmp_path)) == ["input", "sample"]

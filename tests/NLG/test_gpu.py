@@ -1,0 +1,274 @@
+"""Which process this is, by launcher; and two real processes that talk through gloo."""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import gpu
+from gpu import Run, add_gpu_params, distributed_mean, distributed_sync, gather_objects, start
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+MASTER = {"MASTER_ADDR": "first.example", "MASTER_PORT": "1234"}
+OPENMPI = {f"OMPI_COMM_WORLD_{name}": "" for name in ("RANK", "SIZE", "LOCAL_RANK")}
+
+
+def parse(*flags: object) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_gpu_params(parser)
+    return parser.parse_args([str(flag) for flag in flags])
+
+
+def openmpi(rank: int, size: int, local_rank: int) -> dict[str, str]:
+    return dict(zip(OPENMPI, map(str, (rank, size, local_rank)), strict=True))
+
+
+def torchrun(rank: int, size: int, local_rank: int) -> dict[str, str]:
+    return dict(zip(NAMES[:3], map(str, (rank, size, local_rank)), strict=True))
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """A machine without launcher and GPU; the list of what a process group was asked for."""
+    for name in (*NAMES, *OPENMPI):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    calls = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(
+        gpu.dist, "init_process_group", lambda backend, **more: calls.append((backend, more))
+    )
+    return calls
+
+
+@pytest.fixture
+def environment(monkeypatch, joined):
+    """Sets what a launcher sets."""
+
+    def set_all(values: dict[str, str]) -> None:
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    return set_all
+
+
+@pytest.fixture
+def two_gpus(monkeypatch, joined):
+    """Pretends that there are two; the list of those that were made current."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    return chosen
+
+
+def test_defaults_of_the_flags():
+    expected = dict(local_rank=0, rank=0, device=0, world_size=0, random_seed=10)
+    assert vars(parse()) == {"platform": "k8s", **expected}
+
+
+@pytest.mark.parametrize("flag", ["--local_rank", "--local-rank"])
+def test_both_spellings_of_the_local_rank(flag):
+    assert parse(flag, 3).local_rank == parse(f"{flag}=3").local_rank == 3
+
+
+def test_an_unknown_platform_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        parse("--platform", "slurm")
+    assert "invalid choice: 'slurm'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("platform", ["k8s", "local", "philly"])
+def test_plain_python_is_one_process(platform, joined):
+    run = start(parse("--platform", platform))
+    assert run == Run(0, 0, 1, torch.device("cpu"))
+    assert run.is_main
+    assert joined == []
+    assert {name: os.environ[name] for name in NAMES[:3]} == torchrun(0, 1, 0)
+    assert start(parse("--platform", platform)) == run
+
+
+@pytest.mark.parametrize("platform", ["k8s", "local", "philly"])
+def test_torchs_launcher(platform, environment, joined):
+    environment({**torchrun(5, 6, 1), **MASTER})
+    run = start(parse("--platform", platform))
+    assert run == Run(5, 1, 6, torch.device("cpu"))
+    assert not run.is_main
+    assert joined == [("gloo", {"rank": 5, "world_size": 6})]
+
+
+def test_openmpi(environment, joined):
+    # As left over from whatever started mpirun: on k8s it does not count.
+    environment({**openmpi(2, 4, 1), **torchrun(0, 1, 0), **MASTER})
+    assert start(parse()) == Run(2, 1, 4, torch.device("cpu"))
+    assert joined == [("gloo", {"rank": 2, "world_size": 4})]
+    assert {name: os.environ[name] for name in NAMES[:3]} == torchrun(2, 4, 1)
+
+
+def test_openmpi_counts_on_k8s_alone(environment, joined):
+    environment(openmpi(2, 4, 1))
+    assert start(parse("--platform", "local")).world_size == 1
+
+
+def test_the_flag_gives_the_local_rank_where_the_environment_does_not(environment, joined):
+    environment({**torchrun(3, 4, 0), **MASTER})
+    assert start(parse("--local-rank", 1)).local_rank == 0
+    os.environ.pop("LOCAL_RANK")
+    assert start(parse("--local-rank", 1)).local_rank == 1
+
+
+def test_a_launcher_of_one_process_needs_no_group(environment, joined):
+    environment({**openmpi(0, 1, 0)})
+    assert start(parse()).world_size == 1
+    assert joined == []
+
+
+@pytest.mark.parametrize(
+    ("values", "flags", "message"),
+    [
+        ({**openmpi(0, 2, 0), "MASTER_PORT": "1"}, [], "MASTER_ADDR is not set.*2 processes"),
+        ({**openmpi(0, 2, 0), "MASTER_ADDR": "here"}, [], "MASTER_PORT is not set"),
+        (torchrun(0, 2, 0), ["--platform", "local"], "MASTER_ADDR is not set"),
+        ({"RANK": "0"}, [], "WORLD_SIZE is not set"),
+        ({"WORLD_SIZE": "2"}, [], "RANK is not set"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, [], "OMPI_COMM_WORLD_RANK is not set"),
+        ({**torchrun(0, 2, 0), "RANK": "first"}, [], "RANK in the environment.*'first'"),
+        ({**torchrun(2, 2, 0), **MASTER}, [], "process 2 of 2"),
+        ({**torchrun(0, 2, 0), **MASTER}, ["--world_size", 4], "--world_size is 4.*started 2"),
+        ({}, ["--world_size", 2], "--world_size is 2, but the launcher started 1"),
+    ],
+)
+def test_an_environment_that_does_not_fit(environment, joined, values, flags, message):
+    environment(values)
+    with pytest.raises(ValueError, match=message):
+        start(parse(*flags))
+    assert joined == []
+
+
+def test_each_process_has_a_gpu(environment, joined, two_gpus):
+    environment({**torchrun(3, 4, 1), **MASTER})
+    device = torch.device("cuda", 1)
+    assert start(parse("--world_size", 4)) == Run(3, 1, 4, device)
+    assert two_gpus == [device]
+    assert joined == [("nccl", {"rank": 3, "world_size": 4, "device_id": device})]
+
+
+def test_a_single_process_takes_the_gpu_that_it_is_told(joined, two_gpus):
+    assert start(parse("--local_rank", 1)).device == torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize("local_rank", [2, -1])
+def test_a_process_without_a_gpu(joined, two_gpus, local_rank):
+    with pytest.raises(ValueError, match=f"process {local_rank} of this.* has no GPU, there are 2"):
+        start(parse("--local_rank", local_rank))
+    assert two_gpus == []
+
+
+def install_horovod(monkeypatch, rank: int, received: tuple[str, str] | None) -> list:
+    """Puts a horovod of four processes in place; the list of what was broadcast."""
+    sent = []
+    hvd = types.ModuleType("horovod.torch")
+    hvd.init = lambda: sent.append("init")
+    hvd.rank, hvd.size, hvd.local_rank = lambda: rank, lambda: 4, lambda: rank % 2
+
+    def broadcast_object(value, root_rank):
+        assert root_rank == 0
+        sent.append(value)
+        return received or value
+
+    hvd.broadcast_object = broadcast_object
+    horovod = types.ModuleType("horovod")
+    horovod.torch = hvd
+    monkeypatch.setitem(sys.modules, "horovod", horovod)
+    monkeypatch.setitem(sys.modules, "horovod.torch", hvd)
+    return sent
+
+
+def test_horovod_sends_the_first_ones_address(monkeypatch, joined):
+    sent = install_horovod(monkeypatch, 0, None)
+    assert start(parse("--platform", "azure")) == Run(0, 0, 4, torch.device("cpu"))
+    (host, port) = sent[1]
+    assert host == os.environ["MASTER_ADDR"] == socket.gethostname()
+    assert port == os.environ["MASTER_PORT"]
+    assert 0 < int(port) < 2**16
+    assert joined == [("gloo", {"rank": 0, "world_size": 4})]
+
+
+def test_horovod_brings_the_others_the_address(monkeypatch, joined):
+    sent = install_horovod(monkeypatch, 3, ("far.example", "77"))
+    assert start(parse("--platform", "azure")) == Run(3, 1, 4, torch.device("cpu"))
+    assert sent == ["init", None]
+    assert [os.environ[name] for name in NAMES] == ["3", "4", "1", "far.example", "77"]
+
+
+def test_azure_without_horovod_says_so(monkeypatch, joined):
+    monkeypatch.setitem(sys.modules, "horovod", None)
+    with pytest.raises(ValueError, match=r"--platform azure needs horovod.*--platform local"):
+        start(parse("--platform", "azure"))
+
+
+def test_one_process_shares_with_itself():
+    run = Run(0, 0, 1, torch.device("cpu"))
+    distributed_sync(run)
+    value = torch.tensor([1.0, 2.0], requires_grad=True)
+    mean = distributed_mean(run, value)
+    assert not mean.requires_grad
+    mean.zero_()
+    assert value.tolist() == [1.0, 2.0]
+    assert gather_objects(run, {"a": 1}) == [{"a": 1}]
+
+
+WORKER = """
+import argparse, json
+import torch
+from gpu import add_gpu_params, distributed_mean, distributed_sync, gather_objects, start
+from exp_utils import run
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out")
+    add_gpu_params(parser)
+    args = parser.parse_args()
+    this = start(args)
+    value = torch.tensor([1.0, 10.0]) * (this.rank + 1)
+    mean = distributed_mean(this, value).tolist()
+    found = gather_objects(this, [this.rank, this.local_rank, str(this.device), mean])
+    distributed_sync(this)
+    with open(f"{args.out}/{this.rank}.json", "w") as file:
+        json.dump([found, value.tolist()], file)
+
+run(main)
+"""
+
+
+@pytest.mark.parametrize("launcher", ["launch", "run"])
+def test_two_processes(launcher, tmp_path):
+    """As the release's README starts them, and by its successor."""
+    (tmp_path / "worker.py").write_text(WORKER)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    command = ["-m", f"torch.distributed.{launcher}", "--nproc_per_node=2", "--master_port", port]
+    worker = [tmp_path / "worker.py", "--out", tmp_path, "--world_size", 2]
+    source = Path(gpu.__file__).parent
+    path = os.pathsep.join(map(str, (source, source.parents[1])))
+    result = subprocess.run(
+        [sys.executable, *map(str, [*command, *worker])],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    everyone = [[rank, rank, "cpu", [1.5, 15.0]] for rank in (0, 1)]
+    for rank in (0, 1):
+        found, value = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found == everyone
+        assert value == [rank + 1.0, 10.0 * (rank + 1)]

@@ -1,0 +1,471 @@
+"""The scores: hand-computed cases, plain references, and the program's files and arguments."""
+
+import json
+import math
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
+
+import measure_scores
+import metrics
+
+EVAL = Path(measure_scores.__file__).parent
+WITHOUT_JAVA = metrics.missing_java()
+needs_java = pytest.mark.skipif(WITHOUT_JAVA is not None, reason=str(WITHOUT_JAVA))
+
+REFERENCES = [
+    ["The Punter is a cheap pub.", "A pub called The Punter is cheap ."],
+    ["Loch Fyne serves French food for £20.", "French food is served at Loch Fyne.", "Loch Fyne!"],
+    ["Aromi is a coffee shop in the city centre by the river."],
+]
+PERFECT = [row[0] for row in REFERENCES]
+WORSE = ["The Punter is a pub.", "Loch Fyne serves food for £20.", "Aromi is a shop in the city."]
+WORST = ["Punter cheap.", "food", "The the the."]
+PYTHON_METRICS = {
+    "bleu": metrics.bleu,
+    "mteval_bleu": metrics.mteval_bleu,
+    "nist": metrics.nist,
+    "ter": metrics.ter,
+    "chrf": metrics.chrf,
+}
+
+
+# ------------------------------------------------------------------------------------------------
+# Metrics
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "perfect"), [("bleu", 100), ("mteval_bleu", 1), ("ter", 0), ("chrf", 1)]
+)
+def test_perfect_predictions(name, perfect):
+    assert PYTHON_METRICS[name](REFERENCES, PERFECT) == pytest.approx(perfect)
+
+
+@pytest.mark.parametrize("name", PYTHON_METRICS)
+def test_worse_predictions_score_worse(name):
+    good, worse, worst, nothing = (
+        PYTHON_METRICS[name](REFERENCES, predictions)
+        for predictions in (PERFECT, WORSE, WORST, ["", "", ""])
+    )
+    if name == "ter":
+        assert good < worse < worst < nothing
+    else:
+        assert good > worse > worst > nothing == 0
+
+
+@pytest.mark.parametrize("name", PYTHON_METRICS)
+def test_order_of_references_does_not_matter(name):
+    turned = [row[::-1] for row in REFERENCES]
+    metric = PYTHON_METRICS[name]
+    assert metric(turned, WORSE) == pytest.approx(metric(REFERENCES, WORSE), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", PYTHON_METRICS)
+def test_order_of_rows_does_not_matter(name):
+    # The last row has fewer references than the others: now it is the first.
+    metric = PYTHON_METRICS[name]
+    assert metric(REFERENCES[::-1], WORSE[::-1]) == pytest.approx(metric(REFERENCES, WORSE))
+
+
+def test_bleu_by_hand():
+    # Precisions 4/5, 3/4, 2/3, 1/2, and as long as the reference.
+    assert metrics.bleu([["a b c d e"]], ["a b c d f"]) == pytest.approx(100 * 0.2**0.25)
+    # All n-grams match, but of the references the closest in length has 6 words.
+    brief = metrics.bleu([["a b c d e f", "a b c d e f g h"]], ["a b c d e"])
+    assert brief == pytest.approx(100 * math.exp(1 - 6 / 5))
+
+
+def test_bleu_knows_case_only_outside_e2e():
+    references, predictions = (
+        [["The Punter is cheap , isn't it ?"]],
+        ["the punter IS cheap, isn't it?"],
+    )
+    assert metrics.mteval_bleu(references, predictions) == pytest.approx(1)
+    assert metrics.bleu(references, predictions) < 90
+
+
+@pytest.mark.parametrize(
+    ("references", "prediction", "expected"),
+    [
+        (["a b c d"], "a c d", 1 / 4),
+        (["a b c d"], "C D A B", 1 / 4),  # one shift of two words; case is ignored
+        (["a b c d", "a b x y z c"], "a b c", 1 / 5),  # of the nearest, per word of the average
+        (["a b"], "c d e f", 2),
+    ],
+)
+def test_ter_by_hand(references, prediction, expected):
+    assert metrics.ter([references], [prediction]) == pytest.approx(expected)
+
+
+def test_chrf_by_hand():
+    # Characters: 2 of 2 (reference: 3), 1 of 1 (2); words: 0 of 1 (1). The other orders are empty.
+    precision, recall = (1 + 1 + 0) / 3, (2 / 3 + 1 / 2 + 0) / 3
+    expected = 5 * precision * recall / (4 * precision + recall)
+    assert metrics.chrf([["abc"]], ["ab"]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("references", "prediction", "expected"),
+    [
+        # Each word once among three: worth log2 3; a longer n-gram is certain after its beginning.
+        (["a b c"], "a b c", math.log2(3)),
+        (["a b c"], "a b", math.log2(3) / 2),  # 2/3 as long
+        # Six words: a is worth log2(6/3), b and c log2(6/1); of the three bigrams, a b and a c are
+        # worth log2(3/1). No reference has a twice, though they have it thrice together.
+        (["a b d", "a c", "a"], "a b a c", 5 / 4 + math.log2(6 / 1) / 2 - 1),
+    ],
+)
+def test_nist_by_hand(references, prediction, expected):
+    if len(references) == 3:
+        words = (1 + 2 * math.log2(6)) / 4
+        pairs = 2 * math.log2(3) / 3
+        expected = words + pairs
+    assert metrics.nist([references], [prediction]) == pytest.approx(expected)
+
+
+def plain_nist(references, predictions):
+    """NIST from its definition, one n-gram length after the other, on strings."""
+    split = Tokenizer13a()
+    rows = [[split(text.lower()).split() for text in row] for row in references]
+    systems = [split(text.lower()).split() for text in predictions]
+    everything = [reference for row in rows for reference in row]
+
+    def grams(words, n):
+        return [" ".join(words[i : i + n]) for i in range(len(words) - n + 1)]
+
+    total = 0.0
+    for n in range(1, 6):
+        gained, possible = 0.0, 0
+        for row, system in zip(rows, systems, strict=True):
+            found = grams(system, n)
+            possible += len(found)
+            for gram in set(found):
+                most = max(grams(reference, n).count(gram) for reference in row)
+                if most == 0:
+                    continue
+                whole = sum(grams(reference, n).count(gram) for reference in everything)
+                if n == 1:
+                    start = sum(map(len, everything))
+                else:
+                    first = gram.rsplit(" ", 1)[0]
+                    start = sum(grams(ref, n - 1).count(first) for ref in everything)
+                gained += min(found.count(gram), most) * math.log(start / whole, 2)
+        if possible:
+            total += gained / possible
+    ratio = sum(map(len, systems)) / sum(sum(map(len, row)) / len(row) for row in rows)
+    if ratio < 1:
+        total *= 0.5 ** ((math.log(ratio) / math.log(2 / 3)) ** 2)
+    return total
+
+
+@pytest.mark.parametrize("predictions", [PERFECT, WORSE, WORST])
+def test_nist_equals_a_plain_reference(predictions):
+    expected = plain_nist(REFERENCES, predictions)
+    assert metrics.nist(REFERENCES, predictions) == pytest.approx(expected, rel=1e-12)
+
+
+# ------------------------------------------------------------------------------------------------
+# Java
+# ------------------------------------------------------------------------------------------------
+
+
+@needs_java
+def test_ptb_tokens():
+    texts = ['The £20 pub, Loch Fyne – "good" (cheap); isn\'t it?', "a\u2028b\x85c", ""]
+    references, predictions = metrics.ptb_tokens([texts[:1], texts[1:]], [texts[0], "...", "B"])
+    first = "the # 20 pub loch fyne good -lrb- cheap -rrb- is n't it"
+    assert references == [[first], ["a b c", ""]]
+    assert predictions == [first, "", "b"]
+
+
+@needs_java
+def test_rouge_and_cider():
+    scores = [
+        [metric(*metrics.ptb_tokens(REFERENCES, predictions)) for predictions in (PERFECT, WORSE)]
+        for metric in (metrics.rouge_l, metrics.cider)
+    ]
+    assert scores[0][0] == pytest.approx(1)
+    assert all(perfect > worse > 0 for perfect, worse in scores)
+    # Longest common subsequence 3 of 4 words in the prediction, of 6 in the reference; F with β 1.2.
+    by_hand = (1 + 1.44) * 0.75 * 0.5 / (0.5 + 1.44 * 0.75)
+    assert metrics.rouge_l([["a b c d e f"]], ["a c x e"]) == pytest.approx(by_hand)
+
+
+@needs_java
+def test_all_of_e2e(tmp_path, capsys):
+    references, predictions = write_e2e(tmp_path, [PERFECT[0], WORSE[1], ""])
+    measure_scores.main([references, predictions, "-p", "--json", str(tmp_path / "scores.json")])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[0] for line in lines] == ["BLEU", "NIST", "METEOR", "ROUGE_L", "CIDEr"]
+    scores = json.loads((tmp_path / "scores.json").read_text())["all"]
+    assert [float(line.split(": ")[1]) for line in lines] == [
+        pytest.approx(value, abs=5e-5) for value in scores.values()
+    ]
+    assert 0 < scores["METEOR"] < 1
+    assert 0 < scores["ROUGE_L"] < 1
+
+
+@pytest.fixture
+def pretended_java(tmp_path, monkeypatch):
+    """Makes a script be the program java, with the package of its jars beside it."""
+
+    def pretend(script):
+        program = tmp_path / "bin" / "java"
+        program.parent.mkdir()
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        (tmp_path / "packages" / "pycocoevalcap").mkdir(parents=True)
+        monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+        monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+
+    return pretend
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script stands for java")
+class TestPretendedJava:
+    def test_a_program_that_only_says_where_to_get_java_is_none(self, pretended_java):
+        pretended_java("echo No Java runtime present. >&2; exit 1")
+        assert "there is no Java runtime" in metrics.missing_java()
+
+    def test_one_that_fails_is_an_error(self, pretended_java):
+        pretended_java('[ "$1" = -version ] || { echo Could not reserve memory >&2; exit 3; }')
+        assert metrics.missing_java() is None
+        with pytest.raises(ValueError, match="ended with 3: Could not reserve memory"):
+            metrics.meteor(REFERENCES, WORSE)
+
+    def test_tokens_that_do_not_fit_the_texts_are_an_error(self, pretended_java):
+        pretended_java("head -n 3")
+        with pytest.raises(ValueError, match="gave 3 lines for 9 texts"):
+            metrics.ptb_tokens(REFERENCES, WORSE)
+
+    def test_meteor_is_asked_for_the_best_of_as_many_references_everywhere(self, pretended_java):
+        # The arguments: predictions and references are the fifth and the sixth.
+        pretended_java('[ "$*" = "${*#*-norm -r 3}" ] || echo "$(wc -l < "$5")$(wc -l < "$6")"')
+        assert metrics.meteor(REFERENCES, WORSE) == 39
+
+
+@pytest.fixture
+def no_java(monkeypatch):
+    monkeypatch.setattr(metrics, "missing_java", lambda: "there is no Java; get some")
+
+
+# ------------------------------------------------------------------------------------------------
+# The program
+# ------------------------------------------------------------------------------------------------
+
+
+def write_e2e(folder, predictions, references=REFERENCES):
+    (folder / "ref.txt").write_text("".join("\n".join(row) + "\n\n" for row in references))
+    (folder / "pred.txt").write_text("".join(f"{text}\n" for text in predictions))
+    return str(folder / "ref.txt"), str(folder / "pred.txt")
+
+
+def write_columns(folder, predictions, missing="", references=REFERENCES):
+    """Files reference0 to reference2; `missing` is put where a row has fewer, None its first."""
+    for n in range(3):
+        column = [row[n] if n < len(row) else missing or "" for row in references]
+        if missing is None:
+            column = [text or row[0] for text, row in zip(column, references, strict=True)]
+        (folder / f"reference{n}").write_text("".join(f"{text}\n" for text in column))
+    (folder / "hypothesis").write_text("".join(f"{text}\n" for text in predictions))
+    return ["-R", str(folder / "reference"), "-H", str(folder / "hypothesis"), "-nr", "3"]
+
+
+def fails(argv, monkeypatch, capsys):
+    """Runs the program, which must fail, and returns what it said."""
+    monkeypatch.setattr(sys, "argv", ["measure_scores.py", *argv])
+    with pytest.raises(SystemExit) as end:
+        measure_scores.start()
+    captured = capsys.readouterr()
+    assert end.value.code == 1
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+@pytest.mark.usefixtures("no_java")
+def test_e2e_without_java(tmp_path, capsys, caplog):
+    paths = write_e2e(tmp_path, PERFECT)
+    measure_scores.main([*paths, "-p", "--json", str(tmp_path / "new" / "scores.json")])
+    nist = metrics.nist(REFERENCES, PERFECT)
+    assert capsys.readouterr().out.splitlines() == [
+        "BLEU: 1.0000",
+        f"NIST: {nist:.4f}",
+        "METEOR: skipped",
+        "ROUGE_L: skipped",
+        "CIDEr: skipped",
+    ]
+    assert caplog.messages == ["skipped: METEOR, ROUGE_L, CIDEr: there is no Java; get some"]
+    assert json.loads((tmp_path / "new" / "scores.json").read_text()) == {
+        "all": {
+            "BLEU": pytest.approx(1),
+            "NIST": nist,
+            "METEOR": None,
+            "ROUGE_L": None,
+            "CIDEr": None,
+        }
+    }
+
+
+@pytest.mark.usefixtures("no_java")
+def test_java_is_not_missed_where_no_metric_needs_it(tmp_path, capsys, caplog):
+    measure_scores.main([*write_e2e(tmp_path, PERFECT), "-m", "bleu,NIST"])
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert not caplog.messages
+
+
+@pytest.mark.usefixtures("no_java")
+def test_table_of_webnlg(tmp_path, capsys):
+    arguments = write_columns(tmp_path, WORSE)
+    measure_scores.main([*arguments, "-m", "ter,bleu,meteor,chrf++", "--label", "seen"])
+    names, numbers, scales = capsys.readouterr().out.splitlines()
+    assert names.split() == ["TER", "BLEU", "METEOR", "chrF++"]
+    assert numbers.split() == [
+        "seen",
+        f"{metrics.ter(REFERENCES, WORSE):.4f}",
+        f"{metrics.bleu(REFERENCES, WORSE):.2f}",
+        "skipped",
+        f"{metrics.chrf(REFERENCES, WORSE):.4f}",
+    ]
+    assert "BLEU 0-100" in scales
+    assert "less is better" in scales
+
+
+@pytest.mark.parametrize("missing", ["", None])
+def test_form_of_missing_references_does_not_matter(tmp_path, missing):
+    write_columns(tmp_path, WORSE, missing=missing)
+    assert measure_scores.read_reference_files(str(tmp_path / "reference"), 3) == REFERENCES
+
+
+def test_single_reference_file_with_and_without_its_number(tmp_path):
+    write_columns(tmp_path, WORSE)
+    by_number = measure_scores.read_reference_files(str(tmp_path / "reference"), 1)
+    assert by_number == [row[:1] for row in REFERENCES]
+    by_name = measure_scores.read_reference_files(str(tmp_path / "reference0"), 1)
+    assert by_name == by_number
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\n\n", "\n\n\n"])
+@pytest.mark.parametrize("line", ["\n", "\r\n"])
+def test_groups(tmp_path, end, line):
+    text = "a b\nc\u2028d\n\ne" + end
+    (tmp_path / "ref.txt").write_bytes(text.replace("\n", line).encode())
+    assert measure_scores.read_groups(str(tmp_path / "ref.txt")) == [["a b", "c\u2028d"], ["e"]]
+
+
+def test_labels_share_a_file(tmp_path):
+    table = str(tmp_path / "scores.json")
+    for label, predictions in (("all", WORST), ("seen", WORSE), ("all", PERFECT)):
+        arguments = write_columns(tmp_path, predictions)
+        measure_scores.main([*arguments, "-m", "bleu", "--json", table, "--label", label])
+    assert json.loads(Path(table).read_text()) == {
+        "all": {"BLEU": pytest.approx(100)},
+        "seen": {"BLEU": metrics.bleu(REFERENCES, WORSE)},
+    }
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[1]", '{"all": 1}', "\udcff"],
+    ids=["empty", "cut", "list", "flat", "bytes"],
+)
+def test_foreign_json_file_is_left_alone(tmp_path, monkeypatch, capsys, content):
+    table = tmp_path / "scores.json"
+    table.write_bytes(content.encode(errors="surrogateescape"))
+    arguments = [*write_columns(tmp_path, WORSE), "-m", "bleu", "--json", str(table)]
+    assert f"{table}: is there already" in fails(arguments, monkeypatch, capsys)
+    assert table.read_bytes() == content.encode(errors="surrogateescape")
+
+
+@pytest.mark.usefixtures("no_java")
+def test_empty_predictions_count_and_are_told(tmp_path, caplog):
+    measure_scores.main([*write_e2e(tmp_path, [PERFECT[0], " ", ""]), "-m", "bleu"])
+    assert caplog.messages == [f"{tmp_path / 'pred.txt'}: 2 of 3 predictions are empty"]
+
+
+@pytest.mark.parametrize(
+    ("references", "predictions", "said"),
+    [
+        ("a\n\nb\n\n", "a\n", "pred.txt: 1 predictions for 2 rows of references"),
+        ("a\n\nb\n\n", "a\nb\nc\n", "pred.txt: 3 predictions for 2 rows of references"),
+        ("a\n", "", "pred.txt: 0 predictions for 1 rows of references"),
+        ("", "a\n", "ref.txt: holds no references"),
+        ("\n \n", "a\n", "ref.txt: holds no references"),
+        ("a\n\n\nb\n", "a\nb\n", "ref.txt:3: a blank line, but no references before it"),
+        ("\na\n", "a\n", "ref.txt:1: a blank line, but no references before it"),
+        ("\udcff\n", "a\n", "ref.txt: not text in UTF-8"),
+        (None, "a\n", "ref.txt"),
+        ("a\n", None, "pred.txt"),
+    ],
+)
+def test_bad_e2e_files(tmp_path, monkeypatch, capsys, references, predictions, said):
+    paths = tmp_path / "ref.txt", tmp_path / "pred.txt"
+    for path, text in zip(paths, (references, predictions), strict=True):
+        if text is not None:
+            path.write_bytes(text.encode(errors="surrogateescape"))
+    table = tmp_path / "scores.json"
+    assert said in fails([*map(str, paths), "--json", str(table)], monkeypatch, capsys)
+    assert not table.exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"reference1": None}, "reference1 (with -nr 3)"),
+        ({"reference2": "a\nb\n"}, "reference0 has 3 lines, but "),
+        ({"reference2": "a\nb\n"}, "reference2 has 2"),
+        ({f"reference{n}": "" for n in range(3)}, "no references"),
+        ({f"reference{n}": "a\n\nc\n" for n in range(3)}, "reference0:2: empty, in the other"),
+        ({"hypothesis": "a\nb\n"}, "hypothesis: 2 predictions for 3 rows of references"),
+        ({"hypothesis": None}, "hypothesis"),
+    ],
+)
+def test_bad_files_of_webnlg(tmp_path, monkeypatch, capsys, files, said):
+    arguments = write_columns(tmp_path, WORSE)
+    for name, text in files.items():
+        if text is None:
+            (tmp_path / name).unlink()
+        else:
+            (tmp_path / name).write_text(text)
+    table = tmp_path / "scores.json"
+    assert said in fails([*arguments, "--json", str(table)], monkeypatch, capsys)
+    assert not table.exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["r", "p", "-m", "bleu,bert"], "'bert' for these arguments; known: bleu, nist, meteor"),
+        (["-R", "r", "-H", "p", "-m", "nist"], "known: bleu, meteor, ter, chrf++"),
+        (["-R", "r", "-H", "p", "-m", ""], "no metric ''"),
+        (["-R", "r", "-H", "p", "-nr", "0"], "-nr is 0"),
+        ([], "give either"),
+        (["r"], "give either"),
+        (["-R", "r"], "give either"),
+        (["r", "p", "-R", "r", "-H", "p"], "give either"),
+        (["r", "p", "-H", "p"], "give either"),
+    ],
+)
+def test_bad_arguments(monkeypatch, capsys, argv, said):
+    assert said in fails(argv, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("script", ["e2e/measure_scores.py", "GenerationEval/eval.py"])
+def test_names_of_the_release(tmp_path, monkeypatch, capsys, script):
+    arguments = (
+        write_columns(tmp_path, PERFECT)
+        if script.startswith("Generation")
+        else [*write_e2e(tmp_path, PERFECT), "-p"]
+    )
+    # As Python starts a script: with its folder first on the path, and nothing imported.
+    others = [entry for entry in sys.path if Path(entry) != EVAL]
+    monkeypatch.setattr(sys, "path", [str((EVAL / script).parent), *others])
+    monkeypatch.delitem(sys.modules, "measure_scores")
+    monkeypatch.setattr(sys, "argv", [script, *arguments, "-m", "bleu"])
+    runpy.run_path(str(EVAL / script), run_name="__main__")
+    out = capsys.readouterr().out
+    assert "100.00" in out if script.startswith("Generation") else out == "BLEU: 1.0000\n"
