@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Brings the corpora into the form that gpt2_ft.py and gpt2_beam.py read: for each split of a corpus,
+# Brings the corpora into the form that gpt2_ft.py and gpt2_beam.py read: for each split,
 # data/CORPUS/SPLIT_formatted.jsonl (texts) and data/CORPUS/SPLIT.jsonl (token ids).
 #
 #   bash create_datasets.sh                      every corpus that is there
@@ -59,5 +59,6 @@ fi
 for corpus in "$@"; do
     before=$made
     create "$corpus"
-    [ "$made" -gt "$before" ] || die "$corpus is not there; bash download_data.sh $corpus fetches it"
+    [ "$made" -gt "$before" ] ||
+        die "$corpus is not there; bash download_data.sh $corpus fetches it"
 done

@@ -34,27 +34,7 @@ Ngram = tuple[str, ...]
 
 NIST_ORDER = 5
 # What MS-COCO's evaluation leaves out of the Treebank tokenizer's tokens.
-PTB_PUNCTUATION = frozenset(
-    [
-        "''",
-        "'",
-        "``",
-        "`",
-        "-LRB-",
-        "-RRB-",
-        "-LCB-",
-        "-RCB-",
-        ".",
-        "?",
-        "!",
-        ",",
-        ":",
-        "-",
-        "--",
-        "...",
-        ";",
-    ]
-)
+PTB_PUNCTUATION = {*".?!,:;-'`", "''", "``", "--", "...", "-LRB-", "-RRB-", "-LCB-", "-RCB-"}
 
 
 # ------------------------------------------------------------------------------------------------

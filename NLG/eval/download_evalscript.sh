@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Fetches what METEOR, ROUGE-L and CIDEr need besides Java; the other scores need nothing more.
+#
+#   cd eval && bash download_evalscript.sh
+set -euo pipefail
+cd "$(dirname "$0")"
+
+python -m pip install -c ../../constraints.txt -r ../requirements-java.txt
+java -version > /dev/null 2>&1 ||
+    echo "There is no Java runtime yet: conda install -c conda-forge openjdk" \
+        "(or apt install default-jre-headless)" >&2

@@ -1,0 +1,53 @@
+# What the recipes share; they source it. Arguments: CARD (md or lg), then flags for the training.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+card=$1
+shift
+case $card in
+md) name=gpt2-medium folder=GPT2_M ;;
+lg) name=gpt2-large folder=GPT2_L ;;
+*) echo "recipes: error: no recipe for a gpt2.$card (known: md, lg)" >&2 && exit 2 ;;
+esac
+
+NPROC=${NPROC:-1}
+SEED=${SEED:-110}
+base=pretrained_checkpoints/$name-pytorch_model.bin
+
+# out_of CORPUS: the run's folder; other seeds than the release's have folders of their own.
+out_of() {
+    if [ "$SEED" = 110 ]; then
+        echo "trained_models/$folder/$1"
+    else
+        echo "trained_models/$folder/$1.$SEED"
+    fi
+}
+
+# need FILE COMMAND: where the file is missing, ends the recipe with the command that makes it.
+need() {
+    if [ ! -e "$1" ]; then
+        echo "$(basename "$0"): error: $1 is not there; make it by: $2" >&2
+        exit 1
+    fi
+}
+
+# need_inputs CORPUS FOLDER: the base, the vocabulary and the encoded data.
+need_inputs() {
+    need "$base" "bash download_pretrained_checkpoints.sh $name"
+    need vocab "bash download_data.sh vocab"
+    for split in train valid test; do
+        need "$2/$split.jsonl" "bash download_data.sh $1 && bash create_datasets.sh $1"
+    done
+}
+
+# launch SCRIPT FLAGS…: runs a script on NPROC processes.
+launch() {
+    python -m torch.distributed.launch --nproc_per_node="$NPROC" \
+        --master_port "${MASTER_PORT:-29500}" "$@"
+}
+
+# last_checkpoint FOLDER: the model.<step>.pt of the latest step.
+last_checkpoint() {
+    ls "$1" | sed -n 's/^model\.\([0-9]*\)\.pt$/\1/p' | sort -n | tail -n 1 |
+        sed "s|.*|$1/model.&.pt|"
+}
