@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from loralib.checkpoint import (
+    Adapter,
     AdapterInfo,
     CheckpointError,
     fingerprint,
@@ -93,13 +94,16 @@ def open_model(
     Raises:
         CheckpointError: a file cannot be read, does not fit the other or the flags.
     """
+    if lora_path is not None and args.init_checkpoint is None:
+        raise CheckpointError(f"{lora_path}: needs the base it was trained on: --init_checkpoint")
     base = read_base(args.init_checkpoint)
+    _check_not_lora_alone(base)
     adapter = None
     if lora_path is not None:
         adapter = load_adapter(lora_path)
         adapter = replace(adapter, tensors=own_names(adapter.tensors, lora_path))
         _check_lora_only(adapter.tensors, base, lora_path)
-    _settle_lora(args, adapter.info if adapter else base.info, lora_path or args.init_checkpoint)
+    _settle_lora(args, adapter or base, lora_path or args.init_checkpoint)
     config = config_of(
         args.model_card,
         lora_attn_dim=args.lora_dim,
@@ -115,6 +119,14 @@ def open_model(
     return model, base
 
 
+def _check_not_lora_alone(base: Base) -> None:
+    if base.tensors and all("lora_" in name for name in base.tensors):
+        raise CheckpointError(
+            f"{base.source}: holds LoRA weights only, without the base that they belong to; "
+            "give the base as --init_checkpoint, and this file as --lora_path where it is decoded"
+        )
+
+
 def _check_lora_only(tensors: Mapping[str, Tensor], base: Base, path: str) -> None:
     if any("lora_" not in name for name in tensors):
         raise CheckpointError(
@@ -128,13 +140,19 @@ def _check_lora_only(tensors: Mapping[str, Tensor], base: Base, path: str) -> No
         )
 
 
-def _settle_lora(args: argparse.Namespace, info: AdapterInfo | None, path: str | None) -> None:
+def _settle_lora(args: argparse.Namespace, file: Adapter | Base, path: str | None) -> None:
     """Sets rank and alpha from flags and file, which must not contradict each other."""
-    for name, flag, default in (
-        ("rank", "lora_dim", 0),
-        ("alpha", "lora_alpha", _DEFAULT_ALPHA),
+    rank, alpha = _rank(file.tensors), getattr(file.info, "alpha", None)
+    if rank is not None and alpha is None and args.lora_alpha is None:
+        raise CheckpointError(
+            f"{path}: does not say with what alpha its LoRA weights were trained; "
+            "give it as --lora_alpha"
+        )
+    for name, flag, recorded, default in (
+        ("rank", "lora_dim", rank, 0),
+        ("alpha", "lora_alpha", alpha, _DEFAULT_ALPHA),
     ):
-        given, recorded = getattr(args, flag), getattr(info, name, None)
+        given = getattr(args, flag)
         if given is not None and recorded is not None and given != recorded:
             raise CheckpointError(
                 f"{path}: was trained with {name} {recorded:g}, but --{flag} is {given:g}"
@@ -143,6 +161,11 @@ def _settle_lora(args: argparse.Namespace, info: AdapterInfo | None, path: str |
         setattr(args, flag, default if known is None else known)
     if args.lora_dim < 0 or args.lora_alpha <= 0:
         raise ValueError("--lora_dim has to be at least 0, and --lora_alpha above 0")
+
+
+def _rank(tensors: Mapping[str, Tensor]) -> int | None:
+    """The rank of the LoRA weights among `tensors`; None where there are none."""
+    return next((t.shape[-1] for name, t in tensors.items() if name.endswith("lora_B")), None)
 
 
 def save_model(path: str | os.PathLike, model: GPT2LMModel, base: Base, lora_only: bool) -> None:

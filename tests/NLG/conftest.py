@@ -33,6 +33,12 @@ def encoder_fixture():
 
 
 @pytest.fixture(scope="session")
+def gpt2_fixture():
+    """The module that makes gpt2_fixture.safetensors."""
+    return _load(Path(__file__).with_name("make_gpt2_fixture.py"))
+
+
+@pytest.fixture(scope="session")
 def vocab_folder(encoder_fixture, tmp_path_factory):
     """A folder with a tiny vocabulary: ids 0 to 379, and 50256."""
     folder = tmp_path_factory.mktemp("vocab")

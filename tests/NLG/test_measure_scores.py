@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sacrebleu.metrics import TER
 from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
 
 import measure_scores
@@ -99,6 +100,19 @@ def test_bleu_knows_case_only_outside_e2e():
 )
 def test_ter_by_hand(references, prediction, expected):
     assert metrics.ter([references], [prediction]) == pytest.approx(expected)
+
+
+def test_ter_of_many_rows():
+    times = 1 + metrics.TER_POOL_FROM // len(REFERENCES)
+    many = metrics.ter(REFERENCES * times, WORSE * times)
+    assert many == pytest.approx(metrics.ter(REFERENCES, WORSE), rel=1e-12)
+
+
+@pytest.mark.parametrize("predictions", [PERFECT, WORSE, WORST])
+def test_ter_is_that_of_sacrebleu(predictions):
+    streams = [[row[n] if n < len(row) else None for row in REFERENCES] for n in range(3)]
+    expected = TER().corpus_score(predictions, streams).score / 100
+    assert metrics.ter(REFERENCES, predictions) == pytest.approx(expected, rel=1e-12)
 
 
 def test_chrf_by_hand():

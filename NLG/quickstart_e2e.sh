@@ -1,0 +1,99 @@
+#!/usr/bin/env bash
+# From nothing to a scored GPT-2 adapter, offline but for the installation: makes a small base, adapts
+# it to data-to-text with LoRA, decodes by beam search, and scores the texts of base and adapter.
+#
+# The data is E2E's: the folder that E2E names, data/e2e, or ../../shared/data/nlg/e2e, whichever has
+# valid.txt and test.txt first. Without any, it is a small corpus that the project makes.
+set -euo pipefail
+cd "$(dirname "$0")"
+
+bash ../utils/make_environment.sh
+source ../.venv/bin/activate
+export HF_HUB_OFFLINE=1
+
+out=quickstart_output
+rm -rf "$out"
+mkdir -p "$out"
+
+step() {
+    printf '\n=== %s\n' "$*"
+}
+
+# first_with FILE FOLDER…: the first of the folders that has the file.
+first_with() {
+    local file=$1 folder
+    shift
+    for folder in "$@"; do
+        if [ -n "$folder" ] && [ -f "$folder/$file" ]; then
+            echo "$folder"
+            return
+        fi
+    done
+}
+
+# encode NAME SOURCE: from lines "meaning||text" to token ids.
+encode() {
+    python src/format_converting_e2e.py "$2" "$out/$1_formatted.jsonl"
+    python src/gpt2_encode.py --vocab "$vocab" --input "$out/$1_formatted.jsonl" \
+        --output "$out/$1.jsonl" --add_bos --add_eos
+}
+
+# generate NAME MODEL_FLAGS…: texts for the test's meanings, and their scores.
+generate() {
+    local name=$1
+    shift
+    python src/gpt2_beam.py --platform local --data "$out/test.jsonl" --batch_size 16 \
+        --model_card gpt2.xs --beam 10 --length_penalty 0.8 --no_repeat_ngram_size 4 \
+        --eos_token_id 628 --seq_len 512 --eval_len 64 \
+        --work_dir "$out" --output_file "predict_$name.jsonl" "$@"
+    python src/gpt2_decode.py --vocab "$vocab" --sample_file "$out/predict_$name.jsonl" \
+        --input_file "$out/test_formatted.jsonl" \
+        --output_ref_file "$out/ref.txt" --output_pred_file "$out/pred_$name.txt"
+}
+
+step "1. The data"
+vocab=$(first_with encoder.json "${VOCAB:-}" vocab ../../shared/data/gpt2-vocab)
+data=$(first_with valid.txt "${E2E:-}" data/e2e ../../shared/data/nlg/e2e)
+if [ -z "$data" ] || [ -z "$vocab" ]; then
+    data=$out/corpus vocab=$out/corpus/vocab
+    python ../examples/make_small_e2e.py --output_dir "$data"
+    train=$data/train.txt
+else
+    # The validation data is small enough to train on in minutes.
+    train=$data/valid.txt
+fi
+echo "$train, $data/test.txt, $vocab"
+encode train "$train"
+encode test "$data/test.txt"
+# The base learns the other direction, from texts to meanings: words, but not the task.
+awk -F'[|][|]' '{ print $2 "||" $1 }' "$train" > "$out/reversed.txt"
+encode reversed "$out/reversed.txt"
+
+step "2. The base: a small GPT-2, trained on texts followed by their meanings"
+python src/gpt2_ft.py --platform local \
+    --train_data "$out/reversed.jsonl" --valid_data "$out/test.jsonl" \
+    --model_card gpt2.xs --obj jlm --train_batch_size 16 --max_step 500 \
+    --lr 3e-3 --correct_bias --warmup_step 40 --log_interval 50 --eval_interval 500 \
+    --work_dir "$out/base" --random_seed 1
+
+step "3. LoRA, by the release's launch line"
+python -m torch.distributed.launch --nproc_per_node=1 src/gpt2_ft.py --platform local \
+    --train_data "$out/train.jsonl" --valid_data "$out/test.jsonl" \
+    --model_card gpt2.xs --init_checkpoint "$out/base/model.500.pt" \
+    --lora_dim 8 --lora_alpha 32 --lora_dropout 0.1 --label_smooth 0.1 \
+    --train_batch_size 8 --max_epoch 3 --lr 1e-2 --correct_bias --adam_beta2 0.999 \
+    --scheduler linear --warmup_step 100 --log_interval 100 --eval_interval 500 \
+    --save_lora_only --work_dir "$out/lora" --random_seed 110
+lora=$(ls -t "$out"/lora/model.*.pt | head -n 1)
+
+step "4. Beam search: the base alone, and the base with $lora"
+generate base --init_checkpoint "$out/base/model.500.pt"
+generate lora --init_checkpoint "$out/base/model.500.pt" --lora_path "$lora"
+
+step "5. Scores"
+head -n 3 "$out/pred_lora.txt"
+for name in base lora; do
+    printf '\n%s\n' "$name"
+    python eval/e2e/measure_scores.py "$out/ref.txt" "$out/pred_$name.txt" -p \
+        --json "$out/scores.json" --label "$name"
+done

@@ -1,0 +1,169 @@
+"""Makes a small data-to-text corpus in E2E's form, and a vocabulary for it in GPT-2's form.
+
+    python examples/make_small_e2e.py --output_dir DIR
+
+    DIR/{train,valid,test}.txt          lines ``meaning representation||text``, as E2E's
+    DIR/vocab/{encoder.json,vocab.bpe}  a byte-level BPE trained on train.txt
+
+A meaning representation lists what is known of a restaurant; every one comes with several texts
+from one small grammar. No meaning representation of one split is in another. The vocabulary has a
+few hundred tokens; the two that GPT-2's scripts know by number have GPT-2's numbers: 628 for the
+blank line, 50256 for the end of a text. The same seed makes the same bytes.
+"""
+
+import argparse
+import json
+import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenizers import ByteLevelBPETokenizer
+
+from loralib.checkpoint import write_whole
+
+logger = logging.getLogger(__name__)
+
+SPLITS = {"train": 700, "valid": 50, "test": 60}
+"""Meaning representations in each split."""
+TEXTS_EACH = 4
+BLANK_LINE, END_OF_TEXT = 628, 50256
+
+NAMES = (
+    "Blue Lantern",
+    "Copper Kettle",
+    "Dove Cottage",
+    "Green Gate",
+    "Harbour View",
+    "Iron Bridge",
+    "Little Anchor",
+    "Mill House",
+    "Old Orchard",
+    "Quiet Fox",
+    "Silver Spoon",
+    "Stone Arch",
+    "Three Elms",
+    "Willow Bank",
+)
+NEAR = ("Corn Exchange", "Grand Hotel", "Market Hall", "Rose Theatre", "Tower Bakery")
+VALUES = {
+    "Type": ("restaurant", "pub", "coffee shop"),
+    "food": ("Chinese", "English", "French", "Indian", "Italian"),
+    "price": ("cheap", "moderate", "high"),
+    "area": ("riverside", "city centre"),
+    "family friendly": ("yes", "no"),
+    "near": NEAR,
+}
+OPTIONAL = tuple(name for name in VALUES if name != "Type")
+
+
+def _meaning(chance: random.Random) -> dict[str, str]:
+    """The name, the type, and two to four of the other attributes, in the order of `VALUES`."""
+    chosen = {"Type", *chance.sample(OPTIONAL, k=chance.randint(2, 4))}
+    meaning = {"name": chance.choice(NAMES)}
+    return meaning | {key: chance.choice(VALUES[key]) for key in VALUES if key in chosen}
+
+
+PRICES = {"cheap": "cheap", "moderate": "moderately priced", "high": "expensive"}
+FAMILY = {
+    "yes": ("It is family friendly .", "Children are welcome ."),
+    "no": ("It is not family friendly .", "It is not for children ."),
+}
+
+
+def _text(meaning: dict[str, str], chance: random.Random) -> str:
+    """One way to say all of it."""
+    name, noun, place = meaning["name"], _noun(meaning), _place(meaning, chance)
+    article = "an" if noun[0] in "aeiouAEIOU" else "a"
+    forms = [
+        f"{name} is {article} {noun} {place}",
+        f"{place} there is {article} {noun} called {name}",
+        f"the {noun} {name} is {place}" if place else f"there is {article} {noun} , {name}",
+    ]
+    words = f"{chance.choice(forms)} .".split()
+    if "family friendly" in meaning:
+        words.append(chance.choice(FAMILY[meaning["family friendly"]]))
+    return " ".join([words[0][0].upper() + words[0][1:], *words[1:]])
+
+
+def _noun(meaning: dict[str, str]) -> str:
+    """Such as ``cheap French pub``."""
+    price = PRICES.get(meaning.get("price", ""), "")
+    return " ".join(f"{price} {meaning.get('food', '')} {meaning['Type']}".split())
+
+
+def _place(meaning: dict[str, str], chance: random.Random) -> str:
+    """Such as ``by the riverside near Tower Bakery``, or nothing."""
+    places = []
+    if "area" in meaning:
+        preposition = "by" if meaning["area"] == "riverside" else "in"
+        places.append(f"{preposition} the {meaning['area']}")
+    if "near" in meaning:
+        places.append(f"{chance.choice(['near', 'close to'])} {meaning['near']}")
+    return " ".join(places)
+
+
+def _lines(meanings: list[dict[str, str]], chance: random.Random) -> Iterator[str]:
+    for meaning in meanings:
+        source = " | ".join(f"{key} : {value}" for key, value in meaning.items())
+        for text in sorted({_text(meaning, chance) for _ in range(TEXTS_EACH)}):
+            yield f"{source}||{text}"
+
+
+def make_corpus(seed: int) -> dict[str, list[str]]:
+    """The lines of each split."""
+    chance = random.Random(seed)
+    distinct: dict[tuple, dict[str, str]] = {}
+    while len(distinct) < sum(SPLITS.values()):
+        meaning = _meaning(chance)
+        distinct[tuple(meaning.items())] = meaning
+    meanings = iter(distinct.values())
+    return {
+        split: list(_lines([next(meanings) for _ in range(count)], chance))
+        for split, count in SPLITS.items()
+    }
+
+
+def write_vocabulary(folder: Path, texts: list[str]) -> None:
+    """Trains a byte-level BPE on `texts` and writes it as GPT-2's two files."""
+    bpe = ByteLevelBPETokenizer()
+    # The merge of two line ends is the last one, and its number that of GPT-2's blank line.
+    bpe.train_from_iterator(texts, vocab_size=BLANK_LINE, show_progress=False)
+    vocabulary, merges = json.loads(bpe.to_str())["model"]["vocab"], _merges(bpe)
+    vocabulary |= {"ĊĊ": BLANK_LINE, "<|endoftext|>": END_OF_TEXT}
+    merges.append("Ċ Ċ")
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / "encoder.json", json.dumps(vocabulary))
+    _write(folder / "vocab.bpe", "#version: 0.2\n" + "\n".join(merges) + "\n")
+
+
+def _merges(bpe: ByteLevelBPETokenizer) -> list[str]:
+    merges = json.loads(bpe.to_str())["model"]["merges"]
+    return [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+
+
+def _write(path: Path, text: str) -> None:
+    with write_whole(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", newline="\n")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Makes the files that the module's head lists."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output_dir", type=Path, required=True, help="folder for the files")
+    parser.add_argument("--seed", type=int, default=0, help="another seed, another corpus")
+    args = parser.parse_args(argv)
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    corpus = make_corpus(args.seed)
+    for split, lines in corpus.items():
+        _write(args.output_dir / f"{split}.txt", "\n".join(lines) + "\n")
+    write_vocabulary(args.output_dir / "vocab", corpus["train"])
+    sizes = ", ".join(f"{len(lines)} lines for {split}" for split, lines in corpus.items())
+    logger.info("%s: %s", args.output_dir, sizes)
+
+
+if __name__ == "__main__":
+    main()
