@@ -58,7 +58,8 @@ class PackedRows:
             raise ValueError(
                 f"attention_mask is {tuple(self.shape)}, the batch is {tuple(x.shape[:2])}"
             )
-        return x.flatten(0, 1)[self.index]
+        # Its backward pass adds in place; that of x[index] is five times slower on a CPU.
+        return x.flatten(0, 1).index_select(0, self.index)
 
     def pad(self, x: Tensor) -> Tensor:
         """(tokens, …) -> (batch, length, …), zeros where there is padding."""

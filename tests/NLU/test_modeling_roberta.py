@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 
 import loralib as lora
-from loralib.packing import PackedRows, _attend_padded, _attend_rows, attend
+from loralib.packing import _attend_padded, _attend_rows
 from loralib.precision import Precision, all_in_half, hold_frozen_in
 from transformers import (
     AutoModelForSequenceClassification,
@@ -390,103 +390,6 @@ def test_a_step_clips_and_leaves_the_base_alone(upstream, build, arguments):
 
 # ---- attention ----
 
-PATHS = (attend, _attend_rows, _attend_padded)
-
-
-def record_masks(monkeypatch):
-    """The list that every dropout mask drawn from here on goes to: what elements are scaled by."""
-    module, drawn = importlib.import_module("loralib.dropout"), []
-    draw = module.keep_mask
-
-    def record(shape, p):
-        mask = draw(shape, p)
-        drawn.append(module.apply_mask(torch.ones(shape), mask, p))
-        return mask
-
-    monkeypatch.setattr(module, "keep_mask", record)
-    return drawn
-
-
-@pytest.fixture
-def qkv():
-    torch.manual_seed(0)
-    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 0, 0, 0], [1, 1, 0, 1, 0]])
-    return PackedRows(mask), *torch.randn(3, 9, 8).unbind()
-
-
-def plain_attention(q, k, v, heads, keep=None):
-    """softmax(q kᵀ / √d) v of one row, head by head; `keep` scales the probabilities."""
-    width = q.shape[1] // heads
-    out = []
-    for head in range(heads):
-        part = slice(head * width, (head + 1) * width)
-        weights = (q[:, part] @ k[:, part].T / width**0.5).softmax(dim=1)
-        out.append((weights if keep is None else weights * keep[head]) @ v[:, part])
-    return torch.cat(out, dim=1)
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_attention_stays_within_rows(qkv, path):
-    rows, q, k, v = qkv
-    assert rows.lengths == [5, 1, 3]
-    assert rows.first.tolist() == [0, 5, 6]
-    ours = path(q, k, v, rows, 2, 0.0)
-    row = [slice(0, 5), slice(5, 6), slice(6, 9)]
-    expected = [plain_attention(q[s], k[s], v[s], 2) for s in row]
-    close(ours, torch.cat(expected), 1e-6)
-    one_each = path(q[rows.first], k, v, rows, 2, 0.0)
-    close(one_each, ours[rows.first], 1e-6)
-
-
-def test_rows_of_one_token():
-    rows = PackedRows(torch.ones(3, 1))
-    q, k, v = torch.randn(3, 3, 8).unbind()
-    for path in PATHS:
-        close(path(q, k, v, rows, 2, 0.0), v, 1e-6)
-
-
-@pytest.mark.parametrize("path", [_attend_rows, _attend_padded])
-@pytest.mark.parametrize("one_query", [False, True])
-def test_attention_dropout_by_its_own_masks(monkeypatch, qkv, path, one_query):
-    rows, q, k, v = qkv
-    drawn = record_masks(monkeypatch)
-    queries = q[rows.first] if one_query else q
-    torch.manual_seed(1)
-    ours = path(queries, k, v, rows, 2, 0.3)
-    # (batch, heads, queries, keys), or one such for each row
-    masks = drawn if path is _attend_rows else [mask[i : i + 1] for mask in drawn for i in range(3)]
-    places = [torch.arange(5), torch.tensor([0]), torch.tensor([0, 1, 3])]
-    expected, start = [], 0
-    for row, (length, place, keep) in enumerate(zip(rows.lengths, places, masks, strict=True)):
-        part = slice(start, start + length)
-        if path is _attend_padded:
-            keep = keep[..., place] if one_query else keep[:, :, place][..., place]
-        row_queries = queries[row : row + 1] if one_query else queries[part]
-        expected.append(plain_attention(row_queries, k[part], v[part], 2, keep[0]))
-        start += length
-    assert any((mask == 0).any() for mask in masks)
-    close(ours, torch.cat(expected), 1e-6)
-
-
-def test_attention_dropout_keeps_the_mean(qkv):
-    rows, q, k, v = qkv
-    torch.manual_seed(0)
-    expected = attend(q, k, v, rows, 2, 0.0)
-    for path in (_attend_rows, _attend_padded):
-        mean = sum(path(q, k, v, rows, 2, 0.2) for _ in range(800)) / 800
-        close(mean, expected, 0.12)
-
-
-def test_attention_paths_have_the_same_gradients(qkv):
-    rows, *tensors = qkv
-    gradients = []
-    for path in (_attend_rows, _attend_padded):
-        leaves = [t.clone().requires_grad_() for t in tensors]
-        path(*leaves, rows, 2, 0.0).square().sum().backward()
-        gradients.append([leaf.grad for leaf in leaves])
-    for ours, theirs in zip(*gradients, strict=True):
-        close(ours, theirs)
-
 
 def test_whole_model_by_either_path(monkeypatch, upstream, build, arguments):
     model, given = build("classifier"), arguments("holes")
@@ -496,31 +399,27 @@ def test_whole_model_by_either_path(monkeypatch, upstream, build, arguments):
         close(model(**given).logits, upstream["outputs/classifier/holes/logits"])
 
 
-@pytest.mark.parametrize(
-    ("lengths", "path"), [([30] * 16, "_attend_padded"), ([9, 200, 3], "_attend_rows")]
-)
-def test_rows_of_very_different_length_are_not_padded(monkeypatch, lengths, path):
-    called = []
-    packing = importlib.import_module("loralib.packing")
-    for name in ("_attend_rows", "_attend_padded"):
-        monkeypatch.setattr(packing, name, lambda *_, name=name: called.append(name))
-    rows = PackedRows((torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long())
-    x = torch.zeros(sum(lengths), 24)
-    attend(x, x, x, rows, 12, 0.0)
-    assert called == [path]
-
-
 # ---- dropout ----
 
 
-def test_every_dropout_is_where_the_formula_has_it(monkeypatch, build, arguments):
+def plain_attention(q, k, v, heads, keep):
+    """softmax(q kᵀ / √d) v of one row, head by head; `keep` scales the probabilities."""
+    width = q.shape[1] // heads
+    out = []
+    for head in range(heads):
+        part = slice(head * width, (head + 1) * width)
+        weights = (q[:, part] @ k[:, part].T / width**0.5).softmax(dim=1)
+        out.append(weights * keep[head] @ v[:, part])
+    return torch.cat(out, dim=1)
+
+
+def test_every_dropout_is_where_the_formula_has_it(drawn_masks, build, arguments):
     """One training forward, computed again by the plain formula with the masks that were drawn."""
     model = build("classifier", hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.4)
-    drawn = record_masks(monkeypatch)
     given = {"input_ids": arguments("row2")["input_ids"]}
     torch.manual_seed(3)
     ours = model.train()(**given, output_hidden_states=True).logits
-    masks = iter(drawn)
+    masks = iter(drawn_masks)
 
     def drop(x):
         keep = next(masks)

@@ -1263,30 +1263,12 @@ def test_defaults_that_follow_from_others(monkeypatch):
 # ---- scripts ----
 
 
-@pytest.mark.parametrize("error", [CheckpointError, TrainingError, ValueError, FileNotFoundError])
-def test_a_script_s_error_is_one_line(error, monkeypatch, capsys):
+def test_a_script_s_error_is_one_line(monkeypatch, capsys):
     def main():
-        raise error("first\n  second")
+        raise TrainingError("first\n  second")
 
     monkeypatch.setattr(sys, "argv", ["/somewhere/script.py", "--flag"])
     with pytest.raises(SystemExit) as ended:
         run(main)
     assert ended.value.code == 1
     assert capsys.readouterr().err == "script.py: error: first second\n"
-    monkeypatch.setenv("LORA_DEBUG", "1")
-    with pytest.raises(error):
-        run(main)
-
-
-def test_a_bug_in_a_script_shows_where_it_is():
-    with pytest.raises(ZeroDivisionError):
-        run(lambda: 1 / 0)
-
-
-def test_an_interrupted_script():
-    def main():
-        raise KeyboardInterrupt
-
-    with pytest.raises(SystemExit) as ended:
-        run(main)
-    assert ended.value.code == 130

@@ -1,4 +1,4 @@
-"""A slim fork of Transformers 4.4.2 with LoRA: what RoBERTa needs on GLUE, in upstream's places."""
+"""A slim fork of Transformers 4.4.2 with LoRA: what GLUE needs, in upstream's places."""
 
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -25,6 +25,14 @@ from .models.auto.modeling_auto import (
     AutoModelForSequenceClassification,
 )
 from .models.auto.tokenization_auto import AutoTokenizer
+from .models.deberta_v2.configuration_deberta_v2 import DebertaV2Config
+from .models.deberta_v2.modeling_deberta_v2 import (
+    DebertaV2ForMaskedLM,
+    DebertaV2ForSequenceClassification,
+    DebertaV2Model,
+    DebertaV2PreTrainedModel,
+)
+from .models.deberta_v2.tokenization_deberta_v2 import DebertaV2Tokenizer
 from .models.roberta.configuration_roberta import RobertaConfig
 from .models.roberta.modeling_roberta import (
     RobertaForMaskedLM,
@@ -63,6 +71,12 @@ __all__ = [
     "DataCollatorForLanguageModeling",
     "DataCollatorWithPadding",
     "DataProcessor",
+    "DebertaV2Config",
+    "DebertaV2ForMaskedLM",
+    "DebertaV2ForSequenceClassification",
+    "DebertaV2Model",
+    "DebertaV2PreTrainedModel",
+    "DebertaV2Tokenizer",
     "EarlyStoppingCallback",
     "EvalPrediction",
     "EvaluationStrategy",

@@ -20,6 +20,8 @@ class PretrainedConfig:
         num_labels: outputs of a classification head; `id2label` and `label2id` win over it.
         return_dict: models return a `ModelOutput` rather than a tuple.
         output_hidden_states: models also return every layer's output.
+        gradient_checkpointing: in training, layers' activations are computed again by the backward
+            pass rather than held: less memory, more time, the same numbers.
         finetuning_task: name of the task that the head is for.
         apply_lora: put LoRA into the model's attention.
         lora_r: its rank.
@@ -37,6 +39,7 @@ class PretrainedConfig:
         label2id: dict[str, int] | None = None,
         return_dict: bool = True,
         output_hidden_states: bool = False,
+        gradient_checkpointing: bool = False,
         finetuning_task: str | None = None,
         pad_token_id: int | None = None,
         bos_token_id: int | None = None,
@@ -50,6 +53,7 @@ class PretrainedConfig:
     ):
         self.return_dict = return_dict
         self.output_hidden_states = output_hidden_states
+        self.gradient_checkpointing = gradient_checkpointing
         self.finetuning_task = finetuning_task
         self.pad_token_id = pad_token_id
         self.bos_token_id = bos_token_id

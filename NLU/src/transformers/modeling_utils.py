@@ -3,12 +3,14 @@
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from loralib.checkpoint import (
     Adapter,
@@ -29,6 +31,7 @@ from .file_utils import (
     SAFE_WEIGHTS_NAME,
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
+    ModelOutput,
     resolve_file,
 )
 from .utils import logging
@@ -81,6 +84,15 @@ class PreTrainedModel(nn.Module):
         for name, source in self.tied_weights.items():
             owner, _, attribute = name.rpartition(".")
             setattr(self.get_submodule(owner), attribute, self.get_parameter(source))
+
+    def _wants_states(self, asked: bool | None) -> bool:
+        """Whether a forward returns every layer's output: as asked, or else as the settings say."""
+        return self.config.output_hidden_states if asked is None else asked
+
+    def _as_asked(self, output: ModelOutput, return_dict: bool | None) -> ModelOutput | tuple:
+        """The output or its tuple: as asked, or else as the settings say."""
+        as_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if as_dict else output.to_tuple()
 
     def num_parameters(self, only_trainable: bool = False) -> int:
         """How many values the parameters hold, tied ones counted once."""
@@ -304,6 +316,47 @@ class PreTrainedModel(nn.Module):
         write_tensors(folder / name, self.full_state_dict())
         for other in set(WEIGHTS_NAMES) - {name}:
             (folder / other).unlink(missing_ok=True)
+
+
+def run_layer(layer: nn.Module, *inputs: Any, recompute: bool) -> Any:
+    """``layer(*inputs)``; with `recompute`, the backward pass computes its activations again.
+
+    They then need no memory in between. Random numbers are drawn as the first time, so losses and
+    gradients keep their bits. Source: "Training Deep Nets with Sublinear Memory Cost", arXiv
+    1604.06174.
+    """
+    if recompute:
+        return checkpoint(layer, *inputs, use_reentrant=False)
+    return layer(*inputs)
+
+
+def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy or, with one label, mean squared error.
+
+    Args:
+        logits: (batch, labels).
+        labels: batch many classes, or scores.
+    """
+    labels = labels.flatten()
+    if logits.shape[-1] == 1:
+        return F.mse_loss(logits.squeeze(-1).float(), labels.float())
+    return F.cross_entropy(logits.float(), labels)
+
+
+def masked_lm_loss(
+    head: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Mean cross-entropy over the tokens with a target, and their logits, (targets, vocabulary).
+
+    Args:
+        head: gives hidden states their vocabulary logits; it sees the targets alone.
+        hidden: (tokens, hidden).
+        labels: (tokens,), token ids; -100 where there is no target.
+    """
+    is_target = labels != -100
+    logits = head(hidden[is_target])
+    loss = F.cross_entropy(logits.float(), labels[is_target], reduction="sum")
+    return loss / is_target.sum().clamp(min=1), logits  # a batch may have no target
 
 
 def read_weights_folder(folder: str | os.PathLike) -> dict[str, Tensor]:

@@ -4,9 +4,13 @@ import os
 from typing import Any
 
 from ...configuration_utils import PretrainedConfig
+from ..deberta_v2.configuration_deberta_v2 import DebertaV2Config
 from ..roberta.configuration_roberta import RobertaConfig
 
-CONFIG_MAPPING: dict[str, type[PretrainedConfig]] = {"roberta": RobertaConfig}
+CONFIG_MAPPING: dict[str, type[PretrainedConfig]] = {
+    "roberta": RobertaConfig,
+    "deberta-v2": DebertaV2Config,
+}
 
 
 class AutoConfig:

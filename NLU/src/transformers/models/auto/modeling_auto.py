@@ -5,6 +5,12 @@ from typing import Any, ClassVar
 
 from ...configuration_utils import PretrainedConfig
 from ...modeling_utils import PreTrainedModel
+from ..deberta_v2.configuration_deberta_v2 import DebertaV2Config
+from ..deberta_v2.modeling_deberta_v2 import (
+    DebertaV2ForMaskedLM,
+    DebertaV2ForSequenceClassification,
+    DebertaV2Model,
+)
 from ..roberta.configuration_roberta import RobertaConfig
 from ..roberta.modeling_roberta import (
     RobertaForMaskedLM,
@@ -46,16 +52,25 @@ class _AutoModel:
 class AutoModel(_AutoModel):
     """A backbone."""
 
-    model_classes: ClassVar[_Classes] = {RobertaConfig: RobertaModel}
+    model_classes: ClassVar[_Classes] = {
+        RobertaConfig: RobertaModel,
+        DebertaV2Config: DebertaV2Model,
+    }
 
 
 class AutoModelForMaskedLM(_AutoModel):
     """A backbone with its language-model head."""
 
-    model_classes: ClassVar[_Classes] = {RobertaConfig: RobertaForMaskedLM}
+    model_classes: ClassVar[_Classes] = {
+        RobertaConfig: RobertaForMaskedLM,
+        DebertaV2Config: DebertaV2ForMaskedLM,
+    }
 
 
 class AutoModelForSequenceClassification(_AutoModel):
     """A backbone with a classification or regression head."""
 
-    model_classes: ClassVar[_Classes] = {RobertaConfig: RobertaForSequenceClassification}
+    model_classes: ClassVar[_Classes] = {
+        RobertaConfig: RobertaForSequenceClassification,
+        DebertaV2Config: DebertaV2ForSequenceClassification,
+    }

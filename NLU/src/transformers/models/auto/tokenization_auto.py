@@ -5,12 +5,15 @@ from typing import Any
 
 from ...configuration_utils import PretrainedConfig
 from ...tokenization_utils_base import PreTrainedTokenizerBase
+from ..deberta_v2.configuration_deberta_v2 import DebertaV2Config
+from ..deberta_v2.tokenization_deberta_v2 import DebertaV2Tokenizer
 from ..roberta.configuration_roberta import RobertaConfig
 from ..roberta.tokenization_roberta_fast import RobertaTokenizerFast
 from .configuration_auto import AutoConfig
 
 TOKENIZER_MAPPING: dict[type[PretrainedConfig], type[PreTrainedTokenizerBase]] = {
-    RobertaConfig: RobertaTokenizerFast
+    RobertaConfig: RobertaTokenizerFast,
+    DebertaV2Config: DebertaV2Tokenizer,
 }
 
 
@@ -33,8 +36,8 @@ class AutoTokenizer:
         Args:
             name_or_path: a folder or a hub repository.
             config: its model's settings; read from `name_or_path` where not given.
-            use_fast: accepted as upstream has it; RoBERTa's tokenizer has one implementation here,
-                which gives the ids of both of upstream's.
+            use_fast: accepted as upstream has it; each tokenizer has one implementation here, which
+                gives the ids of both of upstream's.
             arguments: as in `PreTrainedTokenizerBase.from_pretrained`.
         """
         if config is None:

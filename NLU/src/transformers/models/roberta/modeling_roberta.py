@@ -22,7 +22,7 @@ from ...modeling_outputs import (
     MaskedLMOutput,
     SequenceClassifierOutput,
 )
-from ...modeling_utils import PreTrainedModel
+from ...modeling_utils import PreTrainedModel, classification_loss, masked_lm_loss, run_layer
 from .configuration_roberta import RobertaConfig
 
 
@@ -157,6 +157,7 @@ class RobertaEncoder(nn.Module):
 
     def __init__(self, config: RobertaConfig):
         super().__init__()
+        self.config = config
         self.layer = nn.ModuleList(RobertaLayer(config) for _ in range(config.num_hidden_layers))
 
     def forward(
@@ -167,9 +168,11 @@ class RobertaEncoder(nn.Module):
         With `first_only`, the last layer is computed for each row's first token alone: a
         classifier reads nothing else, and five sixths of that layer's work is saved.
         """
+        recompute = self.config.gradient_checkpointing and self.training
         states = [hidden]
         for layer in self.layer:
-            hidden = layer(hidden, rows, first_only and layer is self.layer[-1])
+            first = first_only and layer is self.layer[-1]
+            hidden = run_layer(layer, hidden, rows, first, recompute=recompute)
             states.append(hidden)
             if not all_states:
                 del states[0]
@@ -257,7 +260,7 @@ class RobertaModel(RobertaPreTrainedModel):
         return_dict: bool | None = None,
     ) -> BaseModelOutputWithPooling | BaseModelOutput | tuple:
         """Hidden states of every token; arguments as in `encode`."""
-        show = _wants_states(self.config, output_hidden_states)
+        show = self._wants_states(output_hidden_states)
         states, rows = self.encode(
             input_ids, attention_mask, token_type_ids, position_ids, all_states=show
         )
@@ -266,9 +269,9 @@ class RobertaModel(RobertaPreTrainedModel):
             "hidden_states": tuple(map(rows.pad, states)) if show else None,
         }
         if self.pooler is None:
-            return _output(self.config, BaseModelOutput(**parts), return_dict)
+            return self._as_asked(BaseModelOutput(**parts), return_dict)
         parts["pooler_output"] = self.pooler(states[-1][rows.first])
-        return _output(self.config, BaseModelOutputWithPooling(**parts), return_dict)
+        return self._as_asked(BaseModelOutputWithPooling(**parts), return_dict)
 
 
 class RobertaLMHead(nn.Module):
@@ -316,7 +319,7 @@ class RobertaForMaskedLM(RobertaPreTrainedModel):
             labels: (batch, length), token ids; -100 where there is no target.
             others: as in `RobertaModel.encode`.
         """
-        show = _wants_states(self.config, output_hidden_states)
+        show = self._wants_states(output_hidden_states)
         states, rows = self.roberta.encode(
             input_ids, attention_mask, token_type_ids, position_ids, all_states=show
         )
@@ -324,13 +327,9 @@ class RobertaForMaskedLM(RobertaPreTrainedModel):
         if labels is None:
             logits = rows.pad(self.lm_head(hidden))
         else:
-            labels = rows.pack(labels)
-            is_target = labels != -100
-            logits = self.lm_head(hidden[is_target])
-            loss = F.cross_entropy(logits.float(), labels[is_target], reduction="sum")
-            loss = loss / is_target.sum().clamp(min=1)  # a batch may have no target
+            loss, logits = masked_lm_loss(self.lm_head, hidden, rows.pack(labels))
         shown = tuple(map(rows.pad, states)) if show else None
-        return _output(self.config, MaskedLMOutput(loss, logits, shown), return_dict)
+        return self._as_asked(MaskedLMOutput(loss, logits, shown), return_dict)
 
 
 class RobertaClassificationHead(nn.Module):
@@ -376,7 +375,7 @@ class RobertaForSequenceClassification(RobertaPreTrainedModel):
         Cross-entropy, or with one label the squared error. Other arguments as in
         `RobertaModel.encode`.
         """
-        show = _wants_states(self.config, output_hidden_states)
+        show = self._wants_states(output_hidden_states)
         states, rows = self.roberta.encode(
             input_ids,
             attention_mask,
@@ -386,22 +385,6 @@ class RobertaForSequenceClassification(RobertaPreTrainedModel):
             all_states=show,
         )
         logits = self.classifier(states[-1][rows.first] if show else states[-1])
-        loss = None if labels is None else _classification_loss(logits, labels)
+        loss = None if labels is None else classification_loss(logits, labels)
         shown = tuple(map(rows.pad, states)) if show else None
-        return _output(self.config, SequenceClassifierOutput(loss, logits, shown), return_dict)
-
-
-def _classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    labels = labels.flatten()
-    if logits.shape[-1] == 1:
-        return F.mse_loss(logits.squeeze(-1).float(), labels.float())
-    return F.cross_entropy(logits.float(), labels)
-
-
-def _wants_states(config: RobertaConfig, asked: bool | None) -> bool:
-    return config.output_hidden_states if asked is None else asked
-
-
-def _output(config: RobertaConfig, output: Any, return_dict: bool | None) -> Any:
-    as_dict = config.return_dict if return_dict is None else return_dict
-    return output if as_dict else output.to_tuple()
+        return self._as_asked(SequenceClassifierOutput(loss, logits, shown), return_dict)

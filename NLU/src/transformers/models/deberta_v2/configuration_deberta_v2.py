@@ -1,0 +1,156 @@
+"""DeBERTa-v2's settings."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ...activations import ACT2FN
+from ...configuration_utils import PretrainedConfig
+
+POSITION_TERMS = ("c2p", "p2c")
+_ABSENT = ("", "none")
+
+
+class DebertaV2Config(PretrainedConfig):
+    """The shape of a DeBERTa-v2 model; the defaults are upstream's.
+
+    Args:
+        vocab_size: rows of the word embedding; there may be more than the tokenizer has pieces.
+        hidden_size: width of the residual stream.
+        num_hidden_layers: encoder layers.
+        num_attention_heads: heads a layer; divides `hidden_size`.
+        intermediate_size: width within the feed-forward part.
+        hidden_act: activation of the feed-forward part, a name in `ACT2FN`.
+        hidden_dropout_prob: dropout on embeddings, on relative positions and on outputs of
+            sub-layers.
+        attention_probs_dropout_prob: dropout on attention probabilities.
+        max_position_embeddings: rows of the position embedding.
+        type_vocab_size: rows of the token-type embedding; 0 for none.
+        initializer_range: standard deviation of new weights.
+        layer_norm_eps: epsilon of the layer norms.
+        relative_attention: attention knows the distance of two tokens.
+        max_relative_positions: distances from this one on count as one; `max_position_embeddings`
+            where it is below 1.
+        position_buckets: distances above half of it share embeddings, in steps that grow with the
+            distance; 0 or less for an embedding each.
+        pos_att_type: the terms that relative positions add to attention: "c2p" (how the content of
+            the query looks at the key's position) and "p2c" (the reverse), as "p2c|c2p" or a list.
+        share_att_key: positions are projected by the content's `query_proj` and `key_proj`, not by
+            projections of their own.
+        norm_rel_ebd: "layer_norm" to normalise the relative positions' embeddings, or "none".
+        position_biased_input: add absolute positions to the embeddings.
+        conv_kernel_size: width of the convolution beside the first layer, odd; 0 for none.
+        conv_groups: its groups.
+        conv_act: its activation.
+        pooler_hidden_act: activation of the classifier's pooler.
+        pooler_dropout: dropout on the pooler's input.
+        cls_dropout: dropout between pooler and classifier; None for `hidden_dropout_prob`.
+        others: see `PretrainedConfig`.
+
+    Raises:
+        ValueError: settings that no model can have.
+    """
+
+    model_type = "deberta-v2"
+
+    def __init__(
+        self,
+        vocab_size: int = 128100,
+        hidden_size: int = 1536,
+        num_hidden_layers: int = 24,
+        num_attention_heads: int = 24,
+        intermediate_size: int = 6144,
+        hidden_act: str = "gelu",
+        hidden_dropout_prob: float = 0.1,
+        attention_probs_dropout_prob: float = 0.1,
+        max_position_embeddings: int = 512,
+        type_vocab_size: int = 0,
+        initializer_range: float = 0.02,
+        layer_norm_eps: float = 1e-7,
+        relative_attention: bool = False,
+        max_relative_positions: int = -1,
+        position_buckets: int = -1,
+        pos_att_type: str | Iterable[str] | None = None,
+        share_att_key: bool = False,
+        norm_rel_ebd: str = "none",
+        position_biased_input: bool = True,
+        conv_kernel_size: int = 0,
+        conv_groups: int = 1,
+        conv_act: str = "tanh",
+        pooler_hidden_act: str = "gelu",
+        pooler_dropout: float = 0.0,
+        cls_dropout: float | None = None,
+        pad_token_id: int = 0,
+        **others: Any,
+    ):
+        super().__init__(pad_token_id=pad_token_id, **others)
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.intermediate_size = intermediate_size
+        self.hidden_act = hidden_act
+        self.hidden_dropout_prob = hidden_dropout_prob
+        self.attention_probs_dropout_prob = attention_probs_dropout_prob
+        self.max_position_embeddings = max_position_embeddings
+        self.type_vocab_size = type_vocab_size
+        self.initializer_range = initializer_range
+        self.layer_norm_eps = layer_norm_eps
+        self.relative_attention = relative_attention
+        self.max_relative_positions = max_relative_positions
+        self.position_buckets = position_buckets
+        self.pos_att_type = _names(pos_att_type)
+        self.share_att_key = share_att_key
+        self.norm_rel_ebd = "|".join(_names(norm_rel_ebd)) or "none"
+        self.position_biased_input = position_biased_input
+        self.conv_kernel_size = conv_kernel_size
+        self.conv_groups = conv_groups
+        self.conv_act = conv_act
+        self.pooler_hidden_act = pooler_hidden_act
+        self.pooler_dropout = pooler_dropout
+        self.cls_dropout = cls_dropout
+        self._check()
+
+    def _check(self) -> None:
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not a multiple of "
+                f"{self.num_attention_heads} heads"
+            )
+        for name in ("hidden_act", "conv_act", "pooler_hidden_act"):
+            if getattr(self, name) not in ACT2FN:
+                known = ", ".join(ACT2FN)
+                raise ValueError(f"unknown {name} '{getattr(self, name)}' (known: {known})")
+        for name, known in (("pos_att_type", POSITION_TERMS), ("norm_rel_ebd", ("layer_norm",))):
+            unknown = [part for part in _names(getattr(self, name)) if part not in known]
+            if unknown:
+                raise ValueError(f"unknown {name} '{unknown[0]}' (known: {', '.join(known)})")
+        for name in ("embedding_size", "pooler_hidden_size"):
+            if getattr(self, name, self.hidden_size) != self.hidden_size:
+                raise ValueError(f"{name} has to be the hidden_size, {self.hidden_size}")
+        if self.conv_kernel_size > 0 and self.conv_kernel_size % 2 == 0:
+            raise ValueError(f"conv_kernel_size has to be odd, not {self.conv_kernel_size}")
+        if self.position_buckets > 0 and not 1 < self.position_buckets < 2 * (self.furthest - 1):
+            raise ValueError(
+                f"position_buckets {self.position_buckets} do not fit {self.furthest} relative "
+                "positions: at least 2, and less than twice as many"
+            )
+
+    @property
+    def furthest(self) -> int:
+        """Distances from this one on count as one."""
+        known = self.max_relative_positions >= 1
+        return self.max_relative_positions if known else self.max_position_embeddings
+
+    @property
+    def attention_span(self) -> int:
+        """Embeddings of relative positions a direction."""
+        return self.position_buckets if self.position_buckets > 0 else self.furthest
+
+
+def _names(value: str | Iterable[str] | None) -> list[str]:
+    """The names in "a|b" or ["a", "b"], in small letters, each once."""
+    if value is None:
+        return []
+    parts = value.split("|") if isinstance(value, str) else value
+    names = dict.fromkeys(part.strip().lower() for part in parts)
+    return [name for name in names if name not in _ABSENT]

@@ -1,0 +1,728 @@
+"""DeBERTa-v2 with LoRA on its attention's query and value projections.
+
+Disentangled attention: beside the contents of two tokens, the distance between them counts. With
+content queries Q and keys K, and P, projected embeddings of the distance i - j:
+
+    score(i, j)  =  ( Q_i · K_j  +  Q_i · P_key(i - j)  +  P_query(i - j) · K_j ) / √(d (1 + terms))
+                       content            "c2p"                    "p2c"
+
+Each position term is one product with all distances that occur, and then a view of its result, in
+which every row starts one element before the row above it (`skew`):
+
+    key - query   -2  -1   0   1   2                        key  0  1  2
+    query 0        .   .   a   b   c                             a  b  c
+    query 1        .   d   e   f   .         ----->              d  e  f
+    query 2        g   h   i   .   .                             g  h  i
+
+Nothing is gathered by an index as large as the scores, and gradients are summed in one order. What
+depends on distances alone is computed once a forward, see `Batch`.
+
+The encoder works on packed tokens, (tokens, hidden); see loralib/packing.py. Names are upstream's,
+so that published weights load. Source: DeBERTa, arXiv 2006.03654, section 3, with version 2's
+buckets, shared projections and convolution; LoRA, arXiv 2106.09685, section 4.2.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import loralib as lora
+from loralib.packing import PackedRows
+from loralib.precision import LayerNorm
+
+from ...activations import ACT2FN
+from ...modeling_outputs import BaseModelOutput, MaskedLMOutput, SequenceClassifierOutput
+from ...modeling_utils import PreTrainedModel, classification_loss, masked_lm_loss, run_layer
+from .configuration_deberta_v2 import DebertaV2Config
+
+
+class DebertaV2Embeddings(nn.Module):
+    """Word embeddings, with position and token-type embeddings where there are such, normalised."""
+
+    def __init__(self, config: DebertaV2Config):
+        super().__init__()
+        width = config.hidden_size
+        self.word_embeddings = nn.Embedding(
+            config.vocab_size, width, padding_idx=config.pad_token_id
+        )
+        self.position_embeddings = self.token_type_embeddings = None
+        if config.position_biased_input:
+            self.position_embeddings = nn.Embedding(config.max_position_embeddings, width)
+        if config.type_vocab_size > 0:
+            self.token_type_embeddings = nn.Embedding(config.type_vocab_size, width)
+        self.LayerNorm = LayerNorm(width, eps=config.layer_norm_eps)
+        self.dropout = lora.Dropout(config.hidden_dropout_prob)
+
+    def position_ids(self, rows: PackedRows) -> Tensor:
+        """(tokens,): the column of the batch that each token stands in.
+
+        Raises:
+            ValueError: a token stands where the model has no position.
+        """
+        length = rows.shape[1]
+        columns = rows.index % length
+        known = self.position_embeddings.num_embeddings
+        if length > known and int(columns.max()) >= known:
+            raise ValueError(
+                f"a text has {int(columns.max()) + 1} tokens, the model has positions for {known}"
+            )
+        return columns
+
+    def forward(
+        self,
+        rows: PackedRows,
+        input_ids: Tensor,
+        token_type_ids: Tensor | None,
+        position_ids: Tensor | None,
+    ) -> Tensor:
+        """Ids, each (batch, length) -> (tokens, hidden)."""
+        embedded = self.word_embeddings(rows.pack(input_ids))
+        if self.position_embeddings is not None:
+            own = self.position_ids(rows) if position_ids is None else rows.pack(position_ids)
+            embedded = embedded + self.position_embeddings(own)
+        if self.token_type_embeddings is not None:
+            types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
+            embedded = embedded + self.token_type_embeddings(rows.pack(types))
+        return self.dropout(self.LayerNorm(embedded))
+
+
+# ---- disentangled attention ----
+
+
+@functools.lru_cache(maxsize=1024)
+def relative_rows(length: int, buckets: int, furthest: int) -> tuple[int, ...]:
+    """Rows of the relative positions' embedding for distances from 1 - length to length - 1.
+
+    Args:
+        length: tokens of the longest text.
+        buckets: rows in each direction. Distances up to half of it have a row each, further ones
+            share rows by their logarithm. With 0 or less, each distance has its own row.
+        furthest: distances from this one on are clamped.
+
+    Returns:
+        2 · length - 1 rows, ascending.
+    """
+    span = buckets if buckets > 0 else furthest
+    rows = (span + _bucket(distance, buckets, furthest) for distance in range(1 - length, length))
+    return tuple(min(max(row, 0), 2 * span - 1) for row in rows)
+
+
+def _bucket(distance: int, buckets: int, furthest: int) -> int:
+    middle = buckets // 2
+    if buckets <= 0 or abs(distance) <= middle:
+        return distance
+    share = math.log(abs(distance) / middle) / math.log((furthest - 1) / middle)
+    bucket = middle + math.ceil(share * (middle - 1))
+    return bucket if distance > 0 else -bucket
+
+
+# Keys and queries of distances, (2 · length - 1, hidden); None for a term that there is not.
+_Positions = tuple[Tensor | None, Tensor | None]
+
+
+@dataclass(frozen=True)
+class RelativePositions:
+    """The distances within a batch.
+
+    Args:
+        embeddings: (rows, hidden), the rows of the relative positions' embedding that occur.
+        rows: (2 · length - 1,), which of them each distance has, from 1 - length to length - 1.
+    """
+
+    embeddings: Tensor
+    rows: Tensor
+
+
+class Batch:
+    """What all layers have to know of a batch; made once a forward.
+
+    Args:
+        rows: where its tokens are.
+        relative: its distances; None where attention does not look at them.
+        heads: attention heads.
+
+    Attributes:
+        mask: (batch, 1, 1, length), False on padding; None without padding.
+        by_row: attention takes the rows one by one.
+    """
+
+    def __init__(self, rows: PackedRows, relative: RelativePositions | None, heads: int):
+        self.rows = rows
+        self.relative = relative
+        self.mask = None
+        if len(rows.index) < rows.shape.numel():
+            self.mask = rows.pad(torch.ones_like(rows.index, dtype=torch.bool))[:, None, None, :]
+        self.by_row = not rows.index.is_cuda and not self._padding_is_cheap(heads)
+
+    def _padding_is_cheap(self, heads: int) -> bool:
+        """Whether attention over padding costs less than taking rows one by one.
+
+        On a CPU a row costs about 0.5 ms of calls, a score about 60 ns, forward and backward.
+        Rows with padding between their tokens have other distances than their length says.
+        """
+        rows, (count, longest) = self.rows, self.rows.shape
+        wasted = heads * (count * longest**2 - sum(length**2 for length in rows.lengths))
+        if wasted < 8_000 * count:
+            return True
+        last = rows.index[rows.first + torch.tensor(rows.lengths) - 1] % longest
+        return (last + 1).tolist() != rows.lengths
+
+
+class DisentangledSelfAttention(nn.Module):
+    """Multi-head attention to contents and distances, without its output projection.
+
+    LoRA is on query and value. Where keys are shared, the content's projections are the distances'
+    too: LoRA then reaches those of the "p2c" term.
+    """
+
+    def __init__(self, config: DebertaV2Config):
+        super().__init__()
+        width = config.hidden_size
+        self.heads = config.num_attention_heads
+        self.dropout_p = config.attention_probs_dropout_prob
+        self.scale = (width // self.heads * (1 + len(config.pos_att_type))) ** -0.5
+        self.query_proj = _lora_linear(config, width)
+        self.key_proj = nn.Linear(width, width)
+        self.value_proj = _lora_linear(config, width)
+        terms = config.pos_att_type if config.relative_attention else ()
+        self.c2p, self.p2c = "c2p" in terms, "p2c" in terms
+        self.share_att_key = config.share_att_key
+        self.pos_dropout = lora.Dropout(config.hidden_dropout_prob)
+        if self.c2p and not self.share_att_key:
+            self.pos_key_proj = nn.Linear(width, width)
+        if self.p2c and not self.share_att_key:
+            self.pos_query_proj = nn.Linear(width, width)
+
+    def forward(self, hidden: Tensor, queries: Tensor, batch: Batch) -> Tensor:
+        """What `queries` gather from `hidden`.
+
+        Args:
+            hidden: (tokens, hidden).
+            queries: the same or, for each row's first token alone, (batch, hidden).
+            batch: which tokens make a row.
+
+        Returns:
+            The same shape as `queries`.
+        """
+        q, k, v = self.query_proj(queries), self.key_proj(hidden), self.value_proj(hidden)
+        positions = self._project_positions(batch.relative)
+        attend = self._attend_rows if batch.by_row else self._attend_padded
+        return attend(q, k, v, positions, batch)
+
+    def _project_positions(self, relative: RelativePositions | None) -> _Positions:
+        """Keys and queries of distances, scaled.
+
+        Keys go from key - query = 1 - length to length - 1, as in the picture at the module's head;
+        queries go from query - key = 1 - length to length - 1.
+        """
+        if relative is None:
+            return None, None
+        keys = queries = None
+        embeddings = self.pos_dropout(relative.embeddings)
+        if self.c2p:
+            project = self.key_proj if self.share_att_key else self.pos_key_proj
+            keys = (project(embeddings) * self.scale).index_select(0, relative.rows.flip(0))
+        if self.p2c:
+            project = self.query_proj if self.share_att_key else self.pos_query_proj
+            queries = (project(embeddings) * self.scale).index_select(0, relative.rows)
+        return keys, queries
+
+    def _attend_rows(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: _Positions, batch: Batch
+    ) -> Tensor:
+        """Row by row: no padding."""
+        lengths = batch.rows.lengths
+        of_queries = lengths if len(q) == len(k) else [1] * len(lengths)
+        parts = zip(q.split(of_queries), k.split(lengths), v.split(lengths), strict=True)
+        attended = [self._attend(*(x[None] for x in row), positions, None) for row in parts]
+        return torch.cat([row[0] for row in attended])
+
+    def _attend_padded(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: _Positions, batch: Batch
+    ) -> Tensor:
+        """All rows at once, over the padded batch."""
+        rows = batch.rows
+        if len(q) != len(k):
+            return self._attend(q[:, None], rows.pad(k), rows.pad(v), positions, batch.mask)[:, 0]
+        return rows.pack(self._attend(*map(rows.pad, (q, k, v)), positions, batch.mask))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: _Positions,
+        mask: Tensor | None,
+    ) -> Tensor:
+        """Attention of (batch, queries, hidden) to (batch, keys, hidden)."""
+        query, key, value = (x.unflatten(2, (self.heads, -1)) for x in (query, key, value))
+        bias = _position_scores(query, key, *positions)
+        if bias is not None and mask is not None:
+            bias = bias.masked_fill(~mask, float("-inf"))
+        elif bias is None:
+            bias = mask
+        parts = (x.transpose(1, 2) for x in (query, key, value))
+        dropout_p = self.dropout_p if self.training else 0.0
+        return _attention(*parts, bias, self.scale, dropout_p).transpose(1, 2).flatten(2)
+
+
+def _lora_linear(config: DebertaV2Config, width: int) -> nn.Linear:
+    if not config.apply_lora:
+        return nn.Linear(width, width)
+    return lora.Linear(
+        width, width, r=config.lora_r, lora_alpha=config.lora_alpha, merge_weights=False
+    )
+
+
+def _position_scores(
+    query: Tensor, key: Tensor, pos_key: Tensor | None, pos_query: Tensor | None
+) -> Tensor | None:
+    """The position terms, (batch, heads, queries, keys), or None without any.
+
+    Args:
+        query: (batch, queries, heads, dim), of the first tokens of the rows.
+        key: (batch, keys, heads, dim).
+        pos_key, pos_query: as `_project_positions` gives them, for rows at least as long as these.
+    """
+    terms = []
+    queries, keys = query.shape[1], key.shape[1]
+    if pos_key is not None:
+        zero = len(pos_key) // 2
+        pos_key = pos_key[zero - queries + 1 : zero + keys]
+        terms.append(skew(_products(query, pos_key), keys))
+    if pos_query is not None:
+        zero = len(pos_query) // 2
+        pos_query = pos_query[zero - keys + 1 : zero + queries]
+        terms.append(skew(_products(key, pos_query), queries).transpose(-1, -2))
+    return sum(terms[1:], terms[0]).transpose(0, 1) if terms else None
+
+
+def _products(content: Tensor, positions: Tensor) -> Tensor:
+    """(batch, tokens, heads, dim), (distances, hidden) -> (heads, batch, tokens, distances)."""
+    batch, tokens, heads, dim = content.shape
+    by_head = positions.view(-1, heads, dim).permute(1, 2, 0)
+    products = content.reshape(-1, heads, dim).transpose(0, 1) @ by_head
+    return products.unflatten(1, (batch, tokens))
+
+
+def skew(scores: Tensor, columns: int) -> Tensor:
+    """(…, n, n + columns - 1) -> (…, n, columns): out[…, i, j] = scores[…, i, n - 1 - i + j].
+
+    A view of `scores`, or of a copy that is contiguous.
+    """
+    n, width = scores.shape[-2:]
+    scores = scores.contiguous()
+    start = scores.storage_offset() + n - 1
+    strides = (*scores.stride()[:-2], width - 1, 1)
+    return scores.as_strided((*scores.shape[:-1], columns), strides, start)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    dropout_p: float,
+) -> Tensor:
+    """Attention of (batch, heads, length, dim).
+
+    `bias` is added to the scores, or is False where nobody may look.
+    """
+    if dropout_p == 0 or query.is_cuda:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=bias, dropout_p=dropout_p, scale=scale
+        )
+    # On a CPU, PyTorch's fused attention has no dropout, and its dropout is slow.
+    scores = (query * scale) @ key.transpose(2, 3)
+    if bias is not None and bias.dtype == torch.bool:
+        scores = scores.masked_fill(~bias, float("-inf"))
+    elif bias is not None:
+        scores = scores + bias
+    return lora.dropout(scores.softmax(dim=-1), dropout_p, training=True) @ value
+
+
+# ---- layers ----
+
+
+class DebertaV2Output(nn.Module):
+    """The last projection of a sub-layer, added to the residual stream and normalised.
+
+    Args:
+        config: the model's settings.
+        in_features: width of what the sub-layer has computed.
+    """
+
+    def __init__(self, config: DebertaV2Config, in_features: int):
+        super().__init__()
+        self.dense = nn.Linear(in_features, config.hidden_size)
+        self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = lora.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, computed: Tensor, residual: Tensor) -> Tensor:
+        """(tokens, in_features) and (tokens, hidden) -> (tokens, hidden)."""
+        return self.LayerNorm(self.dropout(self.dense(computed)) + residual)
+
+
+class DebertaV2Attention(nn.Module):
+    """Self-attention and its output."""
+
+    def __init__(self, config: DebertaV2Config):
+        super().__init__()
+        self.self = DisentangledSelfAttention(config)
+        self.output = DebertaV2Output(config, config.hidden_size)
+
+    def forward(self, hidden: Tensor, queries: Tensor, batch: Batch) -> Tensor:
+        """The residual stream at `queries`, attention added."""
+        return self.output(self.self(hidden, queries, batch), queries)
+
+
+class DebertaV2Intermediate(nn.Module):
+    """The feed-forward part's first half."""
+
+    def __init__(self, config: DebertaV2Config):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.activation = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(tokens, hidden) -> (tokens, intermediate)."""
+        return self.activation(self.dense(hidden))
+
+
+class DebertaV2Layer(nn.Module):
+    """Attention, then feed-forward, each normalised after its residual sum."""
+
+    def __init__(self, config: DebertaV2Config):
+        super().__init__()
+        self.attention = DebertaV2Attention(config)
+        self.intermediate = DebertaV2Intermediate(config)
+        self.output = DebertaV2Output(config, config.intermediate_size)
+
+    def forward(self, hidden: Tensor, batch: Batch, first_only: bool = False) -> Tensor:
+        """(tokens, hidden) -> the same, or (batch, hidden) with `first_only`."""
+        queries = hidden[batch.rows.first] if first_only else hidden
+        attended = self.attention(hidden, queries, batch)
+        return self.output(self.intermediate(attended), attended)
+
+
+class ConvLayer(nn.Module):
+    """A convolution over the embeddings, beside the first layer: it sees neighbouring words."""
+
+    def __init__(self, config: DebertaV2Config):
+        super().__init__()
+        width = config.hidden_size
+        self.conv = nn.Conv1d(
+            width,
+            width,
+            config.conv_kernel_size,
+            padding=config.conv_kernel_size // 2,
+            groups=config.conv_groups,
+        )
+        self.LayerNorm = LayerNorm(width, eps=config.layer_norm_eps)
+        self.dropout = lora.Dropout(config.hidden_dropout_prob)
+        self.activation = ACT2FN[config.conv_act]
+
+    def forward(self, embedded: Tensor, output: Tensor, rows: PackedRows) -> Tensor:
+        """Adds what it makes of `embedded` to the first layer's `output`, and normalises.
+
+        Args:
+            embedded: (tokens, hidden); padding, and what is beyond a row's ends, counts as zero.
+            output: (tokens, hidden), or (batch, hidden) for each row's first token alone.
+            rows: which tokens make a row.
+        """
+        seen = rows.pack(self.conv(rows.pad(embedded).transpose(1, 2)).transpose(1, 2))
+        if len(output) != len(seen):
+            seen = seen[rows.first]
+        return self.LayerNorm(output + self.activation(self.dropout(seen)))
+
+
+class DebertaV2Encoder(nn.Module):
+    """The layers one after the other, and what they share."""
+
+    def __init__(self, config: DebertaV2Config):
+        super().__init__()
+        self.config = config
+        width = config.hidden_size
+        self.layer = nn.ModuleList(DebertaV2Layer(config) for _ in range(config.num_hidden_layers))
+        if config.relative_attention:
+            self.rel_embeddings = nn.Embedding(2 * config.attention_span, width)
+        if config.norm_rel_ebd == "layer_norm":
+            self.LayerNorm = LayerNorm(width, eps=config.layer_norm_eps)
+        self.conv = ConvLayer(config) if config.conv_kernel_size > 0 else None
+
+    def relative_positions(self, length: int) -> RelativePositions | None:
+        """The distances within rows of `length` columns; None where no term looks at them."""
+        config = self.config
+        if not config.relative_attention or not config.pos_att_type:
+            return None
+        rows = relative_rows(length, config.position_buckets, config.furthest)
+        embeddings = self.rel_embeddings.weight[rows[0] : rows[-1] + 1]
+        if config.norm_rel_ebd == "layer_norm":
+            embeddings = self.LayerNorm(embeddings)
+        return RelativePositions(embeddings, torch.tensor(rows, device=embeddings.device) - rows[0])
+
+    def forward(
+        self, hidden: Tensor, rows: PackedRows, first_only: bool = False, all_states: bool = False
+    ) -> list[Tensor]:
+        """The last layer's output or, with `all_states`, the embeddings and every layer's.
+
+        With `first_only`, the last layer is computed for each row's first token alone: a
+        classifier reads nothing else.
+        """
+        relative = self.relative_positions(rows.shape[1])
+        batch = Batch(rows, relative, self.config.num_attention_heads)
+        recompute = self.config.gradient_checkpointing and self.training
+        states = [hidden]
+        for layer in self.layer:
+            first = first_only and layer is self.layer[-1]
+            output = run_layer(layer, hidden, batch, first, recompute=recompute)
+            if self.conv is not None and layer is self.layer[0]:
+                output = self.conv(hidden, output, rows)
+            hidden = output
+            states.append(hidden)
+            if not all_states:
+                del states[0]
+        return states
+
+
+# ---- models ----
+
+
+class DebertaV2PreTrainedModel(PreTrainedModel):
+    """How DeBERTa-v2's weights are drawn, and what old files call them."""
+
+    config_class = DebertaV2Config
+    base_model_prefix = "deberta"
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.LayerNorm | nn.Conv1d | lora.LoRALayer):
+            module.reset_parameters()
+        if isinstance(module, lora.LoRALayer):
+            module.lora_A.data.normal_(mean=0.0, std=self.config.initializer_range)
+        if isinstance(module, nn.Linear | nn.Embedding):
+            module.weight.data.normal_(mean=0.0, std=self.config.initializer_range)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            module.bias.data.zero_()
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            module.weight.data[module.padding_idx].zero_()
+
+    def _match_names(
+        self, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """As in `PreTrainedModel`, for the names of the first published files as well.
+
+        Those call the language-model head ``lm_predictions``, and may hold absolute positions,
+        which only that head's pretraining used.
+        """
+        renamed = {}
+        for name, tensor in tensors.items():
+            name = re.sub(r"^lm_predictions\.lm_head\.bias$", "cls.predictions.bias", name)
+            name = re.sub(r"^lm_predictions\.lm_head\.", "cls.predictions.transform.", name)
+            absolute = name.endswith("embeddings.position_embeddings.weight")
+            if self.config.position_biased_input or not absolute:
+                renamed[name] = tensor
+        return super()._match_names(renamed, own)
+
+
+class DebertaV2Model(DebertaV2PreTrainedModel):
+    """The backbone."""
+
+    def __init__(self, config: DebertaV2Config):
+        super().__init__(config)
+        self.embeddings = DebertaV2Embeddings(config)
+        self.encoder = DebertaV2Encoder(config)
+        self.init_weights()
+
+    def encode(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        first_only: bool = False,
+        all_states: bool = False,
+    ) -> tuple[list[Tensor], PackedRows]:
+        """Hidden states on packed tokens, see `DebertaV2Encoder`, and where those are in the batch.
+
+        Args:
+            input_ids: (batch, length).
+            attention_mask: (batch, length), zero on padding; all ones where not given.
+            token_type_ids: (batch, length); zeros where not given. Without effect in a model that
+                has no token types.
+            position_ids: (batch, length), absolute positions; 0, 1, … where not given. Without
+                effect in a model that has none.
+            first_only: the last state is (batch, hidden), each row's first token.
+            all_states: every layer's state, not the last one's alone.
+        """
+        rows = PackedRows(torch.ones_like(input_ids) if attention_mask is None else attention_mask)
+        embedded = self.embeddings(rows, input_ids, token_type_ids, position_ids)
+        return self.encoder(embedded, rows, first_only, all_states), rows
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> BaseModelOutput | tuple:
+        """Hidden states of every token; arguments as in `encode`."""
+        show = self._wants_states(output_hidden_states)
+        states, rows = self.encode(
+            input_ids, attention_mask, token_type_ids, position_ids, all_states=show
+        )
+        shown = tuple(map(rows.pad, states)) if show else None
+        return self._as_asked(BaseModelOutput(rows.pad(states[-1]), shown), return_dict)
+
+
+class DebertaV2PredictionHeadTransform(nn.Module):
+    """What comes before the vocabulary: dense → activation → norm."""
+
+    def __init__(self, config: DebertaV2Config):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation = ACT2FN[config.hidden_act]
+        self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(…, hidden) -> (…, hidden)."""
+        return self.LayerNorm(self.activation(self.dense(hidden)))
+
+
+class DebertaV2LMPredictionHead(nn.Module):
+    """Vocabulary logits; the projection is the word embedding itself."""
+
+    def __init__(self, config: DebertaV2Config):
+        super().__init__()
+        self.transform = DebertaV2PredictionHeadTransform(config)
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+        self.bias = self.decoder.bias
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(…, hidden) -> (…, vocabulary)."""
+        return self.decoder(self.transform(hidden))
+
+
+class DebertaV2OnlyMLMHead(nn.Module):
+    """The language-model head under the name that checkpoints give it."""
+
+    def __init__(self, config: DebertaV2Config):
+        super().__init__()
+        self.predictions = DebertaV2LMPredictionHead(config)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(…, hidden) -> (…, vocabulary)."""
+        return self.predictions(hidden)
+
+
+class DebertaV2ForMaskedLM(DebertaV2PreTrainedModel):
+    """DeBERTa-v2 with the head that it is pretrained with."""
+
+    tied_weights: ClassVar[dict[str, str]] = {
+        "cls.predictions.decoder.weight": "deberta.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    }
+
+    def __init__(self, config: DebertaV2Config):
+        super().__init__(config)
+        self.deberta = DebertaV2Model(config)
+        self.cls = DebertaV2OnlyMLMHead(config)
+        self.init_weights()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> MaskedLMOutput | tuple:
+        """Logits of every position or, with `labels`, the loss and logits of the labelled ones.
+
+        Args:
+            labels: (batch, length), token ids; -100 where there is no target.
+            others: as in `DebertaV2Model.encode`.
+        """
+        show = self._wants_states(output_hidden_states)
+        states, rows = self.deberta.encode(
+            input_ids, attention_mask, token_type_ids, position_ids, all_states=show
+        )
+        loss = None
+        if labels is None:
+            logits = rows.pad(self.cls(states[-1]))
+        else:
+            loss, logits = masked_lm_loss(self.cls, states[-1], rows.pack(labels))
+        shown = tuple(map(rows.pad, states)) if show else None
+        return self._as_asked(MaskedLMOutput(loss, logits, shown), return_dict)
+
+
+class ContextPooler(nn.Module):
+    """dropout → dense → activation, in the precision of its own weights."""
+
+    def __init__(self, config: DebertaV2Config):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dropout = lora.Dropout(config.pooler_dropout)
+        self.activation = ACT2FN[config.pooler_hidden_act]
+
+    def forward(self, first: Tensor) -> Tensor:
+        """(batch, hidden) -> (batch, hidden)."""
+        with torch.autocast(first.device.type, enabled=False):
+            first = self.dropout(first.to(self.dense.weight.dtype))
+            return self.activation(self.dense(first))
+
+
+class DebertaV2ForSequenceClassification(DebertaV2PreTrainedModel):
+    """DeBERTa-v2 with a classifier, or with one label a regressor, on the first token."""
+
+    def __init__(self, config: DebertaV2Config):
+        super().__init__(config)
+        self.deberta = DebertaV2Model(config)
+        self.pooler = ContextPooler(config)
+        dropout_p = config.cls_dropout
+        self.dropout = lora.Dropout(config.hidden_dropout_prob if dropout_p is None else dropout_p)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.init_weights()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> SequenceClassifierOutput | tuple:
+        """Logits (batch, labels) and, with `labels` (batch,), the mean loss.
+
+        Cross-entropy, or with one label the squared error. Other arguments as in
+        `DebertaV2Model.encode`.
+        """
+        show = self._wants_states(output_hidden_states)
+        states, rows = self.deberta.encode(
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            first_only=not show,
+            all_states=show,
+        )
+        pooled = self.pooler(states[-1][rows.first] if show else states[-1])
+        # It sees one token a row, so float32 costs nothing and spares the logits half precision.
+        with torch.autocast(pooled.device.type, enabled=False):
+            logits = self.classifier(self.dropout(pooled))
+        loss = None if labels is None else classification_loss(logits, labels)
+        shown = tuple(map(rows.pad, states)) if show else None
+        return self._as_asked(SequenceClassifierOutput(loss, logits, shown), return_dict)

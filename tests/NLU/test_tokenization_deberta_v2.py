@@ -1,0 +1,419 @@
+"""DeBERTa-v2's tokenizer: upstream's ids, frames, added tokens, files, errors, stable pickles."""
+
+import base64
+import copy
+import importlib.util
+import json
+import logging
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import torch
+from datasets import Dataset
+from datasets.fingerprint import Hasher
+
+from transformers import (
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    DataCollatorWithPadding,
+    DebertaV2Config,
+    DebertaV2Model,
+    DebertaV2Tokenizer,
+)
+
+
+def load_maker():
+    path = Path(__file__).with_name("make_deberta_tokenizer_fixture.py")
+    spec = importlib.util.spec_from_file_location("make_deberta_tokenizer_fixture", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+MAKER = load_maker()
+FIXTURE = json.loads(MAKER.FIXTURE.read_text("utf-8"))
+MODEL = base64.b64decode(FIXTURE["model"])
+PIECES = 110
+PAD, CLS, SEP, UNK, MASK = 0, 1, 2, 3, PIECES
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    """A folder with spm.model, config.json and tokenizer_config.json; not to be written to."""
+    return MAKER.write_model(tmp_path_factory.mktemp("tiny"), MODEL)
+
+
+@pytest.fixture
+def folder(tiny, tmp_path) -> Path:
+    """A copy of `tiny` to change."""
+    return Path(shutil.copytree(tiny, tmp_path / "model"))
+
+
+@pytest.fixture
+def tokenizer(tiny) -> DebertaV2Tokenizer:
+    return DebertaV2Tokenizer.from_pretrained(tiny)
+
+
+@pytest.fixture(scope="module")
+def backend() -> sentencepiece.SentencePieceProcessor:
+    """The library alone."""
+    return sentencepiece.SentencePieceProcessor(model_proto=MODEL)
+
+
+def write(path: Path, content) -> None:
+    path.write_text(json.dumps(content), "utf-8")
+
+
+def ids_of(tokenizer) -> list[list[int]]:
+    return tokenizer(list(MAKER.STRINGS))["input_ids"]
+
+
+# -- The ids are upstream's ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MAKER.CALLS)
+def test_strings_have_upstreams_ids(tiny, name):
+    def open_tiny(**settings):
+        return DebertaV2Tokenizer.from_pretrained(tiny, **settings)
+
+    ours = MAKER.string_ids(open_tiny, MAKER.CALLS[name])
+    for string, row, expected in zip(MAKER.STRINGS, ours, FIXTURE["strings"][name], strict=True):
+        assert row == expected, repr(string[:50])
+
+
+@pytest.mark.parametrize("skip", ["False", "True"])
+def test_texts_of_ids_are_upstreams(tokenizer, skip):
+    rows = FIXTURE["strings"]["single"]
+    ours = tokenizer.batch_decode(rows, skip_special_tokens=skip == "True")
+    assert ours == FIXTURE["texts"][skip]
+
+
+@pytest.mark.skipif(not (MAKER.DATA / "glue").is_dir(), reason="needs GLUE in ../shared/data")
+def test_glue_has_upstreams_ids(tmp_path):
+    model = MAKER.train_on_glue(MAKER.DATA)
+    assert MAKER.pieces_sum(model) == FIXTURE["glue model"], "training has made another model"
+    tokenizer = AutoTokenizer.from_pretrained(MAKER.write_model(tmp_path, model))
+    sums = dict(MAKER.glue_sums(tokenizer, MAKER.DATA))
+    wrong = [name for name in FIXTURE["glue"] if sums.get(name) != FIXTURE["glue"][name]]
+    assert len(sums) == len(FIXTURE["glue"]) == 14
+    assert not wrong
+
+
+def test_texts_are_normalised_by_the_model_itself(tmp_path, backend):
+    """Not by a rule of the tokenizer's: the published model composes and folds characters."""
+    trained = MAKER.io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(MAKER.OTHER.CORPUS),
+        model_writer=trained,
+        vocab_size=110,
+        normalization_rule_name="nmt_nfkc",
+        pad_id=0,
+        bos_id=1,
+        eos_id=2,
+        unk_id=3,
+        pad_piece="[PAD]",
+        bos_piece="[CLS]",
+        eos_piece="[SEP]",
+        unk_piece="[UNK]",
+        minloglevel=2,
+    )
+    text = "ﬁnding \u00a0 two\u3000words"
+    tokenizer = DebertaV2Tokenizer.from_pretrained(MAKER.write_model(tmp_path, trained.getvalue()))
+    alone = sentencepiece.SentencePieceProcessor(model_proto=trained.getvalue())
+    assert tokenizer.encode(text) == [CLS, *alone.encode("finding two words"), SEP]
+    assert backend.encode(text) != backend.encode("finding two words")
+
+
+def test_punctuation_is_split_off(tiny, backend):
+    tokenizer = DebertaV2Tokenizer.from_pretrained(tiny, split_by_punct=True)
+    words = ["rain", ",", " wind", "$", "is", ".", "", "”", " [", "MASK"]
+    expected = [index for word in words for index in backend.encode(word)]
+    assert tokenizer.encode("rain, wind$is.” [MASK", add_special_tokens=False) == expected
+    assert tokenizer.encode("rain[MASK]")[-2:] == [MASK, SEP]
+
+
+# -- Frames ----------------------------------------------------------------------------------------
+
+
+def test_frames(tokenizer, backend):
+    a, b = backend.encode("rain"), backend.encode("the harbour")
+    one, two = tokenizer("rain"), tokenizer("rain", "the harbour", return_special_tokens_mask=True)
+    assert one == {
+        "input_ids": [CLS, *a, SEP],
+        "token_type_ids": [0] * (len(a) + 2),
+        "attention_mask": [1] * (len(a) + 2),
+    }
+    assert two["input_ids"] == [CLS, *a, SEP, *b, SEP]
+    assert two["token_type_ids"] == [0] * (len(a) + 2) + [1] * (len(b) + 1)
+    assert two["special_tokens_mask"] == [1, *[0] * len(a), 1, *[0] * len(b), 1]
+    assert tokenizer.num_special_tokens_to_add() == 2
+    assert tokenizer.num_special_tokens_to_add(pair=True) == 3
+    bare = tokenizer("rain", "the harbour", add_special_tokens=False)
+    assert bare["input_ids"] == [*a, *b]
+    assert bare["token_type_ids"] == [0] * len(a) + [1] * len(b)
+    assert tokenizer([])["input_ids"] == []
+
+
+@pytest.mark.parametrize("text", ["", "   "])
+def test_texts_without_words(tokenizer, text):
+    assert tokenizer.encode(text) == [CLS, SEP]
+    assert tokenizer.encode(text, text) == [CLS, SEP, SEP]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "limit", "first", "second"),
+    [
+        ("longest_first", 12, 6, 3),
+        (True, 9, 3, 3),
+        (True, 8, 3, 2),
+        ("only_first", 8, 2, 3),
+        ("only_second", 13, 8, 2),
+        (True, 3, 0, 0),
+    ],
+)
+def test_truncation_of_pairs(tokenizer, strategy, limit, first, second):
+    words = "1010101", "10"  # eight and three pieces: the space before them is one
+    row = tokenizer(*words, truncation=strategy, max_length=limit)["input_ids"]
+    middle = row.index(SEP)
+    assert len(row) == limit
+    assert (middle - 1, len(row) - middle - 2) == (first, second)
+
+
+@pytest.mark.parametrize("strategy", ["only_first", "only_second"])
+def test_truncation_of_a_text_that_is_too_short(tokenizer, strategy):
+    short, long = "a", "the rain fell on the harbour"
+    texts = (short, long) if strategy == "only_first" else (long, short)
+    with pytest.raises(ValueError, match=f"truncation='{strategy}'") as error:
+        tokenizer(*texts, truncation=strategy, max_length=6)
+    assert "\n" not in str(error.value)
+
+
+def test_truncation_side(tiny):
+    left = DebertaV2Tokenizer.from_pretrained(tiny, truncation_side="left")
+    whole = left.encode("the rain fell", add_special_tokens=False)
+    assert left.encode("the rain fell", truncation=True, max_length=4) == [CLS, *whole[-2:], SEP]
+
+
+# -- Tokens ----------------------------------------------------------------------------------------
+
+
+def test_special_tokens(tokenizer):
+    roles = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+    ids = [getattr(tokenizer, f"{role}_token_id") for role in roles]
+    assert ids == [CLS, SEP, UNK, SEP, PAD, CLS, MASK]
+    assert sorted(tokenizer.all_special_ids) == sorted(set(ids))
+    assert tokenizer.vocab_size == PIECES
+    assert len(tokenizer) == len(tokenizer.get_vocab()) == PIECES + 1
+    assert tokenizer.get_vocab()["[MASK]"] == MASK
+    assert tokenizer.convert_ids_to_tokens([CLS, MASK]) == ["[CLS]", "[MASK]"]
+    assert tokenizer.convert_tokens_to_ids(["[SEP]", "no piece"]) == [SEP, UNK]
+    with pytest.raises(ValueError, match=f"no token has the id {PIECES + 1}"):
+        tokenizer.convert_ids_to_tokens([PIECES + 1])
+    assert not tokenizer.is_fast
+
+
+def test_a_model_that_has_a_mask_piece(tmp_path):
+    model = MAKER.io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(MAKER.OTHER.CORPUS),
+        model_writer=model,
+        vocab_size=112,
+        control_symbols=["[PAD]", "[CLS]", "[SEP]", "[MASK]"],
+        unk_piece="[UNK]",
+        minloglevel=2,
+    )
+    tokenizer = DebertaV2Tokenizer.from_pretrained(MAKER.write_model(tmp_path, model.getvalue()))
+    assert len(tokenizer) == tokenizer.vocab_size == 112
+    assert tokenizer.mask_token_id < 112
+    assert tokenizer.encode("[MASK]") == [
+        tokenizer.cls_token_id,
+        tokenizer.mask_token_id,
+        tokenizer.sep_token_id,
+    ]
+
+
+def test_special_tokens_that_are_missing(folder, caplog):
+    with caplog.at_level(logging.WARNING, logger="transformers"):
+        tokenizer = DebertaV2Tokenizer.from_pretrained(folder, sep_token="[END]")
+    assert "[END] is missing" in caplog.text
+    assert "[MASK] is missing" not in caplog.text
+    assert tokenizer.encode("")[-1] == tokenizer.sep_token_id >= PIECES
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"added_tokens.json": {"[MASK]": MASK, "<a>": MASK + 1, "<ab>": MASK + 5}},
+        {
+            "tokenizer_config.json": {
+                "added_tokens_decoder": {
+                    "0": {"content": "[PAD]", "special": True},
+                    str(MASK): {"content": "[MASK]", "special": True},
+                    str(MASK + 1): {"content": "<a>", "special": False},
+                    str(MASK + 5): {"content": "<ab>", "special": False},
+                }
+            }
+        },
+    ],
+    ids=lambda files: next(iter(files)),
+)
+def test_added_tokens(folder, tmp_path, files):
+    for name, content in files.items():
+        write(folder / name, content)
+    tokenizer = DebertaV2Tokenizer.from_pretrained(folder)
+    assert tokenizer.encode("<ab><a>[MASK]") == [CLS, MASK + 5, MASK + 1, MASK, SEP]
+    assert tokenizer.decode([MASK + 5]) == "<ab>"
+    assert MASK + 1 not in tokenizer.all_special_ids
+    assert tokenizer.vocab_size == PIECES
+
+
+@pytest.mark.parametrize(
+    ("added", "message"),
+    [
+        ({"<a>": 5}, "'<a>' has the id 5 in the files, but the vocabulary has '.+' there"),
+        ({"[SEP]": MASK}, rf"'\[SEP\]' has the id {MASK} in the files, .* has the id {SEP}"),
+    ],
+)
+def test_added_tokens_with_other_ids(folder, added, message):
+    write(folder / "added_tokens.json", added)
+    with pytest.raises(ValueError, match=message) as error:
+        DebertaV2Tokenizer.from_pretrained(folder)
+    assert "\n" not in str(error.value)
+
+
+# -- Files and pickles -----------------------------------------------------------------------------
+
+
+def test_saved_and_opened_again(tiny, tmp_path):
+    settings = {
+        "model_max_length": 77,
+        "do_lower_case": True,
+        "split_by_punct": True,
+        "truncation_side": "left",
+        "additional_special_tokens": ["<extra>"],
+    }
+    tokenizer = DebertaV2Tokenizer.from_pretrained(tiny, **settings)
+    written = tokenizer.save_pretrained(tmp_path / "new" / "model")
+    names = ["special_tokens_map.json", "spm.model", "tokenizer_config.json"]
+    assert sorted(Path(path).name for path in written) == names
+    assert (tmp_path / "new" / "model" / "spm.model").read_bytes() == MODEL
+    opened = DebertaV2Tokenizer.from_pretrained(tmp_path / "new" / "model")
+    assert {name: getattr(opened, name) for name in settings} == settings
+    assert opened.encode("<extra>") == [CLS, PIECES + 1, SEP]
+    assert ids_of(opened) == ids_of(tokenizer) != FIXTURE["strings"]["single"]
+    assert Hasher.hash(opened) == Hasher.hash(tokenizer)
+    content = json.loads((tmp_path / "new" / "model" / "tokenizer_config.json").read_text())
+    assert content["tokenizer_class"] == "DebertaV2Tokenizer"
+
+
+def test_auto_tokenizer(tiny, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny, use_fast=True, model_max_length=9)
+    assert type(tokenizer) is DebertaV2Tokenizer
+    assert tokenizer.model_max_length == 9
+
+
+def test_damaged_and_missing_models(folder):
+    (folder / "spm.model").write_bytes(MODEL[: len(MODEL) // 2])
+    with pytest.raises(OSError, match=r"spm\.model: not a SentencePiece model") as error:
+        DebertaV2Tokenizer.from_pretrained(folder)
+    assert "\n" not in str(error.value)
+    (folder / "spm.model").unlink()
+    with pytest.raises(OSError, match=r"has no vocabulary: looked for spm\.model"):
+        DebertaV2Tokenizer.from_pretrained(folder)
+
+
+def test_settings_that_there_are_not(tiny):
+    with pytest.raises(TypeError, match="DebertaV2Tokenizer has no setting add_prefix_space"):
+        DebertaV2Tokenizer.from_pretrained(tiny, add_prefix_space=True)
+
+
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_copies(tokenizer, twin):
+    other = twin(tokenizer)
+    assert ids_of(other) == ids_of(tokenizer) == FIXTURE["strings"]["single"]
+    assert Hasher.hash(other) == Hasher.hash(tokenizer)
+    assert pickle.dumps(other) == pickle.dumps(tokenizer)
+
+
+def test_calls_leave_no_trace(tokenizer):
+    before, pickled = Hasher.hash(tokenizer), pickle.dumps(tokenizer)
+    tokenizer(["rain", "wind"], padding="max_length", truncation=True, max_length=4)
+    tokenizer.decode([CLS])
+    _ = tokenizer.all_special_ids, repr(tokenizer)
+    assert Hasher.hash(tokenizer) == before
+    assert pickle.dumps(tokenizer) == pickled
+
+
+def test_hash_is_the_same_in_another_process(tokenizer, tiny):
+    code = (
+        "import sys; from datasets.fingerprint import Hasher\n"
+        "from transformers import DebertaV2Tokenizer as D\n"
+        "print(Hasher.hash(D.from_pretrained(sys.argv[1])))"
+    )
+    command = [sys.executable, "-c", code, str(tiny)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == Hasher.hash(tokenizer)
+
+
+def test_hash_tells_tokenizers_apart(tiny):
+    settings = ({}, {"do_lower_case": True}, {"model_max_length": 9})
+    hashes = {Hasher.hash(DebertaV2Tokenizer.from_pretrained(tiny, **each)) for each in settings}
+    assert len(hashes) == 3
+
+
+# -- What uses it ----------------------------------------------------------------------------------
+
+
+def test_collators(tokenizer):
+    rows = [tokenizer("the rain fell"), tokenizer("rain", "the harbour")]
+    batch = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)(
+        [{**row, "label": i} for i, row in enumerate(rows)]
+    )
+    assert batch["input_ids"].shape[1] % 8 == 0
+    assert torch.equal(batch["attention_mask"] == 0, batch["input_ids"] == PAD)
+    assert batch["token_type_ids"][1].sum() == rows[1]["token_type_ids"].count(1)
+    assert batch["labels"].tolist() == [0, 1]
+    generator = torch.Generator().manual_seed(0)
+    masked = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.9, generator=generator)
+    batch = masked(rows)
+    assert (batch["input_ids"] == MASK).any()
+    assert int(batch["input_ids"].max()) < len(tokenizer)
+    special = torch.isin(batch["input_ids"], torch.tensor([CLS, SEP, PAD]))
+    assert (batch["labels"][special & (batch["labels"] != -100)].numel()) == 0
+
+
+def test_datasets_map_is_cached_across_calls(tokenizer):
+    rows = Dataset.from_dict({"sentence": ["the rain", "d"]})
+
+    def encode(examples):
+        return tokenizer(examples["sentence"], truncation=True, max_length=4)
+
+    first = rows.map(encode, batched=True)
+    assert first["input_ids"] == encode(rows[:])["input_ids"]
+    assert first._fingerprint == rows.map(encode, batched=True)._fingerprint
+
+
+def test_run_glue(folder, tiny_glue, run_glue, tmp_path, monkeypatch):
+    """Trains from a folder with spm.model, and evaluates the adapter that this has written."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    shape = {"vocab_size": 120, "hidden_size": 16, "num_hidden_layers": 2, "conv_kernel_size": 3}
+    shape |= {"num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 130}
+    relative = {"relative_attention": True, "pos_att_type": "p2c|c2p", "position_buckets": 16}
+    config = DebertaV2Config(**shape, **relative, gradient_checkpointing=True)
+    DebertaV2Model(config).save_pretrained(folder)
+    common = f"--model_name_or_path {folder} --task_name rte --data_dir {tiny_glue} --do_eval "
+    common += "--apply_lora --lora_r 2 --lora_alpha 4 --report_to none --disable_tqdm"
+    run_glue.main([*common.split(), "--do_train", "--max_steps", "3", "--output_dir", "first"])
+    assert Path("first", "spm.model").read_bytes() == MODEL
+    adapter = ["--lora_path", "first/pytorch_model_lora.safetensors", "--output_dir", "second"]
+    run_glue.main([*common.split(), *adapter])
+    results = [
+        json.loads(Path(out, "eval_results.json").read_text()) for out in ("first", "second")
+    ]
+    assert results[0]["eval_loss"] == pytest.approx(results[1]["eval_loss"], abs=1e-6)

@@ -1,0 +1,240 @@
+"""Attention within packed rows, by either path, against the formula: whole, causal, in half."""
+
+import importlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from loralib.packing import PackedRows, _attend_padded, _attend_rows, attend
+
+PATHS = (attend, _attend_rows, _attend_padded)
+HEADS = 2
+HALVES = [torch.bfloat16, torch.float16]
+
+
+def close(ours, theirs, tolerance=1e-5):
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+
+
+def plain_attention(q, k, v, keep=None, causal=False):
+    """softmax(q kᵀ / √d) v of one row, head by head; `keep` scales the probabilities."""
+    width = q.shape[1] // HEADS
+    out = []
+    for head in range(HEADS):
+        part = slice(head * width, (head + 1) * width)
+        scores = q[:, part] @ k[:, part].T / width**0.5
+        if causal:
+            behind = torch.arange(len(k)) > torch.arange(len(q))[:, None]
+            scores = scores.masked_fill(behind, float("-inf"))
+        weights = scores.softmax(dim=1)
+        out.append((weights if keep is None else weights * keep[head]) @ v[:, part])
+    return torch.cat(out, dim=1)
+
+
+def plain_rows(q, k, v, rows, **options):
+    """`plain_attention` of every row."""
+    parts = zip(*(x.split(rows.lengths) for x in (q, k, v)), strict=True)
+    return torch.cat([plain_attention(*part, **options) for part in parts])
+
+
+@pytest.fixture
+def qkv():
+    """Rows of five tokens, of one, and of three with padding in between."""
+    torch.manual_seed(0)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 0, 0, 0], [1, 1, 0, 1, 0]])
+    return PackedRows(mask), *torch.randn(3, 9, 8).unbind()
+
+
+@pytest.fixture
+def ragged():
+    """Rows of 6, 1, 9 and 4 tokens, padded on the right to 10."""
+    torch.manual_seed(0)
+    rows = PackedRows(torch.arange(10) < torch.tensor([6, 1, 9, 4])[:, None])
+    return rows, *torch.randn(3, 20, 8).unbind()
+
+
+# ---- packing ----
+
+
+def test_pack_and_pad(qkv):
+    rows, q, _, _ = qkv
+    assert rows.lengths == [5, 1, 3]
+    assert rows.first.tolist() == [0, 5, 6]
+    padded = rows.pad(q)
+    assert padded.shape == (3, 5, 8)
+    assert torch.equal(rows.pack(padded), q)
+    assert torch.equal(padded[2, 3], q[8])
+    assert not padded[1, 1:].any()
+    assert not padded[2, [2, 4]].any()
+
+
+def test_padding_is_no_part_of_a_gradient(qkv):
+    rows, q, _, _ = qkv
+    x = torch.randn(3, 5, 8, requires_grad=True)
+    (rows.pack(x) * q).sum().backward()
+    assert torch.equal(x.grad, rows.pad(q))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "path"), [([30] * 16, "_attend_padded"), ([9, 200, 3], "_attend_rows")]
+)
+def test_rows_of_very_different_length_are_not_padded(monkeypatch, lengths, path):
+    called = []
+    packing = importlib.import_module("loralib.packing")
+    for name in ("_attend_rows", "_attend_padded"):
+        monkeypatch.setattr(packing, name, lambda *_, name=name: called.append(name))
+    rows = PackedRows((torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long())
+    x = torch.zeros(sum(lengths), 24)
+    attend(x, x, x, rows, 12, 0.0)
+    assert called == [path]
+
+
+# ---- every token looks at its whole row ----
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_attention_stays_within_rows(qkv, path):
+    rows, q, k, v = qkv
+    ours = path(q, k, v, rows, HEADS, 0.0)
+    close(ours, plain_rows(q, k, v, rows), 1e-6)
+    one_each = path(q[rows.first], k, v, rows, HEADS, 0.0)
+    close(one_each, ours[rows.first], 1e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_rows_of_one_token(path, causal):
+    rows = PackedRows(torch.ones(3, 1))
+    q, k, v = torch.randn(3, 3, 8).unbind()
+    close(path(q, k, v, rows, HEADS, 0.0, causal), v, 1e-6)
+
+
+@pytest.mark.parametrize("path", [_attend_rows, _attend_padded])
+@pytest.mark.parametrize("one_query", [False, True])
+def test_dropout_by_its_own_masks(drawn_masks, qkv, path, one_query):
+    rows, q, k, v = qkv
+    queries = q[rows.first] if one_query else q
+    torch.manual_seed(1)
+    ours = path(queries, k, v, rows, HEADS, 0.3)
+    # (batch, heads, queries, keys), or one such for each row
+    masks = drawn_masks
+    if path is _attend_padded:
+        masks = [mask[i : i + 1] for mask in drawn_masks for i in range(3)]
+    places = [torch.arange(5), torch.tensor([0]), torch.tensor([0, 1, 3])]
+    expected, start = [], 0
+    for row, (length, place, keep) in enumerate(zip(rows.lengths, places, masks, strict=True)):
+        part = slice(start, start + length)
+        if path is _attend_padded:
+            keep = keep[..., place] if one_query else keep[:, :, place][..., place]
+        row_queries = queries[row : row + 1] if one_query else queries[part]
+        expected.append(plain_attention(row_queries, k[part], v[part], keep[0]))
+        start += length
+    assert any((mask == 0).any() for mask in masks)
+    close(ours, torch.cat(expected), 1e-6)
+
+
+def test_dropout_keeps_the_mean(qkv):
+    rows, q, k, v = qkv
+    torch.manual_seed(0)
+    expected = attend(q, k, v, rows, HEADS, 0.0)
+    for path in (_attend_rows, _attend_padded):
+        mean = sum(path(q, k, v, rows, HEADS, 0.2) for _ in range(800)) / 800
+        close(mean, expected, 0.12)
+
+
+def test_paths_have_the_same_gradients(qkv):
+    rows, *tensors = qkv
+    gradients = []
+    for path in (_attend_rows, _attend_padded):
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        path(*leaves, rows, HEADS, 0.0).square().sum().backward()
+        gradients.append([leaf.grad for leaf in leaves])
+    for ours, theirs in zip(*gradients, strict=True):
+        close(ours, theirs)
+
+
+# ---- causal ----
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_causal_attention_is_the_formula(ragged, path):
+    rows, *tensors = ragged
+    weights = torch.randn(20, 8)
+    found = []
+    for attention in (
+        lambda q, k, v: path(q, k, v, rows, HEADS, 0.0, True),
+        lambda q, k, v: plain_rows(q, k, v, rows, causal=True),
+    ):
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        out = attention(*leaves)
+        (out * weights).sum().backward()
+        found.append([out, *(leaf.grad for leaf in leaves)])
+    for ours, theirs in zip(*found, strict=True):
+        close(ours, theirs, 3e-6)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_causal_token_does_not_see_what_follows(ragged, path):
+    rows, q, k, v = ragged
+    before = path(q, k, v, rows, HEADS, causal=True, dropout_p=0.0)
+    # The sixth token of the third row, and the last one of the first.
+    for changed in (12, 5):
+        other_k, other_v = k.clone(), v.clone()
+        other_k[changed] = k[changed].flip(0)
+        other_v[changed] += 100
+        after = path(q, other_k, other_v, rows, HEADS, causal=True, dropout_p=0.0)
+        first, end = {12: (7, 16), 5: (0, 6)}[changed]
+        assert torch.equal(after[first:changed], before[first:changed])
+        assert ((after - before)[changed:end].abs() > 0.1).all()
+        for some in (slice(0, first), slice(end, None)):
+            assert torch.equal(after[some], before[some])
+
+
+# ---- half precision, whose attention is computed in parts where it is trained ----
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("path", [_attend_rows, _attend_padded])
+def test_half_precision_is_the_formula_but_for_rounding(ragged, path, causal, dtype):
+    rows, *tensors = ragged
+    halves = [t.to(dtype) for t in tensors]
+    weights = torch.randn(20, 8).to(dtype)
+    ours = [t.clone().requires_grad_() for t in halves]
+    out = path(*ours, rows, HEADS, 0.0, causal)
+    assert out.dtype == dtype
+    (out * weights).sum().backward()
+    exact = [t.double().requires_grad_() for t in halves]
+    expected = plain_rows(*exact, rows, causal=causal)
+    (expected * weights).sum().backward()
+    unit = torch.finfo(dtype).eps
+    close(out.double(), expected, 4 * unit)
+    for leaf, reference in zip(ours, exact, strict=True):
+        close(leaf.grad.double(), reference.grad, 8 * unit)
+    with torch.no_grad():
+        close(path(*halves, rows, HEADS, 0.0, causal), out, 4 * unit)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_trained", "dropout_p", "fused"),
+    [
+        (torch.float32, True, 0.0, True),
+        (torch.float32, True, 0.1, False),
+        (torch.bfloat16, True, 0.0, False),
+        (torch.bfloat16, False, 0.0, True),
+        (torch.float16, True, 0.0, False),
+    ],
+)
+def test_what_is_slow_on_a_cpu_is_not_fused(
+    monkeypatch, ragged, dtype, is_trained, dropout_p, fused
+):
+    rows, *tensors = ragged
+    called = []
+    whole = F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *a, **b: called.append(1) or whole(*a, **b)
+    )
+    leaves = [t.to(dtype).requires_grad_(is_trained) for t in tensors]
+    attend(*leaves, rows, HEADS, dropout_p)
+    assert bool(called) == fused
