@@ -393,7 +393,7 @@ def _check_info(model: nn.Module, adapter: Adapter, base_fingerprint: str | None
                 raise CheckpointError(
                     f"{adapter.source}: was trained on another base than the one given: "
                     f"'{info.base}' (fingerprint {theirs}), not one of fingerprint {ours}; "
-                    "give that base"
+                    "give that base (--model_name_or_path, or --init_checkpoint for GPT-2)"
                 )
         elif theirs != ours:
             raise CheckpointError(
