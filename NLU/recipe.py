@@ -1,0 +1,304 @@
+"""Runs one of the release's recipes: a section of recipes.ini as a command, which is shown first.
+
+    python recipe.py roberta_base_rte [--small BASE DATA] [--print] [flags of run_glue.py]
+
+The scripts of this folder are this with their own names: `bash roberta_base_rte.sh`.
+"""
+
+import argparse
+import configparser
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+TABLE = HERE / "recipes.ini"
+SCRIPT = HERE.parent / "examples" / "text-classification" / "run_glue.py"
+
+USAGE = """\
+environment variables:
+  NPROC             number of processes, one a GPU, or on the CPU where there is none ({nproc})
+  MNLI_CHECKPOINT   file of LoRA weights that MRPC, RTE and STS-B start from ({start})
+  MASTER_PORT       port over which the processes find each other (29500)
+
+Flags of run_glue.py go behind the recipe's own, and the last of a kind counts: another
+--learning_rate, --data_dir for GLUE's files in a folder instead of the hub, --output_dir,
+--overwrite_output_dir False to go on with a run that was stopped. For all of them:
+  python {script} --help
+"""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One section of the table.
+
+    Args:
+        name: the section's, and the script's without ``.sh``.
+        nproc: processes, one a GPU.
+        flags: run_glue.py's, without the dashes; None for one that is given without a value.
+        after: the recipe whose LoRA weights this one starts from.
+    """
+
+    name: str
+    nproc: int
+    flags: Mapping[str, str | None]
+    after: str | None = None
+
+    @property
+    def script(self) -> Path:
+        """The shell script that runs it."""
+        return HERE / f"{self.name}.sh"
+
+    @property
+    def output_dir(self) -> str:
+        """Where it writes, unless it is told otherwise; relative to where it is started."""
+        return f"output/{self.name}"
+
+    def arguments(self, extra: Sequence[str] = ()) -> list[str]:
+        """run_glue.py's command line, with `extra` flags behind the recipe's own."""
+        flags = {**self.flags, "output_dir": self.flags.get("output_dir", self.output_dir)}
+        own = [part for name, value in flags.items() for part in _flag(name, value)]
+        return [*own, *extra]
+
+    def command(self, nproc: int, extra: Sequence[str] = (), port: str | None = None) -> list[str]:
+        """The whole command, ``python`` first, to be run where the user is."""
+        launcher = ["-m", "torch.distributed.launch", f"--nproc_per_node={nproc}"]
+        launcher += [f"--master_port={port}"] if port else []
+        return ["python", *launcher, _shown(SCRIPT), *self.arguments(extra)]
+
+
+def _flag(name: str, value: str | None) -> list[str]:
+    return [f"--{name}"] if value is None else [f"--{name}", value]
+
+
+def _shown(path: Path) -> str:
+    """As one types it where one is: the shorter of relative and absolute."""
+    return min(os.path.relpath(path), str(path), key=len)
+
+
+# ---- the table ----
+
+
+def _read_table() -> configparser.ConfigParser:
+    table = configparser.ConfigParser(
+        delimiters=("=",), inline_comment_prefixes=("#",), allow_no_value=True, interpolation=None
+    )
+    table.optionxform = str
+    table.read_string(TABLE.read_text(encoding="utf-8"), str(TABLE))
+    return table
+
+
+def _settings(table: configparser.ConfigParser, section: str) -> dict[str, str | None]:
+    """A section's settings over those of the section that it is like."""
+    own = dict(table[section])
+    like = own.pop("like", None)
+    return {**_settings(table, like), **own} if like else own
+
+
+def read_recipes() -> dict[str, Recipe]:
+    """Every recipe by name, in the table's order."""
+    table = _read_table()
+    recipes = {}
+    for name in table.sections():
+        if "like" in table[name]:
+            flags = _settings(table, name)
+            nproc, after = int(flags.pop("nproc")), flags.pop("after", None)
+            recipes[name] = Recipe(name, nproc, flags, after)
+    return recipes
+
+
+def read_environment() -> dict[str, str]:
+    """The environment variables that every recipe sets."""
+    return dict(_read_table()["environment"])
+
+
+def small(recipe: Recipe, base: str, data: str) -> Recipe:
+    """The recipe as a trial of a few steps, in one process and a folder of its own.
+
+    All that is not about size stays, but for fp16 where there is no GPU.
+
+    Args:
+        recipe: which one.
+        base: folder of a small model of the recipe's family.
+        data: folder of GLUE's TSV files.
+    """
+    swapped = {**_read_table()["small"], "model_name_or_path": base, "data_dir": data}
+    swapped["output_dir"] = f"{recipe.output_dir}_small"
+    if "fp16" in recipe.flags and gpu_count() == 0:
+        swapped["fp16"] = "False"
+    return replace(recipe, nproc=1, flags={**recipe.flags, **swapped})
+
+
+# ---- what can be wrong before anything starts ----
+
+
+def gpu_count() -> int:
+    """GPUs of this machine that may be used."""
+    import torch  # here, because it takes seconds, and not every call needs it
+
+    return torch.cuda.device_count()
+
+
+def _given(arguments: Sequence[str], name: str) -> str | None:
+    """The value of a flag that counts, the last; None where it is not given."""
+    value = None
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if word == name:
+            value = following
+        elif word.startswith(f"{name}="):
+            value = word.partition("=")[2]
+    return value
+
+
+def check_start(recipe: Recipe, extra: Sequence[str] = ()) -> None:
+    """Sees that the LoRA weights that the recipe starts from are there.
+
+    Raises:
+        FileNotFoundError: they are not; the message says which recipe makes them.
+    """
+    path = _given(recipe.arguments(extra), "--lora_path")
+    if path is None or os.path.exists(path):
+        return
+    if recipe.after is None:
+        raise FileNotFoundError(f"--lora_path {path}: no such file")
+    first = read_recipes()[recipe.after]
+    made = f"{first.output_dir}/pytorch_model_lora.bin"
+    raise FileNotFoundError(
+        f"{path}: no such file; {first.script.name} makes it as {made}: run that, then "
+        f"MNLI_CHECKPOINT={made} bash {_shown(recipe.script)}"
+    )
+
+
+def check_gpus(recipe: Recipe, extra: Sequence[str] = ()) -> None:
+    """Sees that there is a GPU for each of the recipe's processes; one can do without.
+
+    Raises:
+        ValueError: there are too few; the message has a command that does the same on them.
+    """
+    if recipe.nproc == 1 or recipe.nproc <= (gpus := gpu_count()):
+        return
+    # The most processes that the recipe's batch can be dealt out to.
+    fewer = max(n for n in range(1, max(gpus, 1) + 1) if recipe.nproc % n == 0)
+    flags = [*extra, "--gradient_accumulation_steps", str(recipe.nproc // fewer)]
+    if gpus == 0 and "fp16" in recipe.flags:
+        flags += ["--fp16", "False", "--bf16"]
+    raise ValueError(
+        f"the recipe takes {recipe.nproc} GPUs and here are {gpus}; with the same batches: "
+        f"NPROC={fewer} bash {_shown(recipe.script)} {shlex.join(flags)}"
+    )
+
+
+def batch_note(recipe: Recipe, nproc: int, extra: Sequence[str] = ()) -> str | None:
+    """A line where an update is made of another number of examples than the recipe's; else None."""
+
+    def examples(arguments: Sequence[str], processes: int) -> int:
+        batch = _given(arguments, "--per_device_train_batch_size")
+        batches = _given(arguments, "--gradient_accumulation_steps")
+        return int(batch) * int(batches or 1) * processes
+
+    release = examples(recipe.arguments(), recipe.nproc)
+    try:
+        here = examples(recipe.arguments(extra), nproc)
+    except ValueError:
+        return None  # run_glue.py says what is wrong with the flag
+    if here == release:
+        return None
+    return f"an update is made of {here} examples here, of {release} in the release"
+
+
+# ---- the program ----
+
+
+def about(recipe: Recipe) -> str:
+    """What the recipe is: the comment at the head of its script."""
+    lines = recipe.script.read_text(encoding="utf-8").splitlines()[1:]
+    return " ".join(line.removeprefix("# ") for line in lines if line.startswith("# "))
+
+
+def written_out(environment: Mapping[str, str], command: Sequence[str]) -> str:
+    """A command as one types it, a flag a line."""
+    lines = [" ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())]
+    end = command.index(_shown(SCRIPT)) + 1
+    lines.append(shlex.join(command[:end]))
+    for word in command[end:]:
+        if word.startswith("--"):
+            lines.append(shlex.quote(word))
+        else:
+            lines[-1] += f" {shlex.quote(word)}"
+    return " \\\n    ".join(lines)
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """This program's arguments, the recipe among them; and run_glue.py's, which go on to it."""
+    recipes = read_recipes()
+    parser = argparse.ArgumentParser(
+        prog="recipe.py",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("recipe", choices=recipes, metavar="RECIPE", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--small",
+        nargs=2,
+        metavar=("BASE", "DATA"),
+        help="a trial: a few steps from a small base of the same family (a folder), on GLUE's "
+        "files in a folder, in one process unless NPROC says otherwise",
+    )
+    parser.add_argument("--print", action="store_true", help="show the command, do not run it")
+    if argv and argv[0] in recipes:
+        recipe = recipes[argv[0]]
+        parser.usage = f"bash {_shown(recipe.script)} [--small BASE DATA] [--print] [flags]"
+        parser.description = about(recipe)
+        parser.epilog = USAGE.format(
+            nproc=recipe.nproc,
+            start=recipe.flags.get("lora_path", "not used by this recipe"),
+            script=_shown(SCRIPT),
+        )
+    return parser.parse_known_args(argv)
+
+
+def chosen(args: argparse.Namespace) -> tuple[Recipe, int]:
+    """The recipe that is asked for, and on how many processes.
+
+    Raises:
+        ValueError: NPROC is no number of processes.
+    """
+    recipe = read_recipes()[args.recipe]
+    checkpoint = os.environ.get("MNLI_CHECKPOINT")
+    if recipe.after and checkpoint:
+        recipe = replace(recipe, flags={**recipe.flags, "lora_path": checkpoint})
+    if args.small:
+        recipe = small(recipe, *args.small)
+    nproc = os.environ.get("NPROC", str(recipe.nproc))
+    if not nproc.isdecimal() or int(nproc) < 1:
+        raise ValueError(f"NPROC={nproc}: has to be a number of processes, from 1 on")
+    return recipe, int(nproc)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Checks what a recipe needs, shows its command, and becomes it."""
+    args, extra = parse(sys.argv[1:] if argv is None else argv)
+    try:
+        recipe, nproc = chosen(args)
+        if not args.print:
+            check_start(recipe, extra)
+            if "NPROC" not in os.environ:
+                check_gpus(recipe, extra)
+    except (OSError, ValueError) as error:
+        sys.exit(f"{args.recipe}.sh: error: {error}")
+    environment = read_environment()
+    command = recipe.command(nproc, extra, os.environ.get("MASTER_PORT"))
+    print(written_out(environment, command), flush=True)
+    if args.print:
+        return
+    note = None if args.small else batch_note(recipe, nproc, extra)
+    if note:
+        print(f"{args.recipe}.sh: {note}", file=sys.stderr, flush=True)
+    os.execve(sys.executable, [sys.executable, *command[1:]], {**os.environ, **environment})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,4 @@
+#!/usr/bin/env bash
+# RoBERTa-large with LoRA on STS-B from roberta_large_mnli.sh's LoRA weights; seed 0.
+# The paper has it in Table 2, as the median of 5 seeds.
+exec python "$(dirname "$0")/recipe.py" roberta_large_stsb "$@"

@@ -1,0 +1,506 @@
+"""The recipes of NLU/: their values, their commands, and a few steps of each on a small base.
+
+Every script is run with --print; its command's flags go through run_glue.py's parser. All recipes
+make two steps in this process, and a chain of two of them does so as a user starts it.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+NLU = ROOT / "NLU"
+FACTS = ROOT.parent / "shared" / "facts"
+SCRIPTS = sorted(path.stem for path in NLU.glob("*.sh"))
+AFTER_MNLI = [name for name in SCRIPTS if name.endswith(("_mrpc", "_rte", "_stsb"))]
+
+# The small base of each family: a fixture's name.
+SMALL_BASES = {
+    "roberta-base": "tiny_base",
+    "roberta-large": "tiny_base",
+    "microsoft/deberta-v2-xxlarge": "tiny_deberta_base",
+}
+# Positions of the published models, and what else decides how long a text may be.
+PUBLISHED_POSITIONS = {
+    "roberta-base": {"max_position_embeddings": 514, "pad_token_id": 1},
+    "roberta-large": {"max_position_embeddings": 514, "pad_token_id": 1},
+    "microsoft/deberta-v2-xxlarge": {
+        "max_position_embeddings": 512,
+        "position_biased_input": False,
+        "relative_attention": True,
+        "position_buckets": 256,
+    },
+}
+
+
+def load_recipe_module():
+    name = "nlu_tests_recipe"
+    spec = importlib.util.spec_from_file_location(name, NLU / "recipe.py")
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+recipe = load_recipe_module()
+RECIPES = recipe.read_recipes()
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch, tmp_path):
+    """No variable of the caller's, and a folder to write to."""
+    for name in ("NPROC", "MNLI_CHECKPOINT", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def _same_determinism():
+    """The DeBERTa recipes set it for the process, which goes on to other tests here."""
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def small_glue(tiny_glue, tmp_path_factory) -> Path:
+    """All eight tasks: those of `tiny_glue`, and four more with the texts of its RTE."""
+    root = tmp_path_factory.mktemp("glue") / "all"
+    shutil.copytree(tiny_glue, root)
+    columns = {
+        "MRPC": ("Quality", "#1 String", "#2 String"),
+        "QQP": ("is_duplicate", "question1", "question2"),
+        "QNLI": ("label", "question", "sentence"),
+        "STS-B": ("score", "sentence1", "sentence2"),
+    }
+    for split in ("train", "dev"):
+        lines = (root / "RTE" / f"{split}.tsv").read_text(encoding="utf-8").splitlines()[1:]
+        rows = [line.split("\t") for line in lines]
+        for task, header in columns.items():
+            table = ["\t".join(header)]
+            for number, first, second, word in rows:
+                label = {
+                    "QNLI": word,
+                    "STS-B": f"{int(number) % 11 / 2}",
+                }.get(task, str(int(word == "entailment")))
+                table.append("\t".join((label, first, second)))
+            (root / task).mkdir(exist_ok=True)
+            (root / task / f"{split}.tsv").write_text("\n".join(table) + "\n", encoding="utf-8")
+    return root
+
+
+@pytest.fixture(scope="module")
+def tiny_deberta_base(tiny_glue, tmp_path_factory) -> Path:
+    """A folder with a DeBERTa-v2 base of 2 layers, 32 wide, with xxlarge's options."""
+    import sentencepiece
+
+    from transformers import DebertaV2Config, DebertaV2Model, DebertaV2Tokenizer
+
+    folder = tmp_path_factory.mktemp("base") / "tiny_deberta"
+    folder.mkdir()
+    lines = (tiny_glue / "RTE" / "train.tsv").read_text(encoding="utf-8").splitlines()[1:]
+    with open(folder / "spm.model", "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(text for line in lines for text in line.split("\t")[1:3]),
+            model_writer=file,
+            vocab_size=80,
+            hard_vocab_limit=False,
+            pad_id=0,
+            bos_id=1,
+            eos_id=2,
+            unk_id=3,
+            pad_piece="[PAD]",
+            bos_piece="[CLS]",
+            eos_piece="[SEP]",
+            unk_piece="[UNK]",
+            minloglevel=2,
+        )
+    tokenizer = DebertaV2Tokenizer(folder / "spm.model", model_max_length=64)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(1)
+    config = DebertaV2Config(
+        vocab_size=len(tokenizer) + 5,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        relative_attention=True,
+        position_buckets=16,
+        pos_att_type="p2c|c2p",
+        share_att_key=True,
+        norm_rel_ebd="layer_norm",
+        position_biased_input=False,
+        conv_kernel_size=3,
+        conv_act="gelu",
+        initializer_range=0.2,
+    )
+    DebertaV2Model(config).save_pretrained(folder)
+    return folder
+
+
+# ---- the table ----
+
+
+def test_every_recipe_has_its_script():
+    assert len(SCRIPTS) == 28
+    assert set(SCRIPTS) == set(RECIPES)
+
+
+def test_the_values_are_the_release_s():
+    path = FACTS / "nlu_release_recipes.json"
+    if not path.is_file():
+        pytest.skip("the release's recipes are not on this machine")
+    release = {
+        name.removesuffix(".sh"): (
+            entry["num_gpus"],
+            entry["env"],
+            {flag: None if value is True else value for flag, value in entry["args"].items()},
+        )
+        for name, entry in json.loads(path.read_text()).items()
+    }
+    ours = {
+        name: (entry.nproc, recipe.read_environment(), dict(entry.flags))
+        for name, entry in RECIPES.items()
+    }
+    assert ours == release
+
+
+@pytest.mark.parametrize("name", AFTER_MNLI)
+def test_a_recipe_starts_from_weights_that_fit(name):
+    assert len(AFTER_MNLI) == 9
+    first = RECIPES[RECIPES[name].after]
+    assert first.flags["task_name"] == "mnli"
+    for flag in ("model_name_or_path", "apply_lora", "lora_r", "lora_alpha"):
+        assert first.flags[flag] == RECIPES[name].flags[flag]
+
+
+def test_no_other_recipe_starts_from_weights():
+    others = [entry for name, entry in RECIPES.items() if name not in AFTER_MNLI]
+    assert [e.name for e in others if e.after or "lora_path" in e.flags] == []
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_published_model_takes_texts_as_long_as_the_recipe_s(run_glue, name):
+    from transformers import DebertaV2Config, RobertaConfig
+
+    flags = RECIPES[name].flags
+    model = flags["model_name_or_path"]
+    config_type = DebertaV2Config if "deberta" in model else RobertaConfig
+    run_glue.check_length(config_type(**PUBLISHED_POSITIONS[model]), int(flags["max_seq_length"]))
+
+
+# ---- the scripts and their commands ----
+
+
+def parsed(run_glue, arguments: list[str]) -> dict:
+    """run_glue.py's settings by name."""
+    types = (run_glue.ModelArguments, run_glue.DataTrainingArguments, run_glue.TrainingArguments)
+    settings = run_glue.HfArgumentParser(types).parse_args_into_dataclasses(arguments)
+    return {name: value for part in settings for name, value in vars(part).items()}
+
+
+def run_script(name: str, *arguments: object, **environment: object) -> subprocess.CompletedProcess:
+    python = str(Path(sys.executable).parent)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    return subprocess.run(
+        ["bash", NLU / f"{name}.sh", *map(str, arguments)],
+        env={
+            **os.environ,
+            "PATH": f"{python}{os.pathsep}{os.environ['PATH']}",
+            "MASTER_PORT": str(port),
+            **{variable: str(value) for variable, value in environment.items()},
+        },
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def typed(command: str) -> list[str]:
+    """The words of a command that spans lines."""
+    return shlex.split(command.replace("\\\n", " "))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_s_command_is_the_recipe_and_is_understood(run_glue, name):
+    result = run_script(name, "--print", "--data_dir", "my data", "--seed=7")
+    assert result.returncode == 0, result.stderr
+    words = typed(result.stdout)
+    assert words[:2] == ["CUBLAS_WORKSPACE_CONFIG=:16:8", "PYTHONHASHSEED=0"]
+    assert words[2:5] == ["python", "-m", "torch.distributed.launch"]
+    assert words[5] == f"--nproc_per_node={RECIPES[name].nproc}"
+    assert (Path.cwd() / words[7]).resolve() == recipe.SCRIPT
+
+    settings = parsed(run_glue, words[8:])
+    assert (settings["data_dir"], settings["seed"]) == ("my data", 7)
+    assert settings["output_dir"] == f"output/{name}"
+    for flag, text in RECIPES[name].flags.items():
+        if flag != "seed":
+            value = settings[flag]
+            assert value == (True if text is None else type(value)(text)), flag
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_says_what_it_is(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        recipe.main([name, "--help"])
+    assert ended.value.code == 0
+    assert recipe.about(RECIPES[name]) in " ".join(capsys.readouterr().out.split())
+    text = recipe.about(RECIPES[name]).lower().replace("-", "")
+    flags = RECIPES[name].flags
+    model = flags["model_name_or_path"].removeprefix("microsoft/").replace("-", "")
+    assert text.startswith(model)
+    assert f" on {flags['task_name']}" in text
+    assert f"seed {flags['seed']}." in text
+
+
+@pytest.fixture
+def started(monkeypatch) -> list:
+    """What `recipe.main` would become: (arguments, environment), instead of becoming it."""
+    calls = []
+    monkeypatch.setattr(
+        os, "execve", lambda _, words, environment: calls.append((words, environment))
+    )
+    return calls
+
+
+def test_the_last_flag_counts(run_glue, started, monkeypatch):
+    monkeypatch.setenv("NPROC", "1")
+    recipe.main(["roberta_base_mnli", "--learning_rate", "1e-3", "--overwrite_output_dir", "False"])
+    ((words, environment),) = started
+    settings = parsed(run_glue, words[words.index("--model_name_or_path") :])
+    assert (settings["learning_rate"], settings["overwrite_output_dir"]) == (1e-3, False)
+    assert environment["PYTHONHASHSEED"] == "0"
+    assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+# ---- processes ----
+
+
+@pytest.mark.parametrize(("gpus", "nproc"), [(8, None), (9, None), (2, "2"), (0, "1"), (0, "3")])
+def test_processes(started, monkeypatch, gpus, nproc):
+    monkeypatch.setattr(recipe, "gpu_count", lambda: gpus)
+    if nproc:
+        monkeypatch.setenv("NPROC", nproc)
+    recipe.main(["roberta_base_mnli"])
+    assert f"--nproc_per_node={nproc or 8}" in started[0][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "advice"),
+    [
+        ("roberta_base_mnli", 2, "NPROC=2 bash {} --seed 1 --gradient_accumulation_steps 4"),
+        ("roberta_base_mnli", 7, "NPROC=4 bash {} --seed 1 --gradient_accumulation_steps 2"),
+        ("roberta_base_cola", 1, "NPROC=1 bash {} --seed 1 --gradient_accumulation_steps 2"),
+        ("roberta_base_mnli", 0, "NPROC=1 bash {} --seed 1 --gradient_accumulation_steps 8"),
+        (
+            "mnli.rdrop",
+            0,
+            "NPROC=1 bash {} --seed 1 --gradient_accumulation_steps 8 --fp16 False --bf16",
+        ),
+    ],
+)
+def test_too_few_gpus(started, monkeypatch, capsys, name, gpus, advice):
+    """The advice, once followed, makes batches of the recipe's size."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(recipe, "gpu_count", lambda: gpus)
+    with pytest.raises(SystemExit) as ended:
+        recipe.main([name, "--seed", "1"])
+    message = f"here are {gpus}; with the same batches: "
+    assert ended.value.code.startswith(f"{name}.sh: error: the recipe takes")
+    assert ended.value.code.endswith(message + advice.format(f"NLU/{name}.sh"))
+    assert started == []
+
+    variable, _bash, _script, *flags = shlex.split(advice)
+    monkeypatch.setenv(*variable.split("="))
+    recipe.main([name, *flags])
+    assert len(started) == 1
+    assert "examples" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("nproc", ["0", "-1", "two", ""])
+def test_a_number_of_processes_that_is_none(started, monkeypatch, nproc):
+    monkeypatch.setenv("NPROC", nproc)
+    with pytest.raises(SystemExit) as ended:
+        recipe.main(["roberta_base_mnli"])
+    assert ended.value.code.startswith(f"roberta_base_mnli.sh: error: NPROC={nproc}: ")
+    assert started == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "examples"),
+    [
+        ([], 32),
+        (["--gradient_accumulation_steps=3"], 96),
+        (["--per_device_train_batch_size", "9"], 18),
+    ],
+)
+def test_another_batch_is_said(started, monkeypatch, capsys, flags, examples):
+    monkeypatch.setenv("NPROC", "2")
+    recipe.main(["roberta_base_mnli", *flags])
+    expected = f"an update is made of {examples} examples here, of 128 in the release"
+    assert capsys.readouterr().err == f"roberta_base_mnli.sh: {expected}\n"
+    assert len(started) == 1
+
+
+# ---- the weights to start from ----
+
+
+@pytest.mark.parametrize("name", AFTER_MNLI)
+def test_missing_weights_are_an_error_that_says_what_makes_them(started, name):
+    family = name.rsplit("_", 1)[0]
+    with pytest.raises(SystemExit) as ended:
+        recipe.main([name])
+    message = ended.value.code
+    assert message.startswith(f"{name}.sh: error: {RECIPES[name].flags['lora_path']}: no such file")
+    assert f"{family}_mnli.sh makes it as output/{family}_mnli/pytorch_model_lora.bin" in message
+    assert "\n" not in message
+    assert started == []
+
+
+@pytest.mark.parametrize("how", ["default", "variable", "flag"])
+def test_where_the_weights_are(started, monkeypatch, how):
+    path = {"default": "roberta_base_mnli_lora.bin"}.get(how, "elsewhere.bin")
+    Path(path).touch()
+    monkeypatch.setenv("NPROC", "8")
+    if how == "variable":
+        monkeypatch.setenv("MNLI_CHECKPOINT", path)
+    recipe.main(["roberta_base_rte", *(["--lora_path", path] if how == "flag" else [])])
+    words = started[0][0]
+    last = len(words) - words[::-1].index("--lora_path")
+    assert Path(words[last]) == Path(path)
+
+
+def test_weights_that_a_flag_names_have_to_be_there(started):
+    with pytest.raises(SystemExit) as ended:
+        recipe.main(["roberta_base_sst2", "--lora_path", "none.bin"])
+    assert ended.value.code == "roberta_base_sst2.sh: error: --lora_path none.bin: no such file"
+
+
+def test_the_variable_does_not_concern_the_other_recipes(started, monkeypatch):
+    monkeypatch.setenv("NPROC", "8")
+    monkeypatch.setenv("MNLI_CHECKPOINT", "none.bin")
+    recipe.main(["roberta_base_sst2"])
+    assert "--lora_path" not in started[0][0]
+
+
+# ---- a few steps ----
+
+
+def steps_of(folder: Path) -> int:
+    return json.loads((folder / "trainer_state.json").read_text())["global_step"]
+
+
+@pytest.fixture(scope="module")
+def weights_for(run_glue, small_glue, tmp_path_factory):
+    """The LoRA weights of a recipe's trial, made once for all that start from them."""
+    made = {}
+
+    def make(name: str, base: Path) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("weights") / name
+            trial = recipe.small(RECIPES[name], str(base), str(small_glue))
+            run_glue.main(trial.arguments(["--disable_tqdm", "--output_dir", str(made[name])]))
+        return made[name] / "pytorch_model_lora.bin"
+
+    return make
+
+
+@pytest.mark.usefixtures("_same_determinism")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_recipe_runs(run_glue, small_glue, weights_for, request, monkeypatch, started, name):
+    base = request.getfixturevalue(SMALL_BASES[RECIPES[name].flags["model_name_or_path"]])
+    for variable, value in recipe.read_environment().items():
+        monkeypatch.setenv(variable, value)
+    if RECIPES[name].after:
+        monkeypatch.setenv("MNLI_CHECKPOINT", str(weights_for(RECIPES[name].after, base)))
+    recipe.main([name, "--small", str(base), str(small_glue), "--disable_tqdm"])
+    words = started[0][0]
+    run_glue.main(words[words.index("--model_name_or_path") :])
+    out = Path("output") / f"{name}_small"
+    assert steps_of(out) == 2
+    results = json.loads((out / "eval_results.json").read_text())
+    assert 0 < results["eval_loss"] < 100
+    assert ("eval_loss_mm" in results) == (RECIPES[name].flags["task_name"] == "mnli")
+
+
+def test_a_small_run_keeps_what_is_not_about_size(run_glue, monkeypatch):
+    flags = "weight_decay warmup_ratio learning_rate lora_alpha per_device_train_batch_size seed"
+    real = RECIPES["deberta_v2_xxlarge_mrpc"]
+    for gpus in (0, 1):
+        monkeypatch.setattr(recipe, "gpu_count", lambda gpus=gpus: gpus)
+        before, after = (
+            parsed(run_glue, entry.arguments()) for entry in (real, recipe.small(real, "b", "d"))
+        )
+        assert [before[flag] for flag in flags.split()] == [after[flag] for flag in flags.split()]
+        assert (after["model_name_or_path"], after["data_dir"], after["max_steps"]) == ("b", "d", 2)
+        assert after["fp16"] == (gpus > 0)
+        assert after["lora_path"] == before["lora_path"]
+
+
+def test_two_recipes_from_the_command_line(tiny_base, small_glue, tmp_path):
+    """MNLI on two processes, and MRPC from the weights that it has left."""
+    first = run_script("roberta_base_mnli", "--small", tiny_base, small_glue, NPROC=2)
+    assert first.returncode == 0, first.stderr
+    assert "--nproc_per_node=2" in first.stdout
+    made = tmp_path / "output" / "roberta_base_mnli_small"
+    assert steps_of(made) == 2
+    second = run_script(
+        *("roberta_base_mrpc", "--small", tiny_base, small_glue, "--max_steps", 3),
+        MNLI_CHECKPOINT=made / "pytorch_model_lora.bin",
+    )
+    assert second.returncode == 0, second.stderr
+    assert f"tensors from {made / 'pytorch_model_lora.bin'}" in second.stderr
+    out = tmp_path / "output" / "roberta_base_mrpc_small"
+    assert steps_of(out) == 3
+    assert "eval_combined_score" in json.loads((out / "eval_results.json").read_text())
+
+
+def test_an_error_from_the_command_line_is_one_line():
+    result = run_script("roberta_base_rte")
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (1, "", 1)
+    assert result.stderr.startswith("roberta_base_rte.sh: error: ./roberta_base_mnli_lora.bin: no")
+
+
+# ---- what is written about them ----
+
+
+def readme_rows() -> dict[str, list[str]]:
+    rows = re.findall(r"^\| `(\S+)\.sh` \|(.*)\|$", (NLU / "README.md").read_text("utf-8"), re.M)
+    return {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows}
+
+
+def test_the_readme_lists_the_recipes():
+    rows = readme_rows()
+    assert sorted(rows) == SCRIPTS
+    for name, (*_, first) in rows.items():
+        after = RECIPES[name].after
+        assert first == (f"`{after}.sh`" if after else ""), name
+
+
+@pytest.mark.parametrize("where", ["README", "script"])
+def test_the_figures_are_the_paper_s(where):
+    path = FACTS / "paper_results.json"
+    if not path.is_file():
+        pytest.skip("the paper's figures are not on this machine")
+    paper = json.loads(path.read_text())["glue_dev"]
+    known = {"roberta_base": "roberta-base LoRA", "deberta_v2_xxlarge": "deberta-v2-xxlarge LoRA"}
+    for name, (_, _, figure, _) in readme_rows().items():
+        family, _, task = name.rpartition("_")
+        expected = paper[known[family]][task] if family in known else ""
+        if where == "README":
+            assert figure == expected, name
+        else:
+            text = recipe.about(RECIPES[name])
+            assert re.findall(r"Table 2: (\S+)", text) == ([expected] if expected else []), name
