@@ -64,7 +64,8 @@ else
 fi
 echo "$train, $data/test.txt, $vocab"
 encode train "$train"
-encode test "$data/test.txt"
+head -n 1000 "$data/test.txt" > "$out/test.txt"
+encode test "$out/test.txt"
 # The base learns the other direction, from texts to meanings: words, but not the task.
 awk -F'[|][|]' '{ print $2 "||" $1 }' "$train" > "$out/reversed.txt"
 encode reversed "$out/reversed.txt"
@@ -72,23 +73,23 @@ encode reversed "$out/reversed.txt"
 step "2. The base: a small GPT-2, trained on texts followed by their meanings"
 python src/gpt2_ft.py --platform local \
     --train_data "$out/reversed.jsonl" --valid_data "$out/test.jsonl" \
-    --model_card gpt2.xs --obj jlm --train_batch_size 16 --max_step 500 \
+    --model_card gpt2.xs --obj jlm --train_batch_size 16 --max_step 400 \
     --lr 3e-3 --correct_bias --warmup_step 40 --log_interval 50 --eval_interval 500 \
     --work_dir "$out/base" --random_seed 1
 
 step "3. LoRA, by the release's launch line"
 python -m torch.distributed.launch --nproc_per_node=1 src/gpt2_ft.py --platform local \
     --train_data "$out/train.jsonl" --valid_data "$out/test.jsonl" \
-    --model_card gpt2.xs --init_checkpoint "$out/base/model.500.pt" \
+    --model_card gpt2.xs --init_checkpoint "$out/base/model.400.pt" \
     --lora_dim 8 --lora_alpha 32 --lora_dropout 0.1 --label_smooth 0.1 \
-    --train_batch_size 8 --max_epoch 3 --lr 1e-2 --correct_bias --adam_beta2 0.999 \
+    --train_batch_size 8 --max_epoch 2 --lr 1e-2 --correct_bias --adam_beta2 0.999 \
     --scheduler linear --warmup_step 100 --log_interval 100 --eval_interval 500 \
     --save_lora_only --work_dir "$out/lora" --random_seed 110
 lora=$(ls -t "$out"/lora/model.*.pt | head -n 1)
 
 step "4. Beam search: the base alone, and the base with $lora"
-generate base --init_checkpoint "$out/base/model.500.pt"
-generate lora --init_checkpoint "$out/base/model.500.pt" --lora_path "$lora"
+generate base --init_checkpoint "$out/base/model.400.pt"
+generate lora --init_checkpoint "$out/base/model.400.pt" --lora_path "$lora"
 
 step "5. Scores"
 head -n 3 "$out/pred_lora.txt"

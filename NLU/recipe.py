@@ -172,6 +172,18 @@ def check_start(recipe: Recipe, extra: Sequence[str] = ()) -> None:
     )
 
 
+def fitted(recipe: Recipe, gpus: int) -> tuple[int, list[str]]:
+    """The recipe with its own batches on fewer GPUs: processes, and flags to go behind its own."""
+    # The most processes that the recipe's batch can be dealt out to.
+    fewer = max(n for n in range(1, max(gpus, 1) + 1) if recipe.nproc % n == 0)
+    flags = []
+    if fewer < recipe.nproc:
+        flags += ["--gradient_accumulation_steps", str(recipe.nproc // fewer)]
+    if gpus == 0 and "fp16" in recipe.flags:
+        flags += ["--fp16", "False", "--bf16"]
+    return fewer, flags
+
+
 def check_gpus(recipe: Recipe, extra: Sequence[str] = ()) -> None:
     """Sees that there is a GPU for each of the recipe's processes; one can do without.
 
@@ -180,14 +192,10 @@ def check_gpus(recipe: Recipe, extra: Sequence[str] = ()) -> None:
     """
     if recipe.nproc == 1 or recipe.nproc <= (gpus := gpu_count()):
         return
-    # The most processes that the recipe's batch can be dealt out to.
-    fewer = max(n for n in range(1, max(gpus, 1) + 1) if recipe.nproc % n == 0)
-    flags = [*extra, "--gradient_accumulation_steps", str(recipe.nproc // fewer)]
-    if gpus == 0 and "fp16" in recipe.flags:
-        flags += ["--fp16", "False", "--bf16"]
+    fewer, flags = fitted(recipe, gpus)
     raise ValueError(
         f"the recipe takes {recipe.nproc} GPUs and here are {gpus}; with the same batches: "
-        f"NPROC={fewer} bash {_shown(recipe.script)} {shlex.join(flags)}"
+        f"NPROC={fewer} bash {_shown(recipe.script)} {shlex.join([*extra, *flags])}"
     )
 
 

@@ -4,6 +4,8 @@ import random
 import sys
 from pathlib import Path
 
+from vocab import open_vocab
+
 BATCH, LONGEST = 16, 512
 
 # Tokens of RTE's 2,490 training pairs at the quantiles 0.01, 0.03, … 0.99, specials included.
@@ -21,19 +23,12 @@ def count_tokens(data_dir: Path, vocab: Path) -> list[int]:
 
     Args:
         data_dir: a folder of GLUE's.
-        vocab: a folder with a byte-level BPE: RoBERTa's vocab.json and merges.txt, or GPT-2's
-            encoder.json and vocab.bpe, which splits text in the same way.
+        vocab: a folder with a byte-level BPE.
     """
-    from tokenizers import ByteLevelBPETokenizer
-
     train = data_dir / "RTE" / "train.tsv"
     if not train.is_file():
         sys.exit(f"{train} is missing: --data_dir takes a folder of GLUE")
-    names = [("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")]
-    pairs = [(vocab / a, vocab / b) for a, b in names if (vocab / a).is_file()]
-    if not pairs:
-        sys.exit(f"{vocab} has neither vocab.json nor encoder.json: --vocab takes their folder")
-    tokenizer = ByteLevelBPETokenizer(*map(str, pairs[0]))
+    tokenizer = open_vocab(vocab)
     rows = [line.split("\t") for line in train.read_text(encoding="utf-8").split("\n")[1:] if line]
     # <s> A </s></s> B </s>
     counts = (sum(len(tokenizer.encode(text).ids) for text in row[1:3]) + 4 for row in rows)

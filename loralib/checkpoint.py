@@ -8,19 +8,24 @@ Two forms are known here, told apart by the file's content:
   which everything is checked.
 
 Both hold the tensors whose name contains ``lora_`` and those outside the backbone (the
-classification head). Files are written whole or not at all, and torch files are read weights-only.
+classification head). The baselines' files, bottleneck adapters and biases, are the same with what
+they train in LoRA's place: see `Kind`. A run that trains several of them writes a file of each.
+Files are written whole or not at all, and torch files are read weights-only.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import pickle
+import re
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import ClassVar, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -28,9 +33,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .layers import LoRALayer
-
-LORA_WEIGHTS_NAME = "pytorch_model_lora.bin"
-SAFE_LORA_WEIGHTS_NAME = "pytorch_model_lora.safetensors"
 
 # The backbones of the release; what starts with neither belongs to a head.
 BACKBONE_PREFIXES = ("roberta", "deberta")
@@ -176,56 +178,177 @@ def _first_line(error: Exception) -> str:
 # ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class AdapterInfo:
-    """What an adapter's tensors do not say of themselves.
+_Info = TypeVar("_Info", bound="TrainedInfo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedInfo:
+    """What the tensors of a file do not say of themselves, whatever its kind.
 
     Args:
-        rank: r, the rank of the update.
-        alpha: the update is scaled by alpha / r.
-        targets: last parts of the adapted modules' names, such as ``("query", "value")``.
         base: name or path of the base model.
         base_fingerprint: `fingerprint` of the base's weights.
         task: name of the task that the head was trained for.
         labels: the head's label names, in the order of its outputs.
+        beside: the switches (see `Kind`) of what was trained with this and lies in other files.
     """
 
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
     base: str | None = None
     base_fingerprint: str | None = None
     task: str | None = None
     labels: tuple[str, ...] | None = None
+    beside: tuple[str, ...] | None = None
+
+    # Fields whose presence tells that a file's metadata are of this class.
+    own: ClassVar[frozenset[str]] = frozenset()
 
     def to_metadata(self) -> dict[str, str]:
         """The fields as safetensors' metadata: strings of JSON; unset fields are left out."""
         return {key: json.dumps(value) for key, value in asdict(self).items() if value is not None}
 
     @classmethod
-    def from_metadata(cls, metadata: Mapping[str, str], path: Path) -> "AdapterInfo | None":
-        """The reverse of `to_metadata`; None where the metadata is not an adapter's.
+    def from_metadata(cls: type[_Info], metadata: Mapping[str, str], path: Path) -> _Info | None:
+        """The reverse of `to_metadata`; None where the metadata is not of this class.
 
         Raises:
-            CheckpointError: rank, alpha or targets are there but not all of them are readable.
+            CheckpointError: some of the class's own fields are there, but not all are sound.
         """
         known = {field.name for field in fields(cls)} & metadata.keys()
-        if not known & {"rank", "alpha", "targets"}:
+        if not known & cls.own:
             return None
         try:
             values = {key: json.loads(metadata[key]) for key in known}
-            for key in ("targets", "labels"):
+            for key in ("targets", "labels", "beside"):
                 if key in values:
                     values[key] = tuple(str(item) for item in values[key])
             info = cls(**values)
         except (TypeError, ValueError) as error:
             message = f"{path}: its metadata is damaged ({_first_line(error)})"
             raise CheckpointError(message) from error
-        rank, alpha = info.rank, info.alpha
+        info._check(path)
+        return info
+
+    def _check(self, path: Path) -> None:
+        """Raises CheckpointError where a value is none that this class can have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterInfo(TrainedInfo):
+    """What has to be known of LoRA weights.
+
+    Args:
+        rank: r, the rank of the update.
+        alpha: the update is scaled by alpha / r.
+        targets: the adapted modules, as `lora_targets` names them: ``("query", "value")``.
+        dropout: dropout on the update's input in training, where there was any.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    dropout: float | None = None
+
+    own: ClassVar[frozenset[str]] = frozenset({"rank", "alpha", "targets"})
+
+    def _check(self, path: Path) -> None:
+        rank, alpha = self.rank, self.alpha
         sound = isinstance(rank, int) and rank >= 1 and isinstance(alpha, int | float)
         if not sound or not 0 < alpha < float("inf"):
             raise CheckpointError(f"{path}: rank {rank!r}, alpha {alpha!r} in its metadata")
-        return info
+
+
+@dataclass(frozen=True, kw_only=True)
+class BottleneckInfo(TrainedInfo):
+    """What has to be known of bottleneck adapters.
+
+    Args:
+        adapter_type: where they sit and how they compute, such as "houlsby".
+        adapter_size: width of the bottleneck.
+    """
+
+    adapter_type: str
+    adapter_size: int
+
+    own: ClassVar[frozenset[str]] = frozenset({"adapter_type", "adapter_size"})
+
+    def _check(self, path: Path) -> None:
+        kind, size = self.adapter_type, self.adapter_size
+        if not (isinstance(kind, str) and isinstance(size, int) and size >= 1):
+            message = f"adapter_type {kind!r}, adapter_size {size!r} in its metadata"
+            raise CheckpointError(f"{path}: {message}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BiasInfo(TrainedInfo):
+    """What has to be known of biases that were trained in place.
+
+    Args:
+        biases: which ones; "all" the backbone has.
+    """
+
+    biases: str = "all"
+
+    own: ClassVar[frozenset[str]] = frozenset({"biases"})
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A part of the backbone that can be trained while the rest is frozen.
+
+    Args:
+        name: what messages call it.
+        part: what the names of its tensors contain.
+        file: its files' name in a checkpoint's folder, without the suffix.
+        info: the class of its files' metadata.
+        switch: the setting that puts it into a model.
+        flag: the scripts' flag that names its file.
+    """
+
+    name: str
+    part: str
+    file: str
+    info: type[TrainedInfo]
+    switch: str
+    flag: str
+
+    @property
+    def files(self) -> tuple[str, str]:
+        """Its two files, the one with metadata first."""
+        return f"{self.file}.safetensors", f"{self.file}.bin"
+
+    def holds(self, name: str, backbones: tuple[str, ...]) -> bool:
+        """Whether a tensor of this name, in a model with these backbones, belongs to this kind."""
+        if self is not BITFIT:
+            return self.part in name
+        # A head has biases of its own, and so have adapters.
+        return self.part in name and BOTTLENECK.part not in name and name.startswith(backbones)
+
+
+LORA = Kind(
+    name="LoRA",
+    part="lora_",
+    file="pytorch_model_lora",
+    info=AdapterInfo,
+    switch="apply_lora",
+    flag="--lora_path",
+)
+BOTTLENECK = Kind(
+    name="adapter",
+    part="adapter",
+    file="pytorch_model_adapter",
+    info=BottleneckInfo,
+    switch="apply_adapter",
+    flag="--adapter_path",
+)
+BITFIT = Kind(
+    name="BitFit",
+    part="bias",
+    file="pytorch_model_bitfit",
+    info=BiasInfo,
+    switch="apply_bitfit",
+    flag="--bitfit_path",
+)
+KINDS = (LORA, BOTTLENECK, BITFIT)
 
 
 @dataclass(frozen=True)
@@ -233,8 +356,9 @@ class Adapter:
     """An adapter in memory: its tensors by name, its info where the file has one, its source."""
 
     tensors: dict[str, Tensor]
-    info: AdapterInfo | None
+    info: TrainedInfo | None
     source: str = "adapter"
+    kind: Kind = LORA
 
 
 def save_adapter(path: str | os.PathLike, adapter: Adapter) -> None:
@@ -243,36 +367,63 @@ def save_adapter(path: str | os.PathLike, adapter: Adapter) -> None:
     write_tensors(path, adapter.tensors, metadata)
 
 
-def load_adapter(path: str | os.PathLike) -> Adapter:
+def load_adapter(path: str | os.PathLike, kind: Kind = LORA) -> Adapter:
     """Reads an adapter file of either form, or the one in a checkpoint's folder.
 
     The release's form says nothing of itself; where this project wrote it, the safetensors beside
     it hold the same tensors, and the info is taken from there.
 
     Raises:
-        CheckpointError: the file cannot be read or holds no LoRA tensors.
+        CheckpointError: the file cannot be read or holds no tensors of its kind.
     """
     path = Path(path)
     if path.is_dir():
-        named = [path / SAFE_LORA_WEIGHTS_NAME, path / LORA_WEIGHTS_NAME]
+        named = [path / name for name in kind.files]
         path = next((file for file in named if file.is_file()), named[0])
     tensors, metadata = read_tensors(path)
     tensors = rename_old_tensors(tensors)
-    if not any("lora_" in name for name in tensors):
-        raise CheckpointError(f"{path}: none of its {len(tensors)} tensors is LoRA's ('lora_')")
-    info = AdapterInfo.from_metadata(metadata, path) or _info_beside(path, tensors)
-    return Adapter(tensors, info, str(path))
+    if not any(kind.holds(name, BACKBONE_PREFIXES) for name in tensors):
+        raise CheckpointError(
+            f"{path}: none of its {len(tensors)} tensors is {kind.name}'s ('{kind.part}')"
+        )
+    info = kind.info.from_metadata(metadata, path) or _info_beside(path, tensors, kind)
+    return Adapter(tensors, info, str(path), kind)
 
 
-def _info_beside(path: Path, tensors: Mapping[str, Tensor]) -> AdapterInfo | None:
-    twin = path.with_name(SAFE_LORA_WEIGHTS_NAME)
-    if path.name != LORA_WEIGHTS_NAME or not twin.is_file():
+def _info_beside(path: Path, tensors: Mapping[str, Tensor], kind: Kind) -> TrainedInfo | None:
+    safe, plain = kind.files
+    twin = path.with_name(safe)
+    if path.name != plain or not twin.is_file():
         return None
     others, metadata = read_tensors(twin)
     same = others.keys() == tensors.keys() and all(
         torch.equal(others[name], tensor) for name, tensor in tensors.items()
     )
-    return AdapterInfo.from_metadata(metadata, twin) if same else None
+    return kind.info.from_metadata(metadata, twin) if same else None
+
+
+def check_together(adapters: Sequence[Adapter]) -> None:
+    """Sees that files of several kinds are those of one model.
+
+    Raises:
+        CheckpointError: one was trained beside another that is not here, or their heads differ.
+    """
+    here = {adapter.kind for adapter in adapters}
+    for adapter in adapters:
+        beside = (adapter.info and adapter.info.beside) or ()
+        for kind in KINDS:
+            if kind.switch in beside and kind not in here:
+                raise CheckpointError(
+                    f"{adapter.source}: was trained with --{kind.switch} as well, which has a file "
+                    f"of its own: give that as {kind.flag}"
+                )
+    for first, second in itertools.combinations(adapters, 2):
+        for name in sorted(first.tensors.keys() & second.tensors.keys()):
+            if not torch.equal(first.tensors[name], second.tensors[name]):
+                raise CheckpointError(
+                    f"{second.source}: is not of the same run as {first.source}: their {name} "
+                    "differ"
+                )
 
 
 def rename_old_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -287,14 +438,19 @@ def rename_old_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def adapter_tensors(
-    state_dict: Mapping[str, Tensor], backbones: Iterable[str] = BACKBONE_PREFIXES
+    state_dict: Mapping[str, Tensor],
+    backbones: Iterable[str] = BACKBONE_PREFIXES,
+    kind: Kind = LORA,
 ) -> dict[str, Tensor]:
-    """The part of a full state dict that an adapter file holds: LoRA, and what is no backbone's."""
+    """The part of a full state dict that an adapter file holds: LoRA, and what is no backbone's.
+
+    For another kind, its tensors are in the place of LoRA's.
+    """
     starts = tuple(backbones)
     return {
         name: tensor
         for name, tensor in rename_old_tensors(state_dict).items()
-        if "lora_" in name or not name.startswith(starts)
+        if kind.holds(name, starts) or not name.startswith(starts)
     }
 
 
@@ -308,8 +464,17 @@ def lora_layers(model: nn.Module) -> dict[str, LoRALayer]:
 
 
 def lora_targets(names: Iterable[str]) -> tuple[str, ...]:
-    """Last parts of module names, each once, sorted: ``a.0.query, a.1.query`` -> ``(query,)``."""
-    return tuple(sorted({name.rsplit(".", 1)[-1] for name in names}))
+    """Which modules of a layer these are, each once, sorted: ``a.0.query, a.1.query`` -> ``query``.
+
+    The last part of a module's name says it, but for ``dense``: there are several of them in a
+    layer, and all that follows the layer's number is needed, as in ``attention.output.dense``.
+    """
+    return tuple(sorted({_within_layer(name) for name in names}))
+
+
+def _within_layer(name: str) -> str:
+    last = name.rsplit(".", 1)[-1]
+    return re.split(r"\.\d+\.", name)[-1] if last == "dense" else last
 
 
 def fingerprint(tensors: Mapping[str, Tensor], backbones: Iterable[str] = BACKBONE_PREFIXES) -> str:
@@ -317,15 +482,18 @@ def fingerprint(tensors: Mapping[str, Tensor], backbones: Iterable[str] = BACKBO
 
     SHA-256 over up to 1,024 evenly spaced values of every weight matrix of the backbone, rounded to
     bfloat16, so that a copy of the base in bfloat16 has the fingerprint of the base (one in float16
-    has not: it is rounded twice). LoRA tensors, biases and norms are left out, because they may be
-    what was trained; so is the pooler, which is no part of every model.
+    has not: it is rounded twice). What may have been trained is left out: LoRA, adapters, biases
+    and norms; so is the pooler, which is no part of every model.
     """
     starts = tuple(backbones)
+    added = (LORA.part, BOTTLENECK.part)
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
         is_weight = tensor.dim() >= 2 and tensor.is_floating_point()
-        if not is_weight or "lora_" in name or "pooler." in name or not name.startswith(starts):
+        if not is_weight or not name.startswith(starts):
+            continue
+        if "pooler." in name or any(part in name for part in added):
             continue
         flat = tensor.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // 1024)][:1024].cpu().bfloat16()
@@ -340,16 +508,19 @@ def load_into(
     base_fingerprint: str | None = None,
     backbones: Iterable[str] = BACKBONE_PREFIXES,
     new_head: bool = False,
+    settings: Mapping[str, object] | None = None,
 ) -> list[str]:
     """Copies an adapter's tensors into `model`, after checking all that can be checked.
 
     Args:
-        model: a model with the LoRA layers in place.
+        model: a model with the LoRA layers, or what else the adapter is of, in place.
         adapter: what `load_adapter` read.
         base_fingerprint: `fingerprint` of the model's base, compared with the adapter's.
         backbones: names that start so belong to the base.
         new_head: a head of another shape is left as it is instead of refused: the adapter then is
             the start for another task.
+        settings: what the model was built with, by names of the info's fields; compared with the
+            adapter's. LoRA's are seen from its layers.
 
     Returns:
         The names of the head's tensors that were left as they are.
@@ -357,10 +528,13 @@ def load_into(
     Raises:
         CheckpointError: rank, alpha, targets, base, names or shapes do not fit; nothing is copied.
     """
-    _check_info(model, adapter, base_fingerprint)
-    own = adapter_tensors(model.state_dict(), backbones)
-    _check_lora_names(model, adapter, own)
-    skipped = _check_shapes(adapter, own, new_head)
+    starts = tuple(backbones)
+    own = adapter_tensors(model.state_dict(), starts, adapter.kind)
+    if adapter.kind is LORA:
+        settings = _lora_settings(model, adapter.source)
+    _check_info(adapter, settings or {}, base_fingerprint)
+    _check_names(adapter, own, starts)
+    skipped = _check_shapes(adapter, own, starts, new_head)
     for name in adapter.tensors.keys() & own.keys():
         if not torch.isfinite(adapter.tensors[name]).all():
             raise CheckpointError(f"{adapter.source}: {name} holds values that are not finite")
@@ -371,55 +545,62 @@ def load_into(
     return skipped
 
 
-def _check_info(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) -> None:
+def _lora_settings(model: nn.Module, source: str) -> dict[str, object]:
     layers = lora_layers(model)
     if not layers:
         raise CheckpointError(
-            f"{adapter.source}: the model has no LoRA layers to take it "
+            f"{source}: the model has no LoRA layers to take it "
             "(--apply_lora makes them, or --lora_dim for GPT-2)"
         )
+    layer = next(iter(layers.values()))
+    return {"targets": lora_targets(layers), "rank": layer.r, "alpha": layer.lora_alpha}
+
+
+def _check_info(
+    adapter: Adapter, settings: Mapping[str, object], base_fingerprint: str | None
+) -> None:
     info = adapter.info
     if info is None:
         return
-    layer = next(iter(layers.values()))
-    for what, theirs, ours in (
-        ("targets", info.targets, lora_targets(layers)),
-        ("rank", info.rank, layer.r),
-        ("alpha", info.alpha, layer.lora_alpha),
-        ("base", info.base_fingerprint, base_fingerprint),
-    ):
-        if what == "base":
-            if theirs and ours and theirs != ours:
-                raise CheckpointError(
-                    f"{adapter.source}: was trained on another base than the one given: "
-                    f"'{info.base}' (fingerprint {theirs}), not one of fingerprint {ours}; "
-                    "give that base (--model_name_or_path, or --init_checkpoint for GPT-2)"
-                )
-        elif theirs != ours:
-            raise CheckpointError(
-                f"{adapter.source}: was trained with {what} {_plain(theirs)}, "
-                f"the model was built with {_plain(ours)}"
-            )
+    for what, ours in settings.items():
+        theirs = getattr(info, what)
+        if theirs != ours:
+            raise CheckpointError(_trained_with(adapter, what, theirs, ours))
+    theirs = info.base_fingerprint
+    if theirs and base_fingerprint and theirs != base_fingerprint:
+        raise CheckpointError(
+            f"{adapter.source}: was trained on another base than the one given: "
+            f"'{info.base}' (fingerprint {theirs}), not one of fingerprint {base_fingerprint}; "
+            "give that base (--model_name_or_path, or --init_checkpoint for GPT-2)"
+        )
+
+
+def _trained_with(adapter: Adapter, what: str, theirs: object, ours: object) -> str:
+    return (
+        f"{adapter.source}: was trained with {what} {_plain(theirs)}, "
+        f"the model was built with {_plain(ours)}"
+    )
 
 
 def _plain(value: object) -> str:
     return ", ".join(value) if isinstance(value, tuple) else str(value)
 
 
-def _check_lora_names(model: nn.Module, adapter: Adapter, own: Mapping[str, Tensor]) -> None:
-    theirs = {name for name in adapter.tensors if "lora_" in name}
-    ours = {name for name in own if "lora_" in name}
+def _check_names(adapter: Adapter, own: Mapping[str, Tensor], starts: tuple[str, ...]) -> None:
+    kind = adapter.kind
+    theirs = {name for name in adapter.tensors if kind.holds(name, starts)}
+    ours = {name for name in own if kind.holds(name, starts)}
+    if not ours:
+        raise CheckpointError(f"{adapter.source}: the model was built without --{kind.switch}")
     if not theirs & ours:
         raise CheckpointError(
-            f"{adapter.source}: matches no layer of the model: it has '{min(theirs)}', …, "
-            f"the model has '{min(ours)}', …"
+            f"{adapter.source}: matches no layer of the model: it has '{min(theirs, default='')}', "
+            f"…, the model has '{min(ours)}', …"
         )
-    modules = [lora_targets(name.rsplit(".", 1)[0] for name in names) for names in (theirs, ours)]
-    if modules[0] != modules[1]:
-        raise CheckpointError(
-            f"{adapter.source}: was trained with targets {_plain(modules[0])}, "
-            f"the model was built with {_plain(modules[1])}"
-        )
+    if kind is LORA:
+        modules = [lora_targets(n.rsplit(".", 1)[0] for n in names) for names in (theirs, ours)]
+        if modules[0] != modules[1]:
+            raise CheckpointError(_trained_with(adapter, "targets", *modules))
     lacking, unknown = own.keys() - adapter.tensors.keys(), adapter.tensors.keys() - own.keys()
     for what, some in (("lacks", lacking), ("has, unknown to the model,", unknown)):
         if some:
@@ -427,18 +608,21 @@ def _check_lora_names(model: nn.Module, adapter: Adapter, own: Mapping[str, Tens
             raise CheckpointError(f"{adapter.source}: {what} {len(some)} tensors: {listed}")
 
 
-def _check_shapes(adapter: Adapter, own: Mapping[str, Tensor], new_head: bool) -> list[str]:
+def _check_shapes(
+    adapter: Adapter, own: Mapping[str, Tensor], starts: tuple[str, ...], new_head: bool
+) -> list[str]:
     skipped = []
     for name, tensor in adapter.tensors.items():
         if tensor.shape == own[name].shape:
             continue
-        if new_head and "lora_" not in name:
+        if new_head and not adapter.kind.holds(name, starts):
             skipped.append(name)
             continue
         shapes = f"{tuple(tensor.shape)} in the file, {tuple(own[name].shape)} in the model"
         hint = ""
-        if name.endswith("lora_A"):
-            hint = f": rank {tensor.shape[0]}, not {own[name].shape[0]}"
+        if name.endswith(("lora_A", "adapter.down.weight")):
+            size = "rank" if name.endswith("lora_A") else "adapter_size"
+            hint = f": {size} {tensor.shape[0]}, not {own[name].shape[0]}"
             if tensor.shape[1:] != own[name].shape[1:]:
                 hint = ": a base of another size"
         raise CheckpointError(f"{adapter.source}: {name} is {shapes}{hint}")

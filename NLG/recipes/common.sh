@@ -1,4 +1,7 @@
 # What the recipes share; they source it. Arguments: CARD (md or lg), then flags for the training.
+# Besides NPROC, SEED and MASTER_PORT, two variables say where (absolute paths, or from NLG/):
+#   OUT    the run's folder, instead of one in trained_models
+#   SMALL  for trials: a folder with base.pt, a gpt2.xs; vocab; and data, instead of the published
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -12,11 +15,16 @@ esac
 
 NPROC=${NPROC:-1}
 SEED=${SEED:-110}
-base=pretrained_checkpoints/$name-pytorch_model.bin
+base=pretrained_checkpoints/$name-pytorch_model.bin vocab=vocab data=data
+if [ -n "${SMALL:-}" ]; then
+    card=xs base=$SMALL/base.pt vocab=$SMALL/vocab data=$SMALL/data
+fi
 
 # out_of CORPUS: the run's folder; other seeds than the release's have folders of their own.
 out_of() {
-    if [ "$SEED" = 110 ]; then
+    if [ -n "${OUT:-}" ]; then
+        echo "$OUT"
+    elif [ "$SEED" = 110 ]; then
         echo "trained_models/$folder/$1"
     else
         echo "trained_models/$folder/$1.$SEED"
@@ -34,7 +42,7 @@ need() {
 # need_inputs CORPUS FOLDER: the base, the vocabulary and the encoded data.
 need_inputs() {
     need "$base" "bash download_pretrained_checkpoints.sh $name"
-    need vocab "bash download_data.sh vocab"
+    need "$vocab" "bash download_data.sh vocab"
     for split in train valid test; do
         need "$2/$split.jsonl" "bash download_data.sh $1 && bash create_datasets.sh $1"
     done

@@ -30,12 +30,12 @@ _PREFIX = "module."
 _DEFAULT_ALPHA = 128
 
 
-def add_model_params(parser: argparse.ArgumentParser) -> None:
+def add_model_params(parser: argparse.ArgumentParser, default_card: str = "gpt2.md") -> None:
     """Adds the flags that say which model, which base and which LoRA."""
     add = parser.add_argument_group("model").add_argument
     add(
         "--model_card",
-        default="gpt2.md",
+        default=default_card,
         choices=list(MODEL_CARDS),
         help="the shape: small, medium, large; xs is for trials",
     )
@@ -95,7 +95,9 @@ def open_model(
         CheckpointError: a file cannot be read, does not fit the other or the flags.
     """
     if lora_path is not None and args.init_checkpoint is None:
-        raise CheckpointError(f"{lora_path}: needs the base it was trained on: --init_checkpoint")
+        raise CheckpointError(
+            f"{lora_path}: needs the base that it was trained on; give it as --init_checkpoint"
+        )
     base = read_base(args.init_checkpoint)
     _check_not_lora_alone(base)
     adapter = None
@@ -123,7 +125,7 @@ def _check_not_lora_alone(base: Base) -> None:
     if base.tensors and all("lora_" in name for name in base.tensors):
         raise CheckpointError(
             f"{base.source}: holds LoRA weights only, without the base that they belong to; "
-            "give the base as --init_checkpoint, and this file as --lora_path where it is decoded"
+            "give the base as --init_checkpoint and, to decode, this file as --lora_path"
         )
 
 
@@ -165,7 +167,8 @@ def _settle_lora(args: argparse.Namespace, file: Adapter | Base, path: str | Non
 
 def _rank(tensors: Mapping[str, Tensor]) -> int | None:
     """The rank of the LoRA weights among `tensors`; None where there are none."""
-    return next((t.shape[-1] for name, t in tensors.items() if name.endswith("lora_B")), None)
+    parts = (t for name, t in tensors.items() if name.endswith("lora_B") and t.dim() == 2)
+    return next((B.shape[1] for B in parts), None)
 
 
 def save_model(path: str | os.PathLike, model: GPT2LMModel, base: Base, lora_only: bool) -> None:
@@ -184,11 +187,16 @@ def save_model(path: str | os.PathLike, model: GPT2LMModel, base: Base, lora_onl
     for name, parameter in model.named_parameters():
         if lora_only and "lora_" not in name:
             continue
-        if parameter.requires_grad and not torch.isfinite(parameter).all():
-            raise CheckpointError(f"{path}: not written: {name} holds values that are not finite")
+        if parameter.requires_grad:
+            _check_finite(path, name, parameter)
         frozen = not parameter.requires_grad and name in base.tensors
         tensors[_PREFIX + name] = base.tensors[name] if frozen else parameter
     write_wrapped_tensors(path, tensors, _metadata(model, base))
+
+
+def _check_finite(path: str | os.PathLike, name: str, tensor: Tensor) -> None:
+    if not torch.isfinite(tensor).all():
+        raise CheckpointError(f"{path}: not written: {name} holds values that are not finite")
 
 
 def _metadata(model: GPT2LMModel, base: Base) -> dict[str, str]:
@@ -213,8 +221,19 @@ RESUME_NAME = "resume.pt"
 
 
 def write_resume(folder: str | os.PathLike, state: Mapping[str, Any]) -> None:
-    """Writes what a run goes on from: one file, so that no crash can leave it in two halves."""
+    """Writes what a run goes on from: one file, so that no crash can leave it in two halves.
+
+    Args:
+        folder: the run's.
+        state: whether the run is `finished`, its `step` and what it is known by as `run`; the
+            weights, by name, as `trained`, and more.
+
+    Raises:
+        CheckpointError: a trained tensor is not finite; the last state stays.
+    """
     path = Path(folder) / RESUME_NAME
+    for name, tensor in state.get("trained", {}).items():
+        _check_finite(path, name, tensor)
     with write_whole(path) as temporary:
         torch.save(dict(state), temporary)
 
@@ -223,14 +242,22 @@ def read_resume(folder: str | os.PathLike) -> dict[str, Any] | None:
     """What `write_resume` wrote, or None where nothing was.
 
     Raises:
-        CheckpointError: the file is damaged, or holds more than tensors and plain values.
+        CheckpointError: the file is damaged, or holds something else.
     """
     path = Path(folder) / RESUME_NAME
     if not path.is_file():
         return None
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if not {"run", "step", "finished"} <= state.keys():
+            raise ValueError("it is no run's state")
     except Exception as error:  # a damaged pickle makes torch raise errors of any kind
         raise CheckpointError(
             f"{path}: is damaged; remove it to begin the run anew ({type(error).__name__})"
         ) from error
+    return state
+
+
+def remove_resume(folder: str | os.PathLike) -> None:
+    """Removes what `write_resume` wrote, if anything."""
+    (Path(folder) / RESUME_NAME).unlink(missing_ok=True)

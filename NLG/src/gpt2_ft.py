@@ -28,7 +28,14 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm.auto import tqdm
 
 import loralib as lora
-from checkpoints import add_model_params, open_model, read_resume, save_model, write_resume
+from checkpoints import (
+    add_model_params,
+    open_model,
+    read_resume,
+    remove_resume,
+    save_model,
+    write_resume,
+)
 from data_utils import FT_Dataset, batches_per_epoch, training_batches, validation_batches
 from exp_utils import MetricsLog, run, set_up_logging
 from gpu import Run, add_gpu_params, distributed_mean, distributed_sync, gather_objects, start
@@ -126,8 +133,11 @@ class Trainer:
         self._settle_length()
         self.optimizer = create_adam_optimizer(self.model, args)
         self.scheduler = create_optimizer_scheduler(self.optimizer, args)
+        self.identity = self._identity()
         self.precision = self._make_precision()
         self.wrapped = self._wrap()
+        if self.wrapped is not self.model:
+            self._settle_sums()
         self.step = self.epoch = self.batches_done = 0  # batches_done: of the current epoch
         self.best_ppl = math.inf
         self.resume_is_due = False
@@ -135,8 +145,8 @@ class Trainer:
         self.is_finished = False
         if resumed is not None:
             self._resume(resumed)
-        elif this.is_main:
-            self.metrics.begin(after_step=0)
+        else:
+            self._begin()
 
     # ---- building ----
 
@@ -187,23 +197,33 @@ class Trainer:
         # All processes have read the same base and drawn from the same seed.
         return DistributedDataParallel(self.model, device_ids=devices, init_sync=False)
 
+    def _settle_sums(self) -> None:
+        """A backward pass for nothing, after which DDP lays the gradients out for good.
+
+        It does so after its first pass; and what lies where decides in which order the processes'
+        gradients are summed. A resumed run has to add as the one that went on does.
+        """
+        token = torch.zeros(1, 1, dtype=torch.int64)
+        batch = {"input": token, "target": token, "mask": torch.ones(1, 1)}
+        self._loss(self.wrapped, batch, 0.0).backward()
+        self.optimizer.zero_grad()
+
     # ---- the loop ----
 
     def train(self) -> None:
         """Runs to the last step of the last epoch."""
         last = self.scheduler.max_step
         epochs = self.args.max_epoch
-        self.bar = tqdm(
+        self.model.train()
+        self.tokens, self.since = 0, time.perf_counter()
+        with tqdm(
             total=min(last, epochs * self.epoch_batches if epochs else last),
             initial=self.step,
             unit="step",
             disable=not self.this.is_main,
-        )
-        self.model.train()
-        self.tokens, self.since = 0, time.perf_counter()
-        while not self._is_over():
-            self._train_epoch()
-        self.bar.close()
+        ) as self.bar:
+            while not self._is_over():
+                self._train_epoch()
         self._save(last=True)
 
     def _is_over(self) -> bool:
@@ -323,7 +343,7 @@ class Trainer:
         chance = gather_objects(self.this, rng_state())
         if not self.this.is_main:
             return
-        state: dict[str, Any] = {"run": self._identity(), "step": self.step, "finished": finished}
+        state: dict[str, Any] = {"run": self.identity, "step": self.step, "finished": finished}
         if not finished:
             state |= {
                 "epoch": self.epoch,
@@ -366,9 +386,16 @@ class Trainer:
             )
         return None
 
+    def _begin(self) -> None:
+        """Takes away what a finished run has left that this one could be taken for."""
+        distributed_sync(self.this)  # all have looked for it
+        if self.this.is_main:
+            remove_resume(self.work_dir)
+            self.metrics.begin(after_step=0)
+
     def _resume(self, state: dict[str, Any]) -> None:
         """Puts everything where it was."""
-        for name, now in self._identity().items():
+        for name, now in self.identity.items():
             was = state["run"].get(name)
             if was != now:
                 raise CheckpointError(

@@ -97,7 +97,7 @@ class Attention(nn.Module):
             lora_dropout=config.lora_dropout,
             enable_lora=[True, False, True],
             fan_in_fan_out=True,
-            # Evaluation may follow every few hundred steps; see `merge_for_decoding`.
+            # A copy for each evaluation would not pay; gpt2_beam.py merges once, for good.
             merge_weights=False,
         )
         self.c_proj = Conv1D(n, n)
@@ -318,7 +318,7 @@ class _HeadLoss(torch.autograd.Function):
                 continue
             gradient = torch.mul(gradient, factor * ctx.scale, out=logits)
             if need_hidden:
-                torch.mm(gradient, weight, out=grad_hidden[part])
+                grad_hidden[part] = gradient @ weight
             if need_weight:
                 grad_weight.addmm_(gradient.float().t(), hidden[part].float())
         ctx.dtype = hidden.dtype
@@ -426,9 +426,7 @@ def _set_parameter(model: nn.Module, name: str, tensor: Tensor) -> None:
     setattr(model.get_submodule(owner), last, nn.Parameter(tensor))
 
 
-def _check_base(
-    expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], source: str
-) -> None:
+def _check_base(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], source: str) -> None:
     lora_given = any("lora_" in name for name in tensors)
     wanted = {name for name in expected if lora_given or "lora_" not in name}
     missing, unknown = sorted(wanted - tensors.keys()), sorted(tensors.keys() - expected.keys())
@@ -456,7 +454,5 @@ def _card_of(tensors: Mapping[str, Tensor]) -> str | None:
     """The model card that tensors under the model's own names are of, if they are of one."""
     blocks = {name.split(".")[2] for name in tensors if name.startswith("transformer.h.")}
     embedding = tensors.get("transformer.wte.weight", torch.empty(0))
-    for card, (width, layers, _) in MODEL_CARDS.items():
-        if (embedding.shape[-1], len(blocks)) == (width, layers):
-            return card
-    return None
+    shape = (*embedding.shape[1:], len(blocks))
+    return next((card for card, (*its, _) in MODEL_CARDS.items() if (*its,) == shape), None)

@@ -110,8 +110,9 @@ def upstreams_logits(shape: str) -> dict[str, torch.Tensor]:
 
 def main() -> None:
     """Writes the fixture beside this script."""
-    import transformers
     from safetensors.torch import save_file
+
+    import transformers
 
     tensors = {}
     for shape in SHAPES:

@@ -2,7 +2,9 @@
 
 import copy
 import json
+import math
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,31 @@ from loralib.checkpoint import write_whole
 
 from .file_utils import CONFIG_NAME, resolve_file
 
-LORA_SETTINGS = ("apply_lora", "lora_r", "lora_alpha")
+# What LoRA can adapt in an encoder layer of either family -> its module, as
+# loralib.checkpoint.lora_targets names it. DeBERTa-v2's first three have "_proj" behind them.
+LORA_TARGETS = {
+    "query": "query",
+    "key": "key",
+    "value": "value",
+    "attention_output": "attention.output.dense",
+    "intermediate": "intermediate.dense",
+    "output": "output.dense",
+}
+# Type of bottleneck adapters -> the targets that one follows.
+ADAPTER_TYPES = {"houlsby": ("attention_output", "output"), "pfeiffer": ("output",)}
+
+# What shapes an adapted model, by its switch. A checkpoint is read as it was trained.
+_ADAPTATIONS = {
+    "apply_lora": ("lora_r", "lora_alpha", "lora_targets"),
+    "apply_adapter": ("adapter_type", "adapter_size"),
+}
+# Of these, None says that a setting is not given.
+_NOT_GIVEN_IF_NONE = {
+    *_ADAPTATIONS,
+    *(name for settings in _ADAPTATIONS.values() for name in settings),
+    "lora_dropout",
+    "apply_bitfit",
+}
 
 
 class PretrainedConfig:
@@ -23,9 +49,19 @@ class PretrainedConfig:
         gradient_checkpointing: in training, layers' activations are computed again by the backward
             pass rather than held: less memory, more time, the same numbers.
         finetuning_task: name of the task that the head is for.
-        apply_lora: put LoRA into the model's attention.
+        apply_lora: put LoRA into every encoder layer.
         lora_r: its rank.
         lora_alpha: its scale; the update is multiplied by lora_alpha / lora_r.
+        lora_targets: the projections that it adapts, of `LORA_TARGETS`; kept in that order.
+        lora_dropout: dropout on the update's input, in training.
+        apply_adapter: put bottleneck adapters into every encoder layer.
+        adapter_type: where they sit and how they compute, of `ADAPTER_TYPES`.
+        adapter_size: width of the bottleneck.
+        apply_bitfit: the backbone's biases are trained, and written apart.
+        reg_loss_wgt: weight of the consistency of two passes, in training (see consistency.py).
+        masking_prob: share of the tokens that are hidden from the second pass.
+        unk_token_id: what stands where a token is hidden.
+        special_token_ids: tokens that are never hidden.
         name_or_path: where the settings were read.
         base_name_or_path: the model that LoRA was put into, where that is another.
     """
@@ -47,6 +83,16 @@ class PretrainedConfig:
         apply_lora: bool = False,
         lora_r: int | None = None,
         lora_alpha: float | None = None,
+        lora_targets: Iterable[str] = ("query", "value"),
+        lora_dropout: float = 0.0,
+        apply_adapter: bool = False,
+        adapter_type: str = "houlsby",
+        adapter_size: int = 64,
+        apply_bitfit: bool = False,
+        reg_loss_wgt: float = 0.0,
+        masking_prob: float = 0.0,
+        unk_token_id: int | None = None,
+        special_token_ids: Iterable[int] = (),
         name_or_path: str = "",
         base_name_or_path: str | None = None,
         **others: Any,
@@ -61,6 +107,16 @@ class PretrainedConfig:
         self.apply_lora = apply_lora
         self.lora_r = lora_r
         self.lora_alpha = lora_alpha
+        self.lora_targets = in_order(lora_targets)
+        self.lora_dropout = lora_dropout
+        self.apply_adapter = apply_adapter
+        self.adapter_type = adapter_type
+        self.adapter_size = adapter_size
+        self.apply_bitfit = apply_bitfit
+        self.reg_loss_wgt = reg_loss_wgt
+        self.masking_prob = masking_prob
+        self.unk_token_id = unk_token_id
+        self.special_token_ids = list(special_token_ids)
         self.name_or_path = name_or_path
         self.base_name_or_path = base_name_or_path
         if id2label is not None:
@@ -73,6 +129,12 @@ class PretrainedConfig:
                 setattr(self, key, value)
         if apply_lora:
             self._check_lora()
+        if apply_adapter:
+            self._check_adapter()
+        if not 0 <= reg_loss_wgt < math.inf:
+            raise ValueError(f"reg_loss_wgt must be a number from 0 on, not {reg_loss_wgt}")
+        if not 0 <= masking_prob <= 1:
+            raise ValueError(f"masking_prob must lie in [0, 1], not {masking_prob}")
 
     def _check_lora(self) -> None:
         for name in ("lora_r", "lora_alpha"):
@@ -81,6 +143,23 @@ class PretrainedConfig:
                 raise ValueError(f"apply_lora needs {name}: give --{name}")
             if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
                 raise ValueError(f"{name} must be a positive number, not {value!r}")
+        if not self.lora_targets:
+            raise ValueError(f"apply_lora needs lora_targets: some of {', '.join(LORA_TARGETS)}")
+        if not 0 <= self.lora_dropout <= 1:
+            raise ValueError(f"lora_dropout must lie in [0, 1], not {self.lora_dropout}")
+
+    def _check_adapter(self) -> None:
+        if self.adapter_type not in ADAPTER_TYPES:
+            known = ", ".join(ADAPTER_TYPES)
+            raise ValueError(f"unknown adapter_type '{self.adapter_type}' (known: {known})")
+        size = self.adapter_size
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"adapter_size must be a positive integer, not {size!r}")
+
+    @property
+    def longest_text(self) -> int | None:
+        """Tokens that a text can have at most; None where there is no limit."""
+        return None
 
     @property
     def num_labels(self) -> int:
@@ -123,11 +202,11 @@ class PretrainedConfig:
     ) -> "PretrainedConfig":
         """Reads a model's settings; `overrides` replace the file's.
 
-        A LoRA setting of None is one that is not given: the file's holds.
+        A setting of LoRA, adapters or BitFit that is None is not given: the file's holds.
 
         Raises:
             OSError: as `get_config_dict`.
-            ValueError: the model is of another type, or was trained with other LoRA settings.
+            ValueError: the model is of another type, or was adapted with other settings.
         """
         values = cls.get_config_dict(
             name_or_path, cache_dir=cache_dir, revision=revision, token=use_auth_token
@@ -139,10 +218,12 @@ class PretrainedConfig:
         overrides = {
             key: value
             for key, value in overrides.items()
-            if key not in LORA_SETTINGS or value is not None
+            if key not in _NOT_GIVEN_IF_NONE or value is not None
         }
-        check_same_lora(name, values, overrides)
-        if not values.get("apply_lora"):
+        check_same_adaptation(name, values, overrides)
+        switches = (*_ADAPTATIONS, "apply_bitfit")
+        # What was adapted and goes on so still stands on the base that it was put into.
+        if not any(values.get(switch) and overrides.get(switch, True) for switch in switches):
             values["base_name_or_path"] = name
         return cls.from_dict({**values, "name_or_path": name}, **overrides)
 
@@ -184,8 +265,33 @@ class PretrainedConfig:
         return f"{type(self).__name__} {self.to_json_string()}"
 
 
-def check_same_lora(source: str, values: dict[str, Any], asked_for: dict[str, Any]) -> None:
-    """Refuses to read an adapted model with other LoRA settings than it was trained with.
+def in_order(targets: Iterable[str]) -> list[str]:
+    """LoRA's targets in the order of `LORA_TARGETS`, each once.
+
+    Raises:
+        ValueError: there is no such target.
+    """
+    targets = list(targets)
+    unknown = [name for name in targets if name not in LORA_TARGETS]
+    if unknown:
+        raise ValueError(f"unknown lora_targets '{unknown[0]}' (known: {', '.join(LORA_TARGETS)})")
+    return [name for name in LORA_TARGETS if name in targets]
+
+
+def targets_of_modules(modules: Iterable[str]) -> list[str]:
+    """The reverse of `LORA_TARGETS`.
+
+    Raises:
+        ValueError: no encoder layer has such a module.
+    """
+    known = {module: name for name, module in LORA_TARGETS.items()}
+    return in_order(known.get(module.removesuffix("_proj"), module) for module in modules)
+
+
+def check_same_adaptation(
+    source: str, values: Mapping[str, Any], asked_for: Mapping[str, Any]
+) -> None:
+    """Refuses to read an adapted model with other settings than it was trained with.
 
     Args:
         source: the model's name, for the message.
@@ -195,9 +301,13 @@ def check_same_lora(source: str, values: dict[str, Any], asked_for: dict[str, An
     Raises:
         ValueError: they differ.
     """
-    if not values.get("apply_lora"):
-        return
-    for name in LORA_SETTINGS:
-        asked = asked_for.get(name)
-        if asked is not None and asked != values.get(name):
-            raise ValueError(f"'{source}' was trained with {name} {values.get(name)}, not {asked}")
+    for switch, settings in _ADAPTATIONS.items():
+        if not values.get(switch):
+            continue
+        for name in (switch, *settings):
+            asked, trained = asked_for.get(name), values.get(name)
+            if name == "lora_targets" and asked is not None:
+                # Files from before there was a choice do not say.
+                asked, trained = in_order(asked), in_order(trained or ("query", "value"))
+            if asked is not None and asked != trained:
+                raise ValueError(f"'{source}' was trained with {name} {trained}, not {asked}")

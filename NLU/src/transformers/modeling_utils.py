@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,18 +13,23 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from loralib.checkpoint import (
+    BITFIT,
+    BOTTLENECK,
+    LORA,
     Adapter,
-    AdapterInfo,
     CheckpointError,
+    Kind,
     adapter_tensors,
+    check_together,
     fingerprint,
+    load_into,
     lora_layers,
     lora_targets,
     read_tensors,
     write_tensors,
 )
 
-from .configuration_utils import PretrainedConfig, check_same_lora
+from .configuration_utils import PretrainedConfig, check_same_adaptation
 from .file_utils import (
     CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
@@ -41,6 +46,15 @@ logger = logging.get_logger(__name__)
 WEIGHTS_NAMES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 # What other models' heads are called; a checkpoint may hold one, and it is left out.
 _HEADS = ("head.", "lm_head.", "lm_predictions.", "cls.")
+
+
+# What adds tensors to a backbone, and what a message says to have them.
+_ADDED = {
+    LORA: "LoRA weights that the model has no place for, such as {}; add --apply_lora with their "
+    "rank and alpha",
+    BOTTLENECK: "adapter weights that the model has no place for, such as {}; add --apply_adapter "
+    "with their --adapter_type and --adapter_size",
+}
 
 
 class PreTrainedModel(nn.Module):
@@ -109,28 +123,70 @@ class PreTrainedModel(nn.Module):
             trained = not name.startswith(prefix) or any(part in name for part in parts)
             parameter.requires_grad_(trained)
 
-    def adapter(self) -> Adapter:
-        """The model's LoRA weights and head, with what has to be known of them.
+    @property
+    def adapted_by(self) -> tuple[Kind, ...]:
+        """What is trained in the backbone while the rest of it is frozen; nothing if it all is."""
+        present = {
+            LORA: bool(lora_layers(self)),
+            BOTTLENECK: self.config.apply_adapter,
+            BITFIT: self.config.apply_bitfit,
+        }
+        return tuple(kind for kind in present if present[kind])
+
+    def adapter(self, kind: Kind = LORA) -> Adapter:
+        """The trained weights of one kind and the head, with what has to be known of them.
 
         Raises:
-            ValueError: the model has no LoRA layers.
+            ValueError: the model has none of this kind.
         """
-        layers = lora_layers(self)
-        if not layers:
-            raise ValueError("the model has no LoRA layers: build it with apply_lora")
-        layer = next(iter(layers.values()))
+        if kind not in self.adapted_by:
+            raise ValueError(f"the model has no {kind.name} layers: build it with {kind.switch}")
         config = self.config
-        info = AdapterInfo(
-            rank=layer.r,
-            alpha=layer.lora_alpha,
-            targets=lora_targets(layers),
+        info = kind.info(
+            **self._settings_of(kind),
             base=config.base_name_or_path,
             base_fingerprint=self.base_fingerprint,
             task=config.finetuning_task,
             labels=tuple(config.id2label[index] for index in sorted(config.id2label)),
+            beside=tuple(o.switch for o in self.adapted_by if o is not kind) or None,
         )
         state = {name: t for name, t in self.state_dict().items() if name not in self.tied_weights}
-        return Adapter(adapter_tensors(state, [self._prefix(state)]), info)
+        tensors = adapter_tensors(state, [self._prefix(state)], kind)
+        return Adapter(tensors, info, kind=kind)
+
+    def _settings_of(self, kind: Kind) -> dict[str, Any]:
+        """What the model was built with, by the names that the kind's info has for it."""
+        if kind is BOTTLENECK:
+            return {name: getattr(self.config, name) for name in ("adapter_type", "adapter_size")}
+        if kind is BITFIT:
+            return {}
+        layers = lora_layers(self)
+        layer = next(iter(layers.values()))
+        return {
+            "rank": layer.r,
+            "alpha": layer.lora_alpha,
+            "targets": lora_targets(layers),
+            "dropout": self.config.lora_dropout or None,
+        }
+
+    def load_adapters(self, adapters: Sequence[Adapter], new_head: bool = False) -> list[str]:
+        """Copies adapters of one run in, each of another kind; see `loralib.checkpoint.load_into`.
+
+        Returns:
+            The names of the head's tensors that were left as they are.
+
+        Raises:
+            CheckpointError: they do not fit the model, or each other.
+        """
+        check_together(adapters)
+        backbones = [self._prefix(self.state_dict())]
+        skipped: set[str] = set()
+        for adapter in adapters:
+            settings = None if adapter.kind is LORA else self._settings_of(adapter.kind)
+            skipped |= {
+                *load_into(self, adapter, self.base_fingerprint, backbones, new_head, settings)
+            }
+        return sorted(skipped)
 
     # ---- loading ----
 
@@ -147,8 +203,8 @@ class PreTrainedModel(nn.Module):
     ) -> "PreTrainedModel":
         """Builds the model of a folder or a hub repository, in evaluation mode, in float32.
 
-        A head or LoRA that the checkpoint does not have is drawn anew, and said so. Anything else
-        that does not fit is an error: no tensor is dropped or made up in silence.
+        A head, LoRA or adapters that the checkpoint does not have are drawn anew, and said so.
+        Anything else that does not fit is an error: no tensor is dropped or made up in silence.
 
         Args:
             name_or_path: a folder with ``config.json`` and weights, or a repository's name.
@@ -159,7 +215,7 @@ class PreTrainedModel(nn.Module):
 
         Raises:
             OSError: there is no such model, or it has no weights.
-            ValueError: it was trained with other LoRA settings.
+            ValueError: it was adapted with other settings.
             CheckpointError: its weights are damaged or do not fit.
         """
         name = os.fspath(name_or_path)
@@ -172,12 +228,13 @@ class PreTrainedModel(nn.Module):
         elif config_overrides:
             raise TypeError(f"{', '.join(config_overrides)}: set it in the config that is given")
         else:
-            check_same_lora(name, stated, vars(config))
+            check_same_adaptation(name, stated, vars(config))
         tensors = _read_weights(name, token=use_auth_token, **where)
-        if stated.get("apply_lora") and not any("lora_" in tensor for tensor in tensors):
-            raise CheckpointError(
-                f"{name}: its {CONFIG_NAME} says apply_lora, its weights hold none"
-            )
+        for kind in _ADDED:
+            if stated.get(kind.switch) and not any(kind.part in tensor for tensor in tensors):
+                raise CheckpointError(
+                    f"{name}: its {CONFIG_NAME} says {kind.switch}, its weights hold none"
+                )
         with torch.device("meta"):
             model = cls(config)
         model.to_empty(device="cpu")
@@ -240,16 +297,14 @@ class PreTrainedModel(nn.Module):
     def _check_missing(self, missing: set[str], source: str) -> None:
         own = self.state_dict().keys()
         prefix = self._prefix(own)
-        groups = {
-            "LoRA": {name for name in own if "lora_" in name},
-            "pooler": {name for name in own if name.startswith(f"{prefix}pooler.")},
-            "head": {name for name in own if prefix and not name.startswith(prefix)},
-        }
-        groups["head"] -= groups["LoRA"] | self.tied_weights.keys()
+        groups = {kind.name: {name for name in own if kind.part in name} for kind in _ADDED}
+        head = {name for name in own if prefix and not name.startswith(prefix)}
+        groups["head"] = head.difference(self.tied_weights, *groups.values())
+        groups["pooler"] = {name for name in own if name.startswith(f"{prefix}pooler.")}
         for what, names in groups.items():
             if names and names <= missing:
-                # With LoRA, an adapter brings them, or they are what is to be trained.
-                level = logging.INFO if self.config.apply_lora else logging.WARNING
+                # Of an adapted model, a file brings them, or they are what is to be trained.
+                level = logging.INFO if self.adapted_by else logging.WARNING
                 logger.log(level, "%s has no %s weights: they are drawn anew", source, what)
                 missing = missing - names
         if missing:
@@ -261,12 +316,10 @@ class PreTrainedModel(nn.Module):
         """Leaves out what belongs to another head; refuses what this model should have known."""
         prefix = self._prefix(own)
         unknown = tensors.keys() - own.keys()
-        lora = {name for name in unknown if "lora_" in name}
-        if lora:
-            raise CheckpointError(
-                f"{source}: holds LoRA weights that the model has no place for, such as "
-                f"{_some(lora)}; add --apply_lora with their rank and alpha"
-            )
+        for kind, message in _ADDED.items():
+            added = {name for name in unknown if kind.part in name}
+            if added:
+                raise CheckpointError(f"{source}: holds {message.format(_some(added))}")
         foreign = {
             name
             for name in unknown

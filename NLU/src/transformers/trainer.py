@@ -22,12 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from loralib.checkpoint import (
-    lora_layers,
-)
 from loralib.precision import ApexPrecision, Precision, all_in_half, hold_frozen_in
 from loralib.process import TrainingError, set_seed
 
+from . import consistency
 from .data.data_collator import DataCollatorWithPadding, default_data_collator
 from .integrations import reporting_callbacks
 from .modeling_utils import PreTrainedModel
@@ -110,8 +108,19 @@ class Trainer(TrainerCheckpoints):
         self.state = TrainerState(is_world_process_zero=args.is_main_process)
         self.control = TrainerControl()
         self._wrapped: nn.Module = self.model
-        if args.save_lora_only and not lora_layers(model):
-            raise ValueError("--save_lora_only needs a model with LoRA: add --apply_lora")
+        if args.save_lora_only and not model.adapted_by:
+            raise ValueError(
+                "--save_lora_only needs a model with LoRA, adapters or BitFit: add --apply_lora, "
+                "--apply_adapter or --apply_bitfit"
+            )
+        consistency.check(model.config)
+        if args.label_smoothing_factor > 0 and consistency.asks_for(model.config):
+            raise ValueError(
+                "--label_smoothing_factor and consistency training (--reg_loss_wgt, "
+                "--masking_prob) do not go together: leave one out"
+            )
+        if args.gradient_checkpointing:
+            model.config.gradient_checkpointing = True
         if args.is_main_process:
             # Now, so that a folder that cannot be written to is found before the training.
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)

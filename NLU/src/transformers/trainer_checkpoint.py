@@ -1,9 +1,9 @@
 """Checkpoints: what a run writes so that it can go on, and how it goes on to the same bits.
 
 A checkpoint is written into a folder beside its own and renamed when it is whole. It holds the
-model (with ``--save_lora_only``, its LoRA files alone), tokenizer and settings, the optimiser, the
-schedule, the scaler, the Trainer's state, and of every process its place in the data, the gradients
-not yet applied and the state of its random generators.
+model (with ``--save_lora_only``, the files of what is trained alone), tokenizer and settings, the
+optimiser, the schedule, the scaler, the Trainer's state, and of every process its place in the
+data, the gradients not yet applied and the state of its random generators.
 """
 
 import json
@@ -19,12 +19,9 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from loralib.checkpoint import (
-    LORA_WEIGHTS_NAME,
-    SAFE_LORA_WEIGHTS_NAME,
+    KINDS,
     CheckpointError,
     load_adapter,
-    load_into,
-    lora_layers,
     save_adapter,
     sync_folder,
     write_whole,
@@ -70,6 +67,8 @@ _SAME_IN_A_RUN = (
     "fp16",
     "bf16",
 )
+# Likewise, of the model's settings; what shapes the model is seen from its weights.
+_SAME_OF_A_MODEL = ("lora_dropout", "cls_dropout", "reg_loss_wgt", "masking_prob", "apply_bitfit")
 
 
 class Progress:
@@ -123,13 +122,14 @@ class TrainerCheckpoints:
     # ---- writing ----
 
     def save_model(self, output_dir: str | os.PathLike | None = None) -> None:
-        """Writes the model (the LoRA files too, where it has LoRA), tokenizer and settings."""
+        """Writes the model, what was trained of it in files of its own, tokenizer and settings."""
         if not self.args.is_main_process:
             return
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         # What an earlier run has left in the folder would be taken for this one's.
-        stale = [] if lora_layers(self.model) else [LORA_WEIGHTS_NAME, SAFE_LORA_WEIGHTS_NAME]
+        adapted_by = self.model.adapted_by
+        stale = [name for kind in KINDS if kind not in adapted_by for name in kind.files]
         if self.args.save_lora_only:
             stale += [WEIGHTS_NAME, SAFE_WEIGHTS_NAME]
             self.model.config.save_pretrained(folder)
@@ -137,10 +137,10 @@ class TrainerCheckpoints:
             self.model.save_pretrained(folder)
         for name in stale:
             (folder / name).unlink(missing_ok=True)
-        if lora_layers(self.model):
-            adapter = self.model.adapter()
-            save_adapter(folder / LORA_WEIGHTS_NAME, adapter)
-            save_adapter(folder / SAFE_LORA_WEIGHTS_NAME, adapter)
+        for kind in adapted_by:
+            adapter = self.model.adapter(kind)
+            for name in reversed(kind.files):
+                save_adapter(folder / name, adapter)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
         _save(self.args.to_dict(), folder / TRAINING_ARGS_NAME)
@@ -264,6 +264,9 @@ class TrainerCheckpoints:
             ("labels", *labels),
         ]
         pairs += [(f"--{name}", before.get(name), now[name]) for name in _SAME_IN_A_RUN]
+        # Filled in, because a checkpoint may be older than a setting.
+        saved = type(self.model.config).from_dict(config).to_dict()
+        pairs += [(f"--{n}", saved[n], own[n]) for n in _SAME_OF_A_MODEL if n in own]
         for name, was, becomes in pairs:
             if was != becomes:
                 raise CheckpointError(
@@ -296,11 +299,15 @@ class TrainerCheckpoints:
         set_rng_state(own["rng"])
 
     def _load_weights(self, folder: str) -> None:
-        """Copies a checkpoint's weights in: the whole model's or, with nothing else, LoRA's."""
+        """Copies a checkpoint's weights in: the whole model's or, with nothing else, LoRA's.
+
+        Or those of what else was trained.
+        """
         path = Path(folder)
-        if lora_layers(self.model):
-            # This file says rank, alpha and base as well, which the whole model's does not.
-            load_into(self.model, load_adapter(path), self.model.base_fingerprint)
+        kinds = self.model.adapted_by
+        if kinds:
+            # These files say rank, alpha and base as well, which the whole model's does not.
+            self.model.load_adapters([load_adapter(path, kind) for kind in kinds])
             if not (path / WEIGHTS_NAME).is_file() and not (path / SAFE_WEIGHTS_NAME).is_file():
                 return
         try:

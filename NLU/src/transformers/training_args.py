@@ -74,7 +74,9 @@ class TrainingArguments:
     save_steps: int = flag(500, "updates between two checkpoints")
     save_total_limit: int | None = flag(None, "keep this many checkpoints, and the best")
     save_lora_only: bool = flag(
-        False, "checkpoints hold the LoRA weights and the head instead of the whole model"
+        False,
+        "checkpoints hold what is trained (LoRA, adapters, biases) and the head instead of the "
+        "whole model",
     )
     no_cuda: bool = flag(False, "stay on the CPU even where there is a GPU")
     seed: int = flag(42, "seed of the weights drawn, of the data's order and of dropout")
@@ -118,7 +120,12 @@ class TrainingArguments:
     )
     dataloader_pin_memory: bool = flag(True, "page-locked memory for batches on their way to a GPU")
     skip_memory_metrics: bool = flag(False, "leave the peak memory out of the results")
-    cls_dropout: float | None = flag(None, "dropout before the classifier, where the model has it")
+    cls_dropout: float | None = flag(
+        None, "dropout before the classifier; for DeBERTa-v2 (default: the model's)"
+    )
+    gradient_checkpointing: bool = flag(
+        False, "compute activations again in the backward pass: less memory, more time"
+    )
     use_deterministic_algorithms: bool = flag(
         False, "PyTorch's deterministic mode: the same bits on the same machine"
     )

@@ -136,6 +136,11 @@ class DebertaV2Config(PretrainedConfig):
             )
 
     @property
+    def longest_text(self) -> int | None:
+        """Tokens that a text can have at most; None without absolute positions."""
+        return self.max_position_embeddings if self.position_biased_input else None
+
+    @property
     def furthest(self) -> int:
         """Distances from this one on count as one."""
         known = self.max_relative_positions >= 1

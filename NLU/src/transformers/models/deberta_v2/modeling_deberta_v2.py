@@ -1,4 +1,4 @@
-"""DeBERTa-v2 with LoRA on its attention's query and value projections.
+"""DeBERTa-v2 with LoRA, as published on its attention's query and value projections.
 
 Disentangled attention: beside the contents of two tokens, the distance between them counts. With
 content queries Q and keys K, and P, projected embeddings of the distance i - j:
@@ -17,8 +17,9 @@ which every row starts one element before the row above it (`skew`):
 Nothing is gathered by an index as large as the scores, and gradients are summed in one order. What
 depends on distances alone is computed once a forward, see `Batch`.
 
-The encoder works on packed tokens, (tokens, hidden); see loralib/packing.py. Names are upstream's,
-so that published weights load. Source: DeBERTa, arXiv 2006.03654, section 3, with version 2's
+The encoder works on packed tokens, (tokens, hidden); see loralib/packing.py. Where LoRA and
+bottleneck adapters go is said in adapters.py. Names are upstream's, so that published weights load.
+Source: DeBERTa, arXiv 2006.03654, section 3, with version 2's
 buckets, shared projections and convolution; LoRA, arXiv 2106.09685, section 4.2.
 """
 
@@ -37,7 +38,9 @@ import loralib as lora
 from loralib.packing import PackedRows
 from loralib.precision import LayerNorm
 
+from ... import consistency
 from ...activations import ACT2FN
+from ...adapters import UpProjection, adapter_behind, projection
 from ...modeling_outputs import BaseModelOutput, MaskedLMOutput, SequenceClassifierOutput
 from ...modeling_utils import PreTrainedModel, classification_loss, masked_lm_loss, run_layer
 from .configuration_deberta_v2 import DebertaV2Config
@@ -178,8 +181,8 @@ class Batch:
 class DisentangledSelfAttention(nn.Module):
     """Multi-head attention to contents and distances, without its output projection.
 
-    LoRA is on query and value. Where keys are shared, the content's projections are the distances'
-    too: LoRA then reaches those of the "p2c" term.
+    Where keys are shared, the content's projections are the distances' too: LoRA on the query then
+    reaches those of the "p2c" term, LoRA on the key those of "c2p".
     """
 
     def __init__(self, config: DebertaV2Config):
@@ -188,9 +191,9 @@ class DisentangledSelfAttention(nn.Module):
         self.heads = config.num_attention_heads
         self.dropout_p = config.attention_probs_dropout_prob
         self.scale = (width // self.heads * (1 + len(config.pos_att_type))) ** -0.5
-        self.query_proj = _lora_linear(config, width)
-        self.key_proj = nn.Linear(width, width)
-        self.value_proj = _lora_linear(config, width)
+        self.query_proj = _projection(config, "query", width, width)
+        self.key_proj = _projection(config, "key", width, width)
+        self.value_proj = _projection(config, "value", width, width)
         terms = config.pos_att_type if config.relative_attention else ()
         self.c2p, self.p2c = "c2p" in terms, "p2c" in terms
         self.share_att_key = config.share_att_key
@@ -273,12 +276,9 @@ class DisentangledSelfAttention(nn.Module):
         return _attention(*parts, bias, self.scale, dropout_p).transpose(1, 2).flatten(2)
 
 
-def _lora_linear(config: DebertaV2Config, width: int) -> nn.Linear:
-    if not config.apply_lora:
-        return nn.Linear(width, width)
-    return lora.Linear(
-        width, width, r=config.lora_r, lora_alpha=config.lora_alpha, merge_weights=False
-    )
+def _projection(config: DebertaV2Config, target: str, *widths: int) -> nn.Linear:
+    # The release does not merge here.
+    return projection(config, target, *widths, merge_weights=False)
 
 
 def _position_scores(
@@ -357,18 +357,23 @@ class DebertaV2Output(nn.Module):
 
     Args:
         config: the model's settings.
+        target: which projection it is, a name in `LORA_TARGETS`.
         in_features: width of what the sub-layer has computed.
     """
 
-    def __init__(self, config: DebertaV2Config, in_features: int):
+    def __init__(self, config: DebertaV2Config, target: str, in_features: int):
         super().__init__()
-        self.dense = nn.Linear(in_features, config.hidden_size)
+        self.dense = _projection(config, target, in_features, config.hidden_size)
         self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = lora.Dropout(config.hidden_dropout_prob)
+        self.adapter = adapter_behind(config, target)
 
     def forward(self, computed: Tensor, residual: Tensor) -> Tensor:
         """(tokens, in_features) and (tokens, hidden) -> (tokens, hidden)."""
-        return self.LayerNorm(self.dropout(self.dense(computed)) + residual)
+        output = self.dropout(self.dense(computed))
+        if self.adapter is not None:
+            output = self.adapter(output, residual, self.LayerNorm)
+        return self.LayerNorm(output + residual)
 
 
 class DebertaV2Attention(nn.Module):
@@ -377,7 +382,7 @@ class DebertaV2Attention(nn.Module):
     def __init__(self, config: DebertaV2Config):
         super().__init__()
         self.self = DisentangledSelfAttention(config)
-        self.output = DebertaV2Output(config, config.hidden_size)
+        self.output = DebertaV2Output(config, "attention_output", config.hidden_size)
 
     def forward(self, hidden: Tensor, queries: Tensor, batch: Batch) -> Tensor:
         """The residual stream at `queries`, attention added."""
@@ -389,7 +394,8 @@ class DebertaV2Intermediate(nn.Module):
 
     def __init__(self, config: DebertaV2Config):
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.intermediate_size)
+        width = config.hidden_size
+        self.dense = _projection(config, "intermediate", width, config.intermediate_size)
         self.activation = ACT2FN[config.hidden_act]
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -404,7 +410,7 @@ class DebertaV2Layer(nn.Module):
         super().__init__()
         self.attention = DebertaV2Attention(config)
         self.intermediate = DebertaV2Intermediate(config)
-        self.output = DebertaV2Output(config, config.intermediate_size)
+        self.output = DebertaV2Output(config, "output", config.intermediate_size)
 
     def forward(self, hidden: Tensor, batch: Batch, first_only: bool = False) -> Tensor:
         """(tokens, hidden) -> the same, or (batch, hidden) with `first_only`."""
@@ -511,6 +517,8 @@ class DebertaV2PreTrainedModel(PreTrainedModel):
             module.weight.data.normal_(mean=0.0, std=self.config.initializer_range)
         if isinstance(module, nn.Linear) and module.bias is not None:
             module.bias.data.zero_()
+        if isinstance(module, UpProjection):
+            module.reset_parameters()
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             module.weight.data[module.padding_idx].zero_()
 
@@ -707,10 +715,14 @@ class DebertaV2ForSequenceClassification(DebertaV2PreTrainedModel):
     ) -> SequenceClassifierOutput | tuple:
         """Logits (batch, labels) and, with `labels` (batch,), the mean loss.
 
-        Cross-entropy, or with one label the squared error. Other arguments as in
-        `DebertaV2Model.encode`.
+        Cross-entropy, or with one label the squared error; in consistency training, that of
+        consistency.py. Other arguments as in `DebertaV2Model.encode`.
         """
         show = self._wants_states(output_hidden_states)
+        if labels is not None and consistency.is_on(self):
+            given = (input_ids, attention_mask, token_type_ids, position_ids)
+            output = consistency.two_passes(self, labels, *given, show=show)
+            return self._as_asked(output, return_dict)
         states, rows = self.deberta.encode(
             input_ids,
             attention_mask,

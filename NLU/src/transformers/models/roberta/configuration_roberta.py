@@ -71,3 +71,8 @@ class RobertaConfig(PretrainedConfig):
         self.type_vocab_size = type_vocab_size
         self.initializer_range = initializer_range
         self.layer_norm_eps = layer_norm_eps
+
+    @property
+    def longest_text(self) -> int:
+        """Tokens that a text can have at most: there are no positions for more."""
+        return self.max_position_embeddings - self.pad_token_id - 1

@@ -1,8 +1,8 @@
-"""RoBERTa with LoRA on its attention's query and value projections.
+"""RoBERTa with LoRA, as published on its attention's query and value projections.
 
-The encoder works on packed tokens, (tokens, hidden); see loralib/packing.py. Names are upstream's,
-so that published weights load. Source: RoBERTa, arXiv 1907.11692; LoRA, arXiv 2106.09685,
-section 4.2.
+The encoder works on packed tokens, (tokens, hidden); see loralib/packing.py. Where LoRA and
+bottleneck adapters go is said in adapters.py. Names are upstream's, so that published weights load.
+Source: RoBERTa, arXiv 1907.11692; LoRA, arXiv 2106.09685, section 4.2.
 """
 
 from typing import Any, ClassVar
@@ -15,7 +15,9 @@ import loralib as lora
 from loralib.packing import PackedRows, attend
 from loralib.precision import LayerNorm
 
+from ... import consistency
 from ...activations import ACT2FN
+from ...adapters import UpProjection, adapter_behind, projection
 from ...modeling_outputs import (
     BaseModelOutput,
     BaseModelOutputWithPooling,
@@ -67,16 +69,16 @@ class RobertaEmbeddings(nn.Module):
 
 
 class RobertaSelfAttention(nn.Module):
-    """Multi-head attention without its output projection; LoRA is on query and value."""
+    """Multi-head attention without its output projection."""
 
     def __init__(self, config: RobertaConfig):
         super().__init__()
         width = config.hidden_size
         self.heads = config.num_attention_heads
         self.dropout_p = config.attention_probs_dropout_prob
-        self.query = _lora_linear(config, width)
-        self.key = nn.Linear(width, width)
-        self.value = _lora_linear(config, width)
+        self.query = projection(config, "query", width, width)
+        self.key = projection(config, "key", width, width)
+        self.value = projection(config, "value", width, width)
 
     def forward(self, hidden: Tensor, queries: Tensor, rows: PackedRows) -> Tensor:
         """What `queries` gather from `hidden`; see `attend` for shapes."""
@@ -85,29 +87,28 @@ class RobertaSelfAttention(nn.Module):
         return attend(q, k, v, rows, self.heads, dropout_p)
 
 
-def _lora_linear(config: RobertaConfig, width: int) -> nn.Linear:
-    if not config.apply_lora:
-        return nn.Linear(width, width)
-    return lora.Linear(width, width, r=config.lora_r, lora_alpha=config.lora_alpha)
-
-
 class RobertaOutput(nn.Module):
     """The last projection of a sub-layer, added to the residual stream and normalised.
 
     Args:
         config: the model's settings.
+        target: which projection it is, a name in `LORA_TARGETS`.
         in_features: width of what the sub-layer has computed.
     """
 
-    def __init__(self, config: RobertaConfig, in_features: int):
+    def __init__(self, config: RobertaConfig, target: str, in_features: int):
         super().__init__()
-        self.dense = nn.Linear(in_features, config.hidden_size)
+        self.dense = projection(config, target, in_features, config.hidden_size)
         self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = lora.Dropout(config.hidden_dropout_prob)
+        self.adapter = adapter_behind(config, target)
 
     def forward(self, computed: Tensor, residual: Tensor) -> Tensor:
         """(tokens, in_features) and (tokens, hidden) -> (tokens, hidden)."""
-        return self.LayerNorm(self.dropout(self.dense(computed)) + residual)
+        output = self.dropout(self.dense(computed))
+        if self.adapter is not None:
+            output = self.adapter(output, residual, self.LayerNorm)
+        return self.LayerNorm(output + residual)
 
 
 class RobertaAttention(nn.Module):
@@ -116,7 +117,7 @@ class RobertaAttention(nn.Module):
     def __init__(self, config: RobertaConfig):
         super().__init__()
         self.self = RobertaSelfAttention(config)
-        self.output = RobertaOutput(config, config.hidden_size)
+        self.output = RobertaOutput(config, "attention_output", config.hidden_size)
 
     def forward(self, hidden: Tensor, queries: Tensor, rows: PackedRows) -> Tensor:
         """The residual stream at `queries`, attention added."""
@@ -128,7 +129,8 @@ class RobertaIntermediate(nn.Module):
 
     def __init__(self, config: RobertaConfig):
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.intermediate_size)
+        width = config.hidden_size
+        self.dense = projection(config, "intermediate", width, config.intermediate_size)
         self.activation = ACT2FN[config.hidden_act]
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -143,7 +145,7 @@ class RobertaLayer(nn.Module):
         super().__init__()
         self.attention = RobertaAttention(config)
         self.intermediate = RobertaIntermediate(config)
-        self.output = RobertaOutput(config, config.intermediate_size)
+        self.output = RobertaOutput(config, "output", config.intermediate_size)
 
     def forward(self, hidden: Tensor, rows: PackedRows, first_only: bool = False) -> Tensor:
         """(tokens, hidden) -> the same, or (batch, hidden) with `first_only`."""
@@ -204,6 +206,8 @@ class RobertaPreTrainedModel(PreTrainedModel):
             module.weight.data.normal_(mean=0.0, std=self.config.initializer_range)
         if isinstance(module, nn.Linear) and module.bias is not None:
             module.bias.data.zero_()
+        if isinstance(module, UpProjection):
+            module.reset_parameters()
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             module.weight.data[module.padding_idx].zero_()
 
@@ -372,10 +376,14 @@ class RobertaForSequenceClassification(RobertaPreTrainedModel):
     ) -> SequenceClassifierOutput | tuple:
         """Logits (batch, labels) and, with `labels` (batch,), the mean loss.
 
-        Cross-entropy, or with one label the squared error. Other arguments as in
-        `RobertaModel.encode`.
+        Cross-entropy, or with one label the squared error; in consistency training, that of
+        consistency.py. Other arguments as in `RobertaModel.encode`.
         """
         show = self._wants_states(output_hidden_states)
+        if labels is not None and consistency.is_on(self):
+            given = (input_ids, attention_mask, token_type_ids, position_ids)
+            output = consistency.two_passes(self, labels, *given, show=show)
+            return self._as_asked(output, return_dict)
         states, rows = self.roberta.encode(
             input_ids,
             attention_mask,

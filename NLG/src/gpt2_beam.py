@@ -1,0 +1,251 @@
+"""Writes a text after each context of an encoded file, by beam search.
+
+    python -m torch.distributed.launch --nproc_per_node=1 src/gpt2_beam.py --platform local \\
+        --data data/e2e/test.jsonl --init_checkpoint base.bin --lora_path model.26289.pt …
+
+--init_checkpoint is the base and --lora_path the LoRA trained on it; a whole model.<step>.pt, which
+holds both, is given as --init_checkpoint alone.
+
+Into --work_dir goes --output_file, one line for each line of --data and in its order:
+{"id": number of the line, "predict": [token ids, the end token included, and 0 up to --eval_len]}.
+Lines of one context get one search. Several processes share the contexts.
+"""
+
+import argparse
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+import loralib as lora
+from beam import BeamSettings, search
+from checkpoints import add_model_params, open_model
+from exp_utils import read_json_lines, run, set_up_logging, write_json_lines
+from gpu import Run, add_gpu_params, gather_objects, start
+from loralib import process
+from model import GPT2LMModel
+
+logger = logging.getLogger(__name__)
+
+_END_OF_TEXT = 50256
+
+Prompt = tuple[int, ...]
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument_group("data").add_argument
+    add("--data", default="../data/wikitext-103", help="lines as gpt2_encode.py writes them")
+    add("--batch_size", type=int, default=10, help="contexts searched at a time, in each process")
+    add(
+        "--seq_len",
+        type=int,
+        default=512,
+        help="context and text at most; contexts lose their beginning",
+    )
+    add(
+        "--work_dir",
+        default=os.environ.get("PT_OUTPUT_DIR", "gpt2_model"),
+        help="folder for the output; default: $PT_OUTPUT_DIR, or gpt2_model",
+    )
+    add("--output_file", default="beam_prediction.jsonl", help="the predictions, in --work_dir")
+    add = parser.add_argument_group("search").add_argument
+    add("--beam", type=int, default=1, help="beams a context; 1: greedy search")
+    add("--eval_len", type=int, default=256, help="tokens of a text at most")
+    add("--min_length", type=int, default=0, help="tokens of a text before its end at least")
+    add(
+        "--length_penalty",
+        type=float,
+        default=1.0,
+        help="texts compete by sum of log-probabilities / length^length_penalty",
+    )
+    add(
+        "--no_repeat_ngram_size",
+        type=int,
+        default=4,
+        help="no so many tokens come twice in a text; 0: they may",
+    )
+    add(
+        "--repetition_penalty",
+        type=float,
+        default=1.0,
+        help="divides positive and multiplies negative logits of tokens that a text has; 1: off",
+    )
+    add(
+        "--eos_token_id",
+        action="append",
+        type=int,
+        default=[_END_OF_TEXT],
+        help=f"a text's last token, beside {_END_OF_TEXT}, such as 628, a blank line; may be "
+        "given several times",
+    )
+    half = parser.add_mutually_exclusive_group().add_argument
+    half("--fp16", action="store_true", help="compute in half precision (GPU)")
+    half("--bf16", action="store_true", help="compute in bfloat16")
+    add_model_params(parser, default_card="gpt2.sm")
+    parser.add_argument_group("LoRA").add_argument(
+        "--lora_path", help="LoRA's part, model.<step>.pt, where --init_checkpoint is a base alone"
+    )
+    add_gpu_params(parser)
+    return parser.parse_args(argv)
+
+
+def settings_of(args: argparse.Namespace) -> BeamSettings:
+    """The search that the flags ask for.
+
+    Raises:
+        ValueError: a flag is out of its range.
+    """
+    if args.batch_size < 1:
+        raise ValueError("--batch_size has to be at least 1")
+    if args.seq_len <= args.eval_len:
+        raise ValueError(
+            f"--seq_len {args.seq_len} leaves no token for a context beside --eval_len "
+            f"{args.eval_len}"
+        )
+    try:
+        return BeamSettings(
+            args.beam,
+            args.eval_len,
+            args.length_penalty,
+            args.no_repeat_ngram_size,
+            args.repetition_penalty,
+            args.min_length,
+            tuple(args.eos_token_id),
+        )
+    except ValueError as error:
+        raise ValueError(f"--{error}") from error
+
+
+def model_to_decode(args: argparse.Namespace, this: Run) -> GPT2LMModel:
+    """The model that the flags ask for, with LoRA folded into its weights.
+
+    Raises:
+        CheckpointError: a file cannot be read, or does not fit the flags or the other.
+        ValueError: base or LoRA are missing; or the model has not the positions that are asked
+            for; or --fp16 finds no GPU.
+    """
+    if args.fp16 and this.device.type != "cuda":
+        raise ValueError("--fp16 needs a GPU; --bf16 works on a CPU as well")
+    if args.init_checkpoint is None and args.lora_path is None:
+        raise ValueError("there is no model: give its base as --init_checkpoint")
+    model, base = open_model(args, args.lora_path)
+    if args.lora_dim > 0 and args.lora_path is None and not any("lora_" in n for n in base.tensors):
+        raise ValueError(
+            f"--lora_dim {args.lora_dim}, but {args.init_checkpoint} holds a base without LoRA: "
+            "give the file with LoRA's part as --lora_path"
+        )
+    if args.seq_len > model.config.n_positions:
+        raise ValueError(
+            f"--seq_len {args.seq_len}: the model has {model.config.n_positions} positions"
+        )
+    dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
+    return lora.merge(model).to(this.device, dtype).eval()
+
+
+def read_prompts(path: str, longest: int, vocab_size: int) -> list[Prompt]:
+    """The contexts of an encoded file, cut to their last tokens, with a warning, if too long.
+
+    Args:
+        path: JSON lines with ``"context": [ids]``.
+        longest: tokens at most.
+        vocab_size: ids have to be below it.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a line has no context of token ids within the vocabulary.
+    """
+    contexts = [
+        _context_of(row, vocab_size, f"{path}:{number}")
+        for number, row in enumerate(read_json_lines(path), start=1)
+    ]
+    cut = sum(len(context) > longest for context in contexts)
+    if cut and process.rank() == 0:
+        logger.warning(
+            "%s: %d of %d contexts are longer than --seq_len - --eval_len = %d tokens, and lost "
+            "their beginning",
+            *(path, cut, len(contexts), longest),
+        )
+    return [context[-longest:] for context in contexts]
+
+
+def _context_of(row: dict[str, Any], vocab_size: int, where: str) -> Prompt:
+    ids = row.get("context")
+    # Types are compared because True and 1.0 are numbers to Python, but no token ids.
+    if not isinstance(ids, list) or any(type(token) is not int for token in ids):
+        raise ValueError(f'{where}: "context" is missing, or no list of token ids')
+    if not ids:
+        raise ValueError(f"{where}: the context is empty")
+    for token in (min(ids), max(ids)):
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f'{where}: "context" has token {token}, outside the vocabulary of {vocab_size}'
+            )
+    return tuple(ids)
+
+
+def decode(
+    model: GPT2LMModel,
+    prompts: Sequence[Prompt],
+    settings: BeamSettings,
+    batch_size: int,
+    this: Run,
+) -> dict[Prompt, list[int]]:
+    """Each distinct prompt's text, from all processes.
+
+    Args:
+        model: on this process's device.
+        prompts: of all processes, which have to get the same.
+        settings: how to search.
+        batch_size: prompts searched at a time.
+        this: this process.
+    """
+    # Prompts of about one length are searched together, and the most memory is needed first.
+    distinct = sorted(set(prompts), key=lambda prompt: (-len(prompt), prompt))
+    share = distinct[this.rank :: this.world_size]
+    texts = {}
+    with tqdm(total=len(share), desc="decode", unit="context", disable=not this.is_main) as bar:
+        for begin in range(0, len(share), batch_size):
+            batch = share[begin : begin + batch_size]
+            texts.update(zip(batch, search(model, batch, settings), strict=True))
+            bar.update(len(batch))
+    return {prompt: text for part in gather_objects(this, texts) for prompt, text in part.items()}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Decodes as the command line says.
+
+    Raises:
+        OSError, ValueError: a file cannot be read, or what it holds does not fit; nothing is
+            written then.
+    """
+    args = parse_args(argv)
+    settings = settings_of(args)
+    this = start(args)
+    set_up_logging()
+    model = model_to_decode(args, this)
+    longest = args.seq_len - args.eval_len
+    prompts = read_prompts(args.data, longest, model.config.vocab_size)
+    texts = decode(model, prompts, settings, args.batch_size, this)
+    if not this.is_main:
+        return
+    path = os.path.join(args.work_dir, args.output_file)
+    padding = [0] * args.eval_len
+    write_json_lines(
+        path,
+        (
+            {"id": number, "predict": (texts[prompt] + padding)[: args.eval_len]}
+            for number, prompt in enumerate(prompts)
+        ),
+    )
+    logger.info("wrote %s: %d contexts, %d of them distinct", path, len(prompts), len(texts))
+
+
+if __name__ == "__main__":
+    run(main)

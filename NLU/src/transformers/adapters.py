@@ -1,0 +1,88 @@
+"""What is put into an encoder layer to be trained in its stead: LoRA and bottleneck adapters.
+
+A bottleneck adapter is a small network beside the residual stream. With h, what a sub-layer has
+computed after its dropout, and x, its residual input:
+
+    Houlsby   out = LayerNorm( h + up(silu(down(h)))                    + x )
+    Pfeiffer  out = LayerNorm( h + up(relu(down(LayerNorm(h + x))))     + x )
+
+Houlsby's follow attention and feed-forward, Pfeiffer's the feed-forward part alone; both norms of
+the latter are the layer's own. `up` starts as zero, and with it an adapter as the identity.
+
+Source: Houlsby et al., arXiv 1902.00751; Pfeiffer et al., arXiv 2005.00247.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import loralib as lora
+
+from .configuration_utils import ADAPTER_TYPES, PretrainedConfig
+
+
+def projection(
+    config: PretrainedConfig, target: str, in_features: int, out_features: int, **settings: Any
+) -> nn.Linear:
+    """A projection of an encoder layer, with LoRA where the settings put it.
+
+    Args:
+        config: the model's settings.
+        target: which projection it is, a name in `LORA_TARGETS`.
+        in_features, out_features: its widths.
+        settings: others of `loralib.Linear`.
+    """
+    if not config.apply_lora or target not in config.lora_targets:
+        return nn.Linear(in_features, out_features)
+    return lora.Linear(
+        in_features,
+        out_features,
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        **settings,
+    )
+
+
+def adapter_behind(config: PretrainedConfig, target: str) -> "BottleneckAdapter | None":
+    """The adapter that follows a projection; None where the settings have none there."""
+    if not config.apply_adapter or target not in ADAPTER_TYPES[config.adapter_type]:
+        return None
+    return BottleneckAdapter(config)
+
+
+class UpProjection(nn.Linear):
+    """An adapter's last projection, which starts as zero."""
+
+    def reset_parameters(self) -> None:
+        """Zeros."""
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
+class BottleneckAdapter(nn.Module):
+    """A bottleneck adapter of either type; the formulas are at the module's head.
+
+    Args:
+        config: the model's settings: `adapter_type`, `adapter_size`, `hidden_size`.
+    """
+
+    def __init__(self, config: PretrainedConfig):
+        super().__init__()
+        self.sees_residual = config.adapter_type == "pfeiffer"
+        self.activation = F.relu if self.sees_residual else F.silu
+        self.down = nn.Linear(config.hidden_size, config.adapter_size)
+        self.up = UpProjection(config.adapter_size, config.hidden_size)
+
+    def forward(self, h: Tensor, residual: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
+        """(tokens, hidden) -> the same.
+
+        Args:
+            h: what the sub-layer has computed.
+            residual: its residual input.
+            norm: the layer norm that follows.
+        """
+        seen = norm(h + residual) if self.sees_residual else h
+        return h + self.up(self.activation(self.down(seen)))

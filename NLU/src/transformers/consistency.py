@@ -1,0 +1,107 @@
+"""Consistency training, R-Drop and Cutoff: two passes over a batch are to agree.
+
+The passes differ in their dropout and, in Cutoff, in their inputs: the second's tokens are hidden
+with probability `masking_prob`. With their logits p1 and p2, and m = (p1 + p2) / 2:
+
+    loss = CE(p1) + CE(p2) + reg_loss_wgt / 2 · ( KL(m ‖ p1) + KL(m ‖ p2) )
+
+where KL(m ‖ p), of the softmaxes, is the mean over all rows and classes. Both passes are one batch
+of twice the rows. (What does not belong to a row, dropout on DeBERTa-v2's relative positions, is
+drawn once for both.) Evaluation knows nothing of it.
+
+Source: the release; R-Drop, arXiv 2106.14448; Cutoff, arXiv 2009.13818.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .configuration_utils import PretrainedConfig
+from .modeling_outputs import SequenceClassifierOutput
+from .modeling_utils import PreTrainedModel, classification_loss
+
+
+def is_on(model: PreTrainedModel) -> bool:
+    """Whether a batch with labels is seen twice: in training, where the settings ask for it."""
+    return model.training and asks_for(model.config)
+
+
+def asks_for(config: PretrainedConfig) -> bool:
+    """Whether the settings ask for two passes."""
+    return config.reg_loss_wgt > 0 or config.masking_prob > 0
+
+
+def check(config: PretrainedConfig) -> None:
+    """Sees that the model has what two passes need.
+
+    Raises:
+        ValueError: its labels are scores, or it does not know what to hide tokens with.
+    """
+    if not asks_for(config):
+        return
+    if config.num_labels == 1:
+        raise ValueError(
+            "consistency training compares the probabilities of classes, and a score has none: "
+            "leave out --reg_loss_wgt, --masking_prob, --apply_rdrop and --apply_cutoff"
+        )
+    if config.masking_prob > 0 and (config.unk_token_id is None or not config.special_token_ids):
+        raise ValueError(
+            "masking_prob needs unk_token_id and special_token_ids in the config; the tokenizer "
+            "knows them: unk_token_id and all_special_ids"
+        )
+
+
+def two_passes(
+    model: PreTrainedModel, labels: Tensor, input_ids: Tensor, *others: Tensor | None, show: bool
+) -> SequenceClassifierOutput:
+    """A classifier's output for both passes: their loss, and what else the first one gives.
+
+    Args:
+        model: a classifier.
+        labels: (batch,), classes.
+        input_ids: (batch, length).
+        others: (batch, length), the arguments of its forward that follow; None where not given.
+        show: with all hidden states.
+    """
+    check(model.config)
+    second = hide_tokens(input_ids, model.config)
+    given = [torch.cat([input_ids, second])]
+    given += [None if other is None else torch.cat([other, other]) for other in others]
+    output = model(*given, output_hidden_states=show, return_dict=True)
+    logits = output.logits.chunk(2)
+    states = output.hidden_states
+    return SequenceClassifierOutput(
+        consistency_loss(*logits, labels, model.config.reg_loss_wgt),
+        logits[0],
+        None if states is None else tuple(state.chunk(2)[0] for state in states),
+    )
+
+
+def hide_tokens(input_ids: Tensor, config: PretrainedConfig) -> Tensor:
+    """Puts `unk_token_id` where chance has it, but never in the place of a special token.
+
+    Padding is a special token.
+    """
+    if config.masking_prob == 0:
+        return input_ids
+    special = torch.tensor(config.special_token_ids, device=input_ids.device)
+    hidden = torch.rand(input_ids.shape, device=input_ids.device) < config.masking_prob
+    return input_ids.masked_fill(hidden & ~torch.isin(input_ids, special), config.unk_token_id)
+
+
+def consistency_loss(first: Tensor, second: Tensor, labels: Tensor, reg_loss_wgt: float) -> Tensor:
+    """The formula at the module's head.
+
+    Args:
+        first, second: (batch, labels), logits of the two passes.
+        labels: batch many classes.
+        reg_loss_wgt: weight of the divergences.
+    """
+    loss = classification_loss(first, labels) + classification_loss(second, labels)
+    both = (first.float(), second.float())
+    mean = (sum(both) / 2).softmax(dim=-1)
+    # What reduction="mean" gives, and warns about.
+    divergences = [
+        F.kl_div(logits.log_softmax(dim=-1), mean, reduction="none").mean() for logits in both
+    ]
+    return loss + 0.5 * reg_loss_wgt * sum(divergences)

@@ -1,0 +1,286 @@
+"""What the benchmarks share: contestants that take turns, and the table of what they took.
+
+Each contestant runs in a fresh process, ``workers/BENCHMARK_ours.py`` in this environment or
+``workers/BENCHMARK_peers.py`` in that of the peers. They take turns, in an order that rotates from
+round to round, on the same batches, so that a busy machine slows all.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent
+# Its modules import each other by plain name.
+NLG = ROOT.parent / "NLG" / "src"
+# What a CPU says of itself that decides how fast it multiplies.
+CPU_FLAGS = ("amx_bf16", "amx_fp16", "avx512_bf16", "avx512f", "avx2", "asimd", "bf16", "i8mm")
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One row of the table. The fields go into the worker's plan; benchmarks add theirs.
+
+    Args:
+        name: what the row is called.
+        worker: "ours" or "peers".
+        weights: dtype that (frozen) weights are held in.
+        autocast: dtype of the products, where it is another.
+    """
+
+    name: str
+    worker: str
+    weights: str = "float32"
+    autocast: str | None = None
+
+    @property
+    def dtype(self) -> str:
+        """What most products are computed in."""
+        return self.autocast or self.weights
+
+    @property
+    def precision(self) -> str:
+        """That, and what brings it about."""
+        means = [] if self.weights == "float32" else ["weights"]
+        means += ["autocast"] if self.autocast else []
+        return f"{self.dtype} {' + '.join(means)}".strip()
+
+
+# Of each contestant and round: what its worker wrote, and the timed batches.
+Results = dict[Contestant, list[dict]]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What a table says of the batches.
+
+    Args:
+        time: the title of the time's column.
+        unit: how many of its units make a second.
+        per: batch -> what its seconds are divided by.
+        gflop: contestant, batch -> billions of multiplications and additions.
+        counts: columns of sums over all timed batches: title -> (contestant, batch -> number).
+    """
+
+    time: str
+    unit: float
+    per: Callable[[Any], float]
+    gflop: Callable[[Contestant, Any], float]
+    counts: Mapping[str, Callable[[Contestant, Any], int]] = field(default_factory=dict)
+
+
+def half_dtypes(device: str) -> list[str]:
+    """The half precisions that are measured on `device`."""
+    return ["bfloat16"] if device == "cpu" else ["bfloat16", "float16"]
+
+
+# ------------------------------------------------------------------------------------------------
+# Running
+# ------------------------------------------------------------------------------------------------
+
+
+def compete(
+    benchmark: str,
+    runners: Sequence[Contestant],
+    baselines: Mapping[str, Contestant],
+    plan_of: Callable[[Contestant, int], dict],
+    columns: Columns,
+    args: argparse.Namespace,
+) -> int:
+    """Measures all contestants, prints the table and what it was measured on.
+
+    Args:
+        benchmark: the workers' name.
+        runners: the contestants; those of the peers are left out without `args.peers_python`.
+        baselines: by dtype, the ones that times are divided by.
+        plan_of: contestant, number of the round -> the plan of its worker (workers/timing.py).
+        columns: of the table.
+        args: the flags of `make_parser`.
+
+    Returns:
+        The exit status: 1 where a contestant failed.
+    """
+    load = os.getloadavg()[0]
+    runners = [one for one in runners if one.worker == "ours" or args.peers_python]
+    results, failed = take_turns(benchmark, runners, plan_of, args)
+    print(table(results, baselines, columns), machine(results, load), sep="\n\n")
+    for contestant, why in failed.items():
+        print(f"- failed: {contestant.name}, {contestant.precision}: {why}")
+    if args.json:
+        records = [{**asdict(one), "runs": runs} for one, runs in results.items()]
+        args.json.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    return 1 if failed else 0
+
+
+def take_turns(
+    benchmark: str,
+    runners: Sequence[Contestant],
+    plan_of: Callable[[Contestant, int], dict],
+    args: argparse.Namespace,
+) -> tuple[Results, dict[Contestant, str]]:
+    """Runs every contestant once a round; the arguments are those of `compete`.
+
+    Returns:
+        The results of those that ran to the end, and why the others did not, by contestant.
+    """
+    results, failed = {contestant: [] for contestant in runners}, {}
+    progress = tqdm([(a, b) for a in range(args.rounds) for b in range(len(runners))], unit="run")
+    for number, turn in progress:
+        contestant = runners[(number + turn) % len(runners)]
+        if contestant in failed:
+            continue
+        progress.set_postfix_str(f"{contestant.name}, {contestant.precision}")
+        plan = {"seed": 0, "threads": args.threads, "device": args.device}
+        plan |= {**asdict(contestant), **plan_of(contestant, number)}
+        python = sys.executable if contestant.worker == "ours" else args.peers_python
+        try:
+            run = run_worker(python, f"{benchmark}_{contestant.worker}", plan)
+        except RuntimeError as error:
+            failed[contestant] = str(error)
+            del results[contestant]
+        else:
+            results[contestant].append({**run, "batches": plan["batches"][plan["warmup"] :]})
+    return results, failed
+
+
+def run_worker(python: str, name: str, plan: dict) -> dict:
+    """What the worker wrote. Raises RuntimeError, which says how, where it failed."""
+    environment = dict(os.environ)
+    given_path = environment.pop("PYTHONPATH", None)
+    if plan["worker"] == "ours":  # for peers it may lead to this project's transformers
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(NLG), given_path]))
+    if plan["threads"]:
+        environment["OMP_NUM_THREADS"] = str(plan["threads"])
+    with tempfile.TemporaryDirectory() as folder:
+        given, written = Path(folder, "plan.json"), Path(folder, "result.json")
+        given.write_text(json.dumps(plan), encoding="utf-8")
+        command = [python, ROOT / "workers" / f"{name}.py", given, written]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode == 0:
+            return json.loads(written.read_text(encoding="utf-8"))
+    if done.returncode < 0:
+        raise RuntimeError(f"killed by signal {-done.returncode}")
+    raise RuntimeError((done.stderr.strip() or f"exit status {done.returncode}").split("\n")[-1])
+
+
+# ------------------------------------------------------------------------------------------------
+# What is printed
+# ------------------------------------------------------------------------------------------------
+
+
+def table(results: Results, baselines: Mapping[str, Contestant], columns: Columns) -> str:
+    """The Markdown table of all whose baseline ran to the end."""
+    titles = ["contestant", "precision", columns.time, "times ours", *columns.counts]
+    titles += ["GFLOP/s", "peak GiB"]
+    rule = f"|---|---|{'---:|' * (len(titles) - 2)}"
+    ours = {dtype: results.get(one) for dtype, one in baselines.items()}
+    rows = [(one, runs, ours[one.dtype], columns) for one, runs in results.items()]
+    return "\n".join([_line(titles), rule, *(_line(_cells(*row)) for row in rows if row[2])])
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cells(
+    contestant: Contestant, runs: list[dict], baseline: list[dict], columns: Columns
+) -> list[str]:
+    """A contestant's cells; its times are divided by those of `baseline`."""
+    steps = [step for run in runs for step in zip(run["batches"], run["seconds"], strict=True)]
+    quotients = [  # on the batches that both have run
+        own / other
+        for run, base in zip(runs, baseline, strict=True)
+        for own, other in zip(_times(run, columns), _times(base, columns), strict=False)
+    ]
+    return [
+        contestant.name,
+        contestant.precision,
+        f"{median(time for run in runs for time in _times(run, columns)):.4g}",
+        f"{median(quotients):.2f}",
+        *(
+            f"{sum(count(contestant, batch) for batch, _ in steps):,}"
+            for count in columns.counts.values()
+        ),
+        f"{median(columns.gflop(contestant, batch) / seconds for batch, seconds in steps):,.0f}",
+        f"{max(run['peak_bytes'] for run in runs) / 2**30:.2f}",
+    ]
+
+
+def _times(run: dict, columns: Columns) -> list[float]:
+    return [
+        columns.unit * seconds / columns.per(batch)
+        for batch, seconds in zip(run["batches"], run["seconds"], strict=True)
+    ]
+
+
+def machine(results: Results, load: float) -> str:
+    """What was measured on, and with which versions, as a Markdown list."""
+    info = Path("/proc/cpuinfo")
+    about = dict(re.findall(r"^(.+?)\s*: (.+)$", info.read_text(), re.M)) if info.is_file() else {}
+    says = about.get("flags", about.get("Features", "")).split()
+    flags = ", ".join(flag for flag in CPU_FLAGS if flag in says) or "no known flags"
+    runs = [run for of_one in results.values() for run in of_one]
+    threads, gpus = {str(run["threads"]) for run in runs}, {run["gpu"] for run in runs}
+    versions = {f"{name} {version}" for run in runs for name, version in run["versions"].items()}
+    return (
+        f"- CPU: {about.get('model name', platform.machine())} ({flags}), {os.cpu_count()} cores, "
+        f"{'/'.join(threads)} threads, load before the run {load:.1f}; "
+        f"GPU: {', '.join(gpu or 'none' for gpu in gpus)}\n"
+        f"- Python {platform.python_version()}, {', '.join(sorted(versions))}"
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# The command line
+# ------------------------------------------------------------------------------------------------
+
+
+def make_parser(description: str, data_help: str, rounds: int) -> argparse.ArgumentParser:
+    """The flags that all benchmarks have.
+
+    Args:
+        description: the script's.
+        data_help: what `--data_dir` is.
+        rounds: how many there are by default.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    add = parser.add_argument
+    add("--peers_python", help="Python with requirements-peers.txt; without: this project alone")
+    add("--data_dir", type=Path, help=data_help)
+    add("--vocab", type=Path, help="folder of a byte-level BPE; goes with --data_dir")
+    add("--rounds", type=positive, default=rounds, help="turns of each contestant (%(default)s)")
+    add("--threads", type=positive, help="CPU threads; without: as many as torch takes")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="where to compute (%(default)s)")
+    add("--quick", action="store_true", help="a tiny shape, to see that the script works")
+    add("--json", type=Path, metavar="OUT", help="also write every timed batch's seconds to OUT")
+    return parser
+
+
+def positive(text: str) -> int:
+    """A flag's whole number, from 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+    return number
+
+
+def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """The command line; ends the process where flags do not fit."""
+    args = parser.parse_args(argv)
+    if (args.data_dir is None) != (args.vocab is None):
+        parser.error("--data_dir and --vocab go together")
+    if args.peers_python and not shutil.which(args.peers_python):
+        parser.error(f"--peers_python: {args.peers_python} is no program")
+    return args

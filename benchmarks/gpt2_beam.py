@@ -1,0 +1,171 @@
+"""What beam search costs per line of E2E's test file: this project, upstream's, line by line.
+
+    python benchmarks/gpt2_beam.py --peers_python .venv-peers/bin/python
+
+GPT-2 small's shape with random weights, the release's settings for E2E: beam 10, 64 tokens, length
+penalty 0.8, no repeated 4-grams. End tokens are suppressed, so that every search makes all steps.
+`contestants` lists who takes part, workers/ has their searches. Prints Markdown; README.md says how
+to read it.
+"""
+
+import sys
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import contest
+from gpt2_e2e import GPT2_SMALL, QUICK, Group, draw_run, make_groups, read_groups
+
+SEARCH = {"beam": 10, "length_penalty": 0.8, "no_repeat_ngram_size": 4, "eos": 628}
+EVAL_LEN, QUICK_EVAL_LEN = 64, 8
+
+
+@dataclass(frozen=True)
+class Contestant(contest.Contestant):
+    """One row of the table.
+
+    Args:
+        way: "tree", this project's, or upstream's "generate", or "line by line".
+        lines: which lines of the sample it searches: "all", where it knows repeated prompts itself;
+            "distinct", one line a prompt, for the others' sake too; "some", spread over the sample.
+        cache: keys and values of the tokens seen are kept.
+    """
+
+    way: str = "tree"
+    lines: str = "all"
+    cache: bool = True
+
+
+class Work(NamedTuple):
+    """What a search computes.
+
+    Attributes:
+        tokens: taken through the layers.
+        pairs: of a token and one that it looks at.
+        logits: rows of logits.
+    """
+
+    tokens: int
+    pairs: int
+    logits: int
+
+
+def baselines(device: str) -> dict[str, Contestant]:
+    """This project, by dtype, which all others are compared with."""
+    dtypes = ["float32", *contest.half_dtypes(device)]
+    return {dtype: Contestant("this project", "ours", weights=dtype) for dtype in dtypes}
+
+
+def contestants(device: str) -> list[Contestant]:
+    """Those that run on `device`."""
+    ours = baselines(device)
+    upstream = {
+        "generate, every line": {"way": "generate", "lines": "some"},
+        "generate, distinct prompts": {"way": "generate", "lines": "distinct"},
+    }
+    one = {"way": "line by line", "lines": "some"}
+    return [
+        *ours.values(),
+        *(
+            Contestant(name, "peers", weights=dtype, **fields)
+            for name, fields in upstream.items()
+            for dtype in ours
+        ),
+        Contestant("line by line, full length", "peers", **one),
+        Contestant("line by line, full length, no cache", "peers", **one, cache=False),
+    ]
+
+
+def make_entry(contestant: Contestant, groups: list[Group], eval_len: int, one: int) -> dict:
+    """What a contestant searches, and how many lines of the file that stands for.
+
+    Args:
+        contestant: who.
+        groups: the sample's prompts and the numbers of their lines.
+        eval_len: tokens to generate.
+        one: how many lines are searched line by line.
+    """
+    lines = [prompt for prompt, count in groups for _ in range(count)]
+    if contestant.lines == "some":
+        count = len(groups) if contestant.way == "generate" else one
+        prompts = [lines[(2 * i + 1) * len(lines) // (2 * count)] for i in range(count)]
+        return {"prompts": prompts, "lines": count, "eval_len": eval_len}
+    prompts = lines if contestant.lines == "all" else [prompt for prompt, _ in groups]
+    return {"prompts": prompts, "lines": len(lines), "eval_len": eval_len}
+
+
+def work(contestant: Contestant, entry: dict) -> Work:
+    """What the search of an entry computes, by its lengths."""
+    prompts = entry["prompts"]
+    if contestant.way == "tree":
+        prompts = {tuple(prompt) for prompt in prompts}
+    lengths = [len(prompt) for prompt in prompts]
+    copies = 1
+    if contestant.way == "generate":  # reads the prompt for every beam, padded
+        lengths, copies = [max(lengths)] * len(lengths), SEARCH["beam"]
+    tokens, pairs = sum(lengths) * copies, sum(n**2 for n in lengths) * copies
+    logits = len(lengths) * copies
+    for length in lengths:
+        for step in range(1, entry["eval_len"]):
+            seen = length + step
+            new = 1 if contestant.cache else seen
+            tokens += SEARCH["beam"] * new
+            pairs += SEARCH["beam"] * new * seen
+            logits += SEARCH["beam"]
+    return Work(tokens, pairs, logits)
+
+
+def gflop(contestant: Contestant, entry: dict, shape: dict) -> float:
+    """Billions of multiplications and additions in a search, by the formula of README.md."""
+    width, done = shape["n_embd"], work(contestant, entry)
+    layers = shape["n_layer"] * (24 * width**2 * done.tokens + 4 * width * done.pairs)
+    return (layers + 2 * width * shape["vocab_size"] * done.logits) / 1e9
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measures and prints; 1 where a contestant failed."""
+    parser = contest.make_parser(
+        __doc__.split("\n")[0],
+        data_help="a folder with E2E's test.txt; without: random prompts of such lengths",
+        rounds=2,
+    )
+    add = parser.add_argument
+    add(
+        *("--prompts", "-p"),
+        type=contest.positive,
+        default=10,
+        help="distinct prompts a turn, with all their lines; searched in one batch (%(default)s)",
+    )
+    add(
+        "--one_by_one",
+        type=contest.positive,
+        default=1,
+        help="lines a turn that are searched line by line (%(default)s)",
+    )
+    args = contest.parse(parser, argv)
+    groups = read_groups(args.data_dir, args.vocab) if args.data_dir else make_groups(seed=0)
+    shape = QUICK if args.quick else GPT2_SMALL
+    eval_len = QUICK_EVAL_LEN if args.quick else EVAL_LEN
+
+    def plan_of(contestant: Contestant, number: int) -> dict:
+        sample = draw_run(groups, args.prompts, seed=number)
+        warmup = {"prompts": [sample[0][0]], "lines": 1, "eval_len": 2}
+        timed = make_entry(contestant, sample, eval_len, args.one_by_one)
+        return {"shape": shape, "search": SEARCH, "warmup": 1, "batches": [warmup, timed]}
+
+    columns = contest.Columns(
+        time="s per line",
+        unit=1,
+        per=lambda entry: entry["lines"],
+        gflop=lambda contestant, entry: gflop(contestant, entry, shape),
+        counts={
+            "lines": lambda _, entry: entry["lines"],
+            "searches": lambda _, entry: len({tuple(prompt) for prompt in entry["prompts"]}),
+            "computed tokens": lambda contestant, entry: work(contestant, entry).tokens,
+        },
+    )
+    runners, ours = contestants(args.device), baselines(args.device)
+    return contest.compete("gpt2_beam", runners, ours, plan_of, columns, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""What a LoRA step of GPT-2 costs per example: this project, PEFT, and the release's setting.
+
+    python benchmarks/gpt2_step.py --peers_python .venv-peers/bin/python
+
+GPT-2 small's shape with random weights, batches of 8 rows as long as E2E's, LoRA of rank 4 on the
+attention's query and value with dropout 0.1, label smoothing 0.1. A step is forward, backward,
+AdamW. steps.py lists who takes part, workers/ has their steps. Prints Markdown; README.md says how
+to read it.
+"""
+
+import sys
+
+import contest
+from gpt2_e2e import GPT2_SMALL, QUICK, ROWS, Row, count_rows, draw_batches
+from steps import WARMUP, Contestant, baselines, contestants, take_batches
+
+
+def computed(contestant: Contestant, batch: list[Row]) -> list[int]:
+    """Tokens computed for each row: up to its last target here, the padded ones elsewhere."""
+    lengths = [context + completion for context, completion in batch]
+    if contestant.worker == "ours":
+        return [length - 1 for length in lengths]
+    return contestant.padded(lengths)
+
+
+def gflop(contestant: Contestant, batch: list[Row], shape: dict) -> float:
+    """Billions of multiplications and additions in a step, by the formula of README.md."""
+    width, layers = shape["n_embd"], shape["n_layer"]
+    lengths = computed(contestant, batch)
+    tokens = targets = sum(lengths)
+    if contestant.worker == "ours":
+        targets = sum(completion for _, completion in batch)
+    # Of the last layer, only queries, keys and values are computed for what is no target.
+    linear = width**2 * ((12 * layers - 9) * tokens + 9 * targets)
+    head = width * shape["vocab_size"] * targets
+    attention = layers * 3 * 4 * width * sum(n**2 for n in lengths)
+    return (2 * contestant.passes * (linear + head) + attention) / 1e9
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measures and prints; 1 where a contestant failed."""
+    parser = contest.make_parser(
+        __doc__.split("\n")[0],
+        data_help="a folder with E2E's train.txt or valid.txt, for its lengths; without: quantiles",
+        rounds=3,
+    )
+    add = parser.add_argument
+    add("--steps", type=contest.positive, default=6, help="timed steps a turn (%(default)s)")
+    args = contest.parse(parser, argv)
+    rows = count_rows(args.data_dir, args.vocab) if args.data_dir else ROWS
+    shape = QUICK if args.quick else GPT2_SMALL
+
+    def plan_of(contestant: Contestant, number: int) -> dict:
+        batches = draw_batches(rows, WARMUP + args.steps, seed=number)
+        return {"shape": shape} | take_batches(contestant, batches, args.steps)
+
+    columns = contest.Columns(
+        time="ms per example",
+        unit=1e3,
+        per=len,
+        gflop=lambda contestant, batch: gflop(contestant, batch, shape),
+        counts={
+            "real tokens": lambda _, batch: sum(map(sum, batch)),
+            "computed": lambda contestant, batch: sum(computed(contestant, batch)),
+        },
+    )
+    runners, ours = contestants(args.device), baselines(args.device)
+    return contest.compete("gpt2_step", runners, ours, plan_of, columns, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""Who takes part where training steps are measured."""
+
+from dataclasses import dataclass
+
+import contest
+
+WARMUP, WARMUP_PADDED = 2, 1
+LONGEST = 512
+
+
+@dataclass(frozen=True)
+class Contestant(contest.Contestant):
+    """One row of the table.
+
+    Args:
+        full: every weight is trained, no LoRA.
+        pad_to: tokens that each row is padded to; by default the longest of its batch.
+    """
+
+    full: bool = False
+    pad_to: int | None = None
+
+    @property
+    def passes(self) -> int:
+        """How often weights are multiplied with: forward, to inputs and, in full, to weights."""
+        return 3 if self.full else 2
+
+    def padded(self, lengths: list[int]) -> list[int]:
+        """The rows' lengths after padding."""
+        return [self.pad_to or max(lengths)] * len(lengths)
+
+
+def baselines(device: str) -> dict[str, Contestant]:
+    """This project's LoRA, by the dtype of its products, which all others are compared with."""
+    name, halves = "this project, LoRA", contest.half_dtypes(device)
+    in_half = {half: Contestant(name, "ours", weights=half, autocast=half) for half in halves}
+    return {"float32": Contestant(name, "ours"), **in_half}
+
+
+def contestants(device: str) -> list[Contestant]:
+    """Those that run on `device`."""
+    return [
+        *baselines(device).values(),
+        Contestant("this project, full fine-tuning", "ours", full=True),
+        Contestant("PEFT", "peers"),
+        Contestant("PEFT", "peers", weights="bfloat16"),
+        Contestant("PEFT", "peers", weights="bfloat16", autocast="bfloat16"),
+        *(Contestant("PEFT", "peers", autocast=half) for half in contest.half_dtypes(device)),
+        Contestant(f"PEFT, padded to {LONGEST}", "peers", pad_to=LONGEST),
+    ]
+
+
+def take_batches(contestant: Contestant, batches: list, steps: int) -> dict:
+    """The plan's warm-up and batches.
+
+    Padded to the longest, steps take ten times as long and more: a third of them has to do, the
+    first ones of the others, and less warm-up.
+
+    Args:
+        contestant: who.
+        batches: WARMUP more than there are steps.
+        steps: timed ones.
+    """
+    if not contestant.pad_to:
+        return {"warmup": WARMUP, "batches": batches}
+    first, end = WARMUP - WARMUP_PADDED, WARMUP - (-steps // 3)
+    return {"warmup": WARMUP_PADDED, "batches": batches[first:end]}

@@ -1,0 +1,25 @@
+"""A byte-level BPE, for counting tokens."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import ByteLevelBPETokenizer
+
+FILES = [("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")]
+
+
+def open_vocab(folder: Path) -> "ByteLevelBPETokenizer":
+    """The tokenizer in a folder.
+
+    Args:
+        folder: has RoBERTa's vocab.json and merges.txt, or GPT-2's encoder.json and vocab.bpe,
+            which split text in the same way.
+    """
+    from tokenizers import ByteLevelBPETokenizer
+
+    pairs = [(folder / a, folder / b) for a, b in FILES if (folder / a).is_file()]
+    if not pairs:
+        sys.exit(f"{folder} has neither vocab.json nor encoder.json: --vocab takes their folder")
+    return ByteLevelBPETokenizer(*map(str, pairs[0]))

@@ -1,0 +1,38 @@
+"""Beam search of this project, as gpt2_beam.py makes it: each distinct prompt once."""
+
+import torch
+from gpt2_prompts import checked, make_batch
+from timing import Batch, Step, run
+from torch import Tensor
+
+import loralib as lora
+from beam import BeamSettings, search
+from model import GPT2Config, GPT2LMModel
+
+
+def make_step(plan: dict) -> Step:
+    """The search that `plan` asks for."""
+    model = GPT2LMModel(GPT2Config(**plan["shape"])).eval()
+    model.to(plan["device"], getattr(torch, plan["weights"]))
+    asked = plan["search"]
+
+    def step(batch: Batch) -> Tensor:
+        settings = BeamSettings(
+            beam=asked["beam"],
+            eval_len=batch["eval_len"],
+            length_penalty=asked["length_penalty"],
+            no_repeat_ngram_size=asked["no_repeat_ngram_size"],
+            # Ends come as a trained model puts them; random weights shall not.
+            min_length=batch["eval_len"],
+            eos_token_ids=(asked["eos"], plan["shape"]["vocab_size"] - 1),
+        )
+        prompts = [tuple(prompt) for prompt in batch["prompts"]]
+        distinct = list(dict.fromkeys(prompts))
+        found = dict(zip(distinct, search(model, distinct, settings), strict=True))
+        return checked([found[prompt] for prompt in prompts], batch)
+
+    return step
+
+
+if __name__ == "__main__":
+    run(make_step, make_batch, {"this project": lora.__version__})

@@ -1,0 +1,45 @@
+"""A training step of this project's GPT-2, as gpt2_ft.py makes it: LoRA, or every weight."""
+
+from functools import partial
+
+from gpt2_rows import (
+    ALPHA,
+    DROPOUT,
+    LABEL_SMOOTH,
+    LEARNING_RATE,
+    NO_CLIPPING,
+    RANK,
+    draw_rows,
+)
+from our_training import training_step
+from timing import Batch, Step, run
+from torch import Tensor
+
+import loralib as lora
+from data_utils import Row, collate
+from model import GPT2Config, GPT2LMModel
+from optimizer import AdamW
+
+
+def make_batch(plan: dict, index: int, lengths: list[list[int]]) -> dict[str, Tensor]:
+    """A batch as gpt2_ft.py has it: input, target and mask, each (rows, width)."""
+    rows = draw_rows(plan, index, lengths)
+    return collate([Row(tokens, len(tokens), context - 1) for tokens, context in rows])
+
+
+def make_step(plan: dict) -> Step:
+    """The step that `plan` asks for."""
+    settings = {"lora_attn_dim": RANK, "lora_attn_alpha": ALPHA, "lora_dropout": DROPOUT}
+    model = GPT2LMModel(GPT2Config(**plan["shape"], **({} if plan["full"] else settings)))
+    if not plan["full"]:
+        lora.mark_only_lora_as_trainable(model)
+    make_optimizer = partial(AdamW, lr=LEARNING_RATE, betas=(0.9, 0.999))
+
+    def loss_of(batch: Batch) -> Tensor:
+        return model(batch["input"], batch["target"], batch["mask"], LABEL_SMOOTH)
+
+    return training_step(plan, model, make_optimizer, loss_of, NO_CLIPPING)
+
+
+if __name__ == "__main__":
+    run(make_step, make_batch, {"this project": lora.__version__})

@@ -1,0 +1,42 @@
+"""A training step of this project."""
+
+from collections.abc import Callable
+
+import torch
+from timing import Batch, Step
+from torch import Tensor, nn
+
+from loralib.precision import Precision, hold_frozen_in
+
+
+def training_step(
+    plan: dict,
+    model: nn.Module,
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    loss_of: Callable[[Batch], Tensor],
+    max_norm: float,
+) -> Step:
+    """Forward, backward, clipping where `max_norm` is above 0, an update.
+
+    Args:
+        plan: device and precision.
+        model: whose frozen parameters are held in the plan's precision; it is changed in place.
+        make_optimizer: trained parameters -> their optimiser.
+        loss_of: batch -> its loss.
+        max_norm: of the gradient.
+    """
+    model.to(plan["device"]).train()
+    hold_frozen_in(model, getattr(torch, plan["weights"]))
+    precision = Precision(getattr(torch, plan["autocast"] or "float32"), plan["device"])
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = make_optimizer(trained)
+
+    def step(batch: Batch) -> Tensor:
+        with precision.autocast():
+            loss = loss_of(batch)
+        precision.backward(loss)
+        precision.step(optimizer, trained, max_norm)
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step

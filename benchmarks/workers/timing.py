@@ -1,0 +1,87 @@
+"""What every contestant runs: the same batches, timed in the same way.
+
+A worker is ``python WORKER.py PLAN RESULT``, two JSON files. Every plan has
+
+    batches    what to run on, one after the other    weights     dtype that frozen weights are in
+    warmup     how many of them are not timed         autocast    dtype of the products, or null
+    seed       of weights and token ids               shape       the model's settings
+    device     "cpu" or "cuda"                        threads     CPU threads, null for torch's
+
+and what `make_step` and `make_batch` of its benchmark add. Knows torch only, as do all modules here
+but the workers: it runs in this project's environment and in the peers'.
+"""
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Batch = dict[str, Any]
+Step = Callable[[Batch], Tensor]
+
+
+def run(
+    make_step: Callable[[dict], Step],
+    make_batch: Callable[[dict, int, Any], Batch],
+    versions: dict[str, str],
+) -> None:
+    """Measures a step and writes the result: seconds a batch, peak memory, versions, the GPU.
+
+    Args:
+        make_step: plan -> a function that does the work on one batch, and returns what has to be
+            finite, such as the loss.
+        make_batch: plan, number of the batch, its entry in the plan -> the batch, of which tensors
+            are brought to the device.
+        versions: of the packages measured, by name; torch's is added.
+
+    Raises:
+        ValueError: a result is not finite, so that what was timed is no real work.
+    """
+    plan = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    device = torch.device(plan["device"])
+    if plan["threads"]:
+        torch.set_num_threads(plan["threads"])
+    torch.manual_seed(plan["seed"])
+    step = make_step(plan)
+    seconds = []
+    for index, entry in enumerate(plan["batches"]):
+        batch = make_batch(plan, index, entry)
+        batch = {name: _brought_to(device, part) for name, part in batch.items()}
+        _wait_for(device)
+        start = time.perf_counter()
+        outcome = step(batch)
+        _wait_for(device)
+        seconds.append(time.perf_counter() - start)
+        if not torch.isfinite(outcome).all():
+            raise ValueError(f"step {index} gave {outcome.tolist()}")
+    result = {
+        "seconds": seconds[plan["warmup"] :],
+        "peak_bytes": _peak_bytes(device),
+        "versions": {"torch": torch.__version__, **versions},
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if device.type == "cuda" else None,
+    }
+    Path(sys.argv[2]).write_text(json.dumps(result), encoding="utf-8")
+
+
+def _brought_to(device: torch.device, part: Any) -> Any:
+    return part.to(device) if isinstance(part, Tensor) else part
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """The most memory held so far: the GPU's tensors or, on a CPU, the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

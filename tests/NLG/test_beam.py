@@ -1,0 +1,442 @@
+"""Beam search against a plain one, which has no cache and never ends early."""
+
+import dataclasses
+import itertools
+import math
+import random
+
+import pytest
+import torch
+
+import beam
+from beam import BeamSettings, TreeCache, best_candidates, penalise, search
+from model import GPT2Config, GPT2LMModel
+
+WORDS = 28
+STOP, BLANK = 28, 29
+CONFIG = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=30, n_positions=40)
+PROMPTS = [[3, 9], [5], [1, 20, 7, 7, 12, 4, 26], [17, 2, 2, 8], [11]]
+
+
+def toy_sentences(count: int, length: int) -> torch.Tensor:
+    """Words have three successors each; sentences end after some of them, and others follow."""
+    draw = random.Random(5)
+    follow = [draw.sample(range(WORDS), k=3) for _ in range(WORDS)]
+
+    def following(word: int) -> int:
+        if word >= WORDS or draw.random() < 0.03:
+            return draw.randrange(WORDS)
+        options = [*follow[word], STOP, BLANK]
+        weights = [60, 25, 15, 2, 2]
+        if word % 6 == 0:
+            weights = [6, 3, 1, 80, 10] if word % 12 else [6, 3, 1, 10, 80]
+        return draw.choices(options, weights)[0]
+
+    rows = []
+    for _ in range(count):
+        row = [draw.randrange(WORDS)]
+        while len(row) < length:
+            row.append(following(row[-1]))
+        rows.append(row)
+    return torch.tensor(rows)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Trained for a second or two, so that some continuations are far likelier than others.
+
+    In float64, where rounding cannot make two of them change places.
+    """
+    torch.manual_seed(0)
+    model = GPT2LMModel(CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    sentences = toy_sentences(16 * 70, 20)
+    for batch in sentences.split(16):
+        targets = batch[:, 1:]
+        loss = model(batch[:, :-1], targets, torch.ones(targets.shape))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 2  # log of the vocabulary is 3.4
+    return model.double().eval()
+
+
+def random_model(seed: int, vocab_size: int) -> GPT2LMModel:
+    torch.manual_seed(seed)
+    config = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=vocab_size, n_positions=32)
+    model = GPT2LMModel(config).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.25)
+    return model
+
+
+# ------------------------------------------------------------------------------------------------
+# The plain search
+# ------------------------------------------------------------------------------------------------
+
+
+def may_follow(text: list[int], token: int, settings: BeamSettings) -> bool:
+    if token in settings.eos_token_ids and len(text) < settings.min_length:
+        return False
+    size, longer = settings.no_repeat_ngram_size, [*text, token]
+    ngrams = [longer[i : i + size] for i in range(len(longer) - size + 1)]
+    return not (size and len(longer) >= size and ngrams[-1] in ngrams[:-1])
+
+
+def log_probabilities(logits: list[float], text: list[int], settings: BeamSettings) -> list[float]:
+    """Of all tokens, to follow a text; -inf for those that may not."""
+    logits = list(logits)
+    for token in set(text):
+        penalty = settings.repetition_penalty
+        logits[token] *= 1 / penalty if logits[token] > 0 else penalty
+    for token in range(len(logits)):
+        if not may_follow(text, token, settings):
+            logits[token] = -math.inf
+    total = math.log(sum(math.exp(logit) for logit in logits))
+    return [logit - total for logit in logits]
+
+
+@torch.no_grad()
+def texts_of(model, prompt: list[int], settings: BeamSettings) -> list[tuple[float, list[int]]]:
+    """All texts that compete, with their sums."""
+    beams, ended = [(0.0, [])], []
+    for _ in range(settings.eval_len):
+        rows = model(torch.tensor([prompt + text for _, text in beams]))[:, -1].tolist()
+        candidates = [
+            (total + value, [*text, token])
+            for (total, text), row in zip(beams, rows, strict=True)
+            for token, value in enumerate(log_probabilities(row, text, settings))
+        ]
+        candidates.sort(key=lambda candidate: -candidate[0])
+        best = candidates[: settings.beam]
+        ended += [(total, text) for total, text in best if text[-1] in settings.eos_token_ids]
+        beams = [(total, text) for total, text in best if text[-1] not in settings.eos_token_ids]
+        if not beams:
+            break
+    return ended + beams
+
+
+def best_of(texts: list[tuple[float, list[int]]], length_penalty: float) -> list[int]:
+    return max(texts, key=lambda text: text[0] / len(text[1]) ** length_penalty)[1]
+
+
+LENGTH_PENALTIES = (0, 0.8, 1.5, -0.5)
+
+
+@pytest.mark.parametrize("beams", [1, 5, 10])
+@pytest.mark.parametrize("ngram", [0, 2, 4])
+@pytest.mark.parametrize("repetition", [1, 1.3])
+@pytest.mark.parametrize("min_length", [0, 5])
+@pytest.mark.parametrize("ends", [(STOP,), (STOP, BLANK)])
+def test_same_as_the_plain_search(model, beams, ngram, repetition, min_length, ends):
+    settings = BeamSettings(beams, 12, 1, ngram, repetition, min_length, ends)
+    prompts = PROMPTS[:3]
+    texts = [texts_of(model, prompt, settings) for prompt in prompts]
+    for length_penalty in LENGTH_PENALTIES:
+        now = dataclasses.replace(settings, length_penalty=length_penalty)
+        assert search(model, prompts, now) == [best_of(some, length_penalty) for some in texts]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_same_as_the_plain_search_on_random_models_and_settings(seed):
+    draw = random.Random(seed)
+    model = random_model(seed, draw.choice([7, 20, 64, 130]))
+    ends = tuple(draw.sample(range(model.config.vocab_size), draw.choice([0, 1, 3])))
+    settings = BeamSettings(
+        beam=draw.choice([2, 4, 7]),
+        eval_len=draw.choice([1, 6, 18]),
+        length_penalty=draw.uniform(-1, 2),
+        no_repeat_ngram_size=draw.choice([0, 2, 3]),
+        repetition_penalty=draw.choice([0.8, 1.2]),
+        min_length=draw.choice([0, 2]),
+        eos_token_ids=ends,
+    )
+    tokens = range(model.config.vocab_size)
+    prompts = [draw.choices(tokens, k=draw.randint(1, 12)) for _ in range(5)]
+    expected = [
+        best_of(texts_of(model, prompt, settings), settings.length_penalty) for prompt in prompts
+    ]
+    assert search(model, prompts, settings) == expected
+
+
+def test_what_is_compared_above_differs(model):
+    """Texts end in both ways, and every setting changes some."""
+    lasts, lengths = set(), set()
+    for one, other in (
+        ({"beam": 5, "length_penalty": 0}, {"beam": 1}),
+        ({"length_penalty": 0.8}, {"length_penalty": 1.5}),
+        ({"length_penalty": 0.8}, {"length_penalty": -0.5}),
+        ({"no_repeat_ngram_size": 0}, {"no_repeat_ngram_size": 2}),
+        ({"repetition_penalty": 1}, {"repetition_penalty": 1.3}),
+        ({"min_length": 0}, {"min_length": 5}),
+        ({"length_penalty": 0}, {"eos_token_ids": (STOP, BLANK)}),
+    ):
+        first = BeamSettings(**{"beam": 5, "eval_len": 12, "eos_token_ids": (STOP,), **one})
+        second = dataclasses.replace(first, **other)
+        found = [search(model, PROMPTS, settings) for settings in (first, second)]
+        assert found[0] != found[1]
+        lasts |= {text[-1] for text in itertools.chain(*found)}
+        lengths |= {len(text) for text in itertools.chain(*found)}
+    assert {STOP, BLANK} < lasts
+    assert len(lengths) > 2
+    assert 12 in lengths
+
+
+def test_one_beam_is_greedy_search(model):
+    settings = BeamSettings(1, 20, 1, eos_token_ids=(STOP,))
+    for prompt in PROMPTS:
+        text = []
+        while len(text) < 20 and STOP not in text:
+            text.append(int(model(torch.tensor([prompt + text]))[0, -1].argmax()))
+        assert search(model, [prompt], settings) == [text]
+
+
+@pytest.mark.parametrize("length_penalty", LENGTH_PENALTIES)
+def test_a_batch_is_its_prompts_one_by_one(model, length_penalty):
+    prompts = [[first, *prompt] for first in range(6) for prompt in PROMPTS]
+    settings = BeamSettings(4, 25, length_penalty, 3, eos_token_ids=(STOP, BLANK))
+    together = search(model, prompts, settings)
+    assert together == [search(model, [prompt], settings)[0] for prompt in prompts]
+    assert len({len(text) for text in together}) > 1
+
+
+# ------------------------------------------------------------------------------------------------
+# What is computed
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rows_read(model):
+    """The number of tokens whose logits were computed, step by step."""
+    counts = []
+    hook = model.lm_head.register_forward_hook(lambda _, __, logits: counts.append(len(logits)))
+    yield counts
+    hook.remove()
+
+
+def test_every_step_is_run_where_nothing_ends(model, rows_read):
+    search(model, PROMPTS, BeamSettings(3, 12, eos_token_ids=()))
+    assert rows_read == [len(PROMPTS), *[3 * len(PROMPTS)] * 11]
+
+
+@pytest.mark.parametrize("length_penalty", [0, 0.8, -0.5])
+def test_a_search_ends_when_no_beam_can_win(model, rows_read, length_penalty):
+    settings = BeamSettings(3, 30, length_penalty, 3, eos_token_ids=(STOP, BLANK))
+    search(model, PROMPTS, settings)
+    steps, alone = len(rows_read), []
+    assert steps < 30
+    assert rows_read[1:] == sorted(rows_read[1:], reverse=True)
+    for prompt in PROMPTS:
+        rows_read.clear()
+        search(model, [prompt], settings)
+        alone.append(len(rows_read))
+    assert max(alone) == steps
+    assert min(alone) < steps
+
+
+def test_the_cache_is_copied_now_and_then_only(model, monkeypatch):
+    copies = []
+    keep = TreeCache.keep
+    monkeypatch.setattr(
+        TreeCache,
+        "keep",
+        lambda self, prompts: copies.append(prompts.tolist()) or keep(self, prompts),
+    )
+    search(model, PROMPTS, BeamSettings(3, 3 * TreeCache.ROOM + 1, eos_token_ids=()))
+    assert copies == [[0, 1, 2, 3, 4]] * 2
+
+
+def chains(prompts, history):
+    """(prompt, beam, its tokens so far) of all beams."""
+    for row, beams in enumerate(history.tolist()):
+        for column, text in enumerate(beams):
+            yield row, column, prompts[row] + text
+
+
+@pytest.mark.parametrize("beams", [1, 3, 10])
+def test_a_beam_sees_the_keys_of_its_own_tokens_and_no_others(model, monkeypatch, beams):
+    """Through reorderings, copies and prompts that leave; keys of the first layer tell tokens."""
+    weights, block = model.transformer, model.transformer.h[0]
+    copies, checked = [], 0
+
+    def check(self) -> None:
+        nonlocal checked
+        prompts = [PROMPTS[place] for place in self.places.tolist()]
+        history = self.history[..., :-1]  # the last tokens have not been read
+        for row, column, tokens in chains(prompts, history):
+            seen = self.cache.seen[row, column]
+            found = self.cache.keys[0][row, : len(seen)][seen]
+            x = weights.wte(torch.tensor(tokens)) + weights.wpe(torch.arange(len(tokens)))
+            keys = block.attn.c_attn(block.ln_1(x)).chunk(3, dim=-1)[1]
+            torch.testing.assert_close(found, keys)
+            checked += 1
+
+    class Watched(beam._Search):
+        def _let_go(self):
+            check(self)
+            super()._let_go()
+            check(self)
+
+    keep = TreeCache.keep
+
+    def watched_keep(self, prompts):
+        before = self.seen.shape[2]
+        keep(self, prompts)
+        copies.append((before, self.seen.shape[2]))
+
+    monkeypatch.setattr(beam, "_Search", Watched)
+    monkeypatch.setattr(TreeCache, "keep", watched_keep)
+    search(model, PROMPTS, BeamSettings(beams, 30, 0.8, eos_token_ids=(STOP, BLANK)))
+    assert checked > 20 * beams
+    assert len(copies) > 2
+    assert all(after <= before for before, after in copies)
+    if beams > 1:
+        assert any(after < before / 1.2 for before, after in copies)
+
+
+# ------------------------------------------------------------------------------------------------
+# The steps
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocabulary", [10, 63, 64, 65, 128, 1000])
+@pytest.mark.parametrize("beams", [1, 4])
+def test_best_candidates(vocabulary, beams):
+    torch.manual_seed(vocabulary)
+    logits = 3 * torch.randn(3, beams, vocabulary) + 40
+    logits[0, :, 3:7] = float("-inf")
+    sums = -4 * torch.rand(3, beams)
+    if beams > 1:
+        sums[1, 2] = float("-inf")
+        logits[2, 0] = float("-inf")
+    every = sums[..., None] + logits.log_softmax(dim=2).nan_to_num(nan=-math.inf, neginf=-math.inf)
+    expected, index = every.flatten(1).topk(10)
+    found, rows, tokens = best_candidates(logits, sums, 10)
+    finite = expected.isfinite()
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert finite.sum() >= 26
+    assert torch.equal(rows[finite], (index // vocabulary)[finite])
+    assert torch.equal(tokens[finite], (index % vocabulary)[finite])
+    assert 0 <= tokens.min() <= tokens.max() < vocabulary
+
+
+def test_best_candidates_may_be_equal_but_are_not_the_same():
+    found, rows, tokens = best_candidates(torch.zeros(1, 2, 200), torch.zeros(1, 2), 9)
+    torch.testing.assert_close(found, torch.full((1, 9), -math.log(200)))
+    assert len(set(zip(rows[0].tolist(), tokens[0].tolist(), strict=True))) == 9
+
+
+def test_repetition_penalty():
+    logits = torch.tensor([[[2.0, -2.0, 3.0, -3.0, 0.0]]])
+    history = torch.tensor([[[1, 0, 1, 4]]])
+    penalise(logits, history, torch.tensor([3]), BeamSettings(repetition_penalty=2))
+    assert logits.tolist() == [[[1, -4, 3, -3, 0]]]
+
+
+@pytest.mark.parametrize(("length", "suppressed"), [(0, True), (2, True), (3, False)])
+def test_no_end_before_the_least_length(length, suppressed):
+    logits = torch.zeros(1, 1, 5)
+    history = torch.zeros(1, 1, length, dtype=torch.int64)
+    penalise(logits, history, torch.tensor([1, 3]), BeamSettings(min_length=3))
+    assert logits.isneginf().nonzero()[:, 2].tolist() == ([1, 3] if suppressed else [])
+
+
+@pytest.mark.parametrize(
+    ("size", "text", "suppressed"),
+    [
+        (1, [], []),
+        (1, [2, 0, 2], [0, 2]),
+        (2, [1], []),
+        (2, [1, 2, 1, 3, 1], [2, 3]),
+        (2, [1, 1], [1]),
+        (3, [1, 2], []),
+        (3, [1, 2, 0, 4, 1, 2], [0]),
+        (3, [1, 2, 0, 4, 2, 1], []),
+        (0, [1, 1, 1], []),
+    ],
+)
+def test_no_ngram_comes_twice(size, text, suppressed):
+    logits = torch.randn(1, 2, 5)
+    others = [4, 3, 2, 1, 0, 1, 3][: len(text)]
+    history = torch.tensor([[text, others]], dtype=torch.int64)
+    before = logits.clone()
+    penalise(logits, history, torch.tensor([4]), BeamSettings(no_repeat_ngram_size=size))
+    assert logits[0, 0].isneginf().nonzero().flatten().tolist() == suppressed
+    changed = logits != before
+    assert bool(logits[changed].isneginf().all())
+
+
+# ------------------------------------------------------------------------------------------------
+# Precisions, devices, errors
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_precisions(model, dtype):
+    settings = BeamSettings(4, 15, 0.8, 3, eos_token_ids=(STOP, BLANK))
+    exact = search(model, PROMPTS, settings)
+    other = GPT2LMModel(CONFIG).to(dtype)
+    other.load_state_dict(model.state_dict())
+    texts = search(other, PROMPTS, settings)
+    if dtype is torch.float32:
+        assert texts == exact
+    assert [text[0] for text in texts] == [text[0] for text in exact]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("beams", [1, 10])
+def test_on_a_gpu(model, beams):
+    settings = BeamSettings(beams, 25, 0.8, 3, 1.2, 2, (STOP, BLANK))
+    there = GPT2LMModel(CONFIG).double().cuda()
+    there.load_state_dict(model.state_dict())
+    assert search(there, PROMPTS, settings) == search(model, PROMPTS, settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"beam": 0}, "beam has to be at least 1"),
+        ({"eval_len": 0}, "eval_len has to be at least 1"),
+        ({"min_length": -1}, "min_length has to be at least 0"),
+        ({"no_repeat_ngram_size": -2}, "no_repeat_ngram_size has to be at least 0, but is -2"),
+        ({"repetition_penalty": 0}, "repetition_penalty has to be above 0"),
+        ({"repetition_penalty": math.nan}, "repetition_penalty has to be above 0"),
+        ({"length_penalty": math.nan}, "length_penalty has to be between"),
+        ({"length_penalty": 1000}, "length_penalty has to be between -50 and 50, but is 1000"),
+    ],
+)
+def test_settings_out_of_range(settings, message):
+    with pytest.raises(ValueError, match=message):
+        BeamSettings(**settings)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "message"),
+    [
+        ([], {}, "at least one token"),
+        ([[1], []], {}, "at least one token"),
+        ([[1, 30]], {}, "prompts have token 30, outside the vocabulary of 30"),
+        ([[1]], {"eos_token_ids": (50256,)}, "end token is 50256, outside the vocabulary"),
+        ([[1] * 31], {}, "31 tokens and 11 generated ones are more than.* 40 positions"),
+        ([[1]], {"beam": 31}, "beam 31 is more than the 30 tokens"),
+    ],
+)
+def test_what_cannot_be_searched(model, prompts, settings, message):
+    settings = BeamSettings(**{"eval_len": 11, "eos_token_ids": (STOP,), **settings})
+    with pytest.raises(ValueError, match=message):
+        search(model, prompts, settings)
+
+
+def test_the_longest_text_that_there_are_positions_for(model):
+    settings = BeamSettings(2, 11, eos_token_ids=())
+    assert len(search(model, [[1] * 30], settings)[0]) == 11
+
+
+@pytest.mark.parametrize("eval_len", [1, 5])
+def test_scores_that_are_no_numbers(eval_len):
+    model = random_model(0, 20)
+    with torch.no_grad():
+        model.transformer.ln_f.weight[3] = math.inf
+    with pytest.raises(ValueError, match="scores are not finite"):
+        search(model, [[1, 2]], BeamSettings(2, eval_len, eos_token_ids=(3,)))

@@ -1,0 +1,297 @@
+"""gpt2_beam.py: from files to predictions, with every kind of bad input."""
+
+import argparse
+import json
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import gpt2_beam
+from beam import BeamSettings, search
+from checkpoints import Base, add_model_params, open_model, save_model
+from loralib.checkpoint import CheckpointError, load_adapter
+from model import GPT2LMModel, config_of
+
+SCRIPT = Path(gpt2_beam.__file__)
+CONTEXTS = [[5, 9, 2], [7], [5, 9, 2], [4, 4, 50000, 11, 3], [7], [3, 1], [5, 9, 2]]
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory):
+    """A base, LoRA for it, both in one file, and the release's form of LoRA: without metadata."""
+    folder = tmp_path_factory.mktemp("beam")
+    torch.manual_seed(2)
+    model = GPT2LMModel(config_of("gpt2.xs"))
+    with torch.no_grad():
+        for parameter in model.transformer.h.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    save_model(folder / "base.pt", model, Base({}), lora_only=False)
+    flags = ["--model_card", "gpt2.xs", "--init_checkpoint", f"{folder / 'base.pt'}"]
+    parser = argparse.ArgumentParser()
+    add_model_params(parser)
+    args = parser.parse_args([*flags, "--lora_dim", "4", "--lora_alpha", "32"])
+    model, base = open_model(args)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    save_model(folder / "lora.pt", model, base, lora_only=True)
+    save_model(folder / "whole.pt", model, base, lora_only=False)
+    torch.save({"model_state_dict": load_adapter(folder / "lora.pt").tensors}, folder / "old.pt")
+    write_contexts(folder / "data.jsonl", CONTEXTS)
+    return folder
+
+
+def write_contexts(path: Path, contexts: list) -> None:
+    path.write_text("".join(json.dumps({"context": context}) + "\n" for context in contexts))
+
+
+@pytest.fixture
+def decode(files, tmp_path, one_process):
+    """Runs the script and reads its predictions; flags come on top of the usual ones."""
+
+    def run(*more: object, data: Path | None = None) -> list[list[int]]:
+        gpt2_beam.main(flags(files, tmp_path, data or files / "data.jsonl", *more))
+        return read(tmp_path / "out.jsonl")
+
+    return run
+
+
+def flags(files: Path, work_dir: Path, data: Path, *more: object) -> list[str]:
+    usual = ["--platform", "local", "--model_card", "gpt2.xs", "--beam", 3]
+    usual += ["--init_checkpoint", files / "base.pt", "--seq_len", 20, "--eval_len", 6]
+    usual += ["--data", data, "--work_dir", work_dir, "--output_file", "out.jsonl"]
+    return [str(word) for word in (*usual, *more)]
+
+
+def read(path: Path) -> list[list[int]]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["id"] for row in rows] == list(range(len(rows)))
+    assert all(row.keys() == {"id", "predict"} for row in rows)
+    return [row["predict"] for row in rows]
+
+
+def expected(files: Path, name: str, contexts: list, settings: BeamSettings) -> list[list[int]]:
+    """One search a line, with the LoRA branches computed beside the weights."""
+    args = argparse.Namespace(
+        model_card="gpt2.xs", init_checkpoint=str(files / name), lora_dim=None, lora_alpha=None
+    )
+    model = open_model(args)[0].eval()
+    texts = [search(model, [context], settings)[0] for context in contexts]
+    return [text + [0] * (settings.eval_len - len(text)) for text in texts]
+
+
+def test_defaults_are_the_releases():
+    args = vars(gpt2_beam.parse_args([]))
+    wanted = dict(
+        data="../data/wikitext-103",
+        batch_size=10,
+        seq_len=512,
+        eval_len=256,
+        min_length=0,
+        model_card="gpt2.sm",
+        init_checkpoint=None,
+        beam=1,
+        length_penalty=1.0,
+        no_repeat_ngram_size=4,
+        repetition_penalty=1.0,
+        eos_token_id=[50256],
+        output_file="beam_prediction.jsonl",
+        work_dir="gpt2_model",
+        platform="k8s",
+    )
+    assert wanted.items() <= args.items()
+
+
+def test_end_tokens_add_up_and_are_forgotten():
+    more = ["--eos_token_id", "628", "--eos_token_id", "13"]
+    assert gpt2_beam.parse_args(more).eos_token_id == [50256, 628, 13]
+    assert gpt2_beam.parse_args(more[:2]).eos_token_id == [50256, 628]
+    assert gpt2_beam.parse_args([]).eos_token_id == [50256]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 10])
+def test_a_line_for_each_line(decode, files, batch_size):
+    settings = BeamSettings(3, 6, 1.0, 4, 1.0, 0, (50256,))
+    texts = decode("--batch_size", batch_size)
+    assert texts == expected(files, "base.pt", CONTEXTS, settings)
+
+
+def test_each_distinct_context_is_searched_once(decode, monkeypatch):
+    searched = []
+
+    def spy(model, prompts, settings):
+        searched.extend(prompts)
+        return search(model, prompts, settings)
+
+    monkeypatch.setattr(gpt2_beam, "search", spy)
+    texts = decode()
+    assert sorted(searched) == [(3, 1), (4, 4, 50000, 11, 3), (5, 9, 2), (7,)]
+    assert texts[0] == texts[2] == texts[6]
+    assert texts[1] == texts[4] != texts[0]
+
+
+def test_flags_reach_the_search(decode, monkeypatch):
+    seen = []
+
+    def spy(model, prompts, settings):
+        seen.append(settings)
+        return [[1]] * len(prompts)
+
+    monkeypatch.setattr(gpt2_beam, "search", spy)
+    more = ["--beam", 2, "--eval_len", 5, "--min_length", 3, "--length_penalty", 0.8]
+    more += ["--no_repeat_ngram_size", 2, "--repetition_penalty", 1.5, "--eos_token_id", 628]
+    assert decode(*more) == [[1, 0, 0, 0, 0]] * len(CONTEXTS)
+    assert seen == [BeamSettings(2, 5, 0.8, 2, 1.5, 3, (50256, 628))]
+
+
+def test_texts_that_end_are_padded_with_zeros(decode, files):
+    first = decode()[0][0]
+    texts = decode("--eos_token_id", first, "--length_penalty", 0)
+    settings = BeamSettings(3, 6, 0, 4, 1.0, 0, (50256, first))
+    assert texts == expected(files, "base.pt", CONTEXTS, settings)
+    assert texts[0] == [first, 0, 0, 0, 0, 0]
+
+
+def test_base_and_lora_apart_are_the_whole_model(decode, files):
+    plain = decode()
+    texts = decode("--lora_path", files / "lora.pt")
+    assert texts != plain
+    settings = BeamSettings(3, 6, 1.0, 4, 1.0, 0, (50256,))
+    assert texts == expected(files, "whole.pt", CONTEXTS, settings)
+    whole = ["--init_checkpoint", files / "whole.pt"]
+    assert decode(*whole) == decode(*whole, "--lora_dim", 4, "--lora_alpha", 32) == texts
+    assert decode("--lora_path", files / "old.pt", "--lora_alpha", 32) == texts
+
+
+def test_a_model_to_decode_is_plain(files, tmp_path):
+    args = gpt2_beam.parse_args(
+        flags(files, tmp_path, files / "data.jsonl", "--lora_path", files / "lora.pt", "--bf16")
+    )
+    run = gpt2_beam.Run(0, 0, 1, torch.device("cpu"))
+    model = gpt2_beam.model_to_decode(args, run)
+    assert not any("lora_" in name for name in model.state_dict())
+    assert {tensor.dtype for tensor in model.parameters()} == {torch.bfloat16}
+    assert not model.training
+
+
+def test_half_precision(decode):
+    texts = decode("--bf16")
+    assert [len(text) for text in texts] == [6] * len(CONTEXTS)
+    assert texts[0] == texts[2]
+
+
+def test_contexts_are_cut_on_the_left(decode, files, tmp_path, caplog):
+    path = tmp_path / "long.jsonl"
+    contexts = [[1, 2, 3, 4, 5], [9, 3, 4, 5], [3, 4, 5], [8]]
+    write_contexts(path, contexts)
+    with caplog.at_level(logging.WARNING):
+        texts = decode("--seq_len", 9, data=path)
+    settings = BeamSettings(3, 6, 1.0, 4, 1.0, 0, (50256,))
+    assert texts == expected(files, "base.pt", [[3, 4, 5]] * 3 + [[8]], settings)
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert "2 of 4 contexts are longer than --seq_len - --eval_len = 3 tokens" in warning
+
+
+def test_an_absolute_output_file_is_taken_as_it_is(files, tmp_path, one_process):
+    path = tmp_path / "elsewhere" / "texts.jsonl"
+    more = ["--output_file", path, "--work_dir", tmp_path / "work"]
+    gpt2_beam.main(flags(files, tmp_path, files / "data.jsonl", *more))
+    assert len(read(path)) == len(CONTEXTS)
+    assert not (tmp_path / "work").exists()
+
+
+BAD_LINES = [
+    ('{"context": [1, 2', r"data.jsonl:2: not JSON"),
+    ("[1, 2]", r"data.jsonl:2: not a JSON object"),
+    ('{"completion": [1]}', r'data.jsonl:2: "context" is missing'),
+    ('{"context": "text"}', r'data.jsonl:2: "context" is missing, or no list of token ids'),
+    ('{"context": [1, true]}', r'data.jsonl:2: "context" is missing, or no list of token ids'),
+    ('{"context": []}', r"data.jsonl:2: the context is empty"),
+    ('{"context": [1, 50257]}', r'data.jsonl:2: "context" has token 50257, outside the vocabulary'),
+    ('{"context": [-1, 4]}', r'data.jsonl:2: "context" has token -1, outside the vocabulary'),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_LINES)
+def test_bad_lines(decode, tmp_path, line, message):
+    path = tmp_path / "data.jsonl"
+    path.write_text(f'{{"context": [1]}}\n{line}\n{{"context": [1]}}\n')
+    with pytest.raises(ValueError, match=message):
+        decode(data=path)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--seq_len", 6], "--seq_len 6 leaves no token for a context beside --eval_len 6"),
+        (["--seq_len", 1025], "--seq_len 1025: the model has 1024 positions"),
+        (["--batch_size", 0], "--batch_size has to be at least 1"),
+        (["--beam", 0], "--beam has to be at least 1, but is 0"),
+        (["--repetition_penalty", 0], "--repetition_penalty has to be above 0"),
+        (["--eos_token_id", 50257], "end token is 50257, outside the vocabulary of 50257"),
+        (["--lora_dim", 4], "--lora_dim 4, but .*base.pt holds a base without LoRA.*--lora_path"),
+        (["--data", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--init_checkpoint", "nowhere.pt"], "nowhere.pt: no such checkpoint"),
+        (["--model_card", "gpt2.sm"], "holds a gpt2.xs; give --model_card gpt2.xs"),
+    ],
+)
+def test_flags_that_do_not_fit(decode, tmp_path, more, message):
+    with pytest.raises((ValueError, OSError), match=message):
+        decode(*more)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_half_precision_without_a_gpu(decode):
+    with pytest.raises(ValueError, match="--fp16 needs a GPU; --bf16 works on a CPU"):
+        decode("--fp16")
+
+
+@pytest.mark.parametrize(
+    ("base", "more", "message"),
+    [
+        (None, [], "there is no model: give its base as --init_checkpoint"),
+        (None, ["lora.pt"], "lora.pt: needs the base.*--init_checkpoint"),
+        ("lora.pt", [], "lora.pt: holds LoRA weights only.* give the base as --init_checkpoint"),
+        ("base.pt", ["whole.pt"], "whole.pt: holds a whole model, not LoRA alone"),
+        ("whole.pt", ["lora.pt"], "whole.pt: holds LoRA weights of its own"),
+        ("base.pt", ["lora.pt", "--lora_dim", "8"], "trained with rank 4, but --lora_dim is 8"),
+        ("base.pt", ["lora.pt", "--lora_alpha", "8"], "alpha 32, but --lora_alpha is 8"),
+        ("base.pt", ["old.pt"], "does not say with what alpha.*--lora_alpha"),
+        ("base.pt", ["base.pt"], "none of its .* tensors is LoRA's"),
+    ],
+)
+def test_base_and_lora_that_do_not_fit(files, tmp_path, one_process, base, more, message):
+    given = ["--platform", "local", "--model_card", "gpt2.xs", "--data", files / "data.jsonl"]
+    given += ["--seq_len", 20, "--eval_len", 6, "--work_dir", tmp_path]
+    given += ["--init_checkpoint", files / base] if base else []
+    given += ["--lora_path", files / more[0], *more[1:]] if more else []
+    with pytest.raises((CheckpointError, ValueError), match=message):
+        gpt2_beam.main([str(word) for word in given])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_processes_write_what_one_does(decode, files, tmp_path, launch):
+    alone = decode("--lora_path", files / "lora.pt", "--batch_size", 1)
+    more = ["--lora_path", files / "lora.pt", "--batch_size", 1, "--output_file", "two.jsonl"]
+    command = flags(files, tmp_path, files / "data.jsonl", *more)
+    result = launch("torch.distributed.run", SCRIPT, *command)
+    assert result.returncode == 0, result.stderr
+    assert read(tmp_path / "two.jsonl") == alone
+    assert "7 contexts, 4 of them distinct" in result.stderr
+
+
+def test_an_error_is_one_line(files, tmp_path, monkeypatch, capsys, one_process):
+    command = flags(files, tmp_path, files / "data.jsonl", "--init_checkpoint", files / "lora.pt")
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *command])
+    with pytest.raises(SystemExit) as ended:
+        gpt2_beam.run(gpt2_beam.main)
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("gpt2_beam.py: error: ")
+    assert "--lora_path" in line

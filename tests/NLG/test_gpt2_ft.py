@@ -1,0 +1,151 @@
+"""gpt2_ft.py against a plain trainer: losses, learning rates and weights, step by step."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import gpt2_ft
+from loralib.checkpoint import read_tensors
+
+SCRIPT = Path(gpt2_ft.__file__)
+
+SCHEDULES = {
+    "linear": "--scheduler linear --warmup_step 3 --max_epoch 3",
+    "cosine": "--scheduler cosine --warmup_step 2 --max_epoch 3",
+    "constant": "--scheduler constant --warmup_step 4 --max_step 10",
+    "cycle": "--scheduler cycle --i_steps 2,5,11 --i_lrs 0.001,0.02,0.004",
+}
+SETTINGS = {
+    "scheduler": tuple(SCHEDULES),
+    "grad_acc": (1, 3),
+    "clip": (0.0, 0.5),
+    "label_smooth": (0.0, 0.1),
+    "obj": ("clm", "jlm"),
+    "correct_bias": (False, True),
+    "no_decay_bias": (False, True),
+    "lora": (False, True),
+}
+# Every pair of settings is in one of them.
+CASES = [
+    ("cosine", 1, 0.0, 0.1, "clm", False, True, True),
+    ("cosine", 3, 0.5, 0.0, "jlm", True, False, False),
+    ("linear", 1, 0.5, 0.1, "jlm", False, True, False),
+    ("linear", 3, 0.0, 0.0, "clm", True, False, True),
+    ("constant", 1, 0.5, 0.1, "clm", True, False, True),
+    ("constant", 3, 0.0, 0.0, "jlm", False, True, False),
+    ("cycle", 1, 0.5, 0.0, "clm", True, True, False),
+    ("cycle", 3, 0.0, 0.0, "jlm", True, True, True),
+    ("cycle", 3, 0.0, 0.1, "clm", False, False, False),
+]
+
+
+@pytest.fixture
+def compare(plain_trainer, read_metrics):
+    """Holds a finished run against the plain trainer."""
+
+    def compare_with(
+        trial, argv: list[str], world_size: int = 1, valid_examples: list | None = None
+    ) -> None:
+        flags = gpt2_ft.parse_args(argv)
+        weights = read_tensors(flags.init_checkpoint)[0]
+        plain = plain_trainer(flags, weights, trial.config.n_head, trial.examples, world_size)
+        work_dir = Path(flags.work_dir)
+        rows, evaluations = read_metrics(work_dir)
+        evaluated = {row["step"]: row for row in evaluations}
+        best = math.inf
+        for number, (row, (loss, lr)) in enumerate(
+            itertools.zip_longest(rows, plain.steps(), fillvalue=(None, None)), start=1
+        ):
+            assert row["step"] == number
+            assert row["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-9), f"step {number}"
+            assert row["lr"] == pytest.approx(lr, rel=1e-12, abs=0)
+            assert row["tokens_per_second"] > 0
+            if number % flags.eval_interval == 0:
+                valid_loss = plain.valid_loss(valid_examples or trial.valid_examples)
+                best = min(best, math.exp(valid_loss))
+                row = evaluated.pop(number)
+                assert row["valid_loss"] == pytest.approx(valid_loss, rel=1e-5)
+                assert row["valid_ppl"] == pytest.approx(math.exp(valid_loss), rel=1e-4)
+                assert row["best_ppl"] == pytest.approx(best, rel=1e-4)
+        assert not evaluated
+        trained = read_tensors(work_dir / f"model.{number}.pt")[0]
+        for name, tensor in trained.items():
+            expected = plain.p[name.removeprefix("module.transformer.")]
+            torch.testing.assert_close(tensor.double(), expected, rtol=1e-3, atol=1e-4)
+
+    return compare_with
+
+
+def test_every_pair_of_settings_is_in_a_case():
+    for (i, first), (j, second) in itertools.combinations(enumerate(SETTINGS.values()), 2):
+        pairs = {(case[i], case[j]) for case in CASES}
+        assert pairs == set(itertools.product(first, second))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_training_is_the_formulas(tiny, compare, tmp_path, case):
+    setting = dict(zip(SETTINGS, case, strict=True))
+    lr = 0.03 if setting["lora"] else 0.003
+    more = f"{SCHEDULES[setting['scheduler']]} --lr {lr} --weight_decay 0.5 --eval_interval 4 "
+    for name in ("grad_acc", "clip", "label_smooth", "obj"):
+        more += f"--{name} {setting[name]} "
+    more += " ".join(f"--{name}" for name in ("correct_bias", "no_decay_bias") if setting[name])
+    argv = tiny.flags(tmp_path / "run", *more.split(), lora=setting["lora"])
+    gpt2_ft.main(argv)
+    compare(tiny, argv)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 100])
+@pytest.mark.parametrize("obj", ["clm", "jlm"])
+def test_an_evaluation_is_the_mean_over_all_targets(tiny, compare, tmp_path, size, obj):
+    """However they are put into batches, and whatever training adds to the loss."""
+    more = f"--valid_batch_size {size} --obj {obj} --max_step 2 --eval_interval 1 "
+    more += "--label_smooth 0.2 --lora_dropout 0 --lr 0.03"
+    argv = tiny.flags(tmp_path / "run", *more.split())
+    gpt2_ft.main(argv)
+    compare(tiny, argv)
+
+
+def test_the_best_perplexity_is_kept(tiny, read_metrics, tmp_path):
+    more = "--scheduler cycle --i_steps 0,3,4,8 --i_lrs 0,0.03,1,1 --eval_interval 1"
+    gpt2_ft.main(tiny.flags(tmp_path / "run", *more.split()))
+    rows = read_metrics(tmp_path / "run")[1]
+    ppl = [row["valid_ppl"] for row in rows]
+    assert [row["best_ppl"] for row in rows] == list(itertools.accumulate(ppl, min))
+    assert min(ppl) < min(ppl[0], ppl[-1])
+
+
+def test_two_processes_are_one_with_the_mean_gradient(launch, trial, compare, tmp_path):
+    more = "--grad_acc 2 --clip 0.5 --label_smooth 0.1 --lr 0.01 --max_epoch 2 --eval_interval 3"
+    argv = trial.flags(tmp_path / "run", *more.split())
+    result = launch("torch.distributed.launch", SCRIPT, *argv)
+    assert result.returncode == 0, result.stderr
+    compare(trial, argv, world_size=2)
+    # One process shows and writes.
+    assert result.stderr.count("valid_ppl") == 1
+
+
+def test_two_processes_of_torchrun(launch_tiny, tiny, compare, tmp_path):
+    """All of the model; LoRA; and too little to evaluate.
+
+    Five batches are two and a half for each process, and two in an epoch: with LoRA the third epoch
+    ends the run after six steps, before step ⌈3 · 5 / 2⌉, at which the rate would be 0.
+    """
+    more = "--obj jlm --correct_bias --lr 0.003 --scheduler cosine --max_step 8 --grad_acc 3"
+    whole = tiny.flags(tmp_path / "whole", *more.split(), "--eval_interval", 2, lora=False)
+    more = "--train_batch_size 3 --clip 1 --max_epoch 3 --warmup_step 3 --lr 0.03 --eval_interval 2"
+    adapted = tiny.flags(tmp_path / "lora", *more.split())
+    # One of the processes has nothing to evaluate.
+    one = tmp_path / "one.jsonl"
+    one.write_text(json.dumps(tiny.valid_examples[0]))
+    more = f"--max_step 2 --valid_data {one} --eval_interval 1 --lr 0.03"
+    little = tiny.flags(tmp_path / "little", *more.split())
+    result = launch_tiny("torch.distributed.run", whole, adapted, little)
+    assert result.returncode == 0, result.stderr
+    compare(tiny, whole, world_size=2)
+    compare(tiny, adapted, world_size=2)
+    compare(tiny, little, world_size=2, valid_examples=tiny.valid_examples[:1])

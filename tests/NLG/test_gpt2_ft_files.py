@@ -1,0 +1,357 @@
+"""gpt2_ft.py: what it writes and when, the flags that it takes, and what it says to bad ones."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import gpt2_ft
+from loralib.checkpoint import AdapterInfo, read_tensors
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = Path(gpt2_ft.__file__)
+FLAGS_OF_THE_RELEASE = ROOT.parent / "shared" / "facts" / "nlg_cli.json"
+
+
+def models_of(work_dir: Path) -> dict[int, dict[str, torch.Tensor]]:
+    """The tensors of ``model.<step>.pt``, by step."""
+    paths = {int(path.name.split(".")[1]): path for path in work_dir.glob("model.*.pt")}
+    return {step: read_tensors(paths[step])[0] for step in sorted(paths)}
+
+
+def is_lora_only(tensors: dict[str, torch.Tensor]) -> bool:
+    return all("lora_" in name for name in tensors)
+
+
+# ---- what is written ----
+
+
+@pytest.mark.parametrize("more", ["", "--save_lora_only", "--bf16"])
+def test_checkpoints_of_lora(tiny, tmp_path, more):
+    """Four batches an epoch: after the third and sixth step, and at the end of each epoch."""
+    argv = tiny.flags(tmp_path, *f"--max_epoch 2 --save_interval 3 --lr 0.03 {more}".split())
+    argv[argv.index("--init_checkpoint") + 1] = str(tiny.base)
+    gpt2_ft.main(argv)
+    models = models_of(tmp_path)
+    assert list(models) == [3, 4, 6, 8]
+    assert all(is_lora_only(models[step]) for step in (3, 4, 6))
+    lora = {f"module.transformer.h.{n}.attn.c_attn.lora_{ab}" for n in (0, 1) for ab in "AB"}
+    assert models[3].keys() == lora
+    assert not any(torch.equal(models[4][name], models[8][name]) for name in lora)
+    base = read_tensors(tiny.base)[0]
+    if more == "--save_lora_only":
+        base = {}
+    assert models[8].keys() == lora | base.keys()
+    assert all(torch.equal(models[8][name], tensor) for name, tensor in base.items())
+    assert {t.dtype for tensors in models.values() for t in tensors.values()} == {torch.float32}
+
+
+def test_checkpoints_of_the_whole_model(tiny, tmp_path):
+    more = "--max_step 5 --max_epoch 2 --save_interval 2 --lr 0.003 --bf16"
+    gpt2_ft.main(tiny.flags(tmp_path, *more.split(), lora=False))
+    models, base = models_of(tmp_path), read_tensors(tiny.base)[0]
+    assert list(models) == [2, 4, 5]
+    for tensors in models.values():
+        assert tensors.keys() == base.keys()
+        assert not any(torch.equal(tensors[name], base[name]) for name in base)
+
+
+@pytest.mark.parametrize("more", ["--max_step 6 --max_epoch 1", "--max_epoch 1"])
+def test_the_first_limit_ends_the_run(tiny, tmp_path, read_metrics, more):
+    gpt2_ft.main(tiny.flags(tmp_path, *more.split()))
+    assert list(models_of(tmp_path)) == [4]
+    assert len(read_metrics(tmp_path)[0]) == 4
+
+
+def test_an_accumulation_that_is_not_full_at_the_end_is_dropped(tiny, tmp_path):
+    for steps in (6, 8):
+        more = f"--max_step {steps} --grad_acc 3 --lr 0.03 --scheduler constant"
+        gpt2_ft.main(tiny.flags(tmp_path / str(steps), *more.split()))
+    six, eight = (models_of(tmp_path / str(steps))[steps] for steps in (6, 8))
+    assert all(torch.equal(tensor, eight[name]) for name, tensor in six.items())
+
+
+def test_a_checkpoint_says_what_it_is(tiny, tmp_path):
+    gpt2_ft.main(tiny.flags(tmp_path, "--max_step", 4, "--save_interval", 2))
+    for step in (2, 4):
+        path = tmp_path / f"model.{step}.pt"
+        info = AdapterInfo.from_metadata(read_tensors(path)[1], path)
+        assert (info.rank, info.alpha, info.targets) == (2, 8, ("c_attn",))
+        assert info.base == str(tiny.base_with_lora)
+        assert len(info.base_fingerprint) == 16
+    content = torch.load(tmp_path / "model.4.pt", weights_only=True)
+    assert "model_state_dict" in content
+
+
+def test_training_goes_on_from_the_last_file(tiny, tmp_path):
+    """Which says itself what rank it has."""
+    gpt2_ft.main(tiny.flags(tmp_path / "first", "--max_step", 2))
+    more = ["--max_step", 2, "--init_checkpoint", tmp_path / "first" / "model.2.pt"]
+    gpt2_ft.main(tiny.flags(tmp_path / "next", "--save_interval", 1, *more, lora=False))
+    assert is_lora_only(models_of(tmp_path / "next")[1])
+
+
+def test_new_lora_weights_change_nothing_at_first(tiny, tmp_path, read_metrics):
+    for name, rank in (("with", 4), ("without", 0)):
+        more = ["--lora_dim", rank, "--max_step", 1]
+        gpt2_ft.main(tiny.flags(tmp_path / name, *more, lora=False))
+    (first, _), (second, _) = (read_metrics(tmp_path / name) for name in ("with", "without"))
+    assert first[0]["loss"] == second[0]["loss"]
+
+
+def test_lines_come_at_the_interval(tiny, tmp_path, read_metrics):
+    more = "--max_step 7 --log_interval 3 --eval_interval 2"
+    gpt2_ft.main(tiny.flags(tmp_path, *more.split()))
+    steps, evaluations = read_metrics(tmp_path)
+    assert [row["step"] for row in steps] == [3, 6]
+    assert [row["step"] for row in evaluations] == [2, 4, 6]
+    assert set(steps[0]) == {"step", "loss", "lr", "tokens_per_second"}
+    assert set(evaluations[0]) == {"step", "valid_loss", "valid_ppl", "best_ppl"}
+
+
+def test_tensorboard_has_the_same_figures(tiny, tmp_path, monkeypatch, read_metrics):
+    monkeypatch.delitem(sys.modules, "tensorboard")
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    gpt2_ft.main(tiny.flags(tmp_path, "--max_step", 4, "--eval_interval", 2))
+    events = reader.EventAccumulator(str(tmp_path / "runs")).Reload()
+    for rows in read_metrics(tmp_path):
+        for name in rows[0].keys() - {"step"}:
+            shown = [(event.step, event.value) for event in events.Scalars(name)]
+            assert shown == [(row["step"], pytest.approx(row[name], rel=1e-6)) for row in rows]
+
+
+# ---- flags ----
+
+
+def parse(*words: object) -> dict:
+    needed = ["--train_data", "a", "--valid_data", "b"]
+    return vars(gpt2_ft.parse_args([*needed, *map(str, words)]))
+
+
+@pytest.fixture(scope="module")
+def release_flags():
+    if not FLAGS_OF_THE_RELEASE.is_file():
+        pytest.skip(f"{FLAGS_OF_THE_RELEASE.name}, the list of the release's flags, is not here")
+    return json.loads(FLAGS_OF_THE_RELEASE.read_text())["gpt2_ft.py"]
+
+
+def test_all_flags_of_the_release_are_taken(release_flags):
+    assert len(release_flags) == 42
+    samples = {"int": 3, "float": 0.25, "str": "text", None: "text"}
+    for entry in release_flags:
+        flag, name = entry["flag"], entry["flag"].removeprefix("--")
+        if entry.get("action") == "store_true":
+            assert parse()[name] is False
+            assert parse(flag)[name] is True
+            continue
+        # Of the platforms and schedulers those are taken that there is something for.
+        values = {"platform": ["local", "philly", "k8s", "azure"]}.get(name)
+        values = values or entry.get("choices") or [samples[entry.get("type")]]
+        for value in set(values) - {"inv_sqrt", "dev_perf"}:
+            assert parse(flag, value)[name] == value
+            assert parse(f"{flag}={value}")[name] == value
+
+
+def test_defaults_are_the_releases(release_flags, monkeypatch):
+    monkeypatch.delenv("PT_OUTPUT_DIR", raising=False)
+    given = {entry["flag"].removeprefix("--"): entry.get("default") for entry in release_flags}
+    given |= {"train_data": "a", "valid_data": "b", "work_dir": "gpt2_model"}
+    given |= {"fp16": False, "correct_bias": False, "no_decay_bias": False}
+    # Not given, they are those of the file, or else the release's: the test below.
+    assert (given.pop("lora_dim"), given.pop("lora_alpha")) == (0, 128)
+    defaults = parse()
+    assert {name: defaults[name] for name in given} == given
+    monkeypatch.setenv("PT_OUTPUT_DIR", "elsewhere")
+    assert parse()["work_dir"] == "elsewhere"
+
+
+def test_alpha_is_128_where_nothing_says_otherwise(tiny, tmp_path):
+    flags = ["--lora_dim", 2, "--max_step", 1, "--save_lora_only"]
+    gpt2_ft.main(tiny.flags(tmp_path, *flags, lora=False))
+    path = tmp_path / "model.1.pt"
+    assert AdapterInfo.from_metadata(read_tensors(path)[1], path).alpha == 128
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--scheduler inv_sqrt", "invalid choice: 'inv_sqrt'"),
+        ("--scheduler quick", "invalid choice: 'quick'"),
+        ("--obj mlm", "invalid choice: 'mlm'"),
+        ("--model_card gpt3", "invalid choice: 'gpt3'"),
+        ("--grad_acc 0", "--grad_acc has to be at least 1"),
+        ("--save_interval 0", "--save_interval has to be at least 1"),
+        ("--eval_interval -1", "--eval_interval has to be at least 1"),
+        ("--log_interval 0", "--log_interval has to be at least 1"),
+        ("--max_step many", "invalid int value: 'many'"),
+        ("--fp16 --bf16", "not allowed with argument --fp16"),
+        ("--learning_rate 1", "unrecognized arguments"),
+    ],
+)
+def test_a_wrong_command_line(tiny, tmp_path, capsys, more, message):
+    with pytest.raises(SystemExit) as end:
+        gpt2_ft.main(tiny.flags(tmp_path / "run", *more.split()))
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
+# ---- bad input ----
+
+
+@pytest.fixture
+def finished(tiny, tmp_path, files_of):
+    """The folder of a run, which has to be the same at the end of the test."""
+    work_dir = tmp_path / "run"
+    gpt2_ft.main(tiny.flags(work_dir, "--max_step", 2))
+    before = files_of(work_dir)
+    yield work_dir
+    assert files_of(work_dir) == before
+
+
+@pytest.mark.parametrize("flag", ["--train_data", "--valid_data"])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"context": [1, 2', "not JSON"),
+        ('{"context": [1, 2]}', 'has no "completion"'),
+        ('{"context": [1], "completion": []}', "the completion is empty"),
+        ('{"context": [1], "completion": [50257]}', "outside the vocabulary of 50257"),
+        ('{"context": [-1], "completion": [5]}', "outside the vocabulary of 50257"),
+    ],
+)
+def test_a_bad_line_is_named(tiny, finished, tmp_path, error_of, flag, line, message):
+    rows = (tiny.folder / "train.jsonl").read_text().splitlines()
+    rows[2] = line
+    path = tmp_path / "bad.jsonl"
+    path.write_text("\n".join(rows))
+    error = error_of(tiny.flags(finished, "--max_step", 4, flag, path))
+    assert f"{path}:3: " in error
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("", "how long to train is not given: --max_step or --max_epoch is needed"),
+        ("--max_step 0", "--max_step has to be at least 1, but is 0"),
+        ("--max_step 4 --warmup_step -1", "--warmup_step has to be at least 0"),
+        (
+            "--scheduler cycle --i_steps 0,5,9 --i_lrs 0.1,0.2",
+            "--i_steps has 3 numbers and --i_lrs has 2: each step needs its rate",
+        ),
+        ("--scheduler cycle --i_steps 0,5 --i_lrs 0.1,x", "not numbers separated by commas"),
+        ("--max_step 4 --lr nan", "lr has to be at least 0, but is nan"),
+        ("--max_step 4 --adam_beta1 1", "betas have to be at least 0 and below 1"),
+        ("--max_step 4 --seq_len 33", "--seq_len 33: the model has 32 positions"),
+        ("--max_step 4 --train_batch_size 0", "batch size has to be at least 1"),
+        ("--max_step 4 --lora_dropout 1.5", "dropout"),
+        ("--max_step 4 --lora_dim -1", "--lora_dim"),
+        ("--max_step 4 --lora_dim 3", "rank 2, but --lora_dim is 3"),
+        ("--max_step 4 --lora_alpha 4", "alpha 8, but --lora_alpha is 4"),
+        ("--max_step 4 --train_data {folder}/none.jsonl", "none.jsonl"),
+        ("--max_step 4 --init_checkpoint {folder}/none.pt", "none.pt: no such checkpoint file"),
+        ("--max_step 4 --init_checkpoint {folder}/train.jsonl", "train.jsonl: damaged"),
+        ("--max_step 4 --world_size 2", "--world_size is 2, but the launcher started 1"),
+    ],
+)
+def test_settings_that_cannot_be(tiny, finished, error_of, more, message):
+    more = more.format(folder=tiny.folder)
+    assert message in error_of(tiny.flags(finished, *more.split()))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_fp16_needs_a_gpu(tiny, finished, error_of):
+    argv = tiny.flags(finished, "--max_step", 4, "--fp16")
+    assert "--fp16 needs a GPU; --bf16 works on a CPU as well" in error_of(argv)
+
+
+def test_lora_needs_a_base(tiny, finished, error_of):
+    argv = tiny.flags(finished, "--max_step", 4)
+    del argv[(at := argv.index("--init_checkpoint")) : at + 2]
+    message = "--lora_dim needs a trained base: give it as --init_checkpoint"
+    assert message in error_of(argv)
+
+
+def test_without_lora_there_is_no_part_to_save(tiny, finished, error_of):
+    argv = tiny.flags(finished, "--max_step", 4, "--save_lora_only", lora=False)
+    assert "--save_lora_only needs LoRA: add --lora_dim" in error_of(argv)
+
+
+def _narrow(tensors):
+    name = "module.transformer.h.0.mlp.c_fc.weight"
+    return {**tensors, name: tensors[name][:, :8]}
+
+
+def _shallow(tensors):
+    return {name: tensor for name, tensor in tensors.items() if ".h.1." not in name}
+
+
+def _deep(tensors):
+    return {**tensors, **{n.replace(".h.1.", ".h.2."): t for n, t in tensors.items()}}
+
+
+def _lora_only(tensors):
+    return {name: tensor for name, tensor in tensors.items() if "lora_" in name}
+
+
+def _not_finite(tensors):
+    name = "module.transformer.h.0.mlp.c_fc.bias"
+    return {**tensors, name: tensors[name] * float("nan")}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_narrow, "is a model of another size: transformer.h.0.mlp.c_fc.weight is (16, 8)"),
+        (_shallow, "lacks"),
+        (_deep, "has, unknown to the model,"),
+        (_lora_only, "holds LoRA weights only, without the base"),
+        (_not_finite, "transformer.h.0.mlp.c_fc.bias holds values that are not finite"),
+    ],
+)
+def test_a_base_that_does_not_fit(tiny, finished, tmp_path, error_of, change, message):
+    path = tmp_path / "other.pt"
+    torch.save(change(read_tensors(tiny.base_with_lora)[0]), path)
+    error = error_of(tiny.flags(finished, "--max_step", 4, "--init_checkpoint", path))
+    assert str(path) in error
+    assert message in error
+
+
+def test_a_work_folder_that_is_a_file(tiny, tmp_path, error_of):
+    path = tmp_path / "file"
+    path.write_text("kept")
+    assert str(path) in error_of(tiny.flags(path, "--max_step", 4))
+    assert path.read_text() == "kept"
+
+
+def test_a_loss_that_is_no_number_ends_the_run(tiny, tmp_path, error_of, read_metrics):
+    """The rate explodes at the fifth step; what was saved before stays."""
+    more = "--scheduler cycle --i_steps 0,3,4,12 --i_lrs 0.01,0.01,1e30,1e30 --save_interval 3"
+    error = error_of(tiny.flags(tmp_path, *more.split()))
+    assert "the loss of step 6 is nan at learning rate 1e+30: nothing is saved of it" in error
+    assert list(models_of(tmp_path)) == [3, 4]
+    assert [row["step"] for row in read_metrics(tmp_path)[0]] == [1, 2, 3, 4, 5]
+    assert torch.load(tmp_path / "resume.pt", weights_only=True)["step"] == 4
+
+
+def test_a_validation_loss_that_is_no_number_ends_the_run(tiny, tmp_path, error_of, read_metrics):
+    more = "--max_step 4 --eval_interval 1 --lr 1e30 --scheduler constant"
+    error = error_of(tiny.flags(tmp_path, *more.split()))
+    assert "the validation loss after step 1 is nan" in error
+    assert read_metrics(tmp_path)[1] == []
+
+
+def test_the_script_itself_ends_with_one_line(trial, tmp_path):
+    data = tmp_path / "bad.jsonl"
+    data.write_text('{"context": [1], "completion": [2]}\n{"context"\n')
+    argv = trial.flags(tmp_path / "run", "--max_step", 1, "--train_data", data)
+    result = subprocess.run([sys.executable, SCRIPT, *argv], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    line, end = result.stderr.split("\n")
+    assert line.startswith(f"gpt2_ft.py: error: {data}:2: not JSON")
+    assert end == ""

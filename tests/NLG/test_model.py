@@ -1,0 +1,531 @@
+"""GPT-2: upstream's logits, the loss and its gradients by plain PyTorch, LoRA, half precision."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+import loralib as lora
+import model as model_module
+from loralib.checkpoint import CheckpointError
+from loralib.precision import Precision, hold_frozen_in
+from model import MODEL_CARDS, GPT2Config, GPT2LMModel, config_of, head_loss, load_base, own_names
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+SHAPES = ("plain", "one-head", "deep")
+HALVES = [(torch.bfloat16, 0.08), (torch.float16, 0.01)]
+LORA = {"lora_attn_dim": 2, "lora_attn_alpha": 6}
+
+
+@pytest.fixture(scope="module")
+def upstream(gpt2_fixture):
+    """What make_gpt2_fixture.py wrote."""
+    return load_file(gpt2_fixture.FIXTURE)
+
+
+@pytest.fixture
+def build(gpt2_fixture):
+    """Builds a model with the fixture's weights; LoRA's are drawn, B as well."""
+
+    def build(shape="plain", **lora_fields):
+        n, layers, heads, vocabulary, positions, _ = gpt2_fixture.SHAPES[shape]
+        config = GPT2Config(n, layers, heads, vocabulary, positions, **lora_fields)
+        weights = own_names(gpt2_fixture.draw_weights(shape), "the fixture")
+        torch.manual_seed(0)
+        model = load_base(config, weights, "the fixture")
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.3)
+        return model
+
+    return build
+
+
+def close(ours, theirs, tolerance=1e-5):
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+
+
+def close_by_size(ours, theirs, tolerance=1e-5):
+    """To `tolerance` of the largest value that there should be."""
+    assert ours.shape == theirs.shape
+    theirs = theirs.detach()
+    difference = (ours.detach().double() - theirs).abs().max()
+    assert difference <= tolerance * theirs.abs().max() + 1e-30
+
+
+# ---- the plain reference ----
+
+
+def plain_logits(weights, config, ids):
+    """GPT-2 on a padded batch, in the weights' precision, every position computed."""
+    n, heads = config.n_embd, config.n_head
+    batch, length = ids.shape
+    behind = torch.ones(length, length, dtype=torch.bool).triu(1)
+
+    def norm(x, name):
+        return F.layer_norm(x, (n,), weights[f"{name}.weight"], weights[f"{name}.bias"], eps=1e-5)
+
+    def linear(x, name):
+        return x @ weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+    def qkv(x, name):
+        parts = list(linear(x, name).split(n, dim=2))
+        if f"{name}.lora_A" in weights:
+            A, B = weights[f"{name}.lora_A"], weights[f"{name}.lora_B"]
+            r = config.lora_attn_dim
+            scaling = config.lora_attn_alpha / r
+            parts[0] = parts[0] + scaling * x @ A[:r].T @ B[:n].T
+            parts[2] = parts[2] + scaling * x @ A[r:].T @ B[n:].T
+        return [part.view(batch, length, heads, -1).transpose(1, 2) for part in parts]
+
+    x = weights["transformer.wte.weight"][ids] + weights["transformer.wpe.weight"][:length]
+    for i in range(config.n_layer):
+        block = f"transformer.h.{i}"
+        q, k, v = qkv(norm(x, f"{block}.ln_1"), f"{block}.attn.c_attn")
+        scores = q @ k.transpose(2, 3) / math.sqrt(n / heads)
+        mixed = scores.masked_fill(behind, float("-inf")).softmax(dim=3) @ v
+        x = x + linear(mixed.transpose(1, 2).flatten(2), f"{block}.attn.c_proj")
+        inner = linear(norm(x, f"{block}.ln_2"), f"{block}.mlp.c_fc")
+        gelu = inner / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (inner + 0.044715 * inner**3)))
+        x = x + linear(gelu, f"{block}.mlp.c_proj")
+    return norm(x, "transformer.ln_f") @ weights["transformer.wte.weight"].T
+
+
+def plain_loss(weights, config, ids, labels, mask, label_smooth):
+    """Σ mask · token_loss / (Σ mask + 0.0001), from the logits of every position."""
+    logits = plain_logits(weights, config, ids)
+    smoothing = label_smooth if label_smooth > 0.0001 else 0.0
+    token_loss = F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing
+    )
+    return (token_loss * mask.flatten()).sum() / (mask.sum() + 0.0001)
+
+
+def plain_gradients(model, *batch):
+    """The plain loss, and its gradients by name, computed in float64."""
+    weights = {name: p.detach().double() for name, p in model.named_parameters()}
+    trained = {
+        n: weights[n].requires_grad_() for n, p in model.named_parameters() if p.requires_grad
+    }
+    loss = plain_loss(weights, model.config, *batch)
+    gradients = torch.autograd.grad(loss, trained.values())
+    return loss.detach(), dict(zip(trained, gradients, strict=True))
+
+
+# Tokens of context and of completion, in each row, whose inputs are padded to 18.
+ROWS = ((5, 9), (2, 3), (1, 15), (11, 1))
+
+
+def draw_batch(kind):
+    """Inputs, labels and mask, as data_utils makes them, for the "plain" shape."""
+    torch.manual_seed(1)
+    ids, mask = torch.zeros(len(ROWS), 19).long(), torch.zeros(len(ROWS), 18)
+    for row, (context, completion) in enumerate(ROWS):
+        length = context + completion
+        ids[row, :length] = torch.randint(0, 53, (length,))
+        mask[row, (0 if kind == "jlm" else context - 1) : length - 1] = 1
+    if kind == "a row without a target":
+        mask[1] = 0
+    elif kind == "scattered":
+        mask *= torch.rand(mask.shape) < 0.4
+    elif kind == "one target":
+        mask = torch.zeros_like(mask)
+        mask[2, 7] = 1
+    elif kind == "weighted":
+        mask *= torch.rand(mask.shape)
+    elif kind == "whole rows":
+        ids, mask = torch.randint(0, 53, ids.shape), torch.ones_like(mask)
+    return ids[:, :-1], ids[:, 1:].clone(), mask
+
+
+MASKS = (
+    *("clm", "jlm", "a row without a target", "scattered", "one target", "weighted"),
+    "whole rows",
+)
+
+
+def train_only(model, what):
+    """LoRA alone, or everything, the tied head included."""
+    if what == "lora":
+        lora.mark_only_lora_as_trainable(model)
+    else:
+        for parameter in model.parameters():
+            parameter.requires_grad = True
+    return model.train()
+
+
+# ---- logits ----
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_are_upstreams(upstream, gpt2_fixture, build, shape):
+    model, rows = build(shape), gpt2_fixture.draw_rows(shape)
+    theirs = upstream[f"{shape}/padded"]
+    assert theirs.std() > 0.5
+    padded = model(gpt2_fixture.pad(rows))
+    assert padded.shape == theirs.shape
+    for i, row in enumerate(rows):
+        close(padded[i, : len(row)], theirs[i, : len(row)])
+        close(model(row[None]), upstream[f"{shape}/row{i}"])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_plain_reference_is_upstream_too(upstream, gpt2_fixture, build, shape):
+    model = build(shape)
+    weights = {name: p.detach().double() for name, p in model.named_parameters()}
+    for i, row in enumerate(gpt2_fixture.draw_rows(shape)):
+        logits = plain_logits(weights, model.config, row[None])
+        close(logits.float(), upstream[f"{shape}/row{i}"])
+
+
+def test_a_row_that_is_too_long(build):
+    model = build()
+    ids = torch.zeros(2, 21).long()
+    assert model(ids[:, :20]).shape == (2, 20, 53)
+    for arguments in ((ids,), (ids, ids, torch.ones(2, 21))):
+        with pytest.raises(
+            ValueError, match=r"^a row has 21 tokens, the model has positions for 20$"
+        ):
+            model(*arguments)
+
+
+# ---- the loss ----
+
+
+@pytest.mark.parametrize("at_once", [128, 3])
+@pytest.mark.parametrize("label_smooth", [0.0, 0.1])
+@pytest.mark.parametrize("what", ["lora", "all"])
+@pytest.mark.parametrize("kind", MASKS)
+def test_loss_and_gradients(monkeypatch, build, kind, what, label_smooth, at_once):
+    monkeypatch.setattr(model_module, "_TARGETS_AT_ONCE", at_once)
+    model = train_only(build(**LORA), what)
+    batch = (*draw_batch(kind), label_smooth)
+    loss = model(*batch)
+    assert (loss.dtype, loss.shape) == (torch.float32, ())
+    loss.backward()
+    expected, gradients = plain_gradients(model, *batch)
+    close_by_size(loss, expected)
+    found = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert found == gradients.keys()
+    assert sum("lora_" in name for name in found) == 4
+    assert len(found) == (4 if what == "lora" else 32)
+    for name, gradient in gradients.items():
+        assert gradient.abs().max() > 1e-5
+        close_by_size(model.get_parameter(name).grad, gradient)
+
+
+@pytest.mark.parametrize("label_smooth", [0.0, 0.1])
+def test_loss_without_gradients_is_the_same(build, label_smooth):
+    model, batch = train_only(build(**LORA), "lora"), draw_batch("clm")
+    expected = model(*batch, label_smooth)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(*batch, label_smooth), expected)
+
+
+def test_the_gradient_is_linear_in_the_loss_s(build):
+    model, batch = train_only(build(**LORA), "all"), draw_batch("jlm")
+    model(*batch).backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    (model(*batch) * 8).backward()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        close_by_size(parameter.grad, 8 * gradient.double(), 1e-6)
+
+
+def test_smoothing_begins_above_a_ten_thousandth(build):
+    model, batch = build(**LORA), draw_batch("clm")
+    losses = [model(*batch, epsilon).item() for epsilon in (0.0, 0.0001, 0.00011)]
+    assert losses[0] == losses[1] != losses[2]
+
+
+@pytest.mark.parametrize("what", ["lora", "all"])
+def test_a_batch_without_a_target(build, what):
+    model = train_only(build(**LORA), what)
+    ids, labels, mask = draw_batch("clm")
+    loss = model(ids, labels, torch.zeros_like(mask), 0.1)
+    assert loss.item() == 0
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == parameter.requires_grad
+        assert parameter.grad is None or not parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float64])
+def test_masks_of_any_type(build, dtype):
+    model, (ids, labels, mask) = build(), draw_batch("clm")
+    close(model(ids, labels, mask.to(dtype)).float(), model(ids, labels, mask), 1e-6)
+
+
+def test_certain_and_hopeless_targets():
+    """Logits of ±1000, whose probabilities float32 does not have."""
+    hidden = torch.tensor([[1000.0], [1000.0]], requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0], [0.5]])
+    loss = head_loss(hidden, weight, torch.tensor([0, 1]), torch.ones(2), 0.0)
+    assert loss.item() == 2000
+    loss.backward()
+    assert hidden.grad.flatten().tolist() == [0, 2]
+
+
+# ---- what does not count costs nothing ----
+
+
+@pytest.mark.parametrize("what", ["lora", "all"])
+def test_nothing_behind_the_last_target_matters(build, what):
+    ids, labels, mask = draw_batch("clm")
+    behind = mask.flip(1).cumsum(1).flip(1) == 0
+    behind[:, 0] = False
+    assert behind.any(dim=1).all()
+    results = []
+    for junk in (0, 52, -7, 10**9):
+        model = train_only(build(**LORA), what)
+        others = [x.masked_fill(behind, junk) for x in (ids, labels)]
+        loss = model(*others, mask, 0.1)
+        loss.backward()
+        trained = [p.grad for p in model.parameters() if p.requires_grad]
+        results.append([loss.detach(), *trained])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_labels_that_do_not_count_may_be_anything(build):
+    model, (ids, labels, mask) = build(), draw_batch("scattered")
+    assert torch.equal(
+        model(ids, labels.masked_fill(mask == 0, -100), mask), model(ids, labels, mask)
+    )
+
+
+def test_a_row_s_loss_does_not_depend_on_its_batch(build):
+    model, (ids, labels, mask) = build(**LORA), draw_batch("clm")
+    total = model(ids, labels, mask, 0.1) * (mask.sum() + 0.0001)
+    rows = [
+        model(ids[i : i + 1], labels[i : i + 1], mask[i : i + 1], 0.1) * (mask[i].sum() + 0.0001)
+        for i in range(4)
+    ]
+    close(total, sum(rows), 1e-4)
+    wider = [F.pad(x, (0, 2)) for x in (ids, labels, mask)]
+    assert torch.equal(model(*wider, 0.1), model(ids, labels, mask, 0.1))
+
+
+def test_padding_is_not_computed_and_the_end_is_on_targets_alone(build):
+    model, batch = build(**LORA), draw_batch("clm")
+    sizes = {}
+    for name in ("wte", "h.0.mlp", "h.1.attn.c_attn", "h.1.mlp", "ln_f"):
+        model.transformer.get_submodule(name).register_forward_pre_hook(
+            lambda _, given, name=name: sizes.update({name: len(given[0])})
+        )
+    model(*batch)
+    tokens = sum(context + completion - 1 for context, completion in ROWS)
+    targets = sum(completion for _, completion in ROWS)
+    assert sizes == {
+        "wte": tokens,
+        "h.0.mlp": tokens,
+        "h.1.attn.c_attn": tokens,
+        "h.1.mlp": targets,
+        "ln_f": targets,
+    }
+
+
+# ---- LoRA ----
+
+
+def test_lora_is_on_c_attn_alone_and_changes_query_and_value(build):
+    model, base = build(**LORA), build()
+    names = {name for name, _ in model.named_parameters() if "lora_" in name}
+    assert names == {f"transformer.h.{i}.attn.c_attn.lora_{ab}" for i in range(2) for ab in "AB"}
+    x = torch.randn(6, 32)
+    for i in range(2):
+        layer = model.transformer.h[i].attn.c_attn
+        assert layer.lora_A.shape == (4, 32)
+        assert layer.lora_B.shape == (64, 2)
+        query, key, value = (layer(x) - base.transformer.h[i].attn.c_attn(x)).chunk(3, dim=1)
+        assert not key.any()
+        close(query, 3 * x @ layer.lora_A[:2].T @ layer.lora_B[:32].T)
+        close(value, 3 * x @ layer.lora_A[2:].T @ layer.lora_B[32:].T)
+        assert min(query.abs().mean(), value.abs().mean()) > 0.1
+
+
+# The paper's tables round these to 0.35 M and 0.77 M.
+@pytest.mark.parametrize(
+    ("card", "trained", "size"),
+    [
+        ("gpt2.xs", 8_192, 7_357_312),
+        ("gpt2.sm", 147_456, 124_439_808),
+        ("gpt2.md", 393_216, 354_823_168),
+        ("gpt2.lg", 737_280, 774_030_080),
+    ],
+)
+def test_sizes(card, trained, size):
+    with torch.device("meta"):
+        model = GPT2LMModel(config_of(card, lora_attn_dim=4))
+    lora.mark_only_lora_as_trainable(model)
+    n, layers, _ = MODEL_CARDS[card]
+    assert trained == layers * 2 * (4 * n + 4 * n)
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == trained
+    assert sum(p.numel() for p in model.parameters() if not p.requires_grad) == size
+
+
+def test_merging_gives_the_same_logits(gpt2_fixture, build):
+    model = build(**LORA).eval()
+    ids = gpt2_fixture.pad(gpt2_fixture.draw_rows("plain"))
+    expected, base = model(ids), build()(ids)
+    assert (expected - base).abs().max() > 0.5
+    merged = lora.merge(model)
+    assert not any("lora_" in name for name, _ in merged.named_parameters())
+    assert merged.lm_head.decoder.weight is merged.transformer.wte.weight
+    close(merged(ids), expected)
+
+
+def test_evaluation_and_training_differ_by_lora_s_dropout_alone(build):
+    ids, labels, mask = draw_batch("clm")
+    model = build(**LORA, lora_dropout=0.5)
+    evaluated = model.eval()(ids, labels, mask)
+    assert torch.equal(model(ids, labels, mask), evaluated)
+    model.train()
+    assert (model(ids, labels, mask) - evaluated).abs() > 1e-3
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_B"):
+            parameter.data.zero_()
+    close(model(ids, labels, mask), build()(ids, labels, mask), 1e-6)
+    model = build(**LORA)
+    assert torch.equal(model.train()(ids, labels, mask), model.eval()(ids, labels, mask))
+
+
+# ---- half precision ----
+
+
+@pytest.mark.parametrize("label_smooth", [0.0, 0.1])
+@pytest.mark.parametrize(("dtype", "tolerance"), HALVES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_frozen_weights_in_half(build, device, dtype, tolerance, label_smooth):
+    model = train_only(build(**LORA), "lora")
+    hold_frozen_in(model, dtype)
+    batch = (*draw_batch("clm"), label_smooth)
+    expected, gradients = plain_gradients(model, *batch)
+    model.to(device)
+    with Precision(dtype, device).autocast():
+        loss = model(*(x.to(device) for x in batch[:3]), label_smooth)
+    assert loss.dtype == torch.float32
+    loss.backward()
+    assert abs(loss.item() / expected.item() - 1) < tolerance / 8
+    for name, gradient in gradients.items():
+        ours = model.get_parameter(name).grad
+        assert ours.dtype == torch.float32
+        assert (ours.cpu() - gradient).norm() < tolerance * gradient.norm()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), HALVES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_training_everything_in_half(build, device, dtype, tolerance):
+    model, batch = train_only(build(), "all"), (*draw_batch("jlm"), 0.1)
+    expected, gradients = plain_gradients(model, *batch)
+    model.to(device)
+    with Precision(dtype, device).autocast():
+        loss = model(*(x.to(device) for x in batch[:3]), 0.1)
+    loss.backward()
+    assert abs(loss.item() / expected.item() - 1) < tolerance / 8
+    for name, gradient in gradients.items():
+        ours = model.get_parameter(name).grad
+        assert ours.dtype == torch.float32
+        assert (ours.cpu() - gradient).norm() < tolerance * gradient.norm()
+
+
+def exact_head_gradients(hidden, weight, targets):
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    F.cross_entropy(exact[0] @ exact[1].T, targets, reduction="sum").backward()
+    return [x.grad for x in exact]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_probabilities_too_small_for_float16_count_together(device):
+    """60,000 tokens of probability 2.5e-8: of each, float16 has nothing; of all, 0.0015."""
+    weight = torch.ones(60_000, 2, dtype=torch.float16, device=device)
+    weight[0, 1] = 18.5
+    hidden = torch.tensor([[0.25, 1.0]], dtype=torch.float16, device=device, requires_grad=True)
+    targets = torch.zeros(1, dtype=torch.long, device=device)
+    head_loss(hidden, weight, targets, torch.ones(1, device=device), 0.0).backward()
+    expected, _ = exact_head_gradients(hidden, weight, targets)
+    share = torch.softmax(hidden.double() @ weight.double().T, dim=1)[0, 1:]
+    assert share.max().half() == 0
+    # The target's pull, -share · 1, and the others' together, share · 1, are equal.
+    assert expected[0, 0].abs() < 1e-9
+    assert hidden.grad[0, 0].abs() < 0.2 * share.sum()
+    close_by_size(hidden.grad, expected, 0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_head_s_gradient_sums_over_very_many_targets(monkeypatch, dtype):
+    """In half, a sum of so many parts would lose the small ones, or leave float16's range."""
+    monkeypatch.setattr(model_module, "_TARGETS_AT_ONCE", 4)
+    torch.manual_seed(0)
+    hidden = (4 * torch.rand(4000, 3)).to(dtype).requires_grad_()
+    weight = (torch.randn(7, 3) / 8).to(dtype).requires_grad_()
+    targets = torch.zeros(4000).long()
+    head_loss(hidden, weight, targets, torch.ones(4000), 0.0).backward()
+    for ours, expected in zip(
+        (hidden.grad, weight.grad), exact_head_gradients(hidden, weight, targets), strict=True
+    ):
+        assert ours.dtype == dtype
+        close_by_size(ours, expected, max(2 * torch.finfo(dtype).eps, 1e-5))
+
+
+# ---- weights ----
+
+
+def test_a_new_model_s_weights():
+    config = GPT2Config(32, 2, 4, 500, 64, **LORA)
+    torch.manual_seed(0)
+    model = GPT2LMModel(config)
+    assert model.lm_head.decoder.weight is model.transformer.wte.weight
+    for name, parameter in model.named_parameters():
+        if "lora_A" in name:
+            assert 0.08 < parameter.std() < 0.12
+        elif "bias" in name or "lora_B" in name:
+            assert not parameter.any()
+        elif "ln_" in name:
+            assert (parameter == 1).all()
+        else:
+            assert 0.018 < parameter.std() < 0.022
+    torch.manual_seed(0)
+    again = GPT2LMModel(config).state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
+
+
+def test_lora_that_a_file_lacks_is_drawn(gpt2_fixture, build):
+    config = build(**LORA).config
+    torch.manual_seed(0)
+    weights = own_names(gpt2_fixture.draw_weights("plain"), "a file")
+    model = load_base(config, weights, "a file")
+    for name, parameter in model.named_parameters():
+        assert not parameter.is_meta
+        if name.endswith("lora_A"):
+            assert 0.08 < parameter.std() < 0.12
+            assert parameter.abs().max() <= 32**-0.5
+        elif name.endswith("lora_B"):
+            assert not parameter.any()
+        else:
+            assert torch.equal(parameter, weights[name])
+    ids = torch.randint(0, 53, (2, 9))
+    assert torch.equal(model(ids), build()(ids))
+
+
+def test_weights_of_a_float16_file_are_taken_in_float32(gpt2_fixture, build):
+    weights = own_names(gpt2_fixture.draw_weights("plain"), "a file")
+    halves = {name: tensor.half() for name, tensor in weights.items()}
+    model = load_base(build().config, halves, "a file")
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert torch.equal(model.transformer.wpe.weight, halves["transformer.wpe.weight"].float())
+
+
+@pytest.mark.parametrize("card", MODEL_CARDS)
+def test_another_size_names_the_card_that_fits(card):
+    """A file of each card for a model of another; the tensors take no memory."""
+    names = list(MODEL_CARDS)
+    other = names[names.index(card) - 1]
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in GPT2LMModel(config_of(card)).named_parameters()}
+    tensors = {name: torch.zeros(()).expand(shape) for name, shape in shapes.items()}
+    with pytest.raises(CheckpointError) as caught:
+        load_base(config_of(other), tensors, "base.bin")
+    assert str(caught.value) == f"base.bin: holds a {card}; give --model_card {card}"

@@ -1,0 +1,338 @@
+"""A run of gpt2_ft.py that is killed, and what --resume makes of it."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import gpt2_ft
+from checkpoints import read_resume
+from loralib.checkpoint import read_tensors
+
+SCRIPT = Path(gpt2_ft.__file__)
+
+# Four batches an epoch. No save interval is a multiple of grad_acc, some epochs' ends are not.
+RUNS = {
+    "lora": (
+        "--max_epoch 3 --grad_acc 3 --save_interval 4 --lora_dropout 0.3 --lr 0.03 --warmup_step 2"
+        " --label_smooth 0.1 --eval_interval 5"
+    ),
+    "bf16": (
+        "--max_epoch 2 --save_interval 3 --lora_dropout 0.3 --lr 0.03 --correct_bias --bf16"
+        " --scheduler constant --eval_interval 3"
+    ),
+    "whole model": (
+        "--max_step 10 --grad_acc 2 --save_interval 3 --lr 0.003 --scheduler cosine --clip 0.5"
+        " --no_decay_bias --eval_interval 4 --obj jlm"
+    ),
+    "new lora": (
+        "--scheduler cycle --i_steps 0,3,9 --i_lrs 0.001,0.03,0.01 --grad_acc 2 --save_interval 5"
+        " --lora_dropout 0.2 --eval_interval 100 --save_lora_only"
+    ),
+}
+
+
+class Killed(BaseException):
+    """Nothing in the script catches it, as nothing would catch a kill."""
+
+
+def arguments(trial, name: str, work_dir: Path) -> list[str]:
+    argv = trial.flags(work_dir, *RUNS[name].split(), lora=name != "whole model")
+    if name == "new lora":
+        argv[argv.index("--init_checkpoint") + 1] = str(trial.base)
+    return argv
+
+
+def run_until(argv: list[str], function: str, call: int, monkeypatch) -> None:
+    """Trains until the n-th call of a function of gpt2_ft.py, which it does not survive."""
+    owner, _, name = function.rpartition(".")
+    owner = getattr(gpt2_ft, owner) if owner else gpt2_ft
+    original, calls = getattr(owner, name), 0
+
+    def mortal(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise Killed
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, mortal)
+        with pytest.raises(Killed):
+            gpt2_ft.main(argv)
+
+
+@pytest.fixture
+def result_of(read_metrics):
+    """All that a run leaves and that must not depend on how often it was killed."""
+
+    def result(work_dir: Path) -> dict:
+        steps, evaluations = read_metrics(work_dir)
+        models = {}
+        for path in work_dir.glob("model.*.pt"):
+            tensors, metadata = read_tensors(path)
+            models[path.name] = metadata, {n: t.numpy().tobytes() for n, t in tensors.items()}
+        figures = [(row["step"], row["loss"], row["lr"]) for row in steps]
+        assert [step for step, *_ in figures] == list(range(1, len(figures) + 1))
+        return {"steps": figures, "evaluations": evaluations, "models": models}
+
+    return result
+
+
+@pytest.fixture
+def resumed_steps(monkeypatch):
+    """The steps that are done from here on."""
+    done = []
+    original = gpt2_ft.Trainer._train_step
+
+    def counting(trainer, batch):
+        done.append(trainer.step + 1)
+        return original(trainer, batch)
+
+    monkeypatch.setattr(gpt2_ft.Trainer, "_train_step", counting)
+    return done
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_killed_in_any_step_it_ends_with_the_same_bits(
+    tiny, tmp_path, monkeypatch, result_of, resumed_steps, name
+):
+    whole = tmp_path / "whole"
+    gpt2_ft.main(arguments(tiny, name, whole))
+    expected, last = result_of(whole), len(resumed_steps)
+    assert last >= 8
+    repeated = 0
+    for step in range(1, last + 1):
+        work_dir = tmp_path / f"killed-in-{step}"
+        argv = arguments(tiny, name, work_dir)
+        run_until(argv, "Trainer._train_step", step, monkeypatch)
+        resumed_steps.clear()
+        gpt2_ft.main([*argv, "--resume"])
+        assert resumed_steps == list(range(resumed_steps[0], last + 1))
+        repeated += step - resumed_steps[0]
+        assert result_of(work_dir) == expected
+    # Few of them went far back.
+    assert 0 < repeated < last * last / 3
+
+
+@pytest.mark.parametrize(
+    ("function", "call"),
+    [
+        ("write_resume", 1),
+        ("write_resume", 2),
+        ("save_model", 2),
+        ("MetricsLog.write", 9),
+        ("Trainer._evaluate", 2),
+        ("distributed_sync", 3),
+    ],
+)
+def test_killed_in_between_it_ends_with_the_same_bits(
+    tiny, tmp_path, monkeypatch, result_of, function, call
+):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    gpt2_ft.main(arguments(tiny, "lora", whole))
+    argv = arguments(tiny, "lora", killed)
+    run_until(argv, function, call, monkeypatch)
+    # What a kill within a line leaves.
+    with open(killed / "metrics.jsonl", "a") as file:
+        file.write('{"step": 9, "lo')
+    run_until([*argv, "--resume"], "Trainer._train_step", 2, monkeypatch)
+    gpt2_ft.main([*argv, "--resume"])
+    assert result_of(killed) == result_of(whole)
+
+
+def test_a_killed_process_leaves_what_to_resume(
+    trial, one_process, tmp_path, error_of, files_of, result_of
+):
+    more = "--max_epoch 8 --grad_acc 2 --save_interval 7 --lora_dropout 0.1 --lr 0.01"
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    argv = trial.flags(killed, *more.split())
+    process = subprocess.Popen([sys.executable, SCRIPT, *argv], stderr=subprocess.DEVNULL)
+    metrics = killed / "metrics.jsonl"
+    while not metrics.is_file() or metrics.read_bytes().count(b"\n") < 17:
+        assert process.poll() is None
+        time.sleep(0.002)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+
+    before = files_of(killed)
+    assert {"model.7.pt", "model.14.pt", "resume.pt", "metrics.jsonl"} <= before.keys()
+    assert f"{killed}: holds a run that ended at step " in error_of(argv)
+    assert files_of(killed) == before
+
+    gpt2_ft.main([*argv, "--resume"])
+    gpt2_ft.main(trial.flags(whole, *more.split()))
+    assert result_of(killed) == result_of(whole)
+
+
+def test_three_processes_of_which_one_is_killed(launch_tiny, tiny, tmp_path, error_of, result_of):
+    """With three, the order in which gradients are summed matters, too."""
+    more = "--train_batch_size 2 --max_epoch 5 --correct_bias --lora_dropout 0.2 --lr 0.01"
+    more += " --grad_acc 2 --save_interval 3 --eval_interval 4"
+    whole, killed = (tiny.flags(tmp_path / name, *more.split()) for name in ("whole", "killed"))
+    result = launch_tiny("torch.distributed.launch", whole, killed, kill_in_step=6, processes=3)
+    assert result.returncode != 0
+    assert (tmp_path / "whole" / "model.10.pt").is_file()
+    state = torch.load(tmp_path / "killed" / "resume.pt", weights_only=True)
+    assert (state["step"], state["finished"]) == (4, False)
+    chance = [state["chance"][rank]["torch"].numpy().tobytes() for rank in range(3)]
+    assert len(set(chance)) == 3
+
+    message = "is a run with number of processes 3, not 1"
+    assert message in error_of([*killed, "--resume"])
+
+    result = launch_tiny("torch.distributed.run", [*killed, "--resume"], processes=3)
+    assert result.returncode == 0, result.stderr
+    assert "resuming after step 4" in result.stderr
+    assert result_of(tmp_path / "killed") == result_of(tmp_path / "whole")
+
+
+@pytest.fixture
+def killed(tiny, tmp_path, monkeypatch):
+    """A run that was killed in its eleventh step, and the arguments that it had."""
+    argv = arguments(tiny, "lora", tmp_path / "run")
+    run_until(argv, "Trainer._train_step", 11, monkeypatch)
+    return argv
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ("--lr 0.02", "--lr 0.03, not 0.02"),
+        ("--random_seed 11", "--random_seed 10, not 11"),
+        ("--grad_acc 1", "--grad_acc 3, not 1"),
+        ("--lora_dropout 0", "--lora_dropout 0.3, not 0.0"),
+        ("--obj jlm", "--obj clm, not jlm"),
+        ("--bf16", "--bf16 False, not True"),
+        ("--correct_bias", "--correct_bias False, not True"),
+        ("--scheduler cosine", "--scheduler linear, not cosine"),
+        ("--seq_len 11", "--seq_len 12, not 11"),
+        ("--train_batch_size 2", "--train_batch_size 4, not 2"),
+        ("--max_epoch 4", "last step 12, not 16"),
+        ("--train_data {folder}/valid.jsonl --max_step 12", "training data"),
+        ("--init_checkpoint {folder}/other.pt", "base"),
+        ("--init_checkpoint {folder}/base.pt --lora_dim 1", "--lora_dim 2, not 1"),
+        ("--init_checkpoint {folder}/base.pt --lora_alpha 4", "--lora_alpha 8.0, not 4.0"),
+    ],
+)
+def test_another_run_is_not_resumed(tiny, killed, error_of, files_of, more, named):
+    _other_base(tiny.folder)
+    work_dir = Path(killed[killed.index("--work_dir") + 1])
+    before = files_of(work_dir)
+    line = error_of([*killed, "--resume", *more.format(folder=tiny.folder).split()])
+    assert f"{work_dir}: is a run with {named}" in line
+    assert files_of(work_dir) == before
+
+
+def _other_base(folder: Path) -> None:
+    tensors, metadata = read_tensors(folder / "base_with_lora.pt")
+    tensors["module.transformer.wte.weight"] = tensors["module.transformer.wte.weight"] + 1
+    torch.save({"model_state_dict": tensors, "metadata": metadata}, folder / "other.pt")
+
+
+def test_what_does_not_change_the_model_may_change(tiny, killed, result_of, tmp_path):
+    more = "--resume --log_interval 2 --save_interval 7 --eval_interval 3 --valid_batch_size 1"
+    gpt2_ft.main([*killed, *more.split()])
+    gpt2_ft.main(arguments(tiny, "lora", tmp_path / "whole"))
+    ends = [read_tensors(tmp_path / name / "model.12.pt")[0] for name in ("run", "whole")]
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
+
+
+def test_an_unfinished_run_is_not_overwritten(killed, error_of, files_of):
+    work_dir = Path(killed[killed.index("--work_dir") + 1])
+    before = files_of(work_dir)
+    line = error_of(killed)
+    assert f"{work_dir}: holds a run that ended at step 9: go on with it by --resume" in line
+    assert files_of(work_dir) == before
+
+
+def test_a_finished_run_is_left_alone(tiny, tmp_path, caplog, files_of):
+    argv = arguments(tiny, "lora", tmp_path / "run")
+    gpt2_ft.main(argv)
+    before = files_of(tmp_path / "run")
+    gpt2_ft.main([*argv, "--resume"])
+    assert "this run is finished" in caplog.text
+    assert files_of(tmp_path / "run") == before
+
+
+def test_a_finished_run_can_be_begun_anew(tiny, tmp_path, monkeypatch, result_of):
+    """Killed before its first checkpoint, the second run must not pass for the finished one."""
+    argv = arguments(tiny, "lora", tmp_path / "run")
+    gpt2_ft.main(argv)
+    first = result_of(tmp_path / "run")
+    run_until(argv, "Trainer._train_step", 2, monkeypatch)
+    gpt2_ft.main([*argv, "--resume"])
+    assert result_of(tmp_path / "run") == first
+
+
+def test_without_a_run_to_resume_one_begins(tiny, tmp_path, caplog, result_of):
+    argv = arguments(tiny, "lora", tmp_path / "run")
+    gpt2_ft.main([*argv, "--resume"])
+    assert "holds no run to resume: beginning one" in caplog.text
+    gpt2_ft.main(arguments(tiny, "lora", tmp_path / "other"))
+    assert result_of(tmp_path / "run") == result_of(tmp_path / "other")
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _another_file(path: Path) -> None:
+    shutil.copy(path.with_name("model.8.pt"), path)
+
+
+def _a_list(path: Path) -> None:
+    torch.save([1, 2], path)
+
+
+@pytest.mark.parametrize("damage", [_cut, _empty, _another_file, _a_list])
+@pytest.mark.parametrize("more", [[], ["--resume"]])
+def test_a_damaged_file_is_an_error(killed, error_of, files_of, damage, more):
+    work_dir = Path(killed[killed.index("--work_dir") + 1])
+    damage(work_dir / "resume.pt")
+    before = files_of(work_dir)
+    assert f"{work_dir}/resume.pt: is damaged; remove it" in error_of([*killed, *more])
+    assert files_of(work_dir) == before
+
+
+def test_the_data_may_change_once_it_is_read(tiny, tmp_path, monkeypatch):
+    """What a run is known by is what it has trained on."""
+    data = tmp_path / "train.jsonl"
+    shutil.copy(tiny.folder / "train.jsonl", data)
+    argv = arguments(tiny, "lora", tmp_path / "run")
+    argv[argv.index("--train_data") + 1] = str(data)
+    original = gpt2_ft.Trainer._save
+
+    def save(trainer, **more):
+        data.unlink(missing_ok=True)
+        original(trainer, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gpt2_ft.Trainer, "_save", save)
+        run_until(argv, "Trainer._train_step", 11, monkeypatch)
+    shutil.copy(tiny.folder / "train.jsonl", data)
+    gpt2_ft.main([*argv, "--resume"])
+    assert (tmp_path / "run" / "model.12.pt").is_file()
+
+
+def test_weights_that_are_not_finite_do_not_replace_what_is_saved(tiny, tmp_path, error_of):
+    """The rate explodes in step 6, whose loss is still a number; step 5 asked for a checkpoint."""
+    more = "--scheduler cycle --i_steps 0,4,5,12 --i_lrs 0.001,0.001,1e30,1e30 --grad_acc 2 "
+    more += "--save_interval 5 --correct_bias --weight_decay 1e5"
+    argv = tiny.flags(tmp_path / "run", *more.split())
+    assert "not finite" in error_of(argv)
+    state = read_resume(tmp_path / "run")
+    assert state["step"] == 4
+    assert all(torch.isfinite(tensor).all() for tensor in state["trained"].values())
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(rows[-1])["step"] == 6

@@ -1,0 +1,47 @@
+"""gpt2_ft.py with a model of milliseconds in place of the smallest card, for several processes.
+
+    torchrun … tiny_gpt2_ft.py calls.json
+
+The file lists runs, one after the other: the script's arguments as "argv", and as "kill_in_step",
+where that is not null, the step in which process 1 is killed.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "NLG" / "src"))
+
+import checkpoints
+import gpt2_ft
+from exp_utils import run
+from model import GPT2Config
+
+
+def tiny_config_of(card: str, **lora_fields) -> GPT2Config:
+    """The configuration for any model card."""
+    return GPT2Config(16, 2, 2, vocab_size=300, n_positions=32, **lora_fields)
+
+
+class Killed(gpt2_ft.Trainer):
+    """Dies within a step, in process 1."""
+
+    def _train_step(self, batch):
+        if self.step + 1 == self.kill_in_step and self.this.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super()._train_step(batch)
+
+
+def main() -> None:
+    sys.modules["tensorboard"] = None  # which takes seconds to start
+    checkpoints.config_of = tiny_config_of
+    gpt2_ft.Trainer = Killed
+    for call in json.loads(Path(sys.argv[-1]).read_text()):
+        Killed.kill_in_step = call["kill_in_step"]
+        gpt2_ft.main(call["argv"])
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,87 @@
+import importlib
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+
+
+@pytest.fixture
+def load_script(monkeypatch):
+    """Name of a benchmark -> the script as a module."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+    def load(name):
+        spec = importlib.util.spec_from_file_location(
+            f"benchmarks_{name}", BENCHMARKS / f"{name}.py"
+        )
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.fixture
+def contest(monkeypatch):
+    """What the scripts share; the module that they import."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("contest")
+
+
+@pytest.fixture
+def fake_worker(monkeypatch, contest):
+    """Takes seconds_of(plan) in place of a worker, for each timed batch."""
+
+    def install(seconds_of):
+        plans = []
+
+        def run_worker(python, name, plan):
+            plans.append({"worker_name": name, **plan})
+            times = [seconds_of(plan)] * (len(plan["batches"]) - plan["warmup"])
+            about = {"versions": {"torch": "2"}, "threads": 2, "gpu": None}
+            return {"seconds": times, "peak_bytes": 3 * 2**30, **about}
+
+        monkeypatch.setattr(contest, "run_worker", run_worker)
+        return plans
+
+    return install
+
+
+@pytest.fixture
+def read_table():
+    """What a script printed -> the rows of its Markdown table, by column title."""
+
+    def read(printed):
+        lines = [line.strip("| ") for line in printed.splitlines() if line.startswith("|")]
+        titles, _, *rows = ([cell.strip() for cell in line.split("|")] for line in lines)
+        return [dict(zip(titles, row, strict=True)) for row in rows]
+
+    return read
+
+
+@pytest.fixture
+def run_quickly(read_table):
+    """Name of a benchmark, flags -> the table of a run of this project alone, on a tiny shape."""
+
+    def run(name, *flags):
+        command = [sys.executable, BENCHMARKS / f"{name}.py", "--quick", "--threads", "1", *flags]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return read_table(done.stdout)
+
+    return run
+
+
+@pytest.fixture
+def data():
+    """The folder of corpora beside the project, where it is there."""
+    folder = ROOT.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip("the corpora are not here")
+    return folder
