@@ -1,7 +1,8 @@
 # What the recipes share; they source it. Arguments: CARD (md or lg), then flags for the training.
 # Besides NPROC, SEED and MASTER_PORT, two variables say where (absolute paths, or from NLG/):
-#   OUT    the run's folder, instead of one in trained_models
-#   SMALL  for trials: a folder with base.pt, a gpt2.xs; vocab; and data, instead of the published
+#   RUN_DIR    the run's folder, instead of one in trained_models
+#   TRIAL_DIR  for trials: a folder with base.pt (a gpt2.xs), vocab and data that take the place
+#              of the published
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -16,14 +17,14 @@ esac
 NPROC=${NPROC:-1}
 SEED=${SEED:-110}
 base=pretrained_checkpoints/$name-pytorch_model.bin vocab=vocab data=data
-if [ -n "${SMALL:-}" ]; then
-    card=xs base=$SMALL/base.pt vocab=$SMALL/vocab data=$SMALL/data
+if [ -n "${TRIAL_DIR:-}" ]; then
+    card=xs base=$TRIAL_DIR/base.pt vocab=$TRIAL_DIR/vocab data=$TRIAL_DIR/data
 fi
 
 # out_of CORPUS: the run's folder; other seeds than the release's have folders of their own.
 out_of() {
-    if [ -n "${OUT:-}" ]; then
-        echo "$OUT"
+    if [ -n "${RUN_DIR:-}" ]; then
+        echo "$RUN_DIR"
     elif [ "$SEED" = 110 ]; then
         echo "trained_models/$folder/$1"
     else

@@ -72,7 +72,7 @@ def run_quickly(read_table):
     def run(name, *flags):
         command = [sys.executable, BENCHMARKS / f"{name}.py", "--quick", "--threads", "1", *flags]
         done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 0, done.stdout + done.stderr
         return read_table(done.stdout)
 
     return run
