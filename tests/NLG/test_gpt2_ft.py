@@ -17,7 +17,7 @@ SCHEDULES = {
     "linear": "--scheduler linear --warmup_step 3 --max_epoch 3",
     "cosine": "--scheduler cosine --warmup_step 2 --max_epoch 3",
     "constant": "--scheduler constant --warmup_step 4 --max_step 10",
-    "cycle": "--scheduler cycle --i_steps 2,5,11 --i_lrs 0.001,0.02,0.004",
+    "cycle": "--scheduler cycle --i_steps 2,5,11 --i_lrs 0.001,0.02,0.004 --max_step 7",
 }
 SETTINGS = {
     "scheduler": tuple(SCHEDULES),
