@@ -5,7 +5,7 @@ from setuptools import find_packages, setup
 setup(
     name="transformers",
     version="4.4.2+lora.1",
-    description="A slim fork of Transformers 4.4.2 with LoRA in RoBERTa",
+    description="A slim fork of Transformers 4.4.2 with LoRA in RoBERTa and DeBERTa-v2",
     license="MIT",
     package_dir={"": "src"},
     packages=find_packages("src"),

@@ -1,10 +1,11 @@
-"""Extract the LoRA weights and the head from a full checkpoint.
+"""Extract the LoRA weights and the head from a full checkpoint; or adapters, or biases.
 
     python utils/split_lora.py output/checkpoint-500/pytorch_model.bin lora.bin
 
 IN is a checkpoint file or a checkpoint's folder. OUT is written in the release's form, a flat dict
 of tensors saved by torch, or, where its name ends in .safetensors, with rank, alpha, targets, task,
-labels and base in its metadata, which are taken from the config.json beside IN.
+labels and base in its metadata, which are taken from the config.json beside IN. A checkpoint in
+which several were trained, such as LoRA and biases, has to be split once for each.
 """
 
 import argparse
@@ -17,9 +18,15 @@ from typing import Any
 from torch import Tensor
 
 from loralib.checkpoint import (
+    BACKBONE_PREFIXES,
+    BITFIT,
+    BOTTLENECK,
+    KINDS,
+    LORA,
     Adapter,
-    AdapterInfo,
     CheckpointError,
+    Kind,
+    TrainedInfo,
     adapter_tensors,
     fingerprint,
     lora_targets,
@@ -27,9 +34,10 @@ from loralib.checkpoint import (
     rename_old_tensors,
     save_adapter,
 )
-from transformers.configuration_utils import LORA_SETTINGS
 from transformers.file_utils import CONFIG_NAME
 from transformers.modeling_utils import read_weights_folder
+
+KINDS_BY_NAME = {"lora": LORA, "adapter": BOTTLENECK, "bitfit": BITFIT}
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -40,46 +48,67 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
 
 
-def describe(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> AdapterInfo | None:
-    """What the settings say of a checkpoint's LoRA weights; None where they say nothing."""
-    if not all(config.get(name) for name in LORA_SETTINGS):
+def describe(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], kind: Kind
+) -> TrainedInfo | None:
+    """What the settings say of a checkpoint's trained weights; None where they say nothing."""
+    if not config.get(kind.switch):
         return None
     labels = config.get("id2label") or {}
     names = rename_old_tensors(tensors)
-    has_base = len(adapter_tensors(names)) < len(names)
-    return AdapterInfo(
-        rank=config["lora_r"],
-        alpha=config["lora_alpha"],
-        targets=lora_targets(name.rsplit(".", 1)[0] for name in names if "lora_" in name),
+    own: dict[str, Any] = {}
+    if kind is BOTTLENECK:
+        own = {name: config.get(name) for name in ("adapter_type", "adapter_size")}
+    elif kind is LORA:
+        own = {"rank": config.get("lora_r"), "alpha": config.get("lora_alpha")}
+        own["targets"] = lora_targets(name.rsplit(".", 1)[0] for name in names if "lora_" in name)
+    if None in own.values():
+        return None
+    if kind is LORA:
+        own["dropout"] = config.get("lora_dropout") or None
+    has_base = len(adapter_tensors(names, kind=kind)) < len(names)
+    beside = (other.switch for other in KINDS if other is not kind)
+    return kind.info(
+        **own,
         base=config.get("base_name_or_path"),
         base_fingerprint=fingerprint(tensors) if has_base else None,
         task=config.get("finetuning_task"),
         labels=tuple(labels[number] for number in sorted(labels, key=int)),
+        beside=tuple(switch for switch in beside if config.get(switch)) or None,
     )
 
 
-def split(source: Path, target: Path) -> Adapter:
-    """Writes the LoRA part of the checkpoint `source` to `target`, and returns it.
+def split(source: Path, target: Path, name: str = "lora") -> Adapter:
+    """Writes a part of the checkpoint `source` to `target`, and returns it.
+
+    Args:
+        source: checkpoint file or folder.
+        target: the file to write.
+        name: which part, of `KINDS_BY_NAME`.
 
     Raises:
-        CheckpointError: `source` cannot be read, holds no LoRA weights, or does not say what
-            `target` has to; or `target` is a file of the checkpoint other than a LoRA file.
+        CheckpointError: `source` cannot be read, holds no such weights, or does not say what
+            `target` has to; or `target` is a file of the checkpoint other than one for this part.
     """
+    kind = KINDS_BY_NAME[name]
     folder = source if source.is_dir() else source.parent
     inside = target.exists() and target.resolve().parent == folder.resolve()
-    if inside and (target.samefile(source) or "lora" not in target.name):
+    if inside and (target.samefile(source) or name not in target.name):
         raise CheckpointError(f"{target}: would replace a file of the checkpoint it is taken from")
     tensors, config = read_checkpoint(source)
-    part = adapter_tensors(tensors)
-    if not any("lora_" in name for name in part):
-        raise CheckpointError(f"{source}: holds no LoRA weights")
-    info = describe(tensors, config)
+    if kind is BITFIT and config and not config.get(kind.switch):
+        raise CheckpointError(f"{source}: its {CONFIG_NAME} does not say that biases were trained")
+    part = adapter_tensors(tensors, kind=kind)
+    if not any(kind.holds(tensor, BACKBONE_PREFIXES) for tensor in part):
+        raise CheckpointError(f"{source}: holds no {kind.name} weights")
+    info = describe(tensors, config, kind)
     if info is None and target.suffix == ".safetensors":
+        needed = {LORA: "rank and alpha", BOTTLENECK: "type and size"}.get(kind, kind.switch)
         raise CheckpointError(
-            f"{source}: has no {CONFIG_NAME} beside it that states rank and alpha, which "
+            f"{source}: has no {CONFIG_NAME} beside it that states {needed}, which "
             f"{target.name} has to hold; write a .bin instead"
         )
-    adapter = Adapter(part, info, str(source))
+    adapter = Adapter(part, info, str(source), kind)
     save_adapter(target, adapter)
     return adapter
 
@@ -90,10 +119,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("source", metavar="IN", type=Path, help="checkpoint file or folder")
-    parser.add_argument("target", metavar="OUT", type=Path, help="LoRA file, .bin or .safetensors")
+    parser.add_argument("target", metavar="OUT", type=Path, help="file, .bin or .safetensors")
+    parser.add_argument(
+        "--part",
+        choices=KINDS_BY_NAME,
+        default="lora",
+        help="what to extract beside the head: LoRA (the default), bottleneck adapters, or biases",
+    )
     args = parser.parse_args(argv)
     try:
-        adapter = split(args.source, args.target)
+        adapter = split(args.source, args.target, args.part)
     except (CheckpointError, OSError, ValueError) as error:
         sys.exit(f"split_lora.py: error: {error}")
     values = sum(tensor.numel() for tensor in adapter.tensors.values())

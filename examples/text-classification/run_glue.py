@@ -1,11 +1,13 @@
-"""Fine-tune RoBERTa on a GLUE task, or on a CSV or JSON file of your own, with LoRA or without.
+"""Fine-tune RoBERTa or DeBERTa-v2, with LoRA or without, on GLUE or on a CSV or JSON file.
 
     python -m torch.distributed.launch --nproc_per_node=1 \
         examples/text-classification/run_glue.py \
         --model_name_or_path roberta-base --task_name rte --do_train --do_eval \
         --apply_lora --lora_r 8 --lora_alpha 16 --output_dir rte
 
-All flags can also come from a JSON file: run_glue.py settings.json.
+The paper's baselines are --apply_adapter and --apply_bitfit, which go with --apply_lora and with
+each other; with none of the three, all weights are trained. All flags can also come from a JSON
+file: run_glue.py settings.json.
 """
 
 import logging
@@ -20,7 +22,14 @@ import numpy as np
 from datasets import ClassLabel, Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
-from loralib.checkpoint import Adapter, load_adapter, load_into, write_whole
+from loralib.checkpoint import (
+    KINDS,
+    LORA,
+    Adapter,
+    TrainedInfo,
+    load_adapter,
+    write_whole,
+)
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -33,10 +42,12 @@ from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
     TrainingArguments,
+    consistency,
     default_data_collator,
     glue_compute_metrics,
     set_seed,
 )
+from transformers.configuration_utils import ADAPTER_TYPES, LORA_TARGETS, targets_of_modules
 from transformers.data.processors import GlueTask, glue_task, load_glue_split
 from transformers.hf_argparser import flag
 from transformers.utils.cli import find_checkpoint, run, set_up_logging
@@ -63,6 +74,42 @@ class ModelArguments:
     lora_path: str | None = flag(
         None, "a LoRA file to start from or to evaluate: .bin or .safetensors, or a folder with one"
     )
+    lora_targets: list[str] | None = flag(
+        None,
+        "the projections of each layer that LoRA adapts (default: query value); intermediate and "
+        "output are the feed-forward part's, up and down",
+        choices=list(LORA_TARGETS),
+    )
+    lora_dropout: float | None = flag(None, "dropout on the LoRA update's input (default: 0)")
+    apply_adapter: bool = flag(False, "train bottleneck adapters and the head")
+    adapter_type: str | None = flag(
+        None,
+        "houlsby (the default) behind attention and feed-forward, pfeiffer behind the latter alone",
+        choices=list(ADAPTER_TYPES),
+    )
+    adapter_size: int | None = flag(None, "width of the bottleneck (default: 64)")
+    adapter_path: str | None = flag(None, "an adapter file, as lora_path is a LoRA file")
+    apply_bitfit: bool = flag(False, "train the biases and the head")
+    bitfit_path: str | None = flag(None, "a file of trained biases, as lora_path is a LoRA file")
+    apply_rdrop: bool = flag(False, "R-Drop: the same as --reg_loss_wgt 1.0")
+    apply_cutoff: bool = flag(False, "Cutoff: the same as --reg_loss_wgt 1.0 --masking_prob 0.1")
+    reg_loss_wgt: float = flag(
+        0.0, "consistency training: weight of the difference between two passes over a batch"
+    )
+    masking_prob: float = flag(
+        0.0, "consistency training: share of the tokens that are hidden from the second pass"
+    )
+
+    def __post_init__(self) -> None:
+        for name, values in (("apply_rdrop", (1.0, 0.0)), ("apply_cutoff", (1.0, 0.1))):
+            if not getattr(self, name):
+                continue
+            if (self.reg_loss_wgt, self.masking_prob) not in ((0.0, 0.0), values):
+                raise ValueError(
+                    f"--{name} is --reg_loss_wgt {values[0]} --masking_prob {values[1]}, and goes "
+                    "with no other values of these"
+                )
+            self.reg_loss_wgt, self.masking_prob = values
 
 
 @dataclass
@@ -314,33 +361,65 @@ def tokenize(
 # ------------------------------------------------------------------------------------------------
 
 
+# The flags that say how a model is adapted, by the switch that they need.
+ADAPTATIONS = {
+    "apply_lora": ("lora_r", "lora_alpha", "lora_targets", "lora_dropout"),
+    "apply_adapter": ("adapter_type", "adapter_size"),
+    "apply_bitfit": (),
+}
+# Those that a file of trained weights answers: its info's field -> flag.
+FROM_INFO = {
+    "rank": "lora_r",
+    "alpha": "lora_alpha",
+    "targets": "lora_targets",
+    "adapter_type": "adapter_type",
+    "adapter_size": "adapter_size",
+}
+
+
+def read_adapters(model_args: ModelArguments) -> list[Adapter]:
+    """The files that the flags name: of LoRA, of adapters, of biases."""
+    given = ((kind, getattr(model_args, kind.flag.removeprefix("--"))) for kind in KINDS)
+    return [load_adapter(path, kind) for kind, path in given if path]
+
+
 def check_arguments(
-    model_args: ModelArguments, args: TrainingArguments, adapter: Adapter | None
+    model_args: ModelArguments, args: TrainingArguments, adapters: Sequence[Adapter]
 ) -> None:
-    """Fills in what a LoRA file says of itself, and refuses flags that do not go together."""
+    """Fills in what LoRA and adapter files say of themselves, and refuses flags that clash."""
     if not (args.do_train or args.do_eval or args.do_predict):
         raise ValueError("nothing to do: give --do_train, --do_eval or --do_predict")
-    for name in ("lora_path", "lora_r", "lora_alpha"):
-        if getattr(model_args, name) is not None and not model_args.apply_lora:
-            raise ValueError(f"--{name} needs --apply_lora")
-    if adapter is not None and adapter.info is not None:
-        if model_args.lora_r is None:
-            model_args.lora_r = adapter.info.rank
-        if model_args.lora_alpha is None:
-            model_args.lora_alpha = adapter.info.alpha
-    elif adapter is not None:
-        logger.warning(
-            "%s does not say its alpha or its base: --lora_alpha %s and %s are taken on trust",
-            adapter.source,
-            model_args.lora_alpha,
-            model_args.model_name_or_path,
-        )
+    paths = {kind.switch: kind.flag.removeprefix("--") for kind in KINDS}
+    for switch, names in ADAPTATIONS.items():
+        for name in (paths[switch], *names):
+            if getattr(model_args, name) is not None and not getattr(model_args, switch):
+                raise ValueError(f"--{name} needs --{switch}")
+    for adapter in adapters:
+        if adapter.info is None:
+            unsaid, trusted = "its base", model_args.model_name_or_path
+            if adapter.kind is LORA:
+                unsaid = f"its alpha or {unsaid}"
+                trusted = f"--lora_alpha {model_args.lora_alpha} and {trusted}"
+            logger.warning(
+                "%s does not say %s: taken on trust: %s", adapter.source, unsaid, trusted
+            )
+            continue
+        for field_name, flag_name in FROM_INFO.items():
+            value = getattr(adapter.info, field_name, None)
+            if value is not None and getattr(model_args, flag_name) is None:
+                value = targets_of_modules(value) if field_name == "targets" else value
+                setattr(model_args, flag_name, value)
 
 
 def load_config(model_args: ModelArguments, **settings: Any) -> PretrainedConfig:
-    """The model's settings, LoRA's among them."""
-    if model_args.apply_lora:
-        settings.update(apply_lora=True, lora_r=model_args.lora_r, lora_alpha=model_args.lora_alpha)
+    """The model's settings, with how it is adapted and trained."""
+    for switch, names in ADAPTATIONS.items():
+        if getattr(model_args, switch):
+            given = {name: getattr(model_args, name) for name in names}
+            settings.update({name: value for name, value in given.items() if value is not None})
+            settings[switch] = True
+    # What a model was trained with before is no reason to train it so again.
+    settings.update(reg_loss_wgt=model_args.reg_loss_wgt, masking_prob=model_args.masking_prob)
     return AutoConfig.from_pretrained(
         model_args.config_name or model_args.model_name_or_path, **_where(model_args), **settings
     )
@@ -354,11 +433,11 @@ def _where(model_args: ModelArguments) -> dict[str, Any]:
     }
 
 
-def known_labels(config: PretrainedConfig, adapter: Adapter | None) -> tuple[str, ...]:
+def known_labels(config: PretrainedConfig, info: TrainedInfo | None) -> tuple[str, ...]:
     """Names of the classes that the adapter or the model was trained for, if it was."""
     names = tuple(config.id2label[number] for number in sorted(config.id2label))
-    if adapter is not None and adapter.info is not None and adapter.info.labels:
-        names = adapter.info.labels
+    if info is not None and info.labels:
+        names = info.labels
     return () if names[0].startswith("LABEL_") else names
 
 
@@ -389,34 +468,40 @@ def _family(task: str) -> str:
 
 
 def build_model(
-    model_args: ModelArguments, config: PretrainedConfig, adapter: Adapter | None, training: bool
+    model_args: ModelArguments,
+    config: PretrainedConfig,
+    adapters: Sequence[Adapter],
+    training: bool,
 ) -> PreTrainedModel:
-    """The model, with the adapter in it, and frozen where LoRA is to be trained."""
+    """The model, with the adapters in it, and frozen but for what is to be trained."""
     model = AutoModelForSequenceClassification.from_pretrained(
         model_args.model_name_or_path, config=config, **_where(model_args)
     )
-    if adapter is not None:
-        new = load_into(model, adapter, model.base_fingerprint, new_head=training)
-        logger.info("loaded %s tensors from %s", len(adapter.tensors) - len(new), adapter.source)
-        if new:
-            names = ", ".join(new)
-            logger.warning("%s is for another task: drawn anew are %s", adapter.source, names)
-    untrained = model.drawn_anew - (adapter.tensors.keys() if adapter else set())
+    new = model.load_adapters(adapters, new_head=training)
+    for adapter in adapters:
+        own = adapter.tensors.keys() - set(new)
+        logger.info("loaded %s tensors from %s", len(own), adapter.source)
+    if new:
+        source = adapters[0].source
+        logger.warning("%s is for another task: drawn anew are %s", source, ", ".join(new))
+    untrained = model.drawn_anew.difference(*(adapter.tensors for adapter in adapters))
     if untrained and not training:
         raise ValueError(
             f"{model_args.model_name_or_path} has no trained {min(untrained)}, …: there is nothing "
             "to evaluate; give --lora_path, or a model that is trained for the task"
         )
-    if config.apply_lora:
-        model.train_only(("lora",))
+    kinds = model.adapted_by
+    if kinds:
+        model.train_only(kind.part for kind in kinds)
     return model
 
 
 def check_length(config: PretrainedConfig, max_seq_length: int) -> None:
     """Refuses texts that are longer than the model has positions for."""
-    positions = config.max_position_embeddings - config.pad_token_id - 1
-    if not 0 < max_seq_length <= positions:
-        raise ValueError(f"--max_seq_length {max_seq_length}: the model has {positions} positions")
+    longest = config.longest_text
+    if max_seq_length < 1 or (longest is not None and max_seq_length > longest):
+        positions = "" if longest is None else f": the model has {longest} positions"
+        raise ValueError(f"--max_seq_length {max_seq_length}{positions}")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -487,27 +572,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     set_up_logging()
     checkpoint = find_checkpoint(args)
     logger.info("computing on %s, %s process(es)", args.device, args.world_size)
-    adapter = load_adapter(model_args.lora_path) if model_args.lora_path else None
-    check_arguments(model_args, args, adapter)
+    adapters = read_adapters(model_args)
+    check_arguments(model_args, args, adapters)
 
     config = load_config(model_args)
     check_length(config, data_args.max_seq_length)
     if args.cls_dropout is not None and not hasattr(config, "cls_dropout"):
         raise ValueError(f"--cls_dropout: a {config.model_type} model has no such dropout")
-    known = known_labels(config, adapter)
+    info = next((adapter.info for adapter in adapters if adapter.info), None)
+    known = known_labels(config, info)
     splits = needed_splits(glue_task(data_args.task_name) if data_args.task_name else None, args)
     if data_args.task_name:
         data = load_glue(data_args, splits, model_args.cache_dir)
     else:
         data = load_own_files(data_args, splits, known)
-    info = adapter.info if adapter else None
-    check_task(
-        data,
-        known,
-        info.task if info else config.finetuning_task,
-        model_args.lora_path or model_args.model_name_or_path,
-        args.do_train,
-    )
+    source = adapters[0].source if adapters else model_args.model_name_or_path
+    check_task(data, known, info.task if info else config.finetuning_task, source, args.do_train)
 
     tokenizer = AutoTokenizer.from_pretrained(
         model_args.tokenizer_name or model_args.model_name_or_path,
@@ -520,13 +600,18 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"the tokenizer has {len(tokenizer)} tokens, the model {config.vocab_size}: "
             "they do not belong together"
         )
-    datasets = tokenize(data, tokenizer, data_args)
     names = dict(enumerate(data.labels)) or {0: "LABEL_0"}
-    config = load_config(
-        model_args, num_labels=len(names), id2label=names, finetuning_task=data_args.task_name
-    )
+    settings: dict[str, Any] = {"id2label": names, "finetuning_task": data_args.task_name}
+    if args.cls_dropout is not None:
+        settings["cls_dropout"] = args.cls_dropout
+    if model_args.masking_prob > 0:
+        settings["unk_token_id"] = tokenizer.unk_token_id
+        settings["special_token_ids"] = tokenizer.all_special_ids
+    config = load_config(model_args, num_labels=len(names), **settings)
+    consistency.check(config)
+    datasets = tokenize(data, tokenizer, data_args)
     set_seed(args.seed)
-    model = build_model(model_args, config, adapter, args.do_train)
+    model = build_model(model_args, config, adapters, args.do_train)
     padding = DataCollatorWithPadding(tokenizer)
     evaluated = [name for name in datasets if name.startswith("validation")]
     trainer = Trainer(

@@ -104,6 +104,126 @@ def steady_base(tiny_base, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def tiny_deberta_base(tiny_glue, tmp_path_factory) -> Path:
+    """A folder with a DeBERTa-v2 base of 2 layers, 32 wide, with xxlarge's options."""
+    import sentencepiece
+    import torch
+
+    from transformers import DebertaV2Config, DebertaV2Model, DebertaV2Tokenizer
+
+    folder = tmp_path_factory.mktemp("base") / "tiny_deberta"
+    folder.mkdir()
+    lines = (tiny_glue / "RTE" / "train.tsv").read_text(encoding="utf-8").splitlines()[1:]
+    with open(folder / "spm.model", "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(text for line in lines for text in line.split("\t")[1:3]),
+            model_writer=file,
+            vocab_size=80,
+            hard_vocab_limit=False,
+            pad_id=0,
+            bos_id=1,
+            eos_id=2,
+            unk_id=3,
+            pad_piece="[PAD]",
+            bos_piece="[CLS]",
+            eos_piece="[SEP]",
+            unk_piece="[UNK]",
+            minloglevel=2,
+        )
+    tokenizer = DebertaV2Tokenizer(folder / "spm.model", model_max_length=64)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(1)
+    config = DebertaV2Config(
+        vocab_size=len(tokenizer) + 5,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        relative_attention=True,
+        position_buckets=16,
+        pos_att_type="p2c|c2p",
+        share_att_key=True,
+        norm_rel_ebd="layer_norm",
+        position_biased_input=False,
+        conv_kernel_size=3,
+        conv_act="gelu",
+        initializer_range=0.2,
+    )
+    DebertaV2Model(config).save_pretrained(folder)
+    return folder
+
+
+SHAPE = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 40,
+    "initializer_range": 0.2,
+}
+RELATIVE = {
+    "relative_attention": True,
+    "position_buckets": 8,
+    "pos_att_type": "p2c|c2p",
+    "share_att_key": True,
+    "norm_rel_ebd": "layer_norm",
+    "position_biased_input": False,
+    "conv_kernel_size": 3,
+    "conv_act": "gelu",
+}
+
+
+@pytest.fixture(scope="session")
+def make_classifier():
+    """Makes a classifier of a family, "roberta" or "deberta", in evaluation mode.
+
+    All weights are such that they show in the logits: LoRA's and adapters' are not at their start.
+    """
+    import torch
+
+    from transformers import (
+        DebertaV2Config,
+        DebertaV2ForSequenceClassification,
+        RobertaConfig,
+        RobertaForSequenceClassification,
+    )
+
+    def make(family: str, **settings):
+        torch.manual_seed(0)
+        if family == "roberta":
+            config = RobertaConfig(**{**SHAPE, "type_vocab_size": 1, **settings})
+            model = RobertaForSequenceClassification(config)
+        else:
+            config = DebertaV2Config(**{**SHAPE, **RELATIVE, **settings})
+            model = DebertaV2ForSequenceClassification(config)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name or "adapter" in name or "bias" in name:
+                parameter.data.normal_(std=0.2)
+        return model.eval()
+
+    return make
+
+
+@pytest.fixture
+def batch() -> dict:
+    """Four rows of 4 to 11 tokens, padded, with the classes of three; for either family."""
+    import torch
+
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.tensor([11, 4, 9, 7])
+    mask = (torch.arange(11) < lengths[:, None]).long()
+    ids = torch.randint(5, 60, (4, 11), generator=generator)
+    ids[:, 0] = 2
+    return {
+        "input_ids": ids.masked_fill(mask == 0, 1),
+        "attention_mask": mask,
+        "labels": torch.tensor([2, 0, 1, 1]),
+    }
+
+
 def _write_tsv(path: Path, header: list[str] | None, rows: list[tuple]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [header, *rows] if header else rows

@@ -97,56 +97,6 @@ def small_glue(tiny_glue, tmp_path_factory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
-def tiny_deberta_base(tiny_glue, tmp_path_factory) -> Path:
-    """A folder with a DeBERTa-v2 base of 2 layers, 32 wide, with xxlarge's options."""
-    import sentencepiece
-
-    from transformers import DebertaV2Config, DebertaV2Model, DebertaV2Tokenizer
-
-    folder = tmp_path_factory.mktemp("base") / "tiny_deberta"
-    folder.mkdir()
-    lines = (tiny_glue / "RTE" / "train.tsv").read_text(encoding="utf-8").splitlines()[1:]
-    with open(folder / "spm.model", "wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(text for line in lines for text in line.split("\t")[1:3]),
-            model_writer=file,
-            vocab_size=80,
-            hard_vocab_limit=False,
-            pad_id=0,
-            bos_id=1,
-            eos_id=2,
-            unk_id=3,
-            pad_piece="[PAD]",
-            bos_piece="[CLS]",
-            eos_piece="[SEP]",
-            unk_piece="[UNK]",
-            minloglevel=2,
-        )
-    tokenizer = DebertaV2Tokenizer(folder / "spm.model", model_max_length=64)
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(1)
-    config = DebertaV2Config(
-        vocab_size=len(tokenizer) + 5,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        max_position_embeddings=64,
-        relative_attention=True,
-        position_buckets=16,
-        pos_att_type="p2c|c2p",
-        share_att_key=True,
-        norm_rel_ebd="layer_norm",
-        position_biased_input=False,
-        conv_kernel_size=3,
-        conv_act="gelu",
-        initializer_range=0.2,
-    )
-    DebertaV2Model(config).save_pretrained(folder)
-    return folder
-
-
 # ---- the table ----
 
 

@@ -141,6 +141,221 @@ def test_the_base_keeps_its_bits(trained, tiny_base):
     assert_same_bits(base, {name: full[f"roberta.{name}"] for name in base})
 
 
+# ---- flags ----
+
+FACTS = ROOT.parent / "shared" / "facts" / "nlu_cli.json"
+
+
+def parse(run_glue, text: str) -> dict:
+    """The settings of a command line, by name."""
+    types = (run_glue.ModelArguments, run_glue.DataTrainingArguments, run_glue.TrainingArguments)
+    arguments = f"--model_name_or_path m --task_name rte --output_dir o {text}".split()
+    parts = run_glue.HfArgumentParser(types).parse_args_into_dataclasses(arguments)
+    return {name: value for part in parts for name, value in vars(part).items()}
+
+
+@pytest.mark.skipif(not FACTS.is_file(), reason="the release's flags are absent from ../shared")
+def test_every_flag_of_the_release_is_there(run_glue):
+    groups = json.loads(FACTS.read_text())
+    ours = {}
+    for group, flags in groups.items():
+        names = [flag["flag"].removeprefix("--") for flag in flags]
+        known = vars(getattr(run_glue, group))["__dataclass_fields__"]
+        assert [name for name in names if name not in known] == []
+        ours |= {name: known[name].default for name in names}
+    release = {f["flag"].removeprefix("--"): f["default"] for g in groups.values() for f in g}
+    differ = {name for name in ours if ours[name] != release[name]}
+    required, settled = {"model_name_or_path", "output_dir"}, {"adapter_type", "adapter_size"}
+    # What is settled later, by a file or by the model's settings, has no default here. Batches are
+    # padded to their longest row.
+    assert differ == required | settled | {"logging_dir", "pad_to_max_length"}
+    config = run_glue.PretrainedConfig()
+    assert (config.adapter_type, config.adapter_size) == ("houlsby", 64)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", (0.0, 0.0)),
+        ("--apply_rdrop", (1.0, 0.0)),
+        ("--apply_cutoff", (1.0, 0.1)),
+        ("--reg_loss_wgt 0.5 --masking_prob 0.2", (0.5, 0.2)),
+        ("--apply_rdrop --reg_loss_wgt 1.0", (1.0, 0.0)),
+    ],
+)
+def test_consistency_flags(run_glue, flags, expected):
+    settings = parse(run_glue, flags)
+    assert (settings["reg_loss_wgt"], settings["masking_prob"]) == expected
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--apply_rdrop --apply_cutoff", "--apply_rdrop --masking_prob 0.1",
+     "--apply_cutoff --reg_loss_wgt 0.5"],
+)  # fmt: skip
+def test_consistency_flags_that_contradict_each_other(run_glue, capsys, flags):
+    with pytest.raises(SystemExit):
+        parse(run_glue, flags)
+    assert "goes with no other values of these" in capsys.readouterr().err
+
+
+def test_how_long_a_text_may_be(run_glue):
+    from transformers import DebertaV2Config, RobertaConfig
+
+    roberta = RobertaConfig(max_position_embeddings=66)
+    relative = DebertaV2Config(max_position_embeddings=64, position_biased_input=False)
+    absolute = DebertaV2Config(max_position_embeddings=64, position_biased_input=True)
+    for config, longest in ((roberta, 64), (relative, 5000), (absolute, 64)):
+        run_glue.check_length(config, longest)
+    for config, length in ((roberta, 65), (absolute, 65), (relative, 0), (roberta, -1)):
+        with pytest.raises(ValueError, match=f"--max_seq_length {length}"):
+            run_glue.check_length(config, length)
+
+
+# ---- adapters, biases, other targets ----
+
+BASELINES = {
+    "houlsby": ("--apply_adapter --adapter_size 4", "adapter"),
+    "pfeiffer": ("--apply_adapter --adapter_type pfeiffer --adapter_size 4", "adapter"),
+    "bitfit": ("--apply_bitfit", "bitfit"),
+    "targets": ("--apply_lora --lora_r 2 --lora_alpha 4 --lora_targets key output", "lora"),
+}
+
+
+@pytest.mark.parametrize("form", ["bin", "safetensors", "folder", "split"])
+@pytest.mark.parametrize("name", BASELINES)
+def test_what_was_trained_evaluates_again(
+    glue, tiny_glue, tmp_path, split_lora, baseline, name, form
+):
+    """From its own file or from the whole checkpoint's part, without a word on its shape."""
+    flags, part = BASELINES[name]
+    trained = baseline(name)
+    given = {
+        "bin": trained / f"pytorch_model_{part}.bin",
+        "safetensors": trained / f"pytorch_model_{part}.safetensors",
+        "folder": trained / "checkpoint-4",
+        "split": tmp_path / f"{part}.safetensors",
+    }[form]
+    if form == "split":
+        split_lora.main([str(trained), str(given), "--part", part])
+        twin = trained / f"pytorch_model_{part}.safetensors"
+        assert_same_bits(read_tensors(given)[0], read_tensors(twin)[0])
+        assert read_tensors(given)[1] == read_tensors(twin)[1]
+    arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_eval", flags.split()[0]]
+    glue(*arguments, f"--{part}_path", given, "--output_dir", "evaluated")
+    assert results(tmp_path / "evaluated") == results(trained)
+
+
+@pytest.fixture(scope="module")
+def baseline(run_glue, tiny_base, tiny_glue, tmp_path_factory):
+    """What a short run of one of `BASELINES` has written, made once."""
+    made = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name) / "out"
+            arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_train", "--do_eval"]
+            arguments += [*BASELINES[name][0].split(), "--max_steps", 4, "--save_steps", 4]
+            arguments += ["--output_dir", made[name]]
+            run_glue.main([*common(tiny_base), *map(str, arguments)])
+        return made[name]
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["houlsby", "bitfit"])
+def test_a_baseline_moves_its_own_weights_alone(baseline, tiny_base, name):
+    out, part = baseline(name), BASELINES[name][1]
+    assert sorted(path.name for path in out.glob("pytorch_model*")) == [
+        "pytorch_model.bin",
+        f"pytorch_model_{part}.bin",
+        f"pytorch_model_{part}.safetensors",
+    ]
+    base, full = read_weights_folder(tiny_base), read_weights_folder(out)
+    moved = {n for n, tensor in base.items() if not torch.equal(tensor, full[f"roberta.{n}"])}
+    biases = {name for name in base if name.endswith("bias")}
+    assert moved == (biases if name == "bitfit" else set())
+
+
+def test_three_together_resume_to_the_same_bits(glue, tiny_glue, tmp_path):
+    """LoRA, adapters and biases, in checkpoints of these alone."""
+    flags = ["--apply_adapter", "--adapter_size", 3, "--apply_bitfit", "--save_lora_only"]
+    glue(*on_rte(tiny_glue, "whole"), *flags)
+    shutil.copytree(tmp_path / "whole" / "checkpoint-4", tmp_path / "resumed" / "checkpoint-4")
+    glue(*on_rte(tiny_glue, "resumed"), *flags)
+    for part in ("lora", "adapter", "bitfit"):
+        files = [tmp_path / out / f"pytorch_model_{part}.bin" for out in ("whole", "resumed")]
+        assert_same_bits(*(read_tensors(file)[0] for file in files))
+    assert not (tmp_path / "resumed" / "pytorch_model.bin").exists()
+
+    paths = [word for part in ("lora", "adapter", "bitfit") for word in (f"--{part}_path", "whole")]
+    switches = ["--apply_lora", "--apply_adapter", "--apply_bitfit"]
+    arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_eval"]
+    glue(*arguments, *switches, *paths, "--output_dir", "evaluated")
+    assert results(tmp_path / "evaluated") == results(tmp_path / "whole")
+    with pytest.raises(ValueError, match="trained with --apply_adapter as well"):
+        glue(*arguments, "--apply_lora", "--lora_path", "whole", "--output_dir", "evaluated")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--reg_loss_wgt", 1.0, "--reg_loss_wgt 0.0, not 1.0"),
+        ("--lora_dropout", 0.1, "--lora_dropout 0.0, not 0.1"),
+        ("--apply_bitfit", True, "--apply_bitfit False, not True"),
+        ("--lora_targets", "key", "targets query, value, the model was built with key"),
+    ],
+)
+def test_a_run_is_resumed_with_its_own_settings(
+    glue, trained, tiny_glue, tmp_path, flag, value, message
+):
+    shutil.copytree(trained / "checkpoint-4", tmp_path / "out" / "checkpoint-4")
+    with pytest.raises(ValueError, match=message):
+        glue(*on_rte(tiny_glue, "out"), flag, value)
+
+
+# ---- consistency training, memory, and the dropout of DeBERTa-v2's head ----
+
+
+@pytest.mark.parametrize("family", ["tiny_base", "tiny_deberta_base"])
+def test_cutoff_and_checkpointing(glue, tiny_glue, tmp_path, request, family):
+    """Same bits with activations computed again; twice the loss; nothing of it in evaluation."""
+    base = request.getfixturevalue(family)
+    arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_train", "--do_eval", *LORA]
+    arguments += ["--max_steps", 3, "--logging_steps", 1]
+    glue(*arguments, "--output_dir", "plain", base=base)
+    glue(*arguments, "--apply_cutoff", "--output_dir", "cutoff", base=base)
+    memory = ["--gradient_checkpointing", "--output_dir", "checkpointing"]
+    glue(*arguments, "--apply_cutoff", *memory, base=base)
+    assert_same_bits(lora_of(tmp_path / "cutoff"), lora_of(tmp_path / "checkpointing"))
+    first = [
+        json.loads((tmp_path / out / "trainer_state.json").read_text())["log_history"][0]["loss"]
+        for out in ("plain", "cutoff")
+    ]
+    assert 1.6 < first[1] / first[0] < 2.4
+
+    config = json.loads((tmp_path / "cutoff" / "config.json").read_text())
+    assert (config["reg_loss_wgt"], config["masking_prob"], config["unk_token_id"]) == (1, 0.1, 3)
+    assert {0, 1, 2, 3} <= set(config["special_token_ids"])
+    # A model that was trained so is trained plainly unless the flags say so again.
+    glue(*arguments, "--max_steps", 1, "--output_dir", "next", base=tmp_path / "cutoff")
+    config = json.loads((tmp_path / "next" / "config.json").read_text())
+    assert (config["reg_loss_wgt"], config["masking_prob"]) == (0, 0)
+
+
+def test_the_dropout_before_the_classifier(glue, tiny_deberta_base, tiny_glue, tmp_path):
+    arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_train", *LORA]
+    arguments += ["--max_steps", 1, "--max_seq_length", 500]
+    for value in (None, 0.4):
+        flag = [] if value is None else ["--cls_dropout", value]
+        glue(*arguments, *flag, "--output_dir", f"out{value}", base=tiny_deberta_base)
+        config = json.loads((tmp_path / f"out{value}" / "config.json").read_text())
+        assert config["cls_dropout"] == value
+    assert not torch.equal(
+        *(lora_of(tmp_path / out)["pooler.dense.weight"] for out in ("outNone", "out0.4"))
+    )
+
+
 # ---- the adapter in a new run ----
 
 SPLITS = {
@@ -671,6 +886,44 @@ BAD = {
         "--max_seq_length 65: the model has 64 positions",
     ),
     "too short": (f"{RTE} --do_train --max_seq_length 0", "--max_seq_length 0"),
+    "adapter flags alone": (
+        f"{RTE} --do_train --adapter_size 4",
+        "--adapter_size needs --apply_adapter",
+    ),
+    "no such biases": (f"{RTE} --do_eval --bitfit_path x.bin", "x.bin: no such checkpoint file"),
+    "no biases in it": (
+        f"{RTE} --do_eval --apply_bitfit --bitfit_path {{tmp}}/nan.bin",
+        "nan.bin: none of its 12 tensors is BitFit's",
+    ),
+    "adapters of another kind": (
+        f"{RTE} --do_eval --apply_adapter --adapter_path {{trained}}/pytorch_model_lora.bin",
+        "none of its 12 tensors is adapter's ('adapter')",
+    ),
+    "no such target": (f"{RTE} --do_train --apply_lora {R4} --lora_targets dense", "choose from"),
+    "other targets": (
+        f"{EVAL} {{trained}} --lora_targets key",
+        "was trained with targets query, value, the model was built with key",
+    ),
+    "no adapter of such a size": (
+        f"{RTE} --do_train --apply_adapter --adapter_size 0",
+        "adapter_size must be a positive integer, not 0",
+    ),
+    "masking more than all": (
+        f"{RTE} --do_train --masking_prob 1.5",
+        "masking_prob must lie in [0, 1], not 1.5",
+    ),
+    "consistency of scores": (
+        f"{TRAIN_OWN}/floats.csv --apply_rdrop",
+        "a score has none: leave out --reg_loss_wgt",
+    ),
+    "consistency of smoothed labels": (
+        f"{RTE} --do_train --apply_rdrop --label_smoothing_factor 0.1",
+        "--label_smoothing_factor and consistency training",
+    ),
+    "only what is trained, where all is": (
+        f"{RTE} --do_train --save_lora_only",
+        "--save_lora_only needs a model with LoRA, adapters or BitFit",
+    ),
     "no data": ("--do_train", "give --task_name, or --train_file"),
     "nothing to do": (RTE, "nothing to do: give --do_train, --do_eval or --do_predict"),
     "unknown flag": (f"{RTE} --do_train --lora_rank 8", "unrecognized arguments: --lora_rank"),

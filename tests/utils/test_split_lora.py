@@ -93,9 +93,73 @@ def test_a_file_of_lora_alone_says_nothing_of_its_base(script, tmp_path):
     assert load_adapter(tmp_path / "lora.safetensors").info.base_fingerprint is None
 
 
-def failure(script, source: Path, target: Path) -> str:
+LAYER = "roberta.encoder.layer.0.output."
+
+
+def baselines_folder(path: Path, **settings) -> Path:
+    """A checkpoint in which an adapter and the biases were trained."""
+    path.mkdir()
+    tensors = {
+        f"{LAYER}dense.weight": torch.randn(4, 4),
+        f"{LAYER}dense.bias": torch.randn(4),
+        f"{LAYER}adapter.down.weight": torch.randn(2, 4),
+        f"{LAYER}adapter.down.bias": torch.randn(2),
+        "classifier.out_proj.bias": torch.randn(4),
+    }
+    torch.save(tensors, path / "pytorch_model.bin")
+    both = {"apply_adapter": True, "adapter_type": "pfeiffer", "adapter_size": 2}
+    config = {**CONFIG, "apply_lora": False, **both, "apply_bitfit": True, **settings}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".safetensors"])
+@pytest.mark.parametrize(
+    ("part", "inside", "said"),
+    [
+        ("adapter", ["adapter.down.bias", "adapter.down.weight"], ("pfeiffer", 2)),
+        ("bitfit", ["dense.bias"], None),
+    ],
+)
+def test_the_baselines_parts(script, tmp_path, part, inside, said, suffix):
+    folder, target = baselines_folder(tmp_path / "full"), tmp_path / f"x{suffix}"
+    script.main([str(folder), str(target), "--part", part])
+    kind = script.KINDS_BY_NAME[part]
+    adapter, full = load_adapter(target, kind), read_tensors(folder / "pytorch_model.bin")[0]
+    names = {f"{LAYER}{name}" for name in inside} | {"classifier.out_proj.bias"}
+    assert adapter.tensors.keys() == names
+    assert all(torch.equal(adapter.tensors[name], full[name]) for name in names)
+    if suffix == ".bin":
+        assert adapter.info is None
+        return
+    info = adapter.info
+    other = {"adapter": "apply_bitfit", "bitfit": "apply_adapter"}[part]
+    assert (info.base, info.task, info.beside) == ("roberta-base", "rte", (other,))
+    assert info.base_fingerprint == fingerprint(
+        {f"{LAYER}dense.weight": full[f"{LAYER}dense.weight"]}
+    )
+    assert said is None or (info.adapter_type, info.adapter_size) == said
+
+
+@pytest.mark.parametrize(
+    ("part", "settings", "target", "reason"),
+    [
+        ("bitfit", {"apply_bitfit": False}, "x.bin", "does not say that biases were trained"),
+        ("adapter", {"adapter_size": None}, "x.safetensors", "that states type and size"),
+        ("adapter", {"apply_adapter": False}, "x.safetensors", "write a .bin instead"),
+        ("lora", {}, "x.bin", "holds no LoRA weights"),
+        ("bitfit", {}, "full/config.json", "would replace a file of the checkpoint"),
+    ],
+)
+def test_baselines_that_cannot_be_split(script, tmp_path, part, settings, target, reason):
+    folder = baselines_folder(tmp_path / "full", **settings)
+    assert reason in failure(script, folder, tmp_path / target, "--part", part)
+    assert not (tmp_path / "x.bin").exists()
+
+
+def failure(script, source: Path, target: Path, *flags: str) -> str:
     with pytest.raises(SystemExit) as ended:
-        script.main([str(source), str(target)])
+        script.main([str(source), str(target), *flags])
     message = ended.value.code
     assert message.startswith("split_lora.py: error: ")
     assert "\n" not in message

@@ -308,6 +308,7 @@ def check_same_adaptation(
             asked, trained = asked_for.get(name), values.get(name)
             if name == "lora_targets" and asked is not None:
                 # Files from before there was a choice do not say.
-                asked, trained = in_order(asked), in_order(trained or ("query", "value"))
+                trained = in_order(trained or ("query", "value"))
+                asked, trained = " ".join(in_order(asked)), " ".join(trained)
             if asked is not None and asked != trained:
                 raise ValueError(f"'{source}' was trained with {name} {trained}, not {asked}")

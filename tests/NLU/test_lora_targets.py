@@ -1,0 +1,256 @@
+"""Which projections LoRA adapts: where it sits, what it computes, what its files say."""
+
+import json
+
+import pytest
+import torch
+
+from loralib.checkpoint import (
+    AdapterInfo,
+    CheckpointError,
+    load_adapter,
+    lora_layers,
+    lora_targets,
+    read_tensors,
+    save_adapter,
+)
+from transformers import AutoConfig, RobertaConfig, RobertaForSequenceClassification
+from transformers.configuration_utils import LORA_TARGETS, in_order, targets_of_modules
+
+FAMILIES = ("roberta", "deberta")
+LORA = {"apply_lora": True, "lora_r": 3, "lora_alpha": 12}
+ALL = list(LORA_TARGETS)
+CHOICES = [[name] for name in ALL] + [["query", "value"], ["key", "output"], ALL]
+# The module of each choice within a layer.
+MODULES = {
+    "query": "attention.self.query",
+    "key": "attention.self.key",
+    "value": "attention.self.value",
+    "attention_output": "attention.output.dense",
+    "intermediate": "intermediate.dense",
+    "output": "output.dense",
+}
+
+
+@pytest.fixture
+def build(make_classifier):
+    def make(family, **settings):
+        no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        given = {**no_dropout, "num_labels": 3, "pad_token_id": 1, **settings}
+        return make_classifier(family, **given)
+
+    return make
+
+
+def close(ours, theirs, tolerance=1e-5):
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+
+
+def module_of(family, target):
+    suffix = "_proj" if family == "deberta" and target in ("query", "key", "value") else ""
+    return MODULES[target] + suffix
+
+
+# ---- where it sits, and what it computes ----
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("targets", CHOICES, ids="+".join)
+def test_lora_is_where_it_is_asked_for(build, family, targets):
+    model = build(family, **LORA, lora_targets=targets)
+    expected = {
+        f"{family}.encoder.layer.{n}.{module_of(family, target)}"
+        for n in (0, 1)
+        for target in targets
+    }
+    assert lora_layers(model).keys() == expected
+    model.train_only(("lora",))
+    inside = {n for n, p in model.base_model.named_parameters() if p.requires_grad}
+    assert {f"{family}.{n.rpartition('.lora_')[0]}" for n in inside} == expected
+
+
+def folded(model, plain, scaling):
+    """`plain` with the model's weights, W + scaling · B A where there is LoRA."""
+    state = model.state_dict()
+    for name in plain.state_dict():
+        tensor = state[name].clone()
+        start = name.removesuffix("weight")
+        if f"{start}lora_A" in state and name.endswith("weight"):
+            tensor += scaling * state[f"{start}lora_B"] @ state[f"{start}lora_A"]
+        plain.state_dict()[name].copy_(tensor)
+    return plain
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("targets", CHOICES, ids="+".join)
+def test_the_model_is_one_with_w_plus_b_a(build, batch, family, targets):
+    model = build(family, **LORA, lora_targets=targets)
+    plain = folded(model, build(family), 12 / 3)
+    expected = plain(**batch).logits
+    without = build(family)
+    without.load_state_dict({n: model.state_dict()[n] for n in without.state_dict()})
+    assert (without(**batch).logits - expected).abs().max() > 1e-2
+    close(model(**batch).logits, expected)
+    with torch.no_grad():  # merged, where the family merges
+        close(model(**batch).logits, expected)
+    close(model.train()(**batch).logits, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_reach_every_target(build, batch, family):
+    model = build(family, **LORA, lora_targets=ALL, gradient_checkpointing=True).train()
+    model.train_only(("lora",))
+    model(**batch).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == parameter.requires_grad, name
+        if "lora_" in name and ".key" not in name:
+            assert parameter.grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_default_is_the_release_s(build, family):
+    model = build(family, **LORA)
+    assert model.config.lora_targets == ["query", "value"]
+    ends = {name.rsplit(".", 2)[1] for name in model.state_dict() if "lora_" in name}
+    suffix = "_proj" if family == "deberta" else ""
+    assert ends == {f"query{suffix}", f"value{suffix}"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dropout_on_the_update_s_input(build, batch, family):
+    model = build(family, **LORA, lora_dropout=0.5, lora_targets=ALL)
+    assert {layer.lora_dropout.p for layer in lora_layers(model).values()} == {0.5}
+    evaluated = model(**batch).logits
+    close(evaluated, build(family, **LORA, lora_targets=ALL)(**batch).logits)
+    model.train()
+    torch.manual_seed(0)
+    first = model(**batch).logits
+    torch.manual_seed(0)
+    close(model(**batch).logits, first)
+    assert (model(**batch).logits - first).abs().max() > 1e-2
+
+
+# ---- the names ----
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_in_files_are_clear(build, family):
+    model = build(family, **LORA, lora_targets=ALL)
+    suffix = "_proj" if family == "deberta" else ""
+    self_attention = {f"{name}{suffix}" for name in ("query", "key", "value")}
+    outputs = {"attention.output.dense", "intermediate.dense", "output.dense"}
+    info = model.adapter().info
+    assert info.targets == tuple(sorted(self_attention | outputs))
+    assert targets_of_modules(info.targets) == ALL
+
+
+def test_names_of_modules():
+    names = ["h.0.attn.c_attn", "e.layer.3.output.dense", "e.layer.11.attention.output.dense"]
+    assert lora_targets(names) == ("attention.output.dense", "c_attn", "output.dense")
+    assert lora_targets(["dense", "a.dense"]) == ("a.dense", "dense")
+    assert targets_of_modules(("value_proj", "query_proj")) == ["query", "value"]
+    with pytest.raises(ValueError, match="unknown lora_targets 'c_attn'"):
+        targets_of_modules(("c_attn",))
+
+
+def test_choices_are_kept_in_one_order(tmp_path):
+    config = RobertaConfig(**LORA, lora_targets=("output", "key", "output"))
+    assert config.lora_targets == ["key", "output"]
+    config.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["lora_targets"] == ["key", "output"]
+    assert AutoConfig.from_pretrained(tmp_path).lora_targets == ["key", "output"]
+    assert in_order(reversed(ALL)) == ALL
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lora_targets": ["query", "dense"]}, "unknown lora_targets 'dense' .known: query, key"),
+        ({"lora_targets": []}, "apply_lora needs lora_targets"),
+        ({"lora_dropout": 1.5}, r"lora_dropout must lie in \[0, 1\], not 1.5"),
+    ],
+)
+def test_settings_that_are_none(settings, message):
+    with pytest.raises(ValueError, match=message):
+        RobertaConfig(**LORA, **settings)
+
+
+# ---- files ----
+
+
+@pytest.mark.parametrize("form", [".bin", ".safetensors"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("targets", CHOICES, ids="+".join)
+def test_a_file_brings_the_model_back(build, batch, tmp_path, family, targets, form):
+    settings = {**LORA, "lora_targets": targets}
+    model, fresh = build(family, **settings), build(family, **settings)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or not name.startswith(f"{family}."):
+            parameter.data.normal_(std=0.3)
+    save_adapter(tmp_path / f"x{form}", model.adapter())
+    assert fresh.load_adapters([load_adapter(tmp_path / f"x{form}")]) == []
+    close(fresh(**batch).logits, model(**batch).logits)
+
+
+def test_what_a_file_says(build, tmp_path):
+    model = build("roberta", **LORA, lora_targets=["key", "output"], lora_dropout=0.1)
+    save_adapter(tmp_path / "x.safetensors", model.adapter())
+    metadata = read_tensors(tmp_path / "x.safetensors")[1]
+    assert json.loads(metadata["targets"]) == ["key", "output.dense"]
+    assert json.loads(metadata["dropout"]) == 0.1
+    assert "dropout" not in build("roberta", **LORA).adapter().info.to_metadata()
+
+
+@pytest.mark.parametrize("said", [True, False], ids=["info", "no info"])
+@pytest.mark.parametrize(
+    ("theirs", "ours", "message"),
+    [
+        (["query", "value"], ["query"], "targets query, value, the model was built with query"),
+        (["query"], ["key"], "query"),
+        (["output"], ["attention_output"], "output.dense"),
+        (["attention_output", "output"], ["output"], "attention.output.dense, output.dense, the "),
+        (["intermediate"], ["output"], "intermediate.dense"),
+    ],
+)
+def test_other_targets_are_refused(build, tmp_path, said, theirs, ours, message):
+    name = tmp_path / ("x.safetensors" if said else "x.bin")
+    save_adapter(name, build("roberta", **LORA, lora_targets=theirs).adapter())
+    model = build("roberta", **LORA, lora_targets=ours)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=message) as caught:
+        model.load_adapters([load_adapter(name)])
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+
+
+def test_files_from_before_there_was_a_choice(build, tmp_path):
+    """Their metadata and their config.json know of no dropout, and name query and value."""
+    model = build("deberta", **LORA)
+    old = AdapterInfo(rank=3, alpha=12, targets=("query_proj", "value_proj"))
+    assert old.to_metadata().keys() == {"rank", "alpha", "targets"}
+    save_adapter(tmp_path / "x.safetensors", model.adapter())
+    read = AdapterInfo.from_metadata(old.to_metadata(), tmp_path)
+    assert read == old
+    adapter = load_adapter(tmp_path / "x.safetensors")
+    assert adapter.info.targets == read.targets
+
+    model.save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    for name in ("lora_targets", "lora_dropout", "apply_adapter", "reg_loss_wgt"):
+        del values[name]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    again = type(model).from_pretrained(tmp_path, lora_targets=["value", "query"])
+    assert again.config.lora_targets == ["query", "value"]
+    with pytest.raises(ValueError, match="was trained with lora_targets query value, not key"):
+        type(model).from_pretrained(tmp_path, lora_targets=["key"])
+
+
+def test_a_whole_checkpoint_keeps_its_choice(build, batch, tmp_path):
+    model = build("roberta", **LORA, lora_targets=["intermediate", "output"], lora_dropout=0.2)
+    model.save_pretrained(tmp_path)
+    again = RobertaForSequenceClassification.from_pretrained(tmp_path, lora_dropout=None)
+    assert again.config.lora_targets == ["intermediate", "output"]
+    assert again.config.lora_dropout == 0.2
+    close(again(**batch).logits, model(**batch).logits)
+    # Dropout is a matter of training, not of the model.
+    assert RobertaConfig.from_pretrained(tmp_path, lora_dropout=0.0).lora_dropout == 0.0
