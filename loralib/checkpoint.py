@@ -79,6 +79,12 @@ def write_whole(path: str | os.PathLike) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def remove_leftovers(folder: str | os.PathLike, name: str) -> None:
+    """Removes what `write_whole` leaves of files called `name` (a pattern) when it is killed."""
+    for path in Path(folder).glob(f".{name}.*"):
+        path.unlink(missing_ok=True)
+
+
 def sync_folder(folder: str | os.PathLike) -> None:
     """Makes the renames within `folder` survive a power cut, where the system has a way to."""
     if os.name == "posix":

@@ -114,9 +114,15 @@ class ApexPrecision(Precision):
         self.amp, self.optimizer = amp, optimizer
         amp.initialize(model, optimizer, opt_level=opt_level)
 
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """PyTorch's autocast: apex's casts know nothing of products within hand-written layers."""
+        with self.amp.disable_casts(), torch.autocast("cuda", dtype=torch.float16):
+            yield
+
     def backward(self, loss: Tensor) -> None:
         """Adds the loss's gradients, scaled by apex."""
-        with self.amp.scale_loss(loss, self.optimizer) as scaled:
+        with self.amp.scale_loss(loss, self.optimizer) as scaled, self.amp.disable_casts():
             scaled.backward()
 
     def step(

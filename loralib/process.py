@@ -56,7 +56,8 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 def rank() -> int:
     """This process's number among those of the run, as launchers set it; 0 without one."""
-    return int(os.environ.get("RANK", "0"))
+    text = os.environ.get("RANK", "")
+    return int(text) if text.isdecimal() else 0
 
 
 def run(main: Callable[[], None], report: Callable[[str], None]) -> None:

@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
 
     scores = score(metrics, references, predictions)
     if args.json:
-        _write_table(args.json, {**table, args.label: scores})
+        _write_table(args.json, {**table, args.label: {**table.get(args.label, {}), **scores}})
     print(_as_lines(metrics, scores) if two_files else _as_table(metrics, scores, args.label))
 
 

@@ -12,7 +12,7 @@ launch src/gpt2_ft.py --platform local \
     --clip 0.0 --lr 0.0002 --weight_decay 0.01 --correct_bias --adam_beta2 0.999 \
     --scheduler linear --warmup_step 500 --max_epoch 5 --save_interval 1000 \
     --lora_dim 4 --lora_alpha 32 --lora_dropout 0.1 --label_smooth 0.1 \
-    --work_dir "$out" --random_seed "$SEED" "$@"
+    --work_dir "$out" --random_seed "$SEED" --resume "$@"
 
 # The release's length penalty; the paper's Table 11 has 0.9.
 launch src/gpt2_beam.py --platform local \

@@ -5,10 +5,12 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
 from loralib import process
@@ -28,6 +30,24 @@ def set_up_logging() -> None:
     logging.getLogger().setLevel(logging.INFO if process.rank() == 0 else logging.WARNING)
 
 
+@contextmanager
+def sole_use(folder: str | os.PathLike) -> Iterator[None]:
+    """Keeps other runs out of a folder within the block, and after a kill no longer.
+
+    Raises:
+        TrainingError: another run holds the folder.
+    """
+    lock = FileLock(Path(folder) / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise process.TrainingError(f"{folder}: another run is writing there") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def read_json_lines(path: str | os.PathLike) -> list[dict[str, Any]]:
     """Reads a file of one JSON object a line; blank lines at its end are no lines.
 
@@ -35,11 +55,28 @@ def read_json_lines(path: str | os.PathLike) -> list[dict[str, Any]]:
         FileNotFoundError: there is no such file.
         ValueError: a line is no JSON object, or the file has none; the message names file and line.
     """
-    with open(path, encoding="utf-8") as file:
-        lines = file.read().rstrip().split("\n")
+    lines = read_lines(path)
     if lines == [""]:
         raise ValueError(f"{path}: is empty")
     return [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+
+
+def read_lines(path: str | os.PathLike) -> list[str]:
+    """The lines of a text file; blank ones at its end are left out.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line is not UTF-8; the message names file and line.
+    """
+    lines = Path(path).read_bytes().rstrip().split(b"\n")
+    return [_decode(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+
+
+def _decode(line: bytes, where: str) -> str:
+    try:
+        return line.decode("utf-8").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not UTF-8 ({error.reason} at byte {error.start})") from error
 
 
 def _parse(line: str, where: str) -> dict[str, Any]:
@@ -79,7 +116,7 @@ class MetricsLog:
         """Opens the log; lines of later steps, which a killed run left, are taken out."""
         kept = []
         if after_step > 0 and self.path.is_file():
-            kept = [row for row in _whole_lines(self.path) if row["step"] <= after_step]
+            kept = [row for row in _sound_lines(self.path) if row["step"] <= after_step]
         write_json_lines(self.path, kept)
         if importlib.util.find_spec("tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
@@ -96,7 +133,16 @@ class MetricsLog:
             self._writer.flush()
 
 
-def _whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The file's lines but for the last one where a kill has cut it."""
-    text = path.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.split("\n")[:-1]]
+def _sound_lines(path: Path) -> list[dict[str, Any]]:
+    """The file's lines, but for those that a kill or a power cut has damaged."""
+    rows, damaged = [], 0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+            row["step"] + 0  # every line of ours has it
+            rows.append(row)
+        except (ValueError, TypeError, KeyError):
+            damaged += 1
+    if damaged:
+        logging.warning("%s: left out %d lines that are damaged", path, damaged)
+    return rows

@@ -31,7 +31,7 @@ def read_rows(path: str) -> list[Row]:
 
 
 def _entry_rows(entry: dict, where: str) -> list[Row]:
-    if any(len(triple) != 3 for triple in entry["tripleset"]):
+    if any(not isinstance(triple, list) or len(triple) != 3 for triple in entry["tripleset"]):
         raise ValueError(f"{where}: a triple has not three parts")
     context = join_triples(
         (subject, relation.lower(), object_) for subject, relation, object_ in entry["tripleset"]

@@ -14,7 +14,7 @@ import csv
 import os
 import re
 
-from exp_utils import run
+from exp_utils import read_lines, run
 from formatted import Row, convert, make_row
 
 ATTRIBUTES = {"eatType": "Type", "familyFriendly": "family friendly", "priceRange": "price"}
@@ -118,8 +118,7 @@ def read_rows(path: str) -> list[Row]:
         OSError: the file cannot be read.
         ValueError: a line is not in the corpus's form; the message names file and line.
     """
-    with open(path, encoding="utf-8") as file:
-        lines = file.read().rstrip().split("\n")
+    lines = read_lines(path)
     first = 1
     if re.fullmatch(r'"?mr"?,"?ref"?', lines[0]):
         lines, first = as_lines(path), 2

@@ -30,7 +30,7 @@ from model import GPT2LMModel
 
 logger = logging.getLogger(__name__)
 
-_END_OF_TEXT = 50256
+_END_OF_TEXT, _BLANK_LINE = 50256, 628
 
 Prompt = tuple[int, ...]
 
@@ -218,6 +218,23 @@ def decode(
     return {prompt: text for part in gather_objects(this, texts) for prompt, text in part.items()}
 
 
+def _prepare(path: str, settings: BeamSettings) -> None:
+    """Finds out before the search, not after it, whether the output can be written."""
+    if os.path.isdir(path):
+        raise IsADirectoryError(f"--output_file {path} is a folder")
+    folder = os.path.dirname(os.path.abspath(path))
+    os.makedirs(folder, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(f"{folder}: no permission to write there")
+    unusual = set(settings.eos_token_ids) - {_END_OF_TEXT, _BLANK_LINE}
+    if unusual:
+        logger.warning(
+            "gpt2_decode.py cuts texts at tokens %d and %d only: after an end by %s it takes the "
+            "padding, token 0, for text",
+            *(_BLANK_LINE, _END_OF_TEXT, ", ".join(map(str, sorted(unusual)))),
+        )
+
+
 def main(argv: list[str] | None = None) -> None:
     """Decodes as the command line says.
 
@@ -229,13 +246,15 @@ def main(argv: list[str] | None = None) -> None:
     settings = settings_of(args)
     this = start(args)
     set_up_logging()
+    path = os.path.join(args.work_dir, args.output_file)
+    if this.is_main:
+        _prepare(path, settings)
     model = model_to_decode(args, this)
     longest = args.seq_len - args.eval_len
     prompts = read_prompts(args.data, longest, model.config.vocab_size)
     texts = decode(model, prompts, settings, args.batch_size, this)
     if not this.is_main:
         return
-    path = os.path.join(args.work_dir, args.output_file)
     padding = [0] * args.eval_len
     write_json_lines(
         path,

@@ -37,9 +37,9 @@ from checkpoints import (
     write_resume,
 )
 from data_utils import FT_Dataset, batches_per_epoch, training_batches, validation_batches
-from exp_utils import MetricsLog, run, set_up_logging
+from exp_utils import MetricsLog, run, set_up_logging, sole_use
 from gpu import Run, add_gpu_params, distributed_mean, distributed_sync, gather_objects, start
-from loralib.checkpoint import CheckpointError
+from loralib.checkpoint import CheckpointError, remove_leftovers
 from loralib.precision import ApexPrecision, Precision, has_apex, hold_frozen_in
 from loralib.process import TrainingError, rng_state, set_rng_state, set_seed
 from optimizer import add_optimizer_params, create_adam_optimizer, create_optimizer_scheduler
@@ -55,8 +55,22 @@ _SAME_IN_A_RUN = (
 )
 
 
+_MANY = 2**62
+_RANGES = {
+    **dict.fromkeys(("grad_acc", "log_interval", "eval_interval", "save_interval"), (1, _MANY)),
+    **dict.fromkeys(("max_step", "max_epoch"), (1, _MANY)),
+    **dict.fromkeys(("lora_dropout", "label_smooth"), (0, 1)),
+    **dict.fromkeys(("clip", "lora_alpha"), (0, 1e30)),
+    "random_seed": (0, _MANY),
+}
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Reads the command line."""
+    """Reads the command line.
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -96,9 +110,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--roll_step", type=int, default=100)
     add("--eval_epoch", type=int, default=1)
     args = parser.parse_args(argv)
-    for flag in ("grad_acc", "log_interval", "eval_interval", "save_interval"):
-        if getattr(args, flag) < 1:
-            parser.error(f"--{flag} has to be at least 1")
+    for flag, (least, most) in _RANGES.items():
+        value = getattr(args, flag)
+        if value is not None and not least <= value <= most:
+            bound = f"at most {most:g}" if value > most else f"at least {least:g}"
+            raise ValueError(f"--{flag} has to be {bound}, but is {value}")
     return args
 
 
@@ -372,9 +388,16 @@ class Trainer:
         """The state in the work folder, if it is asked for; an unfinished run is not overwritten.
 
         Raises:
-            CheckpointError: there is an unfinished run, and --resume is not given.
+            CheckpointError: there is an unfinished run, and --resume is not given; or the
+                processes, on several machines, do not see one folder.
         """
         state = read_resume(self.work_dir)
+        seen = gather_objects(self.this, state and (state["step"], state["finished"]))
+        if any(other != seen[0] for other in seen):
+            raise CheckpointError(
+                f"{self.work_dir}: is not the same folder for all processes; --work_dir has to be "
+                "one that all machines share"
+            )
         if self.args.resume:
             if state is None:
                 logger.warning("%s holds no run to resume: beginning one", self.work_dir)
@@ -387,11 +410,22 @@ class Trainer:
         return None
 
     def _begin(self) -> None:
-        """Takes away what a finished run has left that this one could be taken for."""
-        distributed_sync(self.this)  # all have looked for it
-        if self.this.is_main:
-            remove_resume(self.work_dir)
-            self.metrics.begin(after_step=0)
+        """Makes sure that this run's files are taken for no other's.
+
+        Raises:
+            CheckpointError: there are models of another run.
+        """
+        distributed_sync(self.this)  # all have looked for a run to resume
+        if not self.this.is_main:
+            return
+        # With --resume they are this run's, killed before it had written what to go on from.
+        if not self.args.resume and any(self.work_dir.glob("model.*.pt")):
+            raise CheckpointError(
+                f"{self.work_dir}: holds models of another run, which would be mixed up with this "
+                "one's: remove them, or give another --work_dir"
+            )
+        remove_resume(self.work_dir)
+        self.metrics.begin(after_step=0)
 
     def _resume(self, state: dict[str, Any]) -> None:
         """Puts everything where it was."""
@@ -425,9 +459,19 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     this = start(args)
     set_up_logging()
-    if this.is_main:
-        Path(args.work_dir).mkdir(parents=True, exist_ok=True)
-    distributed_sync(this)
+    if not this.is_main:
+        distributed_sync(this)
+        return train(args, this)
+    Path(args.work_dir).mkdir(parents=True, exist_ok=True)
+    with sole_use(args.work_dir):
+        for name in ("model.*.pt", "resume.pt", "metrics.jsonl"):
+            remove_leftovers(args.work_dir, name)
+        distributed_sync(this)
+        train(args, this)
+
+
+def train(args: argparse.Namespace, this: Run) -> None:
+    """Builds the run, and runs what is left of it."""
     trainer = Trainer(args, this)
     if trainer.is_finished:
         logger.info("%s: this run is finished", args.work_dir)

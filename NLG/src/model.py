@@ -289,7 +289,9 @@ def head_loss(
     dtype = hidden.dtype
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
-    return _HeadLoss.apply(hidden.to(dtype), weight.to(dtype), targets, mask, label_smooth)
+    return _HeadLoss.apply(
+        hidden.to(dtype), weight.to(dtype), targets, mask, label_smooth, torch.is_grad_enabled()
+    )
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -300,8 +302,8 @@ class _HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, mask, label_smooth):
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
+    def forward(ctx, hidden, weight, targets, mask, label_smooth, recorded):
+        need_hidden, need_weight = (recorded and needed for needed in ctx.needs_input_grad[:2])
         # Below 6e-8 float16 has nothing, and most of a softmax is.
         ctx.scale = 1024.0 if hidden.dtype is torch.float16 else 1.0
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -330,7 +332,7 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx, grad):
         factor = grad / ctx.scale
         grads = (None if g is None else (g * factor).to(ctx.dtype) for g in ctx.saved_tensors)
-        return *grads, None, None, None
+        return *grads, None, None, None, None
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, label_smooth: float) -> tuple[Tensor, Tensor]:

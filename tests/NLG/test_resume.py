@@ -13,6 +13,7 @@ import torch
 
 import gpt2_ft
 from checkpoints import read_resume
+from exp_utils import sole_use
 from loralib.checkpoint import read_tensors
 
 SCRIPT = Path(gpt2_ft.__file__)
@@ -150,7 +151,7 @@ def test_killed_in_between_it_ends_with_the_same_bits(
 def test_a_killed_process_leaves_what_to_resume(
     trial, one_process, tmp_path, error_of, files_of, result_of
 ):
-    more = "--max_epoch 8 --grad_acc 2 --save_interval 7 --lora_dropout 0.1 --lr 0.01"
+    more = "--max_epoch 20 --grad_acc 2 --save_interval 7 --lora_dropout 0.1 --lr 0.01"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     argv = trial.flags(killed, *more.split())
     process = subprocess.Popen([sys.executable, SCRIPT, *argv], stderr=subprocess.DEVNULL)
@@ -261,14 +262,50 @@ def test_a_finished_run_is_left_alone(tiny, tmp_path, caplog, files_of):
     assert files_of(tmp_path / "run") == before
 
 
+def test_the_models_of_two_runs_are_not_mixed(tiny, tmp_path, error_of, files_of):
+    argv = arguments(tiny, "lora", tmp_path / "run")
+    gpt2_ft.main(argv)
+    before = files_of(tmp_path / "run")
+    assert f"{tmp_path / 'run'}: holds models of another run" in error_of([*argv, "--lr", "0.5"])
+    assert files_of(tmp_path / "run") == before
+
+
 def test_a_finished_run_can_be_begun_anew(tiny, tmp_path, monkeypatch, result_of):
     """Killed before its first checkpoint, the second run must not pass for the finished one."""
     argv = arguments(tiny, "lora", tmp_path / "run")
     gpt2_ft.main(argv)
     first = result_of(tmp_path / "run")
+    for path in (tmp_path / "run").glob("model.*.pt"):
+        path.unlink()
     run_until(argv, "Trainer._train_step", 2, monkeypatch)
     gpt2_ft.main([*argv, "--resume"])
     assert result_of(tmp_path / "run") == first
+
+
+def test_two_runs_in_one_folder_at_once(tiny, tmp_path, error_of):
+    argv = arguments(tiny, "lora", tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    with sole_use(tmp_path / "run"):
+        assert f"{tmp_path / 'run'}: another run is writing there" in error_of(argv)
+    gpt2_ft.main(argv)
+
+
+def test_what_a_kill_left_half_written_is_removed(tiny, tmp_path):
+    argv = arguments(tiny, "lora", tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    for name in (".model.4.pt.x1y2.pt", ".resume.pt.x1y2.pt", ".metrics.jsonl.x1y2.jsonl"):
+        (tmp_path / "run" / name).write_bytes(b"half")
+    gpt2_ft.main(argv)
+    assert not list((tmp_path / "run").glob(".*.x1y2.*"))
+
+
+def test_damaged_lines_of_the_log_are_left_out(killed, caplog):
+    metrics = Path(killed[killed.index("--work_dir") + 1]) / "metrics.jsonl"
+    whole = metrics.read_bytes()
+    metrics.write_bytes(whole + b"\0\0\0\n[1]\n" + b'{"step": 1')
+    gpt2_ft.main([*killed, "--resume"])
+    assert f"{metrics}: left out 3 lines that are damaged" in caplog.text
+    assert metrics.read_bytes().startswith(whole[:40])
 
 
 def test_without_a_run_to_resume_one_begins(tiny, tmp_path, caplog, result_of):
