@@ -13,10 +13,12 @@ Each run is the recipe itself, a program of its own that writes into a folder of
 The same command goes on where an earlier one was stopped: what is finished is not run again, and
 a run that was cut off goes on from its last checkpoint.
 
-GLUE's recipes get flags more: to end with the epoch that was best on the development set, and to
-keep no other checkpoints. MRPC, RTE and STS-B start from the LoRA weights of MNLI's run with the
-same seed, or from MNLI_CHECKPOINT, where that is set. On fewer GPUs than a recipe has, its batches
-are made by gradient accumulation; NPROC, where it is set, is obeyed instead.
+GLUE's recipes get flags more: to end with the evaluation that was best on the development set
+(after an epoch for RoBERTa, after some steps for DeBERTa, as the recipe has it), and to keep no
+other checkpoints. MRPC, RTE and STS-B start from the LoRA weights of MNLI's run with the same seed,
+from MNLI_CHECKPOINT, where that is set, or, with neither, from the file that the recipe names. On
+fewer GPUs than a recipe has, its batches are made by gradient accumulation; NPROC, where it is set,
+is obeyed instead.
 """
 
 import argparse
@@ -58,6 +60,13 @@ SMALL_SEEDS = 2
 # So small a model is no faster on several threads.
 SMALL_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 CONFIDENCE = 0.95
+# Flags that are given to each run here, and variables that change what a run computes.
+OWN_FLAGS = (
+    *("--seed", "--output_dir", "--overwrite_output_dir", "--logging_dir", "--save_total_limit"),
+    *("--load_best_model_at_end", "--metric_for_best_model", "--greater_is_better"),
+    *("--random_seed", "--work_dir", "--resume"),
+)
+DECISIVE = ("NPROC", "MNLI_CHECKPOINT")
 
 Figures = tuple[float, ...]
 """A cell's figures, in percent: accuracy; or matched and mismatched accuracy; …"""
@@ -209,7 +218,7 @@ class Glue:
         return ["bash", str(recipe.script), *map(str, flags)], variables
 
     def figures(self, run: Run) -> Figures | None:
-        """Those of the best epoch; None for a run that is not finished."""
+        """Those of the best evaluation; None for a run that is not finished."""
         best = self._best(run)
         if best is None:
             return None
@@ -268,7 +277,7 @@ class Glue:
         return before.output / "pytorch_model_lora.bin" if self._best(before) else None
 
     def _best(self, run: Run) -> dict[str, float] | None:
-        """The best epoch's record, and what was measured at the end, with its weights.
+        """The best evaluation's record, and what was measured at the end, with its weights.
 
         MNLI's epochs are evaluated on the matched half only; the other half's turn is at the end.
         """
@@ -620,7 +629,9 @@ def check_settings(out: Path, settings: dict[str, Any]) -> None:
 
 def _in_words(settings: Mapping[str, Any]) -> str:
     flags = " ".join(settings["flags"]) or "no flags"
-    return f"--small and {flags}" if settings["small"] else flags
+    words = ["--small"] if settings["small"] else []
+    words += [f"{name}={value}" for name, value in settings.get("environment", {}).items()]
+    return " and ".join([*words, flags])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -756,11 +767,15 @@ def report(
             "everything runs, and its figures mean nothing.\n"
         )
     lines.append(
-        "Here: the median over the finished runs; on GLUE, each at the epoch that was best on the "
-        "development set (by the first of two figures), on the other corpora after the last epoch. "
+        "Here: the median over the finished runs; on GLUE, each at its evaluation that was best on "
+        "the development set (by the first of two figures), on the other corpora after the last "
+        "epoch. "
         f"± is half the width of the {CONFIDENCE:.0%} confidence interval of the runs' mean "
         "(Student's t). Paper: as printed there.\n"
     )
+    if settings.get("environment"):
+        given = " ".join(f"{name}={value}" for name, value in settings["environment"].items())
+        lines.append(f"In the environment: `{given}`.\n")
     if settings["flags"]:
         lines.append(f"Flags behind the recipes' own: `{' '.join(settings['flags'])}`.\n")
     for row in rows:
@@ -829,7 +844,11 @@ def write_report(
 
 
 def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """This program's arguments, and the flags for the recipes."""
+    """This program's arguments, and the flags for the recipes.
+
+    Raises:
+        ValueError: a flag is one that the figures depend on, and that is set here.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -864,7 +883,12 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     args = parser.parse_args(argv[:cut])
     if args.output_dir is None:
         args.output_dir = Path("output", "reproduce_small" if args.small else "reproduce")
-    return args, argv[cut + 1 :]
+    flags = argv[cut + 1 :]
+    for flag in flags:
+        name = flag.split("=")[0]
+        if len(name) > 2 and any(own.startswith(name) for own in OWN_FLAGS):
+            raise ValueError(f"{name} behind --: this program gives each run its own")
+    return args, flags
 
 
 def carry_out_all(
@@ -899,7 +923,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     out = args.output_dir.absolute()
     rows = read_rows([Glue(out, args.small), Nlg(out, args.small)])
     runs = plan(choose(args.names, rows), rows, args.seeds, out)
-    settings = {"small": args.small, "flags": flags}
+    variables = {name: os.environ[name] for name in DECISIVE if os.environ.get(name)}
+    settings = {"small": args.small, "flags": flags, "environment": variables}
     check_settings(out, settings)
     report_now = functools.partial(
         write_report, out, list(rows.values()), [run for _, run in runs], settings

@@ -8,6 +8,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 card=$1
 shift
+if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
+    echo "Trains, decodes and scores; flags go to the training: python NLG/src/gpt2_ft.py --help."
+    echo "Variables: NPROC (processes), SEED, RUN_DIR (folder to write to), MASTER_PORT."
+    exit 0
+fi
 case $card in
 md) name=gpt2-medium folder=GPT2_M ;;
 lg) name=gpt2-large folder=GPT2_L ;;
@@ -43,8 +48,8 @@ need() {
 # need_inputs CORPUS FOLDER: the base, the vocabulary and the encoded data.
 need_inputs() {
     need "$base" "bash download_pretrained_checkpoints.sh $name"
-    need "$vocab" "bash download_data.sh vocab"
-    for split in train valid test; do
+    need "$vocab/encoder.json" "bash download_data.sh vocab"
+    for split in train valid test test_formatted; do
         need "$2/$split.jsonl" "bash download_data.sh $1 && bash create_datasets.sh $1"
     done
 }

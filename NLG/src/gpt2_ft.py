@@ -1,6 +1,6 @@
 """Trains GPT-2 on encoded examples: its LoRA part or, without --lora_dim, all of it.
 
-    python -m torch.distributed.launch --nproc_per_node=1 src/gpt2_ft.py --platform local \
+    python -m torch.distributed.launch --nproc_per_node=1 src/gpt2_ft.py --platform local \\
         --train_data data/e2e/train.jsonl --valid_data data/e2e/valid.jsonl …
 
 A step is one batch. Into --work_dir go

@@ -420,9 +420,16 @@ def load_config(model_args: ModelArguments, **settings: Any) -> PretrainedConfig
             settings[switch] = True
     # What a model was trained with before is no reason to train it so again.
     settings.update(reg_loss_wgt=model_args.reg_loss_wgt, masking_prob=model_args.masking_prob)
-    return AutoConfig.from_pretrained(
+    config = AutoConfig.from_pretrained(
         model_args.config_name or model_args.model_name_or_path, **_where(model_args), **settings
     )
+    for switch in ADAPTATIONS:
+        if getattr(config, switch) and not getattr(model_args, switch):
+            logger.warning(
+                "%s was made with --%s, and stays so; begin with its base to train it otherwise",
+                *(model_args.model_name_or_path, switch),
+            )
+    return config
 
 
 def _where(model_args: ModelArguments) -> dict[str, Any]:

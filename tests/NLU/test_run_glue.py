@@ -417,6 +417,14 @@ def test_an_adapter_is_the_start_for_another_task(glue, trained, tiny_glue, tmp_
     assert (tensors[name] - lora_of(trained)[name]).abs().max() < 0.02
 
 
+def test_a_model_that_was_adapted_says_that_it_stays_so(glue, trained, tiny_glue, tmp_path, caplog):
+    arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_eval"]
+    glue(*arguments, "--output_dir", "silent", "--apply_lora", base=trained / "checkpoint-12")
+    assert "stays so" not in caplog.text
+    glue(*arguments, "--output_dir", "said", base=trained / "checkpoint-12")
+    assert "checkpoint-12 was made with --apply_lora, and stays so" in caplog.text
+
+
 # ---- resuming ----
 
 

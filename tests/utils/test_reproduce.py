@@ -537,7 +537,7 @@ def test_a_run_without_its_start_is_not_run(called, out, capsys):
     )
 
 
-def test_all_runs_of_a_folder_are_made_in_one_way(called, out):
+def test_all_runs_of_a_folder_are_made_in_one_way(called, out, monkeypatch):
     def ask(*more: str) -> None:
         reproduce.main(["e2e_gpt2_md", "--seeds", "1", "--output_dir", str(out), *more])
 
@@ -548,7 +548,18 @@ def test_all_runs_of_a_folder_are_made_in_one_way(called, out):
         ask()
     with pytest.raises(ValueError, match="not with --small and --bf16"):
         ask("--small", "--", "--bf16")
+    monkeypatch.setenv("NPROC", "1")
+    with pytest.raises(ValueError, match="with --bf16, not with NPROC=1 and --bf16"):
+        ask("--", "--bf16")
     assert len(called) == 2
+
+
+@pytest.mark.parametrize("flag", ["--seed", "--seed=7", "--output_d", "--metric_for_best_model"])
+def test_a_flag_that_the_figures_depend_on(called, out, flag):
+    with pytest.raises(ValueError, match=f"{flag.split('=')[0]} behind --: this program gives"):
+        reproduce.main(["roberta_base_qqp", "--output_dir", str(out), "--", flag, "7"])
+    assert not called
+    assert not out.exists()
 
 
 # ---- the table and the picture ----
