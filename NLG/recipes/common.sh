@@ -65,3 +65,42 @@ last_checkpoint() {
     ls "$1" | sed -n 's/^model\.\([0-9]*\)\.pt$/\1/p' | sort -n | tail -n 1 |
         sed "s|.*|$1/model.&.pt|"
 }
+
+# train FLAGS…: what all corpora have in common; FLAGS are the corpus's and the caller's. A run
+# that was killed goes on, a finished one is left as it is.
+train() {
+    launch src/gpt2_ft.py --platform local \
+        --train_data "$data/train.jsonl" --valid_data "$data/valid.jsonl" \
+        --train_batch_size 8 --grad_acc 1 --valid_batch_size 4 --seq_len 512 \
+        --model_card gpt2.$card --init_checkpoint "$base" \
+        --clip 0.0 --lr 0.0002 --correct_bias --adam_beta2 0.999 \
+        --scheduler linear --warmup_step 500 --max_epoch 5 --save_interval 1000 \
+        --lora_dim 4 --lora_alpha 32 \
+        --work_dir "$out" --random_seed "$SEED" --resume "$@"
+}
+
+# generate FLAGS…: texts for the test's contexts, into predict.jsonl.
+generate() {
+    launch src/gpt2_beam.py --platform local \
+        --data "$data/test.jsonl" --batch_size 16 --seq_len 512 --eval_len 64 \
+        --model_card gpt2.$card --init_checkpoint "$(last_checkpoint "$out")" \
+        --lora_dim 4 --lora_alpha 32 --beam 10 --no_repeat_ngram_size 4 \
+        --repetition_penalty 1.0 --eos_token_id 628 --work_dir "$out" \
+        --output_file predict.jsonl "$@"
+}
+
+# score CORPUS FILTER…: WebNLG's or DART's scores, on all rows or those of some categories.
+score() {
+    local corpus=$1 filter
+    shift
+    for filter in "$@"; do
+        python src/gpt2_decode.py --vocab "$vocab" --sample_file "$out/predict.jsonl" \
+            --input_file "$data/test_formatted.jsonl" \
+            --ref_type "$corpus" --ref_num 6 --filter "$filter" --tokenize --lower \
+            --output_ref_file "$out/references_$filter" \
+            --output_pred_file "$out/hypothesis_$filter"
+        python eval/GenerationEval/eval.py -R "$out/references_$filter/reference" \
+            -H "$out/hypothesis_$filter" -nr 6 -m bleu,meteor,ter,chrf++ \
+            --json "$out/scores.json" --label "$filter"
+    done
+}
