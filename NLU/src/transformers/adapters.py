@@ -1,4 +1,4 @@
-"""What is put into an encoder layer to be trained in its stead: LoRA and bottleneck adapters.
+"""Parts of both encoders' layers, and what is put into them to be trained: LoRA and adapters.
 
 A bottleneck adapter is a small network beside the residual stream. With h, what a sub-layer has
 computed after its dropout, and x, its residual input:
@@ -13,18 +13,19 @@ Source: Houlsby et al., arXiv 1902.00751; Pfeiffer et al., arXiv 2005.00247.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import loralib as lora
+from loralib.precision import LayerNorm
 
+from .activations import ACT2FN
 from .configuration_utils import ADAPTER_TYPES, PretrainedConfig
 
 
 def projection(
-    config: PretrainedConfig, target: str, in_features: int, out_features: int, **settings: Any
+    config: PretrainedConfig, target: str, in_features: int, out_features: int
 ) -> nn.Linear:
     """A projection of an encoder layer, with LoRA where the settings put it.
 
@@ -32,7 +33,6 @@ def projection(
         config: the model's settings.
         target: which projection it is, a name in `LORA_TARGETS`.
         in_features, out_features: its widths.
-        settings: others of `loralib.Linear`.
     """
     if not config.apply_lora or target not in config.lora_targets:
         return nn.Linear(in_features, out_features)
@@ -42,7 +42,7 @@ def projection(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
-        **settings,
+        merge_weights=config.merges_lora,
     )
 
 
@@ -86,3 +86,42 @@ class BottleneckAdapter(nn.Module):
         """
         seen = norm(h + residual) if self.sees_residual else h
         return h + self.up(self.activation(self.down(seen)))
+
+
+class Intermediate(nn.Module):
+    """The feed-forward part's first half."""
+
+    def __init__(self, config: PretrainedConfig):
+        super().__init__()
+        self.dense = projection(
+            config, "intermediate", config.hidden_size, config.intermediate_size
+        )
+        self.activation = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(tokens, hidden) -> (tokens, intermediate)."""
+        return self.activation(self.dense(hidden))
+
+
+class SubLayerOutput(nn.Module):
+    """The last projection of a sub-layer, added to the residual stream and normalised.
+
+    Args:
+        config: the model's settings.
+        target: which projection it is, a name in `LORA_TARGETS`.
+        in_features: width of what the sub-layer has computed.
+    """
+
+    def __init__(self, config: PretrainedConfig, target: str, in_features: int):
+        super().__init__()
+        self.dense = projection(config, target, in_features, config.hidden_size)
+        self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = lora.Dropout(config.hidden_dropout_prob)
+        self.adapter = adapter_behind(config, target)
+
+    def forward(self, computed: Tensor, residual: Tensor) -> Tensor:
+        """(tokens, in_features) and (tokens, hidden) -> (tokens, hidden)."""
+        output = self.dropout(self.dense(computed))
+        if self.adapter is not None:
+            output = self.adapter(output, residual, self.LayerNorm)
+        return self.LayerNorm(output + residual)

@@ -67,6 +67,8 @@ class PretrainedConfig:
     """
 
     model_type: str = ""
+    merges_lora = True
+    """Whether evaluation computes with LoRA merged into its weights."""
 
     def __init__(
         self,

@@ -51,6 +51,7 @@ class DebertaV2Config(PretrainedConfig):
     """
 
     model_type = "deberta-v2"
+    merges_lora = False  # the release does not merge here
 
     def __init__(
         self,

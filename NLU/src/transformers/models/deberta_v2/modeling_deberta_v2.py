@@ -40,7 +40,7 @@ from loralib.precision import LayerNorm
 
 from ... import consistency
 from ...activations import ACT2FN
-from ...adapters import UpProjection, adapter_behind, projection
+from ...adapters import Intermediate, SubLayerOutput, UpProjection, projection
 from ...modeling_outputs import BaseModelOutput, MaskedLMOutput, SequenceClassifierOutput
 from ...modeling_utils import PreTrainedModel, classification_loss, masked_lm_loss, run_layer
 from .configuration_deberta_v2 import DebertaV2Config
@@ -191,9 +191,9 @@ class DisentangledSelfAttention(nn.Module):
         self.heads = config.num_attention_heads
         self.dropout_p = config.attention_probs_dropout_prob
         self.scale = (width // self.heads * (1 + len(config.pos_att_type))) ** -0.5
-        self.query_proj = _projection(config, "query", width, width)
-        self.key_proj = _projection(config, "key", width, width)
-        self.value_proj = _projection(config, "value", width, width)
+        self.query_proj = projection(config, "query", width, width)
+        self.key_proj = projection(config, "key", width, width)
+        self.value_proj = projection(config, "value", width, width)
         terms = config.pos_att_type if config.relative_attention else ()
         self.c2p, self.p2c = "c2p" in terms, "p2c" in terms
         self.share_att_key = config.share_att_key
@@ -276,11 +276,6 @@ class DisentangledSelfAttention(nn.Module):
         return _attention(*parts, bias, self.scale, dropout_p).transpose(1, 2).flatten(2)
 
 
-def _projection(config: DebertaV2Config, target: str, *widths: int) -> nn.Linear:
-    # The release does not merge here.
-    return projection(config, target, *widths, merge_weights=False)
-
-
 def _position_scores(
     query: Tensor, key: Tensor, pos_key: Tensor | None, pos_query: Tensor | None
 ) -> Tensor | None:
@@ -352,55 +347,17 @@ def _attention(
 # ---- layers ----
 
 
-class DebertaV2Output(nn.Module):
-    """The last projection of a sub-layer, added to the residual stream and normalised.
-
-    Args:
-        config: the model's settings.
-        target: which projection it is, a name in `LORA_TARGETS`.
-        in_features: width of what the sub-layer has computed.
-    """
-
-    def __init__(self, config: DebertaV2Config, target: str, in_features: int):
-        super().__init__()
-        self.dense = _projection(config, target, in_features, config.hidden_size)
-        self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.dropout = lora.Dropout(config.hidden_dropout_prob)
-        self.adapter = adapter_behind(config, target)
-
-    def forward(self, computed: Tensor, residual: Tensor) -> Tensor:
-        """(tokens, in_features) and (tokens, hidden) -> (tokens, hidden)."""
-        output = self.dropout(self.dense(computed))
-        if self.adapter is not None:
-            output = self.adapter(output, residual, self.LayerNorm)
-        return self.LayerNorm(output + residual)
-
-
 class DebertaV2Attention(nn.Module):
     """Self-attention and its output."""
 
     def __init__(self, config: DebertaV2Config):
         super().__init__()
         self.self = DisentangledSelfAttention(config)
-        self.output = DebertaV2Output(config, "attention_output", config.hidden_size)
+        self.output = SubLayerOutput(config, "attention_output", config.hidden_size)
 
     def forward(self, hidden: Tensor, queries: Tensor, batch: Batch) -> Tensor:
         """The residual stream at `queries`, attention added."""
         return self.output(self.self(hidden, queries, batch), queries)
-
-
-class DebertaV2Intermediate(nn.Module):
-    """The feed-forward part's first half."""
-
-    def __init__(self, config: DebertaV2Config):
-        super().__init__()
-        width = config.hidden_size
-        self.dense = _projection(config, "intermediate", width, config.intermediate_size)
-        self.activation = ACT2FN[config.hidden_act]
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """(tokens, hidden) -> (tokens, intermediate)."""
-        return self.activation(self.dense(hidden))
 
 
 class DebertaV2Layer(nn.Module):
@@ -409,8 +366,8 @@ class DebertaV2Layer(nn.Module):
     def __init__(self, config: DebertaV2Config):
         super().__init__()
         self.attention = DebertaV2Attention(config)
-        self.intermediate = DebertaV2Intermediate(config)
-        self.output = DebertaV2Output(config, "output", config.intermediate_size)
+        self.intermediate = Intermediate(config)
+        self.output = SubLayerOutput(config, "output", config.intermediate_size)
 
     def forward(self, hidden: Tensor, batch: Batch, first_only: bool = False) -> Tensor:
         """(tokens, hidden) -> the same, or (batch, hidden) with `first_only`."""

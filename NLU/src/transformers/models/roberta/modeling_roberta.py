@@ -16,8 +16,7 @@ from loralib.packing import PackedRows, attend
 from loralib.precision import LayerNorm
 
 from ... import consistency
-from ...activations import ACT2FN
-from ...adapters import UpProjection, adapter_behind, projection
+from ...adapters import Intermediate, SubLayerOutput, UpProjection, projection
 from ...modeling_outputs import (
     BaseModelOutput,
     BaseModelOutputWithPooling,
@@ -87,55 +86,17 @@ class RobertaSelfAttention(nn.Module):
         return attend(q, k, v, rows, self.heads, dropout_p)
 
 
-class RobertaOutput(nn.Module):
-    """The last projection of a sub-layer, added to the residual stream and normalised.
-
-    Args:
-        config: the model's settings.
-        target: which projection it is, a name in `LORA_TARGETS`.
-        in_features: width of what the sub-layer has computed.
-    """
-
-    def __init__(self, config: RobertaConfig, target: str, in_features: int):
-        super().__init__()
-        self.dense = projection(config, target, in_features, config.hidden_size)
-        self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.dropout = lora.Dropout(config.hidden_dropout_prob)
-        self.adapter = adapter_behind(config, target)
-
-    def forward(self, computed: Tensor, residual: Tensor) -> Tensor:
-        """(tokens, in_features) and (tokens, hidden) -> (tokens, hidden)."""
-        output = self.dropout(self.dense(computed))
-        if self.adapter is not None:
-            output = self.adapter(output, residual, self.LayerNorm)
-        return self.LayerNorm(output + residual)
-
-
 class RobertaAttention(nn.Module):
     """Self-attention and its output."""
 
     def __init__(self, config: RobertaConfig):
         super().__init__()
         self.self = RobertaSelfAttention(config)
-        self.output = RobertaOutput(config, "attention_output", config.hidden_size)
+        self.output = SubLayerOutput(config, "attention_output", config.hidden_size)
 
     def forward(self, hidden: Tensor, queries: Tensor, rows: PackedRows) -> Tensor:
         """The residual stream at `queries`, attention added."""
         return self.output(self.self(hidden, queries, rows), queries)
-
-
-class RobertaIntermediate(nn.Module):
-    """The feed-forward part's first half."""
-
-    def __init__(self, config: RobertaConfig):
-        super().__init__()
-        width = config.hidden_size
-        self.dense = projection(config, "intermediate", width, config.intermediate_size)
-        self.activation = ACT2FN[config.hidden_act]
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """(tokens, hidden) -> (tokens, intermediate)."""
-        return self.activation(self.dense(hidden))
 
 
 class RobertaLayer(nn.Module):
@@ -144,8 +105,8 @@ class RobertaLayer(nn.Module):
     def __init__(self, config: RobertaConfig):
         super().__init__()
         self.attention = RobertaAttention(config)
-        self.intermediate = RobertaIntermediate(config)
-        self.output = RobertaOutput(config, "output", config.intermediate_size)
+        self.intermediate = Intermediate(config)
+        self.output = SubLayerOutput(config, "output", config.intermediate_size)
 
     def forward(self, hidden: Tensor, rows: PackedRows, first_only: bool = False) -> Tensor:
         """(tokens, hidden) -> the same, or (batch, hidden) with `first_only`."""
