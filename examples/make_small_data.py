@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from loralib.checkpoint import write_whole
+from loralib.files import write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tokenizers import ByteLevelBPETokenizer
 
-from loralib.checkpoint import write_whole
+from loralib.files import write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from loralib.checkpoint import load_adapter, read_tensors
+from loralib.checkpoint import load_adapter
+from loralib.files import read_tensors
 from transformers.data.processors import load_glue_split
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .checkpoint import CheckpointError
+from .files import CheckpointError
 
 
 class TrainingError(RuntimeError):

@@ -48,7 +48,8 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from loralib import process
-from loralib.checkpoint import BACKBONE_PREFIXES, read_tensors, write_whole
+from loralib.checkpoint import BACKBONE_PREFIXES
+from loralib.files import read_tensors, write_whole
 from transformers.trainer_utils import get_last_checkpoint
 
 logger = logging.getLogger(__name__)

@@ -24,16 +24,15 @@ from loralib.checkpoint import (
     KINDS,
     LORA,
     Adapter,
-    CheckpointError,
     Kind,
     TrainedInfo,
     adapter_tensors,
     fingerprint,
     lora_targets,
-    read_tensors,
     rename_old_tensors,
     save_adapter,
 )
+from loralib.files import CheckpointError, read_tensors
 from transformers.file_utils import CONFIG_NAME
 from transformers.modeling_utils import read_weights_folder
 

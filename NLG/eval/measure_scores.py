@@ -19,7 +19,7 @@ from itertools import groupby
 from pathlib import Path
 
 from loralib import process
-from loralib.checkpoint import write_whole
+from loralib.files import write_whole
 from metrics import E2E, WEBNLG_AND_DART, Metric, References, score
 
 logger = logging.getLogger(__name__)

@@ -13,16 +13,13 @@ from torch import Tensor
 from loralib.checkpoint import (
     Adapter,
     AdapterInfo,
-    CheckpointError,
     fingerprint,
     load_adapter,
     load_into,
     lora_layers,
     lora_targets,
-    read_tensors,
-    write_whole,
-    write_wrapped_tensors,
 )
+from loralib.files import CheckpointError, read_tensors, write_whole, write_wrapped_tensors
 from model import BACKBONE, MODEL_CARDS, GPT2LMModel, config_of, load_base, own_names
 
 # The release's models were wrapped in DDP when they were saved.

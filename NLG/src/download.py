@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 from exp_utils import run
 from format_converting_e2e import as_lines
 from hub import hub_files
-from loralib.checkpoint import read_tensors, write_tensors, write_whole
+from loralib.files import read_tensors, write_tensors, write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
 from loralib import process
-from loralib.checkpoint import write_whole
+from loralib.files import write_whole
 
 
 def run(main: Callable[[], None]) -> None:

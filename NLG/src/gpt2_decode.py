@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 from encoder import END_OF_TEXT, Encoder, get_encoder
 from exp_utils import read_json_lines, run
 from formatted import Row, read_formatted
-from loralib.checkpoint import write_whole
+from loralib.files import write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ from checkpoints import (
 from data_utils import FT_Dataset, batches_per_epoch, training_batches, validation_batches
 from exp_utils import MetricsLog, run, set_up_logging, sole_use
 from gpu import Run, add_gpu_params, distributed_mean, distributed_sync, gather_objects, start
-from loralib.checkpoint import CheckpointError, remove_leftovers
+from loralib.files import CheckpointError, remove_leftovers
 from loralib.precision import ApexPrecision, Precision, has_apex, hold_frozen_in
 from loralib.process import TrainingError, rng_state, set_rng_state, set_seed
 from optimizer import add_optimizer_params, create_adam_optimizer, create_optimizer_scheduler

@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import loralib as lora
-from loralib.checkpoint import CheckpointError, lora_layers
+from loralib.checkpoint import lora_layers
+from loralib.files import CheckpointError
 from loralib.packing import PackedRows, attend
 from loralib.precision import LayerNorm
 

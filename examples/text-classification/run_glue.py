@@ -22,14 +22,8 @@ import numpy as np
 from datasets import ClassLabel, Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
-from loralib.checkpoint import (
-    KINDS,
-    LORA,
-    Adapter,
-    TrainedInfo,
-    load_adapter,
-    write_whole,
-)
+from loralib.checkpoint import KINDS, LORA, Adapter, TrainedInfo, load_adapter
+from loralib.files import write_whole
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,

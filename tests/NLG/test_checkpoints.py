@@ -22,7 +22,8 @@ from checkpoints import (
     save_model,
     write_resume,
 )
-from loralib.checkpoint import CheckpointError, load_adapter, read_tensors
+from loralib.checkpoint import load_adapter
+from loralib.files import CheckpointError, read_tensors
 from loralib.precision import hold_frozen_in
 from loralib.process import rng_state, set_rng_state
 from model import BACKBONE, GPT2Config, own_names

@@ -12,7 +12,8 @@ import torch
 import gpt2_beam
 from beam import BeamSettings, search
 from checkpoints import Base, add_model_params, open_model, save_model
-from loralib.checkpoint import CheckpointError, load_adapter
+from loralib.checkpoint import load_adapter
+from loralib.files import CheckpointError
 from model import GPT2LMModel, config_of
 
 SCRIPT = Path(gpt2_beam.__file__)

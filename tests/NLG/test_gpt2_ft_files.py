@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import gpt2_ft
-from loralib.checkpoint import AdapterInfo, read_tensors
+from loralib.checkpoint import AdapterInfo
+from loralib.files import read_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(gpt2_ft.__file__)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 import loralib as lora
 import model as model_module
-from loralib.checkpoint import CheckpointError
+from loralib.files import CheckpointError
 from loralib.precision import Precision, hold_frozen_in
 from model import MODEL_CARDS, GPT2Config, GPT2LMModel, config_of, head_loss, load_base, own_names
 

@@ -14,7 +14,7 @@ import torch
 import gpt2_ft
 from checkpoints import read_resume
 from exp_utils import sole_use
-from loralib.checkpoint import read_tensors
+from loralib.files import read_tensors
 
 SCRIPT = Path(gpt2_ft.__file__)
 

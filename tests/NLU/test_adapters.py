@@ -7,16 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from loralib.checkpoint import (
-    BITFIT,
-    BOTTLENECK,
-    KINDS,
-    LORA,
-    CheckpointError,
-    load_adapter,
-    read_tensors,
-    save_adapter,
-)
+from loralib.checkpoint import BITFIT, BOTTLENECK, KINDS, LORA, load_adapter, save_adapter
+from loralib.files import CheckpointError, read_tensors
 from loralib.precision import Precision, hold_frozen_in
 from transformers import (
     DebertaV2Config,

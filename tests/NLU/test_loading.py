@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from loralib.checkpoint import CheckpointError, fingerprint, read_tensors
+from loralib.checkpoint import fingerprint
+from loralib.files import CheckpointError, read_tensors
 from loralib.precision import hold_frozen_in
 from transformers import (
     AutoConfig,

@@ -5,15 +5,8 @@ import json
 import pytest
 import torch
 
-from loralib.checkpoint import (
-    AdapterInfo,
-    CheckpointError,
-    load_adapter,
-    lora_layers,
-    lora_targets,
-    read_tensors,
-    save_adapter,
-)
+from loralib.checkpoint import AdapterInfo, load_adapter, lora_layers, lora_targets, save_adapter
+from loralib.files import CheckpointError, read_tensors
 from transformers import AutoConfig, RobertaConfig, RobertaForSequenceClassification
 from transformers.configuration_utils import LORA_TARGETS, in_order, targets_of_modules
 

@@ -15,7 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import loralib as lora
-from loralib.checkpoint import Adapter, CheckpointError, load_into, rename_old_tensors
+from loralib.checkpoint import Adapter, load_into, rename_old_tensors
+from loralib.files import CheckpointError
 from loralib.packing import PackedRows
 from loralib.precision import Precision, all_in_half, hold_frozen_in
 from transformers import (

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from loralib.checkpoint import CheckpointError, load_adapter, load_into
+from loralib.checkpoint import load_adapter, load_into
+from loralib.files import CheckpointError
 from transformers import RobertaConfig, RobertaForSequenceClassification
 
 RELEASE = Path(__file__).parents[3] / "shared" / "data" / "release" / "roberta_base_lora_mnli.bin"

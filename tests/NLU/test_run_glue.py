@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from loralib.checkpoint import fingerprint, read_tensors
+from loralib.checkpoint import fingerprint
+from loralib.files import read_tensors
 from transformers.modeling_utils import read_weights_folder
 from transformers.trainer_utils import list_checkpoints
 from transformers.utils.cli import run

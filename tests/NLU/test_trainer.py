@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from datasets import Dataset
 
 import transformers
-from loralib.checkpoint import CheckpointError, load_adapter, load_into, read_tensors, write_tensors
+from loralib.checkpoint import load_adapter, load_into
+from loralib.files import CheckpointError, read_tensors, write_tensors
 from transformers import (
     EarlyStoppingCallback,
     RobertaForSequenceClassification,

@@ -17,19 +17,16 @@ import loralib as lora
 from loralib.checkpoint import (
     Adapter,
     AdapterInfo,
-    CheckpointError,
     adapter_tensors,
     fingerprint,
     load_adapter,
     load_into,
     lora_layers,
     lora_targets,
-    read_tensors,
     rename_old_tensors,
     save_adapter,
-    write_tensors,
-    write_whole,
 )
+from loralib.files import CheckpointError, read_tensors, write_tensors, write_whole
 
 FORMS = ("lora.bin", "lora.pt", "lora.safetensors")
 

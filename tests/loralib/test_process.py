@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from loralib.checkpoint import CheckpointError
+from loralib.files import CheckpointError
 from loralib.process import TrainingError, rank, rng_state, run, set_rng_state, set_seed
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from loralib.checkpoint import fingerprint, load_adapter, read_tensors
+from loralib.checkpoint import fingerprint, load_adapter
+from loralib.files import read_tensors
 
 SCRIPT = Path(__file__).resolve().parents[2] / "utils" / "split_lora.py"
 CONFIG = {

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from loralib.checkpoint import write_whole
+from loralib.files import write_whole
 
 from .file_utils import CONFIG_NAME, resolve_file
 

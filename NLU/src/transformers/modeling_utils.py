@@ -17,7 +17,6 @@ from loralib.checkpoint import (
     BOTTLENECK,
     LORA,
     Adapter,
-    CheckpointError,
     Kind,
     adapter_tensors,
     check_together,
@@ -25,9 +24,8 @@ from loralib.checkpoint import (
     load_into,
     lora_layers,
     lora_targets,
-    read_tensors,
-    write_tensors,
 )
+from loralib.files import CheckpointError, read_tensors, write_tensors
 
 from .configuration_utils import PretrainedConfig, check_same_adaptation
 from .file_utils import (

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from tokenizers import AddedToken, Encoding
 
-from loralib.checkpoint import write_whole
+from loralib.files import write_whole
 
 from .file_utils import resolve_file
 from .utils import logging

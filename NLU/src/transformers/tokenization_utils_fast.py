@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Encoding, Tokenizer
 
-from loralib.checkpoint import write_whole
+from loralib.files import write_whole
 
 from .tokenization_utils_base import (
     SPECIAL_TOKENS_ATTRIBUTES,

@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from loralib.checkpoint import CheckpointError, write_whole
+from loralib.files import CheckpointError, write_whole
 
 from .trainer_utils import IntervalStrategy
 from .training_args import TrainingArguments

@@ -18,14 +18,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from loralib.checkpoint import (
-    KINDS,
-    CheckpointError,
-    load_adapter,
-    save_adapter,
-    sync_folder,
-    write_whole,
-)
+from loralib.checkpoint import KINDS, load_adapter, save_adapter
+from loralib.files import CheckpointError, sync_folder, write_whole
 from loralib.precision import Precision
 from loralib.process import TrainingError, rng_state, set_rng_state
 

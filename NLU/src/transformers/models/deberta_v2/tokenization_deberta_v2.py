@@ -12,7 +12,7 @@ import regex
 import sentencepiece
 from tokenizers import AddedToken
 
-from loralib.checkpoint import write_whole
+from loralib.files import write_whole
 
 from ...tokenization_utils_base import PreTrainedTokenizerBase, text_of
 from ...utils import logging

@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from loralib.checkpoint import write_whole
+from loralib.files import write_whole
 
 from ...tokenization_utils_base import text_of, write_json
 from ...tokenization_utils_fast import TOKENIZER_FILE, PreTrainedTokenizerFast, read_tokenizer_file

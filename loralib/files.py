@@ -1,0 +1,147 @@
+"""Files of tensors: written whole or not at all, read weights-only.
+
+Torch files and safetensors are told apart by their content.
+"""
+
+import os
+import pickle
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read, or that does not fit. The message is one line."""
+
+
+@contextmanager
+def write_whole(path: str | os.PathLike) -> Iterator[Path]:
+    """Yields a temporary path beside `path`; renames it onto `path` when the block ends well.
+
+    The file is synced before the rename, so that after a crash `path` holds either its old content
+    or its new one. When the block raises, `path` is untouched and the temporary file is removed.
+    """
+    path = Path(path)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        # mkstemp makes files for their owner alone; give this one the mode any new file gets.
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)
+        temporary.replace(path)
+        sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def remove_leftovers(folder: str | os.PathLike, name: str) -> None:
+    """Removes what `write_whole` leaves of files called `name` (a pattern) when it is killed."""
+    for path in Path(folder).glob(f".{name}.*"):
+        path.unlink(missing_ok=True)
+
+
+def sync_folder(folder: str | os.PathLike) -> None:
+    """Makes the renames within `folder` survive a power cut, where the system has a way to."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def write_tensors(
+    path: str | os.PathLike,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Writes `tensors` as safetensors (with `metadata`) or as a torch file, by `path`'s suffix."""
+    own = _copies(tensors)
+    with write_whole(path) as temporary:
+        if Path(path).suffix == ".safetensors":
+            save_file(own, temporary, metadata={"format": "pt", **(metadata or {})})
+        else:
+            torch.save(own, temporary)
+
+
+def write_wrapped_tensors(
+    path: str | os.PathLike, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> None:
+    """Writes a torch file as the release's GPT-2 scripts do: tensors under ``model_state_dict``.
+
+    The metadata, a second entry beside it, is what safetensors would carry.
+    """
+    wrapped = {"model_state_dict": _copies(tensors), "metadata": dict(metadata)}
+    with write_whole(path) as temporary:
+        torch.save(wrapped, temporary)
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies, because a view would take the whole storage that it looks at into the file."""
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+
+
+def read_tensors(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a safetensors or torch file, on the CPU, and the file's metadata.
+
+    The tensors are mapped from the file, not copied: memory is taken as they are touched. Those of
+    a torch file may be wrapped, as `write_wrapped_tensors` does it.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or holds something else than tensors.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such checkpoint file")
+    try:
+        if _is_safetensors(path):
+            with safe_open(path, framework="pt", device="cpu") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+        # Only torch's zip format can be mapped; the older one is a plain pickle.
+        tensors = torch.load(
+            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+        )
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path}: damaged, or holds more than tensors, which is not loaded for safety"
+        ) from error
+    except Exception as error:
+        # A damaged pickle makes torch raise errors of any kind.
+        raise CheckpointError(
+            f"{path}: damaged or not a checkpoint ({first_line(error)})"
+        ) from error
+    metadata = {}
+    if isinstance(tensors, Mapping) and isinstance(tensors.get("model_state_dict"), Mapping):
+        metadata = tensors.get("metadata", {})
+        tensors = tensors["model_state_dict"]
+    if not isinstance(tensors, Mapping) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
+    ):
+        raise CheckpointError(f"{path}: holds something else than named tensors")
+    if not isinstance(metadata, Mapping):
+        raise CheckpointError(f"{path}: its metadata is damaged (not a mapping)")
+    return dict(tensors), dict(metadata)
+
+
+def _is_safetensors(path: Path) -> bool:
+    """Whether the file starts as safetensors do: eight bytes of header length, then ``{``."""
+    with open(path, "rb") as file:
+        return path.suffix == ".safetensors" or file.read(9)[8:] == b"{"
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, cut to one line."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:200]
