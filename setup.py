@@ -10,4 +10,5 @@ setup(
     packages=["loralib"],
     python_requires=">=3.10",
     install_requires=["numpy", "safetensors>=0.4.5", "torch>=2.6"],
+    extras_require={"hub": ["huggingface_hub>=1.0"]},
 )

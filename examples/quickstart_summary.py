@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from loralib.checkpoint import load_adapter
 from loralib.files import read_tensors
+from loralib.formats import read_adapter
 from transformers.data.processors import load_glue_split
 
 
 def summarise(folder: Path) -> tuple[list[tuple[str, str]], bool]:
     """The table's rows, and whether the reloaded adapter scores as the trained model did."""
     full, lora = folder / "sst2" / "pytorch_model.bin", folder / "lora.bin"
-    trained = sum(tensor.numel() for tensor in load_adapter(lora).tensors.values())
+    trained = sum(tensor.numel() for tensor in read_adapter(lora).tensors.values())
     everything = sum(tensor.numel() for tensor in read_tensors(full)[0].values())
     labels = Counter(e.label for e in load_glue_split("sst2", folder / "data", "validation"))
     majority = max(labels.values()) / sum(labels.values())

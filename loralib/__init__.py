@@ -11,6 +11,7 @@ Replace a layer by its namesake here, freeze the rest, train, and save the small
 The layers are explained, and drawn, at the head of `loralib.layers`.
 """
 
+from .bank import AdapterBank
 from .dropout import Dropout, dropout
 from .layers import Conv1d, Conv2d, Conv3d, Embedding, Linear, LoRALayer, MergedLinear
 from .utils import lora_state_dict, mark_only_lora_as_trainable, merge
@@ -18,6 +19,7 @@ from .utils import lora_state_dict, mark_only_lora_as_trainable, merge
 __version__ = "0.2.0"
 
 __all__ = [
+    "AdapterBank",
     "Conv1d",
     "Conv2d",
     "Conv3d",

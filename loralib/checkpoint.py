@@ -16,9 +16,8 @@ Files are written whole or not at all, and torch files are read weights-only.
 import hashlib
 import itertools
 import json
-import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import ClassVar, TypeVar
@@ -26,19 +25,11 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .files import CheckpointError, first_line, read_tensors, write_tensors
+from .files import CheckpointError, first_line
 from .layers import LoRALayer
 
-# The backbones of the release; what starts with neither belongs to a head.
-BACKBONE_PREFIXES = ("roberta", "deberta")
-
-# Names in the release's first DeBERTa files -> names in its layers.
-_OLD_NAMES = {
-    f".{part}_lora_{ab.lower()}.weight": f".{part}_proj.lora_{ab}"
-    for part in ("query", "value")
-    for ab in "AB"
-}
-
+# The backbones of the release's models; what starts with none of these belongs to a head.
+BACKBONE_PREFIXES = ("roberta", "deberta", "transformer.")
 
 # ------------------------------------------------------------------------------------------------
 # Adapters
@@ -89,7 +80,7 @@ class TrainedInfo:
             values = {key: json.loads(metadata[key]) for key in known}
             for key in ("targets", "labels", "beside"):
                 if key in values:
-                    values[key] = tuple(str(item) for item in values[key])
+                    values[key] = _strings(values[key])
             info = cls(**values)
         except (TypeError, ValueError) as error:
             message = f"{path}: its metadata is damaged ({first_line(error)})"
@@ -99,6 +90,16 @@ class TrainedInfo:
 
     def _check(self, path: Path) -> None:
         """Raises CheckpointError where a value is none that this class can have."""
+        for name in ("base", "base_revision", "base_fingerprint", "task"):
+            value = getattr(self, name)
+            if not isinstance(value, str | None):
+                raise CheckpointError(f"{path}: {name} {value!r} in its metadata")
+
+
+def _strings(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ValueError(f"{value!r} is no list of names")
+    return tuple(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +124,7 @@ class AdapterInfo(TrainedInfo):
     own: ClassVar[frozenset[str]] = frozenset({"rank", "alpha", "targets"})
 
     def _check(self, path: Path) -> None:
+        super()._check(path)
         rank, alpha = self.rank, self.alpha
         sound = isinstance(rank, int) and rank >= 1 and isinstance(alpha, int | float)
         if not sound or not 0 < alpha < float("inf"):
@@ -144,6 +146,7 @@ class BottleneckInfo(TrainedInfo):
     own: ClassVar[frozenset[str]] = frozenset({"adapter_type", "adapter_size"})
 
     def _check(self, path: Path) -> None:
+        super()._check(path)
         kind, size = self.adapter_type, self.adapter_size
         if not (isinstance(kind, str) and isinstance(size, int) and size >= 1):
             message = f"adapter_type {kind!r}, adapter_size {size!r} in its metadata"
@@ -225,53 +228,21 @@ KINDS = (LORA, BOTTLENECK, BITFIT)
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter in memory: its tensors by name, its info where the file has one, its source."""
+    """An adapter in memory.
+
+    Args:
+        tensors: by the names that they have in this project's models.
+        info: what has to be known of them; None where nobody said it.
+        source: the file or folder that it was read from; what errors call it.
+        kind: what it is.
+        form: the form that it had on disk, see `loralib.formats`.
+    """
 
     tensors: dict[str, Tensor]
     info: TrainedInfo | None
     source: str = "adapter"
     kind: Kind = LORA
-
-
-def save_adapter(path: str | os.PathLike, adapter: Adapter) -> None:
-    """Writes `adapter`: with its info as ``.safetensors``, in the release's form otherwise."""
-    metadata = adapter.info.to_metadata() if adapter.info else None
-    write_tensors(path, adapter.tensors, metadata)
-
-
-def load_adapter(path: str | os.PathLike, kind: Kind = LORA) -> Adapter:
-    """Reads an adapter file of either form, or the one in a checkpoint's folder.
-
-    The release's form says nothing of itself; where this project wrote it, the safetensors beside
-    it hold the same tensors, and the info is taken from there.
-
-    Raises:
-        CheckpointError: the file cannot be read or holds no tensors of its kind.
-    """
-    path = Path(path)
-    if path.is_dir():
-        named = [path / name for name in kind.files]
-        path = next((file for file in named if file.is_file()), named[0])
-    tensors, metadata = read_tensors(path)
-    tensors = rename_old_tensors(tensors)
-    if not any(kind.holds(name, BACKBONE_PREFIXES) for name in tensors):
-        raise CheckpointError(
-            f"{path}: none of its {len(tensors)} tensors is {kind.name}'s ('{kind.part}')"
-        )
-    info = kind.info.from_metadata(metadata, path) or _info_beside(path, tensors, kind)
-    return Adapter(tensors, info, str(path), kind)
-
-
-def _info_beside(path: Path, tensors: Mapping[str, Tensor], kind: Kind) -> TrainedInfo | None:
-    safe, plain = kind.files
-    twin = path.with_name(safe)
-    if path.name != plain or not twin.is_file():
-        return None
-    others, metadata = read_tensors(twin)
-    same = others.keys() == tensors.keys() and all(
-        torch.equal(others[name], tensor) for name, tensor in tensors.items()
-    )
-    return kind.info.from_metadata(metadata, twin) if same else None
+    form: str | None = None
 
 
 def check_together(adapters: Sequence[Adapter]) -> None:
@@ -298,17 +269,6 @@ def check_together(adapters: Sequence[Adapter]) -> None:
                 )
 
 
-def rename_old_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gives the LoRA tensors of the release's first DeBERTa files the names of its layers."""
-    renamed = {}
-    for name, tensor in tensors.items():
-        for old, new in _OLD_NAMES.items():
-            if name.endswith(old):
-                name = name.removesuffix(old) + new
-        renamed[name] = tensor
-    return renamed
-
-
 def adapter_tensors(
     state_dict: Mapping[str, Tensor],
     backbones: Iterable[str] = BACKBONE_PREFIXES,
@@ -321,9 +281,29 @@ def adapter_tensors(
     starts = tuple(backbones)
     return {
         name: tensor
-        for name, tensor in rename_old_tensors(state_dict).items()
+        for name, tensor in state_dict.items()
         if kind.holds(name, starts) or not name.startswith(starts)
     }
+
+
+def base_biases(tensors: Iterable[str]) -> set[str]:
+    """The biases of a base among the names of a LoRA adapter's tensors.
+
+    In a model whose backbone is not known, the bias of a head is one whose weight is there as well.
+    """
+    names = set(tensors)
+    biases = {name for name in names if name.endswith("bias") and LORA.part not in name}
+    if any(name.startswith(BACKBONE_PREFIXES) for name in names):
+        return {name for name in biases if name.startswith(BACKBONE_PREFIXES)}
+    return {name for name in biases if f"{name.removesuffix('bias')}weight" not in names}
+
+
+def lora_info(tensors: Iterable[str], rank: int, alpha: float) -> AdapterInfo:
+    """What the names of a LoRA adapter's tensors say of it, beside its rank and alpha."""
+    modules = {name.rpartition(".")[0] for name in tensors if LORA.part in name}
+    trained = {name.rpartition(".")[0].removesuffix(".conv") for name in base_biases(tensors)}
+    bias = "none" if not trained else "lora_only" if trained <= modules else "all"
+    return AdapterInfo(rank=rank, alpha=alpha, targets=lora_targets(modules), bias=bias)
 
 
 def lora_layers(model: nn.Module) -> dict[str, LoRALayer]:
@@ -381,18 +361,21 @@ def load_into(
     backbones: Iterable[str] = BACKBONE_PREFIXES,
     new_head: bool = False,
     settings: Mapping[str, object] | None = None,
+    known: Collection[str] = (),
 ) -> list[str]:
     """Copies an adapter's tensors into `model`, after checking all that can be checked.
 
     Args:
         model: a model with the LoRA layers, or what else the adapter is of, in place.
-        adapter: what `load_adapter` read.
+        adapter: what `read_adapter` read.
         base_fingerprint: `fingerprint` of the model's base, compared with the adapter's.
         backbones: names that start so belong to the base.
         new_head: a head of another shape is left as it is instead of refused: the adapter then is
             the start for another task.
         settings: what the model was built with, by names of the info's fields; compared with the
             adapter's. LoRA's are seen from its layers.
+        known: the model's tensors that its base has brought: of these, a head may stay as it is
+            where the adapter has none.
 
     Returns:
         The names of the head's tensors that were left as they are.
@@ -401,10 +384,15 @@ def load_into(
         CheckpointError: rank, alpha, targets, base, names or shapes do not fit; nothing is copied.
     """
     starts = tuple(backbones)
-    own = adapter_tensors(model.state_dict(), starts, adapter.kind)
+    state = model.state_dict()
+    own = adapter_tensors(state, starts, adapter.kind)
     if adapter.kind is LORA:
+        # Biases that were trained with it take the place of the base's.
+        own |= {name: state[name] for name in base_biases(adapter.tensors) & state.keys()}
         settings = _lora_settings(model, adapter.source)
     _check_info(adapter, settings or {}, base_fingerprint)
+    given = {name for name in own if adapter.kind.holds(name, starts) or name not in known}
+    own = {name: own[name] for name in own if name in given or name in adapter.tensors}
     _check_names(adapter, own, starts)
     skipped = _check_shapes(adapter, own, starts, new_head)
     for name in adapter.tensors.keys() & own.keys():
@@ -438,23 +426,34 @@ def _check_info(
         theirs = getattr(info, what)
         if theirs != ours:
             raise CheckpointError(_trained_with(adapter, what, theirs, ours))
-    theirs = info.base_fingerprint
+    check_base(adapter, base_fingerprint)
+
+
+def check_base(adapter: Adapter, base_fingerprint: str | None) -> None:
+    """Sees that an adapter was trained on the base of this fingerprint, as far as both are known.
+
+    Raises:
+        CheckpointError: it was trained on another.
+    """
+    theirs = adapter.info.base_fingerprint if adapter.info else None
     if theirs and base_fingerprint and theirs != base_fingerprint:
         raise CheckpointError(
             f"{adapter.source}: was trained on another base than the one given: "
-            f"'{info.base}' (fingerprint {theirs}), not one of fingerprint {base_fingerprint}; "
-            "give that base (--model_name_or_path, or --init_checkpoint for GPT-2)"
+            f"'{adapter.info.base}' (fingerprint {theirs}), not one of fingerprint "
+            f"{base_fingerprint}; give that base (--model_name_or_path, or --init_checkpoint for "
+            "GPT-2)"
         )
 
 
 def _trained_with(adapter: Adapter, what: str, theirs: object, ours: object) -> str:
     return (
-        f"{adapter.source}: was trained with {what} {_plain(theirs)}, "
-        f"the model was built with {_plain(ours)}"
+        f"{adapter.source}: was trained with {what} {plain(theirs)}, "
+        f"the model was built with {plain(ours)}"
     )
 
 
-def _plain(value: object) -> str:
+def plain(value: object) -> str:
+    """A field's value as messages show it."""
     return ", ".join(value) if isinstance(value, tuple) else str(value)
 
 

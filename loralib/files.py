@@ -5,6 +5,7 @@ Torch files and safetensors are told apart by their content.
 
 import os
 import pickle
+import shutil
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -34,16 +35,48 @@ def write_whole(path: str | os.PathLike) -> Iterator[Path]:
     temporary = Path(name)
     try:
         yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
+        _sync(temporary)
         # mkstemp makes files for their owner alone; give this one the mode any new file gets.
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)
+        temporary.chmod(0o666 & ~_umask())
         temporary.replace(path)
         sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def write_whole_folder(path: str | os.PathLike) -> Iterator[Path]:
+    """Yields a temporary folder beside `path`; renames it onto `path` when the block ends well.
+
+    Raises:
+        CheckpointError: there is something at `path` already, other than an empty folder.
+    """
+    path = Path(path)
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise CheckpointError(f"{path}: exists already; give the name of a new folder")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        yield temporary
+        for file in temporary.iterdir():
+            _sync(file)
+        sync_folder(temporary)
+        temporary.chmod(0o777 & ~_umask())
+        temporary.replace(path)
+        sync_folder(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _umask() -> int:
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
 
 
 def remove_leftovers(folder: str | os.PathLike, name: str) -> None:
@@ -93,11 +126,17 @@ def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
 
 
-def read_tensors(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, str]]:
+def read_tensors(
+    path: str | os.PathLike, verify: bool = False
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of a safetensors or torch file, on the CPU, and the file's metadata.
 
     The tensors are mapped from the file, not copied: memory is taken as they are touched. Those of
     a torch file may be wrapped, as `write_wrapped_tensors` does it.
+
+    Args:
+        path: the file.
+        verify: compare the checksums of a torch archive, which reads all of it.
 
     Raises:
         CheckpointError: the file is missing, damaged, or holds something else than tensors.
@@ -106,28 +145,29 @@ def read_tensors(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, 
     if not path.is_file():
         raise CheckpointError(f"{path}: no such checkpoint file")
     try:
-        if _is_safetensors(path):
+        if is_safetensors(path):
             with safe_open(path, framework="pt", device="cpu") as file:
                 return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
         # Only torch's zip format can be mapped; the older one is a plain pickle.
-        tensors = torch.load(
-            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
-        )
+        is_archive = zipfile.is_zipfile(path)
+        if verify and is_archive:
+            _verify_archive(path)
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path}: damaged, or holds more than tensors, which is not loaded for safety"
         ) from error
     except Exception as error:
         # A damaged pickle makes torch raise errors of any kind.
-        raise CheckpointError(
-            f"{path}: damaged or not a checkpoint ({first_line(error)})"
-        ) from error
+        message = f"{path}: damaged or not a checkpoint ({first_line(error)})"
+        raise CheckpointError(message) from error
     metadata = {}
     if isinstance(tensors, Mapping) and isinstance(tensors.get("model_state_dict"), Mapping):
         metadata = tensors.get("metadata", {})
         tensors = tensors["model_state_dict"]
     if not isinstance(tensors, Mapping) or not all(
-        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
+        isinstance(name, str) and isinstance(tensor, Tensor) and _is_held(tensor)
+        for name, tensor in tensors.items()
     ):
         raise CheckpointError(f"{path}: holds something else than named tensors")
     if not isinstance(metadata, Mapping):
@@ -135,7 +175,21 @@ def read_tensors(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, 
     return dict(tensors), dict(metadata)
 
 
-def _is_safetensors(path: Path) -> bool:
+def _verify_archive(path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise ValueError(f"the checksum of {damaged} is wrong")
+
+
+def _is_held(tensor: Tensor) -> bool:
+    """Whether each of a tensor's values is in the file: none is repeated, sparse or absent."""
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+        return False
+    return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
+
+
+def is_safetensors(path: Path) -> bool:
     """Whether the file starts as safetensors do: eight bytes of header length, then ``{``."""
     with open(path, "rb") as file:
         return path.suffix == ".safetensors" or file.read(9)[8:] == b"{"

@@ -9,13 +9,17 @@ tokens one by one (projections, norms, feed-forward) is done here on the tokens 
     f g h i   ----->   lengths 3, 2, 4
 
 Only attention looks at rows: it takes them one at a time, or pads them again where that is cheaper.
+Where rows have adapters of their own, routing.py is told where their tokens are.
 """
+
+import copy
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .dropout import dropout
+from .routing import note_tokens
 
 
 class PackedRows:
@@ -29,9 +33,11 @@ class PackedRows:
         index: (tokens,), positions of the real tokens in the flattened batch.
         lengths: tokens a row.
         first: (batch,), position of each row's first token among the packed ones.
+        runs: the rows in parts that share an adapter; one part of all rows in most cases.
 
     Raises:
-        ValueError: the mask is not two-dimensional, or a row's first position is masked.
+        ValueError: the mask is not two-dimensional, or a row's first position is masked; or
+            adapters are named for another number of rows.
     """
 
     def __init__(self, attention_mask: Tensor):
@@ -47,6 +53,18 @@ class PackedRows:
         lengths = mask.sum(dim=1)
         self.lengths: list[int] = lengths.tolist()
         self.first = lengths.cumsum(0) - lengths
+        self.runs = note_tokens(self.lengths)
+
+    def part(self, run: slice) -> "PackedRows":
+        """Some of the rows, start … stop, as a batch of their own of the same length."""
+        start = sum(self.lengths[: run.start])
+        part = copy.copy(self)
+        part.lengths = self.lengths[run]
+        part.shape = torch.Size((len(part.lengths), self.shape[1]))
+        part.index = self.index[start : start + sum(part.lengths)] - run.start * self.shape[1]
+        part.first = self.first[run] - start
+        part.runs = (slice(0, len(part.lengths)),)
+        return part
 
     def pack(self, x: Tensor) -> Tensor:
         """(batch, length, …) -> (tokens, …).

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import Adapter
+from .checkpoint import LORA, Adapter
 from .files import CheckpointError
 
 # The slices that a module's stacked updates belong to, by the last part of the module's name.
@@ -184,19 +184,46 @@ def updated_modules(model: nn.Module, adapter: Adapter) -> dict[str, tuple[nn.Mo
 
 @torch.no_grad()
 def fold(model: nn.Module, adapter: Adapter) -> None:
-    """Adds an adapter's updates to a plain model's weights, for good, in new tensors.
+    """Puts an adapter into a plain model for good, without a trace of low-rank layers.
 
-    The sums are computed in float32 and rounded once, to the weight's dtype. Only updates are
-    looked at, not the head that an adapter may bring.
+    Updates are added to the weights, summed in float32 or wider and rounded once, to the weight's
+    dtype; a head and biases that the adapter brings take the place of the model's. All that
+    changes gets new tensors, so that the old ones, which may be a mapped file, keep their bits.
+
+    Args:
+        model: the base, with a head of the adapter's shape, and no LoRA layers.
+        adapter: LoRA, with its info.
 
     Raises:
-        CheckpointError: as `updates`, or they do not fit the model; it is unchanged then.
+        CheckpointError: as `updates`, or it does not fit the model; that is unchanged then.
     """
-    for module, update in updated_modules(model, adapter).values():
-        held = module.weight
-        wide = torch.promote_types(held.dtype, torch.float32)
-        total = held.detach().to(wide, copy=True)
-        for part in update.parts:
-            rows = out_in(module, total)[part.columns]
-            rows.addmm_(part.B.to(wide), part.A.to(wide), alpha=update.scaling)
-        module.weight = nn.Parameter(total.to(held.dtype), requires_grad=held.requires_grad)
+    modules = updated_modules(model, adapter)
+    others = {name: t for name, t in adapter.tensors.items() if LORA.part not in name}
+    own = dict(model.named_parameters())
+    for name, tensor in others.items():
+        if name not in own:
+            raise CheckpointError(f"{adapter.source}: has {name}, unknown to the model")
+        if tensor.shape != own[name].shape:
+            raise CheckpointError(
+                f"{adapter.source}: {name} is {tuple(tensor.shape)}, in the model "
+                f"{tuple(own[name].shape)}"
+            )
+    for module, update in modules.values():
+        _replace(module, "weight", _folded(module, update))
+    for name, tensor in others.items():
+        owner, _, last = name.rpartition(".")
+        _replace(model.get_submodule(owner), last, tensor.to(own[name].dtype))
+
+
+def _folded(module: nn.Module, update: Update) -> Tensor:
+    wide = torch.promote_types(module.weight.dtype, torch.float32)
+    total = module.weight.detach().to(wide, copy=True)
+    for part in update.parts:
+        rows = out_in(module, total)[part.columns]
+        rows.addmm_(part.B.to(wide), part.A.to(wide), alpha=update.scaling)
+    return total.to(module.weight.dtype)
+
+
+def _replace(module: nn.Module, name: str, tensor: Tensor) -> None:
+    old = getattr(module, name)
+    setattr(module, name, nn.Parameter(tensor, requires_grad=old.requires_grad))

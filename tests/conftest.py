@@ -1,8 +1,10 @@
 """What all tests share: a home of their own for downloads and caches, and one thread each."""
 
 import importlib
+import importlib.util
 import os
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,19 @@ def pytest_configure(config):
     os.environ["HF_HOME"] = home.name
     # Tests are small: more threads only wait for each other, most of all with several processes.
     os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.fixture
+def hub_server(tmp_path):
+    """A started local hub: `.root` for repositories, `.environment(home)` for a subprocess."""
+    path = Path(__file__).with_name("hub_server.py")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    root = tmp_path / "hub"
+    root.mkdir()
+    with module.HubServer(root) as server:
+        yield server
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,53 +29,93 @@ from loralib.checkpoint import (
     TrainedInfo,
     adapter_tensors,
     fingerprint,
-    lora_targets,
-    rename_old_tensors,
-    save_adapter,
+    lora_info,
 )
 from loralib.files import CheckpointError, read_tensors
+from loralib.formats import own_names, write_adapter
+from loralib.updates import rank_of
 from transformers.file_utils import CONFIG_NAME
-from transformers.modeling_utils import read_weights_folder
+from transformers.modeling_utils import read_weights
 
 KINDS_BY_NAME = {"lora": LORA, "adapter": BOTTLENECK, "bitfit": BITFIT}
 
 
-def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A full checkpoint's tensors, and its settings where there is a config.json beside them."""
+@dataclass(frozen=True)
+class Checkpoint:
+    """A full checkpoint.
+
+    Args:
+        source: its file or folder.
+        tensors: under this project's names.
+        metadata: of its file, where that has any.
+        config: its settings, where there is a config.json beside them.
+    """
+
+    source: Path
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+    config: dict[str, Any]
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Reads a checkpoint's file or folder."""
     folder = path if path.is_dir() else path.parent
-    tensors = read_weights_folder(path) if path.is_dir() else read_tensors(path)[0]
+    tensors, metadata = (read_weights(path), {}) if path.is_dir() else read_tensors(path)
     config = folder / CONFIG_NAME
-    return tensors, json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    settings = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    return Checkpoint(path, own_names(tensors, str(path)), metadata, settings)
 
 
-def describe(
-    tensors: Mapping[str, Tensor], config: Mapping[str, Any], kind: Kind
-) -> TrainedInfo | None:
-    """What the settings say of a checkpoint's trained weights; None where they say nothing."""
+def describe(checkpoint: Checkpoint, part: Mapping[str, Tensor], kind: Kind) -> TrainedInfo | None:
+    """What is said of a checkpoint's trained weights; None where nothing is.
+
+    Settings say it, and in GPT-2's files their metadata.
+
+    Raises:
+        CheckpointError: the settings say another rank than the weights have.
+    """
+    config = checkpoint.config
     if not config.get(kind.switch):
+        return kind.info.from_metadata(checkpoint.metadata, checkpoint.source)
+    own = _own_settings(checkpoint, part, kind)
+    if own is None:
         return None
     labels = config.get("id2label") or {}
-    names = rename_old_tensors(tensors)
-    own: dict[str, Any] = {}
-    if kind is BOTTLENECK:
-        own = {name: config.get(name) for name in ("adapter_type", "adapter_size")}
-    elif kind is LORA:
-        own = {"rank": config.get("lora_r"), "alpha": config.get("lora_alpha")}
-        own["targets"] = lora_targets(name.rsplit(".", 1)[0] for name in names if "lora_" in name)
-    if None in own.values():
-        return None
-    if kind is LORA:
-        own["dropout"] = config.get("lora_dropout") or None
-    has_base = len(adapter_tensors(names, kind=kind)) < len(names)
+    has_base = len(part) < len(checkpoint.tensors)
     beside = (other.switch for other in KINDS if other is not kind)
     return kind.info(
         **own,
         base=config.get("base_name_or_path"),
-        base_fingerprint=fingerprint(tensors) if has_base else None,
+        base_revision=config.get("base_revision"),
+        base_fingerprint=fingerprint(checkpoint.tensors) if has_base else None,
         task=config.get("finetuning_task"),
         labels=tuple(labels[number] for number in sorted(labels, key=int)),
         beside=tuple(switch for switch in beside if config.get(switch)) or None,
     )
+
+
+def _own_settings(
+    checkpoint: Checkpoint, part: Mapping[str, Tensor], kind: Kind
+) -> dict[str, Any] | None:
+    """The info's fields that this kind alone has; None where the settings lack one."""
+    config = checkpoint.config
+    names = {
+        LORA: {"rank": "lora_r", "alpha": "lora_alpha"},
+        BOTTLENECK: {"adapter_type": "adapter_type", "adapter_size": "adapter_size"},
+    }.get(kind, {})
+    own = {field: config.get(name) for field, name in names.items()}
+    if None in own.values():
+        return None
+    if kind is LORA:
+        rank = rank_of(part, str(checkpoint.source))
+        if own["rank"] != rank:
+            raise CheckpointError(
+                f"{checkpoint.source}: its LoRA weights have rank {rank}, its {CONFIG_NAME} says "
+                f"{own['rank']}"
+            )
+        own["targets"] = lora_info(part, rank, own["alpha"]).targets
+        own["dropout"] = config.get("lora_dropout") or None
+    return own
 
 
 def split(source: Path, target: Path, name: str = "lora") -> Adapter:
@@ -94,13 +135,13 @@ def split(source: Path, target: Path, name: str = "lora") -> Adapter:
     inside = target.exists() and target.resolve().parent == folder.resolve()
     if inside and (target.samefile(source) or name not in target.name):
         raise CheckpointError(f"{target}: would replace a file of the checkpoint it is taken from")
-    tensors, config = read_checkpoint(source)
-    if kind is BITFIT and config and not config.get(kind.switch):
+    checkpoint = read_checkpoint(source)
+    if kind is BITFIT and checkpoint.config and not checkpoint.config.get(kind.switch):
         raise CheckpointError(f"{source}: its {CONFIG_NAME} does not say that biases were trained")
-    part = adapter_tensors(tensors, kind=kind)
+    part = adapter_tensors(checkpoint.tensors, kind=kind)
     if not any(kind.holds(tensor, BACKBONE_PREFIXES) for tensor in part):
         raise CheckpointError(f"{source}: holds no {kind.name} weights")
-    info = describe(tensors, config, kind)
+    info = describe(checkpoint, part, kind)
     if info is None and target.suffix == ".safetensors":
         needed = {LORA: "rank and alpha", BOTTLENECK: "type and size"}.get(kind, kind.switch)
         raise CheckpointError(
@@ -108,7 +149,7 @@ def split(source: Path, target: Path, name: str = "lora") -> Adapter:
             f"{target.name} has to hold; write a .bin instead"
         )
     adapter = Adapter(part, info, str(source), kind)
-    save_adapter(target, adapter)
+    write_adapter(target, adapter)
     return adapter
 
 

@@ -3,7 +3,7 @@
 import argparse
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,15 @@ from torch import Tensor
 from loralib.checkpoint import (
     Adapter,
     AdapterInfo,
+    check_base,
     fingerprint,
-    load_adapter,
     load_into,
     lora_layers,
     lora_targets,
 )
 from loralib.files import CheckpointError, read_tensors, write_whole, write_wrapped_tensors
+from loralib.formats import read_adapter
+from loralib.updates import fold, updates
 from model import BACKBONE, MODEL_CARDS, GPT2LMModel, config_of, load_base, own_names
 
 # The release's models were wrapped in DDP when they were saved.
@@ -85,7 +87,7 @@ def open_model(
 
     Args:
         args: `lora_dim` and `lora_alpha`, where not given, are set to those of the files.
-        lora_path: a file with LoRA's part.
+        lora_path: an adapter of any form, see loralib.formats.
         lora_dropout: dropout on the update's input.
 
     Raises:
@@ -99,13 +101,13 @@ def open_model(
     _check_not_lora_alone(base)
     adapter = None
     if lora_path is not None:
-        adapter = load_adapter(lora_path)
-        adapter = replace(adapter, tensors=own_names(adapter.tensors, lora_path))
-        _check_lora_only(adapter.tensors, base, lora_path)
+        adapter = read_adapter(lora_path, lora_alpha=args.lora_alpha)
+        _check_base_alone(base)
     _settle_lora(args, adapter or base, lora_path or args.init_checkpoint)
+    has_layers = adapter is None or _has_layers(adapter)
     config = config_of(
         args.model_card,
-        lora_attn_dim=args.lora_dim,
+        lora_attn_dim=args.lora_dim if has_layers else 0,
         lora_attn_alpha=args.lora_alpha,
         lora_dropout=lora_dropout,
     )
@@ -113,9 +115,23 @@ def open_model(
         model = GPT2LMModel(config)
     else:
         model = load_base(config, base.tensors, args.init_checkpoint)
-    if adapter is not None:
+    if adapter is not None and has_layers:
         load_into(model, adapter, base.fingerprint, BACKBONE)
+    elif adapter is not None:
+        check_base(adapter, base.fingerprint)
+        fold(model, adapter)
     return model, base
+
+
+def _has_layers(adapter: Adapter) -> bool:
+    """Whether the model has the layers that an adapter was trained in: query and value of c_attn.
+
+    One of another making, such as PEFT's usual update of the whole c_attn, is folded into the base.
+    """
+    modules = updates(adapter)
+    if adapter.info.bias != "none" or not all(name.endswith(".c_attn") for name in modules):
+        return False
+    return all(len(update.parts) == 2 for update in modules.values())
 
 
 def _check_not_lora_alone(base: Base) -> None:
@@ -126,12 +142,7 @@ def _check_not_lora_alone(base: Base) -> None:
         )
 
 
-def _check_lora_only(tensors: Mapping[str, Tensor], base: Base, path: str) -> None:
-    if any("lora_" not in name for name in tensors):
-        raise CheckpointError(
-            f"{path}: holds a whole model, not LoRA alone; give it as --init_checkpoint, without "
-            "--lora_path"
-        )
+def _check_base_alone(base: Base) -> None:
     if any("lora_" in name for name in base.tensors):
         raise CheckpointError(
             f"{base.source}: holds LoRA weights of its own; with --lora_path, --init_checkpoint "

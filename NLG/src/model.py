@@ -433,8 +433,8 @@ def _check_base(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], s
     lora_given = any("lora_" in name for name in tensors)
     wanted = {name for name in expected if lora_given or "lora_" not in name}
     missing, unknown = sorted(wanted - tensors.keys()), sorted(tensors.keys() - expected.keys())
-    card = _card_of(tensors)
-    if card not in (None, _card_of(expected)):
+    card = card_of(tensors)
+    if card not in (None, card_of(expected)):
         raise CheckpointError(f"{source}: holds a {card}; give --model_card {card}")
     for name in sorted(wanted & tensors.keys()):
         theirs, ours = tuple(tensors[name].shape), tuple(expected[name].shape)
@@ -453,7 +453,7 @@ def _check_base(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], s
             raise CheckpointError(f"{source}: {name} holds values that are not finite")
 
 
-def _card_of(tensors: Mapping[str, Tensor]) -> str | None:
+def card_of(tensors: Mapping[str, Tensor]) -> str | None:
     """The model card that tensors under the model's own names are of, if they are of one."""
     blocks = {name.split(".")[2] for name in tensors if name.startswith("transformer.h.")}
     embedding = tensors.get("transformer.wte.weight", torch.empty(0))

@@ -22,8 +22,9 @@ import numpy as np
 from datasets import ClassLabel, Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
-from loralib.checkpoint import KINDS, LORA, Adapter, TrainedInfo, load_adapter
+from loralib.checkpoint import KINDS, LORA, Adapter, TrainedInfo, plain
 from loralib.files import write_whole
+from loralib.formats import read_adapter
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -44,7 +45,13 @@ from transformers import (
 from transformers.configuration_utils import ADAPTER_TYPES, LORA_TARGETS, targets_of_modules
 from transformers.data.processors import GlueTask, glue_task, load_glue_split
 from transformers.hf_argparser import flag
-from transformers.utils.cli import find_checkpoint, run, set_up_logging
+from transformers.utils.cli import (
+    check_length,
+    check_vocabulary,
+    find_checkpoint,
+    run,
+    set_up_logging,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +73,9 @@ class ModelArguments:
     lora_alpha: int | None = flag(None, "the LoRA update is scaled by lora_alpha / lora_r")
     lora_r: int | None = flag(None, "rank of the LoRA update")
     lora_path: str | None = flag(
-        None, "a LoRA file to start from or to evaluate: .bin or .safetensors, or a folder with one"
+        None,
+        "a LoRA adapter to start from or to evaluate: .bin or .safetensors, a folder with one, a "
+        "folder of PEFT's, or the name of a repository on the hub",
     )
     lora_targets: list[str] | None = flag(
         None,
@@ -374,7 +383,8 @@ FROM_INFO = {
 def read_adapters(model_args: ModelArguments) -> list[Adapter]:
     """The files that the flags name: of LoRA, of adapters, of biases."""
     given = ((kind, getattr(model_args, kind.flag.removeprefix("--"))) for kind in KINDS)
-    return [load_adapter(path, kind) for kind, path in given if path]
+    where = {"cache_dir": model_args.cache_dir, "token": model_args.use_auth_token}
+    return [read_adapter(path, kind, **where) for kind, path in given if path]
 
 
 def check_arguments(
@@ -398,11 +408,29 @@ def check_arguments(
                 "%s does not say %s: taken on trust: %s", adapter.source, unsaid, trusted
             )
             continue
-        for field_name, flag_name in FROM_INFO.items():
-            value = getattr(adapter.info, field_name, None)
-            if value is not None and getattr(model_args, flag_name) is None:
-                value = targets_of_modules(value) if field_name == "targets" else value
-                setattr(model_args, flag_name, value)
+        if args.do_train and getattr(adapter.info, "bias", "none") != "none":
+            raise ValueError(
+                f"{adapter.source}: brings biases of the base, which LoRA training would leave out "
+                "of its files; merge it with its base to go on from there (utils/convert.py)"
+            )
+        _fill_in(model_args, adapter)
+
+
+def _fill_in(model_args: ModelArguments, adapter: Adapter) -> None:
+    """Sets the flags that were not given to what an adapter says of itself."""
+    for field_name, flag_name in FROM_INFO.items():
+        value = getattr(adapter.info, field_name, None)
+        if value is None or getattr(model_args, flag_name) is not None:
+            continue
+        if field_name == "targets":
+            try:
+                value = targets_of_modules(value)
+            except ValueError as error:
+                raise ValueError(
+                    f"{adapter.source}: adapts {plain(value)}, which this script has no LoRA "
+                    "layers for; utils/convert.py can merge it with its base"
+                ) from error
+        setattr(model_args, flag_name, value)
 
 
 def load_config(model_args: ModelArguments, **settings: Any) -> PretrainedConfig:
@@ -497,14 +525,6 @@ def build_model(
     return model
 
 
-def check_length(config: PretrainedConfig, max_seq_length: int) -> None:
-    """Refuses texts that are longer than the model has positions for."""
-    longest = config.longest_text
-    if max_seq_length < 1 or (longest is not None and max_seq_length > longest):
-        positions = "" if longest is None else f": the model has {longest} positions"
-        raise ValueError(f"--max_seq_length {max_seq_length}{positions}")
-
-
 # ------------------------------------------------------------------------------------------------
 # Run
 # ------------------------------------------------------------------------------------------------
@@ -596,11 +616,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         use_fast=model_args.use_fast_tokenizer,
         **_where(model_args),
     )
-    if len(tokenizer) > config.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model {config.vocab_size}: "
-            "they do not belong together"
-        )
+    check_vocabulary(tokenizer, config)
     names = dict(enumerate(data.labels)) or {0: "LABEL_0"}
     settings: dict[str, Any] = {"id2label": names, "finetuning_task": data_args.task_name}
     if args.cls_dropout is not None:

@@ -53,15 +53,6 @@ def vocab_folder(encoder_fixture, tmp_path_factory):
     return encoder_fixture.write_vocabulary(folder, *encoder_fixture.tiny_vocabulary(), names)
 
 
-@pytest.fixture
-def hub_server(tmp_path):
-    """A started local hub: `.environment(home)` for a subprocess, `.root` for repositories."""
-    root = tmp_path / "hub"
-    root.mkdir()
-    with _load(Path(__file__).parents[1] / "NLU" / "hub_server.py").HubServer(root) as server:
-        yield server
-
-
 # ------------------------------------------------------------------------------------------------
 # Small GPT-2s to train
 # ------------------------------------------------------------------------------------------------

@@ -170,10 +170,10 @@ def test_from_the_hub_and_then_offline(
 @pytest.mark.parametrize(
     ("name", "offline", "message"),
     [
-        ("vocab", "0", "'vocab' is neither a local folder nor an open model on the hub"),
-        ("no/such/folder", "0", "neither a local folder nor an open model"),
+        ("vocab", "0", "'vocab' is neither a local folder nor a model on the hub"),
+        ("no/such/folder", "0", "neither a local folder nor a model on the hub"),
         ("org/empty", "0", "'org/empty' has no vocab.json on the hub"),
-        ("org/empty", "1", "'org/empty' is not a local folder, and its vocab.json"),
+        ("org/empty", "1", "'org/empty' is not a local folder and cannot be fetched: offline"),
     ],
 )
 def test_what_the_hub_has_not(name, offline, message, hub_server, tmp_path):

@@ -12,8 +12,8 @@ import torch
 import gpt2_beam
 from beam import BeamSettings, search
 from checkpoints import Base, add_model_params, open_model, save_model
-from loralib.checkpoint import load_adapter
 from loralib.files import CheckpointError
+from loralib.formats import read_adapter
 from model import GPT2LMModel, config_of
 
 SCRIPT = Path(gpt2_beam.__file__)
@@ -41,7 +41,7 @@ def files(tmp_path_factory):
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
     save_model(folder / "lora.pt", model, base, lora_only=True)
     save_model(folder / "whole.pt", model, base, lora_only=False)
-    torch.save({"model_state_dict": load_adapter(folder / "lora.pt").tensors}, folder / "old.pt")
+    torch.save({"model_state_dict": read_adapter(folder / "lora.pt").tensors}, folder / "old.pt")
     write_contexts(folder / "data.jsonl", CONTEXTS)
     return folder
 

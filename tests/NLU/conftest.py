@@ -32,15 +32,6 @@ def _load(path: Path) -> ModuleType:
     return module
 
 
-@pytest.fixture
-def hub_server(tmp_path):
-    """A started local hub: `.url` for HF_ENDPOINT, `.root` to put repositories in, `.requests`."""
-    root = tmp_path / "hub"
-    root.mkdir()
-    with _load(Path(__file__).parent / "hub_server.py").HubServer(root) as server:
-        yield server
-
-
 @pytest.fixture(scope="session")
 def run_glue() -> ModuleType:
     """The script; `run_glue.main(arguments)` runs it in this process."""

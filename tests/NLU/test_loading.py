@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from loralib import hub
 from loralib.checkpoint import fingerprint
 from loralib.files import CheckpointError, read_tensors
 from loralib.precision import hold_frozen_in
@@ -20,9 +21,9 @@ from transformers import (
     RobertaForMaskedLM,
     RobertaForSequenceClassification,
     RobertaModel,
+    file_utils,
 )
-from transformers.file_utils import resolve_file
-from transformers.modeling_utils import read_weights_folder
+from transformers.modeling_utils import read_weights
 
 SHAPE = {
     "vocab_size": 20,
@@ -117,7 +118,7 @@ def test_every_form(tmp_path, form, model_class):
     assert not loaded.training
     assert loaded.config.name_or_path == str(folder)
     same(model_class.from_pretrained(str(folder)), model.state_dict())
-    assert read_weights_folder(folder).keys() == model.state_dict().keys()
+    assert read_weights(folder).keys() == model.state_dict().keys()
 
 
 @pytest.mark.parametrize("form", ["bin", "legacy", "safetensors"])
@@ -665,12 +666,9 @@ def test_offline_without_a_cached_copy(monkeypatch, tmp_path, switch, value):
     is_one_line(caught)
 
 
-def test_files_of_a_folder(tmp_path):
-    (tmp_path / "a").write_text("x")
-    (tmp_path / "folder").mkdir()
-    assert resolve_file(tmp_path, "a") == tmp_path / "a"
-    assert resolve_file(str(tmp_path), "b") is None
-    assert resolve_file(tmp_path, "folder") is None
+@pytest.mark.parametrize("name", ["is_offline_mode", "resolve_file"])
+def test_file_utils_has_the_names_of_the_hub(name):
+    assert getattr(file_utils, name) is getattr(hub, name)
 
 
 # ---- settings ----

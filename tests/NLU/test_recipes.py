@@ -139,13 +139,14 @@ def test_no_other_recipe_starts_from_weights():
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_published_model_takes_texts_as_long_as_the_recipe_s(run_glue, name):
+def test_the_published_model_takes_texts_as_long_as_the_recipe_s(name):
     from transformers import DebertaV2Config, RobertaConfig
+    from transformers.utils.cli import check_length
 
     flags = RECIPES[name].flags
     model = flags["model_name_or_path"]
     config_type = DebertaV2Config if "deberta" in model else RobertaConfig
-    run_glue.check_length(config_type(**PUBLISHED_POSITIONS[model]), int(flags["max_seq_length"]))
+    check_length(config_type(**PUBLISHED_POSITIONS[model]), int(flags["max_seq_length"]))
 
 
 # ---- the scripts and their commands ----

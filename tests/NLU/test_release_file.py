@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from loralib.checkpoint import load_adapter, load_into
+from loralib.checkpoint import load_into
 from loralib.files import CheckpointError
+from loralib.formats import read_adapter
 from transformers import RobertaConfig, RobertaForSequenceClassification
 
 RELEASE = Path(__file__).parents[3] / "shared" / "data" / "release" / "roberta_base_lora_mnli.bin"
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def adapter():
-    return load_adapter(RELEASE)
+    return read_adapter(RELEASE)
 
 
 def build(**changed):

@@ -17,9 +17,9 @@ from safetensors import safe_open
 
 from loralib.checkpoint import fingerprint
 from loralib.files import read_tensors
-from transformers.modeling_utils import read_weights_folder
+from transformers.modeling_utils import read_weights
 from transformers.trainer_utils import list_checkpoints
-from transformers.utils.cli import run
+from transformers.utils.cli import check_length, run
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "text-classification" / "run_glue.py"
@@ -121,15 +121,17 @@ def test_lora_files(trained, tiny_base, where):
     inside = "roberta.encoder.layer.{}.attention.self.{}.lora_{}"
     lora = {inside.format(n, m, ab) for n in (0, 1) for m in ("query", "value") for ab in "AB"}
     assert tensors.keys() == head | lora
-    full = read_weights_folder(folder)
+    full = read_weights(folder)
     assert_same_bits(tensors, {name: full[name] for name in tensors})
     safe, metadata = read_tensors(folder / "pytorch_model_lora.safetensors")
     assert_same_bits(tensors, safe)
-    base = {f"roberta.{name}": t for name, t in read_weights_folder(tiny_base).items()}
-    assert {name: json.loads(metadata[name]) for name in metadata if name != "format"} == {
+    base = {f"roberta.{name}": t for name, t in read_weights(tiny_base).items()}
+    said = metadata.keys() - {"format", "digest"}
+    assert {name: json.loads(metadata[name]) for name in said} == {
         "rank": 4,
         "alpha": 8,
         "targets": ["query", "value"],
+        "bias": "none",
         "task": "rte",
         "labels": ["entailment", "not_entailment"],
         "base": str(tiny_base),
@@ -138,7 +140,7 @@ def test_lora_files(trained, tiny_base, where):
 
 
 def test_the_base_keeps_its_bits(trained, tiny_base):
-    base, full = read_weights_folder(tiny_base), read_weights_folder(trained)
+    base, full = read_weights(tiny_base), read_weights(trained)
     assert_same_bits(base, {name: full[f"roberta.{name}"] for name in base})
 
 
@@ -207,10 +209,10 @@ def test_how_long_a_text_may_be(run_glue):
     relative = DebertaV2Config(max_position_embeddings=64, position_biased_input=False)
     absolute = DebertaV2Config(max_position_embeddings=64, position_biased_input=True)
     for config, longest in ((roberta, 64), (relative, 5000), (absolute, 64)):
-        run_glue.check_length(config, longest)
+        check_length(config, longest)
     for config, length in ((roberta, 65), (absolute, 65), (relative, 0), (roberta, -1)):
         with pytest.raises(ValueError, match=f"--max_seq_length {length}"):
-            run_glue.check_length(config, length)
+            check_length(config, length)
 
 
 # ---- adapters, biases, other targets ----
@@ -272,7 +274,7 @@ def test_a_baseline_moves_its_own_weights_alone(baseline, tiny_base, name):
         f"pytorch_model_{part}.bin",
         f"pytorch_model_{part}.safetensors",
     ]
-    base, full = read_weights_folder(tiny_base), read_weights_folder(out)
+    base, full = read_weights(tiny_base), read_weights(out)
     moved = {n for n, tensor in base.items() if not torch.equal(tensor, full[f"roberta.{n}"])}
     biases = {name for name in base if name.endswith("bias")}
     assert moved == (biases if name == "bitfit" else set())

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from datasets import Dataset
 
 import transformers
-from loralib.checkpoint import load_adapter, load_into
+from loralib.checkpoint import load_into
 from loralib.files import CheckpointError, read_tensors, write_tensors
+from loralib.formats import read_adapter
 from transformers import (
     EarlyStoppingCallback,
     RobertaForSequenceClassification,
@@ -828,7 +829,7 @@ def test_the_best_model_is_there_at_the_end(make_trainer, tmp_path, settings, me
     folder = tmp_path / "out" / f"checkpoint-{best}"
     assert trainer.state.best_model_checkpoint == str(folder)
     assert trainer.state.best_metric == 5
-    saved, last = (load_adapter(tmp_path / "out" / f"checkpoint-{n}").tensors for n in (best, 10))
+    saved, last = (read_adapter(tmp_path / "out" / f"checkpoint-{n}").tensors for n in (best, 10))
     assert_same_bits(trained(trainer.model), saved)
     assert largest_difference(saved, last) > 1e-4
 
@@ -1090,7 +1091,7 @@ def test_a_run_whose_folder_was_moved_finds_its_best_model(make_trainer, tmp_pat
         compute_metrics=sequence(1), output_dir=str(tmp_path / "moved"), **settings
     )
     trainer.train(str(tmp_path / "moved" / "checkpoint-5"))
-    best = load_adapter(tmp_path / "moved" / "checkpoint-5").tensors
+    best = read_adapter(tmp_path / "moved" / "checkpoint-5").tensors
     assert_same_bits(trained(trainer.model), best)
 
 
@@ -1166,7 +1167,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     message = f"the loss is not finite at step {step}; the last checkpoint is {folder};"
     assert str(caught.value).startswith(message)
     model = make_model()
-    load_into(model, load_adapter(folder), model.base_fingerprint)
+    load_into(model, read_adapter(folder), model.base_fingerprint)
     resumed = make_trainer(gradient_accumulation_steps=accumulated)
     resumed.train(resume_from_checkpoint=str(folder))
     assert all(p.isfinite().all() for p in resumed.model.parameters())

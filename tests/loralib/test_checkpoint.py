@@ -19,14 +19,12 @@ from loralib.checkpoint import (
     AdapterInfo,
     adapter_tensors,
     fingerprint,
-    load_adapter,
     load_into,
     lora_layers,
     lora_targets,
-    rename_old_tensors,
-    save_adapter,
 )
 from loralib.files import CheckpointError, read_tensors, write_tensors, write_whole
+from loralib.formats import checksum, own_names, read_adapter, write_adapter
 
 FORMS = ("lora.bin", "lora.pt", "lora.safetensors")
 
@@ -96,10 +94,12 @@ def refuses(model, adapter, *parts, **arguments):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_round_trip_keeps_every_bit(tmp_path, name, dtype):
     tensors = {key: tensor.to(dtype) for key, tensor in tiny_adapter().tensors.items()}
-    special = torch.tensor([[-0.0, torch.inf, torch.nan, torch.finfo(dtype).tiny / 4]], dtype=dtype)
+    special = torch.tensor(
+        [[-0.0, torch.finfo(dtype).max, torch.finfo(dtype).tiny / 4]], dtype=dtype
+    )
     tensors["head.special"] = special
-    save_adapter(tmp_path / name, Adapter(tensors, INFO))
-    loaded = load_adapter(tmp_path / name)
+    write_adapter(tmp_path / name, Adapter(tensors, INFO))
+    loaded = read_adapter(tmp_path / name)
     bits = loaded.tensors.pop("head.special").view(torch.uint8)
     assert torch.equal(bits, tensors.pop("head.special").view(torch.uint8))
     equal(loaded.tensors, tensors)
@@ -118,20 +118,20 @@ def test_views_are_saved_without_the_tensor_they_look_into(tmp_path, name):
 
 def test_form_is_told_by_content(tmp_path):
     adapter = tiny_adapter()
-    save_adapter(tmp_path / "a.safetensors", adapter)
+    write_adapter(tmp_path / "a.safetensors", adapter)
     (tmp_path / "a.safetensors").rename(tmp_path / "a.bin")
-    equal(load_adapter(tmp_path / "a.bin").tensors, adapter.tensors)
-    assert load_adapter(tmp_path / "a.bin").info == INFO
+    equal(read_adapter(tmp_path / "a.bin").tensors, adapter.tensors)
+    assert read_adapter(tmp_path / "a.bin").info == INFO
 
 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_the_releases_form(tmp_path, zipped):
     tensors = tiny_adapter().tensors
     torch.save(tensors, tmp_path / "release.bin", _use_new_zipfile_serialization=zipped)
-    loaded = load_adapter(tmp_path / "release.bin")
+    loaded = read_adapter(tmp_path / "release.bin")
     equal(loaded.tensors, tensors)
     assert loaded.info is None
-    save_adapter(tmp_path / "ours.bin", Adapter(tensors, INFO))
+    write_adapter(tmp_path / "ours.bin", Adapter(tensors, INFO))
     equal(torch.load(tmp_path / "ours.bin", weights_only=True), tensors)
 
 
@@ -142,24 +142,24 @@ def test_tensors_saved_on_a_gpu_come_to_the_cpu(monkeypatch, tmp_path, zipped):
         patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
         torch.save(tensors, path, _use_new_zipfile_serialization=zipped)
     assert b"cuda:0" in path.read_bytes()
-    equal(load_adapter(path).tensors, tensors)
+    equal(read_adapter(path).tensors, tensors)
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_file_may_be_written_over_while_it_is_in_use(tmp_path, name):
     first, second = tiny_adapter(seed=1), tiny_adapter(seed=2)
-    save_adapter(tmp_path / name, first)
-    loaded = load_adapter(tmp_path / name)
-    save_adapter(tmp_path / name, second)
+    write_adapter(tmp_path / name, first)
+    loaded = read_adapter(tmp_path / name)
+    write_adapter(tmp_path / name, second)
     equal(loaded.tensors, first.tensors)
-    save_adapter(tmp_path / name, loaded)
-    equal(load_adapter(tmp_path / name).tensors, first.tensors)
+    write_adapter(tmp_path / name, loaded)
+    equal(read_adapter(tmp_path / name).tensors, first.tensors)
 
 
 def test_wrapped_tensors(tmp_path):
     tensors = tiny_adapter().tensors
     torch.save({"model_state_dict": tensors}, tmp_path / "wrapped.pt")
-    equal(load_adapter(tmp_path / "wrapped.pt").tensors, tensors)
+    equal(read_adapter(tmp_path / "wrapped.pt").tensors, tensors)
 
 
 @pytest.mark.parametrize(
@@ -177,23 +177,26 @@ def test_wrapped_tensors(tmp_path):
 def test_files_that_hold_no_adapter(tmp_path, content, message):
     torch.save(content, tmp_path / "x.bin")
     with pytest.raises(CheckpointError, match=f"x.bin: .*{message}"):
-        load_adapter(tmp_path / "x.bin")
+        read_adapter(tmp_path / "x.bin")
 
 
 def test_files_that_are_not_there(tmp_path):
     with pytest.raises(CheckpointError, match=r"none.bin: no such checkpoint file"):
-        load_adapter(tmp_path / "none.bin")
-    with pytest.raises(CheckpointError, match=r"pytorch_model_lora.safetensors: no such"):
-        load_adapter(tmp_path)
+        read_adapter(tmp_path / "none.bin")
+    with pytest.raises(
+        CheckpointError,
+        match=r"holds no adapter: none of pytorch_model_lora.safetensors, pytorch_model_lora.bin",
+    ):
+        read_adapter(tmp_path)
     with pytest.raises(CheckpointError, match="no such checkpoint file"):
         read_tensors(tmp_path)
 
 
 def test_a_checkpoints_folder(tmp_path):
-    save_adapter(tmp_path / "pytorch_model_lora.bin", tiny_adapter(seed=1))
-    assert load_adapter(tmp_path).info is None
-    save_adapter(tmp_path / "pytorch_model_lora.safetensors", tiny_adapter(seed=2))
-    loaded = load_adapter(str(tmp_path))
+    write_adapter(tmp_path / "pytorch_model_lora.bin", tiny_adapter(seed=1))
+    assert read_adapter(tmp_path).info is None
+    write_adapter(tmp_path / "pytorch_model_lora.safetensors", tiny_adapter(seed=2))
+    loaded = read_adapter(str(tmp_path))
     assert loaded.info == INFO
     assert loaded.source == str(tmp_path / "pytorch_model_lora.safetensors")
     equal(loaded.tensors, tiny_adapter(seed=2).tensors)
@@ -203,14 +206,16 @@ def test_a_checkpoints_folder(tmp_path):
 
 
 def test_metadata_is_json_by_field(tmp_path):
-    save_adapter(tmp_path / "a.safetensors", tiny_adapter())
+    write_adapter(tmp_path / "a.safetensors", tiny_adapter())
     with safe_open(tmp_path / "a.safetensors", framework="pt") as file:
         metadata = file.metadata()
     assert metadata.pop("format") == "pt"
+    assert len(metadata.pop("digest")) == 64
     assert {key: json.loads(value) for key, value in metadata.items()} == {
         "rank": 2,
         "alpha": 4.0,
         "targets": ["query", "value"],
+        "bias": "none",
         "base": "some/base",
         "base_fingerprint": "0123456789abcdef",
         "task": "mnli",
@@ -219,16 +224,16 @@ def test_metadata_is_json_by_field(tmp_path):
 
 
 def test_what_is_not_known_is_not_said(tmp_path):
-    info = AdapterInfo(rank=8, alpha=16, targets=("a",))
-    assert info.to_metadata() == {"rank": "8", "alpha": "16", "targets": '["a"]'}
-    save_adapter(tmp_path / "a.safetensors", tiny_adapter(info))
-    assert load_adapter(tmp_path / "a.safetensors").info == info
+    info = AdapterInfo(rank=2, alpha=16, targets=("query", "value"))
+    assert info.to_metadata().keys() == {"rank", "alpha", "targets", "bias"}
+    write_adapter(tmp_path / "a.safetensors", tiny_adapter(info))
+    assert read_adapter(tmp_path / "a.safetensors").info == info
 
 
 @pytest.mark.parametrize("metadata", [None, {}, {"format": "pt", "task": '"rte"', "who": "knows"}])
 def test_files_without_an_info(tmp_path, metadata):
     save_file(tiny_adapter().tensors, tmp_path / "a.safetensors", metadata)
-    assert load_adapter(tmp_path / "a.safetensors").info is None
+    assert read_adapter(tmp_path / "a.safetensors").info is None
 
 
 @pytest.mark.parametrize(
@@ -247,10 +252,16 @@ def test_files_without_an_info(tmp_path, metadata):
 def test_damaged_metadata(tmp_path, changed, message):
     metadata = {**INFO.to_metadata(), **changed}
     metadata = {key: value for key, value in metadata.items() if value is not None}
-    save_file(tiny_adapter().tensors, tmp_path / "a.safetensors", metadata)
-    with pytest.raises(CheckpointError, match=f"a.safetensors: {re.escape(message)}") as caught:
-        load_adapter(tmp_path / "a.safetensors")
-    assert "\n" not in str(caught.value)
+    path, tensors = tmp_path / "a.safetensors", tiny_adapter().tensors
+    right = {"digest": checksum(tensors, metadata)}
+    wrong = {"digest": checksum(tensors, INFO.to_metadata())}
+    for digest, expected in ((right, message), (wrong, "damaged"), ({}, "damaged: the checksum")):
+        save_file(tensors, path, metadata | digest)
+        with pytest.raises(
+            CheckpointError, match=f"a.safetensors: {re.escape(expected)}"
+        ) as caught:
+            read_adapter(path)
+        assert "\n" not in str(caught.value)
 
 
 # ---- names ----
@@ -274,14 +285,16 @@ def test_old_deberta_names():
         f"{layer}.query_proj.weight": 5.0,
         "classifier.weight": 6.0,
     }
-    assert {name: t.item() for name, t in rename_old_tensors(old).items()} == new
+    assert {name: t.item() for name, t in own_names(old, "old.bin").items()} == new
     del new[f"{layer}.query_proj.weight"]
-    assert adapter_tensors(old).keys() == new.keys()
+    assert adapter_tensors(own_names(old, "old.bin")).keys() == new.keys()
 
 
 def test_old_names_are_renamed_when_a_file_is_read(tmp_path):
-    torch.save({"deberta.a.query_lora_a.weight": torch.zeros(1)}, tmp_path / "old.bin")
-    assert list(load_adapter(tmp_path / "old.bin").tensors) == ["deberta.a.query_proj.lora_A"]
+    old = {f"deberta.a.query_lora_{ab}.weight": torch.zeros(2, 2) for ab in "ab"}
+    torch.save(old, tmp_path / "old.bin")
+    new = {f"deberta.a.query_proj.lora_{ab}" for ab in "AB"}
+    assert read_adapter(tmp_path / "old.bin").tensors.keys() == new
 
 
 def test_what_an_adapter_holds():
@@ -351,12 +364,12 @@ def test_fingerprint_sees_all_over_a_large_matrix():
 @pytest.mark.parametrize("name", FORMS)
 def test_load_into(tmp_path, name, mode):
     adapter = tiny_adapter(seed=1)
-    save_adapter(tmp_path / name, adapter)
+    write_adapter(tmp_path / name, adapter)
     model, x = Tiny(seed=2).train(mode), torch.randn(2, 8)
     frozen = {n: t.clone() for n, t in model.state_dict().items() if n not in adapter.tensors}
     layer = model.roberta["layer"][0].query
     before = layer(x)
-    assert load_into(model, load_adapter(tmp_path / name), INFO.base_fingerprint) == []
+    assert load_into(model, read_adapter(tmp_path / name), INFO.base_fingerprint) == []
     state = model.state_dict()
     equal({n: state[n] for n in adapter.tensors}, adapter.tensors)
     equal({n: state[n] for n in frozen}, frozen)
@@ -526,7 +539,7 @@ def test_write_whole_broken_off(tmp_path, error, there):
 
 def test_a_file_that_cannot_be_made_leaves_the_old_one(tmp_path):
     path = tmp_path / "a.safetensors"
-    save_adapter(path, tiny_adapter())
+    write_adapter(path, tiny_adapter())
     content = path.read_bytes()
     with pytest.raises(TypeError):
         write_tensors(path, tiny_adapter().tensors, {"rank": 3})
@@ -539,7 +552,7 @@ def test_a_file_that_cannot_be_made_leaves_the_old_one(tmp_path):
 def test_files_have_the_mode_of_new_files(tmp_path, umask, mode, name):
     old = os.umask(umask)
     try:
-        save_adapter(tmp_path / name, tiny_adapter())
+        write_adapter(tmp_path / name, tiny_adapter())
         assert os.umask(umask) == umask
     finally:
         os.umask(old)
@@ -548,7 +561,7 @@ def test_files_have_the_mode_of_new_files(tmp_path, umask, mode, name):
 
 def test_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(FileNotFoundError, match=str(tmp_path / "none")):
-        save_adapter(tmp_path / "none" / "a.bin", tiny_adapter())
+        write_adapter(tmp_path / "none" / "a.bin", tiny_adapter())
 
 
 # ---- damaged files ----
@@ -578,7 +591,7 @@ def test_damaged_files(tmp_path, form):
         torch.save(adapter.tensors, path, _use_new_zipfile_serialization=False)
         header = path.read_bytes().index(b"cpu") + 200
     else:
-        save_adapter(path, adapter)
+        write_adapter(path, adapter)
         content = path.read_bytes()
         safe = form.endswith("safetensors")
         header = 8 + int.from_bytes(content[:8], "little") if safe else content.index(b"FB")
@@ -589,7 +602,7 @@ def test_damaged_files(tmp_path, form):
         model = Tiny(seed=9)
         expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         try:
-            load_into(model, load_adapter(path))
+            load_into(model, read_adapter(path))
             expected |= adapter.tensors
         except CheckpointError as error:
             messages.append(str(error))
@@ -615,19 +628,19 @@ def test_a_fingerprint_is_of_weight_matrices_alone():
 def test_the_release_s_form_takes_its_info_from_the_twin_beside_it(tmp_path):
     tensors = {"roberta.query.lora_A": torch.ones(2, 4), "roberta.query.lora_B": torch.ones(4, 2)}
     info = AdapterInfo(rank=2, alpha=8, targets=("query",))
-    save_adapter(tmp_path / "pytorch_model_lora.bin", Adapter(tensors, info))
-    assert load_adapter(tmp_path / "pytorch_model_lora.bin").info is None
-    save_adapter(tmp_path / "pytorch_model_lora.safetensors", Adapter(tensors, info))
-    assert load_adapter(tmp_path / "pytorch_model_lora.bin").info == info
+    write_adapter(tmp_path / "pytorch_model_lora.bin", Adapter(tensors, info))
+    assert read_adapter(tmp_path / "pytorch_model_lora.bin").info is None
+    write_adapter(tmp_path / "pytorch_model_lora.safetensors", Adapter(tensors, info))
+    assert read_adapter(tmp_path / "pytorch_model_lora.bin").info == info
     other = {name: tensor + 1 for name, tensor in tensors.items()}
-    save_adapter(tmp_path / "pytorch_model_lora.safetensors", Adapter(other, info))
-    assert load_adapter(tmp_path / "pytorch_model_lora.bin").info is None
+    write_adapter(tmp_path / "pytorch_model_lora.safetensors", Adapter(other, info))
+    assert read_adapter(tmp_path / "pytorch_model_lora.bin").info is None
 
 
 @pytest.mark.parametrize("alpha", [0, -1, float("inf"), float("nan"), "8"])
 def test_an_alpha_that_is_none(tmp_path, alpha):
     tensors = {"roberta.query.lora_A": torch.ones(2, 4), "roberta.query.lora_B": torch.ones(4, 2)}
     path = tmp_path / "lora.safetensors"
-    save_adapter(path, Adapter(tensors, AdapterInfo(rank=2, alpha=alpha, targets=("query",))))
+    write_adapter(path, Adapter(tensors, AdapterInfo(rank=2, alpha=alpha, targets=("query",))))
     with pytest.raises(CheckpointError, match="alpha"):
-        load_adapter(path)
+        read_adapter(path)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from loralib.checkpoint import fingerprint, load_adapter
+from loralib.checkpoint import fingerprint
 from loralib.files import read_tensors
+from loralib.formats import read_adapter
 
 SCRIPT = Path(__file__).resolve().parents[2] / "utils" / "split_lora.py"
 CONFIG = {
@@ -69,7 +70,7 @@ def test_split(script, tmp_path, capsys, names, form, source, suffix):
     assert capsys.readouterr().out.startswith(f"{target}: 4 tensors, 64 values")
 
     full = full_checkpoint(names)
-    adapter = load_adapter(target)
+    adapter = read_adapter(target)
     inside = "deberta.encoder.layer.0.attention.self.query_proj.lora_"
     expected = {f"{inside}A", f"{inside}B", "pooler.dense.weight", "classifier.bias"}
     assert adapter.tensors.keys() == expected
@@ -91,7 +92,7 @@ def test_a_file_of_lora_alone_says_nothing_of_its_base(script, tmp_path):
     folder = checkpoint_folder(tmp_path / "full")
     script.main([str(folder), str(folder / "lora.bin")])
     script.main([str(folder / "lora.bin"), str(tmp_path / "lora.safetensors")])
-    assert load_adapter(tmp_path / "lora.safetensors").info.base_fingerprint is None
+    assert read_adapter(tmp_path / "lora.safetensors").info.base_fingerprint is None
 
 
 LAYER = "roberta.encoder.layer.0.output."
@@ -126,7 +127,7 @@ def test_the_baselines_parts(script, tmp_path, part, inside, said, suffix):
     folder, target = baselines_folder(tmp_path / "full"), tmp_path / f"x{suffix}"
     script.main([str(folder), str(target), "--part", part])
     kind = script.KINDS_BY_NAME[part]
-    adapter, full = load_adapter(target, kind), read_tensors(folder / "pytorch_model.bin")[0]
+    adapter, full = read_adapter(target, kind), read_tensors(folder / "pytorch_model.bin")[0]
     names = {f"{LAYER}{name}" for name in inside} | {"classifier.out_proj.bias"}
     assert adapter.tensors.keys() == names
     assert all(torch.equal(adapter.tensors[name], full[name]) for name in names)

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from loralib.files import write_whole
+from loralib.hub import resolve_file
 
-from .file_utils import CONFIG_NAME, resolve_file
+from .file_utils import CONFIG_NAME
 
 # What LoRA can adapt in an encoder layer of either family -> its module, as
 # loralib.checkpoint.lora_targets names it. DeBERTa-v2's first three have "_proj" behind them.
@@ -39,6 +40,16 @@ _NOT_GIVEN_IF_NONE = {
 }
 
 
+# Settings that are this fork's own: upstream knows none of them.
+OWN_SETTINGS = frozenset(
+    {
+        *_NOT_GIVEN_IF_NONE,
+        *("reg_loss_wgt", "masking_prob", "unk_token_id", "special_token_ids"),
+        *("base_name_or_path", "base_revision"),
+    }
+)
+
+
 class PretrainedConfig:
     """The settings common to all models. Settings it does not know are kept, and written again.
 
@@ -64,6 +75,7 @@ class PretrainedConfig:
         special_token_ids: tokens that are never hidden.
         name_or_path: where the settings were read.
         base_name_or_path: the model that LoRA was put into, where that is another.
+        base_revision: its branch, tag or commit, where it is on the hub.
     """
 
     model_type: str = ""
@@ -97,6 +109,7 @@ class PretrainedConfig:
         special_token_ids: Iterable[int] = (),
         name_or_path: str = "",
         base_name_or_path: str | None = None,
+        base_revision: str | None = None,
         **others: Any,
     ):
         self.return_dict = return_dict
@@ -121,6 +134,7 @@ class PretrainedConfig:
         self.special_token_ids = list(special_token_ids)
         self.name_or_path = name_or_path
         self.base_name_or_path = base_name_or_path
+        self.base_revision = base_revision
         if id2label is not None:
             self.id2label = {int(index): label for index, label in id2label.items()}
             self.label2id = label2id or {label: index for index, label in self.id2label.items()}
@@ -227,6 +241,7 @@ class PretrainedConfig:
         # What was adapted and goes on so still stands on the base that it was put into.
         if not any(values.get(switch) and overrides.get(switch, True) for switch in switches):
             values["base_name_or_path"] = name
+            values["base_revision"] = None if os.path.exists(name) else revision
         return cls.from_dict({**values, "name_or_path": name}, **overrides)
 
     @classmethod
@@ -250,13 +265,12 @@ class PretrainedConfig:
 
     def to_json_string(self) -> str:
         """The settings as ``config.json`` holds them."""
-        return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
+        return _as_json(self.to_dict())
 
     def save_pretrained(self, folder: str | os.PathLike) -> None:
         """Writes ``config.json`` into `folder`."""
         Path(folder).mkdir(parents=True, exist_ok=True)
-        with write_whole(Path(folder, CONFIG_NAME)) as path:
-            path.write_text(self.to_json_string(), encoding="utf-8")
+        write_settings(folder, self.to_dict())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PretrainedConfig) and self.to_dict() == other.to_dict()
@@ -265,6 +279,16 @@ class PretrainedConfig:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} {self.to_json_string()}"
+
+
+def write_settings(folder: str | os.PathLike, settings: Mapping[str, Any]) -> None:
+    """Writes settings as a folder's ``config.json``."""
+    with write_whole(Path(folder, CONFIG_NAME)) as path:
+        path.write_text(_as_json(settings), encoding="utf-8")
+
+
+def _as_json(settings: Mapping[str, Any]) -> str:
+    return json.dumps(settings, indent=2, sort_keys=True) + "\n"
 
 
 def in_order(targets: Iterable[str]) -> list[str]:

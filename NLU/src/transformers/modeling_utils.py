@@ -26,6 +26,7 @@ from loralib.checkpoint import (
     lora_targets,
 )
 from loralib.files import CheckpointError, read_tensors, write_tensors
+from loralib.hub import resolve_file
 
 from .configuration_utils import PretrainedConfig, check_same_adaptation
 from .file_utils import (
@@ -35,7 +36,6 @@ from .file_utils import (
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
     ModelOutput,
-    resolve_file,
 )
 from .utils import logging
 
@@ -143,6 +143,7 @@ class PreTrainedModel(nn.Module):
         info = kind.info(
             **self._settings_of(kind),
             base=config.base_name_or_path,
+            base_revision=config.base_revision,
             base_fingerprint=self.base_fingerprint,
             task=config.finetuning_task,
             labels=tuple(config.id2label[index] for index in sorted(config.id2label)),
@@ -177,12 +178,17 @@ class PreTrainedModel(nn.Module):
             CheckpointError: they do not fit the model, or each other.
         """
         check_together(adapters)
-        backbones = [self._prefix(self.state_dict())]
+        state = self.state_dict()
+        backbones = [self._prefix(state)]
+        # PEFT's adapters of a model whose head is trained already may bring none.
+        known = state.keys() - self.drawn_anew
         skipped: set[str] = set()
         for adapter in adapters:
             settings = None if adapter.kind is LORA else self._settings_of(adapter.kind)
             skipped |= {
-                *load_into(self, adapter, self.base_fingerprint, backbones, new_head, settings)
+                *load_into(
+                    self, adapter, self.base_fingerprint, backbones, new_head, settings, known
+                )
             }
         return sorted(skipped)
 
@@ -227,7 +233,7 @@ class PreTrainedModel(nn.Module):
             raise TypeError(f"{', '.join(config_overrides)}: set it in the config that is given")
         else:
             check_same_adaptation(name, stated, vars(config))
-        tensors = _read_weights(name, token=use_auth_token, **where)
+        tensors = read_weights(name, token=use_auth_token, **where)
         for kind in _ADDED:
             if stated.get(kind.switch) and not any(kind.part in tensor for tensor in tensors):
                 raise CheckpointError(
@@ -410,12 +416,18 @@ def masked_lm_loss(
     return loss / is_target.sum().clamp(min=1), logits  # a batch may have no target
 
 
-def read_weights_folder(folder: str | os.PathLike) -> dict[str, Tensor]:
-    """All tensors of a local model folder: safetensors first, then torch files, sharded or not."""
-    return _read_weights(os.fspath(folder))
+def read_weights(name_or_path: str | os.PathLike, **where: Any) -> dict[str, Tensor]:
+    """All tensors of a model: safetensors first, then torch files, sharded or not.
 
+    Args:
+        name_or_path: a folder, or a repository's name.
+        where: as in `resolve_file`.
 
-def _read_weights(name_or_path: str, **where: Any) -> dict[str, Tensor]:
+    Raises:
+        OSError: there is no such model, or it has no weights.
+        CheckpointError: they are damaged.
+    """
+    name_or_path = os.fspath(name_or_path)
     for name in WEIGHTS_NAMES:
         path = resolve_file(name_or_path, name, **where)
         if path is None:

@@ -20,8 +20,8 @@ import torch
 from tokenizers import AddedToken, Encoding
 
 from loralib.files import write_whole
+from loralib.hub import resolve_file
 
-from .file_utils import resolve_file
 from .utils import logging
 
 logger = logging.get_logger(__name__)

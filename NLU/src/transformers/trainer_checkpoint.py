@@ -18,13 +18,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from loralib.checkpoint import KINDS, load_adapter, save_adapter
+from loralib.checkpoint import KINDS
 from loralib.files import CheckpointError, sync_folder, write_whole
+from loralib.formats import read_adapter, write_adapter
 from loralib.precision import Precision
 from loralib.process import TrainingError, rng_state, set_rng_state
 
 from .file_utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
-from .modeling_utils import PreTrainedModel, read_weights_folder
+from .modeling_utils import PreTrainedModel, read_weights
 from .tokenization_utils_base import PreTrainedTokenizerBase
 from .trainer_callback import TrainerState
 from .trainer_pt_utils import TrainingBatches, gather_objects
@@ -134,7 +135,7 @@ class TrainerCheckpoints:
         for kind in adapted_by:
             adapter = self.model.adapter(kind)
             for name in reversed(kind.files):
-                save_adapter(folder / name, adapter)
+                write_adapter(folder / name, adapter)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
         _save(self.args.to_dict(), folder / TRAINING_ARGS_NAME)
@@ -301,11 +302,11 @@ class TrainerCheckpoints:
         kinds = self.model.adapted_by
         if kinds:
             # These files say rank, alpha and base as well, which the whole model's does not.
-            self.model.load_adapters([load_adapter(path, kind) for kind in kinds])
+            self.model.load_adapters([read_adapter(path, kind) for kind in kinds])
             if not (path / WEIGHTS_NAME).is_file() and not (path / SAFE_WEIGHTS_NAME).is_file():
                 return
         try:
-            self.model.load_state_dict(read_weights_folder(folder))
+            self.model.load_state_dict(read_weights(folder))
         except RuntimeError as error:
             lines = " ".join(str(error).split())
             raise CheckpointError(f"{folder}: does not fit the model: {lines}") from error

@@ -1,4 +1,4 @@
-"""What the scripts share: logging, and errors as one line."""
+"""What the scripts share: logging, errors as one line, and checks of what they are given."""
 
 import logging
 import sys
@@ -10,6 +10,8 @@ from tqdm.auto import tqdm
 
 from loralib import process
 
+from ..configuration_utils import PretrainedConfig
+from ..tokenization_utils_base import PreTrainedTokenizerBase
 from ..trainer_utils import get_last_checkpoint
 from ..training_args import TrainingArguments
 
@@ -53,6 +55,31 @@ def find_checkpoint(args: TrainingArguments) -> str | None:
             "give another folder, or --overwrite_output_dir"
         )
     return checkpoint
+
+
+def check_length(config: PretrainedConfig, max_seq_length: int) -> None:
+    """Refuses texts that are longer than the model has positions for.
+
+    Raises:
+        ValueError: they are, or there is not even one token in them.
+    """
+    longest = config.longest_text
+    if max_seq_length < 1 or (longest is not None and max_seq_length > longest):
+        positions = "" if longest is None else f": the model has {longest} positions"
+        raise ValueError(f"--max_seq_length {max_seq_length}{positions}")
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> None:
+    """Refuses a tokenizer with tokens that the model does not have.
+
+    Raises:
+        ValueError: it has some.
+    """
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model {config.vocab_size}: "
+            "they do not belong together"
+        )
 
 
 def run(main: Callable[[], None]) -> None:

@@ -1,6 +1,8 @@
 """The package's loggers: all below ``transformers``, so that one call sets their level."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from logging import CRITICAL, DEBUG, ERROR, INFO, WARNING  # noqa: F401
 
 
@@ -27,3 +29,17 @@ def set_verbosity_warning() -> None:
 def set_verbosity_error() -> None:
     """Shows errors only."""
     set_verbosity(ERROR)
+
+
+@contextmanager
+def errors_only() -> Iterator[None]:
+    """Within this block the package shows errors only.
+
+    For a model whose head comes from elsewhere: that its own is drawn anew is no news then.
+    """
+    level = get_logger().level
+    set_verbosity_error()
+    try:
+        yield
+    finally:
+        set_verbosity(level)

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 import loralib as lora
 from loralib.packing import PackedRows
 from loralib.precision import LayerNorm
+from loralib.routing import for_each_run
 
 from ... import consistency
 from ...activations import ACT2FN
@@ -154,6 +155,8 @@ class Batch:
     Attributes:
         mask: (batch, 1, 1, length), False on padding; None without padding.
         by_row: attention takes the rows one by one.
+        runs: its runs of rows that share an adapter (see loralib/routing.py), each as a batch; none
+            where there is but one.
     """
 
     def __init__(self, rows: PackedRows, relative: RelativePositions | None, heads: int):
@@ -163,6 +166,9 @@ class Batch:
         if len(rows.index) < rows.shape.numel():
             self.mask = rows.pad(torch.ones_like(rows.index, dtype=torch.bool))[:, None, None, :]
         self.by_row = not rows.index.is_cuda and not self._padding_is_cheap(heads)
+        self.runs: list[Batch] = []
+        if len(rows.runs) > 1:
+            self.runs = [Batch(rows.part(run), relative, heads) for run in rows.runs]
 
     def _padding_is_cheap(self, heads: int) -> bool:
         """Whether attention over padding costs less than taking rows one by one.
@@ -182,7 +188,8 @@ class DisentangledSelfAttention(nn.Module):
     """Multi-head attention to contents and distances, without its output projection.
 
     Where keys are shared, the content's projections are the distances' too: LoRA on the query then
-    reaches those of the "p2c" term, LoRA on the key those of "c2p".
+    reaches those of the "p2c" term, LoRA on the key those of "c2p". So in a batch with several
+    adapters each run of rows has projections of its own, and attention takes run after run.
     """
 
     def __init__(self, config: DebertaV2Config):
@@ -215,27 +222,45 @@ class DisentangledSelfAttention(nn.Module):
             The same shape as `queries`.
         """
         q, k, v = self.query_proj(queries), self.key_proj(hidden), self.value_proj(hidden)
-        positions = self._project_positions(batch.relative)
-        attend = self._attend_rows if batch.by_row else self._attend_padded
-        return attend(q, k, v, positions, batch)
+        positions = self._project_positions(batch)
+        if not batch.runs:
+            return self._attend_run(q, k, v, positions[0], batch)
+        of_keys = [len(run.rows.index) for run in batch.runs]
+        of_queries = of_keys if len(q) == len(k) else [len(run.rows.first) for run in batch.runs]
+        tensors = (q.split(of_queries), k.split(of_keys), v.split(of_keys))
+        parts = zip(*tensors, positions, batch.runs, strict=True)
+        return torch.cat([self._attend_run(*part) for part in parts])
 
-    def _project_positions(self, relative: RelativePositions | None) -> _Positions:
-        """Keys and queries of distances, scaled.
+    def _project_positions(self, batch: Batch) -> list[_Positions]:
+        """For each run, keys and queries of distances, scaled.
 
         Keys go from key - query = 1 - length to length - 1, as in the picture at the module's head;
         queries go from query - key = 1 - length to length - 1.
         """
+        relative = batch.relative
+        keys = queries = [None] * len(batch.rows.runs)
         if relative is None:
-            return None, None
-        keys = queries = None
+            return list(zip(keys, queries, strict=True))
         embeddings = self.pos_dropout(relative.embeddings)
         if self.c2p:
             project = self.key_proj if self.share_att_key else self.pos_key_proj
-            keys = (project(embeddings) * self.scale).index_select(0, relative.rows.flip(0))
+            keys = self._of_distances(project, embeddings, relative.rows.flip(0))
         if self.p2c:
             project = self.query_proj if self.share_att_key else self.pos_query_proj
-            queries = (project(embeddings) * self.scale).index_select(0, relative.rows)
-        return keys, queries
+            queries = self._of_distances(project, embeddings, relative.rows)
+        return list(zip(keys, queries, strict=True))
+
+    def _of_distances(self, project: nn.Module, embeddings: Tensor, rows: Tensor) -> list[Tensor]:
+        """For each run, the scaled projections of these rows of the embeddings."""
+        projected = for_each_run(project, embeddings)
+        return [(run * self.scale).index_select(0, rows) for run in projected]
+
+    def _attend_run(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: _Positions, batch: Batch
+    ) -> Tensor:
+        """Attention within rows that share an adapter; `batch` is theirs."""
+        attend = self._attend_rows if batch.by_row else self._attend_padded
+        return attend(q, k, v, positions, batch)
 
     def _attend_rows(
         self, q: Tensor, k: Tensor, v: Tensor, positions: _Positions, batch: Batch

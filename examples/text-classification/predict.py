@@ -1,0 +1,413 @@
+"""Label texts for many tasks with one base: each line of the input names its LoRA adapter.
+
+    python examples/text-classification/predict.py --model_name_or_path roberta-base \
+        rte=output/rte mnli=someone/their-peft-adapter sst2=sst2_lora.bin --lora_alpha 16 \
+        --input_file texts.jsonl --output_file predictions.jsonl
+
+Input and output are JSON lines, in the same order:
+
+    {"adapter": "rte", "text": "A dog runs.", "text_pair": "An animal moves.", "id": 7}
+    {"adapter": "rte", "text": …, "label": "entailment", "probabilities": {"entailment": 0.93, …}}
+
+A line without text_pair is one text, one without adapter is for the only adapter there is. Other
+keys, such as id, are carried over. A regressor gives "score" in place of label and probabilities.
+
+The base is read once, and one batch holds rows of several adapters:
+
+    lines ─ tokenize ─> rows of ids ─ batches ─> rows of about one length, grouped by adapter
+          ─ compute_logits ─> logits in the lines' order ─ answer ─> labels and probabilities
+"""
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from loralib.bank import AdapterBank
+from loralib.checkpoint import KINDS, Adapter
+from loralib.files import write_whole
+from loralib.formats import read_adapter
+from loralib.precision import Precision, hold_frozen_in
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+    HfArgumentParser,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils.cli import check_length, check_vocabulary, run, set_up_logging
+from transformers.utils.logging import errors_only
+
+logger = logging.getLogger(__name__)
+
+STANDARD_STREAM = "-"
+# What the answers are called; a line of the input has none of these keys.
+ANSWERS = ("label", "probabilities", "score")
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; ``adapters`` maps each name to where its adapter is."""
+    parser = HfArgumentParser([], description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--model_name_or_path", required=True, help="the base: a model's folder, or hub name")
+    add(
+        "adapters",
+        nargs="+",
+        metavar="NAME=ADAPTER",
+        help="a name that lines use, and a LoRA file, a folder with one, or a name on the hub",
+    )
+    add("--input_file", default=STANDARD_STREAM, help="JSON lines of texts; - is stdin")
+    add("--output_file", default=STANDARD_STREAM, help="JSON lines of answers; - is stdout")
+    add("--max_seq_length", type=int, default=128, help="longer texts are cut to these tokens")
+    add("--batch_size", type=int, default=32, help="rows a batch, of whatever adapters")
+    add("--lora_alpha", type=float, help="for adapters that do not say what theirs is")
+    add("--bf16", action="store_true", help="compute in bfloat16, on a GPU or a CPU")
+    add("--no_cuda", action="store_true", help="stay on the CPU even where there is a GPU")
+    add("--cache_dir", help="where to keep what is downloaded")
+    add("--model_revision", default="main", help="branch, tag or commit of the base on the hub")
+    add(
+        "--use_auth_token",
+        action="store_true",
+        help="use the token of `hf auth login`, for private models and adapters",
+    )
+    args = parser.parse_intermixed_args(argv)
+    if args.batch_size < 1:
+        parser.error(f"--batch_size must be at least 1, not {args.batch_size}")
+    try:
+        args.adapters = sources_by_name(args.adapters)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def sources_by_name(arguments: Sequence[str]) -> dict[str, str]:
+    """Takes ``name=adapter`` apart.
+
+    Raises:
+        ValueError: one is not of this form, or two have one name.
+    """
+    sources: dict[str, str] = {}
+    for argument in arguments:
+        name, _, source = argument.partition("=")
+        if not name or not source:
+            raise ValueError(f"'{argument}' is no NAME=ADAPTER")
+        if name in sources:
+            raise ValueError(
+                f"two adapters have the name '{name}': {sources[name]} and {source}; "
+                "give one another name"
+            )
+        sources[name] = source
+    return sources
+
+
+# ------------------------------------------------------------------------------------------------
+# Lines
+# ------------------------------------------------------------------------------------------------
+
+
+def read_lines(path: str, names: Sequence[str]) -> list[dict[str, Any]]:
+    """The input's lines, each with the key ``adapter``.
+
+    Args:
+        path: a file of JSON lines, or ``-`` for stdin.
+        names: the adapters that there are.
+
+    Raises:
+        ValueError: there is no line, or one is not as it should be; the message has its number.
+    """
+    is_stdin = path == STANDARD_STREAM
+    source, lines = "stdin" if is_stdin else path, []
+    with nullcontext(sys.stdin.buffer) if is_stdin else open(path, "rb") as file:
+        for number, content in enumerate(file, start=1):
+            try:
+                lines.append(_parse(content.strip(), names))
+            except ValueError as error:
+                raise ValueError(f"{source}: line {number}: {error}") from error
+    if not lines:
+        raise ValueError(f"{source}: is empty")
+    return lines
+
+
+def _parse(content: bytes, names: Sequence[str]) -> dict[str, Any]:
+    """One line, checked, with its adapter filled in where there is a single one."""
+    try:
+        line = json.loads(content)
+        # It has to be written again, and JSON can spell what UTF-8 cannot.
+        _encoded(line)
+    except (ValueError, RecursionError) as error:
+        # Where in the line, which JSON's errors say as well, would be taken for the line.
+        raise ValueError(f"is not JSON ({getattr(error, 'msg', error)})") from error
+    if not isinstance(line, dict):
+        raise ValueError(f"is no JSON object ({content.decode():.40})")
+    if "text" not in line:
+        raise ValueError("has no text")
+    for key in ("text", "text_pair"):
+        if not isinstance(line.get(key, ""), str):
+            raise ValueError(f"its {key} is no string ({json.dumps(line[key]):.40})")
+    for key in ANSWERS:
+        if key in line:
+            raise ValueError(f"has the key '{key}', which the answer needs: give it another name")
+    if "adapter" not in line and len(names) > 1:
+        raise ValueError(f"does not say its adapter, one of {', '.join(names)}")
+    line.setdefault("adapter", names[0])
+    if line["adapter"] not in names:
+        adapter = json.dumps(line["adapter"], ensure_ascii=False)
+        raise ValueError(f"unknown adapter {adapter} (expected {', '.join(names)})")
+    return line
+
+
+def _encoded(line: Any) -> bytes:
+    return json.dumps(line, ensure_ascii=False).encode() + b"\n"
+
+
+def write_lines(path: str, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Writes JSON lines: a whole file or none, or to stdout where `path` is ``-``."""
+
+    def write(file: BinaryIO) -> None:
+        file.writelines(map(_encoded, lines))
+        file.flush()
+
+    if path == STANDARD_STREAM:
+        write(sys.stdout.buffer)
+        return
+    with write_whole(path) as temporary, open(temporary, "wb") as file:
+        write(file)
+
+
+def check_output(path: str) -> None:
+    """Sees, before anything is computed, that `path` can be written; makes its folder.
+
+    Raises:
+        OSError: it cannot.
+    """
+    if path == STANDARD_STREAM:
+        return
+    if Path(path).is_dir():
+        raise IsADirectoryError(f"--output_file {path} is a folder")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+
+
+# ------------------------------------------------------------------------------------------------
+# Model
+# ------------------------------------------------------------------------------------------------
+
+
+def load_config(args: argparse.Namespace) -> PretrainedConfig:
+    """The base's settings.
+
+    Raises:
+        ValueError: it is no base, or has fewer positions than --max_seq_length.
+    """
+    name = args.model_name_or_path
+    config = AutoConfig.from_pretrained(name, **_where(args))
+    for kind in KINDS:
+        if getattr(config, kind.switch):
+            raise ValueError(
+                f"{name} is no base, its config.json says {kind.switch}: give the model that it "
+                "was made from; utils/split_lora.py makes an adapter of what was trained"
+            )
+    check_length(config, args.max_seq_length)
+    return config
+
+
+def _where(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "cache_dir": args.cache_dir,
+        "revision": args.model_revision,
+        "use_auth_token": args.use_auth_token,
+    }
+
+
+def load_tokenizer(args: argparse.Namespace, config: PretrainedConfig) -> PreTrainedTokenizerBase:
+    """The base's tokenizer.
+
+    Raises:
+        ValueError: the model has not all of its tokens.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(
+        args.model_name_or_path, config=config, **_where(args)
+    )
+    check_vocabulary(tokenizer, config)
+    return tokenizer
+
+
+def read_adapters(args: argparse.Namespace) -> dict[str, Adapter]:
+    """The adapters by name; one that does not say its base gets a warning."""
+    where = {"cache_dir": args.cache_dir, "token": args.use_auth_token}
+    adapters = {}
+    for name, source in args.adapters.items():
+        adapter = read_adapter(source, **where)
+        if adapter.info is None and args.lora_alpha is not None:
+            # It is for these alone: others may have been trained with another one.
+            adapter = read_adapter(source, lora_alpha=args.lora_alpha, **where)
+        if adapter.info is None or adapter.info.base_fingerprint is None:
+            base = args.model_name_or_path
+            logger.warning("%s does not say its base's weights: taken on trust: %s", source, base)
+        adapters[name] = adapter
+    return adapters
+
+
+def fill_bank(
+    model: PreTrainedModel, adapters: Mapping[str, Adapter], base: str
+) -> tuple[AdapterBank, dict[str, tuple[str, ...]]]:
+    """Puts the adapters over the base.
+
+    Args:
+        model: the base.
+        adapters: by name.
+        base: its name, for messages.
+
+    Returns:
+        The bank, and each adapter's labels in the order of its outputs.
+
+    Raises:
+        CheckpointError: an adapter does not fit the base.
+        ValueError: one brings no head, and the base has none.
+    """
+    bank = AdapterBank(model)
+    own = tuple(model.config.id2label[index] for index in sorted(model.config.id2label))
+    labels = {}
+    for name, adapter in adapters.items():
+        bank.add(name, adapter, base_fingerprint=model.base_fingerprint)
+        if not bank.labels(name) and model.drawn_anew:
+            raise ValueError(
+                f"{adapter.source}: brings no head, and {base} has no trained "
+                f"{min(model.drawn_anew)}, …: there is nothing to predict with"
+            )
+        labels[name] = bank.labels(name) or own
+    return bank, labels
+
+
+# ------------------------------------------------------------------------------------------------
+# Predictions
+# ------------------------------------------------------------------------------------------------
+
+
+def tokenize(
+    lines: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> list[dict[str, list[int]]]:
+    """Each line's ids, and the other rows that the model takes; longer texts are cut."""
+    rows: list[dict[str, list[int]]] = [{} for _ in lines]
+    for is_pair in (False, True):
+        chosen = [index for index, line in enumerate(lines) if ("text_pair" in line) is is_pair]
+        if not chosen:
+            continue
+        keys = ("text", "text_pair") if is_pair else ("text",)
+        texts = ([lines[index][key] for index in chosen] for key in keys)
+        encoded = tokenizer(*texts, truncation=True, max_length=max_length)
+        for name, values in encoded.items():
+            for index, value in zip(chosen, values, strict=True):
+                rows[index][name] = value
+    return rows
+
+
+def batches(lengths: Sequence[int], adapters: Sequence[str], size: int) -> Iterator[list[int]]:
+    """Indices of rows, in batches of `size`: the longest first, those of an adapter together."""
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    for start in range(0, len(order), size):
+        yield sorted(order[start : start + size], key=lambda index: adapters[index])
+
+
+@torch.inference_mode()
+def compute_logits(
+    model: PreTrainedModel,
+    bank: AdapterBank,
+    adapters: Sequence[str],
+    rows: Sequence[Mapping[str, list[int]]],
+    collate: DataCollatorWithPadding,
+    precision: Precision,
+    batch_size: int,
+) -> list[np.ndarray]:
+    """Each row's logits, float32; those of a batch's widest head, with -inf behind its own.
+
+    Args:
+        model: the base.
+        bank: the adapters over it.
+        adapters: the name of each row's adapter.
+        rows: each row's ids, and what else the model takes.
+        collate: makes a batch of some rows.
+        precision: what to compute in.
+        batch_size: rows a batch.
+    """
+    logits: list[np.ndarray] = [np.empty(0)] * len(rows)
+    lengths = [len(row["input_ids"]) for row in rows]
+    with tqdm(total=len(rows), desc="predicting", unit="rows", file=sys.stderr) as bar:
+        for chosen in batches(lengths, adapters, batch_size):
+            inputs = collate([rows[index] for index in chosen])
+            inputs = {name: tensor.to(precision.device_type) for name, tensor in inputs.items()}
+            with bank.use([adapters[index] for index in chosen]), precision.autocast():
+                output = model(**inputs)["logits"].float().cpu().numpy()
+            for index, row in zip(chosen, output, strict=True):
+                logits[index] = row
+            bar.update(len(chosen))
+    return logits
+
+
+def answer(logits: np.ndarray, labels: Sequence[str]) -> dict[str, Any]:
+    """What a row's logits say: the likeliest label and all probabilities, or a score.
+
+    Args:
+        logits: float32; one for each label, and possibly more behind them.
+        labels: a head with one gives scores.
+    """
+    own = torch.from_numpy(logits[: len(labels)])
+    if len(labels) == 1:
+        return {"score": _shortest(own.numpy()[0])}
+    probabilities = own.softmax(0).numpy()
+    return {
+        "label": labels[int(probabilities.argmax())],
+        "probabilities": dict(zip(labels, map(_shortest, probabilities), strict=True)),
+    }
+
+
+def _shortest(value: np.float32) -> float:
+    """The number with the fewest digits that is this one in float32: 0.93, not 0.930000007."""
+    return float(str(value))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses, reads, checks, loads, predicts, writes."""
+    args = parse_arguments(argv)
+    set_up_logging()
+    lines = read_lines(args.input_file, list(args.adapters))
+    config = load_config(args)
+    adapters = read_adapters(args)
+    tokenizer = load_tokenizer(args, config)
+    rows = tokenize(lines, tokenizer, args.max_seq_length)
+    check_output(args.output_file)
+
+    device = torch.device("cuda" if torch.cuda.is_available() and not args.no_cuda else "cpu")
+    precision = Precision(torch.bfloat16 if args.bf16 else torch.float32, device.type)
+    with errors_only():
+        model = AutoModelForSequenceClassification.from_pretrained(
+            args.model_name_or_path, config=config, **_where(args)
+        )
+    model.train_only(())
+    if args.bf16:
+        hold_frozen_in(model, precision.dtype)
+    model.to(device)
+    bank, labels = fill_bank(model, adapters, args.model_name_or_path)
+    logger.info("%d lines for %d adapters, on %s", len(lines), len(adapters), device)
+    chosen = [line["adapter"] for line in lines]
+    collate = DataCollatorWithPadding(tokenizer)
+    logits = compute_logits(model, bank, chosen, rows, collate, precision, args.batch_size)
+    answers = (
+        {**line, **answer(row, labels[line["adapter"]])}
+        for line, row in zip(lines, logits, strict=True)
+    )
+    write_lines(args.output_file, list(answers))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,402 @@
+"""The forms that an adapter has on disk: which one a file is, reading it, writing another.
+
+    form      what it is                                            alpha, base, task, labels
+    lora      this project's: safetensors, with an `AdapterInfo`    yes
+              and a checksum in the metadata
+    release   microsoft/LoRA's: a dict of tensors saved by torch;   no; for GPT-2, if this project
+              for GPT-2 in another dict, under model_state_dict,    wrote the file
+              its names beginning with "module."
+    peft      PEFT's: a folder of adapter_config.json and           alpha and base; task and
+              adapter_model.safetensors, see `loralib.peft`         labels if this project wrote it
+    plain     what `lora_state_dict` gives of any model, saved by   no
+              torch
+
+Whatever the form, an `Adapter` in memory has the tensor names of this project's models, which are
+the release's. Files are written whole or not at all, torch files are read weights-only, and
+checksums are compared where a file has them: torch's archives and our own safetensors do.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from . import peft
+from .checkpoint import (
+    BACKBONE_PREFIXES,
+    KINDS,
+    LORA,
+    Adapter,
+    Kind,
+    TrainedInfo,
+    base_biases,
+    lora_info,
+    plain,
+)
+from .files import (
+    CheckpointError,
+    is_safetensors,
+    read_tensors,
+    write_tensors,
+    write_wrapped_tensors,
+)
+from .hub import resolve_file
+from .updates import lora_pairs, rank_of
+
+FORMS = ("lora", "release", "peft")
+
+# Names in the release's first DeBERTa files -> names in its layers.
+_OLD_NAMES = {
+    f".{part}_lora_{ab.lower()}.weight": f".{part}_proj.lora_{ab}"
+    for part in ("query", "value")
+    for ab in "AB"
+}
+# GPT-2's head is its token embedding: what a whole checkpoint holds of it is no head of a task.
+_TIED_HEADS = ("lm_head.weight", "lm_head.decoder.weight")
+_GPT2 = "transformer.h."
+_SUFFIXES = {"lora": (".safetensors",), "release": (".bin", ".pt")}
+
+
+# ------------------------------------------------------------------------------------------------
+# Reading
+# ------------------------------------------------------------------------------------------------
+
+
+def read_adapter(
+    source: str | os.PathLike,
+    kind: Kind = LORA,
+    *,
+    lora_alpha: float | None = None,
+    cache_dir: str | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+) -> Adapter:
+    """Reads an adapter of any form.
+
+    The release's form says nothing of itself; where this project wrote it, the safetensors beside
+    it hold the same tensors, and the info is taken from there.
+
+    Args:
+        source: a file; a folder with one, such as a checkpoint's or PEFT's; or the name of a
+            repository on the hub.
+        kind: what the file has to hold.
+        lora_alpha: the alpha that LoRA was trained with, where the file does not say it.
+        cache_dir, revision, token: for the hub, as in `resolve_file`.
+
+    Returns:
+        The adapter. Its info is None where neither the file nor `lora_alpha` say enough.
+
+    Raises:
+        CheckpointError: there is no such adapter, it is damaged, no adapter of this kind, or it
+            says something else than `lora_alpha` or than its own tensors.
+        OSError: the hub cannot be reached.
+    """
+    path = Path(source)
+    if not path.is_file():
+        where = {"cache_dir": cache_dir, "revision": revision, "token": token}
+        path = _within(os.fspath(source), kind, where)
+    if path.name in (peft.CONFIG_NAME, *peft.WEIGHTS_NAMES):
+        adapter = _read_peft(path)
+    else:
+        adapter = _read_file(path, kind)
+    _check_values(adapter)
+    if kind is LORA:
+        adapter = _with_alpha(adapter, lora_alpha)
+        _check_lora(adapter)
+    return adapter
+
+
+def _within(source: str, kind: Kind, where: Mapping[str, object]) -> Path:
+    """The adapter file within a folder or a repository; PEFT's config where it is one of PEFT's.
+
+    Of the two files that a run of this project writes, the one with metadata is taken.
+    """
+    if not os.path.isdir(source) and not _may_be_on_hub(source):
+        raise CheckpointError(f"{source}: no such checkpoint file")
+    names = (*kind.files, peft.CONFIG_NAME) if kind is LORA else kind.files
+    found = {name: resolve_file(source, name, **where) for name in names}
+    own = [path for name in kind.files if (path := found[name])]
+    theirs = found.get(peft.CONFIG_NAME)
+    if own and theirs:
+        raise CheckpointError(
+            f"{source}: holds two adapters, {own[0].name} and PEFT's {theirs.name}; name one of "
+            "these files"
+        )
+    if theirs and not os.path.isdir(source):
+        _fetch_peft_weights(source, where)
+    if not own and not theirs:
+        raise CheckpointError(f"{source}: holds no adapter: none of {', '.join(names)}")
+    return own[0] if own else theirs
+
+
+def _may_be_on_hub(source: str) -> bool:
+    """Whether this can be a repository's name: not one that ends as a file does."""
+    is_path = source.startswith((".", "~", os.sep)) or source.count("/") > 1
+    return not is_path and Path(source).suffix not in (".bin", ".pt", ".safetensors", ".json")
+
+
+def _fetch_peft_weights(source: str, where: Mapping[str, object]) -> None:
+    """Brings a repository's weights to the cache, where they lie beside its config."""
+    for name in peft.WEIGHTS_NAMES:
+        if resolve_file(source, name, **where):
+            return
+
+
+def _read_peft(path: Path) -> Adapter:
+    weights = peft.weights_beside(path)
+    tensors, metadata = _read_checked(weights)
+    tensors = own_names(peft.own_names(tensors, str(weights)), str(weights))
+    adapter = peft.read(path.with_name(peft.CONFIG_NAME), tensors, weights)
+    known = LORA.info.from_metadata(metadata, weights)
+    return adapter if known is None else peft.with_known(adapter, known)
+
+
+def _read_file(path: Path, kind: Kind) -> Adapter:
+    tensors, metadata = _read_checked(path)
+    if any(name.startswith(peft.PREFIX) for name in tensors):
+        raise CheckpointError(
+            f"{path}: holds weights of PEFT under another name than {peft.WEIGHTS_NAMES[0]}, which "
+            f"belongs beside their {peft.CONFIG_NAME}"
+        )
+    info = kind.info.from_metadata(metadata, path) or _info_beside(path, tensors, kind)
+    tensors = own_names(tensors, str(path))
+    if not any(kind.holds(name, BACKBONE_PREFIXES) for name in tensors):
+        raise CheckpointError(
+            f"{path}: none of its {len(tensors)} tensors is {kind.name}'s ('{kind.part}')"
+        )
+    form = "lora" if path.suffix == ".safetensors" and info else "release"
+    if form == "release" and not any(name.startswith(BACKBONE_PREFIXES) for name in tensors):
+        form = "plain"
+    return Adapter(tensors, info, str(path), kind, form)
+
+
+def _info_beside(path: Path, tensors: Mapping[str, Tensor], kind: Kind) -> TrainedInfo | None:
+    safe, plain = kind.files
+    twin = path.with_name(safe)
+    if path.name != plain or not twin.is_file():
+        return None
+    others, metadata = _read_checked(twin)
+    same = others.keys() == tensors.keys() and all(
+        torch.equal(others[name], tensor) for name, tensor in tensors.items()
+    )
+    return kind.info.from_metadata(metadata, twin) if same else None
+
+
+def _read_checked(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """A file's tensors and metadata, after its checksum, if it has one, was found to be right."""
+    tensors, metadata = read_tensors(path, verify=True)
+    recorded = metadata.pop("digest", None)
+    metadata.pop("format", None)
+    described = any(kind.info.own & metadata.keys() for kind in KINDS)
+    # A torch archive has checksums of its own, which cover its metadata as well.
+    if recorded is None and described and is_safetensors(path):
+        raise CheckpointError(f"{path}: damaged: the checksum that belongs to it is missing")
+    if recorded is not None and recorded != checksum(tensors, metadata):
+        raise CheckpointError(f"{path}: damaged: its content is not what was written (checksum)")
+    return tensors, metadata
+
+
+def _check_values(adapter: Adapter) -> None:
+    for name, tensor in adapter.tensors.items():
+        if not tensor.is_floating_point():
+            raise CheckpointError(
+                f"{adapter.source}: {name} is of {tensor.dtype}, not of a floating type"
+            )
+        if not torch.isfinite(tensor).all():
+            raise CheckpointError(f"{adapter.source}: {name} holds values that are not finite")
+
+
+def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """SHA-256 over metadata, names, dtypes, shapes and bytes."""
+    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def own_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """An adapter's tensors under the names that this project's models have for them.
+
+    Known are DDP's ``module.``, the names of the release's first DeBERTa files, and GPT-2's without
+    ``transformer.``.
+
+    Raises:
+        CheckpointError: two tensors have one name.
+    """
+    renamed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        own = name.removeprefix("module.")
+        for old, new in _OLD_NAMES.items():
+            if own.endswith(old):
+                own = own.removesuffix(old) + new
+        if own.startswith("h."):
+            own = f"transformer.{own}"
+        if own in renamed:
+            raise CheckpointError(f"{source}: holds {own} under two names")
+        renamed[own] = tensor
+    if any(name.startswith(_GPT2) for name in renamed):
+        renamed = {name: tensor for name, tensor in renamed.items() if name not in _TIED_HEADS}
+    return renamed
+
+
+def _with_alpha(adapter: Adapter, alpha: float | None) -> Adapter:
+    if alpha is None:
+        return adapter
+    if not 0 < alpha < float("inf"):
+        raise CheckpointError(f"{adapter.source}: --lora_alpha has to be above 0, not {alpha:g}")
+    if adapter.info is not None:
+        if adapter.info.alpha != alpha:
+            raise CheckpointError(
+                f"{adapter.source}: was trained with alpha {adapter.info.alpha:g}, "
+                f"but --lora_alpha is {alpha:g}"
+            )
+        return adapter
+    rank = rank_of(adapter.tensors, adapter.source)
+    return replace(adapter, info=lora_info(adapter.tensors, rank, alpha))
+
+
+def _check_lora(adapter: Adapter) -> None:
+    """Sees that LoRA's tensors are whole, nothing of the base's, and what the info says."""
+    tensors, source, info = adapter.tensors, adapter.source, adapter.info
+    rank, biases = rank_of(tensors, source), base_biases(tensors)
+    halves = {f"{module}.lora_{ab}" for module in lora_pairs(tensors, source) for ab in "AB"}
+    for name in tensors:
+        if LORA.part in name and name not in halves:
+            raise CheckpointError(f"{source}: {name} is not the name of a low-rank update")
+        in_base = name.startswith(BACKBONE_PREFIXES) and name not in biases
+        if in_base and name not in halves:
+            raise CheckpointError(
+                f"{source}: holds a whole model, not LoRA alone: {name}, …; give it as "
+                "--init_checkpoint or --model_name_or_path, or take its LoRA out with "
+                "utils/split_lora.py"
+            )
+    if info is None:
+        return
+    seen = lora_info(tensors, rank, info.alpha)
+    for what in ("rank", "targets", "bias"):
+        said, is_so = getattr(info, what), getattr(seen, what)
+        if said != is_so:
+            raise CheckpointError(
+                f"{source}: damaged: it says {what} {plain(said)}, its tensors have {plain(is_so)}"
+            )
+
+
+# ------------------------------------------------------------------------------------------------
+# Writing
+# ------------------------------------------------------------------------------------------------
+
+
+def write_adapter(path: str | os.PathLike, adapter: Adapter, form: str | None = None) -> list[str]:
+    """Writes an adapter.
+
+    Args:
+        path: a file, ``.safetensors`` for the form lora and ``.bin`` or ``.pt`` for release; or a
+            folder: these forms then get the file name that runs of this project give them.
+        adapter: what to write.
+        form: of `FORMS`; by default the one that the file's name says.
+
+    Returns:
+        What a user has to know of the result, a line each: what this form cannot hold.
+
+    Raises:
+        CheckpointError: the adapter lacks what the form has to say; the form has no way to say
+            what the adapter does; or the name is none for the form. Nothing is written.
+    """
+    path = Path(path)
+    form = form or form_of_name(path)
+    if form == "peft":
+        return _write_peft(path, adapter)
+    if path.suffix not in ("", *_SUFFIXES[form]):
+        names = " or ".join(_SUFFIXES[form])
+        raise CheckpointError(f"{path}: a file of the form {form} has a name that ends in {names}")
+    if adapter.kind is LORA:
+        _check_writable(adapter)
+    if not path.suffix:
+        path.mkdir(parents=True, exist_ok=True)
+        path = path / adapter.kind.files[FORMS.index(form)]
+    return _write_lora(path, adapter) if form == "lora" else _write_release(path, adapter)
+
+
+def form_of_name(path: Path) -> str:
+    """The form of a file that is called so.
+
+    Raises:
+        CheckpointError: the name does not tell.
+    """
+    for form, suffixes in _SUFFIXES.items():
+        if path.suffix in suffixes:
+            return form
+    raise CheckpointError(
+        f"{path}: its name does not tell the form to write: .safetensors is lora, .bin release"
+    )
+
+
+def _check_writable(adapter: Adapter) -> None:
+    for module, (A, B) in lora_pairs(adapter.tensors, adapter.source).items():
+        if module.startswith(_GPT2) and module.endswith(".c_attn") and len(A) == B.shape[1]:
+            raise CheckpointError(
+                f"{adapter.source}: its update of {module} is not made of one block for the query "
+                "and one for the value, as this project's GPT-2 and the release's have them; "
+                "--to merged folds it into the base"
+            )
+
+
+def _write_lora(path: Path, adapter: Adapter) -> list[str]:
+    if adapter.info is None:
+        raise CheckpointError(
+            f"{adapter.source}: does not say with what alpha it was trained, which {path.name} has "
+            "to hold; give it as --lora_alpha"
+        )
+    write_tensors(path, adapter.tensors, _with_digest(adapter.tensors, adapter.info))
+    return []
+
+
+def _with_digest(tensors: Mapping[str, Tensor], info: TrainedInfo) -> dict[str, str]:
+    metadata = info.to_metadata()
+    return {**metadata, "digest": checksum(tensors, metadata)}
+
+
+def _write_release(path: Path, adapter: Adapter) -> list[str]:
+    if any(name.startswith(_GPT2) for name in adapter.tensors):
+        named = {f"module.{name}": tensor for name, tensor in adapter.tensors.items()}
+        write_wrapped_tensors(path, named, adapter.info.to_metadata() if adapter.info else {})
+        return []
+    write_tensors(path, adapter.tensors)
+    return _lost(adapter.info, kept=("rank", "targets", "bias"))
+
+
+def _lost(info: TrainedInfo | None, kept: Iterable[str]) -> list[str]:
+    """What a form that keeps no more than these fields loses, a line each."""
+    if info is None:
+        return []
+    said = {name: value for name, value in asdict(info).items() if value is not None}
+    return [
+        f"not in this form: {name} {plain(value)}"
+        for name, value in said.items()
+        if name not in kept
+    ]
+
+
+def _write_peft(path: Path, adapter: Adapter) -> list[str]:
+    if adapter.info is None:
+        raise CheckpointError(
+            f"{adapter.source}: does not say with what alpha it was trained, which PEFT has to "
+            "know; give it as --lora_alpha"
+        )
+    tensors, remarks = peft.tensors_of(adapter)
+    peft.write(path, peft.config_of(adapter), tensors, _with_digest(tensors, adapter.info))
+    unseen = [
+        name
+        for name in ("base_fingerprint", "task", "labels", "beside")
+        if getattr(adapter.info, name) is not None
+    ]
+    if unseen:
+        remarks.append(f"in the metadata, where PEFT does not look: {', '.join(unseen)}")
+    return remarks

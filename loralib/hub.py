@@ -1,0 +1,169 @@
+"""Files of the Hugging Face hub, with errors that a user can act on.
+
+The hub library, huggingface_hub, is imported when a file is to come from there, not before: who
+uses none does not need it. It obeys ``HF_ENDPOINT`` and ``HF_HOME``, and checks sizes.
+"""
+
+import os
+from pathlib import Path
+from types import ModuleType
+
+from .files import first_line
+
+
+class AbsentFileError(FileNotFoundError):
+    """A repository that has no file of that name. The message is one line."""
+
+
+def is_offline_mode() -> bool:
+    """Whether ``HF_HUB_OFFLINE`` or ``TRANSFORMERS_OFFLINE`` asks for cached files only."""
+    on = {"1", "true", "yes", "on"}
+    switches = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    return any(os.environ.get(name, "").lower() in on for name in switches)
+
+
+def resolve_file(
+    name_or_path: str | os.PathLike,
+    filename: str,
+    *,
+    cache_dir: str | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+) -> Path | None:
+    """The local path of `filename` in a model folder or in a repository of the hub.
+
+    Args:
+        name_or_path: a local folder, or a repository's name such as ``roberta-base``.
+        filename: a file's name within it.
+        cache_dir: where downloads are kept; the hub library's cache by default.
+        revision: branch, tag or commit of the repository.
+        token: True for the token that the hub library has stored, or a token.
+
+    Returns:
+        The path, or None where the folder or the repository has no such file.
+
+    Raises:
+        OSError: `name_or_path` is neither a folder nor a repository that can be reached; as in
+            `fetch_file`.
+    """
+    name = os.fspath(name_or_path)
+    if os.path.isdir(name):
+        path = Path(name, filename)
+        return path if path.is_file() else None
+    try:
+        return fetch_file(name, filename, cache_dir=cache_dir, revision=revision, token=token)
+    except AbsentFileError:
+        return None
+
+
+def fetch_file(
+    name: str,
+    filename: str,
+    *,
+    cache_dir: str | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    folder: str | os.PathLike | None = None,
+) -> Path:
+    """The local path of a file of the hub, fetched unless it is there.
+
+    Args:
+        name: a repository's name, such as ``roberta-base``.
+        filename: a file's name within it.
+        cache_dir, revision, token: as in `resolve_file`.
+        folder: where to put the file instead of into a cache.
+
+    Raises:
+        AbsentFileError: the repository has no such file. In offline mode, a repository of which the
+            cache holds other files counts as such, unless it is known to have this one.
+        FileNotFoundError: the file is not in the cache, and the hub cannot be asked for it.
+        OSError: there is no such repository, or the file cannot be fetched.
+    """
+    hub = _hub_library(name)
+    where = {"revision": revision, "cache_dir": cache_dir}
+    try:
+        return Path(
+            hub.hf_hub_download(
+                name,
+                filename,
+                token=token or None,
+                local_dir=folder,
+                local_files_only=is_offline_mode(),
+                **where,
+            )
+        )
+    except Exception as error:
+        # Its HTTP client's own errors come through, and which client it has changes.
+        raise _as_os_error(hub, error, name, filename, where) from error
+
+
+def _hub_library(name: str) -> ModuleType:
+    """huggingface_hub, which is to fetch from the repository `name`."""
+    try:
+        import huggingface_hub
+        import huggingface_hub.errors
+    except ImportError as error:
+        raise OSError(
+            f"'{name}' is not a local folder, and fetching it from the hub needs a library: "
+            "pip install huggingface_hub"
+        ) from error
+    return huggingface_hub
+
+
+def _as_os_error(
+    hub: ModuleType, error: Exception, name: str, filename: str, where: dict[str, str | None]
+) -> OSError:
+    """What is raised for an error of the hub library."""
+    match error:
+        case hub.errors.GatedRepoError():
+            return OSError(f"'{name}' needs access rights: log in with `hf auth login`")
+        case hub.errors.HFValidationError() | hub.errors.RepositoryNotFoundError():
+            return OSError(
+                f"'{name}' is neither a local folder nor a model on the hub "
+                "(a private one needs `hf auth login`)"
+            )
+        case hub.errors.RevisionNotFoundError():
+            return OSError(f"'{name}' has no revision '{where['revision'] or 'main'}' on the hub")
+        case hub.errors.LocalEntryNotFoundError():
+            return _not_cached(hub, error, name, filename, where)
+        case hub.errors.EntryNotFoundError():
+            return AbsentFileError(f"'{name}' has no {filename} on the hub")
+        case _:
+            return OSError(f"'{name}' cannot be fetched from the hub: {_reason(error)}")
+
+
+def _not_cached(
+    hub: ModuleType, error: Exception, name: str, filename: str, where: dict[str, str | None]
+) -> FileNotFoundError:
+    """The same, where the hub was not reached and the cache holds no such file."""
+    if hub.try_to_load_from_cache(name, filename, **where) is hub._CACHED_NO_EXIST:
+        return AbsentFileError(f"'{name}' has no {filename} on the hub")
+    if not is_offline_mode():
+        why = _reason(error)
+    elif _seems_absent(hub, name, filename, where):
+        return AbsentFileError(f"'{name}': offline mode is on and {filename} cannot be fetched")
+    else:
+        why = "offline mode is on and it is not in the cache"
+    return FileNotFoundError(f"'{name}' is not a local folder and cannot be fetched: {why}")
+
+
+def _seems_absent(hub: ModuleType, name: str, filename: str, where: dict[str, str | None]) -> bool:
+    """Whether the cache holds files of a repository, and no word of a file called `filename`.
+
+    A cache that was filled by other means than ours holds no notes of absent files.
+    """
+    try:
+        # Raises, too, where the repository's listing is in the cache and has the file.
+        snapshot = hub.snapshot_download(
+            name, allow_patterns=filename, local_files_only=True, **where
+        )
+    except hub.errors.LocalEntryNotFoundError:
+        return False
+    return any(path.is_file() for path in Path(snapshot).rglob("*"))
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of the innermost cause."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return first_line(error)

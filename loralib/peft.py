@@ -1,0 +1,405 @@
+"""PEFT's adapter folders: ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+PEFT calls a LoRA tensor ``base_model.model.<module>.lora_A.weight`` and writes a head, one of the
+`modules_to_save`, as ``base_model.model.<module>.weight``. Its LoRA is one update of a module's
+whole output. What `MergedLinear` has as two updates of rank r, for GPT-2's query and value, is for
+PEFT one of rank 2r in blocks, with the same scaling, alpha / r = 2 alpha / 2r:
+
+    lora_A (2r, in)                 lora_B (3n, 2r)
+    .-----------------.             .-----.-----.
+    |   A of query    | r           |  B  |  0  | n   query
+    |-----------------|             |-----|-----|
+    |   A of value    | r           |  0  |  0  | n   key
+    '-----------------'             |-----|-----|
+                                    |  0  |  B  | n   value
+                                    '-----'-----'
+
+PEFT's settings beyond the paper's LoRA that change what is computed are refused by name; those that
+say how a rank or an alpha differs between modules are evened out.
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .checkpoint import BACKBONE_PREFIXES, Adapter, AdapterInfo, base_biases, lora_info
+from .files import CheckpointError, first_line, write_tensors, write_whole_folder
+from .updates import ENABLED_SLICES, Update, lora_pairs, rank_of, updates
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
+PREFIX = "base_model.model."
+
+# Settings that do not change what a trained adapter computes, or that its tensors show.
+_WITHOUT_EFFECT = {
+    *("auto_mapping", "inference_mode", "peft_version", "task_type", "runtime_config"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("fan_in_fan_out", "bias", "modules_to_save", "rank_pattern", "ensure_weight_tying"),
+    *("eva_config", "megatron_core", "qalora_group_size"),
+}
+_READ = {
+    *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "alpha_pattern"),
+    *("init_lora_weights", "base_model_name_or_path", "revision"),
+}
+# Beginnings that leave the base's weights as they are; others, such as "pissa", change them.
+_HARMLESS_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+# ------------------------------------------------------------------------------------------------
+# Reading
+# ------------------------------------------------------------------------------------------------
+
+
+def weights_beside(path: Path) -> Path:
+    """The weights of the folder that `path`, its config or its weights, lies in.
+
+    Raises:
+        CheckpointError: config or weights are missing.
+    """
+    if not path.with_name(CONFIG_NAME).is_file():
+        raise CheckpointError(f"{path}: PEFT's {CONFIG_NAME} is missing beside it")
+    found = [file for name in WEIGHTS_NAMES if (file := path.with_name(name)).is_file()]
+    if not found:
+        raise CheckpointError(f"{path}: {' or '.join(WEIGHTS_NAMES)} is missing beside it")
+    return found[0]
+
+
+def read(config_path: Path, tensors: Mapping[str, Tensor], weights: Path) -> Adapter:
+    """The adapter that PEFT's config and tensors are.
+
+    Args:
+        config_path: its config.
+        tensors: its weights, under this project's names (see `own_names`).
+        weights: the file that they are from.
+
+    Raises:
+        CheckpointError: they are damaged, do not belong together, or are not LoRA as the paper
+            has it.
+    """
+    config, source = _read_config(config_path), str(weights)
+    pairs = lora_pairs(tensors, source)
+    if not pairs:
+        raise CheckpointError(f"{source}: none of its {len(tensors)} tensors is LoRA's")
+    for module, (_, B) in pairs.items():
+        if not config.get("rank_pattern") and B.shape[1] != config["r"]:
+            raise CheckpointError(
+                f"{source}: its rank is {B.shape[1]} ({module}), {config_path.name} says "
+                f"{config['r']}"
+            )
+    alphas = {
+        module: _alpha(config, module, B.shape[1], config_path) for module, (_, B) in pairs.items()
+    }
+    tensors, alpha = _evened(tensors, pairs, alphas)
+    whole = rank_of(tensors, source)
+    tensors = _stacked(tensors, source)
+    rank = rank_of(tensors, source)
+    info = replace(
+        lora_info(tensors, rank, _as_int(alpha * rank / whole)),
+        dropout=config.get("lora_dropout") or None,
+        base=config.get("base_model_name_or_path"),
+        base_revision=config.get("revision"),
+    )
+    return Adapter(tensors, info, source, form="peft")
+
+
+def with_known(adapter: Adapter, known: AdapterInfo) -> Adapter:
+    """The adapter with what this project wrote into the metadata of PEFT's weights.
+
+    Raises:
+        CheckpointError: the config says another rank or alpha.
+    """
+    for what in ("rank", "alpha"):
+        theirs, ours = getattr(adapter.info, what), getattr(known, what)
+        if theirs != ours:
+            raise CheckpointError(
+                f"{adapter.source}: was written with {what} {ours:g}, {CONFIG_NAME} says "
+                f"{theirs:g} now"
+            )
+    own = {"base": adapter.info.base, "base_revision": adapter.info.base_revision}
+    return replace(adapter, info=replace(known, **own))
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not PEFT's settings ({first_line(error)})") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: not PEFT's settings (no JSON object)")
+    for name, is_sound in _SOUND.items():
+        if not is_sound(config.get(name)):
+            raise CheckpointError(f"{path}: {name} is {config.get(name)!r}")
+    if config.get("init_lora_weights", True) not in _HARMLESS_BEGINNINGS:
+        raise CheckpointError(
+            f"{path}: init_lora_weights is {config['init_lora_weights']!r}, which changes the "
+            "base's weights; let PEFT convert the adapter to plain LoRA"
+        )
+    for name, value in config.items():
+        if name not in _READ | _WITHOUT_EFFECT and value:
+            raise CheckpointError(
+                f"{path}: {name} is {value!r}, which is not LoRA as the paper has it; merge it "
+                "with PEFT"
+            )
+    return config
+
+
+def _is_number(value: Any, low: float, high: float = math.inf) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and low <= value <= high
+
+
+def _is_alpha(value: Any) -> bool:
+    return _is_number(value, 0) and value > 0
+
+
+_SOUND = {
+    "peft_type": lambda value: value == "LORA",
+    "r": lambda value: isinstance(value, int) and _is_number(value, 1),
+    "lora_alpha": _is_alpha,
+    "lora_dropout": lambda value: value is None or _is_number(value, 0, 1),
+    "use_rslora": lambda value: value is None or isinstance(value, bool),
+    "rank_pattern": lambda value: value is None or isinstance(value, dict),
+    "alpha_pattern": lambda value: (
+        value is None or (isinstance(value, dict) and all(map(_is_alpha, value.values())))
+    ),
+    "base_model_name_or_path": lambda value: value is None or isinstance(value, str),
+    "revision": lambda value: value is None or isinstance(value, str),
+    "init_lora_weights": lambda value: value is None or isinstance(value, bool | str),
+}
+
+
+def _alpha(config: Mapping[str, Any], module: str, rank: int, path: Path) -> float:
+    """The alpha by which, over its rank, a module's update is scaled.
+
+    With rslora PEFT divides by the rank's square root instead.
+    """
+    alpha = config["lora_alpha"]
+    for pattern, own in (config.get("alpha_pattern") or {}).items():
+        name = pattern.removeprefix("^")
+        if not re.fullmatch(r"[\w.]+", name):
+            raise CheckpointError(
+                f"{path}: alpha_pattern has a regular expression, '{pattern}'; only names are known"
+            )
+        if module == name or (name == pattern and module.endswith(f".{name}")):
+            alpha = own
+            break
+    return alpha * math.sqrt(rank) if config.get("use_rslora") else alpha
+
+
+def own_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """PEFT's tensors under the names that the base model has for them.
+
+    Raises:
+        CheckpointError: some are not PEFT's, or two have one name.
+    """
+    named: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if not name.startswith(PREFIX):
+            raise CheckpointError(f"{source}: {name} is not a name that PEFT gives")
+        # With biases PEFT also writes a head's own copy of them, and those of the head before.
+        if ".original_module." in name:
+            continue
+        own = name.removeprefix(PREFIX)
+        own = re.sub(r"\.modules_to_save\.[^.]+\.", ".", own)
+        own = re.sub(r"\.lora_([AB])\.weight$", r".lora_\1", own)
+        own = re.sub(r"\.base_layer\.bias$", ".bias", own)
+        if not torch.equal(named.setdefault(own, tensor), tensor):
+            raise CheckpointError(f"{source}: holds {own} under two names")
+    return named
+
+
+def _evened(
+    tensors: Mapping[str, Tensor],
+    pairs: Mapping[str, tuple[Tensor, Tensor]],
+    alphas: Mapping[str, float],
+) -> tuple[dict[str, Tensor], float]:
+    """The tensors with one rank and one alpha for all modules, and that alpha.
+
+    Lower ranks are filled up with zeros, and B takes what is another module's scaling. Where all
+    have one rank and alpha, nothing is changed.
+    """
+    ranks = {module: B.shape[1] for module, (_, B) in pairs.items()}
+    rank, alpha = max(ranks.values()), max(alphas.values())
+    evened = dict(tensors)
+    for module, (A, B) in pairs.items():
+        missing = rank - ranks[module]
+        factor = (alphas[module] / ranks[module]) / (alpha / rank)
+        if missing or factor != 1:
+            evened[f"{module}.lora_A"] = F.pad(A, (0, 0, 0, missing))
+            evened[f"{module}.lora_B"] = F.pad(B * factor, (0, missing))
+    return evened, alpha
+
+
+def _stacked(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """The tensors with each update in blocks, see the module's head, as several of a lower rank.
+
+    Where not all updates are such blocks, they stay as they are.
+    """
+    stacked = dict(tensors)
+    for module, (_, B) in lora_pairs(tensors, source).items():
+        blocks = _blocks(B, ENABLED_SLICES.get(module.rpartition(".")[2], ()))
+        if blocks is None:
+            return dict(tensors)
+        stacked[f"{module}.lora_B"] = blocks
+    return stacked
+
+
+def _blocks(B: Tensor, enabled: tuple[bool, ...]) -> Tensor | None:
+    """(out, rank) in blocks -> the blocks one below the other; None where there are others."""
+    count = sum(enabled)
+    if not count or B.shape[1] % count or len(B) % len(enabled):
+        return None
+    grid = B.unflatten(1, (count, -1)).unflatten(0, (len(enabled), -1))
+    places = [(index, block) for block, index in enumerate(_indices(enabled))]
+    others = [
+        grid[index, :, block]
+        for index in range(len(enabled))
+        for block in range(count)
+        if (index, block) not in places
+    ]
+    if any(other.any() for other in others):
+        return None
+    return torch.cat([grid[index, :, block] for index, block in places]).contiguous()
+
+
+def _indices(enabled: tuple[bool, ...]) -> list[int]:
+    return [index for index, on in enumerate(enabled) if on]
+
+
+def _as_int(value: float) -> float:
+    return int(value) if value == int(value) else value
+
+
+# ------------------------------------------------------------------------------------------------
+# Writing
+# ------------------------------------------------------------------------------------------------
+
+
+def write(
+    path: str | os.PathLike,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+) -> None:
+    """Writes PEFT's folder, whole or not at all.
+
+    Raises:
+        CheckpointError: there is something at `path`.
+    """
+    with write_whole_folder(path) as folder:
+        write_tensors(folder / WEIGHTS_NAMES[0], tensors, metadata)
+        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+        (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
+
+
+def tensors_of(adapter: Adapter) -> tuple[dict[str, Tensor], list[str]]:
+    """An adapter's tensors as PEFT names and holds them; what a user has to know of them.
+
+    Raises:
+        CheckpointError: PEFT has no such updates.
+    """
+    named, all_updates = {}, updates(adapter)
+    _check_same_kind(adapter, all_updates)
+    for module, update in all_updates.items():
+        named[f"{PREFIX}{module}.lora_A.weight"] = torch.cat([part.A for part in update.parts])
+        named[f"{PREFIX}{module}.lora_B.weight"] = _whole_B(update)
+    for name, tensor in adapter.tensors.items():
+        module, _, last = name.rpartition(".")
+        if "lora_" not in name:
+            own = f"{module}.base_layer.{last}" if module in all_updates else name
+            named[f"{PREFIX}{own}"] = tensor
+    parts = _stacked_parts(all_updates)
+    if parts == 1:
+        return named, []
+    rank = adapter.info.rank
+    return named, [
+        f"{parts} updates of rank {rank} in one {module.rpartition('.')[2]} are, for PEFT, one of "
+        f"rank {parts * rank} and alpha {parts * adapter.info.alpha:g}: the same sums"
+    ]
+
+
+def _stacked_parts(all_updates: Mapping[str, Update]) -> int:
+    return max(len(update.parts) for update in all_updates.values())
+
+
+def _check_same_kind(adapter: Adapter, all_updates: Mapping[str, Update]) -> None:
+    if len({len(update.parts) for update in all_updates.values()}) > 1:
+        raise CheckpointError(
+            f"{adapter.source}: has stacked updates and others, which have several ranks in PEFT's "
+            "form; that is not supported"
+        )
+    for module in all_updates:
+        last = module.rpartition(".")[2]
+        if "embed" in last or last in ("wte", "wpe"):
+            raise CheckpointError(
+                f"{adapter.source}: {module} seems to be an embedding, which PEFT adapts in "
+                "another way"
+            )
+
+
+def _whole_B(update: Update) -> Tensor:
+    if len(update.parts) == 1:
+        return update.parts[0].B
+    rank = update.parts[0].B.shape[1]
+    whole = update.parts[0].B.new_zeros(update.out_features, rank * len(update.parts))
+    for block, part in enumerate(update.parts):
+        whole[part.columns, block * rank : (block + 1) * rank] = part.B
+    return whole
+
+
+def config_of(adapter: Adapter) -> dict[str, Any]:
+    """PEFT's settings for an adapter."""
+    info, all_updates = adapter.info, updates(adapter)
+    parts = _stacked_parts(all_updates)
+    is_gpt2 = next(iter(all_updates)).startswith("transformer.h.")
+    head = {
+        name.partition(".")[0] if name.startswith(("classifier", "pooler")) else _parent(name)
+        for name in adapter.tensors.keys() - base_biases(adapter.tensors)
+        if "lora_" not in name
+    }
+    task = "CAUSAL_LM" if is_gpt2 else "SEQ_CLS" if "classifier" in head else None
+    return {
+        "peft_type": "LORA",
+        "task_type": task,
+        "base_model_name_or_path": info.base,
+        "revision": info.base_revision,
+        "inference_mode": True,
+        "r": parts * info.rank,
+        "lora_alpha": _as_int(parts * info.alpha),
+        "lora_dropout": info.dropout or 0.0,
+        "target_modules": _target_modules(all_updates),
+        "modules_to_save": sorted(head) or None,
+        "bias": info.bias,
+        "fan_in_fan_out": is_gpt2,
+        "init_lora_weights": True,
+        "use_rslora": False,
+    }
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _target_modules(modules: Iterable[str]) -> list[str]:
+    """How PEFT is told which modules are adapted: by the last part of their names where it can be.
+
+    PEFT takes every module whose name ends so. That is right for the models of this project, but
+    for ``dense``, which several modules of a layer are called; elsewhere names are given in full.
+    """
+    return sorted(
+        {
+            module.rpartition(".")[2]
+            if module.startswith(BACKBONE_PREFIXES) and not module.endswith(".dense")
+            else module
+            for module in modules
+        }
+    )

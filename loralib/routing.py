@@ -1,0 +1,142 @@
+"""Which rows of a batch are computed with which adapter, where one batch has several.
+
+Rows that stand beside each other and share an adapter are a run. Linear layers see a run as a slice
+of the batch or, in models that lay tokens end to end (packing.py), as a slice of the tokens:
+
+    batch       adapter        packed tokens
+    a b c .     rte            a b c d e f g h i
+    d e . .     rte            '-------' '-----'
+    f g h i     mnli              rte      mnli
+
+`AdapterBank.use` (bank.py) puts a `Routing` into effect, for its own thread alone; the bank's hooks
+act by it. Without one, everything here does nothing.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The runs of a batch.
+
+    Args:
+        key: tells whose adapters these are: hooks with another key do not act.
+        adapters: each run's adapter.
+        rows: each run's rows; None where one adapter has all, however many there are.
+        tokens: each run's tokens among the packed ones, once a model has packed them.
+        spread: inputs are no batch's, every run has a copy of them: see `for_each_run`.
+    """
+
+    key: object
+    adapters: tuple[Any, ...]
+    rows: tuple[slice, ...] | None = None
+    tokens: tuple[slice, ...] | None = None
+    spread: bool = False
+
+    def parts(self, x: Tensor) -> Sequence[slice]:
+        """Where each run is in a layer's input, in its first dimension.
+
+        Args:
+            x: (tokens, in) of packed tokens; (batch, in), one token a row; (batch, …, in); with
+                `spread`, (runs, …, in). Any shape where one adapter has all rows.
+
+        Raises:
+            ValueError: x is neither.
+        """
+        if self.spread:
+            return slices([1] * len(self.adapters))
+        if self.rows is None:
+            return [slice(None)]
+        if self.tokens is not None and x.dim() == 2 and len(x) == self.tokens[-1].stop:
+            return self.tokens
+        if x.dim() >= 2 and len(x) == self.rows[-1].stop:
+            return self.rows
+        known = f"{self.rows[-1].stop} rows"
+        if self.tokens is not None:
+            known += f" of {self.tokens[-1].stop} tokens"
+        raise ValueError(
+            f"adapters are named for {known}, a layer is given {tuple(x.shape)}: name one a row"
+        )
+
+
+_in_effect: ContextVar[Routing | None] = ContextVar("routing", default=None)
+
+
+def in_effect() -> Routing | None:
+    """The routing of the block that runs in this thread."""
+    return _in_effect.get()
+
+
+@contextmanager
+def routed(routing: Routing) -> Iterator[None]:
+    """Puts `routing` into effect; the innermost block's counts.
+
+    Raises:
+        ValueError: it is within a block of another key, which would end up without effect.
+    """
+    outer = _in_effect.get()
+    if outer is not None and outer.key is not routing.key:
+        raise ValueError("another bank's adapters are in use: leave that block first")
+    token = _in_effect.set(routing)
+    try:
+        yield
+    finally:
+        _in_effect.reset(token)
+
+
+def slices(lengths: Sequence[int]) -> tuple[slice, ...]:
+    """Parts of these lengths, one behind the other: ``[2, 3]`` -> 0 … 2, 2 … 5."""
+    return tuple(slice(start, stop) for start, stop in pairwise([0, *accumulate(lengths)]))
+
+
+def note_tokens(lengths: Sequence[int]) -> tuple[slice, ...]:
+    """Tells the routing in effect where the rows of a batch are among its packed tokens.
+
+    Args:
+        lengths: tokens of each row.
+
+    Returns:
+        The runs of rows; one of all rows where there is no routing, or one adapter has them all.
+
+    Raises:
+        ValueError: adapters are named for another number of rows.
+    """
+    routing = _in_effect.get()
+    if routing is None or routing.rows is None:
+        return slices([len(lengths)])
+    named = routing.rows[-1].stop
+    if len(lengths) != named:
+        raise ValueError(f"the batch has {len(lengths)} rows, adapters are named for {named}")
+    ends = [0, *accumulate(lengths)]
+    tokens = tuple(slice(ends[run.start], ends[run.stop]) for run in routing.rows)
+    # The block that `routed` began ends with what was before it, whatever is set here.
+    _in_effect.set(replace(routing, tokens=tokens))
+    return routing.rows
+
+
+def for_each_run(layer: nn.Module, x: Tensor) -> list[Tensor]:
+    """What a linear layer makes of an input that is no batch's, such as positions, in every run.
+
+    The layer's own product is made once.
+
+    Args:
+        layer: (…, in) -> (…, out), with updates or without.
+        x: (n, in).
+
+    Returns:
+        For each run (n, out); one where there is no routing, or one adapter has all rows.
+    """
+    routing = _in_effect.get()
+    if routing is None or routing.rows is None:
+        return [layer(x)]
+    with routed(replace(routing, spread=True)):
+        out = layer(x)
+    # A layer that no adapter of these updates is the same in all runs.
+    return list(out) if out.dim() > x.dim() else [out] * len(routing.adapters)

@@ -1,0 +1,411 @@
+"""Several adapters beside one encoder: each gives its own model's logits, in mixed batches too.
+
+In float64, so that what is compared is equal but for the last digits.
+"""
+
+import copy
+import importlib
+import threading
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+import loralib as lora
+from loralib import packing
+from loralib.checkpoint import Adapter, fingerprint
+from loralib.files import CheckpointError
+from loralib.packing import PackedRows
+from loralib.routing import Routing
+from transformers.configuration_utils import LORA_TARGETS
+
+DEBERTA = importlib.import_module("transformers.models.deberta_v2.modeling_deberta_v2")
+FAMILIES = ("roberta", "deberta")
+ALL = tuple(LORA_TARGETS)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """How an adapter was trained."""
+
+    seed: int
+    rank: int
+    alpha: float
+    labels: int
+    targets: tuple[str, ...] = ("query", "value")
+
+
+TRAINED = {
+    "a": Trained(1, rank=2, alpha=6, labels=2),
+    "b": Trained(2, rank=5, alpha=3, labels=4, targets=("query", "key")),
+    "c": Trained(3, rank=1, alpha=2, labels=3, targets=ALL),
+    "d": Trained(4, rank=3, alpha=4, labels=1, targets=("key", "intermediate")),
+    "e": Trained(5, rank=4, alpha=5, labels=3, targets=("attention_output", "output")),
+}
+# One name a row, in any order.
+MIXES = ["a", "aaa", "ba", "bacb", "abcde", "eedaae", "dcccbad"]
+LENGTHS = (9, 3, 1, 12, 7, 2, 5)
+# What else a DeBERTa may be.
+VARIANTS = {
+    "own projections of distances": {"share_att_key": False},
+    "c2p alone": {"pos_att_type": "c2p", "conv_kernel_size": 0},
+    "p2c alone": {"pos_att_type": "p2c", "norm_rel_ebd": "none"},
+    "no distances": {"relative_attention": False, "position_biased_input": True},
+}
+
+
+class Task:
+    """A base and the adapters that were trained on it.
+
+    Args:
+        make: the fixture `make_classifier`.
+        family: "roberta" or "deberta".
+        dtype: of all models.
+        settings: of the base.
+    """
+
+    def __init__(self, make, family, dtype=torch.float64, **settings):
+        settings = {"pad_token_id": 1, **settings}
+        self.make = lambda **given: make(family, **settings, **given).to(dtype)
+        self.family, self.base = family, self.make(num_labels=3)
+
+    def lora(self, trained):
+        """A model with LoRA as it was trained, the base's weights, and new LoRA weights."""
+        switches = {"apply_lora": True, "lora_r": trained.rank, "lora_alpha": trained.alpha}
+        model = self.make(num_labels=trained.labels, lora_targets=list(trained.targets), **switches)
+        own, base = model.state_dict(), self.base.state_dict()
+        model.load_state_dict(
+            {**own, **{n: t for n, t in base.items() if n.startswith(self.family)}}
+        )
+        return model
+
+    def adapter(self, name):
+        trained = TRAINED[name]
+        model, generator = self.lora(trained), torch.Generator().manual_seed(trained.seed)
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_" in parameter_name or not parameter_name.startswith(self.family):
+                parameter.data.normal_(std=0.3, generator=generator)
+        return replace(model.adapter(), source=f"{name}.safetensors")
+
+    def model(self, name):
+        """A model that was built for one adapter, which is loaded into it."""
+        model = self.lora(TRAINED[name])
+        model.load_adapters([self.adapter(name)])
+        return model
+
+    def bank(self, names="abcde"):
+        bank = lora.AdapterBank(self.base)
+        for name in names:
+            bank.add(name, self.adapter(name))
+        return bank
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture
+def task(make_classifier, family):
+    return Task(make_classifier, family)
+
+
+@pytest.fixture(params=["rows", "padded", "holes"])
+def path(request, monkeypatch):
+    """Attention by either path; with padding between tokens, which only one of them takes."""
+    cheap = request.param != "rows"
+    monkeypatch.setattr(DEBERTA.Batch, "_padding_is_cheap", lambda *_: cheap)
+    monkeypatch.setattr(packing, "_padding_is_cheap", lambda *_: cheap)
+    return request.param
+
+
+def make_batch(rows, path="padded"):
+    """Ragged rows, padded to more than the longest needs."""
+    mask = (torch.arange(14) < torch.tensor(LENGTHS[:rows])[:, None]).long()
+    if path == "holes":
+        mask[:, 2] = 0
+        mask[0, 5:7] = 0
+    ids = torch.randint(5, 60, mask.shape, generator=torch.Generator().manual_seed(rows))
+    return {"input_ids": ids.masked_fill(mask == 0, 1), "attention_mask": mask}
+
+
+def close(ours, theirs, tolerance=1e-9):
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+
+
+def close_to_rows(mixed, rows, tolerance=1e-9):
+    assert mixed.shape == (len(rows), max(len(row) for row in rows))
+    for ours, theirs in zip(mixed, rows, strict=True):
+        close(ours[: len(theirs)], theirs, tolerance)
+        assert (ours[len(theirs) :] == float("-inf")).all()
+
+
+def row_by_row(bank, model, names, batch):
+    """Each row's logits, from a forward of the whole batch with the adapter that it names."""
+    logits = {}
+    for name in set(names):
+        with bank.use(name):
+            logits[name] = model(**batch).logits
+    return [logits[name][row] for row, name in enumerate(names)]
+
+
+def mixed_logits(bank, model, names, batch):
+    with bank.use(list(names)):
+        return model(**batch).logits
+
+
+# ---- one adapter ----
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", TRAINED)
+def test_one_adapter_is_a_model_of_its_own(task, name, path):
+    bank, batch = task.bank(name), make_batch(4, path)
+    with bank.use(name):
+        ours = task.base(**batch).logits
+    close(ours, task.model(name)(**batch).logits)
+    assert ours.shape == (4, TRAINED[name].labels)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("target", ALL)
+def test_every_target(task, target, monkeypatch):
+    """Each alone, without a head: what differs from the base is the update."""
+    trained = Trained(6, rank=3, alpha=9, labels=3, targets=(target,))
+    monkeypatch.setitem(TRAINED, "one", trained)
+    adapter, batch = task.adapter("one"), make_batch(4)
+    updates = {n: t for n, t in adapter.tensors.items() if "lora_" in n}
+    bank = lora.AdapterBank(task.base)
+    bank.add("one", Adapter(updates, adapter.info))
+    with bank.use("one"):
+        ours = task.base(**batch).logits
+    model = task.model("one")
+    head = {n: t for n, t in task.base.state_dict().items() if not n.startswith(task.family)}
+    model.load_state_dict(head, strict=False)
+    close(ours, model(**batch).logits)
+    assert (ours - task.base(**batch).logits).abs().max() > 1e-2
+    assert bank.labels("one") == ()
+
+
+def test_labels_are_the_adapters(task):
+    bank = task.bank("ab")
+    assert bank.labels("a") == ("LABEL_0", "LABEL_1")
+    adapter = task.adapter("a")
+    bank.add("named", replace(adapter, info=replace(adapter.info, labels=("no", "yes"))))
+    assert bank.labels("named") == ("no", "yes")
+
+
+def test_heads_are_whole_modules(task):
+    loaded = task.bank("a")._adapters["a"]
+    expected = {"classifier"} if task.family == "roberta" else {"classifier", "pooler"}
+    assert loaded.heads.keys() == expected
+    assert not any(p.requires_grad for head in loaded.heads.values() for p in head.parameters())
+
+
+# ---- mixed batches ----
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("names", MIXES)
+def test_a_mixed_batch_is_its_rows_one_adapter_at_a_time(task, names, path):
+    bank, batch = task.bank(), make_batch(len(names), path)
+    expected = row_by_row(bank, task.base, names, batch)
+    close_to_rows(mixed_logits(bank, task.base, names, batch), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("names", ["ba", "abcde", "dcccbad"])
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_debertas_of_all_kinds(make_classifier, variant, names, path):
+    task = Task(make_classifier, "deberta", **variant)
+    bank, batch = task.bank(), make_batch(len(names), path)
+    expected = row_by_row(bank, task.base, names, batch)
+    close_to_rows(mixed_logits(bank, task.base, names, batch), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("names", ["bacb", "eedaae"])
+def test_in_bfloat16(make_classifier, family, names, path):
+    task = Task(make_classifier, family, torch.float32)
+    bank, batch = task.bank(), make_batch(len(names), path)
+    exact = row_by_row(bank, task.base, names, batch)
+    close_to_rows(mixed_logits(bank, task.base, names, batch), exact, 2e-5)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = row_by_row(bank, task.base, names, batch)
+        mixed = mixed_logits(bank, task.base, names, batch)
+    close_to_rows(mixed, expected, 0.1)
+    close_to_rows(mixed, exact, 0.25)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("names", ["bacb", "dcccbad"])
+def test_every_layers_states(task, names, path):
+    bank, batch = task.bank(), make_batch(len(names), path)
+    with bank.use(list(names)):
+        mixed = task.base(**batch, output_hidden_states=True)
+    for row, name in enumerate(names):
+        with bank.use(name):
+            single = task.base(**batch, output_hidden_states=True)
+        for ours, theirs in zip(mixed.hidden_states, single.hidden_states, strict=True):
+            close(ours[row], theirs[row])
+    close_to_rows(mixed.logits, row_by_row(bank, task.base, names, batch))
+
+
+@torch.no_grad()
+def test_as_many_tokens_as_rows(task):
+    bank, ids = task.bank("ab"), torch.tensor([[2], [7], [9]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    expected = row_by_row(bank, task.base, "abb", batch)
+    close_to_rows(mixed_logits(bank, task.base, "abb", batch), expected)
+
+
+@torch.no_grad()
+def test_as_many_tokens_as_distances(make_classifier):
+    """Positions are no tokens, though there may be as many of them: 2 · 3 - 1."""
+    task = Task(make_classifier, "deberta")
+    bank, ids = task.bank("ab"), torch.tensor([[2, 7, 9], [2, 8, 1]])
+    batch = {"input_ids": ids, "attention_mask": (ids != 1).long()}
+    expected = row_by_row(bank, task.base, "ab", batch)
+    close_to_rows(mixed_logits(bank, task.base, "ab", batch), expected)
+
+
+@torch.no_grad()
+def test_rows_that_are_taken_for_others_show(task, monkeypatch):
+    bank, batch, names = task.bank(), make_batch(4), "aabb"
+    expected, parts = row_by_row(bank, task.base, names, batch), Routing.parts
+    monkeypatch.setattr(Routing, "parts", lambda *given: parts(*given)[::-1])
+    with pytest.raises(AssertionError):
+        close_to_rows(mixed_logits(bank, task.base, names, batch), expected)
+
+
+@torch.no_grad()
+def test_distances_of_another_adapter_show(make_classifier, monkeypatch):
+    task = Task(make_classifier, "deberta")
+    bank, batch, names = task.bank(), make_batch(4), "aabb"
+    expected, each = row_by_row(bank, task.base, names, batch), DEBERTA.for_each_run
+    monkeypatch.setattr(DEBERTA, "for_each_run", lambda *given: each(*given)[::-1])
+    with pytest.raises(AssertionError):
+        close_to_rows(mixed_logits(bank, task.base, names, batch), expected)
+
+
+@torch.no_grad()
+def test_one_product_of_the_base_in_a_mixed_batch(make_classifier):
+    """The relative positions' projection too is the base's once, and the adapters' beside it."""
+    task = Task(make_classifier, "deberta")
+    bank, batch, calls = task.bank(), make_batch(5), []
+    for module in task.base.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(lambda module, *_: calls.append(module))
+
+    def count(names):
+        calls.clear()
+        with bank.use(names):
+            task.base(**batch)
+        return len(calls)
+
+    assert count(list("abcde")) == count("a") > 10
+
+
+# ---- packed rows ----
+
+
+def test_parts_of_packed_rows():
+    mask = make_batch(5, "holes")["attention_mask"]
+    rows = PackedRows(mask)
+    assert rows.runs == (slice(0, 5),)
+    for run in (slice(0, 2), slice(2, 3), slice(1, 5)):
+        part, alone = rows.part(run), PackedRows(mask[run])
+        assert (part.lengths, part.shape, part.runs) == (alone.lengths, alone.shape, alone.runs)
+        assert torch.equal(part.index, alone.index)
+        assert torch.equal(part.first, alone.first)
+    assert rows.lengths == mask.sum(1).tolist()
+
+
+def test_runs_of_packed_rows(task):
+    bank, mask = task.bank("ab"), make_batch(4)["attention_mask"]
+    with bank.use(["a", "a", "b", "a"]):
+        assert PackedRows(mask).runs == (slice(0, 2), slice(2, 3), slice(3, 4))
+    for names in ("a", ["a"] * 4):
+        with bank.use(names):
+            assert PackedRows(mask).runs == (slice(0, 4),)
+    wrong = pytest.raises(ValueError, match=r"^the batch has 4 rows, adapters are named for 3$")
+    with wrong, bank.use(["a", "b", "a"]):
+        PackedRows(mask)
+
+
+# ---- the base, and what is refused ----
+
+
+@torch.no_grad()
+def test_the_base_stays_as_it_is(task):
+    model, batch = task.base, make_batch(4)
+    before, state = model(**batch).logits, copy.deepcopy(model.state_dict())
+    bank = task.bank()
+    for names in ("a", list("abcd")):
+        with bank.use(names):
+            assert model(**batch).logits.shape[1] == (2 if names == "a" else 4)
+        assert torch.equal(model(**batch).logits, before)
+    wrong = pytest.raises(ValueError, match="the batch has 4 rows, adapters are named for 2")
+    with wrong, bank.use(["a", "b"]):
+        model(**batch)
+    assert torch.equal(model(**batch).logits, before)
+    bank.close()
+    assert torch.equal(model(**batch).logits, before)
+    assert not any(module._forward_hooks for module in model.modules())
+    assert model.state_dict().keys() == state.keys()
+    assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
+
+
+@torch.no_grad()
+def test_threads(task):
+    bank, batch = task.bank("abd"), make_batch(3)
+    jobs = ["a", ["b", "a", "d"], ["d", "d", "b"]]
+
+    def compute(names):
+        with torch.no_grad(), bank.use(names):
+            return task.base(**batch).logits
+
+    expected, barrier, wrong = [compute(names) for names in jobs], threading.Barrier(3), []
+
+    def work(number):
+        for _ in range(10):
+            barrier.wait(timeout=30)
+            if not torch.allclose(compute(jobs[number]), expected[number], rtol=0, atol=1e-9):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not barrier.broken
+    assert not wrong
+
+
+def test_a_base_with_lora_is_refused(task):
+    with pytest.raises(ValueError, match=r"^\S+query\S* has an update of its own[^\n]+$"):
+        lora.AdapterBank(task.lora(TRAINED["a"]))
+
+
+def test_an_adapter_of_another_base_or_family(task, make_classifier):
+    bank = task.bank("a")
+    other = Task(make_classifier, FAMILIES[task.family == "roberta"])
+    with pytest.raises(CheckpointError, match=r"^a\.safetensors: the model has no (de|ro)berta\."):
+        bank.add("other", other.adapter("a"))
+    wide = Task(make_classifier, task.family, hidden_size=40)
+    with pytest.raises(CheckpointError, match=r"\(40, 40\).*\(32, 32\): a base of another size"):
+        bank.add("wide", wide.adapter("a"))
+    adapter, own = task.adapter("a"), fingerprint(task.base.state_dict())
+    known = replace(adapter, info=replace(adapter.info, base_fingerprint="feed" * 4))
+    with pytest.raises(CheckpointError, match=f"fingerprint feedfeedfeedfeed.*{own}"):
+        bank.add("other", known, base_fingerprint=own)
+    assert bank.names == ("a",)
+
+
+def test_an_adapter_that_was_trained_beside_others(make_classifier, family):
+    task = Task(make_classifier, family)
+    bank = lora.AdapterBank(task.base)
+    model = make_classifier(family, apply_lora=True, lora_r=2, lora_alpha=4, apply_bitfit=True)
+    with pytest.raises(CheckpointError, match=r"trained with --apply_bitfit as well; merge it"):
+        bank.add("both", model.adapter())
+    assert not any(module._forward_hooks for module in task.base.modules())

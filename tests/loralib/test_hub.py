@@ -1,0 +1,262 @@
+"""Files of the hub: a local server speaks for it, and processes of their own fetch from there."""
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import GatedRepoError
+
+from loralib.hub import AbsentFileError, fetch_file, is_offline_mode, resolve_file
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+UNCACHED = "'{}' is not a local folder and cannot be fetched: offline mode is on and it is not in "
+PRIVATE = "'{}' is neither a local folder nor a model on the hub (a private one needs `hf auth"
+
+# Prints one line of JSON a call of show(): a file's content, None, or the error's type and message.
+PRELUDE = """
+import json, time
+time.sleep = lambda seconds: None  # between attempts to reach a hub that is not there
+import huggingface_hub
+from loralib.hub import fetch_file, resolve_file
+
+def show(function, *args, **where):
+    try:
+        path = function(*args, **where)
+        print(json.dumps(path and path.read_text()), flush=True)
+    except OSError as error:
+        print(json.dumps([type(error).__name__, str(error)]), flush=True)
+"""
+
+
+def run(hub, home, code, **environment):
+    """What `code` shows, run by a process that knows no hub but `hub`."""
+    result = subprocess.run(
+        [sys.executable, "-c", PRELUDE + code],
+        env=hub.environment(home, **environment),
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+@pytest.fixture
+def hub(hub_server):
+    """The hub with a repository that holds an adapter alone, and a private one."""
+    for name in ("org/adapter", "org/secret"):
+        folder = hub_server.root / name
+        folder.mkdir(parents=True)
+        (folder / CONFIG).write_text("settings")
+        (folder / WEIGHTS).write_text("weights")
+    hub_server.tokens["org/secret"] = "hf_open"
+    return hub_server
+
+
+def asked(*names, repo="org/adapter"):
+    return "".join(f"show(resolve_file, {repo!r}, {name!r})\n" for name in names)
+
+
+def matches(shown, kind, start):
+    error, message = shown
+    return error == kind and message.startswith(start) and "\n" not in message
+
+
+# ---- without the hub library ----
+
+
+def test_importing_loralib_leaves_the_hub_library_alone():
+    code = """
+import importlib, pkgutil, sys
+import loralib
+for module in pkgutil.iter_modules(loralib.__path__):
+    importlib.import_module(f"loralib.{module.name}")
+assert "loralib.hub" in sys.modules
+print(sorted(name for name in sys.modules if name.startswith("huggingface_hub")))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == "[]\n", result.stderr
+
+
+@pytest.mark.parametrize("as_path", [str, lambda path: path], ids=["str", "Path"])
+def test_a_folder_needs_no_hub_library(tmp_path, monkeypatch, as_path):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    (tmp_path / "a").write_text("x")
+    (tmp_path / "folder").mkdir()
+    assert resolve_file(as_path(tmp_path), "a") == tmp_path / "a"
+    assert resolve_file(as_path(tmp_path), "b") is None
+    assert resolve_file(as_path(tmp_path), "folder") is None
+
+
+def test_the_hub_library_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(OSError, match=r"^'org/tiny' .*: pip install huggingface_hub$") as caught:
+        resolve_file("org/tiny", CONFIG)
+    assert "\n" not in str(caught.value)
+
+
+# ---- from the hub, from the cache ----
+
+
+def test_fetched_then_cached_then_offline(hub, tmp_path):
+    home, code = tmp_path / "home", asked(CONFIG, WEIGHTS, "config.json")
+    expected = ["settings", "weights", None]
+    assert run(hub, home, code) == expected
+    assert len(hub.downloads()) == 2
+
+    hub.requests.clear()
+    assert run(hub, home, code) == expected
+    assert hub.requests
+    assert hub.downloads() == []
+
+    hub.requests.clear()
+    assert run(hub, home, code, HF_HUB_OFFLINE="1") == expected
+    assert run(hub, home, code, TRANSFORMERS_OFFLINE="1") == expected
+    assert hub.requests == []
+    # Nobody answers, with nobody having said so: the cache's notes of absent files hold.
+    code += asked("never.asked")
+    *shown, never = run(hub, home, code, HF_ENDPOINT="http://127.0.0.1:9")
+    assert shown == expected
+    refused = "'org/adapter' is not a local folder and cannot be fetched: [Errno 111] Connection"
+    assert matches(never, "FileNotFoundError", refused)
+
+
+FETCH_CONFIG = f"huggingface_hub.hf_hub_download('org/adapter', {CONFIG!r})\n"
+FETCH_LISTING = f"huggingface_hub.snapshot_download('org/adapter', allow_patterns={CONFIG!r})\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        ("", "not known"),
+        (FETCH_CONFIG, None),
+        (FETCH_LISTING, "not known"),
+    ],
+    ids=["nothing", "one file", "one file and the listing"],
+)
+def test_a_cache_without_notes_of_absent_files(hub, tmp_path, before, expected):
+    """A file counts as absent if the cache has another one, unless it is known to be there."""
+    home = tmp_path / "home"
+    assert run(hub, home, before) == []
+    weights, vocabulary = run(hub, home, asked(WEIGHTS, "vocab.json"), HF_HUB_OFFLINE="1")
+    if expected == "not known":
+        assert matches(weights, "FileNotFoundError", UNCACHED.format("org/adapter"))
+    else:
+        assert weights is expected
+    if before:
+        assert vocabulary is None
+    else:
+        assert matches(vocabulary, "FileNotFoundError", UNCACHED.format("org/adapter"))
+
+
+def test_a_download_that_broke_off_proves_nothing(hub, tmp_path):
+    """It leaves the folder of a snapshot, without files."""
+    home = tmp_path / "home"
+    run(hub, home, FETCH_CONFIG)
+    (file,) = home.rglob(CONFIG)
+    file.unlink()
+    (shown,) = run(hub, home, asked(WEIGHTS), HF_HUB_OFFLINE="1")
+    assert file.parent.is_dir()
+    assert matches(shown, "FileNotFoundError", UNCACHED.format("org/adapter"))
+
+
+def test_other_revisions_of_the_cache_prove_nothing(hub, tmp_path):
+    home = tmp_path / "home"
+    run(hub, home, FETCH_CONFIG)
+    code = f"show(resolve_file, 'org/adapter', {WEIGHTS!r}, revision='v2')"
+    (shown,) = run(hub, home, code, HF_HUB_OFFLINE="1")
+    assert matches(shown, "FileNotFoundError", UNCACHED.format("org/adapter"))
+
+
+def test_revisions_tokens_and_folders(hub, tmp_path):
+    own, cache = str(tmp_path / "own folder"), str(tmp_path / "own cache")
+    code = f"""
+sha = huggingface_hub.HfApi().model_info("org/adapter").sha
+show(resolve_file, "org/adapter", {CONFIG!r}, revision=sha, cache_dir={cache!r})
+show(resolve_file, "org/secret", {CONFIG!r}, token="hf_open", cache_dir={cache!r})
+show(fetch_file, "org/adapter", {WEIGHTS!r}, folder={own!r})
+show(resolve_file, "org/adapter", {CONFIG!r}, revision="v2")
+show(resolve_file, "org/secret", {CONFIG!r})
+show(resolve_file, "org/secret", {CONFIG!r}, token="hf_wrong")
+show(resolve_file, "org/none", {CONFIG!r})
+show(resolve_file, "no/such/folder", {CONFIG!r})
+show(fetch_file, "org/adapter", "config.json")
+"""
+    home = tmp_path / "home"
+    shown = run(hub, home, code)
+    assert shown[:3] == ["settings", "settings", "weights"]
+    assert os.path.isfile(os.path.join(own, WEIGHTS))
+    assert not list(home.rglob(CONFIG))
+    messages = [
+        ("OSError", "'org/adapter' has no revision 'v2' on the hub"),
+        ("OSError", PRIVATE.format("org/secret")),
+        ("OSError", PRIVATE.format("org/secret")),
+        ("OSError", PRIVATE.format("org/none")),
+        ("OSError", PRIVATE.format("no/such/folder")),
+        ("AbsentFileError", "'org/adapter' has no config.json on the hub"),
+    ]
+    for line, (kind, start) in zip(shown[3:], messages, strict=True):
+        assert matches(line, kind, start), line
+    (found,) = run(hub, home, f"show(resolve_file, 'org/secret', {CONFIG!r})", HF_TOKEN="hf_open")
+    assert found == "settings"
+
+
+# ---- errors ----
+
+
+class ProtocolError(Exception):
+    """Stands for the errors of the hub library's HTTP client, which changes."""
+
+
+GATED = GatedRepoError("Access restricted\nask", response=SimpleNamespace(headers={}, request=None))
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            ProtocolError("cut off\nafter 10 bytes"),
+            "'org/tiny' cannot be fetched from the hub: cut off",
+        ),
+        (
+            OSError(28, "No space left on device"),
+            "'org/tiny' cannot be fetched from the hub: [Errno 28]",
+        ),
+        (ProtocolError(), "'org/tiny' cannot be fetched from the hub: ProtocolError"),
+        (GATED, "'org/tiny' needs access rights: log in with `hf auth login`"),
+    ],
+)
+def test_a_download_that_fails(monkeypatch, error, message):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    for function in (resolve_file, fetch_file):
+        with pytest.raises(OSError, match="org/tiny") as caught:
+            function("org/tiny", "config.json")
+        assert str(caught.value).startswith(message)
+        assert "\n" not in str(caught.value)
+        assert not isinstance(caught.value, AbsentFileError)
+
+
+def test_an_interrupt_goes_through(monkeypatch):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        resolve_file("org/tiny", "config.json")
+
+
+@pytest.mark.parametrize("switch", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
+@pytest.mark.parametrize(
+    ("value", "offline"),
+    [("1", True), ("true", True), ("ON", True), ("yes", True), ("0", False), ("", False)],
+)
+def test_offline_mode(monkeypatch, switch, value, offline):
+    assert not is_offline_mode()
+    monkeypatch.setenv(switch, value)
+    assert is_offline_mode() == offline
