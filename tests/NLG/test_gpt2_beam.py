@@ -12,9 +12,10 @@ import torch
 import gpt2_beam
 from beam import BeamSettings, search
 from checkpoints import Base, add_model_params, open_model, save_model
-from loralib.files import CheckpointError
-from loralib.formats import read_adapter
-from model import GPT2LMModel, config_of
+from loralib.checkpoint import Adapter, AdapterInfo
+from loralib.files import CheckpointError, read_tensors
+from loralib.formats import read_adapter, write_adapter
+from model import GPT2LMModel, config_of, own_names
 
 SCRIPT = Path(gpt2_beam.__file__)
 CONTEXTS = [[5, 9, 2], [7], [5, 9, 2], [4, 4, 50000, 11, 3], [7], [3, 1], [5, 9, 2]]
@@ -166,6 +167,36 @@ def test_base_and_lora_apart_are_the_whole_model(decode, files):
     whole = ["--init_checkpoint", files / "whole.pt"]
     assert decode(*whole) == decode(*whole, "--lora_dim", 4, "--lora_alpha", 32) == texts
     assert decode("--lora_path", files / "old.pt", "--lora_alpha", 32) == texts
+
+
+def test_an_adapter_of_any_form(decode, files, tmp_path):
+    adapter = read_adapter(files / "lora.pt")
+    texts = decode("--lora_path", files / "lora.pt")
+    write_adapter(tmp_path / "lora.safetensors", adapter)
+    write_adapter(tmp_path / "peft", adapter, "peft")
+    for name in ("lora.safetensors", "peft"):
+        assert decode("--lora_path", tmp_path / name) == texts
+    assert decode("--lora_path", tmp_path / "peft", "--lora_dim", 4, "--lora_alpha", 32) == texts
+
+
+def test_an_adapter_that_the_model_has_no_layers_for_is_folded(decode, files, tmp_path):
+    """PEFT's usual c_attn, of one A for query, key and value; and one of c_proj beside it."""
+    widths = {"c_attn": 3 * 128, "c_proj": 128}
+    modules = [f"transformer.h.{block}.attn.{name}" for block in range(4) for name in widths]
+    tensors = {}
+    for module in modules:
+        tensors[f"{module}.lora_A"] = torch.randn(4, 128)
+        tensors[f"{module}.lora_B"] = 0.3 * torch.randn(widths[module.rpartition(".")[2]], 4)
+    dense = Adapter(tensors, AdapterInfo(rank=4, alpha=4, targets=tuple(sorted(widths))))
+    write_adapter(tmp_path / "peft", dense, "peft")
+    texts = decode("--lora_path", tmp_path / "peft")
+
+    base = own_names(read_tensors(files / "base.pt")[0], "base")
+    for module in modules:
+        update = tensors[f"{module}.lora_B"] @ tensors[f"{module}.lora_A"]
+        base[f"{module}.weight"] = base[f"{module}.weight"] + update.t()
+    torch.save(base, tmp_path / "folded.pt")
+    assert texts == decode("--init_checkpoint", tmp_path / "folded.pt") != decode()
 
 
 def test_a_model_to_decode_is_plain(files, tmp_path):

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from safetensors import safe_open
 
 from loralib.checkpoint import fingerprint
 from loralib.files import read_tensors
+from loralib.formats import read_adapter, write_adapter
 from transformers.modeling_utils import read_weights
 from transformers.trainer_utils import list_checkpoints
 from transformers.utils.cli import check_length, run
@@ -393,6 +396,35 @@ def test_base_and_adapter_evaluate_as_the_trained_model(
     assert results(out) == results(trained)
 
 
+def test_an_adapter_in_peft_s_form_evaluates_as_the_trained_model(
+    glue, trained, tiny_glue, tmp_path
+):
+    """Its own rank, alpha and targets are taken, from the folder or from a file within."""
+    write_adapter(tmp_path / "peft", read_adapter(trained), "peft")
+    arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_eval", "--apply_lora"]
+    for path in ("peft", "peft/adapter_model.safetensors"):
+        out = tmp_path / "evaluated" / Path(path).name
+        glue(*arguments, "--lora_path", tmp_path / path, "--output_dir", out)
+        assert results(out) == results(trained)
+
+
+def test_an_adapter_with_biases_is_evaluated_and_not_trained_on(glue, trained, tiny_glue, tmp_path):
+    adapter = read_adapter(trained)
+    layer = "roberta.encoder.layer.0.attention.self.query"
+    biases = {f"{layer}.bias": torch.full((len(adapter.tensors[f"{layer}.lora_B"]),), 9.0)}
+    changed = replace(
+        adapter,
+        tensors=adapter.tensors | biases,
+        info=replace(adapter.info, bias="lora_only"),
+    )
+    write_adapter(tmp_path / "peft", changed, "peft")
+    flags = ["--task_name", "rte", "--data_dir", tiny_glue, "--apply_lora", "--lora_path"]
+    glue(*flags, tmp_path / "peft", "--do_eval", "--output_dir", tmp_path / "evaluated")
+    assert results(tmp_path / "evaluated") != results(trained)
+    with pytest.raises(ValueError, match="brings biases of the base"):
+        glue(*flags, tmp_path / "peft", "--do_train", "--output_dir", tmp_path / "trained")
+
+
 @pytest.mark.parametrize("flags", [[], LORA, ["--apply_lora"]])
 def test_a_full_lora_checkpoint_is_a_model(glue, trained, tiny_glue, tmp_path, flags):
     arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_eval", "--do_predict"]
@@ -726,11 +758,14 @@ def test_glue_and_model_by_name_from_the_hub(hub_server, trained, tiny_base, tin
         }
         parquet.write_table(table(columns), folder / "rte" / f"{split}-00000-of-00001.parquet")
     shutil.copytree(tiny_base, hub_server.root / "org" / "tiny")
+    write_adapter(hub_server.root / "org" / "peft", read_adapter(trained), "peft")
 
-    def call(out: str, **environment: str) -> None:
-        arguments = [*common("org/tiny"), *on_rte(tiny_glue, tmp_path / out), "--do_predict"]
-        at = arguments.index("--data_dir")
-        del arguments[at : at + 2]
+    def call(out: str, flags: Sequence = (), **environment: str) -> None:
+        arguments = [*common("org/tiny"), *(flags or on_rte(tiny_glue, tmp_path / out))]
+        arguments += ["--do_predict", "--output_dir", tmp_path / out]
+        if "--data_dir" in arguments:
+            at = arguments.index("--data_dir")
+            del arguments[at : at + 2]
         result = subprocess.run(
             [sys.executable, SCRIPT, *map(str, arguments)],
             env=hub_server.environment(tmp_path / "home", **environment),
@@ -750,6 +785,11 @@ def test_glue_and_model_by_name_from_the_hub(hub_server, trained, tiny_base, tin
     call("offline", HF_HUB_OFFLINE="1")
     assert hub_server.requests == []
     assert_same_bits(lora_of(tmp_path / "offline"), lora_of(trained))
+
+    adapter = ["--task_name", "rte", "--do_eval", "--apply_lora", "--lora_path", "org/peft"]
+    for out, environment in (("peft", {}), ("peft_offline", {"HF_HUB_OFFLINE": "1"})):
+        call(out, adapter, **environment)
+        assert results(tmp_path / out) == results(trained)
 
 
 # ---- bad input ----

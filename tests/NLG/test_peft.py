@@ -1,0 +1,350 @@
+"""PEFT's adapters of GPT-2: PEFT's logits, its files, and updates that are not made of blocks."""
+
+import argparse
+import importlib.util
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import checkpoints
+from loralib.checkpoint import lora_layers
+from loralib.files import CheckpointError
+from loralib.formats import read_adapter, write_adapter
+from loralib.peft import CONFIG_NAME, PREFIX, WEIGHTS_NAMES
+from loralib.updates import fold
+from model import GPT2Config, load_base, own_names
+
+
+def load_maker():
+    path = Path(__file__).parents[1] / "loralib" / "make_peft_fixture.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+MAKER = load_maker()
+PEFT = MAKER.PeftFixture()
+CASES = [case for case in MAKER.CASES if MAKER.family_of(case) == "gpt2"]
+# One block for the query and one for the value, which the release's layers have.
+IN_BLOCKS = ["gpt2_blocks", "gpt2_blocks_rslora", "gpt2_blocks_bias"]
+WITH_LAYERS = ["gpt2_blocks", "gpt2_blocks_rslora"]
+NOT_IN_BLOCKS = [case for case in CASES if case not in IN_BLOCKS]
+# The others are of the whole c_attn, which no form but PEFT's has, and of other modules.
+OF_WHOLE_C_ATTN = ["gpt2_c_attn", "gpt2_all_targets"]
+WEIGHTS = WEIGHTS_NAMES[0]
+C_ATTN = "transformer.h.{}.attn.c_attn"
+N = 32
+
+
+def tiny_config_of(card="gpt2.sm", **lora_fields):
+    """The shape of the fixture's base, for any model card."""
+    shape = MAKER.FAMILIES["gpt2"][0]
+    names = ("n_embd", "n_layer", "n_head", "vocab_size", "n_positions")
+    return GPT2Config(**{name: shape[name] for name in names}, **lora_fields)
+
+
+def close(ours, theirs, tolerance=1e-5):
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The file of the fixture's base."""
+    return PEFT.write_base(tmp_path_factory.mktemp("base") / "gpt2", "gpt2") / "model.safetensors"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """``folder(case, **changed)``: PEFT's own folder of a case."""
+
+    def write(case="gpt2_blocks", **changed):
+        return PEFT.write_adapter(tmp_path / "peft" / case, case, **changed)
+
+    return write
+
+
+@pytest.fixture
+def opened(base, monkeypatch):
+    """``opened(path, *flags)``: the model that a script opens with --lora_path."""
+    monkeypatch.setattr(checkpoints, "config_of", tiny_config_of)
+
+    def load(path, *flags):
+        parser = argparse.ArgumentParser()
+        checkpoints.add_model_params(parser)
+        args = parser.parse_args(["--init_checkpoint", str(base), *flags])
+        return checkpoints.open_model(args, str(path))[0].eval()
+
+    return load
+
+
+def plain_model():
+    """The fixture's base."""
+    return load_base(tiny_config_of(), own_names(PEFT.base("gpt2"), "the fixture"), "the fixture")
+
+
+def folded(adapter):
+    """The fixture's base that an adapter was folded into."""
+    model = plain_model()
+    fold(model, adapter)
+    return model
+
+
+@torch.no_grad()
+def logits_of(model):
+    return model(PEFT.ids) * PEFT.mask[..., None]
+
+
+def tensors_are(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert torch.equal(ours[name], tensor), name
+
+
+# ---- reading: PEFT's logits ----
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_scripts_models_give_pefts_logits(folder, opened, case):
+    """In the release's layers where they can take it, and folded into the base elsewhere."""
+    model = opened(folder(case))
+    close(logits_of(model), PEFT.logits(case))
+    layers = {C_ATTN.format(0), C_ATTN.format(1)} if case in WITH_LAYERS else set()
+    assert lora_layers(model).keys() == layers
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_folding_gives_pefts_logits(folder, case):
+    close(logits_of(folded(read_adapter(folder(case)))), PEFT.logits(case))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_logits_tell(folder, opened, case):
+    """The base's are others, and so are those of twice the alpha."""
+    theirs = PEFT.logits(case)
+    assert (logits_of(plain_model()) - theirs).abs().max() > 0.1
+    alpha = PEFT.config(case)["lora_alpha"]
+    path = PEFT.write_adapter(folder(case).parent / "doubled", case, lora_alpha=2 * alpha)
+    assert (logits_of(opened(path)) - theirs).abs().max() > 0.1
+    assert (logits_of(folded(read_adapter(path))) - theirs).abs().max() > 0.1
+
+
+def test_rank_and_alpha_are_those_of_a_block(folder):
+    adapter = read_adapter(folder())
+    assert (adapter.info.rank, adapter.info.alpha) == (2, 6)
+    assert adapter.info.targets == ("c_attn",)
+    theirs = PEFT.tensors("gpt2_blocks")
+    for layer in (0, 1):
+        name = C_ATTN.format(layer)
+        A, B = (theirs[f"{PREFIX}{name}.lora_{ab}.weight"] for ab in "AB")
+        assert torch.equal(adapter.tensors[f"{name}.lora_A"], A)
+        assert torch.equal(adapter.tensors[f"{name}.lora_B"], torch.cat([B[:N, :2], B[-N:, 2:]]))
+
+
+def test_an_alpha_that_is_given(folder, opened):
+    """It is a block's, as the release's scripts mean it."""
+    path = folder()
+    close(logits_of(opened(path, "--lora_alpha", "6")), PEFT.logits("gpt2_blocks"))
+    with pytest.raises(CheckpointError, match="trained with alpha 6, but --lora_alpha is 12"):
+        opened(path, "--lora_alpha", "12")
+    with pytest.raises(CheckpointError, match="trained with rank 2, but --lora_dim is 4"):
+        opened(path, "--lora_dim", "4")
+
+
+# ---- blocks, and what is none ----
+
+
+def rolled(B):
+    """The value's block in the key's rows."""
+    return torch.cat([B[:N], B[-N:], B[N:-N]])
+
+
+def exchanged(B):
+    """The query's block with the value's columns, and the other way round."""
+    return B.roll(2, dims=1).contiguous()
+
+
+def touched(B):
+    """One value outside of the blocks."""
+    B = B.clone()
+    B[N - 1, 3] = 1e-30
+    return B
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("change", [rolled, exchanged, touched])
+def test_what_is_not_made_of_two_blocks_is_one_update(folder, opened, layer, change):
+    path = folder()
+    theirs = load_file(path / WEIGHTS)
+    name = f"{PREFIX}{C_ATTN.format(layer)}.lora_B.weight"
+    theirs[name] = change(theirs[name])
+    save_file(theirs, path / WEIGHTS)
+    adapter = read_adapter(path)
+    assert (adapter.info.rank, adapter.info.alpha) == (4, 12)
+    for own, tensor in adapter.tensors.items():
+        assert torch.equal(tensor, theirs[f"{PREFIX}{own}.weight"]), own
+
+    expected, model = plain_model(), opened(path)
+    assert not lora_layers(model)
+    for index in (0, 1):
+        A, B = (theirs[f"{PREFIX}{C_ATTN.format(index)}.lora_{ab}.weight"] for ab in "AB")
+        expected.get_submodule(C_ATTN.format(index)).weight.data += 12 / 4 * (B @ A).T
+    close(logits_of(model), logits_of(expected))
+    difference = (logits_of(model) - PEFT.logits("gpt2_blocks")).abs().max()
+    assert difference < 1e-5 if change is touched else difference > 0.1
+
+
+@pytest.mark.parametrize("form", ["lora", "release"])
+@pytest.mark.parametrize("case", OF_WHOLE_C_ATTN)
+def test_one_update_of_c_attn_is_no_file_of_the_release_s(folder, tmp_path, case, form):
+    adapter, path = read_adapter(folder(case)), tmp_path / "out"
+    path.mkdir()
+    for target in (path, path / f"x.{'safetensors' if form == 'lora' else 'pt'}"):
+        with pytest.raises(CheckpointError) as caught:
+            write_adapter(target, adapter, form)
+        message = str(caught.value)
+        assert "\n" not in message
+        assert "its update of transformer.h.0.attn.c_attn is not made of one block" in message
+        assert "--to merged" in message
+        assert not list(path.iterdir())
+
+
+# ---- writing: PEFT's files ----
+
+
+def ends_of(config, names):
+    """PEFT's rule: target_modules are modules' names or ends of them."""
+    wanted = config["target_modules"]
+    return {n for n in names if n in wanted or n.endswith(tuple(f".{name}" for name in wanted))}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_was_read_is_written_as_pefts(folder, tmp_path, case):
+    theirs, path = PEFT.config(case), tmp_path / "out"
+    adapter = read_adapter(folder(case))
+    write_adapter(path, adapter, "peft")
+    tensors_are(load_file(path / WEIGHTS), PEFT.tensors(case))
+
+    ours = json.loads((path / CONFIG_NAME).read_text())
+    equal = ["peft_type", "task_type", "r", "lora_dropout", "bias", "fan_in_fan_out"]
+    equal += ["modules_to_save", "base_model_name_or_path", "revision"]
+    if not theirs["use_rslora"]:
+        equal += ["lora_alpha", "use_rslora"]
+    for name in equal:
+        assert ours[name] == theirs[name], name
+    names = [name for name, _ in plain_model().named_modules()]
+    adapted = {n.removeprefix(PREFIX).partition(".lora_")[0] for n in PEFT.tensors(case)}
+    adapted = {name for name in adapted if not name.endswith(".bias")}
+    assert ends_of(theirs, names) == adapted
+    assert ends_of(ours, names) == adapted
+    if case != "gpt2_attention_output":  # whose last part is another module's, too
+        assert set(ours["target_modules"]) == set(theirs["target_modules"])
+
+    again = read_adapter(path)
+    assert again.info == adapter.info
+    close(logits_of(folded(again)), PEFT.logits(case))
+
+
+def test_of_two_blocks_a_user_is_told(folder, tmp_path):
+    assert write_adapter(tmp_path / "out", read_adapter(folder()), "peft") == [
+        "2 updates of rank 2 in one c_attn are, for PEFT, one of rank 4 and alpha 12: the same sums"
+    ]
+    assert write_adapter(tmp_path / "2", read_adapter(folder("gpt2_c_attn")), "peft") == []
+
+
+@pytest.mark.parametrize("case", [*IN_BLOCKS, "gpt2_attention_output"])
+def test_a_tour_of_the_forms_keeps_every_bit(folder, opened, tmp_path, case):
+    first = read_adapter(folder(case, base_model_name_or_path="a/gpt2", revision="v1"))
+    write_adapter(tmp_path / "1.safetensors", first)
+    lora = read_adapter(tmp_path / "1.safetensors")
+    write_adapter(tmp_path / "2.pt", lora)
+    release = read_adapter(tmp_path / "2.pt")
+    write_adapter(tmp_path / "3", release, "peft")
+    peft = read_adapter(tmp_path / "3")
+    write_adapter(tmp_path / "4.safetensors", peft)
+    last = read_adapter(tmp_path / "4.safetensors")
+    forms = []
+    for adapter in (lora, release, peft, last):
+        tensors_are(adapter.tensors, first.tensors)
+        assert adapter.info == first.info
+        forms.append(adapter.form)
+    assert forms == ["lora", "release", "peft", "lora"]
+    tensors_are(load_file(tmp_path / "3" / WEIGHTS), PEFT.tensors(case))
+    for path in ("1.safetensors", "2.pt", "3", "4.safetensors"):
+        close(logits_of(opened(tmp_path / path)), PEFT.logits(case))
+
+
+@pytest.mark.parametrize(("rank", "alpha"), [(3, 0.1), (6, 0.7), (2, 0.3), (4, 32), (5, 1 / 3)])
+def test_an_alpha_keeps_its_bits(folder, tmp_path, rank, alpha):
+    adapter = read_adapter(folder())
+    tensors = {
+        name: torch.ones((2 * rank, N) if name.endswith("lora_A") else (2 * N, rank))
+        for name in adapter.tensors
+    }
+    info = replace(adapter.info, rank=rank, alpha=alpha)
+    write_adapter(tmp_path / "out", replace(adapter, tensors=tensors, info=info), "peft")
+    again = read_adapter(tmp_path / "out")
+    assert again.info == info
+    tensors_are(again.tensors, tensors)
+
+
+def test_blocks_beside_other_updates_are_one_update_each(folder, tmp_path):
+    """An adapter of c_attn in blocks and of c_proj has one rank, and stays as PEFT has it."""
+    path = folder()
+    theirs = load_file(path / WEIGHTS) | PEFT.tensors("gpt2_attention_output")
+    save_file(theirs, path / WEIGHTS)
+    adapter = read_adapter(path)
+    assert (adapter.info.rank, adapter.info.targets) == (4, ("c_attn", "c_proj"))
+    write_adapter(tmp_path / "out", adapter, "peft")
+    tensors_are(load_file(tmp_path / "out" / WEIGHTS), theirs)
+    both = folded(adapter)
+    one = folded(read_adapter(PEFT.write_adapter(tmp_path / "one", "gpt2_blocks")))
+    for layer in (0, 1):
+        name = C_ATTN.format(layer)
+        close(both.get_submodule(name).weight, one.get_submodule(name).weight)
+
+
+# ---- what is refused ----
+
+
+def test_an_embedding_s_update_is_refused(folder):
+    path = folder()
+    tensors = load_file(path / WEIGHTS)
+    tensors[f"{PREFIX}transformer.wte.lora_embedding_A"] = torch.ones(4, 48)
+    tensors[f"{PREFIX}transformer.wte.lora_embedding_B"] = torch.ones(N, 4)
+    save_file(tensors, path / WEIGHTS)
+    with pytest.raises(CheckpointError) as caught:
+        read_adapter(path)
+    assert re.search(r"wte\.lora_embedding_A is not the name of a low-rank up", str(caught.value))
+
+
+def test_a_base_of_another_size(folder, opened):
+    path = folder()
+    tensors = {name: tensor[:, :16] for name, tensor in load_file(path / WEIGHTS).items()}
+    wide = {
+        n: t.contiguous() if "lora_A" in n else PEFT.tensors("gpt2_blocks")[n]
+        for n, t in tensors.items()
+    }
+    save_file(wide, path / WEIGHTS)
+    with pytest.raises(CheckpointError, match=r"lora_A is \(4, 16\) in the file, \(4, 32\) in the"):
+        opened(path)
+
+
+def test_a_half_of_an_odd_rank_is_no_block(folder):
+    """Rank 3 cannot be two blocks, whatever B holds."""
+    path = folder(r=3)
+    tensors = load_file(path / WEIGHTS)
+    for name, tensor in tensors.items():
+        part = tensor[:3] if "lora_A" in name else tensor[:, :3]
+        tensors[name] = part.contiguous()
+    save_file(tensors, path / WEIGHTS)
+    adapter = read_adapter(path)
+    assert adapter.info.rank == 3
+    for own, tensor in adapter.tensors.items():
+        assert torch.equal(tensor, tensors[f"{PREFIX}{own}.weight"])
