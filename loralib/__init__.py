@@ -13,6 +13,7 @@ The layers are explained, and drawn, at the head of `loralib.layers`.
 
 from .bank import AdapterBank
 from .dropout import Dropout, dropout
+from .formats import read_adapter, write_adapter
 from .layers import Conv1d, Conv2d, Conv3d, Embedding, Linear, LoRALayer, MergedLinear
 from .utils import lora_state_dict, mark_only_lora_as_trainable, merge
 
@@ -32,4 +33,6 @@ __all__ = [
     "lora_state_dict",
     "mark_only_lora_as_trainable",
     "merge",
+    "read_adapter",
+    "write_adapter",
 ]

@@ -2,10 +2,11 @@
 
     python utils/split_lora.py output/checkpoint-500/pytorch_model.bin lora.bin
 
-IN is a checkpoint file or a checkpoint's folder. OUT is written in the release's form, a flat dict
-of tensors saved by torch, or, where its name ends in .safetensors, with rank, alpha, targets, task,
-labels and base in its metadata, which are taken from the config.json beside IN. A checkpoint in
-which several were trained, such as LoRA and biases, has to be split once for each.
+IN is a checkpoint file or a checkpoint's folder, of RoBERTa, DeBERTa-v2 or GPT-2. OUT is written in
+the release's form, saved by torch, or, where its name ends in .safetensors, with rank, alpha,
+targets, task, labels and base in its metadata, which are taken from the config.json beside IN, or
+from IN itself. A checkpoint in which several were trained, such as LoRA and biases, has to be split
+once for each. convert.py turns what comes out into other forms, such as PEFT's.
 """
 
 import argparse

@@ -20,7 +20,7 @@ from loralib.checkpoint import (
     lora_targets,
 )
 from loralib.files import CheckpointError, read_tensors, write_whole, write_wrapped_tensors
-from loralib.formats import read_adapter
+from loralib.formats import read_adapter, write_adapter
 from loralib.updates import fold, updates
 from model import BACKBONE, MODEL_CARDS, GPT2LMModel, config_of, load_base, own_names
 
@@ -193,13 +193,17 @@ def save_model(path: str | os.PathLike, model: GPT2LMModel, base: Base, lora_onl
     """
     tensors = {}
     for name, parameter in model.named_parameters():
-        if lora_only and "lora_" not in name:
-            continue
         if parameter.requires_grad:
             _check_finite(path, name, parameter)
         frozen = not parameter.requires_grad and name in base.tensors
-        tensors[_PREFIX + name] = base.tensors[name] if frozen else parameter
-    write_wrapped_tensors(path, tensors, _metadata(model, base))
+        tensors[name] = base.tensors[name] if frozen else parameter
+    info = _info(model, base)
+    if lora_only:
+        lora = {name: tensor for name, tensor in tensors.items() if "lora_" in name}
+        write_adapter(path, Adapter(lora, info), "release")
+    else:
+        named = {_PREFIX + name: tensor for name, tensor in tensors.items()}
+        write_wrapped_tensors(path, named, info.to_metadata() if info else {})
 
 
 def _check_finite(path: str | os.PathLike, name: str, tensor: Tensor) -> None:
@@ -207,18 +211,19 @@ def _check_finite(path: str | os.PathLike, name: str, tensor: Tensor) -> None:
         raise CheckpointError(f"{path}: not written: {name} holds values that are not finite")
 
 
-def _metadata(model: GPT2LMModel, base: Base) -> dict[str, str]:
+def _info(model: GPT2LMModel, base: Base) -> AdapterInfo | None:
     layers = lora_layers(model)
     if not layers:
-        return {}
+        return None
     config = model.config
     return AdapterInfo(
         rank=config.lora_attn_dim,
         alpha=config.lora_attn_alpha,
         targets=lora_targets(layers),
+        dropout=config.lora_dropout or None,
         base=base.source,
         base_fingerprint=base.fingerprint,
-    ).to_metadata()
+    )
 
 
 # ------------------------------------------------------------------------------------------------

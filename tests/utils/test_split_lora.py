@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from loralib.checkpoint import fingerprint
-from loralib.files import read_tensors
+from loralib.checkpoint import AdapterInfo, fingerprint
+from loralib.files import read_tensors, write_wrapped_tensors
 from loralib.formats import read_adapter
 
 SCRIPT = Path(__file__).resolve().parents[2] / "utils" / "split_lora.py"
@@ -223,3 +223,34 @@ def test_a_checkpoint_s_own_file_is_not_written_over(script, tmp_path, name):
     before = (folder / name).read_bytes()
     assert "would replace a file of the checkpoint" in failure(script, folder, folder / name)
     assert (folder / name).read_bytes() == before
+
+
+GPT2_INFO = AdapterInfo(rank=2, alpha=8, targets=("c_attn",), base="gpt2.bin", dropout=0.1)
+
+
+@pytest.mark.parametrize("said", [True, False])
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_a_whole_gpt2(script, tmp_path, said, suffix):
+    """As gpt2_ft.py writes one, and as the release does: without metadata, with its tied head."""
+    module = "transformer.h.0.attn.c_attn"
+    pair = {f"{module}.lora_A": torch.randn(4, 6), f"{module}.lora_B": torch.randn(12, 2)}
+    base = {f"{module}.weight": torch.randn(6, 18), "transformer.wte.weight": torch.randn(9, 6)}
+    head = {"lm_head.decoder.weight": base["transformer.wte.weight"]}
+    whole = {f"module.{name}": t for name, t in (pair | base | ({} if said else head)).items()}
+    write_wrapped_tensors(tmp_path / "whole.pt", whole, GPT2_INFO.to_metadata() if said else {})
+    target = tmp_path / f"lora{suffix}"
+    if not said and suffix == ".safetensors":
+        assert "write a .bin instead" in failure(script, tmp_path / "whole.pt", target)
+        return
+    script.main([str(tmp_path / "whole.pt"), str(target)])
+    adapter = read_adapter(target)
+    assert adapter.tensors.keys() == pair.keys()
+    assert all(torch.equal(adapter.tensors[name], tensor) for name, tensor in pair.items())
+    assert adapter.info == (GPT2_INFO if said else None)
+
+
+def test_settings_that_say_another_rank(script, tmp_path):
+    folder = checkpoint_folder(tmp_path / "full", config={**CONFIG, "lora_r": 3})
+    message = failure(script, folder, tmp_path / "lora.bin")
+    assert "its LoRA weights have rank 2, its config.json says 3" in message
+    assert not (tmp_path / "lora.bin").exists()
