@@ -50,6 +50,8 @@ _READ = {
     *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "alpha_pattern"),
     *("init_lora_weights", "base_model_name_or_path", "revision"),
 }
+# What several modules of a layer are called.
+_OFTEN_IN_A_LAYER = ("dense", "c_proj")
 # Beginnings that leave the base's weights as they are; others, such as "pissa", change them.
 _HARMLESS_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
 
@@ -103,7 +105,7 @@ def read(config_path: Path, tensors: Mapping[str, Tensor], weights: Path) -> Ada
     tensors = _stacked(tensors, source)
     rank = rank_of(tensors, source)
     info = replace(
-        lora_info(tensors, rank, _as_int(alpha * rank / whole)),
+        lora_info(tensors, rank, _as_int(alpha / (whole // rank))),
         dropout=config.get("lora_dropout") or None,
         base=config.get("base_model_name_or_path"),
         base_revision=config.get("revision"),
@@ -137,33 +139,38 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: not PEFT's settings (no JSON object)")
     for name, is_sound in _SOUND.items():
         if not is_sound(config.get(name)):
-            raise CheckpointError(f"{path}: {name} is {config.get(name)!r}")
+            raise CheckpointError(f"{path}: {name} is {_shown(config.get(name))}")
     if config.get("init_lora_weights", True) not in _HARMLESS_BEGINNINGS:
         raise CheckpointError(
-            f"{path}: init_lora_weights is {config['init_lora_weights']!r}, which changes the "
-            "base's weights; let PEFT convert the adapter to plain LoRA"
+            f"{path}: init_lora_weights is {_shown(config['init_lora_weights'])}, which changes "
+            "the base's weights; let PEFT convert the adapter to plain LoRA"
         )
     for name, value in config.items():
         if name not in _READ | _WITHOUT_EFFECT and value:
             raise CheckpointError(
-                f"{path}: {name} is {value!r}, which is not LoRA as the paper has it; merge it "
-                "with PEFT"
+                f"{path}: {name} is {_shown(value)}, which is not LoRA as the paper has it; merge "
+                "it with PEFT"
             )
     return config
 
 
-def _is_number(value: Any, low: float, high: float = math.inf) -> bool:
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def _is_number(value: Any, low: float, high: float) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and low <= value <= high
+    return is_number and low <= value <= high
 
 
 def _is_alpha(value: Any) -> bool:
-    return _is_number(value, 0) and value > 0
+    return _is_number(value, 1e-30, 1e30)
 
 
 _SOUND = {
     "peft_type": lambda value: value == "LORA",
-    "r": lambda value: isinstance(value, int) and _is_number(value, 1),
+    "r": lambda value: isinstance(value, int) and _is_number(value, 1, 1e9),
     "lora_alpha": _is_alpha,
     "lora_dropout": lambda value: value is None or _is_number(value, 0, 1),
     "use_rslora": lambda value: value is None or isinstance(value, bool),
@@ -212,8 +219,9 @@ def own_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
         own = re.sub(r"\.modules_to_save\.[^.]+\.", ".", own)
         own = re.sub(r"\.lora_([AB])\.weight$", r".lora_\1", own)
         own = re.sub(r"\.base_layer\.bias$", ".bias", own)
-        if not torch.equal(named.setdefault(own, tensor), tensor):
+        if own in named and not torch.equal(named[own], tensor):
             raise CheckpointError(f"{source}: holds {own} under two names")
+        named[own] = tensor
     return named
 
 
@@ -390,16 +398,18 @@ def _parent(name: str) -> str:
 
 
 def _target_modules(modules: Iterable[str]) -> list[str]:
-    """How PEFT is told which modules are adapted: by the last part of their names where it can be.
+    """How PEFT is told which modules are adapted: by the last part of their names, or in full.
 
-    PEFT takes every module whose name ends so. That is right for the models of this project, but
-    for ``dense``, which several modules of a layer are called; elsewhere names are given in full.
+    PEFT takes every module whose name ends so. That is right where all layers of a model have one
+    module of the name, and it is adapted in all of them, as far as the adapter shows.
     """
-    return sorted(
-        {
-            module.rpartition(".")[2]
-            if module.startswith(BACKBONE_PREFIXES) and not module.endswith(".dense")
-            else module
-            for module in modules
-        }
-    )
+    layers: dict[str, set[int]] = {}
+    for module in modules:
+        number = re.search(r"\.(\d+)\.", module)
+        known = module.startswith(BACKBONE_PREFIXES) and number is not None
+        last = module.rpartition(".")[2]
+        name = last if known and last not in _OFTEN_IN_A_LAYER else module
+        layers.setdefault(name, set()).add(int(number[1]) if number else 0)
+    depth = max(max(numbers) for numbers in layers.values()) + 1
+    everywhere = all(len(numbers) == depth for name, numbers in layers.items() if "." not in name)
+    return sorted(layers if everywhere else modules)

@@ -243,7 +243,7 @@ def test_what_was_read_is_written_as_pefts(folder, tmp_path, case):
     adapted = {name for name in adapted if not name.endswith(".bias")}
     assert ends_of(theirs, names) == adapted
     assert ends_of(ours, names) == adapted
-    if case != "gpt2_attention_output":  # whose last part is another module's, too
+    if "c_proj" not in " ".join(theirs["target_modules"]):  # two modules of a layer are called so
         assert set(ours["target_modules"]) == set(theirs["target_modules"])
 
     again = read_adapter(path)

@@ -1,0 +1,509 @@
+"""PEFT's adapters of RoBERTa and DeBERTa-v2: PEFT's logits, its files, and what is refused."""
+
+import importlib.util
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from loralib.checkpoint import AdapterInfo, lora_layers
+from loralib.files import CheckpointError
+from loralib.formats import read_adapter, write_adapter
+from loralib.peft import CONFIG_NAME, PREFIX, WEIGHTS_NAMES
+from loralib.updates import fold
+from transformers import AutoModelForSequenceClassification
+from transformers.configuration_utils import targets_of_modules
+
+
+def load_maker():
+    path = Path(__file__).parents[1] / "loralib" / "make_peft_fixture.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+MAKER = load_maker()
+PEFT = MAKER.PeftFixture()
+CASES = [case for case in MAKER.CASES if MAKER.family_of(case) != "gpt2"]
+# Their ranks or scalings differ from what the paper has, and are evened out.
+EVENED = ["roberta_rslora", "roberta_patterns", "roberta_rslora_patterns"]
+KEPT = [case for case in CASES if case not in EVENED]
+# This project's models have LoRA in every layer.
+EVERY_LAYER = [case for case in CASES if case != "roberta_one_layer"]
+WEIGHTS = WEIGHTS_NAMES[0]
+
+
+def close(ours, theirs, tolerance=1e-5):
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """The folders of the fixture's bases, by family."""
+    root = tmp_path_factory.mktemp("bases")
+    return {family: PEFT.write_base(root / family, family) for family in ("roberta", "deberta")}
+
+
+@pytest.fixture(scope="module")
+def backbones(bases, tmp_path_factory):
+    """The same without their heads, which are then drawn anew."""
+    root = tmp_path_factory.mktemp("backbones")
+    for family, base in bases.items():
+        shutil.copytree(base, root / family)
+        weights = root / family / "model.safetensors"
+        tensors = load_file(weights)
+        save_file({n: t for n, t in tensors.items() if n.startswith(family)}, weights)
+    return {family: root / family for family in bases}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """``folder(case, **changed)``: PEFT's own folder of a case."""
+
+    def write(case="roberta_query_value", **changed):
+        return PEFT.write_adapter(tmp_path / "peft" / case, case, **changed)
+
+    return write
+
+
+def open_with_layers(base, adapter):
+    """A model with the LoRA layers that an adapter is for."""
+    return AutoModelForSequenceClassification.from_pretrained(
+        base,
+        apply_lora=True,
+        lora_r=adapter.info.rank,
+        lora_alpha=adapter.info.alpha,
+        lora_targets=targets_of_modules(adapter.info.targets),
+    )
+
+
+@pytest.fixture
+def with_layers(bases):
+    """``with_layers(case, adapter)``: a model with LoRA layers that took the adapter."""
+
+    def load(case, adapter):
+        model = open_with_layers(bases[MAKER.family_of(case)], adapter)
+        assert model.load_adapters([adapter]) == []
+        return model
+
+    return load
+
+
+@pytest.fixture
+def folded(bases):
+    """``folded(case, adapter)``: a plain model that the adapter was folded into."""
+
+    def load(case, adapter):
+        model = AutoModelForSequenceClassification.from_pretrained(bases[MAKER.family_of(case)])
+        fold(model, adapter)
+        return model
+
+    return load
+
+
+@pytest.fixture
+def refusal():
+    """``refusal(path, **settings)``: the one line with which an adapter is refused."""
+
+    def read(path, **settings):
+        with pytest.raises(CheckpointError) as caught:
+            read_adapter(path, **settings)
+        message = str(caught.value)
+        assert "\n" not in message
+        assert message.startswith(str(path if path.is_dir() else path.parent))
+        return message
+
+    return read
+
+
+def logits_of(model):
+    """Without gradients, where models may merge, and with them."""
+    with torch.no_grad():
+        merged = model(input_ids=PEFT.ids, attention_mask=PEFT.mask).logits
+    close(model(input_ids=PEFT.ids, attention_mask=PEFT.mask).logits, merged)
+    return merged
+
+
+def tensors_are(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert torch.equal(ours[name], tensor), name
+
+
+# ---- reading: PEFT's logits ----
+
+
+@pytest.mark.parametrize("case", EVERY_LAYER)
+def test_layers_give_pefts_logits(folder, with_layers, case):
+    model = with_layers(case, read_adapter(folder(case)))
+    assert len(lora_layers(model)) == (12 if case == "roberta_all_targets" else 4)
+    close(logits_of(model), PEFT.logits(case))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_folding_gives_pefts_logits(folder, folded, case):
+    model = folded(case, read_adapter(folder(case)))
+    assert not lora_layers(model)
+    close(logits_of(model), PEFT.logits(case))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_logits_tell(folder, folded, bases, case):
+    """The base's are others, and so are those of twice the alpha or of exchanged layers."""
+    theirs = PEFT.logits(case)
+    base = AutoModelForSequenceClassification.from_pretrained(bases[MAKER.family_of(case)])
+    assert (logits_of(base) - theirs).abs().max() > 0.1
+    adapter = read_adapter(folder(case))
+    doubled = replace(adapter, info=replace(adapter.info, alpha=2 * adapter.info.alpha))
+    assert (logits_of(folded(case, doubled)) - theirs).abs().max() > 0.1
+    tensors = dict(adapter.tensors)
+    first, second, *_ = (n for n in tensors if re.search(r"(query|value)(_proj)?\.lora_B", n))
+    tensors[first], tensors[second] = tensors[second], tensors[first]
+    exchanged = replace(adapter, tensors=tensors)
+    assert (logits_of(folded(case, exchanged)) - theirs).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("given", [None, CONFIG_NAME, WEIGHTS])
+def test_a_folder_or_a_file_in_it(folder, folded, given):
+    path = folder() / given if given else folder()
+    adapter = read_adapter(path)
+    assert adapter.form == "peft"
+    close(logits_of(folded("roberta_query_value", adapter)), PEFT.logits("roberta_query_value"))
+
+
+def test_weights_as_a_torch_file(folder):
+    path = folder()
+    expected = read_adapter(path)
+    torch.save(load_file(path / WEIGHTS), path / "adapter_model.bin")
+    (path / WEIGHTS).unlink()
+    for given in (path, path / CONFIG_NAME, path / "adapter_model.bin"):
+        adapter = read_adapter(given)
+        assert adapter.info == expected.info
+        tensors_are(adapter.tensors, expected.tensors)
+
+
+def test_what_the_settings_say(folder):
+    case = "roberta_query_value"
+    said = read_adapter(folder(case, base_model_name_or_path="some/base", revision="v2")).info
+    assert said == AdapterInfo(
+        rank=4,
+        alpha=10,
+        targets=("query", "value"),
+        dropout=0.1,
+        base="some/base",
+        base_revision="v2",
+    )
+    info = read_adapter(folder("roberta_bias_all", lora_dropout=0)).info
+    assert (info.dropout, info.base_revision, info.bias) == (None, None, "all")
+    assert read_adapter(folder("roberta_bias_lora_only")).info.bias == "lora_only"
+
+
+def test_an_alpha_that_is_given(folder, refusal):
+    assert read_adapter(folder(), lora_alpha=10).info.alpha == 10
+    message = refusal(folder("roberta_bias_all"), lora_alpha=16)
+    assert "trained with alpha 10, but --lora_alpha is 16" in message
+
+
+def test_evened_tensors(folder):
+    """Each update's product is PEFT's: B A times the module's own alpha over its own rank."""
+    case = "roberta_patterns"
+    adapter, theirs = read_adapter(folder(case)), PEFT.tensors(case)
+    assert adapter.info.rank == 5
+    layer = "roberta.encoder.layer.{}.attention.self.{}"
+    own = {(0, "query"): (10, 2), (0, "value"): (3, 5), (1, "query"): (5, 4), (1, "value"): (7, 5)}
+    for place, (alpha, rank) in own.items():
+        name = layer.format(*place)
+        B, A = (theirs[f"{PREFIX}{name}.lora_{ab}.weight"] for ab in "BA")
+        assert B.shape[1] == rank
+        ours = adapter.tensors[f"{name}.lora_B"] @ adapter.tensors[f"{name}.lora_A"]
+        close(ours * adapter.info.alpha / 5, B @ A * alpha / rank, 1e-6)
+
+
+@pytest.mark.parametrize("case", ["roberta_query_value", "deberta_query_value"])
+def test_a_head_that_only_the_adapter_brings(folder, backbones, case):
+    adapter = read_adapter(folder(case))
+    model = open_with_layers(backbones[MAKER.family_of(case)], adapter)
+    assert model.load_adapters([adapter]) == []
+    close(logits_of(model), PEFT.logits(case))
+
+
+def refused(model, adapter):
+    """The one line with which a model refuses an adapter, without a change."""
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CheckpointError) as caught:
+        model.load_adapters([adapter])
+    message = str(caught.value)
+    assert "\n" not in message
+    tensors_are(model.state_dict(), before)
+    return message
+
+
+def test_a_pooler_that_nobody_brings(folder, backbones):
+    adapter = read_adapter(folder("deberta_no_pooler"))
+    message = refused(open_with_layers(backbones["deberta"], adapter), adapter)
+    assert message.endswith("lacks 2 tensors: pooler.dense.bias, pooler.dense.weight")
+
+
+def test_layers_without_an_update(folder, bases):
+    adapter = read_adapter(folder("roberta_one_layer"))
+    message = refused(open_with_layers(bases["roberta"], adapter), adapter)
+    assert "lacks 4 tensors: roberta.encoder.layer.0.attention.self.query.lora_A, " in message
+
+
+# ---- writing: PEFT's files ----
+
+
+def adapted_modules(tensors):
+    return {
+        name.removeprefix(PREFIX).partition(".lora_")[0] for name in tensors if ".lora_" in name
+    }
+
+
+def modules_that(config, names):
+    """PEFT's rule: target_modules are modules' names or ends of them; nothing within a head is."""
+    heads, wanted = set(config["modules_to_save"] or ()), config["target_modules"]
+    ends = tuple(f".{name}" for name in wanted)
+    layers = config.get("layers_to_transform")
+
+    def is_adapted(name):
+        index = re.search(r"\.layer\.(\d+)\.", name)
+        is_in_layers = layers is None or (index and int(index[1]) in layers)
+        in_head = heads & set(name.split("."))
+        return name in wanted or (name.endswith(ends) and is_in_layers and not in_head)
+
+    return {name for name in names if is_adapted(name)}
+
+
+def pefts_own_copies(name):
+    """A head's biases under its wrapper's names, which PEFT writes beside the own with "all"."""
+    return ".original_module." in name or ".modules_to_save." in name
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_what_was_read_is_written_as_pefts(folder, tmp_path, case):
+    theirs, path = PEFT.config(case), tmp_path / "out"
+    write_adapter(path, read_adapter(folder(case)), "peft")
+    assert {file.name for file in path.iterdir()} == {CONFIG_NAME, WEIGHTS}
+    expected = {n: t for n, t in PEFT.tensors(case).items() if not pefts_own_copies(n)}
+    tensors_are(load_file(path / WEIGHTS), expected)
+
+    ours = json.loads((path / CONFIG_NAME).read_text())
+    equal = ("peft_type", "task_type", "r", "lora_alpha", "lora_dropout", "bias", "fan_in_fan_out")
+    for name in (*equal, "use_rslora", "base_model_name_or_path", "revision"):
+        assert ours[name] == theirs[name], name
+    if case not in ("roberta_all_targets", "roberta_one_layer"):  # whose names are longer
+        assert set(ours["target_modules"]) == set(theirs["target_modules"])
+    head = {name for name in expected if "lora_" not in name and name.endswith("weight")}
+    assert set(ours["modules_to_save"]) <= set(theirs["modules_to_save"])
+    saved = tuple(f"{PREFIX}{name}." for name in ours["modules_to_save"])
+    assert head == {name for name in head if name.startswith(saved)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_written_settings_name_the_adapted_modules(folder, tmp_path, bases, case):
+    write_adapter(tmp_path / "out", read_adapter(folder(case)), "peft")
+    ours = json.loads((tmp_path / "out" / CONFIG_NAME).read_text())
+    base = AutoModelForSequenceClassification.from_pretrained(bases[MAKER.family_of(case)])
+    names = [name for name, _ in base.named_modules()]
+    assert modules_that(PEFT.config(case), names) == adapted_modules(PEFT.tensors(case))
+    assert modules_that(ours, names) == adapted_modules(PEFT.tensors(case))
+
+
+@pytest.mark.parametrize("case", EVENED)
+def test_what_was_evened_is_written_plainly(folder, folded, with_layers, tmp_path, case):
+    write_adapter(tmp_path / "out", read_adapter(folder(case)), "peft")
+    config = json.loads((tmp_path / "out" / CONFIG_NAME).read_text())
+    assert config["use_rslora"] is False
+    assert not config.get("rank_pattern")
+    assert not config.get("alpha_pattern")
+    again = read_adapter(tmp_path / "out")
+    for load in (folded, with_layers):
+        close(logits_of(load(case, again)), PEFT.logits(case))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_tour_of_the_forms_keeps_every_bit(folder, tmp_path, case):
+    first = read_adapter(folder(case))
+    write_adapter(tmp_path / "1.safetensors", first)
+    lora = read_adapter(tmp_path / "1.safetensors")
+    assert (lora.form, lora.info) == ("lora", first.info)
+    write_adapter(tmp_path / "2.bin", lora)
+    assert read_adapter(tmp_path / "2.bin").info is None
+    release = read_adapter(tmp_path / "2.bin", lora_alpha=first.info.alpha)
+    assert release.form == "release"
+    write_adapter(tmp_path / "3", release, "peft")
+    peft = read_adapter(tmp_path / "3")
+    write_adapter(tmp_path / "4.safetensors", peft)
+    last = read_adapter(tmp_path / "4.safetensors")
+    for adapter in (lora, release, peft, last):
+        tensors_are(adapter.tensors, first.tensors)
+    # The release's form loses the rest.
+    for name in ("rank", "alpha", "targets", "bias"):
+        assert getattr(last.info, name) == getattr(first.info, name)
+
+
+def test_pefts_folder_keeps_what_is_known(folder, tmp_path):
+    adapter = read_adapter(folder(base_model_name_or_path="a/base", revision="v1"))
+    info = replace(
+        adapter.info, task="mnli", labels=("a", "b", "c"), base_fingerprint="0123456789abcdef"
+    )
+    remarks = write_adapter(tmp_path / "out", replace(adapter, info=info), "peft")
+    assert remarks == ["in the metadata, where PEFT does not look: base_fingerprint, task, labels"]
+    assert read_adapter(tmp_path / "out").info == info
+    path = tmp_path / "out" / CONFIG_NAME
+    path.write_text(path.read_text().replace('"lora_alpha": 10', '"lora_alpha": 20'))
+    with pytest.raises(CheckpointError, match=r"was written with alpha 10, .* says 20 now$"):
+        read_adapter(tmp_path / "out")
+
+
+def test_a_folder_that_is_there_is_left_alone(folder, tmp_path):
+    adapter, path = read_adapter(folder()), folder("roberta_bias_all")
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    with pytest.raises(CheckpointError, match="exists already"):
+        write_adapter(path, adapter, "peft")
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"use_dora": True}, "use_dora is True, which is not LoRA as the paper has it"),
+        ({"lora_bias": True}, "lora_bias is True, which is not LoRA as the paper has it"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication is [[0, 2], [1, 2]], which"),
+        ({"trainable_token_indices": [5]}, "trainable_token_indices is [5], which"),
+        ({"from_the_future": {"a": 1}}, "from_the_future is {'a': 1}, which"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which changes the base's"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4', which"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora', which"),
+        ({"init_lora_weights": 1.5}, "init_lora_weights is 1.5"),
+        ({"r": 8}, "its rank is 4 (roberta.encoder.layer.0.attention.self.query), "),
+        ({"r": 0}, "r is 0"),
+        ({"r": None}, "r is None"),
+        ({"r": True}, "r is True"),
+        ({"r": 10**400}, "r is 1000"),
+        ({"lora_alpha": 0}, "lora_alpha is 0"),
+        ({"lora_alpha": float("inf")}, "lora_alpha is inf"),
+        ({"lora_alpha": 10**400}, "lora_alpha is 1000"),
+        ({"lora_alpha": "16"}, "lora_alpha is '16'"),
+        ({"lora_dropout": 1.5}, "lora_dropout is 1.5"),
+        ({"use_rslora": "yes"}, "use_rslora is 'yes'"),
+        ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
+        ({"rank_pattern": [1]}, "rank_pattern is [1]"),
+        ({"alpha_pattern": {"query": -1}}, "alpha_pattern is {'query': -1}"),
+        ({"alpha_pattern": {r"layer\.0\..*": 3}}, r"a regular expression, 'layer\.0\..*'; only"),
+        ({"alpha_pattern": {"query|value": 3}}, "a regular expression, 'query|value'; only"),
+        ({"base_model_name_or_path": 5}, "base_model_name_or_path is 5"),
+        ({"revision": ["main"]}, "revision is ['main']"),
+    ],
+    ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
+)
+def test_settings_that_are_refused(folder, refusal, changed, message):
+    assert message in refusal(folder(**changed))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": False},
+        {"layers_to_transform": [0, 1]},
+        {"from_the_future": None},
+        {"inference_mode": False},
+        {"peft_version": "9.9"},
+    ],
+    ids=json.dumps,
+)
+def test_settings_without_effect(folder, folded, changed):
+    case = "roberta_query_value"
+    close(logits_of(folded(case, read_adapter(folder(case, **changed)))), PEFT.logits(case))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '"LORA"', "[" * 100_000, "\x00"])
+def test_settings_that_are_none(folder, refusal, text):
+    path = folder()
+    (path / CONFIG_NAME).write_text(text)
+    assert f"{CONFIG_NAME}: not PEFT's settings" in refusal(path)
+
+
+def test_files_that_are_missing(folder, refusal):
+    path = folder()
+    (path / CONFIG_NAME).rename(path / "other.json")
+    assert refusal(path / WEIGHTS).endswith("PEFT's adapter_config.json is missing beside it")
+    assert "holds no adapter: none of " in refusal(path)
+    (path / "other.json").rename(path / CONFIG_NAME)
+    (path / WEIGHTS).rename(path / "renamed.safetensors")
+    for given in (path, path / CONFIG_NAME):
+        message = refusal(given)
+        assert "adapter_model.safetensors or adapter_model.bin is missing beside it" in message
+    assert "holds weights of PEFT under another name" in refusal(path / "renamed.safetensors")
+
+
+QUERY = f"{PREFIX}roberta.encoder.layer.0.attention.self.query"
+
+
+def without(name):
+    return lambda tensors: tensors.pop(name)
+
+
+def put(name, tensor):
+    return lambda tensors: tensors.update({name: tensor})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without(f"{QUERY}.lora_B.weight"), "lacks roberta.encoder.layer.0.attention.self.query"),
+        (
+            put(f"{QUERY}.lora_B.weight", torch.ones(32, 3)),
+            "do not belong together",
+        ),
+        (
+            put(f"{QUERY}.lora_A.weight", torch.full((4, 32), float("nan"))),
+            "holds values that are not finite",
+        ),
+        (put("query.lora_A.weight", torch.ones(4, 32)), "is not a name that PEFT gives"),
+        (
+            put(f"{PREFIX}classifier.modules_to_save.default.dense.bias", torch.ones(32)),
+            "holds classifier.dense.bias under two names",
+        ),
+        (
+            put(f"{QUERY}.lora_magnitude_vector", torch.ones(32)),
+            "query.lora_magnitude_vector is not the name of a low-rank update",
+        ),
+        (
+            put(f"{PREFIX}roberta.embeddings.word_embeddings.weight", torch.ones(48, 32)),
+            "holds a whole model, not LoRA alone",
+        ),
+        (
+            lambda tensors: [tensors.pop(name) for name in list(tensors) if "lora_" in name],
+            "none of its 4 tensors is LoRA's",
+        ),
+    ],
+    ids=["half", "shapes", "nan", "name", "twice", "dora", "embedding", "head alone"],
+)
+def test_tensors_that_are_refused(folder, refusal, change, message):
+    path = folder()
+    tensors = load_file(path / WEIGHTS)
+    change(tensors)
+    save_file(tensors, path / WEIGHTS)
+    assert message in refusal(path)
+
+
+def test_a_tensor_s_byte_that_changed(folder, refusal, tmp_path):
+    """PEFT's files have no checksum; those that this project wrote have one."""
+    path = tmp_path / "out"
+    write_adapter(path, read_adapter(folder()), "peft")
+    data = bytearray((path / WEIGHTS).read_bytes())
+    data[-1] ^= 1
+    (path / WEIGHTS).write_bytes(data)
+    assert "its content is not what was written (checksum)" in refusal(path)

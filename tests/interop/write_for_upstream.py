@@ -1,0 +1,164 @@
+"""Writes what upstream's Transformers and PEFT have to read: adapters, merged models, and logits.
+
+The first half of a pair, to be run by hand. This one runs in the project's environment, the second
+in an environment of its own, with upstream's transformers (5.23 was the last one tried), PEFT
+(0.21.2) and torch:
+
+    python tests/interop/write_for_upstream.py OUT
+    python tests/interop/check_with_upstream.py OUT
+
+OUT, which has to be new, then holds
+
+    bases/<family>       plain bases as upstream has them, of tests/loralib/make_peft_fixture.py
+    lora/<name>          adapters of models of this project, as its runs write them
+    pefts_own/<name>     adapters as PEFT itself wrote them, of the same fixture
+    peft/<name>          adapters in PEFT's form, by utils/convert.py
+    merged/<name>        the same merged into their bases, by utils/convert.py
+    cases.json           for each folder of the last two its form, its base and its family
+    tensors.safetensors  the batch, and as `logits/<name>` what upstream has to compute
+
+Names that begin with "ours" are of this project's models, whose own logits are expected; names that
+begin with "theirs" are of PEFT's own adapters, which were read and written again, and PEFT's logits
+are expected.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+# Folders of scripts, not packages.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "NLG" / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "utils"))
+
+import convert
+
+from checkpoints import read_base, save_model
+from loralib.formats import write_adapter
+from model import GPT2Config, load_base
+from transformers import AutoModelForSequenceClassification
+from transformers.configuration_utils import LORA_TARGETS
+
+ENCODERS = {
+    "roberta_query_value": ["query", "value"],
+    "roberta_all_targets": list(LORA_TARGETS),
+    "deberta_query_value": ["query", "value"],
+    "deberta_all_targets": list(LORA_TARGETS),
+}
+
+
+def load_maker() -> ModuleType:
+    """The module that makes peft_fixture.safetensors."""
+    path = Path(__file__).parents[1] / "loralib" / "make_peft_fixture.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Writer:
+    """Writes cases into a folder.
+
+    Args:
+        out: the folder.
+        maker: the module that makes the fixture.
+    """
+
+    def __init__(self, out: Path, maker: ModuleType):
+        self.out, self.maker = out, maker
+        self.fixture = maker.PeftFixture()
+        self.bases = {
+            family: self.fixture.write_base(out / "bases" / family, family)
+            for family in maker.FAMILIES
+        }
+        self.cases: list[dict[str, str]] = []
+        self.tensors = {"ids": self.fixture.ids, "mask": self.fixture.mask}
+        for folder in ("lora", "peft", "merged"):
+            (out / folder).mkdir()
+
+    def add(self, name: str, family: str, source: Path, logits: Tensor) -> None:
+        """Converts an adapter to PEFT's form and to a merged model, which both give `logits`."""
+        self.tensors[f"logits/{name}"] = logits.contiguous()
+        base = self.bases[family]
+        for form in ("peft", "merged"):
+            folder = self.out / form / name
+            convert.main([str(source), str(folder), "--to", form, "--base", str(base)])
+            place = {"folder": f"{form}/{name}", "base": f"bases/{family}"}
+            self.cases.append({"name": name, "form": form, "family": family, **place})
+
+    @torch.no_grad()
+    def add_encoder(self, case: str, targets: list[str]) -> None:
+        """A classifier of this project, with its LoRA and its head drawn."""
+        family = self.maker.family_of(case)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            self.bases[family], apply_lora=True, lora_r=3, lora_alpha=12, lora_targets=targets
+        )
+        self._draw(model, trained=("lora_", "classifier", "pooler.dense"))
+        source = self.out / "lora" / f"{case}.safetensors"
+        write_adapter(source, model.adapter())
+        batch = {"input_ids": self.fixture.ids, "attention_mask": self.fixture.mask}
+        self.add(f"ours_{case}", family, source, model(**batch).logits)
+
+    @torch.no_grad()
+    def add_gpt2(self) -> None:
+        """A GPT-2 of this project, with its LoRA drawn, as gpt2_ft.py saves it."""
+        base = read_base(str(self.bases["gpt2"] / "model.safetensors"))
+        shape = self.maker.FAMILIES["gpt2"][0]
+        known = {field.name for field in dataclasses.fields(GPT2Config)}
+        config = GPT2Config(
+            **{name: value for name, value in shape.items() if name in known},
+            lora_attn_dim=3,
+            lora_attn_alpha=12,
+        )
+        model = load_base(config, base.tensors, "the base").eval()
+        self._draw(model, trained=("lora_",))
+        source = self.out / "lora" / "gpt2.pt"
+        save_model(source, model, base, lora_only=True)
+        logits = model(self.fixture.ids) * self.fixture.mask[..., None]
+        self.add("ours_gpt2", "gpt2", source, logits)
+
+    def add_pefts(self, case: str) -> None:
+        """An adapter of PEFT's own, which this project reads and writes."""
+        source = self.fixture.write_adapter(self.out / "pefts_own" / case, case)
+        family = self.maker.family_of(case)
+        self.add(f"theirs_{case}", family, source, self.fixture.logits(case))
+
+    def _draw(self, model: nn.Module, trained: tuple[str, ...]) -> None:
+        named = model.named_parameters()
+        self.maker.draw(((n, p) for n, p in named if any(part in n for part in trained)), "ours")
+
+    def finish(self) -> None:
+        """Writes the list of cases and the tensors."""
+        save_file(self.tensors, self.out / "tensors.safetensors")
+        (self.out / "cases.json").write_text(json.dumps(self.cases, indent=2) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses and writes."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", metavar="OUT", type=Path, help="a new folder")
+    out = parser.parse_args(argv).out
+    out.mkdir(parents=True)
+    maker = load_maker()
+    writer = Writer(out, maker)
+    for case, targets in ENCODERS.items():
+        writer.add_encoder(case, targets)
+    writer.add_gpt2()
+    for case in maker.CASES:
+        writer.add_pefts(case)
+    writer.finish()
+    print(f"{out}: {len(writer.cases)} cases")
+
+
+if __name__ == "__main__":
+    main()
