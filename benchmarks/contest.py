@@ -208,7 +208,7 @@ def _cells(
         contestant.name,
         contestant.precision,
         f"{median(time for run in runs for time in _times(run, columns)):.4g}",
-        f"{median(quotients):.2f}",
+        _quotient(median(quotients)),
         *(
             f"{sum(count(contestant, batch) for batch, _ in steps):,}"
             for count in columns.counts.values()
@@ -216,6 +216,11 @@ def _cells(
         f"{median(columns.gflop(contestant, batch) / seconds for batch, seconds in steps):,.0f}",
         f"{max(run['peak_bytes'] for run in runs) / 2**30:.2f}",
     ]
+
+
+def _quotient(value: float) -> str:
+    """Two decimals, or as many as it takes to tell a small one from zero."""
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
 def _times(run: dict, columns: Columns) -> list[float]:

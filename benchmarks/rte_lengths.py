@@ -35,7 +35,7 @@ def count_tokens(data_dir: Path, vocab: Path) -> list[int]:
     return [min(count, LONGEST) for count in counts]
 
 
-def draw_batches(lengths: list[int], count: int, seed: int) -> list[list[int]]:
-    """The rows' lengths of `count` batches, drawn at random."""
+def draw_batches(lengths: list[int], count: int, seed: int, rows: int = BATCH) -> list[list[int]]:
+    """The lengths of the `rows` rows of `count` batches, drawn at random."""
     rng = random.Random(seed)
-    return [rng.choices(lengths, k=BATCH) for _ in range(count)]
+    return [rng.choices(lengths, k=rows) for _ in range(count)]

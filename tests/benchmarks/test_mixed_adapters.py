@@ -1,0 +1,200 @@
+"""The benchmark of mixed adapters: a tiny run of this project alone, its table, its check."""
+
+import importlib
+import sys
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def script(load_script):
+    return load_script("mixed_adapters")
+
+
+@pytest.fixture
+def load_worker(script, monkeypatch):
+    """Name of one of the workers' modules -> the module."""
+    monkeypatch.syspath_prepend(script.contest.ROOT / "workers")
+    return importlib.import_module
+
+
+def test_quick_run_of_this_project_alone(script, read_table, monkeypatch, capsys):
+    """One precision of each: every worker takes its seconds to start."""
+    chosen = [
+        script.ours(measured)[precision]
+        for measured, precision in (
+            ("plain batch", 0),
+            ("plain batch", 1),
+            ("4 adapters", 0),
+            ("16 adapters", 1),
+            ("a switch", 0),
+        )
+    ]
+    monkeypatch.setattr(script, "contestants", lambda: chosen)
+    flags = ["--quick", "--threads", "1", "--rounds", "1", "--steps", "1", "--switches", "9"]
+    assert script.main(flags) == 0
+    rows = read_table(capsys.readouterr().out)
+    assert [(row["contestant"], row["precision"]) for row in rows] == [
+        (one.name, one.precision) for one in chosen
+    ]
+    assert [row["times ours"] for row in rows[:2]] == ["1.00", "1.00"]
+    assert rows[0]["real tokens"] != "0"
+    for row in rows:
+        is_switch = "switch" in row["contestant"]
+        assert float(row["ms per batch or switch"]) > 0
+        assert row["real tokens"] == row["computed"]
+        assert row["real tokens"] == ("0" if is_switch else rows[0]["real tokens"])
+
+
+def test_table_of_known_times(script, fake_worker, read_table, capsys):
+    """Adapters cost this project 1 % each, PEFT 10 %; 1,000 switches take it 20 ms, PEFT 2 s."""
+
+    def seconds_of(plan):
+        is_ours = plan["worker"] == "ours"
+        if plan["way"] == "switch":
+            return 0.02 if is_ours else 2
+        if is_ours:
+            return (1 if plan["autocast"] else 2) * (1 + plan["adapters"] / 100)
+        return 4 * (1 + plan["adapters"] / 10)
+
+    plans = fake_worker(seconds_of)
+    flags = ["--rounds", "2", "--steps", "4", "--peers_python", sys.executable]
+    assert script.main(flags) == 0
+    rows = {
+        (row["contestant"], row["precision"]): row for row in read_table(capsys.readouterr().out)
+    }
+    times = {name: (row["ms per batch or switch"], row["times ours"]) for name, row in rows.items()}
+    ours, half = "this project", "bfloat16 weights + autocast"
+    assert times == {
+        (f"{ours}, plain batch", "float32"): ("2000", "1.00"),
+        (f"{ours}, plain batch", half): ("1000", "1.00"),
+        (f"{ours}, 1 adapter", "float32"): ("2020", "1.01"),
+        (f"{ours}, 1 adapter", half): ("1010", "1.01"),
+        (f"{ours}, 4 adapters", "float32"): ("2080", "1.04"),
+        (f"{ours}, 4 adapters", half): ("1040", "1.04"),
+        (f"{ours}, 16 adapters", "float32"): ("2320", "1.16"),
+        (f"{ours}, 16 adapters", half): ("1160", "1.16"),
+        (f"{ours}, a switch", "float32"): ("0.02", "1e-05"),
+        (f"{ours}, a switch", half): ("0.02", "2e-05"),
+        ("upstream, plain batch", "float32"): ("4000", "2.00"),
+        ("upstream, plain batch", "bfloat16 weights"): ("4000", "4.00"),
+        ("PEFT, 1 adapter", "float32"): ("4400", "2.20"),
+        ("PEFT, 1 adapter", "bfloat16 weights"): ("4400", "4.40"),
+        ("PEFT, 4 adapters", "float32"): ("5600", "2.80"),
+        ("PEFT, 4 adapters", "bfloat16 weights"): ("5600", "5.60"),
+        ("PEFT, 16 adapters", "float32"): ("1.04e+04", "5.20"),
+        ("PEFT, 16 adapters", "bfloat16 weights"): ("1.04e+04", "10.40"),
+        ("PEFT, a switch", "float32"): ("2", "0.001"),
+        ("PEFT, a switch", "bfloat16 weights"): ("2", "0.002"),
+    }
+    of_rounds = [plan["batches"] for plan in plans if plan["name"] == "this project, plain batch"]
+    first, second = of_rounds[0], of_rounds[-1]
+    assert first != second
+    for plan in plans:
+        if plan["way"] == "switch":
+            assert plan["batches"] == [{"lengths": [], "repeats": 1000}] * 6
+        else:
+            assert plan["batches"] in (first, second)
+            assert [len(entry["lengths"]) for entry in plan["batches"]] == [32] * 6
+    batches = [entry["lengths"] for entry in first[2:] + second[2:]]
+    real = sum(map(sum, batches))
+    computed = {"this project": real, "PEFT": sum(32 * max(batch) for batch in batches)}
+    for name, tokens in computed.items():
+        row = rows[f"{name}, 4 adapters", "float32"]
+        assert (row["real tokens"], row["computed"]) == (f"{real:,}", f"{tokens:,}")
+        assert rows[f"{name}, a switch", "float32"]["GFLOP/s"] == "0"
+
+
+def test_arithmetic_of_a_batch(script):
+    """32 rows of 5 tokens but for one of 10; 7.1 M weights in a layer."""
+
+    def gflop(name, worker, **fields):
+        contestant = script.Contestant(name, worker, **fields)
+        entry = script.make_entry(contestant, [5] * 31 + [10], switches=3)
+        return script.gflop(contestant, entry, script.roberta_step.ROBERTA_BASE)
+
+    padded = 12 * (2 * 12 * 768**2 * 320 + 4 * 768 * 32 * 10**2)
+    assert gflop("PEFT", "peers", adapters=4) == pytest.approx(padded / 1e9)
+    # Of the last layer only keys and values, 2 of 12 squares, are computed for every token.
+    packed = (11 + 2 / 12) * (2 * 12 * 768**2 * 165 + 4 * 768 * (31 * 5**2 + 10**2))
+    assert gflop("ours", "ours", adapters=4) == pytest.approx(packed / 1e9)
+    assert gflop("ours", "ours", adapters=16, way="switch") == 0
+
+
+def plan_of(adapters, weights="float32"):
+    about = {"seed": 0, "device": "cpu", "shape": {"vocab_size": 100}, "pad_to": None}
+    return {**about, "adapters": adapters, "weights": weights}
+
+
+def logits_of(inputs, names):
+    """A row's second token, and the number in its adapter's name."""
+    ids = inputs["input_ids"]
+    names = [names] * len(ids) if isinstance(names, str) else names
+    numbers = [int(name.removeprefix("task")) for name in names]
+    return torch.stack([ids[:, 1], torch.tensor(numbers)], dim=1).float()
+
+
+def next_ones(inputs, names):
+    """Mixed rows have the adapter of the row behind them."""
+    return logits_of(inputs, names if isinstance(names, str) else [*names[1:], names[0]])
+
+
+def no_ones(inputs, names):
+    """No adapter has an effect."""
+    return logits_of(inputs, "task0")
+
+
+def not_finite(inputs, names):
+    """Logits are not finite."""
+    return logits_of(inputs, names) * float("nan")
+
+
+def slightly_off(inputs, names):
+    """Logits of mixed rows are a hundredth off."""
+    return logits_of(inputs, names) + (0 if isinstance(names, str) else 0.01)
+
+
+@pytest.mark.parametrize(
+    ("adapters", "weights", "function", "message"),
+    [
+        (1, "float32", logits_of, None),
+        (4, "float32", logits_of, None),
+        (4, "bfloat16", slightly_off, None),
+        (4, "float32", slightly_off, "the logits of task0 differ by 0.01 in a mixed batch"),
+        (4, "bfloat16", next_ones, "the logits of task0 differ by 1 in a mixed batch"),
+        (2, "float32", not_finite, "the logits of task0 differ by nan in a mixed batch"),
+        (4, "float32", no_ones, "all adapters give the logits of task0"),
+    ],
+)
+def test_a_worker_that_mixes_wrongly_is_found_out(
+    load_worker, adapters, weights, function, message
+):
+    shared = load_worker("adapter_rows")
+    plan = plan_of(adapters, weights)
+    if message is None:
+        shared.check_mixing(plan, shared.make_batch, function)
+    else:
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            shared.check_mixing(plan, shared.make_batch, function)
+
+
+def test_rows_of_an_adapter_are_beside_each_other_here(load_worker):
+    plan, entry = plan_of(3), {"lengths": [3, 4, 5, 6, 7, 8, 9], "repeats": 1}
+    mixed = load_worker("adapter_rows").make_batch(plan, 2, entry)
+    assert mixed["names"] == ["task0", "task1", "task2", "task0", "task1", "task2", "task0"]
+    ours = load_worker("mixed_adapters_ours").make_batch(plan, 2, entry)
+    assert ours["names"] == ["task0"] * 3 + ["task1"] * 2 + ["task2"] * 2
+    for name in ("input_ids", "attention_mask"):
+        assert ours[name].equal(mixed[name][[0, 3, 6, 1, 4, 2, 5]])
+    assert ours["attention_mask"].sum(1).tolist() == [3, 6, 9, 4, 7, 5, 8]
+
+
+@pytest.mark.parametrize("worker", ["adapter_rows", "mixed_adapters_ours"])
+def test_a_plain_batch_and_switches(load_worker, worker):
+    make_batch = load_worker(worker).make_batch
+    plain = make_batch(plan_of(0), 2, {"lengths": [4, 3], "repeats": 1})
+    assert plain["names"] == []
+    assert plain["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
+    switches = {"lengths": [], "repeats": 5}
+    assert make_batch(plan_of(3), 2, switches) == switches
