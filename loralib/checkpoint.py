@@ -82,7 +82,7 @@ class TrainedInfo:
                 if key in values:
                     values[key] = _strings(values[key])
             info = cls(**values)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             message = f"{path}: its metadata is damaged ({first_line(error)})"
             raise CheckpointError(message) from error
         info._check(path)
@@ -125,10 +125,33 @@ class AdapterInfo(TrainedInfo):
 
     def _check(self, path: Path) -> None:
         super()._check(path)
-        rank, alpha = self.rank, self.alpha
-        sound = isinstance(rank, int) and rank >= 1 and isinstance(alpha, int | float)
-        if not sound or not 0 < alpha < float("inf"):
-            raise CheckpointError(f"{path}: rank {rank!r}, alpha {alpha!r} in its metadata")
+        for name, is_sound in (
+            ("rank", is_rank(self.rank)),
+            ("alpha", is_alpha(self.alpha)),
+            ("dropout", self.dropout is None or is_dropout(self.dropout)),
+        ):
+            if not is_sound:
+                raise CheckpointError(f"{path}: {name} {getattr(self, name)!r} in its metadata")
+
+
+def is_rank(value: object) -> bool:
+    """Whether this can be a rank."""
+    return isinstance(value, int) and _is_number(value, 1, 1e9)
+
+
+def is_alpha(value: object) -> bool:
+    """Whether this can be an alpha; scaled by any rank it is a number still."""
+    return _is_number(value, 1e-30, 1e30)
+
+
+def is_dropout(value: object) -> bool:
+    """Whether this can be a probability of dropout."""
+    return _is_number(value, 0, 1)
+
+
+def _is_number(value: object, low: float, high: float) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and low <= value <= high
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -440,8 +463,7 @@ def check_base(adapter: Adapter, base_fingerprint: str | None) -> None:
         raise CheckpointError(
             f"{adapter.source}: was trained on another base than the one given: "
             f"'{adapter.info.base}' (fingerprint {theirs}), not one of fingerprint "
-            f"{base_fingerprint}; give that base (--model_name_or_path, or --init_checkpoint for "
-            "GPT-2)"
+            f"{base_fingerprint}; give that one (--model_name_or_path, --init_checkpoint, --base)"
         )
 
 

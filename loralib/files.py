@@ -19,7 +19,13 @@ from torch import Tensor
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read, or that does not fit. The message is one line."""
+    """A checkpoint that cannot be read, or that does not fit.
+
+    The message is one line, even where a name that it quotes is not.
+    """
+
+    def __init__(self, message: str):
+        super().__init__(" ".join(message.splitlines()))
 
 
 @contextmanager
@@ -187,6 +193,11 @@ def _is_held(tensor: Tensor) -> bool:
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         return False
     return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
+
+
+def same_tensor(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are of one dtype and shape, and equal."""
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def is_safetensors(path: Path) -> bool:

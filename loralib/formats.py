@@ -42,6 +42,7 @@ from .files import (
     CheckpointError,
     is_safetensors,
     read_tensors,
+    same_tensor,
     write_tensors,
     write_wrapped_tensors,
 )
@@ -59,6 +60,7 @@ _OLD_NAMES = {
 # GPT-2's head is its token embedding: what a whole checkpoint holds of it is no head of a task.
 _TIED_HEADS = ("lm_head.weight", "lm_head.decoder.weight")
 _GPT2 = "transformer.h."
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SUFFIXES = {"lora": (".safetensors",), "release": (".bin", ".pt")}
 
 
@@ -104,10 +106,10 @@ def read_adapter(
         adapter = _read_peft(path)
     else:
         adapter = _read_file(path, kind)
-    _check_values(adapter)
     if kind is LORA:
         adapter = _with_alpha(adapter, lora_alpha)
         _check_lora(adapter)
+    _check_values(adapter)
     return adapter
 
 
@@ -150,7 +152,14 @@ def _fetch_peft_weights(source: str, where: Mapping[str, object]) -> None:
 def _read_peft(path: Path) -> Adapter:
     weights = peft.weights_beside(path)
     tensors, metadata = _read_checked(weights)
-    tensors = own_names(peft.own_names(tensors, str(weights)), str(weights))
+    tensors = peft.own_names(tensors, str(weights))
+    for name in _TIED_HEADS:
+        if name in tensors:
+            raise CheckpointError(
+                f"{weights}: brings {name}, a head of its own; this project's GPT-2 has its token "
+                "embedding for one"
+            )
+    tensors = own_names(tensors, str(weights))
     adapter = peft.read(path.with_name(peft.CONFIG_NAME), tensors, weights)
     known = LORA.info.from_metadata(metadata, weights)
     return adapter if known is None else peft.with_known(adapter, known)
@@ -182,7 +191,7 @@ def _info_beside(path: Path, tensors: Mapping[str, Tensor], kind: Kind) -> Train
         return None
     others, metadata = _read_checked(twin)
     same = others.keys() == tensors.keys() and all(
-        torch.equal(others[name], tensor) for name, tensor in tensors.items()
+        same_tensor(others[name], tensor) for name, tensor in tensors.items()
     )
     return kind.info.from_metadata(metadata, twin) if same else None
 
@@ -196,6 +205,10 @@ def _read_checked(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     # A torch archive has checksums of its own, which cover its metadata as well.
     if recorded is None and described and is_safetensors(path):
         raise CheckpointError(f"{path}: damaged: the checksum that belongs to it is missing")
+    if recorded is not None and not all(
+        isinstance(text, str) for entry in metadata.items() for text in entry
+    ):
+        raise CheckpointError(f"{path}: its metadata is damaged (not text)")
     if recorded is not None and recorded != checksum(tensors, metadata):
         raise CheckpointError(f"{path}: damaged: its content is not what was written (checksum)")
     return tensors, metadata
@@ -203,7 +216,7 @@ def _read_checked(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def _check_values(adapter: Adapter) -> None:
     for name, tensor in adapter.tensors.items():
-        if not tensor.is_floating_point():
+        if tensor.dtype not in _DTYPES:
             raise CheckpointError(
                 f"{adapter.source}: {name} is of {tensor.dtype}, not of a floating type"
             )
@@ -270,8 +283,11 @@ def _check_lora(adapter: Adapter) -> None:
     for name in tensors:
         if LORA.part in name and name not in halves:
             raise CheckpointError(f"{source}: {name} is not the name of a low-rank update")
-        in_base = name.startswith(BACKBONE_PREFIXES) and name not in biases
-        if in_base and name not in halves:
+        is_of_base = name.startswith(BACKBONE_PREFIXES) and name not in biases
+        # A convolution's frozen weight is its submodule's.
+        module = name.removesuffix(".weight").removesuffix(".conv")
+        is_updated = name.endswith(".weight") and f"{module}.lora_A" in halves
+        if (is_of_base and name not in halves) or is_updated:
             raise CheckpointError(
                 f"{source}: holds a whole model, not LoRA alone: {name}, …; give it as "
                 "--init_checkpoint or --model_name_or_path, or take its LoRA out with "
@@ -311,13 +327,14 @@ def write_adapter(path: str | os.PathLike, adapter: Adapter, form: str | None = 
     """
     path = Path(path)
     form = form or form_of_name(path)
+    if form not in FORMS:
+        raise ValueError(f"unknown form '{form}' (known: {', '.join(FORMS)})")
     if form == "peft":
         return _write_peft(path, adapter)
     if path.suffix not in ("", *_SUFFIXES[form]):
         names = " or ".join(_SUFFIXES[form])
         raise CheckpointError(f"{path}: a file of the form {form} has a name that ends in {names}")
-    if adapter.kind is LORA:
-        _check_writable(adapter)
+    _check_writable(adapter, form)
     if not path.suffix:
         path.mkdir(parents=True, exist_ok=True)
         path = path / adapter.kind.files[FORMS.index(form)]
@@ -334,26 +351,33 @@ def form_of_name(path: Path) -> str:
         if path.suffix in suffixes:
             return form
     raise CheckpointError(
-        f"{path}: its name does not tell the form to write: .safetensors is lora, .bin release"
+        f"{path}: its name does not tell the form to write: .safetensors is lora, .bin and .pt "
+        "are release; --to says any"
     )
 
 
-def _check_writable(adapter: Adapter) -> None:
+def _check_writable(adapter: Adapter, form: str) -> None:
+    if form == "lora" and adapter.info is None:
+        raise CheckpointError(
+            f"{adapter.source}: does not say with what alpha it was trained, which a file of this "
+            "form has to; give it as --lora_alpha"
+        )
+    if adapter.kind is not LORA:
+        return
     for module, (A, B) in lora_pairs(adapter.tensors, adapter.source).items():
-        if module.startswith(_GPT2) and module.endswith(".c_attn") and len(A) == B.shape[1]:
-            raise CheckpointError(
-                f"{adapter.source}: its update of {module} is not made of one block for the query "
-                "and one for the value, as this project's GPT-2 and the release's have them; "
-                "--to merged folds it into the base"
+        reason = None
+        if module.startswith(_GPT2) and not module.endswith(".c_attn"):
+            reason = f"adapts {module}, where this project's GPT-2 and the release's have no LoRA"
+        elif module.startswith(_GPT2) and len(A) == B.shape[1]:
+            reason = (
+                f"its update of {module} is not made of one block for the query and one for the "
+                "value, as this project's GPT-2 and the release's have them"
             )
+        if reason:
+            raise CheckpointError(f"{adapter.source}: {reason}; --to merged folds it into the base")
 
 
 def _write_lora(path: Path, adapter: Adapter) -> list[str]:
-    if adapter.info is None:
-        raise CheckpointError(
-            f"{adapter.source}: does not say with what alpha it was trained, which {path.name} has "
-            "to hold; give it as --lora_alpha"
-        )
     write_tensors(path, adapter.tensors, _with_digest(adapter.tensors, adapter.info))
     return []
 
@@ -378,7 +402,7 @@ def _lost(info: TrainedInfo | None, kept: Iterable[str]) -> list[str]:
         return []
     said = {name: value for name, value in asdict(info).items() if value is not None}
     return [
-        f"not in this form: {name} {plain(value)}"
+        " ".join(f"not in this form: {name} {plain(value)}".splitlines())
         for name, value in said.items()
         if name not in kept
     ]

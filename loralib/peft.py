@@ -31,8 +31,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checkpoint import BACKBONE_PREFIXES, Adapter, AdapterInfo, base_biases, lora_info
-from .files import CheckpointError, first_line, write_tensors, write_whole_folder
+from .checkpoint import (
+    BACKBONE_PREFIXES,
+    Adapter,
+    AdapterInfo,
+    base_biases,
+    is_alpha,
+    is_dropout,
+    is_rank,
+    lora_info,
+)
+from .files import CheckpointError, first_line, same_tensor, write_tensors, write_whole_folder
 from .updates import ENABLED_SLICES, Update, lora_pairs, rank_of, updates
 
 CONFIG_NAME = "adapter_config.json"
@@ -91,7 +100,12 @@ def read(config_path: Path, tensors: Mapping[str, Tensor], weights: Path) -> Ada
     pairs = lora_pairs(tensors, source)
     if not pairs:
         raise CheckpointError(f"{source}: none of its {len(tensors)} tensors is LoRA's")
-    for module, (_, B) in pairs.items():
+    for module, (A, B) in pairs.items():
+        if len(A) != B.shape[1]:
+            raise CheckpointError(
+                f"{source}: {module} has a lora_A of rank {len(A)} and a lora_B of rank "
+                f"{B.shape[1]}"
+            )
         if not config.get("rank_pattern") and B.shape[1] != config["r"]:
             raise CheckpointError(
                 f"{source}: its rank is {B.shape[1]} ({module}), {config_path.name} says "
@@ -159,24 +173,15 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}…"
 
 
-def _is_number(value: Any, low: float, high: float) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and low <= value <= high
-
-
-def _is_alpha(value: Any) -> bool:
-    return _is_number(value, 1e-30, 1e30)
-
-
 _SOUND = {
     "peft_type": lambda value: value == "LORA",
-    "r": lambda value: isinstance(value, int) and _is_number(value, 1, 1e9),
-    "lora_alpha": _is_alpha,
-    "lora_dropout": lambda value: value is None or _is_number(value, 0, 1),
+    "r": is_rank,
+    "lora_alpha": is_alpha,
+    "lora_dropout": lambda value: value is None or is_dropout(value),
     "use_rslora": lambda value: value is None or isinstance(value, bool),
     "rank_pattern": lambda value: value is None or isinstance(value, dict),
     "alpha_pattern": lambda value: (
-        value is None or (isinstance(value, dict) and all(map(_is_alpha, value.values())))
+        value is None or (isinstance(value, dict) and all(map(is_alpha, value.values())))
     ),
     "base_model_name_or_path": lambda value: value is None or isinstance(value, str),
     "revision": lambda value: value is None or isinstance(value, str),
@@ -216,10 +221,10 @@ def own_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
         if ".original_module." in name:
             continue
         own = name.removeprefix(PREFIX)
-        own = re.sub(r"\.modules_to_save\.[^.]+\.", ".", own)
+        own = re.sub(r"\.modules_to_save\.(?:[^.]+\.)?", ".", own)
         own = re.sub(r"\.lora_([AB])\.weight$", r".lora_\1", own)
         own = re.sub(r"\.base_layer\.bias$", ".bias", own)
-        if own in named and not torch.equal(named[own], tensor):
+        if own in named and not same_tensor(named[own], tensor):
             raise CheckpointError(f"{source}: holds {own} under two names")
         named[own] = tensor
     return named

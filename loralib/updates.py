@@ -203,6 +203,8 @@ def fold(model: nn.Module, adapter: Adapter) -> None:
     for name, tensor in others.items():
         if name not in own:
             raise CheckpointError(f"{adapter.source}: has {name}, unknown to the model")
+        if name.removesuffix(".weight") in modules:
+            raise CheckpointError(f"{adapter.source}: has {name} itself beside its update")
         if tensor.shape != own[name].shape:
             raise CheckpointError(
                 f"{adapter.source}: {name} is {tuple(tensor.shape)}, in the model "

@@ -15,21 +15,23 @@ IN is an adapter of any form: a file, a folder, or a name on the hub. OUT is
 
 For lora and release OUT may also be a folder. Without --to, OUT's name says which of the two it is,
 so that `convert.py old.bin new.bin` gives the release's first DeBERTa files their later names. What
-a form cannot hold is listed.
+a form cannot hold is listed. Nothing that exists is written over.
 """
 
 import argparse
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from gpt2_folder import read_gpt2, write_gpt2
 from torch import Tensor, nn
 
 from loralib import process
-from loralib.checkpoint import Adapter, check_base, lora_info, plain
+from loralib.checkpoint import LORA, Adapter, check_base, lora_info, plain
 from loralib.files import CheckpointError, write_whole_folder
 from loralib.formats import FORMS, form_of_name, read_adapter, write_adapter
 from loralib.hub import resolve_file
@@ -43,6 +45,9 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "spm.model"),
 )
+# Forms that are folders, and what a folder is not called.
+_FOLDERS = ("peft", "merged")
+_FILE_SUFFIXES = (".safetensors", ".bin", ".pt")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -56,15 +61,17 @@ class Base:
 
     Args:
         name: its folder, file or name on the hub.
+        revision: of the hub's repository; None for its main branch.
         model: a plain model, float32, with a head of the adapter's shape.
         fingerprint: of its weights, see `loralib.checkpoint.fingerprint`.
         settings: the content of its config.json, for upstream.
     """
 
     name: str
+    revision: str | None
     model: nn.Module
     fingerprint: str | None
-    settings: dict
+    settings: dict[str, Any]
 
 
 def read_base(name: str, adapter: Adapter) -> Base:
@@ -75,29 +82,37 @@ def read_base(name: str, adapter: Adapter) -> Base:
         OSError: there is no such model.
         ValueError: it is a model that was adapted itself, or of no family that is known here.
     """
-    first = min(lora_pairs(adapter.tensors, adapter.source))
-    if first.startswith("transformer.h."):
-        base = Base(name, *read_gpt2(name))
-    elif first.startswith(("roberta.", "deberta.")):
-        base = _read_encoder(name, adapter)
+    revision = None
+    if adapter.info and adapter.info.base == name:
+        revision = adapter.info.base_revision
+    modules = lora_pairs(adapter.tensors, adapter.source)
+    if any(module.startswith("transformer.h.") for module in modules):
+        base = Base(name, revision, *read_gpt2(name, revision))
+    elif any(module.startswith(("roberta.", "deberta.")) for module in modules):
+        base = _read_encoder(name, revision, adapter)
     else:
         raise CheckpointError(
-            f"{adapter.source}: adapts neither RoBERTa, DeBERTa-v2 nor GPT-2 ({first}): its base "
-            "cannot be read here"
+            f"{adapter.source}: adapts neither RoBERTa, DeBERTa-v2 nor GPT-2 ({min(modules)}): its "
+            "base cannot be read here"
         )
+    updated_modules(base.model, with_info(adapter))
     check_base(adapter, base.fingerprint)
-    updated_modules(base.model, adapter)
     return base
 
 
-def _read_encoder(name: str, adapter: Adapter) -> Base:
-    settings = PretrainedConfig.get_config_dict(name)
+def _read_encoder(name: str, revision: str | None, adapter: Adapter) -> Base:
+    if Path(name).is_file():
+        raise CheckpointError(f"{name}: is a file; give the base's folder, with its config.json")
+    settings = PretrainedConfig.get_config_dict(name, revision=revision)
     for switch in ("apply_lora", "apply_adapter", "apply_bitfit"):
         if settings.get(switch):
             raise ValueError(f"{name} was trained with --{switch} itself: it is no plain base")
+    # That a head is drawn anew is no news: the adapter brings it, or merging says that it is none.
     with errors_only():
-        model = AutoModelForSequenceClassification.from_pretrained(name, **_labels(adapter))
-    return Base(name, model, model.base_fingerprint, settings)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            name, revision=revision, **_labels(adapter)
+        )
+    return Base(name, revision, model, model.base_fingerprint, settings)
 
 
 def _labels(adapter: Adapter) -> dict[str, object]:
@@ -121,16 +136,18 @@ def merge(path: Path, adapter: Adapter, base: Base, dtype: torch.dtype) -> None:
     """Writes base and adapter in one, as a plain model's folder.
 
     Raises:
-        CheckpointError: neither of them brings a trained head; or there is something at `path`.
+        CheckpointError: neither of them brings a trained head; the sum is beyond the range of
+            `dtype`; or there is something at `path`.
     """
     fold(base.model, adapter)
     base.model.to(dtype)
+    check_range(dict(base.model.named_parameters()), path, dtype)
     with write_whole_folder(path) as folder:
         if isinstance(base.model, PreTrainedModel):
             _write_encoder(folder, adapter, base)
         else:
             write_gpt2(folder, base.model, base.settings)
-        copy_tokenizer(base.name, folder)
+        copy_tokenizer(base, folder)
 
 
 def _write_encoder(folder: Path, adapter: Adapter, base: Base) -> None:
@@ -141,23 +158,23 @@ def _write_encoder(folder: Path, adapter: Adapter, base: Base) -> None:
             f"{adapter.source}: brings no {min(untrained)}, nor does {base.name}: the merged "
             "model would have an untrained head"
         )
-    own = {"architectures", "id2label", "label2id", "finetuning_task"}
-    settings = {k: v for k, v in base.settings.items() if k not in OWN_SETTINGS}
     model.save_pretrained(folder, safe_serialization=True)
+    # Upstream's settings are the base's; the model's own are these.
+    settings = {k: v for k, v in base.settings.items() if k not in (*OWN_SETTINGS, "dtype")}
     written = model.config.to_dict()
-    settings |= {name: written[name] for name in own if written.get(name) is not None}
+    settings |= {name: written[name] for name in ("architectures", "id2label", "label2id")}
     if adapter.info.task:
         settings["finetuning_task"] = adapter.info.task
-    settings["torch_dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
+    settings["torch_dtype"] = _name_of(next(model.parameters()).dtype)
     write_settings(folder, settings)
 
 
-def copy_tokenizer(base: str, folder: Path) -> None:
+def copy_tokenizer(base: Base, folder: Path) -> None:
     """Copies the base's tokenizer, as far as it has one: a file of weights has none."""
-    if Path(base).is_file():
+    if Path(base.name).is_file():
         return
     for name in TOKENIZER_FILES:
-        file = resolve_file(base, name)
+        file = resolve_file(base.name, name, revision=base.revision)
         if file is not None:
             (folder / name).write_bytes(file.read_bytes())
 
@@ -167,25 +184,30 @@ def copy_tokenizer(base: str, folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------
 
 
+def with_info(adapter: Adapter) -> Adapter:
+    """The adapter with what its tensors say; its alpha, if nobody said that, is not a number."""
+    if adapter.info is not None:
+        return adapter
+    rank = rank_of(adapter.tensors, adapter.source)
+    return replace(adapter, info=lora_info(adapter.tensors, rank, math.nan))
+
+
 def with_base(adapter: Adapter, base: Base) -> Adapter:
-    """The adapter with its base's name and fingerprint."""
+    """The adapter with its base's name and fingerprint, where it has an info to hold them."""
     if adapter.info is None:
         return adapter
-    own = {"base": base.name, "base_fingerprint": base.fingerprint}
-    if base.name != adapter.info.base:
-        own["base_revision"] = None
-    return replace(adapter, info=replace(adapter.info, **own))
+    own = {"base": base.name, "base_revision": base.revision}
+    return replace(adapter, info=replace(adapter.info, **own, base_fingerprint=base.fingerprint))
 
 
 def in_dtype(adapter: Adapter, dtype: torch.dtype | None) -> Adapter:
     """The adapter with all tensors in one dtype.
 
     Raises:
-        CheckpointError: it has several, and none was asked for.
+        CheckpointError: it has several, and none was asked for; or values are beyond the range of
+            the one that was.
     """
-    found = sorted(
-        {str(tensor.dtype).removeprefix("torch.") for tensor in adapter.tensors.values()}
-    )
+    found = dtypes_of(adapter)
     if dtype is None and len(found) > 1:
         raise CheckpointError(
             f"{adapter.source}: holds tensors of {' and '.join(found)}; say which it is to be "
@@ -194,33 +216,48 @@ def in_dtype(adapter: Adapter, dtype: torch.dtype | None) -> Adapter:
     if dtype is None:
         return adapter
     tensors = {name: tensor.to(dtype) for name, tensor in adapter.tensors.items()}
-    for name, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
-            raise CheckpointError(f"{adapter.source}: {name} is beyond the range of {dtype}")
+    check_range(tensors, adapter.source, dtype)
     return replace(adapter, tensors=tensors)
+
+
+def check_range(tensors: Mapping[str, Tensor], name: object, dtype: torch.dtype) -> None:
+    """Sees that tensors, once rounded to `dtype`, are finite; `name` is what the error calls them.
+
+    Raises:
+        CheckpointError: one is not.
+    """
+    for tensor, values in tensors.items():
+        if not torch.isfinite(values).all():
+            raise CheckpointError(
+                f"{name}: {tensor} has values beyond the range of {_name_of(dtype)}; give another "
+                "--dtype"
+            )
 
 
 def dtypes_of(adapter: Adapter) -> list[str]:
     """The names of the dtypes of an adapter's tensors."""
-    return sorted({str(t.dtype).removeprefix("torch.") for t in adapter.tensors.values()})
+    return sorted({_name_of(tensor.dtype) for tensor in adapter.tensors.values()})
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def describe(adapter: Adapter) -> dict[str, str]:
     """What an adapter is, by name, for people."""
+    info = with_info(adapter).info
     pairs = lora_pairs(adapter.tensors, adapter.source)
-    rank = rank_of(adapter.tensors, adapter.source)
-    info = adapter.info or lora_info(adapter.tensors, rank, float("nan"))
-    lora = sum(A.numel() + B.numel() for A, B in pairs.values())
-    head = _count(adapter.tensors) - lora
     stacked = max(len(A) // B.shape[1] for A, B in pairs.values())
+    lora = sum(t.numel() for name, t in adapter.tensors.items() if LORA.part in name)
+    others = sum(t.numel() for t in adapter.tensors.values()) - lora
     said = {
         "form": adapter.form,
-        "rank": f"{rank}" + (f" ({stacked} updates in each module)" if stacked > 1 else ""),
+        "rank": f"{info.rank}" + (f" ({stacked} updates in each module)" if stacked > 1 else ""),
         "alpha": "not said; --lora_alpha says it" if adapter.info is None else f"{info.alpha:g}",
         "targets": f"{plain(info.targets)}, in {len(pairs)} modules",
         "dropout": info.dropout,
         "biases": info.bias,
-        "parameters": f"{lora:,} of LoRA, {head:,} others",
+        "parameters": f"{lora:,} of LoRA, {others:,} others",
         "size": f"{sum(t.nbytes for t in adapter.tensors.values()) / 2**20:.2f} MiB",
         "dtype": ", ".join(dtypes_of(adapter)),
         "base": info.base,
@@ -233,34 +270,72 @@ def describe(adapter: Adapter) -> dict[str, str]:
     return {name: str(value) for name, value in said.items() if value is not None}
 
 
-def _count(tensors: dict[str, Tensor]) -> int:
-    return sum(tensor.numel() for tensor in tensors.values())
-
-
 # ------------------------------------------------------------------------------------------------
 # Run
 # ------------------------------------------------------------------------------------------------
 
 
+def check_target(path: Path, form: str) -> None:
+    """Sees that OUT can be written, before anything is read.
+
+    Raises:
+        CheckpointError: it is there already, it has no parent folder, or it is no folder's name.
+    """
+    if not path.parent.is_dir():
+        raise CheckpointError(f"{path}: there is no folder {path.parent}")
+    if form in _FOLDERS and path.suffix in _FILE_SUFFIXES:
+        raise CheckpointError(f"{path}: the form {form} is a folder; give it a folder's name")
+    if form in _FOLDERS:
+        is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    else:
+        path = path if path.suffix else path / LORA.files[FORMS.index(form)]
+        is_free = not path.exists()
+    if not is_free:
+        raise CheckpointError(f"{path}: exists already; give another name")
+
+
+def check_complete(adapter: Adapter, form: str, base: str | None) -> None:
+    """Sees that all is known that the form needs.
+
+    Raises:
+        CheckpointError: something is missing.
+    """
+    info = adapter.info
+    if info is None and form != "release":
+        raise CheckpointError(
+            f"{adapter.source}: does not say with what alpha it was trained; give it as "
+            "--lora_alpha"
+        )
+    if info and info.beside:
+        raise CheckpointError(
+            f"{adapter.source}: was trained with {plain(info.beside)} as well, whose weights are "
+            "in another file: without them it is not what was trained"
+        )
+    if form == "merged" and base is None:
+        known = f" (it names '{info.base}')" if info.base else ""
+        raise CheckpointError(f"{adapter.source}: give its base as --base{known}")
+
+
 def convert(
     adapter: Adapter, path: Path, form: str, base: Base | None, dtype: torch.dtype | None
-) -> list[str]:
-    """Writes an adapter to `path` in a form, or merged; what a user has to know of it."""
-    if adapter.info and adapter.info.beside:
-        raise CheckpointError(
-            f"{adapter.source}: was trained with {plain(adapter.info.beside)} as well, whose "
-            "weights are in another file: without them it is not what was trained"
-        )
-    if form == "merged":
-        if base is None:
-            known = f" (it names '{adapter.info.base}')" if adapter.info.base else ""
-            raise CheckpointError(f"{adapter.source}: give its base as --base{known}")
-        merge(path, adapter, base, dtype or torch.float32)
-        return []
-    adapter = in_dtype(adapter, dtype)
+) -> tuple[dict[str, str], list[str]]:
+    """Writes an adapter to `path` in a form, or merged.
+
+    Returns:
+        What was written, as `describe` has it; and what a user has to know of it, a line each.
+    """
     if base is not None:
         adapter = with_base(adapter, base)
-    return write_adapter(path, adapter, form)
+    if form == "merged":
+        dtype = dtype or torch.float32
+        merge(path, adapter, base, dtype)
+        values = sum(parameter.numel() for parameter in base.model.parameters())
+        size = f"{values * dtype.itemsize / 2**20:.2f} MiB"
+        own = {"form": form, "size": size, "dtype": _name_of(dtype)}
+        return {**describe(adapter), **own}, []
+    adapter = in_dtype(adapter, dtype)
+    remarks = write_adapter(path, adapter, form)
+    return describe(replace(adapter, form=form)), remarks
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -288,28 +363,37 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.target is None and not args.info:
         parser.error("give OUT, or --info")
-    if args.target is not None and args.info:
-        parser.error("--info writes nothing: leave OUT out")
+    if args.info and any((args.target, args.to, args.base, args.dtype)):
+        parser.error("--info writes nothing: leave OUT, --to, --base and --dtype out")
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parses, reads, converts, and says what was written."""
+    """Parses, and does what is asked for."""
     args = parse_args(argv)
-    form = args.to or (None if args.info else form_of_name(args.target))
+    if args.info:
+        adapter = read_adapter(args.source, lora_alpha=args.lora_alpha)
+        show(f"{adapter.source}:", describe(adapter))
+    else:
+        run(args)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Reads, checks, converts, and says what was written."""
+    form = args.to or form_of_name(args.target)
+    check_target(args.target, form)
     adapter = read_adapter(args.source, lora_alpha=args.lora_alpha)
-    if form == "merged" and adapter.info is None:
-        raise CheckpointError(
-            f"{adapter.source}: does not say with what alpha it was trained; give it as "
-            "--lora_alpha"
-        )
-    base = read_base(args.base, adapter) if args.base else None
-    remarks = []
-    if not args.info:
-        dtype = getattr(torch, args.dtype) if args.dtype else None
-        remarks = convert(adapter, args.target, form, base, dtype)
-        print(f"{args.target}: written, form {form}, from {adapter.source}:")
-    for name, value in describe(adapter).items():
+    check_complete(adapter, form, args.base)
+    base = None if args.base is None else read_base(args.base, adapter)
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    said, remarks = convert(adapter, args.target, form, base, dtype)
+    show(f"{args.target}: written, from {adapter.source}:", said, remarks)
+
+
+def show(first: str, said: Mapping[str, str], remarks: Sequence[str] = ()) -> None:
+    """Prints what an adapter is, and what a user has to know of it."""
+    print(first)
+    for name, value in said.items():
         print(f"  {name:<12} {value}")
     for remark in remarks:
         print(f"  note: {remark}")

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from loralib.checkpoint import fingerprint
 from loralib.files import CheckpointError, read_tensors, write_tensors
@@ -16,6 +16,7 @@ from transformers.modeling_utils import read_weights
 sys.path.append(str(Path(__file__).resolve().parents[1] / "NLG" / "src"))
 import model as gpt2
 
+_SHAPE = ("n_embd", "n_layer", "n_head", "vocab_size", "n_positions")
 # What a GPT-2 of this project is beyond its shape, in upstream's words.
 _FIXED = {
     "model_type": "gpt2",
@@ -27,27 +28,35 @@ _FIXED = {
 }
 
 
-def read_gpt2(name: str) -> tuple[nn.Module, str, dict[str, Any]]:
+def read_gpt2(name: str, revision: str | None = None) -> tuple[nn.Module, str, dict[str, Any]]:
     """A plain GPT-2, its fingerprint, and its settings as its config.json has them.
 
     Args:
         name: a folder, a name on the hub, or a file of weights, such as the release's scripts use.
+        revision: branch, tag or commit, for the hub.
 
     Raises:
         CheckpointError: its weights are damaged, or do not fit its settings.
         OSError: there is no such model.
         ValueError: it holds LoRA, or it is another GPT-2 than this project's.
     """
-    is_file = Path(name).is_file()
-    tensors = gpt2.own_names(read_tensors(name)[0] if is_file else read_weights(name), name)
-    if any("lora_" in tensor for tensor in tensors):
-        raise ValueError(f"{name} holds LoRA weights itself: it is no plain base")
-    settings = _of_shape(tensors, name) if is_file else PretrainedConfig.get_config_dict(name)
+    if Path(name).is_file():
+        tensors = _plain_weights(read_tensors(name)[0], name)
+        settings = _of_shape(tensors, name)
+    else:
+        settings = PretrainedConfig.get_config_dict(name, revision=revision)
+        tensors = _plain_weights(read_weights(name, revision=revision), name)
     model = gpt2.load_base(_config(settings, name), tensors, name)
     return model, fingerprint(tensors, gpt2.BACKBONE), settings
 
 
-def _of_shape(tensors: dict, name: str) -> dict[str, Any]:
+def _plain_weights(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    if any("lora_" in tensor for tensor in tensors):
+        raise ValueError(f"{name} holds LoRA weights itself: it is no plain base")
+    return gpt2.own_names(tensors, name)
+
+
+def _of_shape(tensors: dict[str, Tensor], name: str) -> dict[str, Any]:
     card = gpt2.card_of(tensors)
     if card is None:
         raise CheckpointError(
@@ -55,27 +64,27 @@ def _of_shape(tensors: dict, name: str) -> dict[str, Any]:
             "with its config.json, instead"
         )
     config = gpt2.config_of(card)
-    shape = {key: getattr(config, key) for key in ("n_embd", "n_layer", "n_head")}
-    vocabulary, positions = (len(tensors[f"transformer.{e}.weight"]) for e in ("wte", "wpe"))
-    return {**_FIXED, **shape, "vocab_size": vocabulary, "n_positions": positions}
+    return {**_FIXED, **{key: getattr(config, key) for key in _SHAPE}}
 
 
 def _config(settings: dict[str, Any], name: str) -> gpt2.GPT2Config:
     for key in ("model_type", "activation_function"):
         if settings.get(key, _FIXED[key]) != _FIXED[key]:
             raise ValueError(f"{name}: its {key} is {settings[key]}, not {_FIXED[key]}")
-    shape = ("n_embd", "n_layer", "n_head", "vocab_size", "n_positions")
-    missing = [key for key in shape if key not in settings]
+    missing = [key for key in _SHAPE if not isinstance(settings.get(key), int)]
     if missing:
         raise ValueError(f"{name}: its settings lack {', '.join(missing)}")
+    shape = {key: settings[key] for key in _SHAPE}
     epsilon = settings.get("layer_norm_epsilon", _FIXED["layer_norm_epsilon"])
-    return gpt2.GPT2Config(**{key: settings[key] for key in shape}, layer_norm_epsilon=epsilon)
+    return gpt2.GPT2Config(**shape, layer_norm_epsilon=epsilon)
 
 
 def write_gpt2(folder: Path, model: nn.Module, settings: dict[str, Any]) -> None:
     """Writes a plain GPT-2 as config.json and model.safetensors."""
     weights = dict(model.named_parameters())
     write_tensors(folder / SAFE_WEIGHTS_NAME, weights)
-    own = {"architectures": _FIXED["architectures"]}
     dtype = str(weights["transformer.wte.weight"].dtype).removeprefix("torch.")
-    write_settings(folder, {**settings, **own, "torch_dtype": dtype})
+    own = {"architectures": _FIXED["architectures"], "torch_dtype": dtype}
+    # Upstream's later name for torch_dtype.
+    settings = {key: value for key, value in settings.items() if key != "dtype"}
+    write_settings(folder, {**settings, **own})

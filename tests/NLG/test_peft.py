@@ -35,8 +35,12 @@ CASES = [case for case in MAKER.CASES if MAKER.family_of(case) == "gpt2"]
 IN_BLOCKS = ["gpt2_blocks", "gpt2_blocks_rslora", "gpt2_blocks_bias"]
 WITH_LAYERS = ["gpt2_blocks", "gpt2_blocks_rslora"]
 NOT_IN_BLOCKS = [case for case in CASES if case not in IN_BLOCKS]
-# The others are of the whole c_attn, which no form but PEFT's has, and of other modules.
-OF_WHOLE_C_ATTN = ["gpt2_c_attn", "gpt2_all_targets"]
+# The others, of the whole c_attn and of other modules, have no form but PEFT's, because …
+NO_LAYERS = {
+    "gpt2_c_attn": "its update of transformer.h.0.attn.c_attn is not made of one block",
+    "gpt2_all_targets": "its update of transformer.h.0.attn.c_attn is not made of one block",
+    "gpt2_attention_output": "adapts transformer.h.0.attn.c_proj, where this project's GPT-2",
+}
 WEIGHTS = WEIGHTS_NAMES[0]
 C_ATTN = "transformer.h.{}.attn.c_attn"
 N = 32
@@ -201,8 +205,8 @@ def test_what_is_not_made_of_two_blocks_is_one_update(folder, opened, layer, cha
 
 
 @pytest.mark.parametrize("form", ["lora", "release"])
-@pytest.mark.parametrize("case", OF_WHOLE_C_ATTN)
-def test_one_update_of_c_attn_is_no_file_of_the_release_s(folder, tmp_path, case, form):
+@pytest.mark.parametrize("case", NO_LAYERS)
+def test_what_the_release_has_no_layers_for_is_no_file_of_its_form(folder, tmp_path, case, form):
     adapter, path = read_adapter(folder(case)), tmp_path / "out"
     path.mkdir()
     for target in (path, path / f"x.{'safetensors' if form == 'lora' else 'pt'}"):
@@ -210,7 +214,7 @@ def test_one_update_of_c_attn_is_no_file_of_the_release_s(folder, tmp_path, case
             write_adapter(target, adapter, form)
         message = str(caught.value)
         assert "\n" not in message
-        assert "its update of transformer.h.0.attn.c_attn is not made of one block" in message
+        assert NO_LAYERS[case] in message
         assert "--to merged" in message
         assert not list(path.iterdir())
 
@@ -258,7 +262,7 @@ def test_of_two_blocks_a_user_is_told(folder, tmp_path):
     assert write_adapter(tmp_path / "2", read_adapter(folder("gpt2_c_attn")), "peft") == []
 
 
-@pytest.mark.parametrize("case", [*IN_BLOCKS, "gpt2_attention_output"])
+@pytest.mark.parametrize("case", IN_BLOCKS)
 def test_a_tour_of_the_forms_keeps_every_bit(folder, opened, tmp_path, case):
     first = read_adapter(folder(case, base_model_name_or_path="a/gpt2", revision="v1"))
     write_adapter(tmp_path / "1.safetensors", first)

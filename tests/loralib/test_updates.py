@@ -1,0 +1,442 @@
+"""What an adapter adds to its base, against the dense sum W + alpha / r · B A written out."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import loralib as lora
+from loralib.checkpoint import Adapter, AdapterInfo
+from loralib.files import CheckpointError
+from loralib.updates import (
+    fold,
+    linear_module,
+    lora_pairs,
+    out_in,
+    rank_of,
+    updated_modules,
+    updates,
+)
+
+RANK, ALPHA = 2, 3
+INFO = AdapterInfo(rank=RANK, alpha=ALPHA, targets=("query",))
+
+
+class Conv1D(nn.Module):
+    """A linear layer that holds its weight as (in, out), as GPT-2's first implementation does."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(inputs, outputs))
+        self.bias = nn.Parameter(torch.empty(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+def in_out(inputs: int, outputs: int) -> nn.Module:
+    return lora.MergedLinear(inputs, outputs, r=0, fan_in_fan_out=True)
+
+
+LAYERS = {"Linear": nn.Linear, "Conv1D": Conv1D, "MergedLinear": in_out}
+
+
+def drawn(module: nn.Module, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        parameter.data.normal_(generator=generator)
+    return module.to(dtype)
+
+
+def pair(rows: int, columns: int, seed: int = 0, rank: int = RANK, stacked: int = 1):
+    """lora_A (rank·stacked, columns) and lora_B (rows, rank)."""
+    generator = torch.Generator().manual_seed(seed)
+    A = torch.randn(rank * stacked, columns, generator=generator)
+    return A, torch.randn(rows, rank, generator=generator)
+
+
+def adapter_for(module: str, A: Tensor, B: Tensor, **others: Tensor) -> Adapter:
+    others = {name.replace("__", "."): tensor for name, tensor in others.items()}
+    tensors = {f"{module}.lora_A": A, f"{module}.lora_B": B, **others}
+    return Adapter(tensors, INFO, "lora file")
+
+
+def refused(call, *parts: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        call()
+    text = str(caught.value)
+    assert len(text.splitlines()) == 1
+    for part in ("lora file", *parts):
+        assert part in text
+
+
+def stacked_reference(A: Tensor, B: Tensor, width: int) -> Tensor:
+    """(3·width, in): what the pair adds to query and value, nothing to key."""
+    return torch.cat([B[:width] @ A[:RANK], torch.zeros(width, A.shape[1]), B[width:] @ A[RANK:]])
+
+
+# ---- sums ----
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(("inputs", "outputs"), [(5, 7), (7, 5), (6, 6)])
+def test_fold_is_the_dense_sum(layer, inputs, outputs):
+    """In a square weight, too, whose orientation its shape does not tell."""
+    model = nn.ModuleDict({"query": drawn(LAYERS[layer](inputs, outputs))})
+    A, B = pair(outputs, inputs)
+    x = torch.randn(4, inputs)
+    expected = model["query"](x) + ALPHA / RANK * x @ (B @ A).t()
+    wrong = model["query"](x) + ALPHA / RANK * x @ (B @ A) if inputs == outputs else None
+    weight = model["query"].weight
+    dense = ALPHA / RANK * (B @ A if layer == "Linear" else (B @ A).t())
+    total = weight.detach() + dense
+    fold(model, adapter_for("query", A, B))
+    torch.testing.assert_close(model["query"].weight.detach(), total, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(model["query"](x), expected, rtol=1e-5, atol=1e-5)
+    assert wrong is None or not torch.allclose(model["query"](x), wrong, atol=0.1)
+    assert model["query"].weight.shape == weight.shape
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_fold_agrees_with_the_layer_that_was_trained(layer):
+    """With loralib's own layers, which say in their own way how a weight is held."""
+    trained = lora.Linear(6, 6, r=RANK, lora_alpha=ALPHA, fan_in_fan_out=layer != "Linear")
+    drawn(trained, seed=3)
+    base = LAYERS[layer](6, 6)
+    base.load_state_dict({"weight": trained.weight, "bias": trained.bias})
+    model = nn.ModuleDict({"query": base})
+    fold(model, adapter_for("query", trained.lora_A.detach(), trained.lora_B.detach()))
+    x = torch.randn(4, 6)
+    torch.testing.assert_close(model["query"](x), trained(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("inputs", [4, 12, 5])
+def test_stacked_updates(layer, inputs):
+    """GPT-2's query and value: the first and the last third of the output; 12 makes W square."""
+    model = nn.ModuleDict({"c_attn": drawn(LAYERS[layer](inputs, 12))})
+    A, B = pair(8, inputs, stacked=2)
+    adapter = adapter_for("c_attn", A, B)
+    update = updates(adapter)["c_attn"]
+    assert [part.start for part in update.parts] == [0, 8]
+    assert [part.columns for part in update.parts] == [slice(0, 4), slice(8, 12)]
+    assert (update.out_features, update.in_features) == (12, inputs)
+    assert update.scaling == ALPHA / RANK
+    x = torch.randn(3, inputs)
+    before = model["c_attn"](x)
+    fold(model, adapter)
+    added = (model["c_attn"](x) - before).detach()
+    expected = ALPHA / RANK * x @ stacked_reference(A, B, 4).t()
+    torch.testing.assert_close(added, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(added[:, 4:8], torch.zeros(3, 4), rtol=0, atol=0)
+
+
+def test_stacked_updates_are_those_of_the_layer_that_was_trained():
+    trained = lora.MergedLinear(
+        6, 12, r=RANK, lora_alpha=ALPHA, enable_lora=[True, False, True], fan_in_fan_out=True
+    )
+    drawn(trained, seed=3)
+    model = nn.ModuleDict({"c_attn": Conv1D(6, 12)})
+    model["c_attn"].load_state_dict({"weight": trained.weight, "bias": trained.bias})
+    fold(model, adapter_for("c_attn", trained.lora_A.detach(), trained.lora_B.detach()))
+    x = torch.randn(4, 6)
+    torch.testing.assert_close(model["c_attn"](x), trained(x), rtol=1e-5, atol=1e-5)
+
+
+def test_an_update_of_all_of_c_attn():
+    """One pair of the whole output's height, as PEFT makes it, is one update."""
+    model = nn.ModuleDict({"c_attn": drawn(Conv1D(5, 12))})
+    A, B = pair(12, 5)
+    update = updates(adapter_for("c_attn", A, B))["c_attn"]
+    assert [(part.start, len(part.B)) for part in update.parts] == [(0, 12)]
+    before = model["c_attn"].weight.detach()
+    fold(model, adapter_for("c_attn", A, B))
+    expected = before + ALPHA / RANK * (B @ A).t()
+    torch.testing.assert_close(model["c_attn"].weight.detach(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_each_module_gets_its_own_update():
+    model = nn.ModuleDict({"a": drawn(nn.Linear(4, 4), 1), "b": drawn(nn.Linear(4, 4), 2)})
+    before = {name: model[name].weight.detach() for name in "ab"}
+    pairs = {"a": pair(4, 4, seed=1), "b": pair(4, 4, seed=2)}
+    adapter = adapter_for("a", *pairs["a"], b__lora_A=pairs["b"][0], b__lora_B=pairs["b"][1])
+    assert updates(adapter).keys() == {"a", "b"}
+    fold(model, adapter)
+    for name, (A, B) in pairs.items():
+        expected = before[name] + ALPHA / RANK * B @ A
+        torch.testing.assert_close(model[name].weight.detach(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_half_precision_base_is_rounded_once(layer, dtype):
+    """To the bit: the sum is a float32 one of the weights' values, then rounded."""
+    model = nn.ModuleDict({"query": drawn(LAYERS[layer](64, 48), dtype=dtype)})
+    A, B = pair(48, 64)
+    wide = model["query"].weight.detach().float()
+    view = wide if layer == "Linear" else wide.t()
+    once = torch.addmm(view, B, A, alpha=ALPHA / RANK)
+    twice = view.to(dtype) + (ALPHA / RANK * B @ A).to(dtype)
+    assert not torch.equal(once.to(dtype), twice)
+    fold(model, adapter_for("query", A, B))
+    result = model["query"].weight.detach()
+    assert result.dtype == dtype
+    result = result if layer == "Linear" else result.t()
+    exact = view.double() + ALPHA / RANK * B.double() @ A.double()
+    # Float32's own error may tip a value that lies between two of the narrow dtype.
+    assert (result != exact.to(dtype)).sum() <= 12
+    assert (result != twice).sum() > 100
+
+
+def test_stacked_updates_of_a_half_precision_base_are_rounded_once():
+    model = nn.ModuleDict({"c_attn": drawn(Conv1D(32, 48), dtype=torch.bfloat16)})
+    A, B = pair(32, 32, stacked=2)
+    exact = model["c_attn"].weight.detach().double().t()
+    exact = exact + ALPHA / RANK * stacked_reference(A, B, 16).double()
+    fold(model, adapter_for("c_attn", A, B))
+    assert (model["c_attn"].weight.detach().t() != exact.bfloat16()).sum() <= 2
+
+
+def test_a_float64_base_is_summed_in_float64():
+    model = nn.ModuleDict({"query": drawn(nn.Linear(6, 5), dtype=torch.float64)})
+    A, B = pair(5, 6)
+    exact = model["query"].weight.detach() + ALPHA / RANK * B.double() @ A.double()
+    fold(model, adapter_for("query", A, B))
+    torch.testing.assert_close(model["query"].weight.detach(), exact, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_an_adapter_in_half_precision_is_taken_at_its_values(dtype):
+    model = nn.ModuleDict({"query": drawn(nn.Linear(6, 5))})
+    A, B = (tensor.to(dtype) for tensor in pair(5, 6))
+    expected = model["query"].weight.detach() + ALPHA / RANK * B.float() @ A.float()
+    fold(model, adapter_for("query", A, B))
+    torch.testing.assert_close(model["query"].weight.detach(), expected, rtol=1e-6, atol=1e-6)
+
+
+# ---- what is left alone ----
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_old_tensors_keep_their_bits(layer):
+    """They may be mapped from a file that is not to be written."""
+    model = nn.ModuleDict({"query": drawn(LAYERS[layer](6, 6)), "head": drawn(nn.Linear(6, 2))})
+    old = dict(model.named_parameters())
+    copies = {name: tensor.detach().clone() for name, tensor in old.items()}
+    A, B = pair(6, 6)
+    head = torch.full((2, 6), 0.5)
+    adapter = adapter_for("query", A, B, head__weight=head, query__bias=torch.full((6,), 0.25))
+    given = {name: tensor.clone() for name, tensor in adapter.tensors.items()}
+    fold(model, adapter)
+    for name, tensor in old.items():
+        assert torch.equal(tensor, copies[name]), name
+    for name, tensor in given.items():
+        assert torch.equal(adapter.tensors[name], tensor), name
+    new = dict(model.named_parameters())
+    assert {name for name in old if new[name] is not old[name]} == {
+        "query.weight",
+        "query.bias",
+        "head.weight",
+    }
+    assert torch.equal(new["head.weight"], head)
+    assert torch.equal(new["query.bias"], torch.full((6,), 0.25))
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_what_is_trained_stays_so(trained):
+    model = nn.ModuleDict({"query": nn.Linear(4, 4).requires_grad_(trained)})
+    fold(model, adapter_for("query", *pair(4, 4), query__bias=torch.zeros(4)))
+    assert [parameter.requires_grad for parameter in model.parameters()] == [trained] * 2
+    assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
+
+
+def test_a_head_takes_the_models_dtype():
+    model = nn.ModuleDict({"query": nn.Linear(4, 4), "head": nn.Linear(4, 2)}).bfloat16()
+    fold(model, adapter_for("query", *pair(4, 4), head__weight=torch.full((2, 4), 1 / 3)))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(model["head"].weight, torch.full((2, 4), 1 / 3).bfloat16())
+
+
+def test_no_trace_of_low_rank_layers_is_left():
+    model = nn.ModuleDict({"query": nn.Linear(4, 4)})
+    names = list(model.state_dict())
+    fold(model, adapter_for("query", *pair(4, 4)))
+    assert list(model.state_dict()) == names
+    assert type(model["query"]) is nn.Linear
+    assert model["query"].weight.is_leaf
+
+
+# ---- all or nothing ----
+
+GOOD = pair(4, 4)
+
+
+def many(**tensors: Tensor) -> Adapter:
+    """A sound update of ``query``, and more."""
+    return adapter_for("query", *GOOD, **tensors)
+
+
+def named(module: str, rows: int = 4, columns: int = 4, **arguments) -> dict[str, Tensor]:
+    A, B = pair(rows, columns, **arguments)
+    return {f"{module}__lora_A": A, f"{module}__lora_B": B}
+
+
+FAILING = {
+    "alpha": (replace(many(), info=None), ["--lora_alpha"]),
+    "unknown module": (many(**named("zz")), ["no zz to take an update"]),
+    "deep unknown module": (many(**named("query__weight__zz")), ["query.weight.zz"]),
+    "a parameter": (many(**named("query__weight")), ["query.weight"]),
+    "no linear": (many(**named("norm")), ["norm is no linear layer"]),
+    "an embedding": (many(**named("words", 4, 9)), ["words is no linear layer"]),
+    "a container": (many(**named("inner")), ["inner is no linear layer"]),
+    "a convolution": (many(**named("conv")), ["conv is no linear layer"]),
+    "another width": (many(**named("value", 4, 5)), ["value is (4, 5)", "(4, 4)", "base"]),
+    "another height": (many(**named("value", 5, 4)), ["value is (5, 4)", "(4, 4)", "base"]),
+    "turned": (many(**named("wide", 6, 4)), ["wide is (6, 4)", "(4, 6)"]),
+    "turned Conv1D": (many(**named("conv1d", 4, 6)), ["conv1d is (4, 6)", "(6, 4)"]),
+    "two ranks": (many(**named("value", rank=1)), ["2 ranks", "1 (value)", "2 (query)"]),
+    "stacked": (many(**named("value", stacked=2)), ["value has 2 stacked updates"]),
+    "stacked thrice": (
+        many(**named("inner__c_attn", 9, stacked=3)),
+        ["inner.c_attn has 3 stacked updates"],
+    ),
+    "no halves": (
+        many(**named("inner__c_attn", 7, stacked=2)),
+        ["inner.c_attn has 2 stacked updates"],
+    ),
+    "no A": (many(value__lora_B=GOOD[1]), ["lacks value.lora_A"]),
+    "no B": (many(value__lora_A=GOOD[0]), ["lacks value.lora_B"]),
+    "unknown head": (many(other__weight=torch.ones(1)), ["has other.weight, unknown"]),
+    "a buffer": (many(batch__running_mean=torch.ones(4)), ["has batch.running_mean, unknown"]),
+    "head's shape": (many(head__weight=torch.ones(3, 4)), ["head.weight is (3, 4)", "(2, 4)"]),
+    "bias's shape": (many(query__bias=torch.ones(3)), ["query.bias is (3,)", "(4,)"]),
+    "the weight itself": (many(query__weight=torch.ones(4, 4)), ["query.weight"]),
+    "no update": (Adapter({"head.bias": torch.ones(2)}, INFO, "lora file"), ["0 ranks", "none"]),
+}
+
+
+def model_of_all() -> nn.Module:
+    model = nn.ModuleDict(
+        {
+            "query": nn.Linear(4, 4),
+            "value": nn.Linear(4, 4),
+            "wide": nn.Linear(6, 4),
+            "conv1d": Conv1D(4, 6),
+            "norm": nn.LayerNorm(4),
+            "batch": nn.BatchNorm1d(4),
+            "words": nn.Embedding(9, 4),
+            "conv": nn.Conv1d(4, 4, 1),
+            "inner": nn.ModuleDict({"c_attn": Conv1D(4, 12)}),
+            "head": nn.Linear(4, 2),
+        }
+    )
+    return drawn(model)
+
+
+@pytest.mark.parametrize("case", FAILING)
+def test_all_or_nothing(case):
+    adapter, parts = FAILING[case]
+    model = model_of_all()
+    before = {name: (tensor, tensor.clone()) for name, tensor in model.named_parameters()}
+    refused(lambda: fold(model, adapter), *parts)
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys()
+    for name, (tensor, copy) in before.items():
+        assert after[name] is tensor
+        assert torch.equal(tensor, copy)
+
+
+def test_the_sound_part_of_what_is_refused_is_taken_alone():
+    """So that the cases above fail for what they name."""
+    model = model_of_all()
+    before = model["query"].weight.detach()
+    fold(model, many())
+    assert not torch.equal(model["query"].weight, before)
+
+
+# ---- the parts ----
+
+
+def test_lora_pairs():
+    A, B = pair(4, 5)
+    tensors = {"b.lora_B": B, "a.b.lora_A": A, "b.lora_A": A, "a.b.lora_B": B, "head.weight": A}
+    pairs = lora_pairs(tensors, "lora file")
+    assert list(pairs) == ["a.b", "b"]
+    assert pairs["b"][0] is A
+    assert pairs["b"][1] is B
+    assert lora_pairs({"head.weight": A}, "lora file") == {}
+    assert rank_of(tensors, "lora file") == RANK
+
+
+@pytest.mark.parametrize(
+    ("A", "B"),
+    [
+        ((2, 4), (4,)),
+        ((2,), (4, 2)),
+        ((), (4, 2)),
+        ((2, 4, 1), (4, 2)),
+        ((3, 4), (4, 2)),
+        ((2, 4), (4, 3)),
+        ((1, 4), (4, 2)),
+        ((0, 4), (4, 0)),
+        ((0, 4), (4, 2)),
+        ((2, 0), (4, 2)),
+        ((2, 4), (0, 2)),
+    ],
+)
+def test_pairs_that_cannot_be_multiplied(A, B):
+    tensors = {"m.lora_A": torch.ones(A), "m.lora_B": torch.ones(B)}
+    for call in (lora_pairs, rank_of):
+        refused(lambda call=call: call(tensors, "lora file"), str(A), str(B), "of m do not")
+    adapter = Adapter(tensors, INFO, "lora file")
+    refused(lambda: updates(adapter), "of m do not")
+
+
+def test_the_scaling_is_alpha_over_the_rank_of_the_tensors():
+    A, B = pair(4, 4)
+    for alpha in (1, 16, 0.5):
+        adapter = replace(adapter_for("m", A, B), info=replace(INFO, alpha=alpha))
+        assert updates(adapter)["m"].scaling == alpha / RANK
+    assert math.isclose(updates(adapter_for("m", A, B))["m"].scaling, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("module", "held_in_out"),
+    [
+        (nn.Linear(3, 3), False),
+        (lora.Linear(3, 3), False),
+        (lora.Linear(3, 3, fan_in_fan_out=True), True),
+        (lora.MergedLinear(3, 3), False),
+        (lora.MergedLinear(3, 3, fan_in_fan_out=True), True),
+        (Conv1D(3, 3), True),
+    ],
+)
+def test_out_in_is_a_view(module, held_in_out):
+    weight = torch.arange(9.0).reshape(3, 3)
+    view = out_in(module, weight)
+    assert torch.equal(view, weight.t() if held_in_out else weight)
+    view[0, 1] = -1
+    assert (weight == -1).any()
+
+
+def test_updated_modules():
+    model = model_of_all()
+    found = updated_modules(model, many(**named("inner__c_attn", 8, stacked=2)))
+    assert {name: module for name, (module, _) in found.items()} == {
+        "query": model["query"],
+        "inner.c_attn": model["inner"]["c_attn"],
+    }
+    assert [len(update.parts) for _, update in found.values()] in ([1, 2], [2, 1])
+    assert linear_module(model, "inner.c_attn", "lora file") is model["inner"]["c_attn"]
+
+
+def test_a_zero_update_changes_nothing():
+    model = nn.ModuleDict({"query": drawn(nn.Linear(4, 4))})
+    before = model["query"].weight.detach()
+    fold(model, adapter_for("query", GOOD[0], torch.zeros(4, RANK)))
+    assert torch.equal(model["query"].weight, before)
+    x = torch.randn(2, 4)
+    assert torch.equal(model["query"](x), F.linear(x, before, model["query"].bias))
