@@ -35,6 +35,7 @@ from .checkpoint import (
     Kind,
     TrainedInfo,
     base_biases,
+    is_alpha,
     lora_info,
     plain,
 )
@@ -199,18 +200,19 @@ def _info_beside(path: Path, tensors: Mapping[str, Tensor], kind: Kind) -> Train
 def _read_checked(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """A file's tensors and metadata, after its checksum, if it has one, was found to be right."""
     tensors, metadata = read_tensors(path, verify=True)
-    recorded = metadata.pop("digest", None)
     metadata.pop("format", None)
+    recorded = metadata.pop("digest", None)
     described = any(kind.info.own & metadata.keys() for kind in KINDS)
+    if recorded is not None:
+        if not all(isinstance(text, str) for entry in metadata.items() for text in entry):
+            raise CheckpointError(f"{path}: its metadata is damaged (not text)")
+        if recorded != checksum(tensors, metadata):
+            raise CheckpointError(
+                f"{path}: damaged: its content is not what was written (checksum)"
+            )
     # A torch archive has checksums of its own, which cover its metadata as well.
-    if recorded is None and described and is_safetensors(path):
+    elif described and is_safetensors(path):
         raise CheckpointError(f"{path}: damaged: the checksum that belongs to it is missing")
-    if recorded is not None and not all(
-        isinstance(text, str) for entry in metadata.items() for text in entry
-    ):
-        raise CheckpointError(f"{path}: its metadata is damaged (not text)")
-    if recorded is not None and recorded != checksum(tensors, metadata):
-        raise CheckpointError(f"{path}: damaged: its content is not what was written (checksum)")
     return tensors, metadata
 
 
@@ -262,7 +264,7 @@ def own_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
 def _with_alpha(adapter: Adapter, alpha: float | None) -> Adapter:
     if alpha is None:
         return adapter
-    if not 0 < alpha < float("inf"):
+    if not is_alpha(alpha):
         raise CheckpointError(f"{adapter.source}: --lora_alpha has to be above 0, not {alpha:g}")
     if adapter.info is not None:
         if adapter.info.alpha != alpha:
