@@ -258,3 +258,70 @@ def tiny_glue(tmp_path_factory) -> Path:
             some = rows(a, b, label=nli)[: count - len(half) // 3]
             _write_tsv(root / "MNLI" / f"{split}{half}.tsv", header, some)
     return root
+
+
+@pytest.fixture
+def make_model(tiny_base):
+    """Makes a classifier on `tiny_base`, with LoRA or without; keyword arguments are settings."""
+    import torch
+
+    from transformers import RobertaForSequenceClassification
+
+    def make(
+        dropout: float = 0.0, lora: bool = True, **settings
+    ) -> RobertaForSequenceClassification:
+        torch.manual_seed(0)
+        if lora:
+            settings = {"apply_lora": True, "lora_r": 4, "lora_alpha": 8, **settings}
+        model = RobertaForSequenceClassification.from_pretrained(
+            tiny_base,
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
+            **settings,
+        )
+        if lora:
+            model.train_only(("lora",))
+        return model
+
+    return make
+
+
+@pytest.fixture
+def make_trainer(make_model, tmp_path):
+    """Makes a Trainer on 20 rows; keyword arguments are its own, the model's, or settings."""
+    from trainer_runs import collate, make_data
+
+    from transformers import Trainer, TrainingArguments
+
+    def make(
+        model=None,
+        kind: type[Trainer] = Trainer,
+        train=None,
+        evaluated=None,
+        dropout: float = 0.0,
+        compute_metrics=None,
+        callbacks=None,
+        optimizers=(None, None),
+        **settings,
+    ) -> Trainer:
+        defaults = {
+            "output_dir": str(tmp_path / "out"),
+            "report_to": ["none"],
+            "disable_tqdm": True,
+            "per_device_train_batch_size": 4,
+            "num_train_epochs": 2,
+            "learning_rate": 1e-2,
+            "save_strategy": "no",
+        }
+        return kind(
+            make_model(dropout) if model is None else model,
+            TrainingArguments(**{**defaults, **settings}),
+            collate,
+            make_data(20) if train is None else train,
+            make_data(9) if evaluated is None else evaluated,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+
+    return make

@@ -1,0 +1,347 @@
+"""The Trainer's checkpoints: which are kept, what resuming gives, what is not resumed."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from trainer_runs import (
+    assert_same_bits,
+    largest_difference,
+    make_data,
+    sequence,
+    trained,
+    without_runtimes,
+)
+
+from loralib.files import CheckpointError, read_tensors, write_tensors
+from loralib.formats import read_adapter
+from transformers import (
+    EarlyStoppingCallback,
+    RobertaForSequenceClassification,
+    TrainingArguments,
+    TrainingError,
+)
+from transformers.trainer_utils import list_checkpoints
+
+# ---- checkpoints: the best, the newest, and no others ----
+
+
+@pytest.mark.parametrize("settings", [{}, {"save_lora_only": True}, {"bf16": True}])
+@pytest.mark.parametrize(
+    ("metric", "best"),
+    [({"metric_for_best_model": "score"}, 4), ({"metric_for_best_model": "eval_score"}, 4)],
+)
+def test_the_best_model_is_there_at_the_end(make_trainer, tmp_path, settings, metric, best):
+    trainer = make_trainer(
+        compute_metrics=sequence(1, 5, 3, 5, 2),
+        load_best_model_at_end=True,
+        evaluation_strategy="steps",
+        save_strategy="steps",
+        eval_steps=2,
+        save_steps=2,
+        **metric,
+        **settings,
+    )
+    trainer.train()
+    folder = tmp_path / "out" / f"checkpoint-{best}"
+    assert trainer.state.best_model_checkpoint == str(folder)
+    assert trainer.state.best_metric == 5
+    saved, last = (read_adapter(tmp_path / "out" / f"checkpoint-{n}").tensors for n in (best, 10))
+    assert_same_bits(trained(trainer.model), saved)
+    assert largest_difference(saved, last) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("settings", "greater"),
+    [
+        ({}, False),
+        ({"metric_for_best_model": "eval_loss"}, False),
+        ({"metric_for_best_model": "accuracy"}, True),
+        ({"metric_for_best_model": "mse", "greater_is_better": False}, False),
+    ],
+)
+def test_direction_of_better(settings, greater):
+    args = TrainingArguments(
+        "out",
+        load_best_model_at_end=True,
+        evaluation_strategy="epoch",
+        save_strategy="epoch",
+        **settings,
+    )
+    assert args.metric_for_best_model == settings.get("metric_for_best_model", "loss")
+    assert args.greater_is_better is greater
+
+
+def test_unknown_metric_for_best_model(make_trainer):
+    trainer = make_trainer(
+        load_best_model_at_end=True,
+        metric_for_best_model="acuracy",
+        evaluation_strategy="epoch",
+        save_strategy="epoch",
+        compute_metrics=lambda p: {"accuracy": 1.0},
+    )
+    with pytest.raises(TrainingError, match=r"eval_acuracy; known: loss, accuracy"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("limit", "scores", "kept", "folder"),
+    [
+        (1, None, [10], "out"),
+        (2, None, [8, 10], "./out/"),
+        (4, None, [4, 6, 8, 10], "out"),
+        (7, None, [2, 4, 6, 8, 10], "out"),
+        (1, (1, 9, 2, 3, 4), [4, 10], "out"),
+        (1, (1, 9, 2, 3, 4), [4, 10], "./out"),
+        (2, (9, 1, 2, 3, 4), [2, 8, 10], "a/../out"),
+        (2, (1, 2, 3, 9, 4), [8, 10], "out"),
+    ],
+)
+def test_save_total_limit(make_trainer, tmp_path, monkeypatch, limit, scores, kept, folder):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "score"}
+    trainer = make_trainer(
+        output_dir=folder,
+        save_total_limit=limit,
+        save_strategy="steps",
+        evaluation_strategy="steps",
+        save_steps=2,
+        eval_steps=2,
+        compute_metrics=sequence(*scores) if scores else None,
+        **(best if scores else {}),
+    )
+    trainer.train()
+    names = [Path(path).name for path in list_checkpoints("out")]
+    assert names == [f"checkpoint-{step}" for step in kept]
+
+
+def test_a_new_run_replaces_an_older_one_s_checkpoints(make_trainer, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 5}
+    make_trainer(num_train_epochs=3, **settings).train()
+    out = tmp_path / "out"
+    assert [Path(path).name for path in list_checkpoints(out)][-1] == "checkpoint-15"
+    make_trainer(overwrite_output_dir=True, save_steps=4, save_strategy="steps").train()
+    names = [Path(path).name for path in list_checkpoints(out)]
+    assert names == ["checkpoint-4", "checkpoint-8"]
+
+
+def test_early_stopping(make_trainer, tmp_path):
+    settings = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "score",
+        "evaluation_strategy": "steps",
+        "save_strategy": "steps",
+        "eval_steps": 1,
+        "save_steps": 1,
+    }
+
+    def make(*scores):
+        callback = EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=0.5)
+        return make_trainer(callbacks=[callback], compute_metrics=sequence(*scores), **settings)
+
+    trainer = make(1, 3, 3.2, 2, 9, 9)
+    assert trainer.train().global_step == 4
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-3")
+
+    # Killed after its last checkpoint, the run is over all the same; killed before, it counts on.
+    out = tmp_path / "out"
+    assert make(9).train(str(out / "checkpoint-4")).global_step == 4
+    assert make(2, 9).train(str(out / "checkpoint-3")).global_step == 4
+    with pytest.raises(ValueError, match="needs --load_best_model_at_end"):
+        make_trainer(callbacks=[EarlyStoppingCallback]).train()
+
+
+# ---- resuming ----
+
+RESUMES = {
+    "in the middle of an epoch": ({}, 3),
+    "at the end of an epoch": ({}, 5),
+    "after an epoch": ({"save_strategy": "epoch"}, 5),
+    "in the second epoch": ({"max_grad_norm": 0.1}, 7),
+    "with gradients left over": ({"gradient_accumulation_steps": 2, "save_strategy": "epoch"}, 2),
+    "between two evaluations": ({"evaluation_strategy": "steps", "eval_steps": 2}, 5),
+    "before an epoch's evaluation": ({"evaluation_strategy": "epoch"}, 5),
+    "between two logs": ({"logging_steps": 4}, 6),
+    "with LoRA alone": ({"save_lora_only": True}, 3),
+    "in bfloat16": ({"bf16": True}, 3),
+    "in bfloat16 with LoRA alone": ({"bf16": True, "save_lora_only": True}, 3),
+    "grouped by length": ({"group_by_length": True}, 3),
+    "with a cosine": ({"lr_scheduler_type": "cosine", "warmup_steps": 2}, 3),
+    "at its very end": ({}, 10),
+    "with Adafactor": ({"adafactor": True}, 3),
+}
+
+
+@pytest.mark.parametrize(("settings", "step"), RESUMES.values(), ids=RESUMES)
+def test_a_resumed_run_ends_with_the_same_bits(make_trainer, tmp_path, settings, step):
+    settings = {"save_strategy": "steps", "save_steps": step, "logging_steps": 1, **settings}
+    whole = make_trainer(dropout=0.1, **settings)
+    whole.train()
+    checkpoint = tmp_path / "out" / f"checkpoint-{step}"
+    assert checkpoint.is_dir()
+    resumed = make_trainer(dropout=0.1, output_dir=str(tmp_path / "second"), **settings)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert_same_bits(resumed.model.state_dict(), whole.model.state_dict())
+    histories = [without_runtimes(trainer.state.log_history) for trainer in (resumed, whole)]
+    assert histories[0] == histories[1]
+
+
+def test_resuming_a_run_without_lora(make_trainer, make_model, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 3, "learning_rate": 1e-3}
+    whole = make_trainer(make_model(0.1, lora=False), **settings)
+    whole.train()
+    resumed = make_trainer(make_model(0.1, lora=False), **settings)
+    resumed.train(str(tmp_path / "out" / "checkpoint-3"))
+    assert_same_bits(resumed.model.state_dict(), whole.model.state_dict())
+
+
+def test_resume_differs_where_chance_is_not_restored(make_trainer, tmp_path):
+    """That the bits above are equal is not for want of dropout."""
+    finals = []
+    for seed in (1, 2):
+        trainer = make_trainer(dropout=0.1, seed=seed, output_dir=str(tmp_path / str(seed)))
+        trainer.train()
+        finals.append(trained(trainer.model))
+    assert largest_difference(*finals) > 1e-4
+
+
+def test_lora_only_checkpoints_are_small(make_trainer, tmp_path):
+    make_trainer(save_lora_only=True, save_strategy="epoch").train()
+    names = {path.name for path in (tmp_path / "out" / "checkpoint-5").iterdir()}
+    assert "pytorch_model_lora.bin" in names
+    assert not names & {"pytorch_model.bin", "model.safetensors"}
+
+
+def test_lora_only_needs_lora(make_trainer, make_model):
+    with pytest.raises(ValueError, match="save_lora_only needs a model with LoRA"):
+        make_trainer(make_model(lora=False), save_lora_only=True)
+
+
+@pytest.fixture
+def checkpoint(make_trainer, tmp_path) -> Path:
+    """The fifth step of a run of ten."""
+    make_trainer(save_strategy="steps", save_steps=5).train()
+    folder = tmp_path / "kept"
+    shutil.move(tmp_path / "out" / "checkpoint-5", folder)
+    return folder
+
+
+FILES = ["optimizer.pt", "scheduler.pt", "rng_state_0.pth", "scaler.pt", "trainer_state.json"]
+FILES += ["pytorch_model.bin", "pytorch_model_lora.safetensors"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
+def test_a_damaged_checkpoint_is_named(make_trainer, checkpoint, name, damage):
+    path = checkpoint / name
+    if damage == "truncated":
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    else:
+        path.unlink()
+    trainer = make_trainer()
+    if damage == "missing" and name.startswith("pytorch_model"):
+        # LoRA's file holds all that was trained, and either form of it will do.
+        trainer.train(str(checkpoint))
+        return
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")) as caught:
+        trainer.train(str(checkpoint))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"lora_r": 2, "lora_alpha": 4}, "rank 4, the model was built with 2"),
+        ({"lora_alpha": 16}, "alpha 8, the model was built with 16"),
+        ({"num_labels": 3}, "is of a run with labels"),
+    ],
+)
+def test_a_checkpoint_of_another_model(make_trainer, make_model, checkpoint, settings, reason):
+    with pytest.raises(CheckpointError, match=reason):
+        make_trainer(make_model(**settings)).train(str(checkpoint))
+
+
+def test_a_checkpoint_on_another_base(make_trainer, make_model, checkpoint, tiny_base, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(tiny_base, other)
+    tensors, _ = read_tensors(other / "pytorch_model.bin")
+    name = "encoder.layer.0.output.dense.weight"
+    write_tensors(other / "pytorch_model.bin", {**tensors, name: tensors[name] * 2})
+    model = RobertaForSequenceClassification.from_pretrained(
+        other, apply_lora=True, lora_r=4, lora_alpha=8
+    )
+    with pytest.raises(CheckpointError, match="was trained on another base"):
+        make_trainer(model).train(str(checkpoint))
+
+
+@pytest.mark.parametrize(
+    ("settings", "was", "becomes"),
+    [
+        ({"per_device_train_batch_size": 10}, "examples a step = 4", "examples a step = 10"),
+        ({"per_device_train_batch_size": 2}, "examples a step = 4", "examples a step = 2"),
+        ({"train": make_data(12)}, "examples = 20", "examples = 12"),
+        ({"gradient_accumulation_steps": 2}, "steps an update = 1", "steps an update = 2"),
+    ],
+)
+def test_resuming_with_other_batches_goes_on_and_says_so(
+    make_trainer, checkpoint, settings, was, becomes, caplog
+):
+    trainer = make_trainer(max_steps=12, **settings)
+    assert trainer.train(str(checkpoint)).global_step == 12
+    assert f"is of a run with {was}; with {becomes} it goes on" in caplog.text
+
+
+def test_a_run_whose_folder_was_moved_finds_its_best_model(make_trainer, tmp_path):
+    settings = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "score",
+        "evaluation_strategy": "steps",
+        "save_strategy": "steps",
+        "eval_steps": 5,
+        "save_steps": 5,
+    }
+    make_trainer(compute_metrics=sequence(9, 1), **settings).train()
+    (tmp_path / "out").rename(tmp_path / "moved")
+    shutil.rmtree(tmp_path / "moved" / "checkpoint-10")
+    trainer = make_trainer(
+        compute_metrics=sequence(1), output_dir=str(tmp_path / "moved"), **settings
+    )
+    trainer.train(str(tmp_path / "moved" / "checkpoint-5"))
+    best = read_adapter(tmp_path / "moved" / "checkpoint-5").tensors
+    assert_same_bits(trained(trainer.model), best)
+
+
+# ---- other runs ----
+
+OTHER_RUNS = {
+    "learning rate": ({"learning_rate": 2e-2}, "--learning_rate 0.01, not 0.02"),
+    "seed": ({"seed": 7}, "--seed 42, not 7"),
+    "schedule": ({"lr_scheduler_type": "cosine"}, "--lr_scheduler_type linear, not cosine"),
+}
+
+
+@pytest.mark.parametrize(("settings", "message"), OTHER_RUNS.values(), ids=OTHER_RUNS)
+def test_another_run_s_checkpoint_is_not_resumed(make_trainer, tmp_path, settings, message):
+    make_trainer(save_strategy="steps", save_steps=3).train()
+    checkpoint = str(tmp_path / "out" / "checkpoint-3")
+    with pytest.raises(CheckpointError, match=f"is of a run with {message}"):
+        make_trainer(**settings).train(resume_from_checkpoint=checkpoint)
+    make_trainer(num_train_epochs=3).train(resume_from_checkpoint=checkpoint)
+
+
+def test_another_task_s_checkpoint_is_not_resumed(make_trainer, make_model, tmp_path):
+    make_trainer(save_strategy="steps", save_steps=3).train()
+    model = make_model()
+    model.config.finetuning_task = "rte"
+    with pytest.raises(CheckpointError, match="is of a run with task None, not rte"):
+        make_trainer(model).train(str(tmp_path / "out" / "checkpoint-3"))
+
+
+def test_what_an_earlier_run_left_is_not_taken_for_this_one_s(make_trainer, tmp_path):
+    out = tmp_path / "out"
+    make_trainer().save_model()
+    assert (out / "pytorch_model.bin").is_file()
+    make_trainer(save_lora_only=True).save_model()
+    assert not (out / "pytorch_model.bin").exists()
+    assert (out / "pytorch_model_lora.bin").is_file()

@@ -1,0 +1,57 @@
+"""What the tests of the Trainer share: small data, and what to compare of two runs."""
+
+import random
+
+import torch
+
+RUNTIMES = ("runtime", "samples_per_second", "mem_cpu_peak")
+
+
+def make_data(count: int, scores: bool = False) -> list[dict]:
+    """Rows of 5 to 24 tokens whose label is about their third token."""
+    chance = random.Random(3)
+    rows = []
+    for _ in range(count):
+        ids = [0, *(chance.randrange(5, 60) for _ in range(chance.randint(3, 22))), 2]
+        label = ids[2] / 20 if scores else ids[2] % 2
+        rows.append({"input_ids": ids, "attention_mask": [1] * len(ids), "label": label})
+    return rows
+
+
+def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
+    longest = max(len(row["input_ids"]) for row in rows)
+    batch = {
+        name: torch.tensor([row[name] + [pad] * (longest - len(row[name])) for row in rows])
+        for name, pad in (("input_ids", 1), ("attention_mask", 0))
+    }
+    if "label" in rows[0]:
+        batch["labels"] = torch.tensor([row["label"] for row in rows])
+    return batch
+
+
+def trained(model) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def largest_difference(first: dict, second: dict) -> float:
+    assert first.keys() == second.keys()
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+def assert_same_bits(first: dict, second: dict) -> None:
+    assert first.keys() == second.keys()
+    different = [name for name in first if not torch.equal(first[name], second[name])]
+    assert different == []
+
+
+def without_runtimes(log_history: list[dict]) -> list[dict]:
+    return [
+        {name: value for name, value in record.items() if not name.endswith(RUNTIMES)}
+        for record in log_history
+    ]
+
+
+def sequence(*values):
+    """Metrics that are these values, evaluation after evaluation."""
+    left = list(values)
+    return lambda prediction: {"score": left.pop(0)}
