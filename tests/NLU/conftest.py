@@ -325,3 +325,27 @@ def make_trainer(make_model, tmp_path):
         )
 
     return make
+
+
+@pytest.fixture
+def glue(run_glue, tiny_base, monkeypatch, tmp_path):
+    """Runs the script in this process on the tiny base, with these arguments more."""
+    from glue_runs import common
+
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments, base=tiny_base) -> None:
+        run_glue.main([*common(base), *map(str, arguments)])
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def trained(run_glue, tiny_base, tiny_glue, tmp_path_factory) -> Path:
+    """What a run on RTE has written: training, evaluation and prediction."""
+    from glue_runs import common, on_rte
+
+    out = tmp_path_factory.mktemp("rte") / "out"
+    arguments = [*common(tiny_base), *on_rte(tiny_glue, out), "--do_predict"]
+    run_glue.main(list(map(str, arguments)))
+    return out

@@ -1,0 +1,333 @@
+"""run_glue.py on everything that is wrong: one line each."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from glue_runs import common, failure, lora_of, on_rte, own_rows, write
+
+
+@pytest.fixture
+def bad(tmp_path, tiny_glue, trained):
+    """Files that are wrong in one way each, under {tmp}."""
+    shutil.copytree(tiny_glue / "RTE", tmp_path / "columns" / "RTE")
+    shutil.copytree(tiny_glue / "RTE", tmp_path / "labels" / "RTE")
+    shutil.copytree(tiny_glue / "RTE", tmp_path / "empty" / "RTE")
+    with (tmp_path / "columns" / "RTE" / "train.tsv").open("a") as file:
+        file.write("45\tonly two\n")
+    with (tmp_path / "labels" / "RTE" / "dev.tsv").open("a") as file:
+        file.write("13\ta\tb\tentails\n")
+    (tmp_path / "empty" / "RTE" / "train.tsv").write_text("index\tsentence1\tsentence2\tlabel\n")
+    rows = own_rows(["yes", "no"])
+    shutil.copytree(tiny_glue / "RTE", tmp_path / "QNLI")
+    for path in (tmp_path / "QNLI").iterdir():
+        path.write_text(
+            path.read_text().replace("sentence1", "question").replace("sentence2", "sentence")
+        )
+    write(tmp_path / "integers.csv", [{"review": "a", "label": 0}, {"review": "b", "label": 1}])
+    write(tmp_path / "floats.csv", [{"review": "a", "label": 0.0}, {"review": "b", "label": 1.0}])
+    write(tmp_path / "good.csv", rows)
+    write(tmp_path / "unknown.csv", [*rows, {**rows[0], "label": "perhaps"}])
+    write(tmp_path / "blank.csv", [*rows, {**rows[0], "label": ""}])
+    write(tmp_path / "null.json", [*rows, {**rows[0], "review": None}])
+    write(tmp_path / "score.csv", [{"text": "a", "label": 0.5}, {"text": "b", "label": ""}])
+    write(tmp_path / "unlabelled.csv", [{"review": "a"}, {"review": "b"}])
+    write(tmp_path / "other.csv", [{"text": "a", "label": "yes"}])
+    write(tmp_path / "textless.csv", [{"number": 1, "label": "yes"}])
+    write(tmp_path / "three.csv", [{"a": "x", "b": "y", "c": "z", "label": 1}])
+    (tmp_path / "header.csv").write_text("review,label\n")
+    (tmp_path / "zero.csv").write_text("")
+    (tmp_path / "zero.json").write_text("")
+    (tmp_path / "none.json").write_text("[]")
+    (tmp_path / "ragged.csv").write_text("review,label\na,1\nb,2,3,4\n")
+    (tmp_path / "broken.json").write_text('{"review": "a", "label": 1}\n{"review": ')
+    (tmp_path / "broken_settings.json").write_text('{"task_name": ')
+    (tmp_path / "settings.json").write_text('{"task_nane": "rte"}')
+    for name in ("pytorch_model_lora.bin", "pytorch_model_lora.safetensors"):
+        content = (trained / name).read_bytes()
+        (tmp_path / f"truncated{Path(name).suffix}").write_bytes(content[: len(content) // 2])
+    tensors = lora_of(trained)
+    torch.save({f"x.{name}": t for name, t in tensors.items()}, tmp_path / "elsewhere.bin")
+    torch.save(tensors, tmp_path / "lone.bin")
+    nan = {name: tensor * float("nan") for name, tensor in tensors.items()}
+    torch.save(nan, tmp_path / "nan.bin")
+    head = {name: tensor for name, tensor in tensors.items() if "lora_" not in name}
+    torch.save(head, tmp_path / "head.bin")
+    shutil.copytree(trained / "checkpoint-4", tmp_path / "no_weights")
+    (tmp_path / "no_weights" / "pytorch_model.bin").unlink()
+    shutil.copytree(trained / "checkpoint-4", tmp_path / "half")
+    content = (tmp_path / "half" / "pytorch_model.bin").read_bytes()
+    (tmp_path / "half" / "pytorch_model.bin").write_bytes(content[:1000])
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    return tmp_path
+
+
+RTE = "--task_name rte --data_dir {glue}"
+EVAL = f"{RTE} --do_eval --apply_lora --lora_path"
+TRAIN_OWN = "--do_train --apply_lora --lora_r 4 --lora_alpha 8 --train_file {tmp}"
+R4 = "--lora_r 4 --lora_alpha 8"
+BAD = {
+    "another rank": (
+        f"{EVAL} {{trained}} --lora_r 2 --lora_alpha 8",
+        "trained with rank 4, the model was built with 2",
+    ),
+    "another rank, .bin": (
+        f"{EVAL} {{tmp}}/lone.bin --lora_r 2 --lora_alpha 8",
+        "(4, 32) in the file, (2, 32) in the model: rank 4, not 2",
+    ),
+    "another alpha": (
+        f"{EVAL} {{trained}} --lora_alpha 16",
+        "trained with alpha 8, the model was built with 16",
+    ),
+    "another number of labels": (
+        "--task_name mnli --data_dir {glue} --do_eval --apply_lora --lora_path {trained}",
+        "was trained for rte, not for mnli",
+    ),
+    "another task": (
+        "--task_name sst2 --data_dir {glue} --do_eval --apply_lora --lora_path {trained}",
+        "was trained for rte, not for sst2",
+    ),
+    "no layer": (f"{EVAL} {{tmp}}/elsewhere.bin {R4}", "matches no layer of the model"),
+    "no LoRA in it": (f"{EVAL} {{tmp}}/head.bin {R4}", "none of its 4 tensors is LoRA's"),
+    "not finite": (f"{EVAL} {{tmp}}/nan.bin {R4}", "not finite"),
+    "missing": (f"{EVAL} {{tmp}}/none.bin {R4}", "none.bin: no such checkpoint file"),
+    "truncated": (f"{EVAL} {{tmp}}/truncated.bin {R4}", "truncated.bin: damaged"),
+    "truncated safetensors": (
+        f"{EVAL} {{tmp}}/truncated.safetensors",
+        "truncated.safetensors: damaged",
+    ),
+    "no alpha": (
+        f"{EVAL} {{tmp}}/lone.bin --lora_r 4",
+        "apply_lora needs lora_alpha: give --lora_alpha",
+    ),
+    "no rank": (f"{RTE} --do_train --apply_lora --lora_alpha 8", "give --lora_r"),
+    "rank alone": (f"{RTE} --do_train --lora_r 8", "--lora_r needs --apply_lora"),
+    "adapter alone": (f"{RTE} --do_eval --lora_path {{trained}}", "needs --apply_lora"),
+    "checkpoint as another": (
+        f"{RTE} --do_eval --apply_lora {R4} --model_name_or_path {{tmp}}/half",
+        "half/pytorch_model.bin: damaged",
+    ),
+    "model without weights": (
+        f"{RTE} --do_eval --model_name_or_path {{tmp}}/no_weights",
+        "has no weights: neither model.safetensors nor pytorch_model.bin",
+    ),
+    "model with another rank": (
+        f"{RTE} --do_eval --apply_lora --lora_r 2 --model_name_or_path {{trained}}",
+        "was trained with lora_r 4, not 2",
+    ),
+    "nothing trained": (f"{RTE} --do_eval", "has no trained classifier.dense.bias, …"),
+    "no such model": (
+        f"{RTE} --do_train --model_name_or_path {{tmp}}/nowhere",
+        "nowhere' is neither a local folder nor a model on the hub",
+    ),
+    "no model that can be reached": (
+        f"{RTE} --do_train --model_name_or_path org/name",
+        "'org/name' is not a local folder and cannot be fetched",
+    ),
+    "wrong column count": (
+        "--task_name rte --data_dir {tmp}/columns --do_train",
+        "RTE/train.tsv:47: expected 4 tab-separated columns, found 2",
+    ),
+    "unknown label": (
+        "--task_name rte --data_dir {tmp}/labels --do_eval --model_name_or_path {trained}",
+        "RTE/dev.tsv:15: unknown label 'entails' (expected entailment, not_entailment)",
+    ),
+    "empty set": (
+        "--task_name rte --data_dir {tmp}/empty --do_train",
+        "RTE/train.tsv: the file holds no rows",
+    ),
+    "emptied set": (f"{RTE} --do_train --max_train_samples 0", "train set holds no examples"),
+    "no such task": ("--task_name rta --do_train", "unknown GLUE task 'rta'"),
+    "no such data": (
+        "--task_name rte --data_dir {tmp}/nowhere --do_train",
+        "nowhere/train.tsv: no such file",
+    ),
+    "too long": (
+        f"{RTE} --do_train --max_seq_length 65",
+        "--max_seq_length 65: the model has 64 positions",
+    ),
+    "too short": (f"{RTE} --do_train --max_seq_length 0", "--max_seq_length 0"),
+    "adapter flags alone": (
+        f"{RTE} --do_train --adapter_size 4",
+        "--adapter_size needs --apply_adapter",
+    ),
+    "no such biases": (f"{RTE} --do_eval --bitfit_path x.bin", "x.bin: no such checkpoint file"),
+    "no biases in it": (
+        f"{RTE} --do_eval --apply_bitfit --bitfit_path {{tmp}}/nan.bin",
+        "nan.bin: none of its 12 tensors is BitFit's",
+    ),
+    "adapters of another kind": (
+        f"{RTE} --do_eval --apply_adapter --adapter_path {{trained}}/pytorch_model_lora.bin",
+        "none of its 12 tensors is adapter's ('adapter')",
+    ),
+    "no such target": (f"{RTE} --do_train --apply_lora {R4} --lora_targets dense", "choose from"),
+    "other targets": (
+        f"{EVAL} {{trained}} --lora_targets key",
+        "was trained with targets query, value, the model was built with key",
+    ),
+    "no adapter of such a size": (
+        f"{RTE} --do_train --apply_adapter --adapter_size 0",
+        "adapter_size must be a positive integer, not 0",
+    ),
+    "masking more than all": (
+        f"{RTE} --do_train --masking_prob 1.5",
+        "masking_prob must lie in [0, 1], not 1.5",
+    ),
+    "consistency of scores": (
+        f"{TRAIN_OWN}/floats.csv --apply_rdrop",
+        "a score has none: leave out --reg_loss_wgt",
+    ),
+    "consistency of smoothed labels": (
+        f"{RTE} --do_train --apply_rdrop --label_smoothing_factor 0.1",
+        "--label_smoothing_factor and consistency training",
+    ),
+    "only what is trained, where all is": (
+        f"{RTE} --do_train --save_lora_only",
+        "--save_lora_only needs a model with LoRA, adapters or BitFit",
+    ),
+    "no data": ("--do_train", "give --task_name, or --train_file"),
+    "nothing to do": (RTE, "nothing to do: give --do_train, --do_eval or --do_predict"),
+    "unknown flag": (f"{RTE} --do_train --lora_rank 8", "unrecognized arguments: --lora_rank"),
+    "a TPU": (f"{RTE} --do_train --tpu_num_cores 8", "--tpu_num_cores has no meaning here"),
+    "fp16": (f"{RTE} --do_train --fp16 --no_cuda", "--fp16 needs a GPU"),
+    "no set to evaluate": (
+        f"{RTE} --do_train --do_eval False --evaluation_strategy epoch",
+        "--evaluation_strategy needs a set to evaluate on: add --do_eval",
+    ),
+    "unknown metric": (
+        f"{RTE} --do_train --evaluation_strategy epoch --save_strategy epoch "
+        "--load_best_model_at_end --metric_for_best_model acuracy",
+        "no evaluation gives eval_acuracy; known: loss, accuracy",
+    ),
+    "a rate beyond all": (
+        f"{RTE} --do_train --learning_rate 1e39 --save_steps 1",
+        "the weights are not finite after step 1; no checkpoint was saved before",
+    ),
+    "an infinite rate": (f"{RTE} --do_train --learning_rate inf", "--learning_rate must be"),
+    "no epoch": (f"{RTE} --do_train --num_train_epochs -2", "--num_train_epochs must be positive"),
+    "alpha 0": (f"{RTE} --do_train --apply_lora --lora_r 4 --lora_alpha 0", "lora_alpha must be"),
+    "cls_dropout": (f"{RTE} --do_train --cls_dropout 0.1", "a roberta model has no such dropout"),
+    "another task's adapter": (
+        "--task_name qnli --data_dir {tmp} --do_eval --apply_lora "
+        "--lora_path {trained}/pytorch_model_lora.safetensors",
+        "was trained for rte, not for qnli",
+    ),
+    "another task's model": (
+        "--task_name qnli --data_dir {tmp} --do_eval --model_name_or_path {trained}",
+        "was trained for rte, not for qnli",
+    ),
+    "own: two kinds of labels": (
+        f"{TRAIN_OWN}/integers.csv --do_eval --validation_file {{tmp}}/floats.csv",
+        "the labels are of two kinds: classes in",
+    ),
+    "own: no such file": (f"{TRAIN_OWN}/none.csv", "none.csv: no such file"),
+    "own: another kind": (f"{TRAIN_OWN}/train.txt", "must end in .csv, .json or .jsonl"),
+    "own: no file": (f"{TRAIN_OWN}/good.csv --do_eval", "this run needs --validation_file"),
+    "own: header alone": (f"{TRAIN_OWN}/header.csv", "header.csv: holds no examples"),
+    "own: no byte": (f"{TRAIN_OWN}/zero.csv", "zero.csv: cannot be read"),
+    "own: no byte of JSON": (f"{TRAIN_OWN}/zero.json", "zero.json: holds no examples"),
+    "own: no row of JSON": (f"{TRAIN_OWN}/none.json", "none.json: holds no examples"),
+    "own: ragged": (f"{TRAIN_OWN}/ragged.csv", "ragged.csv: cannot be read"),
+    "own: broken": (f"{TRAIN_OWN}/broken.json", "broken.json: cannot be read"),
+    "own: no label column": (f"{TRAIN_OWN}/unlabelled.csv", "has no column 'label'"),
+    "own: no text": (f"{TRAIN_OWN}/textless.csv", "has 0 text columns (none)"),
+    "own: three texts": (f"{TRAIN_OWN}/three.csv", "has 3 text columns (a, b, c)"),
+    "own: other columns": (
+        f"{TRAIN_OWN}/good.csv --do_eval --validation_file {{tmp}}/other.csv",
+        "other.csv: has no column 'review'",
+    ),
+    "own: unknown label": (
+        f"{TRAIN_OWN}/good.csv --do_eval --validation_file {{tmp}}/unknown.csv",
+        "unknown.csv: row 25: unknown label 'perhaps' (expected no, yes)",
+    ),
+    "own: blank label": (f"{TRAIN_OWN}/blank.csv", "blank.csv: row 25: has no label"),
+    "own: blank score": (f"{TRAIN_OWN}/score.csv", "score.csv: row 2: has no label"),
+    "own: null text": (f"{TRAIN_OWN}/null.json", "null.json: row 25: has no review"),
+    "own: labels unknown": (
+        "--do_eval --validation_file {tmp}/good.csv --apply_lora --lora_r 4 --lora_alpha 8 "
+        "--lora_path {tmp}/lone.bin",
+        "good.csv: the model does not name its labels; give the --train_file",
+    ),
+    "own: other labels": (
+        "--do_eval --validation_file {tmp}/good.csv --apply_lora --lora_path {trained}",
+        "good.csv: row 1: unknown label 'yes' (expected entailment, not_entailment)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("flags", "message"), BAD.values(), ids=BAD)
+def test_bad_input_is_one_line(
+    run_glue, tiny_base, tiny_glue, trained, bad, monkeypatch, capsys, flags, message
+):
+    if "org/name" in flags:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(bad)
+    before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
+    given = flags.format(tmp=bad, glue=tiny_glue, trained=trained).split()
+    arguments = [*common(tiny_base), *given, "--output_dir", bad / "out"]
+    assert message in failure(run_glue, arguments, monkeypatch, capsys)
+    assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
+    assert not list((bad / "out").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [("full", "is not empty and holds no checkpoint to resume from"), ("file", "file is a file")],
+)
+def test_an_output_folder_that_is_taken(
+    run_glue, tiny_base, tiny_glue, bad, monkeypatch, capsys, out, message
+):
+    arguments = [*common(tiny_base), *on_rte(tiny_glue, bad / out)]
+    assert message in failure(run_glue, arguments, monkeypatch, capsys)
+    assert (bad / "full" / "thesis.txt").read_text() == (bad / "file").read_text() == "mine"
+    assert len(list((bad / "full").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "half/pytorch_model.bin: damaged"),
+        (["--lora_alpha", 16], "trained with alpha 8, the model was built with 16"),
+        (["--lora_r", 2], "trained with rank 4, the model was built with 2"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_resumed(
+    run_glue, trained, tiny_base, tiny_glue, bad, monkeypatch, capsys, flags, message
+):
+    source = bad / "half" if not flags else trained / "checkpoint-4"
+    copied = bad / "resumed" / "checkpoint-4"
+    shutil.copytree(source, copied)
+    arguments = [*common(tiny_base), *on_rte(tiny_glue, bad / "resumed"), *flags]
+    line = failure(run_glue, arguments, monkeypatch, capsys)
+    assert message.replace("half", "checkpoint-4") in line
+    assert [path.name for path in (bad / "resumed").iterdir()] == ["checkpoint-4"]
+    for path in source.iterdir():
+        assert (copied / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("broken_settings.json", "broken_settings.json: not a JSON file"),
+        ("settings.json", "unknown settings: task_nane"),
+        ("absent.json", "absent.json: No such file"),
+    ],
+)
+def test_settings_files_that_are_wrong(run_glue, bad, monkeypatch, capsys, name, message):
+    # As torch.distributed.launch calls it.
+    arguments = ["--local-rank=0", bad / name]
+    assert message in failure(run_glue, arguments, monkeypatch, capsys)
+
+
+def test_an_error_in_the_middle_of_a_bar_has_its_own_line(
+    run_glue, tiny_base, tiny_glue, tmp_path, monkeypatch, capsys
+):
+    shown = [flag for flag in common(tiny_base) if flag != "--disable_tqdm"]
+    flags = ["--learning_rate", "1e30", "--save_steps", 1, "--max_grad_norm", 0]
+    arguments = [*shown, *on_rte(tiny_glue, tmp_path / "out"), *flags]
+    line = failure(run_glue, arguments, monkeypatch, capsys)
+    assert "not finite" in line
