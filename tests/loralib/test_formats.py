@@ -1,153 +1,42 @@
-"""The forms of an adapter: each is recognised, none loses a bit; what is no adapter is refused."""
+"""The forms of an adapter: each is recognised, and none loses a bit."""
 
 import json
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from adapter_files import (
+    DTYPES,
+    FAMILIES,
+    HEADS,
+    INFOS,
+    MODULES,
+    RELEASE,
+    TARGETS,
+    adapter_of,
+    as_peft,
+    drawn,
+    listing,
+    peft_folder,
+    refused,
+    refused_file,
+    same_bits,
+    tensors_of,
+    user_model,
+)
+from safetensors.torch import load_file
+from torch import nn
 
 import loralib as lora
 from loralib import files, peft
 from loralib.checkpoint import BITFIT, BOTTLENECK, Adapter, AdapterInfo, BiasInfo, BottleneckInfo
-from loralib.files import CheckpointError, read_tensors, write_whole_folder, write_wrapped_tensors
-from loralib.formats import FORMS, checksum, own_names, read_adapter, write_adapter
+from loralib.files import read_tensors, write_whole_folder
+from loralib.formats import FORMS, own_names, read_adapter, write_adapter
 from loralib.updates import updates
-
-RELEASE = Path(__file__).parents[3] / "shared" / "data" / "release" / "roberta_base_lora_mnli.bin"
-TARGETS = {"lora": "out.safetensors", "release": "out.bin", "peft": "out"}
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-PLAIN, GPT2_LAYER = "encoder.0.up", "transformer.h.{}.attn.c_attn"
-HEADS = {
-    "roberta": ("classifier.dense", "classifier.out_proj"),
-    "deberta": ("pooler.dense", "classifier"),
-    "gpt2": (),
-    "plain": (),
-}
-MODULES = {
-    "roberta": [
-        f"roberta.encoder.layer.{number}.attention.self.{name}"
-        for number in range(2)
-        for name in ("query", "value")
-    ],
-    "deberta": [
-        f"deberta.encoder.layer.{number}.attention.self.{name}"
-        for number in range(2)
-        for name in ("query_proj", "value_proj")
-    ],
-    "gpt2": [GPT2_LAYER.format(number) for number in range(2)],
-    "plain": [PLAIN, "encoder.1.up", "last"],
-}
-INFOS = {
-    family: AdapterInfo(
-        rank=2,
-        alpha=3,
-        targets=targets,
-        dropout=0.1,
-        base=f"some/{family}",
-        base_revision="main",
-        base_fingerprint="0123456789abcdef",
-        task="mnli" if HEADS[family] else None,
-        labels=("no", "yes") if HEADS[family] else None,
-    )
-    for family, targets in {
-        "roberta": ("query", "value"),
-        "deberta": ("query_proj", "value_proj"),
-        "gpt2": ("c_attn",),
-        "plain": ("last", "up"),
-    }.items()
-}
-FAMILIES = tuple(MODULES)
-
-
-def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Normal values; among them a negative zero, the largest number and one that is subnormal."""
-    generator = torch.Generator().manual_seed(seed + math.prod(shape))
-    tensor = torch.randn(shape, generator=generator).to(dtype)
-    if tensor.numel() > 3:
-        limits = torch.finfo(dtype)
-        tensor.view(-1)[:3] = torch.tensor([-0.0, limits.max, limits.tiny / 4], dtype=dtype)
-    return tensor
-
-
-def tensors_of(family: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """An adapter of rank 2 for layers of width 6: GPT-2's has two updates in each."""
-    stacked = 2 if family == "gpt2" else 1
-    tensors = {}
-    for seed, module in enumerate(MODULES[family]):
-        tensors[f"{module}.lora_A"] = drawn(2 * stacked, 6, dtype=dtype, seed=seed)
-        tensors[f"{module}.lora_B"] = drawn(6 * stacked, 2, dtype=dtype, seed=seed)
-    for seed, head in enumerate(HEADS[family]):
-        tensors[f"{head}.weight"] = drawn(2, 6, dtype=dtype, seed=seed)
-        tensors[f"{head}.bias"] = drawn(2, dtype=dtype, seed=seed)
-    return tensors
-
-
-def adapter_of(family: str, dtype: torch.dtype = torch.float32) -> Adapter:
-    return Adapter(tensors_of(family, dtype), INFOS[family], "this adapter")
-
-
-def as_peft(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """PEFT's names, for adapters without stacked updates."""
-    ends = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight"}
-    named = {}
-    for name, tensor in tensors.items():
-        module, _, last = name.rpartition(".")
-        named[f"base_model.model.{module}.{ends.get(last, last)}"] = tensor
-    return named
-
-
-def peft_folder(
-    path: Path, tensors: Mapping[str, Tensor] | None = None, torch_file: bool = False, **config
-) -> Path:
-    """A folder as PEFT writes it, without this project's metadata; `config` replaces settings."""
-    tensors = as_peft(tensors_of("roberta")) if tensors is None else tensors
-    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, "target_modules": ["query", "value"]}
-    path.mkdir()
-    if torch_file:
-        torch.save(tensors, path / "adapter_model.bin")
-    else:
-        save_file(tensors, path / "adapter_model.safetensors", {"format": "pt"})
-    (path / "adapter_config.json").write_text(json.dumps(settings | config))
-    return path
-
-
-def same_bits(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert ours[name].dtype == tensor.dtype, name
-        assert ours[name].shape == tensor.shape, name
-        flat, expected = (t.flatten().view(torch.uint8) for t in (ours[name], tensor))
-        assert torch.equal(flat, expected), name
-
-
-def refused(call, path: str | Path, *parts: str) -> str:
-    """`call` raises a CheckpointError of one line that names `path` and holds all of `parts`."""
-    with pytest.raises(CheckpointError) as caught:
-        call()
-    text = str(caught.value)
-    assert len(text.splitlines()) == 1, text
-    assert str(path) in text
-    for part in parts:
-        assert part in text
-    return text
-
-
-def refused_file(tmp_path: Path, content: object, *parts: str, name: str = "x.bin") -> None:
-    torch.save(content, tmp_path / name)
-    refused(lambda: read_adapter(tmp_path / name), tmp_path / name, *parts)
-
-
-def listing(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
-
 
 # ---- recognition ----
 
@@ -238,21 +127,6 @@ def test_pefts_form(tmp_path, given, torch_file):
         base="some/base",
         base_revision="v2",
     )
-
-
-def user_model(bias_of_layer: bool = True) -> nn.Module:
-    """A user's own model: two adapted layers, one with a bias; a plain one; a convolution."""
-    torch.manual_seed(0)
-    model = nn.ModuleDict(
-        {
-            "up": lora.Linear(4, 6, r=2, bias=bias_of_layer),
-            "down": lora.Linear(6, 4, r=2, bias=False),
-            "norm": nn.LayerNorm(4),
-        }
-    )
-    for parameter in model.parameters():
-        parameter.data.normal_()
-    return model
 
 
 @pytest.mark.parametrize("bias", ["none", "all", "lora_only"])
@@ -663,359 +537,6 @@ def test_folders_that_hold_no_adapter(tmp_path):
     refused(lambda: read_adapter(weights), weights, "adapter_config.json is missing")
     weights.rename(folder / "other.safetensors")
     refused(lambda: read_adapter(folder / "other.safetensors"), folder, "weights of PEFT")
-
-
-# ---- what is no adapter ----
-
-
-def test_a_whole_model_given_as_an_adapter(tmp_path):
-    query = "roberta.encoder.layer.0.attention.self.query"
-    for extra in (f"{query}.weight", "roberta.embeddings.word_embeddings.weight"):
-        tensors = {**tensors_of("roberta"), extra: drawn(6, 6)}
-        refused_file(tmp_path, tensors, "whole model", extra, "split_lora.py")
-    tensors = {**tensors_of("gpt2"), "transformer.wte.weight": drawn(9, 6)}
-    refused_file(tmp_path, {"model_state_dict": tensors}, "whole model", "split_lora.py")
-
-
-def test_a_users_whole_model_given_as_an_adapter(tmp_path):
-    """Its frozen weights would take the place of those that the update was just added to."""
-    torch.save(user_model().state_dict(), tmp_path / "x.bin")
-    refused(lambda: read_adapter(tmp_path / "x.bin", lora_alpha=8), tmp_path / "x.bin", "whole")
-
-
-QUERY = MODULES["roberta"][0]
-A, B = f"{QUERY}.lora_A", f"{QUERY}.lora_B"
-UNSOUND = {
-    "no A": ({A: None}, f"lacks {A}"),
-    "no B": ({B: None}, f"lacks {B}"),
-    "two ranks": ({A: drawn(3, 6), B: drawn(6, 3)}, "2 ranks: 2 ("),
-    "A too short": ({A: drawn(1, 6)}, f"of {QUERY} do not belong together"),
-    "A not whole": ({A: drawn(3, 6)}, f"of {QUERY} do not belong together"),
-    "A empty": ({A: torch.zeros(0, 6), B: torch.zeros(6, 0)}, "do not belong together"),
-    "no columns": ({A: torch.zeros(2, 0)}, "do not belong together"),
-    "B of 1-D": ({B: drawn(6)}, "do not belong together"),
-    "A of 3-D": ({A: drawn(2, 3, 2)}, "do not belong together"),
-    "integers": ({A: torch.ones(2, 6, dtype=torch.int64)}, f"{A} is of torch.int64"),
-    "an integer head": ({"head.x": torch.ones(3, dtype=torch.int8)}, "head.x is of torch.int8"),
-    "booleans": ({"head.x": torch.ones(3, dtype=torch.bool)}, "head.x is of torch.bool"),
-    "complex": ({B: torch.ones(6, 2, dtype=torch.complex64)}, f"{B} is of torch.complex64"),
-    "float8": ({A: torch.ones(2, 6).to(torch.float8_e4m3fn)}, f"{A}"),
-    "not a number": ({B: drawn(6, 2).fill_(math.nan)}, f"{B} holds values that are not finite"),
-    "infinite": (
-        {"classifier.dense.bias": torch.tensor([1, -math.inf])},
-        "classifier.dense.bias holds values that are not finite",
-    ),
-    "another name": ({f"{QUERY}.lora_C": drawn(2, 6)}, "lora_C is not the name"),
-    "an embedding's": ({f"{QUERY}.lora_embedding_A": drawn(2, 6)}, "is not the name"),
-}
-
-
-def changed(tensors: Mapping[str, Tensor], changes: Mapping[str, Tensor | None]) -> dict:
-    merged = {**tensors, **changes}
-    return {name: tensor for name, tensor in merged.items() if tensor is not None}
-
-
-@pytest.mark.parametrize("form", ["a.bin", "wrapped.pt", "legacy.bin", "a.safetensors", "peft"])
-@pytest.mark.parametrize("case", UNSOUND)
-def test_unsound_tensors(tmp_path, case, form):
-    changes, message = UNSOUND[case]
-    tensors, path = changed(tensors_of("roberta"), changes), tmp_path / form
-    if form == "peft":
-        peft_folder(path, as_peft(tensors))
-        path = path / "adapter_model.safetensors"
-        message = "rank is 3" if case == "two ranks" else message
-    elif form.endswith("safetensors"):
-        save_file(tensors, path)
-    else:
-        if form == "legacy.bin" and case == "float8":
-            message = "legacy.bin"  # torch's older form has no such tensors: it cannot be read
-        content = {"model_state_dict": tensors} if form == "wrapped.pt" else tensors
-        torch.save(content, path, _use_new_zipfile_serialization=form != "legacy.bin")
-    refused(lambda: read_adapter(path), path, message)
-
-
-@pytest.mark.parametrize("rows", [4, 6, 12])
-def test_pefts_updates_are_never_stacked(tmp_path, rows):
-    """lora_A of another rank than lora_B's: in this project's form it would be several updates."""
-    tensors = as_peft(changed(tensors_of("roberta"), {A: drawn(rows, 6)}))
-    folder = peft_folder(tmp_path / "a", tensors)
-    refused(lambda: read_adapter(folder), folder, QUERY)
-
-
-NOT_HELD = {
-    "sparse": lambda: torch.eye(6).to_sparse(),
-    "compressed": lambda: torch.eye(6).to_sparse_csr(),
-    "expanded": lambda: torch.ones(1).expand(2, 6),
-    "expanded far": lambda: torch.ones(1).expand(2**40, 2**10),
-    "meta": lambda: torch.empty(2, 6, device="meta"),
-    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2, 6), 0.1, 0, torch.qint8),
-}
-
-
-@pytest.mark.parametrize("name", ["x.bin", "x.pt", "peft"])
-@pytest.mark.parametrize("what", NOT_HELD)
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_tensors_that_are_not_in_the_file(tmp_path, what, name):
-    tensor = NOT_HELD[what]()
-    if name == "peft":
-        key = "base_model.model.classifier.dense.weight"
-        tensors = {**as_peft(tensors_of("roberta")), key: tensor}
-        path = peft_folder(tmp_path / name, tensors, torch_file=True) / "adapter_model.bin"
-        refused(lambda: read_adapter(path), path)
-        return
-    tensors = {**tensors_of("roberta"), "classifier.dense.weight": tensor}
-    content = {"model_state_dict": tensors} if name.endswith("pt") else tensors
-    refused_file(tmp_path, content, name=name)
-
-
-class AsksForMore:
-    """Unpickled without care, it writes a file."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
-@pytest.mark.parametrize("zipped", [True, False])
-@pytest.mark.parametrize("where", ["flat", "wrapped", "metadata", "peft", "twin"])
-def test_a_pickle_that_asks_for_more_than_tensors(tmp_path, where, zipped):
-    marker, tensors = tmp_path / "marker", tensors_of("roberta")
-    evil = {**tensors, "classifier.more": AsksForMore(marker)}
-    content = {
-        "wrapped": {"model_state_dict": evil},
-        "metadata": {"model_state_dict": tensors, "metadata": AsksForMore(marker)},
-        "peft": {**as_peft(tensors), "base_model.model.x": AsksForMore(marker)},
-    }.get(where, evil)
-    path = tmp_path / "x.bin"
-    if where == "peft":
-        path = peft_folder(tmp_path / "a") / "adapter_model.bin"
-        path.with_name("adapter_model.safetensors").unlink()
-    elif where == "twin":
-        path = tmp_path / "pytorch_model_lora.safetensors"
-        write_adapter(tmp_path, adapter_of("roberta"), "release")
-    torch.save(content, path, _use_new_zipfile_serialization=zipped)
-    source = path.with_name("pytorch_model_lora.bin") if where == "twin" else path
-    refused(lambda: read_adapter(source), path)
-    assert not marker.exists()
-    trap = path.rename(tmp_path / "trap.pt")
-    torch.load(trap, weights_only=False)  # it works
-    assert marker.exists()
-
-
-# ---- metadata ----
-
-
-def metadata_of(**changes: object) -> dict:
-    """Sound metadata with changes; None leaves a field out."""
-    metadata = INFOS["gpt2"].to_metadata() | changes
-    return {key: value for key, value in metadata.items() if value is not None}
-
-
-DEEP = "[" * 100_000 + "]" * 100_000
-WRONG_FIELDS = {
-    "rank": ("0", "-1", "2.5", '"2"', "null", "[2]", "true", "1e999", "x", "", DEEP, "9" * 400),
-    "alpha": ("0", "-1", '"3"', "null", "[]", "NaN", "Infinity", "true", "", DEEP, "9" * 400),
-    "targets": ("3", "null", '"query"', "[1]", '["query"', "{}", '["key"]'),
-    "labels": ("3", '"no"', "[1, 2]", '{"a": "b"}', DEEP),
-    "beside": ("3", "null", '"x"', "[null]"),
-    "dropout": ('"x"', "[]", "-1", "2", "NaN", "true"),
-    "bias": ("3", "[]", '"all"', '"some"', "null"),
-    "base": ("3", "[]", '{"a": 1}', "true", "some/gpt2"),
-    "base_revision": ("3", "[]"),
-    "base_fingerprint": ("3", "[1]"),
-    "task": ("3", "false", DEEP),
-}
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [(field, value) for field in WRONG_FIELDS for value in WRONG_FIELDS[field]],
-    ids=lambda value: value[:20],
-)
-@pytest.mark.parametrize("form", ["lora", "release", "peft"])
-def test_metadata_of_a_wrong_type(tmp_path, form, field, value):
-    """It is refused by itself, although the checksum that was written with it is right."""
-    tensors, metadata = tensors_of("gpt2"), metadata_of(**{field: value})
-    path = tmp_path / TARGETS[form]
-    if form == "release":
-        write_wrapped_tensors(path, tensors, metadata)
-    elif form == "lora":
-        save_file(tensors, path, {**metadata, "digest": checksum(tensors, metadata)})
-    else:
-        write_adapter(path, adapter_of("gpt2"), "peft")
-        path = path / "adapter_model.safetensors"
-        tensors = load_file(path)
-        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-        save_file(tensors, path, {**metadata, "digest": checksum(tensors, metadata)})
-    refused(lambda: read_adapter(path), path)
-
-
-@pytest.mark.parametrize(
-    "metadata",
-    [
-        3,
-        None,
-        "rank",
-        [("rank", "2")],
-        metadata_of(rank=2),
-        metadata_of(alpha=torch.ones(1)),
-        metadata_of(targets=None),
-        metadata_of(rank=None),
-        metadata_of(digest="0" * 64),
-        metadata_of(digest=3),
-        {**metadata_of(digest="0"), 3: "x"},
-        {**metadata_of(digest="0"), "who": torch.ones(1)},
-        {**metadata_of(digest="0"), "who": {"knows": {1, 2}}},
-    ],
-)
-def test_wrapped_metadata_that_is_none(tmp_path, metadata):
-    content = {"model_state_dict": tensors_of("gpt2"), "metadata": metadata}
-    refused_file(tmp_path, content, name="x.pt")
-
-
-def test_metadata_of_others_is_let_be(tmp_path):
-    content = {"model_state_dict": tensors_of("gpt2"), "metadata": {"who": "knows", "epoch": 3}}
-    torch.save(content, tmp_path / "x.pt")
-    assert read_adapter(tmp_path / "x.pt").info is None
-    save_file(tensors_of("gpt2"), tmp_path / "x.safetensors", {"format": "pt", "who": "knows"})
-    assert read_adapter(tmp_path / "x.safetensors").info is None
-
-
-@pytest.mark.parametrize("field", ["rank", "targets", "bias"])
-def test_metadata_that_the_tensors_contradict(tmp_path, field):
-    """A checksum says that a file is as it was written, not that it is right."""
-    value = {"rank": 1, "targets": ("key",), "bias": "all"}[field]
-    info = replace(INFOS["roberta"], **{field: value})
-    write_adapter(tmp_path / "a.safetensors", replace(adapter_of("roberta"), info=info))
-    refused(
-        lambda: read_adapter(tmp_path / "a.safetensors"),
-        tmp_path / "a.safetensors",
-        f"says {field}",
-    )
-
-
-@pytest.mark.parametrize("change", ["rank", "alpha", "task", "digest", "name", "value"])
-@pytest.mark.parametrize("form", ["lora", "peft"])
-def test_the_checksum_covers_all(tmp_path, form, change):
-    write_adapter(tmp_path / TARGETS[form], adapter_of("roberta"), form)
-    path = tmp_path / TARGETS[form]
-    path = path if form == "lora" else path / "adapter_model.safetensors"
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
-    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
-    if change == "name":
-        name = next(name for name in tensors if "classifier.dense.weight" in name)
-        tensors[name.replace("dense", "dents")] = tensors.pop(name)
-    elif change == "value":
-        next(iter(tensors.values())).view(-1)[0] += 1
-    elif change == "digest":
-        del metadata["digest"]
-    else:
-        metadata[change] = {"rank": "4", "alpha": "4", "task": '"rte"'}[change]
-    save_file(tensors, path, metadata)
-    refused(lambda: read_adapter(path), path, "damaged", "checksum")
-
-
-# ---- PEFT's settings ----
-
-
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("peft_type", "LOHA"),
-        ("peft_type", None),
-        ("r", 0),
-        ("r", 2.0),
-        ("r", True),
-        ("r", 10**400),
-        ("r", 4),
-        ("lora_alpha", 0),
-        ("lora_alpha", -1),
-        ("lora_alpha", "3"),
-        ("lora_alpha", None),
-        ("lora_alpha", True),
-        ("lora_alpha", math.nan),
-        ("lora_alpha", math.inf),
-        ("lora_alpha", 10**400),
-        ("lora_dropout", 2),
-        ("lora_dropout", "x"),
-        ("lora_dropout", 10**400),
-        ("use_rslora", 1),
-        ("rank_pattern", [3]),
-        ("alpha_pattern", [3]),
-        ("alpha_pattern", {"query": "3"}),
-        ("alpha_pattern", {"query": 10**400}),
-        ("alpha_pattern", {".*query": 3}),
-        ("alpha_pattern", {"a\nb": 3}),
-        ("base_model_name_or_path", 3),
-        ("revision", []),
-        ("init_lora_weights", "pissa"),
-        ("init_lora_weights", []),
-        ("use_dora", True),
-        ("a setting\nof tomorrow", 1),
-    ],
-    ids=lambda value: str(value)[:20],
-)
-def test_pefts_settings_that_are_not_loras(tmp_path, setting, value):
-    folder = peft_folder(tmp_path / "a", **{setting: value})
-    refused(lambda: read_adapter(folder), folder)
-
-
-@pytest.mark.parametrize("alpha", [5e-324, 1e308, 1.7e308, 10**300], ids=lambda a: f"{a:.2g}")
-@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"alpha_pattern": {"query": 1}}])
-def test_an_alpha_at_the_end_of_the_numbers(tmp_path, alpha, settings):
-    """Refused, or kept, but no error of arithmetic."""
-    folder = peft_folder(tmp_path / "a", lora_alpha=alpha, **settings)
-    try:
-        adapter = read_adapter(folder)
-    except CheckpointError:
-        return
-    assert 0 < adapter.info.alpha / adapter.info.rank < math.inf
-    assert all(torch.isfinite(tensor).all() for tensor in adapter.tensors.values())
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "{", "[]", "3", "null", '"x"', DEEP, '{"x":' * 5000, "\ufeff{}", "{}", "\x00"],
-    ids=lambda text: ascii(text[:6]),
-)
-def test_settings_that_are_no_settings(tmp_path, text):
-    folder = peft_folder(tmp_path / "a")
-    (folder / "adapter_config.json").write_text(text, encoding="utf-8")
-    refused(lambda: read_adapter(folder), folder / "adapter_config.json")
-
-
-def test_settings_in_bytes_that_are_no_text(tmp_path):
-    folder = peft_folder(tmp_path / "a")
-    (folder / "adapter_config.json").write_bytes(b"\xff\xfe{}")
-    refused(lambda: read_adapter(folder), folder / "adapter_config.json")
-
-
-@pytest.mark.parametrize("what", ["rank", "alpha"])
-def test_settings_that_were_changed_after_writing(tmp_path, what):
-    write_adapter(tmp_path / "a", adapter_of("roberta"), "peft")
-    path = tmp_path / "a" / "adapter_config.json"
-    config = json.loads(path.read_text())
-    config["r" if what == "rank" else "lora_alpha"] += 1
-    path.write_text(json.dumps(config))
-    refused(lambda: read_adapter(tmp_path / "a"), tmp_path / "a", what)
-
-
-# ---- messages ----
-
-
-@pytest.mark.parametrize("name", ["a\nb.lora_A", "roberta.a\nb", "a.lora_\nC", "head\rx"])
-def test_names_with_line_breaks_stay_on_one_line(tmp_path, name):
-    dtype = torch.int64 if name == "head\rx" else torch.float32
-    refused_file(tmp_path, {**tensors_of("roberta"), name: torch.ones(1, dtype=dtype)})
-
-
-def test_metadata_with_line_breaks_stays_on_one_line(tmp_path):
-    info = replace(INFOS["roberta"], base="some\nbase", task="a\r\nb")
-    said = write_adapter(tmp_path / "a.bin", replace(adapter_of("roberta"), info=info))
-    assert all(len(line.splitlines()) == 1 for line in said)
 
 
 # ---- writing that fails ----
