@@ -8,6 +8,7 @@ import stat
 
 import pytest
 import torch
+from compare import assert_same_bits
 from safetensors.torch import save_file
 from torch import nn
 
@@ -83,15 +84,6 @@ def draw_lora(rank=2, width=WIDTH, blocks=BLOCKS):
 
 def prefixed(tensors, prefix):
     return {prefix + name: tensor for name, tensor in tensors.items()}
-
-
-def same_bits(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert ours[name].dtype == tensor.dtype
-        assert ours[name].shape == tensor.shape
-        a, b = (x.detach().contiguous().flatten().view(torch.uint8) for x in (ours[name], tensor))
-        assert torch.equal(a, b), name
 
 
 def parameters(model):
@@ -209,7 +201,7 @@ def test_every_spelling_of_a_base(tmp_path, spelling, write):
     drawn = draw_base()
     path = write(SPELLINGS[spelling](drawn), tmp_path)
     model, base = open_model(parse("--init_checkpoint", path))
-    same_bits(parameters(model), prefixed(drawn, "transformer."))
+    assert_same_bits(parameters(model), prefixed(drawn, "transformer."))
     assert model.lm_head.decoder.weight is model.transformer.wte.weight
     assert base.source == str(path)
     assert base.info is None
@@ -248,8 +240,8 @@ def test_every_spelling_of_a_lora_file(tmp_path, base_path, prefix, write):
     model, _ = open_model(args, str(path))
     assert args.lora_dim == 2
     found = parameters(model)
-    same_bits({f"module.{n}": t for n, t in found.items() if "lora_" in n}, drawn)
-    same_bits(
+    assert_same_bits({f"module.{n}": t for n, t in found.items() if "lora_" in n}, drawn)
+    assert_same_bits(
         {n: t for n, t in found.items() if "lora_" not in n},
         prefixed(draw_base(), "transformer."),
     )
@@ -261,7 +253,7 @@ def test_a_file_of_this_project_says_rank_and_alpha(base_path, lora_path, open_l
     model, _ = open_model(args, str(lora_path), lora_dropout=0.25)
     assert (args.lora_dim, args.lora_alpha) == (2, 6)
     assert model.config.lora_dropout == 0.25
-    same_bits(parameters(model), parameters(open_lora()[0]))
+    assert_same_bits(parameters(model), parameters(open_lora()[0]))
     same = ("--lora_dim", 2, "--lora_alpha", 6)
     open_model(parse("--init_checkpoint", base_path, *same), str(lora_path))
 
@@ -358,7 +350,7 @@ def test_large_finite_values_are_finite(tmp_path):
     drawn = draw_base()
     drawn["h.0.ln_1.bias"] = torch.full((WIDTH,), 3e38)
     path = write_plain(drawn, tmp_path)
-    same_bits(
+    assert_same_bits(
         parameters(open_model(parse("--init_checkpoint", path))[0]),
         prefixed(drawn, "transformer."),
     )
@@ -544,7 +536,7 @@ def test_a_lora_file_is_the_release_s_form(lora_path, open_lora, base_path):
     assert set(tensors) == {
         f"module.transformer.h.{i}.attn.c_attn.lora_{ab}" for i in range(BLOCKS) for ab in "AB"
     }
-    same_bits(tensors, prefixed(lora.lora_state_dict(model), "module."))
+    assert_same_bits(tensors, prefixed(lora.lora_state_dict(model), "module."))
     metadata = {name: json.loads(text) for name, text in content["metadata"].items()}
     assert metadata == {
         "rank": 2,
@@ -562,7 +554,7 @@ def test_a_whole_file_is_the_release_s_form(tmp_path, open_lora):
     model, base = open_lora()
     save_model(tmp_path / "model.9.pt", model, base, lora_only=False)
     content = torch.load(tmp_path / "model.9.pt", weights_only=True)
-    same_bits(content["model_state_dict"], prefixed(parameters(model), "module."))
+    assert_same_bits(content["model_state_dict"], prefixed(parameters(model), "module."))
     assert json.loads(content["metadata"]["rank"]) == 2
 
 
@@ -578,13 +570,13 @@ def test_round_trip_of_a_whole_model(tmp_path, base_path, open_lora, held, file_
     save_model(path, model, base, lora_only=False)
     drawn = {n: t.to(file_dtype) for n, t in draw_base().items()}
     written = own_names(read_tensors(path)[0], "file")
-    same_bits(written, {**prefixed(drawn, "transformer."), **trained})
+    assert_same_bits(written, {**prefixed(drawn, "transformer."), **trained})
 
     args = parse("--init_checkpoint", path)
     again, again_base = open_model(args)
     assert (args.lora_dim, args.lora_alpha) == (2, 6)
     floats = {n: t.float() for n, t in drawn.items()}
-    same_bits(parameters(again), {**prefixed(floats, "transformer."), **trained})
+    assert_same_bits(parameters(again), {**prefixed(floats, "transformer."), **trained})
     assert again_base.fingerprint == base.fingerprint
     # LoRA trained further from there still belongs to the first base.
     save_model(tmp_path / "lora.pt", again, again_base, lora_only=True)
@@ -600,7 +592,7 @@ def test_round_trip_of_lora_alone(tmp_path, base_path, open_lora, held):
     path = tmp_path / "model.9.pt"
     save_model(path, model, base, lora_only=True)
     again, _ = open_model(parse("--init_checkpoint", base_path), str(path))
-    same_bits(parameters(again), expected)
+    assert_same_bits(parameters(again), expected)
 
 
 def test_round_trip_of_a_model_without_lora(tmp_path, base_path):
@@ -612,7 +604,7 @@ def test_round_trip_of_a_model_without_lora(tmp_path, base_path):
     save_model(path, model, base, lora_only=False)
     assert torch.load(path, weights_only=True)["metadata"] == {}
     args = parse("--init_checkpoint", path)
-    same_bits(parameters(open_model(args)[0]), trained)
+    assert_same_bits(parameters(open_model(args)[0]), trained)
     assert args.lora_dim == 0
     # It is a base as any other: LoRA can be added to it.
     model, _ = open_model(parse("--init_checkpoint", path, "--lora_dim", 3))
@@ -629,7 +621,7 @@ def test_training_what_a_file_brought_leaves_the_file_alone(tmp_path, open_lora)
     assert path.read_bytes() == before
     save_model(path, model, base, lora_only=False)
     model_again, _ = open_model(parse("--init_checkpoint", path))
-    same_bits(parameters(model_again), parameters(model))
+    assert_same_bits(parameters(model_again), parameters(model))
 
 
 @pytest.mark.parametrize("lora_only", [True, False])
@@ -701,10 +693,10 @@ def test_resume_keeps_every_bit(tmp_path, open_lora):
     assert {k: again[k] for k in ("run", "step", "best_ppl")} == {
         k: state[k] for k in ("run", "step", "best_ppl")
     }
-    same_bits(again["trained"], trained)
+    assert_same_bits(again["trained"], trained)
     moments = [s["optimizer"]["state"] for s in (again, state)]
     for number, of_parameter in moments[1].items():
-        same_bits(moments[0][number], of_parameter)
+        assert_same_bits(moments[0][number], of_parameter)
     set_rng_state(again["chance"][0])
     assert torch.equal(torch.rand(3), expected)
     assert [file.name for file in tmp_path.glob("*resume*")] == [RESUME_NAME]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from compare import assert_equal
 from safetensors.torch import load_file, save_file
 
 import checkpoints
@@ -102,13 +103,6 @@ def folded(adapter):
 @torch.no_grad()
 def logits_of(model):
     return model(PEFT.ids) * PEFT.mask[..., None]
-
-
-def tensors_are(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert ours[name].dtype == tensor.dtype, name
-        assert torch.equal(ours[name], tensor), name
 
 
 # ---- reading: PEFT's logits ----
@@ -233,7 +227,7 @@ def test_what_was_read_is_written_as_pefts(folder, tmp_path, case):
     theirs, path = PEFT.config(case), tmp_path / "out"
     adapter = read_adapter(folder(case))
     write_adapter(path, adapter, "peft")
-    tensors_are(load_file(path / WEIGHTS), PEFT.tensors(case))
+    assert_equal(load_file(path / WEIGHTS), PEFT.tensors(case))
 
     ours = json.loads((path / CONFIG_NAME).read_text())
     equal = ["peft_type", "task_type", "r", "lora_dropout", "bias", "fan_in_fan_out"]
@@ -275,11 +269,11 @@ def test_a_tour_of_the_forms_keeps_every_bit(folder, opened, tmp_path, case):
     last = read_adapter(tmp_path / "4.safetensors")
     forms = []
     for adapter in (lora, release, peft, last):
-        tensors_are(adapter.tensors, first.tensors)
+        assert_equal(adapter.tensors, first.tensors)
         assert adapter.info == first.info
         forms.append(adapter.form)
     assert forms == ["lora", "release", "peft", "lora"]
-    tensors_are(load_file(tmp_path / "3" / WEIGHTS), PEFT.tensors(case))
+    assert_equal(load_file(tmp_path / "3" / WEIGHTS), PEFT.tensors(case))
     for path in ("1.safetensors", "2.pt", "3", "4.safetensors"):
         close(logits_of(opened(tmp_path / path)), PEFT.logits(case))
 
@@ -295,7 +289,7 @@ def test_an_alpha_keeps_its_bits(folder, tmp_path, rank, alpha):
     write_adapter(tmp_path / "out", replace(adapter, tensors=tensors, info=info), "peft")
     again = read_adapter(tmp_path / "out")
     assert again.info == info
-    tensors_are(again.tensors, tensors)
+    assert_equal(again.tensors, tensors)
 
 
 def test_blocks_beside_other_updates_are_one_update_each(folder, tmp_path):
@@ -306,7 +300,7 @@ def test_blocks_beside_other_updates_are_one_update_each(folder, tmp_path):
     adapter = read_adapter(path)
     assert (adapter.info.rank, adapter.info.targets) == (4, ("c_attn", "c_proj"))
     write_adapter(tmp_path / "out", adapter, "peft")
-    tensors_are(load_file(tmp_path / "out" / WEIGHTS), theirs)
+    assert_equal(load_file(tmp_path / "out" / WEIGHTS), theirs)
     both = folded(adapter)
     one = folded(read_adapter(PEFT.write_adapter(tmp_path / "one", "gpt2_blocks")))
     for layer in (0, 1):

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from encoder_options import RELATIVE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -154,16 +155,6 @@ SHAPE = {
     "intermediate_size": 48,
     "max_position_embeddings": 40,
     "initializer_range": 0.2,
-}
-RELATIVE = {
-    "relative_attention": True,
-    "position_buckets": 8,
-    "pos_att_type": "p2c|c2p",
-    "share_att_key": True,
-    "norm_rel_ebd": "layer_norm",
-    "position_biased_input": False,
-    "conv_kernel_size": 3,
-    "conv_act": "gelu",
 }
 
 

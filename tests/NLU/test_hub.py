@@ -1,12 +1,11 @@
 """Models from the hub: a local server speaks for it, and processes of their own load from there."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from hub_process import run_on_hub
 from safetensors.torch import save_file
 
 from transformers import (
@@ -49,18 +48,6 @@ def logits(name, **where):
     batch = tokenizer(["a small hub"], return_tensors="pt")
     return model(**batch).logits.tolist()
 """
-
-
-def run(hub, home, code, **environment):
-    """What `code` shows, run by a process that knows no hub but `hub`."""
-    result = subprocess.run(
-        [sys.executable, "-c", PRELUDE + code],
-        env=hub.environment(home, **environment),
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    return [json.loads(line) for line in result.stdout.splitlines()]
 
 
 def publish(hub, name, form):
@@ -111,7 +98,7 @@ def test_download_then_cache_then_offline(hub_server, tmp_path):
     code = "".join(f"show(lambda: logits({name!r})[0])\n" for name in names.values())
     home = tmp_path / "home"
 
-    assert run(hub_server, home, code) == expected
+    assert run_on_hub(hub_server, home, PRELUDE + code) == expected
     downloaded = [request.path for request in hub_server.downloads()]
     assert len(downloaded) == len(set(downloaded))
     for form, name in names.items():
@@ -119,12 +106,12 @@ def test_download_then_cache_then_offline(hub_server, tmp_path):
         assert fetched == {"config.json", "vocab.json", "merges.txt", *FILES[form]}
 
     hub_server.requests.clear()
-    assert run(hub_server, home, code) == expected
+    assert run_on_hub(hub_server, home, PRELUDE + code) == expected
     assert hub_server.requests
     assert hub_server.downloads() == []
 
     hub_server.requests.clear()
-    assert run(hub_server, home, code, HF_HUB_OFFLINE="1") == expected
+    assert run_on_hub(hub_server, home, PRELUDE + code, HF_HUB_OFFLINE="1") == expected
     assert hub_server.requests == []
 
     # Nobody answers any more: first with offline mode on, then with nobody having said so.
@@ -138,7 +125,7 @@ del os.environ["TRANSFORMERS_OFFLINE"]
 show(logits, "org/none")
 show(logits, "roberta-base")
 """
-    shown = run(hub_server, home, gone, HF_ENDPOINT="http://127.0.0.1:9")
+    shown = run_on_hub(hub_server, home, PRELUDE + gone, HF_ENDPOINT="http://127.0.0.1:9")
     assert shown[:4] == [*expected, 0]
     assert shown[5:8] == expected
     reasons = {
@@ -180,7 +167,7 @@ for name, where in (
 os.environ["HF_TOKEN"] = "hf_open"
 show(logits, "org/secret", cache_dir={cache!r}, use_auth_token=True)
 """
-    shown = run(hub_server, tmp_path / "home", code)
+    shown = run_on_hub(hub_server, tmp_path / "home", PRELUDE + code)
     logits = pytest.approx(expected_logits(folder)[0], abs=1e-6)
     for result in (*shown[:3], shown[-1]):
         assert result[0] == logits

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from compare import assert_same_bits
 from safetensors.torch import load_file, save_file
 
 from loralib.checkpoint import AdapterInfo, lora_layers
@@ -130,13 +131,6 @@ def logits_of(model):
     return merged
 
 
-def tensors_are(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert ours[name].dtype == tensor.dtype, name
-        assert torch.equal(ours[name], tensor), name
-
-
 # ---- reading: PEFT's logits ----
 
 
@@ -186,7 +180,7 @@ def test_weights_as_a_torch_file(folder):
     for given in (path, path / CONFIG_NAME, path / "adapter_model.bin"):
         adapter = read_adapter(given)
         assert adapter.info == expected.info
-        tensors_are(adapter.tensors, expected.tensors)
+        assert_same_bits(adapter.tensors, expected.tensors)
 
 
 def test_what_the_settings_say(folder):
@@ -241,7 +235,7 @@ def refused(model, adapter):
         model.load_adapters([adapter])
     message = str(caught.value)
     assert "\n" not in message
-    tensors_are(model.state_dict(), before)
+    assert_same_bits(model.state_dict(), before)
     return message
 
 
@@ -292,7 +286,7 @@ def test_what_was_read_is_written_as_pefts(folder, tmp_path, case):
     write_adapter(path, read_adapter(folder(case)), "peft")
     assert {file.name for file in path.iterdir()} == {CONFIG_NAME, WEIGHTS}
     expected = {n: t for n, t in PEFT.tensors(case).items() if not pefts_own_copies(n)}
-    tensors_are(load_file(path / WEIGHTS), expected)
+    assert_same_bits(load_file(path / WEIGHTS), expected)
 
     ours = json.loads((path / CONFIG_NAME).read_text())
     equal = ("peft_type", "task_type", "r", "lora_alpha", "lora_dropout", "bias", "fan_in_fan_out")
@@ -343,7 +337,7 @@ def test_a_tour_of_the_forms_keeps_every_bit(folder, tmp_path, case):
     write_adapter(tmp_path / "4.safetensors", peft)
     last = read_adapter(tmp_path / "4.safetensors")
     for adapter in (lora, release, peft, last):
-        tensors_are(adapter.tensors, first.tensors)
+        assert_same_bits(adapter.tensors, first.tensors)
     # The release's form loses the rest.
     for name in ("rank", "alpha", "targets", "bias"):
         assert getattr(last.info, name) == getattr(first.info, name)

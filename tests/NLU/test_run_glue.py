@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from compare import assert_same_bits
 from glue_runs import LORA, common, lora_of, on_rte, own_rows, results, write
 from safetensors import safe_open
 
@@ -27,11 +28,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "text-classification" / "run_glue.py"
 REAL_GLUE = ROOT.parent / "shared" / "data" / "glue"
 RTE_STEPS = 12
-
-
-def assert_same_bits(first: dict, second: dict) -> None:
-    assert first.keys() == second.keys()
-    assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
 # ---- files of a run ----

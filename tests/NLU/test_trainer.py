@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from compare import assert_same_bits
 from datasets import Dataset
-from trainer_runs import assert_same_bits, collate, largest_difference, make_data, trained
+from trainer_runs import collate, largest_difference, make_data, trained
 
 import transformers
 from loralib.checkpoint import load_into

@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from compare import assert_same_bits
 from trainer_runs import (
-    assert_same_bits,
     largest_difference,
     make_data,
     sequence,

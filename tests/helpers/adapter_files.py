@@ -113,15 +113,6 @@ def peft_folder(
     return path
 
 
-def same_bits(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert ours[name].dtype == tensor.dtype, name
-        assert ours[name].shape == tensor.shape, name
-        flat, expected = (t.flatten().view(torch.uint8) for t in (ours[name], tensor))
-        assert torch.equal(flat, expected), name
-
-
 def refused(call, path: str | Path, *parts: str) -> str:
     """`call` raises a CheckpointError of one line that names `path` and holds all of `parts`."""
     with pytest.raises(CheckpointError) as caught:

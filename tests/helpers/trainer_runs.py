@@ -38,12 +38,6 @@ def largest_difference(first: dict, second: dict) -> float:
     return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
-def assert_same_bits(first: dict, second: dict) -> None:
-    assert first.keys() == second.keys()
-    different = [name for name in first if not torch.equal(first[name], second[name])]
-    assert different == []
-
-
 def without_runtimes(log_history: list[dict]) -> list[dict]:
     return [
         {name: value for name, value in record.items() if not name.endswith(RUNTIMES)}

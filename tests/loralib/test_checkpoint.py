@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from compare import assert_same_bits
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -67,13 +68,6 @@ def tiny_adapter(info=INFO, **settings):
     return Adapter(adapter_tensors(Tiny(**settings).state_dict()), info, "lora file")
 
 
-def equal(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert ours[name].dtype == tensor.dtype
-        assert torch.equal(ours[name], tensor), name
-
-
 def refuses(model, adapter, *parts, **arguments):
     """`load_into` raises one line that holds all of `parts`, and the model stays as it was."""
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -84,7 +78,7 @@ def refuses(model, adapter, *parts, **arguments):
     assert adapter.source in text
     for part in parts:
         assert part in text
-    equal(model.state_dict(), before)
+    assert_same_bits(model.state_dict(), before)
 
 
 # ---- files ----
@@ -102,7 +96,7 @@ def test_round_trip_keeps_every_bit(tmp_path, name, dtype):
     loaded = read_adapter(tmp_path / name)
     bits = loaded.tensors.pop("head.special").view(torch.uint8)
     assert torch.equal(bits, tensors.pop("head.special").view(torch.uint8))
-    equal(loaded.tensors, tensors)
+    assert_same_bits(loaded.tensors, tensors)
     assert loaded.info == (INFO if name.endswith("safetensors") else None)
     assert loaded.source == str(tmp_path / name)
 
@@ -112,7 +106,7 @@ def test_views_are_saved_without_the_tensor_they_look_into(tmp_path, name):
     large = torch.randn(1000, 64)
     tensors = {"a.lora_A": large[:2], "a.lora_B": large[5:9].t(), "b.lora_A": large[:2]}
     write_tensors(tmp_path / name, tensors)
-    equal(read_tensors(tmp_path / name)[0], tensors)
+    assert_same_bits(read_tensors(tmp_path / name)[0], tensors)
     assert (tmp_path / name).stat().st_size < 10_000
 
 
@@ -120,7 +114,7 @@ def test_form_is_told_by_content(tmp_path):
     adapter = tiny_adapter()
     write_adapter(tmp_path / "a.safetensors", adapter)
     (tmp_path / "a.safetensors").rename(tmp_path / "a.bin")
-    equal(read_adapter(tmp_path / "a.bin").tensors, adapter.tensors)
+    assert_same_bits(read_adapter(tmp_path / "a.bin").tensors, adapter.tensors)
     assert read_adapter(tmp_path / "a.bin").info == INFO
 
 
@@ -129,10 +123,10 @@ def test_the_releases_form(tmp_path, zipped):
     tensors = tiny_adapter().tensors
     torch.save(tensors, tmp_path / "release.bin", _use_new_zipfile_serialization=zipped)
     loaded = read_adapter(tmp_path / "release.bin")
-    equal(loaded.tensors, tensors)
+    assert_same_bits(loaded.tensors, tensors)
     assert loaded.info is None
     write_adapter(tmp_path / "ours.bin", Adapter(tensors, INFO))
-    equal(torch.load(tmp_path / "ours.bin", weights_only=True), tensors)
+    assert_same_bits(torch.load(tmp_path / "ours.bin", weights_only=True), tensors)
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -142,7 +136,7 @@ def test_tensors_saved_on_a_gpu_come_to_the_cpu(monkeypatch, tmp_path, zipped):
         patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
         torch.save(tensors, path, _use_new_zipfile_serialization=zipped)
     assert b"cuda:0" in path.read_bytes()
-    equal(read_adapter(path).tensors, tensors)
+    assert_same_bits(read_adapter(path).tensors, tensors)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -151,15 +145,15 @@ def test_a_file_may_be_written_over_while_it_is_in_use(tmp_path, name):
     write_adapter(tmp_path / name, first)
     loaded = read_adapter(tmp_path / name)
     write_adapter(tmp_path / name, second)
-    equal(loaded.tensors, first.tensors)
+    assert_same_bits(loaded.tensors, first.tensors)
     write_adapter(tmp_path / name, loaded)
-    equal(read_adapter(tmp_path / name).tensors, first.tensors)
+    assert_same_bits(read_adapter(tmp_path / name).tensors, first.tensors)
 
 
 def test_wrapped_tensors(tmp_path):
     tensors = tiny_adapter().tensors
     torch.save({"model_state_dict": tensors}, tmp_path / "wrapped.pt")
-    equal(read_adapter(tmp_path / "wrapped.pt").tensors, tensors)
+    assert_same_bits(read_adapter(tmp_path / "wrapped.pt").tensors, tensors)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +193,7 @@ def test_a_checkpoints_folder(tmp_path):
     loaded = read_adapter(str(tmp_path))
     assert loaded.info == INFO
     assert loaded.source == str(tmp_path / "pytorch_model_lora.safetensors")
-    equal(loaded.tensors, tiny_adapter(seed=2).tensors)
+    assert_same_bits(loaded.tensors, tiny_adapter(seed=2).tensors)
 
 
 # ---- metadata ----
@@ -371,8 +365,8 @@ def test_load_into(tmp_path, name, mode):
     before = layer(x)
     assert load_into(model, read_adapter(tmp_path / name), INFO.base_fingerprint) == []
     state = model.state_dict()
-    equal({n: state[n] for n in adapter.tensors}, adapter.tensors)
-    equal({n: state[n] for n in frozen}, frozen)
+    assert_same_bits({n: state[n] for n in adapter.tensors}, adapter.tensors)
+    assert_same_bits({n: state[n] for n in frozen}, frozen)
     update = adapter.tensors[A.replace("_A", "_B")] @ adapter.tensors[A]
     expected = nn.functional.linear(x, layer.weight + 2 * update, layer.bias)
     torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-4)
@@ -606,7 +600,7 @@ def test_damaged_files(tmp_path, form):
             expected |= adapter.tensors
         except CheckpointError as error:
             messages.append(str(error))
-        equal(model.state_dict(), expected)
+        assert_same_bits(model.state_dict(), expected)
     assert len(messages) > 250
     assert all("\n" not in message and str(path) in message for message in messages)
 

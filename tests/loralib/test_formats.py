@@ -24,10 +24,10 @@ from adapter_files import (
     peft_folder,
     refused,
     refused_file,
-    same_bits,
     tensors_of,
     user_model,
 )
+from compare import assert_same_bits
 from safetensors.torch import load_file
 from torch import nn
 
@@ -47,7 +47,7 @@ def test_this_projects_form(tmp_path, family):
     assert write_adapter(path, adapter_of(family)) == []
     for source in (path, tmp_path, str(tmp_path)):
         adapter = read_adapter(source)
-        same_bits(adapter.tensors, tensors_of(family))
+        assert_same_bits(adapter.tensors, tensors_of(family))
         assert adapter.info == INFOS[family]
         assert adapter.form == "lora"
         assert adapter.source == str(path)
@@ -58,7 +58,7 @@ def test_the_releases_form_for_roberta(tmp_path, zipped):
     path = tmp_path / "roberta_base_lora_mnli.bin"
     torch.save(tensors_of("roberta"), path, _use_new_zipfile_serialization=zipped)
     adapter = read_adapter(path)
-    same_bits(adapter.tensors, tensors_of("roberta"))
+    assert_same_bits(adapter.tensors, tensors_of("roberta"))
     assert (adapter.info, adapter.form) == (None, "release")
 
 
@@ -78,7 +78,7 @@ def test_the_releases_form_for_deberta(tmp_path, generation, prefix):
         renamed = tensors
     torch.save({prefix + name: tensor for name, tensor in renamed.items()}, path)
     adapter = read_adapter(path, lora_alpha=3)
-    same_bits(adapter.tensors, tensors)
+    assert_same_bits(adapter.tensors, tensors)
     assert adapter.form == "release"
     assert adapter.info == AdapterInfo(rank=2, alpha=3, targets=("query_proj", "value_proj"))
 
@@ -97,7 +97,7 @@ def test_the_releases_form_for_gpt2(tmp_path, prefix, wrapped, tied):
         held["module.lm_head.weight" if prefix else "lm_head.decoder.weight"] = drawn(9, 6)
     torch.save({"model_state_dict": held} if wrapped else held, path)
     adapter = read_adapter(path, lora_alpha=3)
-    same_bits(adapter.tensors, tensors)
+    assert_same_bits(adapter.tensors, tensors)
     assert adapter.form == "release"
     assert adapter.info == AdapterInfo(rank=2, alpha=3, targets=("c_attn",))
     assert {len(update.parts) for update in updates(adapter).values()} == {2}
@@ -116,7 +116,7 @@ def test_pefts_form(tmp_path, given, torch_file):
     weights = folder / ("adapter_model.bin" if torch_file else "adapter_model.safetensors")
     source = {"folder": folder, "config": folder / "adapter_config.json", "weights": weights}[given]
     adapter = read_adapter(source)
-    same_bits(adapter.tensors, tensors_of("roberta"))
+    assert_same_bits(adapter.tensors, tensors_of("roberta"))
     assert adapter.form == "peft"
     assert adapter.source == str(weights)
     assert adapter.info == AdapterInfo(
@@ -135,13 +135,13 @@ def test_a_users_own_model(tmp_path, bias, form):
     state, path = lora.lora_state_dict(user_model(), bias), tmp_path / "lora.pt"
     torch.save(state, path)
     adapter = read_adapter(path)
-    same_bits(adapter.tensors, state)
+    assert_same_bits(adapter.tensors, state)
     assert (adapter.info, adapter.form) == (None, "plain")
     adapter = read_adapter(path, lora_alpha=8)
     assert adapter.info == AdapterInfo(rank=2, alpha=8, targets=("down", "up"), bias=bias)
     write_adapter(tmp_path / TARGETS[form], adapter, form)
     again = read_adapter(tmp_path / TARGETS[form], lora_alpha=8)
-    same_bits(again.tensors, state)
+    assert_same_bits(again.tensors, state)
     assert again.info == adapter.info
 
 
@@ -154,7 +154,7 @@ def test_a_users_own_head_is_no_bias_of_the_base(tmp_path, form):
     adapter = read_adapter(tmp_path / "lora.pt", lora_alpha=8)
     assert adapter.info.bias == "none"
     write_adapter(tmp_path / TARGETS[form], adapter, form)
-    same_bits(read_adapter(tmp_path / TARGETS[form]).tensors, tensors)
+    assert_same_bits(read_adapter(tmp_path / TARGETS[form]).tensors, tensors)
     if form == "peft":
         config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
         assert (config["bias"], config["modules_to_save"]) == ("none", ["head"])
@@ -176,7 +176,7 @@ def test_a_users_stacked_updates_stay_as_they_are(tmp_path):
     adapter = read_adapter(tmp_path / "lora.pt", lora_alpha=8)
     assert adapter.info.rank == 2
     write_adapter(tmp_path / "lora.safetensors", adapter)
-    same_bits(read_adapter(tmp_path / "lora.safetensors").tensors, adapter.tensors)
+    assert_same_bits(read_adapter(tmp_path / "lora.safetensors").tensors, adapter.tensors)
     refused(
         lambda: write_adapter(tmp_path / "out", adapter, "peft"),
         adapter.source,
@@ -205,7 +205,7 @@ def test_the_baselines_files(tmp_path, kind, tensors, info):
     write_adapter(tmp_path / "a.safetensors", adapter)
     assert read_adapter(tmp_path / "a.safetensors", kind).info == info
     write_adapter(tmp_path, adapter, "release")
-    same_bits(read_adapter(tmp_path, kind).tensors, tensors)
+    assert_same_bits(read_adapter(tmp_path, kind).tensors, tensors)
     refused(lambda: read_adapter(tmp_path / "a.safetensors"), tmp_path / "a.safetensors", "LoRA")
     refused(lambda: write_adapter(tmp_path / "out", adapter, "peft"), "theirs")
     assert not (tmp_path / "out").exists()
@@ -217,7 +217,7 @@ def test_parameters_are_as_good_as_tensors(tmp_path, form):
     tensors = {name: nn.Parameter(tensor) for name, tensor in tensors_of("gpt2").items()}
     torch.save(tensors, tmp_path / "x.pt")
     write_adapter(tmp_path / TARGETS[form], read_adapter(tmp_path / "x.pt", lora_alpha=3), form)
-    same_bits(read_adapter(tmp_path / TARGETS[form]).tensors, tensors_of("gpt2"))
+    assert_same_bits(read_adapter(tmp_path / TARGETS[form]).tensors, tensors_of("gpt2"))
 
 
 # ---- names ----
@@ -251,7 +251,7 @@ def test_the_heads_copies_that_peft_keeps_are_no_part_of_the_adapter(tmp_path):
         "base_model.model.classifier.dense.bias"
     ].clone()
     adapter = read_adapter(peft_folder(tmp_path / "adapter", tensors))
-    same_bits(adapter.tensors, tensors_of("roberta"))
+    assert_same_bits(adapter.tensors, tensors_of("roberta"))
 
 
 # ---- writing ----
@@ -299,11 +299,11 @@ def test_nothing_is_said_where_nothing_is_lost(tmp_path):
 def test_the_releases_form_is_plain_tensors(tmp_path):
     """What the release's own scripts load: for GPT-2 wrapped, with DDP's names."""
     write_adapter(tmp_path / "a.bin", adapter_of("roberta"))
-    same_bits(torch.load(tmp_path / "a.bin", weights_only=True), tensors_of("roberta"))
+    assert_same_bits(torch.load(tmp_path / "a.bin", weights_only=True), tensors_of("roberta"))
     write_adapter(tmp_path / "a.pt", adapter_of("gpt2"))
     held = torch.load(tmp_path / "a.pt", weights_only=True)
     expected = {f"module.{name}": tensor for name, tensor in tensors_of("gpt2").items()}
-    same_bits(held["model_state_dict"], expected)
+    assert_same_bits(held["model_state_dict"], expected)
     assert read_adapter(tmp_path / "a.pt").info == INFOS["gpt2"]
 
 
@@ -321,7 +321,7 @@ def test_pefts_folder(tmp_path, family):
     held = load_file(tmp_path / "a" / "adapter_model.safetensors")
     if family != "gpt2":
         assert held.keys() == as_peft(tensors_of(family)).keys()
-        same_bits(held, as_peft(tensors_of(family)))
+        assert_same_bits(held, as_peft(tensors_of(family)))
     assert {tensor.shape[0] for n, tensor in held.items() if "lora_A" in n} == {2 * parts}
 
 
@@ -356,7 +356,7 @@ def test_an_update_of_all_of_c_attn_stays_whole(tmp_path, stray):
         refused(lambda name=name: write_adapter(tmp_path / name, adapter), adapter.source, "merged")
     assert listing(tmp_path).isdisjoint({"out.safetensors", "out.bin"})
     write_adapter(tmp_path / "c", adapter, "peft")
-    same_bits(read_adapter(tmp_path / "c").tensors, adapter.tensors)
+    assert_same_bits(read_adapter(tmp_path / "c").tensors, adapter.tensors)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model_lora.safetensors", "pytorch_model_lora.bin"])
@@ -364,7 +364,7 @@ def test_a_folder_gets_the_file_of_a_run(tmp_path, name):
     form = "lora" if name.endswith("safetensors") else "release"
     write_adapter(tmp_path / "new" / "folder", adapter_of("roberta"), form)
     assert listing(tmp_path / "new" / "folder") == {name}
-    same_bits(read_adapter(tmp_path / "new" / "folder").tensors, tensors_of("roberta"))
+    assert_same_bits(read_adapter(tmp_path / "new" / "folder").tensors, tensors_of("roberta"))
 
 
 @pytest.mark.parametrize(
@@ -403,7 +403,7 @@ def test_through_all_forms_no_bit_changes(tmp_path, family, dtype):
             assert current.info.targets == INFOS[family].targets
             plain = form == "release" and family == "plain"
             assert current.form == ("plain" if plain else form)
-        same_bits(current.tensors, adapter.tensors)
+        assert_same_bits(current.tensors, adapter.tensors)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -431,7 +431,7 @@ def test_the_releases_published_file_through_all_forms(tmp_path):
         write_adapter(folder / TARGETS[form], current, form)
         current = read_adapter(folder / TARGETS[form], lora_alpha=16)
         assert current.info == first.info
-        same_bits(current.tensors, first.tensors)
+        assert_same_bits(current.tensors, first.tensors)
     refused(lambda: read_adapter(folder, lora_alpha=8), folder, "no adapter")
     refused(lambda: read_adapter(folder / TARGETS[form], lora_alpha=8), folder, "alpha 16")
 

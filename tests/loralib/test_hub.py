@@ -1,6 +1,5 @@
 """Files of the hub: a local server speaks for it, and processes of their own fetch from there."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
+from hub_process import run_on_hub
 from huggingface_hub.errors import GatedRepoError
 
 from loralib.hub import AbsentFileError, fetch_file, is_offline_mode, resolve_file
@@ -30,18 +30,6 @@ def show(function, *args, **where):
     except OSError as error:
         print(json.dumps([type(error).__name__, str(error)]), flush=True)
 """
-
-
-def run(hub, home, code, **environment):
-    """What `code` shows, run by a process that knows no hub but `hub`."""
-    result = subprocess.run(
-        [sys.executable, "-c", PRELUDE + code],
-        env=hub.environment(home, **environment),
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    return [json.loads(line) for line in result.stdout.splitlines()]
 
 
 @pytest.fixture
@@ -104,21 +92,21 @@ def test_the_hub_library_is_missing(monkeypatch):
 def test_fetched_then_cached_then_offline(hub, tmp_path):
     home, code = tmp_path / "home", asked(CONFIG, WEIGHTS, "config.json")
     expected = ["settings", "weights", None]
-    assert run(hub, home, code) == expected
+    assert run_on_hub(hub, home, PRELUDE + code) == expected
     assert len(hub.downloads()) == 2
 
     hub.requests.clear()
-    assert run(hub, home, code) == expected
+    assert run_on_hub(hub, home, PRELUDE + code) == expected
     assert hub.requests
     assert hub.downloads() == []
 
     hub.requests.clear()
-    assert run(hub, home, code, HF_HUB_OFFLINE="1") == expected
-    assert run(hub, home, code, TRANSFORMERS_OFFLINE="1") == expected
+    assert run_on_hub(hub, home, PRELUDE + code, HF_HUB_OFFLINE="1") == expected
+    assert run_on_hub(hub, home, PRELUDE + code, TRANSFORMERS_OFFLINE="1") == expected
     assert hub.requests == []
     # Nobody answers, with nobody having said so: the cache's notes of absent files hold.
     code += asked("never.asked")
-    *shown, never = run(hub, home, code, HF_ENDPOINT="http://127.0.0.1:9")
+    *shown, never = run_on_hub(hub, home, PRELUDE + code, HF_ENDPOINT="http://127.0.0.1:9")
     assert shown == expected
     refused = "'org/adapter' is not a local folder and cannot be fetched: [Errno 111] Connection"
     assert matches(never, "FileNotFoundError", refused)
@@ -140,8 +128,10 @@ FETCH_LISTING = f"huggingface_hub.snapshot_download('org/adapter', allow_pattern
 def test_a_cache_without_notes_of_absent_files(hub, tmp_path, before, expected):
     """A file counts as absent if the cache has another one, unless it is known to be there."""
     home = tmp_path / "home"
-    assert run(hub, home, before) == []
-    weights, vocabulary = run(hub, home, asked(WEIGHTS, "vocab.json"), HF_HUB_OFFLINE="1")
+    assert run_on_hub(hub, home, PRELUDE + before) == []
+    weights, vocabulary = run_on_hub(
+        hub, home, PRELUDE + asked(WEIGHTS, "vocab.json"), HF_HUB_OFFLINE="1"
+    )
     if expected == "not known":
         assert matches(weights, "FileNotFoundError", UNCACHED.format("org/adapter"))
     else:
@@ -155,19 +145,19 @@ def test_a_cache_without_notes_of_absent_files(hub, tmp_path, before, expected):
 def test_a_download_that_broke_off_proves_nothing(hub, tmp_path):
     """It leaves the folder of a snapshot, without files."""
     home = tmp_path / "home"
-    run(hub, home, FETCH_CONFIG)
+    run_on_hub(hub, home, PRELUDE + FETCH_CONFIG)
     (file,) = home.rglob(CONFIG)
     file.unlink()
-    (shown,) = run(hub, home, asked(WEIGHTS), HF_HUB_OFFLINE="1")
+    (shown,) = run_on_hub(hub, home, PRELUDE + asked(WEIGHTS), HF_HUB_OFFLINE="1")
     assert file.parent.is_dir()
     assert matches(shown, "FileNotFoundError", UNCACHED.format("org/adapter"))
 
 
 def test_other_revisions_of_the_cache_prove_nothing(hub, tmp_path):
     home = tmp_path / "home"
-    run(hub, home, FETCH_CONFIG)
+    run_on_hub(hub, home, PRELUDE + FETCH_CONFIG)
     code = f"show(resolve_file, 'org/adapter', {WEIGHTS!r}, revision='v2')"
-    (shown,) = run(hub, home, code, HF_HUB_OFFLINE="1")
+    (shown,) = run_on_hub(hub, home, PRELUDE + code, HF_HUB_OFFLINE="1")
     assert matches(shown, "FileNotFoundError", UNCACHED.format("org/adapter"))
 
 
@@ -186,7 +176,7 @@ show(resolve_file, "no/such/folder", {CONFIG!r})
 show(fetch_file, "org/adapter", "config.json")
 """
     home = tmp_path / "home"
-    shown = run(hub, home, code)
+    shown = run_on_hub(hub, home, PRELUDE + code)
     assert shown[:3] == ["settings", "settings", "weights"]
     assert os.path.isfile(os.path.join(own, WEIGHTS))
     assert not list(home.rglob(CONFIG))
@@ -200,7 +190,9 @@ show(fetch_file, "org/adapter", "config.json")
     ]
     for line, (kind, start) in zip(shown[3:], messages, strict=True):
         assert matches(line, kind, start), line
-    (found,) = run(hub, home, f"show(resolve_file, 'org/secret', {CONFIG!r})", HF_TOKEN="hf_open")
+    (found,) = run_on_hub(
+        hub, home, PRELUDE + f"show(resolve_file, 'org/secret', {CONFIG!r})", HF_TOKEN="hf_open"
+    )
     assert found == "settings"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from encoder_options import RELATIVE
 from safetensors.torch import save_file
 
 from loralib import process
@@ -43,16 +44,6 @@ SHAPE = {
     "intermediate_size": 24,
     "max_position_embeddings": 30,
     "initializer_range": 0.3,
-}
-RELATIVE = {
-    "relative_attention": True,
-    "position_buckets": 8,
-    "pos_att_type": "p2c|c2p",
-    "share_att_key": True,
-    "norm_rel_ebd": "layer_norm",
-    "position_biased_input": False,
-    "conv_kernel_size": 3,
-    "conv_act": "gelu",
 }
 GPT2_SHAPE = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 40, "n_positions": 30}
 MODELS = {
