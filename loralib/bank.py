@@ -25,7 +25,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .checkpoint import BACKBONE_PREFIXES, LORA, Adapter, check_base, lora_layers
+from .checkpoint import (
+    BACKBONE_PREFIXES,
+    LORA,
+    Adapter,
+    check_base,
+    fingerprint,
+    lora_layers,
+)
 from .files import CheckpointError
 from .routing import Routing, in_effect, routed, slices
 from .updates import Update, updated_modules
@@ -54,6 +61,7 @@ class AdapterBank:
             )
         self._model = model
         self._key = object()
+        self._fingerprint = _fingerprint_of(model)
         self._adapters: dict[str, _Loaded] = {}
         self._hooks: dict[_Hook, RemovableHandle] = {}
         self._closed = False
@@ -73,7 +81,7 @@ class AdapterBank:
         """
         return self._find([name])[0].labels
 
-    def add(self, name: str, adapter: Adapter, base_fingerprint: str | None = None) -> None:
+    def add(self, name: str, adapter: Adapter) -> None:
         """Takes an adapter in, or raises and leaves everything as it was.
 
         What it holds beside updates is its head: whole modules at the model's top, such as
@@ -81,9 +89,8 @@ class AdapterBank:
 
         Args:
             name: what it is called in `use`.
-            adapter: what `read_adapter` read.
-            base_fingerprint: `loralib.checkpoint.fingerprint` of the model, compared with the
-                adapter's.
+            adapter: what `read_adapter` read. Where it says what base it was trained on, the
+                model has to be that one; only a model in float16 is taken on trust.
 
         Raises:
             ValueError: there is one of this name, or the bank is closed.
@@ -92,7 +99,7 @@ class AdapterBank:
         self._check_open()
         if name in self._adapters:
             raise ValueError(f"there is an adapter '{name}' already, among {self._listed()}")
-        loaded = _load(self._model, adapter, base_fingerprint)
+        loaded = _load(self._model, adapter, self._fingerprint)
         hooks = [_Hook(self._key, module, _add_updates) for module in loaded.updates]
         hooks += [_Hook(self._key, module, _apply_heads) for module in loaded.heads]
         for hook in hooks:
@@ -213,6 +220,18 @@ class _Loaded:
     updates: Mapping[str, _LowRank]
     heads: Mapping[str, nn.Module]
     labels: tuple[str, ...]
+
+
+def _fingerprint_of(model: nn.Module) -> str | None:
+    """The fingerprint of a model's backbone; None of one that is not known, or is in float16.
+
+    (In float16 a weight is rounded, and has another fingerprint than where it came from.)
+    """
+    state = model.state_dict()
+    of_backbone = [state[name].dtype for name in state if name.startswith(BACKBONE_PREFIXES)]
+    if not of_backbone or torch.float16 in of_backbone:
+        return None
+    return fingerprint(state)
 
 
 @torch.inference_mode(False)

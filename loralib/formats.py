@@ -354,7 +354,7 @@ def form_of_name(path: Path) -> str:
             return form
     raise CheckpointError(
         f"{path}: its name does not tell the form to write: .safetensors is lora, .bin and .pt "
-        "are release; --to says any"
+        "are release"
     )
 
 

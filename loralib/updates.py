@@ -111,8 +111,8 @@ def updates(adapter: Adapter) -> dict[str, Update]:
     """
     if adapter.info is None:
         raise CheckpointError(
-            f"{adapter.source}: does not say with what alpha it was trained; give it as "
-            "--lora_alpha"
+            f"{adapter.source}: does not say with what alpha it was trained; give it as lora_alpha "
+            "(--lora_alpha)"
         )
     rank = rank_of(adapter.tensors, adapter.source)
     pairs = lora_pairs(adapter.tensors, adapter.source)

@@ -47,6 +47,8 @@ TOKENIZER_FILES = (
 )
 # Forms that are folders, and what a folder is not called.
 _FOLDERS = ("peft", "merged")
+# What is still true of an adapter once it is merged.
+_OF_MERGED = ("base", "revision", "fingerprint", "task", "labels")
 _FILE_SUFFIXES = (".safetensors", ".bin", ".pt")
 
 
@@ -117,14 +119,11 @@ def _read_encoder(name: str, revision: str | None, adapter: Adapter) -> Base:
 
 def _labels(adapter: Adapter) -> dict[str, object]:
     """The settings of a head as the adapter brings it; none where it brings none."""
-    for last in ("classifier.out_proj.weight", "classifier.weight"):
-        if last in adapter.tensors:
-            count = len(adapter.tensors[last])
-            known = adapter.info.labels if adapter.info else None
-            if known and len(known) == count:
-                return {"id2label": dict(enumerate(known))}
-            return {"num_labels": count}
-    return {}
+    count = _outputs(adapter)
+    if count is None:
+        return {}
+    known = adapter.info.labels if adapter.info else None
+    return {"id2label": dict(enumerate(known))} if known else {"num_labels": count}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -190,6 +189,37 @@ def with_info(adapter: Adapter) -> Adapter:
         return adapter
     rank = rank_of(adapter.tensors, adapter.source)
     return replace(adapter, info=lora_info(adapter.tensors, rank, math.nan))
+
+
+def with_task(adapter: Adapter, task: str | None, labels: Sequence[str] | None) -> Adapter:
+    """The adapter with the task and labels that a user named, where it does not say its own.
+
+    Raises:
+        CheckpointError: it says others, or its head has another number of outputs.
+    """
+    named = {"task": task, "labels": tuple(labels) if labels else None}
+    for what, value in named.items():
+        known = getattr(adapter.info, what, None)
+        if value and known and known != value:
+            raise CheckpointError(
+                f"{adapter.source}: its {what} is {plain(known)}, but --{what} is {plain(value)}"
+            )
+    outputs = _outputs(adapter)
+    if labels and outputs != len(labels):
+        has = "has no head" if outputs is None else f"has a head of {outputs} outputs"
+        raise CheckpointError(f"{adapter.source}: {has}, but --labels names {len(labels)}")
+    if adapter.info is None:
+        return adapter
+    own = {what: value for what, value in named.items() if value}
+    return replace(adapter, info=replace(adapter.info, **own))
+
+
+def _outputs(adapter: Adapter) -> int | None:
+    """How many outputs the head that an adapter brings has; None where it brings none."""
+    for last in ("classifier.out_proj.weight", "classifier.weight"):
+        if last in adapter.tensors:
+            return len(adapter.tensors[last])
+    return None
 
 
 def with_base(adapter: Adapter, base: Base) -> Adapter:
@@ -288,10 +318,17 @@ def check_target(path: Path, form: str) -> None:
     if form in _FOLDERS:
         is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     else:
-        path = path if path.suffix else path / LORA.files[FORMS.index(form)]
+        path = _written(path, form)
         is_free = not path.exists()
     if not is_free:
         raise CheckpointError(f"{path}: exists already; give another name")
+
+
+def _written(path: Path, form: str) -> Path:
+    """The file that OUT stands for, or PEFT's folder."""
+    if form in _FOLDERS or path.suffix:
+        return path
+    return path / LORA.files[FORMS.index(form)]
 
 
 def check_complete(adapter: Adapter, form: str, base: str | None) -> None:
@@ -332,10 +369,12 @@ def convert(
         values = sum(parameter.numel() for parameter in base.model.parameters())
         size = f"{values * dtype.itemsize / 2**20:.2f} MiB"
         own = {"form": form, "size": size, "dtype": _name_of(dtype)}
-        return {**describe(adapter), **own}, []
+        kept = {name: value for name, value in describe(adapter).items() if name in _OF_MERGED}
+        return {**own, **kept}, []
     adapter = in_dtype(adapter, dtype)
     remarks = write_adapter(path, adapter, form)
-    return describe(replace(adapter, form=form)), remarks
+    # What it says of itself, and not what it was made from.
+    return describe(read_adapter(_written(path, form))), remarks
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -355,6 +394,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "it and say its name. For GPT-2 also a file of weights",
     )
     add("--lora_alpha", type=float, help="the alpha that IN was trained with, if IN does not say")
+    add("--task", help="the task that IN was trained for, such as rte, if IN does not say")
+    add(
+        "--labels",
+        nargs="+",
+        metavar="LABEL",
+        help="the names of its head's outputs, in their order, if IN does not say",
+    )
     add(
         "--dtype",
         choices=DTYPES,
@@ -363,8 +409,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.target is None and not args.info:
         parser.error("give OUT, or --info")
-    if args.info and any((args.target, args.to, args.base, args.dtype)):
-        parser.error("--info writes nothing: leave OUT, --to, --base and --dtype out")
+    if args.info and any((args.target, args.to, args.base, args.dtype, args.task, args.labels)):
+        parser.error("--info writes nothing: beside IN it takes --lora_alpha alone")
     return args
 
 
@@ -384,6 +430,7 @@ def run(args: argparse.Namespace) -> None:
     check_target(args.target, form)
     adapter = read_adapter(args.source, lora_alpha=args.lora_alpha)
     check_complete(adapter, form, args.base)
+    adapter = with_task(adapter, args.task, args.labels)
     base = None if args.base is None else read_base(args.base, adapter)
     dtype = getattr(torch, args.dtype) if args.dtype else None
     said, remarks = convert(adapter, args.target, form, base, dtype)

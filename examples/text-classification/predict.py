@@ -52,6 +52,7 @@ from transformers.utils.logging import errors_only
 logger = logging.getLogger(__name__)
 
 STANDARD_STREAM = "-"
+LENGTH = 128
 # What the answers are called; a line of the input has none of these keys.
 ANSWERS = ("label", "probabilities", "score")
 
@@ -68,8 +69,16 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="a name that lines use, and a LoRA file, a folder with one, or a name on the hub",
     )
     add("--input_file", default=STANDARD_STREAM, help="JSON lines of texts; - is stdin")
-    add("--output_file", default=STANDARD_STREAM, help="JSON lines of answers; - is stdout")
-    add("--max_seq_length", type=int, default=128, help="longer texts are cut to these tokens")
+    add(
+        "--output_file",
+        default=STANDARD_STREAM,
+        help="JSON lines of answers, once all are there; - is stdout",
+    )
+    add(
+        "--max_seq_length",
+        type=int,
+        help="longer texts are cut to these tokens; default: 128, or as many as the model takes",
+    )
     add("--batch_size", type=int, default=32, help="rows a batch, of whatever adapters")
     add("--lora_alpha", type=float, help="for adapters that do not say what theirs is")
     add("--bf16", action="store_true", help="compute in bfloat16, on a GPU or a CPU")
@@ -127,6 +136,8 @@ def read_lines(path: str, names: Sequence[str]) -> list[dict[str, Any]]:
         ValueError: there is no line, or one is not as it should be; the message has its number.
     """
     is_stdin = path == STANDARD_STREAM
+    if not is_stdin and not Path(path).is_file():
+        raise FileNotFoundError(f"--input_file {path}: no such file")
     source, lines = "stdin" if is_stdin else path, []
     with nullcontext(sys.stdin.buffer) if is_stdin else open(path, "rb") as file:
         for number, content in enumerate(file, start=1):
@@ -147,7 +158,10 @@ def _parse(content: bytes, names: Sequence[str]) -> dict[str, Any]:
         _encoded(line)
     except (ValueError, RecursionError) as error:
         # Where in the line, which JSON's errors say as well, would be taken for the line.
-        raise ValueError(f"is not JSON ({getattr(error, 'msg', error)})") from error
+        raise ValueError(
+            f"is not JSON ({getattr(error, 'msg', error)}); a line is, for one, "
+            '{"adapter": "rte", "text": "A dog runs."}'
+        ) from error
     if not isinstance(line, dict):
         raise ValueError(f"is no JSON object ({content.decode():.40})")
     if "text" not in line:
@@ -185,14 +199,17 @@ def write_lines(path: str, lines: Sequence[Mapping[str, Any]]) -> None:
         write(file)
 
 
-def check_output(path: str) -> None:
+def check_output(path: str, source: str) -> None:
     """Sees, before anything is computed, that `path` can be written; makes its folder.
 
     Raises:
         OSError: it cannot.
+        ValueError: it is `source`, the input.
     """
     if path == STANDARD_STREAM:
         return
+    if source != STANDARD_STREAM and Path(path).exists() and Path(path).samefile(source):
+        raise ValueError(f"--output_file {path} is the input as well; give another name")
     if Path(path).is_dir():
         raise IsADirectoryError(f"--output_file {path} is a folder")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -217,6 +234,8 @@ def load_config(args: argparse.Namespace) -> PretrainedConfig:
                 f"{name} is no base, its config.json says {kind.switch}: give the model that it "
                 "was made from; utils/split_lora.py makes an adapter of what was trained"
             )
+    if args.max_seq_length is None:
+        args.max_seq_length = min(LENGTH, config.longest_text or LENGTH)
     check_length(config, args.max_seq_length)
     return config
 
@@ -254,6 +273,8 @@ def read_adapters(args: argparse.Namespace) -> dict[str, Adapter]:
         if adapter.info is None or adapter.info.base_fingerprint is None:
             base = args.model_name_or_path
             logger.warning("%s does not say its base's weights: taken on trust: %s", source, base)
+        if adapter.info is not None and adapter.info.labels is None:
+            logger.warning("%s does not name its labels: they are LABEL_0, LABEL_1, …", source)
         adapters[name] = adapter
     return adapters
 
@@ -279,7 +300,7 @@ def fill_bank(
     own = tuple(model.config.id2label[index] for index in sorted(model.config.id2label))
     labels = {}
     for name, adapter in adapters.items():
-        bank.add(name, adapter, base_fingerprint=model.base_fingerprint)
+        bank.add(name, adapter)
         if not bank.labels(name) and model.drawn_anew:
             raise ValueError(
                 f"{adapter.source}: brings no head, and {base} has no trained "
@@ -385,7 +406,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     adapters = read_adapters(args)
     tokenizer = load_tokenizer(args, config)
     rows = tokenize(lines, tokenizer, args.max_seq_length)
-    check_output(args.output_file)
+    check_output(args.output_file, args.input_file)
 
     device = torch.device("cuda" if torch.cuda.is_available() and not args.no_cuda else "cpu")
     precision = Precision(torch.bfloat16 if args.bf16 else torch.float32, device.type)

@@ -22,7 +22,7 @@ import numpy as np
 from datasets import ClassLabel, Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
-from loralib.checkpoint import KINDS, LORA, Adapter, TrainedInfo, plain
+from loralib.checkpoint import KINDS, LORA, Adapter, TrainedInfo, base_biases, plain
 from loralib.files import write_whole
 from loralib.formats import read_adapter
 from transformers import (
@@ -384,6 +384,7 @@ def read_adapters(model_args: ModelArguments) -> list[Adapter]:
     """The files that the flags name: of LoRA, of adapters, of biases."""
     given = ((kind, getattr(model_args, kind.flag.removeprefix("--"))) for kind in KINDS)
     where = {"cache_dir": model_args.cache_dir, "token": model_args.use_auth_token}
+    where["lora_alpha"] = model_args.lora_alpha
     return [read_adapter(path, kind, **where) for kind, path in given if path]
 
 
@@ -399,16 +400,15 @@ def check_arguments(
             if getattr(model_args, name) is not None and not getattr(model_args, switch):
                 raise ValueError(f"--{name} needs --{switch}")
     for adapter in adapters:
-        if adapter.info is None:
-            unsaid, trusted = "its base", model_args.model_name_or_path
-            if adapter.kind is LORA:
-                unsaid = f"its alpha or {unsaid}"
-                trusted = f"--lora_alpha {model_args.lora_alpha} and {trusted}"
-            logger.warning(
-                "%s does not say %s: taken on trust: %s", adapter.source, unsaid, trusted
+        if adapter.kind is LORA and adapter.info is None:
+            raise ValueError(
+                f"{adapter.source}: does not say with what alpha it was trained; give it as "
+                "--lora_alpha"
             )
-            continue
-        if args.do_train and getattr(adapter.info, "bias", "none") != "none":
+        if adapter.info is None or adapter.info.base_fingerprint is None:
+            trusted = model_args.model_name_or_path
+            logger.warning("%s does not say its base: taken on trust: %s", adapter.source, trusted)
+        if args.do_train and adapter.kind is LORA and base_biases(adapter.tensors):
             raise ValueError(
                 f"{adapter.source}: brings biases of the base, which LoRA training would leave out "
                 "of its files; merge it with its base to go on from there (utils/convert.py)"

@@ -398,7 +398,7 @@ def test_an_adapter_of_another_base_or_family(task, make_classifier):
     adapter, own = task.adapter("a"), fingerprint(task.base.state_dict())
     known = replace(adapter, info=replace(adapter.info, base_fingerprint="feed" * 4))
     with pytest.raises(CheckpointError, match=f"fingerprint feedfeedfeedfeed.*{own}"):
-        bank.add("other", known, base_fingerprint=own)
+        bank.add("other", known)
     assert bank.names == ("a",)
 
 

@@ -282,7 +282,7 @@ def test_adapters_may_stand_anywhere_among_the_flags(predict):
     assert args.adapters == {"a": "x/y", "b": "1=2", "c": "z"}
     assert (args.model_name_or_path, args.bf16, args.lora_alpha) == ("base", True, 8)
     assert (args.input_file, args.output_file) == ("-", "-")
-    assert (args.batch_size, args.max_seq_length) == (32, 128)
+    assert (args.batch_size, args.max_seq_length) == (32, None)
 
 
 # ---- lines ----
@@ -350,7 +350,7 @@ def test_alpha_is_for_those_that_do_not_say_theirs(
     files["mnli"] = release
     given, out = write(tmp_path / "in.jsonl", some_lines()), tmp_path / "out.jsonl"
     arguments = [*common(bases["roberta"], given, out), *named(files)]
-    assert "give it as --lora_alpha" in failure(predict, arguments, capsys)
+    assert "give it as lora_alpha (--lora_alpha)" in failure(predict, arguments, capsys)
     assert not out.exists()
     caplog.clear()
     predict.main([*arguments, "--lora_alpha", "6"])

@@ -76,11 +76,11 @@ BAD = {
     ),
     "another rank, .bin": (
         f"{EVAL} {{tmp}}/lone.bin --lora_r 2 --lora_alpha 8",
-        "(4, 32) in the file, (2, 32) in the model: rank 4, not 2",
+        "was trained with rank 4, the model was built with 2",
     ),
     "another alpha": (
         f"{EVAL} {{trained}} --lora_alpha 16",
-        "trained with alpha 8, the model was built with 16",
+        "was trained with alpha 8, but --lora_alpha is 16",
     ),
     "another number of labels": (
         "--task_name mnli --data_dir {glue} --do_eval --apply_lora --lora_path {trained}",
@@ -100,8 +100,8 @@ BAD = {
         "truncated.safetensors: damaged",
     ),
     "no alpha": (
-        f"{EVAL} {{tmp}}/lone.bin --lora_r 4",
-        "apply_lora needs lora_alpha: give --lora_alpha",
+        f"{EVAL} {{tmp}}/lone.bin",
+        "lone.bin: does not say with what alpha it was trained; give it as --lora_alpha",
     ),
     "no rank": (f"{RTE} --do_train --apply_lora --lora_alpha 8", "give --lora_r"),
     "rank alone": (f"{RTE} --do_train --lora_r 8", "--lora_r needs --apply_lora"),
