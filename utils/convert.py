@@ -202,7 +202,7 @@ def with_task(adapter: Adapter, task: str | None, labels: Sequence[str] | None) 
         known = getattr(adapter.info, what, None)
         if value and known and known != value:
             raise CheckpointError(
-                f"{adapter.source}: its {what} is {plain(known)}, but --{what} is {plain(value)}"
+                f"{adapter.source}: says {what} {plain(known)}, but --{what} is {plain(value)}"
             )
     outputs = _outputs(adapter)
     if labels and outputs != len(labels):

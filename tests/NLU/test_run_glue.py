@@ -302,6 +302,7 @@ def test_the_dropout_before_the_classifier(glue, tiny_deberta_base, tiny_glue, t
 
 # ---- the adapter in a new run ----
 
+ALPHA = ["--apply_lora", "--lora_alpha", "8"]
 SPLITS = {
     f"{source}-{name}": (source, name)
     for source in ("", "checkpoint-12", "checkpoint-12/pytorch_model.bin")
@@ -317,7 +318,8 @@ SPLITS = {
         ("pytorch_model_lora.safetensors", LORA),
         ("", ["--apply_lora"]),
         ("checkpoint-12", ["--apply_lora"]),
-        *((name, LORA if name.endswith(".bin") else ["--apply_lora"]) for name in SPLITS),
+        # Its rank is that of its tensors.
+        *((name, ALPHA if name.endswith(".bin") else ["--apply_lora"]) for name in SPLITS),
     ],
 )
 def test_base_and_adapter_evaluate_as_the_trained_model(

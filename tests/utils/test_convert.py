@@ -375,7 +375,7 @@ def test_task_and_labels_that_the_releases_form_does_not_say(convert, trained, t
         (["--labels", "a", "b"], "has a head of 3 outputs, but --labels names 2"),
         (
             ["--labels", "a", "b", "c"],
-            f"its labels is {', '.join(LABELS)}, but --labels is a, b, c",
+            f"says labels {', '.join(LABELS)}, but --labels is a, b, c",
         ),
         (["--task", "other"], "but --task is other"),
     ],
