@@ -1,16 +1,10 @@
-"""Adapter files: what a LoRA checkpoint holds, and how it is written, read and put into a model.
+"""Adapters: what they hold, what has to be known of them, and how they are put into a model.
 
-Two forms are known here, told apart by the file's content:
-
-- the release's: a flat dict of tensors saved by torch (``*.bin``, ``*.pt``). It holds no rank,
-  alpha or base, so the one who loads it has to say them;
-- this project's: the same tensors as safetensors, with an `AdapterInfo` in the metadata, against
-  which everything is checked.
-
-Both hold the tensors whose name contains ``lora_`` and those outside the backbone (the
-classification head). The baselines' files, bottleneck adapters and biases, are the same with what
-they train in LoRA's place: see `Kind`. A run that trains several of them writes a file of each.
-Files are written whole or not at all, and torch files are read weights-only.
+A LoRA adapter holds the tensors whose name contains ``lora_`` and those outside the backbone (the
+classification head). The baselines' adapters, bottlenecks and biases, are the same with what they
+train in LoRA's place: see `Kind`. A run that trains several of them writes a file of each. Rank,
+alpha, base and more are an `AdapterInfo`, against which everything is checked. How adapters lie on
+disk is the business of formats.py.
 """
 
 import hashlib
@@ -85,11 +79,15 @@ class TrainedInfo:
         except (TypeError, ValueError, RecursionError) as error:
             message = f"{path}: its metadata is damaged ({first_line(error)})"
             raise CheckpointError(message) from error
-        info._check(path)
+        info.check(path)
         return info
 
-    def _check(self, path: Path) -> None:
-        """Raises CheckpointError where a value is none that this class can have."""
+    def check(self, path: object) -> None:
+        """Sees that each value is one that this class can have; `path` is what errors name.
+
+        Raises:
+            CheckpointError: one is not.
+        """
         for name in ("base", "base_revision", "base_fingerprint", "task"):
             value = getattr(self, name)
             if not isinstance(value, str | None):
@@ -123,8 +121,9 @@ class AdapterInfo(TrainedInfo):
 
     own: ClassVar[frozenset[str]] = frozenset({"rank", "alpha", "targets"})
 
-    def _check(self, path: Path) -> None:
-        super()._check(path)
+    def check(self, path: object) -> None:
+        """As in `TrainedInfo`."""
+        super().check(path)
         for name, is_sound in (
             ("rank", is_rank(self.rank)),
             ("alpha", is_alpha(self.alpha)),
@@ -168,8 +167,9 @@ class BottleneckInfo(TrainedInfo):
 
     own: ClassVar[frozenset[str]] = frozenset({"adapter_type", "adapter_size"})
 
-    def _check(self, path: Path) -> None:
-        super()._check(path)
+    def check(self, path: object) -> None:
+        """As in `TrainedInfo`."""
+        super().check(path)
         kind, size = self.adapter_type, self.adapter_size
         if not (isinstance(kind, str) and isinstance(size, int) and size >= 1):
             message = f"adapter_type {kind!r}, adapter_size {size!r} in its metadata"
@@ -397,8 +397,8 @@ def load_into(
             the start for another task.
         settings: what the model was built with, by names of the info's fields; compared with the
             adapter's. LoRA's are seen from its layers.
-        known: the model's tensors that its base has brought: of these, a head may stay as it is
-            where the adapter has none.
+        known: the model's tensors that its base has brought: of these, a head's module may stay as
+            it is where the adapter has nothing of it.
 
     Returns:
         The names of the head's tensors that were left as they are.
@@ -414,8 +414,14 @@ def load_into(
         own |= {name: state[name] for name in base_biases(adapter.tensors) & state.keys()}
         settings = _lora_settings(model, adapter.source)
     _check_info(adapter, settings or {}, base_fingerprint)
-    given = {name for name in own if adapter.kind.holds(name, starts) or name not in known}
-    own = {name: own[name] for name in own if name in given or name in adapter.tensors}
+    brought = {name.partition(".")[0] for name in adapter.tensors}
+    own = {
+        name: tensor
+        for name, tensor in own.items()
+        if adapter.kind.holds(name, starts)
+        or name not in known
+        or name.partition(".")[0] in brought
+    }
     _check_names(adapter, own, starts)
     skipped = _check_shapes(adapter, own, starts, new_head)
     for name in adapter.tensors.keys() & own.keys():

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -108,7 +108,7 @@ def write_tensors(
 ) -> None:
     """Writes `tensors` as safetensors (with `metadata`) or as a torch file, by `path`'s suffix."""
     own = _copies(tensors)
-    with write_whole(path) as temporary:
+    with write_whole(path) as temporary, _errors_of_the_disk(path):
         if Path(path).suffix == ".safetensors":
             save_file(own, temporary, metadata={"format": "pt", **(metadata or {})})
         else:
@@ -123,8 +123,17 @@ def write_wrapped_tensors(
     The metadata, a second entry beside it, is what safetensors would carry.
     """
     wrapped = {"model_state_dict": _copies(tensors), "metadata": dict(metadata)}
-    with write_whole(path) as temporary:
+    with write_whole(path) as temporary, _errors_of_the_disk(path):
         torch.save(wrapped, temporary)
+
+
+@contextmanager
+def _errors_of_the_disk(path: str | os.PathLike) -> Iterator[None]:
+    """Makes what the libraries raise where a disk is full an OSError, as Python's own are."""
+    try:
+        yield
+    except (RuntimeError, SafetensorError) as error:
+        raise OSError(f"{path}: cannot be written ({first_line(error)})") from error
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -153,14 +153,7 @@ def _fetch_peft_weights(source: str, where: Mapping[str, object]) -> None:
 def _read_peft(path: Path) -> Adapter:
     weights = peft.weights_beside(path)
     tensors, metadata = _read_checked(weights)
-    tensors = peft.own_names(tensors, str(weights))
-    for name in _TIED_HEADS:
-        if name in tensors:
-            raise CheckpointError(
-                f"{weights}: brings {name}, a head of its own; this project's GPT-2 has its token "
-                "embedding for one"
-            )
-    tensors = own_names(tensors, str(weights))
+    tensors = own_names(peft.own_names(tensors, str(weights)), str(weights))
     adapter = peft.read(path.with_name(peft.CONFIG_NAME), tensors, weights)
     known = LORA.info.from_metadata(metadata, weights)
     return adapter if known is None else peft.with_known(adapter, known)
@@ -257,7 +250,14 @@ def own_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
             raise CheckpointError(f"{source}: holds {own} under two names")
         renamed[own] = tensor
     if any(name.startswith(_GPT2) for name in renamed):
-        renamed = {name: tensor for name, tensor in renamed.items() if name not in _TIED_HEADS}
+        embedding = renamed.get("transformer.wte.weight")
+        for name in _TIED_HEADS:
+            head = renamed.pop(name, None)
+            if head is not None and (embedding is None or not same_tensor(head, embedding)):
+                raise CheckpointError(
+                    f"{source}: brings {name}, a head of its own; this project's GPT-2 has its "
+                    "token embedding for one"
+                )
     return renamed
 
 
@@ -364,8 +364,12 @@ def _check_writable(adapter: Adapter, form: str) -> None:
             f"{adapter.source}: does not say with what alpha it was trained, which a file of this "
             "form has to; give it as --lora_alpha"
         )
+    if adapter.info is not None:
+        adapter.info.check(adapter.source)
+    _check_values(adapter)
     if adapter.kind is not LORA:
         return
+    _check_lora(adapter)
     for module, (A, B) in lora_pairs(adapter.tensors, adapter.source).items():
         reason = None
         if module.startswith(_GPT2) and not module.endswith(".c_attn"):

@@ -42,7 +42,7 @@ from .checkpoint import (
     lora_info,
 )
 from .files import CheckpointError, first_line, same_tensor, write_tensors, write_whole_folder
-from .updates import ENABLED_SLICES, Update, lora_pairs, rank_of, updates
+from .updates import Update, enabled_slices, lora_pairs, rank_of, updates
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -111,6 +111,7 @@ def read(config_path: Path, tensors: Mapping[str, Tensor], weights: Path) -> Ada
                 f"{source}: its rank is {B.shape[1]} ({module}), {config_path.name} says "
                 f"{config['r']}"
             )
+    _check_complete(config, tensors, pairs, source)
     alphas = {
         module: _alpha(config, module, B.shape[1], config_path) for module, (_, B) in pairs.items()
     }
@@ -189,6 +190,41 @@ _SOUND = {
 }
 
 
+def _check_complete(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    modules: Iterable[str],
+    source: str,
+) -> None:
+    """Sees that each module is adapted in the same layers, and that a head that is saved is there.
+
+    Raises:
+        CheckpointError: some tensors are missing.
+    """
+    layers: dict[str, set[int]] = {}
+    for module in modules:
+        number = re.search(r"\.(\d+)\.", module)
+        if number:
+            kind = module[: number.start()] + module[number.end() - 1 :]
+            layers.setdefault(kind, set()).add(int(number[1]))
+    everywhere = set().union(*layers.values())
+    for kind, numbers in layers.items():
+        # A pattern of full names may choose layers for each module.
+        if numbers != everywhere and not _names_layers(config):
+            missing = min(everywhere - numbers)
+            raise CheckpointError(f"{source}: lacks the update of {kind} in layer {missing}")
+    saved = config.get("modules_to_save")
+    if saved and not any("lora_" not in name for name in tensors.keys() - base_biases(tensors)):
+        raise CheckpointError(f"{source}: lacks what {CONFIG_NAME} says is saved: {_shown(saved)}")
+
+
+def _names_layers(config: Mapping[str, Any]) -> bool:
+    """Whether the settings say module by module what is adapted, so that layers may differ."""
+    targets = config.get("target_modules")
+    in_full = isinstance(targets, str) or any(re.search(r"\.\d+\.", str(t)) for t in targets or ())
+    return in_full or bool(config.get("exclude_modules"))
+
+
 def _alpha(config: Mapping[str, Any], module: str, rank: int, path: Path) -> float:
     """The alpha by which, over its rank, a module's update is scaled.
 
@@ -237,18 +273,20 @@ def _evened(
 ) -> tuple[dict[str, Tensor], float]:
     """The tensors with one rank and one alpha for all modules, and that alpha.
 
-    Lower ranks are filled up with zeros, and B takes what is another module's scaling. Where all
-    have one rank and alpha, nothing is changed.
+    Lower ranks are filled up with zeros, and B takes what is another module's scaling, in float32.
+    Where all have one rank and alpha, nothing is changed.
     """
     ranks = {module: B.shape[1] for module, (_, B) in pairs.items()}
     rank, alpha = max(ranks.values()), max(alphas.values())
+    if set(ranks.values()) == {rank} and set(alphas.values()) == {alpha}:
+        return dict(tensors), alpha
     evened = dict(tensors)
     for module, (A, B) in pairs.items():
         missing = rank - ranks[module]
         factor = (alphas[module] / ranks[module]) / (alpha / rank)
-        if missing or factor != 1:
-            evened[f"{module}.lora_A"] = F.pad(A, (0, 0, 0, missing))
-            evened[f"{module}.lora_B"] = F.pad(B * factor, (0, missing))
+        # Half precision would round the products.
+        evened[f"{module}.lora_A"] = F.pad(A.float(), (0, 0, 0, missing))
+        evened[f"{module}.lora_B"] = F.pad(B.float() * factor, (0, missing))
     return evened, alpha
 
 
@@ -259,7 +297,7 @@ def _stacked(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     """
     stacked = dict(tensors)
     for module, (_, B) in lora_pairs(tensors, source).items():
-        blocks = _blocks(B, ENABLED_SLICES.get(module.rpartition(".")[2], ()))
+        blocks = _blocks(B, enabled_slices(module))
         if blocks is None:
             return dict(tensors)
         stacked[f"{module}.lora_B"] = blocks
@@ -389,7 +427,7 @@ def config_of(adapter: Adapter) -> dict[str, Any]:
         "r": parts * info.rank,
         "lora_alpha": _as_int(parts * info.alpha),
         "lora_dropout": info.dropout or 0.0,
-        "target_modules": _target_modules(all_updates),
+        **_targets(all_updates),
         "modules_to_save": sorted(head) or None,
         "bias": info.bias,
         "fan_in_fan_out": is_gpt2,
@@ -402,19 +440,21 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _target_modules(modules: Iterable[str]) -> list[str]:
-    """How PEFT is told which modules are adapted: by the last part of their names, or in full.
+def _targets(modules: Iterable[str]) -> dict[str, list]:
+    """How PEFT is told which modules are adapted.
 
-    PEFT takes every module whose name ends so. That is right where all layers of a model have one
-    module of the name, and it is adapted in all of them, as far as the adapter shows.
+    By the last part of their names and the layers, where that is enough; by their full names where
+    several modules of a layer are called so, or not all are adapted in the same layers.
     """
     layers: dict[str, set[int]] = {}
     for module in modules:
         number = re.search(r"\.(\d+)\.", module)
-        known = module.startswith(BACKBONE_PREFIXES) and number is not None
         last = module.rpartition(".")[2]
-        name = last if known and last not in _OFTEN_IN_A_LAYER else module
-        layers.setdefault(name, set()).add(int(number[1]) if number else 0)
-    depth = max(max(numbers) for numbers in layers.values()) + 1
-    everywhere = all(len(numbers) == depth for name, numbers in layers.items() if "." not in name)
-    return sorted(layers if everywhere else modules)
+        known = module.startswith(BACKBONE_PREFIXES) and number is not None
+        if not known or last in _OFTEN_IN_A_LAYER:
+            return {"target_modules": sorted(modules)}
+        layers.setdefault(last, set()).add(int(number[1]))
+    first, *others = layers.values()
+    if any(numbers != first for numbers in others):
+        return {"target_modules": sorted(modules)}
+    return {"target_modules": sorted(layers), "layers_to_transform": sorted(first)}

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from .checkpoint import LORA, Adapter
 from .files import CheckpointError
 
-# The slices that a module's stacked updates belong to, by the last part of the module's name.
-ENABLED_SLICES = {"c_attn": (True, False, True)}
+_GPT2_SLICES = (True, False, True)
 
 
 @dataclass(frozen=True)
@@ -120,11 +119,17 @@ def updates(adapter: Adapter) -> dict[str, Update]:
     return {name: _update(adapter, name, *pair, scaling) for name, pair in pairs.items()}
 
 
+def enabled_slices(module: str) -> tuple[bool, ...]:
+    """Which slices of a module's output its stacked updates belong to; () where nobody knows."""
+    is_gpt2 = module.startswith("transformer.h.") and module.endswith(".c_attn")
+    return _GPT2_SLICES if is_gpt2 else ()
+
+
 def _update(adapter: Adapter, module: str, A: Tensor, B: Tensor, scaling: float) -> Update:
     count = len(A) // B.shape[1]
     if count == 1:
         return Update((Part(0, A, B),), scaling, len(B))
-    enabled = ENABLED_SLICES.get(module.rpartition(".")[2], ())
+    enabled = enabled_slices(module)
     if sum(enabled) != count or len(B) % count:
         raise CheckpointError(
             f"{adapter.source}: {module} has {count} stacked updates, and it is not known which "

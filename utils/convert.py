@@ -47,6 +47,8 @@ TOKENIZER_FILES = (
 )
 # Forms that are folders, and what a folder is not called.
 _FOLDERS = ("peft", "merged")
+# Upstream's settings of the base's own head, and its later name for torch_dtype.
+_OF_HEAD = ("num_labels", "_num_labels", "problem_type", "dtype")
 # What is still true of an adapter once it is merged.
 _OF_MERGED = ("base", "revision", "fingerprint", "task", "labels")
 _FILE_SUFFIXES = (".safetensors", ".bin", ".pt")
@@ -123,6 +125,10 @@ def _labels(adapter: Adapter) -> dict[str, object]:
     if count is None:
         return {}
     known = adapter.info.labels if adapter.info else None
+    if known and len(known) != count:
+        raise CheckpointError(
+            f"{adapter.source}: names {len(known)} labels, its head has {count} outputs"
+        )
     return {"id2label": dict(enumerate(known))} if known else {"num_labels": count}
 
 
@@ -157,9 +163,15 @@ def _write_encoder(folder: Path, adapter: Adapter, base: Base) -> None:
             f"{adapter.source}: brings no {min(untrained)}, nor does {base.name}: the merged "
             "model would have an untrained head"
         )
+    brought = {name.partition(".")[0] for name in adapter.tensors}
+    backbone = f"{model.base_model_prefix}."
+    own = {name for name, _ in model.named_parameters() if not name.startswith(backbone)}
+    lacking = {name for name in own if name.partition(".")[0] in brought} - adapter.tensors.keys()
+    if lacking:
+        raise CheckpointError(f"{adapter.source}: lacks {min(lacking)} of the head that it brings")
     model.save_pretrained(folder, safe_serialization=True)
     # Upstream's settings are the base's; the model's own are these.
-    settings = {k: v for k, v in base.settings.items() if k not in (*OWN_SETTINGS, "dtype")}
+    settings = {k: v for k, v in base.settings.items() if k not in (*OWN_SETTINGS, *_OF_HEAD)}
     written = model.config.to_dict()
     settings |= {name: written[name] for name in ("architectures", "id2label", "label2id")}
     if adapter.info.task:

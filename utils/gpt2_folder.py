@@ -84,7 +84,12 @@ def write_gpt2(folder: Path, model: nn.Module, settings: dict[str, Any]) -> None
     weights = dict(model.named_parameters())
     write_tensors(folder / SAFE_WEIGHTS_NAME, weights)
     dtype = str(weights["transformer.wte.weight"].dtype).removeprefix("torch.")
-    own = {"architectures": _FIXED["architectures"], "torch_dtype": dtype}
+    # Whatever the base's settings say, the head was seen to be the embedding, and is left out.
+    own = {
+        "architectures": _FIXED["architectures"],
+        "torch_dtype": dtype,
+        "tie_word_embeddings": True,
+    }
     # Upstream's later name for torch_dtype.
     settings = {key: value for key, value in settings.items() if key != "dtype"}
     write_settings(folder, {**settings, **own})

@@ -10,7 +10,6 @@ once for each. convert.py turns what comes out into other forms, such as PEFT's.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from loralib.checkpoint import (
 from loralib.files import CheckpointError, read_tensors
 from loralib.formats import own_names, write_adapter
 from loralib.updates import rank_of
+from transformers.configuration_utils import PretrainedConfig
 from transformers.file_utils import CONFIG_NAME
 from transformers.modeling_utils import read_weights
 
@@ -63,7 +63,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     folder = path if path.is_dir() else path.parent
     tensors, metadata = (read_weights(path), {}) if path.is_dir() else read_tensors(path)
     config = folder / CONFIG_NAME
-    settings = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    settings = PretrainedConfig.get_config_dict(config) if config.is_file() else {}
     return Checkpoint(path, own_names(tensors, str(path)), metadata, settings)
 
 

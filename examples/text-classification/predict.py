@@ -32,7 +32,7 @@ import torch
 from tqdm.auto import tqdm
 
 from loralib.bank import AdapterBank
-from loralib.checkpoint import KINDS, Adapter
+from loralib.checkpoint import KINDS, Adapter, plain
 from loralib.files import write_whole
 from loralib.formats import read_adapter
 from loralib.precision import Precision, hold_frozen_in
@@ -182,7 +182,7 @@ def _parse(content: bytes, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _encoded(line: Any) -> bytes:
-    return json.dumps(line, ensure_ascii=False).encode() + b"\n"
+    return json.dumps(line, ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
 def write_lines(path: str, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -301,12 +301,15 @@ def fill_bank(
     labels = {}
     for name, adapter in adapters.items():
         bank.add(name, adapter)
-        if not bank.labels(name) and model.drawn_anew:
+        untrained = model.drawn_anew - adapter.tensors.keys()
+        if untrained:
             raise ValueError(
-                f"{adapter.source}: brings no head, and {base} has no trained "
-                f"{min(model.drawn_anew)}, …: there is nothing to predict with"
+                f"{adapter.source}: brings no {min(untrained)}, and {base} has no trained one: "
+                "there is nothing to predict with"
             )
         labels[name] = bank.labels(name) or own
+        if len(set(labels[name])) < len(labels[name]):
+            raise ValueError(f"{adapter.source}: has two labels of one name: {plain(labels[name])}")
     return bank, labels
 
 

@@ -376,7 +376,8 @@ def test_an_adapter_without_a_head_uses_the_base_s(predict, bases, tmp_path, cap
     lines = [{"text": line["text"]} for line in some_lines(5)]
     given, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     line = failure(predict, [*common(bases[family], given, out), f"a={path}"], capsys)
-    assert "brings no head" in line
+    assert "brings no classifier." in line
+    assert "there is nothing to predict with" in line
     assert "there is nothing to predict with" in line
     assert not out.exists()
 

@@ -635,6 +635,10 @@ def test_the_release_s_form_takes_its_info_from_the_twin_beside_it(tmp_path):
 def test_an_alpha_that_is_none(tmp_path, alpha):
     tensors = {"roberta.query.lora_A": torch.ones(2, 4), "roberta.query.lora_B": torch.ones(4, 2)}
     path = tmp_path / "lora.safetensors"
-    write_adapter(path, Adapter(tensors, AdapterInfo(rank=2, alpha=alpha, targets=("query",))))
+    info = AdapterInfo(rank=2, alpha=alpha, targets=("query",))
+    with pytest.raises(CheckpointError, match="alpha"):
+        write_adapter(path, Adapter(tensors, info))
+    metadata = info.to_metadata()
+    write_tensors(path, tensors, {**metadata, "digest": checksum(tensors, metadata)})
     with pytest.raises(CheckpointError, match="alpha"):
         read_adapter(path)

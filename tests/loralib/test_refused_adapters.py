@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -252,12 +253,36 @@ def test_metadata_that_the_tensors_contradict(tmp_path, field):
     """A checksum says that a file is as it was written, not that it is right."""
     value = {"rank": 1, "targets": ("key",), "bias": "all"}[field]
     info = replace(INFOS["roberta"], **{field: value})
-    write_adapter(tmp_path / "a.safetensors", replace(adapter_of("roberta"), info=info))
-    refused(
-        lambda: read_adapter(tmp_path / "a.safetensors"),
-        tmp_path / "a.safetensors",
-        f"says {field}",
+    path, adapter = tmp_path / "a.safetensors", replace(adapter_of("roberta"), info=info)
+    refused(lambda: write_adapter(path, adapter), adapter.source, f"says {field}")
+    metadata = info.to_metadata()
+    save_file(adapter.tensors, path, {**metadata, "digest": checksum(adapter.tensors, metadata)})
+    refused(lambda: read_adapter(path), path, f"says {field}")
+
+
+def test_what_could_not_be_read_again_is_not_written(tmp_path):
+    adapter = adapter_of("roberta")
+    inf = {**adapter.tensors, A: torch.full((2, 6), math.inf)}
+    unsound = {
+        "alpha nan": replace(adapter, info=replace(adapter.info, alpha=math.nan)),
+        "dropout 2": replace(adapter, info=replace(adapter.info, dropout=2)),
+        "not finite": replace(adapter, tensors=inf),
+    }
+    for message, one in unsound.items():
+        refused(partial(write_adapter, tmp_path / "a.safetensors", one), adapter.source, message)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("missing", ["a module of a layer", "the head"])
+def test_pefts_tensors_that_are_missing(tmp_path, missing):
+    tensors = as_peft(tensors_of("roberta"))
+    start = (
+        f"base_model.model.{QUERY}." if missing == "a module of a layer" else "base_model.model.cl"
     )
+    left = {name: tensor for name, tensor in tensors.items() if not name.startswith(start)}
+    assert len(left) < len(tensors)
+    folder = peft_folder(tmp_path / "a", left, modules_to_save=["classifier", "score"])
+    refused(lambda: read_adapter(folder), folder, "lacks")
 
 
 @pytest.mark.parametrize("change", ["rank", "alpha", "task", "digest", "name", "value"])

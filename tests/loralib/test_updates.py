@@ -58,6 +58,16 @@ def pair(rows: int, columns: int, seed: int = 0, rank: int = RANK, stacked: int 
     return A, torch.randn(rows, rank, generator=generator)
 
 
+C_ATTN = "transformer.h.0.attn.c_attn"
+
+
+def below_gpt2(module: nn.Module) -> nn.ModuleDict:
+    """A model with this module where a GPT-2 has its first c_attn."""
+    for name in reversed(C_ATTN.split(".")):
+        module = nn.ModuleDict({name: module})
+    return module
+
+
 def adapter_for(module: str, A: Tensor, B: Tensor, **others: Tensor) -> Adapter:
     others = {name.replace("__", "."): tensor for name, tensor in others.items()}
     tensors = {f"{module}.lora_A": A, f"{module}.lora_B": B, **others}
@@ -117,18 +127,18 @@ def test_fold_agrees_with_the_layer_that_was_trained(layer):
 @pytest.mark.parametrize("inputs", [4, 12, 5])
 def test_stacked_updates(layer, inputs):
     """GPT-2's query and value: the first and the last third of the output; 12 makes W square."""
-    model = nn.ModuleDict({"c_attn": drawn(LAYERS[layer](inputs, 12))})
+    model = below_gpt2(drawn(LAYERS[layer](inputs, 12)))
     A, B = pair(8, inputs, stacked=2)
-    adapter = adapter_for("c_attn", A, B)
-    update = updates(adapter)["c_attn"]
+    adapter = adapter_for(C_ATTN, A, B)
+    update = updates(adapter)[C_ATTN]
     assert [part.start for part in update.parts] == [0, 8]
     assert [part.columns for part in update.parts] == [slice(0, 4), slice(8, 12)]
     assert (update.out_features, update.in_features) == (12, inputs)
     assert update.scaling == ALPHA / RANK
     x = torch.randn(3, inputs)
-    before = model["c_attn"](x)
+    before = model.get_submodule(C_ATTN)(x)
     fold(model, adapter)
-    added = (model["c_attn"](x) - before).detach()
+    added = (model.get_submodule(C_ATTN)(x) - before).detach()
     expected = ALPHA / RANK * x @ stacked_reference(A, B, 4).t()
     torch.testing.assert_close(added, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(added[:, 4:8], torch.zeros(3, 4), rtol=0, atol=0)
@@ -139,23 +149,24 @@ def test_stacked_updates_are_those_of_the_layer_that_was_trained():
         6, 12, r=RANK, lora_alpha=ALPHA, enable_lora=[True, False, True], fan_in_fan_out=True
     )
     drawn(trained, seed=3)
-    model = nn.ModuleDict({"c_attn": Conv1D(6, 12)})
-    model["c_attn"].load_state_dict({"weight": trained.weight, "bias": trained.bias})
-    fold(model, adapter_for("c_attn", trained.lora_A.detach(), trained.lora_B.detach()))
+    model = below_gpt2(Conv1D(6, 12))
+    model.get_submodule(C_ATTN).load_state_dict({"weight": trained.weight, "bias": trained.bias})
+    fold(model, adapter_for(C_ATTN, trained.lora_A.detach(), trained.lora_B.detach()))
     x = torch.randn(4, 6)
-    torch.testing.assert_close(model["c_attn"](x), trained(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model.get_submodule(C_ATTN)(x), trained(x), rtol=1e-5, atol=1e-5)
 
 
 def test_an_update_of_all_of_c_attn():
     """One pair of the whole output's height, as PEFT makes it, is one update."""
-    model = nn.ModuleDict({"c_attn": drawn(Conv1D(5, 12))})
+    model = below_gpt2(drawn(Conv1D(5, 12)))
     A, B = pair(12, 5)
-    update = updates(adapter_for("c_attn", A, B))["c_attn"]
+    update = updates(adapter_for(C_ATTN, A, B))[C_ATTN]
     assert [(part.start, len(part.B)) for part in update.parts] == [(0, 12)]
-    before = model["c_attn"].weight.detach()
-    fold(model, adapter_for("c_attn", A, B))
+    before = model.get_submodule(C_ATTN).weight.detach()
+    fold(model, adapter_for(C_ATTN, A, B))
     expected = before + ALPHA / RANK * (B @ A).t()
-    torch.testing.assert_close(model["c_attn"].weight.detach(), expected, rtol=1e-6, atol=1e-6)
+    weight = model.get_submodule(C_ATTN).weight.detach()
+    torch.testing.assert_close(weight, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_each_module_gets_its_own_update():
@@ -192,12 +203,12 @@ def test_a_half_precision_base_is_rounded_once(layer, dtype):
 
 
 def test_stacked_updates_of_a_half_precision_base_are_rounded_once():
-    model = nn.ModuleDict({"c_attn": drawn(Conv1D(32, 48), dtype=torch.bfloat16)})
+    model = below_gpt2(drawn(Conv1D(32, 48), dtype=torch.bfloat16))
     A, B = pair(32, 32, stacked=2)
-    exact = model["c_attn"].weight.detach().double().t()
+    exact = model.get_submodule(C_ATTN).weight.detach().double().t()
     exact = exact + ALPHA / RANK * stacked_reference(A, B, 16).double()
-    fold(model, adapter_for("c_attn", A, B))
-    assert (model["c_attn"].weight.detach().t() != exact.bfloat16()).sum() <= 2
+    fold(model, adapter_for(C_ATTN, A, B))
+    assert (model.get_submodule(C_ATTN).weight.detach().t() != exact.bfloat16()).sum() <= 2
 
 
 def test_a_float64_base_is_summed_in_float64():
@@ -291,7 +302,7 @@ FAILING = {
     "a parameter": (many(**named("query__weight")), ["query.weight"]),
     "no linear": (many(**named("norm")), ["norm is no linear layer"]),
     "an embedding": (many(**named("words", 4, 9)), ["words is no linear layer"]),
-    "a container": (many(**named("inner")), ["inner is no linear layer"]),
+    "a container": (many(**named("transformer")), ["transformer is no linear layer"]),
     "a convolution": (many(**named("conv")), ["conv is no linear layer"]),
     "another width": (many(**named("value", 4, 5)), ["value is (4, 5)", "(4, 4)", "base"]),
     "another height": (many(**named("value", 5, 4)), ["value is (5, 4)", "(4, 4)", "base"]),
@@ -300,12 +311,12 @@ FAILING = {
     "two ranks": (many(**named("value", rank=1)), ["2 ranks", "1 (value)", "2 (query)"]),
     "stacked": (many(**named("value", stacked=2)), ["value has 2 stacked updates"]),
     "stacked thrice": (
-        many(**named("inner__c_attn", 9, stacked=3)),
-        ["inner.c_attn has 3 stacked updates"],
+        many(**named("transformer__h__0__attn__c_attn", 9, stacked=3)),
+        ["transformer.h.0.attn.c_attn has 3 stacked updates"],
     ),
     "no halves": (
-        many(**named("inner__c_attn", 7, stacked=2)),
-        ["inner.c_attn has 2 stacked updates"],
+        many(**named("transformer__h__0__attn__c_attn", 7, stacked=2)),
+        ["transformer.h.0.attn.c_attn has 2 stacked updates"],
     ),
     "no A": (many(value__lora_B=GOOD[1]), ["lacks value.lora_A"]),
     "no B": (many(value__lora_A=GOOD[0]), ["lacks value.lora_B"]),
@@ -329,7 +340,7 @@ def model_of_all() -> nn.Module:
             "batch": nn.BatchNorm1d(4),
             "words": nn.Embedding(9, 4),
             "conv": nn.Conv1d(4, 4, 1),
-            "inner": nn.ModuleDict({"c_attn": Conv1D(4, 12)}),
+            "transformer": below_gpt2(Conv1D(4, 12))["transformer"],
             "head": nn.Linear(4, 2),
         }
     )
@@ -424,13 +435,13 @@ def test_out_in_is_a_view(module, held_in_out):
 
 def test_updated_modules():
     model = model_of_all()
-    found = updated_modules(model, many(**named("inner__c_attn", 8, stacked=2)))
+    found = updated_modules(model, many(**named("transformer__h__0__attn__c_attn", 8, stacked=2)))
     assert {name: module for name, (module, _) in found.items()} == {
         "query": model["query"],
-        "inner.c_attn": model["inner"]["c_attn"],
+        "transformer.h.0.attn.c_attn": model.get_submodule(C_ATTN),
     }
     assert [len(update.parts) for _, update in found.values()] in ([1, 2], [2, 1])
-    assert linear_module(model, "inner.c_attn", "lora file") is model["inner"]["c_attn"]
+    assert linear_module(model, C_ATTN, "lora file") is model.get_submodule(C_ATTN)
 
 
 def test_a_zero_update_changes_nothing():
