@@ -385,7 +385,18 @@ def _check_writable(adapter: Adapter, form: str) -> None:
 
 def _write_lora(path: Path, adapter: Adapter) -> list[str]:
     write_tensors(path, adapter.tensors, _with_digest(adapter.tensors, adapter.info))
-    return []
+    return _taken_for_linear(adapter)
+
+
+def _taken_for_linear(adapter: Adapter) -> list[str]:
+    """What the shapes of LoRA's tensors cannot tell of layers in a model that is not known here."""
+    known = any(name.startswith(BACKBONE_PREFIXES) for name in adapter.tensors)
+    if known or adapter.kind is not LORA:
+        return []
+    return [
+        "its modules are taken for linear layers: a convolution's LoRA has another rank than its "
+        "shapes say, and an embedding's another form in PEFT"
+    ]
 
 
 def _with_digest(tensors: Mapping[str, Tensor], info: TrainedInfo) -> dict[str, str]:
@@ -421,6 +432,7 @@ def _write_peft(path: Path, adapter: Adapter) -> list[str]:
             "know; give it as --lora_alpha"
         )
     tensors, remarks = peft.tensors_of(adapter)
+    remarks += _taken_for_linear(adapter)
     peft.write(path, peft.config_of(adapter), tensors, _with_digest(tensors, adapter.info))
     unseen = [
         name

@@ -399,6 +399,18 @@ def test_an_adapter_without_a_head_uses_the_base_s(predict, bases, tmp_path, cap
     assert_close(read(out), answers, 1e-6)
 
 
+def test_a_pooler_that_nobody_trained(predict, bases, tmp_path, capsys):
+    """PEFT saves DeBERTa's classifier, and not the pooler before it, unless it is told to."""
+    whole = adapted(bases["deberta"], {"lora_r": 2, "lora_alpha": 4}, 7).adapter()
+    left = {name: t for name, t in whole.tensors.items() if not name.startswith("pooler")}
+    write_adapter(tmp_path / "lora.safetensors", Adapter(left, whole.info))
+    given = write(tmp_path / "in.jsonl", [{"text": "a dog sings"}])
+    arguments = common(bases["deberta"], given, tmp_path / "out.jsonl")
+    line = failure(predict, [*arguments, f"a={tmp_path / 'lora.safetensors'}"], capsys)
+    assert "brings no pooler.dense." in line
+    assert not (tmp_path / "out.jsonl").exists()
+
+
 # ---- what is wrong ----
 
 

@@ -44,7 +44,7 @@ from loralib.updates import updates
 @pytest.mark.parametrize("family", FAMILIES)
 def test_this_projects_form(tmp_path, family):
     path = tmp_path / "pytorch_model_lora.safetensors"
-    assert write_adapter(path, adapter_of(family)) == []
+    write_adapter(path, adapter_of(family))
     for source in (path, tmp_path, str(tmp_path)):
         adapter = read_adapter(source)
         assert_same_bits(adapter.tensors, tensors_of(family))
@@ -275,7 +275,8 @@ LOST = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_each_form_cannot_hold(tmp_path, family):
     adapter = adapter_of(family)
-    assert write_adapter(tmp_path / "a.safetensors", adapter) == []
+    told = write_adapter(tmp_path / "a.safetensors", adapter)
+    assert [remark for remark in told if not remark.startswith("its modules are taken")] == []
     said = write_adapter(tmp_path / "a.bin", adapter)
     lost = LOST if HEADS[family] else {k: v for k, v in LOST.items() if k not in ("task", "labels")}
     expected = {f"not in this form: {key} {value.format(family)}" for key, value in lost.items()}
@@ -284,7 +285,7 @@ def test_what_each_form_cannot_hold(tmp_path, family):
     remarks = write_adapter(tmp_path / "a", adapter, "peft")
     unseen = "base_fingerprint, task, labels" if HEADS[family] else "base_fingerprint"
     assert remarks[-1] == f"in the metadata, where PEFT does not look: {unseen}"
-    assert len(remarks) == (2 if family == "gpt2" else 1)
+    assert len(remarks) == (2 if family in ("gpt2", "plain") else 1)
     if family == "gpt2":
         for part in ("2 updates of rank 2", "c_attn", "one of rank 4 and alpha 6"):
             assert part in remarks[0]
@@ -653,3 +654,26 @@ def test_verify_reads_a_torch_archives_checksums(tmp_path, wrapped):
     assert read_tensors(path)[0]["a.lora_A"][0, 0] != 1.5
     refused(lambda: read_tensors(path, verify=True), path, "the checksum of x/data/")
     refused(lambda: read_adapter(path), path, "damaged")
+
+
+@pytest.mark.parametrize("layers", [[0], [1], [0, 1]])
+def test_pefts_settings_name_the_layers_that_are_adapted(tmp_path, layers):
+    """Without them PEFT would adapt the others as well, and miss their tensors."""
+    adapter = adapter_of("roberta")
+    tensors = {
+        name: tensor
+        for name, tensor in adapter.tensors.items()
+        if "lora_" not in name or any(f"layer.{layer}." in name for layer in layers)
+    }
+    write_adapter(tmp_path / "a", replace(adapter, tensors=tensors), "peft")
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["query", "value"]
+    assert config["layers_to_transform"] == layers
+    assert_same_bits(read_adapter(tmp_path / "a").tensors, tensors)
+
+
+@pytest.mark.parametrize(("family", "told"), [("plain", True), ("roberta", False)])
+@pytest.mark.parametrize("form", ["lora", "peft"])
+def test_of_a_model_that_is_not_known_a_user_is_told(tmp_path, family, told, form):
+    remarks = write_adapter(tmp_path / TARGETS[form], adapter_of(family), form)
+    assert any("taken for linear layers" in remark for remark in remarks) is told

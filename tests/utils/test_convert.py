@@ -1146,3 +1146,36 @@ def test_names_on_the_hub(hub_server, trained, tmp_path, family):
         assert f"error: '{absent}' is neither a local folder nor a model on the hub" in line
     assert first_end == second_end == "status 1"
     assert not (tmp_path / "x.bin").exists()
+
+
+def test_settings_of_the_base_s_own_head_are_left_behind(convert, tmp_path):
+    base = make_base(tmp_path / "base", "roberta")
+    config = json.loads((base / "config.json").read_text())
+    own = {"num_labels": 2, "_num_labels": 2, "problem_type": "regression"}
+    (base / "config.json").write_text(json.dumps(config | own))
+    write_adapter(tmp_path / "in.safetensors", train(base, "roberta").adapter)
+    convert(tmp_path / "in.safetensors", tmp_path / "out", "--to", "merged", "--base", base)
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert not own.keys() & settings.keys()
+    assert list(settings["id2label"].values()) == list(LABELS)
+
+
+def test_a_merged_gpt2_says_that_its_head_is_its_embedding(convert, tmp_path):
+    base = make_base(tmp_path / "base", "gpt2")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    write_adapter(tmp_path / "in.safetensors", train(base, "gpt2").adapter)
+    convert(tmp_path / "in.safetensors", tmp_path / "out", "--to", "merged", "--base", base)
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert settings["tie_word_embeddings"] is True
+
+
+def test_half_a_head_is_not_completed_from_the_base(tmp_path, failure):
+    base = make_base(tmp_path / "base", "roberta", head="classifier", num_labels=3)
+    adapter = train(base, "roberta").adapter
+    left = {n: t for n, t in adapter.tensors.items() if not n.startswith("classifier.out_proj")}
+    write_adapter(tmp_path / "in.safetensors", replace(adapter, tensors=left))
+    line = failure(
+        *(tmp_path / "in.safetensors", tmp_path / "out", "--to", "merged", "--base", base)
+    )
+    assert "lacks classifier.out_proj.bias of the head that it brings" in line
