@@ -46,9 +46,10 @@ class AdapterBank:
     Args:
         model: a plain model, on the device and in the dtype that it will have.
 
-    Outside of `use` the model computes as it did before. Its parameters, buffers and the names in
-    its state dict stay as they are at all times, and a copy of the model is a plain model. Two
-    banks may stand beside one model; blocks of theirs cannot be nested.
+    Rows of a batch are the first dimension of what its layers are given, or their tokens are packed
+    (packing.py). Outside of `use` the model computes as it did before. Its parameters, buffers and
+    the names in its state dict stay as they are at all times, and a copy of the model is a plain
+    model. Two banks may stand beside one model; blocks of theirs cannot be nested.
 
     Raises:
         ValueError: the model has LoRA layers.
@@ -244,6 +245,7 @@ def _load(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) -> _
             f"to a model of their own ({adapter.kind.flag})"
         )
     modules = updated_modules(model, adapter)
+    _check_called(model, modules, adapter.source)
     _check_info(adapter, base_fingerprint)
     for name, tensor in adapter.tensors.items():
         if not torch.isfinite(tensor).all():
@@ -258,6 +260,15 @@ def _load(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) -> _
         name: _LowRank(update, module.weight.device) for name, (module, update) in modules.items()
     }
     return _Loaded(low_rank, heads, _labels(adapter, tensors.get(f"{last}.weight")))
+
+
+def _check_called(model: nn.Module, modules: Collection[str], source: str) -> None:
+    """Refuses modules of which only the weight is used: no hook would see their input."""
+    for name in modules:
+        if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
+            raise CheckpointError(
+                f"{source}: updates {name}, which nn.MultiheadAttention never calls; {_MERGE_IT}"
+            )
 
 
 def _check_info(adapter: Adapter, base_fingerprint: str | None) -> None:

@@ -776,3 +776,13 @@ def test_slices_that_are_not_updated_keep_their_bits():
         updates(adapter)[LAYER[Packed]].parts, (query, value), (plain[0], plain[2]), strict=True
     ):
         close(ours, theirs + 8 / 2 * x @ part.A.T @ part.B.T, 1e-5)
+
+
+def test_a_module_that_is_never_called():
+    """Attention takes its output projection's weight: a hook on the projection would not act."""
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2)})
+    tensors = {"attention.out_proj.lora_A": torch.ones(2, 8)}
+    tensors["attention.out_proj.lora_B"] = torch.ones(8, 2)
+    adapter = Adapter(tensors, AdapterInfo(rank=2, alpha=4, targets=("out_proj",)), "a.safetensors")
+    with refuses(CheckpointError, "nn.MultiheadAttention never calls", "--to merged"):
+        lora.AdapterBank(model).add("a", adapter)
