@@ -458,6 +458,14 @@ def _check_info(
     check_base(adapter, base_fingerprint)
 
 
+def alpha_is_missing(source: str) -> CheckpointError:
+    """The error of LoRA whose alpha nobody has said."""
+    return CheckpointError(
+        f"{source}: does not say with what alpha it was trained; give it as lora_alpha "
+        "(--lora_alpha)"
+    )
+
+
 def check_base(adapter: Adapter, base_fingerprint: str | None) -> None:
     """Sees that an adapter was trained on the base of this fingerprint, as far as both are known.
 

@@ -34,6 +34,7 @@ from .checkpoint import (
     Adapter,
     Kind,
     TrainedInfo,
+    alpha_is_missing,
     base_biases,
     is_alpha,
     lora_info,
@@ -331,12 +332,13 @@ def write_adapter(path: str | os.PathLike, adapter: Adapter, form: str | None = 
     form = form or form_of_name(path)
     if form not in FORMS:
         raise ValueError(f"unknown form '{form}' (known: {', '.join(FORMS)})")
+    _check_sound(adapter, form)
     if form == "peft":
         return _write_peft(path, adapter)
     if path.suffix not in ("", *_SUFFIXES[form]):
         names = " or ".join(_SUFFIXES[form])
         raise CheckpointError(f"{path}: a file of the form {form} has a name that ends in {names}")
-    _check_writable(adapter, form)
+    _check_has_layers(adapter)
     if not path.suffix:
         path.mkdir(parents=True, exist_ok=True)
         path = path / adapter.kind.files[FORMS.index(form)]
@@ -358,18 +360,21 @@ def form_of_name(path: Path) -> str:
     )
 
 
-def _check_writable(adapter: Adapter, form: str) -> None:
-    if form == "lora" and adapter.info is None:
-        raise CheckpointError(
-            f"{adapter.source}: does not say with what alpha it was trained, which a file of this "
-            "form has to; give it as --lora_alpha"
-        )
+def _check_sound(adapter: Adapter, form: str) -> None:
+    """Sees that what is written can be read again."""
     if adapter.info is not None:
         adapter.info.check(adapter.source)
+    elif form != "release":
+        raise alpha_is_missing(adapter.source)
+    if adapter.kind is LORA:
+        _check_lora(adapter)
     _check_values(adapter)
+
+
+def _check_has_layers(adapter: Adapter) -> None:
+    """Sees that this project's GPT-2 and the release's have the layers that were trained."""
     if adapter.kind is not LORA:
         return
-    _check_lora(adapter)
     for module, (A, B) in lora_pairs(adapter.tensors, adapter.source).items():
         reason = None
         if module.startswith(_GPT2) and not module.endswith(".c_attn"):
@@ -426,11 +431,6 @@ def _lost(info: TrainedInfo | None, kept: Iterable[str]) -> list[str]:
 
 
 def _write_peft(path: Path, adapter: Adapter) -> list[str]:
-    if adapter.info is None:
-        raise CheckpointError(
-            f"{adapter.source}: does not say with what alpha it was trained, which PEFT has to "
-            "know; give it as --lora_alpha"
-        )
     tensors, remarks = peft.tensors_of(adapter)
     remarks += _taken_for_linear(adapter)
     peft.write(path, peft.config_of(adapter), tensors, _with_digest(tensors, adapter.info))

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import LORA, Adapter
+from .checkpoint import LORA, Adapter, alpha_is_missing
 from .files import CheckpointError
 
 _GPT2_SLICES = (True, False, True)
@@ -109,10 +109,7 @@ def updates(adapter: Adapter) -> dict[str, Update]:
             not known which slices they belong to.
     """
     if adapter.info is None:
-        raise CheckpointError(
-            f"{adapter.source}: does not say with what alpha it was trained; give it as lora_alpha "
-            "(--lora_alpha)"
-        )
+        raise alpha_is_missing(adapter.source)
     rank = rank_of(adapter.tensors, adapter.source)
     pairs = lora_pairs(adapter.tensors, adapter.source)
     scaling = adapter.info.alpha / rank

@@ -31,7 +31,7 @@ from gpt2_folder import read_gpt2, write_gpt2
 from torch import Tensor, nn
 
 from loralib import process
-from loralib.checkpoint import LORA, Adapter, check_base, lora_info, plain
+from loralib.checkpoint import LORA, Adapter, alpha_is_missing, check_base, lora_info, plain
 from loralib.files import CheckpointError, write_whole_folder
 from loralib.formats import FORMS, form_of_name, read_adapter, write_adapter
 from loralib.hub import resolve_file
@@ -351,10 +351,7 @@ def check_complete(adapter: Adapter, form: str, base: str | None) -> None:
     """
     info = adapter.info
     if info is None and form != "release":
-        raise CheckpointError(
-            f"{adapter.source}: does not say with what alpha it was trained; give it as "
-            "--lora_alpha"
-        )
+        raise alpha_is_missing(adapter.source)
     if info and info.beside:
         raise CheckpointError(
             f"{adapter.source}: was trained with {plain(info.beside)} as well, whose weights are "

@@ -22,7 +22,15 @@ import numpy as np
 from datasets import ClassLabel, Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
-from loralib.checkpoint import KINDS, LORA, Adapter, TrainedInfo, base_biases, plain
+from loralib.checkpoint import (
+    KINDS,
+    LORA,
+    Adapter,
+    TrainedInfo,
+    alpha_is_missing,
+    base_biases,
+    plain,
+)
 from loralib.files import write_whole
 from loralib.formats import read_adapter
 from transformers import (
@@ -401,10 +409,7 @@ def check_arguments(
                 raise ValueError(f"--{name} needs --{switch}")
     for adapter in adapters:
         if adapter.kind is LORA and adapter.info is None:
-            raise ValueError(
-                f"{adapter.source}: does not say with what alpha it was trained; give it as "
-                "--lora_alpha"
-            )
+            raise alpha_is_missing(adapter.source)
         if adapter.info is None or adapter.info.base_fingerprint is None:
             trusted = model_args.model_name_or_path
             logger.warning("%s does not say its base: taken on trust: %s", adapter.source, trusted)

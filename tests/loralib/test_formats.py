@@ -33,7 +33,15 @@ from torch import nn
 
 import loralib as lora
 from loralib import files, peft
-from loralib.checkpoint import BITFIT, BOTTLENECK, Adapter, AdapterInfo, BiasInfo, BottleneckInfo
+from loralib.checkpoint import (
+    BITFIT,
+    BOTTLENECK,
+    Adapter,
+    AdapterInfo,
+    BiasInfo,
+    BottleneckInfo,
+    lora_info,
+)
 from loralib.files import read_tensors, write_whole_folder
 from loralib.formats import FORMS, own_names, read_adapter, write_adapter
 from loralib.updates import updates
@@ -635,7 +643,7 @@ def umask() -> int:
     ],
 )
 def test_what_peft_cannot_hold(tmp_path, tensors, message):
-    adapter = Adapter(tensors, AdapterInfo(rank=2, alpha=3, targets=("x",)), "this adapter")
+    adapter = Adapter(tensors, lora_info(tensors, rank=2, alpha=3), "this adapter")
     refused(lambda: write_adapter(tmp_path / "a", adapter, "peft"), "this adapter", message)
     assert listing(tmp_path) == set()
 
