@@ -30,6 +30,7 @@ from .checkpoint import (
     LORA,
     Adapter,
     check_base,
+    check_finite,
     fingerprint,
     lora_layers,
 )
@@ -247,9 +248,7 @@ def _load(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) -> _
     modules = updated_modules(model, adapter)
     _check_called(model, modules, adapter.source)
     _check_info(adapter, base_fingerprint)
-    for name, tensor in adapter.tensors.items():
-        if not torch.isfinite(tensor).all():
-            raise CheckpointError(f"{adapter.source}: {name} holds values that are not finite")
+    check_finite(adapter)
     tensors = _head_tensors(adapter, modules)
     last = _last_projection(model)
     heads = {

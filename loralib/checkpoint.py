@@ -424,9 +424,7 @@ def load_into(
     }
     _check_names(adapter, own, starts)
     skipped = _check_shapes(adapter, own, starts, new_head)
-    for name in adapter.tensors.keys() & own.keys():
-        if not torch.isfinite(adapter.tensors[name]).all():
-            raise CheckpointError(f"{adapter.source}: {name} holds values that are not finite")
+    check_finite(adapter)
     with torch.no_grad():
         for name, tensor in adapter.tensors.items():
             if name not in skipped:
@@ -456,6 +454,17 @@ def _check_info(
         if theirs != ours:
             raise CheckpointError(_trained_with(adapter, what, theirs, ours))
     check_base(adapter, base_fingerprint)
+
+
+def check_finite(adapter: Adapter) -> None:
+    """Sees that all of an adapter's values are numbers.
+
+    Raises:
+        CheckpointError: some are not.
+    """
+    for name, tensor in adapter.tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise CheckpointError(f"{adapter.source}: {name} holds values that are not finite")
 
 
 def alpha_is_missing(source: str) -> CheckpointError:

@@ -36,6 +36,7 @@ from .checkpoint import (
     TrainedInfo,
     alpha_is_missing,
     base_biases,
+    check_finite,
     is_alpha,
     lora_info,
     plain,
@@ -216,8 +217,7 @@ def _check_values(adapter: Adapter) -> None:
             raise CheckpointError(
                 f"{adapter.source}: {name} is of {tensor.dtype}, not of a floating type"
             )
-        if not torch.isfinite(tensor).all():
-            raise CheckpointError(f"{adapter.source}: {name} holds values that are not finite")
+    check_finite(adapter)
 
 
 def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:

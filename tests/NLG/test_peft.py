@@ -1,15 +1,14 @@
 """PEFT's adapters of GPT-2: PEFT's logits, its files, and updates that are not made of blocks."""
 
 import argparse
-import importlib.util
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from compare import assert_equal
+from peft_maker import MAKER
 from safetensors.torch import load_file, save_file
 
 import checkpoints
@@ -20,16 +19,6 @@ from loralib.peft import CONFIG_NAME, PREFIX, WEIGHTS_NAMES
 from loralib.updates import fold
 from model import GPT2Config, load_base, own_names
 
-
-def load_maker():
-    path = Path(__file__).parents[1] / "loralib" / "make_peft_fixture.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-MAKER = load_maker()
 PEFT = MAKER.PeftFixture()
 CASES = [case for case in MAKER.CASES if MAKER.family_of(case) == "gpt2"]
 # One block for the query and one for the value, which the release's layers have.

@@ -1,15 +1,14 @@
 """PEFT's adapters of RoBERTa and DeBERTa-v2: PEFT's logits, its files, and what is refused."""
 
-import importlib.util
 import json
 import re
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from compare import assert_same_bits
+from peft_maker import MAKER
 from safetensors.torch import load_file, save_file
 
 from loralib.checkpoint import AdapterInfo, lora_layers
@@ -20,16 +19,6 @@ from loralib.updates import fold
 from transformers import AutoModelForSequenceClassification
 from transformers.configuration_utils import targets_of_modules
 
-
-def load_maker():
-    path = Path(__file__).parents[1] / "loralib" / "make_peft_fixture.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-MAKER = load_maker()
 PEFT = MAKER.PeftFixture()
 CASES = [case for case in MAKER.CASES if MAKER.family_of(case) != "gpt2"]
 # Their ranks or scalings differ from what the paper has, and are evened out.
