@@ -179,10 +179,12 @@ class _LowRank:
     Args:
         update: its tensors and scaling.
         device: the module's.
+        positions: whether it reaches positions that the module projects as well.
     """
 
-    def __init__(self, update: Update, device: torch.device):
+    def __init__(self, update: Update, device: torch.device, positions: bool):
         self.scaling = update.scaling
+        self.positions = positions
         self.columns = [part.columns for part in update.parts]
         # Copies, because a file's tensors are mapped from it, and others' may be written to.
         self.pairs = [(_copy(part.A, device), _copy(part.B, device)) for part in update.parts]
@@ -255,8 +257,10 @@ def _load(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) -> _
         top: _head(model, top, tensors, last, adapter.source)
         for top in sorted({name.partition(".")[0] for name in tensors})
     }
+    positions = adapter.info.positions is not False
     low_rank = {
-        name: _LowRank(update, module.weight.device) for name, (module, update) in modules.items()
+        name: _LowRank(update, module.weight.device, positions)
+        for name, (module, update) in modules.items()
     }
     return _Loaded(low_rank, heads, _labels(adapter, tensors.get(f"{last}.weight")))
 
@@ -399,12 +403,14 @@ class _Hook:
 def _add_updates(module: str, routing: Routing, x: Tensor, out: Tensor) -> Tensor:
     """Adds each adapter's update to its rows, in place: a linear layer's output is nobody else's.
 
-    With `Routing.spread`, every run has an output of its own: (n, …) -> (runs, n, …).
+    Of positions, every run of rows has an output of its own: (n, …) -> (runs, n, …).
     """
     updates = [adapter.updates.get(module) for adapter in routing.adapters]
+    if routing.positions:
+        updates = [update if update and update.positions else None for update in updates]
     if not any(updates):
         return out
-    if routing.spread:
+    if routing.positions and routing.rows is not None:
         x, out = (tensor.expand(len(updates), *tensor.shape) for tensor in (x, out))
     out = out.contiguous()
     for update, part in zip(updates, routing.parts(x), strict=True):

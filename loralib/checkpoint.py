@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from .files import CheckpointError, first_line
 from .layers import LoRALayer
+from .positions import lora_reaches_positions, may_be_shared
 
 # The backbones of the release's models; what starts with none of these belongs to a head.
 BACKBONE_PREFIXES = ("roberta", "deberta", "transformer.")
@@ -111,6 +112,8 @@ class AdapterInfo(TrainedInfo):
         dropout: dropout on the update's input in training, where there was any.
         bias: which of the base's biases were trained, and are held as well: those of `loralib`'s
             `mark_only_lora_as_trainable`.
+        positions: whether the update reaches the positions that an adapted projection is shared
+            with, see positions.py; None where none is shared.
     """
 
     rank: int
@@ -118,6 +121,7 @@ class AdapterInfo(TrainedInfo):
     targets: tuple[str, ...]
     dropout: float | None = None
     bias: str = "none"
+    positions: bool | None = None
 
     own: ClassVar[frozenset[str]] = frozenset({"rank", "alpha", "targets"})
 
@@ -128,6 +132,7 @@ class AdapterInfo(TrainedInfo):
             ("rank", is_rank(self.rank)),
             ("alpha", is_alpha(self.alpha)),
             ("dropout", self.dropout is None or is_dropout(self.dropout)),
+            ("positions", isinstance(self.positions, bool | None)),
         ):
             if not is_sound:
                 raise CheckpointError(f"{path}: {name} {getattr(self, name)!r} in its metadata")
@@ -322,11 +327,17 @@ def base_biases(tensors: Iterable[str]) -> set[str]:
 
 
 def lora_info(tensors: Iterable[str], rank: int, alpha: float) -> AdapterInfo:
-    """What the names of a LoRA adapter's tensors say of it, beside its rank and alpha."""
+    """What the names of a LoRA adapter's tensors say of it, beside its rank and alpha.
+
+    Names do not say whether the update reaches positions: it is taken for the release's.
+    """
     modules = {name.rpartition(".")[0] for name in tensors if LORA.part in name}
     trained = {name.rpartition(".")[0].removesuffix(".conv") for name in base_biases(tensors)}
     bias = "none" if not trained else "lora_only" if trained <= modules else "all"
-    return AdapterInfo(rank=rank, alpha=alpha, targets=lora_targets(modules), bias=bias)
+    positions = False if may_be_shared(modules) else None
+    return AdapterInfo(
+        rank=rank, alpha=alpha, targets=lora_targets(modules), bias=bias, positions=positions
+    )
 
 
 def lora_layers(model: nn.Module) -> dict[str, LoRALayer]:
@@ -440,13 +451,17 @@ def _lora_settings(model: nn.Module, source: str) -> dict[str, object]:
             "(--apply_lora makes them, or --lora_dim for GPT-2)"
         )
     layer = next(iter(layers.values()))
-    return {"targets": lora_targets(layers), "rank": layer.r, "alpha": layer.lora_alpha}
+    settings = {"targets": lora_targets(layers), "rank": layer.r, "alpha": layer.lora_alpha}
+    reached = lora_reaches_positions(model)
+    return settings if reached is None else {**settings, "positions": reached}
 
 
 def _check_info(
     adapter: Adapter, settings: Mapping[str, object], base_fingerprint: str | None
 ) -> None:
     info = adapter.info
+    if settings.get("positions") is not None:
+        check_positions(adapter, settings["positions"])
     if info is None:
         return
     for what, ours in settings.items():
@@ -454,6 +469,27 @@ def _check_info(
         if theirs != ours:
             raise CheckpointError(_trained_with(adapter, what, theirs, ours))
     check_base(adapter, base_fingerprint)
+
+
+def check_positions(adapter: Adapter, reached: bool | None = None) -> None:
+    """Checks that an adapter of shared projections says whether it reaches positions.
+
+    Args:
+        adapter: LoRA, for a model with shared projections.
+        reached: whether that model's LoRA reaches positions, where it has LoRA; an adapter that
+            says nothing of itself is the release's, which does not.
+
+    Raises:
+        CheckpointError: it does not say it, or it says the opposite.
+    """
+    theirs = adapter.info.positions if adapter.info else False
+    if theirs is None:
+        raise CheckpointError(
+            f"{adapter.source}: adapts projections that positions share, and does not say whether "
+            "its update reaches positions (lora_positions); train it again, or set it in its info"
+        )
+    if reached is not None and theirs != reached:
+        raise CheckpointError(_trained_with(adapter, "lora_positions", theirs, reached))
 
 
 def check_finite(adapter: Adapter) -> None:

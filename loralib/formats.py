@@ -360,8 +360,28 @@ def form_of_name(path: Path) -> str:
     )
 
 
+def what_forbids(adapter: Adapter, form: str) -> str | None:
+    """Why an adapter would compute something else in a form; None where it computes the same."""
+    reached = getattr(adapter.info, "positions", None)
+    if form == "release" and reached:
+        return (
+            "its LoRA reaches positions (lora_positions), the release's does not: it would compute "
+            "something else there; --to lora and --to peft keep it, --to merged makes a plain model"
+        )
+    if form == "peft" and reached is False:
+        return (
+            "its LoRA does not reach positions, as in the release; PEFT's always does where they "
+            "share a projection with contents: merge it (--to merged), train it with "
+            "--lora_positions, or give a --base that shares none"
+        )
+    return None
+
+
 def _check_sound(adapter: Adapter, form: str) -> None:
     """Sees that what is written can be read again."""
+    reason = what_forbids(adapter, form)
+    if reason:
+        raise CheckpointError(f"{adapter.source}: {reason}")
     if adapter.info is not None:
         adapter.info.check(adapter.source)
     elif form != "release":
@@ -415,7 +435,7 @@ def _write_release(path: Path, adapter: Adapter) -> list[str]:
         write_wrapped_tensors(path, named, adapter.info.to_metadata() if adapter.info else {})
         return []
     write_tensors(path, adapter.tensors)
-    return _lost(adapter.info, kept=("rank", "targets", "bias"))
+    return _lost(adapter.info, kept=("rank", "targets", "bias", "positions"))
 
 
 def _lost(info: TrainedInfo | None, kept: Iterable[str]) -> list[str]:

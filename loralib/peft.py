@@ -119,8 +119,11 @@ def read(config_path: Path, tensors: Mapping[str, Tensor], weights: Path) -> Ada
     whole = rank_of(tensors, source)
     tensors = _stacked(tensors, source)
     rank = rank_of(tensors, source)
+    info = lora_info(tensors, rank, _as_int(alpha / (whole // rank)))
     info = replace(
-        lora_info(tensors, rank, _as_int(alpha / (whole // rank))),
+        info,
+        # What PEFT adapts is adapted wherever it is used.
+        positions=None if info.positions is None else True,
         dropout=config.get("lora_dropout") or None,
         base=config.get("base_model_name_or_path"),
         base_revision=config.get("revision"),

@@ -31,29 +31,30 @@ class Routing:
         adapters: each run's adapter.
         rows: each run's rows; None where one adapter has all, however many there are.
         tokens: each run's tokens among the packed ones, once a model has packed them.
-        spread: inputs are no batch's, every run has a copy of them: see `for_each_run`.
+        positions: inputs are positions' embeddings, not a batch's: every run has a copy of them,
+            see `for_each_run`.
     """
 
     key: object
     adapters: tuple[Any, ...]
     rows: tuple[slice, ...] | None = None
     tokens: tuple[slice, ...] | None = None
-    spread: bool = False
+    positions: bool = False
 
     def parts(self, x: Tensor) -> Sequence[slice]:
         """Where each run is in a layer's input, in its first dimension.
 
         Args:
             x: (tokens, in) of packed tokens; (batch, in), one token a row; (batch, …, in); with
-                `spread`, (runs, …, in). Any shape where one adapter has all rows.
+                `positions`, (runs, …, in). Any shape where one adapter has all rows.
 
         Raises:
             ValueError: x is neither.
         """
-        if self.spread:
-            return slices([1] * len(self.adapters))
         if self.rows is None:
             return [slice(None)]
+        if self.positions:
+            return slices([1] * len(self.adapters))
         if self.tokens is not None and x.dim() == 2 and len(x) == self.tokens[-1].stop:
             return self.tokens
         if x.dim() >= 2 and len(x) == self.rows[-1].stop:
@@ -122,21 +123,21 @@ def note_tokens(lengths: Sequence[int]) -> tuple[slice, ...]:
 
 
 def for_each_run(layer: nn.Module, x: Tensor) -> list[Tensor]:
-    """What a linear layer makes of an input that is no batch's, such as positions, in every run.
+    """What a linear layer makes of positions, which are not a batch's, in every run.
 
     The layer's own product is made once.
 
     Args:
         layer: (…, in) -> (…, out), with updates or without.
-        x: (n, in).
+        x: (n, in), embeddings of positions.
 
     Returns:
         For each run (n, out); one where there is no routing, or one adapter has all rows.
     """
     routing = _in_effect.get()
-    if routing is None or routing.rows is None:
+    if routing is None:
         return [layer(x)]
-    with routed(replace(routing, spread=True)):
+    with routed(replace(routing, positions=True)):
         out = layer(x)
     # A layer that no adapter of these updates is the same in all runs.
     return list(out) if out.dim() > x.dim() else [out] * len(routing.adapters)

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import LORA, Adapter, alpha_is_missing
+from .checkpoint import LORA, Adapter, alpha_is_missing, check_positions
 from .files import CheckpointError
+from .positions import shared_projections, unshare_positions
 
 _GPT2_SLICES = (True, False, True)
 
@@ -181,6 +182,8 @@ def updated_modules(model: nn.Module, adapter: Adapter) -> dict[str, tuple[nn.Mo
                 f"{ours}: a base of another size"
             )
         modules[name] = module, update
+    if shared_projections(model) & modules.keys():
+        check_positions(adapter)
     return modules
 
 
@@ -191,6 +194,8 @@ def fold(model: nn.Module, adapter: Adapter) -> None:
     Updates are added to the weights, summed in float32 or wider and rounded once, to the weight's
     dtype; a head and biases that the adapter brings take the place of the model's. All that
     changes gets new tensors, so that the old ones, which may be a mapped file, keep their bits.
+    Where an update is kept from positions that share its weight, those first get projections of
+    their own, see positions.py.
 
     Args:
         model: the base, with a head of the adapter's shape, and no LoRA layers.
@@ -212,6 +217,8 @@ def fold(model: nn.Module, adapter: Adapter) -> None:
                 f"{adapter.source}: {name} is {tuple(tensor.shape)}, in the model "
                 f"{tuple(own[name].shape)}"
             )
+    if adapter.info.positions is False:
+        unshare_positions(model, modules)
     for module, update in modules.values():
         _replace(module, "weight", _folded(module, update))
     for name, tensor in others.items():

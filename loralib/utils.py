@@ -5,6 +5,7 @@ import logging
 from torch import Tensor, nn
 
 from .layers import LoRALayer
+from .positions import lora_reaches_positions, unshare_positions
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,8 @@ def merge(module: nn.Module) -> nn.Module:
     The sums are computed in float32 or wider and rounded once, to the weight's dtype. A frozen
     weight itself keeps its bits: the plain layer gets a weight of its own, (out, in) even if the
     LoRA layer held it as (in, out), and shares the bias. Names of the entries in `state_dict()` are
-    the plain layers' own.
+    the plain layers' own. Where LoRA is kept from positions that share its weight, those first get
+    projections of their own, see positions.py.
 
     Args:
         module: a LoRA layer, which is left as it is; or a model, whose LoRA layers are replaced in
@@ -96,6 +98,8 @@ def merge(module: nn.Module) -> nn.Module:
         if isinstance(layer, LoRALayer)
     }
     plain = {layer: layer.plain() for layer in set(layers.values())}
+    if lora_reaches_positions(module) is False:
+        unshare_positions(module, layers)
     for name, layer in layers.items():
         module.set_submodule(name, plain[layer])
     return module

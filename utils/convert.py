@@ -35,6 +35,7 @@ from loralib.checkpoint import LORA, Adapter, alpha_is_missing, check_base, lora
 from loralib.files import CheckpointError, write_whole_folder
 from loralib.formats import FORMS, form_of_name, read_adapter, write_adapter
 from loralib.hub import resolve_file
+from loralib.positions import shared_projections
 from loralib.updates import fold, lora_pairs, rank_of, updated_modules
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 from transformers.configuration_utils import OWN_SETTINGS, write_settings
@@ -51,6 +52,10 @@ _FOLDERS = ("peft", "merged")
 _OF_HEAD = ("num_labels", "_num_labels", "problem_type", "dtype")
 # What is still true of an adapter once it is merged.
 _OF_MERGED = ("base", "revision", "fingerprint", "task", "labels")
+_REACHED = {
+    True: "reached by the update, as PEFT's are",
+    False: "not reached by the update, as in the release",
+}
 _FILE_SUFFIXES = (".safetensors", ".bin", ".pt")
 
 
@@ -173,7 +178,9 @@ def _write_encoder(folder: Path, adapter: Adapter, base: Base) -> None:
     # Upstream's settings are the base's; the model's own are these.
     settings = {k: v for k, v in base.settings.items() if k not in (*OWN_SETTINGS, *_OF_HEAD)}
     written = model.config.to_dict()
-    settings |= {name: written[name] for name in ("architectures", "id2label", "label2id")}
+    # Merging may have given positions projections of their own.
+    from_model = ("architectures", "id2label", "label2id", *settings.keys() & {"share_att_key"})
+    settings |= {name: written[name] for name in from_model}
     if adapter.info.task:
         settings["finetuning_task"] = adapter.info.task
     settings["torch_dtype"] = _name_of(next(model.parameters()).dtype)
@@ -235,11 +242,17 @@ def _outputs(adapter: Adapter) -> int | None:
 
 
 def with_base(adapter: Adapter, base: Base) -> Adapter:
-    """The adapter with its base's name and fingerprint, where it has an info to hold them."""
+    """The adapter with what its base says of it, where it has an info to hold that.
+
+    This is the base's name and fingerprint, and whether any adapted projection is shared at all.
+    """
     if adapter.info is None:
         return adapter
-    own = {"base": base.name, "base_revision": base.revision}
-    return replace(adapter, info=replace(adapter.info, **own, base_fingerprint=base.fingerprint))
+    own: dict[str, Any] = {"base": base.name, "base_revision": base.revision}
+    own["base_fingerprint"] = base.fingerprint
+    if shared_projections(base.model).isdisjoint(lora_pairs(adapter.tensors, adapter.source)):
+        own["positions"] = None
+    return replace(adapter, info=replace(adapter.info, **own))
 
 
 def in_dtype(adapter: Adapter, dtype: torch.dtype | None) -> Adapter:
@@ -299,6 +312,7 @@ def describe(adapter: Adapter) -> dict[str, str]:
         "targets": f"{plain(info.targets)}, in {len(pairs)} modules",
         "dropout": info.dropout,
         "biases": info.bias,
+        "positions": None if info.positions is None else _REACHED[info.positions],
         "parameters": f"{lora:,} of LoRA, {others:,} others",
         "size": f"{sum(t.nbytes for t in adapter.tensors.values()) / 2**20:.2f} MiB",
         "dtype": ", ".join(dtypes_of(adapter)),

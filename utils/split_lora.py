@@ -114,7 +114,10 @@ def _own_settings(
                 f"{checkpoint.source}: its LoRA weights have rank {rank}, its {CONFIG_NAME} says "
                 f"{own['rank']}"
             )
-        own["targets"] = lora_info(part, rank, own["alpha"]).targets
+        said = lora_info(part, rank, own["alpha"])
+        own["targets"] = said.targets
+        if said.positions is not None and config.get("share_att_key"):
+            own["positions"] = bool(config.get("lora_positions"))
         own["dropout"] = config.get("lora_dropout") or None
     return own
 

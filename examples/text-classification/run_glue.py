@@ -92,6 +92,11 @@ class ModelArguments:
         choices=list(LORA_TARGETS),
     )
     lora_dropout: float | None = flag(None, "dropout on the LoRA update's input (default: 0)")
+    lora_positions: bool | None = flag(
+        None,
+        "for DeBERTa-v2: LoRA also reaches the positions that its projections share with contents, "
+        "as PEFT's does (default: false, as in the release)",
+    )
     apply_adapter: bool = flag(False, "train bottleneck adapters and the head")
     adapter_type: str | None = flag(
         None,
@@ -374,7 +379,7 @@ def tokenize(
 
 # The flags that say how a model is adapted, by the switch that they need.
 ADAPTATIONS = {
-    "apply_lora": ("lora_r", "lora_alpha", "lora_targets", "lora_dropout"),
+    "apply_lora": ("lora_r", "lora_alpha", "lora_targets", "lora_dropout", "lora_positions"),
     "apply_adapter": ("adapter_type", "adapter_size"),
     "apply_bitfit": (),
 }
@@ -383,6 +388,7 @@ FROM_INFO = {
     "rank": "lora_r",
     "alpha": "lora_alpha",
     "targets": "lora_targets",
+    "positions": "lora_positions",
     "adapter_type": "adapter_type",
     "adapter_size": "adapter_size",
 }

@@ -33,13 +33,14 @@ class Trained:
     alpha: float
     labels: int
     targets: tuple[str, ...] = ("query", "value")
+    positions: bool = False  # reached, where DeBERTa shares projections with them
 
 
 TRAINED = {
     "a": Trained(1, rank=2, alpha=6, labels=2),
-    "b": Trained(2, rank=5, alpha=3, labels=4, targets=("query", "key")),
+    "b": Trained(2, rank=5, alpha=3, labels=4, targets=("query", "key"), positions=True),
     "c": Trained(3, rank=1, alpha=2, labels=3, targets=ALL),
-    "d": Trained(4, rank=3, alpha=4, labels=1, targets=("key", "intermediate")),
+    "d": Trained(4, rank=3, alpha=4, labels=1, targets=("key", "intermediate"), positions=True),
     "e": Trained(5, rank=4, alpha=5, labels=3, targets=("attention_output", "output")),
 }
 # One name a row, in any order.
@@ -72,6 +73,8 @@ class Task:
     def lora(self, trained):
         """A model with LoRA as it was trained, the base's weights, and new LoRA weights."""
         switches = {"apply_lora": True, "lora_r": trained.rank, "lora_alpha": trained.alpha}
+        if self.family == "deberta":
+            switches["lora_positions"] = trained.positions
         model = self.make(num_labels=trained.labels, lora_targets=list(trained.targets), **switches)
         own, base = model.state_dict(), self.base.state_dict()
         model.load_state_dict(
@@ -160,6 +163,7 @@ def mixed_logits(bank, model, names, batch):
 @torch.no_grad()
 @pytest.mark.parametrize("name", TRAINED)
 def test_one_adapter_is_a_model_of_its_own(task, name, path):
+    """And so are DeBERTa's two kinds, those that reach positions and those that do not."""
     bank, batch = task.bank(name), make_batch(4, path)
     with bank.use(name):
         ours = task.base(**batch).logits
@@ -286,6 +290,16 @@ def test_distances_of_another_adapter_show(make_classifier, monkeypatch):
     monkeypatch.setattr(DEBERTA, "for_each_run", lambda *given: each(*given)[::-1])
     with pytest.raises(AssertionError):
         close_to_rows(mixed_logits(bank, task.base, names, batch), expected)
+
+
+def test_an_adapter_that_does_not_say_whether_it_reaches_positions(make_classifier):
+    task = Task(make_classifier, "deberta")
+    adapter = task.adapter("a")
+    unsaid = replace(adapter, info=replace(adapter.info, positions=None))
+    with pytest.raises(CheckpointError, match=r"^a.safetensors: .*lora_positions"):
+        lora.AdapterBank(task.base).add("a", unsaid)
+    # Where none of its projections is shared there is nothing to say.
+    lora.AdapterBank(Task(make_classifier, "deberta", share_att_key=False).base).add("a", unsaid)
 
 
 @torch.no_grad()

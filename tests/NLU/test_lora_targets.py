@@ -78,7 +78,9 @@ def folded(model, plain, scaling):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("targets", CHOICES, ids="+".join)
 def test_the_model_is_one_with_w_plus_b_a(build, batch, family, targets):
-    model = build(family, **LORA, lora_targets=targets)
+    # DeBERTa's positions see the same weight as contents; see test_lora_positions.py.
+    everywhere = {"lora_positions": True} if family == "deberta" else {}
+    model = build(family, **LORA, lora_targets=targets, **everywhere)
     plain = folded(model, build(family), 12 / 3)
     expected = plain(**batch).logits
     without = build(family)

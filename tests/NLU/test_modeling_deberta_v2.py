@@ -194,10 +194,10 @@ def literal_rows(length, buckets, furthest):
     return torch.from_numpy((distance + span).clip(0, 2 * span - 1))
 
 
-def project(layer, x):
-    """W x + b, with LoRA's update folded into W."""
+def project(layer, x, adapted=True):
+    """W x + b, with LoRA's update merged into W where x is adapted."""
     weight = layer.weight
-    if isinstance(layer, lora.LoRALayer):
+    if adapted and isinstance(layer, lora.LoRALayer):
         weight = weight + layer.scaling * layer.lora_B @ layer.lora_A
     return F.linear(x, weight, layer.bias)
 
@@ -215,7 +215,7 @@ def literal_attention(config, attention, x, embeddings, mask, drop):
     terms = config.pos_att_type if config.relative_attention else []
     if terms:
         embeddings = drop(embeddings, config.hidden_dropout_prob)
-        shared = config.share_att_key
+        shared, reached = config.share_att_key, config.lora_positions
         rows = literal_rows(length, config.position_buckets, config.furthest)
     heads = []
     keep = drop.mask(config.attention_probs_dropout_prob)
@@ -224,11 +224,11 @@ def literal_attention(config, attention, x, embeddings, mask, drop):
         scores = q[:, part] @ k[:, part].T
         if "c2p" in terms:
             layer = attention.key_proj if shared else attention.pos_key_proj
-            keys = project(layer, embeddings)[:, part][rows]  # (query, key, dim)
+            keys = project(layer, embeddings, reached)[:, part][rows]  # (query, key, dim)
             scores = scores + torch.einsum("id,ijd->ij", q[:, part], keys)
         if "p2c" in terms:
             layer = attention.query_proj if shared else attention.pos_query_proj
-            queries = project(layer, embeddings)[:, part][rows]
+            queries = project(layer, embeddings, reached)[:, part][rows]
             scores = scores + torch.einsum("ijd,jd->ij", queries, k[:, part])
         scores = scores / math.sqrt(dim * (1 + len(config.pos_att_type)))
         weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=1)
@@ -322,10 +322,19 @@ LITERAL = {
 }
 
 
-@pytest.mark.parametrize("adapted", [True, False], ids=["lora", "full"])
+# Ways to train: LoRA on contents alone, as the release has it; on positions too; all weights.
+ADAPTED = {
+    "lora": LORA,
+    "lora on key, too": {**LORA, "lora_targets": ["query", "key", "value"]},
+    "lora on positions": {**LORA, "lora_targets": ["query", "key"], "lora_positions": True},
+    "full": {},
+}
+
+
+@pytest.mark.parametrize("adapted", ADAPTED.values(), ids=ADAPTED)
 @pytest.mark.parametrize("variant", LITERAL)
 def test_losses_and_gradients_of_the_literal_formulas(variant, adapted, path):
-    settings = {**(LORA if adapted else {}), **NO_DROPOUT, **LITERAL[variant]}
+    settings = {**adapted, **NO_DROPOUT, **LITERAL[variant]}
     model = build("classifier", variant, **settings).double()
     reference = copy.deepcopy(model)
     for each in (model, reference):

@@ -397,7 +397,7 @@ def test_projections_of_what_is_no_batch(bank, model, model_class):
     # As many rows as the batch has, so that nothing but the call tells.
     with bank.use(["a", "d", "a"]):
         outputs, others = for_each_run(layer, x), for_each_run(other, x)
-        assert in_effect().spread is False
+        assert in_effect().positions is False
     for name, out in zip("ada", outputs, strict=True):
         close(out, of(name))
     assert all(torch.equal(out, other(x)) for out in others)

@@ -28,7 +28,7 @@ ADAPTER_TYPES = {"houlsby": ("attention_output", "output"), "pfeiffer": ("output
 
 # What shapes an adapted model, by its switch. A checkpoint is read as it was trained.
 _ADAPTATIONS = {
-    "apply_lora": ("lora_r", "lora_alpha", "lora_targets"),
+    "apply_lora": ("lora_r", "lora_alpha", "lora_targets", "lora_positions"),
     "apply_adapter": ("adapter_type", "adapter_size"),
 }
 # Of these, None says that a setting is not given.
@@ -332,6 +332,8 @@ def check_same_adaptation(
             continue
         for name in (switch, *settings):
             asked, trained = asked_for.get(name), values.get(name)
+            if name == "lora_positions":
+                trained = bool(trained)  # the release's settings do not have it
             if name == "lora_targets" and asked is not None:
                 # Files from before there was a choice do not say.
                 trained = in_order(trained or ("query", "value"))

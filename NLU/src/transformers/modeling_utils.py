@@ -27,6 +27,7 @@ from loralib.checkpoint import (
 )
 from loralib.files import CheckpointError, read_tensors, write_tensors
 from loralib.hub import resolve_file
+from loralib.positions import lora_reaches_positions
 
 from .configuration_utils import PretrainedConfig, check_same_adaptation
 from .file_utils import (
@@ -165,6 +166,7 @@ class PreTrainedModel(nn.Module):
             "rank": layer.r,
             "alpha": layer.lora_alpha,
             "targets": lora_targets(layers),
+            "positions": lora_reaches_positions(self),
             "dropout": self.config.lora_dropout or None,
         }
 

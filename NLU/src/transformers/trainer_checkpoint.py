@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from loralib.checkpoint import KINDS
 from loralib.files import CheckpointError, sync_folder, write_whole
-from loralib.formats import read_adapter, write_adapter
+from loralib.formats import form_of_name, read_adapter, what_forbids, write_adapter
 from loralib.precision import Precision
 from loralib.process import TrainingError, rng_state, set_rng_state
 
@@ -135,7 +135,10 @@ class TrainerCheckpoints:
         for kind in adapted_by:
             adapter = self.model.adapter(kind)
             for name in reversed(kind.files):
-                write_adapter(folder / name, adapter)
+                if what_forbids(adapter, form_of_name(folder / name)) is None:
+                    write_adapter(folder / name, adapter)
+                else:
+                    (folder / name).unlink(missing_ok=True)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
         _save(self.args.to_dict(), folder / TRAINING_ARGS_NAME)

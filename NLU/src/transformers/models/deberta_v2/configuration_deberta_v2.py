@@ -44,6 +44,8 @@ class DebertaV2Config(PretrainedConfig):
         pooler_hidden_act: activation of the classifier's pooler.
         pooler_dropout: dropout on the pooler's input.
         cls_dropout: dropout between pooler and classifier; None for `hidden_dropout_prob`.
+        lora_positions: with `share_att_key`, LoRA on the query and the key also reaches the
+            positions that these project, as PEFT's does; the release's reaches contents alone.
         others: see `PretrainedConfig`.
 
     Raises:
@@ -80,6 +82,7 @@ class DebertaV2Config(PretrainedConfig):
         pooler_hidden_act: str = "gelu",
         pooler_dropout: float = 0.0,
         cls_dropout: float | None = None,
+        lora_positions: bool = False,
         pad_token_id: int = 0,
         **others: Any,
     ):
@@ -109,6 +112,7 @@ class DebertaV2Config(PretrainedConfig):
         self.pooler_hidden_act = pooler_hidden_act
         self.pooler_dropout = pooler_dropout
         self.cls_dropout = cls_dropout
+        self.lora_positions = lora_positions
         self._check()
 
     def _check(self) -> None:

@@ -26,8 +26,9 @@ buckets, shared projections and convolution; LoRA, arXiv 2106.09685, section 4.2
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -187,9 +188,15 @@ class Batch:
 class DisentangledSelfAttention(nn.Module):
     """Multi-head attention to contents and distances, without its output projection.
 
-    Where keys are shared, the content's projections are the distances' too: LoRA on the query then
-    reaches those of the "p2c" term, LoRA on the key those of "c2p". So in a batch with several
-    adapters each run of rows has projections of its own, and attention takes run after run.
+    Where keys are shared, the content's projections are the distances' too: the query's those of
+    the "p2c" term, the key's those of "c2p". As in the release, LoRA reaches contents alone, and
+    distances are projected by the frozen weight. With `config.lora_positions` it reaches both, as
+    PEFT's does: in a batch with several such adapters each run of rows has distances of its own,
+    and attention takes run after run. See loralib/positions.py.
+
+    Attributes:
+        shared_with_positions: names of the projections that are the distances' too.
+        lora_positions: whether LoRA in these reaches distances.
     """
 
     def __init__(self, config: DebertaV2Config):
@@ -203,12 +210,36 @@ class DisentangledSelfAttention(nn.Module):
         self.value_proj = projection(config, "value", width, width)
         terms = config.pos_att_type if config.relative_attention else ()
         self.c2p, self.p2c = "c2p" in terms, "p2c" in terms
-        self.share_att_key = config.share_att_key
+        self.config = config
+        self.share_att_key, self.lora_positions = config.share_att_key, config.lora_positions
         self.pos_dropout = lora.Dropout(config.hidden_dropout_prob)
         if self.c2p and not self.share_att_key:
             self.pos_key_proj = nn.Linear(width, width)
         if self.p2c and not self.share_att_key:
             self.pos_query_proj = nn.Linear(width, width)
+
+    @property
+    def shared_with_positions(self) -> tuple[str, ...]:
+        """Names of the projections that are the distances' too."""
+        if not self.share_att_key:
+            return ()
+        terms = {"key_proj": self.c2p, "query_proj": self.p2c}
+        return tuple(name for name, is_there in terms.items() if is_there)
+
+    def unshare_positions(self) -> None:
+        """Gives distances projections of their own, which compute what the shared ones do."""
+        for name in self.shared_with_positions:
+            setattr(self, f"pos_{name}", _plain_copy(self.get_submodule(name)))
+        self.share_att_key = self.config.share_att_key = False
+
+    def _position_projection(self, name: str) -> Callable[[Tensor], Tensor]:
+        """What projects distances for a term: (n, hidden) -> the same."""
+        if name not in self.shared_with_positions:
+            return self.get_submodule(f"pos_{name}")
+        shared = self.get_submodule(name)
+        if isinstance(shared, lora.Linear) and not self.lora_positions:
+            return partial(F.linear, weight=shared.weight, bias=shared.bias)
+        return shared
 
     def forward(self, hidden: Tensor, queries: Tensor, batch: Batch) -> Tensor:
         """What `queries` gather from `hidden`.
@@ -243,14 +274,16 @@ class DisentangledSelfAttention(nn.Module):
             return list(zip(keys, queries, strict=True))
         embeddings = self.pos_dropout(relative.embeddings)
         if self.c2p:
-            project = self.key_proj if self.share_att_key else self.pos_key_proj
+            project = self._position_projection("key_proj")
             keys = self._of_distances(project, embeddings, relative.rows.flip(0))
         if self.p2c:
-            project = self.query_proj if self.share_att_key else self.pos_query_proj
+            project = self._position_projection("query_proj")
             queries = self._of_distances(project, embeddings, relative.rows)
         return list(zip(keys, queries, strict=True))
 
-    def _of_distances(self, project: nn.Module, embeddings: Tensor, rows: Tensor) -> list[Tensor]:
+    def _of_distances(
+        self, project: Callable[[Tensor], Tensor], embeddings: Tensor, rows: Tensor
+    ) -> list[Tensor]:
         """For each run, the scaled projections of these rows of the embeddings."""
         projected = for_each_run(project, embeddings)
         return [(run * self.scale).index_select(0, rows) for run in projected]
@@ -299,6 +332,15 @@ class DisentangledSelfAttention(nn.Module):
         parts = (x.transpose(1, 2) for x in (query, key, value))
         dropout_p = self.dropout_p if self.training else 0.0
         return _attention(*parts, bias, self.scale, dropout_p).transpose(1, 2).flatten(2)
+
+
+def _plain_copy(layer: nn.Linear) -> nn.Linear:
+    """A linear layer with a copy of another's weight and bias, and without its LoRA."""
+    copy = nn.Linear(layer.in_features, layer.out_features, device="meta")
+    for name in ("weight", "bias"):
+        own = getattr(layer, name)
+        setattr(copy, name, nn.Parameter(own.detach().clone(), requires_grad=own.requires_grad))
+    return copy.train(layer.training)
 
 
 def _position_scores(

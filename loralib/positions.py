@@ -1,0 +1,73 @@
+r"""Projections that positions share with contents: DeBERTa-v2 with `share_att_key`.
+
+There, one weight W projects the tokens' contents and their relative positions. Where it is adapted,
+the update can reach both, or contents alone:
+
+                       of contents x               of positions p
+    contents alone     W x + s · B A x             W p                  the release's way
+    both               W x + s · B A x             W p + s · B A p      PEFT's; and a merged weight
+
+The two give other logits and other gradients, and an adapter's tensors do not show which of them it
+was trained with. So its metadata says it (`AdapterInfo.positions`), and whatever loads, merges or
+converts it asks here. A module that owns such projections tells this of itself:
+
+    shared_with_positions     names of its children that project positions as well
+    lora_positions            whether LoRA in these children reaches positions
+    unshare_positions()       gives positions projections of their own, with the children's weights
+
+Source: `nn.Linear.forward(self.query_proj, …)` in the release's modeling_deberta_v2.py.
+"""
+
+from collections.abc import Collection, Iterable, Iterator
+
+from torch import nn
+
+from .layers import LoRALayer
+
+# The family whose projections may be shared, and those that are.
+_PREFIX, _SHARED = "deberta.", (".query_proj", ".key_proj")
+
+
+def may_be_shared(modules: Iterable[str]) -> bool:
+    """Whether modules of these names can be projections that positions share with contents."""
+    return any(name.startswith(_PREFIX) and name.endswith(_SHARED) for name in modules)
+
+
+def shared_projections(model: nn.Module) -> set[str]:
+    """The names of a model's projections that positions share with contents."""
+    return {
+        f"{owner}.{child}" if owner else child
+        for owner, module in _owners(model)
+        for child in module.shared_with_positions
+    }
+
+
+def lora_reaches_positions(model: nn.Module) -> bool | None:
+    """Whether a model's own LoRA reaches positions; None where no shared projection has LoRA."""
+    for _, module in _owners(model):
+        for child in module.shared_with_positions:
+            layer = module.get_submodule(child)
+            if isinstance(layer, LoRALayer) and layer.r > 0:
+                return module.lora_positions
+    return None
+
+
+def unshare_positions(model: nn.Module, adapted: Collection[str]) -> None:
+    """Gives positions projections of their own, if a shared one is among those to be adapted.
+
+    Without it, an update that is merged into a shared weight would reach positions.
+
+    Args:
+        model: changed in place.
+        adapted: names of the modules that an update is about to be merged into.
+    """
+    if shared_projections(model).isdisjoint(adapted):
+        return
+    for _, module in list(_owners(model)):
+        module.unshare_positions()
+
+
+def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if getattr(module, "shared_with_positions", ()):
+            yield name, module
