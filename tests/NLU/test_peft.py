@@ -338,7 +338,7 @@ def test_a_tour_of_the_forms_keeps_every_bit(folder, tmp_path, case):
 def test_what_reaches_positions_is_not_the_releases(folder, tmp_path):
     adapter = read_adapter(folder("deberta_query_value"))
     assert adapter.info.positions is True
-    with pytest.raises(CheckpointError, match="reaches positions .* the release's does not"):
+    with pytest.raises(CheckpointError, match=r"reaches positions .* the release's does not"):
         write_adapter(tmp_path / "out.bin", adapter)
     opposite = replace(adapter, info=replace(adapter.info, positions=False))
     with pytest.raises(CheckpointError, match="does not reach positions, as in the release"):

@@ -1,0 +1,145 @@
+"""convert.py on DeBERTa's two kinds of adapter: LoRA on contents alone, or on positions too."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from encoder_options import RELATIVE
+
+from loralib import process
+from loralib.formats import read_adapter, write_adapter
+from transformers import DebertaV2Config, DebertaV2ForSequenceClassification, DebertaV2Model
+
+SCRIPT = Path(__file__).resolve().parents[2] / "utils" / "convert.py"
+SHAPE = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 30,
+    "initializer_range": 0.3,
+}
+IDS = torch.randint(5, 40, (3, 9), generator=torch.Generator().manual_seed(1))
+OUT = {"lora": "out.safetensors", "release": "out.bin", "peft": "out", "merged": "out"}
+
+
+@pytest.fixture(scope="module")
+def script():
+    sys.path.insert(0, str(SCRIPT.parent))  # as running it does
+    spec = importlib.util.spec_from_file_location("convert_positions", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    sys.path.remove(str(SCRIPT.parent))
+
+
+def make_base(folder, **settings):
+    torch.manual_seed(0)
+    DebertaV2Model(DebertaV2Config(**{**SHAPE, **RELATIVE, **settings})).save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def make_adapter(base, path, **settings):
+    """Writes an adapter of a base; returns the logits of both."""
+    torch.manual_seed(8)
+    model = DebertaV2ForSequenceClassification.from_pretrained(
+        base, apply_lora=True, lora_r=2, lora_alpha=6, num_labels=3, **settings
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or not name.startswith("deberta."):
+            parameter.add_(torch.randn(parameter.shape), alpha=0.5)
+    write_adapter(path, model.adapter())
+    return model(IDS).logits
+
+
+@pytest.fixture
+def base(tmp_path):
+    return make_base(tmp_path / "base")
+
+
+@pytest.fixture
+def convert(script, tmp_path):
+    """``convert(form, *flags)``: converts in.safetensors, and returns what was written."""
+
+    def run(form, *flags, source="in.safetensors"):
+        target = tmp_path / OUT[form]
+        script.main([str(tmp_path / source), str(target), "--to", form, *map(str, flags)])
+        return target
+
+    return run
+
+
+@pytest.fixture
+def refusal(convert, tmp_path):
+    """``refusal(form, *flags)``: the one line with which a conversion is refused."""
+
+    def run(form, *flags, **source):
+        lines = []
+        with pytest.raises(SystemExit):
+            process.run(lambda: convert(form, *flags, **source), lines.append)
+        (line,) = lines
+        assert "\n" not in line
+        assert not (tmp_path / OUT[form]).exists()
+        return line
+
+    return run
+
+
+@pytest.mark.parametrize("reached", [False, True], ids=["contents", "positions"])
+@pytest.mark.parametrize("targets", [["query", "value"], ["query", "key"]], ids="+".join)
+def test_merged_is_exact(convert, base, tmp_path, reached, targets):
+    settings = {"lora_positions": reached, "lora_targets": targets}
+    expected = make_adapter(base, tmp_path / "in.safetensors", **settings)
+    merged = convert("merged", "--base", base)
+    model = DebertaV2ForSequenceClassification.from_pretrained(merged)
+    assert not model.adapted_by
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS).logits, expected, rtol=0, atol=1e-5)
+    settings = json.loads((merged / "config.json").read_text())
+    assert settings["share_att_key"] is reached
+    assert "lora_positions" not in settings
+
+
+@pytest.mark.parametrize("base_is_given", [True, False])
+def test_the_releases_kind_is_not_pefts(refusal, convert, base, tmp_path, base_is_given):
+    make_adapter(base, tmp_path / "in.safetensors")
+    flags = ["--base", base] if base_is_given else []
+    line = refusal("peft", *flags)
+    assert "does not reach positions, as in the release" in line
+    assert "--to merged" in line
+    assert read_adapter(convert("release", *flags), lora_alpha=6).info.positions is False
+    assert "does not reach positions" in refusal("peft", "--lora_alpha", 6, source="out.bin")
+
+
+@pytest.mark.parametrize("base_is_given", [True, False])
+def test_pefts_kind_is_not_the_releases(refusal, convert, base, tmp_path, base_is_given):
+    make_adapter(base, tmp_path / "in.safetensors", lora_positions=True)
+    flags = ["--base", base] if base_is_given else []
+    line = refusal("release", *flags)
+    assert "reaches positions" in line
+    assert "--to merged" in line
+    assert read_adapter(convert("peft", *flags)).info.positions is True
+
+
+@pytest.mark.parametrize("settings", [{"share_att_key": False}, {"pos_att_type": None}], ids=str)
+def test_a_base_that_shares_nothing_takes_both(convert, tmp_path, settings):
+    base = make_base(tmp_path / "base", **settings)
+    make_adapter(base, tmp_path / "in.safetensors")
+    release = convert("release")
+    peft = convert("peft", "--lora_alpha", 6, "--base", base, source=release.name)
+    # PEFT's folder from elsewhere would say nothing; ours says that there is nothing to say.
+    assert read_adapter(peft).info.positions is None
+
+
+def test_info_says_it(script, base, tmp_path, capsys):
+    for reached, said in ((False, "not reached"), (True, "reached by the update")):
+        make_adapter(base, tmp_path / "in.safetensors", lora_positions=reached)
+        script.main([str(tmp_path / "in.safetensors"), "--info"])
+        (line,) = (n for n in capsys.readouterr().out.splitlines() if "positions" in n)
+        assert line.split(maxsplit=1)[1].startswith(said)
