@@ -1,4 +1,7 @@
-"""What all tests share: a home of their own for downloads and caches, and one thread each."""
+"""What all tests share: a home of their own for downloads and caches, one thread each, no GPU.
+
+A test that is about a GPU is marked `gpu`; `pytest -m gpu` runs those alone, and hides none.
+"""
 
 import importlib
 import importlib.util
@@ -7,6 +10,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
+
+SEEN_GPUS = pytest.StashKey[dict[str, str]]()
 
 
 def pytest_configure(config):
@@ -17,7 +22,27 @@ def pytest_configure(config):
         del os.environ[name]
     os.environ["HF_HOME"] = home.name
     # Tests are small: more threads only wait for each other, most of all with several processes.
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # What the tests of a CPU expect does not depend on what else the machine has.
+    name = "CUDA_VISIBLE_DEVICES"
+    config.stash[SEEN_GPUS] = {name: os.environ[name]} if name in os.environ else {}
+    if config.option.markexpr != "gpu":
+        os.environ[name] = ""
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a GPU that is not hidden: pytest -m gpu")
+
+
+@pytest.fixture
+def seeing_gpus(pytestconfig):
+    """The environment for a subprocess that sees the GPUs which the tests were started with."""
+    kept = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    return kept | pytestconfig.stash[SEEN_GPUS]
 
 
 @pytest.fixture

@@ -384,7 +384,7 @@ def test_other_precisions(model, dtype):
     assert [text[0] for text in texts] == [text[0] for text in exact]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("beams", [1, 10])
 def test_on_a_gpu(model, beams):
     settings = BeamSettings(beams, 25, 0.8, 3, 1.2, 2, (STOP, BLANK))

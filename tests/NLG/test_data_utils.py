@@ -249,7 +249,7 @@ def test_validation_has_each_example_once(write, world_size):
         assert all(len(batch) == 4 for batch in share[:-1])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs a GPU")
+@pytest.mark.gpu
 def test_pinned_batches(write):
     dataset = FT_Dataset(write(*random_examples(8)), 4, 16)
     for batch in training_batches(dataset, process(), 1, 1, pin=True):

@@ -278,7 +278,6 @@ def test_flags_that_do_not_fit(decode, tmp_path, more, message):
     assert not (tmp_path / "out.jsonl").exists()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_half_precision_without_a_gpu(decode):
     with pytest.raises(ValueError, match="--fp16 needs a GPU; --bf16 works on a CPU"):
         decode("--fp16")

@@ -269,7 +269,6 @@ def test_settings_that_cannot_be(tiny, finished, error_of, more, message):
     assert message in error_of(tiny.flags(finished, *more.split()))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_fp16_needs_a_gpu(tiny, finished, error_of):
     argv = tiny.flags(finished, "--max_step", 4, "--fp16")
     assert "--fp16 needs a GPU; --bf16 works on a CPU as well" in error_of(argv)

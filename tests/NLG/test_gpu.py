@@ -261,7 +261,7 @@ def test_two_processes(launcher, tmp_path):
     path = os.pathsep.join(map(str, (source, source.parents[1])))
     result = subprocess.run(
         [sys.executable, *map(str, [*command, *worker])],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=120,

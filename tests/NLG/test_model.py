@@ -13,7 +13,7 @@ from loralib.files import CheckpointError
 from loralib.precision import Precision, hold_frozen_in
 from model import MODEL_CARDS, GPT2Config, GPT2LMModel, config_of, head_loss, load_base, own_names
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = ("plain", "one-head", "deep")
 HALVES = [(torch.bfloat16, 0.08), (torch.float16, 0.01)]
 LORA = {"lora_attn_dim": 2, "lora_attn_alpha": 6}

@@ -23,7 +23,7 @@ from optimizer import (
     linear,
 )
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def parse(*flags: object) -> argparse.Namespace:

@@ -1,0 +1,71 @@
+"""GPUs are hidden from the tests, but for those that are about them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+
+def run(*arguments: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=Path(__file__).parents[1],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_no_test_sees_a_gpu_by_itself():
+    assert not torch.cuda.is_available()
+    code = "import torch; print(torch.cuda.device_count())"
+    assert run("-c", code, environment=dict(os.environ)).stdout.strip() == "0"
+
+
+SEEN = """
+import os, pytest
+
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_seen(kind, seeing_gpus):
+    name = "CUDA_VISIBLE_DEVICES"
+    print("SEEN", kind, os.environ.get(name), seeing_gpus.get(name))
+"""
+# Takes what it is given for GPUs.
+TORCH = """
+import os
+
+class cuda:
+    is_available = staticmethod(lambda: os.environ.get("CUDA_VISIBLE_DEVICES") != "")
+"""
+
+
+@pytest.mark.parametrize("given", [None, "", "3,5"])
+@pytest.mark.parametrize("flags", [(), ("-m", "gpu"), ("-m", "not gpu")])
+def test_what_is_hidden_and_what_a_subprocess_sees(tmp_path, given, flags):
+    (tmp_path / "test_seen.py").write_text(SEEN)
+    (tmp_path / "torch.py").write_text(TORCH)
+    (tmp_path / "conftest.py").write_text(Path(__file__).with_name("conftest.py").read_text())
+    environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
+    environment |= {} if given is None else {"CUDA_VISIBLE_DEVICES": given}
+    settings = ("-c", str(Path(__file__).parents[1] / "pytest.ini"), "--rootdir", str(tmp_path))
+    settings += ("-s", "-o", f"pythonpath={tmp_path}")
+    result = run("-m", "pytest", *settings, *flags, str(tmp_path), environment=environment)
+    assert result.returncode == 0, result.stdout
+    found = [line for line in result.stdout.splitlines() if line.startswith("SEEN")]
+    if flags == ("-m", "gpu"):
+        assert found == ([] if given == "" else [f"SEEN cuda {given} {given}"])
+    else:
+        assert found == [f"SEEN cpu  {given}"]
+
+
+def test_tests_of_a_gpu(seeing_gpus):
+    """All that are marked, in a process of their own, where there is a GPU."""
+    found = run("-c", "import torch; print(torch.cuda.is_available())", environment=seeing_gpus)
+    if found.stdout.strip() != "True":
+        pytest.skip("there is no GPU")
+    result = run("-m", "pytest", "-m", "gpu", environment=seeing_gpus)
+    assert result.returncode == 0, result.stdout
+    assert "skipped" not in result.stdout
