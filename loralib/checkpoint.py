@@ -553,11 +553,24 @@ def _check_names(adapter: Adapter, own: Mapping[str, Tensor], starts: tuple[str,
         modules = [lora_targets(n.rsplit(".", 1)[0] for n in names) for names in (theirs, ours)]
         if modules[0] != modules[1]:
             raise CheckpointError(_trained_with(adapter, "targets", *modules))
+    if kind is BOTTLENECK:
+        places = [_places_of_adapters(names) for names in (theirs, ours)]
+        if places[0] != places[1]:
+            raise CheckpointError(
+                f"{adapter.source}: has adapters behind {plain(places[0])} of a layer, the model "
+                f"behind {plain(places[1])}: another --adapter_type"
+            )
     lacking, unknown = own.keys() - adapter.tensors.keys(), adapter.tensors.keys() - own.keys()
     for what, some in (("lacks", lacking), ("has, unknown to the model,", unknown)):
         if some:
             listed = ", ".join(sorted(some)[:4]) + (", …" if len(some) > 4 else "")
             raise CheckpointError(f"{adapter.source}: {what} {len(some)} tensors: {listed}")
+
+
+def _places_of_adapters(names: Iterable[str]) -> tuple[str, ...]:
+    """The modules of a layer that bottleneck adapters belong to, each once, sorted."""
+    modules = {name.partition(f".{BOTTLENECK.part}")[0] for name in names}
+    return tuple(sorted({re.split(r"\.\d+\.", module)[-1] for module in modules}))
 
 
 def _check_shapes(
@@ -572,7 +585,7 @@ def _check_shapes(
             continue
         shapes = f"{tuple(tensor.shape)} in the file, {tuple(own[name].shape)} in the model"
         hint = ""
-        if name.endswith(("lora_A", "adapter.down.weight")):
+        if name.endswith(("lora_A", "adapter_A.weight")):
             size = "rank" if name.endswith("lora_A") else "adapter_size"
             hint = f": {size} {tensor.shape[0]}, not {own[name].shape[0]}"
             if tensor.shape[1:] != own[name].shape[1:]:

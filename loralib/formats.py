@@ -10,6 +10,9 @@
               adapter_model.safetensors, see `loralib.peft`         labels if this project wrote it
     plain     what `lora_state_dict` gives of any model, saved by   no
               torch
+    hub       AdapterHub's bottleneck adapters: a folder of         no
+              pytorch_adapter.bin and pytorch_model_head.bin; is
+              read only
 
 Whatever the form, an `Adapter` in memory has the tensor names of this project's models, which are
 the release's. Files are written whole or not at all, torch files are read weights-only, and
@@ -19,6 +22,7 @@ checksums are compared where a file has them: torch's archives and our own safet
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,6 +33,7 @@ from torch import Tensor
 from . import peft
 from .checkpoint import (
     BACKBONE_PREFIXES,
+    BOTTLENECK,
     KINDS,
     LORA,
     Adapter,
@@ -63,6 +68,19 @@ _OLD_NAMES = {
 # GPT-2's head is its token embedding: what a whole checkpoint holds of it is no head of a task.
 _TIED_HEADS = ("lm_head.weight", "lm_head.decoder.weight")
 _GPT2 = "transformer.h."
+# AdapterHub's adapter and its head, the names in them, and what this project's models call these.
+_HUB_WEIGHTS, _HUB_HEAD = "pytorch_adapter.bin", "pytorch_model_head.bin"
+_HUB_NAME = re.compile(
+    r"(?P<layer>.+)\.adapters\.((?P<task>[^.]+)\.)?(?P<part>adapter_down\.0|adapter_up)"
+    r"\.(?P<end>weight|bias)"
+)
+_HUB_HEAD_NAME = re.compile(r"heads\.(?P<task>[^.]+)\.(?P<part>1|4)\.(?P<end>weight|bias)")
+_HUB_PARTS = {
+    "adapter_down.0": "adapter.adapter_A",
+    "adapter_up": "adapter.adapter_B",
+    "1": "classifier.dense",
+    "4": "classifier.out_proj",
+}
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SUFFIXES = {"lora": (".safetensors",), "release": (".bin", ".pt")}
 
@@ -87,8 +105,8 @@ def read_adapter(
     it hold the same tensors, and the info is taken from there.
 
     Args:
-        source: a file; a folder with one, such as a checkpoint's or PEFT's; or the name of a
-            repository on the hub.
+        source: a file; a folder with one, such as a checkpoint's, PEFT's or AdapterHub's; or the
+            name of a repository on the hub.
         kind: what the file has to hold.
         lora_alpha: the alpha that LoRA was trained with, where the file does not say it.
         cache_dir, revision, token: for the hub, as in `resolve_file`.
@@ -107,6 +125,8 @@ def read_adapter(
         path = _within(os.fspath(source), kind, where)
     if path.name in (peft.CONFIG_NAME, *peft.WEIGHTS_NAMES):
         adapter = _read_peft(path)
+    elif path.name in (_HUB_WEIGHTS, _HUB_HEAD) and kind is BOTTLENECK:
+        adapter = _read_adapterhub(path)
     else:
         adapter = _read_file(path, kind)
     if kind is LORA:
@@ -119,21 +139,25 @@ def read_adapter(
 def _within(source: str, kind: Kind, where: Mapping[str, object]) -> Path:
     """The adapter file within a folder or a repository; PEFT's config where it is one of PEFT's.
 
+    For bottleneck adapters the folder can be one of AdapterHub's.
+
     Of the two files that a run of this project writes, the one with metadata is taken.
     """
     if not os.path.isdir(source) and not _may_be_on_hub(source):
         raise CheckpointError(f"{source}: no such checkpoint file")
-    names = (*kind.files, peft.CONFIG_NAME) if kind is LORA else kind.files
+    foreign = {LORA: ("PEFT", peft.CONFIG_NAME), BOTTLENECK: ("AdapterHub", _HUB_WEIGHTS)}
+    owner, foreign_name = foreign.get(kind, (None, None))
+    names = (*kind.files, foreign_name) if owner else kind.files
     found = {name: resolve_file(source, name, **where) for name in names}
     own = [path for name in kind.files if (path := found[name])]
-    theirs = found.get(peft.CONFIG_NAME)
+    theirs = found.get(foreign_name)
     if own and theirs:
         raise CheckpointError(
-            f"{source}: holds two adapters, {own[0].name} and PEFT's {theirs.name}; name one of "
-            "these files"
+            f"{source}: holds two adapters, {own[0].name} and {owner}'s {theirs.name}; name one "
+            "of these files"
         )
     if theirs and not os.path.isdir(source):
-        _fetch_peft_weights(source, where)
+        _fetch_first(source, peft.WEIGHTS_NAMES if kind is LORA else (_HUB_HEAD,), where)
     if not own and not theirs:
         raise CheckpointError(f"{source}: holds no adapter: none of {', '.join(names)}")
     return own[0] if own else theirs
@@ -145,9 +169,9 @@ def _may_be_on_hub(source: str) -> bool:
     return not is_path and Path(source).suffix not in (".bin", ".pt", ".safetensors", ".json")
 
 
-def _fetch_peft_weights(source: str, where: Mapping[str, object]) -> None:
-    """Brings a repository's weights to the cache, where they lie beside its config."""
-    for name in peft.WEIGHTS_NAMES:
+def _fetch_first(source: str, names: Iterable[str], where: Mapping[str, object]) -> None:
+    """Brings the first of these files that a repository has to the cache."""
+    for name in names:
         if resolve_file(source, name, **where):
             return
 
@@ -159,6 +183,47 @@ def _read_peft(path: Path) -> Adapter:
     adapter = peft.read(path.with_name(peft.CONFIG_NAME), tensors, weights)
     known = LORA.info.from_metadata(metadata, weights)
     return adapter if known is None else peft.with_known(adapter, known)
+
+
+def _read_adapterhub(path: Path) -> Adapter:
+    """A bottleneck adapter and its head, from the folder that AdapterHub has written them to.
+
+    Source: the release's ``--adapter_path``, which takes such a folder.
+    """
+    found: list[tuple[str, str | None, Tensor]] = []
+    for name, pattern in ((_HUB_WEIGHTS, _HUB_NAME), (_HUB_HEAD, _HUB_HEAD_NAME)):
+        file = path.with_name(name)
+        if not file.is_file():
+            raise CheckpointError(
+                f"{path.parent}: {name} is missing; an adapter of AdapterHub's is {_HUB_WEIGHTS} "
+                f"and {_HUB_HEAD}"
+            )
+        for theirs, tensor in _read_checked(file)[0].items():
+            found.append((*_name_of_adapterhub(theirs, pattern, file), tensor))
+    tasks = sorted({task for _, task, _ in found if task})
+    if len(tasks) > 1:
+        raise CheckpointError(
+            f"{path.parent}: holds adapters or heads of several tasks, {', '.join(tasks)}; give a "
+            "folder with one"
+        )
+    tensors: dict[str, Tensor] = {}
+    for own, _, tensor in found:
+        if own in tensors:
+            raise CheckpointError(f"{path.parent}: holds {own} under two names")
+        tensors[own] = tensor
+    return Adapter(tensors, None, str(path.parent), BOTTLENECK, "hub")
+
+
+def _name_of_adapterhub(name: str, pattern: re.Pattern[str], file: Path) -> tuple[str, str | None]:
+    """The name that this project's models have for one of AdapterHub's tensors, and its task."""
+    if match := pattern.fullmatch(name):
+        layer = f"{match['layer']}." if "layer" in pattern.groupindex else ""
+        return f"{layer}{_HUB_PARTS[match['part']]}.{match['end']}", match["task"]
+    # A head that belongs to the model's class has the class's own names.
+    if pattern is _HUB_HEAD_NAME and not name.startswith(("heads.", *BACKBONE_PREFIXES)):
+        return name, None
+    what = "the head" if pattern is _HUB_HEAD_NAME else "bottleneck adapters"
+    raise CheckpointError(f"{file}: holds {name}, which is not a tensor of {what} known here")
 
 
 def _read_file(path: Path, kind: Kind) -> Adapter:

@@ -104,7 +104,11 @@ class ModelArguments:
         choices=list(ADAPTER_TYPES),
     )
     adapter_size: int | None = flag(None, "width of the bottleneck (default: 64)")
-    adapter_path: str | None = flag(None, "an adapter file, as lora_path is a LoRA file")
+    adapter_path: str | None = flag(
+        None,
+        "bottleneck adapters to start from or to evaluate: .bin or .safetensors, a folder with one "
+        "or with AdapterHub's pytorch_adapter.bin and pytorch_model_head.bin, or a repository",
+    )
     apply_bitfit: bool = flag(False, "train the biases and the head")
     bitfit_path: str | None = flag(None, "a file of trained biases, as lora_path is a LoRA file")
     apply_rdrop: bool = flag(False, "R-Drop: the same as --reg_loss_wgt 1.0")

@@ -68,8 +68,8 @@ def plain_output(layer, adapter, drop):
         return x * layer.LayerNorm.weight + layer.LayerNorm.bias
 
     def bottleneck(x, activation):
-        inner = activation(x @ adapter.down.weight.T + adapter.down.bias)
-        return inner @ adapter.up.weight.T + adapter.up.bias
+        inner = activation(x @ adapter.adapter_A.weight.T + adapter.adapter_A.bias)
+        return inner @ adapter.adapter_B.weight.T + adapter.adapter_B.bias
 
     def compute(computed, residual):
         h = drop(computed @ layer.dense.weight.T + layer.dense.bias)
@@ -137,7 +137,7 @@ def test_a_fresh_adapter_is_the_identity(family, name, batch, tmp_path):
     new = drawn(family, **ADAPTED[name])
     read = type(base).from_pretrained(tmp_path, num_labels=3, **ADAPTED[name])
     for model in (new, read):
-        downs = [p for n, p in model.named_parameters() if "adapter.down.weight" in n]
+        downs = [p for n, p in model.named_parameters() if "adapter.adapter_A.weight" in n]
         assert len(downs) == (4 if name == "houlsby" else 2)
         assert all(0.015 < down.std() < 0.025 for down in downs)
         missing = model.load_state_dict(base.state_dict(), strict=False).missing_keys
@@ -360,16 +360,19 @@ def test_models_that_a_file_does_not_fit(build, family, said, name, changed, mes
     if not said:
         adapter = replace(adapter, info=None)
         message = {
-            "adapter_size 5, .*built with 6": r"down.\w+ is \(5.*in the file, \(6",
-            "adapter_type houlsby, .*built with pfeiffer": "has, unknown to .* 8 tensors: .*output",
-            "adapter_type pfeiffer, .*built with houlsby": "lacks 8 tensors: .*attention.output",
+            "adapter_size 5, .*built with 6": r"adapter_A.\w+ is \(5.*in the file, \(6.*"
+            "adapter_size 5, not 6",
+            "adapter_type houlsby, .*built with pfeiffer": "behind attention.output, output of .*"
+            "the model behind output: another --adapter_type",
+            "adapter_type pfeiffer, .*built with houlsby": "behind output of .*"
+            "the model behind attention.output, output: another --adapter_type",
         }.get(message, message)
     refuses(build(family, [name], **changed), [adapter], message)
 
 
 def test_one_tensor_less_or_more(build):
     model = build("roberta", ["houlsby"])
-    name = "roberta.encoder.layer.1.attention.output.adapter.up.weight"
+    name = "roberta.encoder.layer.1.attention.output.adapter.adapter_B.weight"
     adapter = model.adapter(BOTTLENECK)
     tensors = dict(adapter.tensors)
     more = {**tensors, name.replace("1", "2"): tensors[name]}
@@ -485,6 +488,165 @@ def test_damaged_metadata(kind, metadata, message, tmp_path):
     assert kind.info.from_metadata({"format": "pt"}, tmp_path) is None
 
 
+# ---- AdapterHub's folders ----
+
+# The rest of a name there -> what it is called here.
+HUB_PARTS = {"adapter_down.0": "adapter_A", "adapter_up": "adapter_B"}
+HUB_HEADS = {"1": "dense", "4": "out_proj"}
+
+
+def hub_folder(folder, adapter, task="rte", flexible=True, changed=lambda tensors: tensors):
+    """A folder as AdapterHub has them, of the tensors of a RoBERTa's adapter.
+
+    Args:
+        folder: where to.
+        adapter: the adapter.
+        task: what its adapters and its head are called after.
+        flexible: the head is a sequence of numbered modules, not the model class's own.
+        changed: what becomes of the tensors before they are written.
+    """
+    inner, head = {}, {}
+    for name, tensor in adapter.tensors.items():
+        if name.startswith("classifier."):
+            for number, module in HUB_HEADS.items() if flexible else ():
+                name = name.replace(f"classifier.{module}", f"heads.{task}.{number}")
+            head[name] = tensor
+            continue
+        for theirs, ours in HUB_PARTS.items():
+            name = name.replace(f".adapter.{ours}.", f".adapters.{task}.{theirs}.")
+        inner[name] = tensor
+    folder.mkdir()
+    torch.save(changed(inner), folder / "pytorch_adapter.bin")
+    torch.save(changed(head), folder / "pytorch_model_head.bin")
+    return folder
+
+
+@pytest.fixture
+def randomized(build):
+    """A RoBERTa with adapters of which nothing is zero, and the same model untrained."""
+
+    def make(name):
+        trained, fresh = build("roberta", [name]), build("roberta", [name])
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for parameter in trained.parameters():
+                if parameter.requires_grad:
+                    parameter.normal_(0, 0.2)
+        return trained, fresh
+
+    return make
+
+
+@pytest.mark.parametrize("flexible", [True, False])
+@pytest.mark.parametrize("name", ["houlsby", "pfeiffer"])
+@pytest.mark.parametrize("task", ["rte", "sst-2"])
+def test_a_folder_of_adapterhub_s(randomized, batch, tmp_path, name, flexible, task):
+    trained, fresh = randomized(name)
+    folder = hub_folder(tmp_path / "a", trained.adapter(BOTTLENECK), task, flexible)
+    assert not torch.allclose(trained(**batch).logits, fresh(**batch).logits, atol=1e-2)
+    for source in (folder, folder / "pytorch_adapter.bin"):
+        adapter = read_adapter(source, BOTTLENECK)
+        assert (adapter.form, adapter.info) == ("hub", None)
+        for key, tensor in trained.adapter(BOTTLENECK).tensors.items():
+            assert torch.equal(adapter.tensors.pop(key), tensor)
+        assert adapter.tensors == {}
+    fresh.load_adapters([read_adapter(folder, BOTTLENECK)])
+    assert torch.equal(trained(**batch).logits, fresh(**batch).logits)
+
+
+FIRST = "roberta.encoder.layer.0.output"
+
+
+def renamed(old, new):
+    return lambda tensors: {name.replace(old, new): tensor for name, tensor in tensors.items()}
+
+
+def with_tensor(like, name):
+    """Adds a tensor to the file that has `like`."""
+    return lambda tensors: tensors | ({name: tensors[like]} if like in tensors else {})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            with_tensor(
+                f"{FIRST}.adapters.rte.adapter_up.bias", f"{FIRST}.adapters.qnli.adapter_up.bias"
+            ),
+            "a: holds adapters or heads of several tasks, qnli, rte",
+        ),
+        (
+            renamed("heads.rte", "heads.mnli"),
+            "heads of several tasks, mnli, rte",
+        ),
+        (
+            with_tensor(
+                f"{FIRST}.adapters.rte.adapter_up.bias", f"{FIRST}.adapters.adapter_up.bias"
+            ),
+            f"a: holds {FIRST}.adapter.adapter_B.bias under two names",
+        ),
+        (
+            with_tensor("heads.rte.4.bias", "classifier.out_proj.bias"),
+            "a: holds classifier.out_proj.bias under two names",
+        ),
+        (
+            with_tensor(
+                f"{FIRST}.adapters.rte.adapter_up.bias", f"{FIRST}.adapters.rte.adapter_norm.bias"
+            ),
+            r"pytorch_adapter.bin: holds \S+adapter_norm.bias, which is not a tensor of bottleneck",
+        ),
+        (
+            with_tensor("heads.rte.4.bias", "heads.rte.7.bias"),
+            "pytorch_model_head.bin: holds heads.rte.7.bias, which is not a tensor of the head",
+        ),
+        (
+            with_tensor("heads.rte.4.bias", "roberta.pooler.dense.bias"),
+            "pytorch_model_head.bin: holds roberta.pooler.dense.bias, which is not",
+        ),
+    ],
+)
+def test_folders_of_adapterhub_s_that_are_none(randomized, tmp_path, changed, message):
+    adapter = randomized("houlsby")[0].adapter(BOTTLENECK)
+    folder = hub_folder(tmp_path / "a", adapter, changed=changed)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_adapter(folder, BOTTLENECK)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_are_missing_from_adapterhub_s_folder(randomized, tmp_path):
+    adapter = randomized("pfeiffer")[0].adapter(BOTTLENECK)
+    folder = hub_folder(tmp_path / "a", adapter)
+    (folder / "pytorch_model_head.bin").rename(tmp_path / "head")
+    with pytest.raises(CheckpointError, match=r"a: pytorch_model_head.bin is missing"):
+        read_adapter(folder, BOTTLENECK)
+    (tmp_path / "head").rename(folder / "pytorch_model_head.bin")
+    # A folder that this project has written to as well does not say which of the two is meant.
+    write_adapter(folder / "pytorch_model_adapter.bin", adapter)
+    with pytest.raises(CheckpointError, match=r"holds two adapters, \S+ and AdapterHub"):
+        read_adapter(folder, BOTTLENECK)
+    (folder / "pytorch_model_adapter.bin").unlink()
+    (folder / "pytorch_adapter.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"holds no adapter: none of .*pytorch_adapter.bin"):
+        read_adapter(folder, BOTTLENECK)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"adapter_size": 6}, "adapter_size 5, not 6"),
+        ({"adapter_type": "houlsby"}, "another --adapter_type"),
+        ({"hidden_size": 16}, "a base of another size"),
+        ({"num_hidden_layers": 3}, "lacks 4 tensors: .*layer.2."),
+    ],
+)
+def test_models_that_a_folder_of_adapterhub_s_does_not_fit(
+    build, randomized, tmp_path, settings, message
+):
+    folder = hub_folder(tmp_path / "a", randomized("pfeiffer")[0].adapter(BOTTLENECK))
+    model = build("roberta", ["pfeiffer"], **settings)
+    refuses(model, [read_adapter(folder, BOTTLENECK)], message)
+
+
 # ---- whole checkpoints ----
 
 
@@ -523,8 +685,8 @@ def test_adapters_that_a_checkpoint_lost_or_should_not_have(build, tmp_path):
     state = model.state_dict()
     with pytest.raises(CheckpointError, match=r"adapter weights that .* no place for.*--apply"):
         plain.load_checkpoint(state, "here")
-    del state["roberta.encoder.layer.1.output.adapter.up.bias"]
-    with pytest.raises(CheckpointError, match=r"lacks 1 tensors: .*1.output.adapter.up.bias"):
+    del state["roberta.encoder.layer.1.output.adapter.adapter_B.bias"]
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensors: .*1.output.adapter\S+_B.bias"):
         model.load_checkpoint(state, "here")
     plain.save_pretrained(tmp_path)
     model.config.save_pretrained(tmp_path)

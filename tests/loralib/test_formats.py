@@ -204,7 +204,7 @@ def test_a_users_stacked_updates_stay_as_they_are(tmp_path):
     [
         (
             BOTTLENECK,
-            {"roberta.layer.0.adapter.down.weight": drawn(2, 6), "classifier.bias": drawn(3)},
+            {"roberta.layer.0.adapter.adapter_A.weight": drawn(2, 6), "classifier.bias": drawn(3)},
             BottleneckInfo(adapter_type="houlsby", adapter_size=2),
         ),
         (

@@ -104,8 +104,8 @@ def baselines_folder(path: Path, **settings) -> Path:
     tensors = {
         f"{LAYER}dense.weight": torch.randn(4, 4),
         f"{LAYER}dense.bias": torch.randn(4),
-        f"{LAYER}adapter.down.weight": torch.randn(2, 4),
-        f"{LAYER}adapter.down.bias": torch.randn(2),
+        f"{LAYER}adapter.adapter_A.weight": torch.randn(2, 4),
+        f"{LAYER}adapter.adapter_A.bias": torch.randn(2),
         "classifier.out_proj.bias": torch.randn(4),
     }
     torch.save(tensors, path / "pytorch_model.bin")
@@ -119,7 +119,7 @@ def baselines_folder(path: Path, **settings) -> Path:
 @pytest.mark.parametrize(
     ("part", "inside", "said"),
     [
-        ("adapter", ["adapter.down.bias", "adapter.down.weight"], ("pfeiffer", 2)),
+        ("adapter", ["adapter.adapter_A.bias", "adapter.adapter_A.weight"], ("pfeiffer", 2)),
         ("bitfit", ["dense.bias"], None),
     ],
 )

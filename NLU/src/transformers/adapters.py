@@ -7,7 +7,8 @@ computed after its dropout, and x, its residual input:
     Pfeiffer  out = LayerNorm( h + up(relu(down(LayerNorm(h + x))))     + x )
 
 Houlsby's follow attention and feed-forward, Pfeiffer's the feed-forward part alone; both norms of
-the latter are the layer's own. `up` starts as zero, and with it an adapter as the identity.
+the latter are the layer's own. `up` starts as zero, and with it an adapter as the identity. In the
+release's files, and so here, down is called ``adapter_A`` and up ``adapter_B``.
 
 Source: Houlsby et al., arXiv 1902.00751; Pfeiffer et al., arXiv 2005.00247.
 """
@@ -73,8 +74,8 @@ class BottleneckAdapter(nn.Module):
         super().__init__()
         self.sees_residual = config.adapter_type == "pfeiffer"
         self.activation = F.relu if self.sees_residual else F.silu
-        self.down = nn.Linear(config.hidden_size, config.adapter_size)
-        self.up = UpProjection(config.adapter_size, config.hidden_size)
+        self.adapter_A = nn.Linear(config.hidden_size, config.adapter_size)
+        self.adapter_B = UpProjection(config.adapter_size, config.hidden_size)
 
     def forward(self, h: Tensor, residual: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
         """(tokens, hidden) -> the same.
@@ -85,7 +86,7 @@ class BottleneckAdapter(nn.Module):
             norm: the layer norm that follows.
         """
         seen = norm(h + residual) if self.sees_residual else h
-        return h + self.up(self.activation(self.down(seen)))
+        return h + self.adapter_B(self.activation(self.adapter_A(seen)))
 
 
 class Intermediate(nn.Module):
