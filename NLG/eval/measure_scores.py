@@ -155,6 +155,9 @@ def read_groups(path: str) -> References:
 def read_reference_files(prefix: str, count: int) -> References:
     """The references of the files `prefix`0 to `prefix`<count - 1>; a single one may lack its 0.
 
+    Returns:
+        For each line its different references; one of them is empty where a file's line is.
+
     Raises:
         ValueError: a file is missing or of another length than the first, a line is empty in all.
     """
@@ -172,11 +175,11 @@ def read_reference_files(prefix: str, count: int) -> References:
             raise ValueError(f"{paths[0]} has {len(files[0])} lines, but {path} has {len(lines)}")
     if not any(line for lines in files for line in lines):
         raise ValueError(f"{', '.join(paths)}: no references")
-    # A row with fewer references than others has empty lines, or its first reference again; either
-    # way it is to have the same scores, and TER averages over the references.
-    rows = [list(dict.fromkeys(filter(None, row))) for row in zip(*files, strict=True)]
+    # A row with fewer references than others has empty lines, which BLEU counts, or its first
+    # reference again: once is enough, and TER averages over the references.
+    rows = [list(dict.fromkeys(row)) for row in zip(*files, strict=True)]
     for number, row in enumerate(rows, start=1):
-        if not row:
+        if row == [""]:
             raise ValueError(f"{paths[0]}:{number}: empty, in the other reference files too")
     return rows
 

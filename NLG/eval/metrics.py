@@ -1,7 +1,10 @@
 """The metrics of E2E, WebNLG and DART: for each, the number that its shared task reports.
 
 A corpus is a list of rows: `references[i]` are the texts that are right for row i, one or more,
-and `predictions[i]` is the text to be judged. A metric takes both and gives one number.
+and `predictions[i]` is the text to be judged. A metric takes both and gives one number. Where a row
+has fewer references than others, the files of WebNLG and DART have an empty line. For multi-bleu
+that is a reference of length 0, which the brevity penalty may choose as the closest one, so that
+`score` gives it to BLEU; to the other metrics it is not a reference.
 
 E2E is judged as in its challenge: BLEU and NIST by mteval-v13a, which lower-cases; METEOR, ROUGE-L
 and CIDEr as in MS-COCO's caption evaluation, on Penn Treebank tokens without punctuation. WebNLG
@@ -48,7 +51,12 @@ PTB_PUNCTUATION = {*".?!,:;-'`", "''", "``", "--", "...", "-LRB-", "-RRB-", "-LC
 
 
 def bleu(references: References, predictions: list[str], lowercase: bool = False) -> float:
-    """Corpus BLEU-4, 0 to 100, on mteval-v13a's tokens; an order without a match is smoothed."""
+    """Corpus BLEU-4, 0 to 100, on mteval-v13a's tokens; an order without a match is smoothed.
+
+    The brevity penalty compares each prediction with the reference of the closest length, of two
+    that are as close with the shorter one. An empty reference counts, with length 0, as it does in
+    multi-bleu; sacrebleu leaves out a None, and takes an empty text for a reference likewise.
+    """
     # force: nothing is amiss where predictions come tokenised, as they do in the release.
     metric = BLEU(lowercase=lowercase, tokenize="13a", force=True)
     return metric.corpus_score(predictions, _streams(references)).score
@@ -274,6 +282,7 @@ class Metric:
         decimals: how many are printed.
         java: it needs Java.
         ptb: it is given `ptb_tokens`, for which Java is needed as well.
+        counts_empty: it is given empty references, too.
     """
 
     label: str
@@ -282,6 +291,7 @@ class Metric:
     decimals: int = 4
     java: bool = False
     ptb: bool = False
+    counts_empty: bool = False
 
 
 E2E = {
@@ -292,7 +302,7 @@ E2E = {
     "cider": Metric("CIDEr", cider, scale="0-10", java=True, ptb=True),
 }
 WEBNLG_AND_DART = {
-    "bleu": Metric("BLEU", bleu, scale="0-100", decimals=2),
+    "bleu": Metric("BLEU", bleu, scale="0-100", decimals=2, counts_empty=True),
     "meteor": Metric("METEOR", meteor, java=True),
     "ter": Metric("TER", ter, scale="0 and up, less is better"),
     "chrf++": Metric("chrF++", chrf),
@@ -302,18 +312,25 @@ WEBNLG_AND_DART = {
 def score(
     metrics: Iterable[Metric], references: References, predictions: list[str]
 ) -> dict[str, float | None]:
-    """All `metrics` of a corpus by label; None, and one warning, where Java is missing."""
+    """All `metrics` of a corpus by label; None, and one warning, where Java is missing.
+
+    Every row needs a reference that is not empty.
+    """
     metrics = list(metrics)
     unable = missing_java() if any(metric.java for metric in metrics) else None
     if unable:
         skipped = ", ".join(metric.label for metric in metrics if metric.java)
         logger.warning("skipped: %s: %s", skipped, unable)
-    plain = tokenized = (references, predictions)
+    filled = [[text for text in row if text] for row in references]
+    tokenized = None
     if not unable and any(metric.ptb for metric in metrics):
-        tokenized = ptb_tokens(references, predictions)
-    return {
-        metric.label: None
-        if metric.java and unable
-        else metric.score(*(tokenized if metric.ptb else plain))
-        for metric in metrics
-    }
+        tokenized = ptb_tokens(filled, predictions)
+
+    def number(metric: Metric) -> float | None:
+        if metric.java and unable:
+            return None
+        if metric.ptb:
+            return metric.score(*tokenized)
+        return metric.score(references if metric.counts_empty else filled, predictions)
+
+    return {metric.label: number(metric) for metric in metrics}

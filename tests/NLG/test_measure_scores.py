@@ -80,6 +80,55 @@ def test_bleu_by_hand():
     assert brief == pytest.approx(100 * math.exp(1 - 6 / 5))
 
 
+def plain_bleu(references, predictions):
+    """Corpus BLEU from its definition (Papineni et al. 2002) on mteval-v13a's tokens.
+
+    Each prediction's length is compared with that of the reference closest to it, of two as close
+    the shorter one, as multi-bleu does; all references count, empty ones with length 0.
+    """
+    split = Tokenizer13a()
+
+    def grams(words, n):
+        return [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
+
+    found, possible, length, closest = [0] * 4, [0] * 4, 0, 0
+    for row, prediction in zip(references, predictions, strict=True):
+        system, rights = split(prediction).split(), [split(text).split() for text in row]
+        length += len(system)
+        closest += sorted((abs(len(right) - len(system)), len(right)) for right in rights)[0][1]
+        for n in range(4):
+            of_system = grams(system, n + 1)
+            possible[n] += len(of_system)
+            for gram in set(of_system):
+                most = max(grams(right, n + 1).count(gram) for right in rights)
+                found[n] += min(of_system.count(gram), most)
+    precision = math.prod(f / p for f, p in zip(found, possible, strict=True)) ** (1 / 4)
+    return 100 * precision * math.exp(min(0, 1 - closest / length))
+
+
+FIVE = "a b c d e"
+
+
+@pytest.mark.parametrize(
+    ("references", "predictions", "closest"),
+    [
+        ([[FIVE + " f g h i j"]], [FIVE], 10),
+        ([[FIVE + " f g h i j", ""]], [FIVE], 0),  # as close: the shorter
+        ([["", FIVE + " f g h i j"]], [FIVE], 0),
+        ([[FIVE + " f g h i", ""]], [FIVE], 9),
+        ([[FIVE + " f", FIVE[:-2], ""]], [FIVE], 4),
+        # An empty reference makes up for a row that is too short.
+        ([[FIVE + " " + FIVE + " f", ""], [FIVE + " f g"]], [FIVE, FIVE], 0 + 7),
+        ([[FIVE + " " + FIVE + " f"], [FIVE + " f g"]], [FIVE, FIVE], 11 + 7),
+    ],
+)
+def test_bleu_s_closest_length(references, predictions, closest):
+    length = 5 * len(predictions)
+    by_hand = 100 * math.exp(min(0, 1 - closest / length))
+    assert plain_bleu(references, predictions) == pytest.approx(by_hand)
+    assert metrics.bleu(references, predictions) == pytest.approx(by_hand)
+
+
 def test_bleu_knows_case_only_outside_e2e():
     references, predictions = (
         [["The Punter is cheap , isn't it ?"]],
@@ -346,9 +395,32 @@ def test_table_of_webnlg(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("missing", ["", None])
-def test_form_of_missing_references_does_not_matter(tmp_path, missing):
+def test_missing_references_are_empty_or_repeat_the_first(tmp_path, missing):
     write_columns(tmp_path, WORSE, missing=missing)
-    assert measure_scores.read_reference_files(str(tmp_path / "reference"), 3) == REFERENCES
+    rows = measure_scores.read_reference_files(str(tmp_path / "reference"), 3)
+    empty = [] if missing is None else [""]
+    assert rows == [REFERENCES[0] + empty, REFERENCES[1], REFERENCES[2] + empty]
+
+
+SHORT = ["The Punter.", "Loch Fyne serves French food.", "Aromi is cheap ."]
+
+
+@pytest.mark.usefixtures("no_java")
+@pytest.mark.parametrize("predictions", [SHORT, WORSE])
+def test_empty_references_are_bleu_s_alone(tmp_path, predictions):
+    """Rows with empty lines have the scores of rows without; but for BLEU, where it is short."""
+    scores = []
+    for missing in ("", None):
+        path = tmp_path / f"{missing}.json"
+        arguments = write_columns(tmp_path, predictions, missing=missing)
+        measure_scores.main([*arguments, "--json", str(path)])
+        scores.append(json.loads(path.read_text())["all"])
+    empty, repeated = (score.pop("BLEU") for score in scores)
+    assert scores[0] == scores[1]
+    assert repeated == pytest.approx(plain_bleu(REFERENCES, predictions), rel=1e-12)
+    with_empty = [[*row, "", ""][:3] for row in REFERENCES]
+    assert empty == pytest.approx(plain_bleu(with_empty, predictions), rel=1e-12)
+    assert (empty > repeated) if predictions is SHORT else (empty == repeated)
 
 
 def test_single_reference_file_with_and_without_its_number(tmp_path):
