@@ -296,6 +296,55 @@ def test_a_beam_sees_the_keys_of_its_own_tokens_and_no_others(model, monkeypatch
 
 
 # ------------------------------------------------------------------------------------------------
+# Batches
+# ------------------------------------------------------------------------------------------------
+
+# Of all lengths, some twice, none beside its like.
+MANY = [*PROMPTS, [3], [9, 9, 1, 4], *PROMPTS[::2], [0, 5, 21], PROMPTS[1], [26, 13]]
+OF_BATCHES = BeamSettings(4, 14, 0.8, 4, 1.0, 0, (STOP, BLANK))
+
+
+def search_in_batches(model, settings, size):
+    batches = (MANY[begin : begin + size] for begin in range(0, len(MANY), size))
+    return [text for batch in batches for text in search(model, batch, settings)]
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+@pytest.mark.parametrize("size", [3, 8, len(MANY)])
+def test_batches_change_no_text(model, beams, size, monkeypatch):
+    settings = dataclasses.replace(OF_BATCHES, beam=beams)
+    alone = search_in_batches(model, settings, 1)
+    # A prompt has one text, and prompts have texts of their own: another row's would be seen.
+    assert len({*map(tuple, alone)}) > len({*map(tuple, MANY)}) / 2
+    assert all(alone[MANY.index(prompt)] == text for prompt, text in zip(MANY, alone, strict=True))
+    assert search_in_batches(model, settings, size) == alone
+
+    read = beam._Search._read_prompts
+    monkeypatch.setattr(
+        beam._Search, "_read_prompts", lambda self: read(self)[:1].expand(len(self.ids), -1, -1)
+    )
+    assert search_in_batches(model, settings, 1) == alone
+    assert search_in_batches(model, settings, size) != alone
+
+
+@pytest.mark.parametrize("size", [3, 8, len(MANY)])
+@pytest.mark.parametrize("settings", [OF_BATCHES, BeamSettings(5, 9, 1.0, 2, 1.3, 3, (STOP,))])
+def test_batches_break_no_tie_another_way(settings, size):
+    """Logits are small whole numbers, sums of exact products: tokens of one logit tie exactly."""
+    model = GPT2LMModel(CONFIG).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.transformer.ln_f.bias[0] = 1
+        model.transformer.wte.weight[:, 0] = torch.arange(CONFIG.vocab_size) % 3
+    logits = model(torch.tensor([[4, 2]]))[0, -1]
+    assert [(logits == value).sum() for value in (0, 1, 2)] == [10, 10, 10]
+    alone = search_in_batches(model, settings, 1)
+    assert all(text == alone[0] for text in alone)
+    assert search_in_batches(model, settings, size) == alone
+
+
+# ------------------------------------------------------------------------------------------------
 # The steps
 # ------------------------------------------------------------------------------------------------
 

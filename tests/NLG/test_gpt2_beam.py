@@ -115,7 +115,7 @@ def test_end_tokens_add_up_and_are_forgotten():
     assert gpt2_beam.parse_args([]).eos_token_id == [50256]
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 10])
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
 def test_a_line_for_each_line(decode, files, batch_size):
     settings = BeamSettings(3, 6, 1.0, 4, 1.0, 0, (50256,))
     texts = decode("--batch_size", batch_size)
