@@ -1,25 +1,21 @@
-"""AdamW as in the paper's GPT-2 experiments, and the learning rates that go with it.
+"""The flags of the paper's GPT-2 experiments for the optimizer, and its learning rates by step.
 
-With gradient g, t counted from 1 (Loshchilov & Hutter, "Decoupled Weight Decay Regularization"):
-
-    m  =  β1·m + (1 − β1)·g            v  =  β2·v + (1 − β2)·g²
-    p  -=  lr · c · m / (√v + eps)     c  =  √(1 − β2^t) / (1 − β1^t),  or 1 without --correct_bias
-    p  -=  lr · weight_decay · p
-
-Unlike in `torch.optim.AdamW`, eps is added to a √v that is not corrected, and decay comes last.
+The optimizer itself, with its formula, is `loralib.optimizer.AdamW`.
 """
 
 import argparse
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+from loralib.optimizer import AdamW
 
 logger = logging.getLogger(__name__)
 
@@ -53,108 +49,6 @@ def add_optimizer_params(parser: argparse.ArgumentParser) -> None:
         "is --max_step, unless it is 0",
     )
     add("--i_lrs", default="0.00025", type=str, help="cycle: the rates at these steps")
-
-
-class AdamW(torch.optim.Optimizer):
-    """Adam with decoupled weight decay; the formula is this module's.
-
-    A group's tensors are updated together, so that many small ones take few kernels.
-
-    Args:
-        params: tensors to train, or groups of them as in every PyTorch optimiser.
-        lr: learning rate, at least 0.
-        betas: (β1, β2), each in [0, 1).
-        eps: at least 0, in the unit of a gradient. With 0, a tensor without a gradient yet (such
-            as LoRA's A while B is 0) becomes NaN.
-        weight_decay: at least 0.
-        correct_bias: whether m and v are corrected for their start at 0.
-
-    Raises:
-        ValueError: a hyperparameter is out of its range.
-    """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-5,
-        betas: tuple[float, float] = (0.9, 0.98),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
-        correct_bias: bool = True,
-    ):
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name} has to be at least 0, but is {value}")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas have to be at least 0 and below 1, but are {tuple(betas)}")
-        defaults = {
-            "lr": lr,
-            "betas": tuple(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "correct_bias": correct_bias,
-        }
-        super().__init__(params, defaults)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """Updates every tensor that has a gradient.
-
-        Args:
-            closure: computes the gradients and returns the loss, where the caller has not.
-
-        Returns:
-            What `closure` returned.
-
-        Raises:
-            RuntimeError: a gradient is sparse.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if params:
-                self._update(params, group)
-        return loss
-
-    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        gradients = [p.grad for p in params]
-        if any(gradient.is_sparse for gradient in gradients):
-            raise RuntimeError("AdamW takes no sparse gradients")
-        states = [self._state_of(p) for p in params]
-        for state in states:
-            state["step"] += 1
-        exp_avg = [state["exp_avg"] for state in states]
-        exp_avg_sq = [state["exp_avg_sq"] for state in states]
-        beta1, beta2 = group["betas"]
-
-        torch._foreach_lerp_(exp_avg, gradients, 1 - beta1)
-        torch._foreach_mul_(exp_avg_sq, beta2)
-        torch._foreach_addcmul_(exp_avg_sq, gradients, gradients, 1 - beta2)
-        denominators = torch._foreach_sqrt(exp_avg_sq)
-        torch._foreach_add_(denominators, group["eps"])
-        rates = [-group["lr"] * _correction(state["step"], group) for state in states]
-        torch._foreach_addcdiv_(params, exp_avg, denominators, rates)
-        if group["weight_decay"] > 0:
-            torch._foreach_add_(params, params, alpha=-group["lr"] * group["weight_decay"])
-
-    def _state_of(self, p: Tensor) -> dict[str, Any]:
-        state = self.state[p]
-        if not state:
-            state["step"] = 0
-            state["exp_avg"] = torch.zeros_like(p)
-            state["exp_avg_sq"] = torch.zeros_like(p)
-        return state
-
-
-def _correction(step: int, group: dict[str, Any]) -> float:
-    """The formula's c."""
-    if not group["correct_bias"]:
-        return 1.0
-    beta1, beta2 = group["betas"]
-    return math.sqrt(1 - beta2**step) / (1 - beta1**step)
 
 
 def create_adam_optimizer(model: nn.Module, args: argparse.Namespace) -> AdamW:

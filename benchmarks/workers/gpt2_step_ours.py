@@ -17,8 +17,8 @@ from torch import Tensor
 
 import loralib as lora
 from data_utils import Row, collate
+from loralib.optimizer import AdamW
 from model import GPT2Config, GPT2LMModel
-from optimizer import AdamW
 
 
 def make_batch(plan: dict, index: int, lengths: list[list[int]]) -> dict[str, Tensor]:
@@ -33,7 +33,7 @@ def make_step(plan: dict) -> Step:
     model = GPT2LMModel(GPT2Config(**plan["shape"], **({} if plan["full"] else settings)))
     if not plan["full"]:
         lora.mark_only_lora_as_trainable(model)
-    make_optimizer = partial(AdamW, lr=LEARNING_RATE, betas=(0.9, 0.999))
+    make_optimizer = partial(AdamW, lr=LEARNING_RATE, weight_decay=0.01)
 
     def loss_of(batch: Batch) -> Tensor:
         return model(batch["input"], batch["target"], batch["mask"], LABEL_SMOOTH)

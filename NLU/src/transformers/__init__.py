@@ -41,7 +41,7 @@ from .models.roberta.modeling_roberta import (
     RobertaPreTrainedModel,
 )
 from .models.roberta.tokenization_roberta_fast import RobertaTokenizerFast
-from .optimization import get_scheduler
+from .optimization import AdamW, get_scheduler
 from .tokenization_utils_base import BatchEncoding, PreTrainedTokenizerBase
 from .tokenization_utils_fast import PreTrainedTokenizerFast
 from .trainer import Trainer
@@ -62,6 +62,7 @@ except PackageNotFoundError:
     __version__ = "4.4.2+lora"
 
 __all__ = [
+    "AdamW",
     "AutoConfig",
     "AutoModel",
     "AutoModelForMaskedLM",

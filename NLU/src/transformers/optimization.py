@@ -1,4 +1,4 @@
-"""Learning-rate schedules, factors on the optimiser's rates by step; and Adafactor."""
+"""Learning-rate schedules, factors on the optimizer's rates by step; AdamW and Adafactor."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+
+from loralib.optimizer import AdamW  # noqa: F401 - upstream has it here
 
 from .trainer_utils import SchedulerType
 

@@ -29,7 +29,7 @@ from . import consistency
 from .data.data_collator import DataCollatorWithPadding, default_data_collator
 from .integrations import reporting_callbacks
 from .modeling_utils import PreTrainedModel
-from .optimization import Adafactor, get_scheduler
+from .optimization import Adafactor, AdamW, get_scheduler
 from .tokenization_utils_base import PreTrainedTokenizerBase
 from .trainer_callback import (
     CallbackHandler,
@@ -208,12 +208,11 @@ class Trainer(TrainerCheckpoints):
             if args.adafactor:
                 self.optimizer = Adafactor(groups, lr=args.learning_rate)
             else:
-                self.optimizer = torch.optim.AdamW(
+                self.optimizer = AdamW(
                     groups,
                     lr=args.learning_rate,
                     betas=(args.adam_beta1, args.adam_beta2),
                     eps=args.adam_epsilon,
-                    fused=True,
                 )
         if self.lr_scheduler is None:
             warmup = args.warmup_steps
