@@ -1,4 +1,4 @@
-"""Training losses against those that the release's own code logged, in data kept beside the project.
+"""Training losses against those that the release's own code logged, in data beside the project.
 
 They were recorded with ten updates of one batch of 40 rows, in four decimals.
 """

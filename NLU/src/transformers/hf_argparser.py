@@ -16,15 +16,23 @@ def flag(default: Any, text: str, **metadata: Any) -> Any:
     return dataclasses.field(default=default, metadata={"help": text, **metadata})
 
 
+# What a flag that is on or off can be given, as text; Python's own two values are among it.
+_BOOLEANS = {
+    **dict.fromkeys(("1", "t", "true", "y", "yes"), True),
+    **dict.fromkeys(("0", "f", "false", "n", "no"), False),
+}
+
+
 def string_to_bool(text: str | bool) -> bool:
-    """Reads a flag's value: yes, true, t, y, 1 or no, false, f, n, 0."""
-    if isinstance(text, bool):
-        return text
-    if text.lower() in ("yes", "true", "t", "y", "1"):
-        return True
-    if text.lower() in ("no", "false", "f", "n", "0"):
-        return False
-    raise ArgumentTypeError(f"'{text}' is neither true nor false")
+    """Reads a flag's value: yes, true, t, y, 1 or no, false, f, n, 0; in any case.
+
+    Raises:
+        ArgumentTypeError: it is none of these.
+    """
+    value = _BOOLEANS.get(str(text).lower())
+    if value is None:
+        raise ArgumentTypeError(f"'{text}' is neither true nor false")
+    return value
 
 
 class _HelpFormatter(ArgumentDefaultsHelpFormatter):

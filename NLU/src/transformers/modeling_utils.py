@@ -27,8 +27,10 @@ from loralib.checkpoint import (
 )
 from loralib.files import CheckpointError, read_tensors, write_tensors
 from loralib.hub import resolve_file
+from loralib.layers import LoRALayer
 from loralib.positions import lora_reaches_positions
 
+from .adapters import UpProjection
 from .configuration_utils import PretrainedConfig, check_same_adaptation
 from .file_utils import (
     CONFIG_NAME,
@@ -89,8 +91,36 @@ class PreTrainedModel(nn.Module):
         self.tie_weights()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Draws one module's own weights."""
-        raise TypeError(f"{type(self).__name__} does not say how its weights are drawn")
+        """Initializes one module's own weights, as BERT does.
+
+        Matrices are normal with the settings' `initializer_range` as standard deviation; biases and
+        the embedding of padding are zero. Norms, convolutions and what has a start of its own
+        (LoRA, the end of a bottleneck) begin as their classes say.
+        """
+        match module:
+            case nn.LayerNorm() | nn.Conv1d():
+                module.reset_parameters()
+            case nn.Embedding():
+                self._initialize_matrix(module.weight)
+                if module.padding_idx is not None:
+                    nn.init.zeros_(module.weight.detach()[module.padding_idx])
+            case nn.Linear():
+                # A seed's weights depend on the order of the draws, and on those for a weight that
+                # is zero in the end.
+                if isinstance(module, LoRALayer):
+                    self._initialize_lora(module)
+                self._initialize_matrix(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+                if isinstance(module, UpProjection):
+                    module.reset_parameters()
+
+    def _initialize_matrix(self, weight: Tensor) -> None:
+        nn.init.normal_(weight, std=self.config.initializer_range)
+
+    def _initialize_lora(self, layer: LoRALayer) -> None:
+        """A hook for families whose A or B start otherwise than the layer's own."""
+        layer.reset_parameters()
 
     def tie_weights(self) -> None:
         """Makes every tied parameter the tensor that it is tied to."""

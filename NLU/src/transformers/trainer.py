@@ -424,10 +424,10 @@ class Trainer(TrainerCheckpoints):
 
     def log(self, logs: dict[str, float]) -> None:
         """Records `logs`, with the epoch and the step, and shows them."""
-        if self.state.epoch is not None:
-            logs["epoch"] = round(self.state.epoch, 2)
-        self.state.log_history.append({**logs, "step": self.state.global_step})
-        self._call("on_log", logs=logs)
+        epoch, step = self.state.epoch, self.state.global_step
+        shown = dict(logs) if epoch is None else {**logs, "epoch": round(epoch, 2)}
+        self.state.log_history.append(shown | {"step": step})
+        self._call("on_log", logs=shown)
 
     def _call(self, event: str, **about: Any) -> None:
         self.callbacks.call(

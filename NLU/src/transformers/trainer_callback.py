@@ -130,80 +130,86 @@ class CallbackHandler:
             getattr(callback, event)(args, state, control, **self.around, **about)
 
 
+# What a run can be asked for -> the arguments that say on what occasion, and at which steps.
+_OCCASIONS = {
+    "should_log": ("logging_strategy", "logging_steps"),
+    "should_evaluate": ("evaluation_strategy", "eval_steps"),
+    "should_save": ("save_strategy", "save_steps"),
+}
+
+
 class DefaultFlowCallback(TrainerCallback):
     """Logs, evaluates, saves and stops when the arguments say so."""
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         """Asks for what falls on this step."""
         step = state.global_step
-        by_steps = IntervalStrategy.STEPS
-        if step == 1 and args.logging_first_step:
-            control.should_log = True
-        if args.logging_strategy is by_steps and step % args.logging_steps == 0:
-            control.should_log = True
-        if args.evaluation_strategy is by_steps and step % args.eval_steps == 0:
-            control.should_evaluate = True
-        if args.save_strategy is by_steps and step % args.save_steps == 0:
-            control.should_save = True
-        if step >= state.max_steps:
-            control.should_training_stop = True
+        for request, (strategy, interval) in _OCCASIONS.items():
+            if getattr(args, strategy) is IntervalStrategy.STEPS:
+                _ask(control, request, step % getattr(args, interval) == 0)
+        _ask(control, "should_log", args.logging_first_step and step == 1)
+        _ask(control, "should_training_stop", step >= state.max_steps)
 
     def on_epoch_end(self, args, state, control, **kwargs) -> None:
         """Asks for what falls on an epoch's end."""
-        by_epoch = IntervalStrategy.EPOCH
-        control.should_log |= args.logging_strategy is by_epoch
-        control.should_evaluate |= args.evaluation_strategy is by_epoch
-        control.should_save |= args.save_strategy is by_epoch
+        for request, (strategy, _) in _OCCASIONS.items():
+            _ask(control, request, getattr(args, strategy) is IntervalStrategy.EPOCH)
+
+
+def _ask(control: TrainerControl, request: str, due: bool) -> None:
+    """Asks for something that is due; what others have asked for stands."""
+    setattr(control, request, getattr(control, request) or due)
 
 
 class ProgressCallback(TrainerCallback):
     """A bar over the run's updates, and one over each evaluation; from the main process only."""
 
     def __init__(self) -> None:
-        self.training_bar: tqdm | None = None
-        self.prediction_bar: tqdm | None = None
+        # The bars on the screen by what they show.
+        self._bars: dict[str, tqdm] = {}
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         """Opens the run's bar, at the step that it resumes from."""
-        if state.is_world_process_zero:
-            self.training_bar = tqdm(
-                total=state.max_steps, initial=state.global_step, desc="training", unit="step"
-            )
+        self._open(state, "training", state.max_steps, "step", state.global_step)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        """Moves the bar on."""
-        if self.training_bar is not None:
-            self.training_bar.update(state.global_step - self.training_bar.n)
+        """Moves the run's bar to the step."""
+        if "training" in self._bars:
+            bar = self._bars["training"]
+            bar.update(state.global_step - bar.n)
 
     def on_prediction_step(self, args, state, control, num_batches: int = 0, **kwargs) -> None:
-        """Moves the evaluation's bar on, opening it first."""
-        if not state.is_world_process_zero:
-            return
-        if self.prediction_bar is None:
-            training = self.training_bar is not None
-            self.prediction_bar = tqdm(
-                total=num_batches, desc="evaluating", unit="batch", leave=not training
-            )
-        self.prediction_bar.update(1)
+        """Moves the evaluation's bar on by a batch, opening it before the first."""
+        if "evaluating" not in self._bars:
+            self._open(state, "evaluating", num_batches, "batch")
+        if "evaluating" in self._bars:
+            self._bars["evaluating"].update()
+
+    def on_log(self, args, state, control, logs: dict[str, float] | None = None, **kwargs) -> None:
+        """Shows a record above the run's bar."""
+        if "training" in self._bars:
+            self._bars["training"].write(str(logs))
 
     def on_evaluate(self, args, state, control, **kwargs) -> None:
         """Closes the evaluation's bar."""
-        if self.prediction_bar is not None:
-            self.prediction_bar.close()
-            self.prediction_bar = None
+        self._close("evaluating")
 
     on_predict = on_evaluate
 
-    def on_log(self, args, state, control, logs: dict[str, float] | None = None, **kwargs) -> None:
-        """Shows a record above the bar."""
-        if self.training_bar is not None and state.is_world_process_zero:
-            self.training_bar.write(str(logs))
-
     def on_train_end(self, args, state, control, **kwargs) -> None:
         """Closes the run's bar."""
-        if self.training_bar is not None:
-            self.training_bar.close()
-            self.training_bar = None
+        self._close("training")
+
+    def _open(self, state: TrainerState, what: str, total: int, unit: str, done: int = 0) -> None:
+        """Puts a bar on the screen; one that comes up below another is wiped off at its end."""
+        if state.is_world_process_zero:
+            self._bars[what] = tqdm(
+                desc=what, total=total, initial=done, unit=unit, leave=not self._bars
+            )
+
+    def _close(self, what: str) -> None:
+        if what in self._bars:
+            self._bars.pop(what).close()
 
 
 class PrinterCallback(TrainerCallback):

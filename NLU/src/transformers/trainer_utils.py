@@ -78,8 +78,6 @@ def get_last_checkpoint(folder: str | os.PathLike) -> str | None:
 
 def speed_metrics(split: str, start: float, num_samples: int | None = None) -> dict[str, float]:
     """``<split>_runtime`` in seconds since `start` and ``<split>_samples_per_second``."""
-    runtime = time.time() - start
-    metrics = {f"{split}_runtime": round(runtime, 4)}
-    if num_samples is not None:
-        metrics[f"{split}_samples_per_second"] = round(num_samples / max(runtime, 1e-9), 3)
-    return metrics
+    seconds = max(time.time() - start, 1e-9)  # clocks have ticks, and may be set back
+    speed = {} if num_samples is None else {"samples_per_second": round(num_samples / seconds, 3)}
+    return {f"{split}_{name}": v for name, v in {"runtime": round(seconds, 4), **speed}.items()}

@@ -1,13 +1,15 @@
 """`TrainingArguments`: every setting of a training run, and the device and processes it runs on."""
 
-import datetime
 import json
 import math
 import os
-import socket
+import platform
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from enum import EnumMeta
 from functools import cached_property
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -30,8 +32,23 @@ _NO_MEANING_HERE = {
 
 def default_logdir() -> str:
     """A folder for TensorBoard, named by time and machine."""
-    now = datetime.datetime.now().strftime("%b%d_%H-%M-%S")
-    return os.path.join("runs", f"{now}_{socket.gethostname()}")
+    return f"runs/{datetime.now():%b%d_%H-%M-%S}_{platform.node()}"
+
+
+# What a setting becomes that is None: in this order, since the last one looks at the one before it.
+_DEFAULTS: dict[str, Callable[["TrainingArguments"], Any]] = {
+    "do_eval": lambda args: args.evaluation_strategy is not IntervalStrategy.NO,
+    "eval_steps": lambda args: args.logging_steps,
+    "logging_dir": lambda args: default_logdir(),
+    "run_name": lambda args: args.output_dir,
+    "metric_for_best_model": lambda args: "loss" if args.load_best_model_at_end else None,
+    "greater_is_better": lambda args: _is_a_score(args.metric_for_best_model),
+}
+
+
+def _is_a_score(metric: str | None) -> bool | None:
+    """Whether more of a metric is better; None where there is no metric."""
+    return None if metric is None else metric.removeprefix("eval_") != "loss"
 
 
 @dataclass
@@ -139,10 +156,9 @@ class TrainingArguments:
                 "--past_index has no meaning here: no model of this package has a memory"
             )
         self.output_dir = os.path.expanduser(self.output_dir)
-        self.evaluation_strategy = IntervalStrategy(self.evaluation_strategy)
-        self.logging_strategy = IntervalStrategy(self.logging_strategy)
-        self.save_strategy = IntervalStrategy(self.save_strategy)
-        self.lr_scheduler_type = SchedulerType(self.lr_scheduler_type)
+        for name, hint in get_type_hints(type(self)).items():
+            if isinstance(hint, EnumMeta):
+                setattr(self, name, hint(getattr(self, name)))
         self._fill_defaults()
         self._check()
 
@@ -152,19 +168,9 @@ class TrainingArguments:
             if old is not None:
                 logger.warning("--per_gpu_%s_batch_size is --per_device_… now", split)
                 setattr(self, f"per_device_{split}_batch_size", old)
-        evaluates = self.evaluation_strategy is not IntervalStrategy.NO
-        if self.do_eval is None:
-            self.do_eval = evaluates
-        if self.eval_steps is None:
-            self.eval_steps = self.logging_steps
-        if self.logging_dir is None:
-            self.logging_dir = default_logdir()
-        if self.run_name is None:
-            self.run_name = self.output_dir
-        if self.load_best_model_at_end and self.metric_for_best_model is None:
-            self.metric_for_best_model = "loss"
-        if self.metric_for_best_model is not None and self.greater_is_better is None:
-            self.greater_is_better = self.metric_for_best_model not in ("loss", "eval_loss")
+        for name, default in _DEFAULTS.items():
+            if getattr(self, name) is None:
+                setattr(self, name, default(self))
         # torchrun, and torch.distributed.launch as well, say it in the environment.
         if self.local_rank == -1 and "LOCAL_RANK" in os.environ:
             self.local_rank = int(os.environ["LOCAL_RANK"])

@@ -42,7 +42,7 @@ from loralib.routing import for_each_run
 
 from ... import consistency
 from ...activations import ACT2FN
-from ...adapters import Intermediate, SubLayerOutput, UpProjection, projection
+from ...adapters import Intermediate, SubLayerOutput, projection
 from ...modeling_outputs import BaseModelOutput, MaskedLMOutput, SequenceClassifierOutput
 from ...modeling_utils import PreTrainedModel, classification_loss, masked_lm_loss, run_layer
 from .configuration_deberta_v2 import DebertaV2Config
@@ -532,19 +532,9 @@ class DebertaV2PreTrainedModel(PreTrainedModel):
     config_class = DebertaV2Config
     base_model_prefix = "deberta"
 
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.LayerNorm | nn.Conv1d | lora.LoRALayer):
-            module.reset_parameters()
-        if isinstance(module, lora.LoRALayer):
-            module.lora_A.data.normal_(mean=0.0, std=self.config.initializer_range)
-        if isinstance(module, nn.Linear | nn.Embedding):
-            module.weight.data.normal_(mean=0.0, std=self.config.initializer_range)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            module.bias.data.zero_()
-        if isinstance(module, UpProjection):
-            module.reset_parameters()
-        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            module.weight.data[module.padding_idx].zero_()
+    def _initialize_lora(self, layer: lora.LoRALayer) -> None:
+        super()._initialize_lora(layer)
+        nn.init.normal_(layer.lora_A, std=self.config.initializer_range)
 
     def _match_names(
         self, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]

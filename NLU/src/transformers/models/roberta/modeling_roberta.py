@@ -16,7 +16,7 @@ from loralib.packing import PackedRows, attend
 from loralib.precision import LayerNorm
 
 from ... import consistency
-from ...adapters import Intermediate, SubLayerOutput, UpProjection, projection
+from ...adapters import Intermediate, SubLayerOutput, projection
 from ...modeling_outputs import (
     BaseModelOutput,
     BaseModelOutputWithPooling,
@@ -159,18 +159,6 @@ class RobertaPreTrainedModel(PreTrainedModel):
 
     config_class = RobertaConfig
     base_model_prefix = "roberta"
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.LayerNorm | lora.LoRALayer):
-            module.reset_parameters()
-        if isinstance(module, nn.Linear | nn.Embedding):
-            module.weight.data.normal_(mean=0.0, std=self.config.initializer_range)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            module.bias.data.zero_()
-        if isinstance(module, UpProjection):
-            module.reset_parameters()
-        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            module.weight.data[module.padding_idx].zero_()
 
 
 class RobertaModel(RobertaPreTrainedModel):

@@ -1,0 +1,126 @@
+"""The release's LoRA and bottleneck adapters against its formulas, applied to upstream's models.
+
+See make_release_fixture.py: logits, gradients, and the losses of a few steps of AdamW.
+"""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from transformers import (
+    AdamW,
+    DebertaV2Config,
+    DebertaV2ForSequenceClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
+
+
+def load_maker():
+    path = Path(__file__).with_name("make_release_fixture.py")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+MAKER = load_maker()
+RELEASE = load_file(MAKER.FIXTURE)
+MODELS = {
+    "roberta": (RobertaConfig, RobertaForSequenceClassification),
+    "deberta": (DebertaV2Config, DebertaV2ForSequenceClassification),
+}
+# The models take their losses in float32, whose relative rounding is 6e-8; the rest is in float64.
+EXACT = 1e-9
+TO_FLOAT32 = 1e-6
+
+
+def build(case, **settings):
+    """This project's model in training mode, and nothing trained but what the release trains."""
+    family, kind, _ = MAKER.CASES[case]
+    config_class, model_class = MODELS[family]
+    if kind == "lora":
+        settings = {"apply_lora": True, "lora_r": MAKER.RANK, "lora_alpha": MAKER.ALPHA, **settings}
+    else:
+        settings |= {"apply_adapter": True, "adapter_type": kind, "adapter_size": MAKER.SIZE}
+    config = config_class(**{**MAKER.SHAPE, **MAKER.FAMILIES[family], **settings})
+    model = model_class(config).double()
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(MAKER.draw(name, parameter.shape))
+    model.train_only([kind_.part for kind_ in model.adapted_by])
+    return model.train()
+
+
+def trained(model):
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def train(model):
+    """The losses of the fixture's steps."""
+    parameters = trained(model)
+    biases = [p for name, p in parameters.items() if name.endswith("bias")]
+    others = [p for name, p in parameters.items() if not name.endswith("bias")]
+    optimizer = AdamW(
+        [
+            {"params": others, "weight_decay": MAKER.DECAY},
+            {"params": biases, "weight_decay": 0.0},
+        ],
+        lr=MAKER.RATE,
+        betas=MAKER.BETAS,
+        eps=MAKER.EPSILON,
+    )
+    losses = []
+    for _ in range(MAKER.STEPS):
+        loss = model(**MAKER.draw_inputs()).loss
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return losses
+
+
+@pytest.mark.parametrize("case", MAKER.CASES)
+def test_logits(case):
+    model, expected = build(case), RELEASE[f"{case}/logits"]
+    for mode in (True, False):
+        ours = model.train(mode)(**MAKER.draw_inputs()).logits
+        torch.testing.assert_close(ours, expected, rtol=0, atol=EXACT)
+
+
+@pytest.mark.parametrize("case", MAKER.CASES)
+def test_gradients(case):
+    model = build(case)
+    model(**MAKER.draw_inputs()).loss.backward()
+    theirs = {n.removeprefix(f"{case}/grad/"): t for n, t in RELEASE.items() if "/grad/" in n}
+    theirs = {name: t for name, t in theirs.items() if not name.startswith(tuple(MAKER.CASES))}
+    assert trained(model).keys() == theirs.keys()
+    for name, parameter in trained(model).items():
+        atol = TO_FLOAT32 * theirs[name].abs().max().item()
+        torch.testing.assert_close(parameter.grad, theirs[name], rtol=0, atol=atol, msg=name)
+
+
+@pytest.mark.parametrize("case", MAKER.CASES)
+def test_losses_of_training(case):
+    expected = RELEASE[f"{case}/losses"].tolist()
+    assert train(build(case)) == pytest.approx(expected, rel=10 * TO_FLOAT32)
+    assert expected[-1] < 0.6 * expected[0]
+
+
+def test_lora_on_positions_shows():
+    """PEFT's way of adapting DeBERTa is another model, and trains otherwise."""
+    expected = RELEASE["deberta_lora/logits"]
+    model = build("deberta_lora", lora_positions=True)
+    ours = model(**MAKER.draw_inputs()).logits
+    assert (ours - expected).abs().max() > 1e-2
+    losses = RELEASE["deberta_lora/losses"].tolist()
+    assert train(model) != pytest.approx(losses, rel=1e-3)
+
+
+def test_torchs_adamw_shows(monkeypatch):
+    """Its epsilon is added to the corrected moment, and decay comes first."""
+    monkeypatch.setitem(globals(), "AdamW", torch.optim.AdamW)
+    losses = RELEASE["roberta_lora/losses"].tolist()
+    assert train(build("roberta_lora")) != pytest.approx(losses, rel=10 * TO_FLOAT32)
