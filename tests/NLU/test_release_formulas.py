@@ -43,7 +43,7 @@ def build(case, **settings):
     family, kind, _ = MAKER.CASES[case]
     config_class, model_class = MODELS[family]
     if kind == "lora":
-        settings = {"apply_lora": True, "lora_r": MAKER.RANK, "lora_alpha": MAKER.ALPHA, **settings}
+        settings |= {"apply_lora": True, "lora_r": MAKER.RANK, "lora_alpha": MAKER.ALPHA}
     else:
         settings |= {"apply_adapter": True, "adapter_type": kind, "adapter_size": MAKER.SIZE}
     config = config_class(**{**MAKER.SHAPE, **MAKER.FAMILIES[family], **settings})

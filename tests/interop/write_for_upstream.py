@@ -30,6 +30,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -42,16 +43,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "utils"))
 import convert
 
 from checkpoints import read_base, save_model
-from loralib.formats import write_adapter
+from loralib.formats import read_adapter, what_forbids, write_adapter
 from model import GPT2Config, load_base
 from transformers import AutoModelForSequenceClassification
 from transformers.configuration_utils import LORA_TARGETS
 
+# Settings of LoRA. DeBERTa's reaches contents alone, which PEFT cannot hold, or positions too.
 ENCODERS = {
-    "roberta_query_value": ["query", "value"],
-    "roberta_all_targets": list(LORA_TARGETS),
-    "deberta_query_value": ["query", "value"],
-    "deberta_all_targets": list(LORA_TARGETS),
+    "roberta_query_value": {"lora_targets": ["query", "value"]},
+    "roberta_all_targets": {"lora_targets": list(LORA_TARGETS)},
+    "deberta_query_value": {"lora_targets": ["query", "value"]},
+    "deberta_all_targets": {"lora_targets": list(LORA_TARGETS)},
+    "deberta_query_value_positions": {"lora_targets": ["query", "value"], "lora_positions": True},
+    "deberta_all_targets_positions": {"lora_targets": list(LORA_TARGETS), "lora_positions": True},
 }
 
 
@@ -85,21 +89,25 @@ class Writer:
             (out / folder).mkdir()
 
     def add(self, name: str, family: str, source: Path, logits: Tensor) -> None:
-        """Converts an adapter to PEFT's form and to a merged model, which both give `logits`."""
+        """Converts an adapter to PEFT's form, if that can hold it, and to a merged model.
+
+        Both give `logits`.
+        """
         self.tensors[f"logits/{name}"] = logits.contiguous()
         base = self.bases[family]
-        for form in ("peft", "merged"):
+        forms = ["peft"] if what_forbids(read_adapter(source), "peft") is None else []
+        for form in (*forms, "merged"):
             folder = self.out / form / name
             convert.main([str(source), str(folder), "--to", form, "--base", str(base)])
             place = {"folder": f"{form}/{name}", "base": f"bases/{family}"}
             self.cases.append({"name": name, "form": form, "family": family, **place})
 
     @torch.no_grad()
-    def add_encoder(self, case: str, targets: list[str]) -> None:
+    def add_encoder(self, case: str, settings: dict[str, Any]) -> None:
         """A classifier of this project, with its LoRA and its head drawn."""
         family = self.maker.family_of(case)
         model = AutoModelForSequenceClassification.from_pretrained(
-            self.bases[family], apply_lora=True, lora_r=3, lora_alpha=12, lora_targets=targets
+            self.bases[family], apply_lora=True, lora_r=3, lora_alpha=12, **settings
         )
         self._draw(model, trained=("lora_", "classifier", "pooler.dense"))
         source = self.out / "lora" / f"{case}.safetensors"
@@ -151,8 +159,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     out.mkdir(parents=True)
     maker = load_maker()
     writer = Writer(out, maker)
-    for case, targets in ENCODERS.items():
-        writer.add_encoder(case, targets)
+    for case, settings in ENCODERS.items():
+        writer.add_encoder(case, settings)
     writer.add_gpt2()
     for case in maker.CASES:
         writer.add_pefts(case)
