@@ -33,8 +33,8 @@ MODELS = {
     "roberta": (RobertaConfig, RobertaForSequenceClassification),
     "deberta": (DebertaV2Config, DebertaV2ForSequenceClassification),
 }
-# All is in float64, but for the loss of our models and the scale of upstream's DeBERTa, which are in
-# float32: its relative rounding, 6e-8, through a few layers.
+# All is in float64, but for the loss of our models and the scale of upstream's DeBERTa, which are
+# in float32: its relative rounding, 6e-8, through a few layers.
 TO_FLOAT32 = 1e-6
 
 
