@@ -1,5 +1,6 @@
-"""How the tests compare tensors by name."""
+"""How the tests compare tensors: by name to the bit, and to what rounding leaves open."""
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -24,3 +25,41 @@ def assert_equal(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> No
     for name, tensor in theirs.items():
         assert ours[name].dtype == tensor.dtype, name
         assert torch.equal(ours[name], tensor), name
+
+
+def rounding(
+    expected: Tensor | float,
+    terms: int,
+    dtype: torch.dtype = torch.float32,
+    magnitude: float = 1.0,
+) -> float:
+    """How far two results of one formula may lie apart, on any machine.
+
+    Other processors, libraries, numbers of threads and batch sizes add the same numbers up in
+    another order. Each addition rounds by up to eps / 2 of its size, up or down, and of n such
+    errors about √n remain. Four times that covers the largest of many results; twice, that both
+    sides round. What is wrong in a formula changes results by far more, by 1e-3 and above here.
+
+    Args:
+        expected: the result; its largest entry counts.
+        terms: n, how many additions follow one another: the terms of a sum, and of the sums that
+            it is made from.
+        dtype: what is added up.
+        magnitude: the least size of what is added up, where it may be larger than the result: 1
+            are the states of a network.
+    """
+    largest = max(magnitude, float(torch.as_tensor(expected).detach().abs().max()))
+    return 4 * torch.finfo(dtype).eps * math.sqrt(terms) * largest
+
+
+def assert_close_to_rounding(
+    ours: Tensor,
+    theirs: Tensor,
+    terms: int,
+    dtype: torch.dtype = torch.float32,
+    magnitude: float = 1.0,
+) -> None:
+    """The same up to `rounding`; infinities at the same places."""
+    finite = theirs.detach()[theirs.detach().isfinite()]
+    allowed = rounding(finite, terms, dtype, magnitude) if finite.numel() else 0.0
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=allowed)
