@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from compare import assert_close_to_rounding
+from encoder_options import ENCODER_TERMS
 
 from loralib.checkpoint import BITFIT, BOTTLENECK, KINDS, LORA
 from loralib.files import CheckpointError, read_tensors
@@ -53,8 +55,8 @@ def build(make_classifier):
     return make
 
 
-def close(ours, theirs, tolerance=1e-6):
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+def close(ours, theirs, terms=ENCODER_TERMS):
+    assert_close_to_rounding(ours, theirs, terms)
 
 
 # ---- the formulas ----
@@ -98,11 +100,11 @@ def test_logits_and_gradients_of_the_plain_formulas(build, batch, family, name, 
     outputs = [each(**batch) for each in (model, plain)]
     for output in outputs:
         output.loss.backward()
-    close(outputs[0].logits, outputs[1].logits, 1e-5)
+    close(outputs[0].logits, outputs[1].logits)
     for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
         assert (parameter.grad is None) == (expected.grad is None)
         if parameter.grad is not None:
-            close(parameter.grad, expected.grad, 1e-5)
+            close(parameter.grad, expected.grad, 2 * ENCODER_TERMS)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -113,7 +115,7 @@ def test_an_adapter_comes_after_the_dropout(build, family, name, drawn_masks):
     ours = layer(computed, residual)
     (mask,) = drawn_masks
     assert 0 < (mask == 0).double().mean() < 0.5
-    close(ours, plain_output(layer, layer.adapter, lambda x: x * mask)(computed, residual), 1e-5)
+    close(ours, plain_output(layer, layer.adapter, lambda x: x * mask)(computed, residual))
 
 
 def drawn(family, **settings):
@@ -284,7 +286,7 @@ def test_files_bring_a_model_back(build, batch, tmp_path, family, names, form):
         assert read_tensors(path)[0].keys() == expected_names(trained, kind)
         adapters.append(read_adapter(path, kind))
     assert fresh.load_adapters(adapters) == []
-    close(trained(**batch).logits, fresh(**batch).logits, 1e-5)
+    close(trained(**batch).logits, fresh(**batch).logits)
     for name, tensor in trained.state_dict().items():
         assert torch.equal(tensor, fresh.state_dict()[name]), name
 
@@ -657,7 +659,7 @@ def test_a_whole_checkpoint_is_read_as_it_was_trained(build, batch, tmp_path, fa
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path)
     assert again.adapted_by == model.adapted_by
-    close(again(**batch).logits, model(**batch).logits, 1e-5)
+    close(again(**batch).logits, model(**batch).logits)
 
 
 @pytest.mark.parametrize(

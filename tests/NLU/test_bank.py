@@ -7,9 +7,12 @@ import copy
 import importlib
 import threading
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
+from compare import assert_close_to_rounding, rounding
+from encoder_options import ENCODER_TERMS
 
 import loralib as lora
 from loralib import packing
@@ -132,14 +135,18 @@ def make_batch(rows, path="padded"):
     return {"input_ids": ids.masked_fill(mask == 0, 1), "attention_mask": mask}
 
 
-def close(ours, theirs, tolerance=1e-9):
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+def close(ours, theirs):
+    assert_close_to_rounding(ours, theirs, ENCODER_TERMS, theirs.dtype)
 
 
-def close_to_rows(mixed, rows, tolerance=1e-9):
+def close_in_half(ours, theirs, tolerance):
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance, check_dtype=False)
+
+
+def close_to_rows(mixed, rows, close=close):
     assert mixed.shape == (len(rows), max(len(row) for row in rows))
     for ours, theirs in zip(mixed, rows, strict=True):
-        close(ours[: len(theirs)], theirs, tolerance)
+        close(ours[: len(theirs)], theirs)
         assert (ours[len(theirs) :] == float("-inf")).all()
 
 
@@ -233,12 +240,12 @@ def test_in_bfloat16(make_classifier, family, names, path):
     task = Task(make_classifier, family, torch.float32)
     bank, batch = task.bank(), make_batch(len(names), path)
     exact = row_by_row(bank, task.base, names, batch)
-    close_to_rows(mixed_logits(bank, task.base, names, batch), exact, 2e-5)
+    close_to_rows(mixed_logits(bank, task.base, names, batch), exact)
     with torch.autocast("cpu", torch.bfloat16):
         expected = row_by_row(bank, task.base, names, batch)
         mixed = mixed_logits(bank, task.base, names, batch)
-    close_to_rows(mixed, expected, 0.1)
-    close_to_rows(mixed, exact, 0.25)
+    close_to_rows(mixed, expected, partial(close_in_half, tolerance=0.1))
+    close_to_rows(mixed, exact, partial(close_in_half, tolerance=0.25))
 
 
 @torch.no_grad()
@@ -384,7 +391,8 @@ def test_threads(task):
     def work(number):
         for _ in range(10):
             barrier.wait(timeout=30)
-            if not torch.allclose(compute(jobs[number]), expected[number], rtol=0, atol=1e-9):
+            found, right = compute(jobs[number]), expected[number]
+            if not torch.allclose(found, right, rtol=0, atol=rounding(right, ENCODER_TERMS)):
                 wrong.append(number)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]

@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from compare import assert_close_to_rounding
+from encoder_options import ENCODER_TERMS
 
 from transformers import Trainer, TrainingArguments, consistency
 
@@ -34,8 +36,8 @@ def plain_loss(p1, p2, labels, weight):
     return loss
 
 
-def close(ours, theirs, tolerance=1e-6):
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+def close(ours, theirs, terms=ENCODER_TERMS):
+    assert_close_to_rounding(ours, theirs, terms)
 
 
 # ---- the formula ----
@@ -51,10 +53,10 @@ def test_the_formula_and_its_gradients(weight):
     labels = torch.tensor([0, 3, 1, 1, 2])
     ours = consistency.consistency_loss(first, second, labels, weight)
     theirs = plain_loss(first, second, labels, weight)
-    close(ours.double(), theirs, 1e-5)
+    close(ours.double(), theirs, 1)
     gradients = [torch.autograd.grad(loss, (first, second)) for loss in (ours, theirs)]
     for mine, expected in zip(*gradients, strict=True):
-        close(mine, expected, 1e-6)
+        close(mine, expected, 1)
 
 
 def test_the_release_s_words_for_it():
@@ -79,10 +81,10 @@ def test_without_dropout_and_masking_it_is_twice_the_plain_loss(build, batch, fa
         output.loss.backward()
         losses.append(output.loss)
         close(output.logits, plain(**batch).logits)
-    close(losses[1], 2 * losses[0], 2e-6)
+    close(losses[1], 2 * losses[0])
     for name, parameter in plain.named_parameters():
         if parameter.grad is not None:
-            close(twice.get_parameter(name).grad, 2 * parameter.grad, 1e-5)
+            close(twice.get_parameter(name).grad, 2 * parameter.grad, 2 * ENCODER_TERMS)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -99,7 +101,7 @@ def test_the_second_pass_sees_hidden_tokens(build, batch, family, monkeypatch):
     first = model(**given).logits
     second = model(**{**given, "input_ids": seen[0]}).logits
     assert (first - second).abs().max() > 0.1
-    close(loss, plain_loss(first, second, batch["labels"], 2.0), 1e-5)
+    close(loss, plain_loss(first, second, batch["labels"], 2.0))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -114,7 +116,7 @@ def test_dropout_makes_two_passes_differ(build, batch, family, monkeypatch):
     output = model(**batch)
     first, second, labels, weight = passes[0]
     assert not torch.allclose(first, second, atol=1e-3)
-    close(output.loss, plain_loss(first, second, labels, weight), 1e-5)
+    close(output.loss, plain_loss(first, second, labels, weight))
     assert torch.equal(output.logits, first)
 
 
@@ -176,7 +178,7 @@ def test_what_the_forward_gives_beside_the_loss_is_the_first_pass_s(build, batch
     expected = plain(**batch, output_hidden_states=True)
     assert len(output.hidden_states) == 3
     for ours, theirs in zip(output.hidden_states, expected.hidden_states, strict=True):
-        close(ours, theirs, 1e-5)
+        close(ours, theirs)
     loss, logits = model(**batch, return_dict=False)
     close(loss, output.loss)
     close(logits, expected.logits)

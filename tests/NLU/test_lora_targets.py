@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from compare import assert_close_to_rounding
+from encoder_options import ENCODER_TERMS
 
 from loralib.checkpoint import AdapterInfo, lora_layers, lora_targets
 from loralib.files import CheckpointError, read_tensors
@@ -36,8 +38,8 @@ def build(make_classifier):
     return make
 
 
-def close(ours, theirs, tolerance=1e-5):
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+def close(ours, theirs):
+    assert_close_to_rounding(ours, theirs, ENCODER_TERMS)
 
 
 def module_of(family, target):
