@@ -45,6 +45,65 @@ def seeing_gpus(pytestconfig):
     return kept | pytestconfig.stash[SEEN_GPUS]
 
 
+class DeviceSettings:
+    """PyTorch's settings of a GPU, as a plain dict, to be read and set; no GPU is needed."""
+
+    @staticmethod
+    def read() -> dict[str, bool]:
+        """What is set now."""
+        import torch
+
+        return {
+            "products in TF32": torch.backends.cuda.matmul.allow_tf32,
+            "convolutions in TF32": torch.backends.cudnn.allow_tf32,
+            "cuDNN's attention": torch.backends.cuda.cudnn_sdp_enabled(),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
+
+    @staticmethod
+    def write(products: bool, convolutions: bool, attention: bool, deterministic: bool) -> None:
+        """Sets them all."""
+        import torch
+
+        torch.backends.cuda.matmul.allow_tf32 = products
+        torch.backends.cudnn.allow_tf32 = convolutions
+        torch.backends.cuda.enable_cudnn_sdp(attention)
+        torch.use_deterministic_algorithms(deterministic)
+
+    @classmethod
+    def expect(cls, tf32: bool, deterministic: bool = False) -> None:
+        """Asserts that they are as a script of this project sets them."""
+        expected = {"products in TF32": tf32, "convolutions in TF32": tf32}
+        expected |= {"cuDNN's attention": False, "deterministic": deterministic}
+        assert cls.read() == expected
+
+
+@pytest.fixture
+def device_settings():
+    """`DeviceSettings`, all the other way about to begin with; what was set before comes back."""
+    before = DeviceSettings.read()
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    DeviceSettings.write(True, True, True, False)
+    yield DeviceSettings
+    DeviceSettings.write(*before.values())
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    if workspace is not None:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = workspace
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch):
+    """A GPU's generator without a GPU: a list with its state, whose last item is the present."""
+    import torch
+
+    states = [torch.tensor([1, 2], dtype=torch.uint8)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: states[-1])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", states.append)
+    return states
+
+
 @pytest.fixture
 def hub_server(tmp_path):
     """A started local hub: `.root` for repositories, `.environment(home)` for a subprocess."""

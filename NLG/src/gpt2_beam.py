@@ -85,6 +85,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help=f"a text's last token, beside {_END_OF_TEXT}, such as 628, a blank line; may be "
         "given several times",
     )
+    parser.add_argument(
+        "--tf32", action="store_true", help="compute float32 in TensorFloat-32 (GPU)"
+    )
     half = parser.add_mutually_exclusive_group().add_argument
     half("--fp16", action="store_true", help="compute in half precision (GPU)")
     half("--bf16", action="store_true", help="compute in bfloat16")
@@ -245,6 +248,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     settings = settings_of(args)
     this = start(args)
+    process.set_up_device(tf32=args.tf32)
     set_up_logging()
     path = os.path.join(args.work_dir, args.output_file)
     if this.is_main:

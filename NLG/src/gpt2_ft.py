@@ -41,7 +41,7 @@ from exp_utils import MetricsLog, run, set_up_logging, sole_use
 from gpu import Run, add_gpu_params, distributed_mean, distributed_sync, gather_objects, start
 from loralib.files import CheckpointError, remove_leftovers
 from loralib.precision import ApexPrecision, Precision, has_apex, hold_frozen_in
-from loralib.process import TrainingError, rng_state, set_rng_state, set_seed
+from loralib.process import TrainingError, rng_state, set_rng_state, set_seed, set_up_device
 from optimizer import add_optimizer_params, create_adam_optimizer, create_optimizer_scheduler
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 # What decides the bits that a run ends with: a resumed run has to have the same.
 _SAME_IN_A_RUN = (
     *("model_card", "lora_dim", "lora_alpha", "lora_dropout", "obj", "seq_len", "label_smooth"),
-    *("train_batch_size", "grad_acc", "clip", "fp16", "bf16", "random_seed"),
+    *("train_batch_size", "grad_acc", "clip", "fp16", "bf16", "tf32", "random_seed"),
     *("lr", "weight_decay", "correct_bias", "adam_epislon", "no_decay_bias"),
     *("adam_beta1", "adam_beta2", "scheduler", "warmup_step", "i_steps", "i_lrs"),
 )
@@ -88,6 +88,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     half = parser.add_mutually_exclusive_group().add_argument
     half("--fp16", action="store_true", help="half precision, with apex O1 where that works (GPU)")
     half("--bf16", action="store_true", help="bfloat16; frozen weights are held in it")
+    add("--tf32", action="store_true", help="compute float32 in TensorFloat-32 (GPU)")
+    add(
+        "--use_deterministic_algorithms",
+        action="store_true",
+        help="PyTorch's deterministic mode: the same bits on a GPU as well",
+    )
     add = parser.add_argument_group("output").add_argument
     add(
         "--work_dir",
@@ -356,7 +362,7 @@ class Trainer:
     def _write_resume(self, finished: bool = False) -> None:
         """A finished run keeps its mark only, so that --resume does not begin it anew."""
         self.resume_is_due = False
-        chance = gather_objects(self.this, rng_state())
+        chance = gather_objects(self.this, rng_state(self.this.device))
         if not self.this.is_main:
             return
         state: dict[str, Any] = {"run": self.identity, "step": self.step, "finished": finished}
@@ -374,7 +380,7 @@ class Trainer:
         write_resume(self.work_dir, state)
 
     def _identity(self) -> dict[str, Any]:
-        """What has to be the same for a run to go on to the same bits."""
+        """What has to be the same for a run to resume bit-exact."""
         settings = {f"--{name}": getattr(self.args, name) for name in _SAME_IN_A_RUN}
         return {
             **settings,
@@ -448,7 +454,7 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.precision.load_state_dict(state["precision"])
-        set_rng_state(state["chance"][self.this.rank])
+        set_rng_state(state["chance"][self.this.rank], self.this.device)
         if self.this.is_main:
             self.metrics.begin(after_step=self.step)
         logger.info("resuming after step %d", self.step)
@@ -458,6 +464,7 @@ def main(argv: list[str] | None = None) -> None:
     """Trains as the command line says."""
     args = parse_args(argv)
     this = start(args)
+    set_up_device(tf32=args.tf32, deterministic=args.use_deterministic_algorithms)
     set_up_logging()
     if not this.is_main:
         distributed_sync(this)

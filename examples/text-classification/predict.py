@@ -36,6 +36,7 @@ from loralib.checkpoint import KINDS, Adapter, plain
 from loralib.files import write_whole
 from loralib.formats import read_adapter
 from loralib.precision import Precision, hold_frozen_in
+from loralib.process import set_up_device
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -82,6 +83,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch_size", type=int, default=32, help="rows a batch, of whatever adapters")
     add("--lora_alpha", type=float, help="for adapters that do not say what theirs is")
     add("--bf16", action="store_true", help="compute in bfloat16, on a GPU or a CPU")
+    add("--tf32", action="store_true", help="on a GPU, compute float32 in TensorFloat-32")
     add("--no_cuda", action="store_true", help="stay on the CPU even where there is a GPU")
     add("--cache_dir", help="where to keep what is downloaded")
     add("--model_revision", default="main", help="branch, tag or commit of the base on the hub")
@@ -412,6 +414,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_output(args.output_file, args.input_file)
 
     device = torch.device("cuda" if torch.cuda.is_available() and not args.no_cuda else "cpu")
+    set_up_device(tf32=args.tf32)
     precision = Precision(torch.bfloat16 if args.bf16 else torch.float32, device.type)
     with errors_only():
         model = AutoModelForSequenceClassification.from_pretrained(

@@ -210,6 +210,13 @@ def test_a_model_to_decode_is_plain(files, tmp_path):
     assert not model.training
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_settings_of_the_device(decode, device_settings, asked):
+    device_settings.write(not asked, not asked, True, False)
+    decode(*(["--tf32"] if asked else []))
+    device_settings.expect(tf32=asked)
+
+
 def test_half_precision(decode):
     texts = decode("--bf16")
     assert [len(text) for text in texts] == [6] * len(CONTEXTS)

@@ -211,6 +211,7 @@ def killed(tiny, tmp_path, monkeypatch):
         ("--lora_dropout 0", "--lora_dropout 0.3, not 0.0"),
         ("--obj jlm", "--obj clm, not jlm"),
         ("--bf16", "--bf16 False, not True"),
+        ("--tf32", "--tf32 False, not True"),
         ("--correct_bias", "--correct_bias False, not True"),
         ("--scheduler cosine", "--scheduler linear, not cosine"),
         ("--seq_len 11", "--seq_len 12, not 11"),
@@ -235,6 +236,28 @@ def _other_base(folder: Path) -> None:
     tensors, metadata = read_tensors(folder / "base_with_lora.pt")
     tensors["module.transformer.wte.weight"] = tensors["module.transformer.wte.weight"] + 1
     torch.save({"model_state_dict": tensors, "metadata": metadata}, folder / "other.pt")
+
+
+def test_a_gpu_s_run_on_a_cpu_says_so(killed, caplog):
+    path = Path(killed[killed.index("--work_dir") + 1]) / "resume.pt"
+    state = torch.load(path, weights_only=True)
+    if not torch.cuda.is_available():
+        assert "cuda" not in state["chance"][0]
+        state["chance"][0]["cuda"] = torch.zeros(16, dtype=torch.uint8)
+    else:
+        del state["chance"][0]["cuda"]
+    torch.save(state, path)
+    gpt2_ft.main([*killed, "--resume"])
+    (line,) = [message for message in caplog.messages if "bit-exact" in message]
+    assert "resumes, but not bit-exact: the checkpoint was written on a " in line
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_settings_of_the_device(tiny, device_settings, tmp_path, asked):
+    device_settings.write(not asked, not asked, True, False)
+    more = ["--tf32", "--use_deterministic_algorithms"] if asked else []
+    gpt2_ft.main(tiny.flags(tmp_path / "run", "--max_step", 1, *more))
+    device_settings.expect(tf32=asked, deterministic=asked)
 
 
 def test_what_does_not_change_the_model_may_change(tiny, killed, result_of, tmp_path):

@@ -183,6 +183,15 @@ def common(base: Path, *paths: Path) -> list[str]:
 # ---- answers ----
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_settings_of_the_device(predict, bases, adapters, tmp_path, device_settings, asked):
+    device_settings.write(not asked, not asked, True, False)
+    given, out = write(tmp_path / "in.jsonl", some_lines()), tmp_path / "out.jsonl"
+    more = ["--tf32"] if asked else []
+    predict.main([*common(bases["roberta"], given, out), *more, *named(adapters["roberta"])])
+    device_settings.expect(tf32=asked)
+
+
 @pytest.mark.parametrize("batch_size", [1, 3, 32])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_line_as_its_own_model_answers_it(

@@ -121,6 +121,10 @@ def test_the_values_are_the_release_s():
         name: (entry.nproc, recipe.read_environment(), dict(entry.flags))
         for name, entry in RECIPES.items()
     }
+    # The release's workspace of cuBLAS is too small for its fast kernels of large products.
+    for _, environment, _ in release.values():
+        assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+        environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     assert ours == release
 
 
@@ -188,7 +192,7 @@ def test_a_script_s_command_is_the_recipe_and_is_understood(run_glue, name):
     result = run_script(name, "--print", "--data_dir", "my data", "--seed=7")
     assert result.returncode == 0, result.stderr
     words = typed(result.stdout)
-    assert words[:2] == ["CUBLAS_WORKSPACE_CONFIG=:16:8", "PYTHONHASHSEED=0"]
+    assert words[:2] == ["CUBLAS_WORKSPACE_CONFIG=:4096:8", "PYTHONHASHSEED=0"]
     assert words[2:5] == ["python", "-m", "torch.distributed.launch"]
     assert words[5] == f"--nproc_per_node={RECIPES[name].nproc}"
     assert (Path.cwd() / words[7]).resolve() == recipe.SCRIPT
@@ -233,7 +237,7 @@ def test_the_last_flag_counts(run_glue, started, monkeypatch):
     settings = parsed(run_glue, words[words.index("--model_name_or_path") :])
     assert (settings["learning_rate"], settings["overwrite_output_dir"]) == (1e-3, False)
     assert environment["PYTHONHASHSEED"] == "0"
-    assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 # ---- processes ----

@@ -376,6 +376,13 @@ def test_adafactor_on_a_matrix_and_a_vector():
         torch.testing.assert_close(parameter.detach().double(), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_settings_of_the_device(make_trainer, device_settings, asked):
+    device_settings.write(not asked, not asked, True, False)
+    make_trainer(tf32=asked, use_deterministic_algorithms=asked)
+    device_settings.expect(tf32=asked, deterministic=asked)
+
+
 def test_a_user_s_deterministic_mode_stays_on(make_trainer):
     torch.use_deterministic_algorithms(True)
     try:

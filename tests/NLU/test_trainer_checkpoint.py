@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from compare import assert_same_bits
 from trainer_runs import (
     largest_difference,
@@ -194,6 +195,24 @@ def test_resuming_a_run_without_lora(make_trainer, make_model, tmp_path):
     resumed = make_trainer(make_model(0.1, lora=False), **settings)
     resumed.train(str(tmp_path / "out" / "checkpoint-3"))
     assert_same_bits(resumed.model.state_dict(), whole.model.state_dict())
+
+
+def test_a_gpu_s_checkpoint_on_a_cpu_says_so(make_trainer, tmp_path, caplog):
+    """Resumed, and to the same bits after all: on a CPU nothing is drawn by a GPU's generator."""
+    settings = {"dropout": 0.2, "save_strategy": "steps", "save_steps": 4, "no_cuda": True}
+    trainer = make_trainer(**settings)
+    trainer.train()
+    path = tmp_path / "out" / "checkpoint-4" / "rng_state_0.pth"
+    own = torch.load(path, weights_only=True)
+    assert "cuda" not in own["rng"]
+    own["rng"]["cuda"] = torch.zeros(16, dtype=torch.uint8)
+    torch.save(own, path)
+    caplog.clear()
+    again = make_trainer(**settings, output_dir=str(tmp_path / "again"))
+    again.train(str(path.parent))
+    (line,) = [message for message in caplog.messages if "bit-exact" in message]
+    assert "was written on a GPU, and this run computes on a CPU" in line
+    assert_same_bits(again.model.state_dict(), trainer.model.state_dict())
 
 
 def test_resume_differs_where_chance_is_not_restored(make_trainer, tmp_path):

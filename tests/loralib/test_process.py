@@ -12,7 +12,15 @@ import pytest
 import torch
 
 from loralib.files import CheckpointError
-from loralib.process import TrainingError, rank, rng_state, run, set_rng_state, set_seed
+from loralib.process import (
+    TrainingError,
+    rank,
+    rng_state,
+    run,
+    set_rng_state,
+    set_seed,
+    set_up_device,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,6 +75,75 @@ def test_taking_the_state_draws_nothing():
     set_seed(5)
     rng_state()
     assert draw() == expected
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(("before", "now"), [(CPU, CPU), (GPU, GPU), (CPU, GPU), (GPU, CPU)])
+def test_a_state_of_another_device_is_told(before, now, pretended_gpu, monkeypatch, caplog):
+    monkeypatch.delenv("RANK", raising=False)
+    file = io.BytesIO()
+    torch.save(rng_state(before), file)
+    expected = draw()
+    pretended_gpu.append(torch.tensor([7, 7], dtype=torch.uint8))
+    file.seek(0)
+    set_rng_state(torch.load(file, weights_only=True), now)
+    assert draw() == expected  # the generators that both have
+    restored = before == now == GPU
+    assert pretended_gpu[-1].tolist() == ([1, 2] if restored else [7, 7])
+    names = {CPU: "a CPU", GPU: "a GPU"}
+    assert caplog.messages == (
+        []
+        if before == now
+        else [
+            f"resumes, but not bit-exact: the checkpoint was written on {names[before]}, and this "
+            f"run computes on {names[now]}, which has other random numbers"
+        ]
+    )
+
+
+def test_the_main_process_warns_for_all(pretended_gpu, monkeypatch, caplog):
+    state = rng_state(CPU)
+    for process, messages in (("1", 0), ("0", 1)):
+        monkeypatch.setenv("RANK", process)
+        set_rng_state(state, GPU)
+        assert len(caplog.messages) == messages
+
+
+def test_a_run_computes_on_a_gpu_where_there_is_one(pretended_gpu, caplog):
+    assert "cuda" in rng_state()
+    set_rng_state(rng_state())
+    assert not caplog.messages
+    set_rng_state(rng_state(CPU))
+    assert len(caplog.messages) == 1
+
+
+# ---- the device ----
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("tf32", [True, False])
+def test_settings_of_the_device(device_settings, tf32, deterministic):
+    device_settings.write(not tf32, not tf32, True, False)
+    set_up_device(tf32=tf32, deterministic=deterministic)
+    device_settings.expect(tf32, deterministic)
+    workspace = ":4096:8" if deterministic else None
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == workspace
+    # PyTorch's other ways to ask for it are not at odds with this one.
+    assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
+    if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        assert (torch.backends.cuda.matmul.fp32_precision == "tf32") == tf32
+        assert (torch.backends.cudnn.conv.fp32_precision == "tf32") == tf32
+
+
+def test_what_a_user_has_set_stays(device_settings, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    set_up_device(deterministic=True)
+    set_up_device()
+    device_settings.expect(tf32=False, deterministic=True)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
 # ---- errors ----

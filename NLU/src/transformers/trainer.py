@@ -8,7 +8,6 @@ half precision in loralib.precision.
 
 import inspect
 import math
-import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -23,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from loralib.precision import ApexPrecision, Precision, all_in_half, hold_frozen_in
-from loralib.process import TrainingError, set_seed
+from loralib.process import TrainingError, set_seed, set_up_device
 
 from . import consistency
 from .data.data_collator import DataCollatorWithPadding, default_data_collator
@@ -94,6 +93,7 @@ class Trainer(TrainerCheckpoints):
     ):
         set_seed(args.seed)
         self.args = args
+        set_up_device(tf32=args.tf32, deterministic=args.use_deterministic_algorithms)
         self.model = model.to(args.device)
         self.tokenizer = tokenizer
         default_collator = (
@@ -124,10 +124,6 @@ class Trainer(TrainerCheckpoints):
         if args.is_main_process:
             # Now, so that a folder that cannot be written to is found before the training.
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-        if args.use_deterministic_algorithms:
-            # cuBLAS is deterministic only with a workspace of its own, set before its first use.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-            torch.use_deterministic_algorithms(True)
         self.precision = Precision(args.compute_dtype, args.device.type)
         self.uses_apex = args.use_apex
         if args.compute_dtype is not torch.float32 and not self.uses_apex:

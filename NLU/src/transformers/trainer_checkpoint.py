@@ -1,4 +1,6 @@
-"""Checkpoints: what a run writes so that it can go on, and how it goes on to the same bits.
+"""Checkpoints: what a run writes so that it can be resumed, and how it resumes.
+
+It resumes bit-exact, on a GPU with ``--use_deterministic_algorithms``.
 
 A checkpoint is written into a folder beside its own and renamed when it is whole. It holds the
 model (with ``--save_lora_only``, the files of what is trained alone), tokenizer and settings, the
@@ -47,6 +49,7 @@ SCALER_NAME = "scaler.pt"
 # Settings that a run keeps when it is resumed. Its length may change, and what runs it.
 _SAME_IN_A_RUN = (
     "seed",
+    "tf32",
     "learning_rate",
     "weight_decay",
     "adam_beta1",
@@ -217,7 +220,7 @@ class TrainerCheckpoints:
             "progress": self._progress.state_dict(),
             "pending_gradients": pending,
             "layout": self._layout,
-            "rng": rng_state(),
+            "rng": rng_state(self.args.device),
         }
 
     @property
@@ -294,7 +297,7 @@ class TrainerCheckpoints:
             self._progress.batches = min(done, len(batches))
         for name, gradient in own["pending_gradients"].items():
             self.model.get_parameter(name).grad = gradient.to(self.args.device)
-        set_rng_state(own["rng"])
+        set_rng_state(own["rng"], self.args.device)
 
     def _load_weights(self, folder: str) -> None:
         """Copies a checkpoint's weights in: the whole model's or, with nothing else, LoRA's.

@@ -144,7 +144,10 @@ class TrainingArguments:
         False, "compute activations again in the backward pass: less memory, more time"
     )
     use_deterministic_algorithms: bool = flag(
-        False, "PyTorch's deterministic mode: the same bits on the same machine"
+        False, "PyTorch's deterministic mode: the same bits on the same machine, on a GPU as well"
+    )
+    tf32: bool = flag(
+        False, "on a GPU, compute float32's products and convolutions in TensorFloat-32"
     )
 
     def __post_init__(self) -> None:
