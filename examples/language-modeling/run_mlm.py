@@ -8,6 +8,7 @@ the given shape is drawn at random. What it writes is a base model for run_glue.
 """
 
 import logging
+import math
 import os
 import sys
 import tempfile
@@ -103,6 +104,14 @@ def read_lines(path: str, tokenizer: PreTrainedTokenizerBase, max_length: int) -
     )
 
 
+def perplexity(loss: float) -> float:
+    """e to the power of a mean cross-entropy in nats; infinite where that is too large a number."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses, builds, trains, evaluates, saves."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -126,8 +135,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         tokenizer = learn_tokenizer(data_args.train_file, model_args.vocab_size, length)
         model = AutoModelForMaskedLM.from_config(new_config(model_args, len(tokenizer), length))
-    # Logits of a whole set, vocabulary wide, are of use to nobody: evaluations give the loss.
-    args.prediction_loss_only = True
     trainer = Trainer(
         model,
         args,
@@ -140,12 +147,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     if args.do_train:
         metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
+        metrics["train_samples"] = len(trainer.train_dataset)
         trainer.save_model()
         trainer.save_state()
         trainer.log_metrics("train", metrics)
         trainer.save_metrics("train", metrics)
     if args.do_eval:
         metrics = trainer.evaluate()
+        metrics["eval_samples"] = len(trainer.eval_dataset)
+        metrics["perplexity"] = perplexity(metrics["eval_loss"])
         trainer.log_metrics("eval", metrics)
         trainer.save_metrics("eval", metrics)
 

@@ -165,11 +165,22 @@ def test_hidden_states_are_upstreams(variant):
     assert torch.equal(output.last_hidden_state, output.hidden_states[-1])
 
 
-def test_masked_lm_logits_with_labels_are_those_of_the_targets():
-    model, labels = build("mlm"), INPUTS["tokens_wanted"]
-    output = model(**CASES["holes"], labels=labels)
-    close(output.logits, model(**CASES["holes"]).logits[labels != -100])
-    none = model(**CASES["holes"], labels=torch.full_like(labels, -100))
+def test_masked_lm_logits_are_those_of_the_targets_alone_in_training():
+    model, labels = build("mlm", **NO_DROPOUT), INPUTS["tokens_wanted"]
+    given = CASES["holes"]
+    bare = model(**given).logits
+    evaluated = model(**given, labels=labels)
+    assert torch.equal(evaluated.logits, bare)
+    is_target = (labels != -100) & (given["attention_mask"] == 1)
+    for trains, asked, targets_only in (
+        (True, None, True),
+        (False, True, True),
+        (True, False, False),
+    ):
+        output = model.train(trains)(**given, labels=labels, targets_only=asked)
+        close(output.loss, evaluated.loss)
+        close(output.logits, bare[is_target] if targets_only else bare)
+    none = model.train()(**given, labels=torch.full_like(labels, -100))
     assert none.logits.shape == (0, 48)
     assert none.loss == 0
 

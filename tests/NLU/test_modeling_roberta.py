@@ -146,12 +146,27 @@ def test_hidden_states_and_pooler_are_upstreams(upstream, build, arguments, case
         assert not output.last_hidden_state[given["attention_mask"] == 0].any()
 
 
-def test_masked_lm_logits_with_labels_are_those_of_the_targets(upstream, build, arguments):
+@pytest.mark.parametrize("case", ["padded", "holes"])
+def test_masked_lm_logits_are_those_of_the_targets_alone_in_training(
+    upstream, build, arguments, case
+):
     labels = upstream["inputs/tokens_wanted"]
-    model, given = build("mlm"), arguments("holes")
-    output = model(**given, labels=labels)
-    assert output.logits.shape == (int((labels != -100).sum()), 48)
-    close(output.logits, model(**given).logits[labels != -100])
+    model, given = build("mlm", **NO_DROPOUT), arguments(case)
+    is_target = (labels != -100) & (given["attention_mask"] == 1)
+    bare = model(**given).logits
+    evaluated = model(**given, labels=labels)
+    assert torch.equal(evaluated.logits, bare)
+    for trains, asked, targets_only in (
+        (True, None, True),
+        (False, True, True),
+        (True, False, False),
+    ):
+        output = model.train(trains)(**given, labels=labels, targets_only=asked)
+        close(output.loss, evaluated.loss)
+        close(output.logits, bare[is_target] if targets_only else bare)
+    # Without labels there are no targets.
+    close(model.train()(**given).logits, bare)
+    close(model.eval()(**given, targets_only=True).logits, bare)
 
 
 # ---- padding ----
@@ -255,9 +270,10 @@ def test_losses_and_gradients_of_lora(upstream, build, arguments, kind, mode):
     plain = merged(model, build, kind).train(mode)
     model.train_only(("lora",))
     model.train(mode)
-    given = {**arguments("holes"), "labels": upstream[f"inputs/{LABELS[kind]}"]}
-    assert not torch.allclose(build(kind)(**given).logits, model(**given).logits, atol=0.01)
+    bare = arguments("holes")
+    assert not torch.allclose(build(kind)(**bare).logits, model(**bare).logits, atol=0.01)
 
+    given = {**bare, "labels": upstream[f"inputs/{LABELS[kind]}"]}
     loss, reference = model(**given).loss, plain(**given).loss
     close(loss, reference)
     loss.backward()

@@ -214,7 +214,8 @@ def test_accumulation_equals_the_larger_batch(make_trainer):
         {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
         {"per_device_train_batch_size": 4},
     ):
-        trainer = make_trainer(learning_rate=1e-3, logging_steps=1, **settings)
+        # With a small epsilon, AdamW makes much of the rounding of a gradient that is near zero.
+        trainer = make_trainer(learning_rate=1e-3, adam_epsilon=1e-3, logging_steps=1, **settings)
         trainer.train()
         models.append((trained(trainer.model), trainer.state.log_history))
     (first, first_log), (second, second_log) = models
@@ -546,7 +547,7 @@ def test_log_records(make_trainer):
             "step": step,
         }
     evaluated = {"eval_loss", "eval_accuracy", "eval_given", "eval_runtime"}
-    evaluated |= {"eval_samples_per_second", "eval_mem_cpu_peak", "epoch", "step"}
+    evaluated |= {"eval_samples_per_second", "epoch", "step"}
     assert history[1].keys() == evaluated
     assert output.training_loss == pytest.approx(np.mean(losses))
     assert history[-1]["train_loss"] == output.training_loss
@@ -808,16 +809,7 @@ def test_an_output_folder_that_cannot_be_made_is_found_at_once(make_trainer, tmp
         ({"fp16": True, "bf16": True}, "give one"),
         ({"report_to": ["mlflow"]}, "not mlflow"),
         ({"lr_scheduler_type": "square"}, "square"),
-        ({"load_best_model_at_end": True}, "needs every checkpoint evaluated"),
-        (
-            {
-                "load_best_model_at_end": True,
-                "evaluation_strategy": "steps",
-                "eval_steps": 4,
-                "save_steps": 6,
-            },
-            "save_steps 6 is not a multiple of --eval_steps 4",
-        ),
+        ({"load_best_model_at_end": True}, "load_best_model_at_end needs evaluations to compare"),
     ],
 )
 def test_settings_that_are_refused(settings, reason):

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-RUNTIMES = ("runtime", "samples_per_second", "mem_cpu_peak")
+RUNTIMES = ("runtime", "samples_per_second")
 
 
 def make_data(count: int, scores: bool = False) -> list[dict]:

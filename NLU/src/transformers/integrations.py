@@ -3,6 +3,7 @@
 import importlib.util
 from numbers import Real
 
+from .modeling_utils import PreTrainedModel
 from .trainer_callback import TrainerCallback
 from .training_args import TrainingArguments
 
@@ -50,7 +51,7 @@ class TensorBoardCallback(TrainerCallback):
 
         self.writer = SummaryWriter(log_dir=args.logging_dir)
         self.writer.add_text("args", args.to_json_string())
-        if model is not None:
+        if isinstance(model, PreTrainedModel):
             self.writer.add_text("model_config", model.config.to_json_string())
 
 
@@ -69,7 +70,9 @@ class WandbCallback(TrainerCallback):
         if self.run is None:
             import wandb
 
-            settings = args.to_dict() | (model.config.to_dict() if model is not None else {})
+            settings = args.to_dict()
+            if isinstance(model, PreTrainedModel):
+                settings |= model.config.to_dict()
             self.run = wandb.init(name=args.run_name, config=settings)
         self.run.log(_named(logs or {}), step=state.global_step)
 
@@ -86,7 +89,7 @@ def reporting_callbacks(args: TrainingArguments) -> list[type[TrainerCallback]]:
     Raises:
         ValueError: one is asked for by name and is not installed.
     """
-    asked = args.report_to or ["all"]
+    asked = ["all"] if args.report_to is None else args.report_to
     if "none" in asked:
         return []
     callbacks = []

@@ -44,8 +44,8 @@ class MaskedLMOutput(ModelOutput):
 
     Args:
         loss: mean cross-entropy over the positions whose label is not -100.
-        logits: (batch, length, vocabulary) without labels; (targets, vocabulary) with labels, for
-            the positions that have one, row by row: the head costs nothing elsewhere.
+        logits: (batch, length, vocabulary). In training with labels, or where `targets_only` asks
+            for it, (targets, vocabulary): those of the positions with a label, row by row.
         hidden_states: as in `BaseModelOutput`.
     """
 

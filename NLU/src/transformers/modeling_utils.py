@@ -28,6 +28,7 @@ from loralib.checkpoint import (
 from loralib.files import CheckpointError, read_tensors, write_tensors
 from loralib.hub import resolve_file
 from loralib.layers import LoRALayer
+from loralib.packing import PackedRows
 from loralib.positions import lora_reaches_positions
 
 from .adapters import UpProjection
@@ -432,19 +433,37 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), labels)
 
 
-def masked_lm_loss(
-    head: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Mean cross-entropy over the tokens with a target, and their logits, (targets, vocabulary).
+def masked_lm_output(
+    head: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    rows: PackedRows,
+    labels: Tensor | None,
+    targets_only: bool,
+) -> tuple[Tensor | None, Tensor]:
+    """A masked-language model's loss and logits, from its last hidden states.
 
     Args:
-        head: gives hidden states their vocabulary logits; it sees the targets alone.
-        hidden: (tokens, hidden).
-        labels: (tokens,), token ids; -100 where there is no target.
+        head: gives hidden states their vocabulary logits.
+        hidden: (tokens, hidden), of the real tokens.
+        rows: where these tokens are in the batch.
+        labels: (batch, length), token ids; -100 where there is no target.
+        targets_only: with labels, the head sees the targets alone.
+
+    Returns:
+        With labels, the mean cross-entropy over the targets. Logits of every position (batch,
+        length, vocabulary), zeros where there is padding; those of the targets (targets,
+        vocabulary), row by row, with `targets_only`.
     """
+    if labels is None:
+        return None, rows.pad(head(hidden))
+    labels = rows.pack(labels)
     is_target = labels != -100
-    logits = head(hidden[is_target])
-    loss = F.cross_entropy(logits.float(), labels[is_target], reduction="sum")
+    if targets_only:
+        logits = of_targets = head(hidden[is_target])
+    else:
+        of_all = head(hidden)
+        logits, of_targets = rows.pad(of_all), of_all[is_target]
+    loss = F.cross_entropy(of_targets.float(), labels[is_target], reduction="sum")
     return loss / is_target.sum().clamp(min=1), logits  # a batch may have no target
 
 

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -47,7 +48,9 @@ from .trainer_pt_utils import (
     decayed_parameters,
     gather_in_order,
     gather_objects,
+    loss_of,
     memory_metrics,
+    predictions_of,
     sum_over_processes,
 )
 from .trainer_utils import (
@@ -69,7 +72,9 @@ class Trainer(TrainerCheckpoints):
     """Trains and evaluates a model.
 
     Args:
-        model: what to train; parameters with ``requires_grad`` off stay as they are.
+        model: what to train; parameters with ``requires_grad`` off stay as they are. Any module
+            will do whose forward takes a batch by name, labels included, and returns a dict with
+            "loss" or a tuple that begins with the loss.
         args: the settings.
         data_collator: makes a batch of a list of examples; pads to the longest where not given.
         train_dataset, eval_dataset: sized, indexable sets of dicts.
@@ -81,7 +86,7 @@ class Trainer(TrainerCheckpoints):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: nn.Module,
         args: TrainingArguments,
         data_collator: Callable[[list[Any]], dict[str, Tensor]] | None = None,
         train_dataset: Dataset | None = None,
@@ -104,21 +109,11 @@ class Trainer(TrainerCheckpoints):
         self.eval_dataset = eval_dataset
         self.compute_metrics = compute_metrics
         self.optimizer, self.lr_scheduler = optimizers
-        self.label_names = args.label_names or ["labels"]
+        self.label_names = ["labels"] if args.label_names is None else args.label_names
         self.state = TrainerState(is_world_process_zero=args.is_main_process)
         self.control = TrainerControl()
         self._wrapped: nn.Module = self.model
-        if args.save_lora_only and not model.adapted_by:
-            raise ValueError(
-                "--save_lora_only needs a model with LoRA, adapters or BitFit: add --apply_lora, "
-                "--apply_adapter or --apply_bitfit"
-            )
-        consistency.check(model.config)
-        if args.label_smoothing_factor > 0 and consistency.asks_for(model.config):
-            raise ValueError(
-                "--label_smoothing_factor and consistency training (--reg_loss_wgt, "
-                "--masking_prob) do not go together: leave one out"
-            )
+        self._check_model()
         if args.gradient_checkpointing:
             model.config.gradient_checkpointing = True
         if args.is_main_process:
@@ -126,14 +121,49 @@ class Trainer(TrainerCheckpoints):
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         self.precision = Precision(args.compute_dtype, args.device.type)
         self.uses_apex = args.use_apex
-        if args.compute_dtype is not torch.float32 and not self.uses_apex:
-            hold_frozen_in(self.model, args.compute_dtype)
+        in_half = args.compute_dtype is not torch.float32 and not self.uses_apex
+        if in_half and isinstance(model, PreTrainedModel):
+            # Other models' layers need not bear it, and are left to autocast.
+            hold_frozen_in(model, args.compute_dtype)
         shown = PrinterCallback if args.disable_tqdm else ProgressCallback
         self.callbacks = CallbackHandler(
             [DefaultFlowCallback, *reporting_callbacks(args), *(callbacks or []), shown],
             model=self.model,
             tokenizer=tokenizer,
         )
+
+    def _check_model(self) -> None:
+        """Refuses settings that the model cannot follow.
+
+        Raises:
+            ValueError: there is one.
+        """
+        args, model = self.args, self.model
+        ours = isinstance(model, PreTrainedModel)
+        if args.save_lora_only and not self._adapted_by:
+            raise ValueError(
+                "--save_lora_only needs a model with LoRA, adapters or BitFit: add --apply_lora, "
+                "--apply_adapter or --apply_bitfit"
+            )
+        if args.gradient_checkpointing and not ours:
+            raise ValueError("--gradient_checkpointing needs a model of this package: leave it out")
+        if ours:
+            consistency.check(model.config)
+        if args.label_smoothing_factor == 0:
+            return
+        if ours and consistency.asks_for(model.config):
+            raise ValueError(
+                "--label_smoothing_factor and consistency training (--reg_loss_wgt, "
+                "--masking_prob) do not go together: leave one out"
+            )
+        if len(self.label_names) != 1:
+            raise ValueError("--label_smoothing_factor needs one kind of labels in --label_names")
+        labels = inspect.signature(model.forward).parameters.get(self.label_names[0])
+        if labels is not None and labels.default is inspect.Parameter.empty:
+            raise ValueError(
+                "--label_smoothing_factor needs a model that can be called without "
+                f"{self.label_names[0]}, for its logits"
+            )
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Adds a callback, or one of a class."""
@@ -161,6 +191,7 @@ class Trainer(TrainerCheckpoints):
         if not (self.args.remove_unused_columns and hasattr(dataset, "remove_columns")):
             return dataset
         taken = {*inspect.signature(self.model.forward).parameters, "label", "label_ids"}
+        taken.update(self.label_names)
         unused = [name for name in dataset.column_names if name not in taken]
         return dataset.remove_columns(unused)
 
@@ -284,19 +315,17 @@ class Trainer(TrainerCheckpoints):
         self._wrapped = self.model
         self._check_finite()
         self._check_weights()
-        if args.load_best_model_at_end and self.state.best_model_checkpoint:
-            logger.info("ending with the best model, %s", self.state.best_model_checkpoint)
-            self._load_weights(self.state.best_model_checkpoint)
+        if args.load_best_model_at_end:
+            self._load_best()
 
         steps = self.state.global_step
         loss = self._mean_loss(self._progress.loss_total, max(steps, 1))
         samples = (steps - steps_before) * batches.step_size * args.gradient_accumulation_steps
         metrics = speed_metrics("train", start, samples)
         metrics["train_loss"] = loss
-        if not args.skip_memory_metrics:
-            metrics.update(memory_metrics("train", args.device))
         self.log(dict(metrics))
         self._call("on_train_end")
+        metrics.update(self._memory_metrics("train"))
         metrics["epoch"] = round(self.state.epoch or 0.0, 2)
         return TrainOutput(steps, loss, metrics)
 
@@ -349,19 +378,39 @@ class Trainer(TrainerCheckpoints):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False
     ) -> Any:
-        """The batch's mean loss; with `return_outputs`, also what the model returned."""
-        smoothing = self.args.label_smoothing_factor
-        if smoothing == 0 or "labels" not in inputs:
-            outputs = model(**inputs)
-            loss = outputs["loss"]
+        """The batch's mean loss; with `return_outputs`, also what the model returned.
+
+        Raises:
+            TrainingError: the model returned none, or nothing to smooth labels with.
+        """
+        if self._smooths(inputs):
+            loss, outputs = self._smoothed_loss(model, inputs)
         else:
-            labels = inputs["labels"]
-            if labels.is_floating_point():
-                raise TrainingError("--label_smoothing_factor needs class labels, not numbers")
-            outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
-            logits = outputs["logits"].float().flatten(0, -2)
-            loss = F.cross_entropy(logits, labels.flatten(), label_smoothing=smoothing)
+            outputs = model(**inputs)
+            loss = loss_of(outputs)
         return (loss, outputs) if return_outputs else loss
+
+    def _smooths(self, inputs: dict[str, Any]) -> bool:
+        return self.args.label_smoothing_factor > 0 and self.label_names[0] in inputs
+
+    def _smoothed_loss(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
+        name = self.label_names[0]
+        labels = inputs[name]
+        if labels.is_floating_point():
+            raise TrainingError("--label_smoothing_factor needs class labels, not numbers")
+        outputs = model(**{key: value for key, value in inputs.items() if key != name})
+        logits = next(iter(predictions_of(outputs, with_loss=False)), None)
+        if logits is None or logits.shape[:-1].numel() != labels.numel():
+            raise TrainingError(
+                f"--label_smoothing_factor needs a model that, called without {name}, first of all "
+                f"returns logits: {name} have the shape {tuple(labels.shape)}, and what it returns "
+                f"has {'no rows' if logits is None else tuple(logits.shape)}"
+            )
+        smoothing = self.args.label_smoothing_factor
+        loss = F.cross_entropy(
+            logits.float().flatten(0, -2), labels.flatten(), label_smoothing=smoothing
+        )
+        return loss, outputs
 
     def _update(self) -> None:
         """Applies the gradients that have been added up."""
@@ -397,6 +446,9 @@ class Trainer(TrainerCheckpoints):
     def _log_evaluate_save(self) -> None:
         """Does what callbacks have asked for."""
         control = self.control
+        if control.should_evaluate and self.args.load_best_model_at_end:
+            # Whoever asked for the evaluation: what turns out to be the best has to be there.
+            control.should_save = True
         if control.should_log and self.state.global_step > self._progress.logged_step:
             self._check_finite()
             steps = self.state.global_step - self._progress.logged_step
@@ -437,12 +489,14 @@ class Trainer(TrainerCheckpoints):
         )
 
     def _say_what_runs(self, examples: int, max_steps: int) -> None:
-        args, model = self.args, self.model
+        args = self.args
         update = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
+        parameters = list(self.model.parameters())
+        trained = sum(p.numel() for p in parameters if p.requires_grad)
         logger.info(
-            f"training {model.num_parameters(only_trainable=True):,} of {model.num_parameters():,} "
-            f"parameters on {examples:,} examples: {max_steps:,} updates of {update} examples, "
-            f"from update {self.state.global_step:,} on"
+            f"training {trained:,} of {sum(p.numel() for p in parameters):,} parameters on "
+            f"{examples:,} examples: {max_steps:,} updates of {update} examples, from update "
+            f"{self.state.global_step:,} on"
         )
 
     # ---- evaluation ----
@@ -450,22 +504,32 @@ class Trainer(TrainerCheckpoints):
     def evaluate(
         self, eval_dataset: Dataset | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """The loss and the metrics on a set, each name with the prefix; logged."""
+        """The loss and the metrics on a set, each name with the prefix; logged.
+
+        Without `compute_metrics` there is nothing to gather predictions for: they are not.
+        """
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
         if dataset is None:
             raise ValueError("Trainer: evaluating needs an eval_dataset")
-        metrics = self._evaluation_loop(dataset, metric_key_prefix).metrics
+        loss_only = self.args.prediction_loss_only or self.compute_metrics is None
+        metrics = self._evaluation_loop(dataset, metric_key_prefix, loss_only).metrics
         self.log(dict(metrics))
+        metrics.update(self._memory_metrics(metric_key_prefix))
         self._call("on_evaluate", metrics=metrics)
         return metrics
 
     def predict(self, test_dataset: Dataset, metric_key_prefix: str = "eval") -> PredictionOutput:
-        """The model's logits on a set and, where it has labels, its metrics."""
-        output = self._evaluation_loop(test_dataset, metric_key_prefix)
+        """The model's predictions on a set and, where it has labels, its metrics.
+
+        Predictions are what the model returns besides the loss; see `EvalPrediction`.
+        """
+        loss_only = self.args.prediction_loss_only
+        output = self._evaluation_loop(test_dataset, metric_key_prefix, loss_only)
+        output.metrics.update(self._memory_metrics(metric_key_prefix))
         self._call("on_predict", metrics=output.metrics)
         return output
 
-    def _evaluation_loop(self, dataset: Dataset, prefix: str) -> PredictionOutput:
+    def _evaluation_loop(self, dataset: Dataset, prefix: str, loss_only: bool) -> PredictionOutput:
         args = self.args
         if len(dataset) == 0:
             raise ValueError("the set to evaluate is empty")
@@ -475,42 +539,69 @@ class Trainer(TrainerCheckpoints):
         )
         self.model.eval()
         in_half = all_in_half(self.model) if args.fp16_full_eval else nullcontext()
-        logits = Collector(args.eval_accumulation_steps)
+        predictions = Collector(args.eval_accumulation_steps)
         labels = Collector(args.eval_accumulation_steps)
         # The sum of the losses and how many examples they are of.
         losses = torch.zeros(2, dtype=torch.float64, device=args.device)
         with torch.no_grad(), in_half, self.precision.autocast():
-            for inputs in self._loader(dataset, share):
-                loss, batch_logits, batch_labels = self.prediction_step(self._to_device(inputs))
+            for indices, inputs in zip(share, self._loader(dataset, share), strict=True):
+                loss, *rows = self.prediction_step(self._to_device(inputs), loss_only)
                 if loss is not None:
-                    rows = len(batch_labels)
-                    losses += torch.stack([loss.double() * rows, torch.full_like(loss, rows)])
-                if not args.prediction_loss_only:
-                    logits.add(batch_logits)
-                    labels.add(batch_labels)
+                    one = torch.ones_like(loss, dtype=torch.float64)
+                    losses += len(indices) * torch.stack([loss.double(), one])
+                for collector, batch in zip((predictions, labels), rows, strict=True):
+                    _check_rows(batch, len(indices))
+                    collector.add(batch)
                 self._call("on_prediction_step", num_batches=len(share))
         total, count = sum_over_processes(losses, args.world_size).tolist()
         metrics = {} if count == 0 else {f"{prefix}_loss": total / count}
         gathered = [
-            gather_in_order(share.indices, part.array(), args.world_size)
-            for part in (logits, labels)
+            _one_or_all(gather_in_order(share.indices, collector.arrays(), args.world_size))
+            for collector in (predictions, labels)
         ]
         if self.compute_metrics and gathered[0] is not None and gathered[1] is not None:
             for name, value in self.compute_metrics(EvalPrediction(*gathered)).items():
                 metrics[f"{prefix}_{name.removeprefix(f'{prefix}_')}"] = value
         metrics.update(speed_metrics(prefix, start, len(dataset)))
-        if not args.skip_memory_metrics:
-            metrics.update(memory_metrics(prefix, args.device))
         return PredictionOutput(*gathered, metrics)
 
     def prediction_step(
-        self, inputs: dict[str, Any]
-    ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-        """A batch's loss (where it has labels), logits in float32, and labels."""
-        if not all(name in inputs for name in self.label_names):
-            return None, self.model(**inputs)["logits"].float(), None
+        self, inputs: dict[str, Any], prediction_loss_only: bool = False
+    ) -> tuple[Tensor | None, tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """A batch's loss (where it has all labels), predictions and labels.
+
+        With `prediction_loss_only` there are no predictions and no labels, and a masked-language
+        model computes the logits of its targets alone.
+        """
+        if any(inputs.get(name) is None for name in self.label_names):
+            outputs = self.model(**inputs)
+            predictions = () if prediction_loss_only else predictions_of(outputs, with_loss=False)
+            return None, predictions, ()
+        if prediction_loss_only:
+            if "targets_only" in inspect.signature(self.model.forward).parameters:
+                inputs = {**inputs, "targets_only": True}
+            return self.compute_loss(self.model, inputs).detach(), (), ()
         loss, outputs = self.compute_loss(self.model, inputs, return_outputs=True)
-        return loss.detach(), outputs["logits"].float(), inputs[self.label_names[0]]
+        predictions = predictions_of(outputs, with_loss=not self._smooths(inputs))
+        return loss.detach(), predictions, tuple(inputs[name] for name in self.label_names)
+
+    def _memory_metrics(self, split: str) -> dict[str, int]:
+        """Peak memory, where it is asked for. Not for the log: it differs from run to run."""
+        return {} if self.args.skip_memory_metrics else memory_metrics(split, self.args.device)
+
+
+def _check_rows(batch: tuple[Tensor, ...], count: int) -> None:
+    """Refuses to gather what would not be told apart by example."""
+    for part in batch:
+        if len(part) != count:
+            raise TrainingError(
+                f"the model returned {len(part)} rows for {count} examples, in a tensor of the "
+                f"shape {tuple(part.shape)}: predictions need a row for each example"
+            )
+
+
+def _one_or_all(arrays: tuple[np.ndarray, ...]) -> np.ndarray | tuple[np.ndarray, ...] | None:
+    return arrays[0] if len(arrays) == 1 else arrays or None
 
 
 def _column(dataset: Dataset, name: str) -> Iterable[Any]:

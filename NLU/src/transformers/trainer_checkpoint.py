@@ -3,12 +3,14 @@
 It resumes bit-exact, on a GPU with ``--use_deterministic_algorithms``.
 
 A checkpoint is written into a folder beside its own and renamed when it is whole. It holds the
-model (with ``--save_lora_only``, the files of what is trained alone), tokenizer and settings, the
-optimiser, the schedule, the scaler, the Trainer's state, and of every process its place in the
-data, the gradients not yet applied and the state of its random generators.
+model (with ``--save_lora_only``, the files of what is trained alone; of a module that is not this
+package's, the state dict), tokenizer and settings, the optimizer, the schedule, the scaler, the
+Trainer's state, and of every process its place in the data, the gradients not yet applied and the
+state of its random generators.
 """
 
 import json
+import math
 import os
 import pickle
 import shutil
@@ -16,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from loralib.checkpoint import KINDS
+from loralib.checkpoint import KINDS, Kind
 from loralib.files import CheckpointError, sync_folder, write_whole
 from loralib.formats import form_of_name, read_adapter, what_forbids, write_adapter
 from loralib.precision import Precision
@@ -107,7 +109,7 @@ class TrainerCheckpoints:
     """The half of the Trainer that writes and reads; the attributes are the other half's."""
 
     args: TrainingArguments
-    model: PreTrainedModel
+    model: nn.Module
     tokenizer: PreTrainedTokenizerBase | None
     train_dataset: Dataset | None
     optimizer: Optimizer
@@ -125,26 +127,39 @@ class TrainerCheckpoints:
             return
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        # What an earlier run has left in the folder would be taken for this one's.
-        adapted_by = self.model.adapted_by
-        stale = [name for kind in KINDS if kind not in adapted_by for name in kind.files]
-        if self.args.save_lora_only:
-            stale += [WEIGHTS_NAME, SAFE_WEIGHTS_NAME]
-            self.model.config.save_pretrained(folder)
+        if isinstance(self.model, PreTrainedModel):
+            self._save_pretrained(self.model, folder)
         else:
-            self.model.save_pretrained(folder)
-        for name in stale:
-            (folder / name).unlink(missing_ok=True)
-        for kind in adapted_by:
-            adapter = self.model.adapter(kind)
+            state = self.model.state_dict()
+            on_cpu = {n: t.cpu() if isinstance(t, Tensor) else t for n, t in state.items()}
+            _save(on_cpu, folder / WEIGHTS_NAME)
+            _remove(folder, SAFE_WEIGHTS_NAME, *(name for kind in KINDS for name in kind.files))
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+        _save(self.args.to_dict(), folder / TRAINING_ARGS_NAME)
+
+    def _save_pretrained(self, model: PreTrainedModel, folder: Path) -> None:
+        """Writes one of this package's models, and removes what an earlier run left beside it."""
+        if self.args.save_lora_only:
+            _remove(folder, WEIGHTS_NAME, SAFE_WEIGHTS_NAME)
+            model.config.save_pretrained(folder)
+        else:
+            model.save_pretrained(folder)
+        for kind in KINDS:
+            if kind not in model.adapted_by:
+                _remove(folder, *kind.files)
+        for kind in model.adapted_by:
+            adapter = model.adapter(kind)
             for name in reversed(kind.files):
                 if what_forbids(adapter, form_of_name(folder / name)) is None:
                     write_adapter(folder / name, adapter)
                 else:
-                    (folder / name).unlink(missing_ok=True)
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(folder)
-        _save(self.args.to_dict(), folder / TRAINING_ARGS_NAME)
+                    _remove(folder, name)
+
+    @property
+    def _adapted_by(self) -> tuple[Kind, ...]:
+        """As `PreTrainedModel.adapted_by`; nothing for any other module."""
+        return self.model.adapted_by if isinstance(self.model, PreTrainedModel) else ()
 
     def save_state(self) -> None:
         """Writes ``trainer_state.json`` into the output folder."""
@@ -190,9 +205,25 @@ class TrainerCheckpoints:
                 f"--metric_for_best_model: no evaluation gives {name}; known: {known}"
             )
         value, best = metrics[name], self.state.best_metric
+        if math.isnan(value):
+            logger.warning("%s is not a number at step %s", name, self.state.global_step)
+            return
         if best is None or (value > best if self.args.greater_is_better else value < best):
             self.state.best_metric = value
             self.state.best_model_checkpoint = str(folder)
+
+    def _load_best(self) -> None:
+        """Copies the best checkpoint's weights in; says so where there is none."""
+        best = self.state.best_model_checkpoint
+        if best is None:
+            logger.warning(
+                "--load_best_model_at_end: no evaluation found a best model in %s updates, so the "
+                "run ends with its last weights; see --evaluation_strategy and --eval_steps",
+                self.state.global_step,
+            )
+            return
+        logger.info("ending with the best model, %s", best)
+        self._load_weights(best)
 
     def _delete_old_checkpoints(self, newest: Path) -> None:
         """Keeps the newest ``save_total_limit`` checkpoints of this run, and the best one."""
@@ -249,7 +280,12 @@ class TrainerCheckpoints:
             # The run's folder was moved.
             self.state.best_model_checkpoint = str(path.with_name(Path(best).name))
         self._load_weights(folder)
-        self.optimizer.load_state_dict(_load(path / OPTIMIZER_NAME, device))
+        try:
+            self.optimizer.load_state_dict(_load(path / OPTIMIZER_NAME, device))
+        except CheckpointError:
+            raise
+        except ValueError as error:
+            raise CheckpointError(f"{path / OPTIMIZER_NAME}: {error}") from error
         self.lr_scheduler.load_state_dict(_load(path / SCHEDULER_NAME))
         self.precision.load_state_dict(_load(path / SCALER_NAME))
         self._resume_own_state(path, batches)
@@ -257,17 +293,9 @@ class TrainerCheckpoints:
     def _check_same_run(self, path: Path) -> None:
         """Refuses to go on with a run of another task or with other settings."""
         before, now = _load(path / TRAINING_ARGS_NAME), self.args.to_dict()
-        config, own = type(self.model.config).get_config_dict(path), self.model.config.to_dict()
-        # JSON has no integers for keys.
-        labels = [{str(k): v for k, v in c["id2label"].items()} for c in (config, own)]
-        pairs = [
-            ("task", config.get("finetuning_task"), own["finetuning_task"]),
-            ("labels", *labels),
-        ]
-        pairs += [(f"--{name}", before.get(name), now[name]) for name in _SAME_IN_A_RUN]
-        # Filled in, because a checkpoint may be older than a setting.
-        saved = type(self.model.config).from_dict(config).to_dict()
-        pairs += [(f"--{n}", saved[n], own[n]) for n in _SAME_OF_A_MODEL if n in own]
+        pairs = [(f"--{name}", before.get(name), now[name]) for name in _SAME_IN_A_RUN]
+        if isinstance(self.model, PreTrainedModel):
+            pairs = [*self._model_settings(self.model, path), *pairs]
         for name, was, becomes in pairs:
             if was != becomes:
                 raise CheckpointError(
@@ -275,6 +303,18 @@ class TrainerCheckpoints:
                     "to go on with it, or begin anew with another --output_dir or "
                     "--overwrite_output_dir"
                 )
+
+    @staticmethod
+    def _model_settings(model: PreTrainedModel, path: Path) -> list[tuple[str, Any, Any]]:
+        """What a run keeps of its model: by name, the checkpoint's value and this model's."""
+        config, own = type(model.config).get_config_dict(path), model.config.to_dict()
+        # JSON has no integers for keys.
+        labels = [{str(k): v for k, v in c["id2label"].items()} for c in (config, own)]
+        task = ("task", config.get("finetuning_task"), own["finetuning_task"])
+        # Filled in, because a checkpoint may be older than a setting.
+        saved = type(model.config).from_dict(config).to_dict()
+        settings = [(f"--{n}", saved[n], own[n]) for n in _SAME_OF_A_MODEL if n in own]
+        return [task, ("labels", *labels), *settings]
 
     def _resume_own_state(self, path: Path, batches: TrainingBatches) -> None:
         own = _load(path / _own_state_name(0))
@@ -305,14 +345,16 @@ class TrainerCheckpoints:
         Or those of what else was trained.
         """
         path = Path(folder)
-        kinds = self.model.adapted_by
+        kinds = self._adapted_by
         if kinds:
             # These files say rank, alpha and base as well, which the whole model's does not.
             self.model.load_adapters([read_adapter(path, kind) for kind in kinds])
             if not (path / WEIGHTS_NAME).is_file() and not (path / SAFE_WEIGHTS_NAME).is_file():
                 return
+        ours = isinstance(self.model, PreTrainedModel)
+        weights = read_weights(folder) if ours else _load(path / WEIGHTS_NAME, self.args.device)
         try:
-            self.model.load_state_dict(read_weights(folder))
+            self.model.load_state_dict(weights)
         except RuntimeError as error:
             lines = " ".join(str(error).split())
             raise CheckpointError(f"{folder}: does not fit the model: {lines}") from error
@@ -341,6 +383,12 @@ class TrainerCheckpoints:
         ):
             with write_whole(path) as temporary:
                 temporary.write_text(json.dumps(values, indent=4, sort_keys=True) + "\n")
+
+
+def _remove(folder: Path, *names: str) -> None:
+    """Removes files that an earlier run has left: they would be taken for this one's."""
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
 
 
 def _mean_state(states: list[dict[str, Any]]) -> dict[str, Any]:

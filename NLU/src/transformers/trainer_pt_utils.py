@@ -1,14 +1,21 @@
-"""What the Trainer needs of PyTorch: the order of the data, and gathering from all processes."""
+"""What the Trainer needs of PyTorch.
+
+The order of the data, the parts of what a model returns, and gathering from all processes.
+"""
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from loralib.process import TrainingError
+
+from .data.data_collator import IGNORED_LABEL
 
 
 class TrainingBatches:
@@ -108,8 +115,62 @@ class EvaluationBatches:
             yield self.indices[start : start + self.batch_size]
 
 
+def loss_of(outputs: Any) -> Tensor:
+    """The loss in what a model returned: a dict's entry of that name, or a tuple's first item.
+
+    Raises:
+        TrainingError: there is none, or it is not one number.
+    """
+    loss = None
+    if isinstance(outputs, Mapping):
+        loss = outputs.get("loss")
+    elif isinstance(outputs, tuple | list) and outputs:
+        loss = outputs[0]
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise TrainingError(
+            "the model returned no loss: with labels, its forward has to give one number, as "
+            "'loss' in a dict or as a tuple's first item"
+        )
+    return loss.reshape(())
+
+
+def predictions_of(outputs: Any, with_loss: bool) -> tuple[Tensor, ...]:
+    """The tensors in what a model returned, without the loss; half precision as float32.
+
+    What has no rows (a number, a tuple of hidden states) is left out.
+
+    Args:
+        outputs: a dict, a tuple or one tensor.
+        with_loss: whether a tuple begins with the loss.
+    """
+    if isinstance(outputs, Mapping):
+        parts = [value for name, value in outputs.items() if name != "loss"]
+    elif isinstance(outputs, tuple | list):
+        parts = list(outputs[1:] if with_loss else outputs)
+    else:
+        parts = [outputs]
+    rows = [part for part in parts if isinstance(part, Tensor) and part.dim() > 0]
+    in_half = (torch.float16, torch.bfloat16)
+    return tuple(part.float() if part.dtype in in_half else part for part in rows)
+
+
+def join_rows(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors (rows, …), one below the other; -100 fills up what is shorter than the longest."""
+    sizes = {part.shape[1:] for part in parts}
+    if len(sizes) > 1:
+        longest = [max(size) for size in zip(*sizes, strict=True)]
+        parts = [_filled_up(part, longest) for part in parts]
+    return torch.cat(list(parts))
+
+
+def _filled_up(part: Tensor, sizes: Sequence[int]) -> Tensor:
+    filled = part.new_full((len(part), *sizes), IGNORED_LABEL)
+    filled[(slice(None), *map(slice, part.shape[1:]))] = part
+    return filled
+
+
 class Collector:
-    """One process's tensors of an evaluation, batch after batch; nothing where a batch has none.
+    """One process's tensors of an evaluation, batch after batch.
 
     Args:
         steps: batches after which what is there moves to the CPU; only at the end where None.
@@ -117,24 +178,24 @@ class Collector:
 
     def __init__(self, steps: int | None = None):
         self.steps = steps
-        self._on_device: list[Tensor] = []
-        self._on_cpu: list[Tensor] = []
+        self._on_device: list[tuple[Tensor, ...]] = []
+        self._on_cpu: list[tuple[Tensor, ...]] = []
 
-    def add(self, batch: Tensor | None) -> None:
-        """Takes a batch's tensor, (rows, …)."""
-        if batch is not None:
-            self._on_device.append(batch)
+    def add(self, batch: tuple[Tensor, ...]) -> None:
+        """Takes a batch's tensors, (rows, …) each, as many as every batch has."""
+        self._on_device.append(batch)
         if self.steps is not None and len(self._on_device) >= self.steps:
             self._move()
 
-    def array(self) -> np.ndarray | None:
-        """All rows, or None where there were none."""
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """All rows of each, as `join_rows` joins them."""
         self._move()
-        return torch.cat(self._on_cpu).numpy() if self._on_cpu else None
+        return tuple(join_rows(parts).numpy() for parts in zip(*self._on_cpu, strict=True))
 
     def _move(self) -> None:
         if self._on_device:
-            self._on_cpu.append(torch.cat(self._on_device).cpu())
+            joined = (join_rows(parts) for parts in zip(*self._on_device, strict=True))
+            self._on_cpu.append(tuple(part.cpu() for part in joined))
             self._on_device = []
 
 
@@ -148,14 +209,18 @@ def gather_objects(value: Any, world_size: int) -> list[Any]:
 
 
 def gather_in_order(
-    indices: list[int], values: np.ndarray | None, world_size: int
-) -> np.ndarray | None:
-    """The rows of all processes, row i being the one with index i, on every process."""
-    shares = [s for s in gather_objects((indices, values), world_size) if s[1] is not None]
-    if not shares:
-        return None
-    order = np.argsort(np.concatenate([share[0] for share in shares]))
-    return np.concatenate([share[1] for share in shares])[order]
+    indices: list[int], arrays: tuple[np.ndarray, ...], world_size: int
+) -> tuple[np.ndarray, ...]:
+    """Each array with the rows of all processes, row i being the one with index i.
+
+    They are the same on every process. Rows of several lengths are filled up as in `join_rows`.
+    """
+    shares = [share for share in gather_objects((indices, arrays), world_size) if share[1]]
+    order = np.argsort([index for share in shares for index in share[0]])
+    whole = zip(*(share[1] for share in shares), strict=True)
+    return tuple(
+        join_rows([torch.from_numpy(part) for part in parts]).numpy()[order] for parts in whole
+    )
 
 
 def sum_over_processes(value: Tensor, world_size: int) -> Tensor:

@@ -35,17 +35,21 @@ class SchedulerType(str, Enum):
 
 
 class EvalPrediction(NamedTuple):
-    """What `compute_metrics` is given: logits and labels of the whole set, in its order."""
+    """What `compute_metrics` is given: predictions and labels of the whole set, in its order.
 
-    predictions: np.ndarray
-    label_ids: np.ndarray
+    One array each; a tuple of them where the model returns several, or where there are several
+    kinds of labels. Where batches differ in length, rows are filled up with -100.
+    """
+
+    predictions: np.ndarray | tuple[np.ndarray, ...]
+    label_ids: np.ndarray | tuple[np.ndarray, ...]
 
 
 class PredictionOutput(NamedTuple):
-    """What `Trainer.predict` returns."""
+    """What `Trainer.predict` returns: as `EvalPrediction`, None for what there is not."""
 
-    predictions: np.ndarray
-    label_ids: np.ndarray | None
+    predictions: np.ndarray | tuple[np.ndarray, ...] | None
+    label_ids: np.ndarray | tuple[np.ndarray, ...] | None
     metrics: dict[str, float]
 
 

@@ -117,8 +117,12 @@ class TrainingArguments:
     run_name: str | None = flag(None, "the run's name in Weights & Biases (default: output_dir)")
     disable_tqdm: bool | None = flag(None, "no progress bars")
     remove_unused_columns: bool = flag(True, "drop the columns that the model does not take")
-    label_names: list[str] | None = flag(None, "columns that hold labels (default: labels)")
-    load_best_model_at_end: bool = flag(False, "end with the checkpoint that evaluated best")
+    label_names: list[str] | None = flag(
+        None, "names of the forward's arguments that are labels (default: labels)"
+    )
+    load_best_model_at_end: bool = flag(
+        False, "end with the checkpoint that evaluated best; one is saved at every evaluation"
+    )
     metric_for_best_model: str | None = flag(None, "what 'best' compares (default: loss)")
     greater_is_better: bool | None = flag(None, "its direction (default: true unless a loss)")
     ignore_data_skip: bool = flag(
@@ -202,25 +206,27 @@ class TrainingArguments:
         if self.fp16 and self.bf16:
             raise ValueError("--fp16 and --bf16 are two precisions: give one")
         if self.load_best_model_at_end:
-            self._check_best_model()
+            self._save_at_evaluations()
         unknown = set(self.report_to or ()) - {"all", "none", "tensorboard", "wandb"}
         if unknown:
             raise ValueError(
                 f"--report_to knows tensorboard, wandb, all, none; not {unknown.pop()}"
             )
 
-    def _check_best_model(self) -> None:
-        both = (self.evaluation_strategy, self.save_strategy)
-        if both[0] is not both[1] or both[0] is IntervalStrategy.NO:
+    def _save_at_evaluations(self) -> None:
+        """Sees to it that every evaluation has its checkpoint, as in 4.4.2."""
+        if self.evaluation_strategy is IntervalStrategy.NO:
             raise ValueError(
-                "--load_best_model_at_end needs every checkpoint evaluated: give --save_strategy "
-                "and --evaluation_strategy the same value "
-                f"(they are {both[1].value}, {both[0].value})"
+                "--load_best_model_at_end needs evaluations to compare: give --evaluation_strategy"
             )
-        if both[0] is IntervalStrategy.STEPS and self.save_steps % self.eval_steps:
-            raise ValueError(
-                "--load_best_model_at_end needs every checkpoint evaluated: --save_steps "
-                f"{self.save_steps} is not a multiple of --eval_steps {self.eval_steps}"
+        asked = (self.save_strategy, self.save_steps)
+        self.save_strategy = self.evaluation_strategy
+        if self.save_strategy is IntervalStrategy.STEPS:
+            self.save_steps = self.eval_steps
+        if asked != (self.save_strategy, self.save_steps):
+            logger.info(
+                "--load_best_model_at_end: a checkpoint is saved at every evaluation; "
+                "--save_strategy and --save_steps have no part in it"
             )
 
     # ---- device and processes ----

@@ -44,7 +44,7 @@ from ... import consistency
 from ...activations import ACT2FN
 from ...adapters import Intermediate, SubLayerOutput, projection
 from ...modeling_outputs import BaseModelOutput, MaskedLMOutput, SequenceClassifierOutput
-from ...modeling_utils import PreTrainedModel, classification_loss, masked_lm_loss, run_layer
+from ...modeling_utils import PreTrainedModel, classification_loss, masked_lm_output, run_layer
 from .configuration_deberta_v2 import DebertaV2Config
 
 
@@ -669,22 +669,24 @@ class DebertaV2ForMaskedLM(DebertaV2PreTrainedModel):
         labels: Tensor | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        targets_only: bool | None = None,
     ) -> MaskedLMOutput | tuple:
-        """Logits of every position or, with `labels`, the loss and logits of the labelled ones.
+        """Logits (batch, length, vocabulary) and, with `labels`, the loss over the targets.
+
+        In training, with `labels`, logits are those of the targets alone, (targets, vocabulary),
+        row by row: the head costs nothing elsewhere.
 
         Args:
             labels: (batch, length), token ids; -100 where there is no target.
+            targets_only: whether that is so with `labels`; by default in training, and only there.
             others: as in `DebertaV2Model.encode`.
         """
         show = self._wants_states(output_hidden_states)
         states, rows = self.deberta.encode(
             input_ids, attention_mask, token_type_ids, position_ids, all_states=show
         )
-        loss = None
-        if labels is None:
-            logits = rows.pad(self.cls(states[-1]))
-        else:
-            loss, logits = masked_lm_loss(self.cls, states[-1], rows.pack(labels))
+        targets_only = self.training if targets_only is None else targets_only
+        loss, logits = masked_lm_output(self.cls, states[-1], rows, labels, targets_only)
         shown = tuple(map(rows.pad, states)) if show else None
         return self._as_asked(MaskedLMOutput(loss, logits, shown), return_dict)
 
