@@ -1,0 +1,391 @@
+"""The Trainer on modules that are not this package's: whatever their forward takes and returns."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compare import assert_same_bits
+from torch import nn
+from trainer_runs import collate, make_data, sequence, trained, without_runtimes
+
+from loralib.files import CheckpointError
+from transformers import Trainer, TrainingArguments, TrainingError
+from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.trainer_utils import list_checkpoints
+
+WIDTH, CLASSES = 6, 3
+OUTPUTS = {
+    "tuple": lambda loss, logits: (logits,) if loss is None else (loss, logits),
+    "dict": lambda loss, logits: {"loss": loss, "logits": logits},
+    "dict of something": lambda loss, logits: {"scores": logits, "loss": loss},
+    "output": lambda loss, logits: SequenceClassifierOutput(loss, logits),
+}
+
+
+class Net(nn.Module):
+    """A classifier with a buffer that training changes, and with dropout."""
+
+    def __init__(self, output: str = "tuple", dropout: float = 0.0):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(
+            nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Dropout(dropout), nn.Linear(8, CLASSES)
+        )
+        self.output = output
+
+    def forward(self, x, labels=None):
+        logits = self.layers(x)
+        loss = None if labels is None else F.cross_entropy(logits, labels)
+        return OUTPUTS[self.output](loss, logits)
+
+
+def make_rows(count: int, seed: int = 0) -> list[dict]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, WIDTH, generator=generator)
+    return [{"x": row, "label": int(row[:CLASSES].argmax())} for row in x]
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Makes a Trainer on 20 rows, which evaluates on 9; settings by name."""
+
+    def make(model, train=None, evaluated=None, kind=Trainer, **settings):
+        own = ("compute_metrics", "callbacks", "optimizers", "data_collator")
+        given = {name: settings.pop(name) for name in own if name in settings}
+        defaults = {
+            "output_dir": str(tmp_path / "out"),
+            "report_to": [],
+            "disable_tqdm": True,
+            "per_device_train_batch_size": 4,
+            "per_device_eval_batch_size": 4,
+            "num_train_epochs": 2,
+            "learning_rate": 1e-2,
+            "save_strategy": "no",
+        }
+        return kind(
+            model,
+            TrainingArguments(**{**defaults, **settings}),
+            train_dataset=make_rows(20) if train is None else train,
+            eval_dataset=make_rows(9, seed=5) if evaluated is None else evaluated,
+            **given,
+        )
+
+    return make
+
+
+def plainly_trained(model, batches, epochs: int, rate: float):
+    """What gradient descent makes of a model, written out."""
+    rows = make_rows(20)
+    model.train()
+    for epoch in range(epochs):
+        batches.epoch = epoch
+        for batch in batches:
+            x = torch.stack([rows[i]["x"] for i in batch])
+            labels = torch.tensor([rows[i]["label"] for i in batch])
+            loss = F.cross_entropy(model.layers(x), labels)
+            parameters = list(model.parameters())
+            for p, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                p.data -= rate * gradient
+    return model
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_training_is_plain_gradient_descent(make, output):
+    model = Net(output)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    constant = torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: 1.0)
+    trainer = make(model, optimizers=(sgd, constant), max_grad_norm=0)
+    trainer.train()
+    expected = plainly_trained(Net(output), trainer._training_batches(), epochs=2, rate=0.1)
+    for name, tensor in expected.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], tensor)
+    assert (model.layers[0].weight - Net().layers[0].weight).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_evaluation_and_predictions(make, output):
+    model, rows = Net(output), make_rows(9, seed=5)
+    trainer = make(model, compute_metrics=lambda p: {"rows": len(p.predictions)})
+    metrics = trainer.evaluate()
+    x, labels = torch.stack([r["x"] for r in rows]), torch.tensor([r["label"] for r in rows])
+    logits = model.eval().layers(x)
+    assert metrics["eval_loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-5)
+    assert metrics["eval_rows"] == 9
+    found = trainer.predict(rows)
+    torch.testing.assert_close(torch.from_numpy(found.predictions), logits.detach())
+    assert found.label_ids.tolist() == labels.tolist()
+    bare = trainer.predict([{"x": row["x"]} for row in rows])
+    torch.testing.assert_close(torch.from_numpy(bare.predictions), logits.detach())
+    assert bare.label_ids is None
+    assert "eval_loss" not in bare.metrics
+
+
+@pytest.mark.parametrize("settings", [{}, {"bf16": True}, {"gradient_accumulation_steps": 2}])
+def test_a_resumed_run_ends_with_the_same_bits(make, tmp_path, settings):
+    settings = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1, **settings}
+    whole = make(Net(dropout=0.5), **settings)
+    whole.train()
+    checkpoint = tmp_path / "out" / "checkpoint-2"
+    state = torch.load(checkpoint / "pytorch_model.bin", weights_only=True)
+    assert state.keys() == whole.model.state_dict().keys()
+    assert not torch.equal(state["layers.1.running_mean"], torch.zeros(8))
+    assert not (checkpoint / "config.json").exists()
+    resumed = make(Net(dropout=0.5), output_dir=str(tmp_path / "second"), **settings)
+    resumed.train(str(checkpoint))
+    assert_same_bits(resumed.model.state_dict(), whole.model.state_dict())
+    histories = [without_runtimes(trainer.state.log_history) for trainer in (resumed, whole)]
+    assert histories[0] == histories[1]
+    # That they are equal is not for want of chance.
+    other = make(Net(dropout=0.5), output_dir=str(tmp_path / "third"), **settings)
+    other.args.seed += 1
+    other.train()
+    assert not torch.equal(other.model.layers[0].weight, whole.model.layers[0].weight)
+
+
+def test_the_best_model_is_there_at_the_end(make, tmp_path):
+    trainer = make(
+        Net(),
+        load_best_model_at_end=True,
+        metric_for_best_model="score",
+        evaluation_strategy="steps",
+        eval_steps=3,
+        save_total_limit=1,
+        compute_metrics=sequence(1, 5, 3),
+    )
+    trainer.train()
+    best = torch.load(tmp_path / "out" / "checkpoint-6" / "pytorch_model.bin", weights_only=True)
+    assert_same_bits(trainer.model.state_dict(), best)
+    assert [path[-1] for path in list_checkpoints(tmp_path / "out")] == ["6", "9"]
+
+
+def test_what_is_saved_is_the_state_dict_alone(make, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("model.safetensors", "pytorch_model_lora.bin"):
+        (out / name).write_text("of an earlier run")
+    trainer = make(Net())
+    trainer.save_model()
+    names = {path.name for path in out.iterdir()}
+    assert names == {"pytorch_model.bin", "training_args.bin"}
+    saved = torch.load(out / "pytorch_model.bin", weights_only=True)
+    assert_same_bits(saved, trainer.model.state_dict())
+
+
+def test_another_module_s_checkpoint_is_refused(make, tmp_path):
+    make(Net(), save_strategy="epoch").train()
+    other = Net()
+    other.layers[3] = nn.Linear(8, 7)
+    with pytest.raises(CheckpointError, match=r"does not fit the model: .*layers\.3\.weight"):
+        make(other).train(str(tmp_path / "out" / "checkpoint-5"))
+
+
+def test_another_optimizer_s_checkpoint_is_refused(make, tmp_path):
+    model = Net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    constant = torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: 1.0)
+    make(model, optimizers=(sgd, constant), save_strategy="epoch").train()
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt: the state is another optimizer's"):
+        make(Net()).train(str(tmp_path / "out" / "checkpoint-5"))
+
+
+# ---- names of labels, several outputs ----
+
+
+class TwoTargets(nn.Module):
+    """Two regressions on one layer, each with its labels."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.layer = nn.Linear(WIDTH, 2)
+
+    def forward(self, x, first=None, second=None):
+        one, two = self.layer(x).unbind(-1)
+        if first is None or second is None:
+            return one, two
+        return F.mse_loss(one, first) + F.mse_loss(two, second), one, two
+
+
+def two_targets(count: int) -> list[dict]:
+    rows = make_rows(count)
+    return [{"x": r["x"], "first": r["x"][0], "second": r["x"][1] * 2} for r in rows]
+
+
+def test_several_labels_and_several_outputs(make):
+    rows, model = two_targets(9), TwoTargets()
+    seen = []
+    trainer = make(
+        model,
+        train=two_targets(20),
+        evaluated=rows,
+        label_names=["first", "second"],
+        compute_metrics=lambda p: seen.append(p) or {"kinds": len(p.label_ids)},
+    )
+    before = trainer.evaluate()
+    assert before["eval_kinds"] == 2
+    x = torch.stack([row["x"] for row in rows])
+    expected = model.layer(x).detach()
+    for index in (0, 1):
+        torch.testing.assert_close(torch.from_numpy(seen[0].predictions[index]), expected[:, index])
+        assert seen[0].label_ids[index].tolist() == (x[:, index] * (1 + index)).tolist()
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before["eval_loss"]
+    # A row's labels are all there, or there is no loss.
+    bare = trainer.predict([{"x": row["x"], "first": row["first"]} for row in rows])
+    assert bare.label_ids is None
+    assert len(bare.predictions) == 2
+
+
+def test_a_loss_without_labels(make):
+    class Autoencoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(3)
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return {"loss": F.mse_loss(self.layer(x), x), "decoded": self.layer(x)}
+
+    rows = [{"x": row["x"]} for row in make_rows(20)]
+    trainer = make(Autoencoder(), train=rows, evaluated=rows, label_names=[])
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before
+    found = trainer.predict(rows)
+    assert found.predictions.shape == (20, WIDTH)
+    assert found.label_ids is None
+    assert "eval_loss" in found.metrics
+
+
+# ---- label smoothing ----
+
+
+class OtherName(Net):
+    def forward(self, x, target=None):
+        return super().forward(x, target)
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_labels_of_another_name_are_smoothed(make, output):
+    rows = [{"x": row["x"], "target": row["label"]} for row in make_rows(9)]
+    trainer = make(
+        OtherName(output),
+        evaluated=rows,
+        label_names=["target"],
+        label_smoothing_factor=0.1,
+        compute_metrics=lambda p: {"shape": p.predictions.shape},
+    )
+    metrics = trainer.evaluate()
+    log_p = trainer.model.layers(torch.stack([row["x"] for row in rows])).log_softmax(-1)
+    right = -log_p[range(9), [row["target"] for row in rows]]
+    expected = (0.9 * right + 0.1 * -log_p.mean(1)).mean().item()
+    assert metrics["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    assert metrics["eval_shape"] == (9, CLASSES)
+
+
+class NeedsLabels(Net):
+    def forward(self, x, labels):
+        return super().forward(x, labels)
+
+
+class NoLogits(Net):
+    def forward(self, x, labels=None):
+        return {"loss": None if labels is None else self.layers(x).mean()}
+
+
+class Summary(Net):
+    """Gives the batch's mean instead of its rows."""
+
+    def forward(self, x, labels=None):
+        loss, logits = super().forward(x, torch.zeros(len(x), dtype=torch.long))
+        return {"loss": loss, "mean": logits.mean(0)}
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        (Net, {"label_names": ["labels", "more"]}, "needs one kind of labels"),
+        (NeedsLabels, {}, "can be called without labels"),
+        (NoLogits, {}, r"labels have the shape \(4,\), and what it returns has no rows"),
+        (Summary, {"per_device_train_batch_size": 2}, r"\(2,\), and what it returns has \(3,\)"),
+    ],
+)
+def test_smoothing_what_cannot_be_smoothed(make, model, settings, message):
+    with pytest.raises((ValueError, TrainingError), match=f"label_smoothing_factor .*{message}"):
+        make(model(), label_smoothing_factor=0.1, **settings).train()
+
+
+# ---- what goes wrong ----
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"gradient_checkpointing": True}, "--gradient_checkpointing needs a model of this"),
+        ({"save_lora_only": True}, "--save_lora_only needs a model with LoRA"),
+    ],
+)
+def test_settings_that_only_this_package_s_models_have(make, settings, message):
+    with pytest.raises(ValueError, match=message):
+        make(Net(), **settings)
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [{}, {"logits": torch.zeros(4, 3)}, (), (torch.zeros(4, 3),), torch.zeros(()), None],
+    ids=["empty dict", "dict", "empty tuple", "tuple", "tensor", "none"],
+)
+def test_a_model_that_returns_no_loss(make, monkeypatch, returned):
+    model = Net()
+    monkeypatch.setattr(Net, "forward", lambda self, x, labels=None: returned)
+    with pytest.raises(TrainingError, match="the model returned no loss: with labels, its forward"):
+        make(model).train()
+
+
+def test_predictions_without_a_row_for_each_example(make):
+    trainer = make(Summary())
+    assert "eval_loss" in trainer.evaluate()
+    with pytest.raises(TrainingError, match="returned 3 rows for 4 examples"):
+        trainer.predict(make_rows(9))
+
+
+# ---- around it ----
+
+
+def test_frozen_weights_are_left_in_float32(make):
+    """Layers that this package has not written need not bear half precision."""
+    model = Net()
+    model.layers[0].requires_grad_(False)
+    make(model, bf16=True).train()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_reporters_take_any_module(make, tmp_path):
+    pytest.importorskip("tensorboard")
+    board = tmp_path / "board"
+    make(Net(), report_to=["tensorboard"], logging_dir=str(board), logging_steps=2).train()
+    assert list(board.iterdir())
+
+
+# ---- this package's models, asked for tuples ----
+
+
+def test_a_model_with_return_dict_off_trains_to_the_same_bits(make_trainer, make_model):
+    first, second = (
+        make_trainer(make_model(0.1, return_dict=as_dict)) for as_dict in (True, False)
+    )
+    for trainer in (first, second):
+        trainer.train()
+    assert isinstance(second.model(**collate(make_data(2))), tuple)
+    assert_same_bits(trained(first.model), trained(second.model))
+    assert first.evaluate()["eval_loss"] == second.evaluate()["eval_loss"]
+
+
+def test_hidden_states_are_no_predictions(make_trainer, make_model):
+    expected = make_trainer(make_model()).predict(make_data(9)).predictions
+    for as_dict in (True, False):
+        model = make_model(return_dict=as_dict, output_hidden_states=True)
+        assert len(model(**collate(make_data(2)))) == 3
+        found = make_trainer(model, per_device_eval_batch_size=2).predict(make_data(9)).predictions
+        # Every token's states, not the first one's alone: rounding differs.
+        assert found.shape == expected.shape
+        assert found == pytest.approx(expected, abs=1e-5)

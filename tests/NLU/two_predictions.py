@@ -1,0 +1,103 @@
+"""What test_trainer_mlm.py has each of two processes do: ``two_predictions.py FAMILY FOLDER``.
+
+Predictions, labels and losses of a small masked-language model, on rows of several lengths; the
+main process writes them to FOLDER/predictions.npz.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from transformers import (
+    DebertaV2Config,
+    DebertaV2ForMaskedLM,
+    PreTrainedModel,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.trainer_utils import PredictionOutput
+
+VOCABULARY = 30
+LENGTHS = (5, 9, 3, 12, 4, 7, 6)
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "max_position_embeddings": 20,
+    "initializer_range": 0.3,
+}
+
+
+def make_mlm(family: str) -> PreTrainedModel:
+    """A model of "roberta" or "deberta"."""
+    torch.manual_seed(0)
+    if family == "roberta":
+        return RobertaForMaskedLM(RobertaConfig(**SHAPE, type_vocab_size=1))
+    relative = {"relative_attention": True, "pos_att_type": "p2c|c2p"}
+    return DebertaV2ForMaskedLM(DebertaV2Config(**SHAPE, **relative))
+
+
+def make_rows() -> list[dict[str, torch.Tensor]]:
+    """Rows with about a third of their tokens as targets, one at least."""
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for length in LENGTHS:
+        ids = torch.randint(5, VOCABULARY, (length,), generator=generator)
+        is_target = torch.rand(length, generator=generator) < 0.3
+        is_target[1] = True
+        labels = ids.masked_fill(~is_target, -100)
+        rows.append({"input_ids": ids.masked_fill(is_target, 4), "labels": labels})
+    return rows
+
+
+def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Pads to the longest of the batch."""
+
+    def pad(name: str, value: int) -> torch.Tensor:
+        return torch.nn.utils.rnn.pad_sequence(
+            [row[name] for row in rows], batch_first=True, padding_value=value
+        )
+
+    batch = {"input_ids": pad("input_ids", 1), "labels": pad("labels", -100)}
+    return {**batch, "attention_mask": (batch["input_ids"] != 1).long()}
+
+
+def make_trainer(family: str, folder: Path, **settings) -> Trainer:
+    """A Trainer on the rows; `compute_metrics` and settings by name."""
+    compute_metrics = settings.pop("compute_metrics", None)
+    args = TrainingArguments(
+        str(folder), report_to=[], disable_tqdm=True, per_device_eval_batch_size=2, **settings
+    )
+    return Trainer(
+        make_mlm(family),
+        args,
+        collate,
+        train_dataset=make_rows(),
+        eval_dataset=make_rows(),
+        compute_metrics=compute_metrics,
+    )
+
+
+def main(family: str, folder: Path, *accumulation: str) -> PredictionOutput:
+    """Predicts; `accumulation` may be a value of --eval_accumulation_steps."""
+    settings = {"eval_accumulation_steps": int(accumulation[0])} if accumulation else {}
+    trainer = make_trainer(family, folder, **settings)
+    output = trainer.predict(make_rows())
+    if trainer.is_world_process_zero():
+        np.savez(
+            folder / "predictions.npz",
+            predictions=output.predictions,
+            label_ids=output.label_ids,
+            loss=output.metrics["eval_loss"],
+        )
+    return output
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
