@@ -1,0 +1,132 @@
+"""load_best_model_at_end: every evaluation has its checkpoint, or the run says that none has."""
+
+import math
+import shutil
+
+import pytest
+from compare import assert_same_bits
+from trainer_runs import largest_difference, sequence, trained
+
+from loralib.files import CheckpointError
+from loralib.formats import read_adapter
+from transformers import TrainerCallback, TrainingArguments
+from transformers.trainer_utils import list_checkpoints
+
+BEST = {"load_best_model_at_end": True, "metric_for_best_model": "score", "save_strategy": "steps"}
+# Ten updates; what is evaluated when, its scores, and the step of the best.
+RUNS = {
+    "default saving": ({"evaluation_strategy": "steps", "eval_steps": 4}, (2, 1), 4),
+    "save_steps does not divide": (
+        {"evaluation_strategy": "steps", "eval_steps": 3, "save_steps": 5},
+        (1, 3, 2),
+        6,
+    ),
+    "save_steps is larger": (
+        {"evaluation_strategy": "steps", "eval_steps": 3, "save_steps": 6},
+        (3, 2, 1),
+        3,
+    ),
+    "eval_steps from logging_steps": (
+        {"evaluation_strategy": "steps", "logging_steps": 5},
+        (1, 0),
+        5,
+    ),
+    "another strategy": ({"evaluation_strategy": "epoch"}, (2, 1), 5),
+    "no saving": ({"evaluation_strategy": "epoch", "save_strategy": "no"}, (2, 1), 5),
+    "lower is better": (
+        {"evaluation_strategy": "steps", "eval_steps": 2, "greater_is_better": False},
+        (3, 2, 1, 4, 5),
+        6,
+    ),
+    "not a number at first": (
+        {"evaluation_strategy": "steps", "eval_steps": 3},
+        (math.nan, 1, math.nan),
+        6,
+    ),
+}
+
+
+@pytest.mark.parametrize(("settings", "scores", "best"), RUNS.values(), ids=RUNS)
+def test_a_run_ends_with_its_best_evaluation(make_trainer, tmp_path, settings, scores, best):
+    trainer = make_trainer(compute_metrics=sequence(*scores), **{**BEST, **settings})
+    trainer.train()
+    folder = tmp_path / "out" / f"checkpoint-{best}"
+    assert trainer.state.best_model_checkpoint == str(folder)
+    assert_same_bits(trained(trainer.model), read_adapter(folder).tensors)
+    last = read_adapter(list_checkpoints(tmp_path / "out")[-1]).tensors
+    assert largest_difference(trained(trainer.model), last) > 1e-4
+    steps = [r["step"] for r in trainer.state.log_history if "eval_score" in r]
+    kept = [int(path.rpartition("-")[2]) for path in list_checkpoints(tmp_path / "out")]
+    assert kept == steps
+
+
+class EvaluateAt(TrainerCallback):
+    """Asks for evaluations of its own."""
+
+    def __init__(self, *steps):
+        self.steps = steps
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_evaluate |= state.global_step in self.steps
+
+
+def test_an_evaluation_that_a_callback_asks_for_has_its_checkpoint(make_trainer):
+    trainer = make_trainer(
+        compute_metrics=sequence(1, 9, 2),
+        callbacks=[EvaluateAt(7)],
+        evaluation_strategy="epoch",
+        **BEST,
+    )
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-7")
+
+
+@pytest.mark.parametrize(
+    ("settings", "scores"),
+    [({"eval_steps": 50}, ()), ({"eval_steps": 5}, (math.nan, math.nan))],
+    ids=["shorter than eval_steps", "not numbers"],
+)
+def test_a_run_without_a_best_model_says_so(make_trainer, caplog, settings, scores):
+    trainer = make_trainer(
+        compute_metrics=sequence(*scores), evaluation_strategy="steps", **BEST, **settings
+    )
+    trainer.train()
+    assert trainer.state.best_model_checkpoint is None
+    message = "no evaluation found a best model in 10 updates, so the run ends with its last"
+    assert caplog.text.count(message) == 1
+
+
+def test_a_run_with_a_best_model_does_not(make_trainer, caplog):
+    trainer = make_trainer(compute_metrics=sequence(1, 2), evaluation_strategy="epoch", **BEST)
+    trainer.train()
+    assert "no evaluation found" not in caplog.text
+
+
+def test_a_best_checkpoint_that_was_deleted_is_an_error(make_trainer, tmp_path):
+    class Delete(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            state.best_model_checkpoint = str(tmp_path / "out" / "checkpoint-5")
+
+        def on_epoch_begin(self, args, state, control, **kwargs):
+            shutil.rmtree(tmp_path / "out" / "checkpoint-5", ignore_errors=True)
+
+    trainer = make_trainer(
+        compute_metrics=sequence(2, 1), callbacks=[Delete()], evaluation_strategy="epoch", **BEST
+    )
+    with pytest.raises(CheckpointError, match="checkpoint-5"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_saving_follows_evaluation(strategy):
+    args = TrainingArguments(
+        "out",
+        load_best_model_at_end=True,
+        evaluation_strategy=strategy,
+        eval_steps=7,
+        save_strategy="no",
+    )
+    assert args.save_strategy is args.evaluation_strategy
+    assert args.save_steps == (7 if strategy == "steps" else 500)
+    alone = TrainingArguments("out", evaluation_strategy=strategy, eval_steps=7)
+    assert (alone.save_strategy.value, alone.save_steps) == ("steps", 500)
