@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import assert_same_bits
+from compare import assert_same_bits, rounding
 from torch import nn
 from trainer_runs import collate, make_data, sequence, trained, without_runtimes
 
@@ -386,6 +386,7 @@ def test_hidden_states_are_no_predictions(make_trainer, make_model):
         model = make_model(return_dict=as_dict, output_hidden_states=True)
         assert len(model(**collate(make_data(2)))) == 3
         found = make_trainer(model, per_device_eval_batch_size=2).predict(make_data(9)).predictions
-        # Every token's states, not the first one's alone: rounding differs.
         assert found.shape == expected.shape
-        assert found == pytest.approx(expected, abs=1e-5)
+        # Other batches, and every token's states instead of the first one's: about two dozen sums
+        # over 32 features follow one another.
+        assert found == pytest.approx(expected, abs=rounding(expected, 24 * 32))

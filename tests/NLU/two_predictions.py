@@ -5,6 +5,7 @@ main process writes them to FOLDER/predictions.npz.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_utils import PredictionOutput
+from transformers.utils.cli import run
 
 VOCABULARY = 30
 LENGTHS = (5, 9, 3, 12, 4, 7, 6)
@@ -100,4 +102,5 @@ def main(family: str, folder: Path, *accumulation: str) -> PredictionOutput:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
+    # It also takes leave of the other process.
+    run(partial(main, sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]))
