@@ -3,6 +3,7 @@
 import copy
 import importlib
 import json
+import operator
 import pickle
 from pathlib import Path
 
@@ -570,6 +571,73 @@ class TestModelOutput:
         assert torch.equal(copied.logits, self.logits)
         assert copied["logits"] is copied.logits
         assert copied.hidden_states is None
+
+    @staticmethod
+    def in_step(output):
+        """The names that are set, after a check that all ways to ask agree."""
+        assert output.to_tuple() == tuple(output.values()) == output[:]
+        assert all(output[name] is getattr(output, name) for name in output)
+        declared = [name for name in output.__dataclass_fields__ if name in output]
+        assert list(output)[: len(declared)] == declared
+        unset = output.__dataclass_fields__.keys() - output.keys()
+        assert all(getattr(output, name) is None for name in unset)
+        return list(output)
+
+    @pytest.mark.parametrize("by_item", [True, False])
+    def test_all_views_follow_what_is_set(self, by_item):
+        def put(output, name, value):
+            if by_item:
+                output[name] = value
+            else:
+                setattr(output, name, value)
+
+        output = SequenceClassifierOutput()
+        assert self.in_step(output) == []
+        for name, value, names in (
+            ("hidden_states", (self.logits,), ["hidden_states"]),
+            ("own", self.loss, ["hidden_states", "own"]),
+            ("loss", self.loss, ["loss", "hidden_states", "own"]),
+            ("logits", self.logits, ["loss", "logits", "hidden_states", "own"]),
+            ("loss", self.logits, ["loss", "logits", "hidden_states", "own"]),
+            ("logits", None, ["loss", "hidden_states", "own"]),
+            ("logits", None, ["loss", "hidden_states", "own"]),
+            ("own", None, ["loss", "hidden_states"]),
+        ):
+            put(output, name, value)
+            assert self.in_step(output) == names
+            assert getattr(output, name) is value
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda output: output.pop("loss"),
+            lambda output: output.pop("none", None),
+            lambda output: output.popitem(),
+            lambda output: output.clear(),
+            lambda output: output.update(loss=1),
+            lambda output: output.update({"loss": 1}),
+            lambda output: output.setdefault("hidden_states", 1),
+            lambda output: output.move_to_end("loss"),
+            lambda output: output.__delitem__("loss"),
+            lambda output: delattr(output, "loss"),
+            lambda output: operator.ior(output, {"loss": 1}),
+        ],
+    )
+    def test_other_changes_are_refused(self, change):
+        output = SequenceClassifierOutput(self.loss, self.logits)
+        with pytest.raises(TypeError, match=r"SequenceClassifierOutput has no .*: set its fields"):
+            change(output)
+        assert self.in_step(output) == ["loss", "logits"]
+        assert output[0] is self.loss
+
+    def test_what_makes_another_dict(self):
+        output = SequenceClassifierOutput(self.loss, self.logits)
+        assert output | {"loss": 1} == {"loss": 1, "logits": self.logits}
+        assert {"loss": 1, "x": 2} | output == {"loss": self.loss, "x": 2, "logits": self.logits}
+        again = output.copy()
+        again.loss = None
+        assert self.in_step(output) == ["loss", "logits"]
+        assert self.in_step(again) == ["logits"]
 
 
 # ---- building ----
