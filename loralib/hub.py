@@ -29,6 +29,8 @@ def resolve_file(
     cache_dir: str | None = None,
     revision: str | None = None,
     token: str | bool | None = None,
+    local_files_only: bool = False,
+    force_download: bool = False,
 ) -> Path | None:
     """The local path of `filename` in a model folder or in a repository of the hub.
 
@@ -38,6 +40,8 @@ def resolve_file(
         cache_dir: where downloads are kept; the hub library's cache by default.
         revision: branch, tag or commit of the repository.
         token: True for the token that the hub library has stored, or a token.
+        local_files_only: ask no hub; a download is found in the cache, or is an error.
+        force_download: fetch it again, even if the cache has it.
 
     Returns:
         The path, or None where the folder or the repository has no such file.
@@ -51,7 +55,15 @@ def resolve_file(
         path = Path(name, filename)
         return path if path.is_file() else None
     try:
-        return fetch_file(name, filename, cache_dir=cache_dir, revision=revision, token=token)
+        return fetch_file(
+            name,
+            filename,
+            cache_dir=cache_dir,
+            revision=revision,
+            token=token,
+            local_files_only=local_files_only,
+            force_download=force_download,
+        )
     except AbsentFileError:
         return None
 
@@ -63,6 +75,8 @@ def fetch_file(
     cache_dir: str | None = None,
     revision: str | None = None,
     token: str | bool | None = None,
+    local_files_only: bool = False,
+    force_download: bool = False,
     folder: str | os.PathLike | None = None,
 ) -> Path:
     """The local path of a file of the hub, fetched unless it is there.
@@ -70,17 +84,21 @@ def fetch_file(
     Args:
         name: a repository's name, such as ``roberta-base``.
         filename: a file's name within it.
-        cache_dir, revision, token: as in `resolve_file`.
+        cache_dir, revision, token, local_files_only, force_download: as in `resolve_file`.
         folder: where to put the file instead of into a cache.
 
     Raises:
-        AbsentFileError: the repository has no such file. In offline mode, a repository of which the
-            cache holds other files counts as such, unless it is known to have this one.
+        AbsentFileError: the repository has no such file. Where the hub is not asked, a repository
+            of which the cache holds other files counts as such, unless this one is known to exist.
         FileNotFoundError: the file is not in the cache, and the hub cannot be asked for it.
         OSError: there is no such repository, or the file cannot be fetched.
     """
     hub = _hub_library(name)
     where = {"revision": revision, "cache_dir": cache_dir}
+    # Why the hub is not asked; "" where it is.
+    offline = "local_files_only is set" if local_files_only else ""
+    if is_offline_mode():
+        offline = "offline mode is on"
     try:
         return Path(
             hub.hf_hub_download(
@@ -88,13 +106,14 @@ def fetch_file(
                 filename,
                 token=token or None,
                 local_dir=folder,
-                local_files_only=is_offline_mode(),
+                local_files_only=bool(offline),
+                force_download=force_download,
                 **where,
             )
         )
     except Exception as error:
         # Its HTTP client's own errors come through, and which client it has changes.
-        raise _as_os_error(hub, error, name, filename, where) from error
+        raise _as_os_error(hub, error, name, filename, where, offline) from error
 
 
 def _hub_library(name: str) -> ModuleType:
@@ -111,9 +130,14 @@ def _hub_library(name: str) -> ModuleType:
 
 
 def _as_os_error(
-    hub: ModuleType, error: Exception, name: str, filename: str, where: dict[str, str | None]
+    hub: ModuleType,
+    error: Exception,
+    name: str,
+    filename: str,
+    where: dict[str, str | None],
+    offline: str,
 ) -> OSError:
-    """What is raised for an error of the hub library."""
+    """What is raised for an error of the hub library; `offline` says why the hub is not asked."""
     match error:
         case hub.errors.GatedRepoError():
             return OSError(f"'{name}' needs access rights: log in with `hf auth login`")
@@ -125,7 +149,7 @@ def _as_os_error(
         case hub.errors.RevisionNotFoundError():
             return OSError(f"'{name}' has no revision '{where['revision'] or 'main'}' on the hub")
         case hub.errors.LocalEntryNotFoundError():
-            return _not_cached(hub, error, name, filename, where)
+            return _not_cached(hub, error, name, filename, where, offline)
         case hub.errors.EntryNotFoundError():
             return AbsentFileError(f"'{name}' has no {filename} on the hub")
         case _:
@@ -133,17 +157,22 @@ def _as_os_error(
 
 
 def _not_cached(
-    hub: ModuleType, error: Exception, name: str, filename: str, where: dict[str, str | None]
+    hub: ModuleType,
+    error: Exception,
+    name: str,
+    filename: str,
+    where: dict[str, str | None],
+    offline: str,
 ) -> FileNotFoundError:
     """The same, where the hub was not reached and the cache holds no such file."""
     if hub.try_to_load_from_cache(name, filename, **where) is hub._CACHED_NO_EXIST:
         return AbsentFileError(f"'{name}' has no {filename} on the hub")
-    if not is_offline_mode():
+    if not offline:
         why = _reason(error)
     elif _seems_absent(hub, name, filename, where):
-        return AbsentFileError(f"'{name}': offline mode is on and {filename} cannot be fetched")
+        return AbsentFileError(f"'{name}': {offline} and {filename} cannot be fetched")
     else:
-        why = "offline mode is on and it is not in the cache"
+        why = f"{offline} and it is not in the cache"
     return FileNotFoundError(f"'{name}' is not a local folder and cannot be fetched: {why}")
 
 

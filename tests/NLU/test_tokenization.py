@@ -219,6 +219,52 @@ def test_padding(tiny, side, settings, length):
         assert special == [int(index in (CLS, PAD, SEP)) for index in ids]
 
 
+@pytest.mark.parametrize("multiple", [None, 4, 5])
+@pytest.mark.parametrize("max_length", [None, 8, 10])
+@pytest.mark.parametrize("truncation", [False, True])
+@pytest.mark.parametrize("padding", [False, True, "max_length"])
+def test_every_mix_of_padding_truncation_and_lengths(
+    tiny, padding, truncation, max_length, multiple
+):
+    """Rows of 9 and 3 tokens, by upstream's rules: what cannot be had is an error."""
+    tokenizer = RobertaTokenizerFast.from_pretrained(tiny, model_max_length=12)
+    settings = {"padding": padding, "truncation": truncation, "max_length": max_length}
+    lengths, limit = [9, 3], 12 if max_length is None else max_length
+    cut = truncation or (max_length is not None and not padding)
+    if cut:
+        lengths = [min(length, limit) for length in lengths]
+    target = max(lengths) if padding is True else limit
+    rounded = -(-target // multiple) * multiple if multiple else target
+    impossible = bool(padding and cut and multiple and limit % multiple)
+    too_long = padding == "max_length" and target < max(lengths)
+    if impossible or too_long:
+        message = "cannot be padded to"
+        message += f" a multiple of pad_to_multiple_of={multiple}" if impossible else f" {target}"
+        with pytest.raises(ValueError, match=message):
+            tokenizer(["q" * 7, "q"], **settings, pad_to_multiple_of=multiple)
+    else:
+        batch = tokenizer(["q" * 7, "q"], **settings, pad_to_multiple_of=multiple)
+        rows = [len(ids) for ids in batch["input_ids"]]
+        assert rows == ([rounded] * 2 if padding else lengths)
+
+
+@pytest.mark.parametrize("multiple", [0, -8])
+def test_multiples_that_are_none(tokenizer, multiple):
+    rows = {"input_ids": [[0, 5, 2]]}
+    for call in (lambda **how: tokenizer("q", **how), lambda **how: tokenizer.pad(rows, **how)):
+        with pytest.raises(ValueError, match=f"pad_to_multiple_of is at least 1, not {multiple}"):
+            call(padding=True, pad_to_multiple_of=multiple)
+
+
+def test_model_input_names_are_each_tokenizer_s_own_list(tiny):
+    first, second = (RobertaTokenizerFast.from_pretrained(tiny) for _ in range(2))
+    assert first.model_input_names == ["input_ids", "attention_mask"]
+    first.model_input_names.append("token_type_ids")
+    assert list(first("q")) == ["input_ids", "token_type_ids", "attention_mask"]
+    assert second.model_input_names == RobertaTokenizerFast.model_input_names
+    assert list(second("q")) == ["input_ids", "attention_mask"]
+
+
 @pytest.mark.parametrize(
     ("strategy", "limit", "first", "second"),
     [
@@ -359,6 +405,8 @@ def test_bad_rows_to_pad(tokenizer, rows, message):
         (None, {"truncation": True}, "truncation: no max_length"),
         (None, {"padding": "max_length"}, "padding: no max_length"),
         (None, {"max_length": 4}, "max_length without truncation"),
+        (None, {"max_length": 4, "padding": True}, "max_length .*: it does nothing"),
+        (99, {"pad_to_multiple_of": 8}, "pad_to_multiple_of without padding"),
         (4, {}, "exceed the 4 tokens"),
         (4, {"truncation": True, "max_length": 6}, "max_length=6 exceeds .*: 4"),
     ],

@@ -1,6 +1,7 @@
 """`PretrainedConfig`: what a model is built from, kept as ``config.json``."""
 
 import copy
+import inspect
 import json
 import math
 import os
@@ -12,6 +13,7 @@ from loralib.files import write_whole
 from loralib.hub import resolve_file
 
 from .file_utils import CONFIG_NAME
+from .loading_arguments import refuse_unknown, split_arguments
 
 # What LoRA can adapt in an encoder layer of either family -> its module, as
 # loralib.checkpoint.lora_targets names it. DeBERTa-v2's first three have "_proj" behind them.
@@ -40,6 +42,8 @@ _NOT_GIVEN_IF_NONE = {
 }
 
 
+# What a file says of itself.
+_NOT_OURS_TO_SET = {"model_type", "transformers_version"}
 # Settings that are this fork's own: upstream knows none of them.
 OWN_SETTINGS = frozenset(
     {
@@ -141,7 +145,7 @@ class PretrainedConfig:
         else:
             self.num_labels = 2 if num_labels is None else num_labels
         for key, value in others.items():
-            if key not in ("model_type", "transformers_version"):
+            if key not in _NOT_OURS_TO_SET:
                 setattr(self, key, value)
         if apply_lora:
             self._check_lora()
@@ -211,38 +215,81 @@ class PretrainedConfig:
         cls,
         name_or_path: str | os.PathLike,
         *,
-        cache_dir: str | None = None,
-        revision: str | None = None,
-        use_auth_token: str | bool | None = None,
-        **overrides: Any,
-    ) -> "PretrainedConfig":
-        """Reads a model's settings; `overrides` replace the file's.
+        return_unused_kwargs: bool = False,
+        **arguments: Any,
+    ) -> "PretrainedConfig | tuple[PretrainedConfig, dict[str, Any]]":
+        """Reads a model's settings.
 
-        A setting of LoRA, adapters or BitFit that is None is not given: the file's holds.
+        Args:
+            name_or_path: a folder, its ``config.json``, or a repository's name.
+            return_unused_kwargs: return what is no setting as well, rather than refuse it.
+            arguments: where to look, see `loading_arguments.split_arguments`; and settings, which
+                replace the file's. One of LoRA, adapters or BitFit that is None is not given: the
+                file's holds.
 
         Raises:
             OSError: as `get_config_dict`.
-            ValueError: the model is of another type, or was adapted with other settings.
+            TypeError: an argument that is neither; as a setting, it is not this class's nor in the
+                file.
+            ValueError: the model is of another type, or was adapted with other settings; or what
+                an argument asks for is not to be had.
         """
-        values = cls.get_config_dict(
-            name_or_path, cache_dir=cache_dir, revision=revision, token=use_auth_token
-        )
+        where, overrides = split_arguments(arguments)
+        config, unused = cls.read(name_or_path, where, overrides)
+        if return_unused_kwargs:
+            return config, unused
+        refuse_unknown(cls, unused, cls.setting_names())
+        return config
+
+    @classmethod
+    def setting_names(cls) -> set[str]:
+        """The settings that this class knows."""
+        constructors = [base.__init__ for base in cls.__mro__ if issubclass(base, PretrainedConfig)]
+        return {
+            name
+            for constructor in constructors
+            for name, parameter in inspect.signature(constructor).parameters.items()
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and name != "self"
+        }
+
+    @classmethod
+    def read(
+        cls,
+        name_or_path: str | os.PathLike,
+        where: Mapping[str, Any],
+        overrides: Mapping[str, Any],
+        model: str | None = None,
+    ) -> tuple["PretrainedConfig", dict[str, Any]]:
+        """Reads settings, and tells what among `overrides` is none.
+
+        Args:
+            name_or_path: as in `from_pretrained`.
+            where: as in `resolve_file`.
+            overrides: settings that replace the file's.
+            model: name of the model that they are for, where that is another.
+
+        Raises:
+            OSError, ValueError: as in `from_pretrained`.
+        """
+        values = cls.get_config_dict(name_or_path, **where)
         model_type = values.get("model_type")
         if cls.model_type and model_type and model_type != cls.model_type:
             raise ValueError(f"'{name_or_path}' is a {model_type} model, not {cls.model_type}")
-        name = os.fspath(name_or_path)
+        known = (cls.setting_names() | values.keys()) - _NOT_OURS_TO_SET
+        unused = {key: value for key, value in overrides.items() if key not in known}
         overrides = {
             key: value
             for key, value in overrides.items()
-            if key not in _NOT_GIVEN_IF_NONE or value is not None
+            if key in known and (key not in _NOT_GIVEN_IF_NONE or value is not None)
         }
-        check_same_adaptation(name, values, overrides)
+        check_same_adaptation(os.fspath(name_or_path), values, overrides)
+        name = os.fspath(name_or_path) if model is None else model
         switches = (*_ADAPTATIONS, "apply_bitfit")
         # What was adapted and goes on so still stands on the base that it was put into.
         if not any(values.get(switch) and overrides.get(switch, True) for switch in switches):
             values["base_name_or_path"] = name
-            values["base_revision"] = None if os.path.exists(name) else revision
-        return cls.from_dict({**values, "name_or_path": name}, **overrides)
+            values["base_revision"] = None if os.path.exists(name) else where.get("revision")
+        return cls.from_dict({**values, "name_or_path": name}, **overrides), unused
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], **overrides: Any) -> "PretrainedConfig":

@@ -1,5 +1,6 @@
 """`PreTrainedModel`: how models are initialised, loaded, checked and saved."""
 
+import inspect
 import json
 import os
 import re
@@ -41,13 +42,17 @@ from .file_utils import (
     WEIGHTS_NAME,
     ModelOutput,
 )
+from .loading_arguments import refuse_unknown, split_arguments
 from .utils import logging
 
 logger = logging.get_logger(__name__)
 
 WEIGHTS_NAMES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 # What other models' heads are called; a checkpoint may hold one, and it is left out.
-_HEADS = ("head.", "lm_head.", "lm_predictions.", "cls.")
+_A_HEAD_S = "head."
+_HEADS = (_A_HEAD_S, "lm_head.", "lm_predictions.", "cls.")
+# Upstream's buffer of 0, 1, 2, …: it says nothing.
+_POSITION_IDS = "embeddings.position_ids"
 
 
 # What adds tensors to a backbone, and what a message says to have them.
@@ -230,72 +235,124 @@ class PreTrainedModel(nn.Module):
     @classmethod
     def from_pretrained(
         cls,
-        name_or_path: str | os.PathLike,
-        config: PretrainedConfig | None = None,
-        *,
-        cache_dir: str | None = None,
-        revision: str | None = None,
-        use_auth_token: str | bool | None = None,
-        **config_overrides: Any,
-    ) -> "PreTrainedModel":
+        name_or_path: str | os.PathLike | None,
+        *model_args: Any,
+        config: PretrainedConfig | str | os.PathLike | None = None,
+        state_dict: Mapping[str, Tensor] | None = None,
+        output_loading_info: bool = False,
+        **arguments: Any,
+    ) -> "PreTrainedModel | tuple[PreTrainedModel, dict[str, list[str]]]":
         """Builds the model of a folder or a hub repository, in evaluation mode, in float32.
 
         A head, LoRA or adapters that the checkpoint does not have are drawn anew, and said so.
         Anything else that does not fit is an error: no tensor is dropped or made up in silence.
 
         Args:
-            name_or_path: a folder with ``config.json`` and weights, or a repository's name.
-            config: settings to use instead of the checkpoint's.
-            cache_dir, revision, use_auth_token: as in `resolve_file`.
-            config_overrides: settings that replace the checkpoint's, as in
-                `PretrainedConfig.from_pretrained`.
+            name_or_path: a folder with ``config.json`` and weights, or a repository's name; None
+                where both `config` and `state_dict` are given.
+            model_args: the constructor's arguments after the settings; or those settings, `config`.
+            config: settings to use instead of the checkpoint's, or where to read them.
+            state_dict: tensors to use instead of the checkpoint's.
+            output_loading_info: return what did not fit as well: "missing_keys" (initialized
+                anew), "unexpected_keys" (left out) and "error_msgs" (none: they are raised).
+            arguments: where to look, the constructor's arguments by name, and settings that replace
+                the checkpoint's, as in `PretrainedConfig.from_pretrained`.
 
         Raises:
             OSError: there is no such model, or it has no weights.
-            ValueError: it was adapted with other settings.
+            TypeError: an argument that there is not; or settings beside a `config`.
+            ValueError: it was adapted with other settings, or as in
+                `PretrainedConfig.from_pretrained`.
             CheckpointError: its weights are damaged or do not fit.
         """
-        name = os.fspath(name_or_path)
-        where = {"cache_dir": cache_dir, "revision": revision}
-        stated = cls.config_class.get_config_dict(name, token=use_auth_token, **where)
-        if config is None:
-            config = cls.config_class.from_pretrained(
-                name, use_auth_token=use_auth_token, **where, **config_overrides
-            )
-        elif config_overrides:
-            raise TypeError(f"{', '.join(config_overrides)}: set it in the config that is given")
-        else:
-            check_same_adaptation(name, stated, vars(config))
-        tensors = read_weights(name, token=use_auth_token, **where)
+        if config is None and model_args and isinstance(model_args[0], PretrainedConfig):
+            config, *model_args = model_args
+        where, arguments = split_arguments(arguments)
+        own = {name: arguments.pop(name) for name in cls._own_arguments() & arguments.keys()}
+        config, stated = cls._settings_for(name_or_path, config, where, arguments, state_dict)
+        name = "state_dict" if name_or_path is None else os.fspath(name_or_path)
+        tensors = read_weights(name, **where) if state_dict is None else state_dict
         for kind in _ADDED:
             if stated.get(kind.switch) and not any(kind.part in tensor for tensor in tensors):
                 raise CheckpointError(
                     f"{name}: its {CONFIG_NAME} says {kind.switch}, its weights hold none"
                 )
         with torch.device("meta"):
-            model = cls(config)
+            model = cls(config, *model_args, **own)
         model.to_empty(device="cpu")
         model.tie_weights()
-        model.load_checkpoint(tensors, name)
-        return model.eval()
+        info = model.load_checkpoint(tensors, name)
+        return (model.eval(), info) if output_loading_info else model.eval()
 
-    def load_checkpoint(self, tensors: Mapping[str, Tensor], source: str) -> None:
-        """Copies a checkpoint's tensors in, and draws what it may lack; see `from_pretrained`."""
+    @classmethod
+    def _own_arguments(cls) -> set[str]:
+        """The names of what the constructor takes beside the settings."""
+        return {
+            name
+            for name, parameter in inspect.signature(cls).parameters.items()
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and name != "config"
+        }
+
+    @classmethod
+    def _settings_for(
+        cls,
+        name_or_path: str | os.PathLike | None,
+        config: PretrainedConfig | str | os.PathLike | None,
+        where: Mapping[str, Any],
+        overrides: Mapping[str, Any],
+        state_dict: Mapping[str, Tensor] | None,
+    ) -> tuple[PretrainedConfig, dict[str, Any]]:
+        """A model's settings, and what its checkpoint states of itself; see `from_pretrained`."""
+        given = isinstance(config, PretrainedConfig)
+        known = cls._own_arguments() | cls.config_class.setting_names()
+        if given:
+            refuse_unknown(cls, overrides.keys() - known, known)
+            if overrides:
+                raise TypeError(f"{', '.join(overrides)}: set it in the config that is given")
+        if name_or_path is None:
+            if not given or state_dict is None:
+                raise ValueError("from_pretrained(None) needs a config and a state_dict")
+            return config, {}
+        name = os.fspath(name_or_path)
+        stated = cls.config_class.get_config_dict(name, **where)
+        elsewhere = config is not None
+        if not given:
+            source = config if elsewhere else name
+            config, unused = cls.config_class.read(source, where, overrides, name)
+            refuse_unknown(cls, unused, known)
+        if elsewhere:
+            check_same_adaptation(name, stated, vars(config))
+        return config, stated
+
+    def load_checkpoint(self, tensors: Mapping[str, Tensor], source: str) -> dict[str, list[str]]:
+        """Copies a checkpoint's tensors in, and initializes what it may lack.
+
+        Returns:
+            What did not fit; see `from_pretrained`, as for what is raised.
+        """
         own = self.state_dict()
-        tensors = self._join_tied(self._match_names(tensors, own), source)
-        missing = own.keys() - tensors.keys() - self.tied_weights.keys()
+        matched = self._join_tied(self._match_names(tensors, own), source)
+        missing = own.keys() - matched.keys() - self.tied_weights.keys()
         self._check_missing(missing, source)
-        tensors = self._drop_foreign(tensors, own, source)
-        for name, tensor in tensors.items():
+        fitting = self._drop_foreign(matched, own, source)
+        for name, tensor in fitting.items():
             if tensor.shape != own[name].shape:
                 raise CheckpointError(_shape_message(source, name, tensor, own[name]))
         self._draw(missing)
         self.drawn_anew = frozenset(missing)
         with torch.no_grad():
-            for name, tensor in tensors.items():
+            for name, tensor in fitting.items():
                 own[name].copy_(tensor)
-        self._read_tensors = tensors
-        self.base_fingerprint = fingerprint(tensors, [self._prefix(own)])
+        self._read_tensors = fitting
+        self.base_fingerprint = fingerprint(fitting, [self._prefix(own)])
+        left_out = matched.keys() - fitting.keys()
+        if self._prefix(tensors) and not self._prefix(own):
+            left_out = {name.removeprefix(_A_HEAD_S) for name in left_out}
+        return {
+            "missing_keys": sorted(missing),
+            "unexpected_keys": sorted(n for n in left_out if not n.endswith(_POSITION_IDS)),
+            "error_msgs": [],
+        }
 
     def _prefix(self, names: Iterable[str]) -> str:
         """What a backbone tensor's name starts with: nothing where there is no head."""
@@ -313,7 +370,9 @@ class PreTrainedModel(nn.Module):
             name = re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name)
             if theirs and not ours:
                 # A head of the checkpoint keeps a name that no backbone has.
-                name = name.removeprefix(theirs) if name.startswith(theirs) else f"head.{name}"
+                name = (
+                    name.removeprefix(theirs) if name.startswith(theirs) else f"{_A_HEAD_S}{name}"
+                )
             elif ours and not theirs and not name.startswith(_HEADS):
                 name = f"{ours}{name}"
             matched[name] = tensor
@@ -360,7 +419,7 @@ class PreTrainedModel(nn.Module):
         foreign = {
             name
             for name in unknown
-            if name.endswith("embeddings.position_ids")
+            if name.endswith(_POSITION_IDS)
             or name.startswith((f"{prefix}pooler.", *_HEADS))
             or (prefix and not name.startswith(prefix))
         }

@@ -22,6 +22,7 @@ from tokenizers import AddedToken, Encoding
 from loralib.files import write_whole
 from loralib.hub import resolve_file
 
+from .loading_arguments import refuse_unknown, split_arguments
 from .utils import logging
 
 logger = logging.get_logger(__name__)
@@ -193,7 +194,7 @@ class PreTrainedTokenizerBase(ABC):
         "truncation_side",
     )
     # What a call returns unless told otherwise.
-    model_input_names: tuple[str, ...] = ("input_ids", "token_type_ids", "attention_mask")
+    model_input_names: list[str] = ["input_ids", "token_type_ids", "attention_mask"]  # noqa: RUF012
     is_fast = False
     pad_token_type_id = 0
 
@@ -234,6 +235,8 @@ class PreTrainedTokenizerBase(ABC):
         self.model_max_length = int(model_max_length or VERY_LARGE_INTEGER)
         self.padding_side = padding_side
         self.truncation_side = truncation_side
+        # A copy, so that a change is this tokenizer's own.
+        self.model_input_names = list(self.model_input_names)
 
     def __repr__(self) -> str:
         return (
@@ -311,7 +314,8 @@ class PreTrainedTokenizerBase(ABC):
                 "only_second"; False: not at all.
             max_length: in tokens, special ones included; `model_max_length` by default. Given
                 alone, without padding and truncation, it truncates.
-            pad_to_multiple_of: round the padded length up to a multiple.
+            pad_to_multiple_of: round the padded length up to a multiple. Rows that are cut have to
+                fit in: `max_length` then is a multiple as well.
             return_tensors: "pt" for torch tensors, "np" for arrays, None for lists.
             return_token_type_ids, return_attention_mask: add these rows; by default, those that
                 the model takes.
@@ -323,7 +327,8 @@ class PreTrainedTokenizerBase(ABC):
 
         Raises:
             ValueError: `text` holds something that is not text, `max_length` has no room for the
-                special tokens, or the rows make no tensor.
+                special tokens or is no multiple of `pad_to_multiple_of`, or the rows make no
+                tensor.
         """
         texts, pairs = _check_texts(text, text_pair)
         truncation = _strategy("truncation", truncation, TRUNCATION_STRATEGIES)
@@ -331,10 +336,21 @@ class PreTrainedTokenizerBase(ABC):
         if max_length is not None and truncation == padding == "":
             _warn_once("max_length without truncation: rows are cut, as with truncation=True")
             truncation = TRUNCATION_STRATEGIES[0]
+        if pad_to_multiple_of is not None and not padding:
+            _warn_once("pad_to_multiple_of without padding: rows are not padded")
+        if max_length is not None and padding == PADDING_STRATEGIES[0] and not truncation:
+            _warn_once(
+                "max_length with padding to the longest row, without truncation: it does nothing"
+            )
         limit = self._limit(max_length, "truncation") if truncation else None
         frame = self.num_special_tokens_to_add(pairs is not None) if add_special_tokens else 0
         if limit is not None and limit < frame:
             raise ValueError(f"max_length={limit} has no room for the {frame} special tokens")
+        if padding and limit is not None and limit % (pad_to_multiple_of or 1):
+            raise ValueError(
+                f"rows cut to {limit} tokens cannot be padded to a multiple of "
+                f"pad_to_multiple_of={pad_to_multiple_of}: give a max_length that is one"
+            )
 
         asked = {
             "input_ids": True,
@@ -471,7 +487,9 @@ class PreTrainedTokenizerBase(ABC):
             raise ValueError(
                 f"a row of {longest} tokens cannot be padded to {length}: pass truncation=True"
             )
-        if pad_to_multiple_of:
+        if pad_to_multiple_of is not None:
+            if pad_to_multiple_of < 1:
+                raise ValueError(f"pad_to_multiple_of is at least 1, not {pad_to_multiple_of}")
             length = -(-length // pad_to_multiple_of) * pad_to_multiple_of
         return length
 
@@ -537,33 +555,27 @@ class PreTrainedTokenizerBase(ABC):
         cls,
         name_or_path: str | os.PathLike,
         *,
-        cache_dir: str | None = None,
-        revision: str | None = None,
-        use_auth_token: str | bool | None = None,
         use_fast: bool = True,
-        **overrides: Any,
+        **arguments: Any,
     ) -> "PreTrainedTokenizerBase":
         """Opens the tokenizer of a model folder or of a model on the hub.
 
         Args:
             name_or_path: a local folder, or a name on the hub.
-            cache_dir: where downloads are kept.
-            revision: branch, tag or commit on the hub.
-            use_auth_token: True for the stored token, or a token.
             use_fast: each model has one tokenizer here; asking for another one is only logged.
-            overrides: constructor arguments that win over the files: ``model_max_length=128``.
+            arguments: where to look, see `loading_arguments.split_arguments`; and constructor
+                arguments that win over the files: ``model_max_length=128``.
 
         Raises:
             OSError: there is no such model, it has no vocabulary, or a file is damaged.
-            TypeError: an override that the tokenizer does not have.
+            TypeError: an argument that the tokenizer does not have.
+            ValueError: what an argument asks for is not to be had.
         """
         name = os.fspath(name_or_path)
-        unknown = sorted(overrides.keys() - set(cls.config_names))
-        if unknown:
-            raise TypeError(f"{cls.__name__} has no setting {', '.join(unknown)}")
+        where, overrides = split_arguments(arguments)
+        refuse_unknown(cls, overrides.keys() - set(cls.config_names), cls.config_names)
         if cls.is_fast and not use_fast:
             logger.info("use_fast=False: there is one tokenizer of this model, %s", cls.__name__)
-        where = {"cache_dir": cache_dir, "revision": revision, "token": use_auth_token}
 
         config = _read_json(resolve_file(name, TOKENIZER_CONFIG_FILE, **where))
         # Files since Transformers 4.34 hold all added tokens in the configuration; older ones in

@@ -1,9 +1,11 @@
 """`AutoConfig`: the settings class that a ``config.json`` calls for."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from ...configuration_utils import PretrainedConfig
+from ...loading_arguments import split_arguments
 from ..deberta_v2.configuration_deberta_v2 import DebertaV2Config
 from ..roberta.configuration_roberta import RobertaConfig
 
@@ -25,18 +27,28 @@ class AutoConfig:
         return _config_class(model_type, "for_model")(**settings)
 
     @classmethod
-    def from_pretrained(cls, name_or_path: str | os.PathLike, **arguments: Any) -> PretrainedConfig:
+    def from_pretrained(
+        cls, name_or_path: str | os.PathLike, **arguments: Any
+    ) -> PretrainedConfig | tuple[PretrainedConfig, dict[str, Any]]:
         """Reads a model's settings; arguments as in `PretrainedConfig.from_pretrained`.
 
         Raises:
             ValueError: the model is of a type that this package does not carry.
         """
-        where = {key: arguments.get(key) for key in ("cache_dir", "revision")}
-        values = PretrainedConfig.get_config_dict(
-            name_or_path, token=arguments.get("use_auth_token"), **where
-        )
-        config_class = _config_class(values.get("model_type"), str(name_or_path))
+        config_class = config_class_of(name_or_path, split_arguments(arguments)[0])
         return config_class.from_pretrained(name_or_path, **arguments)
+
+
+def config_class_of(
+    name_or_path: str | os.PathLike, where: Mapping[str, Any]
+) -> type[PretrainedConfig]:
+    """The settings class of a model; `where` as in `resolve_file`.
+
+    Raises:
+        ValueError: the model is of a type that this package does not carry.
+    """
+    values = PretrainedConfig.get_config_dict(name_or_path, **where)
+    return _config_class(values.get("model_type"), str(name_or_path))
 
 
 def _config_class(model_type: str | None, source: str) -> type[PretrainedConfig]:

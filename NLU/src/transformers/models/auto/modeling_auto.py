@@ -4,6 +4,7 @@ import os
 from typing import Any, ClassVar
 
 from ...configuration_utils import PretrainedConfig
+from ...loading_arguments import split_arguments
 from ...modeling_utils import PreTrainedModel
 from ..deberta_v2.configuration_deberta_v2 import DebertaV2Config
 from ..deberta_v2.modeling_deberta_v2 import (
@@ -17,7 +18,7 @@ from ..roberta.modeling_roberta import (
     RobertaForSequenceClassification,
     RobertaModel,
 )
-from .configuration_auto import AutoConfig
+from .configuration_auto import config_class_of
 
 _Classes = dict[type[PretrainedConfig], type[PreTrainedModel]]
 
@@ -37,16 +38,23 @@ class _AutoModel:
     @classmethod
     def from_pretrained(
         cls,
-        name_or_path: str | os.PathLike,
-        config: PretrainedConfig | None = None,
+        name_or_path: str | os.PathLike | None,
+        *model_args: Any,
+        config: PretrainedConfig | str | os.PathLike | None = None,
         **arguments: Any,
-    ) -> PreTrainedModel:
+    ) -> PreTrainedModel | tuple[PreTrainedModel, dict[str, list[str]]]:
         """Reads a model; arguments as in `PreTrainedModel.from_pretrained`."""
-        if config is None:
-            config = AutoConfig.from_pretrained(name_or_path, **arguments)
-            where = ("cache_dir", "revision", "use_auth_token")
-            arguments = {key: arguments[key] for key in where if key in arguments}
-        return cls.model_classes[type(config)].from_pretrained(name_or_path, config, **arguments)
+        if config is None and model_args and isinstance(model_args[0], PretrainedConfig):
+            config, *model_args = model_args
+        if isinstance(config, PretrainedConfig):
+            config_class = type(config)
+        elif config is None and name_or_path is None:
+            raise ValueError("from_pretrained(None) needs a config and a state_dict")
+        else:
+            source = name_or_path if config is None else config
+            config_class = config_class_of(source, split_arguments(arguments)[0])
+        model_class = cls.model_classes[config_class]
+        return model_class.from_pretrained(name_or_path, *model_args, config=config, **arguments)
 
 
 class AutoModel(_AutoModel):

@@ -4,12 +4,13 @@ import os
 from typing import Any
 
 from ...configuration_utils import PretrainedConfig
+from ...loading_arguments import split_arguments
 from ...tokenization_utils_base import PreTrainedTokenizerBase
 from ..deberta_v2.configuration_deberta_v2 import DebertaV2Config
 from ..deberta_v2.tokenization_deberta_v2 import DebertaV2Tokenizer
 from ..roberta.configuration_roberta import RobertaConfig
 from ..roberta.tokenization_roberta_fast import RobertaTokenizerFast
-from .configuration_auto import AutoConfig
+from .configuration_auto import config_class_of
 
 TOKENIZER_MAPPING: dict[type[PretrainedConfig], type[PreTrainedTokenizerBase]] = {
     RobertaConfig: RobertaTokenizerFast,
@@ -41,8 +42,7 @@ class AutoTokenizer:
             arguments: as in `PreTrainedTokenizerBase.from_pretrained`.
         """
         if config is None:
-            where = ("cache_dir", "revision", "use_auth_token")
-            config = AutoConfig.from_pretrained(
-                name_or_path, **{key: arguments[key] for key in where if key in arguments}
-            )
-        return TOKENIZER_MAPPING[type(config)].from_pretrained(name_or_path, **arguments)
+            config_class = config_class_of(name_or_path, split_arguments(arguments)[0])
+        else:
+            config_class = type(config)
+        return TOKENIZER_MAPPING[config_class].from_pretrained(name_or_path, **arguments)

@@ -46,7 +46,7 @@ class RobertaTokenizerFast(PreTrainedTokenizerFast):
         {"vocab_file": VOCAB_FILE, "merges_file": MERGES_FILE},
     )
     config_names = (*PreTrainedTokenizerFast.config_names, "add_prefix_space", "trim_offsets")
-    model_input_names = ("input_ids", "attention_mask")
+    model_input_names: list[str] = ["input_ids", "attention_mask"]  # noqa: RUF012
 
     def __init__(
         self,

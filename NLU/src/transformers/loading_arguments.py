@@ -1,0 +1,69 @@
+"""The arguments of `from_pretrained`: those that all classes share, and what becomes of the others.
+
+An argument that nobody knows is an error: taken for a setting, it would be lost in silence.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+# Where a model is looked for: upstream's name -> the name that `resolve_file` has for it.
+WHERE = {
+    "cache_dir": "cache_dir",
+    "revision": "revision",
+    "use_auth_token": "token",
+    "local_files_only": "local_files_only",
+    "force_download": "force_download",
+}
+# What upstream knows and this fork does not: values that ask for nothing, and what to do instead.
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "from_tf": (
+        (None, False),
+        "TensorFlow's checkpoints are not read: convert it with upstream's transformers",
+    ),
+    "proxies": ((None, {}), "name the proxy in the environment, as HTTPS_PROXY"),
+    "mirror": ((None,), "name the mirror in the environment, as HF_ENDPOINT"),
+    "output_attentions": (
+        (None, False),
+        "attention probabilities are not kept: no model of this fork returns them",
+    ),
+    "torch_dtype": (
+        (None,),
+        "weights are read in float32: call .to(dtype) on the model, or train with --bf16 or --fp16",
+    ),
+}
+# The hub's library resumes every download that was interrupted.
+_NOT_NEEDED = {"resume_download"}
+
+
+def split_arguments(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What says where to look, by `resolve_file`'s names, and all other arguments.
+
+    Raises:
+        ValueError: an argument asks for what upstream can do and this fork cannot.
+    """
+    where, others = {}, {}
+    for name, value in arguments.items():
+        if name in _REFUSED:
+            harmless, advice = _REFUSED[name]
+            if not any(value is each or value == each for each in harmless):
+                raise ValueError(f"from_pretrained({name}={value!r}): {advice}")
+        elif name in WHERE:
+            # None is upstream's default for some that are on or off.
+            if value is not None:
+                where[WHERE[name]] = value
+        elif name not in _NOT_NEEDED:
+            others[name] = value
+    return where, others
+
+
+def refuse_unknown(owner: type, unknown: Iterable[str], known: Iterable[str]) -> None:
+    """Raises TypeError for arguments that `owner` does not have, with what they may have meant."""
+    unknown, known = sorted(unknown), sorted({*known, *WHERE})
+    if not unknown:
+        return
+    near = [match for name in unknown for match in difflib.get_close_matches(name, known, n=1)]
+    hint = f" (did you mean {', '.join(near)}?)" if near else ""
+    raise TypeError(
+        f"{owner.__name__} has no setting {', '.join(unknown)} that from_pretrained could set{hint}"
+    )

@@ -1,0 +1,298 @@
+"""What every `from_pretrained` can be told; nothing is taken and forgotten."""
+
+import json
+import re
+
+import pytest
+import torch
+from hub_process import run_on_hub
+
+from loralib.files import CheckpointError
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    RobertaForSequenceClassification,
+    RobertaModel,
+    RobertaTokenizerFast,
+)
+
+SHAPE = {
+    **{"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{"intermediate_size": 12, "max_position_embeddings": 12, "type_vocab_size": 1},
+}
+CONFIGS = (RobertaConfig, AutoConfig)
+MODELS = (RobertaForSequenceClassification, AutoModelForSequenceClassification)
+TOKENIZERS = (RobertaTokenizerFast, AutoTokenizer)
+EVERY = pytest.mark.parametrize("owner", [*CONFIGS, *MODELS, *TOKENIZERS])
+LETTERS = ["<s>", "<pad>", "</s>", "<unk>", *"abcdefghijklmno", "<mask>"]
+
+
+def random_model(model_class=RobertaForSequenceClassification, seed=0, **settings):
+    torch.manual_seed(seed)
+    model = model_class(RobertaConfig(**SHAPE, **settings))
+    for parameter in model.parameters():
+        parameter.data.normal_()
+    return model.eval()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A classifier with its tokenizer, and a setting in its file that no class knows."""
+    random_model(note="kept").save_pretrained(tmp_path / "m")
+    vocabulary = {token: index for index, token in enumerate(LETTERS)}
+    (tmp_path / "m" / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "m" / "merges.txt").write_text("#version: 0.2\n")
+    return tmp_path / "m"
+
+
+def same(model, state):
+    assert model.state_dict().keys() == state.keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+# ---- what nobody knows ----
+
+
+@EVERY
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("any_typo", None),
+        ("revison", "revision"),
+        ("cache_dirs", "cache_dir"),
+        ("device_map", None),
+    ],
+)
+def test_an_unknown_argument_is_refused(folder, owner, name, near):
+    with pytest.raises(TypeError, match=f"has no setting {name} that") as caught:
+        owner.from_pretrained(folder, **{name: "cpu"})
+    assert str(caught.value).endswith(f" (did you mean {near}?)" if near else "could set")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("owner", [*CONFIGS, *MODELS])
+def test_a_setting_that_is_misspelt(folder, owner):
+    with pytest.raises(TypeError, match=r"hiden_dropout_prob, nmu_labels .*did you mean hidden_dr"):
+        owner.from_pretrained(folder, hiden_dropout_prob=0.5, nmu_labels=3)
+
+
+@EVERY
+def test_a_file_s_word_of_itself_is_no_setting(folder, owner):
+    with pytest.raises(TypeError, match="has no setting model_type, transformers_version"):
+        owner.from_pretrained(folder, transformers_version="5", model_type="roberta")
+
+
+@pytest.mark.parametrize("owner", MODELS)
+def test_beside_a_config_as_well(folder, owner):
+    config = RobertaConfig(**SHAPE)
+    with pytest.raises(TypeError, match="has no setting any_typo"):
+        owner.from_pretrained(folder, config=config, any_typo=1)
+    with pytest.raises(TypeError, match="num_labels: set it in the config that is given"):
+        owner.from_pretrained(folder, config=config, num_labels=1)
+
+
+@pytest.mark.parametrize("owner", CONFIGS)
+def test_what_the_file_has_is_kept_and_can_be_set(folder, owner):
+    assert owner.from_pretrained(folder).note == "kept"
+    assert owner.from_pretrained(folder, note="other").note == "other"
+    config, unused = owner.from_pretrained(
+        folder, return_unused_kwargs=True, any_typo=3, num_labels=1, revision=None
+    )
+    assert (config.num_labels, unused) == (1, {"any_typo": 3})
+    assert not hasattr(config, "any_typo")
+
+
+# ---- what upstream can do, and this fork cannot ----
+
+
+@EVERY
+@pytest.mark.parametrize(
+    ("name", "harmless", "asks", "advice"),
+    [
+        ("from_tf", False, True, "convert it with upstream's transformers"),
+        ("proxies", {}, {"https": "http://proxy:1"}, "HTTPS_PROXY"),
+        ("mirror", None, "tuna", "HF_ENDPOINT"),
+        ("output_attentions", False, True, "no model of this fork returns them"),
+        ("torch_dtype", None, torch.float16, "call .to(dtype)"),
+        ("torch_dtype", None, "auto", "call .to(dtype)"),
+        ("resume_download", True, None, None),
+        ("force_download", True, None, None),
+        ("local_files_only", True, None, None),
+    ],
+)
+def test_what_is_not_to_be_had(folder, owner, name, harmless, asks, advice):
+    plain, told = owner.from_pretrained(folder), owner.from_pretrained(folder, **{name: harmless})
+    if isinstance(plain, torch.nn.Module):
+        same(told, plain.state_dict())
+        plain, told = plain.config, told.config
+    assert not hasattr(told, name)
+    assert repr(told) == repr(plain)
+    if asks is not None:
+        with pytest.raises(ValueError, match=re.escape(advice)) as caught:
+            owner.from_pretrained(folder, **{name: asks})
+        assert f"{name}={asks!r}" in str(caught.value)
+
+
+# ---- weights ----
+
+
+@pytest.mark.parametrize("owner", MODELS)
+class TestStateDict:
+    def test_it_takes_the_place_of_the_files(self, folder, owner):
+        state = random_model(seed=1).state_dict()
+        same(owner.from_pretrained(folder, state_dict=state), state)
+        (folder / "pytorch_model.bin").unlink()
+        same(owner.from_pretrained(folder, state_dict=state), state)
+        with pytest.raises(OSError, match="has no weights"):
+            owner.from_pretrained(folder)
+
+    def test_it_is_checked_as_a_file_is(self, folder, owner):
+        state = random_model(seed=1).state_dict()
+        name = "roberta.encoder.layer.0.output.dense.weight"
+        with pytest.raises(CheckpointError, match=rf"lacks 1 tensors: {name}"):
+            owner.from_pretrained(
+                folder, state_dict={key: state[key] for key in state if key != name}
+            )
+        with pytest.raises(CheckpointError, match=rf"{name} is \(2, 2\) in the file"):
+            owner.from_pretrained(folder, state_dict={**state, name: torch.ones(2, 2)})
+
+    def test_it_may_stand_alone_with_a_config(self, folder, owner):
+        model = random_model(seed=1)
+        same(
+            owner.from_pretrained(None, config=model.config, state_dict=model.state_dict()),
+            model.state_dict(),
+        )
+        for lacking in ({"config": model.config}, {"state_dict": model.state_dict()}, {}):
+            with pytest.raises(ValueError, match="needs a config and a state_dict"):
+                owner.from_pretrained(None, **lacking)
+
+    def test_its_tensors_stay_the_callers(self, folder, owner):
+        state = random_model(seed=1).state_dict()
+        before = {name: tensor.clone() for name, tensor in state.items()}
+        model = owner.from_pretrained(folder, state_dict=state)
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        assert all(torch.equal(tensor, before[name]) for name, tensor in state.items())
+
+
+HEAD = [f"classifier.{part}.{end}" for part in ("dense", "out_proj") for end in ("bias", "weight")]
+LM_HEAD = [f"lm_head.{name}" for name in ("bias", "dense.bias", "dense.weight")]
+LM_HEAD += [f"lm_head.layer_norm.{name}" for name in ("bias", "weight")]
+POOLER = ["pooler.dense.bias", "pooler.dense.weight"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "read", "missing", "unexpected"),
+    [
+        (RobertaForSequenceClassification, RobertaForSequenceClassification, [], []),
+        (RobertaModel, RobertaForSequenceClassification, HEAD, [f"roberta.{n}" for n in POOLER]),
+        (RobertaForSequenceClassification, RobertaModel, POOLER, HEAD),
+        (RobertaForSequenceClassification, RobertaForMaskedLM, LM_HEAD, HEAD),
+        (RobertaForMaskedLM, RobertaForSequenceClassification, HEAD, LM_HEAD),
+    ],
+)
+def test_loading_info(tmp_path, saved, read, missing, unexpected):
+    random_model(saved).save_pretrained(tmp_path)
+    model, info = read.from_pretrained(tmp_path, output_loading_info=True)
+    assert isinstance(model, read)
+    assert not model.training
+    extra = {"lm_head.decoder.weight", "lm_head.decoder.bias"}  # tied: of the file's, one is left
+    info["unexpected_keys"] = [name for name in info["unexpected_keys"] if name not in extra]
+    assert info == {"missing_keys": missing, "unexpected_keys": unexpected, "error_msgs": []}
+
+
+def test_loading_info_through_an_auto_class_and_with_upstream_s_position_ids(folder):
+    state = random_model().state_dict()
+    state["roberta.embeddings.position_ids"] = torch.arange(12)[None]
+    model, info = AutoModelForSequenceClassification.from_pretrained(
+        folder, state_dict=state, output_loading_info=True
+    )
+    assert info == {"missing_keys": [], "unexpected_keys": [], "error_msgs": []}
+    assert "roberta.embeddings.position_ids" not in model.state_dict()
+
+
+# ---- the constructor's arguments, and the settings ----
+
+
+@pytest.mark.parametrize("owner", [RobertaModel, AutoModel])
+def test_what_the_constructor_takes(folder, owner):
+    assert owner.from_pretrained(folder).pooler is not None
+    assert owner.from_pretrained(folder, add_pooling_layer=False).pooler is None
+    assert owner.from_pretrained(folder, False).pooler is None
+    config = RobertaConfig(**SHAPE)
+    for given in ({"config": config, "add_pooling_layer": False}, {"config": config}):
+        model = owner.from_pretrained(folder, **given)
+        assert model.config is config
+        assert (model.pooler is None) == ("add_pooling_layer" in given)
+    assert owner.from_pretrained(folder, config, False).pooler is None
+
+
+@pytest.mark.parametrize("owner", MODELS)
+@pytest.mark.parametrize("as_file", [True, False])
+def test_settings_from_elsewhere(folder, tmp_path, owner, as_file):
+    RobertaConfig(**SHAPE, hidden_act="relu").save_pretrained(tmp_path / "c")
+    path = tmp_path / "c" / "config.json" if as_file else str(tmp_path / "c")
+    model = owner.from_pretrained(folder, config=path, hidden_dropout_prob=0.25)
+    assert (model.config.hidden_act, model.config.hidden_dropout_prob) == ("relu", 0.25)
+    assert model.config.name_or_path == model.config.base_name_or_path == str(folder)
+    with pytest.raises(TypeError, match="has no setting any_typo"):
+        owner.from_pretrained(folder, config=path, any_typo=1)
+
+
+def test_settings_from_elsewhere_are_those_it_was_trained_with(tmp_path):
+    lora = {"apply_lora": True, "lora_r": 2, "lora_alpha": 4}
+    random_model(**lora).save_pretrained(tmp_path / "m")
+    for name, settings in (("plain", {}), ("other", {**lora, "lora_alpha": 8})):
+        RobertaConfig(**SHAPE, **settings).save_pretrained(tmp_path / name)
+        for owner in MODELS:
+            with pytest.raises(ValueError, match="was trained with"):
+                owner.from_pretrained(tmp_path / "m", config=tmp_path / name)
+
+
+# ---- the hub ----
+
+PRELUDE = """
+import json
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+def show(owner, *args, **arguments):
+    try:
+        print(json.dumps(type(owner.from_pretrained(*args, **arguments)).__name__), flush=True)
+    except OSError as error:
+        print(json.dumps([type(error).__name__, str(error)]), flush=True)
+
+"""
+CLASSES = ("AutoConfig", "AutoModelForSequenceClassification", "AutoTokenizer")
+NAMES = ["RobertaConfig", "RobertaForSequenceClassification", "RobertaTokenizerFast"]
+
+
+def test_local_files_only_and_force_download(hub_server, folder, tmp_path):
+    (hub_server.root / "org").mkdir()
+    folder.rename(hub_server.root / "org" / "tiny")
+
+    def ask(arguments):
+        hub_server.requests.clear()
+        code = "".join(f"show({owner}, 'org/tiny', {arguments})\n" for owner in CLASSES)
+        return run_on_hub(hub_server, tmp_path / "home", PRELUDE + code)
+
+    def was_asked():
+        return any("org/tiny" in request.path for request in hub_server.requests)
+
+    for error, message in ask("local_files_only=True"):
+        assert error == "FileNotFoundError"
+        assert "'org/tiny'" in message
+        assert "local_files_only is set and it is not in the cache" in message
+    assert not was_asked()
+    assert ask("") == NAMES
+    files = {request.path for request in hub_server.downloads()}
+    assert files
+    assert ask("local_files_only=True") == NAMES
+    assert not was_asked()
+    assert ask("") == NAMES
+    assert hub_server.downloads() == []
+    assert ask("force_download=True") == NAMES
+    assert {request.path for request in hub_server.downloads()} == files
