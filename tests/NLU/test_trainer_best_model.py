@@ -9,7 +9,7 @@ from trainer_runs import largest_difference, sequence, trained
 
 from loralib.files import CheckpointError
 from loralib.formats import read_adapter
-from transformers import TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import list_checkpoints
 
 BEST = {"load_best_model_at_end": True, "metric_for_best_model": "score", "save_strategy": "steps"}
@@ -130,3 +130,20 @@ def test_saving_follows_evaluation(strategy):
     assert args.save_steps == (7 if strategy == "steps" else 500)
     alone = TrainingArguments("out", evaluation_strategy=strategy, eval_steps=7)
     assert (alone.save_strategy.value, alone.save_steps) == ("steps", 500)
+
+
+@pytest.mark.parametrize(
+    ("scores", "best", "last"),
+    [((math.nan, 3, 1, 2), 4, 8), ((5, math.nan, math.nan), 2, 6)],
+    ids=["at first", "later"],
+)
+def test_early_stopping_counts_what_is_not_a_number_as_no_gain(make_trainer, scores, best, last):
+    trainer = make_trainer(
+        compute_metrics=sequence(*scores),
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
+        evaluation_strategy="steps",
+        eval_steps=2,
+        **BEST,
+    )
+    assert trainer.train().global_step == last
+    assert trainer.state.best_model_checkpoint.endswith(f"checkpoint-{best}")

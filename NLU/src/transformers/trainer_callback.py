@@ -1,6 +1,7 @@
 """What happens around the Trainer's steps: its state, its control flow, progress and stopping."""
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -262,7 +263,7 @@ class EarlyStoppingCallback(TrainerCallback):
             return
         gain = 0.0 if self.best is None else value - self.best
         gain = gain if args.greater_is_better else -gain
-        if self.best is None or gain > self.threshold:
+        if not math.isnan(value) and (self.best is None or gain > self.threshold):
             self.best, self.evaluations_since = value, 0
         else:
             self.evaluations_since += 1
