@@ -15,6 +15,7 @@ forward hooks, which act within `use` alone. Which rows are whose is the busines
 """
 
 import copy
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ from .checkpoint import (
 from .files import CheckpointError
 from .routing import Routing, in_effect, routed, slices
 from .updates import Update, updated_modules
+
+logger = logging.getLogger(__name__)
 
 _MERGE_IT = "merge it with its base: utils/convert.py --to merged"
 
@@ -91,8 +94,9 @@ class AdapterBank:
 
         Args:
             name: what it is called in `use`.
-            adapter: what `read_adapter` read. Where it says what base it was trained on, the
-                model has to be that one; only a model in float16 is taken on trust.
+            adapter: what `read_adapter` read. Where it has a fingerprint of the base that it was
+                trained on, the model has to be that one. An adapter without, or a model in float16,
+                is taken on trust, with a warning.
 
         Raises:
             ValueError: there is one of this name, or the bank is closed.
@@ -229,7 +233,8 @@ class _Loaded:
 def _fingerprint_of(model: nn.Module) -> str | None:
     """The fingerprint of a model's backbone; None of one that is not known, or is in float16.
 
-    (In float16 a weight is rounded, and has another fingerprint than where it came from.)
+    (In float16 a weight is rounded, and has another fingerprint than where it came from.) For one
+    that is not known see `_possible_fingerprints`.
     """
     state = model.state_dict()
     of_backbone = [state[name].dtype for name in state if name.startswith(BACKBONE_PREFIXES)]
@@ -249,9 +254,10 @@ def _load(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) -> _
         )
     modules = updated_modules(model, adapter)
     _check_called(model, modules, adapter.source)
-    _check_info(adapter, base_fingerprint)
-    check_finite(adapter)
+    _check_info(adapter)
     tensors = _head_tensors(adapter, modules)
+    _check_base(model, adapter, base_fingerprint, modules, tensors)
+    check_finite(adapter)
     last = _last_projection(model)
     heads = {
         top: _head(model, top, tensors, last, adapter.source)
@@ -274,14 +280,54 @@ def _check_called(model: nn.Module, modules: Collection[str], source: str) -> No
             )
 
 
-def _check_info(adapter: Adapter, base_fingerprint: str | None) -> None:
+def _check_info(adapter: Adapter) -> None:
     source, info = adapter.source, adapter.info
     if info.bias != "none":
         raise CheckpointError(f"{source}: brings biases of its own; {_MERGE_IT}")
     if info.beside:
         switches = ", ".join(f"--{switch}" for switch in info.beside)
         raise CheckpointError(f"{source}: was trained with {switches} as well; {_MERGE_IT}")
-    check_base(adapter, base_fingerprint)
+
+
+def _check_base(
+    model: nn.Module,
+    adapter: Adapter,
+    base_fingerprint: str | None,
+    updated: Collection[str],
+    head: Collection[str],
+) -> None:
+    """Refuses an adapter of another base, and says where that cannot be known."""
+    theirs = adapter.info.base_fingerprint
+    ours = [base_fingerprint] if base_fingerprint else _possible_fingerprints(model, updated, head)
+    if not theirs:
+        logger.warning("%s does not say its base's weights: taken on trust", adapter.source)
+    elif not ours:
+        logger.warning("%s: a model in float16 cannot be compared: taken on trust", adapter.source)
+    elif theirs not in ours:
+        check_base(adapter, ours[0])
+
+
+def _possible_fingerprints(
+    model: nn.Module, updated: Collection[str], head: Collection[str]
+) -> list[str]:
+    """What fingerprints a model of a family that is not known may have; none in float16.
+
+    Its names do not tell backbone from head. The backbone is all but the head: what an adapter
+    brings (by its tensors' names), and the last projection. Or it is the top modules that hold what
+    the adapter updates; or the whole model.
+    """
+    state = model.state_dict()
+    if any(tensor.dtype == torch.float16 for tensor in state.values()):
+        return []
+    tops = {name.partition(".")[0] for name in updated}
+    heads = {name.partition(".")[0] for name in (*head, _last_projection(model))} - tops
+    parts = [
+        {name for name in state if name.partition(".")[0] not in heads},
+        {name for name in state if name.partition(".")[0] in tops},
+        set(state),
+    ]
+    found = [fingerprint({name: state[name] for name in names}) for names in parts]
+    return [each for each in found if each != fingerprint({})]
 
 
 def _head_tensors(adapter: Adapter, updated: Collection[str]) -> dict[str, Tensor]:

@@ -370,8 +370,15 @@ def fingerprint(tensors: Mapping[str, Tensor], backbones: Iterable[str] = BACKBO
     bfloat16, so that a copy of the base in bfloat16 has the fingerprint of the base (one in float16
     has not: it is rounded twice). What may have been trained is left out: LoRA, adapters, biases
     and norms; so is the pooler, which is no part of every model.
+
+    Args:
+        tensors: a state dict. Where no name starts as `backbones` do, the family is not known, and
+            all of its matrices count: leave a head out that is to be trained.
+        backbones: names that start so belong to the base.
     """
     starts = tuple(backbones)
+    if not any(name.startswith(starts) for name in tensors):
+        starts = ("",)
     added = (LORA.part, BOTTLENECK.part)
     digest = hashlib.sha256()
     for name in sorted(tensors):

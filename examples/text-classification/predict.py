@@ -264,7 +264,7 @@ def load_tokenizer(args: argparse.Namespace, config: PretrainedConfig) -> PreTra
 
 
 def read_adapters(args: argparse.Namespace) -> dict[str, Adapter]:
-    """The adapters by name; one that does not say its base gets a warning."""
+    """The adapters by name; one that does not name its labels gets a warning."""
     where = {"cache_dir": args.cache_dir, "token": args.use_auth_token}
     adapters = {}
     for name, source in args.adapters.items():
@@ -272,9 +272,6 @@ def read_adapters(args: argparse.Namespace) -> dict[str, Adapter]:
         if adapter.info is None and args.lora_alpha is not None:
             # It is for these alone: others may have been trained with another one.
             adapter = read_adapter(source, lora_alpha=args.lora_alpha, **where)
-        if adapter.info is None or adapter.info.base_fingerprint is None:
-            base = args.model_name_or_path
-            logger.warning("%s does not say its base's weights: taken on trust: %s", source, base)
         if adapter.info is not None and adapter.info.labels is None:
             logger.warning("%s does not name its labels: they are LABEL_0, LABEL_1, …", source)
         adapters[name] = adapter

@@ -1,0 +1,141 @@
+"""A bank compares an adapter's base with its model, also where the family is not known by name."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import loralib as lora
+from loralib.checkpoint import BACKBONE_PREFIXES, Adapter, AdapterInfo, fingerprint
+from loralib.files import CheckpointError
+
+WIDTH = 6
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.value = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.query(x) * self.value(x)
+
+
+class Own(nn.Module):
+    """A user's model, whose names say nothing to the library."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        self.words = nn.Embedding(9, WIDTH)
+        self.body = nn.ModuleList(Layer() for _ in range(2))
+        self.score = nn.Linear(WIDTH, 3)
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            parameter.data.normal_(generator=generator)
+
+    def forward(self, ids):
+        x = self.words(ids)
+        for layer in self.body:
+            x = layer(x)
+        return self.score(x.mean(1))
+
+
+def adapter(model, base_fingerprint, head=True, modules=("body.0.query", "body.1.value")):
+    tensors = {}
+    for name in modules:
+        out_features, in_features = model.get_submodule(name).weight.shape
+        tensors[f"{name}.lora_A"] = torch.randn(2, in_features)
+        tensors[f"{name}.lora_B"] = torch.randn(out_features, 2)
+    if head:
+        tensors |= {"score.weight": torch.randn(3, WIDTH), "score.bias": torch.randn(3)}
+    info = AdapterInfo(rank=2, alpha=4, targets=("query",), base_fingerprint=base_fingerprint)
+    return Adapter(tensors, info, source="mine.safetensors")
+
+
+def without_head(state):
+    return {name: tensor for name, tensor in state.items() if not name.startswith("score.")}
+
+
+# How the one who trained may have taken the base's fingerprint, and what of it is compared.
+WAYS = {
+    "without the head": (lambda state: fingerprint(without_head(state)), "words.weight"),
+    "by its name": (lambda state: fingerprint(state, ["body."]), "body.1.query.weight"),
+    "of the whole model": (fingerprint, "score.weight"),
+}
+
+
+def test_the_family_is_not_known():
+    assert not any(name.startswith(BACKBONE_PREFIXES) for name in Own().state_dict())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("head", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_right_base_is_taken_and_another_refused(way, head, dtype, caplog):
+    take, part = WAYS[way]
+    model = Own()
+    mine = adapter(model, take(model.state_dict()), head)
+    bank = lora.AdapterBank(copy.deepcopy(model).to(dtype))
+    bank.add("mine", mine)
+    assert bank.names == ("mine",)
+    changed = copy.deepcopy(model)
+    changed.get_parameter(part).data[0, 0] += 1
+    for other in (Own(seed=1), changed):
+        bank = lora.AdapterBank(other.to(dtype))
+        with pytest.raises(CheckpointError, match=r"mine\.safetensors: was trained on another b"):
+            bank.add("mine", mine)
+        assert bank.names == ()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("way", ["without the head", "by its name"])
+def test_the_model_s_head_may_be_another_than_the_adapter_s(way):
+    model = Own()
+    mine = adapter(model, WAYS[way][0](model.state_dict()))
+    nn.init.ones_(model.score.weight)
+    lora.AdapterBank(model).add("mine", mine)
+
+
+def test_modules_at_the_top():
+    """Their own weights are the least that is compared."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for taken in (fingerprint(state), fingerprint(state, ["0."])):
+        mine = adapter(model, taken, head=False, modules=("0",))
+        model.load_state_dict(state)
+        lora.AdapterBank(model).add("mine", mine)
+        model[0].weight.data.neg_()
+        with pytest.raises(CheckpointError, match="another base"):
+            lora.AdapterBank(model).add("mine", mine)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "known", "message"),
+    [
+        (torch.float32, None, "does not say its base's weights: taken on trust"),
+        (torch.float32, "", "does not say its base's weights: taken on trust"),
+        (torch.float16, "feed" * 4, "a model in float16 cannot be compared: taken on trust"),
+    ],
+)
+def test_what_cannot_be_compared_is_said_once(caplog, dtype, known, message):
+    model = Own().to(dtype)
+    bank, mine = lora.AdapterBank(model), adapter(model, known)
+    with caplog.at_level(logging.WARNING):
+        bank.add("mine", mine)
+        with torch.no_grad(), bank.use("mine"):
+            model(torch.tensor([[1, 2], [3, 4]]))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.message.startswith("mine.safetensors")
+    assert message in record.message
+
+
+def test_a_fingerprint_of_a_family_that_is_not_known_is_of_its_weights():
+    first, second = Own().state_dict(), Own(seed=1).state_dict()
+    assert fingerprint(first) == fingerprint(Own().state_dict()) != fingerprint(second)
+    assert len({fingerprint(first), fingerprint({}), fingerprint(without_head(first))}) == 3
+    added = {**first, "body.0.query.lora_A": torch.ones(2, 2), "words.note": torch.arange(4)[None]}
+    assert fingerprint(added) == fingerprint(first)
