@@ -127,12 +127,37 @@ def run(main: Callable[[], None], report: Callable[[str], None]) -> None:
     except EXPECTED_ERRORS as error:
         if os.environ.get("LORA_DEBUG") == "1":
             raise
-        where = f" (process {rank()})" if rank() else ""
-        message = " ".join(str(error).split())
-        report(f"{os.path.basename(sys.argv[0])}: error{where}: {message}")
-        sys.exit(1)
+        _report(error, report)
+        _end(1)
+    except RuntimeError as error:
+        if not is_lost_peer(error) or os.environ.get("LORA_DEBUG") == "1":
+            raise
+        _report(TrainingError(f"another process of the run is gone ({error})"), report)
+        _end(1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _report(error: Exception, report: Callable[[str], None]) -> None:
+    where = f" (process {rank()})" if rank() else ""
+    message = " ".join(str(error).split())
+    report(f"{os.path.basename(sys.argv[0])}: error{where}: {message}")
+
+
+def is_lost_peer(error: RuntimeError) -> bool:
+    """Whether this is what a collective raises in the processes that are left when one has died."""
+    text = str(error).lower()
+    marks = ("connection closed by peer", "connection reset by peer", "broken pipe")
+    return dist.is_initialized() and any(mark in text for mark in marks)
+
+
+def _end(status: int) -> None:
+    """Ends the process; at once where it is one of a group, whose others wait for it."""
+    if dist.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def _leave_group() -> None:
@@ -143,6 +168,9 @@ def _leave_group() -> None:
     """
     if not dist.is_initialized():
         return
+    from .distributed import stop_watching  # which needs this module
+
+    stop_watching()
     dist.barrier()
     if dist.get_backend() == "nccl":
         dist.destroy_process_group()

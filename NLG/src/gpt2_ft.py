@@ -39,6 +39,7 @@ from checkpoints import (
 from data_utils import FT_Dataset, batches_per_epoch, training_batches, validation_batches
 from exp_utils import MetricsLog, run, set_up_logging, sole_use
 from gpu import Run, add_gpu_params, distributed_mean, distributed_sync, gather_objects, start
+from loralib import distributed
 from loralib.files import CheckpointError, remove_leftovers
 from loralib.precision import ApexPrecision, Precision, has_apex, hold_frozen_in
 from loralib.process import TrainingError, rng_state, set_rng_state, set_seed, set_up_device
@@ -159,7 +160,7 @@ class Trainer:
         self.precision = self._make_precision()
         self.wrapped = self._wrap()
         if self.wrapped is not self.model:
-            self._settle_sums()
+            self._warm_up()
         self.step = self.epoch = self.batches_done = 0  # batches_done: of the current epoch
         self.best_ppl = math.inf
         self.resume_is_due = False
@@ -219,16 +220,11 @@ class Trainer:
         # All processes have read the same base and drawn from the same seed.
         return DistributedDataParallel(self.model, device_ids=devices, init_sync=False)
 
-    def _settle_sums(self) -> None:
-        """A backward pass for nothing, after which DDP lays the gradients out for good.
-
-        It does so after its first pass; and what lies where decides in which order the processes'
-        gradients are summed. A resumed run has to add as the one that went on does.
-        """
+    def _warm_up(self) -> None:
+        """Lets DDP lay out the gradients; see `loralib.distributed.warm_up_ddp`."""
         token = torch.zeros(1, 1, dtype=torch.int64)
         batch = {"input": token, "target": token, "mask": torch.ones(1, 1)}
-        self._loss(self.wrapped, batch, 0.0).backward()
-        self.optimizer.zero_grad()
+        distributed.warm_up_ddp(self.model, lambda: self._loss(self.wrapped, batch, 0.0).backward())
 
     # ---- the loop ----
 
@@ -296,6 +292,7 @@ class Trainer:
             self.precision.step(self.optimizer, list(parameters), args.clip)
             self.optimizer.zero_grad()
         self.step += 1
+        distributed.beat()
         self.tokens += int(batch["mask"].flip(1).cumsum(1).count_nonzero())
         return value
 
@@ -326,6 +323,7 @@ class Trainer:
             count = float(batch["mask"].sum())
             mean = self._loss(self.model, batch, 0.0).item()
             total += torch.tensor([mean * (count + 0.0001), count], dtype=torch.float64)
+            distributed.beat()
         self.model.train()
         loss, count = distributed_mean(self.this, total).tolist()
         valid_loss = loss / count
@@ -479,7 +477,11 @@ def main(argv: list[str] | None = None) -> None:
 
 def train(args: argparse.Namespace, this: Run) -> None:
     """Builds the run, and runs what is left of it."""
+    launch = distributed.find_launch(args.work_dir, this.world_size)
+    args.resume |= launch.is_restart  # by the launcher, which gives the first attempt's command
     trainer = Trainer(args, this)
+    if this.is_main:
+        launch.begin()
     if trainer.is_finished:
         logger.info("%s: this run is finished", args.work_dir)
         return

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from loralib import distributed
+
 PLATFORMS = ("k8s", "local", "philly", "azure")
 
 
@@ -44,6 +46,13 @@ def add_gpu_params(parser: argparse.ArgumentParser) -> None:
         default=0,
         type=int,
         help="number of processes; the launcher's counts, and another one here is an error",
+    )
+    add(
+        "--ddp_timeout",
+        default=distributed.TIMEOUT,
+        type=float,
+        metavar="SECONDS",
+        help="a process that hangs, or does not join the others, for so long ends the run",
     )
     add("--random_seed", default=10, type=int, help="seed of weights, data order and dropout")
 
@@ -82,6 +91,7 @@ def start(args: argparse.Namespace) -> Run:
     Raises:
         ValueError: the environment is incomplete, contradicts the flags, or asks for a GPU that
             is not there; or horovod is, for azure, not installed.
+        TrainingError: not all processes are there within --ddp_timeout.
     """
     rank, world_size, local_rank = _place(args)
     if not 0 <= rank < world_size:
@@ -94,7 +104,7 @@ def start(args: argparse.Namespace) -> Run:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local_rank))
     run = Run(rank, local_rank, world_size, _device(local_rank))
     if world_size > 1 and not dist.is_initialized():
-        _join(run)
+        distributed.join(args.ddp_timeout, run.device if run.device.type == "cuda" else None)
     return run
 
 
@@ -157,21 +167,6 @@ def _device(local_rank: int) -> torch.device:
     return device
 
 
-def _join(run: Run) -> None:
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if not os.environ.get(name):
-            raise ValueError(
-                f"{name} is not set in the environment: {run.world_size} processes need the "
-                "address and the port of the first to find each other"
-            )
-    if run.device.type == "cuda":
-        dist.init_process_group(
-            "nccl", rank=run.rank, world_size=run.world_size, device_id=run.device
-        )
-    else:
-        dist.init_process_group("gloo", rank=run.rank, world_size=run.world_size)
-
-
 def distributed_sync(run: Run) -> None:
     """Waits until all processes of the run are here."""
     if run.world_size > 1:
@@ -194,7 +189,4 @@ def distributed_mean(run: Run, tensor: Tensor) -> Tensor:
 
 def gather_objects(run: Run, value: Any) -> list:
     """The processes' values (anything that pickles), by rank, on all of them."""
-    values = [value] * run.world_size
-    if run.world_size > 1:
-        dist.all_gather_object(values, value)
-    return values
+    return distributed.gather_objects(value, run.world_size)

@@ -37,7 +37,8 @@ class Counting(Trainer):
         self.batch, self.summed = 0, []
 
         def hook(group, bucket):
-            self.summed.append(self.batch)
+            if self.batch:  # not while DDP is warmed up
+                self.summed.append(self.batch)
             return allreduce_hook(group, bucket)
 
         self._wrapped.register_comm_hook(None, hook)

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from loralib import distributed
 from loralib.precision import ApexPrecision, Precision, all_in_half, hold_frozen_in
 from loralib.process import TrainingError, set_seed, set_up_device
 
@@ -40,14 +41,18 @@ from .trainer_callback import (
     TrainerControl,
     TrainerState,
 )
-from .trainer_checkpoint import Progress, TrainerCheckpoints
+from .trainer_checkpoint import (
+    Progress,
+    TrainerCheckpoints,
+    identity_of,
+    outdated_checkpoints,
+)
 from .trainer_pt_utils import (
     Collector,
     EvaluationBatches,
     TrainingBatches,
     decayed_parameters,
     gather_in_order,
-    gather_objects,
     loss_of,
     memory_metrics,
     predictions_of,
@@ -59,7 +64,6 @@ from .trainer_utils import (
     PredictionOutput,
     TrainOutput,
     get_last_checkpoint,
-    list_checkpoints,
     speed_metrics,
 )
 from .training_args import TrainingArguments
@@ -262,6 +266,20 @@ class Trainer(TrainerCheckpoints):
                 find_unused_parameters=bool(args.ddp_find_unused_parameters),
             )
 
+    def _warm_up(self) -> None:
+        """Lets DDP lay out the gradients; see `loralib.distributed.warm_up_ddp`."""
+        if not isinstance(self._wrapped, DistributedDataParallel):
+            return
+        example = self._used_columns(self.train_dataset)[0]
+        self._wrapped.train()
+
+        def backward() -> None:
+            with self.precision.autocast():
+                inputs = self._to_device(self.data_collator([example]))
+                self.compute_loss(self._wrapped, inputs).backward()
+
+        distributed.warm_up_ddp(self.model, backward)
+
     # ---- training ----
 
     def train(self, resume_from_checkpoint: str | None = None) -> TrainOutput:
@@ -290,17 +308,18 @@ class Trainer(TrainerCheckpoints):
         self.create_optimizer_and_scheduler(max_steps)
         self._wrap()
         torch.manual_seed(args.seed + args.process_index)
-        # Those of an earlier run, which this one replaces.
-        self._outdated: list[Path] = []
-        if len({*gather_objects(bool(resume_from_checkpoint), args.world_size)}) > 1:
+        self._warm_up()
+        if len({*distributed.gather_objects(bool(resume_from_checkpoint), args.world_size)}) > 1:
             raise TrainingError(
                 f"not every process sees a checkpoint in {args.output_dir} to resume from: "
                 "machines have to share that folder"
             )
+        is_new = resume_from_checkpoint is None
+        self._outdated = outdated_checkpoints(args, is_new)
+        if args.launch is not None and args.is_main_process:
+            args.launch.begin({path: identity_of(path) for path in self._outdated})
         if resume_from_checkpoint:
             self._resume(resume_from_checkpoint, batches)
-        elif args.overwrite_output_dir:
-            self._outdated = [Path(path) for path in list_checkpoints(args.output_dir)]
         self.state.max_steps, self.state.num_train_epochs = max_steps, epochs
         steps_before = self.state.global_step
         self._say_what_runs(len(self.train_dataset), max_steps)
@@ -373,6 +392,7 @@ class Trainer(TrainerCheckpoints):
                 loss = self.compute_loss(self._wrapped, self._to_device(inputs))
             loss = loss * (weight / self.args.gradient_accumulation_steps)
             self.precision.backward(loss)
+        distributed.beat()
         return loss.detach()
 
     def compute_loss(
@@ -552,6 +572,7 @@ class Trainer(TrainerCheckpoints):
                 for collector, batch in zip((predictions, labels), rows, strict=True):
                     _check_rows(batch, len(indices))
                     collector.add(batch)
+                distributed.beat()
                 self._call("on_prediction_step", num_batches=len(share))
         total, count = sum_over_processes(losses, args.world_size).tolist()
         metrics = {} if count == 0 else {f"{prefix}_loss": total / count}

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from loralib.checkpoint import KINDS, Kind
+from loralib.distributed import gather_objects
 from loralib.files import CheckpointError, sync_folder, write_whole
 from loralib.formats import form_of_name, read_adapter, what_forbids, write_adapter
 from loralib.precision import Precision
@@ -32,7 +33,7 @@ from .file_utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from .modeling_utils import PreTrainedModel, read_weights
 from .tokenization_utils_base import PreTrainedTokenizerBase
 from .trainer_callback import TrainerState
-from .trainer_pt_utils import TrainingBatches, gather_objects
+from .trainer_pt_utils import TrainingBatches
 from .trainer_utils import (
     PREFIX_CHECKPOINT_DIR,
     list_checkpoints,
@@ -117,7 +118,7 @@ class TrainerCheckpoints:
     precision: Precision
     state: TrainerState
     _progress: Progress
-    _outdated: list[Path]  # checkpoints of an earlier run, which this one replaces
+    _outdated: list[str]  # see `outdated_checkpoints`
 
     # ---- writing ----
 
@@ -229,8 +230,8 @@ class TrainerCheckpoints:
         """Keeps the newest ``save_total_limit`` checkpoints of this run, and the best one."""
         others = [Path(path) for path in list_checkpoints(self.args.output_dir)]
         others.remove(newest)
-        old = [path for path in others if path in self._outdated]
-        others = [path for path in others if path not in self._outdated]
+        old = [path for path in others if str(path) in self._outdated]
+        others = [path for path in others if path not in old]
         self._outdated = []
         if self.args.save_total_limit is not None:
             best = Path(self.state.best_model_checkpoint or "").name
@@ -389,6 +390,24 @@ def _remove(folder: Path, *names: str) -> None:
     """Removes files that an earlier run has left: they would be taken for this one's."""
     for name in names:
         (folder / name).unlink(missing_ok=True)
+
+
+def outdated_checkpoints(args: TrainingArguments, is_new: bool = True) -> list[str]:
+    """An earlier run's checkpoints in the output folder, which this run replaces.
+
+    Those that are there when a new run begins with --overwrite_output_dir; and when a launcher
+    starts that again, those of them of which the place has not been taken.
+    """
+    if args.launch is not None and args.launch.is_restart:
+        noted = args.launch.note.items()
+        return [path for path, it in noted if os.path.isdir(path) and identity_of(path) == it]
+    return list_checkpoints(args.output_dir) if args.overwrite_output_dir and is_new else []
+
+
+def identity_of(path: str) -> list[int]:
+    """What tells a checkpoint's folder from another one of the same name."""
+    status = os.stat(path)
+    return [status.st_ino, status.st_mtime_ns]
 
 
 def _mean_state(states: list[dict[str, Any]]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from loralib.distributed import gather_objects
 from loralib.process import TrainingError
 
 from .data.data_collator import IGNORED_LABEL
@@ -197,15 +198,6 @@ class Collector:
             joined = (join_rows(parts) for parts in zip(*self._on_device, strict=True))
             self._on_cpu.append(tuple(part.cpu() for part in joined))
             self._on_device = []
-
-
-def gather_objects(value: Any, world_size: int) -> list[Any]:
-    """Every process's `value`, in the order of the processes, on every process."""
-    values = [value]
-    if world_size > 1:
-        values = [None] * world_size
-        dist.all_gather_object(values, value)
-    return values
 
 
 def gather_in_order(

@@ -3,6 +3,7 @@
 import os
 import re
 import time
+from collections.abc import Collection
 from enum import Enum
 from typing import NamedTuple
 
@@ -75,9 +76,11 @@ def checkpoint_step(path: str) -> int:
     return int(_CHECKPOINT.match(os.path.basename(path))[1])
 
 
-def get_last_checkpoint(folder: str | os.PathLike) -> str | None:
-    """The checkpoint of the latest step in `folder`, or None."""
-    return next(reversed(list_checkpoints(folder)), None)
+def get_last_checkpoint(
+    folder: str | os.PathLike, but: Collection[str] = frozenset()
+) -> str | None:
+    """The checkpoint of the latest step in `folder`, `but` left out; or None."""
+    return next((path for path in reversed(list_checkpoints(folder)) if path not in but), None)
 
 
 def speed_metrics(split: str, start: float, num_samples: int | None = None) -> dict[str, float]:

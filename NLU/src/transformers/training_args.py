@@ -5,7 +5,7 @@ import math
 import os
 import platform
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime
 from enum import EnumMeta
 from functools import cached_property
@@ -13,6 +13,8 @@ from typing import Any, get_type_hints
 
 import torch
 import torch.distributed as dist
+
+from loralib import distributed
 
 from .hf_argparser import flag
 from .trainer_utils import IntervalStrategy, SchedulerType
@@ -139,6 +141,10 @@ class TrainingArguments:
     ddp_find_unused_parameters: bool | None = flag(
         None, "let DDP look for parameters without a gradient (default: false)"
     )
+    ddp_timeout: float = flag(
+        distributed.TIMEOUT,
+        "seconds after which a process that hangs, or does not join the others, ends the run",
+    )
     dataloader_pin_memory: bool = flag(True, "page-locked memory for batches on their way to a GPU")
     skip_memory_metrics: bool = flag(False, "leave the peak memory out of the results")
     cls_dropout: float | None = flag(
@@ -153,6 +159,9 @@ class TrainingArguments:
     tf32: bool = flag(
         False, "on a GPU, compute float32's products and convolutions in TensorFloat-32"
     )
+
+    # What the launcher has started so far; a script sets it that resumes by itself.
+    launch: distributed.Launch | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         for name, advice in _NO_MEANING_HERE.items():
@@ -252,10 +261,7 @@ class TrainingArguments:
         else:
             device = torch.device("cpu")
         if self.local_rank != -1 and not dist.is_initialized():
-            if cuda:
-                dist.init_process_group("nccl", device_id=device)
-            else:
-                dist.init_process_group("gloo")
+            distributed.join(self.ddp_timeout, device if cuda else None)
         return device
 
     @property
@@ -312,7 +318,8 @@ class TrainingArguments:
         """The settings as plain values, which JSON and weights-only torch files can hold."""
         return {
             name: value.value if isinstance(value, IntervalStrategy | SchedulerType) else value
-            for name, value in asdict(self).items()
+            for name, value in vars(self).items()
+            if name in self.__dataclass_fields__ and name != "launch"
         }
 
     def to_json_string(self) -> str:

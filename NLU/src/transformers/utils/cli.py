@@ -8,10 +8,11 @@ from pathlib import Path
 import datasets
 from tqdm.auto import tqdm
 
-from loralib import process
+from loralib import distributed, process
 
 from ..configuration_utils import PretrainedConfig
 from ..tokenization_utils_base import PreTrainedTokenizerBase
+from ..trainer_checkpoint import outdated_checkpoints
 from ..trainer_utils import get_last_checkpoint
 from ..training_args import TrainingArguments
 
@@ -35,6 +36,9 @@ def set_up_logging() -> None:
 def find_checkpoint(args: TrainingArguments) -> str | None:
     """The checkpoint to resume from: the last one in the output folder, which must be ours.
 
+    A launcher gives every attempt the first one's command: --overwrite_output_dir is for that one.
+    To be called by all processes of a run.
+
     Raises:
         ValueError: training would write into a folder that holds something, but no checkpoint.
         NotADirectoryError: the output folder is a file.
@@ -42,14 +46,18 @@ def find_checkpoint(args: TrainingArguments) -> str | None:
     folder = Path(args.output_dir)
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"--output_dir {folder} is a file")
-    if not args.do_train or not folder.exists():
+    if not args.do_train:
         return None
+    args.launch = distributed.find_launch(folder, args.world_size)
+    if args.launch.is_restart:
+        return get_last_checkpoint(folder, but=outdated_checkpoints(args))
     checkpoint = get_last_checkpoint(folder)
     if args.overwrite_output_dir:
         if checkpoint:
             logger.warning("the checkpoints in %s are replaced at the first save", folder)
         return None
-    if checkpoint is None and any(not path.name.startswith(".") for path in folder.iterdir()):
+    files = folder.iterdir() if folder.exists() else ()
+    if checkpoint is None and any(not path.name.startswith(".") for path in files):
         raise ValueError(
             f"--output_dir {folder} is not empty and holds no checkpoint to resume from: "
             "give another folder, or --overwrite_output_dir"

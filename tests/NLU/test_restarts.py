@@ -1,0 +1,96 @@
+"""run_glue.py under a launcher that restarts it: a process is killed, the bits are the same."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from compare import assert_same_bits
+
+from loralib.files import read_tensors
+from transformers.trainer_utils import list_checkpoints
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "text-classification" / "run_glue.py"
+KILLED = ROOT / "tests" / "helpers" / "killed_run.py"
+
+
+def launch(processes: int, *command: object, restarts: int = 2, **environment: str):
+    """Runs a script under `python -m torch.distributed.launch`, with a free port of its own."""
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.launch", "--standalone"),
+            *(f"--nproc_per_node={processes}", f"--max_restarts={restarts}"),
+            *map(str, command),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **environment},
+    )
+
+
+def arguments(base: Path, glue: Path, out: Path, *more: object) -> list[str]:
+    given = f"--model_name_or_path {base} --task_name rte --data_dir {glue} --do_train --do_eval "
+    given += "--max_seq_length 60 --per_device_train_batch_size 3 --num_train_epochs 3 "
+    given += "--learning_rate 1e-2 --logging_steps 1 --save_steps 2 --evaluation_strategy epoch "
+    given += "--report_to none --disable_tqdm --apply_lora --lora_r 4 --lora_alpha 8 "
+    given += f"--overwrite_output_dir --output_dir {out}"
+    return [*given.split(), *map(str, more)]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_base, tiny_glue, tmp_path_factory):
+    """``whole(processes)``: what a run that nobody disturbed has written."""
+    runs: dict[int, Path] = {}
+
+    def run(processes: int) -> Path:
+        if processes not in runs:
+            runs[processes] = tmp_path_factory.mktemp("whole") / "out"
+            result = launch(processes, SCRIPT, *arguments(tiny_base, tiny_glue, runs[processes]))
+            assert result.returncode == 0, result.stderr
+        return runs[processes]
+
+    return run
+
+
+def assert_same_run(out: Path, expected: Path) -> None:
+    """The same tensors in the end and in the last checkpoint, and the same losses on the way."""
+    ours, theirs = (list_checkpoints(folder)[-1] for folder in (out, expected))
+    assert Path(ours).name == Path(theirs).name
+    for mine, other in ((out, expected), (Path(ours), Path(theirs))):
+        for name in ("pytorch_model.bin", "pytorch_model_lora.safetensors"):
+            assert_same_bits(read_tensors(mine / name)[0], read_tensors(other / name)[0])
+    losses = [
+        [
+            record["loss"]
+            for record in json.loads(path.read_text())["log_history"]
+            if "loss" in record
+        ]
+        for path in (out / "trainer_state.json", expected / "trainer_state.json")
+    ]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("processes", "rank", "at", "count"),
+    [
+        (3, 0, "beat", 8),  # in the second epoch, behind an evaluation
+        (3, 2, "beat", 6),  # in the evaluation of the first
+        (4, 0, "sync", 28),  # while the second checkpoint is written
+        (1, 0, "beat", 20),
+    ],
+    ids=["rank 0 in a step", "rank 2 in an evaluation", "rank 0 in a write", "alone"],
+)
+def test_a_killed_process(whole, tiny_base, tiny_glue, tmp_path, processes, rank, at, count):
+    mark = tmp_path / "killed"
+    moment = json.dumps({"rank": rank, "at": at, "count": count, "mark": str(mark)})
+    out = tmp_path / "out"
+    result = launch(processes, KILLED, SCRIPT, moment, *arguments(tiny_base, tiny_glue, out))
+    assert result.returncode == 0, result.stderr
+    assert mark.exists()
+    assert "Traceback" not in result.stderr
+    assert "resuming from" in result.stderr
+    assert_same_run(out, whole(processes))
