@@ -43,6 +43,11 @@ CASES = [
 ]
 
 
+def query_value_key(bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    query, key, value = bias.chunk(3)
+    return query, value, key
+
+
 @pytest.fixture
 def compare(plain_trainer, read_metrics):
     """Holds a finished run against the plain trainer."""
@@ -75,6 +80,11 @@ def compare(plain_trainer, read_metrics):
         trained = read_tensors(work_dir / f"model.{number}.pt")[0]
         for name, tensor in trained.items():
             expected = plain.p[name.removeprefix("module.transformer.")]
+            if name.endswith("c_attn.bias"):
+                # A softmax does not see the key's: there AdamW makes steps of rounding's noise.
+                (*rest, key), (*right, right_key) = map(query_value_key, (tensor, expected))
+                torch.testing.assert_close(key.double(), right_key, rtol=0, atol=1e-3)
+                tensor, expected = torch.cat(rest), torch.cat(right)
             torch.testing.assert_close(tensor.double(), expected, rtol=1e-3, atol=1e-4)
 
     return compare_with

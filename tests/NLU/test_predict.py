@@ -15,6 +15,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from compare import rounding
+from encoder_options import ENCODER_TERMS
 
 from loralib.checkpoint import Adapter
 from loralib.formats import write_adapter
@@ -159,13 +161,18 @@ def as_answer(logits: torch.Tensor, labels: list[str]) -> dict:
     return {"label": labels[int(shares.argmax())], "probabilities": named}
 
 
-def assert_close(found: list[dict], expected: list[dict], tolerance: float) -> None:
+def close(value: float | dict[str, float]):
+    largest = max(map(abs, value.values() if isinstance(value, dict) else [value]))
+    return pytest.approx(value, abs=rounding(largest, ENCODER_TERMS), rel=0)
+
+
+def assert_close(found: list[dict], expected: list[dict]) -> None:
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.keys() == theirs.keys()
         for key, value in theirs.items():
             of_numbers = key in ("probabilities", "score")
-            assert ours[key] == (pytest.approx(value, abs=tolerance) if of_numbers else value)
+            assert ours[key] == (close(value) if of_numbers else value)
 
 
 def named(files: dict[str, Path], names=tuple(ADAPTERS)) -> list[str]:
@@ -200,7 +207,7 @@ def test_each_line_as_its_own_model_answers_it(
     given, out = write(tmp_path / "in.jsonl", some_lines()), tmp_path / "out.jsonl"
     arguments = [*common(bases[family], given, out), "--batch_size", str(batch_size)]
     predict.main([*arguments, *named(adapters[family])])
-    assert_close(read(out), expected(family), 1e-6)
+    assert_close(read(out), expected(family))
     # The answers tell the adapters apart, and the labels.
     answers = expected(family)
     assert {line["adapter"] for line in answers} == set(ADAPTERS)
@@ -305,7 +312,7 @@ def test_a_single_adapter_need_not_be_named(predict, bases, adapters, expected, 
     predict.main([*common(bases["roberta"], given, out), *named(adapters["roberta"], ["mnli"])])
     theirs = [line for line in expected("roberta") if line["adapter"] == "mnli"]
     theirs[0] = theirs[0] | {"meta": {"tags": ["ä", None]}}
-    assert_close(read(out), theirs, 1e-6)
+    assert_close(read(out), theirs)
     first = read(out)[0]
     assert list(first) == [*unnamed[0], "adapter", "label", "probabilities"]
     assert "ä" in out.read_text(encoding="utf-8")
@@ -325,7 +332,7 @@ def test_a_pipe_and_an_adapter_from_the_hub(bases, adapters, expected, hub_serve
         check=True,
     )
     answers = [json.loads(line) for line in done.stdout.decode().splitlines()]
-    assert_close(answers, expected("roberta"), 1e-6)
+    assert_close(answers, expected("roberta"))
     assert b"predicting" in done.stderr
     assert b"someone/mnli does not say its base's weights: taken on trust" not in done.stderr
 
@@ -342,7 +349,7 @@ def test_long_texts_are_cut(predict, bases, adapters, tmp_path):
     given, out = write(tmp_path / "in.jsonl", [long, cut]), tmp_path / "out.jsonl"
     predict.main([*common(bases["roberta"], given, out), *named(adapters["roberta"], ["rte"])])
     answers = read(out)
-    assert answers[0]["probabilities"] == pytest.approx(answers[1]["probabilities"], abs=1e-6)
+    assert answers[0]["probabilities"] == close(answers[1]["probabilities"])
 
 
 # ---- adapters of other forms ----
@@ -371,7 +378,7 @@ def test_alpha_is_for_those_that_do_not_say_theirs(
         if line["adapter"] == "mnli":
             shares = line["probabilities"].values()
             line["probabilities"] = {f"LABEL_{n}": share for n, share in enumerate(shares)}
-    assert_close(found, labels, 1e-6)
+    assert_close(found, labels)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -405,7 +412,7 @@ def test_an_adapter_without_a_head_uses_the_base_s(predict, bases, tmp_path, cap
         {**line, "adapter": "a", **as_answer(row, labels)}
         for line, row in zip(lines, logits, strict=True)
     ]
-    assert_close(read(out), answers, 1e-6)
+    assert_close(read(out), answers)
 
 
 def test_a_pooler_that_nobody_trained(predict, bases, tmp_path, capsys):
