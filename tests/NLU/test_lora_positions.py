@@ -10,6 +10,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from compare import assert_close_to_rounding
+from encoder_options import ENCODER_TERMS
 from glue_runs import LORA as LORA_FLAGS
 from glue_runs import common, failure, on_rte, results
 
@@ -51,7 +53,7 @@ def logits(model, batch):
 
 
 def close(ours, theirs):
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    assert_close_to_rounding(ours, theirs, ENCODER_TERMS)
 
 
 def base_of(model, build):

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import assert_same_bits
+from compare import assert_same_bits, rounding
 from datasets import Dataset
+from encoder_options import ENCODER_TERMS
 from trainer_runs import collate, largest_difference, make_data, trained
 
 import transformers
@@ -219,9 +220,11 @@ def test_accumulation_equals_the_larger_batch(make_trainer):
         trainer.train()
         models.append((trained(trainer.model), trainer.state.log_history))
     (first, first_log), (second, second_log) = models
-    assert largest_difference(first, second) < 1e-6
-    losses = [[record.get("loss") for record in log] for log in (first_log, second_log)]
-    assert losses[0] == losses[1]
+    assert largest_difference(first, second) < rounding(1.0, 2 * ENCODER_TERMS)
+    losses = [
+        [record["loss"] for record in log if "loss" in record] for log in (first_log, second_log)
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1.01e-4, rel=0)  # in four decimals
 
 
 def test_what_an_accumulation_leaves_over_goes_into_the_next_update(make_trainer, make_model):
@@ -251,7 +254,8 @@ def test_what_an_accumulation_leaves_over_goes_into_the_next_update(make_trainer
         for parameter in parameters:
             parameter.data -= 0.1 * parameter.grad
             parameter.grad = None
-    assert largest_difference(trained(model), trained(expected)) < 1e-6
+    allowed = rounding(1.0, 3 * 2 * ENCODER_TERMS)
+    assert largest_difference(trained(model), trained(expected)) < allowed
 
 
 @pytest.mark.parametrize("limit", [0.01, 0])
