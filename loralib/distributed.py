@@ -58,7 +58,8 @@ def join(timeout: float = TIMEOUT, device: torch.device | None = None) -> None:
     if not 0 < timeout < 1e9:
         raise ValueError(f"--ddp_timeout has to be a positive number of seconds, not {timeout:g}")
     number, world_size = (int(_environment(name)) for name in ("RANK", "WORLD_SIZE"))
-    store = _attempts_store(number, world_size, timeout)
+    address = _environment("MASTER_ADDR"), int(_environment("MASTER_PORT"))
+    store = _attempts_store(address, number, world_size, timeout)
     backend, given = ("gloo", {}) if device is None else ("nccl", {"device_id": device})
     try:
         dist.init_process_group(
@@ -98,22 +99,22 @@ def _environment(name: str) -> str:
     value = os.environ.get(name, "")
     if not value or not (value.isdecimal() or name == "MASTER_ADDR"):
         raise ValueError(
-            f"{name} is {value!r} in the environment: processes are started by torchrun or "
-            "torch.distributed.launch, which set it, or by hand with RANK, WORLD_SIZE, MASTER_ADDR "
-            "and MASTER_PORT; leave --local_rank out for a single one"
+            f"{name} is {value!r} in the environment: start processes with torchrun or "
+            "torch.distributed.launch, which set it, or set RANK, WORLD_SIZE, MASTER_ADDR and "
+            "MASTER_PORT; for a single one leave --local_rank out"
         )
     return value
 
 
-def _attempts_store(number: int, world_size: int, timeout: float) -> Store:
-    """A store of which all keys are this attempt's."""
-    host, port = _environment("MASTER_ADDR"), int(_environment("MASTER_PORT"))
+def _attempts_store(
+    address: tuple[str, int], number: int, world_size: int, timeout: float
+) -> Store:
+    """A store of which all keys are this attempt's; `address` is its host and port."""
     # Where a launcher's agent has no store for its processes, the first of them has one.
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         store = TCPStore(
-            host,
-            port,
+            *address,
             is_master=not of_agent and number == 0,
             timeout=timedelta(seconds=timeout),
             wait_for_workers=False,
@@ -122,8 +123,8 @@ def _attempts_store(number: int, world_size: int, timeout: float) -> Store:
         name = _agree_on_attempt(PrefixStore("attempts", store), number, world_size, timeout)
     except (RuntimeError, TimeoutError) as error:
         raise TrainingError(
-            f"the first process of the run, at {host}:{port}, could not be reached within "
-            f"{timeout:g} s ({_first(error)})"
+            f"the first process of the run, at {address[0]}:{address[1]}, could not be reached "
+            f"within {timeout:g} s ({_first(error)})"
         ) from error
     return PrefixStore(name, store)
 

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 import gpu
 from gpu import Run, add_gpu_params, distributed_mean, distributed_sync, gather_objects, start
+from loralib import distributed
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 MASTER = {"MASTER_ADDR": "first.example", "MASTER_PORT": "1234"}
@@ -42,9 +44,16 @@ def joined(monkeypatch):
         monkeypatch.delenv(name)
     calls = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(
-        gpu.dist, "init_process_group", lambda backend, **more: calls.append((backend, more))
-    )
+
+    def join(backend, **more):
+        given = {name: more[name] for name in ("rank", "world_size", "device_id") if name in more}
+        calls.append((backend, given))
+
+    monkeypatch.setattr(distributed, "_attempts_store", lambda *_: HashStore())
+    monkeypatch.setattr(distributed.Watch, "start", lambda self: None)
+    monkeypatch.setattr(distributed, "_watch", None)  # which joining sets
+    monkeypatch.setattr(HashStore, "clone", lambda self: self)
+    monkeypatch.setattr(distributed.dist, "init_process_group", join)
     return calls
 
 
@@ -71,6 +80,7 @@ def two_gpus(monkeypatch, joined):
 
 def test_defaults_of_the_flags():
     expected = dict(local_rank=0, rank=0, device=0, world_size=0, random_seed=10)
+    expected["ddp_timeout"] = 1800
     assert vars(parse()) == {"platform": "k8s", **expected}
 
 
@@ -133,9 +143,9 @@ def test_a_launcher_of_one_process_needs_no_group(environment, joined):
 @pytest.mark.parametrize(
     ("values", "flags", "message"),
     [
-        ({**openmpi(0, 2, 0), "MASTER_PORT": "1"}, [], "MASTER_ADDR is not set.*2 processes"),
-        ({**openmpi(0, 2, 0), "MASTER_ADDR": "here"}, [], "MASTER_PORT is not set"),
-        (torchrun(0, 2, 0), ["--platform", "local"], "MASTER_ADDR is not set"),
+        ({**openmpi(0, 2, 0), "MASTER_PORT": "1"}, [], "MASTER_ADDR is '' in the environment"),
+        ({**openmpi(0, 2, 0), "MASTER_ADDR": "here"}, [], "MASTER_PORT is '' in the environment"),
+        (torchrun(0, 2, 0), ["--platform", "local"], "MASTER_ADDR is ''"),
         ({"RANK": "0"}, [], "WORLD_SIZE is not set"),
         ({"WORLD_SIZE": "2"}, [], "RANK is not set"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, [], "OMPI_COMM_WORLD_RANK is not set"),

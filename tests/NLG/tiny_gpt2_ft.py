@@ -34,11 +34,11 @@ class Killed(gpt2_ft.Trainer):
         return super()._train_step(batch)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     sys.modules["tensorboard"] = None  # which takes seconds to start
     checkpoints.config_of = tiny_config_of
     gpt2_ft.Trainer = Killed
-    for call in json.loads(Path(sys.argv[-1]).read_text()):
+    for call in json.loads(Path((argv or sys.argv)[-1]).read_text()):
         Killed.kill_in_step = call["kill_in_step"]
         gpt2_ft.main(call["argv"])
 

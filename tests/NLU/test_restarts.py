@@ -1,35 +1,17 @@
 """run_glue.py under a launcher that restarts it: a process is killed, the bits are the same."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from compare import assert_same_bits
+from launches import killed, launch
 
 from loralib.files import read_tensors
 from transformers.trainer_utils import list_checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "text-classification" / "run_glue.py"
-KILLED = ROOT / "tests" / "helpers" / "killed_run.py"
-
-
-def launch(processes: int, *command: object, restarts: int = 2, **environment: str):
-    """Runs a script under `python -m torch.distributed.launch`, with a free port of its own."""
-    return subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.launch", "--standalone"),
-            *(f"--nproc_per_node={processes}", f"--max_restarts={restarts}"),
-            *map(str, command),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, **environment},
-    )
 
 
 def arguments(base: Path, glue: Path, out: Path, *more: object) -> list[str]:
@@ -86,9 +68,9 @@ def assert_same_run(out: Path, expected: Path) -> None:
 )
 def test_a_killed_process(whole, tiny_base, tiny_glue, tmp_path, processes, rank, at, count):
     mark = tmp_path / "killed"
-    moment = json.dumps({"rank": rank, "at": at, "count": count, "mark": str(mark)})
     out = tmp_path / "out"
-    result = launch(processes, KILLED, SCRIPT, moment, *arguments(tiny_base, tiny_glue, out))
+    kill = killed(mark, rank, at, count)
+    result = launch(processes, *kill, SCRIPT, *arguments(tiny_base, tiny_glue, out))
     assert result.returncode == 0, result.stderr
     assert mark.exists()
     assert "Traceback" not in result.stderr

@@ -1,8 +1,8 @@
 """Runs a script as the command line does, and kills its process at a chosen moment, once.
 
-    killed_run.py SCRIPT MOMENT ARGUMENTS…
+    killed_run.py --moment MOMENT SCRIPT ARGUMENTS…
 
-MOMENT is JSON: {"rank": 0, "at": "beat" or "sync", "count": 5, "mark": FILE}, or a list of those.
+MOMENT is JSON: {"rank": 0, "at": "beat" or "sync", "count": 5, "mark": FILE}.
 The process of that rank is killed (SIGKILL, or "signal") at its fifth batch, of training or
 evaluation, or in its fifth write of a file, unless FILE is there, which it makes.
 """
@@ -44,12 +44,11 @@ def arm(moment: dict) -> None:
 
 
 def main() -> None:
-    first = [word for word in sys.argv[1:] if word.startswith("--local-rank")]  # the launcher's
-    script, moments, *arguments = (word for word in sys.argv[1:] if word not in first)
-    arguments = [*first, *arguments]
-    found = json.loads(moments)
-    for moment in found if isinstance(found, list) else [found]:
-        arm(moment)
+    # The launcher puts a flag of its own before ours.
+    start = sys.argv.index("--moment")
+    moment, script, *arguments = sys.argv[start + 1 :]
+    arguments = [*sys.argv[1:start], *arguments]
+    arm(json.loads(moment))
     module = load(Path(script))
     sys.argv = [script, *arguments]
     process.run(lambda: module.main(arguments), lambda line: print(line, file=sys.stderr))

@@ -1,0 +1,74 @@
+"""gpt2_ft.py under a launcher that restarts it: a process is killed, the bits are the same."""
+
+import json
+from pathlib import Path
+
+import pytest
+from compare import assert_same_bits
+from launches import killed, launch
+
+from loralib.files import read_tensors
+
+TINY = Path(__file__).with_name("tiny_gpt2_ft.py")
+SETTINGS = (
+    "--max_epoch 4 --grad_acc 2 --save_interval 2 --eval_interval 3 --lora_dropout 0.3 --lr 0.03 "
+    "--train_batch_size 1"
+)
+
+
+@pytest.fixture
+def calls(tiny, tmp_path):
+    """``calls(name)``: the file that has tiny_gpt2_ft.py train into a folder of that name."""
+
+    def write(name: str) -> Path:
+        argv = tiny.flags(tmp_path / name, *SETTINGS.split())
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps([{"argv": argv, "kill_in_step": None}]))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("processes", "rank", "at", "count"),
+    [
+        (3, 1, "beat", 11),  # in a step, or an evaluation
+        (4, 0, "sync", 6),  # while a checkpoint is written
+        (1, 0, "beat", 30),
+    ],
+    ids=["rank 1 in a step", "rank 0 in a write", "alone"],
+)
+def test_a_killed_process(calls, tmp_path, processes, rank, at, count):
+    whole = launch(processes, TINY, calls("whole"))
+    assert whole.returncode == 0, whole.stderr
+    mark = tmp_path / "killed"
+    result = launch(processes, *killed(mark, rank, at, count), TINY, calls("out"))
+    assert result.returncode == 0, result.stderr
+    assert mark.exists()
+    assert "Traceback" not in result.stderr
+    assert "resuming after step" in result.stderr
+    models = {path.name for path in (tmp_path / "whole").glob("model.*.pt")}
+    assert models == {path.name for path in (tmp_path / "out").glob("model.*.pt")}
+    for name in models:
+        ours, theirs = (read_tensors(tmp_path / run / name)[0] for run in ("out", "whole"))
+        assert_same_bits(ours, theirs)
+    figures = [
+        [
+            {k: v for k, v in json.loads(line).items() if k != "tokens_per_second"}
+            for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()
+        ]
+        for run in ("out", "whole")
+    ]
+    assert figures[0] == figures[1]
+
+
+def test_an_error_is_not_resumed_over(calls, tiny, tmp_path):
+    """A restart of what was refused is refused again: it is no part of the run that is there."""
+    done = launch(1, TINY, calls("out"))
+    assert done.returncode == 0, done.stderr
+    argv = tiny.flags(tmp_path / "out", *SETTINGS.split(), "--lr", "0.5")
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps([{"argv": argv, "kill_in_step": None}]))
+    refused = launch(1, TINY, path, restarts=1)
+    assert refused.returncode != 0
+    assert refused.stderr.count("holds models of another run") == 2
