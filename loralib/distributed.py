@@ -14,6 +14,8 @@ import logging
 import os
 import secrets
 import socket
+import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -38,6 +40,8 @@ TIMEOUT = 1800.0
 # Collectives wait longer than that: whoever watches knows which process is missing, they do not.
 _COLLECTIVES = 1.5
 
+_SIOCGIFADDR = 0x8915  # Linux: asks for an interface's address
+
 _watch: "Watch | None" = None  # this process's, while it belongs to a group
 
 
@@ -61,6 +65,8 @@ def join(timeout: float = TIMEOUT, device: torch.device | None = None) -> None:
     address = _environment("MASTER_ADDR"), int(_environment("MASTER_PORT"))
     store = _attempts_store(address, number, world_size, timeout)
     backend, given = ("gloo", {}) if device is None else ("nccl", {"device_id": device})
+    if device is None:
+        _choose_interface(address[0])
     try:
         dist.init_process_group(
             backend,
@@ -92,6 +98,37 @@ def stop_watching() -> None:
     """Ends watching the other processes: from here on they may end."""
     if _watch is not None:
         _watch.stopped.set()
+
+
+def _choose_interface(host: str) -> None:
+    """Has gloo talk through the network interface by which `host` is reached.
+
+    By itself it takes that of this host's own name, which is often the loopback's: no other host
+    reaches that. A choice of the user's (GLOO_SOCKET_IFNAME) stays.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ or not sys.platform.startswith("linux"):
+        return
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing
+            own = probe.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                if _address_of(probe, name) == own:
+                    os.environ["GLOO_SOCKET_IFNAME"] = name
+    except OSError as error:
+        logger.warning("no interface found by which %s is reached (%s)", host, _first(error))
+
+
+def _address_of(probe: socket.socket, interface: str) -> str | None:
+    """An interface's IPv4 address, if it has one."""
+    import fcntl
+
+    request = struct.pack("256s", interface.encode()[:15])
+    try:
+        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+    except OSError:
+        return None
+    return socket.inet_ntoa(answer[20:24])
 
 
 def _environment(name: str) -> str:
