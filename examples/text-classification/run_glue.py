@@ -457,9 +457,17 @@ def load_config(model_args: ModelArguments, **settings: Any) -> PretrainedConfig
             settings[switch] = True
     # What a model was trained with before is no reason to train it so again.
     settings.update(reg_loss_wgt=model_args.reg_loss_wgt, masking_prob=model_args.masking_prob)
-    config = AutoConfig.from_pretrained(
-        model_args.config_name or model_args.model_name_or_path, **_where(model_args), **settings
+    config, unknown = AutoConfig.from_pretrained(
+        model_args.config_name or model_args.model_name_or_path,
+        return_unused_kwargs=True,
+        **_where(model_args),
+        **settings,
     )
+    for name in unknown:
+        raise ValueError(
+            f"a {config.model_type} model has no setting {name}, which a flag or an adapter's file "
+            "asks for"
+        )
     for switch in ADAPTATIONS:
         if getattr(config, switch) and not getattr(model_args, switch):
             logger.warning(

@@ -250,6 +250,14 @@ def test_the_flag_has_to_fit_the_file(
     assert "was trained with lora_positions False, the model was built with True" in line
 
 
+def test_the_flag_is_for_models_that_have_it(
+    run_glue, tiny_base, tiny_glue, tmp_path, monkeypatch, capsys
+):
+    flags = [*on_rte(tiny_glue, tmp_path / "out"), *LORA_FLAGS, "--lora_positions"]
+    line = failure(run_glue, [*common(tiny_base), *flags], monkeypatch, capsys)
+    assert "a roberta model has no setting lora_positions" in line
+
+
 @KINDS
 def test_resuming_with_the_other_kind_is_refused(
     deberta_run, run_glue, tiny_deberta_base, tiny_glue, tmp_path, monkeypatch, capsys, reached
