@@ -3,14 +3,21 @@
 Torch files and safetensors are told apart by their content.
 """
 
+import errno
+import io
+import json
 import os
 import pickle
+import re
 import shutil
+import stat
+import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,26 +35,166 @@ class CheckpointError(ValueError):
         super().__init__(" ".join(message.splitlines()))
 
 
+class DiskFullError(OSError):
+    """A file that does not fit on its disk. The message is one line.
+
+    Args:
+        path: the file.
+        needed: how many bytes it takes, in words.
+        is_quota: whether it is the user's quota that is used up, not the disk.
+    """
+
+    def __init__(self, path: Path, needed: str, is_quota: bool = False):
+        self.path, self.needed, self.is_quota = path, needed, is_quota
+        full = "the user's quota is used up" if is_quota else "the disk is full"
+        free = shutil.disk_usage(path.parent).free
+        super().__init__(
+            f"{path}: {full}: the file takes {needed} bytes, the disk has {free:,} free; make room "
+            "and start again"
+        )
+
+
+class _NoSpaceError(OSError):
+    """A write that failed for want of space, of a file of which more is known: how large it is."""
+
+    def __init__(self, error: OSError, needed: str):
+        super().__init__(error.errno, error.strerror)
+        self.needed = needed
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
 @contextmanager
 def write_whole(path: str | os.PathLike) -> Iterator[Path]:
-    """Yields a temporary path beside `path`; renames it onto `path` when the block ends well.
+    """Yields a temporary path, whose file takes the place of `path` when the block ends well.
 
-    The file is synced before the rename, so that after a crash `path` holds either its old content
-    or its new one. When the block raises, `path` is untouched and the temporary file is removed.
+    A regular file is replaced atomically, by one beside it, and keeps its permissions. The file is
+    synced before the rename, so that after a crash `path` holds either its old content or its new
+    one. A symbolic link stays, and what it points to is replaced. Pipes, devices and open files
+    such as /dev/stdout are written through. When the block raises, `path` is untouched and the
+    temporary file is removed.
+
+    Raises:
+        DiskFullError: there is no room.
+        OSError: `path` cannot be written, for another reason.
     """
     path = Path(path)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)
+    if _open_file(path) is not None or _is_stream(path):
+        with tempfile.TemporaryDirectory() as folder:
+            temporary = Path(folder, path.name)
+            with _errors_of(path, temporary):
+                yield temporary
+            _write_through(path, temporary)
+        return
+    target = _check_replaceable(path)
+    try:
+        handle, name = tempfile.mkstemp(
+            prefix=f".{target.name}.", suffix=target.suffix, dir=target.parent
+        )
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     os.close(handle)
     temporary = Path(name)
     try:
-        yield temporary
-        _sync(temporary)
-        # mkstemp makes files for their owner alone; give this one the mode any new file gets.
-        temporary.chmod(0o666 & ~_umask())
-        temporary.replace(path)
-        sync_folder(path.parent)
+        with _errors_of(path, temporary):
+            yield temporary
+            _sync(temporary)
+        # mkstemp makes files for their owner alone.
+        exists = target.exists()
+        temporary.chmod(target.stat().st_mode & 0o777 if exists else 0o666 & ~_umask())
+        temporary.replace(target)
+        sync_folder(target.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether there is something at `path` that bytes go into and that stays: a pipe, a device."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+
+
+def _open_file(path: Path) -> int | None:
+    """The number of the open file of this process that a path such as /dev/stdout stands for."""
+    folders = ("/dev/fd", "/proc/self/fd", f"/proc/{os.getpid()}/fd")
+    name = os.path.abspath(path)
+    for _ in range(40):  # as many links as Linux follows
+        folder, number = os.path.split(name)
+        if folder in folders and number.isdecimal():
+            return int(number)
+        if not os.path.islink(name):
+            break
+        name = os.path.normpath(os.path.join(folder, os.readlink(name)))
+    return None
+
+
+def _write_through(path: Path, content: Path) -> None:
+    """Copies a file into a pipe, a device or an open file."""
+    number = _open_file(path)
+    try:
+        if number is None:
+            file = open(path, "wb")  # noqa: SIM115 - closed below
+        else:
+            # Its own position counts, behind what was printed before.
+            sys.stdout.flush()
+            file = os.fdopen(os.dup(number), "wb")
+        with open(content, "rb") as source, file:
+            shutil.copyfileobj(source, file)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _check_replaceable(path: Path) -> Path:
+    """The regular file, there or not yet, that `path` names directly or through links.
+
+    Raises:
+        OSError: there is a folder, a file that must not be written, or no folder to write in.
+    """
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    name = f"{path}: is a link to {target}," if path.is_symlink() else f"{path}:"
+    if target.is_dir():
+        raise IsADirectoryError(f"{name} which is a folder, not a file".replace(": which", ":"))
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{name} there is no folder {target.parent}")
+    if target.exists() and not os.access(target, os.W_OK):
+        raise PermissionError(f"{name} is read-only; give another name")
+    return target
+
+
+@contextmanager
+def _errors_of(path: Path, temporary: Path) -> Iterator[None]:
+    """Makes the errors of writing `temporary` name `path`, and say what room is missing."""
+    try:
+        yield
+    except DiskFullError as error:
+        # Of a file within a temporary folder.
+        if temporary not in error.path.parents:
+            raise
+        _remove_any(temporary)
+        raise DiskFullError(path, error.needed, error.is_quota) from error
+    except OSError as error:
+        of_others = error.filename not in (None, str(temporary))
+        if of_others or error.errno not in (*_FULL, errno.EFBIG, errno.EIO):
+            raise
+        if error.errno not in _FULL:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        written = temporary.stat().st_size if temporary.is_file() else 0
+        _remove_any(temporary)
+        needed = getattr(error, "needed", f"more than {written:,}")
+        raise DiskFullError(path, needed, error.errno == errno.EDQUOT) from error
+
+
+def _remove_any(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -63,10 +210,11 @@ def write_whole_folder(path: str | os.PathLike) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
-        yield temporary
-        for file in temporary.iterdir():
-            _sync(file)
-        sync_folder(temporary)
+        with _errors_of(path, temporary):
+            yield temporary
+            for file in temporary.iterdir():
+                _sync(file)
+            sync_folder(temporary)
         temporary.chmod(0o777 & ~_umask())
         temporary.replace(path)
         sync_folder(path.parent)
@@ -106,13 +254,89 @@ def write_tensors(
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes `tensors` as safetensors (with `metadata`) or as a torch file, by `path`'s suffix."""
+    """Writes `tensors` as safetensors (with `metadata`) or as a torch file, by `path`'s suffix.
+
+    The same tensors and metadata give the same bytes.
+    """
     own = _copies(tensors)
-    with write_whole(path) as temporary, _errors_of_the_disk(path):
-        if Path(path).suffix == ".safetensors":
+    if Path(path).suffix != ".safetensors":
+        write_torch(path, own)
+        return
+    with write_whole(path) as temporary:
+        try:
             save_file(own, temporary, metadata={"format": "pt", **(metadata or {})})
-        else:
-            torch.save(own, temporary)
+        except SafetensorError as error:
+            size = sum(tensor.nbytes for tensor in own.values())
+            raise _error_of_disk(path, error, size) from error
+        _sort_metadata(temporary)
+
+
+def _error_of_disk(path: str | os.PathLike, error: SafetensorError, size: int) -> OSError:
+    """What safetensors reports of the system, as Python does; `size` is that of the tensors."""
+    number = re.search(r"os error (\d+)", str(error))
+    if number is None:
+        return OSError(f"{path}: cannot be written ({first_line(error)})")
+    code = int(number[1])
+    error = OSError(code, os.strerror(code))
+    return _NoSpaceError(error, f"more than {size:,}") if code in _FULL else error
+
+
+def _sort_metadata(path: Path) -> None:
+    """Brings the metadata of a safetensors file into the order of its names.
+
+    The library's own order is that of a hash map, which changes from process to process, and it has
+    no option for it. The length of the header stays, and with it all that follows.
+    """
+    with open(path, "rb+") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        if len(text) > length:
+            raise OSError(f"{path}: the header of safetensors is not compact JSON")
+        file.seek(8)
+        file.write(text.ljust(length))
+
+
+def write_torch(path: str | os.PathLike, value: Any) -> None:
+    """Writes a torch file; the same value gives the same bytes, whatever the file is called."""
+    with write_whole(path) as temporary:
+        with open(temporary, "wb", buffering=0) as file:
+            # Given a name, torch would write it into the archive.
+            sink = _Sink(file)
+            torch.save(value, sink)
+        if sink.error is not None:
+            raise (
+                sink.error
+                if sink.error.errno not in _FULL
+                else _NoSpaceError(sink.error, f"{sink.size:,}")
+            )
+
+
+class _Sink:
+    """A file for torch.save; after an error it writes nothing more, and counts on.
+
+    torch's own error of a full disk says neither that nor how much room is needed.
+    """
+
+    def __init__(self, file: io.RawIOBase):
+        self.file, self.size = file, 0
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Writes all of `data`; returns its bytes."""
+        view = memoryview(data).cast("B")
+        self.size += view.nbytes
+        rest = view
+        try:
+            while rest and self.error is None:
+                rest = rest[self.file.write(rest) :]
+        except OSError as error:
+            self.error = error
+        return view.nbytes
+
+    def flush(self) -> None:
+        """Does nothing: nothing is held back."""
 
 
 def write_wrapped_tensors(
@@ -122,18 +346,7 @@ def write_wrapped_tensors(
 
     The metadata, a second entry beside it, is what safetensors would carry.
     """
-    wrapped = {"model_state_dict": _copies(tensors), "metadata": dict(metadata)}
-    with write_whole(path) as temporary, _errors_of_the_disk(path):
-        torch.save(wrapped, temporary)
-
-
-@contextmanager
-def _errors_of_the_disk(path: str | os.PathLike) -> Iterator[None]:
-    """Makes what the libraries raise where a disk is full an OSError, as Python's own are."""
-    try:
-        yield
-    except (RuntimeError, SafetensorError) as error:
-        raise OSError(f"{path}: cannot be written ({first_line(error)})") from error
+    write_torch(path, {"model_state_dict": _copies(tensors), "metadata": dict(metadata)})
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

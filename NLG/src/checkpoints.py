@@ -19,7 +19,7 @@ from loralib.checkpoint import (
     lora_layers,
     lora_targets,
 )
-from loralib.files import CheckpointError, read_tensors, write_whole, write_wrapped_tensors
+from loralib.files import CheckpointError, read_tensors, write_torch, write_wrapped_tensors
 from loralib.formats import read_adapter, write_adapter
 from loralib.updates import fold, updates
 from model import BACKBONE, MODEL_CARDS, GPT2LMModel, config_of, load_base, own_names
@@ -247,8 +247,7 @@ def write_resume(folder: str | os.PathLike, state: Mapping[str, Any]) -> None:
     path = Path(folder) / RESUME_NAME
     for name, tensor in state.get("trained", {}).items():
         _check_finite(path, name, tensor)
-    with write_whole(path) as temporary:
-        torch.save(dict(state), temporary)
+    write_torch(path, dict(state))
 
 
 def read_resume(folder: str | os.PathLike) -> dict[str, Any] | None:

@@ -657,8 +657,7 @@ def test_files_are_written_whole_or_not_at_all(tmp_path, monkeypatch, open_lora,
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
 
     def fail(content, file):
-        with open(file, "wb") as opened:
-            opened.write(b"half")
+        file.write(b"half")
         raise OSError("No space left on device")
 
     monkeypatch.setattr(torch, "save", fail)

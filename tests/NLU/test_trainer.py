@@ -24,6 +24,7 @@ from transformers import (
     TrainingArguments,
     TrainingError,
     get_scheduler,
+    trainer_checkpoint,
 )
 from transformers.optimization import Adafactor
 from transformers.trainer_pt_utils import EvaluationBatches, TrainingBatches, decayed_parameters
@@ -768,14 +769,14 @@ def test_a_checkpoint_is_written_whole_or_not_at_all(make_trainer, tmp_path, mon
     whole = make_trainer(output_dir=str(tmp_path / "whole"), **settings)
     whole.train()
 
-    save = torch.save
+    write = trainer_checkpoint.write_torch
 
-    def disk_full(value, path):
-        if "optimizer" in Path(path).name and (tmp_path / "out" / "checkpoint-2").exists():
+    def disk_full(path, value):
+        if path.name == "optimizer.pt" and (tmp_path / "out" / "checkpoint-2").exists():
             raise OSError(28, "No space left on device")
-        save(value, path)
+        write(path, value)
 
-    monkeypatch.setattr(torch, "save", disk_full)
+    monkeypatch.setattr(trainer_checkpoint, "write_torch", disk_full)
     with pytest.raises(OSError, match="No space left"):
         make_trainer(**settings).train()
     monkeypatch.undo()

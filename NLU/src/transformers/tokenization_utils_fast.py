@@ -165,7 +165,8 @@ class PreTrainedTokenizerFast(PreTrainedTokenizerBase):
         """Writes ``tokenizer.json``, which holds all of the backend; returns its path."""
         path = Path(save_directory, TOKENIZER_FILE)
         with write_whole(path) as temporary:
-            self._tokenizer.save(str(temporary))
+            # As its own save does, whose errors of the disk are of no kind that says so.
+            temporary.write_text(self._tokenizer.to_str(pretty=True), "utf-8")
         return (str(path),)
 
     def _special_tokens_to_save(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 from loralib.checkpoint import KINDS, Kind
 from loralib.distributed import gather_objects
-from loralib.files import CheckpointError, sync_folder, write_whole
+from loralib.files import CheckpointError, sync_folder, write_torch, write_whole
 from loralib.formats import form_of_name, read_adapter, what_forbids, write_adapter
 from loralib.precision import Precision
 from loralib.process import TrainingError, rng_state, set_rng_state
@@ -133,11 +133,11 @@ class TrainerCheckpoints:
         else:
             state = self.model.state_dict()
             on_cpu = {n: t.cpu() if isinstance(t, Tensor) else t for n, t in state.items()}
-            _save(on_cpu, folder / WEIGHTS_NAME)
+            write_torch(folder / WEIGHTS_NAME, on_cpu)
             _remove(folder, SAFE_WEIGHTS_NAME, *(name for kind in KINDS for name in kind.files))
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
-        _save(self.args.to_dict(), folder / TRAINING_ARGS_NAME)
+        write_torch(folder / TRAINING_ARGS_NAME, self.args.to_dict())
 
     def _save_pretrained(self, model: PreTrainedModel, folder: Path) -> None:
         """Writes one of this package's models, and removes what an earlier run left beside it."""
@@ -180,11 +180,11 @@ class TrainerCheckpoints:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
             for index, own_state in enumerate(own_states):
-                _save(own_state, unfinished / _own_state_name(index))
+                write_torch(unfinished / _own_state_name(index), own_state)
             self.save_model(unfinished)
-            _save(self.optimizer.state_dict(), unfinished / OPTIMIZER_NAME)
-            _save(self.lr_scheduler.state_dict(), unfinished / SCHEDULER_NAME)
-            _save(self.precision.state_dict(), unfinished / SCALER_NAME)
+            write_torch(unfinished / OPTIMIZER_NAME, self.optimizer.state_dict())
+            write_torch(unfinished / SCHEDULER_NAME, self.lr_scheduler.state_dict())
+            write_torch(unfinished / SCALER_NAME, self.precision.state_dict())
             self.state.save_to_json(unfinished / TRAINER_STATE_NAME)
             replaced = unfinished.with_suffix(".replaced")
             if folder.exists():
@@ -422,11 +422,6 @@ def _mean_state(states: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _own_state_name(process_index: int) -> str:
     return f"rng_state_{process_index}.pth"
-
-
-def _save(value: Any, path: Path) -> None:
-    with write_whole(path) as temporary:
-        torch.save(value, temporary)
 
 
 def _load(path: Path, device: torch.device | str = "cpu") -> Any:

@@ -1,0 +1,413 @@
+"""What is written where: atomically, through links, into pipes and devices; and full disks."""
+
+import errno
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from loralib.files import (
+    DiskFullError,
+    read_tensors,
+    write_tensors,
+    write_torch,
+    write_whole,
+    write_whole_folder,
+    write_wrapped_tensors,
+)
+
+posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX's links, pipes and devices")
+
+
+def write(path, text: str = "new") -> None:
+    with write_whole(path) as temporary:
+        temporary.write_text(text)
+
+
+def fail(path, error: Exception) -> None:
+    with write_whole(path) as temporary:
+        temporary.write_text("half")
+        raise error
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ---- regular files and links ----
+
+
+def test_a_file_is_replaced_by_another_one_and_keeps_its_permissions(tmp_path):
+    path = tmp_path / "file.txt"
+    path.write_text("old")
+    path.chmod(0o640)
+    with open(path) as before:
+        write(path)
+        assert before.read() == "old"  # whoever reads it goes on with what there was
+    assert path.read_text() == "new"
+    assert os.name != "posix" or stat.S_IMODE(path.stat().st_mode) == 0o640
+    with pytest.raises(KeyError):
+        fail(path, KeyError())
+    assert path.read_text() == "new"
+    assert names(tmp_path) == ["file.txt"]
+
+
+@posix
+@pytest.mark.parametrize("links", [1, 2])
+@pytest.mark.parametrize("exists", [True, False])
+def test_links_stay_and_what_they_point_to_is_replaced(tmp_path, links, exists):
+    target = tmp_path / "there" / "file.txt"
+    target.parent.mkdir()
+    if exists:
+        target.write_text("old")
+    path = tmp_path / "link"
+    path.symlink_to("there/file.txt")
+    if links == 2:
+        path = tmp_path / "second"
+        path.symlink_to(tmp_path / "link")
+    inode = target.stat().st_ino if exists else None
+    write(path)
+    assert path.is_symlink()
+    assert not target.is_symlink()
+    assert target.read_text() == "new"
+    assert target.stat().st_ino != inode
+    assert names(target.parent) == ["file.txt"]
+
+
+def made(folder: Path, kind: str) -> Path:
+    """Something that no file can be written to."""
+    path = folder / "path"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "no folder":
+        path = folder / "missing" / "path"
+    elif kind == "within a file":
+        (folder / "file").write_text("mine")
+        path = folder / "file" / "path"
+    elif kind == "link to a folder":
+        (folder / "there").mkdir()
+        path.symlink_to(folder / "there")
+    elif kind == "link into nothing":
+        path.symlink_to(folder / "missing" / "file")
+    else:
+        path.symlink_to(folder / "other")
+        (folder / "other").symlink_to(path)
+    return path
+
+
+@posix
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("folder", "is a folder, not a file"),
+        ("no folder", "there is no folder {}/missing"),
+        ("within a file", "there is no folder {}/file"),
+        ("link to a folder", "is a link to {}/there, which is a folder"),
+        ("link into nothing", "is a link to {0}/missing/file, there is no folder {0}/missing"),
+        ("links in a circle", "Too many levels of symbolic links"),
+    ],
+)
+def test_what_cannot_be_written(tmp_path, kind, reason):
+    path = made(tmp_path, kind)
+    before = names(tmp_path)
+    with pytest.raises(OSError, match=re.escape(reason.format(tmp_path))) as caught:
+        write(path)
+    message = str(caught.value)
+    assert str(path) in message
+    assert "\n" not in message
+    assert names(tmp_path) == before
+
+
+AS_NOBODY = """
+import os, sys
+from loralib.files import write_whole
+if os.geteuid() == 0:
+    os.setuid(65534)
+try:
+    with write_whole(sys.argv[1]) as path:
+        path.write_text("new")
+except PermissionError as error:
+    print(error)
+"""
+
+
+@posix
+def test_files_and_folders_without_permission():
+    """In a process that is not root's, for whom there would be no such thing."""
+
+    def said(path: Path) -> str:
+        command = [sys.executable, "-c", AS_NOBODY, str(path)]
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    with tempfile.TemporaryDirectory() as name:  # pytest's own are within one of its user alone
+        folder, file = Path(name), Path(name, "file")
+        file.write_text("old")
+        folder.chmod(0o777)
+        file.chmod(0o444)
+        assert said(file) == f"{file}: is read-only; give another name\n"
+        folder.chmod(0o555)
+        other = folder / "other"
+        assert said(other) == f"[Errno 13] Permission denied: '{other}'\n"
+        assert file.read_text() == "old"
+        folder.chmod(0o777)
+        file.chmod(0o666)
+        assert said(file) == ""
+        assert file.read_text() == "new"
+
+
+# ---- pipes, devices, open files ----
+
+
+@posix
+def test_a_pipe_gets_the_content_once_it_is_whole(tmp_path):
+    path, read = tmp_path / "pipe", []
+    os.mkfifo(path)
+    reader = threading.Thread(target=lambda: read.append(path.read_bytes()))
+    reader.start()
+    content = b"x" * 200_000  # more than a pipe holds
+    with write_whole(path) as temporary:
+        temporary.write_bytes(content)
+        assert reader.is_alive()
+    reader.join(60)
+    assert read == [content]
+    assert stat.S_ISFIFO(path.stat().st_mode)
+    assert names(tmp_path) == ["pipe"]
+
+
+@posix
+def test_devices_stay_devices(tmp_path):
+    before = os.stat("/dev/null")
+    write("/dev/null")
+    (tmp_path / "link").symlink_to("/dev/null")
+    write(tmp_path / "link")
+    after = os.stat("/dev/null")
+    assert (after.st_mode, after.st_rdev, after.st_ino) == (
+        before.st_mode,
+        before.st_rdev,
+        before.st_ino,
+    )
+    assert stat.S_ISCHR(after.st_mode)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_device_that_is_full():
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        write("/dev/full")
+
+
+TO_STDOUT = """
+import sys
+from loralib.files import write_whole
+print("before")
+with write_whole(sys.argv[1]) as path:
+    path.write_text("content\\n")
+print("after")
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/stdout"), reason="needs /dev/stdout")
+@pytest.mark.parametrize("path", ["/dev/stdout", "/dev/fd/1"])
+@pytest.mark.parametrize("kind", ["pipe", "file"])
+def test_stdout(tmp_path, path, kind):
+    """Where it is a file as well: its place there counts, and the file is not replaced."""
+    command = [sys.executable, "-c", TO_STDOUT, path]
+    if kind == "pipe":
+        assert subprocess.run(command, stdout=subprocess.PIPE).stdout == b"before\ncontent\nafter\n"
+        return
+    (tmp_path / "log").write_text("mine\n")
+    with open(tmp_path / "log", "ab") as log:
+        subprocess.run(command, stdout=log, check=True)
+    assert (tmp_path / "log").read_text() == "mine\nbefore\ncontent\nafter\n"
+    assert names(tmp_path) == ["log"]
+
+
+# ---- full disks ----
+
+TENSORS = {"b": torch.arange(300_000.0), "a": torch.ones(7, dtype=torch.bfloat16)}
+SIZE = sum(tensor.nbytes for tensor in TENSORS.values())
+
+
+def write_text(path) -> None:
+    write(path, "x" * SIZE)
+
+
+def write_safetensors(path) -> None:
+    write_tensors(path.with_suffix(".safetensors"), TENSORS, {"rank": "8"})
+
+
+def write_bin(path) -> None:
+    write_tensors(path.with_suffix(".bin"), TENSORS)
+
+
+def write_pt(path) -> None:
+    write_wrapped_tensors(path.with_suffix(".pt"), TENSORS, {})
+
+
+def write_folder(path) -> None:
+    with write_whole_folder(path) as folder:
+        write_tensors(folder / "x.safetensors", TENSORS)
+
+
+def write_text_in_folder(path) -> None:
+    with write_whole_folder(path) as folder:
+        (folder / "x.json").write_text("x" * SIZE)
+
+
+WRITERS = [
+    write_text,
+    write_safetensors,
+    write_bin,
+    write_pt,
+    write_folder,
+    write_text_in_folder,
+]
+
+ON_A_SMALL_DISK = """
+import sys
+from pathlib import Path
+sys.path[:0] = {path!r}
+import test_files
+for writer in test_files.WRITERS:
+    folder = Path(sys.argv[1], writer.__name__)
+    folder.mkdir()
+    for name in ("x.txt", "x.safetensors", "x.bin", "x.pt"):
+        (folder / name).write_text("old")
+    try:
+        writer(folder / ("y" if "folder" in writer.__name__ else "x.txt"))
+    except test_files.DiskFullError as error:
+        print(writer.__name__, error)
+    rest = {{path.name: path.read_text() for path in folder.iterdir()}}
+    assert rest == dict.fromkeys(("x.txt", "x.safetensors", "x.bin", "x.pt"), "old"), rest
+"""
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Runs a script that gets a folder of a disk with one MiB, in a namespace of its own."""
+    mount = 'mount -t tmpfs -o size=1m none "$1" && shift && exec "$@"'
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    prefix = ["unshare", "-m", "sh", "-c", mount, "-", str(disk)]
+    if not shutil.which("unshare") or subprocess.run([*prefix, "true"]).returncode != 0:
+        pytest.skip("needs root, and unshare, to mount a small disk")
+
+    def run(script: str) -> list[str]:
+        command = [*prefix, sys.executable, "-c", script, str(disk)]
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        return result.stdout.splitlines()
+
+    return run
+
+
+def test_a_full_disk(small_disk, tmp_path):
+    script = ON_A_SMALL_DISK.format(path=[str(Path(__file__).parent)])
+    lines = dict(line.split(" ", 1) for line in small_disk(script))
+    assert lines.keys() == {writer.__name__ for writer in WRITERS}
+    for writer, line in lines.items():
+        assert line.startswith(f"{tmp_path}/disk/{writer}/")
+        path, _, rest = line.partition(": the disk is full: the file takes ")
+        assert Path(path).stem in ("x", "y")
+        needed, _, free = rest.partition(" bytes, the disk has ")
+        free = int(free.partition(" free; make room")[0].replace(",", ""))
+        assert 0 < free <= 2**20
+        number = int(needed.removeprefix("more than ").replace(",", ""))
+        if "text" in writer:
+            assert needed.startswith("more than ")
+            assert number <= SIZE
+        elif "safetensors" in writer or "folder" in writer:
+            assert needed == f"more than {SIZE:,}"
+        else:
+            # All of it, by torch's own account.
+            write_torch(tmp_path / "x.bin", TENSORS)
+            assert SIZE < number < SIZE + 10_000
+            assert "bin" not in writer or number == (tmp_path / "x.bin").stat().st_size
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO])
+def test_errors_of_the_disk_name_the_file(tmp_path, code):
+    path = tmp_path / "file.txt"
+    path.write_text("old")
+    full = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the user's quota is used up"}
+    with pytest.raises(OSError, match=full.get(code, os.strerror(code))) as caught:
+        fail(path, OSError(code, os.strerror(code)))
+    message = str(caught.value)
+    assert str(path) in message
+    assert isinstance(caught.value, DiskFullError) is (code in full)
+    assert code not in full or "takes more than 4 bytes" in message
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["file.txt"]
+
+
+def test_errors_of_other_files_stay_as_they_are(tmp_path):
+    others = (FileNotFoundError(errno.ENOENT, "missing", "another"), ConnectionResetError(104, "x"))
+    for error in others:
+        with pytest.raises(type(error)) as caught:
+            fail(tmp_path / "file", error)
+        assert caught.value is error
+    assert names(tmp_path) == []
+
+
+# ---- the same bytes ----
+
+METADATA = {
+    **{name: name * 2 for name in ("rank", "alpha", "targets", "base", "task", "labels", "form")},
+    "odd": '"quoted" \\ é 🙂 \x00\x01\b\f\n\r\t\x1f\x7f\u2028',
+}
+
+
+def test_safetensors_have_their_metadata_in_order(tmp_path):
+    """As the library writes it, the order is another one in nearly every process."""
+    reversed_ = dict(reversed(METADATA.items()))
+    write_tensors(tmp_path / "a.safetensors", TENSORS, METADATA)
+    write_tensors(tmp_path / "b.safetensors", TENSORS, reversed_)
+    content = (tmp_path / "a.safetensors").read_bytes()
+    assert content == (tmp_path / "b.safetensors").read_bytes()
+    places = [content.index(f'"{name}":'.encode()) for name in sorted(METADATA)]
+    assert places == sorted(places)
+    tensors, metadata = read_tensors(tmp_path / "a.safetensors")
+    assert metadata == {**METADATA, "format": "pt"}
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in TENSORS.items())
+
+
+IN_A_PROCESS = """
+import sys
+sys.path[:0] = {path!r}
+import test_files
+for writer in (test_files.write_safetensors, test_files.write_bin, test_files.write_pt):
+    writer(test_files.Path(sys.argv[1], "x"))
+"""
+
+
+def test_every_process_writes_the_same_bytes(tmp_path):
+    script = IN_A_PROCESS.format(path=[str(Path(__file__).parent)])
+    contents = []
+    for name in ("one", "two", "three"):
+        folder = tmp_path / name
+        folder.mkdir()
+        subprocess.run([sys.executable, "-c", script, str(folder)], check=True)
+        contents.append([(folder / f).read_bytes() for f in ("x.safetensors", "x.bin", "x.pt")])
+    assert contents[0] == contents[1] == contents[2]
+
+
+def test_a_torch_file_does_not_hold_its_name(tmp_path):
+    for name in ("one.bin", "two.pt"):
+        write_torch(tmp_path / name, {"value": torch.ones(3), "name": "x"})
+    assert (tmp_path / "one.bin").read_bytes() == (tmp_path / "two.pt").read_bytes()
+    with zipfile.ZipFile(tmp_path / "one.bin") as archive:
+        assert archive.testzip() is None
+        assert {name.split("/")[0] for name in archive.namelist()} == {"archive"}
+    loaded = torch.load(tmp_path / "one.bin", weights_only=True)
+    assert torch.equal(loaded["value"], torch.ones(3))
+    assert loaded["name"] == "x"
