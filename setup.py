@@ -9,6 +9,6 @@ setup(
     license="MIT",
     packages=["loralib"],
     python_requires=">=3.10",
-    install_requires=["numpy", "safetensors>=0.4.5", "torch>=2.6"],
+    install_requires=["filelock", "numpy", "safetensors>=0.4.5", "torch>=2.6"],
     extras_require={"hub": ["huggingface_hub>=1.0"]},
 )

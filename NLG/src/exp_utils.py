@@ -5,12 +5,10 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
 from loralib import process
@@ -28,24 +26,6 @@ def set_up_logging() -> None:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     # Some launchers' processes learn their rank only after the start, and come here again.
     logging.getLogger().setLevel(logging.INFO if process.rank() == 0 else logging.WARNING)
-
-
-@contextmanager
-def sole_use(folder: str | os.PathLike) -> Iterator[None]:
-    """Keeps other runs out of a folder within the block, and after a kill no longer.
-
-    Raises:
-        TrainingError: another run holds the folder.
-    """
-    lock = FileLock(Path(folder) / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise process.TrainingError(f"{folder}: another run is writing there") from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def read_json_lines(path: str | os.PathLike) -> list[dict[str, Any]]:

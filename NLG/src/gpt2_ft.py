@@ -37,10 +37,11 @@ from checkpoints import (
     write_resume,
 )
 from data_utils import FT_Dataset, batches_per_epoch, training_batches, validation_batches
-from exp_utils import MetricsLog, run, set_up_logging, sole_use
+from exp_utils import MetricsLog, run, set_up_logging
 from gpu import Run, add_gpu_params, distributed_mean, distributed_sync, gather_objects, start
 from loralib import distributed
 from loralib.files import CheckpointError, remove_leftovers
+from loralib.locks import sole_use
 from loralib.precision import ApexPrecision, Precision, has_apex, hold_frozen_in
 from loralib.process import TrainingError, rng_state, set_rng_state, set_seed, set_up_device
 from optimizer import add_optimizer_params, create_adam_optimizer, create_optimizer_scheduler

@@ -34,7 +34,7 @@ from transformers import (
     set_seed,
 )
 from transformers.hf_argparser import flag
-from transformers.utils.cli import find_checkpoint, run, set_up_logging
+from transformers.utils.cli import find_checkpoint, run, set_up_logging, sole_use_of_output
 
 logger = logging.getLogger(__name__)
 
@@ -113,13 +113,19 @@ def perplexity(loss: float) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parses, builds, trains, evaluates, saves."""
+    """Parses the command line, and does what it asks for with the output folder to itself."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = HfArgumentParser(
         (ModelArguments, DataArguments, TrainingArguments), description=__doc__.split("\n")[0]
     )
     model_args, data_args, args = parser.parse_args_into_dataclasses(argv)
     set_up_logging()
+    with sole_use_of_output(args):
+        train(model_args, data_args, args)
+
+
+def train(model_args: ModelArguments, data_args: DataArguments, args: TrainingArguments) -> None:
+    """Builds, trains, evaluates, saves; as far as the flags ask for it."""
     checkpoint = find_checkpoint(args)
     if not os.path.isfile(data_args.train_file):
         raise FileNotFoundError(f"{data_args.train_file}: no such file")

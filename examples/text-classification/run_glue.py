@@ -59,6 +59,7 @@ from transformers.utils.cli import (
     find_checkpoint,
     run,
     set_up_logging,
+    sole_use_of_output,
 )
 
 logger = logging.getLogger(__name__)
@@ -601,7 +602,7 @@ def predict(trainer: Trainer, splits: dict[str, Dataset], data: TextData) -> Non
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parses, loads, trains, evaluates, predicts; as far as the flags ask for it."""
+    """Parses the command line, and does what it asks for with the output folder to itself."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = HfArgumentParser(
         (ModelArguments, DataTrainingArguments, TrainingArguments),
@@ -614,6 +615,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         model_args, data_args, args = parser.parse_args_into_dataclasses(argv)
     set_up_logging()
+    with sole_use_of_output(args):
+        fine_tune(model_args, data_args, args)
+
+
+def fine_tune(
+    model_args: ModelArguments, data_args: DataTrainingArguments, args: TrainingArguments
+) -> None:
+    """Loads, trains, evaluates, predicts; as far as the flags ask for it."""
     checkpoint = find_checkpoint(args)
     logger.info("computing on %s, %s process(es)", args.device, args.world_size)
     adapters = read_adapters(model_args)

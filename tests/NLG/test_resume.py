@@ -13,8 +13,8 @@ import torch
 
 import gpt2_ft
 from checkpoints import read_resume
-from exp_utils import sole_use
 from loralib.files import read_tensors
+from loralib.locks import sole_use
 
 SCRIPT = Path(gpt2_ft.__file__)
 

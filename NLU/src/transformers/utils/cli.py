@@ -2,13 +2,17 @@
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import datasets
 from tqdm.auto import tqdm
 
 from loralib import distributed, process
+from loralib.distributed import gather_objects
+from loralib.locks import sole_use
+from loralib.process import TrainingError
 
 from ..configuration_utils import PretrainedConfig
 from ..tokenization_utils_base import PreTrainedTokenizerBase
@@ -33,6 +37,35 @@ def set_up_logging() -> None:
         datasets.disable_progress_bars()
 
 
+@contextmanager
+def sole_use_of_output(args: TrainingArguments) -> Iterator[None]:
+    """Makes the output folder, and keeps other runs out of it within the block.
+
+    To be called by all processes of a run, before any of them looks into the folder: the main one
+    holds the lock, and none goes on where it cannot be had.
+
+    Raises:
+        NotADirectoryError: the output folder is a file.
+        OSError: it cannot be made, or written to.
+        TrainingError: another run writes there.
+    """
+    folder = Path(args.output_dir)
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"--output_dir {folder} is a file")
+    with ExitStack() as stack:
+        problem = None
+        if args.is_main_process:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(sole_use(folder))
+            except (OSError, TrainingError) as error:
+                problem = error
+        said = gather_objects(problem and str(problem), args.world_size)[0]
+        if said is not None:
+            raise problem or TrainingError(said)
+        yield
+
+
 def find_checkpoint(args: TrainingArguments) -> str | None:
     """The checkpoint to resume from: the last one in the output folder, which must be ours.
 
@@ -41,11 +74,8 @@ def find_checkpoint(args: TrainingArguments) -> str | None:
 
     Raises:
         ValueError: training would write into a folder that holds something, but no checkpoint.
-        NotADirectoryError: the output folder is a file.
     """
     folder = Path(args.output_dir)
-    if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"--output_dir {folder} is a file")
     if not args.do_train:
         return None
     args.launch = distributed.find_launch(folder, args.world_size)

@@ -1,0 +1,151 @@
+"""Sole use of a folder: two runs that write into one folder would destroy each other's files.
+
+The lock is the operating system's, on the file ``.lock``, which it gives up when the process that
+holds it ends, however that is. Beside it ``.lock.json`` says whose it is: for people, and for file
+systems without such locks, such as some network file systems, where it is all that there is.
+"""
+
+import errno
+import json
+import os
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from .files import write_whole
+from .process import TrainingError
+
+LOCK_NAME = ".lock"
+OWNER_NAME = ".lock.json"
+# Seconds that the children of a process that was killed, such as a DataLoader's, may outlive it.
+_ORPHANS = 15.0
+# What file systems without locks answer.
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process that holds a lock.
+
+    Args:
+        pid: its number on its host.
+        host: the host's name.
+        started: what tells it from a later process of this number; see `_started`.
+        since: when it took the lock, local time.
+        command: what it was called with.
+    """
+
+    pid: int
+    host: str
+    started: str
+    since: str
+    command: str
+
+    @classmethod
+    def this_process(cls) -> "Owner":
+        """This process, from now on."""
+        pid, since = os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S")
+        command = shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
+        return cls(pid, socket.gethostname(), _started(pid), since, command)
+
+    @classmethod
+    def read(cls, path: Path) -> "Owner | None":
+        """What `write` wrote; None where there is no such file, or a damaged one."""
+        try:
+            owner = cls(**json.loads(path.read_text(encoding="utf-8")))
+            return owner if isinstance(owner.pid, int) and owner.pid > 0 else None
+        except (FileNotFoundError, ValueError, TypeError):
+            return None
+
+    def write(self, path: Path) -> None:
+        """Writes it, as JSON."""
+        with write_whole(path) as temporary:
+            temporary.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process is known to have ended; of another host's that is unknown."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass  # another user's
+        return _started(self.pid) != self.started
+
+    def __str__(self) -> str:
+        command = " ".join(self.command.split())
+        command = command if len(command) <= 160 else f"{command[:159]}…"
+        return f"process {self.pid} on {self.host}, since {self.since}: {command}"
+
+
+def _started(pid: int) -> str:
+    """When a process was started, in the kernel's ticks; empty where that cannot be known."""
+    try:
+        # The command's name, in parentheses, may hold anything; this is the 20th field behind it.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+@contextmanager
+def sole_use(folder: str | os.PathLike) -> Iterator[None]:
+    """Keeps other runs out of a folder within the block.
+
+    Args:
+        folder: it exists.
+
+    Raises:
+        TrainingError: another run holds the folder; the message says which.
+    """
+    lock, owner_path = FileLock(Path(folder, LOCK_NAME)), Path(folder, OWNER_NAME)
+    _acquire(lock, owner_path)
+    try:
+        Owner.this_process().write(owner_path)
+        yield
+    finally:
+        owner_path.unlink(missing_ok=True)
+        lock.release()
+
+
+def _acquire(lock: FileLock, owner_path: Path) -> None:
+    """Takes the lock; waits for it only where the process that took it has ended."""
+    end = time.monotonic() + _ORPHANS
+    while True:
+        try:
+            lock.acquire(timeout=0)
+            return
+        except Timeout:
+            owner = Owner.read(owner_path)
+        except (OSError, NotImplementedError) as error:
+            if not _means_no_locks(error):
+                raise
+            owner = Owner.read(owner_path)
+            if owner is None or owner.is_gone:
+                return
+        if (owner is not None and not owner.is_gone) or time.monotonic() > end:
+            raise _held(owner_path.parent, owner)
+        # Or it is about to say who it is.
+        time.sleep(0.1)
+
+
+def _means_no_locks(error: Exception) -> bool:
+    # filelock's older versions raise the second.
+    return getattr(error, "errno", None) in _NO_LOCKS or isinstance(error, NotImplementedError)
+
+
+def _held(folder: Path, owner: Owner | None) -> TrainingError:
+    whose = "unknown" if owner is None else str(owner)
+    advice = "wait for its end, or give another folder"
+    if owner is None or owner.host != socket.gethostname():
+        advice += f"; if it is gone, remove {folder / LOCK_NAME} and {OWNER_NAME}"
+    return TrainingError(f"{folder}: another run is writing there ({whose}): {advice}")

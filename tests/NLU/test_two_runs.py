@@ -1,0 +1,61 @@
+"""Two runs of the scripts into one output folder: the second ends at once, and touches nothing."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from glue_runs import common, failure, lora_of, on_rte
+from trainer_runs import largest_difference
+
+from loralib.locks import sole_use
+
+
+@pytest.fixture
+def listing():
+    """Content and time of all files of a folder, but for the lock's own."""
+
+    def read(folder):
+        files = (path for path in folder.rglob("*") if path.is_file())
+        return {
+            str(path): (path.read_bytes(), path.stat().st_mtime_ns)
+            for path in files
+            if not path.name.startswith(".lock")
+        }
+
+    return read
+
+
+@pytest.mark.parametrize(
+    "flags", [["--overwrite_output_dir"], [], ["--do_train", "false", "--lora_path", "."]]
+)
+def test_run_glue(run_glue, tiny_base, tiny_glue, trained, monkeypatch, capsys, listing, flags):
+    """To train anew, to resume, or only to evaluate."""
+    flags = [trained if flag == "." else flag for flag in flags]
+    arguments = [*common(tiny_base), *on_rte(tiny_glue, trained), *flags]
+    before = listing(trained)
+    with sole_use(trained):
+        line = failure(run_glue, arguments, monkeypatch, capsys)
+    assert f"{trained}: another run is writing there (process {os.getpid()} on " in line
+    assert listing(trained) == before
+    run_glue.main(list(map(str, arguments)))
+
+
+def test_several_processes(tiny_base, tiny_glue, tmp_path):
+    """One of them asks for the folder, and all end; it is free for the next attempt."""
+    out = tmp_path / "out"
+    out.mkdir()
+    script = "examples/text-classification/run_glue.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += [script, *common(tiny_base), *on_rte(tiny_glue, out)]
+    command = list(map(str, command))
+    call = {"capture_output": True, "text": True, "timeout": 300}
+    with sole_use(out):
+        ended = subprocess.run(command, **call)
+    assert ended.returncode != 0
+    assert "run_glue.py: error" in ended.stderr
+    assert f"another run is writing there (process {os.getpid()} on " in ended.stderr
+    assert [path.name for path in out.iterdir()] == [".lock"]
+    ended = subprocess.run(command, **call)
+    assert ended.returncode == 0, ended.stderr
+    assert largest_difference(lora_of(out), lora_of(out / "checkpoint-4")) > 0

@@ -1,0 +1,147 @@
+"""The lock on a run's folder: whose it is, and when it is free again."""
+
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from loralib import locks
+from loralib.locks import LOCK_NAME, OWNER_NAME, Owner, sole_use
+from loralib.process import TrainingError
+
+HOLD = """
+import os, sys, time
+from loralib.locks import sole_use
+with sole_use(sys.argv[1]):
+    {then}
+"""
+
+
+def holder(folder, then: str = "print(flush=True); time.sleep(600)") -> subprocess.Popen:
+    """A process that holds the folder's lock, once it has printed a line."""
+    command = [sys.executable, "-c", HOLD.format(then=then), str(folder), "--learning rate"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    process.stdout.readline()
+    return process
+
+
+def take(folder) -> None:
+    with sole_use(folder):
+        assert json.loads((folder / OWNER_NAME).read_text())["pid"] == os.getpid()
+
+
+def refused(folder) -> str:
+    with pytest.raises(TrainingError) as caught, sole_use(folder):
+        pass
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_lock_says_whose_it_is_and_a_killed_process_holds_none(tmp_path):
+    process = holder(tmp_path)
+    try:
+        message = refused(tmp_path)
+        whose = f"process {process.pid} on {socket.gethostname()}, since "
+        assert message.startswith(f"{tmp_path}: another run is writing there ({whose}")
+        assert f"-c {tmp_path} '--learning rate'): wait for its end, or" in message
+        assert (tmp_path / OWNER_NAME).exists()
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    start = time.monotonic()
+    take(tmp_path)
+    assert time.monotonic() - start < locks._ORPHANS
+    assert not (tmp_path / OWNER_NAME).exists()
+
+
+@pytest.mark.parametrize("then", ["os._exit(0)", "sys.exit(3)", "raise ValueError", "pass"])
+def test_however_a_process_ends_the_folder_is_free(tmp_path, then):
+    holder(tmp_path, then).wait()
+    take(tmp_path)
+    take(tmp_path)
+
+
+def test_an_error_within_frees_the_folder(tmp_path):
+    with pytest.raises(KeyError), sole_use(tmp_path):
+        raise KeyError
+    assert not (tmp_path / OWNER_NAME).exists()
+    take(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_children_of_a_killed_process_are_waited_for(tmp_path):
+    """As a DataLoader's are, which look only now and then whether their parent is alive."""
+    then = "os.fork() or (time.sleep(2), os._exit(0)); print(flush=True); time.sleep(600)"
+    process = holder(tmp_path, then)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    take(tmp_path)
+
+
+def test_a_lock_of_which_nobody_says_whose_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(locks, "_ORPHANS", 0.3)
+    process = holder(tmp_path)
+    try:
+        for content in ("", "[]", '{"pid": 1}', None):
+            if content is None:
+                (tmp_path / OWNER_NAME).unlink()
+            else:
+                (tmp_path / OWNER_NAME).write_text(content)
+            message = refused(tmp_path)
+            assert "another run is writing there (unknown)" in message
+            assert f"if it is gone, remove {tmp_path / LOCK_NAME} and {OWNER_NAME}" in message
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(params=[OSError(errno.ENOLCK, "No locks available"), NotImplementedError("flock")])
+def no_locks(request, monkeypatch):
+    """A file system that has no locks."""
+
+    def acquire(self, **_):
+        raise request.param
+
+    monkeypatch.setattr(locks.FileLock, "acquire", acquire)
+
+
+def write_owner(folder, **changes) -> None:
+    owner = {**vars(Owner.this_process()), **changes}
+    (folder / OWNER_NAME).write_text(json.dumps(owner))
+
+
+def test_without_locks_the_owner_s_file_counts(tmp_path, no_locks):
+    take(tmp_path)
+    write_owner(tmp_path)
+    assert f"process {os.getpid()} on" in refused(tmp_path)
+    write_owner(tmp_path, host="elsewhere")
+    assert f"if it is gone, remove {tmp_path / LOCK_NAME}" in refused(tmp_path)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    write_owner(tmp_path, pid=ended.pid)
+    take(tmp_path)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs Linux's /proc")
+def test_another_process_of_the_same_number_is_not_the_owner(tmp_path, no_locks):
+    write_owner(tmp_path, started="1")
+    take(tmp_path)
+
+
+def test_other_errors_are_not_taken_for_a_file_system_without_locks(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OSError, match="file"), sole_use(tmp_path / "file"):
+        pass
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_long_command_is_cut():
+    owner = Owner(1, "host", "", "now", "run_glue.py --a\n" + "b" * 500)
+    assert str(owner).startswith("process 1 on host, since now: run_glue.py --a bbb")
+    assert len(str(owner)) < 220
