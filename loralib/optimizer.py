@@ -62,11 +62,19 @@ class AdamW(torch.optim.Optimizer):
         """Takes over what `state_dict` returned: the averages, the steps, the groups' settings.
 
         Raises:
-            ValueError: it is another optimizer's, or one over other groups.
+            ValueError: it is another optimizer's, one over other groups or tensors, or damaged.
         """
         if not all("correct_bias" in group for group in state_dict["param_groups"]):
             raise ValueError("the state is another optimizer's, not that of loralib's AdamW")
         super().load_state_dict(state_dict)
+        for p, state in self.state.items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                if getattr(state.get(name), "shape", None) != p.shape:
+                    raise ValueError(
+                        f"the state of a tensor of {tuple(p.shape)} has no such {name}"
+                    )
+            if type(state.get("step")) is not int:
+                raise ValueError("the state of a tensor has no whole number as its step")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:

@@ -19,7 +19,14 @@ from loralib.checkpoint import (
     lora_layers,
     lora_targets,
 )
-from loralib.files import CheckpointError, read_tensors, write_torch, write_wrapped_tensors
+from loralib.files import (
+    CheckpointError,
+    check_like,
+    first_line,
+    read_tensors,
+    write_torch,
+    write_wrapped_tensors,
+)
 from loralib.formats import read_adapter, write_adapter
 from loralib.updates import fold, updates
 from model import BACKBONE, MODEL_CARDS, GPT2LMModel, config_of, load_base, own_names
@@ -261,13 +268,18 @@ def read_resume(folder: str | os.PathLike) -> dict[str, Any] | None:
         return None
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        if not {"run", "step", "finished"} <= state.keys():
-            raise ValueError("it is no run's state")
+        check_like(state, {"run": {}, "step": 0, "finished": False})
     except Exception as error:  # a damaged pickle makes torch raise errors of any kind
-        raise CheckpointError(
-            f"{path}: is damaged; remove it to begin the run anew ({type(error).__name__})"
-        ) from error
+        raise damaged_resume(folder, error) from error
     return state
+
+
+def damaged_resume(folder: str | os.PathLike, error: Exception) -> CheckpointError:
+    """What a run ends with that cannot use what `write_resume` wrote."""
+    return CheckpointError(
+        f"{Path(folder) / RESUME_NAME}: is damaged; remove it to begin the run anew "
+        f"({first_line(error)})"
+    )
 
 
 def remove_resume(folder: str | os.PathLike) -> None:

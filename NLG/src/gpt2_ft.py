@@ -30,6 +30,7 @@ from tqdm.auto import tqdm
 import loralib as lora
 from checkpoints import (
     add_model_params,
+    damaged_resume,
     open_model,
     read_resume,
     remove_resume,
@@ -40,7 +41,7 @@ from data_utils import FT_Dataset, batches_per_epoch, training_batches, validati
 from exp_utils import MetricsLog, run, set_up_logging
 from gpu import Run, add_gpu_params, distributed_mean, distributed_sync, gather_objects, start
 from loralib import distributed
-from loralib.files import CheckpointError, remove_leftovers
+from loralib.files import CheckpointError, check_like, remove_leftovers
 from loralib.locks import sole_use
 from loralib.precision import ApexPrecision, Precision, has_apex, hold_frozen_in
 from loralib.process import TrainingError, rng_state, set_rng_state, set_seed, set_up_device
@@ -445,6 +446,23 @@ class Trainer:
         self.is_finished = state["finished"]
         if self.is_finished:
             return
+        try:
+            self._load_state(state)
+        except Exception as error:  # whatever a damaged state leads to
+            raise damaged_resume(self.work_dir, error) from error
+        if self.this.is_main:
+            self.metrics.begin(after_step=self.step)
+        logger.info("resuming after step %d", self.step)
+
+    def _load_state(self, state: dict[str, Any]) -> None:
+        """Puts model, optimizer, schedule and generators where they were."""
+        parameters = self.model.named_parameters()
+        trained = {name: p.detach().cpu() for name, p in parameters if p.requires_grad}
+        # A GPU's generator is told apart when it is set.
+        rng_states = [rng_state(torch.device("cpu"))] * self.this.world_size
+        example = {"epoch": 0, "batches_done": 0, "best_ppl": 0.0, "trained": trained}
+        example |= {"scheduler": self.scheduler.state_dict(), "chance": rng_states}
+        check_like(state, {**example, "optimizer": {}, "precision": self.precision.state_dict()})
         self.epoch, self.batches_done = state["epoch"], state["batches_done"]
         self.best_ppl = state["best_ppl"]
         with torch.no_grad():
@@ -454,9 +472,6 @@ class Trainer:
         self.scheduler.load_state_dict(state["scheduler"])
         self.precision.load_state_dict(state["precision"])
         set_rng_state(state["chance"][self.this.rank], self.this.device)
-        if self.this.is_main:
-            self.metrics.begin(after_step=self.step)
-        logger.info("resuming after step %d", self.step)
 
 
 def main(argv: list[str] | None = None) -> None:

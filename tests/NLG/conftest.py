@@ -242,13 +242,14 @@ def error_of(capsys):
 
 @pytest.fixture(scope="session")
 def files_of():
-    """``files_of(folder)``: every file's bytes, and when it was written."""
+    """``files_of(folder)``: every file's bytes, and when it was written; but for the lock's."""
 
     def read(folder: Path) -> dict[str, tuple[bytes, int]]:
         files = [path for path in folder.rglob("*") if path.is_file()]
         return {
             str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns)
             for path in files
+            if not path.name.startswith(".lock")
         }
 
     return read

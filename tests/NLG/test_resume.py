@@ -365,6 +365,39 @@ def test_a_damaged_file_is_an_error(killed, error_of, files_of, damage, more):
     assert files_of(work_dir) == before
 
 
+FIELDS = {
+    "no epoch": lambda state: state.pop("epoch"),
+    "step as text": lambda state: state.update(step="8"),
+    "batches as text": lambda state: state.update(batches_done="3"),
+    "best_ppl as a list": lambda state: state.update(best_ppl=[]),
+    "no weights": lambda state: state.update(trained={}),
+    "weights of another shape": lambda state: _cut_first(state["trained"]),
+    "no optimizer": lambda state: state.pop("optimizer"),
+    "another optimizer": lambda state: state.update(optimizer={"state": {}, "param_groups": []}),
+    "averages of another shape": lambda state: _cut_first(state["optimizer"]["state"][0]),
+    "no rate": lambda state: state["scheduler"].pop("lr"),
+    "no generators": lambda state: state.update(chance=[]),
+    "half a generator": lambda state: state["chance"][0].update(torch=torch.zeros(3)),
+}
+
+
+def _cut_first(tensors) -> None:
+    name = next(name for name, value in tensors.items() if isinstance(value, torch.Tensor))
+    tensors[name] = tensors[name][:1].clone()
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_state_with_damaged_fields_is_an_error(killed, error_of, files_of, name):
+    path = Path(killed[killed.index("--work_dir") + 1]) / "resume.pt"
+    state = torch.load(path, weights_only=True)
+    FIELDS[name](state)
+    torch.save(state, path)
+    before = files_of(path.parent)
+    line = error_of([*killed, "--resume"])
+    assert f"{path}: is damaged; remove it to begin the run anew (" in line
+    assert files_of(path.parent) == before
+
+
 def test_the_data_may_change_once_it_is_read(tiny, tmp_path, monkeypatch):
     """What a run is known by is what it has trained on."""
     data = tmp_path / "train.jsonl"

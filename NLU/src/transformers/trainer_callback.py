@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from loralib.files import CheckpointError, write_whole
+from loralib.files import CheckpointError, check_like, write_whole
 
 from .trainer_utils import IntervalStrategy
 from .training_args import TrainingArguments
@@ -49,10 +49,17 @@ class TrainerState:
         """Reads what `save_to_json` wrote.
 
         Raises:
-            CheckpointError: the file is damaged.
+            CheckpointError: the file is missing or damaged.
         """
         try:
-            return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            check_like(values, asdict(cls()))
+            filled = {"epoch": 0.0, "best_metric": 0.0, "best_model_checkpoint": ""}
+            known = {name: like for name, like in filled.items() if values[name] is not None}
+            check_like(values, known)
+            for record in values["log_history"]:
+                check_like(record, {"step": 0}, "an entry of 'log_history'")
+            return cls(**values)
         except (ValueError, TypeError, OSError) as error:
             raise CheckpointError(f"{path}: not a trainer's state ({error})") from error
 

@@ -12,8 +12,9 @@ state of its random generators.
 import json
 import math
 import os
-import pickle
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,14 @@ from torch.utils.data import Dataset
 
 from loralib.checkpoint import KINDS, Kind
 from loralib.distributed import gather_objects
-from loralib.files import CheckpointError, sync_folder, write_torch, write_whole
+from loralib.files import (
+    CheckpointError,
+    check_like,
+    first_line,
+    sync_folder,
+    write_torch,
+    write_whole,
+)
 from loralib.formats import form_of_name, read_adapter, what_forbids, write_adapter
 from loralib.precision import Precision
 from loralib.process import TrainingError, rng_state, set_rng_state
@@ -48,6 +56,9 @@ TRAINING_ARGS_NAME = "training_args.bin"
 OPTIMIZER_NAME = "optimizer.pt"
 SCHEDULER_NAME = "scheduler.pt"
 SCALER_NAME = "scaler.pt"
+
+# What every schedule of PyTorch notes.
+_OF_A_SCHEDULE = ("base_lrs", "last_epoch", "_last_lr")
 
 # Settings that a run keeps when it is resumed. Its length may change, and what runs it.
 _SAME_IN_A_RUN = (
@@ -273,7 +284,8 @@ class TrainerCheckpoints:
         args, device = self.args, self.args.device
         logger.info("resuming from %s", folder)
         path = Path(folder)
-        self.state = TrainerState.load_from_json(path / TRAINER_STATE_NAME)
+        with _errors_of(path / TRAINER_STATE_NAME):
+            self.state = TrainerState.load_from_json(path / TRAINER_STATE_NAME)
         self.state.is_world_process_zero = args.is_main_process
         self._check_same_run(path)
         best = self.state.best_model_checkpoint
@@ -281,19 +293,24 @@ class TrainerCheckpoints:
             # The run's folder was moved.
             self.state.best_model_checkpoint = str(path.with_name(Path(best).name))
         self._load_weights(folder)
-        try:
+        with _errors_of(path / OPTIMIZER_NAME):
             self.optimizer.load_state_dict(_load(path / OPTIMIZER_NAME, device))
-        except CheckpointError:
-            raise
-        except ValueError as error:
-            raise CheckpointError(f"{path / OPTIMIZER_NAME}: {error}") from error
-        self.lr_scheduler.load_state_dict(_load(path / SCHEDULER_NAME))
-        self.precision.load_state_dict(_load(path / SCALER_NAME))
+        with _errors_of(path / SCHEDULER_NAME):
+            state, now = _load(path / SCHEDULER_NAME), self.lr_scheduler.state_dict()
+            # What else a schedule notes differs between versions of PyTorch.
+            check_like(state, {name: now[name] for name in _OF_A_SCHEDULE if name in now})
+            self.lr_scheduler.load_state_dict(state)
+        with _errors_of(path / SCALER_NAME):
+            state = _load(path / SCALER_NAME)
+            check_like(state, self.precision.state_dict())
+            self.precision.load_state_dict(state)
         self._resume_own_state(path, batches)
 
     def _check_same_run(self, path: Path) -> None:
         """Refuses to go on with a run of another task or with other settings."""
-        before, now = _load(path / TRAINING_ARGS_NAME), self.args.to_dict()
+        with _errors_of(path / TRAINING_ARGS_NAME):
+            before, now = _load(path / TRAINING_ARGS_NAME), self.args.to_dict()
+            check_like(before, {"seed": now["seed"]})
         pairs = [(f"--{name}", before.get(name), now[name]) for name in _SAME_IN_A_RUN]
         if isinstance(self.model, PreTrainedModel):
             pairs = [*self._model_settings(self.model, path), *pairs]
@@ -318,13 +335,13 @@ class TrainerCheckpoints:
         return [task, ("labels", *labels), *settings]
 
     def _resume_own_state(self, path: Path, batches: TrainingBatches) -> None:
-        own = _load(path / _own_state_name(0))
+        own = self._load_own_state(path, 0)
         before, now = own["layout"], self._layout
         if before == now:
-            own = _load(path / _own_state_name(self.args.process_index))
+            own = self._load_own_state(path, self.args.process_index)
         else:
             processes = range(before["processes"])
-            own = _mean_state([_load(path / _own_state_name(index)) for index in processes])
+            own = _mean_state([self._load_own_state(path, index) for index in processes])
         self._progress.load_state_dict(own["progress"])
         if before != now:
             differ = [name for name in now if before[name] != now[name]]
@@ -339,6 +356,18 @@ class TrainerCheckpoints:
         for name, gradient in own["pending_gradients"].items():
             self.model.get_parameter(name).grad = gradient.to(self.args.device)
         set_rng_state(own["rng"], self.args.device)
+
+    def _load_own_state(self, path: Path, process_index: int) -> dict[str, Any]:
+        """What a process alone knew, checked; see `_own_state`."""
+        path = path / _own_state_name(process_index)
+        with _errors_of(path):
+            own = _load(path)
+            # A GPU's generator is told apart when it is set.
+            example = {**self._own_state(), "pending_gradients": {}}
+            check_like(own, {**example, "rng": rng_state(torch.device("cpu"))})
+            for name, gradient in own["pending_gradients"].items():
+                check_like(gradient, self.model.get_parameter(name).detach().cpu(), f"'{name}'")
+            return own
 
     def _load_weights(self, folder: str) -> None:
         """Copies a checkpoint's weights in: the whole model's or, with nothing else, LoRA's.
@@ -377,13 +406,24 @@ class TrainerCheckpoints:
         everything = folder / "all_results.json"
         # Training comes first in a run: what was there before is of another one.
         begins = split == "train" or not everything.is_file()
-        so_far = {} if begins else json.loads(everything.read_text(encoding="utf-8"))
+        so_far = {} if begins else _results(everything)
         for path, values in (
             (folder / f"{split}_results.json", metrics),
             (everything, {**so_far, **metrics}),
         ):
             with write_whole(path) as temporary:
                 temporary.write_text(json.dumps(values, indent=4, sort_keys=True) + "\n")
+
+
+def _results(path: Path) -> dict[str, float]:
+    """What ``all_results.json`` holds; nothing, and a warning, where it is damaged."""
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+        check_like(results, {})
+        return results
+    except ValueError as error:
+        logger.warning("%s: is damaged (%s), and written anew", path, error)
+        return {}
 
 
 def _remove(folder: Path, *names: str) -> None:
@@ -424,12 +464,26 @@ def _own_state_name(process_index: int) -> str:
     return f"rng_state_{process_index}.pth"
 
 
+class _DamagedError(CheckpointError):
+    """A file of a checkpoint cannot be used; the message has the way out."""
+
+
 def _load(path: Path, device: torch.device | str = "cpu") -> Any:
-    try:
+    with _errors_of(path):
         return torch.load(path, map_location=device, weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise CheckpointError(
-            f"{path}: missing or damaged ({reason}); move {path.parent} away to go on from an "
+
+
+@contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+    """Makes whatever goes wrong in reading a file of a checkpoint name it, and the way out."""
+    try:
+        yield
+    except Exception as error:  # a damaged pickle makes torch raise errors of any kind
+        if isinstance(error, _DamagedError):
+            raise
+        reason = str(error.args[0]) if isinstance(error, KeyError) else first_line(error)
+        reason = getattr(error, "strerror", None) or reason.removeprefix(f"{path}: ")
+        raise _DamagedError(
+            f"{path}: missing or damaged ({reason}); move {path.parent} away to resume from an "
             "earlier checkpoint, or start anew with --overwrite_output_dir"
         ) from error

@@ -1,0 +1,157 @@
+"""Files of a checkpoint that are damaged: each is named, in one line, with the way out."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from loralib.files import CheckpointError
+
+STATE, OPTIMIZER, SCHEDULER = "trainer_state.json", "optimizer.pt", "scheduler.pt"
+RNG, SETTINGS = "rng_state_0.pth", "training_args.bin"
+
+
+@pytest.fixture(scope="module")
+def kept() -> dict[str, Path]:
+    return {}
+
+
+@pytest.fixture
+def checkpoint(make_trainer, kept, tmp_path, tmp_path_factory) -> Path:
+    """The third update of a run of five, with gradients that are not applied yet."""
+    if not kept:
+        settings = {"gradient_accumulation_steps": 2, "max_steps": 3, "save_steps": 3}
+        make_trainer(save_strategy="steps", **settings).train()
+        kept["folder"] = tmp_path_factory.mktemp("kept") / "checkpoint-3"
+        shutil.move(tmp_path / "out" / "checkpoint-3", kept["folder"])
+    return Path(shutil.copytree(kept["folder"], tmp_path / "checkpoint-3"))
+
+
+def refused(make_trainer, checkpoint: Path, name: str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        make_trainer(gradient_accumulation_steps=2).train(str(checkpoint))
+    message = str(caught.value)
+    assert message.startswith(f"{checkpoint / name}: missing or damaged (")
+    way_out = f"; move {checkpoint} away to resume from an earlier checkpoint, or start anew with "
+    assert message.endswith(f"{way_out}--overwrite_output_dir")
+    assert "\n" not in message
+    # One reason, one way out.
+    assert message.count("missing or damaged") == message.count(str(checkpoint / name)) == 1
+    return message
+
+
+def write(path: Path, value) -> None:
+    if path.suffix == ".json":
+        path.write_text(json.dumps(value))
+    else:
+        torch.save(value, path)
+
+
+def read(path: Path):
+    is_json = path.suffix == ".json"
+    return json.loads(path.read_text()) if is_json else torch.load(path, weights_only=True)
+
+
+DAMAGES = {
+    "missing": lambda path: path.unlink(),
+    "empty": lambda path: path.write_bytes(b""),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "not text": lambda path: path.write_bytes(b"\xff\xfe\x00"),
+    "a list": lambda path: write(path, [1, 2]),
+    "a string": lambda path: write(path, "state"),
+    "a number": lambda path: write(path, 3),
+    "null": lambda path: write(path, None),
+    "no keys": lambda path: write(path, {}),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+}
+
+
+@pytest.mark.parametrize("name", [STATE, OPTIMIZER, SCHEDULER, RNG, SETTINGS, "scaler.pt"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_files(make_trainer, checkpoint, name, damage):
+    DAMAGES[damage](checkpoint / name)
+    if (name, damage) == ("scaler.pt", "no keys"):  # as it is where nothing is scaled
+        assert make_trainer(gradient_accumulation_steps=2).train(str(checkpoint)).global_step > 3
+        return
+    refused(make_trainer, checkpoint, name)
+
+
+def first(mapping):
+    return next(iter(mapping.values()))
+
+
+def cut(tensors, name) -> None:
+    tensors[name] = tensors[name][:1].clone()
+
+
+FIELDS = {
+    **{
+        f"no {field}": (STATE, lambda s, field=field: s.pop(field), f"has no '{field}'")
+        for field in ("epoch", "global_step", "log_history", "best_model_checkpoint")
+    },
+    "epoch as text": (STATE, lambda s: s.update(epoch="1"), "'epoch' is of the type str"),
+    "step as text": (
+        STATE,
+        lambda s: s.update(global_step="3"),
+        "'global_step' is of the type str",
+    ),
+    "half a step": (STATE, lambda s: s.update(global_step=1.5), "type float, not int"),
+    "true for a step": (STATE, lambda s: s.update(global_step=True), "type bool, not int"),
+    "null for a step": (STATE, lambda s: s.update(global_step=None), "type NoneType, not int"),
+    "a metric as text": (STATE, lambda s: s.update(best_metric="0.9"), "'best_metric' is of"),
+    "a number for a folder": (STATE, lambda s: s.update(best_model_checkpoint=3), "type int, not"),
+    "history as text": (STATE, lambda s: s.update(log_history="x"), "'log_history' is of"),
+    "history of texts": (STATE, lambda s: s.update(log_history=["x"]), "an entry of"),
+    "history without steps": (STATE, lambda s: s.update(log_history=[{}]), "has no 'step'"),
+    "a field more": (STATE, lambda s: s.update(other=3), "other"),
+    "no groups": (OPTIMIZER, lambda s: s.pop("param_groups"), "param_groups"),
+    "no group": (OPTIMIZER, lambda s: s.update(param_groups=[]), "group"),
+    "a group as text": (OPTIMIZER, lambda s: s.update(param_groups=["x"]), ""),
+    "no average": (OPTIMIZER, lambda s: first(s["state"]).pop("exp_avg"), "no such exp_avg"),
+    "half an average": (OPTIMIZER, lambda s: cut(first(s["state"]), "exp_avg_sq"), "exp_avg_sq"),
+    "no count": (OPTIMIZER, lambda s: first(s["state"]).pop("step"), "no whole number"),
+    "no epoch of the schedule": (SCHEDULER, lambda s: s.pop("last_epoch"), "no 'last_epoch'"),
+    "that as text": (SCHEDULER, lambda s: s.update(last_epoch="3"), "'last_epoch' is of"),
+    "no rates": (SCHEDULER, lambda s: s.update(_last_lr=[]), "'_last_lr' has 0 entries"),
+    "a rate as text": (SCHEDULER, lambda s: s["base_lrs"].__setitem__(0, "x"), "'base_lrs'"),
+    "no layout": (RNG, lambda s: s.pop("layout"), "no 'layout'"),
+    "half a layout": (RNG, lambda s: s["layout"].pop("processes"), "no 'processes'"),
+    "no progress": (RNG, lambda s: s.pop("progress"), "no 'progress'"),
+    "progress as text": (RNG, lambda s: s["progress"].update(batches="x"), "'batches' is of"),
+    "half a generator": (RNG, lambda s: cut(s["rng"], "torch"), "'torch' is a tensor of"),
+    "half of Python's": (RNG, lambda s: s["rng"].update(python=(3, [1], None)), "has 1 entries"),
+    "a gradient of nothing": (
+        RNG,
+        lambda s: s["pending_gradients"].update(other=torch.ones(2)),
+        "other",
+    ),
+    "a gradient of another shape": (
+        RNG,
+        lambda s: s["pending_gradients"].update({"classifier.out_proj.bias": torch.ones(7)}),
+        "is a tensor of",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FIELDS)
+def test_damaged_fields(make_trainer, checkpoint, case):
+    name, damage, reason = FIELDS[case]
+    value = read(checkpoint / name)
+    damage(value)
+    write(checkpoint / name, value)
+    assert reason in refused(make_trainer, checkpoint, name)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "3"])
+def test_damaged_results_are_written_anew(make_trainer, tmp_path, caplog, content):
+    trainer = make_trainer()
+    path = tmp_path / "out" / "all_results.json"
+    trainer.save_metrics("train", {"train_loss": 0.5})
+    trainer.save_metrics("eval", {"eval_loss": 0.4})
+    assert json.loads(path.read_text()) == {"train_loss": 0.5, "eval_loss": 0.4}
+    path.write_text(content)
+    trainer.save_metrics("eval", {"eval_loss": 0.3})
+    assert json.loads(path.read_text()) == {"eval_loss": 0.3}
+    assert f"{path}: is damaged (" in caplog.text
