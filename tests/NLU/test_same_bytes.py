@@ -1,0 +1,55 @@
+"""The same command, run twice in processes of their own, writes the same bytes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from glue_runs import common, on_rte
+from trainer_runs import RUNTIMES, without_runtimes
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "text-classification" / "run_glue.py"
+
+
+def contents(folder: Path) -> dict[str, object]:
+    """What the files of a run hold: bytes, but of those that note times, which are left out."""
+    found: dict[str, object] = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = str(path.relative_to(folder))
+        if path.name.endswith("_results.json"):
+            found[name] = figures(json.loads(path.read_text()))
+        elif path.name == "trainer_state.json":
+            state = json.loads(path.read_text())
+            found[name] = {**state, "log_history": without_runtimes(state["log_history"])}
+        elif path.name == "training_args.bin":
+            # TensorBoard's folder, which nothing is written to here, is named by the time.
+            found[name] = {**torch.load(path, weights_only=True), "logging_dir": None}
+        else:
+            found[name] = path.read_bytes()
+    return found
+
+
+def figures(results: dict) -> dict:
+    left_out = (*RUNTIMES, "mem_cpu_peak")
+    return {name: value for name, value in results.items() if not name.endswith(left_out)}
+
+
+@pytest.mark.parametrize("kind", ["lora", "bitfit"])
+def test_run_glue(tiny_base, tiny_glue, tmp_path, kind):
+    out = tmp_path / "out"
+    arguments = [*common(tiny_base), *on_rte(tiny_glue, out), "--do_predict"]
+    if kind == "bitfit":
+        at = arguments.index("--apply_lora")
+        arguments[at : at + 5] = ["--apply_bitfit"]
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    for name in ("first", "second"):
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        out.rename(tmp_path / name)
+    first, second = contents(tmp_path / "first"), contents(tmp_path / "second")
+    assert first.keys() == second.keys()
+    assert [name for name in first if first[name] != second[name]] == []
+    written = {Path(name).suffix for name in first}
+    assert {".bin", ".safetensors", ".pt", ".pth", ".json", ".txt"} <= written
