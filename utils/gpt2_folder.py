@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from loralib.checkpoint import fingerprint
 from loralib.files import CheckpointError, read_tensors, write_tensors
 from transformers.configuration_utils import PretrainedConfig, write_settings
-from transformers.file_utils import SAFE_WEIGHTS_NAME
+from transformers.file_utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 from transformers.modeling_utils import read_weights
 
 # The NLG tree is a folder of scripts, not a package.
@@ -71,12 +71,15 @@ def _config(settings: dict[str, Any], name: str) -> gpt2.GPT2Config:
     for key in ("model_type", "activation_function"):
         if settings.get(key, _FIXED[key]) != _FIXED[key]:
             raise ValueError(f"{name}: its {key} is {settings[key]}, not {_FIXED[key]}")
-    missing = [key for key in _SHAPE if not isinstance(settings.get(key), int)]
+    missing = [key for key in _SHAPE if key not in settings]
     if missing:
         raise ValueError(f"{name}: its settings lack {', '.join(missing)}")
     shape = {key: settings[key] for key in _SHAPE}
     epsilon = settings.get("layer_norm_epsilon", _FIXED["layer_norm_epsilon"])
-    return gpt2.GPT2Config(**shape, layer_norm_epsilon=epsilon)
+    try:
+        return gpt2.GPT2Config(**shape, layer_norm_epsilon=epsilon)
+    except ValueError as error:
+        raise ValueError(f"{name}/{CONFIG_NAME}: {error}") from error
 
 
 def write_gpt2(folder: Path, model: nn.Module, settings: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ from loralib.checkpoint import lora_layers
 from loralib.files import CheckpointError
 from loralib.packing import PackedRows, attend
 from loralib.precision import LayerNorm
+from loralib.settings import Count, Index, NotNegative, Positive, Share, check_settings
 
 # (layer, query, key, value), each (tokens, n) -> (tokens, n)
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -42,18 +43,26 @@ class GPT2Config:
         lora_attn_dim: r, the rank of the update; 0 for none.
         lora_attn_alpha: the update is scaled by alpha / r.
         lora_dropout: dropout on the update's input.
+
+    Raises:
+        ValueError: settings that no model can have.
     """
 
-    n_embd: int
-    n_layer: int
-    n_head: int
-    vocab_size: int = 50257
-    n_positions: int = 1024
-    layer_norm_epsilon: float = 1e-5
-    initializer_range: float = 0.02
-    lora_attn_dim: int = 0
-    lora_attn_alpha: float = 128
-    lora_dropout: float = 0.0
+    n_embd: Count
+    n_layer: Count
+    n_head: Count
+    vocab_size: Count = 50257
+    n_positions: Count = 1024
+    layer_norm_epsilon: NotNegative = 1e-5
+    initializer_range: NotNegative = 0.02
+    lora_attn_dim: Index = 0
+    lora_attn_alpha: Positive = 128
+    lora_dropout: Share = 0.0
+
+    def __post_init__(self) -> None:
+        check_settings(type(self), vars(self))
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd {self.n_embd} is not a multiple of {self.n_head} heads")
 
 
 # Width, blocks, heads. The first is for trials; the others are GPT-2's small, medium and large.

@@ -725,10 +725,10 @@ class TestConfig:
         [
             ({}, "apply_lora needs lora_r: give --lora_r"),
             ({"lora_r": 8}, "apply_lora needs lora_alpha: give --lora_alpha"),
-            ({"lora_r": 0, "lora_alpha": 1}, "lora_r must be a positive number, not 0"),
-            ({"lora_r": 8, "lora_alpha": -1}, "lora_alpha must be a positive number, not -1"),
-            ({"lora_r": True, "lora_alpha": 1}, "lora_r must be a positive number, not True"),
-            ({"lora_r": "8", "lora_alpha": 1}, "lora_r must be a positive number, not '8'"),
+            ({"lora_r": 0, "lora_alpha": 1}, "lora_r must be a positive integer or null"),
+            ({"lora_r": 8, "lora_alpha": -1}, "lora_alpha must be a positive number or null"),
+            ({"lora_r": True, "lora_alpha": 1}, "lora_r must be a positive integer or null"),
+            ({"lora_r": "8", "lora_alpha": 1}, "lora_r must be a positive integer or null"),
         ],
     )
     def test_lora_settings(self, settings, message):

@@ -3,14 +3,14 @@
 import copy
 import inspect
 import json
-import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from loralib.files import write_whole
 from loralib.hub import resolve_file
+from loralib.settings import Count, Index, NotNegative, Positive, Share, check_settings, checked
 
 from .file_utils import CONFIG_NAME
 from .loading_arguments import refuse_unknown, split_arguments
@@ -86,30 +86,31 @@ class PretrainedConfig:
     merges_lora = True
     """Whether evaluation computes with LoRA merged into its weights."""
 
+    @checked
     def __init__(
         self,
-        num_labels: int | None = None,
+        num_labels: Count | None = None,
         id2label: dict[int, str] | None = None,
         label2id: dict[str, int] | None = None,
         return_dict: bool = True,
         output_hidden_states: bool = False,
         gradient_checkpointing: bool = False,
         finetuning_task: str | None = None,
-        pad_token_id: int | None = None,
-        bos_token_id: int | None = None,
-        eos_token_id: int | None = None,
+        pad_token_id: Index | None = None,
+        bos_token_id: Index | None = None,
+        eos_token_id: Index | None = None,
         apply_lora: bool = False,
-        lora_r: int | None = None,
-        lora_alpha: float | None = None,
+        lora_r: Count | None = None,
+        lora_alpha: Positive | None = None,
         lora_targets: Iterable[str] = ("query", "value"),
-        lora_dropout: float = 0.0,
+        lora_dropout: Share = 0.0,
         apply_adapter: bool = False,
         adapter_type: str = "houlsby",
-        adapter_size: int = 64,
+        adapter_size: Count = 64,
         apply_bitfit: bool = False,
-        reg_loss_wgt: float = 0.0,
-        masking_prob: float = 0.0,
-        unk_token_id: int | None = None,
+        reg_loss_wgt: NotNegative = 0.0,
+        masking_prob: Share = 0.0,
+        unk_token_id: Index | None = None,
         special_token_ids: Iterable[int] = (),
         name_or_path: str = "",
         base_name_or_path: str | None = None,
@@ -145,36 +146,25 @@ class PretrainedConfig:
         else:
             self.num_labels = 2 if num_labels is None else num_labels
         for key, value in others.items():
+            if hasattr(type(self), key) and key not in _NOT_OURS_TO_SET:
+                raise ValueError(f"there is no setting '{key}': it is the name of a method")
             if key not in _NOT_OURS_TO_SET:
                 setattr(self, key, value)
+        if sorted(self.id2label) != list(range(len(self.id2label))) or not self.id2label:
+            numbers = ", ".join(map(str, sorted(self.id2label))) or "none"
+            raise ValueError(f"id2label must number its classes 0, 1, …; it has {numbers}")
         if apply_lora:
             self._check_lora()
-        if apply_adapter:
-            self._check_adapter()
-        if not 0 <= reg_loss_wgt < math.inf:
-            raise ValueError(f"reg_loss_wgt must be a number from 0 on, not {reg_loss_wgt}")
-        if not 0 <= masking_prob <= 1:
-            raise ValueError(f"masking_prob must lie in [0, 1], not {masking_prob}")
+        if apply_adapter and adapter_type not in ADAPTER_TYPES:
+            known = ", ".join(ADAPTER_TYPES)
+            raise ValueError(f"unknown adapter_type '{adapter_type}' (known: {known})")
 
     def _check_lora(self) -> None:
         for name in ("lora_r", "lora_alpha"):
-            value = getattr(self, name)
-            if value is None:
+            if getattr(self, name) is None:
                 raise ValueError(f"apply_lora needs {name}: give --{name}")
-            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-                raise ValueError(f"{name} must be a positive number, not {value!r}")
         if not self.lora_targets:
             raise ValueError(f"apply_lora needs lora_targets: some of {', '.join(LORA_TARGETS)}")
-        if not 0 <= self.lora_dropout <= 1:
-            raise ValueError(f"lora_dropout must lie in [0, 1], not {self.lora_dropout}")
-
-    def _check_adapter(self) -> None:
-        if self.adapter_type not in ADAPTER_TYPES:
-            known = ", ".join(ADAPTER_TYPES)
-            raise ValueError(f"unknown adapter_type '{self.adapter_type}' (known: {known})")
-        size = self.adapter_size
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"adapter_size must be a positive integer, not {size!r}")
 
     @property
     def longest_text(self) -> int | None:
@@ -244,13 +234,16 @@ class PretrainedConfig:
     @classmethod
     def setting_names(cls) -> set[str]:
         """The settings that this class knows."""
-        constructors = [base.__init__ for base in cls.__mro__ if issubclass(base, PretrainedConfig)]
         return {
             name
-            for constructor in constructors
+            for constructor in cls._constructors()
             for name, parameter in inspect.signature(constructor).parameters.items()
             if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and name != "self"
         }
+
+    @classmethod
+    def _constructors(cls) -> list[Callable]:
+        return [base.__init__ for base in cls.__mro__ if issubclass(base, PretrainedConfig)]
 
     @classmethod
     def read(
@@ -275,6 +268,9 @@ class PretrainedConfig:
         model_type = values.get("model_type")
         if cls.model_type and model_type and model_type != cls.model_type:
             raise ValueError(f"'{name_or_path}' is a {model_type} model, not {cls.model_type}")
+        source = name_or_path if os.path.isfile(name_or_path) else f"{name_or_path}/{CONFIG_NAME}"
+        for constructor in cls._constructors():
+            check_settings(constructor, values, source)
         known = (cls.setting_names() | values.keys()) - _NOT_OURS_TO_SET
         unused = {key: value for key, value in overrides.items() if key not in known}
         overrides = {
@@ -289,7 +285,13 @@ class PretrainedConfig:
         if not any(values.get(switch) and overrides.get(switch, True) for switch in switches):
             values["base_name_or_path"] = name
             values["base_revision"] = None if os.path.exists(name) else where.get("revision")
-        return cls.from_dict({**values, "name_or_path": name}, **overrides), unused
+        try:
+            return cls.from_dict({**values, "name_or_path": name}, **overrides), unused
+        except ValueError as error:
+            # The file is to blame, unless the message is about what was to replace its settings.
+            if any(setting in str(error) for setting in overrides):
+                raise
+            raise ValueError(f"{source}: {error}") from error
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], **overrides: Any) -> "PretrainedConfig":
@@ -336,6 +338,16 @@ def write_settings(folder: str | os.PathLike, settings: Mapping[str, Any]) -> No
 
 def _as_json(settings: Mapping[str, Any]) -> str:
     return json.dumps(settings, indent=2, sort_keys=True) + "\n"
+
+
+def check_padding(pad_token_id: int, vocab_size: int) -> None:
+    """Refuses a padding token that the vocabulary does not have.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if pad_token_id >= vocab_size:
+        raise ValueError(f"pad_token_id {pad_token_id} is beyond the {vocab_size} of vocab_size")
 
 
 def in_order(targets: Iterable[str]) -> list[str]:

@@ -52,7 +52,7 @@ def config_class_of(
 
 
 def _config_class(model_type: str | None, source: str) -> type[PretrainedConfig]:
-    if model_type not in CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ValueError(
             f"'{source}' is a {model_type or 'model of no stated type'}; "
             f"this package carries {', '.join(CONFIG_MAPPING)}"

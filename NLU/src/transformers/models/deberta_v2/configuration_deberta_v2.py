@@ -3,8 +3,10 @@
 from collections.abc import Iterable
 from typing import Any
 
+from loralib.settings import Count, Index, NotNegative, Share, checked
+
 from ...activations import ACT2FN
-from ...configuration_utils import PretrainedConfig
+from ...configuration_utils import PretrainedConfig, check_padding
 
 POSITION_TERMS = ("c2p", "p2c")
 _ABSENT = ("", "none")
@@ -55,20 +57,21 @@ class DebertaV2Config(PretrainedConfig):
     model_type = "deberta-v2"
     merges_lora = False  # the release does not merge here
 
+    @checked
     def __init__(
         self,
-        vocab_size: int = 128100,
-        hidden_size: int = 1536,
-        num_hidden_layers: int = 24,
-        num_attention_heads: int = 24,
-        intermediate_size: int = 6144,
+        vocab_size: Count = 128100,
+        hidden_size: Count = 1536,
+        num_hidden_layers: Count = 24,
+        num_attention_heads: Count = 24,
+        intermediate_size: Count = 6144,
         hidden_act: str = "gelu",
-        hidden_dropout_prob: float = 0.1,
-        attention_probs_dropout_prob: float = 0.1,
-        max_position_embeddings: int = 512,
-        type_vocab_size: int = 0,
-        initializer_range: float = 0.02,
-        layer_norm_eps: float = 1e-7,
+        hidden_dropout_prob: Share = 0.1,
+        attention_probs_dropout_prob: Share = 0.1,
+        max_position_embeddings: Count = 512,
+        type_vocab_size: Index = 0,
+        initializer_range: NotNegative = 0.02,
+        layer_norm_eps: NotNegative = 1e-7,
         relative_attention: bool = False,
         max_relative_positions: int = -1,
         position_buckets: int = -1,
@@ -76,14 +79,14 @@ class DebertaV2Config(PretrainedConfig):
         share_att_key: bool = False,
         norm_rel_ebd: str = "none",
         position_biased_input: bool = True,
-        conv_kernel_size: int = 0,
-        conv_groups: int = 1,
+        conv_kernel_size: Index = 0,
+        conv_groups: Count = 1,
         conv_act: str = "tanh",
         pooler_hidden_act: str = "gelu",
-        pooler_dropout: float = 0.0,
-        cls_dropout: float | None = None,
+        pooler_dropout: Share = 0.0,
+        cls_dropout: Share | None = None,
         lora_positions: bool = False,
-        pad_token_id: int = 0,
+        pad_token_id: Index = 0,
         **others: Any,
     ):
         super().__init__(pad_token_id=pad_token_id, **others)
@@ -120,6 +123,12 @@ class DebertaV2Config(PretrainedConfig):
             raise ValueError(
                 f"hidden_size {self.hidden_size} is not a multiple of "
                 f"{self.num_attention_heads} heads"
+            )
+        check_padding(self.pad_token_id, self.vocab_size)
+        if self.conv_kernel_size and self.hidden_size % self.conv_groups:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not a multiple of {self.conv_groups} "
+                "conv_groups"
             )
         for name in ("hidden_act", "conv_act", "pooler_hidden_act"):
             if getattr(self, name) not in ACT2FN:

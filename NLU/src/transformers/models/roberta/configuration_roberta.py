@@ -2,8 +2,10 @@
 
 from typing import Any
 
+from loralib.settings import Count, Index, NotNegative, Share, checked
+
 from ...activations import ACT2FN
-from ...configuration_utils import PretrainedConfig
+from ...configuration_utils import PretrainedConfig, check_padding
 
 
 class RobertaConfig(PretrainedConfig):
@@ -28,23 +30,24 @@ class RobertaConfig(PretrainedConfig):
 
     model_type = "roberta"
 
+    @checked
     def __init__(
         self,
-        vocab_size: int = 30522,
-        hidden_size: int = 768,
-        num_hidden_layers: int = 12,
-        num_attention_heads: int = 12,
-        intermediate_size: int = 3072,
+        vocab_size: Count = 30522,
+        hidden_size: Count = 768,
+        num_hidden_layers: Count = 12,
+        num_attention_heads: Count = 12,
+        intermediate_size: Count = 3072,
         hidden_act: str = "gelu",
-        hidden_dropout_prob: float = 0.1,
-        attention_probs_dropout_prob: float = 0.1,
-        max_position_embeddings: int = 512,
-        type_vocab_size: int = 2,
-        initializer_range: float = 0.02,
-        layer_norm_eps: float = 1e-12,
-        pad_token_id: int = 1,
-        bos_token_id: int = 0,
-        eos_token_id: int = 2,
+        hidden_dropout_prob: Share = 0.1,
+        attention_probs_dropout_prob: Share = 0.1,
+        max_position_embeddings: Count = 512,
+        type_vocab_size: Count = 2,
+        initializer_range: NotNegative = 0.02,
+        layer_norm_eps: NotNegative = 1e-12,
+        pad_token_id: Index = 1,
+        bos_token_id: Index = 0,
+        eos_token_id: Index = 2,
         **others: Any,
     ):
         super().__init__(
@@ -59,6 +62,12 @@ class RobertaConfig(PretrainedConfig):
             )
         if hidden_act not in ACT2FN:
             raise ValueError(f"unknown hidden_act '{hidden_act}' (known: {', '.join(ACT2FN)})")
+        check_padding(pad_token_id, vocab_size)
+        if max_position_embeddings <= pad_token_id + 1:
+            raise ValueError(
+                f"max_position_embeddings {max_position_embeddings} has no position for a token: "
+                f"the first {pad_token_id + 1}, up to pad_token_id, are none of a token's"
+            )
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.num_hidden_layers = num_hidden_layers

@@ -1,0 +1,160 @@
+"""Settings that come from files: checked by type and range, by what a function's signature says.
+
+    @checked
+    def __init__(self, heads: Count = 12, dropout: Share = 0.1, task: str | None = None): ...
+
+A call with ``heads="12"`` is then an error of one line, and so is `check_settings` of a file's
+content. What can be annotated: bool, int, float, str, lists as ``Iterable``, maps as ``dict``,
+unions of these, and numbers with a `Range`, of which the names below are the usual ones.
+"""
+
+import functools
+import inspect
+import json
+import math
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Annotated, Any
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values that a number can have.
+
+    Args:
+        low, high: the least and the greatest of them.
+        rule: the same in words, after "must": "lie in [0, 1]".
+    """
+
+    low: float
+    high: float
+    rule: str
+
+
+_SMALLEST = math.ulp(0.0)
+Count = Annotated[int, Range(1, math.inf, "be a positive integer")]
+Index = Annotated[int, Range(0, math.inf, "be an integer from 0 on")]
+Share = Annotated[float, Range(0, 1, "lie in [0, 1]")]
+Positive = Annotated[float, Range(_SMALLEST, math.inf, "be a positive number")]
+NotNegative = Annotated[float, Range(0, math.inf, "be a number from 0 on")]
+
+_RULES = {
+    bool: "be true or false",
+    int: "be an integer",
+    float: "be a number",
+    str: "be a string",
+    type(None): "be null",
+}
+# The same in the plural, for what is in a list.
+_ITEMS = {int: "integers", float: "numbers", str: "strings"}
+_LONGEST_QUOTE = 60
+
+
+def checked(function: Callable) -> Callable:
+    """Makes a function refuse arguments that are not what its annotations say.
+
+    Raises:
+        ValueError: on a call, see `check_settings`.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        check_settings(function, signature.bind(*args, **kwargs).arguments)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def check_settings(
+    function: Callable, values: Mapping[str, Any], source: object | None = None
+) -> None:
+    """Checks settings by name against the annotations of a function that takes them.
+
+    Args:
+        function: its parameters say what a setting can be; a dataclass's class does as well.
+        values: settings; those that are no parameter are not looked at.
+        source: the file that they are from, for the message.
+
+    Raises:
+        ValueError: one is of another type, or out of its range; the message names the file, the
+            setting, what it is and what it must be.
+    """
+    for name, hint in _hints(inspect.unwrap(function)).items():
+        if name in values and not _fits(values[name], hint):
+            where = "" if source is None else f"{source}: "
+            found = _quoted(values[name])
+            raise ValueError(f"{where}{name} must {_rule(hint)}, not {found}")
+
+
+@functools.cache
+def _hints(function: Callable) -> dict[str, Any]:
+    """The annotations of the parameters that have a name of their own."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: hints[p.name] for p in parameters if p.kind in named and p.name in hints}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True
+    if origin is Annotated:
+        kind, allowed = arguments
+        return _fits(value, kind) and allowed.low <= value <= allowed.high
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, each) for each in arguments)
+    if origin is dict:
+        return isinstance(value, Mapping) and all(
+            _fits(_key(key, arguments[0]), arguments[0]) and _fits(item, arguments[1])
+            for key, item in value.items()
+        )
+    if origin is Iterable:
+        return _is_list(value) and all(_fits(item, arguments[0]) for item in _items(value))
+    if hint is int:
+        return isinstance(value, Integral) and not isinstance(value, bool)
+    if hint is float:
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        return is_number and math.isfinite(value)
+    return isinstance(value, hint)
+
+
+def _key(key: Any, kind: Any) -> Any:
+    """A map's key; in JSON it is a string, whatever it stands for."""
+    if kind is int and isinstance(key, str) and key.isdecimal():
+        return int(key)
+    return key
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+
+
+def _items(value: Iterable) -> Iterable:
+    """What can be looked at more than once."""
+    return value if isinstance(value, Sequence | Set) else ()
+
+
+def _rule(hint: Any) -> str:
+    """What a value must be, after "must"."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return arguments[1].rule
+    if origin in (typing.Union, types.UnionType):
+        first, *others = map(_rule, arguments)
+        return " or ".join([first, *(rule.removeprefix("be ") for rule in others)])
+    if origin is dict:
+        return f"be a map of {_ITEMS[arguments[1]]} by {_ITEMS[arguments[0]].removesuffix('s')}"
+    if origin is Iterable:
+        return f"be a list of {_ITEMS[arguments[0]]}"
+    return _RULES[hint]
+
+
+def _quoted(value: Any) -> str:
+    """A value as a JSON file has it, cut to a length that fits a line."""
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}…"
