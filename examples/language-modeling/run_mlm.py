@@ -19,6 +19,7 @@ from pathlib import Path
 from datasets import Dataset, load_dataset
 from tokenizers import ByteLevelBPETokenizer
 
+from loralib.encoding import refuse_utf16_file
 from transformers import (
     AutoConfig,
     AutoModelForMaskedLM,
@@ -34,10 +35,23 @@ from transformers import (
     set_seed,
 )
 from transformers.hf_argparser import flag
-from transformers.utils.cli import find_checkpoint, run, set_up_logging, sole_use_of_output
+from transformers.utils.cli import (
+    DEFAULT_LENGTH,
+    check_room,
+    check_vocabulary,
+    choose_length,
+    cut_rows,
+    find_checkpoint,
+    report_cut,
+    run,
+    set_up_logging,
+    sole_use_of_output,
+)
 
 logger = logging.getLogger(__name__)
 
+# The column that says of each line whether it was cut.
+CUT = "cut"
 SPECIAL_TOKENS = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 
 
@@ -59,7 +73,11 @@ class DataArguments:
 
     train_file: str = field(metadata={"help": "a text file, one example a line"})
     validation_file: str | None = flag(None, "the same, to evaluate on")
-    max_seq_length: int = flag(128, "longer lines are cut to this number of tokens")
+    max_seq_length: int | None = flag(
+        None,
+        "longer lines are cut to this number of tokens (default: 128, or as many as the model "
+        "takes)",
+    )
     mlm_probability: float = flag(0.15, "share of the tokens that are to be guessed")
 
 
@@ -88,16 +106,47 @@ def new_config(model_args: ModelArguments, vocab_size: int, max_length: int) -> 
     )
 
 
-def read_lines(path: str, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
-    """A text file's lines as token ids; empty lines are left out."""
+def check_text(path: str) -> None:
+    """Refuses a file that is not there, or is not UTF-8 text.
+
+    Raises:
+        FileNotFoundError, ValueError: it is not.
+    """
     if not os.path.isfile(path):
         raise FileNotFoundError(f"{path}: no such file")
+    refuse_utf16_file(path)
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}:{number}: not UTF-8 text ({error.reason})") from error
+
+
+def read_sets(
+    data_args: DataArguments, tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> dict[str, Dataset]:
+    """The files' lines as token ids, by set; how many were cut is said."""
+    files = {"train": data_args.train_file, "validation": data_args.validation_file}
+    sets = {name: read_lines(file, tokenizer, max_length) for name, file in files.items() if file}
+    report_cut({name: (sum(rows[CUT]), len(rows)) for name, rows in sets.items()}, max_length)
+    return {name: rows.remove_columns(CUT) for name, rows in sets.items()}
+
+
+def read_lines(path: str, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
+    """A text file's lines as token ids, and whether each was cut; empty lines are left out."""
     lines = load_dataset("text", data_files=path, split="train")
     lines = lines.filter(lambda row: bool(row["text"].strip()))
     if len(lines) == 0:
         raise ValueError(f"{path}: holds no text")
+
+    def encode(rows: dict[str, list]) -> dict[str, list]:
+        encoded = tokenizer(rows["text"], truncation=True, max_length=max_length)
+        masks = encoded["attention_mask"]
+        return {**encoded, CUT: cut_rows(tokenizer, [rows["text"]], masks, max_length)}
+
     return lines.map(
-        lambda rows: tokenizer(rows["text"], truncation=True, max_length=max_length),
+        encode,
         batched=True,
         remove_columns=["text"],
         desc=f"tokenizing {Path(path).name}",
@@ -127,28 +176,31 @@ def main(argv: Sequence[str] | None = None) -> None:
 def train(model_args: ModelArguments, data_args: DataArguments, args: TrainingArguments) -> None:
     """Builds, trains, evaluates, saves; as far as the flags ask for it."""
     checkpoint = find_checkpoint(args)
-    if not os.path.isfile(data_args.train_file):
-        raise FileNotFoundError(f"{data_args.train_file}: no such file")
     if args.do_eval and data_args.validation_file is None:
         raise ValueError("--do_eval needs --validation_file")
+    for file in filter(None, (data_args.train_file, data_args.validation_file)):
+        check_text(file)
 
     set_seed(args.seed)
     length = data_args.max_seq_length
     if model_args.model_name_or_path:
         config = AutoConfig.from_pretrained(model_args.model_name_or_path)
         tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, config=config)
+        check_vocabulary(tokenizer, config)
+        length = choose_length(length, config, tokenizer, is_pair=False)
         model = AutoModelForMaskedLM.from_pretrained(model_args.model_name_or_path, config=config)
     else:
+        length = DEFAULT_LENGTH if length is None else length
         tokenizer = learn_tokenizer(data_args.train_file, model_args.vocab_size, length)
+        check_room(length, tokenizer, is_pair=False)
         model = AutoModelForMaskedLM.from_config(new_config(model_args, len(tokenizer), length))
+    sets = read_sets(data_args, tokenizer, length)
     trainer = Trainer(
         model,
         args,
         DataCollatorForLanguageModeling(tokenizer, mlm_probability=data_args.mlm_probability),
-        train_dataset=read_lines(data_args.train_file, tokenizer, length),
-        eval_dataset=read_lines(data_args.validation_file, tokenizer, length)
-        if data_args.validation_file
-        else None,
+        train_dataset=sets["train"],
+        eval_dataset=sets.get("validation"),
         tokenizer=tokenizer,
     )
     if args.do_train:

@@ -11,6 +11,7 @@ Input and output are JSON lines, in the same order:
 
 A line without text_pair is one text, one without adapter is for the only adapter there is. Other
 keys, such as id, are carried over. A regressor gives "score" in place of label and probabilities.
+The answer to a text that was cut to --max_seq_length has "truncated": true. No lines, no answers.
 
 The base is read once, and one batch holds rows of several adapters:
 
@@ -33,6 +34,7 @@ from tqdm.auto import tqdm
 
 from loralib.bank import AdapterBank
 from loralib.checkpoint import KINDS, Adapter, plain
+from loralib.encoding import refuse_utf16
 from loralib.files import write_whole
 from loralib.formats import read_adapter
 from loralib.precision import Precision, hold_frozen_in
@@ -47,15 +49,22 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils.cli import check_length, check_vocabulary, run, set_up_logging
+from transformers.utils.cli import (
+    check_vocabulary,
+    choose_length,
+    cut_rows,
+    report_cut,
+    run,
+    set_up_logging,
+)
 from transformers.utils.logging import errors_only
 
 logger = logging.getLogger(__name__)
 
 STANDARD_STREAM = "-"
-LENGTH = 128
 # What the answers are called; a line of the input has none of these keys.
-ANSWERS = ("label", "probabilities", "score")
+TRUNCATED = "truncated"
+ANSWERS = ("label", "probabilities", "score", TRUNCATED)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -135,20 +144,23 @@ def read_lines(path: str, names: Sequence[str]) -> list[dict[str, Any]]:
         names: the adapters that there are.
 
     Raises:
-        ValueError: there is no line, or one is not as it should be; the message has its number.
+        ValueError: a line is not as it should be; the message has its number.
     """
     is_stdin = path == STANDARD_STREAM
     if not is_stdin and not Path(path).is_file():
         raise FileNotFoundError(f"--input_file {path}: no such file")
     source, lines = "stdin" if is_stdin else path, []
     with nullcontext(sys.stdin.buffer) if is_stdin else open(path, "rb") as file:
-        for number, content in enumerate(file, start=1):
-            try:
-                lines.append(_parse(content.strip(), names))
-            except ValueError as error:
-                raise ValueError(f"{source}: line {number}: {error}") from error
-    if not lines:
-        raise ValueError(f"{source}: is empty")
+        contents = file.readlines()
+    refuse_utf16(source, contents[0] if contents else b"")
+    # Blank lines at the end are no texts; one between others would shift the answers.
+    while contents and not contents[-1].strip():
+        contents.pop()
+    for number, content in enumerate(contents, start=1):
+        try:
+            lines.append(_parse(content.strip(), names))
+        except ValueError as error:
+            raise ValueError(f"{source}: line {number}: {error}") from error
     return lines
 
 
@@ -226,7 +238,7 @@ def load_config(args: argparse.Namespace) -> PretrainedConfig:
     """The base's settings.
 
     Raises:
-        ValueError: it is no base, or has fewer positions than --max_seq_length.
+        ValueError: it is no base.
     """
     name = args.model_name_or_path
     config = AutoConfig.from_pretrained(name, **_where(args))
@@ -236,9 +248,6 @@ def load_config(args: argparse.Namespace) -> PretrainedConfig:
                 f"{name} is no base, its config.json says {kind.switch}: give the model that it "
                 "was made from; utils/split_lora.py makes an adapter of what was trained"
             )
-    if args.max_seq_length is None:
-        args.max_seq_length = min(LENGTH, config.longest_text or LENGTH)
-    check_length(config, args.max_seq_length)
     return config
 
 
@@ -319,20 +328,24 @@ def fill_bank(
 
 def tokenize(
     lines: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, max_length: int
-) -> list[dict[str, list[int]]]:
-    """Each line's ids, and the other rows that the model takes; longer texts are cut."""
+) -> tuple[list[dict[str, list[int]]], list[bool]]:
+    """Each line's ids and the other rows that the model takes; and whether the text was cut."""
     rows: list[dict[str, list[int]]] = [{} for _ in lines]
+    was_cut = [False] * len(lines)
     for is_pair in (False, True):
         chosen = [index for index, line in enumerate(lines) if ("text_pair" in line) is is_pair]
         if not chosen:
             continue
         keys = ("text", "text_pair") if is_pair else ("text",)
-        texts = ([lines[index][key] for index in chosen] for key in keys)
+        texts = [[lines[index][key] for index in chosen] for key in keys]
         encoded = tokenizer(*texts, truncation=True, max_length=max_length)
         for name, values in encoded.items():
             for index, value in zip(chosen, values, strict=True):
                 rows[index][name] = value
-    return rows
+        cut = cut_rows(tokenizer, texts, encoded["attention_mask"], max_length)
+        for index, is_cut in zip(chosen, cut, strict=True):
+            was_cut[index] = is_cut
+    return rows, was_cut
 
 
 def batches(lengths: Sequence[int], adapters: Sequence[str], size: int) -> Iterator[list[int]]:
@@ -407,7 +420,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = load_config(args)
     adapters = read_adapters(args)
     tokenizer = load_tokenizer(args, config)
-    rows = tokenize(lines, tokenizer, args.max_seq_length)
+    is_pair = any("text_pair" in line for line in lines)
+    length = choose_length(args.max_seq_length, config, tokenizer, is_pair)
+    rows, was_cut = tokenize(lines, tokenizer, length)
+    report_cut({"the input": (sum(was_cut), len(lines))}, length)
     check_output(args.output_file, args.input_file)
 
     device = torch.device("cuda" if torch.cuda.is_available() and not args.no_cuda else "cpu")
@@ -427,8 +443,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     collate = DataCollatorWithPadding(tokenizer)
     logits = compute_logits(model, bank, chosen, rows, collate, precision, args.batch_size)
     answers = (
-        {**line, **answer(row, labels[line["adapter"]])}
-        for line, row in zip(lines, logits, strict=True)
+        {**line, **answer(row, labels[line["adapter"]]), **({TRUNCATED: True} if is_cut else {})}
+        for line, row, is_cut in zip(lines, logits, was_cut, strict=True)
     )
     write_lines(args.output_file, list(answers))
 

@@ -11,7 +11,6 @@ file: run_glue.py settings.json.
 """
 
 import logging
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,6 @@ from typing import Any
 
 import numpy as np
 from datasets import ClassLabel, Dataset, load_dataset
-from datasets.exceptions import DatasetGenerationError
 
 from loralib.checkpoint import (
     KINDS,
@@ -51,12 +49,23 @@ from transformers import (
     set_seed,
 )
 from transformers.configuration_utils import ADAPTER_TYPES, LORA_TARGETS, targets_of_modules
+from transformers.data.metrics import classification_metrics, regression_metrics
 from transformers.data.processors import GlueTask, glue_task, load_glue_split
+from transformers.data.text_files import (
+    LABEL,
+    TEXT_KEYS,
+    choose_columns,
+    is_score,
+    read_table,
+    take_columns,
+)
 from transformers.hf_argparser import flag
 from transformers.utils.cli import (
-    check_length,
     check_vocabulary,
+    choose_length,
+    cut_rows,
     find_checkpoint,
+    report_cut,
     run,
     set_up_logging,
     sole_use_of_output,
@@ -65,6 +74,8 @@ from transformers.utils.cli import (
 logger = logging.getLogger(__name__)
 
 HUB_GLUE = "nyu-mll/glue"
+# The column that says of each row whether its text was cut.
+CUT = "cut"
 
 
 @dataclass
@@ -143,7 +154,11 @@ class DataTrainingArguments:
     data_dir: str | None = flag(
         None, "folder of GLUE's TSV files (see utils/download_glue_data.py); the hub if not given"
     )
-    max_seq_length: int = flag(128, "longer texts are cut to this number of tokens")
+    max_seq_length: int | None = flag(
+        None,
+        "longer texts are cut to this number of tokens (default: 128, or as many as the model "
+        "takes)",
+    )
     overwrite_cache: bool = flag(False, "tokenize anew what an earlier run has cached")
     pad_to_max_length: bool = flag(
         False, "pad every text to max_seq_length, not to the longest of its batch"
@@ -154,12 +169,19 @@ class DataTrainingArguments:
     train_file: str | None = flag(
         None, "CSV or JSON lines of your own: one or two text columns, and the column 'label'"
     )
+    text_columns: list[str] | None = flag(
+        None, "the text columns of your own files, one or two, where it is not plain which they are"
+    )
+    label_column: str | None = flag(None, "the label's column in your own files (default: label)")
     validation_file: str | None = flag(None, "the same, to evaluate on")
     test_file: str | None = flag(None, "the same, to predict; needs no labels")
 
     def __post_init__(self) -> None:
         if self.task_name is not None:
             self.task_name = glue_task(self.task_name).name
+            for name in ("text_columns", "label_column"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"--{name} is for files of your own, not for --task_name")
             return
         files = [file for file in (self.train_file, self.validation_file, self.test_file) if file]
         if not files:
@@ -247,30 +269,55 @@ def load_own_files(
         "validation": data_args.validation_file,
         "test": data_args.test_file,
     }
-    sets = {}
     for split in splits:
         if files[split] is None:
             raise ValueError(f"this run needs --{split}_file")
-        sets[split] = _read_file(files[split])
-    keys = _text_columns(sets[splits[0]], files[splits[0]])
-    for split, data in sets.items():
+    asked, label = data_args.text_columns, data_args.label_column or LABEL
+    first = files[splits[0]]
+    columns = choose_columns(read_table(first, asked or ()), first, asked, label)
+
+    def read(split: str) -> Dataset:
+        table = read_table(files[split], columns.texts)
         # A test set's labels, if it has any, are nobody's business here.
-        sets[split] = _filled(data, keys if split == "test" else (*keys, "label"), files[split])
+        return take_columns(table, files[split], columns, labelled=split != "test")
+
+    sets = {split: read(split) for split in splits}
     labelled = {split: data for split, data in sets.items() if split != "test"}
     if "train" not in sets and not known_labels and files["train"] is not None:
         # The model does not name its classes: their order is that of its training set.
-        labelled["train"] = _filled(_read_file(files["train"]), ("label",), files["train"])
+        labelled["train"] = read("train")
     labels: tuple[str, ...] = ()
-    scores = {s: d.features["label"].dtype.startswith("float") for s, d in labelled.items()}
+    scores = {split: is_score(data) for split, data in labelled.items()}
     if len(set(scores.values())) > 1:
         kinds = ("classes", "scores")
-        listed = ", ".join(f"{kinds[is_score]} in {files[s]}" for s, is_score in scores.items())
+        listed = ", ".join(f"{kinds[of_scores]} in {files[s]}" for s, of_scores in scores.items())
         raise ValueError(f"the labels are of two kinds: {listed}")
     if not any(scores.values()):
         labels = _label_names(labelled.get("train"), known_labels)
         for split in labelled.keys() & sets.keys():
             sets[split] = _number_labels(sets[split], labels, files[split])
-    return TextData(sets, keys, labels)
+    if "train" in sets:
+        _check_varied(sets["train"], files["train"])
+    what = f"classes {', '.join(labels)}" if labels else "scores"
+    logger.info(
+        "%s: texts from %s%s",
+        first,
+        " and ".join(columns.texts),
+        f"; labels from {label}: {what}" if labelled else "",
+    )
+    return TextData(sets, TEXT_KEYS[: len(columns.texts)], labels)
+
+
+def _check_varied(train: Dataset, path: str) -> None:
+    """Refuses a training set with one label: there is nothing in it to tell apart."""
+    labels = train.unique("label")
+    if len(labels) < 2:
+        feature = train.features["label"]
+        only = feature.int2str(labels[0]) if isinstance(feature, ClassLabel) else labels[0]
+        raise ValueError(
+            f"{path}: all {len(train)} rows have the label '{only}'; training needs at least two "
+            "labels"
+        )
 
 
 def _label_names(train: Dataset | None, known: Sequence[str]) -> tuple[str, ...]:
@@ -281,48 +328,6 @@ def _label_names(train: Dataset | None, known: Sequence[str]) -> tuple[str, ...]
     if {str(value) for value in values} <= set(known):
         return tuple(known)
     return tuple(str(value) for value in sorted(values))
-
-
-def _read_file(path: str) -> Dataset:
-    if not os.path.isfile(path):
-        raise FileNotFoundError(f"{path}: no such file")
-    kind = "csv" if path.endswith(".csv") else "json"
-    # pandas reads an empty cell as a missing value, and words such as "null" with it.
-    options = {"keep_default_na": False} if kind == "csv" else {}
-    try:
-        return load_dataset(kind, data_files=path, split="train", **options)
-    except DatasetGenerationError as error:
-        hint = "; is it comma-separated?" if kind == "csv" else ""
-        raise ValueError(f"{path}: cannot be read ({error.__cause__ or error}){hint}") from error
-    except (StopIteration, ValueError) as error:
-        # What the library makes of a file without rows.
-        raise ValueError(f"{path}: holds no examples, or none that can be read") from error
-
-
-def _text_columns(data: Dataset, path: str) -> tuple[str, ...]:
-    kinds = {name: feature.dtype for name, feature in data.features.items() if name != "label"}
-    texts = [name for name, kind in kinds.items() if kind in ("string", "large_string")]
-    if {"sentence1", "sentence2"} <= set(texts):
-        texts = ["sentence1", "sentence2"]
-    if not texts or len(texts) > 2:
-        raise ValueError(
-            f"{path}: has {len(texts)} text columns ({', '.join(texts) or 'none'}); "
-            "one or two are needed beside 'label', or sentence1 and sentence2"
-        )
-    logger.info("%s: the text is in %s", path, " and ".join(texts))
-    return tuple(texts)
-
-
-def _filled(data: Dataset, columns: tuple[str, ...], path: str) -> Dataset:
-    """The columns asked for, after a check that every row has a value in them."""
-    for name in columns:
-        if name not in data.column_names:
-            raise ValueError(f"{path}: has no column '{name}'")
-        for row, value in enumerate(data[name], start=1):
-            # The last is how a number tells that it is none.
-            if value is None or (name == "label" and value == "") or value != value:
-                raise ValueError(f"{path}: row {row}: has no {name}")
-    return data.select_columns(list(columns))
 
 
 def _number_labels(data: Dataset, labels: tuple[str, ...], path: str) -> Dataset:
@@ -357,23 +362,27 @@ def tokenize(
     padding = "max_length" if data_args.pad_to_max_length else False
 
     def encode(rows: dict[str, list]) -> dict[str, list]:
-        texts = (rows[key] for key in keys)
-        return tokenizer(*texts, padding=padding, max_length=length, truncation=True)
+        texts = [rows[key] for key in keys]
+        encoded = tokenizer(*texts, padding=padding, max_length=length, truncation=True)
+        return {**encoded, CUT: cut_rows(tokenizer, texts, encoded["attention_mask"], length)}
 
-    tokenized = {}
+    tokenized, cut = {}, {}
     for split, texts in data.splits.items():
         limit = limits[split.split("_")[0]]
         if limit is not None:
             texts = texts.select(range(min(limit, len(texts))))
         if len(texts) == 0:
             raise ValueError(f"the {split} set holds no examples")
-        tokenized[split] = texts.map(
+        encoded = texts.map(
             encode,
             batched=True,
             remove_columns=list(data.text_keys),
             load_from_cache_file=not data_args.overwrite_cache,
             desc=f"tokenizing {split}",
         )
+        cut[split] = (sum(encoded[CUT]), len(encoded))
+        tokenized[split] = encoded.remove_columns(CUT)
+    report_cut(cut, length)
     return tokenized
 
 
@@ -555,15 +564,14 @@ def build_model(
 
 
 def metrics_for(data: TextData) -> Callable[[EvalPrediction], dict[str, float]]:
-    """The task's metrics; for one's own data accuracy, or mse where labels are scores."""
+    """The task's metrics; for one's own data those of classes, or of scores."""
 
     def compute(evaluated: EvalPrediction) -> dict[str, float]:
         predictions = _predictions(evaluated.predictions, data)
         if data.task is not None:
             return glue_compute_metrics(data.task.name, predictions, evaluated.label_ids)
-        if data.is_regression:
-            return {"mse": float(np.mean((predictions - evaluated.label_ids) ** 2))}
-        return {"accuracy": float(np.mean(predictions == evaluated.label_ids))}
+        own_metrics = regression_metrics if data.is_regression else classification_metrics
+        return own_metrics(predictions, evaluated.label_ids)
 
     return compute
 
@@ -629,7 +637,6 @@ def fine_tune(
     check_arguments(model_args, args, adapters)
 
     config = load_config(model_args)
-    check_length(config, data_args.max_seq_length)
     if args.cls_dropout is not None and not hasattr(config, "cls_dropout"):
         raise ValueError(f"--cls_dropout: a {config.model_type} model has no such dropout")
     info = next((adapter.info for adapter in adapters if adapter.info), None)
@@ -649,6 +656,8 @@ def fine_tune(
         **_where(model_args),
     )
     check_vocabulary(tokenizer, config)
+    is_pair = len(data.text_keys) == 2
+    data_args.max_seq_length = choose_length(data_args.max_seq_length, config, tokenizer, is_pair)
     names = dict(enumerate(data.labels)) or {0: "LABEL_0"}
     settings: dict[str, Any] = {"id2label": names, "finetuning_task": data_args.task_name}
     if args.cls_dropout is not None:

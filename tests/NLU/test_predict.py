@@ -337,10 +337,54 @@ def test_a_pipe_and_an_adapter_from_the_hub(bases, adapters, expected, hub_serve
     assert b"someone/mnli does not say its base's weights: taken on trust" not in done.stderr
 
 
-def test_an_empty_stdin(predict, bases, adapters, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
-    line = failure(predict, [*common(bases["roberta"]), *named(adapters["roberta"])], capsys)
-    assert "stdin: is empty" in line
+@pytest.mark.parametrize("content", [b"", b"\n \r\n"])
+def test_no_lines_are_no_answers(predict, bases, adapters, tmp_path, monkeypatch, capsys, content):
+    (tmp_path / "in.jsonl").write_bytes(content)
+    arguments = [*common(bases["roberta"]), *named(adapters["roberta"])]
+    files = ["--input_file", tmp_path / "in.jsonl", "--output_file", tmp_path / "out.jsonl"]
+    predict.main([*arguments, *map(str, files)])
+    assert (tmp_path / "out.jsonl").read_bytes() == b""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+    predict.main(arguments)
+    assert capsys.readouterr().out == ""
+
+
+def test_blank_lines_at_the_end_are_no_texts(predict, bases, adapters, tmp_path):
+    given, out = write(tmp_path / "in.jsonl", some_lines()), tmp_path / "out.jsonl"
+    arguments = [*common(bases["roberta"], given, out), *named(adapters["roberta"])]
+    predict.main(arguments)
+    before = out.read_bytes()
+    with given.open("a") as file:
+        file.write("\n\n  \n")
+    predict.main(arguments)
+    assert out.read_bytes() == before
+
+
+def test_answers_to_cut_texts_are_marked(predict, bases, adapters, tmp_path, caplog):
+    # A text of 8 tokens with RoBERTa's two special ones is whole, one of 9 is not.
+    tokenizer = AutoTokenizer.from_pretrained(bases["roberta"])
+    texts = ["the" + " dog" * count for count in (4, 5, 6, 50)]
+    lengths = [len(tokenizer(text)["input_ids"]) for text in texts]
+    lines = [{"text": text} for text in texts] + [{"text": texts[0], "text_pair": texts[3]}]
+    given, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    arguments = common(bases["roberta"], given, out)
+    arguments[arguments.index("60")] = str(lengths[1])
+    predict.main([*arguments, f"rte={adapters['roberta']['rte']}"])
+    assert lengths[0] < lengths[1] < lengths[2] < lengths[3]
+    answers = read(out)
+    assert [answer.get("truncated") for answer in answers] == [None, None, True, True, True]
+    assert all("label" in answer for answer in answers)
+    said = [record.message for record in caplog.records if "cut to" in record.message]
+    assert said == [f"texts were cut to {lengths[1]} tokens: 3 of 5 in the input"]
+
+
+def test_the_usual_length_adapts_itself_to_the_base(predict, bases, adapters, tmp_path, caplog):
+    given, out = write(tmp_path / "in.jsonl", some_lines()), tmp_path / "out.jsonl"
+    arguments = common(bases["roberta"], given, out)
+    del arguments[2:4]
+    with caplog.at_level("INFO"):
+        predict.main([*arguments, *named(adapters["roberta"])])
+    assert "the model has 64 positions: longer texts are cut to that" in caplog.text
 
 
 def test_long_texts_are_cut(predict, bases, adapters, tmp_path):
@@ -523,8 +567,8 @@ BAD_ARGUMENTS = {
     "an alpha that is none": ("rte={tmp}/lone.bin --lora_alpha 0", "--lora_alpha"),
     "too long": ("rte={rte} --max_seq_length 65", "--max_seq_length 65: the model has 64"),
     "too short": ("rte={rte} --max_seq_length 0", "--max_seq_length 0"),
+    "no room": ("rte={rte} --max_seq_length 3", "a text needs at least 4 tokens"),
     "no batch": ("rte={rte} --batch_size 0", "--batch_size must be at least 1, not 0"),
-    "no lines": ("rte={rte} --input_file {tmp}/empty.jsonl", "empty.jsonl: is empty"),
     "no input": ("rte={rte} --input_file {tmp}/none.jsonl", "none.jsonl"),
     "no model": ("rte={rte} --model_name_or_path {tmp}/none", "none"),
     "an adapted model": (
@@ -544,7 +588,6 @@ def bad(bases, make_classifier, tmp_path_factory) -> Path:
     """A folder with the files of `BAD_ARGUMENTS`."""
     folder, rte = tmp_path_factory.mktemp("bad"), ADAPTERS["rte"]
     (folder / "in.jsonl").write_text(GOOD)
-    (folder / "empty.jsonl").write_text("")
     (folder / "texts.bin").write_text("a dog")
     lora = {"apply_lora": True, **rte}
     narrow = make_classifier("roberta", hidden_size=16, **lora)

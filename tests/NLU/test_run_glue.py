@@ -109,7 +109,8 @@ def test_every_flag_of_the_release_is_there(run_glue):
         ours |= {name: known[name].default for name in names}
     release = {f["flag"].removeprefix("--"): f["default"] for g in groups.values() for f in g}
     differ = {name for name in ours if ours[name] != release[name]}
-    required, settled = {"model_name_or_path", "output_dir"}, {"adapter_type", "adapter_size"}
+    required = {"model_name_or_path", "output_dir"}
+    settled = {"adapter_type", "adapter_size", "max_seq_length"}
     # What is settled later, by a file or by the model's settings, has no default here. Batches are
     # padded to their longest row.
     assert differ == required | settled | {"logging_dir", "pad_to_max_length"}
@@ -570,7 +571,12 @@ def test_files_of_one_s_own(glue, tmp_path, suffix, labels, names, pair):
     flags = ["--do_eval", "--do_predict"]
     glue(*files, *flags, "--do_train", *LORA, "--num_train_epochs", 2, "--output_dir", "out")
     metric = "eval_mse" if len(names) == 1 else "eval_accuracy"
-    assert results(tmp_path / "out").keys() == {"eval_loss", metric, "eval_samples"}
+    own_metrics = {
+        "eval_mse": {"eval_pearson", "eval_spearmanr"},
+        "eval_accuracy": {"eval_f1_macro"},
+    }
+    expected = {"eval_loss", metric, "eval_samples"} | own_metrics[metric]
+    assert results(tmp_path / "out").keys() == expected
     assert results(tmp_path / "out")["eval_samples"] == 2
     if metric == "eval_mse":
         evaluated = results(tmp_path / "out")
@@ -604,6 +610,87 @@ def test_sentence_columns_win_over_others(glue, tmp_path):
     ]
     file = write(tmp_path / "train.csv", rows)
     glue("--train_file", file, "--do_train", *LORA, "--max_steps", 1, "--output_dir", "out")
+
+
+def test_columns_that_are_asked_for(glue, tmp_path, caplog):
+    """Whatever they are called, and where a text looks like a number, it stays the text it was."""
+    texts = ["a dog", "007", "the cat", "12"] * 4
+    plain = [{"text": text, "label": n % 2} for n, text in enumerate(texts)]
+    named = [{"label": r["text"], "id": n, "y": r["label"]} for n, r in enumerate(plain)]
+    one, other = write(tmp_path / "one.csv", plain), write(tmp_path / "other.csv", named)
+    run = ["--do_train", *LORA, "--max_steps", 3, "--output_dir"]
+    with caplog.at_level("INFO"):
+        glue("--train_file", one, *run, "one")
+        assert f"{one}: texts from text; labels from label: classes 0, 1" in caplog.text
+        asked = ["--text_columns", "label", "--label_column", "y"]
+        glue("--train_file", other, *asked, *run, "other")
+        assert f"{other}: texts from label; labels from y: classes 0, 1" in caplog.text
+    assert_same_bits(lora_of(tmp_path / "one"), lora_of(tmp_path / "other"))
+
+
+def test_identifiers_and_numbers_are_not_taken_for_texts(glue, tmp_path, caplog):
+    rows = [
+        {
+            "guid": f"row-{n}",
+            "score": n,
+            "idx": f"{n}",
+            "digits": f"{n}",
+            "said": "a",
+            "label": n % 2,
+        }
+        for n in range(8)
+    ]
+    for name in ("train.csv", "train.json"):
+        file = write(tmp_path / name, rows)
+        with caplog.at_level("INFO"):
+            glue(
+                "--train_file",
+                file,
+                "--do_train",
+                *LORA,
+                "--max_steps",
+                1,
+                "--output_dir",
+                name[6:],
+            )
+        assert f"{file}: texts from said; labels from label" in caplog.text
+
+
+def test_blank_lines_at_the_end_of_json_lines(glue, tmp_path):
+    file = write(tmp_path / "train.json", own_rows(["yes", "no"]))
+    run = ["--train_file", file, "--do_train", *LORA, "--max_steps", 3, "--output_dir"]
+    glue(*run, "without")
+    with file.open("a") as lines:
+        lines.write("\n\n \n")
+    glue(*run, "with")
+    assert_same_bits(lora_of(tmp_path / "without"), lora_of(tmp_path / "with"))
+
+
+@pytest.mark.parametrize("more", [(), ("--pad_to_max_length",)])
+def test_texts_that_are_cut_are_counted(glue, tmp_path, caplog, tiny_base, more):
+    from transformers import AutoTokenizer
+
+    words = [4, 5, 6, 100]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+    rows = [{"text": "the" + " dog" * n, "label": n % 2} for n in words]
+    length = len(tokenizer(rows[1]["text"])["input_ids"])
+    train = write(tmp_path / "train.csv", rows)
+    dev = write(tmp_path / "dev.csv", rows[1:3])
+    files = ["--train_file", train, "--validation_file", dev, "--max_seq_length", length]
+    glue(*files, "--do_train", "--do_eval", *LORA, "--max_steps", 1, *more, "--output_dir", "out")
+    said = [record.message for record in caplog.records if "were cut" in record.message]
+    assert said == [f"texts were cut to {length} tokens: 2 of 4 in train, 1 of 2 in validation"]
+
+
+def test_the_usual_length_adapts_itself_to_the_base(
+    run_glue, tiny_base, tiny_glue, tmp_path, caplog
+):
+    arguments = [*common(tiny_base), *on_rte(tiny_glue, tmp_path / "out"), "--max_steps", 1]
+    at = arguments.index("--max_seq_length")
+    del arguments[at : at + 2]
+    with caplog.at_level("INFO"):
+        run_glue.main(list(map(str, arguments)))
+    assert "the model has 64 positions: longer texts are cut to that" in caplog.text
 
 
 def test_tokens_are_cached_until_told_otherwise(glue, tmp_path, capsys):

@@ -36,6 +36,19 @@ def bad(tmp_path, tiny_glue, trained):
     write(tmp_path / "other.csv", [{"text": "a", "label": "yes"}])
     write(tmp_path / "textless.csv", [{"number": 1, "label": "yes"}])
     write(tmp_path / "three.csv", [{"a": "x", "b": "y", "c": "z", "label": 1}])
+    (tmp_path / "repeated.csv").write_text("text,label,label\na,1,0\nb,0,1\n")
+    (tmp_path / "repeated.json").write_text('{"text": "a", "label": 1, "label": 0}\n' * 2)
+    (tmp_path / "shifted.csv").write_text("text,label\nx,a dog,1\ny,a cat,0\n")
+    write(tmp_path / "ids.csv", [{"doc_id": "x", "n": 3, "label": n} for n in (0, 1)])
+    write(tmp_path / "object.json", [{"text": {"a": "b"}, "label": n} for n in (0, 1)])
+    write(tmp_path / "list.json", [{"text": ["a", "b"], "label": n} for n in (0, 1)])
+    write(tmp_path / "mixed.json", [{"text": "a", "label": 0}, {"text": ["a"], "label": 1}])
+    write(tmp_path / "labels.json", [{"text": "a", "label": ["x"]}, {"text": "b", "label": ["y"]}])
+    write(tmp_path / "class.csv", own_rows(["yes"]))
+    write(tmp_path / "constant.csv", own_rows([0.5]))
+    for name in ("good.csv", "null.json"):
+        content = (tmp_path / name).read_text()
+        (tmp_path / f"utf16_{name}").write_text(content, encoding="utf-16")
     (tmp_path / "header.csv").write_text("review,label\n")
     (tmp_path / "zero.csv").write_text("")
     (tmp_path / "zero.json").write_text("")
@@ -219,6 +232,68 @@ BAD = {
         "--task_name qnli --data_dir {tmp} --do_eval --model_name_or_path {trained}",
         "was trained for rte, not for qnli",
     ),
+    "no room for a text": (
+        f"{TRAIN_OWN}/good.csv --max_seq_length 3",
+        "--max_seq_length 3: a text needs at least 4 tokens, of which 2 are special ones",
+    ),
+    "no room for a pair": (
+        f"{RTE} --do_train --max_seq_length 7",
+        "--max_seq_length 7: a pair of texts needs at least 8 tokens, of which 4 are special ones",
+    ),
+    "columns of a task": (
+        f"{RTE} --do_train --text_columns sentence1",
+        "--text_columns is for files of your own, not for --task_name",
+    ),
+    "own: repeated column": (
+        f"{TRAIN_OWN}/repeated.csv",
+        "repeated.csv: has the column 'label' 2 times; give each column a name of its own",
+    ),
+    "own: repeated key": (f"{TRAIN_OWN}/repeated.json", "Column(/label) was specified twice"),
+    "own: more fields than columns": (
+        f"{TRAIN_OWN}/shifted.csv",
+        "shifted.csv: row 1: has 3 fields, the header names 2 columns",
+    ),
+    "own: identifiers and numbers": (
+        f"{TRAIN_OWN}/ids.csv",
+        "has 0 text columns (doc_id is named as an identifier, n is of int64)",
+    ),
+    "own: objects": (f"{TRAIN_OWN}/object.json", "0 text columns (text is an object in each row)"),
+    "own: lists": (f"{TRAIN_OWN}/list.json", "0 text columns (text is a list in each row)"),
+    "own: an object that is asked for": (
+        f"{TRAIN_OWN}/object.json --text_columns text",
+        'object.json: row 1: its text is an object, not a text ({"a": "b"})',
+    ),
+    "own: a list among texts": (
+        f"{TRAIN_OWN}/mixed.json",
+        'mixed.json: row 2: its text is a list, not a text (["a"])',
+    ),
+    "own: lists as labels": (
+        f"{TRAIN_OWN}/labels.json",
+        "labels.json: row 1: its label is a list, not a class or a score",
+    ),
+    "own: one class": (
+        f"{TRAIN_OWN}/class.csv",
+        "class.csv: all 24 rows have the label 'yes'; training needs at least two labels",
+    ),
+    "own: one score": (f"{TRAIN_OWN}/constant.csv", "all 24 rows have the label '0.5'"),
+    "own: UTF-16": (f"{TRAIN_OWN}/utf16_good.csv", "is UTF-16 text; save it as UTF-8"),
+    "own: UTF-16 JSON": (f"{TRAIN_OWN}/utf16_null.json", "is UTF-16 text; save it as UTF-8"),
+    "own: no such text column": (
+        f"{TRAIN_OWN}/good.csv --text_columns words",
+        "good.csv: has no column 'words', but number, review, label; --text_columns says another",
+    ),
+    "own: no such label column": (
+        f"{TRAIN_OWN}/good.csv --label_column gold",
+        "good.csv: has no column 'gold'",
+    ),
+    "own: three columns asked for": (
+        f"{TRAIN_OWN}/three.csv --text_columns a b c",
+        "--text_columns takes one or two columns",
+    ),
+    "own: a column twice": (
+        f"{TRAIN_OWN}/three.csv --text_columns a a",
+        "--text_columns takes one or two columns",
+    ),
     "own: two kinds of labels": (
         f"{TRAIN_OWN}/integers.csv --do_eval --validation_file {{tmp}}/floats.csv",
         "the labels are of two kinds: classes in",
@@ -233,7 +308,7 @@ BAD = {
     "own: ragged": (f"{TRAIN_OWN}/ragged.csv", "ragged.csv: cannot be read"),
     "own: broken": (f"{TRAIN_OWN}/broken.json", "broken.json: cannot be read"),
     "own: no label column": (f"{TRAIN_OWN}/unlabelled.csv", "has no column 'label'"),
-    "own: no text": (f"{TRAIN_OWN}/textless.csv", "has 0 text columns (none)"),
+    "own: no text": (f"{TRAIN_OWN}/textless.csv", "has 0 text columns (number is of int64)"),
     "own: three texts": (f"{TRAIN_OWN}/three.csv", "has 3 text columns (a, b, c)"),
     "own: other columns": (
         f"{TRAIN_OWN}/good.csv --do_eval --validation_file {{tmp}}/other.csv",

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -21,6 +21,9 @@ from ..trainer_utils import get_last_checkpoint
 from ..training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
+
+# Tokens of a text, where nothing is said of it.
+DEFAULT_LENGTH = 128
 
 
 def set_up_logging() -> None:
@@ -105,6 +108,95 @@ def check_length(config: PretrainedConfig, max_seq_length: int) -> None:
     if max_seq_length < 1 or (longest is not None and max_seq_length > longest):
         positions = "" if longest is None else f": the model has {longest} positions"
         raise ValueError(f"--max_seq_length {max_seq_length}{positions}")
+
+
+def choose_length(
+    given: int | None,
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    is_pair: bool,
+) -> int:
+    """The number of tokens that texts are cut to: --max_seq_length, or what fits the model.
+
+    Args:
+        given: the flag; None where it was not given.
+        config: the model's settings.
+        tokenizer: its tokenizer.
+        is_pair: there are pairs of texts.
+
+    Raises:
+        ValueError: the model has not that many positions, or special tokens leave no room in them.
+    """
+    if given is None:
+        length = min(DEFAULT_LENGTH, config.longest_text or DEFAULT_LENGTH)
+        if length < DEFAULT_LENGTH:
+            logger.info("the model has %d positions: longer texts are cut to that", length)
+    else:
+        check_length(config, length := given)
+    check_room(length, tokenizer, is_pair)
+    return length
+
+
+def check_room(length: int, tokenizer: PreTrainedTokenizerBase, is_pair: bool) -> None:
+    """Refuses rows that have no room for a text, or for each of a pair.
+
+    Args:
+        length: --max_seq_length.
+        tokenizer: what makes the rows.
+        is_pair: there are pairs of texts.
+
+    Raises:
+        ValueError: special tokens leave less than two tokens for each.
+    """
+    special = tokenizer.num_special_tokens_to_add(is_pair)
+    # The first token of a text can be no more than the space before it.
+    needed = special + 2 * (1 + is_pair)
+    if length < needed:
+        what = "a pair of texts" if is_pair else "a text"
+        raise ValueError(
+            f"--max_seq_length {length}: {what} needs at least {needed} tokens, of which {special} "
+            "are special ones"
+        )
+
+
+def cut_rows(
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[Sequence[str]],
+    masks: Sequence[Sequence[int]],
+    length: int,
+) -> list[bool]:
+    """Whether each row's texts were longer than what was kept of them.
+
+    Args:
+        tokenizer: what made the rows.
+        texts: one list of texts, or two of as many: the first and the second of each pair.
+        masks: each row's attention mask, 1 for a token and 0 for padding.
+        length: the most tokens that a row has.
+    """
+    # A row that is not full was not cut. Of the others, one that was has a token more to give.
+    full = [row for row, mask in enumerate(masks) if sum(mask) >= length]
+    was_cut = [False] * len(masks)
+    if full:
+        longer = tokenizer(
+            *([column[row] for row in full] for column in texts),
+            truncation=True,
+            max_length=length + 1,
+        )
+        for row, ids in zip(full, longer["input_ids"], strict=True):
+            was_cut[row] = len(ids) > length
+    return was_cut
+
+
+def report_cut(cut: Mapping[str, tuple[int, int]], length: int) -> None:
+    """Says how many texts were cut, in one line for all sets; nothing where none was.
+
+    Args:
+        cut: how many rows were cut, of how many, by the set's name.
+        length: the most tokens that a row has.
+    """
+    said = [f"{rows} of {total} in {name}" for name, (rows, total) in cut.items() if rows]
+    if said and process.rank() == 0:
+        logger.warning("texts were cut to %d tokens: %s", length, ", ".join(said))
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> None:

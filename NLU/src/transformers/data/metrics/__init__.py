@@ -53,6 +53,41 @@ def pearson_and_spearman(preds: ArrayLike, labels: ArrayLike) -> dict[str, float
     return {"pearson": pearson, "spearmanr": spearman, "combined_score": (pearson + spearman) / 2}
 
 
+def classification_metrics(preds: ArrayLike, labels: ArrayLike) -> dict[str, float]:
+    """Accuracy, and F1 as the mean over classes (`f1_macro`), whatever their number and order.
+
+    Classes that are neither predicted nor true of any row do not count.
+
+    Args:
+        preds: class indices, shape (rows,).
+        labels: class indices, shape (rows,).
+
+    Raises:
+        ValueError: as `glue_compute_metrics`.
+    """
+    preds, labels = np.asarray(preds), np.asarray(labels)
+    _check_rows("classification", preds, labels)
+    f1 = float(f1_score(labels, preds, average="macro", zero_division=0.0))
+    return {"accuracy": simple_accuracy(preds, labels), "f1_macro": f1}
+
+
+def regression_metrics(preds: ArrayLike, labels: ArrayLike) -> dict[str, float]:
+    """The mean squared error, and both correlations, see `pearson_and_spearman`.
+
+    Args:
+        preds: scores, shape (rows,).
+        labels: scores, shape (rows,).
+
+    Raises:
+        ValueError: as `glue_compute_metrics`.
+    """
+    preds, labels = np.asarray(preds), np.asarray(labels)
+    _check_rows("regression", preds, labels)
+    both = pearson_and_spearman(preds, labels)
+    mse = float(np.mean((preds - labels) ** 2))
+    return {"mse": mse, "pearson": both["pearson"], "spearmanr": both["spearmanr"]}
+
+
 def glue_compute_metrics(task_name: str, preds: ArrayLike, labels: ArrayLike) -> dict[str, float]:
     """The metrics that GLUE defines for a task.
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 
+from loralib.encoding import refuse_utf16_file
+
 
 @dataclass(slots=True)
 class InputExample:
@@ -88,8 +90,9 @@ def read_tsv(
 
     Raises:
         ValueError: "FILE:LINE: …" for a row with another number of columns or one that is not
-            UTF-8; a header without a required column; a file without rows.
+            UTF-8; a header without a required column; a file without rows, or in UTF-16.
     """
+    refuse_utf16_file(path)
     lines = _numbered_lines(path)
     if columns is None:
         columns = _header(path, lines, required)

@@ -1,0 +1,225 @@
+"""CSV and JSON-lines files of one's own: what is in them, and which columns are texts and labels.
+
+`read_table` refuses what cannot be read as it was meant; `choose_columns` says which columns a run
+takes, and `take_columns` takes them out under the names ``text``, ``text_pair`` and ``label``.
+"""
+
+import csv
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Dataset, Value, load_dataset
+from datasets.exceptions import DatasetGenerationError
+
+from loralib.encoding import refuse_utf16_file
+
+LABEL = "label"
+TEXT_KEYS = ("text", "text_pair")
+# What a column is called that tells rows apart and says nothing of them.
+_IDENTIFIER = re.compile(r"(.*[-_ .])?(id|ids|idx|index|guid|uid|uuid|unnamed: \d+)", re.IGNORECASE)
+_STRINGS = ("string", "large_string")
+# JSON's name of what Python's type is called otherwise.
+_KINDS = {
+    dict: "an object",
+    list: "a list",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+}
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns that a run takes from its files.
+
+    Args:
+        texts: names of the one or two text columns.
+        label: name of the label's column.
+    """
+
+    texts: tuple[str, ...]
+    label: str = LABEL
+
+
+def read_table(path: str, texts: Sequence[str] = ()) -> Dataset:
+    """A CSV or JSON-lines file, by its name's end.
+
+    Args:
+        path: the file.
+        texts: columns of a CSV file that are texts, even where they look like numbers.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not of this kind, has a column twice, or no rows.
+    """
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"{path}: no such file")
+    refuse_utf16_file(path)
+    kind = "csv" if path.endswith(".csv") else "json"
+    options: dict[str, Any] = {}
+    if kind == "csv":
+        header = _header(path)
+        # pandas reads an empty cell as a missing value, and words such as "null" with it.
+        options["keep_default_na"] = False
+        options["converters"] = {name: str for name in texts if name in header} or None
+    try:
+        return load_dataset(kind, data_files=path, split="train", **options)
+    except DatasetGenerationError as error:
+        hint = "; is it comma-separated?" if kind == "csv" else ""
+        raise ValueError(f"{path}: cannot be read ({error.__cause__ or error}){hint}") from error
+    except (StopIteration, ValueError) as error:
+        # What the library makes of a file without rows.
+        raise ValueError(f"{path}: holds no examples, or none that can be read") from error
+
+
+def _header(path: str) -> list[str]:
+    """The names of a CSV file's columns.
+
+    Raises:
+        ValueError: one is there twice, which pandas would give another name; or the first row
+            has more fields.
+    """
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            rows = csv.reader(file)
+            names, first = next(rows, []), next(rows, [])
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path}: cannot be read ({error}); is it UTF-8 text?") from error
+    repeated = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    if repeated:
+        raise ValueError(
+            f"{path}: has the column '{repeated[0]}' {names.count(repeated[0])} times; "
+            "give each column a name of its own"
+        )
+    if len(first) > len(names):
+        # pandas would take the first for names of rows, and move the others.
+        raise ValueError(
+            f"{path}: row 1: has {len(first)} fields, the header names {len(names)} columns"
+        )
+    return names
+
+
+def choose_columns(
+    data: Dataset, path: str, texts: Sequence[str] | None = None, label: str = LABEL
+) -> Columns:
+    """Which columns are texts: those asked for, or those that can be nothing else.
+
+    By itself it takes sentence1 and sentence2, or one or two columns of strings other than the
+    label's; none of numbers, and none that is called as an identifier is.
+
+    Args:
+        data: the file's rows.
+        path: its name.
+        texts: the columns asked for, one or two.
+        label: the label's column.
+
+    Raises:
+        ValueError: a column asked for is absent or asked for twice, or there is no telling.
+    """
+    if texts is not None:
+        if not 1 <= len(texts) <= 2 or len({*texts, label}) <= len(texts):
+            raise ValueError(
+                f"--text_columns takes one or two columns, not {label}'s and none twice; given "
+                f"are {', '.join(texts)}"
+            )
+        for name in texts:
+            _check_has(data, path, name, "text_columns")
+        return Columns(tuple(texts), label)
+    others = [name for name in data.column_names if name != label]
+    reasons = {name: _why_no_text(data, name) for name in others}
+    found = [name for name, reason in reasons.items() if reason is None]
+    if {"sentence1", "sentence2"} <= set(found):
+        found = ["sentence1", "sentence2"]
+    if not 1 <= len(found) <= 2:
+        passed = [f"{name} is {reason}" for name, reason in reasons.items() if reason]
+        raise ValueError(
+            f"{path}: has {len(found)} text columns ({', '.join(found or passed) or 'none'}); one "
+            f"or two are needed beside '{label}', or sentence1 and sentence2: name them with "
+            "--text_columns"
+        )
+    return Columns(tuple(found), label)
+
+
+def _why_no_text(data: Dataset, name: str) -> str | None:
+    """Why a column is not taken for text by itself; None where it is."""
+    if _IDENTIFIER.fullmatch(name):
+        return "named as an identifier"
+    feature = data.features[name]
+    if isinstance(feature, Value) and feature.dtype not in _STRINGS:
+        return f"of {feature.dtype}"
+    values = [value for value in data[name] if value not in (None, "")]
+    if not any(isinstance(value, str) for value in values):
+        return f"{_KINDS.get(type(values[0]), 'no string')} in each row" if values else "empty"
+    if all(isinstance(value, str) and _is_number(value) for value in values):
+        return "all numbers"
+    return None
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_has(data: Dataset, path: str, name: str, flag: str) -> None:
+    if name not in data.column_names:
+        raise ValueError(
+            f"{path}: has no column '{name}', but {', '.join(data.column_names)}; --{flag} says "
+            "another"
+        )
+
+
+def take_columns(data: Dataset, path: str, columns: Columns, labelled: bool = True) -> Dataset:
+    """The columns of a run under this module's names, after a check that each row has them.
+
+    Args:
+        data: the rows of a file.
+        path: its name.
+        columns: which of them.
+        labelled: take the label as well.
+
+    Raises:
+        ValueError: a column is absent; a row has no value, or one that is no text or label.
+    """
+    names = dict(zip(columns.texts, TEXT_KEYS, strict=False))
+    for name in columns.texts:
+        _check_has(data, path, name, "text_columns")
+        _check_texts(data, path, name)
+    if labelled:
+        names[columns.label] = LABEL
+        _check_has(data, path, columns.label, "label_column")
+        _check_labels(data, path, columns.label)
+    taken = data.select_columns(list(names))
+    # In one step, as one column's old name may be another's new one.
+    return taken.rename_columns({old: new for old, new in names.items() if old != new})
+
+
+def _check_texts(data: Dataset, path: str, name: str) -> None:
+    for row, value in enumerate(data[name], start=1):
+        if value is None:
+            raise ValueError(f"{path}: row {row}: has no {name}")
+        if not isinstance(value, str):
+            kind = _KINDS.get(type(value), f"of the type {type(value).__name__}")
+            quoted = json.dumps(value, ensure_ascii=False, default=str)
+            raise ValueError(f"{path}: row {row}: its {name} is {kind}, not a text ({quoted:.40})")
+
+
+def _check_labels(data: Dataset, path: str, name: str) -> None:
+    for row, value in enumerate(data[name], start=1):
+        # The last is how a number tells that it is none.
+        if value is None or value == "" or value != value:
+            raise ValueError(f"{path}: row {row}: has no {name}")
+        if not isinstance(value, str | int | float):
+            kind = _KINDS.get(type(value), f"of the type {type(value).__name__}")
+            raise ValueError(f"{path}: row {row}: its {name} is {kind}, not a class or a score")
+
+
+def is_score(data: Dataset) -> bool:
+    """Whether the labels of a table, as `take_columns` makes it, are scores rather than classes."""
+    return str(getattr(data.features[LABEL], "dtype", "")).startswith("float")
