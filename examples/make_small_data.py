@@ -22,10 +22,12 @@ as a part of a line. The same seed makes the same bytes.
 import argparse
 import logging
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from loralib import process
 from loralib.files import write_whole
 
 logger = logging.getLogger(__name__)
@@ -251,4 +253,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    process.run(main, report=lambda line: print(line, file=sys.stderr))

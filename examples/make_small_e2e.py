@@ -15,11 +15,13 @@ import argparse
 import json
 import logging
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from tokenizers import ByteLevelBPETokenizer
 
+from loralib import process
 from loralib.files import write_whole
 
 logger = logging.getLogger(__name__)
@@ -166,4 +168,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    process.run(main, report=lambda line: print(line, file=sys.stderr))

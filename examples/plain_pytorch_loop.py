@@ -13,6 +13,7 @@ seconds, in six steps that are the same for any model:
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import loralib as lora
+from loralib import process
 
 Examples = tuple[Tensor, Tensor]
 """Images (examples, 64), each pixel from 0 to 1, and their digits (examples,)."""
@@ -120,8 +122,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data order")
     parser.add_argument("--output_dir", type=Path, default="runs/plain_loop", help="for the files")
     args = parser.parse_args(argv)
-    if args.r < 1:
-        parser.error(f"--r must be at least 1, not {args.r}")
+    for name in ("r", "epochs"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1, not {getattr(args, name)}")
     return args
 
 
@@ -148,4 +151,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    process.run(main, report=lambda line: print(line, file=sys.stderr))

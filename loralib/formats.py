@@ -59,6 +59,7 @@ from .updates import lora_pairs, rank_of
 
 FORMS = ("lora", "release", "peft")
 
+
 # Names in the release's first DeBERTa files -> names in its layers.
 _OLD_NAMES = {
     f".{part}_lora_{ab.lower()}.weight": f".{part}_proj.lora_{ab}"
@@ -83,6 +84,10 @@ _HUB_PARTS = {
 }
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SUFFIXES = {"lora": (".safetensors",), "release": (".bin", ".pt")}
+
+
+class WholeModelError(CheckpointError):
+    """A checkpoint that holds a whole model where an adapter alone is asked for."""
 
 
 # ------------------------------------------------------------------------------------------------
@@ -130,8 +135,24 @@ def read_adapter(
     else:
         adapter = _read_file(path, kind)
     if kind is LORA:
-        adapter = _with_alpha(adapter, lora_alpha)
-        _check_lora(adapter)
+        return check_lora(adapter, lora_alpha)
+    _check_values(adapter)
+    return adapter
+
+
+def check_lora(adapter: Adapter, lora_alpha: float | None = None) -> Adapter:
+    """A LoRA adapter with its alpha, after the checks that `read_adapter` makes.
+
+    Args:
+        adapter: as it was read.
+        lora_alpha: as for `read_adapter`.
+
+    Raises:
+        WholeModelError: its tensors are those of a whole model.
+        CheckpointError: it is damaged, or says something else.
+    """
+    adapter = _with_alpha(adapter, lora_alpha)
+    _check_lora(adapter)
     _check_values(adapter)
     return adapter
 
@@ -356,7 +377,7 @@ def _check_lora(adapter: Adapter) -> None:
         module = name.removesuffix(".weight").removesuffix(".conv")
         is_updated = name.endswith(".weight") and f"{module}.lora_A" in halves
         if (is_of_base and name not in halves) or is_updated:
-            raise CheckpointError(
+            raise WholeModelError(
                 f"{source}: holds a whole model, not LoRA alone: {name}, …; give it as "
                 "--init_checkpoint or --model_name_or_path, or take its LoRA out with "
                 "utils/split_lora.py"

@@ -6,7 +6,8 @@
     python utils/convert.py lora_mnli.bin mnli.safetensors --to lora --lora_alpha 16
     python utils/convert.py model.26289.pt e2e_merged --to merged --base gpt2-medium
 
-IN is an adapter of any form: a file, a folder, or a name on the hub. OUT is
+IN is an adapter of any form: a file, a folder, or a name on the hub. Of a whole model's checkpoint
+that holds LoRA, the adapter is taken out. OUT is
 
     lora      a .safetensors file, which says rank, alpha, targets, base, task and labels
     release   a .bin or .pt file as microsoft/LoRA's scripts read it
@@ -28,12 +29,20 @@ from typing import Any
 
 import torch
 from gpt2_folder import read_gpt2, write_gpt2
+from split_lora import extract
 from torch import Tensor, nn
 
 from loralib import process
 from loralib.checkpoint import LORA, Adapter, alpha_is_missing, check_base, lora_info, plain
 from loralib.files import CheckpointError, write_whole_folder
-from loralib.formats import FORMS, form_of_name, read_adapter, write_adapter
+from loralib.formats import (
+    FORMS,
+    WholeModelError,
+    check_lora,
+    form_of_name,
+    read_adapter,
+    write_adapter,
+)
 from loralib.hub import resolve_file
 from loralib.positions import shared_projections
 from loralib.updates import fold, lora_pairs, rank_of, updated_modules
@@ -46,6 +55,8 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "spm.model"),
 )
+# What an adapter was read from that was in a whole model's checkpoint.
+WHOLE = "in a whole model"
 # Forms that are folders, and what a folder is not called.
 _FOLDERS = ("peft", "merged")
 # Upstream's settings of the base's own head, and its later name for torch_dtype.
@@ -200,6 +211,18 @@ def copy_tokenizer(base: Base, folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------
 # Adapters
 # ------------------------------------------------------------------------------------------------
+
+
+def read_source(source: str, lora_alpha: float | None) -> Adapter:
+    """The adapter that IN is, or that is in it where it is a whole model's checkpoint.
+
+    Raises:
+        CheckpointError, OSError: as `read_adapter`.
+    """
+    try:
+        return read_adapter(source, lora_alpha=lora_alpha)
+    except WholeModelError:
+        return replace(check_lora(extract(Path(source)), lora_alpha), form=WHOLE)
 
 
 def with_info(adapter: Adapter) -> Adapter:
@@ -441,7 +464,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parses, and does what is asked for."""
     args = parse_args(argv)
     if args.info:
-        adapter = read_adapter(args.source, lora_alpha=args.lora_alpha)
+        adapter = read_source(args.source, args.lora_alpha)
         show(f"{adapter.source}:", describe(adapter))
     else:
         run(args)
@@ -451,12 +474,14 @@ def run(args: argparse.Namespace) -> None:
     """Reads, checks, converts, and says what was written."""
     form = args.to or form_of_name(args.target)
     check_target(args.target, form)
-    adapter = read_adapter(args.source, lora_alpha=args.lora_alpha)
+    adapter = read_source(args.source, args.lora_alpha)
     check_complete(adapter, form, args.base)
     adapter = with_task(adapter, args.task, args.labels)
     base = None if args.base is None else read_base(args.base, adapter)
     dtype = getattr(torch, args.dtype) if args.dtype else None
     said, remarks = convert(adapter, args.target, form, base, dtype)
+    if adapter.form == WHOLE:
+        remarks = [f"{adapter.source} is a whole model: its LoRA and head were taken", *remarks]
     show(f"{args.target}: written, from {adapter.source}:", said, remarks)
 
 

@@ -139,22 +139,32 @@ def split(source: Path, target: Path, name: str = "lora") -> Adapter:
     inside = target.exists() and target.resolve().parent == folder.resolve()
     if inside and (target.samefile(source) or name not in target.name):
         raise CheckpointError(f"{target}: would replace a file of the checkpoint it is taken from")
+    adapter = extract(source, kind)
+    if adapter.info is None and target.suffix == ".safetensors":
+        needed = {LORA: "rank and alpha", BOTTLENECK: "type and size"}.get(kind, kind.switch)
+        raise CheckpointError(
+            f"{source}: has no {CONFIG_NAME} beside it that states {needed}, which "
+            f"{target.name} has to hold; write a .bin instead"
+        )
+    write_adapter(target, adapter)
+    return adapter
+
+
+def extract(source: Path, kind: Kind = LORA) -> Adapter:
+    """The trained weights of a kind in the checkpoint `source`, and its head.
+
+    The info is None where neither the checkpoint nor settings beside it say enough.
+
+    Raises:
+        CheckpointError: `source` cannot be read, or holds no such weights.
+    """
     checkpoint = read_checkpoint(source)
     if kind is BITFIT and checkpoint.config and not checkpoint.config.get(kind.switch):
         raise CheckpointError(f"{source}: its {CONFIG_NAME} does not say that biases were trained")
     part = adapter_tensors(checkpoint.tensors, kind=kind)
     if not any(kind.holds(tensor, BACKBONE_PREFIXES) for tensor in part):
         raise CheckpointError(f"{source}: holds no {kind.name} weights")
-    info = describe(checkpoint, part, kind)
-    if info is None and target.suffix == ".safetensors":
-        needed = {LORA: "rank and alpha", BOTTLENECK: "type and size"}.get(kind, kind.switch)
-        raise CheckpointError(
-            f"{source}: has no {CONFIG_NAME} beside it that states {needed}, which "
-            f"{target.name} has to hold; write a .bin instead"
-        )
-    adapter = Adapter(part, info, str(source), kind)
-    write_adapter(target, adapter)
-    return adapter
+    return Adapter(part, describe(checkpoint, part, kind), str(source), kind)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -19,6 +19,7 @@ from itertools import groupby
 from pathlib import Path
 
 from loralib import process
+from loralib.encoding import refuse_utf16_file
 from loralib.files import write_whole
 from metrics import E2E, WEBNLG_AND_DART, Metric, References, score
 
@@ -200,6 +201,7 @@ def read_predictions(path: str, count: int) -> list[str]:
 
 
 def _read_lines(path: str) -> list[str]:
+    refuse_utf16_file(path)
     try:
         text = Path(path).read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:

@@ -12,6 +12,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from loralib import process
+from loralib.encoding import refuse_utf16_file
 from loralib.files import write_whole
 
 
@@ -48,6 +49,7 @@ def read_lines(path: str | os.PathLike) -> list[str]:
         FileNotFoundError: there is no such file.
         ValueError: a line is not UTF-8; the message names file and line.
     """
+    refuse_utf16_file(path)
     lines = Path(path).read_bytes().rstrip().split(b"\n")
     return [_decode(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from exp_utils import read_json_lines, write_json_lines
+from loralib.encoding import refuse_utf16_file
 
 Row = dict[str, Any]
 
@@ -73,6 +74,7 @@ def read_json(path: str | os.PathLike) -> Any:
         FileNotFoundError: there is no such file.
         ValueError: it is not JSON.
     """
+    refuse_utf16_file(path)
     try:
         return json.loads(Path(path).read_text("utf-8"))
     except ValueError as error:

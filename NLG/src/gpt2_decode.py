@@ -24,7 +24,7 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from encoder import END_OF_TEXT, Encoder, get_encoder
-from exp_utils import read_json_lines, run
+from exp_utils import read_json_lines, read_lines, run
 from formatted import Row, read_formatted
 from loralib.files import write_whole
 
@@ -71,9 +71,9 @@ def read_keys(path: str, rows: int) -> list[str]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it has another number of lines than the input.
+        ValueError: it is not UTF-8, or has another number of lines than the input.
     """
-    keys = Path(path).read_text("utf-8").rstrip("\n").split("\n")
+    keys = read_lines(path)
     if len(keys) != rows:
         raise ValueError(f"{path}: has {len(keys):,} lines, but the input has {rows:,} rows")
     return [key.strip() for key in keys]

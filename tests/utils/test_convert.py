@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 
 from loralib import process
 from loralib.checkpoint import Adapter, AdapterInfo, fingerprint, lora_info
-from loralib.files import read_tensors
+from loralib.files import read_tensors, write_wrapped_tensors
 from loralib.formats import FORMS, read_adapter, write_adapter
 from transformers import (
     AutoModelForSequenceClassification,
@@ -30,6 +31,7 @@ from transformers import (
     RobertaModel,
 )
 from transformers.configuration_utils import OWN_SETTINGS
+from transformers.modeling_utils import read_weights
 
 SCRIPT = Path(__file__).resolve().parents[2] / "utils" / "convert.py"
 FAMILIES = ("roberta", "deberta", "gpt2")
@@ -959,6 +961,61 @@ def test_foreign_adapters_have_no_other_form(failure, tmp_path, modules, form):
         assert "--to merged folds it into the base" in line
 
 
+@pytest.mark.parametrize("said", [True, False])
+def test_a_whole_gpt2_checkpoint_has_its_lora_taken_out(convert, failure, trained, tmp_path, said):
+    """As the release's scripts write it, and as this project's do, with metadata."""
+    one = trained["gpt2"]
+    names = {
+        f"transformer.{name.removeprefix('transformer.')}": tensor
+        for name, tensor in read_weights(one.base).items()
+        if not name.startswith("lm_head")
+    }
+    everything = {f"module.{k}": v for k, v in {**names, **one.adapter.tensors}.items()}
+    metadata = one.adapter.info.to_metadata() if said else {}
+    write_wrapped_tensors(tmp_path / "model.100.pt", everything, metadata)
+    alpha = [] if said else ["--lora_alpha", one.adapter.info.alpha]
+    if not said:
+        line = failure(tmp_path / "model.100.pt", tmp_path / "e2e", "--to", "peft")
+        assert "does not say with what alpha it was trained" in line
+    assert convert(tmp_path / "model.100.pt", "--info", *alpha)["form"] == "in a whole model"
+    for form in ("lora", "release", "peft"):
+        out = tmp_path / OUT[form]
+        notes = convert(tmp_path / "model.100.pt", out, "--to", form, *alpha)["notes"]
+        assert notes[0].endswith("is a whole model: its LoRA and head were taken")
+        found = read_adapter(out)
+        assert_same_tensors(found.tensors, one.adapter.tensors)
+        if said and form == "lora":
+            assert found.info == one.adapter.info
+        out.unlink() if out.is_file() else shutil.rmtree(out)
+
+
+def test_a_whole_gpt2_checkpoint_without_lora_is_none(failure, trained, tmp_path):
+    base = dict(read_weights(trained["gpt2"].base))
+    torch.save(base, tmp_path / "base.pt")
+    line = failure(tmp_path / "base.pt", tmp_path / "out.safetensors")
+    assert f"base.pt: none of its {len(base)} tensors is LoRA's" in line
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_a_whole_encoder_checkpoint_has_its_lora_taken_out(convert, trained, tmp_path, family):
+    """Rank, alpha and labels are those of the config.json beside it."""
+    one = trained[family]
+    settings = {"id2label": dict(enumerate(LABELS)), "lora_r": 2, "lora_alpha": 6}
+    model = AutoModelForSequenceClassification.from_pretrained(
+        one.base, apply_lora=True, **settings
+    )
+    model.load_adapters([one.adapter])
+    model.save_pretrained(tmp_path / "checkpoint")
+    whole = tmp_path / "checkpoint" / "pytorch_model.bin"
+    if not whole.is_file():
+        whole = tmp_path / "checkpoint" / "model.safetensors"
+    notes = convert(whole, tmp_path / "out.safetensors")["notes"]
+    assert notes[0].endswith("is a whole model: its LoRA and head were taken")
+    found = read_adapter(tmp_path / "out.safetensors")
+    assert_same_tensors(found.tensors, one.adapter.tensors)
+    assert (found.info.alpha, found.info.labels) == (one.adapter.info.alpha, LABELS)
+
+
 def test_merging_needs_a_base(failure, trained, tmp_path):
     write_adapter(tmp_path / "in.safetensors", trained["roberta"].adapter)
     line = failure(tmp_path / "in.safetensors", tmp_path / "out", "--to", "merged")
@@ -1054,7 +1111,7 @@ def test_what_was_trained_with_others_beside_it(failure, trained, tmp_path, form
     [
         ("absent.bin", "no such checkpoint file"),
         ("empty", "holds no adapter"),
-        ("whole.bin", "holds a whole model, not LoRA alone"),
+        ("whole.bin", "does not say with what alpha it was trained"),
         ("cut.safetensors", "damaged"),
         ("two", "holds two adapters"),
     ],
