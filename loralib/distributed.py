@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from .files import write_whole
-from .process import TrainingError, rng_state, set_rng_state
+from .process import TrainingError, rng_state, set_rng_state, started
 
 logger = logging.getLogger(__name__)
 
@@ -218,6 +218,7 @@ class Watch(threading.Thread):
         timeout: in seconds.
         end: what is done with the one line that names the processes that hang; an empty one where
             another process says it.
+        clock: tells the time, in seconds.
 
     Attributes:
         progress: how far this process is, in any unit.
@@ -231,14 +232,15 @@ class Watch(threading.Thread):
         world_size: int,
         timeout: float,
         end: Callable[[str], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
         super().__init__(name="watch", daemon=True)
         self.store, self.number, self.timeout = store, number, timeout
         self.interval = min(5.0, timeout / 10)
-        self.end = end or _end_process
+        self.end, self.clock = end or _end_process, clock
         self.progress = self.ticks = 0
         self.stopped = threading.Event()
-        now = time.monotonic()
+        now = clock()
         self.seen = {other: ("", now) for other in range(world_size)}  # what it said, and since
         self.reached = {other: (-1, now) for other in range(world_size)}  # likewise, its progress
 
@@ -246,16 +248,17 @@ class Watch(threading.Thread):
         """Looks at the others until `stopped` is set; for the thread."""
         while not self.stopped.wait(self.interval):
             try:
-                self._look()
+                self.look()
             except (RuntimeError, TimeoutError) as error:
                 if not self.stopped.is_set():
                     self.end(f"the run's first host can no longer be reached ({_first(error)})")
                 return
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Says how far this process is, and sees how far the others are."""
         self.ticks += 1
         self.store.set(f"alive/{self.number}", f"{self.ticks} {self.progress}")
-        now = time.monotonic()
+        now = self.clock()
         for other in self.seen:
             said = ""
             if self.store.check([f"alive/{other}"]):
@@ -271,7 +274,7 @@ class Watch(threading.Thread):
             speakers = [other for other in self.seen if other not in hanging]
             if self.number in hanging or self.number == min(speakers, default=self.number):
                 self.end(self._line(hanging))
-            elif self.stopped.wait(2 * self.interval) is False:
+            elif not self.stopped.wait(2 * self.interval):
                 self.end("")
 
     def _hanging(self, now: float) -> list[int]:
@@ -293,6 +296,8 @@ class Watch(threading.Thread):
 def _end_process(line: str) -> None:
     if line:
         logger.error("%s; the run ends, and resumes from its last checkpoint", line)
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(1)
 
 
@@ -353,13 +358,7 @@ def _agent() -> str | None:
     """The launcher's agent that started this process, by a name that no other one has; or None."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    parent = os.getppid()
-    try:
-        # What follows the command's name, which may hold anything: the 20th is when it was started.
-        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:  # not Linux: its number has to do
-        started = ""
-    return f"{socket.gethostname()} {parent} {started}"
+    return f"{socket.gethostname()} {os.getppid()} {started(os.getppid())}"
 
 
 def _read_launch(path: Path, agents: Collection[str]) -> dict[str, Any] | None:

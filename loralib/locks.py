@@ -20,7 +20,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from .files import write_whole
-from .process import TrainingError
+from .process import TrainingError, started
 
 LOCK_NAME = ".lock"
 OWNER_NAME = ".lock.json"
@@ -37,7 +37,7 @@ class Owner:
     Args:
         pid: its number on its host.
         host: the host's name.
-        started: what tells it from a later process of this number; see `_started`.
+        started: what tells it from a later process of this number; see `loralib.process.started`.
         since: when it took the lock, local time.
         command: what it was called with.
     """
@@ -53,7 +53,7 @@ class Owner:
         """This process, from now on."""
         pid, since = os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S")
         command = shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
-        return cls(pid, socket.gethostname(), _started(pid), since, command)
+        return cls(pid, socket.gethostname(), started(pid), since, command)
 
     @classmethod
     def read(cls, path: Path) -> "Owner | None":
@@ -80,21 +80,12 @@ class Owner:
             return True
         except PermissionError:
             pass  # another user's
-        return _started(self.pid) != self.started
+        return started(self.pid) != self.started
 
     def __str__(self) -> str:
         command = " ".join(self.command.split())
         command = command if len(command) <= 160 else f"{command[:159]}…"
         return f"process {self.pid} on {self.host}, since {self.since}: {command}"
-
-
-def _started(pid: int) -> str:
-    """When a process was started, in the kernel's ticks; empty where that cannot be known."""
-    try:
-        # The command's name, in parentheses, may hold anything; this is the 20th field behind it.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
 
 
 @contextmanager

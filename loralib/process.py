@@ -6,6 +6,7 @@ import os
 import random
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -104,6 +105,18 @@ def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> 
             "on %s, which has other random numbers",
             *(places if on_gpu else reversed(places)),
         )
+
+
+def started(pid: int) -> str:
+    """When a process was started, in the kernel's ticks; empty where that cannot be known.
+
+    It tells a process from a later one of the same number.
+    """
+    try:
+        # The command's name, in parentheses, may hold anything; this is the 20th field behind it.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
 
 
 def rank() -> int:
