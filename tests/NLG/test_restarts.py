@@ -72,3 +72,17 @@ def test_an_error_is_not_resumed_over(calls, tiny, tmp_path):
     refused = launch(1, TINY, path, restarts=1)
     assert refused.returncode != 0
     assert refused.stderr.count("holds models of another run") == 2
+
+
+def test_a_process_that_hangs(calls, tmp_path):
+    """Stopped, not dead: the run ends by --ddp_timeout, says whose fault it is, and resumes."""
+    call = json.loads(calls("out").read_text())
+    call[0]["argv"] += ["--ddp_timeout", "6"]
+    (tmp_path / "out.json").write_text(json.dumps(call))
+    mark = tmp_path / "stopped"
+    kill = killed(mark, 1, "beat", 9, signal="SIGSTOP")
+    result = launch(3, *kill, TINY, tmp_path / "out.json", restarts=1)
+    assert mark.exists()
+    assert result.stderr.count("process 1 of 3 hangs: nothing for 6 s") == 1
+    assert result.returncode == 0, result.stderr
+    assert "resuming after step" in result.stderr

@@ -1,0 +1,191 @@
+"""gpt2_ft.py on two hosts: network namespaces of this machine, with a cable between them.
+
+Needs root and iproute2, on Linux. The launcher is torchrun, as the README has it.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from compare import assert_same_bits
+
+from loralib.files import read_tensors
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = ROOT / "tests" / "NLG" / "tiny_gpt2_ft.py"
+ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}
+SETTINGS = (
+    "--max_epoch 120 --save_interval 20 --eval_interval 100 --lora_dropout 0.3 --lr 0.03 "
+    "--train_batch_size 1 --ddp_timeout 60"
+)
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def ip(*words, check=True):
+    return subprocess.run(["ip", *words], check=check, capture_output=True, text=True)
+
+
+class Hosts:
+    """Two hosts and the processes that were started on them.
+
+    Args:
+        tag: what tells their names from those of others.
+        folder: for logs.
+    """
+
+    def __init__(self, tag, folder):
+        self.names = {host: f"lora-{tag}-{host}" for host in ADDRESSES}
+        self.folder, self.started = folder, []
+
+    def connect(self):
+        for name in self.names.values():
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        first, second = self.names.values()
+        ip("link", "add", "cable", "netns", first, "type", "veth", "peer", "cable", "netns", second)
+        for host, address in ADDRESSES.items():
+            ip("-n", self.names[host], "addr", "add", f"{address}/24", "dev", "cable")
+            self.set_link(host, "up")
+
+    def set_link(self, host, state):
+        ip("-n", self.names[host], "link", "set", "cable", state)
+
+    def launch(self, host, calls):
+        """Starts torchrun on a host, with two processes."""
+        rendezvous = f"join_timeout=40,last_call_timeout=2,is_host={int(host == 'a')}"
+        command = [
+            *("ip", "netns", "exec", self.names[host], sys.executable, "-m"),
+            *("torch.distributed.run", "--nnodes=2", "--nproc_per_node=2", "--max_restarts=3"),
+            *("--rdzv_backend=c10d", "--rdzv_id=run", f"--rdzv_conf={rendezvous}"),
+            *(f"--rdzv_endpoint={ADDRESSES['a']}:29400", f"--local_addr={ADDRESSES[host]}"),
+            *(str(TINY), str(calls)),
+        ]
+        log = self.folder / f"{host}{len(self.started)}.log"
+        environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        with open(log, "wb") as file:
+            process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
+        self.started.append(process)
+        process.log = log
+        return process
+
+    def lose(self, host):
+        """Kills everything that runs on a host, at once."""
+        for pid in ip("netns", "pids", self.names[host]).stdout.split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+
+    def close(self):
+        for host, name in self.names.items():
+            if name in ip("netns", "list").stdout:
+                self.lose(host)
+                ip("netns", "del", name, check=False)
+        for process in self.started:
+            process.wait(30)
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need Linux, root and iproute2")
+    found = Hosts(os.getpid(), tmp_path)
+    try:
+        try:
+            found.connect()
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
+        yield found
+    finally:
+        found.close()
+
+
+@pytest.fixture(scope="module")
+def trial(tmp_path_factory):
+    sys.path.insert(0, str(ROOT / "NLG" / "src"))
+    try:
+        config = load(TINY).tiny_config_of("gpt2.xs", lora_attn_dim=2, lora_attn_alpha=8)
+        yield load(ROOT / "tests/NLG/conftest.py").Trial(tmp_path_factory.mktemp("t"), config, 14)
+    finally:
+        sys.path.remove(str(ROOT / "NLG" / "src"))
+
+
+@pytest.fixture
+def calls(trial, tmp_path):
+    """``calls(name)``: the file that has tiny_gpt2_ft.py train into a folder of that name."""
+
+    def write(name):
+        argv = trial.flags(tmp_path / name, *SETTINGS.split())
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps([{"argv": argv, "kill_in_step": None}]))
+        return path
+
+    return write
+
+
+def finish(*processes, timeout=200):
+    for process in processes:
+        code = process.wait(timeout)
+        assert code == 0, process.log.read_text(errors="replace")[-3000:]
+
+
+def wait_for(path, process, timeout=100):
+    """Until the run has written a file."""
+    end = time.monotonic() + timeout
+    while not path.exists():
+        assert process.poll() is None, process.log.read_text(errors="replace")[-3000:]
+        assert time.monotonic() < end, f"{path.name} was not written within {timeout} s"
+        time.sleep(0.1)
+
+
+def last_model(folder):
+    path = max(folder.glob("model.*.pt"), key=lambda path: int(path.suffixes[0][1:]))
+    return path.name, read_tensors(path)[0]
+
+
+def assert_same_end(first, second):
+    (name, ours), (other, theirs) = last_model(first), last_model(second)
+    assert name == other
+    assert_same_bits(ours, theirs)
+
+
+def test_a_host_lost_and_back_and_a_link_cut(hosts, calls, tmp_path):
+    finish(*(hosts.launch(host, calls("whole")) for host in ADDRESSES))
+
+    a, b = (hosts.launch(host, calls("lost")) for host in ADDRESSES)
+    wait_for(tmp_path / "lost" / "model.100.pt", a)
+    hosts.lose("b")
+    assert b.wait(30) != 0
+    finish(a, hosts.launch("b", calls("lost")))
+    assert "resuming after step" in a.log.read_text(errors="replace")
+    assert_same_end(tmp_path / "lost", tmp_path / "whole")
+
+    a, b = (hosts.launch(host, calls("cut")) for host in ADDRESSES)
+    wait_for(tmp_path / "cut" / "model.100.pt", a)
+    hosts.set_link("a", "down")
+    time.sleep(20)
+    hosts.set_link("a", "up")
+    finish(a, b)
+    assert_same_end(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_a_host_that_does_not_come_back(hosts, calls, tmp_path):
+    """The other one waits for it as long as the rendezvous is told to, and ends."""
+    a, _ = (hosts.launch(host, calls("lost")) for host in ADDRESSES)
+    wait_for(tmp_path / "lost" / "model.60.pt", a)
+    hosts.lose("b")
+    assert a.wait(150) != 0
+    assert "RendezvousTimeoutError" in a.log.read_text(errors="replace")
