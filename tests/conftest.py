@@ -5,6 +5,7 @@ A test that is about a GPU is marked `gpu`; `pytest -m gpu` runs those alone, an
 
 import importlib
 import importlib.util
+import logging
 import os
 import tempfile
 from pathlib import Path
@@ -28,6 +29,14 @@ def pytest_configure(config):
     config.stash[SEEN_GPUS] = {name: os.environ[name]} if name in os.environ else {}
     if config.option.markexpr != "gpu":
         os.environ[name] = ""
+
+
+@pytest.fixture(autouse=True)
+def log_levels():
+    """Those of a new process: scripts set them, and what one test shows is no other's."""
+    logging.getLogger().setLevel(logging.WARNING)
+    for name in ("loralib", "transformers", "__main__"):
+        logging.getLogger(name).setLevel(logging.NOTSET)
 
 
 def pytest_runtest_setup(item):
