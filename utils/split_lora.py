@@ -7,6 +7,9 @@ the release's form, saved by torch, or, where its name ends in .safetensors, wit
 targets, task, labels and base in its metadata, which are taken from the config.json beside IN, or
 from IN itself. A checkpoint in which several were trained, such as LoRA and biases, has to be split
 once for each. convert.py turns what comes out into other forms, such as PEFT's.
+
+What exists is written over with --overwrite alone. The release's own call, as above, may be
+repeated: it replaces a .bin or .pt that holds LoRA and a head and nothing else.
 """
 
 import argparse
@@ -122,17 +125,37 @@ def _own_settings(
     return own
 
 
-def split(source: Path, target: Path, name: str = "lora") -> Adapter:
+def check_free(target: Path, kind: Kind) -> None:
+    """Checks that nothing is lost where `target` is written over without being asked.
+
+    Raises:
+        CheckpointError: there is a file that the release's own call would not have written.
+    """
+    if not target.is_file():
+        return
+    try:
+        tensors = own_names(read_tensors(target)[0], str(target))
+        is_part = adapter_tensors(tensors, kind=LORA).keys() == tensors.keys()
+        is_lora = is_part and any(LORA.holds(name, BACKBONE_PREFIXES) for name in tensors)
+    except CheckpointError:
+        is_lora = False
+    if not is_lora or kind is not LORA or target.suffix == ".safetensors":
+        raise CheckpointError(f"{target}: exists already; give another name, or --overwrite")
+
+
+def split(source: Path, target: Path, name: str = "lora", overwrite: bool = False) -> Adapter:
     """Writes a part of the checkpoint `source` to `target`, and returns it.
 
     Args:
         source: checkpoint file or folder.
         target: the file to write.
         name: which part, of `KINDS_BY_NAME`.
+        overwrite: replace `target`, whatever it is, if it exists.
 
     Raises:
         CheckpointError: `source` cannot be read, holds no such weights, or does not say what
-            `target` has to; or `target` is a file of the checkpoint other than one for this part.
+            `target` has to; or `target` is a file of the checkpoint other than one for this part,
+            or exists, see `check_free`.
     """
     kind = KINDS_BY_NAME[name]
     folder = source if source.is_dir() else source.parent
@@ -146,6 +169,8 @@ def split(source: Path, target: Path, name: str = "lora") -> Adapter:
             f"{source}: has no {CONFIG_NAME} beside it that states {needed}, which "
             f"{target.name} has to hold; write a .bin instead"
         )
+    if not overwrite:
+        check_free(target, kind)
     write_adapter(target, adapter)
     return adapter
 
@@ -180,9 +205,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         default="lora",
         help="what to extract beside the head: LoRA (the default), bottleneck adapters, or biases",
     )
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
     args = parser.parse_args(argv)
     try:
-        adapter = split(args.source, args.target, args.part)
+        adapter = split(args.source, args.target, args.part, args.overwrite)
     except (CheckpointError, OSError, ValueError) as error:
         sys.exit(f"split_lora.py: error: {error}")
     values = sum(tensor.numel() for tensor in adapter.tensors.values())

@@ -254,3 +254,61 @@ def test_settings_that_say_another_rank(script, tmp_path):
     message = failure(script, folder, tmp_path / "lora.bin")
     assert "its LoRA weights have rank 2, its config.json says 3" in message
     assert not (tmp_path / "lora.bin").exists()
+
+
+def test_the_release_s_own_call_may_be_repeated(script, tmp_path):
+    folder = checkpoint_folder(tmp_path / "full")
+    target = tmp_path / "lora.bin"
+    script.main([str(folder), str(target)])
+    first = target.read_bytes()
+    torch.save({n: t + 1 for n, t in full_checkpoint().items()}, folder / "pytorch_model.bin")
+    script.main([str(folder), str(target)])
+    second = target.read_bytes()
+    assert second != first
+    script.main([str(folder), str(target)])
+    assert target.read_bytes() == second
+
+
+def whole(path: Path) -> None:
+    torch.save(full_checkpoint(), path)
+
+
+def head_alone(path: Path) -> None:
+    torch.save({"classifier.bias": torch.ones(4)}, path)
+
+
+def text(path: Path) -> None:
+    path.write_text("mine")
+
+
+@pytest.mark.parametrize("there", [whole, head_alone, text])
+@pytest.mark.parametrize("suffix", [".bin", ".safetensors"])
+def test_what_exists_is_written_over_on_request_alone(script, tmp_path, there, suffix):
+    folder, target = checkpoint_folder(tmp_path / "full"), tmp_path / f"out{suffix}"
+    there(target)
+    before = target.read_bytes()
+    message = failure(script, folder, target)
+    assert message.endswith(f"{target}: exists already; give another name, or --overwrite")
+    assert target.read_bytes() == before
+    script.main([str(folder), str(target), "--overwrite"])
+    assert len(read_adapter(target).tensors) == 4
+    if suffix == ".safetensors":  # which the release never wrote
+        assert "--overwrite" in failure(script, folder, target)
+
+
+def test_other_parts_do_not_replace_a_lora_file(script, tmp_path):
+    folder, target = baselines_folder(tmp_path / "full"), tmp_path / "out.bin"
+    script.main([str(checkpoint_folder(tmp_path / "lora")), str(target)])
+    before = target.read_bytes()
+    assert "--overwrite" in failure(script, folder, target, "--part", "bitfit")
+    assert target.read_bytes() == before
+    script.main([str(folder), str(target), "--part", "bitfit", "--overwrite"])
+    assert target.read_bytes() != before
+
+
+def test_overwriting_spares_the_checkpoint_s_own_files(script, tmp_path):
+    folder = checkpoint_folder(tmp_path / "full")
+    before = (folder / "config.json").read_bytes()
+    line = failure(script, folder, folder / "config.json", "--overwrite")
+    assert "would replace a file of the checkpoint" in line
+    assert (folder / "config.json").read_bytes() == before
