@@ -105,6 +105,9 @@ def sole_use(folder: str | os.PathLike) -> Iterator[None]:
         yield
     finally:
         owner_path.unlink(missing_ok=True)
+        if os.name == "posix":
+            # While it is held: whoever has it open already finds that it has no name any more.
+            Path(folder, LOCK_NAME).unlink(missing_ok=True)
         lock.release()
 
 
