@@ -346,7 +346,13 @@ def _append(response: HTTPResponse, part: Path, start: int) -> None:
     with (
         open(part, "ab" if start else "wb") as file,
         tqdm(
-            desc=part.stem, initial=start, total=total, unit="B", unit_scale=True, leave=False
+            desc=part.stem,
+            initial=start,
+            total=total,
+            unit="B",
+            unit_scale=True,
+            leave=False,
+            disable=None,  # where there is no terminal
         ) as bar,
     ):
         # only now: an ETag beside older bytes would pass them off as its own

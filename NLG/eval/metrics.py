@@ -79,7 +79,7 @@ def ter(references: References, predictions: list[str]) -> float:
         if len(predictions) >= TER_POOL_FROM:
             pool = stack.enter_context(ProcessPoolExecutor())
             rows = pool.map(_edits, predictions, references, chunksize=16)
-        done = list(tqdm(rows, "TER", len(predictions), unit="row", leave=False))
+        done = list(tqdm(rows, "TER", len(predictions), unit="row", leave=False, disable=None))
     return sum(edits for edits, _ in done) / sum(words for _, words in done)
 
 

@@ -113,7 +113,8 @@ def _receive(url: str, path: Path) -> tuple[int, int | None]:
     with urlopen(url, timeout=TIMEOUT) as response, open(path, "wb") as file:
         length = response.headers.get("Content-Length")
         announced = None if length is None else int(length)
-        with tqdm(desc=url.rsplit("/", 1)[1], total=announced, unit="B", unit_scale=True) as bar:
+        name = url.rsplit("/", 1)[1]
+        with tqdm(desc=name, total=announced, unit="B", unit_scale=True, disable=None) as bar:
             while chunk := response.read(CHUNK):
                 file.write(chunk)
                 bar.update(len(chunk))

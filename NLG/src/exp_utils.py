@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,13 @@ def run(main: Callable[[], None]) -> None:
 
 
 def set_up_logging() -> None:
-    """Logs to the console: everything from the main process, from the others warnings only."""
+    """Logs to the console: everything from the main process, from the others errors only."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     # Some launchers' processes learn their rank only after the start, and come here again.
-    logging.getLogger().setLevel(logging.INFO if process.rank() == 0 else logging.WARNING)
+    is_main = process.rank() == 0
+    logging.getLogger().setLevel(logging.INFO if is_main else logging.ERROR)
+    if not is_main:
+        warnings.simplefilter("ignore")  # the main process gives them as well
 
 
 def read_json_lines(path: str | os.PathLike) -> list[dict[str, Any]]:

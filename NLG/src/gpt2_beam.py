@@ -213,7 +213,8 @@ def decode(
     distinct = sorted(set(prompts), key=lambda prompt: (-len(prompt), prompt))
     share = distinct[this.rank :: this.world_size]
     texts = {}
-    with tqdm(total=len(share), desc="decode", unit="context", disable=not this.is_main) as bar:
+    hidden = not this.is_main or None  # None: where there is no terminal
+    with tqdm(total=len(share), desc="decode", unit="context", disable=hidden) as bar:
         for begin in range(0, len(share), batch_size):
             batch = share[begin : begin + batch_size]
             texts.update(zip(batch, search(model, batch, settings), strict=True))

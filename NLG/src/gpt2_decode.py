@@ -169,7 +169,7 @@ def decode_groups(
         ValueError: an id is not in the vocabulary.
     """
     texts = []
-    for group in tqdm(groups, desc="decode", unit="text"):
+    for group in tqdm(groups, desc="decode", unit="text", disable=None):
         first = group.rows[0]
         try:
             texts.append(cut(encoder.decode(predictions[first])))

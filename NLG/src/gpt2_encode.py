@@ -63,7 +63,8 @@ def main(argv: list[str] | None = None) -> None:
     rows = read_formatted(args.input)
     encoder = get_encoder(args.vocab)
     encoded = encode_rows(rows, encoder, add_bos=args.add_bos, add_eos=args.add_eos)
-    write_json_lines(args.output, tqdm(encoded, total=len(rows), desc="encode", unit="row"))
+    bar = tqdm(encoded, total=len(rows), desc="encode", unit="row", disable=None)
+    write_json_lines(args.output, bar)
 
 
 if __name__ == "__main__":

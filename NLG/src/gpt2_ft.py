@@ -240,7 +240,7 @@ class Trainer:
             total=min(last, epochs * self.epoch_batches if epochs else last),
             initial=self.step,
             unit="step",
-            disable=not self.this.is_main,
+            disable=not self.this.is_main or None,  # None: where there is no terminal
         ) as self.bar:
             while not self._is_over():
                 self._train_epoch()
@@ -313,6 +313,8 @@ class Trainer:
         speed = self.tokens / (now - self.since)
         self.tokens, self.since = 0, now
         self.bar.set_postfix(loss=f"{loss:.3f}", lr=f"{self.scheduler.lr:.2e}")
+        if self.bar.disable:
+            logger.info("step %d: loss %.3f, lr %.2e", self.step, loss, self.scheduler.lr)
         self.metrics.write(step=self.step, loss=loss, lr=self.scheduler.lr, tokens_per_second=speed)
 
     @torch.no_grad()

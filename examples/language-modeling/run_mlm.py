@@ -163,12 +163,12 @@ def perplexity(loss: float) -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, and does what it asks for with the output folder to itself."""
+    set_up_logging()
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = HfArgumentParser(
         (ModelArguments, DataArguments, TrainingArguments), description=__doc__.split("\n")[0]
     )
     model_args, data_args, args = parser.parse_args_into_dataclasses(argv)
-    set_up_logging()
     with sole_use_of_output(args):
         train(model_args, data_args, args)
 

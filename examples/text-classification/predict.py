@@ -378,7 +378,7 @@ def compute_logits(
     """
     logits: list[np.ndarray] = [np.empty(0)] * len(rows)
     lengths = [len(row["input_ids"]) for row in rows]
-    with tqdm(total=len(rows), desc="predicting", unit="rows", file=sys.stderr) as bar:
+    with tqdm(total=len(rows), desc="predicting", unit="rows", disable=None) as bar:
         for chosen in batches(lengths, adapters, batch_size):
             inputs = collate([rows[index] for index in chosen])
             inputs = {name: tensor.to(precision.device_type) for name, tensor in inputs.items()}

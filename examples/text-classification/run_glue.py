@@ -611,6 +611,7 @@ def predict(trainer: Trainer, splits: dict[str, Dataset], data: TextData) -> Non
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, and does what it asks for with the output folder to itself."""
+    set_up_logging()
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = HfArgumentParser(
         (ModelArguments, DataTrainingArguments, TrainingArguments),
@@ -622,7 +623,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         model_args, data_args, args = parser.parse_json_file(given[0])
     else:
         model_args, data_args, args = parser.parse_args_into_dataclasses(argv)
-    set_up_logging()
     with sole_use_of_output(args):
         fine_tune(model_args, data_args, args)
 

@@ -403,6 +403,7 @@ def test_an_error_in_the_middle_of_a_bar_has_its_own_line(
 ):
     shown = [flag for flag in common(tiny_base) if flag != "--disable_tqdm"]
     flags = ["--learning_rate", "1e30", "--save_steps", 1, "--max_grad_norm", 0]
+    flags += ["--disable_tqdm", "false"]  # for stderr is no terminal here
     arguments = [*shown, *on_rte(tiny_glue, tmp_path / "out"), *flags]
     line = failure(run_glue, arguments, monkeypatch, capsys)
     assert "not finite" in line

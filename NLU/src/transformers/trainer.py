@@ -544,12 +544,14 @@ class Trainer(TrainerCheckpoints):
         Predictions are what the model returns besides the loss; see `EvalPrediction`.
         """
         loss_only = self.args.prediction_loss_only
-        output = self._evaluation_loop(test_dataset, metric_key_prefix, loss_only)
+        output = self._evaluation_loop(test_dataset, metric_key_prefix, loss_only, "predicting")
         output.metrics.update(self._memory_metrics(metric_key_prefix))
         self._call("on_predict", metrics=output.metrics)
         return output
 
-    def _evaluation_loop(self, dataset: Dataset, prefix: str, loss_only: bool) -> PredictionOutput:
+    def _evaluation_loop(
+        self, dataset: Dataset, prefix: str, loss_only: bool, what: str = "evaluating"
+    ) -> PredictionOutput:
         args = self.args
         if len(dataset) == 0:
             raise ValueError("the set to evaluate is empty")
@@ -573,7 +575,7 @@ class Trainer(TrainerCheckpoints):
                     _check_rows(batch, len(indices))
                     collector.add(batch)
                 distributed.beat()
-                self._call("on_prediction_step", num_batches=len(share))
+                self._call("on_prediction_step", num_batches=len(share), what=what)
         total, count = sum_over_processes(losses, args.world_size).tolist()
         metrics = {} if count == 0 else {f"{prefix}_loss": total / count}
         gathered = [

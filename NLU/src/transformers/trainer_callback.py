@@ -97,7 +97,7 @@ class TrainerCallback:
         """An update was made."""
 
     def on_prediction_step(self, args, state, control, **kwargs) -> None:
-        """A batch of an evaluation was computed; `num_batches` of them make it."""
+        """A batch of `num_batches` was computed; `what` is evaluating, or predicting."""
 
     def on_evaluate(self, args, state, control, **kwargs) -> None:
         """An evaluation has ended; `metrics` are its results."""
@@ -186,21 +186,24 @@ class ProgressCallback(TrainerCallback):
             bar = self._bars["training"]
             bar.update(state.global_step - bar.n)
 
-    def on_prediction_step(self, args, state, control, num_batches: int = 0, **kwargs) -> None:
+    def on_prediction_step(
+        self, args, state, control, num_batches: int = 0, what: str = "evaluating", **kwargs
+    ) -> None:
         """Moves the evaluation's bar on by a batch, opening it before the first."""
-        if "evaluating" not in self._bars:
-            self._open(state, "evaluating", num_batches, "batch")
-        if "evaluating" in self._bars:
-            self._bars["evaluating"].update()
+        if what not in self._bars:
+            self._open(state, what, num_batches, "batch")
+        if what in self._bars:
+            self._bars[what].update()
 
     def on_log(self, args, state, control, logs: dict[str, float] | None = None, **kwargs) -> None:
-        """Shows a record above the run's bar."""
-        if "training" in self._bars:
+        """Shows a record above the run's bar; its last, the summary, is for `log_metrics`."""
+        if "training" in self._bars and "train_runtime" not in logs:
             self._bars["training"].write(str(logs))
 
     def on_evaluate(self, args, state, control, **kwargs) -> None:
         """Closes the evaluation's bar."""
         self._close("evaluating")
+        self._close("predicting")
 
     on_predict = on_evaluate
 
@@ -221,11 +224,22 @@ class ProgressCallback(TrainerCallback):
 
 
 class PrinterCallback(TrainerCallback):
-    """Prints log records, where bars are not wanted."""
+    """Prints a run's log records, where bars are not wanted."""
+
+    def __init__(self) -> None:
+        self._is_training = False
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        """The records from here on are the run's."""
+        self._is_training = True
+
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        """The records from here on are for `log_metrics`, as the run's summary is."""
+        self._is_training = False
 
     def on_log(self, args, state, control, logs: dict[str, float] | None = None, **kwargs) -> None:
         """Prints a record."""
-        if state.is_world_process_zero:
+        if state.is_world_process_zero and self._is_training and "train_runtime" not in logs:
             print(logs, flush=True)
 
 

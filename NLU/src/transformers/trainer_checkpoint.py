@@ -60,6 +60,9 @@ SCALER_NAME = "scaler.pt"
 # What every schedule of PyTorch notes.
 _OF_A_SCHEDULE = ("base_lrs", "last_epoch", "_last_lr")
 
+# Metrics in bytes, which people read in a larger unit.
+_IN_BYTES = ("_mem_cpu_peak", "_mem_gpu_peak")
+
 # Settings that a run keeps when it is resumed. Its length may change, and what runs it.
 _SAME_IN_A_RUN = (
     "seed",
@@ -396,7 +399,9 @@ class TrainerCheckpoints:
         if self.args.is_main_process:
             logger.info("***** %s metrics *****", split)
             for name in sorted(metrics):
-                logger.info("  %s = %s", name, metrics[name])
+                value = metrics[name]
+                shown = f"{value / 2**20:,.1f} MiB" if name.endswith(_IN_BYTES) else value
+                logger.info("  %s = %s", name, shown)
 
     def save_metrics(self, split: str, metrics: dict[str, float]) -> None:
         """Writes ``<split>_results.json``, and adds to ``all_results.json``."""

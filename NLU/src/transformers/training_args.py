@@ -4,6 +4,7 @@ import json
 import math
 import os
 import platform
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -42,6 +43,7 @@ _DEFAULTS: dict[str, Callable[["TrainingArguments"], Any]] = {
     "do_eval": lambda args: args.evaluation_strategy is not IntervalStrategy.NO,
     "eval_steps": lambda args: args.logging_steps,
     "logging_dir": lambda args: default_logdir(),
+    "disable_tqdm": lambda args: not sys.stderr.isatty(),
     "run_name": lambda args: args.output_dir,
     "metric_for_best_model": lambda args: "loss" if args.load_best_model_at_end else None,
     "greater_is_better": lambda args: _is_a_score(args.metric_for_best_model),
@@ -117,7 +119,9 @@ class TrainingArguments:
     )
     past_index: int = flag(-1, "refused unless negative: no model here has such a memory")
     run_name: str | None = flag(None, "the run's name in Weights & Biases (default: output_dir)")
-    disable_tqdm: bool | None = flag(None, "no progress bars")
+    disable_tqdm: bool | None = flag(
+        None, "no progress bars (default: where standard error is not a terminal)"
+    )
     remove_unused_columns: bool = flag(True, "drop the columns that the model does not take")
     label_names: list[str] | None = flag(
         None, "names of the forward's arguments that are labels (default: labels)"

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -27,16 +28,20 @@ DEFAULT_LENGTH = 128
 
 
 def set_up_logging() -> None:
-    """Logs to the console: everything from the main process, from the others warnings only."""
+    """Logs to the console: everything from the main process, from the others errors only."""
     main = process.rank() == 0
     logging.basicConfig(
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         datefmt="%H:%M:%S",
-        level=logging.WARNING,
+        level=logging.WARNING if main else logging.ERROR,
     )
     for name in ("transformers", "__main__"):
-        logging.getLogger(name).setLevel(logging.INFO if main else logging.WARNING)
+        logging.getLogger(name).setLevel(logging.INFO if main else logging.ERROR)
+    # What it logs of a file that it cannot read, the error says that it raises.
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     if not main:
+        warnings.simplefilter("ignore")  # the main process gives them as well
+    if not main or not sys.stderr.isatty():
         datasets.disable_progress_bars()
 
 

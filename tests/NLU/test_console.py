@@ -1,0 +1,70 @@
+"""What a run says where there is no terminal: each thing once, and no bars."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from glue_runs import common, on_rte
+
+from transformers import TrainingArguments
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "text-classification" / "run_glue.py"
+
+
+def run(arguments: list, processes: int = 1) -> subprocess.CompletedProcess:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command = [*(launcher if processes > 1 else []), SCRIPT, *arguments]
+    return subprocess.run(
+        [sys.executable, *map(str, command)], capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_log_has_no_bars_and_each_figure_once(tiny_base, tiny_glue, tmp_path, processes):
+    arguments = [flag for flag in common(tiny_base) if flag != "--disable_tqdm"]
+    arguments += [
+        *on_rte(tiny_glue, tmp_path / "out"),
+        "--do_predict",
+        "--per_gpu_eval_batch_size",
+        4,
+    ]
+    result = run(arguments, processes)
+    assert result.returncode == 0, result.stderr
+    said = result.stdout + result.stderr
+    assert "\r" not in said
+    assert "%|" not in said
+    for name in ("train_runtime", "train_loss", "eval_loss", "eval_accuracy", "eval_mem_cpu_peak"):
+        assert said.count(name) == 1, name
+    assert said.count("'loss': ") == 6 // processes  # every second step
+    # A warning, and it is the main process's.
+    assert said.count("--per_gpu_eval_batch_size is --per_device_") == 1
+    (line,) = (line for line in said.splitlines() if "train_mem_cpu_peak" in line)
+    number, unit = line.split(" = ")[1].split()
+    assert unit == "MiB"
+    assert 50 < float(number.replace(",", "")) < 50_000
+
+
+def test_a_library_s_own_error_is_not_said_twice(tiny_base, tmp_path):
+    (tmp_path / "train.json").write_text("no JSON at all")
+    arguments = [*common(tiny_base), "--train_file", tmp_path / "train.json", "--do_train"]
+    result = run([*arguments, "--output_dir", tmp_path / "out"])
+    assert result.returncode == 1
+    assert "ERROR" not in result.stderr
+    (line,) = (line for line in result.stderr.splitlines() if "train.json" in line)
+    assert line.startswith("run_glue.py: error: ")
+
+
+def test_a_prediction_is_called_one(make_trainer, capsys):
+    trainer = make_trainer(disable_tqdm=False)
+    trainer.predict(trainer.eval_dataset)
+    said = capsys.readouterr().err
+    assert "predicting" in said
+    assert "evaluating" not in said
+    trainer.evaluate()
+    assert "evaluating" in capsys.readouterr().err
+
+
+def test_bars_can_be_asked_for(tmp_path):
+    assert TrainingArguments(str(tmp_path)).disable_tqdm
+    assert not TrainingArguments(str(tmp_path), disable_tqdm=False).disable_tqdm
