@@ -82,7 +82,14 @@ class DataArguments:
 
 
 def learn_tokenizer(file: str, vocab_size: int, max_length: int) -> PreTrainedTokenizerBase:
-    """Learns a byte-level BPE vocabulary from a text file."""
+    """Learns a byte-level BPE vocabulary from a text file.
+
+    Raises:
+        ValueError: there is no room for all bytes and the special tokens in it.
+    """
+    least = 256 + len(SPECIAL_TOKENS)
+    if vocab_size < least:
+        raise ValueError(f"--vocab_size {vocab_size}: bytes and special tokens are {least} already")
     bpe = ByteLevelBPETokenizer()
     bpe.train(file, vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS, show_progress=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -107,20 +114,23 @@ def new_config(model_args: ModelArguments, vocab_size: int, max_length: int) -> 
 
 
 def check_text(path: str) -> None:
-    """Refuses a file that is not there, or is not UTF-8 text.
+    """Refuses a file that is not there, holds no text, or none in UTF-8.
 
     Raises:
-        FileNotFoundError, ValueError: it is not.
+        FileNotFoundError, ValueError: it is such a file.
     """
     if not os.path.isfile(path):
         raise FileNotFoundError(f"{path}: no such file")
     refuse_utf16_file(path)
+    has_text = False
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                line.decode()
+                has_text = bool(line.decode().strip()) or has_text
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path}:{number}: not UTF-8 text ({error.reason})") from error
+    if not has_text:
+        raise ValueError(f"{path}: holds no text")
 
 
 def read_sets(
@@ -137,8 +147,6 @@ def read_lines(path: str, tokenizer: PreTrainedTokenizerBase, max_length: int) -
     """A text file's lines as token ids, and whether each was cut; empty lines are left out."""
     lines = load_dataset("text", data_files=path, split="train")
     lines = lines.filter(lambda row: bool(row["text"].strip()))
-    if len(lines) == 0:
-        raise ValueError(f"{path}: holds no text")
 
     def encode(rows: dict[str, list]) -> dict[str, list]:
         encoded = tokenizer(rows["text"], truncation=True, max_length=max_length)

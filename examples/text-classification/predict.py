@@ -166,6 +166,8 @@ def read_lines(path: str, names: Sequence[str]) -> list[dict[str, Any]]:
 
 def _parse(content: bytes, names: Sequence[str]) -> dict[str, Any]:
     """One line, checked, with its adapter filled in where there is a single one."""
+    if not content:
+        raise ValueError("is blank; only lines at the end may be")
     try:
         line = json.loads(content)
         # It has to be written again, and JSON can spell what UTF-8 cannot.

@@ -7,8 +7,10 @@ import pytest
 
 from transformers.data.metrics import (
     acc_and_f1,
+    classification_metrics,
     glue_compute_metrics,
     pearson_and_spearman,
+    regression_metrics,
     simple_accuracy,
 )
 
@@ -110,3 +112,28 @@ def test_values_are_plain_floats(name):
 def test_unusable_input(name, preds, labels, message):
     with pytest.raises(ValueError, match=message):
         glue_compute_metrics(name, preds, labels)
+
+
+def f1_of(number, preds, labels):
+    true = sum((preds == number) & (labels == number))
+    return 2 * true / (sum(preds == number) + sum(labels == number))
+
+
+def test_classes_of_one_s_own():
+    """F1 does not depend on which class has which number; classes that are nowhere do not count."""
+    preds, labels = np.array([0, 1, 2, 2, 1, 0, 4]), np.array([0, 2, 2, 1, 1, 0, 0])
+    expected = np.mean([f1_of(number, preds, labels) for number in (0, 1, 2, 4)])
+    found = classification_metrics(preds, labels)
+    assert found == {"accuracy": 4 / 7, "f1_macro": pytest.approx(expected)}
+    assert classification_metrics(5 - preds, 5 - labels) == found
+    two = (f1_of(0, PREDS, LABELS) + f1_of(1, PREDS, LABELS)) / 2
+    assert classification_metrics(PREDS, LABELS)["f1_macro"] == pytest.approx(two)
+
+
+def test_scores_of_one_s_own():
+    found = regression_metrics(GUESSES, SCORES)
+    assert found["mse"] == pytest.approx(np.mean((GUESSES - SCORES) ** 2))
+    assert found["pearson"] == pytest.approx(correlation(GUESSES, SCORES))
+    assert found["spearmanr"] == pytest.approx(correlation(ranks(GUESSES), ranks(SCORES)))
+    with pytest.raises(ValueError, match="1 of 6 predictions are not finite"):
+        regression_metrics(np.where(GUESSES == 2.5, np.nan, GUESSES), SCORES)

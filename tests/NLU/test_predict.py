@@ -496,7 +496,7 @@ def failure(predict, arguments: list[str], capsys) -> str:
 GOOD = '{"adapter": "rte", "text": "a dog"}'
 BAD_LINES = {
     "no JSON": ("a dog", "line 2: is not JSON (Expecting value"),
-    "blank": ("", "line 2: is not JSON (Expecting value"),
+    "blank": ("", "line 2: is blank; only lines at the end may be"),
     "half": (
         '{"adapter": "rte", "text": "a',
         "line 2: is not JSON (Unterminated string starting at)",

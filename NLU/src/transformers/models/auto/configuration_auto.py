@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...configuration_utils import PretrainedConfig
+from ...file_utils import CONFIG_NAME
 from ...loading_arguments import split_arguments
 from ..deberta_v2.configuration_deberta_v2 import DebertaV2Config
 from ..roberta.configuration_roberta import RobertaConfig
@@ -52,7 +53,9 @@ def config_class_of(
 
 
 def _config_class(model_type: str | None, source: str) -> type[PretrainedConfig]:
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+    if not isinstance(model_type, str | None):
+        raise ValueError(f"{source}/{CONFIG_NAME}: model_type must be a string, not {model_type}")
+    if model_type not in CONFIG_MAPPING:
         raise ValueError(
             f"'{source}' is a {model_type or 'model of no stated type'}; "
             f"this package carries {', '.join(CONFIG_MAPPING)}"
