@@ -18,6 +18,7 @@ converts it asks here. A module that owns such projections tells this of itself:
 Source: `nn.Linear.forward(self.query_proj, …)` in the release's modeling_deberta_v2.py.
 """
 
+import copy
 from collections.abc import Collection, Iterable, Iterator
 
 from torch import nn
@@ -63,6 +64,12 @@ def unshare_positions(model: nn.Module, adapted: Collection[str]) -> None:
     """
     if shared_projections(model).isdisjoint(adapted):
         return
+    # What the model says of itself changes; another model may have been built of the same config.
+    configs: dict[int, object] = {}
+    for module in model.modules():
+        config = vars(module).get("config")
+        if config is not None:
+            module.config = configs.setdefault(id(config), copy.deepcopy(config))
     for _, module in list(_owners(model)):
         module.unshare_positions()
 

@@ -78,7 +78,8 @@ def merge(module: nn.Module) -> nn.Module:
     weight itself keeps its bits: the plain layer gets a weight of its own, (out, in) even if the
     LoRA layer held it as (in, out), and shares the bias. Names of the entries in `state_dict()` are
     the plain layers' own. Where LoRA is kept from positions that share its weight, those first get
-    projections of their own, see positions.py.
+    projections of their own, see positions.py; a layer that is merged alone, and put in by hand,
+    knows nothing of that.
 
     Args:
         module: a LoRA layer, which is left as it is; or a model, whose LoRA layers are replaced in

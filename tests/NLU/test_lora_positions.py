@@ -158,6 +158,22 @@ def test_a_merged_model_computes_the_same(build, batch, reached):
         assert torch.equal(own.weight, frozen[f"{name}.weight"])
 
 
+@KINDS
+@pytest.mark.parametrize("family", ["roberta", "deberta"])
+def test_a_merged_model_is_saved_and_read(make_classifier, batch, tmp_path, family, reached):
+    own = {"lora_positions": reached} if family == "deberta" else {}
+    model = make_classifier(family, **NO_DROPOUT, **LORA, **own, num_labels=3)
+    expected, config = logits(model, batch), model.config
+    other = type(model)(config)
+    lora.merge(model).save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert not again.adapted_by
+    close(logits(again, batch), expected)
+    # Another model of the same config is what it was.
+    assert other.config.apply_lora
+    assert getattr(other.config, "share_att_key", True)
+
+
 def test_merging_one_attention_alone(build, batch):
     model = build(**LORA)
     expected = logits(model, batch)

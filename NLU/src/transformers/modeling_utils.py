@@ -1,5 +1,6 @@
 """`PreTrainedModel`: how models are initialised, loaded, checked and saved."""
 
+import copy
 import inspect
 import json
 import os
@@ -459,6 +460,9 @@ class PreTrainedModel(nn.Module):
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        if self.config.apply_lora and not lora_layers(self):  # it was merged
+            self.config = copy.copy(self.config)
+            self.config.apply_lora = False
         self.config.architectures = [type(self).__name__]
         self.config.save_pretrained(folder)
         name = SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME
