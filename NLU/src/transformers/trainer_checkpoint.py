@@ -253,7 +253,12 @@ class TrainerCheckpoints:
             old += [path for path in others[:surplus] if path.name != best]
         for path in old:
             logger.info("deleting %s", path)
-            shutil.rmtree(path)
+            # Out of sight first: what is killed half-way is not to be taken for a checkpoint.
+            deleted = path.with_name(f".{path.name}.deleted")
+            shutil.rmtree(deleted, ignore_errors=True)
+            path.rename(deleted)
+        for deleted in newest.parent.glob(f".{PREFIX_CHECKPOINT_DIR}-*.deleted"):
+            shutil.rmtree(deleted)
 
     def _own_state(self) -> dict[str, Any]:
         """What this process alone knows: its place in the data, gradients not applied, chance."""
