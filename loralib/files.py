@@ -109,6 +109,17 @@ def write_whole(path: str | os.PathLike) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def check_writable(path: str | os.PathLike) -> None:
+    """Checks, before something takes long, that `write_whole` may write `path`.
+
+    Raises:
+        OSError: it may not.
+    """
+    path = Path(path)
+    if _open_file(path) is None and not _is_stream(path):
+        _check_replaceable(path)
+
+
 def _is_stream(path: Path) -> bool:
     """Whether there is something at `path` that bytes go into and that stays: a pipe, a device."""
     try:

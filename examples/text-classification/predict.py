@@ -35,7 +35,7 @@ from tqdm.auto import tqdm
 from loralib.bank import AdapterBank
 from loralib.checkpoint import KINDS, Adapter, plain
 from loralib.encoding import refuse_utf16
-from loralib.files import write_whole
+from loralib.files import check_writable, write_whole
 from loralib.formats import read_adapter
 from loralib.precision import Precision, hold_frozen_in
 from loralib.process import set_up_device
@@ -229,6 +229,7 @@ def check_output(path: str, source: str) -> None:
     if Path(path).is_dir():
         raise IsADirectoryError(f"--output_file {path} is a folder")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
+    check_writable(path)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -333,7 +333,7 @@ def test_a_pipe_and_an_adapter_from_the_hub(bases, adapters, expected, hub_serve
     )
     answers = [json.loads(line) for line in done.stdout.decode().splitlines()]
     assert_close(answers, expected("roberta"))
-    assert b"predicting" in done.stderr
+    assert b"14 lines for 3 adapters" in done.stderr
     assert b"someone/mnli does not say its base's weights: taken on trust" not in done.stderr
 
 

@@ -64,7 +64,9 @@ def sole_use_of_output(args: TrainingArguments) -> Iterator[None]:
         problem = None
         if args.is_main_process:
             try:
-                folder.mkdir(parents=True, exist_ok=True)
+                if not folder.exists():
+                    folder.mkdir(parents=True)
+                    stack.callback(_remove_if_empty, folder)
                 stack.enter_context(sole_use(folder))
             except (OSError, TrainingError) as error:
                 problem = error
@@ -72,6 +74,12 @@ def sole_use_of_output(args: TrainingArguments) -> Iterator[None]:
         if said is not None:
             raise problem or TrainingError(said)
         yield
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """Leaves no folder behind where a run ends before it has written anything."""
+    if folder.exists() and not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def find_checkpoint(args: TrainingArguments) -> str | None:

@@ -1,0 +1,59 @@
+"""Where predict.py writes to: files, links, pipes, devices."""
+
+import importlib.util
+import json
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "text-classification" / "predict.py"
+ANSWERS = [{"text": "a", "label": "yes"}, {"text": "é", "label": "no"}]
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs POSIX's links and pipes")
+
+
+@pytest.fixture(scope="module")
+def predict():
+    spec = importlib.util.spec_from_file_location("predict", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def written(predict, path) -> None:
+    predict.check_output(str(path), predict.STANDARD_STREAM)
+    predict.write_lines(str(path), ANSWERS)
+
+
+def parsed(content: bytes) -> list[dict]:
+    return [json.loads(line) for line in content.splitlines()]
+
+
+def test_links_devices_and_pipes_stay_what_they_are(predict, tmp_path):
+    (tmp_path / "link").symlink_to("file")
+    written(predict, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert parsed((tmp_path / "file").read_bytes()) == ANSWERS
+
+    written(predict, "/dev/null")
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+    os.mkfifo(tmp_path / "pipe")
+    read = []
+    reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_bytes()))
+    reader.start()
+    written(predict, tmp_path / "pipe")
+    reader.join(60)
+    assert parsed(read[0]) == ANSWERS
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+def test_what_cannot_be_written_is_found_before_anything_is_computed(predict, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "missing" / "file")
+    with pytest.raises(OSError, match=r"is a link to .*, there is no folder .*missing"):
+        predict.check_output(str(tmp_path / "link"), predict.STANDARD_STREAM)
+    with pytest.raises(IsADirectoryError, match="is a folder"):
+        predict.check_output(str(tmp_path), predict.STANDARD_STREAM)
