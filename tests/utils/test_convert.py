@@ -1016,6 +1016,17 @@ def test_a_whole_encoder_checkpoint_has_its_lora_taken_out(convert, trained, tmp
     assert (found.info.alpha, found.info.labels) == (one.adapter.info.alpha, LABELS)
 
 
+def test_a_whole_checkpoint_without_settings_beside_it(convert, failure, trained, tmp_path):
+    one = trained["roberta"]
+    tensors = read_tensors(one.base / "model.safetensors")[0]
+    tensors = {f"roberta.{name}": tensor for name, tensor in tensors.items()}
+    torch.save(tensors | one.adapter.tensors, tmp_path / "whole.bin")
+    line = failure(tmp_path / "whole.bin", tmp_path / "out.safetensors")
+    assert "does not say with what alpha it was trained" in line
+    convert(tmp_path / "whole.bin", tmp_path / "out.bin")
+    assert_same_tensors(read_adapter(tmp_path / "out.bin").tensors, one.adapter.tensors)
+
+
 def test_merging_needs_a_base(failure, trained, tmp_path):
     write_adapter(tmp_path / "in.safetensors", trained["roberta"].adapter)
     line = failure(tmp_path / "in.safetensors", tmp_path / "out", "--to", "merged")
@@ -1111,7 +1122,6 @@ def test_what_was_trained_with_others_beside_it(failure, trained, tmp_path, form
     [
         ("absent.bin", "no such checkpoint file"),
         ("empty", "holds no adapter"),
-        ("whole.bin", "does not say with what alpha it was trained"),
         ("cut.safetensors", "damaged"),
         ("two", "holds two adapters"),
     ],
@@ -1119,9 +1129,6 @@ def test_what_was_trained_with_others_beside_it(failure, trained, tmp_path, form
 def test_what_is_no_adapter(failure, trained, tmp_path, source, reason):
     given = trained["roberta"]
     (tmp_path / "empty").mkdir()
-    tensors = read_tensors(given.base / "model.safetensors")[0]
-    tensors = {f"roberta.{name}": tensor for name, tensor in tensors.items()}
-    torch.save(tensors | given.adapter.tensors, tmp_path / "whole.bin")
     write_adapter(tmp_path / "cut.safetensors", given.adapter)
     content = (tmp_path / "cut.safetensors").read_bytes()
     (tmp_path / "cut.safetensors").write_bytes(content[:-9])
