@@ -354,6 +354,42 @@ def find_launch(folder: str | os.PathLike, world_size: int) -> Launch:
     return Launch(path, agents, earlier is not None, earlier["note"] if earlier else None)
 
 
+def check_shared(folder: str | os.PathLike, world_size: int) -> None:
+    """Checks that all processes, on several machines maybe, see the first one's folder.
+
+    Raises:
+        TrainingError: some do not.
+    """
+    if world_size == 1:
+        return
+    probe = Path(folder, f".shared.{gather_objects(secrets.token_hex(4), world_size)[0]}")
+    try:
+        if dist.get_rank() == 0:
+            probe.touch()
+        dist.barrier()
+        seen = gather_objects((_appears(probe), socket.gethostname()), world_size)
+    finally:
+        if dist.get_rank() == 0:
+            probe.unlink(missing_ok=True)
+    blind = [number for number, (sees, _) in enumerate(seen) if not sees]
+    if blind:
+        hosts = ", ".join(sorted({seen[number][1] for number in blind}))
+        raise TrainingError(
+            f"{folder}: is not the same folder for process {', '.join(map(str, blind))} (on "
+            f"{hosts}) as for the first one: give one that all machines share"
+        )
+
+
+def _appears(path: Path, seconds: float = 10.0) -> bool:
+    """Whether a file is there; network file systems may take a while to show it."""
+    end = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
+
+
 def _agent() -> str | None:
     """The launcher's agent that started this process, by a name that no other one has; or None."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:

@@ -396,16 +396,9 @@ class Trainer:
         """The state in the work folder, if it is asked for; an unfinished run is not overwritten.
 
         Raises:
-            CheckpointError: there is an unfinished run, and --resume is not given; or the
-                processes, on several machines, do not see one folder.
+            CheckpointError: there is an unfinished run, and --resume is not given.
         """
         state = read_resume(self.work_dir)
-        seen = gather_objects(self.this, state and (state["step"], state["finished"]))
-        if any(other != seen[0] for other in seen):
-            raise CheckpointError(
-                f"{self.work_dir}: is not the same folder for all processes; --work_dir has to be "
-                "one that all machines share"
-            )
         if self.args.resume:
             if state is None:
                 logger.warning("%s holds no run to resume: beginning one", self.work_dir)
@@ -495,6 +488,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def train(args: argparse.Namespace, this: Run) -> None:
     """Builds the run, and runs what is left of it."""
+    distributed.check_shared(args.work_dir, this.world_size)
     launch = distributed.find_launch(args.work_dir, this.world_size)
     args.resume |= launch.is_restart  # by the launcher, which gives the first attempt's command
     trainer = Trainer(args, this)

@@ -86,3 +86,26 @@ def test_a_process_that_hangs(calls, tmp_path):
     assert result.stderr.count("process 1 of 3 hangs: nothing for 6 s") == 1
     assert result.returncode == 0, result.stderr
     assert "resuming after step" in result.stderr
+
+
+def test_machines_that_do_not_share_the_folder(calls, tiny, tmp_path):
+    """Played by two processes that are given different folders."""
+    seen = {}
+    for rank in (0, 1):
+        argv = tiny.flags(tmp_path / f"out{rank}", *SETTINGS.split())
+        (tmp_path / f"out{rank}").mkdir()
+        seen[str(rank)] = [{"argv": argv, "kill_in_step": None}]
+    script = tmp_path / "each.py"
+    script.write_text(
+        f"import json, os, runpy, sys\n"
+        f"calls = json.loads({json.dumps(seen)!r})[os.environ['RANK']]\n"
+        f"path = {str(tmp_path)!r} + '/' + os.environ['RANK'] + '.json'\n"
+        f"open(path, 'w').write(json.dumps(calls))\n"
+        f"sys.argv = [{str(TINY)!r}, path]\n"
+        f"runpy.run_path({str(TINY)!r}, run_name='__main__')\n"
+    )
+    result = launch(2, script, restarts=0)
+    assert result.returncode != 0
+    assert "is not the same folder for process 1 (on " in result.stderr
+    assert result.stderr.count("Traceback") == 1  # the launcher's own
+    assert not list(tmp_path.glob("out*/.shared.*"))

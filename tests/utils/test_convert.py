@@ -433,7 +433,10 @@ def test_there_and_back_again(convert, trained, tmp_path, family):
     assert_same_tensors(result.tensors, given.tensors)
     lost = {note.split()[4] for note in notes} - {"alpha", "base", "base_fingerprint"}
     assert lost == (set() if family == "gpt2" else {"task", "labels", "dropout"})
-    assert result.info == replace(given.info, **dict.fromkeys(lost))
+    expected = replace(given.info, **dict.fromkeys(lost))
+    if family == "deberta":  # as PEFT's are; of a base that shares nothing it means nothing
+        expected = replace(expected, positions=True)
+    assert result.info == expected
 
 
 @pytest.mark.parametrize("form", [None, *FORMS])
@@ -1044,7 +1047,7 @@ def test_a_merge_that_breaks_off_leaves_nothing(
     write_adapter(tmp_path / "in.safetensors", given.adapter)
     flags = ("--to", "merged", "--base", given.base)
     monkeypatch.setattr(script, "copy_tokenizer", fail)
-    assert "No space left" in failure(tmp_path / "in.safetensors", tmp_path / "out", *flags)
+    assert "the disk is full" in failure(tmp_path / "in.safetensors", tmp_path / "out", *flags)
 
 
 def test_an_empty_folder_is_filled(convert, trained, tmp_path):

@@ -55,7 +55,7 @@ def sole_use_of_output(args: TrainingArguments) -> Iterator[None]:
     Raises:
         NotADirectoryError: the output folder is a file.
         OSError: it cannot be made, or written to.
-        TrainingError: another run writes there.
+        TrainingError: another run writes there, or not all processes see the folder.
     """
     folder = Path(args.output_dir)
     if folder.exists() and not folder.is_dir():
@@ -73,6 +73,7 @@ def sole_use_of_output(args: TrainingArguments) -> Iterator[None]:
         said = gather_objects(problem and str(problem), args.world_size)[0]
         if said is not None:
             raise problem or TrainingError(said)
+        distributed.check_shared(folder, args.world_size)
         yield
 
 
