@@ -145,7 +145,8 @@ def run(main: Callable[[], None], report: Callable[[str], None]) -> None:
     except RuntimeError as error:
         if not is_lost_peer(error) or os.environ.get("LORA_DEBUG") == "1":
             raise
-        _report(TrainingError(f"another process of the run is gone ({error})"), report)
+        gone = "another process of the run is gone; if it ended by an error, it has said which"
+        _report(TrainingError(gone), report)
         _end(1)
     except KeyboardInterrupt:
         sys.exit(130)

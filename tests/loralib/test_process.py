@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from loralib import process
 from loralib.files import CheckpointError
 from loralib.process import (
     TrainingError,
@@ -195,6 +196,31 @@ def test_a_bug_shows_where_it_is(lines):
     assert lines == []
 
 
+@pytest.mark.parametrize(
+    ("message", "is_told"),
+    [
+        ("[pair.cc:537] Read error [10.0.0.1]:49818: Connection reset by peer. GLHF!", True),
+        ("[pair.cc:553] Connection closed by peer [127.0.0.1]:56552.", True),
+        ("mat1 and mat2 shapes cannot be multiplied", False),
+    ],
+)
+def test_a_process_whose_peer_has_died(lines, monkeypatch, message, is_told):
+    codes = []
+    monkeypatch.setattr(process.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(process.os, "_exit", codes.append)
+
+    def fail():
+        raise RuntimeError(message)
+
+    if not is_told:
+        with pytest.raises(RuntimeError, match="shapes cannot"):
+            process.run(fail, lines.append)
+        return
+    process.run(fail, lines.append)
+    assert codes == [1]
+    assert "error: another process of the run is gone; if it ended" in lines[0]
+
+
 def test_an_interrupted_script(lines):
     def main():
         raise KeyboardInterrupt
@@ -210,6 +236,7 @@ def test_an_interrupted_script(lines):
 SCRIPT = """
 import atexit, sys
 import torch.distributed as dist
+from loralib import process
 from loralib.process import run
 
 def main():
