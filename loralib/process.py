@@ -154,8 +154,15 @@ def run(main: Callable[[], None], report: Callable[[str], None]) -> None:
 
 def _report(error: Exception, report: Callable[[str], None]) -> None:
     where = f" (process {rank()})" if rank() else ""
-    message = " ".join(str(error).split())
+    message = " ".join(_in_words(error).split())
     report(f"{os.path.basename(sys.argv[0])}: error{where}: {message}")
+
+
+def _in_words(error: Exception) -> str:
+    """What an error says; the system's own, the file and then the reason."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
