@@ -14,6 +14,7 @@ from trainer_runs import (
     without_runtimes,
 )
 
+from loralib import distributed
 from loralib.files import CheckpointError, read_tensors, write_tensors
 from loralib.formats import read_adapter
 from transformers import (
@@ -22,7 +23,9 @@ from transformers import (
     TrainingArguments,
     TrainingError,
 )
+from transformers.trainer_checkpoint import identities
 from transformers.trainer_utils import list_checkpoints
+from transformers.utils.cli import find_checkpoint
 
 # ---- checkpoints: the best, the newest, and no others ----
 
@@ -117,14 +120,35 @@ def test_save_total_limit(make_trainer, tmp_path, monkeypatch, limit, scores, ke
     assert names == [f"checkpoint-{step}" for step in kept]
 
 
-def test_a_new_run_replaces_an_older_one_s_checkpoints(make_trainer, tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 5}
-    make_trainer(num_train_epochs=3, **settings).train()
-    out = tmp_path / "out"
-    assert [Path(path).name for path in list_checkpoints(out)][-1] == "checkpoint-15"
-    make_trainer(overwrite_output_dir=True, save_steps=4, save_strategy="steps").train()
-    names = [Path(path).name for path in list_checkpoints(out)]
+@pytest.mark.parametrize("folder", ["out", "./out", "out/", "a/../out"])
+def test_a_new_run_replaces_an_older_one_s_checkpoints(make_trainer, tmp_path, monkeypatch, folder):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    settings = {"output_dir": folder, "save_strategy": "steps"}
+    make_trainer(num_train_epochs=3, save_steps=5, **settings).train()
+    assert [Path(path).name for path in list_checkpoints("out")][-1] == "checkpoint-15"
+    make_trainer(overwrite_output_dir=True, save_steps=4, **settings).train()
+    names = [Path(path).name for path in list_checkpoints("out")]
     assert names == ["checkpoint-4", "checkpoint-8"]
+
+
+@pytest.mark.parametrize("folder", ["out", "./out", "a/../out"])
+def test_a_restart_resumes_its_own_run_alone(tmp_path, monkeypatch, folder):
+    """Not what an earlier one has left, whose checkpoints count further."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(distributed, "_agent", lambda: "host 1 1")
+    for name in ("a", "out/checkpoint-30", "out/checkpoint-40"):
+        Path(name).mkdir(parents=True)
+    args = TrainingArguments(folder, do_train=True, overwrite_output_dir=True)
+    assert find_checkpoint(args) is None
+    args.launch.begin(identities(args))
+    assert find_checkpoint(args) is None
+    Path("out/checkpoint-10").mkdir()
+    Path("out/checkpoint-30").rename("away")  # its place is taken
+    Path("out/checkpoint-30").mkdir()
+    assert Path(find_checkpoint(args)).name == "checkpoint-30"
+    Path("out/checkpoint-30").rmdir()
+    assert Path(find_checkpoint(args)).name == "checkpoint-10"
 
 
 def test_early_stopping(make_trainer, tmp_path):

@@ -44,7 +44,7 @@ from .trainer_callback import (
 from .trainer_checkpoint import (
     Progress,
     TrainerCheckpoints,
-    identity_of,
+    identities,
     outdated_checkpoints,
 )
 from .trainer_pt_utils import (
@@ -317,7 +317,8 @@ class Trainer(TrainerCheckpoints):
         is_new = resume_from_checkpoint is None
         self._outdated = outdated_checkpoints(args, is_new)
         if args.launch is not None and args.is_main_process:
-            args.launch.begin({path: identity_of(path) for path in self._outdated})
+            now = identities(args)
+            args.launch.begin({name: now[name] for name in self._outdated})
         if resume_from_checkpoint:
             self._resume(resume_from_checkpoint, batches)
         self.state.max_steps, self.state.num_train_epochs = max_steps, epochs

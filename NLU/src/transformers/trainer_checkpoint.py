@@ -132,7 +132,7 @@ class TrainerCheckpoints:
     precision: Precision
     state: TrainerState
     _progress: Progress
-    _outdated: list[str]  # see `outdated_checkpoints`
+    _outdated: list[str]  # names; see `outdated_checkpoints`
 
     # ---- writing ----
 
@@ -244,7 +244,7 @@ class TrainerCheckpoints:
         """Keeps the newest ``save_total_limit`` checkpoints of this run, and the best one."""
         others = [Path(path) for path in list_checkpoints(self.args.output_dir)]
         others.remove(newest)
-        old = [path for path in others if str(path) in self._outdated]
+        old = [path for path in others if path.name in self._outdated]
         others = [path for path in others if path not in old]
         self._outdated = []
         if self.args.save_total_limit is not None:
@@ -443,21 +443,21 @@ def _remove(folder: Path, *names: str) -> None:
 
 
 def outdated_checkpoints(args: TrainingArguments, is_new: bool = True) -> list[str]:
-    """An earlier run's checkpoints in the output folder, which this run replaces.
+    """The names of an earlier run's checkpoints in the output folder, which this run replaces.
 
     Those that are there when a new run begins with --overwrite_output_dir; and when a launcher
     starts that again, those of them of which the place has not been taken.
     """
     if args.launch is not None and args.launch.is_restart:
-        noted = args.launch.note.items()
-        return [path for path, it in noted if os.path.isdir(path) and identity_of(path) == it]
-    return list_checkpoints(args.output_dir) if args.overwrite_output_dir and is_new else []
+        noted, now = args.launch.note.items(), identities(args)
+        return [name for name, identity in noted if now.get(name) == identity]
+    return [*identities(args)] if args.overwrite_output_dir and is_new else []
 
 
-def identity_of(path: str) -> list[int]:
-    """What tells a checkpoint's folder from another one of the same name."""
-    status = os.stat(path)
-    return [status.st_ino, status.st_mtime_ns]
+def identities(args: TrainingArguments) -> dict[str, list[int]]:
+    """What tells each checkpoint in the output folder from another one of its name."""
+    found = ((os.path.basename(path), os.stat(path)) for path in list_checkpoints(args.output_dir))
+    return {name: [status.st_ino, status.st_mtime_ns] for name, status in found}
 
 
 def _mean_state(states: list[dict[str, Any]]) -> dict[str, Any]:

@@ -79,8 +79,9 @@ def checkpoint_step(path: str) -> int:
 def get_last_checkpoint(
     folder: str | os.PathLike, but: Collection[str] = frozenset()
 ) -> str | None:
-    """The checkpoint of the latest step in `folder`, `but` left out; or None."""
-    return next((path for path in reversed(list_checkpoints(folder)) if path not in but), None)
+    """The checkpoint of the latest step in `folder`, without those of the names `but`; or None."""
+    found = reversed(list_checkpoints(folder))
+    return next((path for path in found if os.path.basename(path) not in but), None)
 
 
 def speed_metrics(split: str, start: float, num_samples: int | None = None) -> dict[str, float]:
