@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from .files import write_whole
-from .process import TrainingError, rng_state, set_rng_state, started
+from .process import TrainingError, end_at_once, rng_state, set_rng_state, started
 
 logger = logging.getLogger(__name__)
 
@@ -63,14 +63,14 @@ def join(timeout: float = TIMEOUT, device: torch.device | None = None) -> None:
         raise ValueError(f"--ddp_timeout has to be a positive number of seconds, not {timeout:g}")
     number, world_size = (int(_environment(name)) for name in ("RANK", "WORLD_SIZE"))
     address = _environment("MASTER_ADDR"), int(_environment("MASTER_PORT"))
-    store = _attempts_store(address, number, world_size, timeout)
+    prefix, store = _attempts_store(address, number, world_size, timeout)
     backend, given = ("gloo", {}) if device is None else ("nccl", {"device_id": device})
     if device is None:
         _choose_interface(address[0])
     try:
         dist.init_process_group(
             backend,
-            store=PrefixStore("group", store),
+            store=PrefixStore(f"{prefix}/group", store),
             rank=number,
             world_size=world_size,
             timeout=timedelta(seconds=_COLLECTIVES * timeout),
@@ -83,8 +83,10 @@ def join(timeout: float = TIMEOUT, device: torch.device | None = None) -> None:
     if world_size == 1:
         return
     global _watch
-    # A connection of its own: one that waits for a key keeps all others of it waiting.
-    _watch = Watch(store.clone(), number, world_size, timeout)
+    # A connection of its own: one that waits for a key keeps all others of it waiting. A store can
+    # be cloned only from PyTorch 2.8 on.
+    own = PrefixStore(prefix, _connect(address, False, timeout))
+    _watch = Watch(own, number, world_size, timeout)
     _watch.start()
 
 
@@ -145,25 +147,29 @@ def _environment(name: str) -> str:
 
 def _attempts_store(
     address: tuple[str, int], number: int, world_size: int, timeout: float
-) -> Store:
-    """A store of which all keys are this attempt's; `address` is its host and port."""
+) -> tuple[str, Store]:
+    """The prefix that all keys of this attempt have, and their store, at a host and port."""
     # Where a launcher's agent has no store for its processes, the first of them has one.
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        store = TCPStore(
-            *address,
-            is_master=not of_agent and number == 0,
-            timeout=timedelta(seconds=timeout),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        store = _connect(address, not of_agent and number == 0, timeout)
         name = _agree_on_attempt(PrefixStore("attempts", store), number, world_size, timeout)
     except (RuntimeError, TimeoutError) as error:
         raise TrainingError(
             f"the first process of the run, at {address[0]}:{address[1]}, could not be reached "
             f"within {timeout:g} s ({_first(error)})"
         ) from error
-    return PrefixStore(name, store)
+    return name, store
+
+
+def _connect(address: tuple[str, int], is_server: bool, timeout: float) -> TCPStore:
+    return TCPStore(
+        *address,
+        is_master=is_server,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
 
 
 def _agree_on_attempt(store: Store, number: int, world_size: int, timeout: float) -> str:
@@ -296,9 +302,7 @@ class Watch(threading.Thread):
 def _end_process(line: str) -> None:
     if line:
         logger.error("%s; the run ends, and resumes from its last checkpoint", line)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+    end_at_once(1)
 
 
 def _first(error: BaseException) -> str:

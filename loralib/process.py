@@ -6,8 +6,9 @@ import os
 import random
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -175,10 +176,16 @@ def is_lost_peer(error: RuntimeError) -> bool:
 def _end(status: int) -> None:
     """Ends the process; at once where it is one of a group, whose others wait for it."""
     if dist.is_initialized():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        end_at_once(status)
     sys.exit(status)
+
+
+def end_at_once(status: int) -> NoReturn:
+    """Ends the process from any thread, also where nobody reads any more what it has printed."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # a pipe that is broken, a file that is closed
+            stream.flush()
+    os._exit(status)
 
 
 def _leave_group() -> None:
@@ -196,6 +203,4 @@ def _leave_group() -> None:
     if dist.get_backend() == "nccl":
         dist.destroy_process_group()
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    end_at_once(0)

@@ -2,6 +2,9 @@
 
 import json
 import os
+import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -88,6 +91,51 @@ def test_a_first_process_that_is_not_there(monkeypatch):
 def test_a_timeout_that_is_none(timeout):
     with pytest.raises(ValueError, match="--ddp_timeout has to be a positive number"):
         join(timeout=timeout)
+
+
+JOIN = """
+import os, sys
+from loralib import distributed
+from loralib.distributed import join, stop_watching
+from loralib.process import end_at_once
+from torch.distributed import Store
+
+if hasattr(Store, "clone"):
+    def missing(*_):
+        raise AttributeError("clone")
+    for kind in (Store, distributed.TCPStore, distributed.PrefixStore):
+        kind.clone = missing  # as before PyTorch 2.8
+join(timeout=60)
+store = distributed._watch.store
+other = 1 - int(os.environ["RANK"])
+distributed._watch.look()
+store.wait([f"alive/{other}"])
+print(store.get(f"alive/{other}").decode())
+stop_watching()
+distributed.dist.barrier()
+end_at_once(0)
+"""
+
+
+def test_processes_join_and_watch_in_any_supported_version(tmp_path):
+    """Which have no way to clone a store, before 2.8."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    given = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOIN],
+            env={**os.environ, **given, "RANK": str(number)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    for process in processes:
+        out, err = process.communicate(timeout=120)
+        assert "1 0" in out, err
 
 
 # ---- watching ----

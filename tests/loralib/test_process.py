@@ -269,3 +269,16 @@ def test_processes_of_a_group_end_together(tmp_path, fails, code, last):
         assert text.startswith("worked\n")
         assert last in text
         assert "not reached" not in text
+
+
+def test_a_process_ends_where_nobody_reads_its_output():
+    """A thread that could not end it would leave the others waiting."""
+    script = "import sys, threading; from loralib.process import end_at_once; sys.stdin.read(); "
+    script += "sys.stdout = open(1, 'w'); print('held back'); "  # whatever PYTHONUNBUFFERED says
+    script += "threading.Thread(target=end_at_once, args=(3,)).start(); threading.Event().wait(60)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    process.stdout.close()
+    process.stdin.close()
+    assert process.wait(50) == 3
