@@ -21,6 +21,7 @@ LABEL = "label"
 TEXT_KEYS = ("text", "text_pair")
 # What a column is called that tells rows apart and says nothing of them.
 _IDENTIFIER = re.compile(r"(.*[-_ .])?(id|ids|idx|index|guid|uid|uuid|unnamed: \d+)", re.IGNORECASE)
+_LONGEST_FIELD = 2**31 - 1  # characters; the most that csv can be told on every system
 _STRINGS = ("string", "large_string")
 # JSON's name of what Python's type is called otherwise.
 _KINDS = {
@@ -83,12 +84,16 @@ def _header(path: str) -> list[str]:
         ValueError: one is there twice, which pandas would give another name; or the first row
             has more fields.
     """
+    # By default it takes no more than 131,072 characters for a field.
+    before = csv.field_size_limit(_LONGEST_FIELD)
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
-            rows = csv.reader(file)
+            rows = (row for row in csv.reader(file) if row)  # pandas passes empty lines over
             names, first = next(rows, []), next(rows, [])
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path}: cannot be read ({error}); is it UTF-8 text?") from error
+    finally:
+        csv.field_size_limit(before)
     repeated = [name for name in dict.fromkeys(names) if names.count(name) > 1]
     if repeated:
         raise ValueError(

@@ -1,0 +1,52 @@
+"""Files of one's own that are sound, however unusual: what is read of them."""
+
+import csv
+
+import pytest
+
+from transformers.data.text_files import Columns, choose_columns, read_table, take_columns
+
+
+def read(path, content):
+    path.write_text(content, encoding="utf-8")
+    data = read_table(str(path))
+    columns = choose_columns(data, str(path))
+    return columns, list(take_columns(data, str(path), columns))
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_a_text_of_many_characters(tmp_path, row):
+    """Also in the first row, at which more is looked than at the others."""
+    texts = ["short", "short"]
+    texts[row] = "long " * 200_000
+    content = f'text,label\n"{texts[0]}",a\n"{texts[1]}",b\n'
+    limit = csv.field_size_limit()
+    _, rows = read(tmp_path / "rows.csv", content)
+    assert [row["text"] for row in rows] == texts
+    assert csv.field_size_limit() == limit
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "\n\ntext,label\nyes it is,a\nno,b\n",
+        "text,label\n\nyes it is,a\n\nno,b\n\n",
+        "id,text,label\n1,yes it is,a\n2,no,b\n",
+        "text_id,text,label\nx1,yes it is,a\nx2,no,b\n",
+    ],
+)
+def test_empty_lines_and_identifiers(tmp_path, content):
+    columns, rows = read(tmp_path / "rows.csv", content)
+    assert columns == Columns(("text",))
+    assert rows == [{"text": "yes it is", "label": "a"}, {"text": "no", "label": "b"}]
+
+
+def test_a_repeated_name_below_an_empty_line(tmp_path):
+    with pytest.raises(ValueError, match="has the column 'label' 2 times"):
+        read(tmp_path / "rows.csv", "\ntext,label,label\nyes,a,a\n")
+
+
+def test_texts_of_which_some_are_numbers(tmp_path):
+    columns, rows = read(tmp_path / "rows.csv", "text,label\n1.5,0\nno number,1\n")
+    assert columns == Columns(("text",))
+    assert [row["text"] for row in rows] == ["1.5", "no number"]
