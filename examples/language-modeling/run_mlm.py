@@ -19,6 +19,7 @@ from pathlib import Path
 from datasets import Dataset, load_dataset
 from tokenizers import ByteLevelBPETokenizer
 
+from loralib import distributed
 from loralib.encoding import refuse_utf16_file
 from transformers import (
     AutoConfig,
@@ -149,6 +150,7 @@ def read_lines(path: str, tokenizer: PreTrainedTokenizerBase, max_length: int) -
     lines = lines.filter(lambda row: bool(row["text"].strip()))
 
     def encode(rows: dict[str, list]) -> dict[str, list]:
+        distributed.beat()
         encoded = tokenizer(rows["text"], truncation=True, max_length=max_length)
         masks = encoded["attention_mask"]
         return {**encoded, CUT: cut_rows(tokenizer, [rows["text"]], masks, max_length)}

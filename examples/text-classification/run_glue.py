@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from datasets import ClassLabel, Dataset, load_dataset
 
+from loralib import distributed
 from loralib.checkpoint import (
     KINDS,
     LORA,
@@ -362,6 +363,7 @@ def tokenize(
     padding = "max_length" if data_args.pad_to_max_length else False
 
     def encode(rows: dict[str, list]) -> dict[str, list]:
+        distributed.beat()
         texts = [rows[key] for key in keys]
         encoded = tokenizer(*texts, padding=padding, max_length=length, truncation=True)
         return {**encoded, CUT: cut_rows(tokenizer, texts, encoded["attention_mask"], length)}

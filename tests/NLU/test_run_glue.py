@@ -795,3 +795,17 @@ def test_glue_and_model_by_name_from_the_hub(hub_server, trained, tiny_base, tin
     for out, environment in (("peft", {}), ("peft_offline", {"HF_HUB_OFFLINE": "1"})):
         call(out, adapter, **environment)
         assert results(tmp_path / out) == results(trained)
+
+
+def test_tokenizing_counts_as_coming_further(glue, run_glue, tiny_glue, monkeypatch):
+    """Otherwise processes that tokenize for long would be taken for ones that hang."""
+    beats = []
+    monkeypatch.setattr(run_glue.distributed, "beat", lambda: beats.append(1))
+
+    def stop(*_, **__):
+        raise ValueError("tokenized")
+
+    monkeypatch.setattr(run_glue, "build_model", stop)
+    with pytest.raises(ValueError, match="tokenized"):
+        glue(*on_rte(tiny_glue, "out"), "--overwrite_cache")
+    assert len(beats) == 2  # a batch of each set
