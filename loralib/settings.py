@@ -49,7 +49,12 @@ _RULES = {
     type(None): "be null",
 }
 # The same in the plural, for what is in a list.
-_ITEMS = {int: "integers", float: "numbers", str: "strings"}
+_ITEMS = {
+    int: "integers",
+    float: "numbers",
+    str: "strings",
+    str | int: "strings or integers",
+}
 _LONGEST_QUOTE = 60
 
 

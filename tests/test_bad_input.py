@@ -296,7 +296,7 @@ CALLS = {
         ),
         (
             "{rte} --model_name_or_path {bad}/list_labels",
-            "list_labels/config.json: id2label must be a map of strings by integer or "
+            "list_labels/config.json: id2label must be a map of strings or integers by integer or "
             'null, not ["no", "yes"]',
         ),
         (

@@ -742,3 +742,16 @@ class TestConfig:
         assert AutoConfig.for_model("roberta", vocab_size=7).vocab_size == 7
         with pytest.raises(ValueError, match="is a gpt2; this package carries roberta"):
             AutoConfig.for_model("gpt2")
+
+
+def test_labels_that_are_numbers(tmp_path):
+    """As Transformers writes them of a model of data whose labels are numbers."""
+    names = {"id2label": {"0": 0, "1": 1, "2": 2}, "label2id": {"0": 0, "1": 1, "2": 2}}
+    text = json.dumps({"model_type": "roberta", **SHAPE, **names})
+    (tmp_path / "config.json").write_text(text)
+    config = AutoConfig.from_pretrained(str(tmp_path))
+    assert config.num_labels == 3
+    assert config.id2label == {0: "0", 1: "1", 2: "2"}
+    (tmp_path / "config.json").write_text(text.replace('"0": 0', '"0": [0]', 1))
+    with pytest.raises(ValueError, match="id2label must be a map of strings or integers"):
+        AutoConfig.from_pretrained(str(tmp_path))

@@ -90,7 +90,7 @@ class PretrainedConfig:
     def __init__(
         self,
         num_labels: Count | None = None,
-        id2label: dict[int, str] | None = None,
+        id2label: dict[int, str | int] | None = None,
         label2id: dict[str, int] | None = None,
         return_dict: bool = True,
         output_hidden_states: bool = False,
@@ -141,7 +141,8 @@ class PretrainedConfig:
         self.base_name_or_path = base_name_or_path
         self.base_revision = base_revision
         if id2label is not None:
-            self.id2label = {int(index): label for index, label in id2label.items()}
+            # Transformers writes numbers here where the data's labels were numbers.
+            self.id2label = {int(index): str(label) for index, label in id2label.items()}
             self.label2id = label2id or {label: index for index, label in self.id2label.items()}
         else:
             self.num_labels = 2 if num_labels is None else num_labels
