@@ -147,6 +147,8 @@ def run(main: Callable[[], None], report: Callable[[str], None]) -> None:
         if not is_lost_peer(error) or os.environ.get("LORA_DEBUG") == "1":
             raise
         gone = "another process of the run is gone; if it ended by an error, it has said which"
+        if "timed out" in str(error).lower():
+            gone = "other processes of the run did not answer in time; see --ddp_timeout"
         _report(TrainingError(gone), report)
         _end(1)
     except KeyboardInterrupt:
@@ -167,9 +169,12 @@ def _in_words(error: Exception) -> str:
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Whether this is what a collective raises in the processes that are left when one has died."""
+    """Whether this is what a collective raises in the processes that are left when one has died.
+
+    Or has been out of reach for as long as the group waits.
+    """
     text = str(error).lower()
-    marks = ("connection closed by peer", "connection reset by peer", "broken pipe")
+    marks = ("connection closed by peer", "connection reset by peer", "broken pipe", "timed out")
     return dist.is_initialized() and any(mark in text for mark in marks)
 
 

@@ -182,6 +182,25 @@ def test_a_host_lost_and_back_and_a_link_cut(hosts, calls, tmp_path):
     assert_same_end(tmp_path / "cut", tmp_path / "whole")
 
 
+def test_a_link_that_stays_down(hosts, calls, tmp_path):
+    """The processes of both hosts end by --ddp_timeout, with one line; a host then waits."""
+    path = calls("down")
+    call = json.loads(path.read_text())
+    call[0]["argv"] += ["--ddp_timeout", "10"]
+    path.write_text(json.dumps(call))
+    a, b = (hosts.launch(host, path) for host in ADDRESSES)
+    wait_for(tmp_path / "down" / "model.60.pt", a)
+    hosts.set_link("a", "down")
+    assert a.wait(150) != 0
+    assert "processes 2, 3 of 4 hang: nothing for 10 s" in a.log.read_text(errors="replace")
+    end, said = time.monotonic() + 60, ""
+    while said.count("did not answer in time") < 2:
+        assert time.monotonic() < end, said[-3000:]
+        time.sleep(0.5)
+        said = b.log.read_text(errors="replace")
+    assert "Traceback" not in said
+
+
 def test_a_host_that_does_not_come_back(hosts, calls, tmp_path):
     """The other one waits for it as long as the rendezvous is told to, and ends."""
     a, _ = (hosts.launch(host, calls("lost")) for host in ADDRESSES)
