@@ -9,6 +9,8 @@ from glue_runs import common, failure, lora_of, on_rte
 from trainer_runs import largest_difference
 
 from loralib.locks import sole_use
+from transformers import TrainingArguments
+from transformers.utils.cli import sole_use_of_output
 
 
 @pytest.fixture
@@ -59,3 +61,13 @@ def test_several_processes(tiny_base, tiny_glue, tmp_path):
     ended = subprocess.run(command, **call)
     assert ended.returncode == 0, ended.stderr
     assert largest_difference(lora_of(out), lora_of(out / "checkpoint-4")) > 0
+
+
+def test_what_a_killed_run_has_left_half_written_is_removed(tmp_path):
+    """In the output folder itself; elsewhere nothing is touched, nor is what else is hidden."""
+    left = [".pytorch_model.bin.ab12cd_3.bin", ".pytorch_model_lora.safetensors.x.safetensors"]
+    for name in (*left, "pytorch_model.bin", ".notes"):
+        (tmp_path / name).touch()
+    with sole_use_of_output(TrainingArguments(str(tmp_path), no_cuda=True)):
+        names = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".lock")}
+    assert names == {"pytorch_model.bin", ".notes"}

@@ -11,11 +11,14 @@ import datasets
 from tqdm.auto import tqdm
 
 from loralib import distributed, process
+from loralib.checkpoint import KINDS
 from loralib.distributed import gather_objects
+from loralib.files import remove_leftovers
 from loralib.locks import sole_use
 from loralib.process import TrainingError
 
 from ..configuration_utils import PretrainedConfig
+from ..file_utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from ..tokenization_utils_base import PreTrainedTokenizerBase
 from ..trainer_checkpoint import outdated_checkpoints
 from ..trainer_utils import get_last_checkpoint
@@ -68,6 +71,7 @@ def sole_use_of_output(args: TrainingArguments) -> Iterator[None]:
                     folder.mkdir(parents=True)
                     stack.callback(_remove_if_empty, folder)
                 stack.enter_context(sole_use(folder))
+                _remove_leftovers(folder)
             except (OSError, TrainingError) as error:
                 problem = error
         said = gather_objects(problem and str(problem), args.world_size)[0]
@@ -75,6 +79,12 @@ def sole_use_of_output(args: TrainingArguments) -> Iterator[None]:
             raise problem or TrainingError(said)
         distributed.check_shared(folder, args.world_size)
         yield
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Removes what a run that was killed while it wrote its results has left half-written."""
+    for name in (WEIGHTS_NAME, SAFE_WEIGHTS_NAME, *(name for kind in KINDS for name in kind.files)):
+        remove_leftovers(folder, name)
 
 
 def _remove_if_empty(folder: Path) -> None:
