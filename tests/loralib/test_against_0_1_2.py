@@ -13,7 +13,8 @@ import loralib as lora
 FIXTURE = Path(__file__).with_name("loralib_0_1_2.safetensors")
 
 with safe_open(FIXTURE, framework="pt") as file:
-    LAYERS = {name: json.loads(text) for name, text in file.metadata().items()}
+    # In an order of their own, which the file's is not.
+    LAYERS = {name: json.loads(text) for name, text in sorted(file.metadata().items())}
     TENSORS = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 # A sum over 4 channels of 3 · 3, and gradients' over 2 · 6 · 6 places.

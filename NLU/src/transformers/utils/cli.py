@@ -201,11 +201,16 @@ def cut_rows(
     full = [row for row, mask in enumerate(masks) if sum(mask) >= length]
     was_cut = [False] * len(masks)
     if full:
-        longer = tokenizer(
-            *([column[row] for row in full] for column in texts),
-            truncation=True,
-            max_length=length + 1,
-        )
+        known = tokenizer.model_max_length
+        tokenizer.model_max_length = max(known, length + 1)  # else it would warn of one too many
+        try:
+            longer = tokenizer(
+                *([column[row] for row in full] for column in texts),
+                truncation=True,
+                max_length=length + 1,
+            )
+        finally:
+            tokenizer.model_max_length = known
         for row, ids in zip(full, longer["input_ids"], strict=True):
             was_cut[row] = len(ids) > length
     return was_cut

@@ -185,13 +185,14 @@ def glue_file(task: GlueTask, data_dir: str | PathLike, split: str) -> Path:
     if split not in task.files:
         raise ValueError(f"{task.name} has no split {split!r} (it has {', '.join(task.files)})")
     folder = Path(data_dir)
-    if (folder / task.folder).is_dir():
+    is_tasks_own = folder.name == task.folder or (folder / task.files[split]).is_file()
+    if (folder / task.folder).is_dir() or not is_tasks_own:
         folder = folder / task.folder
     path = folder / task.files[split]
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path}: no such file; `python utils/download_glue_data.py --tasks {task.folder}` "
-            "fetches it"
+            f"{path}: no such file; `python utils/download_glue_data.py --data_dir {folder.parent} "
+            f"--tasks {task.folder}` fetches it"
         )
     return path
 
