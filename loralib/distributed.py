@@ -322,7 +322,8 @@ class Launch:
 
     Args:
         path: the file by which later attempts know an earlier one.
-        agents: the launcher's agents, one a host, of this attempt; none without a launcher.
+        agents: the launcher's agents, one a host, of this attempt and those before; none without
+            a launcher.
         is_restart: whether there was an earlier attempt.
         note: what the first attempt wanted later ones to know.
     """
@@ -333,12 +334,13 @@ class Launch:
     note: Any
 
     def begin(self, note: Any = None) -> None:
-        """Leaves word for later attempts; for the first one's main process, once all is checked.
+        """Leaves word for later attempts; for the main process, once all is checked.
 
         Args:
-            note: anything that JSON holds.
+            note: anything that JSON holds; the first attempt's stays.
         """
-        if self.agents and not self.is_restart:
+        if self.agents:
+            note = self.note if self.is_restart else note
             with write_whole(self.path) as path:
                 text = json.dumps({"agents": self.agents, "note": note})
                 path.write_text(text, encoding="utf-8")
@@ -355,7 +357,10 @@ def find_launch(folder: str | os.PathLike, world_size: int) -> Launch:
     agents = tuple(agent for agent in gather_objects(_agent(), world_size) if agent)
     # What the first process sees holds for all.
     earlier = gather_objects(_read_launch(path, agents), world_size)[0]
-    return Launch(path, agents, earlier is not None, earlier["note"] if earlier else None)
+    if earlier is None:
+        return Launch(path, agents, False, None)
+    all_agents = tuple(dict.fromkeys([*earlier["agents"], *agents]))
+    return Launch(path, all_agents, True, earlier["note"])
 
 
 def check_shared(folder: str | os.PathLike, world_size: int) -> None:

@@ -264,6 +264,21 @@ def test_a_host_that_is_left_knows_the_run(agent, tmp_path):
     assert not find_launch(tmp_path, 1).is_restart
 
 
+def test_hosts_that_replace_each_other_one_by_one(agent, tmp_path, monkeypatch):
+    """In the end none of the first attempt's is left, and the run is still known."""
+    for hosts in (["a 1 1", "b 2 2"], ["b 2 2", "c 3 3"], ["c 3 3", "d 4 4"]):
+        monkeypatch.setattr(
+            distributed,
+            "gather_objects",
+            lambda value, _, hosts=hosts: hosts if isinstance(value, str) else [value],
+        )
+        agent(hosts[0])
+        launch = find_launch(tmp_path, 2)
+        assert launch.is_restart == ("a 1 1" not in hosts)
+        launch.begin("the first one's" if not launch.is_restart else "another")
+    assert launch.note == "the first one's"
+
+
 def test_without_a_launcher_nothing_is_left(agent, tmp_path):
     agent(None)
     find_launch(tmp_path, 1).begin()
