@@ -145,9 +145,6 @@ def with_known(adapter: Adapter, known: AdapterInfo) -> Adapter:
                 f"{theirs:g} now"
             )
     own = {"base": adapter.info.base, "base_revision": adapter.info.base_revision}
-    if known.positions is None:
-        # Files from before this was recorded do not say it; in this form it is no question.
-        own["positions"] = adapter.info.positions
     return replace(adapter, info=replace(known, **own))
 
 

@@ -215,18 +215,6 @@ def test_lora_of_other_families_is_no_question(make_classifier):
     assert lora_info(model.adapter().tensors, 3, 12).positions is None
 
 
-def test_a_folder_of_pefts_that_does_not_say_it_is_pefts_kind(build, adapter_file, tmp_path):
-    """As this project wrote them before it was recorded: our metadata, and nothing of positions."""
-    adapter = read_adapter(adapter_file(True))
-    silent = replace(adapter, info=replace(adapter.info, positions=None))
-    write_adapter(tmp_path / "peft", silent, "peft")
-    again = read_adapter(tmp_path / "peft")
-    assert (again.info.positions, again.info.labels) == (True, adapter.info.labels)
-    build(**LORA, lora_positions=True).load_adapters([again])
-    with pytest.raises(CheckpointError, match="trained with lora_positions True"):
-        build(**LORA).load_adapters([again])
-
-
 # ---- run_glue.py ----
 
 
