@@ -49,10 +49,10 @@ def joined(monkeypatch):
         given = {name: more[name] for name in ("rank", "world_size", "device_id") if name in more}
         calls.append((backend, given))
 
-    monkeypatch.setattr(distributed, "_attempts_store", lambda *_: HashStore())
+    monkeypatch.setattr(distributed, "_attempts_store", lambda *_: ("attempt", HashStore()))
+    monkeypatch.setattr(distributed, "_connect", lambda *_: HashStore())
     monkeypatch.setattr(distributed.Watch, "start", lambda self: None)
     monkeypatch.setattr(distributed, "_watch", None)  # which joining sets
-    monkeypatch.setattr(HashStore, "clone", lambda self: self)
     monkeypatch.setattr(distributed.dist, "init_process_group", join)
     return calls
 

@@ -156,7 +156,7 @@ BAD = {
     "no such task": ("--task_name rta --do_train", "unknown GLUE task 'rta'"),
     "no such data": (
         "--task_name rte --data_dir {tmp}/nowhere --do_train",
-        "nowhere/train.tsv: no such file",
+        "nowhere/RTE/train.tsv: no such file",
     ),
     "too long": (
         f"{RTE} --do_train --max_seq_length 65",

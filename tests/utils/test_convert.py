@@ -433,10 +433,7 @@ def test_there_and_back_again(convert, trained, tmp_path, family):
     assert_same_tensors(result.tensors, given.tensors)
     lost = {note.split()[4] for note in notes} - {"alpha", "base", "base_fingerprint"}
     assert lost == (set() if family == "gpt2" else {"task", "labels", "dropout"})
-    expected = replace(given.info, **dict.fromkeys(lost))
-    if family == "deberta":  # as PEFT's are; of a base that shares nothing it means nothing
-        expected = replace(expected, positions=True)
-    assert result.info == expected
+    assert result.info == replace(given.info, **dict.fromkeys(lost))
 
 
 @pytest.mark.parametrize("form", [None, *FORMS])
