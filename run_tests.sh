@@ -9,4 +9,5 @@ cd "$(dirname "$0")"
 bash utils/make_environment.sh --with-tests
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-exec .venv/bin/python -m pytest "$@"
+# Two processes: many tests wait for processes of their own.
+exec .venv/bin/python -m pytest -n 2 --dist loadfile "$@"
