@@ -763,7 +763,8 @@ def _fill(rows: Sequence[Any], length: int, value: int, side: str) -> np.ndarray
     filled = np.full((len(rows), length), value, dtype=np.int64)
     for target, row in zip(filled, rows, strict=True):
         start = length - len(row) if side == "left" else 0
-        target[start : start + len(row)] = row
+        # A tensor is made an array first: assigned as it is, older NumPys warn of its copy.
+        target[start : start + len(row)] = np.asarray(row, dtype=np.int64)
     return filled
 
 
