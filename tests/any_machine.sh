@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests as other machines would: with older processors' instructions, other numbers of
-# threads and in random order. Arguments go to pytest; ONLY=2 does the second run alone.
+# threads and in random order. Arguments go to pytest; ONLY=2 does the second run alone; SHUFFLED is
+# the order's seed, and is shown.
 #
 #   bash tests/any_machine.sh [tests/loralib -x …]
 set -uo pipefail
@@ -13,6 +14,7 @@ runs=(
     "-        -            -           4  -p shuffled"
 )
 
+export SHUFFLED="${SHUFFLED:-$RANDOM}"
 failed=0
 for number in "${!runs[@]}"; do
     [ "${ONLY:-$((number + 1))}" = "$((number + 1))" ] || continue
@@ -21,8 +23,8 @@ for number in "${!runs[@]}"; do
     [ "$aten" = - ] || settings+=(ATEN_CPU_CAPABILITY="$aten")
     [ "$onednn" = - ] || settings+=(ONEDNN_MAX_CPU_ISA="$onednn")
     [ "$mkl" = - ] || settings+=(MKL_CBWR="$mkl")
-    echo "== run $((number + 1)): ${settings[*]} pytest $more $*"
+    echo "== run $((number + 1)): ${settings[*]} SHUFFLED=$SHUFFLED pytest $more $*"
     # shellcheck disable=SC2086 # $more is words
-    env "${settings[@]}" .venv/bin/python -m pytest $more "$@" || failed=1
+    env "${settings[@]}" .venv/bin/python -m pytest -n 2 --dist loadfile $more "$@" || failed=1
 done
 exit $failed

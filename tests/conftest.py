@@ -26,9 +26,16 @@ def pytest_configure(config):
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # What the tests of a CPU expect does not depend on what else the machine has.
     name = "CUDA_VISIBLE_DEVICES"
-    config.stash[SEEN_GPUS] = {name: os.environ[name]} if name in os.environ else {}
+    seen = {name: os.environ[name]} if name in os.environ else {}
+    config.stash[SEEN_GPUS] = getattr(config, "workerinput", {}).get("seen_gpus", seen)
     if config.option.markexpr != "gpu":
         os.environ[name] = ""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    # pytest-xdist's worker starts with what is hidden here.
+    node.workerinput["seen_gpus"] = node.config.stash[SEEN_GPUS]
 
 
 @pytest.fixture(autouse=True)
