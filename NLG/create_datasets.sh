@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Brings the corpora into the form that gpt2_ft.py and gpt2_beam.py read: for each split,
+# Brings the corpora into the format that gpt2_ft.py and gpt2_beam.py read: for each split,
 # data/CORPUS/SPLIT_formatted.jsonl (texts) and data/CORPUS/SPLIT.jsonl (token ids).
 #
 #   bash create_datasets.sh                      every corpus that is there

@@ -2,7 +2,7 @@
 
     python recipe.py roberta_base_rte [--small BASE DATA] [--print] [flags of run_glue.py]
 
-The scripts of this folder are this with their own names: `bash roberta_base_rte.sh`.
+The scripts of this folder are this with their canonical names: `bash roberta_base_rte.sh`.
 """
 
 import argparse

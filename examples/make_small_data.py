@@ -1,4 +1,4 @@
-"""Makes the small data of the quickstart: a corpus, and a sentiment task in GLUE's form.
+"""Makes the small data of the quickstart: a corpus, and a sentiment task in GLUE's format.
 
     python examples/make_small_data.py --output_dir DIR
 
@@ -27,8 +27,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from loralib import process
-from loralib.files import write_whole
+from loralib.io.atomic import atomic_write
+from loralib.training import process
 
 logger = logging.getLogger(__name__)
 
@@ -137,8 +137,8 @@ def review(rng: random.Random, adjectives: Adjectives, label: int) -> str:
     kind = rng.random()
     if kind < 0.1:
         opposite = clause(rng, adjectives, first, 1 - label)
-        form = rng.choice(("although {} , {}", "{} , but {}", "{} , yet {}", "even if {} , {}"))
-        return form.format(opposite, last)
+        format = rng.choice(("although {} , {}", "{} , but {}", "{} , yet {}", "even if {} , {}"))
+        return format.format(opposite, last)
     if kind < 0.4:
         return f"{clause(rng, adjectives, first, label)} and {last}"
     if kind < 0.7:
@@ -211,7 +211,7 @@ def make_corpus(rng: random.Random, adjectives: Adjectives, held_out: list[str])
 
 def write_lines(path: Path, lines: list[str]) -> None:
     """Writes `lines` as a UTF-8 file."""
-    with write_whole(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_bytes("".join(f"{line}\n" for line in lines).encode())
 
 

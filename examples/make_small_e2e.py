@@ -1,4 +1,4 @@
-"""Makes a small data-to-text corpus in E2E's form, and a vocabulary for it in GPT-2's form.
+"""Makes a small data-to-text corpus in E2E's format, and a vocabulary for it in GPT-2's format.
 
     python examples/make_small_e2e.py --output_dir DIR
 
@@ -21,8 +21,8 @@ from pathlib import Path
 
 from tokenizers import ByteLevelBPETokenizer
 
-from loralib import process
-from loralib.files import write_whole
+from loralib.io.atomic import atomic_write
+from loralib.training import process
 
 logger = logging.getLogger(__name__)
 
@@ -77,12 +77,12 @@ def _text(meaning: dict[str, str], chance: random.Random) -> str:
     """One way to say all of it."""
     name, noun, place = meaning["name"], _noun(meaning), _place(meaning, chance)
     article = "an" if noun[0] in "aeiouAEIOU" else "a"
-    forms = [
+    formats = [
         f"{name} is {article} {noun} {place}",
         f"{place} there is {article} {noun} called {name}",
         f"the {noun} {name} is {place}" if place else f"there is {article} {noun} , {name}",
     ]
-    words = f"{chance.choice(forms)} .".split()
+    words = f"{chance.choice(formats)} .".split()
     if "family friendly" in meaning:
         words.append(chance.choice(FAMILY[meaning["family friendly"]]))
     return " ".join([words[0][0].upper() + words[0][1:], *words[1:]])
@@ -145,7 +145,7 @@ def _merges(bpe: ByteLevelBPETokenizer) -> list[str]:
 
 
 def _write(path: Path, text: str) -> None:
-    with write_whole(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="\n")
 
 

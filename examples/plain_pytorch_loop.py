@@ -22,7 +22,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import loralib as lora
-from loralib import process
+from loralib.training import process
 
 Examples = tuple[Tensor, Tensor]
 """Images (examples, 64), each pixel from 0 to 1, and their digits (examples,)."""

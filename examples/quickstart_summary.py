@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from loralib.files import read_tensors
-from loralib.formats import read_adapter
+from loralib.adapters.formats import read_adapter
+from loralib.io.tensors import read_tensors
 from transformers.data.processors import load_glue_split
 
 

@@ -8,16 +8,25 @@ Replace a layer by its namesake here, freeze the rest, train, and save the small
     lora.mark_only_lora_as_trainable(model)
     torch.save(lora.lora_state_dict(model), "lora.pt")
 
+The layers need torch alone. What needs more is imported when it is first asked for.
+
 The layers are explained, and drawn, at the head of `loralib.layers`.
 """
 
-from .bank import AdapterBank
-from .dropout import Dropout, dropout
-from .formats import read_adapter, write_adapter
+import importlib
+
 from .layers import Conv1d, Conv2d, Conv3d, Embedding, Linear, LoRALayer, MergedLinear
+from .nn.dropout import Dropout, dropout
 from .utils import lora_state_dict, mark_only_lora_as_trainable, merge
 
 __version__ = "0.2.0"
+
+# Names of the heavier modules, and where they are.
+_LAZY = {
+    "AdapterBank": ".serving.bank",
+    "read_adapter": ".adapters.formats",
+    "write_adapter": ".adapters.formats",
+}
 
 __all__ = [
     "AdapterBank",
@@ -36,3 +45,16 @@ __all__ = [
     "read_adapter",
     "write_adapter",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Imports the module of a name that was not asked for before."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -47,7 +47,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .dropout import Dropout
+from .nn.dropout import Dropout
 
 
 class LoRALayer:

@@ -5,7 +5,7 @@ import logging
 from torch import Tensor, nn
 
 from .layers import LoRALayer
-from .positions import lora_reaches_positions, unshare_positions
+from .nn.positions import lora_reaches_positions, unshare_positions
 
 logger = logging.getLogger(__name__)
 

@@ -138,7 +138,7 @@ def drawn_masks(monkeypatch):
     """The list that every dropout mask drawn from here on goes to: what elements are scaled by."""
     import torch
 
-    module, drawn = importlib.import_module("loralib.dropout"), []
+    module, drawn = importlib.import_module("loralib.nn.dropout"), []
     draw = module.keep_mask
 
     def record(shape, p):

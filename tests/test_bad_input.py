@@ -53,8 +53,8 @@ def make_adapter(path: Path, modules: dict[str, tuple[int, int]]) -> None:
     """A LoRA file of rank 2, with the head of two classes where the base is RoBERTa."""
     import torch
 
-    from loralib.checkpoint import Adapter, lora_info
-    from loralib.formats import write_adapter
+    from loralib.adapters.adapter import Adapter, lora_metadata
+    from loralib.adapters.formats import write_adapter
 
     tensors = {}
     for module, (out, width) in modules.items():
@@ -65,7 +65,7 @@ def make_adapter(path: Path, modules: dict[str, tuple[int, int]]) -> None:
     head = {"dense.weight": (8, 8), "dense.bias": (8,), "out_proj.weight": (2, 8)}
     for name, shape in {**head, "out_proj.bias": (2,)}.items():
         tensors[f"classifier.{name}"] = torch.ones(shape)
-    write_adapter(path, Adapter(tensors, lora_info(tensors, 2, 4)))
+    write_adapter(path, Adapter(tensors, lora_metadata(tensors, 2, 4)))
 
 
 @pytest.fixture(scope="module")
@@ -511,7 +511,7 @@ CALLS = {
         ),
         (
             "{good}/lora.safetensors out.txt",
-            "out.txt: its name does not tell the form to write: .safetensors is lora, .bin "
+            "out.txt: its name does not tell the format to write: .safetensors is lora, .bin "
             "and .pt are release",
         ),
         (
@@ -716,11 +716,11 @@ CALLS = {
     "NLG/src/format_converting_webnlg.py": [
         (
             "{bad}/object.txt out",
-            'object.txt: not WebNLG\'s form, it has no list of "entries"',
+            'object.txt: not WebNLG\'s format, it has no list of "entries"',
         ),
         (
             "{bad}/entry.txt out",
-            "entry.txt: entry 1: not in WebNLG's form (KeyError('modifiedtripleset'))",
+            "entry.txt: entry 1: not in WebNLG's format (KeyError('modifiedtripleset'))",
         ),
         (
             "{bad}/broken.jsonl out",
@@ -730,7 +730,7 @@ CALLS = {
     "NLG/src/format_converting_dart.py": [
         (
             "{bad}/object.txt out",
-            "object.txt: not DART's form, it is no list",
+            "object.txt: not DART's format, it is no list",
         ),
         (
             "{bad}/triple.txt out",

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from compare import assert_same_bits
 
-from loralib.files import read_tensors
+from loralib.io.tensors import read_tensors
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "tests" / "NLG" / "tiny_gpt2_ft.py"

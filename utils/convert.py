@@ -1,4 +1,4 @@
-"""Convert a LoRA adapter: this project's form, the release's, PEFT's; or merge it into its base.
+"""Convert a LoRA adapter: this project's format, the release's, PEFT's; or merge it into its base.
 
     python utils/convert.py IN --info
     python utils/convert.py output/rte rte_peft --to peft
@@ -6,8 +6,8 @@
     python utils/convert.py lora_mnli.bin mnli.safetensors --to lora --lora_alpha 16
     python utils/convert.py model.26289.pt e2e_merged --to merged --base gpt2-medium
 
-IN is an adapter of any form: a file, a folder, or a name on the hub. Of a whole model's checkpoint
-that holds LoRA, the adapter is taken out. OUT is
+IN is an adapter of any format: a file, a folder, or a name on the hub. Of a model's
+checkpoint that holds LoRA, the adapter is taken out. OUT is
 
     lora      a .safetensors file, which says rank, alpha, targets, base, task and labels
     release   a .bin or .pt file as microsoft/LoRA's scripts read it
@@ -16,7 +16,7 @@ that holds LoRA, the adapter is taken out. OUT is
 
 For lora and release OUT may also be a folder. Without --to, OUT's name says which of the two it is,
 so that `convert.py old.bin new.bin` gives the release's first DeBERTa files their later names. What
-a form cannot hold is listed. Nothing that exists is written over.
+a format cannot hold is listed. Nothing that exists is written over.
 """
 
 import argparse
@@ -32,20 +32,22 @@ from gpt2_folder import read_gpt2, write_gpt2
 from split_lora import extract
 from torch import Tensor, nn
 
-from loralib import process
-from loralib.checkpoint import LORA, Adapter, alpha_is_missing, check_base, lora_info, plain
-from loralib.files import CheckpointError, write_whole_folder
-from loralib.formats import (
-    FORMS,
+from loralib.adapters.adapter import LORA, Adapter, lora_metadata, plain
+from loralib.adapters.checks import alpha_is_missing, check_base
+from loralib.adapters.deltas import adapted_modules, lora_pairs, merge_into, rank_of
+from loralib.adapters.formats import (
+    FORMATS,
     WholeModelError,
     check_lora,
-    form_of_name,
+    format_of_name,
     read_adapter,
     write_adapter,
 )
-from loralib.hub import resolve_file
-from loralib.positions import shared_projections
-from loralib.updates import fold, lora_pairs, rank_of, updated_modules
+from loralib.errors import CheckpointError
+from loralib.io.atomic import atomic_write_folder
+from loralib.io.hub import resolve_file
+from loralib.nn.positions import shared_projections
+from loralib.training import process
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 from transformers.configuration_utils import OWN_SETTINGS, write_settings
 from transformers.utils.logging import errors_only
@@ -83,7 +85,7 @@ class Base:
         name: its folder, file or name on the hub.
         revision: of the hub's repository; None for its main branch.
         model: a plain model, float32, with a head of the adapter's shape.
-        fingerprint: of its weights, see `loralib.checkpoint.fingerprint`.
+        fingerprint: of its weights, see `loralib.adapters.fingerprint`.
         settings: the content of its config.json, for upstream.
     """
 
@@ -103,8 +105,8 @@ def read_base(name: str, adapter: Adapter) -> Base:
         ValueError: it is a model that was adapted itself, or of no family that is known here.
     """
     revision = None
-    if adapter.info and adapter.info.base == name:
-        revision = adapter.info.base_revision
+    if adapter.metadata and adapter.metadata.base == name:
+        revision = adapter.metadata.base_revision
     modules = lora_pairs(adapter.tensors, adapter.source)
     if any(module.startswith("transformer.h.") for module in modules):
         base = Base(name, revision, *read_gpt2(name, revision))
@@ -115,7 +117,7 @@ def read_base(name: str, adapter: Adapter) -> Base:
             f"{adapter.source}: adapts neither RoBERTa, DeBERTa-v2 nor GPT-2 ({min(modules)}): its "
             "base cannot be read here"
         )
-    updated_modules(base.model, with_info(adapter))
+    adapted_modules(base.model, with_info(adapter))
     check_base(adapter, base.fingerprint)
     return base
 
@@ -140,7 +142,7 @@ def _labels(adapter: Adapter) -> dict[str, object]:
     count = _outputs(adapter)
     if count is None:
         return {}
-    known = adapter.info.labels if adapter.info else None
+    known = adapter.metadata.labels if adapter.metadata else None
     if known and len(known) != count:
         raise CheckpointError(
             f"{adapter.source}: names {len(known)} labels, its head has {count} outputs"
@@ -160,10 +162,10 @@ def merge(path: Path, adapter: Adapter, base: Base, dtype: torch.dtype) -> None:
         CheckpointError: neither of them brings a trained head; the sum is beyond the range of
             `dtype`; or there is something at `path`.
     """
-    fold(base.model, adapter)
+    merge_into(base.model, adapter)
     base.model.to(dtype)
     check_range(dict(base.model.named_parameters()), path, dtype)
-    with write_whole_folder(path) as folder:
+    with atomic_write_folder(path) as folder:
         if isinstance(base.model, PreTrainedModel):
             _write_encoder(folder, adapter, base)
         else:
@@ -192,8 +194,8 @@ def _write_encoder(folder: Path, adapter: Adapter, base: Base) -> None:
     # Merging may have given positions projections of their own.
     from_model = ("architectures", "id2label", "label2id", *settings.keys() & {"share_att_key"})
     settings |= {name: written[name] for name in from_model}
-    if adapter.info.task:
-        settings["finetuning_task"] = adapter.info.task
+    if adapter.metadata.task:
+        settings["finetuning_task"] = adapter.metadata.task
     settings["torch_dtype"] = _name_of(next(model.parameters()).dtype)
     write_settings(folder, settings)
 
@@ -222,15 +224,15 @@ def read_source(source: str, lora_alpha: float | None) -> Adapter:
     try:
         return read_adapter(source, lora_alpha=lora_alpha)
     except WholeModelError:
-        return replace(check_lora(extract(Path(source)), lora_alpha), form=WHOLE)
+        return replace(check_lora(extract(Path(source)), lora_alpha), format=WHOLE)
 
 
 def with_info(adapter: Adapter) -> Adapter:
     """The adapter with what its tensors say; its alpha, if nobody said that, is not a number."""
-    if adapter.info is not None:
+    if adapter.metadata is not None:
         return adapter
     rank = rank_of(adapter.tensors, adapter.source)
-    return replace(adapter, info=lora_info(adapter.tensors, rank, math.nan))
+    return replace(adapter, metadata=lora_metadata(adapter.tensors, rank, math.nan))
 
 
 def with_task(adapter: Adapter, task: str | None, labels: Sequence[str] | None) -> Adapter:
@@ -241,7 +243,7 @@ def with_task(adapter: Adapter, task: str | None, labels: Sequence[str] | None) 
     """
     named = {"task": task, "labels": tuple(labels) if labels else None}
     for what, value in named.items():
-        known = getattr(adapter.info, what, None)
+        known = getattr(adapter.metadata, what, None)
         if value and known and known != value:
             raise CheckpointError(
                 f"{adapter.source}: says {what} {plain(known)}, but --{what} is {plain(value)}"
@@ -250,10 +252,10 @@ def with_task(adapter: Adapter, task: str | None, labels: Sequence[str] | None) 
     if labels and outputs != len(labels):
         has = "has no head" if outputs is None else f"has a head of {outputs} outputs"
         raise CheckpointError(f"{adapter.source}: {has}, but --labels names {len(labels)}")
-    if adapter.info is None:
+    if adapter.metadata is None:
         return adapter
     own = {what: value for what, value in named.items() if value}
-    return replace(adapter, info=replace(adapter.info, **own))
+    return replace(adapter, metadata=replace(adapter.metadata, **own))
 
 
 def _outputs(adapter: Adapter) -> int | None:
@@ -269,13 +271,13 @@ def with_base(adapter: Adapter, base: Base) -> Adapter:
 
     This is the base's name and fingerprint, and whether any adapted projection is shared at all.
     """
-    if adapter.info is None:
+    if adapter.metadata is None:
         return adapter
     own: dict[str, Any] = {"base": base.name, "base_revision": base.revision}
     own["base_fingerprint"] = base.fingerprint
     if shared_projections(base.model).isdisjoint(lora_pairs(adapter.tensors, adapter.source)):
         own["positions"] = None
-    return replace(adapter, info=replace(adapter.info, **own))
+    return replace(adapter, metadata=replace(adapter.metadata, **own))
 
 
 def in_dtype(adapter: Adapter, dtype: torch.dtype | None) -> Adapter:
@@ -323,15 +325,17 @@ def _name_of(dtype: torch.dtype) -> str:
 
 def describe(adapter: Adapter) -> dict[str, str]:
     """What an adapter is, by name, for people."""
-    info = with_info(adapter).info
+    info = with_info(adapter).metadata
     pairs = lora_pairs(adapter.tensors, adapter.source)
     stacked = max(len(A) // B.shape[1] for A, B in pairs.values())
     lora = sum(t.numel() for name, t in adapter.tensors.items() if LORA.part in name)
     others = sum(t.numel() for t in adapter.tensors.values()) - lora
     said = {
-        "form": adapter.form,
+        "format": adapter.format,
         "rank": f"{info.rank}" + (f" ({stacked} updates in each module)" if stacked > 1 else ""),
-        "alpha": "not said; --lora_alpha says it" if adapter.info is None else f"{info.alpha:g}",
+        "alpha": "not said; --lora_alpha says it"
+        if adapter.metadata is None
+        else f"{info.alpha:g}",
         "targets": f"{plain(info.targets)}, in {len(pairs)} modules",
         "dropout": info.dropout,
         "biases": info.bias,
@@ -344,7 +348,7 @@ def describe(adapter: Adapter) -> dict[str, str]:
         "fingerprint": info.base_fingerprint,
         "task": info.task,
         "labels": plain(info.labels) if info.labels else None,
-        "with": plain(info.beside) if info.beside else None,
+        "with": plain(info.trained_with) if info.trained_with else None,
     }
     return {name: str(value) for name, value in said.items() if value is not None}
 
@@ -354,7 +358,7 @@ def describe(adapter: Adapter) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------
 
 
-def check_target(path: Path, form: str) -> None:
+def check_target(path: Path, format: str) -> None:
     """Sees that OUT can be written, before anything is read.
 
     Raises:
@@ -362,65 +366,65 @@ def check_target(path: Path, form: str) -> None:
     """
     if not path.parent.is_dir():
         raise CheckpointError(f"{path}: there is no folder {path.parent}")
-    if form in _FOLDERS and path.suffix in _FILE_SUFFIXES:
-        raise CheckpointError(f"{path}: the form {form} is a folder; give it a folder's name")
-    if form in _FOLDERS:
+    if format in _FOLDERS and path.suffix in _FILE_SUFFIXES:
+        raise CheckpointError(f"{path}: the format {format} is a folder; give it a folder's name")
+    if format in _FOLDERS:
         is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     else:
-        path = _written(path, form)
+        path = _written(path, format)
         is_free = not path.exists()
     if not is_free:
         raise CheckpointError(f"{path}: exists already; give another name")
 
 
-def _written(path: Path, form: str) -> Path:
+def _written(path: Path, format: str) -> Path:
     """The file that OUT stands for, or PEFT's folder."""
-    if form in _FOLDERS or path.suffix:
+    if format in _FOLDERS or path.suffix:
         return path
-    return path / LORA.files[FORMS.index(form)]
+    return path / LORA.files[FORMATS.index(format)]
 
 
-def check_complete(adapter: Adapter, form: str, base: str | None) -> None:
-    """Sees that all is known that the form needs.
+def check_complete(adapter: Adapter, format: str, base: str | None) -> None:
+    """Sees that all is known that the format needs.
 
     Raises:
         CheckpointError: something is missing.
     """
-    info = adapter.info
-    if info is None and form != "release":
+    info = adapter.metadata
+    if info is None and format != "release":
         raise alpha_is_missing(adapter.source)
-    if info and info.beside:
+    if info and info.trained_with:
         raise CheckpointError(
-            f"{adapter.source}: was trained with {plain(info.beside)} as well, whose weights are "
-            "in another file: without them it is not what was trained"
+            f"{adapter.source}: was trained with {plain(info.trained_with)} as well, whose weights "
+            "are in another file: without them it is not what was trained"
         )
-    if form == "merged" and base is None:
+    if format == "merged" and base is None:
         known = f" (it names '{info.base}')" if info.base else ""
         raise CheckpointError(f"{adapter.source}: give its base as --base{known}")
 
 
 def convert(
-    adapter: Adapter, path: Path, form: str, base: Base | None, dtype: torch.dtype | None
+    adapter: Adapter, path: Path, format: str, base: Base | None, dtype: torch.dtype | None
 ) -> tuple[dict[str, str], list[str]]:
-    """Writes an adapter to `path` in a form, or merged.
+    """Writes an adapter to `path` in a format, or merged.
 
     Returns:
         What was written, as `describe` has it; and what a user has to know of it, a line each.
     """
     if base is not None:
         adapter = with_base(adapter, base)
-    if form == "merged":
+    if format == "merged":
         dtype = dtype or torch.float32
         merge(path, adapter, base, dtype)
         values = sum(parameter.numel() for parameter in base.model.parameters())
         size = f"{values * dtype.itemsize / 2**20:.2f} MiB"
-        own = {"form": form, "size": size, "dtype": _name_of(dtype)}
+        own = {"format": format, "size": size, "dtype": _name_of(dtype)}
         kept = {name: value for name, value in describe(adapter).items() if name in _OF_MERGED}
         return {**own, **kept}, []
     adapter = in_dtype(adapter, dtype)
-    remarks = write_adapter(path, adapter, form)
+    remarks = write_adapter(path, adapter, format)
     # What it says of itself, and not what it was made from.
-    return describe(read_adapter(_written(path, form))), remarks
+    return describe(read_adapter(_written(path, format))), remarks
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -431,12 +435,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("source", metavar="IN", help="an adapter: file, folder, or name on the hub")
     add("target", metavar="OUT", nargs="?", type=Path, help="what to write")
-    add("--to", choices=[*FORMS, "merged"], help="the form to write")
+    add("--to", choices=[*FORMATS, "merged"], help="the format to write")
     add("--info", action="store_true", help="print what IN is, and write nothing")
     add(
         "--base",
         metavar="FOLDER_OR_NAME",
-        help="the model that IN was trained on; merged needs it, other forms are checked against "
+        help="the model that IN was trained on; merged needs it, other formats are checked against "
         "it and say its name. For GPT-2 also a file of weights",
     )
     add("--lora_alpha", type=float, help="the alpha that IN was trained with, if IN does not say")
@@ -472,15 +476,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Reads, checks, converts, and says what was written."""
-    form = args.to or form_of_name(args.target)
-    check_target(args.target, form)
+    format = args.to or format_of_name(args.target)
+    check_target(args.target, format)
     adapter = read_source(args.source, args.lora_alpha)
-    check_complete(adapter, form, args.base)
+    check_complete(adapter, format, args.base)
     adapter = with_task(adapter, args.task, args.labels)
     base = None if args.base is None else read_base(args.base, adapter)
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    said, remarks = convert(adapter, args.target, form, base, dtype)
-    if adapter.form == WHOLE:
+    said, remarks = convert(adapter, args.target, format, base, dtype)
+    if adapter.format == WHOLE:
         remarks = [f"{adapter.source} is a whole model: its LoRA and head were taken", *remarks]
     show(f"{args.target}: written, from {adapter.source}:", said, remarks)
 

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from loralib.checkpoint import fingerprint
-from loralib.files import CheckpointError, read_tensors, write_tensors
+from loralib.adapters.fingerprint import fingerprint
+from loralib.errors import CheckpointError
+from loralib.io.tensors import read_tensors, write_tensors
 from transformers.configuration_utils import PretrainedConfig, write_settings
 from transformers.file_utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 from transformers.modeling_utils import read_weights
@@ -53,7 +54,7 @@ def read_gpt2(name: str, revision: str | None = None) -> tuple[nn.Module, str, d
 def _plain_weights(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
     if any("lora_" in tensor for tensor in tensors):
         raise ValueError(f"{name} holds LoRA weights itself: it is no plain base")
-    return gpt2.own_names(tensors, name)
+    return gpt2.canonical_names(tensors, name)
 
 
 def _of_shape(tensors: dict[str, Tensor], name: str) -> dict[str, Any]:

@@ -47,9 +47,10 @@ from typing import Any, TextIO
 from matplotlib.figure import Figure
 from scipy import stats
 
-from loralib import process
-from loralib.checkpoint import BACKBONE_PREFIXES
-from loralib.files import read_tensors, write_whole
+from loralib.adapters.adapter import BACKBONE_PREFIXES
+from loralib.io.atomic import atomic_write
+from loralib.io.tensors import read_tensors
+from loralib.training import process
 from transformers.trainer_utils import get_last_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -339,7 +340,7 @@ class Nlg:
     def obstacle(self, run: Run) -> str | None:
         """Why a run cannot begin; None where it can."""
         if self.small and self._corpus(run) != "e2e":
-            return "the small data is in E2E's form only"
+            return "the small data is in E2E's format only"
         return None
 
     def command(self, run: Run) -> tuple[list[str], dict[str, str]]:
@@ -624,7 +625,7 @@ def check_settings(out: Path, settings: dict[str, Any]) -> None:
             "ask for the same, or give another --output_dir"
         )
     out.mkdir(parents=True, exist_ok=True)
-    with write_whole(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(settings) + "\n", encoding="utf-8")
 
 
@@ -827,14 +828,14 @@ def write_report(
     ]
     cells = {row.name: cells_of(row, out, asked) for row in rows}
     text = report(rows, cells, settings)
-    with write_whole(out / RESULTS_NAME) as temporary:
+    with atomic_write(out / RESULTS_NAME) as temporary:
         temporary.write_text(text, encoding="utf-8")
     begun = {}
     for row in rows:
         for column, cell in cells[row.name].items():
             if runs := [run for run in cell.runs if run.log.is_file()]:
                 begun[row.recipes[column]] = (row.tree, runs)
-    with write_whole(out / PICTURE_NAME) as temporary:
+    with atomic_write(out / PICTURE_NAME) as temporary:
         draw(begun).savefig(temporary, format="png", dpi=150)
     return text
 

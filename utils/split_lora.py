@@ -3,10 +3,10 @@
     python utils/split_lora.py output/checkpoint-500/pytorch_model.bin lora.bin
 
 IN is a checkpoint file or a checkpoint's folder, of RoBERTa, DeBERTa-v2 or GPT-2. OUT is written in
-the release's form, saved by torch, or, where its name ends in .safetensors, with rank, alpha,
+the release's format, saved by torch, or, where its name ends in .safetensors, with rank, alpha,
 targets, task, labels and base in its metadata, which are taken from the config.json beside IN, or
 from IN itself. A checkpoint in which several were trained, such as LoRA and biases, has to be split
-once for each. convert.py turns what comes out into other forms, such as PEFT's.
+once for each. convert.py turns what comes out into other formats, such as PEFT's.
 
 What exists is written over with --overwrite alone. The release's own call, as above, may be
 repeated: it replaces a .bin or .pt that holds LoRA and a head and nothing else.
@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from loralib.checkpoint import (
+from loralib.adapters.adapter import (
     BACKBONE_PREFIXES,
     BITFIT,
     BOTTLENECK,
@@ -29,14 +29,15 @@ from loralib.checkpoint import (
     LORA,
     Adapter,
     Kind,
-    TrainedInfo,
     adapter_tensors,
-    fingerprint,
-    lora_info,
+    lora_metadata,
 )
-from loralib.files import CheckpointError, read_tensors
-from loralib.formats import own_names, write_adapter
-from loralib.updates import rank_of
+from loralib.adapters.deltas import rank_of
+from loralib.adapters.fingerprint import fingerprint
+from loralib.adapters.formats import canonical_names, write_adapter
+from loralib.adapters.metadata import AdapterMetadata
+from loralib.errors import CheckpointError
+from loralib.io.tensors import read_tensors
 from transformers.configuration_utils import PretrainedConfig
 from transformers.file_utils import CONFIG_NAME
 from transformers.modeling_utils import read_weights
@@ -67,10 +68,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
     tensors, metadata = (read_weights(path), {}) if path.is_dir() else read_tensors(path)
     config = folder / CONFIG_NAME
     settings = PretrainedConfig.get_config_dict(config) if config.is_file() else {}
-    return Checkpoint(path, own_names(tensors, str(path)), metadata, settings)
+    return Checkpoint(path, canonical_names(tensors, str(path)), metadata, settings)
 
 
-def describe(checkpoint: Checkpoint, part: Mapping[str, Tensor], kind: Kind) -> TrainedInfo | None:
+def describe(
+    checkpoint: Checkpoint, part: Mapping[str, Tensor], kind: Kind
+) -> AdapterMetadata | None:
     """What is said of a checkpoint's trained weights; None where nothing is.
 
     Settings say it, and in GPT-2's files their metadata.
@@ -80,21 +83,21 @@ def describe(checkpoint: Checkpoint, part: Mapping[str, Tensor], kind: Kind) -> 
     """
     config = checkpoint.config
     if not config.get(kind.switch):
-        return kind.info.from_metadata(checkpoint.metadata, checkpoint.source)
+        return kind.metadata.from_metadata(checkpoint.metadata, checkpoint.source)
     own = _own_settings(checkpoint, part, kind)
     if own is None:
         return None
     labels = config.get("id2label") or {}
     has_base = len(part) < len(checkpoint.tensors)
     beside = (other.switch for other in KINDS if other is not kind)
-    return kind.info(
+    return kind.metadata(
         **own,
         base=config.get("base_name_or_path"),
         base_revision=config.get("base_revision"),
         base_fingerprint=fingerprint(checkpoint.tensors) if has_base else None,
         task=config.get("finetuning_task"),
         labels=tuple(labels[number] for number in sorted(labels, key=int)),
-        beside=tuple(switch for switch in beside if config.get(switch)) or None,
+        trained_with=tuple(switch for switch in beside if config.get(switch)) or None,
     )
 
 
@@ -117,7 +120,7 @@ def _own_settings(
                 f"{checkpoint.source}: its LoRA weights have rank {rank}, its {CONFIG_NAME} says "
                 f"{own['rank']}"
             )
-        said = lora_info(part, rank, own["alpha"])
+        said = lora_metadata(part, rank, own["alpha"])
         own["targets"] = said.targets
         if said.positions is not None and config.get("share_att_key"):
             own["positions"] = bool(config.get("lora_positions"))
@@ -134,7 +137,7 @@ def check_free(target: Path, kind: Kind) -> None:
     if not target.is_file():
         return
     try:
-        tensors = own_names(read_tensors(target)[0], str(target))
+        tensors = canonical_names(read_tensors(target)[0], str(target))
         is_part = adapter_tensors(tensors, kind=LORA).keys() == tensors.keys()
         is_lora = is_part and any(LORA.holds(name, BACKBONE_PREFIXES) for name in tensors)
     except CheckpointError:
@@ -163,7 +166,7 @@ def split(source: Path, target: Path, name: str = "lora", overwrite: bool = Fals
     if inside and (target.samefile(source) or name not in target.name):
         raise CheckpointError(f"{target}: would replace a file of the checkpoint it is taken from")
     adapter = extract(source, kind)
-    if adapter.info is None and target.suffix == ".safetensors":
+    if adapter.metadata is None and target.suffix == ".safetensors":
         needed = {LORA: "rank and alpha", BOTTLENECK: "type and size"}.get(kind, kind.switch)
         raise CheckpointError(
             f"{source}: has no {CONFIG_NAME} beside it that states {needed}, which "

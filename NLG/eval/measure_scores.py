@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 
-from loralib import process
-from loralib.encoding import refuse_utf16_file
-from loralib.files import write_whole
+from loralib.io.atomic import atomic_write
+from loralib.io.encoding import refuse_utf16_file
+from loralib.training import process
 from metrics import E2E, WEBNLG_AND_DART, Metric, References, score
 
 logger = logging.getLogger(__name__)
@@ -226,7 +226,7 @@ def _read_table(path: str) -> dict[str, dict[str, float | None]]:
 
 def _write_table(path: str, table: Mapping[str, Mapping[str, float | None]]) -> None:
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    with write_whole(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
 
 

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loralib.packing import PackedRows, attend
+from loralib.nn.packing import PackedRows, attend
 from model import Attend, GPT2LMModel
 
 _NEVER = float("-inf")

@@ -10,26 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loralib.checkpoint import (
-    Adapter,
-    AdapterInfo,
-    check_base,
-    fingerprint,
-    load_into,
-    lora_layers,
-    lora_targets,
-)
-from loralib.files import (
-    CheckpointError,
-    check_like,
-    first_line,
-    read_tensors,
-    write_torch,
-    write_wrapped_tensors,
-)
-from loralib.formats import read_adapter, write_adapter
-from loralib.updates import fold, updates
-from model import BACKBONE, MODEL_CARDS, GPT2LMModel, config_of, load_base, own_names
+from loralib.adapters.adapter import Adapter, lora_targets
+from loralib.adapters.checks import check_base
+from loralib.adapters.deltas import deltas_of, merge_into
+from loralib.adapters.fingerprint import fingerprint
+from loralib.adapters.formats import read_adapter, write_adapter
+from loralib.adapters.loading import load_into, lora_layers
+from loralib.adapters.metadata import LoraMetadata
+from loralib.errors import CheckpointError, first_line
+from loralib.io.likeness import check_like
+from loralib.io.tensors import read_tensors, write_torch, write_wrapped_tensors
+from model import BACKBONE, MODEL_CARDS, GPT2LMModel, canonical_names, config_of, load_base
 
 # The release's models were wrapped in DDP when they were saved.
 _PREFIX = "module."
@@ -67,23 +58,23 @@ class Base:
     Args:
         tensors: empty for a model that began from nothing.
         source: the file's name.
-        fingerprint: `loralib.checkpoint.fingerprint` of the tensors.
-        info: rank, alpha, … of the LoRA that the file holds beside the base, where it says so.
+        fingerprint: `loralib.adapters.fingerprint` of the tensors.
+        metadata: rank, alpha, … of the LoRA that the file holds beside the base, where it says so.
     """
 
     tensors: Mapping[str, Tensor]
     source: str | None = None
     fingerprint: str | None = None
-    info: AdapterInfo | None = None
+    metadata: LoraMetadata | None = None
 
 
 def read_base(path: str | None) -> Base:
-    """Reads a base's file, of any of the spellings that `model.own_names` knows."""
+    """Reads a base's file, of any of the spellings that `model.canonical_names` knows."""
     if path is None:
         return Base({})
     tensors, metadata = read_tensors(path)
-    tensors = own_names(tensors, path)
-    info = AdapterInfo.from_metadata(metadata, Path(path))
+    tensors = canonical_names(tensors, path)
+    info = LoraMetadata.from_metadata(metadata, Path(path))
     return Base(tensors, path, fingerprint(tensors, BACKBONE), info)
 
 
@@ -94,7 +85,7 @@ def open_model(
 
     Args:
         args: `lora_dim` and `lora_alpha`, where not given, are set to those of the files.
-        lora_path: an adapter of any form, see loralib.formats.
+        lora_path: an adapter of any format, see loralib.adapters.formats.
         lora_dropout: dropout on the update's input.
 
     Raises:
@@ -126,7 +117,7 @@ def open_model(
         load_into(model, adapter, base.fingerprint, BACKBONE)
     elif adapter is not None:
         check_base(adapter, base.fingerprint)
-        fold(model, adapter)
+        merge_into(model, adapter)
     return model, base
 
 
@@ -135,8 +126,8 @@ def _has_layers(adapter: Adapter) -> bool:
 
     One of another making, such as PEFT's usual update of the whole c_attn, is folded into the base.
     """
-    modules = updates(adapter)
-    if adapter.info.bias != "none" or not all(name.endswith(".c_attn") for name in modules):
+    modules = deltas_of(adapter)
+    if adapter.metadata.bias != "none" or not all(name.endswith(".c_attn") for name in modules):
         return False
     return all(len(update.parts) == 2 for update in modules.values())
 
@@ -159,7 +150,7 @@ def _check_base_alone(base: Base) -> None:
 
 def _settle_lora(args: argparse.Namespace, file: Adapter | Base, path: str | None) -> None:
     """Sets rank and alpha from flags and file, which must not contradict each other."""
-    rank, alpha = _rank(file.tensors), getattr(file.info, "alpha", None)
+    rank, alpha = _rank(file.tensors), getattr(file.metadata, "alpha", None)
     if rank is not None and alpha is None and args.lora_alpha is None:
         raise CheckpointError(
             f"{path}: does not say with what alpha its LoRA weights were trained; "
@@ -218,12 +209,12 @@ def _check_finite(path: str | os.PathLike, name: str, tensor: Tensor) -> None:
         raise CheckpointError(f"{path}: not written: {name} holds values that are not finite")
 
 
-def _info(model: GPT2LMModel, base: Base) -> AdapterInfo | None:
+def _info(model: GPT2LMModel, base: Base) -> LoraMetadata | None:
     layers = lora_layers(model)
     if not layers:
         return None
     config = model.config
-    return AdapterInfo(
+    return LoraMetadata(
         rank=config.lora_attn_dim,
         alpha=config.lora_attn_alpha,
         targets=lora_targets(layers),

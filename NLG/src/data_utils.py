@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from exp_utils import read_json_lines
 from gpu import Run
-from loralib import process
+from loralib.training import process
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,8 @@ from tqdm.auto import tqdm
 from exp_utils import run
 from format_converting_e2e import as_lines
 from hub import hub_files
-from loralib.files import read_tensors, write_tensors, write_whole
+from loralib.io.atomic import atomic_write
+from loralib.io.tensors import read_tensors, write_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ def fetch(url: str, path: Path, size: int | None = None) -> None:
             JSON; `path` is untouched then.
     """
     try:
-        with write_whole(path) as temporary:
+        with atomic_write(path) as temporary:
             received, announced = _receive(url, temporary)
             for expected in (announced, size):
                 if expected not in (None, received):
@@ -142,7 +143,7 @@ def fetch_files(files: tuple[File, ...], root: Path) -> None:
 
 
 def fetch_e2e(root: Path) -> None:
-    """Brings E2E below `root`, in the release's form.
+    """Brings E2E below `root`, in the release's format.
 
     Raises:
         OSError: the archive cannot be had.
@@ -175,7 +176,7 @@ def _unpack_e2e(archive: Path, splits: list[tuple[str, str, int]], root: Path) -
         if len(lines) != rows:
             raise ValueError(f"{E2E_URL}: {name} has {len(lines):,} rows, not {rows:,}")
         (root / target).parent.mkdir(parents=True, exist_ok=True)
-        with write_whole(root / target) as temporary:
+        with atomic_write(root / target) as temporary:
             temporary.write_text("".join(f"{line}\n" for line in lines), "utf-8")
 
 
@@ -190,8 +191,8 @@ def fetch_checkpoint(name: str, root: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # On the same disk, so that the file is moved and not copied.
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{name}.") as folder:
-            forms = (["pytorch_model.bin"], ["model.safetensors"])
-            (source,) = hub_files(f"openai-community/{name}", forms, folder)
+            formats = (["pytorch_model.bin"], ["model.safetensors"])
+            (source,) = hub_files(f"openai-community/{name}", formats, folder)
             if source.suffix == ".bin":
                 source.replace(path)
             else:

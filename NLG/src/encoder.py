@@ -20,7 +20,7 @@ END_OF_TEXT_ID = 50256
 """The one special token, first and last of a text. Its id is fixed, whatever the vocabulary."""
 
 FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"), ("tokenizer.json",))
-"""The forms in which a vocabulary comes: OpenAI's, and the hub's two."""
+"""The formats in which a vocabulary comes: OpenAI's, and the hub's two."""
 
 
 class Encoder:
@@ -95,14 +95,14 @@ def get_encoder(vocab: str | os.PathLike) -> Encoder:
 
 
 def _find_files(vocab: str) -> list[Path]:
-    """The files of one of the forms in `FILES`."""
+    """The files of one of the formats in `FILES`."""
     if os.path.isdir(vocab):
         for names in FILES:
             paths = [Path(vocab, name) for name in names]
             if all(path.is_file() for path in paths):
                 return paths
-        forms = ", or ".join(" with ".join(names) for names in FILES)
-        raise FileNotFoundError(f"{vocab}: holds no vocabulary ({forms})")
+        formats = ", or ".join(" with ".join(names) for names in FILES)
+        raise FileNotFoundError(f"{vocab}: holds no vocabulary ({formats})")
     return hub_files(vocab, FILES[1:])
 
 

@@ -12,13 +12,13 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from loralib import process
-from loralib.encoding import refuse_utf16_file
-from loralib.files import write_whole
+from loralib.io.atomic import atomic_write
+from loralib.io.encoding import refuse_utf16_file
+from loralib.training import process
 
 
 def run(main: Callable[[], None]) -> None:
-    """Runs a script's `main`, as `loralib.process.run` does; its errors keep clear of the bars."""
+    """Runs a script's `main`, as `process.run` does; errors keep clear of progress bars."""
     set_up_logging()
     process.run(main, report=lambda line: tqdm.write(line, file=sys.stderr))
 
@@ -78,7 +78,7 @@ def _parse(line: str, where: str) -> dict[str, Any]:
 def write_json_lines(path: str | os.PathLike, rows: Iterable[dict[str, Any]]) -> None:
     """Writes one JSON object a line, the whole file or nothing; makes its folder if need be."""
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    with write_whole(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+    with atomic_write(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         for row in rows:
             file.write(json.dumps(row) + "\n")
 

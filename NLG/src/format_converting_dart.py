@@ -1,4 +1,4 @@
-"""Brings DART's JSON into the formatted form: triples as context, a text as completion.
+"""Brings DART's JSON into the formatted format: triples as context, a text as completion.
 
     python src/format_converting_dart.py data/dart/dart-v1.1.1-full-train.json \\
         data/dart/train_formatted.jsonl
@@ -15,18 +15,18 @@ def read_rows(path: str) -> list[Row]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not in DART's form; the message names file and entry.
+        ValueError: it is not in DART's format; the message names file and entry.
     """
     entries = read_json(path)
     if not isinstance(entries, list):
-        raise ValueError(f"{path}: not DART's form, it is no list")
+        raise ValueError(f"{path}: not DART's format, it is no list")
     rows = []
     for number, entry in enumerate(entries, start=1):
         where = f"{path}: entry {number}"
         try:
             rows += _entry_rows(entry, where)
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{where}: not in DART's form ({error!r})") from error
+            raise ValueError(f"{where}: not in DART's format ({error!r})") from error
     return rows
 
 
@@ -41,7 +41,7 @@ def _entry_rows(entry: dict, where: str) -> list[Row]:
 
 def main(argv: list[str] | None = None) -> None:
     """Parses the command line and converts."""
-    convert("Bring DART's JSON into the formatted form.", read_rows, argv)
+    convert("Bring DART's JSON into the formatted format.", read_rows, argv)
 
 
 if __name__ == "__main__":

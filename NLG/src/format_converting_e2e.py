@@ -1,4 +1,4 @@
-"""Brings the E2E challenge's data into the formatted form.
+"""Brings the E2E challenge's data into the formatted format.
 
     python src/format_converting_e2e.py data/e2e/train.txt data/e2e/train_formatted.jsonl
 
@@ -7,7 +7,7 @@ The input is a file of lines ``meaning representation||text``, as the release ha
     name : Blue Spice | Type : coffee shop | area : city centre||Blue Spice is a coffee shop .
 
 or the challenge's own CSV, with the columns ``mr`` and ``ref``, which `as_lines` brings into that
-form first.
+format first.
 """
 
 import csv
@@ -116,7 +116,7 @@ def read_rows(path: str) -> list[Row]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: a line is not in the corpus's form; the message names file and line.
+        ValueError: a line is not in the corpus's format; the message names file and line.
     """
     lines = read_lines(path)
     first = 1
@@ -134,7 +134,7 @@ def _row(line: str, where: str) -> Row:
 
 def main(argv: list[str] | None = None) -> None:
     """Parses the command line and converts."""
-    convert("Bring the E2E challenge's data into the formatted form.", read_rows, argv)
+    convert("Bring the E2E challenge's data into the formatted format.", read_rows, argv)
 
 
 if __name__ == "__main__":

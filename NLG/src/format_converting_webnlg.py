@@ -1,4 +1,4 @@
-"""Brings WebNLG 2017's JSON into the formatted form: triples as context, a text as completion.
+"""Brings WebNLG 2017's JSON into the formatted format: triples as context, a text as completion.
 
     python src/format_converting_webnlg.py data/webnlg_challenge_2017/train.json \\
         data/webnlg_challenge_2017/train_formatted.jsonl
@@ -31,18 +31,18 @@ def read_rows(path: str) -> list[Row]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not in WebNLG's form; the message names file and entry.
+        ValueError: it is not in WebNLG's format; the message names file and entry.
     """
     content = read_json(path)
     if not isinstance(content, dict) or not isinstance(content.get("entries"), list):
-        raise ValueError(f'{path}: not WebNLG\'s form, it has no list of "entries"')
+        raise ValueError(f'{path}: not WebNLG\'s format, it has no list of "entries"')
     rows = []
     for number, entry in enumerate(content["entries"], start=1):
         where = f"{path}: entry {number}"
         try:
             rows += _entry_rows(entry[str(number)], where)
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{where}: not in WebNLG's form ({error!r})") from error
+            raise ValueError(f"{where}: not in WebNLG's format ({error!r})") from error
     return rows
 
 
@@ -61,7 +61,7 @@ def _entry_rows(entry: dict, where: str) -> list[Row]:
 
 def main(argv: list[str] | None = None) -> None:
     """Parses the command line and converts."""
-    convert("Bring WebNLG 2017's JSON into the formatted form.", read_rows, argv)
+    convert("Bring WebNLG 2017's JSON into the formatted format.", read_rows, argv)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The formatted form of the three corpora: a row {"context", "completion"[, "cate"]} a line.
+"""The formatted format of the three corpora: a row {"context", "completion"[, "cate"]} a line.
 
 The context is what is to be said, the completion one text that says it. A corpus has a row for
 each of its texts, so rows that follow each other may share their context.
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from exp_utils import read_json_lines, write_json_lines
-from loralib.encoding import refuse_utf16_file
+from loralib.io.encoding import refuse_utf16_file
 
 Row = dict[str, Any]
 
@@ -92,7 +92,7 @@ def convert(
         argv: the command line; that of the process if None.
 
     Raises:
-        OSError, ValueError: the file cannot be read, or is not in its corpus's form.
+        OSError, ValueError: the file cannot be read, or is not in its corpus's format.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("input", help="the corpus's file")

@@ -25,7 +25,7 @@ from beam import BeamSettings, search
 from checkpoints import add_model_params, open_model
 from exp_utils import read_json_lines, run, set_up_logging, write_json_lines
 from gpu import Run, add_gpu_params, gather_objects, start
-from loralib import distributed, process
+from loralib.training import distributed, process
 from model import GPT2LMModel
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 from encoder import END_OF_TEXT, Encoder, get_encoder
 from exp_utils import read_json_lines, read_lines, run
 from formatted import Row, read_formatted
-from loralib.files import write_whole
+from loralib.io.atomic import atomic_write
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ def read_predictions(path: str, rows: int) -> list[list[int]]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: a line is not in this form, or the ids are not those of the input's rows.
+        ValueError: a line is not in this format, or the ids are not those of the input's rows.
     """
     found: dict[int, list[int]] = {}
     for number, line in enumerate(read_json_lines(path), start=1):
@@ -203,12 +203,12 @@ def reference_columns(groups: list[Group], count: int) -> list[list[str]]:
 def write_lines(path: str | os.PathLike, lines: Iterable[str]) -> None:
     """Writes lines, the whole file or nothing; makes its folder if need be."""
     Path(path).resolve().parent.mkdir(parents=True, exist_ok=True)
-    with write_whole(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text("".join(f"{line}\n" for line in lines), "utf-8")
 
 
 def write_references(args: argparse.Namespace, groups: list[Group]) -> None:
-    """Writes the references in the form of --ref_type, to --output_ref_file."""
+    """Writes the references in the format of --ref_type, to --output_ref_file."""
     if args.ref_type == "e2e":
         lines = (line for group in groups for line in (*group.references, ""))
         write_lines(args.output_ref_file, lines)
@@ -271,7 +271,7 @@ def main(argv: list[str] | None = None) -> None:
     """Parses the command line and decodes.
 
     Raises:
-        OSError, ValueError: a file cannot be read, is not in its form, or the predictions do not
+        OSError, ValueError: a file cannot be read, is not in its format, or the predictions do not
             cover the input; nothing is written then.
     """
     args = parse_arguments(argv)

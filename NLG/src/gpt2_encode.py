@@ -47,7 +47,8 @@ def main(argv: list[str] | None = None) -> None:
     """Parses the command line and encodes.
 
     Raises:
-        OSError, ValueError: a file cannot be read, or is not in its form; nothing is written then.
+        OSError, ValueError: a file cannot be read, or is not what it should be; nothing is
+            written then.
     """
     parser = argparse.ArgumentParser(description="Turn a formatted corpus into token ids.")
     parser.add_argument("--input", required=True, help="formatted file, JSON lines")

@@ -40,11 +40,13 @@ from checkpoints import (
 from data_utils import FT_Dataset, batches_per_epoch, training_batches, validation_batches
 from exp_utils import MetricsLog, run, set_up_logging
 from gpu import Run, add_gpu_params, distributed_mean, distributed_sync, gather_objects, start
-from loralib import distributed
-from loralib.files import CheckpointError, check_like, remove_leftovers
-from loralib.locks import sole_use
-from loralib.precision import ApexPrecision, Precision, has_apex, hold_frozen_in
-from loralib.process import TrainingError, rng_state, set_rng_state, set_seed, set_up_device
+from loralib.errors import CheckpointError, TrainingError
+from loralib.io.atomic import remove_leftovers
+from loralib.io.likeness import check_like
+from loralib.training import distributed
+from loralib.training.locks import sole_use
+from loralib.training.precision import ApexPrecision, Precision, has_apex, hold_frozen_in
+from loralib.training.process import rng_state, set_rng_state, set_seed, set_up_device
 from optimizer import add_optimizer_params, create_adam_optimizer, create_optimizer_scheduler
 
 logger = logging.getLogger(__name__)
@@ -223,7 +225,7 @@ class Trainer:
         return DistributedDataParallel(self.model, device_ids=devices, init_sync=False)
 
     def _warm_up(self) -> None:
-        """Lets DDP lay out the gradients; see `loralib.distributed.warm_up_ddp`."""
+        """Lets DDP lay out the gradients; see `loralib.training.distributed.warm_up_ddp`."""
         token = torch.zeros(1, 1, dtype=torch.int64)
         batch = {"input": token, "target": token, "mask": torch.ones(1, 1)}
         distributed.warm_up_ddp(self.model, lambda: self._loss(self.wrapped, batch, 0.0).backward())

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from loralib import distributed
+from loralib.training import distributed
 
 PLATFORMS = ("k8s", "local", "philly", "azure")
 

@@ -4,24 +4,24 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from loralib.hub import fetch_file
+from loralib.io.hub import fetch_file
 
 
 def hub_files(
-    repo: str, forms: Sequence[Sequence[str]], folder: str | os.PathLike | None = None
+    repo: str, formats: Sequence[Sequence[str]], folder: str | os.PathLike | None = None
 ) -> list[Path]:
     """The local paths of a repository's files, fetched unless they are there.
 
     Args:
         repo: a repository's name, such as ``gpt2``.
-        forms: names of files that belong together; the first form that can be had is taken.
+        formats: names of files that belong together; the first format that can be had is taken.
         folder: where to put the files; by default the hub library's cache.
 
     Raises:
-        OSError: there is no such repository, it has none of the forms, or it cannot be reached.
+        OSError: there is no such repository, it has none of the formats, or it cannot be reached.
     """
     missing = []
-    for names in forms:
+    for names in formats:
         try:
             return [fetch_file(repo, name, folder=folder) for name in names]
         except FileNotFoundError as error:

@@ -9,7 +9,7 @@ computed behind a row's last target, and the head, a third of a small model, run
                                           (targets, n) · wteᵀ -> loss
 
 Blocks take tokens, not batches; what a token may look at is the business of the `attend` that is
-handed through them: rows of a batch in training (loralib/packing.py), a cache in beam.py.
+handed through them: rows of a batch in training (loralib/nn/packing.py), a cache in beam.py.
 
 Names of tensors are the release's. Sources: GPT-2, Radford et al. 2019; LoRA, arXiv 2106.09685,
 sections 4.2 and 5.4.
@@ -23,11 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import loralib as lora
-from loralib.checkpoint import lora_layers
-from loralib.files import CheckpointError
-from loralib.packing import PackedRows, attend
-from loralib.precision import LayerNorm
-from loralib.settings import Count, Index, NotNegative, Positive, Share, check_settings
+from loralib.adapters.loading import lora_layers
+from loralib.errors import CheckpointError
+from loralib.io.settings import Count, Index, NotNegative, Positive, Share, check_settings
+from loralib.nn.norm import LayerNorm
+from loralib.nn.packing import PackedRows, attend
 
 # (layer, query, key, value), each (tokens, n) -> (tokens, n)
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -118,7 +118,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """n -> 4 n -> n, with the tanh form of GELU."""
+    """n -> 4 n -> n, with the tanh format of GELU."""
 
     def __init__(self, config: GPT2Config):
         super().__init__()
@@ -370,7 +370,7 @@ _HEADS = ("lm_head.weight", "lm_head.decoder.weight")
 BACKBONE = ("transformer.", "lm_head.")
 
 
-def own_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+def canonical_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     """The tensors of a GPT-2 file under this model's names.
 
     Known are names with or without the prefix ``transformer.`` or ``module.transformer.``, and
@@ -411,8 +411,8 @@ def load_base(config: GPT2Config, tensors: Mapping[str, Tensor], source: str) ->
 
     Args:
         config: the shape, and the LoRA.
-        tensors: a whole base under the model's own names, with all LoRA tensors or none (they are
-            then drawn anew).
+        tensors: a complete base under the model's own names, with all LoRA tensors or none (they
+            are then newly initialized).
         source: names the file in errors.
 
     Raises:
@@ -463,7 +463,7 @@ def _check_base(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], s
 
 
 def card_of(tensors: Mapping[str, Tensor]) -> str | None:
-    """The model card that tensors under the model's own names are of, if they are of one."""
+    """The model card that tensors under the model's canonical names are of, if they are of one."""
     blocks = {name.split(".")[2] for name in tensors if name.startswith("transformer.h.")}
     embedding = tensors.get("transformer.wte.weight", torch.empty(0))
     shape = (*embedding.shape[1:], len(blocks))

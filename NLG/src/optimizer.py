@@ -1,6 +1,6 @@
 """The flags of the paper's GPT-2 experiments for the optimizer, and its learning rates by step.
 
-The optimizer itself, with its formula, is `loralib.optimizer.AdamW`.
+The optimizer itself, with its formula, is `loralib.training.optimizer.AdamW`.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from loralib.optimizer import AdamW
+from loralib.training.optimizer import AdamW
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ class Scheduler:
             group["lr"] = lr
 
     def state_dict(self) -> dict[str, Any]:
-        """The steps done and the rate, in a form that loads weights-only."""
+        """The steps done and the rate, in a format that loads weights-only."""
         return {"step": self._next, "lr": self.lr}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import loralib as lora
 from data_utils import Row, collate
-from loralib.optimizer import AdamW
+from loralib.training.optimizer import AdamW
 from model import GPT2Config, GPT2LMModel
 
 

@@ -9,9 +9,9 @@ from timing import Batch, Step, run
 from torch import Tensor
 
 import transformers
-from loralib.bank import AdapterBank
-from loralib.checkpoint import Adapter, lora_info
-from loralib.precision import Precision, hold_frozen_in
+from loralib.adapters.adapter import Adapter, lora_metadata
+from loralib.serving.bank import AdapterBank
+from loralib.training.precision import Precision, hold_frozen_in
 from transformers import RobertaConfig, RobertaForSequenceClassification
 
 
@@ -70,7 +70,7 @@ def make_adapter(model: RobertaForSequenceClassification, rank: int, alpha: floa
             tensors[f"{name}.lora_A"] = torch.empty(rank, module.in_features)
             tensors[f"{name}.lora_B"] = torch.empty(module.out_features, rank)
     draw_weights(tensors.values())
-    return Adapter(tensors, lora_info(tensors, rank, alpha))
+    return Adapter(tensors, lora_metadata(tensors, rank, alpha))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import torch
 from timing import Batch, Step
 from torch import Tensor, nn
 
-from loralib.precision import Precision, hold_frozen_in
+from loralib.training.precision import Precision, hold_frozen_in
 
 
 def training_step(

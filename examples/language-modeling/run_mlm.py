@@ -19,8 +19,8 @@ from pathlib import Path
 from datasets import Dataset, load_dataset
 from tokenizers import ByteLevelBPETokenizer
 
-from loralib import distributed
-from loralib.encoding import refuse_utf16_file
+from loralib.io.encoding import refuse_utf16_file
+from loralib.training import distributed
 from transformers import (
     AutoConfig,
     AutoModelForMaskedLM,

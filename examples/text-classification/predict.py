@@ -32,13 +32,13 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from loralib.bank import AdapterBank
-from loralib.checkpoint import KINDS, Adapter, plain
-from loralib.encoding import refuse_utf16
-from loralib.files import check_writable, write_whole
-from loralib.formats import read_adapter
-from loralib.precision import Precision, hold_frozen_in
-from loralib.process import set_up_device
+from loralib.adapters.adapter import KINDS, Adapter, plain
+from loralib.adapters.formats import read_adapter
+from loralib.io.atomic import atomic_write, check_writable
+from loralib.io.encoding import refuse_utf16
+from loralib.serving.bank import AdapterBank
+from loralib.training.precision import Precision, hold_frozen_in
+from loralib.training.process import set_up_device
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -115,7 +115,7 @@ def sources_by_name(arguments: Sequence[str]) -> dict[str, str]:
     """Takes ``name=adapter`` apart.
 
     Raises:
-        ValueError: one is not of this form, or two have one name.
+        ValueError: one is not of this format, or two have one name.
     """
     sources: dict[str, str] = {}
     for argument in arguments:
@@ -211,7 +211,7 @@ def write_lines(path: str, lines: Sequence[Mapping[str, Any]]) -> None:
     if path == STANDARD_STREAM:
         write(sys.stdout.buffer)
         return
-    with write_whole(path) as temporary, open(temporary, "wb") as file:
+    with atomic_write(path) as temporary, open(temporary, "wb") as file:
         write(file)
 
 
@@ -281,10 +281,10 @@ def read_adapters(args: argparse.Namespace) -> dict[str, Adapter]:
     adapters = {}
     for name, source in args.adapters.items():
         adapter = read_adapter(source, **where)
-        if adapter.info is None and args.lora_alpha is not None:
+        if adapter.metadata is None and args.lora_alpha is not None:
             # It is for these alone: others may have been trained with another one.
             adapter = read_adapter(source, lora_alpha=args.lora_alpha, **where)
-        if adapter.info is not None and adapter.info.labels is None:
+        if adapter.metadata is not None and adapter.metadata.labels is None:
             logger.warning("%s does not name its labels: they are LABEL_0, LABEL_1, …", source)
         adapters[name] = adapter
     return adapters

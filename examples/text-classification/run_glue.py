@@ -20,18 +20,12 @@ from typing import Any
 import numpy as np
 from datasets import ClassLabel, Dataset, load_dataset
 
-from loralib import distributed
-from loralib.checkpoint import (
-    KINDS,
-    LORA,
-    Adapter,
-    TrainedInfo,
-    alpha_is_missing,
-    base_biases,
-    plain,
-)
-from loralib.files import write_whole
-from loralib.formats import read_adapter
+from loralib.adapters.adapter import KINDS, LORA, Adapter, base_biases, plain
+from loralib.adapters.checks import alpha_is_missing
+from loralib.adapters.formats import read_adapter
+from loralib.adapters.metadata import AdapterMetadata
+from loralib.io.atomic import atomic_write
+from loralib.training import distributed
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -430,9 +424,9 @@ def check_arguments(
             if getattr(model_args, name) is not None and not getattr(model_args, switch):
                 raise ValueError(f"--{name} needs --{switch}")
     for adapter in adapters:
-        if adapter.kind is LORA and adapter.info is None:
+        if adapter.kind is LORA and adapter.metadata is None:
             raise alpha_is_missing(adapter.source)
-        if adapter.info is None or adapter.info.base_fingerprint is None:
+        if adapter.metadata is None or adapter.metadata.base_fingerprint is None:
             trusted = model_args.model_name_or_path
             logger.warning("%s does not say its base: taken on trust: %s", adapter.source, trusted)
         if args.do_train and adapter.kind is LORA and base_biases(adapter.tensors):
@@ -446,7 +440,7 @@ def check_arguments(
 def _fill_in(model_args: ModelArguments, adapter: Adapter) -> None:
     """Sets the flags that were not given to what an adapter says of itself."""
     for field_name, flag_name in FROM_INFO.items():
-        value = getattr(adapter.info, field_name, None)
+        value = getattr(adapter.metadata, field_name, None)
         if value is None or getattr(model_args, flag_name) is not None:
             continue
         if field_name == "targets":
@@ -497,7 +491,7 @@ def _where(model_args: ModelArguments) -> dict[str, Any]:
     }
 
 
-def known_labels(config: PretrainedConfig, info: TrainedInfo | None) -> tuple[str, ...]:
+def known_labels(config: PretrainedConfig, info: AdapterMetadata | None) -> tuple[str, ...]:
     """Names of the classes that the adapter or the model was trained for, if it was."""
     names = tuple(config.id2label[number] for number in sorted(config.id2label))
     if info is not None and info.labels:
@@ -606,7 +600,7 @@ def predict(trainer: Trainer, splits: dict[str, Dataset], data: TextData) -> Non
         task += "-mm" if split.endswith("_mismatched") else ""
         if trainer.is_world_process_zero():
             path = Path(trainer.args.output_dir, f"test_results_{task}.txt")
-            with write_whole(path) as temporary:
+            with atomic_write(path) as temporary:
                 lines = ["index\tprediction", *(f"{i}\t{word}" for i, word in enumerate(words))]
                 temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -641,7 +635,7 @@ def fine_tune(
     config = load_config(model_args)
     if args.cls_dropout is not None and not hasattr(config, "cls_dropout"):
         raise ValueError(f"--cls_dropout: a {config.model_type} model has no such dropout")
-    info = next((adapter.info for adapter in adapters if adapter.info), None)
+    info = next((adapter.metadata for adapter in adapters if adapter.metadata), None)
     known = known_labels(config, info)
     splits = needed_splits(glue_task(data_args.task_name) if data_args.task_name else None, args)
     if data_args.task_name:

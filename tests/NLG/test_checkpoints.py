@@ -23,11 +23,12 @@ from checkpoints import (
     save_model,
     write_resume,
 )
-from loralib.files import CheckpointError, read_tensors
-from loralib.formats import read_adapter
-from loralib.precision import hold_frozen_in
-from loralib.process import rng_state, set_rng_state
-from model import BACKBONE, GPT2Config, own_names
+from loralib.adapters.formats import read_adapter
+from loralib.errors import CheckpointError
+from loralib.io.tensors import read_tensors
+from loralib.training.precision import hold_frozen_in
+from loralib.training.process import rng_state, set_rng_state
+from model import BACKBONE, GPT2Config, canonical_names
 
 WIDTH, BLOCKS, VOCABULARY, POSITIONS = 8, 2, 23, 10
 LORA_A = "transformer.h.0.attn.c_attn.lora_A"
@@ -204,7 +205,7 @@ def test_every_spelling_of_a_base(tmp_path, spelling, write):
     assert_same_bits(parameters(model), prefixed(drawn, "transformer."))
     assert model.lm_head.decoder.weight is model.transformer.wte.weight
     assert base.source == str(path)
-    assert base.info is None
+    assert base.metadata is None
     assert base.fingerprint == read_base(write_plain(drawn, tmp_path)).fingerprint
 
 
@@ -546,7 +547,7 @@ def test_a_lora_file_is_the_release_s_form(lora_path, open_lora, base_path):
         "base": str(base_path),
         "base_fingerprint": base.fingerprint,
     }
-    assert read_adapter(lora_path).info.rank == 2
+    assert read_adapter(lora_path).metadata.rank == 2
     assert lora_path.stat().st_size < 8_000
 
 
@@ -569,7 +570,7 @@ def test_round_trip_of_a_whole_model(tmp_path, base_path, open_lora, held, file_
     path = tmp_path / "model.9.pt"
     save_model(path, model, base, lora_only=False)
     drawn = {n: t.to(file_dtype) for n, t in draw_base().items()}
-    written = own_names(read_tensors(path)[0], "file")
+    written = canonical_names(read_tensors(path)[0], "file")
     assert_same_bits(written, {**prefixed(drawn, "transformer."), **trained})
 
     args = parse("--init_checkpoint", path)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import download
-from loralib.files import read_tensors, write_tensors
+from loralib.io.tensors import read_tensors, write_tensors
 
 NLG = Path(__file__).resolve().parents[2] / "NLG"
 DATA = NLG.parents[1] / "shared" / "data"

@@ -1,4 +1,4 @@
-"""NLG/src/encoder.py against upstream's ids, and with vocabularies of every form."""
+"""NLG/src/encoder.py against upstream's ids, and with vocabularies of every format."""
 
 import json
 import shutil
@@ -150,13 +150,13 @@ except OSError as error:
     return result.stdout.strip()
 
 
-@pytest.mark.parametrize("form", ["two files", "tokenizer.json"])
+@pytest.mark.parametrize("format", ["two files", "tokenizer.json"])
 def test_from_the_hub_and_then_offline(
-    form, hub_server, tmp_path, encoder, encoder_fixture, vocabulary
+    format, hub_server, tmp_path, encoder, encoder_fixture, vocabulary
 ):
     repo = hub_server.root / "org" / "tiny"
     repo.mkdir(parents=True)
-    if form == "two files":
+    if format == "two files":
         encoder_fixture.write_vocabulary(repo, *vocabulary, TWO_FILES[1])
     else:
         write_tokenizer_json(repo, *vocabulary)

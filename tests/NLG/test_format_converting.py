@@ -19,7 +19,7 @@ MILL = "name : The Mill | Type : pub"
 
 
 def webnlg(*entries, numbers=None):
-    """WebNLG's form of entries (category, triples, [(comment, text)])."""
+    """WebNLG's format of entries (category, triples, [(comment, text)])."""
     rows = []
     for number, (category, triples, texts) in enumerate(entries, start=1):
         entry = {
@@ -35,7 +35,7 @@ def webnlg(*entries, numbers=None):
 
 
 def dart(*entries):
-    """DART's form of entries (triples, texts)."""
+    """DART's format of entries (triples, texts)."""
     return json.dumps(
         [
             {"tripleset": triples, "annotations": [{"source": "x", "text": text} for text in texts]}
@@ -123,7 +123,7 @@ def test_rows(name, tmp_path):
         ("e2e", 'mr,ref\nname[A],"Two\nlines."\nname[A]," "\n', ":4: the completion is empty"),
         ("e2e", 'mr,ref\nname[A],"Good."x\n', ":2: not CSV"),
         ("webnlg", "{", ": not JSON"),
-        ("webnlg", "[]", ': not WebNLG\'s form, it has no list of "entries"'),
+        ("webnlg", "[]", ': not WebNLG\'s format, it has no list of "entries"'),
         ("webnlg", webnlg(), ": holds no texts"),
         ("webnlg", webnlg(("City", [CITY], [("toFix", "One.")])), ": holds no texts"),
         (
@@ -134,11 +134,15 @@ def test_rows(name, tmp_path):
         (
             "webnlg",
             webnlg(*[("City", [CITY], [("good", "One.")])] * 2, numbers={2: "7"}),
-            ": entry 2: not in WebNLG's form",
+            ": entry 2: not in WebNLG's format",
         ),
-        ("webnlg", '{"entries": [{"1": {"category": "City"}}]}', ": entry 1: not in WebNLG's form"),
-        ("dart", "{}", ": not DART's form, it is no list"),
-        ("dart", "[1]", ": entry 1: not in DART's form"),
+        (
+            "webnlg",
+            '{"entries": [{"1": {"category": "City"}}]}',
+            ": entry 1: not in WebNLG's format",
+        ),
+        ("dart", "{}", ": not DART's format, it is no list"),
+        ("dart", "[1]", ": entry 1: not in DART's format"),
         ("dart", dart(([["a", "b", "c"]], ["One."]), ([["a", "b"]], ["One."])), ": entry 2: a tri"),
         ("dart", dart(([["a", "b", "c"]], ["One.", "\n"])), ": entry 1: the completion is empty"),
         (
@@ -146,7 +150,7 @@ def test_rows(name, tmp_path):
             dart(([["a", "b", "c"]], [None])),
             ": entry 1: the completion is not a text: None",
         ),
-        ("dart", dart(([["a", "b", 3]], ["One."])), ": entry 1: not in DART's form"),
+        ("dart", dart(([["a", "b", 3]], ["One."])), ": entry 1: not in DART's format"),
         ("dart", dart(([], ["One."])), ": entry 1: the context is empty"),
     ],
 )

@@ -12,10 +12,12 @@ import torch
 import gpt2_beam
 from beam import BeamSettings, search
 from checkpoints import Base, add_model_params, open_model, save_model
-from loralib.checkpoint import Adapter, AdapterInfo
-from loralib.files import CheckpointError, read_tensors
-from loralib.formats import read_adapter, write_adapter
-from model import GPT2LMModel, config_of, own_names
+from loralib.adapters.adapter import Adapter
+from loralib.adapters.formats import read_adapter, write_adapter
+from loralib.adapters.metadata import LoraMetadata
+from loralib.errors import CheckpointError
+from loralib.io.tensors import read_tensors
+from model import GPT2LMModel, canonical_names, config_of
 
 SCRIPT = Path(gpt2_beam.__file__)
 CONTEXTS = [[5, 9, 2], [7], [5, 9, 2], [4, 4, 50000, 11, 3], [7], [3, 1], [5, 9, 2]]
@@ -23,7 +25,7 @@ CONTEXTS = [[5, 9, 2], [7], [5, 9, 2], [4, 4, 50000, 11, 3], [7], [3, 1], [5, 9,
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory):
-    """A base, LoRA for it, both in one file, and the release's form of LoRA: without metadata."""
+    """A base, LoRA for it, both in one file, and the release's format of LoRA: without metadata."""
     folder = tmp_path_factory.mktemp("beam")
     torch.manual_seed(2)
     model = GPT2LMModel(config_of("gpt2.xs"))
@@ -187,11 +189,11 @@ def test_an_adapter_that_the_model_has_no_layers_for_is_folded(decode, files, tm
     for module in modules:
         tensors[f"{module}.lora_A"] = torch.randn(4, 128)
         tensors[f"{module}.lora_B"] = 0.3 * torch.randn(widths[module.rpartition(".")[2]], 4)
-    dense = Adapter(tensors, AdapterInfo(rank=4, alpha=4, targets=tuple(sorted(widths))))
+    dense = Adapter(tensors, LoraMetadata(rank=4, alpha=4, targets=tuple(sorted(widths))))
     write_adapter(tmp_path / "peft", dense, "peft")
     texts = decode("--lora_path", tmp_path / "peft")
 
-    base = own_names(read_tensors(files / "base.pt")[0], "base")
+    base = canonical_names(read_tensors(files / "base.pt")[0], "base")
     for module in modules:
         update = tensors[f"{module}.lora_B"] @ tensors[f"{module}.lora_A"]
         base[f"{module}.weight"] = base[f"{module}.weight"] + update.t()

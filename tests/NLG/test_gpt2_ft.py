@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gpt2_ft
-from loralib.files import read_tensors
+from loralib.io.tensors import read_tensors
 
 SCRIPT = Path(gpt2_ft.__file__)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import gpt2_ft
-from loralib.checkpoint import AdapterInfo
-from loralib.files import read_tensors
+from loralib.adapters.metadata import LoraMetadata
+from loralib.io.tensors import read_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(gpt2_ft.__file__)
@@ -79,7 +79,7 @@ def test_a_checkpoint_says_what_it_is(tiny, tmp_path):
     gpt2_ft.main(tiny.flags(tmp_path, "--max_step", 4, "--save_interval", 2))
     for step in (2, 4):
         path = tmp_path / f"model.{step}.pt"
-        info = AdapterInfo.from_metadata(read_tensors(path)[1], path)
+        info = LoraMetadata.from_metadata(read_tensors(path)[1], path)
         assert (info.rank, info.alpha, info.targets) == (2, 8, ("c_attn",))
         assert info.base == str(tiny.base_with_lora)
         assert len(info.base_fingerprint) == 16
@@ -173,7 +173,7 @@ def test_alpha_is_128_where_nothing_says_otherwise(tiny, tmp_path):
     flags = ["--lora_dim", 2, "--max_step", 1, "--save_lora_only"]
     gpt2_ft.main(tiny.flags(tmp_path, *flags, lora=False))
     path = tmp_path / "model.1.pt"
-    assert AdapterInfo.from_metadata(read_tensors(path)[1], path).alpha == 128
+    assert LoraMetadata.from_metadata(read_tensors(path)[1], path).alpha == 128
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 
 import gpu
 from gpu import Run, add_gpu_params, distributed_mean, distributed_sync, gather_objects, start
-from loralib import distributed
+from loralib.training import distributed
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 MASTER = {"MASTER_ADDR": "first.example", "MASTER_PORT": "1234"}

@@ -10,9 +10,17 @@ from safetensors.torch import load_file
 
 import loralib as lora
 import model as model_module
-from loralib.files import CheckpointError
-from loralib.precision import Precision, hold_frozen_in
-from model import MODEL_CARDS, GPT2Config, GPT2LMModel, config_of, head_loss, load_base, own_names
+from loralib.errors import CheckpointError
+from loralib.training.precision import Precision, hold_frozen_in
+from model import (
+    MODEL_CARDS,
+    GPT2Config,
+    GPT2LMModel,
+    canonical_names,
+    config_of,
+    head_loss,
+    load_base,
+)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = ("plain", "one-head", "deep")
@@ -36,7 +44,7 @@ def build(gpt2_fixture):
     def build(shape="plain", **lora_fields):
         n, layers, heads, vocabulary, positions, _ = gpt2_fixture.SHAPES[shape]
         config = GPT2Config(n, layers, heads, vocabulary, positions, **lora_fields)
-        weights = own_names(gpt2_fixture.draw_weights(shape), "the fixture")
+        weights = canonical_names(gpt2_fixture.draw_weights(shape), "the fixture")
         torch.manual_seed(0)
         model = load_base(config, weights, "the fixture")
         for name, parameter in model.named_parameters():
@@ -500,7 +508,7 @@ def test_a_new_model_s_weights():
 def test_lora_that_a_file_lacks_is_drawn(gpt2_fixture, build):
     config = build(**LORA).config
     torch.manual_seed(0)
-    weights = own_names(gpt2_fixture.draw_weights("plain"), "a file")
+    weights = canonical_names(gpt2_fixture.draw_weights("plain"), "a file")
     model = load_base(config, weights, "a file")
     for name, parameter in model.named_parameters():
         assert not parameter.is_meta
@@ -516,7 +524,7 @@ def test_lora_that_a_file_lacks_is_drawn(gpt2_fixture, build):
 
 
 def test_weights_of_a_float16_file_are_taken_in_float32(gpt2_fixture, build):
-    weights = own_names(gpt2_fixture.draw_weights("plain"), "a file")
+    weights = canonical_names(gpt2_fixture.draw_weights("plain"), "a file")
     halves = {name: tensor.half() for name, tensor in weights.items()}
     model = load_base(build().config, halves, "a file")
     assert {p.dtype for p in model.parameters()} == {torch.float32}

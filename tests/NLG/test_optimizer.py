@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import optimizer as optimizer_module
-from loralib.optimizer import AdamW
+from loralib.training.optimizer import AdamW
 from optimizer import (
     add_optimizer_params,
     constant,

@@ -12,12 +12,12 @@ from peft_maker import MAKER
 from safetensors.torch import load_file, save_file
 
 import checkpoints
-from loralib.checkpoint import lora_layers
-from loralib.files import CheckpointError
-from loralib.formats import read_adapter, write_adapter
-from loralib.peft import CONFIG_NAME, PREFIX, WEIGHTS_NAMES
-from loralib.updates import fold
-from model import GPT2Config, load_base, own_names
+from loralib.adapters.deltas import merge_into
+from loralib.adapters.formats import read_adapter, write_adapter
+from loralib.adapters.loading import lora_layers
+from loralib.adapters.peft import CONFIG_NAME, PREFIX, WEIGHTS_NAMES
+from loralib.errors import CheckpointError
+from model import GPT2Config, canonical_names, load_base
 
 PEFT = MAKER.PeftFixture()
 CASES = [case for case in MAKER.CASES if MAKER.family_of(case) == "gpt2"]
@@ -25,7 +25,7 @@ CASES = [case for case in MAKER.CASES if MAKER.family_of(case) == "gpt2"]
 IN_BLOCKS = ["gpt2_blocks", "gpt2_blocks_rslora", "gpt2_blocks_bias"]
 WITH_LAYERS = ["gpt2_blocks", "gpt2_blocks_rslora"]
 NOT_IN_BLOCKS = [case for case in CASES if case not in IN_BLOCKS]
-# The others, of the whole c_attn and of other modules, have no form but PEFT's, because …
+# The others, of the whole c_attn and of other modules, have no format but PEFT's, because …
 NO_LAYERS = {
     "gpt2_c_attn": "its update of transformer.h.0.attn.c_attn is not made of one block",
     "gpt2_all_targets": "its update of transformer.h.0.attn.c_attn is not made of one block",
@@ -82,13 +82,15 @@ def opened(base, monkeypatch):
 
 def plain_model():
     """The fixture's base."""
-    return load_base(tiny_config_of(), own_names(PEFT.base("gpt2"), "the fixture"), "the fixture")
+    return load_base(
+        tiny_config_of(), canonical_names(PEFT.base("gpt2"), "the fixture"), "the fixture"
+    )
 
 
 def folded(adapter):
     """The fixture's base that an adapter was folded into."""
     model = plain_model()
-    fold(model, adapter)
+    merge_into(model, adapter)
     return model
 
 
@@ -127,8 +129,8 @@ def test_the_logits_tell(folder, opened, case):
 
 def test_rank_and_alpha_are_those_of_a_block(folder):
     adapter = read_adapter(folder())
-    assert (adapter.info.rank, adapter.info.alpha) == (2, 6)
-    assert adapter.info.targets == ("c_attn",)
+    assert (adapter.metadata.rank, adapter.metadata.alpha) == (2, 6)
+    assert adapter.metadata.targets == ("c_attn",)
     theirs = PEFT.tensors("gpt2_blocks")
     for layer in (0, 1):
         name = C_ATTN.format(layer)
@@ -176,7 +178,7 @@ def test_what_is_not_made_of_two_blocks_is_one_update(folder, opened, layer, cha
     theirs[name] = change(theirs[name])
     save_file(theirs, path / WEIGHTS)
     adapter = read_adapter(path)
-    assert (adapter.info.rank, adapter.info.alpha) == (4, 12)
+    assert (adapter.metadata.rank, adapter.metadata.alpha) == (4, 12)
     for own, tensor in adapter.tensors.items():
         assert torch.equal(tensor, theirs[f"{PREFIX}{own}.weight"]), own
 
@@ -191,14 +193,14 @@ def test_what_is_not_made_of_two_blocks_is_one_update(folder, opened, layer, cha
     assert difference < rounding(theirs, TERMS) if change is touched else difference > 0.1
 
 
-@pytest.mark.parametrize("form", ["lora", "release"])
+@pytest.mark.parametrize("format", ["lora", "release"])
 @pytest.mark.parametrize("case", NO_LAYERS)
-def test_what_the_release_has_no_layers_for_is_no_file_of_its_form(folder, tmp_path, case, form):
+def test_what_the_release_has_no_layers_for_is_no_file_of_its_form(folder, tmp_path, case, format):
     adapter, path = read_adapter(folder(case)), tmp_path / "out"
     path.mkdir()
-    for target in (path, path / f"x.{'safetensors' if form == 'lora' else 'pt'}"):
+    for target in (path, path / f"x.{'safetensors' if format == 'lora' else 'pt'}"):
         with pytest.raises(CheckpointError) as caught:
-            write_adapter(target, adapter, form)
+            write_adapter(target, adapter, format)
         message = str(caught.value)
         assert "\n" not in message
         assert NO_LAYERS[case] in message
@@ -238,7 +240,7 @@ def test_what_was_read_is_written_as_pefts(folder, tmp_path, case):
         assert set(ours["target_modules"]) == set(theirs["target_modules"])
 
     again = read_adapter(path)
-    assert again.info == adapter.info
+    assert again.metadata == adapter.metadata
     close(logits_of(folded(again)), PEFT.logits(case))
 
 
@@ -260,12 +262,12 @@ def test_a_tour_of_the_forms_keeps_every_bit(folder, opened, tmp_path, case):
     peft = read_adapter(tmp_path / "3")
     write_adapter(tmp_path / "4.safetensors", peft)
     last = read_adapter(tmp_path / "4.safetensors")
-    forms = []
+    formats = []
     for adapter in (lora, release, peft, last):
         assert_equal(adapter.tensors, first.tensors)
-        assert adapter.info == first.info
-        forms.append(adapter.form)
-    assert forms == ["lora", "release", "peft", "lora"]
+        assert adapter.metadata == first.metadata
+        formats.append(adapter.format)
+    assert formats == ["lora", "release", "peft", "lora"]
     assert_equal(load_file(tmp_path / "3" / WEIGHTS), PEFT.tensors(case))
     for path in ("1.safetensors", "2.pt", "3", "4.safetensors"):
         close(logits_of(opened(tmp_path / path)), PEFT.logits(case))
@@ -278,10 +280,10 @@ def test_an_alpha_keeps_its_bits(folder, tmp_path, rank, alpha):
         name: torch.ones((2 * rank, N) if name.endswith("lora_A") else (2 * N, rank))
         for name in adapter.tensors
     }
-    info = replace(adapter.info, rank=rank, alpha=alpha)
-    write_adapter(tmp_path / "out", replace(adapter, tensors=tensors, info=info), "peft")
+    info = replace(adapter.metadata, rank=rank, alpha=alpha)
+    write_adapter(tmp_path / "out", replace(adapter, tensors=tensors, metadata=info), "peft")
     again = read_adapter(tmp_path / "out")
-    assert again.info == info
+    assert again.metadata == info
     assert_equal(again.tensors, tensors)
 
 
@@ -291,7 +293,7 @@ def test_blocks_beside_other_updates_are_one_update_each(folder, tmp_path):
     theirs = load_file(path / WEIGHTS) | PEFT.tensors("gpt2_attention_output")
     save_file(theirs, path / WEIGHTS)
     adapter = read_adapter(path)
-    assert (adapter.info.rank, adapter.info.targets) == (4, ("c_attn", "c_proj"))
+    assert (adapter.metadata.rank, adapter.metadata.targets) == (4, ("c_attn", "c_proj"))
     write_adapter(tmp_path / "out", adapter, "peft")
     assert_equal(load_file(tmp_path / "out" / WEIGHTS), theirs)
     both = folded(adapter)
@@ -336,6 +338,6 @@ def test_a_half_of_an_odd_rank_is_no_block(folder):
         tensors[name] = part.contiguous()
     save_file(tensors, path / WEIGHTS)
     adapter = read_adapter(path)
-    assert adapter.info.rank == 3
+    assert adapter.metadata.rank == 3
     for own, tensor in adapter.tensors.items():
         assert torch.equal(tensor, tensors[f"{PREFIX}{own}.weight"])

@@ -7,7 +7,7 @@ import pytest
 from compare import assert_same_bits
 from launches import killed, launch
 
-from loralib.files import read_tensors
+from loralib.io.tensors import read_tensors
 
 TINY = Path(__file__).with_name("tiny_gpt2_ft.py")
 SETTINGS = (

@@ -13,8 +13,8 @@ import torch
 
 import gpt2_ft
 from checkpoints import read_resume
-from loralib.files import read_tensors
-from loralib.locks import sole_use
+from loralib.io.tensors import read_tensors
+from loralib.training.locks import sole_use
 
 SCRIPT = Path(gpt2_ft.__file__)
 

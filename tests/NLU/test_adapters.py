@@ -9,10 +9,11 @@ import torch
 from compare import assert_close_to_rounding
 from encoder_options import ENCODER_TERMS
 
-from loralib.checkpoint import BITFIT, BOTTLENECK, KINDS, LORA
-from loralib.files import CheckpointError, read_tensors
-from loralib.formats import read_adapter, write_adapter
-from loralib.precision import Precision, hold_frozen_in
+from loralib.adapters.adapter import BITFIT, BOTTLENECK, KINDS, LORA
+from loralib.adapters.formats import read_adapter, write_adapter
+from loralib.errors import CheckpointError
+from loralib.io.tensors import read_tensors
+from loralib.training.precision import Precision, hold_frozen_in
 from transformers import (
     DebertaV2Config,
     DebertaV2ForSequenceClassification,
@@ -268,10 +269,10 @@ def expected_names(model, kind):
     return names
 
 
-@pytest.mark.parametrize("form", [".bin", ".safetensors"])
+@pytest.mark.parametrize("format", [".bin", ".safetensors"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("names", CROSS, ids="+".join)
-def test_files_bring_a_model_back(build, batch, tmp_path, family, names, form):
+def test_files_bring_a_model_back(build, batch, tmp_path, family, names, format):
     trained = build(family, names)
     fresh = build(family, names)
     with torch.no_grad():
@@ -281,7 +282,7 @@ def test_files_bring_a_model_back(build, batch, tmp_path, family, names, form):
     assert not torch.allclose(trained(**batch).logits, fresh(**batch).logits, atol=1e-2)
     adapters = []
     for kind in trained.adapted_by:
-        path = tmp_path / f"{kind.file}{form}"
+        path = tmp_path / f"{kind.file}{format}"
         write_adapter(path, trained.adapter(kind))
         assert read_tensors(path)[0].keys() == expected_names(trained, kind)
         adapters.append(read_adapter(path, kind))
@@ -308,10 +309,10 @@ def test_what_the_files_say(build, tmp_path):
             "base": "roberta-base",
             "task": "mnli",
             "labels": ["LABEL_0", "LABEL_1", "LABEL_2"],
-            "beside": [switch for switch in switches if switch != kind.switch],
+            "trained_with": [switch for switch in switches if switch != kind.switch],
         }
-        info = read_adapter(tmp_path / "x.safetensors", kind).info
-        assert info == model.adapter(kind).info
+        info = read_adapter(tmp_path / "x.safetensors", kind).metadata
+        assert info == model.adapter(kind).metadata
 
 
 def test_a_folder_is_asked_for_each_kind(build, tmp_path):
@@ -322,9 +323,9 @@ def test_a_folder_is_asked_for_each_kind(build, tmp_path):
     for kind in (LORA, BOTTLENECK):
         loaded = read_adapter(tmp_path, kind)
         assert loaded.kind is kind
-        assert loaded.info == model.adapter(kind).info
+        assert loaded.metadata == model.adapter(kind).metadata
         # The .bin says nothing; the file beside it does.
-        assert read_adapter(tmp_path / kind.files[1], kind).info == loaded.info
+        assert read_adapter(tmp_path / kind.files[1], kind).metadata == loaded.metadata
     with pytest.raises(CheckpointError, match="holds no adapter: none of pytorch_model_bitfit"):
         read_adapter(tmp_path, BITFIT)
 
@@ -360,7 +361,7 @@ def refuses(model, adapters, message):
 def test_models_that_a_file_does_not_fit(build, family, said, name, changed, message):
     adapter = build(family, [name]).adapter(BITFIT if name == "bitfit" else BOTTLENECK)
     if not said:
-        adapter = replace(adapter, info=None)
+        adapter = replace(adapter, metadata=None)
         message = {
             "adapter_size 5, .*built with 6": r"adapter_A.\w+ is \(5.*in the file, \(6.*"
             "adapter_size 5, not 6",
@@ -439,8 +440,8 @@ def test_files_that_belong_together(build):
     message = "not of the same run as adapter: their classifier.dense.bias differ"
     refuses(model, [lora, replace(biases, tensors=other)], message)
     assert model.load_adapters([lora, biases]) == []
-    # The release's form does not say what it was trained with.
-    assert model.load_adapters([replace(lora, info=None)]) == []
+    # The release's format does not say what it was trained with.
+    assert model.load_adapters([replace(lora, metadata=None)]) == []
 
 
 def test_a_new_head_keeps_the_model_s_own(build):
@@ -486,8 +487,8 @@ def test_a_file_of_another_kind(build, tmp_path, held, asked, message):
 )
 def test_damaged_metadata(kind, metadata, message, tmp_path):
     with pytest.raises(CheckpointError, match=message):
-        kind.info.from_metadata(metadata, tmp_path / "x.safetensors")
-    assert kind.info.from_metadata({"format": "pt"}, tmp_path) is None
+        kind.metadata.from_metadata(metadata, tmp_path / "x.safetensors")
+    assert kind.metadata.from_metadata({"format": "pt"}, tmp_path) is None
 
 
 # ---- AdapterHub's folders ----
@@ -548,7 +549,7 @@ def test_a_folder_of_adapterhub_s(randomized, batch, tmp_path, name, flexible, t
     assert not torch.allclose(trained(**batch).logits, fresh(**batch).logits, atol=1e-2)
     for source in (folder, folder / "pytorch_adapter.bin"):
         adapter = read_adapter(source, BOTTLENECK)
-        assert (adapter.form, adapter.info) == ("hub", None)
+        assert (adapter.format, adapter.metadata) == ("hub", None)
         for key, tensor in trained.adapter(BOTTLENECK).tensors.items():
             assert torch.equal(adapter.tensors.pop(key), tensor)
         assert adapter.tensors == {}

@@ -15,11 +15,12 @@ from compare import assert_close_to_rounding, rounding
 from encoder_options import ENCODER_TERMS
 
 import loralib as lora
-from loralib import packing
-from loralib.checkpoint import Adapter, fingerprint
-from loralib.files import CheckpointError
-from loralib.packing import PackedRows
-from loralib.routing import Routing
+from loralib.adapters.adapter import Adapter
+from loralib.adapters.fingerprint import fingerprint
+from loralib.errors import CheckpointError
+from loralib.nn import packing
+from loralib.nn.packing import PackedRows
+from loralib.nn.routing import Routing
 from transformers.configuration_utils import LORA_TARGETS
 
 DEBERTA = importlib.import_module("transformers.models.deberta_v2.modeling_deberta_v2")
@@ -187,7 +188,7 @@ def test_every_target(task, target, monkeypatch):
     adapter, batch = task.adapter("one"), make_batch(4)
     updates = {n: t for n, t in adapter.tensors.items() if "lora_" in n}
     bank = lora.AdapterBank(task.base)
-    bank.add("one", Adapter(updates, adapter.info))
+    bank.add("one", Adapter(updates, adapter.metadata))
     with bank.use("one"):
         ours = task.base(**batch).logits
     model = task.model("one")
@@ -202,7 +203,7 @@ def test_labels_are_the_adapters(task):
     bank = task.bank("ab")
     assert bank.labels("a") == ("LABEL_0", "LABEL_1")
     adapter = task.adapter("a")
-    bank.add("named", replace(adapter, info=replace(adapter.info, labels=("no", "yes"))))
+    bank.add("named", replace(adapter, metadata=replace(adapter.metadata, labels=("no", "yes"))))
     assert bank.labels("named") == ("no", "yes")
 
 
@@ -293,8 +294,8 @@ def test_rows_that_are_taken_for_others_show(task, monkeypatch):
 def test_distances_of_another_adapter_show(make_classifier, monkeypatch):
     task = Task(make_classifier, "deberta")
     bank, batch, names = task.bank(), make_batch(4), "aabb"
-    expected, each = row_by_row(bank, task.base, names, batch), DEBERTA.for_each_run
-    monkeypatch.setattr(DEBERTA, "for_each_run", lambda *given: each(*given)[::-1])
+    expected, each = row_by_row(bank, task.base, names, batch), DEBERTA.for_each_segment
+    monkeypatch.setattr(DEBERTA, "for_each_segment", lambda *given: each(*given)[::-1])
     with pytest.raises(AssertionError):
         close_to_rows(mixed_logits(bank, task.base, names, batch), expected)
 
@@ -302,7 +303,7 @@ def test_distances_of_another_adapter_show(make_classifier, monkeypatch):
 def test_an_adapter_that_does_not_say_whether_it_reaches_positions(make_classifier):
     task = Task(make_classifier, "deberta")
     adapter = task.adapter("a")
-    unsaid = replace(adapter, info=replace(adapter.info, positions=None))
+    unsaid = replace(adapter, metadata=replace(adapter.metadata, positions=None))
     with pytest.raises(CheckpointError, match=r"^a.safetensors: .*lora_positions"):
         lora.AdapterBank(task.base).add("a", unsaid)
     # Where none of its projections is shared there is nothing to say.
@@ -418,7 +419,7 @@ def test_an_adapter_of_another_base_or_family(task, make_classifier):
     with pytest.raises(CheckpointError, match=r"\(40, 40\).*\(32, 32\): a base of another size"):
         bank.add("wide", wide.adapter("a"))
     adapter, own = task.adapter("a"), fingerprint(task.base.state_dict())
-    known = replace(adapter, info=replace(adapter.info, base_fingerprint="feed" * 4))
+    known = replace(adapter, metadata=replace(adapter.metadata, base_fingerprint="feed" * 4))
     with pytest.raises(CheckpointError, match=f"fingerprint feedfeedfeedfeed.*{own}"):
         bank.add("other", known)
     assert bank.names == ("a",)

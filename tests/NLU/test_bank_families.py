@@ -6,9 +6,9 @@ from compare import assert_close_to_rounding
 from encoder_options import ENCODER_TERMS
 
 from loralib import AdapterBank
-from loralib.checkpoint import BACKBONE_PREFIXES
-from loralib.files import CheckpointError
-from loralib.formats import read_adapter, write_adapter
+from loralib.adapters.adapter import BACKBONE_PREFIXES
+from loralib.adapters.formats import read_adapter, write_adapter
+from loralib.errors import CheckpointError
 from transformers import RobertaConfig, RobertaModel, RobertaPreTrainedModel
 
 SHAPE = {

@@ -49,12 +49,12 @@ def without_padding(_, features):
 
 
 @pytest.mark.parametrize("collate", [without_padding, with_padding])
-@pytest.mark.parametrize("form", [list, np.array, torch.tensor, tuple])
+@pytest.mark.parametrize("format", [list, np.array, torch.tensor, tuple])
 @pytest.mark.parametrize("container", [dict, BatchEncoding])
-def test_rows_of_any_form(tokenizer, collate, form, container):
+def test_rows_of_any_form(tokenizer, collate, format, container):
     rows = [
-        container({"input_ids": form([5, 6]), "attention_mask": form([1, 1])}),
-        container({"input_ids": form([7, 8]), "attention_mask": form([1, 0])}),
+        container({"input_ids": format([5, 6]), "attention_mask": format([1, 1])}),
+        container({"input_ids": format([7, 8]), "attention_mask": format([1, 0])}),
     ]
     batch = collate(tokenizer, rows)
     assert batch["input_ids"].tolist() == [[5, 6], [7, 8]]
@@ -121,9 +121,9 @@ def test_default_leaves_out_strings_and_none():
     assert {name: each.tolist() for name, each in batch.items()} == {"a": [1, 1], "c": [0.5, 0.5]}
 
 
-@pytest.mark.parametrize("form", [list, torch.tensor])
-def test_default_needs_rows_of_one_length(form):
-    rows = [{"input_ids": form([5, 6])}, {"input_ids": form([7])}]
+@pytest.mark.parametrize("format", [list, torch.tensor])
+def test_default_needs_rows_of_one_length(format):
+    rows = [{"input_ids": format([5, 6])}, {"input_ids": format([7])}]
     with pytest.raises(ValueError, match="input_ids: rows of") as error:
         default_data_collator(rows)
     assert "\n" not in str(error.value)

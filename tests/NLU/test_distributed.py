@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from loralib.files import read_tensors
+from loralib.io.tensors import read_tensors
 from transformers.trainer_utils import list_checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]

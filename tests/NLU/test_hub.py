@@ -52,15 +52,15 @@ def logits(name, **where):
 """
 
 
-def publish(hub, name, form):
-    """Puts a model with a tokenizer into the hub; the weights' `form` is as in `FILES`."""
+def publish(hub, name, format):
+    """Puts a model with a tokenizer into the hub; the weights' `format` is as in `FILES`."""
     torch.manual_seed(0)
     model = RobertaForSequenceClassification(RobertaConfig(**SHAPE, num_labels=3))
     for parameter in model.parameters():
         parameter.data.normal_()
     folder = hub.root / name
-    model.save_pretrained(folder, safe_serialization=form != "bin")
-    if form == "shards":
+    model.save_pretrained(folder, safe_serialization=format != "bin")
+    if format == "shards":
         tensors = {name: t.clone() for name, t in model.state_dict().items()}
         weight_map = {}
         for number, part in enumerate((sorted(tensors)[:9], sorted(tensors)[9:]), start=1):
@@ -98,8 +98,8 @@ def close(logits: list[float]):
 
 
 def test_download_then_cache_then_offline(hub_server, tmp_path):
-    names = {form: f"org/{form}" for form in FILES}
-    folders = {form: publish(hub_server, name, form) for form, name in names.items()}
+    names = {format: f"org/{format}" for format in FILES}
+    folders = {format: publish(hub_server, name, format) for format, name in names.items()}
     expected = [close(expected_logits(folder)[0]) for folder in folders.values()]
     code = "".join(f"show(lambda: logits({name!r})[0])\n" for name in names.values())
     home = tmp_path / "home"
@@ -107,9 +107,9 @@ def test_download_then_cache_then_offline(hub_server, tmp_path):
     assert run_on_hub(hub_server, home, PRELUDE + code) == expected
     downloaded = [request.path for request in hub_server.downloads()]
     assert len(downloaded) == len(set(downloaded))
-    for form, name in names.items():
+    for format, name in names.items():
         fetched = {p.rsplit("/", 1)[1] for p in downloaded if p.startswith(f"/{name}/")}
-        assert fetched == {"config.json", "vocab.json", "merges.txt", *FILES[form]}
+        assert fetched == {"config.json", "vocab.json", "merges.txt", *FILES[format]}
 
     hub_server.requests.clear()
     assert run_on_hub(hub_server, home, PRELUDE + code) == expected

@@ -1,4 +1,4 @@
-"""Reading and writing model folders: every form of a checkpoint, and what can be wrong with it."""
+"""Reading and writing model folders: each format of a checkpoint, and what can be wrong with it."""
 
 import json
 import pickle
@@ -8,10 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from loralib import hub
-from loralib.checkpoint import fingerprint
-from loralib.files import CheckpointError, read_tensors
-from loralib.precision import hold_frozen_in
+from loralib.adapters.fingerprint import fingerprint
+from loralib.errors import CheckpointError
+from loralib.io import hub
+from loralib.io.tensors import read_tensors
+from loralib.training.precision import hold_frozen_in
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -49,29 +50,29 @@ def make(model_class, **settings):
     return model.eval()
 
 
-def write(folder, tensors, form="bin", config=None, **settings):
+def write(folder, tensors, format="bin", config=None, **settings):
     """A model folder as others make it."""
     folder.mkdir(exist_ok=True)
     values = {**SHAPE, "model_type": "roberta", **settings} if config is None else config
     (folder / "config.json").write_text(json.dumps(values))
     tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
-    if form == "bin":
+    if format == "bin":
         torch.save(tensors, folder / "pytorch_model.bin")
-    elif form == "legacy":
+    elif format == "legacy":
         path = folder / "pytorch_model.bin"
         torch.save(tensors, path, _use_new_zipfile_serialization=False)
-    elif form == "safetensors":
+    elif format == "safetensors":
         save_file(tensors, folder / "model.safetensors")
     else:
-        _write_shards(folder, tensors, form)
+        _write_shards(folder, tensors, format)
     return folder
 
 
-def _write_shards(folder, tensors, form):
+def _write_shards(folder, tensors, format):
     stem, suffix = {
         "sharded bin": ("pytorch_model", "bin"),
         "sharded safetensors": ("model", "safetensors"),
-    }[form]
+    }[format]
     names, weight_map = sorted(tensors), {}
     for number in range(3):
         shard = f"{stem}-{number + 1:05}-of-00003.{suffix}"
@@ -103,16 +104,16 @@ def is_one_line(caught):
     assert len(text) < 400
 
 
-# ---- forms ----
+# ---- formats ----
 
-FORMS = ("bin", "legacy", "safetensors", "sharded bin", "sharded safetensors")
+FORMATS = ("bin", "legacy", "safetensors", "sharded bin", "sharded safetensors")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("model_class", CLASSES)
-def test_every_form(tmp_path, form, model_class):
+def test_every_form(tmp_path, format, model_class):
     model = make(model_class)
-    folder = write(tmp_path / "m", model.state_dict(), form)
+    folder = write(tmp_path / "m", model.state_dict(), format)
     loaded = model_class.from_pretrained(folder)
     same(loaded, model.state_dict())
     assert not loaded.training
@@ -121,11 +122,11 @@ def test_every_form(tmp_path, form, model_class):
     assert read_weights(folder).keys() == model.state_dict().keys()
 
 
-@pytest.mark.parametrize("form", ["bin", "legacy", "safetensors"])
+@pytest.mark.parametrize("format", ["bin", "legacy", "safetensors"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_precisions_are_read_into_float32(tmp_path, form, dtype):
+def test_other_precisions_are_read_into_float32(tmp_path, format, dtype):
     tensors = {n: t.to(dtype) for n, t in make(RobertaForMaskedLM).state_dict().items()}
-    folder = write(tmp_path / "m", tensors, form)
+    folder = write(tmp_path / "m", tensors, format)
     expected = {name: tensor.float() for name, tensor in tensors.items()}
     same(RobertaForMaskedLM.from_pretrained(folder), expected)
 
@@ -157,10 +158,10 @@ def test_old_names_of_norms(tmp_path):
     same(loaded, tensors)
 
 
-@pytest.mark.parametrize("form", ["bin", "safetensors"])
+@pytest.mark.parametrize("format", ["bin", "safetensors"])
 @pytest.mark.parametrize("prefix", ["", "roberta."])
 @pytest.mark.parametrize("model_class", CLASSES)
-def test_positions_and_other_heads_are_left_out(tmp_path, form, prefix, model_class):
+def test_positions_and_other_heads_are_left_out(tmp_path, format, prefix, model_class):
     tensors = make(RobertaModel).state_dict()
     others = {"embeddings.position_ids": torch.arange(12)[None]}
     file = {f"{prefix}{name}": tensor for name, tensor in {**tensors, **others}.items()}
@@ -171,7 +172,7 @@ def test_positions_and_other_heads_are_left_out(tmp_path, form, prefix, model_cl
         file["lm_head.bias"] = torch.zeros(20)
         if model_class is RobertaForMaskedLM:
             file.pop("lm_head.bias")
-    loaded = model_class.from_pretrained(write(tmp_path / "m", file, form))
+    loaded = model_class.from_pretrained(write(tmp_path / "m", file, format))
     backbone = {n.removeprefix("roberta."): t for n, t in loaded.state_dict().items()}
     compared = [name for name in tensors if name in backbone]
     assert len(compared) >= len(tensors) - 2
@@ -275,8 +276,8 @@ def test_save_and_load(tmp_path, safe, model_class, settings):
 def test_saving_replaces_the_weights_of_another_form(tmp_path):
     old, new = make(RobertaModel), make(RobertaModel)
     new.pooler.dense.bias.data += 1
-    for form in FORMS:
-        write(tmp_path, old.state_dict(), form)
+    for format in FORMATS:
+        write(tmp_path, old.state_dict(), format)
     (tmp_path / "notes.txt").write_text("stay")
     new.save_pretrained(tmp_path)
     same(RobertaModel.from_pretrained(tmp_path), new.state_dict())
@@ -286,10 +287,10 @@ def test_saving_replaces_the_weights_of_another_form(tmp_path):
 
 
 @pytest.mark.parametrize("file_dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("form", ["bin", "safetensors", "sharded bin"])
-def test_base_keeps_its_bits_through_half_precision(tmp_path, form, file_dtype):
+@pytest.mark.parametrize("format", ["bin", "safetensors", "sharded bin"])
+def test_base_keeps_its_bits_through_half_precision(tmp_path, format, file_dtype):
     base = {n: t.to(file_dtype) for n, t in make(RobertaModel).state_dict().items()}
-    folder = write(tmp_path / "base", base, form)
+    folder = write(tmp_path / "base", base, format)
     model = AutoModelForSequenceClassification.from_pretrained(folder, **LORA)
     model.train_only(("lora",))
     hold_frozen_in(model, torch.bfloat16)
@@ -338,8 +339,8 @@ def test_fingerprint_is_the_bases(tmp_path):
     base = make(RobertaForMaskedLM).state_dict()
     model_class = RobertaForSequenceClassification
 
-    def of(tensors, name, form="bin", **settings):
-        folder = write(tmp_path / name, tensors, form)
+    def of(tensors, name, format="bin", **settings):
+        folder = write(tmp_path / name, tensors, format)
         return model_class.from_pretrained(folder, **settings).base_fingerprint
 
     expected = of(base, "base")
@@ -359,7 +360,7 @@ def test_fingerprint_is_the_bases(tmp_path):
             parameter.data.normal_()
     model.save_pretrained(tmp_path / "trained")
     assert model_class.from_pretrained(tmp_path / "trained").base_fingerprint == expected
-    assert model.adapter().info.base_fingerprint == expected
+    assert model.adapter().metadata.base_fingerprint == expected
 
     for name in ("embeddings.word_embeddings", "encoder.layer.1.output.dense"):
         changed = {n: t.clone() for n, t in base.items()}
@@ -375,7 +376,7 @@ def test_adapter_of_a_model(tmp_path):
         folder, **LORA, id2label={0: "no", 1: "yes"}, finetuning_task="rte"
     )
     adapter = model.adapter()
-    info = adapter.info
+    info = adapter.metadata
     assert (info.rank, info.alpha, info.targets) == (2, 4, ("query", "value"))
     assert (info.base, info.task, info.labels) == (str(folder), "rte", ("no", "yes"))
     assert len(adapter.tensors) == 8 + 4
@@ -391,7 +392,7 @@ def test_an_adapted_checkpoint_remembers_its_base(tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(folder, **LORA)
     model.save_pretrained(tmp_path / "tuned")
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "tuned")
-    assert again.adapter().info.base == str(folder)
+    assert again.adapter().metadata.base == str(folder)
     assert again.config.name_or_path == str(tmp_path / "tuned")
 
 
@@ -455,11 +456,11 @@ MISFITS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["bin", "safetensors"])
+@pytest.mark.parametrize("format", ["bin", "safetensors"])
 @pytest.mark.parametrize(("change", "settings", "parts"), [m[1:] for m in MISFITS],
                          ids=[m[0] for m in MISFITS])  # fmt: skip
-def test_misfits(tmp_path, tuned, form, change, settings, parts):
-    folder = write(tmp_path / "m", change(tuned), form)
+def test_misfits(tmp_path, tuned, format, change, settings, parts):
+    folder = write(tmp_path / "m", change(tuned), format)
     with fails(CheckpointError, str(folder), *parts) as caught:
         AutoModelForSequenceClassification.from_pretrained(folder, **settings)
     is_one_line(caught)
@@ -521,10 +522,10 @@ def test_settings_beside_a_config(tmp_path):
 # ---- damaged folders ----
 
 
-@pytest.mark.parametrize("form", ["bin", "legacy", "safetensors"])
+@pytest.mark.parametrize("format", ["bin", "legacy", "safetensors"])
 @pytest.mark.parametrize("left", [0, 5, 300, -1])
-def test_truncated_weights(tmp_path, form, left):
-    folder = write(tmp_path / "m", make(RobertaModel).state_dict(), form)
+def test_truncated_weights(tmp_path, format, left):
+    folder = write(tmp_path / "m", make(RobertaModel).state_dict(), format)
     path = next(path for path in folder.iterdir() if path.name != "config.json")
     path.write_bytes(path.read_bytes()[:left])
     with fails(CheckpointError, str(path)) as caught:
@@ -565,9 +566,9 @@ def test_files_without_named_tensors(tmp_path, content):
         AutoModel.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("form", ["sharded bin", "sharded safetensors"])
-def test_broken_shards(tmp_path, form):
-    folder = write(tmp_path / "m", make(RobertaModel).state_dict(), form)
+@pytest.mark.parametrize("format", ["sharded bin", "sharded safetensors"])
+def test_broken_shards(tmp_path, format):
+    folder = write(tmp_path / "m", make(RobertaModel).state_dict(), format)
     second = next(folder.glob("*-00002-of-00003.*"))
     content = second.read_bytes()
     second.write_bytes(content[: len(content) // 2])

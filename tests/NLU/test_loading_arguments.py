@@ -7,7 +7,7 @@ import pytest
 import torch
 from hub_process import run_on_hub
 
-from loralib.files import CheckpointError
+from loralib.errors import CheckpointError
 from transformers import (
     AutoConfig,
     AutoModel,

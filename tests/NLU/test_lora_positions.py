@@ -16,11 +16,13 @@ from glue_runs import LORA as LORA_FLAGS
 from glue_runs import common, failure, on_rte, results
 
 import loralib as lora
-from loralib.checkpoint import lora_info, lora_layers
-from loralib.files import CheckpointError, read_tensors
-from loralib.formats import read_adapter, write_adapter
-from loralib.positions import lora_reaches_positions, shared_projections, unshare_positions
-from loralib.updates import fold
+from loralib.adapters.adapter import lora_metadata
+from loralib.adapters.deltas import merge_into
+from loralib.adapters.formats import read_adapter, write_adapter
+from loralib.adapters.loading import lora_layers
+from loralib.errors import CheckpointError
+from loralib.io.tensors import read_tensors
+from loralib.nn.positions import lora_reaches_positions, shared_projections, unshare_positions
 
 LORA = {"apply_lora": True, "lora_r": 3, "lora_alpha": 12}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -69,7 +71,7 @@ def base_of(model, build):
 
 @KINDS
 def test_an_adapter_says_it(adapter_file, reached):
-    assert read_adapter(adapter_file(reached)).info.positions is reached
+    assert read_adapter(adapter_file(reached)).metadata.positions is reached
 
 
 @pytest.mark.parametrize(
@@ -85,7 +87,7 @@ def test_an_adapter_says_it(adapter_file, reached):
     ids=str,
 )
 def test_models_in_which_it_makes_no_difference(build, batch, adapter_file, settings):
-    assert read_adapter(adapter_file(False, **settings)).info.positions is None
+    assert read_adapter(adapter_file(False, **settings)).metadata.positions is None
     one, other = (build(**LORA, **settings, lora_positions=way) for way in (False, True))
     assert torch.equal(logits(one, batch), logits(other, batch))
 
@@ -114,11 +116,11 @@ def test_an_adapter_of_the_other_kind_is_refused(build, adapter_file, reached):
 
 def test_one_that_does_not_say_it_is_refused(build, adapter_file):
     adapter = read_adapter(adapter_file(True))
-    unsaid = replace(adapter, info=replace(adapter.info, positions=None))
+    unsaid = replace(adapter, metadata=replace(adapter.metadata, positions=None))
     for refuse in (
         lambda: build(**LORA).load_adapters([unsaid]),
         lambda: build(**LORA, lora_positions=True).load_adapters([unsaid]),
-        lambda: fold(build(), unsaid),
+        lambda: merge_into(build(), unsaid),
     ):
         with pytest.raises(CheckpointError, match=r"does not say .*lora_positions"):
             refuse()
@@ -136,7 +138,7 @@ def test_the_releases_file_is_the_releases_kind(build, adapter_file, tmp_path):
 @pytest.mark.parametrize("value", ["yes", 1, [True]])
 def test_damaged_metadata(adapter_file, value, tmp_path):
     adapter = read_adapter(adapter_file(True))
-    damaged = replace(adapter, info=replace(adapter.info, positions=value))
+    damaged = replace(adapter, metadata=replace(adapter.metadata, positions=value))
     with pytest.raises(CheckpointError, match=r"positions .* in its metadata"):
         write_adapter(tmp_path / "b.safetensors", damaged)
 
@@ -188,7 +190,7 @@ def test_folding_into_a_plain_model(build, batch, adapter_file, reached):
     adapted = build(**LORA, lora_positions=reached)
     plain = base_of(adapted, build)
     before = logits(plain, batch)
-    fold(plain, read_adapter(adapter_file(reached)))
+    merge_into(plain, read_adapter(adapter_file(reached)))
     close(logits(plain, batch), logits(adapted, batch))
     assert (logits(plain, batch) - before).abs().max() > 1e-2
     assert plain.config.share_att_key is reached
@@ -211,8 +213,8 @@ def test_positions_get_projections_of_their_own_once(build, batch, tmp_path):
 def test_lora_of_other_families_is_no_question(make_classifier):
     model = make_classifier("roberta", **LORA)
     assert lora_reaches_positions(model) is None
-    assert model.adapter().info.positions is None
-    assert lora_info(model.adapter().tensors, 3, 12).positions is None
+    assert model.adapter().metadata.positions is None
+    assert lora_metadata(model.adapter().tensors, 3, 12).positions is None
 
 
 # ---- run_glue.py ----
@@ -232,7 +234,7 @@ def deberta_run(glue, tiny_deberta_base, tiny_glue, tmp_path):
 @KINDS
 def test_a_run_of_either_kind(deberta_run, glue, tiny_deberta_base, tiny_glue, tmp_path, reached):
     out = deberta_run("out", *(["--lora_positions"] if reached else []))
-    assert read_adapter(out).info.positions is reached
+    assert read_adapter(out).metadata.positions is reached
     assert json.loads((out / "config.json").read_text())["lora_positions"] is reached
     # A file of the release's would be taken for one that does not reach positions.
     assert (out / "pytorch_model_lora.bin").exists() is not reached
@@ -277,7 +279,7 @@ def test_resuming_with_the_other_kind_is_refused(
 def test_split_lora_says_it(deberta_run, split_lora, tmp_path, reached):
     out = deberta_run("out", *(["--lora_positions"] if reached else []))
     split_lora.main([str(out / "checkpoint-4"), str(tmp_path / "lora.safetensors")])
-    assert read_adapter(tmp_path / "lora.safetensors").info.positions is reached
+    assert read_adapter(tmp_path / "lora.safetensors").metadata.positions is reached
     if reached:
         with pytest.raises(SystemExit, match="would compute something else"):
             split_lora.main([str(out / "checkpoint-4"), str(tmp_path / "lora.bin")])

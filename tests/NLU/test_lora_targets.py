@@ -7,9 +7,12 @@ import torch
 from compare import assert_close_to_rounding
 from encoder_options import ENCODER_TERMS
 
-from loralib.checkpoint import AdapterInfo, lora_layers, lora_targets
-from loralib.files import CheckpointError, read_tensors
-from loralib.formats import read_adapter, write_adapter
+from loralib.adapters.adapter import lora_targets
+from loralib.adapters.formats import read_adapter, write_adapter
+from loralib.adapters.loading import lora_layers
+from loralib.adapters.metadata import LoraMetadata
+from loralib.errors import CheckpointError
+from loralib.io.tensors import read_tensors
 from transformers import AutoConfig, RobertaConfig, RobertaForSequenceClassification
 from transformers.configuration_utils import LORA_TARGETS, in_order, targets_of_modules
 
@@ -137,7 +140,7 @@ def test_names_in_files_are_clear(build, family):
     suffix = "_proj" if family == "deberta" else ""
     self_attention = {f"{name}{suffix}" for name in ("query", "key", "value")}
     outputs = {"attention.output.dense", "intermediate.dense", "output.dense"}
-    info = model.adapter().info
+    info = model.adapter().metadata
     assert info.targets == tuple(sorted(self_attention | outputs))
     assert targets_of_modules(info.targets) == ALL
 
@@ -176,17 +179,17 @@ def test_settings_that_are_none(settings, message):
 # ---- files ----
 
 
-@pytest.mark.parametrize("form", [".bin", ".safetensors"])
+@pytest.mark.parametrize("format", [".bin", ".safetensors"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("targets", CHOICES, ids="+".join)
-def test_a_file_brings_the_model_back(build, batch, tmp_path, family, targets, form):
+def test_a_file_brings_the_model_back(build, batch, tmp_path, family, targets, format):
     settings = {**LORA, "lora_targets": targets}
     model, fresh = build(family, **settings), build(family, **settings)
     for name, parameter in model.named_parameters():
         if "lora_" in name or not name.startswith(f"{family}."):
             parameter.data.normal_(std=0.3)
-    write_adapter(tmp_path / f"x{form}", model.adapter())
-    assert fresh.load_adapters([read_adapter(tmp_path / f"x{form}")]) == []
+    write_adapter(tmp_path / f"x{format}", model.adapter())
+    assert fresh.load_adapters([read_adapter(tmp_path / f"x{format}")]) == []
     close(fresh(**batch).logits, model(**batch).logits)
 
 
@@ -196,7 +199,7 @@ def test_what_a_file_says(build, tmp_path):
     metadata = read_tensors(tmp_path / "x.safetensors")[1]
     assert json.loads(metadata["targets"]) == ["key", "output.dense"]
     assert json.loads(metadata["dropout"]) == 0.1
-    assert "dropout" not in build("roberta", **LORA).adapter().info.to_metadata()
+    assert "dropout" not in build("roberta", **LORA).adapter().metadata.to_metadata()
 
 
 @pytest.mark.parametrize("said", [True, False], ids=["info", "no info"])
@@ -224,13 +227,13 @@ def test_other_targets_are_refused(build, tmp_path, said, theirs, ours, message)
 def test_files_from_before_there_was_a_choice(build, tmp_path):
     """Their metadata and their config.json know of no dropout, and name query and value."""
     model = build("deberta", **LORA)
-    old = AdapterInfo(rank=3, alpha=12, targets=("query_proj", "value_proj"))
+    old = LoraMetadata(rank=3, alpha=12, targets=("query_proj", "value_proj"))
     metadata = {name: old.to_metadata()[name] for name in ("rank", "alpha", "targets")}
     write_adapter(tmp_path / "x.safetensors", model.adapter())
-    read = AdapterInfo.from_metadata(metadata, tmp_path)
+    read = LoraMetadata.from_metadata(metadata, tmp_path)
     assert read == old
     adapter = read_adapter(tmp_path / "x.safetensors")
-    assert adapter.info.targets == read.targets
+    assert adapter.metadata.targets == read.targets
 
     model.save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())

@@ -17,11 +17,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import loralib as lora
-from loralib.checkpoint import Adapter, load_into
-from loralib.files import CheckpointError
-from loralib.formats import own_names
-from loralib.packing import PackedRows
-from loralib.precision import Precision, all_in_half, hold_frozen_in
+from loralib.adapters.adapter import Adapter
+from loralib.adapters.formats import canonical_names
+from loralib.adapters.loading import load_into
+from loralib.errors import CheckpointError
+from loralib.nn.packing import PackedRows
+from loralib.training.precision import Precision, all_in_half, hold_frozen_in
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -398,7 +399,7 @@ def test_skew():
 
 def record_masks(monkeypatch):
     """The list that every dropout mask drawn from here on goes to: what elements are scaled by."""
-    module, drawn = importlib.import_module("loralib.dropout"), []
+    module, drawn = importlib.import_module("loralib.nn.dropout"), []
     draw = module.keep_mask
 
     def record(shape, p):
@@ -946,8 +947,8 @@ def test_absolute_positions_are_no_mere_leftover_where_the_model_has_them(tmp_pa
 def test_adapters(tmp_path, names):
     model = build("classifier", **LORA)
     adapter = model.adapter()
-    assert (adapter.info.rank, adapter.info.alpha) == (2, 6)
-    assert adapter.info.targets == ("query_proj", "value_proj")
+    assert (adapter.metadata.rank, adapter.metadata.alpha) == (2, 6)
+    assert adapter.metadata.targets == ("query_proj", "value_proj")
     assert len(adapter.tensors) == 2 * 4 + 4
     tensors = adapter.tensors
     if names == "old":
@@ -958,11 +959,11 @@ def test_adapters(tmp_path, names):
                 for name, t in tensors.items()
             }
         assert "deberta.encoder.layer.0.attention.self.query_lora_a.weight" in tensors
-        tensors = own_names(tensors, "release.bin")
+        tensors = canonical_names(tensors, "release.bin")
     base = {name: t for name, t in model.state_dict().items() if name.startswith("deberta.")}
     base = {name: t for name, t in base.items() if "lora_" not in name}
     other = DebertaV2ForSequenceClassification.from_pretrained(write(tmp_path, base), **LORA)
-    load_into(other, Adapter(tensors, adapter.info))
+    load_into(other, Adapter(tensors, adapter.metadata))
     assert torch.equal(other(**CASES["padded"]).logits, model(**CASES["padded"]).logits)
 
 

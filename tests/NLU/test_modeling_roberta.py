@@ -15,8 +15,8 @@ from encoder_options import ENCODER_TERMS
 from safetensors import safe_open
 
 import loralib as lora
-from loralib.packing import _attend_padded, _attend_rows
-from loralib.precision import Precision, all_in_half, hold_frozen_in
+from loralib.nn.packing import _attend_padded, _attend_rows
+from loralib.training.precision import Precision, all_in_half, hold_frozen_in
 from transformers import (
     AutoModelForSequenceClassification,
     RobertaConfig,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from glue_runs import results
 
-from loralib.checkpoint import BOTTLENECK, LORA
-from loralib.formats import read_adapter
+from loralib.adapters.adapter import BOTTLENECK, LORA
+from loralib.adapters.formats import read_adapter
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 ORACLE = Path(__file__).parents[3] / "shared" / "data" / "oracle"

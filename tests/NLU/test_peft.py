@@ -12,11 +12,12 @@ from encoder_options import ENCODER_TERMS
 from peft_maker import MAKER
 from safetensors.torch import load_file, save_file
 
-from loralib.checkpoint import AdapterInfo, lora_layers
-from loralib.files import CheckpointError
-from loralib.formats import read_adapter, write_adapter
-from loralib.peft import CONFIG_NAME, PREFIX, WEIGHTS_NAMES
-from loralib.updates import fold
+from loralib.adapters.deltas import merge_into
+from loralib.adapters.formats import read_adapter, write_adapter
+from loralib.adapters.loading import lora_layers
+from loralib.adapters.metadata import LoraMetadata
+from loralib.adapters.peft import CONFIG_NAME, PREFIX, WEIGHTS_NAMES
+from loralib.errors import CheckpointError
 from transformers import AutoModelForSequenceClassification
 from transformers.configuration_utils import targets_of_modules
 
@@ -68,10 +69,14 @@ def open_with_layers(base, adapter):
     return AutoModelForSequenceClassification.from_pretrained(
         base,
         apply_lora=True,
-        lora_r=adapter.info.rank,
-        lora_alpha=adapter.info.alpha,
-        lora_targets=targets_of_modules(adapter.info.targets),
-        **({} if adapter.info.positions is None else {"lora_positions": adapter.info.positions}),
+        lora_r=adapter.metadata.rank,
+        lora_alpha=adapter.metadata.alpha,
+        lora_targets=targets_of_modules(adapter.metadata.targets),
+        **(
+            {}
+            if adapter.metadata.positions is None
+            else {"lora_positions": adapter.metadata.positions}
+        ),
     )
 
 
@@ -93,7 +98,7 @@ def folded(bases):
 
     def load(case, adapter):
         model = AutoModelForSequenceClassification.from_pretrained(bases[MAKER.family_of(case)])
-        fold(model, adapter)
+        merge_into(model, adapter)
         return model
 
     return load
@@ -146,7 +151,7 @@ def test_the_logits_tell(folder, folded, bases, case):
     base = AutoModelForSequenceClassification.from_pretrained(bases[MAKER.family_of(case)])
     assert (logits_of(base) - theirs).abs().max() > 0.1
     adapter = read_adapter(folder(case))
-    doubled = replace(adapter, info=replace(adapter.info, alpha=2 * adapter.info.alpha))
+    doubled = replace(adapter, metadata=replace(adapter.metadata, alpha=2 * adapter.metadata.alpha))
     assert (logits_of(folded(case, doubled)) - theirs).abs().max() > 0.1
     tensors = dict(adapter.tensors)
     first, second, *_ = (n for n in tensors if re.search(r"(query|value)(_proj)?\.lora_B", n))
@@ -159,7 +164,7 @@ def test_the_logits_tell(folder, folded, bases, case):
 def test_a_folder_or_a_file_in_it(folder, folded, given):
     path = folder() / given if given else folder()
     adapter = read_adapter(path)
-    assert adapter.form == "peft"
+    assert adapter.format == "peft"
     close(logits_of(folded("roberta_query_value", adapter)), PEFT.logits("roberta_query_value"))
 
 
@@ -170,14 +175,14 @@ def test_weights_as_a_torch_file(folder):
     (path / WEIGHTS).unlink()
     for given in (path, path / CONFIG_NAME, path / "adapter_model.bin"):
         adapter = read_adapter(given)
-        assert adapter.info == expected.info
+        assert adapter.metadata == expected.metadata
         assert_same_bits(adapter.tensors, expected.tensors)
 
 
 def test_what_the_settings_say(folder):
     case = "roberta_query_value"
-    said = read_adapter(folder(case, base_model_name_or_path="some/base", revision="v2")).info
-    assert said == AdapterInfo(
+    said = read_adapter(folder(case, base_model_name_or_path="some/base", revision="v2")).metadata
+    assert said == LoraMetadata(
         rank=4,
         alpha=10,
         targets=("query", "value"),
@@ -185,13 +190,13 @@ def test_what_the_settings_say(folder):
         base="some/base",
         base_revision="v2",
     )
-    info = read_adapter(folder("roberta_bias_all", lora_dropout=0)).info
+    info = read_adapter(folder("roberta_bias_all", lora_dropout=0)).metadata
     assert (info.dropout, info.base_revision, info.bias) == (None, None, "all")
-    assert read_adapter(folder("roberta_bias_lora_only")).info.bias == "lora_only"
+    assert read_adapter(folder("roberta_bias_lora_only")).metadata.bias == "lora_only"
 
 
 def test_an_alpha_that_is_given(folder, refusal):
-    assert read_adapter(folder(), lora_alpha=10).info.alpha == 10
+    assert read_adapter(folder(), lora_alpha=10).metadata.alpha == 10
     message = refusal(folder("roberta_bias_all"), lora_alpha=16)
     assert "trained with alpha 10, but --lora_alpha is 16" in message
 
@@ -200,7 +205,7 @@ def test_evened_tensors(folder):
     """Each update's product is PEFT's: B A times the module's own alpha over its own rank."""
     case = "roberta_patterns"
     adapter, theirs = read_adapter(folder(case)), PEFT.tensors(case)
-    assert adapter.info.rank == 5
+    assert adapter.metadata.rank == 5
     layer = "roberta.encoder.layer.{}.attention.self.{}"
     own = {(0, "query"): (10, 2), (0, "value"): (3, 5), (1, "query"): (5, 4), (1, "value"): (7, 5)}
     for place, (alpha, rank) in own.items():
@@ -208,7 +213,7 @@ def test_evened_tensors(folder):
         B, A = (theirs[f"{PREFIX}{name}.lora_{ab}.weight"] for ab in "BA")
         assert B.shape[1] == rank
         ours = adapter.tensors[f"{name}.lora_B"] @ adapter.tensors[f"{name}.lora_A"]
-        close(ours * adapter.info.alpha / 5, B @ A * alpha / rank)
+        close(ours * adapter.metadata.alpha / 5, B @ A * alpha / rank)
 
 
 @pytest.mark.parametrize("case", ["roberta_query_value", "deberta_query_value"])
@@ -318,30 +323,30 @@ def test_a_tour_of_the_forms_keeps_every_bit(folder, tmp_path, case):
     first = read_adapter(folder(case))
     write_adapter(tmp_path / "1.safetensors", first)
     lora = read_adapter(tmp_path / "1.safetensors")
-    assert (lora.form, lora.info) == ("lora", first.info)
+    assert (lora.format, lora.metadata) == ("lora", first.metadata)
     release = lora
-    if first.info.positions is None:  # else it computes something else there, see below
+    if first.metadata.positions is None:  # else it computes something else there, see below
         write_adapter(tmp_path / "2.bin", lora)
-        assert read_adapter(tmp_path / "2.bin").info is None
-        release = read_adapter(tmp_path / "2.bin", lora_alpha=first.info.alpha)
-        assert release.form == "release"
+        assert read_adapter(tmp_path / "2.bin").metadata is None
+        release = read_adapter(tmp_path / "2.bin", lora_alpha=first.metadata.alpha)
+        assert release.format == "release"
     write_adapter(tmp_path / "3", release, "peft")
     peft = read_adapter(tmp_path / "3")
     write_adapter(tmp_path / "4.safetensors", peft)
     last = read_adapter(tmp_path / "4.safetensors")
     for adapter in (lora, release, peft, last):
         assert_same_bits(adapter.tensors, first.tensors)
-    # The release's form loses the rest.
+    # The release's format loses the rest.
     for name in ("rank", "alpha", "targets", "bias"):
-        assert getattr(last.info, name) == getattr(first.info, name)
+        assert getattr(last.metadata, name) == getattr(first.metadata, name)
 
 
 def test_what_reaches_positions_is_not_the_releases(folder, tmp_path):
     adapter = read_adapter(folder("deberta_query_value"))
-    assert adapter.info.positions is True
+    assert adapter.metadata.positions is True
     with pytest.raises(CheckpointError, match=r"reaches positions .* the release's does not"):
         write_adapter(tmp_path / "out.bin", adapter)
-    opposite = replace(adapter, info=replace(adapter.info, positions=False))
+    opposite = replace(adapter, metadata=replace(adapter.metadata, positions=False))
     with pytest.raises(CheckpointError, match="does not reach positions, as in the release"):
         write_adapter(tmp_path / "out", opposite, "peft")
     assert [path.name for path in tmp_path.iterdir()] == ["peft"]
@@ -350,11 +355,11 @@ def test_what_reaches_positions_is_not_the_releases(folder, tmp_path):
 def test_pefts_folder_keeps_what_is_known(folder, tmp_path):
     adapter = read_adapter(folder(base_model_name_or_path="a/base", revision="v1"))
     info = replace(
-        adapter.info, task="mnli", labels=("a", "b", "c"), base_fingerprint="0123456789abcdef"
+        adapter.metadata, task="mnli", labels=("a", "b", "c"), base_fingerprint="0123456789abcdef"
     )
-    remarks = write_adapter(tmp_path / "out", replace(adapter, info=info), "peft")
+    remarks = write_adapter(tmp_path / "out", replace(adapter, metadata=info), "peft")
     assert remarks == ["in the metadata, where PEFT does not look: base_fingerprint, task, labels"]
-    assert read_adapter(tmp_path / "out").info == info
+    assert read_adapter(tmp_path / "out").metadata == info
     path = tmp_path / "out" / CONFIG_NAME
     path.write_text(path.read_text().replace('"lora_alpha": 10', '"lora_alpha": 20'))
     with pytest.raises(CheckpointError, match=r"was written with alpha 10, .* says 20 now$"):

@@ -18,8 +18,8 @@ import torch
 from compare import rounding
 from encoder_options import ENCODER_TERMS
 
-from loralib.checkpoint import Adapter
-from loralib.formats import write_adapter
+from loralib.adapters.adapter import Adapter
+from loralib.adapters.formats import write_adapter
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -319,7 +319,7 @@ def test_a_single_adapter_need_not_be_named(predict, bases, adapters, expected, 
 
 
 def test_a_pipe_and_an_adapter_from_the_hub(bases, adapters, expected, hub_server, tmp_path):
-    """stdout has the answers and nothing else; the hub's adapter is PEFT's form."""
+    """stdout has the answers and nothing else; the hub's adapter is PEFT's format."""
     adapter = adapted(bases["roberta"], ADAPTERS["mnli"], 1).adapter()
     write_adapter(hub_server.root / "someone" / "mnli", adapter, "peft")
     given = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in some_lines())
@@ -396,7 +396,7 @@ def test_long_texts_are_cut(predict, bases, adapters, tmp_path):
     assert answers[0]["probabilities"] == close(answers[1]["probabilities"])
 
 
-# ---- adapters of other forms ----
+# ---- adapters of other formats ----
 
 
 def test_alpha_is_for_those_that_do_not_say_theirs(
@@ -432,7 +432,7 @@ def test_an_adapter_without_a_head_uses_the_base_s(predict, bases, tmp_path, cap
     whole = model.adapter()
     lora = {name: tensor for name, tensor in whole.tensors.items() if "lora_" in name}
     path = tmp_path / "lora.safetensors"
-    write_adapter(path, Adapter(lora, whole.info))
+    write_adapter(path, Adapter(lora, whole.metadata))
     lines = [{"text": line["text"]} for line in some_lines(5)]
     given, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     line = failure(predict, [*common(bases[family], given, out), f"a={path}"], capsys)
@@ -463,7 +463,7 @@ def test_a_pooler_that_nobody_trained(predict, bases, tmp_path, capsys):
     """PEFT saves DeBERTa's classifier, and not the pooler before it, unless it is told to."""
     whole = adapted(bases["deberta"], {"lora_r": 2, "lora_alpha": 4}, 7).adapter()
     left = {name: t for name, t in whole.tensors.items() if not name.startswith("pooler")}
-    write_adapter(tmp_path / "lora.safetensors", Adapter(left, whole.info))
+    write_adapter(tmp_path / "lora.safetensors", Adapter(left, whole.metadata))
     given = write(tmp_path / "in.jsonl", [{"text": "a dog sings"}])
     arguments = common(bases["deberta"], given, tmp_path / "out.jsonl")
     line = failure(predict, [*arguments, f"a={tmp_path / 'lora.safetensors'}"], capsys)

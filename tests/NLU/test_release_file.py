@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from loralib.checkpoint import load_into
-from loralib.files import CheckpointError
-from loralib.formats import read_adapter
+from loralib.adapters.formats import read_adapter
+from loralib.adapters.loading import load_into
+from loralib.errors import CheckpointError
 from transformers import RobertaConfig, RobertaForSequenceClassification
 
 RELEASE = Path(__file__).parents[3] / "shared" / "data" / "release" / "roberta_base_lora_mnli.bin"
@@ -34,7 +34,7 @@ def build(**changed):
 
 def test_every_tensor_finds_its_place(adapter):
     assert len(adapter.tensors) == 52
-    assert adapter.info is None
+    assert adapter.metadata is None
     assert {tensor.device.type for tensor in adapter.tensors.values()} == {"cpu"}
     model = build()
     assert load_into(model, adapter) == []

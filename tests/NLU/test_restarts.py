@@ -7,7 +7,7 @@ import pytest
 from compare import assert_same_bits
 from launches import killed, launch
 
-from loralib.files import read_tensors
+from loralib.io.tensors import read_tensors
 from transformers.trainer_utils import list_checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]

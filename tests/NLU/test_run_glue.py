@@ -17,10 +17,10 @@ from compare import assert_same_bits
 from glue_runs import LORA, common, lora_of, on_rte, own_rows, results, write
 from safetensors import safe_open
 
-from loralib.checkpoint import fingerprint
-from loralib.files import read_tensors
-from loralib.formats import read_adapter, write_adapter
-from loralib.locks import LOCK_NAME
+from loralib.adapters.fingerprint import fingerprint
+from loralib.adapters.formats import read_adapter, write_adapter
+from loralib.io.tensors import read_tensors
+from loralib.training.locks import LOCK_NAME
 from transformers.modeling_utils import read_weights
 from transformers.trainer_utils import list_checkpoints
 from transformers.utils.cli import check_length
@@ -168,10 +168,10 @@ BASELINES = {
 }
 
 
-@pytest.mark.parametrize("form", ["bin", "safetensors", "folder", "split"])
+@pytest.mark.parametrize("format", ["bin", "safetensors", "folder", "split"])
 @pytest.mark.parametrize("name", BASELINES)
 def test_what_was_trained_evaluates_again(
-    glue, tiny_glue, tmp_path, split_lora, baseline, name, form
+    glue, tiny_glue, tmp_path, split_lora, baseline, name, format
 ):
     """From its own file or from the whole checkpoint's part, without a word on its shape."""
     flags, part = BASELINES[name]
@@ -181,12 +181,12 @@ def test_what_was_trained_evaluates_again(
         "safetensors": trained / f"pytorch_model_{part}.safetensors",
         "folder": trained / "checkpoint-4",
         "split": tmp_path / f"{part}.safetensors",
-    }[form]
-    if form == "split":
+    }[format]
+    if format == "split":
         split_lora.main([str(trained), str(given), "--part", part])
-        twin = trained / f"pytorch_model_{part}.safetensors"
-        assert_same_bits(read_tensors(given)[0], read_tensors(twin)[0])
-        assert read_tensors(given)[1] == read_tensors(twin)[1]
+        sidecar = trained / f"pytorch_model_{part}.safetensors"
+        assert_same_bits(read_tensors(given)[0], read_tensors(sidecar)[0])
+        assert read_tensors(given)[1] == read_tensors(sidecar)[1]
     arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_eval", flags.split()[0]]
     glue(*arguments, f"--{part}_path", given, "--output_dir", "evaluated")
     assert results(tmp_path / "evaluated") == results(trained)
@@ -357,7 +357,7 @@ def test_an_adapter_with_biases_is_evaluated_and_not_trained_on(glue, trained, t
     changed = replace(
         adapter,
         tensors=adapter.tensors | biases,
-        info=replace(adapter.info, bias="lora_only"),
+        metadata=replace(adapter.metadata, bias="lora_only"),
     )
     write_adapter(tmp_path / "peft", changed, "peft")
     flags = ["--task_name", "rte", "--data_dir", tiny_glue, "--apply_lora", "--lora_path"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from loralib.files import CheckpointError
+from loralib.errors import CheckpointError
 
 STATE, OPTIMIZER, SCHEDULER = "trainer_state.json", "optimizer.pt", "scheduler.pt"
 RNG, SETTINGS = "rng_state_0.pth", "training_args.bin"

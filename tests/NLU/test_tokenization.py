@@ -313,8 +313,8 @@ def test_word_ids_follow_the_padding(tokenizer):
 def test_batch_encoding_is_a_dict(tokenizer):
     batch = tokenizer(["a", "b"])
     assert dict(**batch) == {name: batch[name] for name in batch}
-    for twin in (copy.copy(batch), copy.deepcopy(batch), pickle.loads(pickle.dumps(batch))):
-        assert twin.input_ids == batch.input_ids
+    for sidecar in (copy.copy(batch), copy.deepcopy(batch), pickle.loads(pickle.dumps(batch))):
+        assert sidecar.input_ids == batch.input_ids
     with pytest.raises(AttributeError, match="token_type_ids"):
         _ = batch.token_type_ids
     one_row = BatchEncoding({"input_ids": [1, 2]}, tensor_type="pt", prepend_batch_axis=True)
@@ -326,16 +326,16 @@ def test_batch_encoding_is_a_dict(tokenizer):
 # -- pad -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", [list, np.array, torch.tensor])
-def test_pad_takes_rows_in_any_form(tokenizer, form):
-    rows = [{"input_ids": form([5, 6, 7]), "label": 1}, {"input_ids": form([8]), "label": 0}]
+@pytest.mark.parametrize("format", [list, np.array, torch.tensor])
+def test_pad_takes_rows_in_any_form(tokenizer, format):
+    rows = [{"input_ids": format([5, 6, 7]), "label": 1}, {"input_ids": format([8]), "label": 0}]
     batch = tokenizer.pad(rows, return_tensors="pt")
     assert batch["input_ids"].tolist() == [[5, 6, 7], [8, PAD, PAD]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert batch["label"].tolist() == [1, 0]
     columns = {"input_ids": [row["input_ids"] for row in rows]}
     assert tokenizer.pad(columns)["input_ids"] == batch["input_ids"].tolist()
-    one = tokenizer.pad({"input_ids": form([8])}, padding="max_length", max_length=3)
+    one = tokenizer.pad({"input_ids": format([8])}, padding="max_length", max_length=3)
     assert one == {"input_ids": [8, PAD, PAD], "attention_mask": [1, 0, 0]}
 
 
@@ -710,9 +710,9 @@ def test_special_token_with_flags():
 # -- Pickles ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("twin", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
-def test_copies(tokenizer, twin):
-    other = twin(tokenizer)
+@pytest.mark.parametrize("sidecar", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_copies(tokenizer, sidecar):
+    other = sidecar(tokenizer)
     assert isinstance(other, PreTrainedTokenizerBase)
     assert ids_of(other) == ids_of(tokenizer)
     assert Hasher.hash(other) == Hasher.hash(tokenizer)

@@ -334,9 +334,9 @@ def test_settings_that_there_are_not(tiny):
         DebertaV2Tokenizer.from_pretrained(tiny, add_prefix_space=True)
 
 
-@pytest.mark.parametrize("twin", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
-def test_copies(tokenizer, twin):
-    other = twin(tokenizer)
+@pytest.mark.parametrize("sidecar", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_copies(tokenizer, sidecar):
+    other = sidecar(tokenizer)
     assert ids_of(other) == ids_of(tokenizer) == FIXTURE["strings"]["single"]
     assert Hasher.hash(other) == Hasher.hash(tokenizer)
     assert pickle.dumps(other) == pickle.dumps(tokenizer)

@@ -15,9 +15,9 @@ from encoder_options import ENCODER_TERMS
 from trainer_runs import collate, largest_difference, make_data, trained
 
 import transformers
-from loralib.checkpoint import load_into
-from loralib.files import read_tensors
-from loralib.formats import read_adapter
+from loralib.adapters.formats import read_adapter
+from loralib.adapters.loading import load_into
+from loralib.io.tensors import read_tensors
 from transformers import (
     Trainer,
     TrainerCallback,

@@ -7,7 +7,7 @@ from compare import assert_same_bits, rounding
 from torch import nn
 from trainer_runs import collate, make_data, sequence, trained, without_runtimes
 
-from loralib.files import CheckpointError
+from loralib.errors import CheckpointError
 from transformers import Trainer, TrainingArguments, TrainingError
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.trainer_utils import list_checkpoints

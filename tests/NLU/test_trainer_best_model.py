@@ -7,8 +7,8 @@ import pytest
 from compare import assert_same_bits
 from trainer_runs import largest_difference, sequence, trained
 
-from loralib.files import CheckpointError
-from loralib.formats import read_adapter
+from loralib.adapters.formats import read_adapter
+from loralib.errors import CheckpointError
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import list_checkpoints
 

@@ -14,9 +14,10 @@ from trainer_runs import (
     without_runtimes,
 )
 
-from loralib import distributed
-from loralib.files import CheckpointError, read_tensors, write_tensors
-from loralib.formats import read_adapter
+from loralib.adapters.formats import read_adapter
+from loralib.errors import CheckpointError
+from loralib.io.tensors import read_tensors, write_tensors
+from loralib.training import distributed
 from transformers import (
     EarlyStoppingCallback,
     RobertaForSequenceClassification,
@@ -284,7 +285,7 @@ def test_a_damaged_checkpoint_is_named(make_trainer, checkpoint, name, damage):
         path.unlink()
     trainer = make_trainer()
     if damage == "missing" and name.startswith("pytorch_model"):
-        # LoRA's file holds all that was trained, and either form of it will do.
+        # LoRA's file holds all that was trained, and either format of it will do.
         trainer.train(str(checkpoint))
         return
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")) as caught:

@@ -8,7 +8,7 @@ import pytest
 from glue_runs import common, failure, lora_of, on_rte
 from trainer_runs import largest_difference
 
-from loralib.locks import sole_use
+from loralib.training.locks import sole_use
 from transformers import TrainingArguments
 from transformers.utils.cli import sole_use_of_output
 

@@ -1,4 +1,4 @@
-"""The small E2E corpus: its form, its splits, its vocabulary."""
+"""The small E2E corpus: its format, its splits, its vocabulary."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""What the tests of adapters on disk share: small adapters of every family and form."""
+"""What the tests of adapters on disk share: small adapters of every family and format."""
 
 import json
 import math
@@ -11,9 +11,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import loralib as lora
-from loralib.checkpoint import Adapter, AdapterInfo
-from loralib.files import CheckpointError
-from loralib.formats import read_adapter
+from loralib.adapters.adapter import Adapter
+from loralib.adapters.formats import read_adapter
+from loralib.adapters.metadata import LoraMetadata
+from loralib.errors import CheckpointError
 
 RELEASE = Path(__file__).parents[3] / "shared" / "data" / "release" / "roberta_base_lora_mnli.bin"
 TARGETS = {"lora": "out.safetensors", "release": "out.bin", "peft": "out"}
@@ -40,7 +41,7 @@ MODULES = {
     "plain": [PLAIN, "encoder.1.up", "last"],
 }
 INFOS = {
-    family: AdapterInfo(
+    family: LoraMetadata(
         rank=2,
         alpha=3,
         targets=targets,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from loralib.files import read_tensors
+from loralib.io.tensors import read_tensors
 from transformers.utils.cli import run
 
 LORA = ["--apply_lora", "--lora_r", "4", "--lora_alpha", "8"]

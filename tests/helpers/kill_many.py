@@ -30,9 +30,9 @@ sys.path.insert(0, str(ROOT / "NLG" / "src"))
 
 from compare import assert_same_bits  # noqa: E402
 
-from loralib import process  # noqa: E402
-from loralib.files import read_tensors  # noqa: E402
-from loralib.formats import read_adapter  # noqa: E402
+from loralib.adapters.formats import read_adapter  # noqa: E402
+from loralib.io.tensors import read_tensors  # noqa: E402
+from loralib.training import process  # noqa: E402
 
 
 def load(path: Path):

@@ -14,7 +14,8 @@ import signal
 import sys
 from pathlib import Path
 
-from loralib import distributed, files, process
+from loralib.io import atomic
+from loralib.training import distributed, process
 
 
 def load(path: Path):
@@ -30,7 +31,7 @@ def arm(moment: dict) -> None:
     """Sees to it that the moment kills this process."""
     if int(os.environ.get("RANK", 0)) != moment["rank"] or Path(moment["mark"]).exists():
         return
-    owner, name = {"beat": (distributed, "beat"), "sync": (files, "_sync")}[moment["at"]]
+    owner, name = {"beat": (distributed, "beat"), "sync": (atomic, "_sync")}[moment["at"]]
     plain, calls = getattr(owner, name), []
 
     def act(*arguments):

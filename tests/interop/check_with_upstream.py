@@ -98,7 +98,7 @@ def check(case: dict[str, str], out: Path, tensors: dict[str, Tensor]) -> tuple[
     """The largest difference of the logits, and all that is wrong."""
     try:
         with listening() as complaints:
-            if case["form"] == "peft":
+            if case["format"] == "peft":
                 model, wrong = open_peft(case, out)
             else:
                 model, wrong = open_whole(case, out / case["folder"])
@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         difference, wrong = check(case, out, tensors)
         failed += bool(wrong)
         said = "ok" if not wrong else "WRONG"
-        print(f"{case['form']:<8}{case['name']:<32}{difference:9.1e}  {said}")
+        print(f"{case['format']:<8}{case['name']:<32}{difference:9.1e}  {said}")
         for line in wrong:
             print(f"        {line}")
     print(f"{failed} cases are wrong" if failed else "all cases are as they should be")

@@ -12,9 +12,9 @@ OUT, which has to be new, then holds
     bases/<family>       plain bases as upstream has them, of tests/loralib/make_peft_fixture.py
     lora/<name>          adapters of models of this project, as its runs write them
     pefts_own/<name>     adapters as PEFT itself wrote them, of the same fixture
-    peft/<name>          adapters in PEFT's form, by utils/convert.py
+    peft/<name>          adapters in PEFT's format, by utils/convert.py
     merged/<name>        the same merged into their bases, by utils/convert.py
-    cases.json           for each folder of the last two its form, its base and its family
+    cases.json           for each folder of the last two its format, its base and its family
     tensors.safetensors  the batch, and as `logits/<name>` what upstream has to compute
 
 Names that begin with "ours" are of this project's models, whose own logits are expected; names that
@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "utils"))
 import convert
 
 from checkpoints import read_base, save_model
-from loralib.formats import read_adapter, what_forbids, write_adapter
+from loralib.adapters.formats import read_adapter, what_forbids, write_adapter
 from model import GPT2Config, load_base
 from transformers import AutoModelForSequenceClassification
 from transformers.configuration_utils import LORA_TARGETS
@@ -89,18 +89,18 @@ class Writer:
             (out / folder).mkdir()
 
     def add(self, name: str, family: str, source: Path, logits: Tensor) -> None:
-        """Converts an adapter to PEFT's form, if that can hold it, and to a merged model.
+        """Converts an adapter to PEFT's format, if that can hold it, and to a merged model.
 
         Both give `logits`.
         """
         self.tensors[f"logits/{name}"] = logits.contiguous()
         base = self.bases[family]
-        forms = ["peft"] if what_forbids(read_adapter(source), "peft") is None else []
-        for form in (*forms, "merged"):
-            folder = self.out / form / name
-            convert.main([str(source), str(folder), "--to", form, "--base", str(base)])
-            place = {"folder": f"{form}/{name}", "base": f"bases/{family}"}
-            self.cases.append({"name": name, "form": form, "family": family, **place})
+        formats = ["peft"] if what_forbids(read_adapter(source), "peft") is None else []
+        for format in (*formats, "merged"):
+            folder = self.out / format / name
+            convert.main([str(source), str(folder), "--to", format, "--base", str(base)])
+            place = {"folder": f"{format}/{name}", "base": f"bases/{family}"}
+            self.cases.append({"name": name, "format": format, "family": family, **place})
 
     @torch.no_grad()
     def add_encoder(self, case: str, settings: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from compare import assert_close_to_rounding
 
 import loralib as lora
-from loralib.precision import ApexPrecision, has_apex
+from loralib.training.precision import ApexPrecision, has_apex
 
 # Six columns, an update of two, and the way back over 3 · 4 outputs.
 TERMS = 6 + 2 + 12 + 6

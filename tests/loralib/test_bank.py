@@ -16,22 +16,15 @@ from compare import assert_close_to_rounding, rounding
 from torch import nn
 
 import loralib as lora
-from loralib.bank import _LowRank
-from loralib.checkpoint import (
-    BITFIT,
-    BOTTLENECK,
-    Adapter,
-    AdapterInfo,
-    BiasInfo,
-    BottleneckInfo,
-    adapter_tensors,
-    fingerprint,
-    load_into,
-)
-from loralib.files import CheckpointError
-from loralib.packing import PackedRows, attend
-from loralib.routing import Routing, for_each_run, in_effect
-from loralib.updates import updates
+from loralib.adapters.adapter import BITFIT, BOTTLENECK, Adapter, adapter_tensors
+from loralib.adapters.deltas import deltas_of
+from loralib.adapters.fingerprint import fingerprint
+from loralib.adapters.loading import load_into
+from loralib.adapters.metadata import BiasMetadata, BottleneckMetadata, LoraMetadata
+from loralib.errors import CheckpointError
+from loralib.nn.packing import PackedRows, attend
+from loralib.nn.routing import Routing, for_each_segment, in_effect
+from loralib.serving.bank import _LowRank
 
 WIDTH = 8
 # Of the sums that follow one another: two layers of four products, one of them with an update,
@@ -162,7 +155,7 @@ def make_adapter(model_class, name, **info):
     tensors = adapter_tensors(draw(model_class(trained), trained.seed).state_dict())
     if trained.labels is None:
         tensors = {n: t for n, t in tensors.items() if "lora_" in n}
-    about = AdapterInfo(rank=trained.rank, alpha=trained.alpha, targets=("some",), **info)
+    about = LoraMetadata(rank=trained.rank, alpha=trained.alpha, targets=("some",), **info)
     return Adapter(tensors, about, f"{name}.safetensors")
 
 
@@ -172,7 +165,7 @@ def model_of(model_class, name):
     adapter = make_adapter(model_class, name)
     head = {n: t for n, t in adapter_tensors(model.state_dict()).items() if "lora_" not in n}
     targets = tuple(sorted({n.split(".")[-2] for n in adapter.tensors if "lora_" in n}))
-    info = replace(adapter.info, targets=targets)
+    info = replace(adapter.metadata, targets=targets)
     load_into(model, Adapter({**head, **adapter.tensors}, info, "here"))
     return model
 
@@ -397,7 +390,7 @@ def test_several_batches_in_one_block(bank, model):
 def test_projections_of_what_is_no_batch(bank, model, model_class):
     layer, x = model.get_submodule(LAYER[model_class]), torch.randn(3, WIDTH)
     other, plain = nn.Linear(WIDTH, 4), layer(x)
-    assert [torch.equal(out, plain) for out in for_each_run(layer, x)] == [True]
+    assert [torch.equal(out, plain) for out in for_each_segment(layer, x)] == [True]
 
     def of(name):
         with bank.use(name):
@@ -405,7 +398,7 @@ def test_projections_of_what_is_no_batch(bank, model, model_class):
 
     # As many rows as the batch has, so that nothing but the call tells.
     with bank.use(["a", "d", "a"]):
-        outputs, others = for_each_run(layer, x), for_each_run(other, x)
+        outputs, others = for_each_segment(layer, x), for_each_segment(other, x)
         assert in_effect().positions is False
     for name, out in zip("ada", outputs, strict=True):
         close(out, of(name))
@@ -413,7 +406,7 @@ def test_projections_of_what_is_no_batch(bank, model, model_class):
     assert len(others) == 3
     for name in ("a", ["a", "a"]):
         with bank.use(name):
-            (out,) = for_each_run(layer, x)
+            (out,) = for_each_segment(layer, x)
         close(out, of("a"))
 
 
@@ -441,7 +434,7 @@ def test_parts_that_do_not_lie_one_behind_the_other_in_memory():
     model = nn.ModuleDict({"layer": Turned(4, 4)})
     bank, x = lora.AdapterBank(model), torch.randn(3, 5, 4)
     A, B = torch.randn(2, 4), torch.randn(4, 2)
-    info = AdapterInfo(rank=2, alpha=2.0, targets=("layer",))
+    info = LoraMetadata(rank=2, alpha=2.0, targets=("layer",))
     bank.add("a", Adapter({"layer.lora_A": A, "layer.lora_B": B}, info))
     bank.add("b", Adapter({"layer.lora_A": A, "layer.lora_B": -B}, info))
     plain = model["layer"](x)
@@ -512,10 +505,10 @@ def test_an_adapter_that_is_removed_in_use_is_used_to_the_end(bank, model):
 def test_a_copy_of_the_model_is_a_plain_one(bank, model):
     batch = make_batch([3, 2])
     expected = model(**batch)
-    twin = copy.deepcopy(model)
+    sidecar = copy.deepcopy(model)
     with bank.use("a"):
         assert not torch.allclose(model(**batch)[:, :2], expected[:, :2], atol=1e-3)
-        assert torch.equal(twin(**batch), expected)
+        assert torch.equal(sidecar(**batch), expected)
 
 
 # ---- blocks ----
@@ -638,11 +631,11 @@ def changed(**tensors):
 
 
 def informed(**info):
-    return lambda adapter: replace(adapter, info=replace(adapter.info, **info))
+    return lambda adapter: replace(adapter, metadata=replace(adapter.metadata, **info))
 
 
 def of_kind(kind, info):
-    return lambda adapter: replace(adapter, kind=kind, info=info)
+    return lambda adapter: replace(adapter, kind=kind, metadata=info)
 
 
 def with_update(name):
@@ -660,13 +653,13 @@ def with_nan(adapter):
 MERGE = r"utils/convert\.py --to merged"
 MISFITS = {
     "bottleneck": (
-        of_kind(BOTTLENECK, BottleneckInfo(adapter_type="houlsby", adapter_size=2)),
+        of_kind(BOTTLENECK, BottleneckMetadata(adapter_type="houlsby", adapter_size=2)),
         ["holds adapter weights, a bank takes LoRA's", "--adapter_path"],
     ),
-    "bitfit": (of_kind(BITFIT, BiasInfo()), ["holds BitFit weights", "--bitfit_path"]),
+    "bitfit": (of_kind(BITFIT, BiasMetadata()), ["holds BitFit weights", "--bitfit_path"]),
     "biases": (informed(bias="lora_only"), ["brings biases of its own", MERGE]),
-    "beside": (informed(beside=("apply_bitfit",)), ["--apply_bitfit as well", MERGE]),
-    "no info": (lambda adapter: replace(adapter, info=None), ["--lora_alpha"]),
+    "trained_with": (informed(trained_with=("apply_bitfit",)), ["--apply_bitfit as well", MERGE]),
+    "no info": (lambda adapter: replace(adapter, metadata=None), ["--lora_alpha"]),
     "other base": (
         informed(base="their/base", base_fingerprint="feed" * 4),
         ["another base", "'their/base'", "feedfeedfeedfeed"],
@@ -783,7 +776,7 @@ def test_slices_that_are_not_updated_keep_their_bits():
     plain = layer(x).chunk(3, dim=1)
     assert torch.equal(key, plain[1])
     for part, ours, theirs in zip(
-        updates(adapter)[LAYER[Packed]].parts, (query, value), (plain[0], plain[2]), strict=True
+        deltas_of(adapter)[LAYER[Packed]].parts, (query, value), (plain[0], plain[2]), strict=True
     ):
         close(ours, theirs + 8 / 2 * x @ part.A.T @ part.B.T)
 
@@ -793,6 +786,8 @@ def test_a_module_that_is_never_called():
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2)})
     tensors = {"attention.out_proj.lora_A": torch.ones(2, 8)}
     tensors["attention.out_proj.lora_B"] = torch.ones(8, 2)
-    adapter = Adapter(tensors, AdapterInfo(rank=2, alpha=4, targets=("out_proj",)), "a.safetensors")
+    adapter = Adapter(
+        tensors, LoraMetadata(rank=2, alpha=4, targets=("out_proj",)), "a.safetensors"
+    )
     with refuses(CheckpointError, "nn.MultiheadAttention never calls", "--to merged"):
         lora.AdapterBank(model).add("a", adapter)

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 import loralib as lora
-from loralib.checkpoint import BACKBONE_PREFIXES, Adapter, AdapterInfo, fingerprint
-from loralib.files import CheckpointError
+from loralib.adapters.adapter import BACKBONE_PREFIXES, Adapter
+from loralib.adapters.fingerprint import fingerprint
+from loralib.adapters.metadata import LoraMetadata
+from loralib.errors import CheckpointError
 
 WIDTH = 6
 
@@ -51,7 +53,7 @@ def adapter(model, base_fingerprint, head=True, modules=("body.0.query", "body.1
         tensors[f"{name}.lora_B"] = torch.randn(out_features, 2)
     if head:
         tensors |= {"score.weight": torch.randn(3, WIDTH), "score.bias": torch.randn(3)}
-    info = AdapterInfo(rank=2, alpha=4, targets=("query",), base_fingerprint=base_fingerprint)
+    info = LoraMetadata(rank=2, alpha=4, targets=("query",), base_fingerprint=base_fingerprint)
     return Adapter(tensors, info, source="mine.safetensors")
 
 

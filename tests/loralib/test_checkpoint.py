@@ -15,19 +15,16 @@ from safetensors.torch import save_file
 from torch import nn
 
 import loralib as lora
-from loralib.checkpoint import (
-    Adapter,
-    AdapterInfo,
-    adapter_tensors,
-    fingerprint,
-    load_into,
-    lora_layers,
-    lora_targets,
-)
-from loralib.files import CheckpointError, read_tensors, write_tensors, write_whole
-from loralib.formats import checksum, own_names, read_adapter, write_adapter
+from loralib.adapters.adapter import Adapter, adapter_tensors, lora_targets
+from loralib.adapters.fingerprint import fingerprint
+from loralib.adapters.formats import canonical_names, checksum, read_adapter, write_adapter
+from loralib.adapters.loading import load_into, lora_layers
+from loralib.adapters.metadata import LoraMetadata
+from loralib.errors import CheckpointError
+from loralib.io.atomic import atomic_write
+from loralib.io.tensors import read_tensors, write_tensors
 
-FORMS = ("lora.bin", "lora.pt", "lora.safetensors")
+FORMATS = ("lora.bin", "lora.pt", "lora.safetensors")
 
 
 class Layer(nn.Module):
@@ -52,7 +49,7 @@ class Tiny(nn.Module):
             parameter.data.normal_()
 
 
-INFO = AdapterInfo(
+INFO = LoraMetadata(
     rank=2,
     alpha=4.0,
     targets=("query", "value"),
@@ -64,8 +61,8 @@ INFO = AdapterInfo(
 A = "roberta.layer.0.query.lora_A"
 
 
-def tiny_adapter(info=INFO, **settings):
-    return Adapter(adapter_tensors(Tiny(**settings).state_dict()), info, "lora file")
+def tiny_adapter(metadata=INFO, **settings):
+    return Adapter(adapter_tensors(Tiny(**settings).state_dict()), metadata, "lora file")
 
 
 def refuses(model, adapter, *parts, **arguments):
@@ -84,7 +81,7 @@ def refuses(model, adapter, *parts, **arguments):
 # ---- files ----
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_round_trip_keeps_every_bit(tmp_path, name, dtype):
     tensors = {key: tensor.to(dtype) for key, tensor in tiny_adapter().tensors.items()}
@@ -97,11 +94,11 @@ def test_round_trip_keeps_every_bit(tmp_path, name, dtype):
     bits = loaded.tensors.pop("head.special").view(torch.uint8)
     assert torch.equal(bits, tensors.pop("head.special").view(torch.uint8))
     assert_same_bits(loaded.tensors, tensors)
-    assert loaded.info == (INFO if name.endswith("safetensors") else None)
+    assert loaded.metadata == (INFO if name.endswith("safetensors") else None)
     assert loaded.source == str(tmp_path / name)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_views_are_saved_without_the_tensor_they_look_into(tmp_path, name):
     large = torch.randn(1000, 64)
     tensors = {"a.lora_A": large[:2], "a.lora_B": large[5:9].t(), "b.lora_A": large[:2]}
@@ -115,7 +112,7 @@ def test_form_is_told_by_content(tmp_path):
     write_adapter(tmp_path / "a.safetensors", adapter)
     (tmp_path / "a.safetensors").rename(tmp_path / "a.bin")
     assert_same_bits(read_adapter(tmp_path / "a.bin").tensors, adapter.tensors)
-    assert read_adapter(tmp_path / "a.bin").info == INFO
+    assert read_adapter(tmp_path / "a.bin").metadata == INFO
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -124,7 +121,7 @@ def test_the_releases_form(tmp_path, zipped):
     torch.save(tensors, tmp_path / "release.bin", _use_new_zipfile_serialization=zipped)
     loaded = read_adapter(tmp_path / "release.bin")
     assert_same_bits(loaded.tensors, tensors)
-    assert loaded.info is None
+    assert loaded.metadata is None
     write_adapter(tmp_path / "ours.bin", Adapter(tensors, INFO))
     assert_same_bits(torch.load(tmp_path / "ours.bin", weights_only=True), tensors)
 
@@ -139,7 +136,7 @@ def test_tensors_saved_on_a_gpu_come_to_the_cpu(monkeypatch, tmp_path, zipped):
     assert_same_bits(read_adapter(path).tensors, tensors)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_a_file_may_be_written_over_while_it_is_in_use(tmp_path, name):
     first, second = tiny_adapter(seed=1), tiny_adapter(seed=2)
     write_adapter(tmp_path / name, first)
@@ -188,10 +185,10 @@ def test_files_that_are_not_there(tmp_path):
 
 def test_a_checkpoints_folder(tmp_path):
     write_adapter(tmp_path / "pytorch_model_lora.bin", tiny_adapter(seed=1))
-    assert read_adapter(tmp_path).info is None
+    assert read_adapter(tmp_path).metadata is None
     write_adapter(tmp_path / "pytorch_model_lora.safetensors", tiny_adapter(seed=2))
     loaded = read_adapter(str(tmp_path))
-    assert loaded.info == INFO
+    assert loaded.metadata == INFO
     assert loaded.source == str(tmp_path / "pytorch_model_lora.safetensors")
     assert_same_bits(loaded.tensors, tiny_adapter(seed=2).tensors)
 
@@ -218,16 +215,16 @@ def test_metadata_is_json_by_field(tmp_path):
 
 
 def test_what_is_not_known_is_not_said(tmp_path):
-    info = AdapterInfo(rank=2, alpha=16, targets=("query", "value"))
+    info = LoraMetadata(rank=2, alpha=16, targets=("query", "value"))
     assert info.to_metadata().keys() == {"rank", "alpha", "targets", "bias"}
     write_adapter(tmp_path / "a.safetensors", tiny_adapter(info))
-    assert read_adapter(tmp_path / "a.safetensors").info == info
+    assert read_adapter(tmp_path / "a.safetensors").metadata == info
 
 
 @pytest.mark.parametrize("metadata", [None, {}, {"format": "pt", "task": '"rte"', "who": "knows"}])
 def test_files_without_an_info(tmp_path, metadata):
     save_file(tiny_adapter().tensors, tmp_path / "a.safetensors", metadata)
-    assert read_adapter(tmp_path / "a.safetensors").info is None
+    assert read_adapter(tmp_path / "a.safetensors").metadata is None
 
 
 @pytest.mark.parametrize(
@@ -279,9 +276,9 @@ def test_old_deberta_names():
         f"{layer}.query_proj.weight": 5.0,
         "classifier.weight": 6.0,
     }
-    assert {name: t.item() for name, t in own_names(old, "old.bin").items()} == new
+    assert {name: t.item() for name, t in canonical_names(old, "old.bin").items()} == new
     del new[f"{layer}.query_proj.weight"]
-    assert adapter_tensors(own_names(old, "old.bin")).keys() == new.keys()
+    assert adapter_tensors(canonical_names(old, "old.bin")).keys() == new.keys()
 
 
 def test_old_names_are_renamed_when_a_file_is_read(tmp_path):
@@ -355,7 +352,7 @@ def test_fingerprint_sees_all_over_a_large_matrix():
 
 
 @pytest.mark.parametrize("mode", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_load_into(tmp_path, name, mode):
     adapter = tiny_adapter(seed=1)
     write_adapter(tmp_path / name, adapter)
@@ -406,7 +403,7 @@ def test_a_model_of_other_settings(settings, parts):
     ],
 )
 def test_a_file_without_info_is_checked_by_its_tensors(settings, parts):
-    refuses(Tiny(**settings), tiny_adapter(info=None), *parts)
+    refuses(Tiny(**settings), tiny_adapter(metadata=None), *parts)
 
 
 def test_alpha_is_an_equal_number():
@@ -495,7 +492,7 @@ def test_new_head_keeps_the_models_own():
     same_shape = Tiny(seed=5)
     assert load_into(same_shape, adapter, new_head=True) == []
     assert torch.equal(same_shape.classifier.bias, adapter.tensors["classifier.bias"])
-    refuses(Tiny(rank=4), replace(adapter, info=None), "rank 2, not 4", new_head=True)
+    refuses(Tiny(rank=4), replace(adapter, metadata=None), "rank 2, not 4", new_head=True)
 
 
 # ---- writing ----
@@ -504,7 +501,7 @@ def test_new_head_keeps_the_models_own():
 def test_write_whole(tmp_path):
     path = tmp_path / "file.txt"
     for content in ("first", "second"):
-        with write_whole(path) as temporary:
+        with atomic_write(path) as temporary:
             assert temporary.parent == path.parent
             assert temporary.suffix == ".txt"
             assert path.exists() == (content == "second")
@@ -521,7 +518,7 @@ def test_write_whole_broken_off(tmp_path, error, there):
         path.write_text("old")
 
     def write():
-        with write_whole(path) as temporary:
+        with atomic_write(path) as temporary:
             temporary.write_text("half of the n")
             raise error
 
@@ -577,17 +574,17 @@ def damage(content, rng, header):
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@pytest.mark.parametrize("form", ["a.safetensors", "a.bin", "legacy.bin"])
-def test_damaged_files(tmp_path, form):
+@pytest.mark.parametrize("format", ["a.safetensors", "a.bin", "legacy.bin"])
+def test_damaged_files(tmp_path, format):
     """Each is refused, by the reader or by the model, or gives exactly what was saved."""
-    adapter, path = tiny_adapter(), tmp_path / form
-    if form == "legacy.bin":
+    adapter, path = tiny_adapter(), tmp_path / format
+    if format == "legacy.bin":
         torch.save(adapter.tensors, path, _use_new_zipfile_serialization=False)
         header = path.read_bytes().index(b"cpu") + 200
     else:
         write_adapter(path, adapter)
         content = path.read_bytes()
-        safe = form.endswith("safetensors")
+        safe = format.endswith("safetensors")
         header = 8 + int.from_bytes(content[:8], "little") if safe else content.index(b"FB")
     content, rng = path.read_bytes(), random.Random(0)
     messages = []
@@ -621,21 +618,21 @@ def test_a_fingerprint_is_of_weight_matrices_alone():
 
 def test_the_release_s_form_takes_its_info_from_the_twin_beside_it(tmp_path):
     tensors = {"roberta.query.lora_A": torch.ones(2, 4), "roberta.query.lora_B": torch.ones(4, 2)}
-    info = AdapterInfo(rank=2, alpha=8, targets=("query",))
+    info = LoraMetadata(rank=2, alpha=8, targets=("query",))
     write_adapter(tmp_path / "pytorch_model_lora.bin", Adapter(tensors, info))
-    assert read_adapter(tmp_path / "pytorch_model_lora.bin").info is None
+    assert read_adapter(tmp_path / "pytorch_model_lora.bin").metadata is None
     write_adapter(tmp_path / "pytorch_model_lora.safetensors", Adapter(tensors, info))
-    assert read_adapter(tmp_path / "pytorch_model_lora.bin").info == info
+    assert read_adapter(tmp_path / "pytorch_model_lora.bin").metadata == info
     other = {name: tensor + 1 for name, tensor in tensors.items()}
     write_adapter(tmp_path / "pytorch_model_lora.safetensors", Adapter(other, info))
-    assert read_adapter(tmp_path / "pytorch_model_lora.bin").info is None
+    assert read_adapter(tmp_path / "pytorch_model_lora.bin").metadata is None
 
 
 @pytest.mark.parametrize("alpha", [0, -1, float("inf"), float("nan"), "8"])
 def test_an_alpha_that_is_none(tmp_path, alpha):
     tensors = {"roberta.query.lora_A": torch.ones(2, 4), "roberta.query.lora_B": torch.ones(4, 2)}
     path = tmp_path / "lora.safetensors"
-    info = AdapterInfo(rank=2, alpha=alpha, targets=("query",))
+    info = LoraMetadata(rank=2, alpha=alpha, targets=("query",))
     with pytest.raises(CheckpointError, match="alpha"):
         write_adapter(path, Adapter(tensors, info))
     metadata = info.to_metadata()

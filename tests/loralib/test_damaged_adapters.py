@@ -1,6 +1,6 @@
-"""Damaged adapters of every form: each is refused in one line, or loads as if it were whole.
+"""Damaged adapters of every format: each is refused in one line, or loads as if it were whole.
 
-Two properties, by what a form has to check itself with:
+Two properties, by what a format has to check itself with:
 
 - This project's safetensors and PEFT folders carry a checksum of their tensors and metadata, and
   torch's archives one of each record. A damaged one raises `CheckpointError`, or gives the very
@@ -34,11 +34,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 import loralib as lora
-from loralib.checkpoint import Adapter, AdapterInfo, adapter_tensors, load_into
-from loralib.files import CheckpointError
-from loralib.formats import read_adapter, write_adapter
+from loralib.adapters.adapter import Adapter, adapter_tensors
+from loralib.adapters.formats import read_adapter, write_adapter
+from loralib.adapters.loading import load_into
+from loralib.adapters.metadata import LoraMetadata
+from loralib.errors import CheckpointError
 
-VARIANTS = 450  # of each form
+VARIANTS = 450  # of each format
 SECONDS = 10  # for one of them, which takes a hundredth of one
 
 # A damaged pickle makes torch warn of all kinds of things before it fails.
@@ -69,7 +71,7 @@ class Tiny(nn.Module):
             parameter.data.normal_(generator=generator)
 
 
-INFO = AdapterInfo(
+INFO = LoraMetadata(
     rank=2,
     alpha=4,
     targets=("key", "query"),
@@ -280,7 +282,9 @@ def edit_metadata(metadata: dict, rng: Random) -> None:
     elif kind == "deep":
         metadata[key] = DEEP
     else:
-        metadata[rng.choice(("dropout", "bias", "beside", "who"))] = json.dumps(rng.choice(JUNK))
+        metadata[rng.choice(("dropout", "bias", "trained_with", "who"))] = json.dumps(
+            rng.choice(JUNK)
+        )
 
 
 def edit_header(content: bytes, rng: Random) -> bytes:
@@ -378,12 +382,12 @@ def time_limit():
 
 
 def is_same(adapter: Adapter, whole: Adapter, base_may_differ: bool) -> bool:
-    info = adapter.info
+    info = adapter.metadata
     if base_may_differ and info is not None:
-        base = {"base": whole.info.base, "base_revision": whole.info.base_revision}
+        base = {"base": whole.metadata.base, "base_revision": whole.metadata.base_revision}
         info = replace(info, **base)
     return (
-        info == whole.info
+        info == whole.metadata
         and adapter.tensors.keys() == whole.tensors.keys()
         and all(
             adapter.tensors[name].dtype == tensor.dtype
@@ -401,15 +405,15 @@ def is_sound(adapter: Adapter, size: int) -> None:
         total += tensor.numel() * tensor.element_size()
         assert total <= 2 * size
         assert torch.isfinite(tensor).all()
-    if adapter.info is not None:
-        assert type(adapter.info.rank) is int
-        assert adapter.info.rank >= 1
-        assert type(adapter.info.alpha) in (int, float)
-        assert 0 < float(adapter.info.alpha) < math.inf
+    if adapter.metadata is not None:
+        assert type(adapter.metadata.rank) is int
+        assert adapter.metadata.rank >= 1
+        assert type(adapter.metadata.alpha) in (int, float)
+        assert 0 < float(adapter.metadata.alpha) < math.inf
 
 
 def outcome(source: Path, whole: Adapter, checked: bool, base_may_differ: bool, size: int) -> str:
-    """ "refused", "right" or, for a form that is not checked, "other values"."""
+    """ "refused", "right" or, for a format that is not checked, "other values"."""
     try:
         adapter = read_adapter(source)
         is_sound(adapter, size)
@@ -427,10 +431,10 @@ def outcome(source: Path, whole: Adapter, checked: bool, base_may_differ: bool, 
     return "right" if is_same(adapter, whole, base_may_differ) else "other values"
 
 
-# form: what writes it, the files to damage and how, whether it has checksums
+# format: what writes it, the files to damage and how, whether it has checksums
 CONFIG, WEIGHTS = "peft/adapter_config.json", "peft/adapter_model.safetensors"
 MORE = ("alpha_pattern", "rank_pattern", "use_dora", "use_rslora", "lora_bias", "of\ntomorrow")
-FORMS = {
+FORMATS = {
     "lora": (write_lora, {"lora.safetensors": (*BYTES, *(edit_header,) * 6)}, True),
     "release": (write_release, {"lora.bin": BYTES}, True),
     "wrapped": (write_wrapped, {"lora.pt": BYTES}, True),
@@ -453,18 +457,18 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_damaged(tmp_path, form):
+@pytest.mark.parametrize("format", FORMATS)
+def test_damaged(tmp_path, format):
     """Each variant is refused or loads rightly; where nothing is checked, see the file's head."""
-    write, targets, checked = FORMS[form]
+    write, targets, checked = FORMATS[format]
     write(tmp_path)
     paths = [tmp_path / name for name in targets]
     source = tmp_path / "peft" if "peft" in str(paths[0]) else paths[0]
     contents = {path: path.read_bytes() for path in paths}
     whole = read_adapter(source)
     whole = replace(whole, tensors={name: t.clone() for name, t in whole.tensors.items()})
-    assert is_same(whole, Adapter(GPT2 if form == "wrapped" else ROBERTA, whole.info), False)
-    rng, counts, failures = Random(form), Counter(), []
+    assert is_same(whole, Adapter(GPT2 if format == "wrapped" else ROBERTA, whole.metadata), False)
+    rng, counts, failures = Random(format), Counter(), []
     for number in range(VARIANTS):
         path = rng.choice(paths)
         damage = rng.choice(targets[str(path.relative_to(tmp_path))])

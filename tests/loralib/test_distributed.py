@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.distributed import HashStore, TCPStore
 
-from loralib import distributed
-from loralib.distributed import Watch, find_launch, join, warm_up_ddp
-from loralib.process import TrainingError
+from loralib.errors import TrainingError
+from loralib.training import distributed
+from loralib.training.distributed import Watch, find_launch, join, warm_up_ddp
 
 
 @pytest.fixture
@@ -95,9 +95,9 @@ def test_a_timeout_that_is_none(timeout):
 
 JOIN = """
 import os, sys
-from loralib import distributed
-from loralib.distributed import join, stop_watching
-from loralib.process import end_at_once
+from loralib.training import distributed
+from loralib.training.distributed import join, stop_watching
+from loralib.training.process import end_at_once
 from torch.distributed import Store
 
 if hasattr(Store, "clone"):

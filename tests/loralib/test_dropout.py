@@ -8,7 +8,7 @@ from scipy import stats
 from torch import nn
 
 import loralib as lora
-from loralib.dropout import dropout, keep_mask
+from loralib.nn.dropout import dropout, keep_mask
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 

@@ -15,26 +15,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from loralib.files import (
-    DiskFullError,
-    read_tensors,
-    write_tensors,
-    write_torch,
-    write_whole,
-    write_whole_folder,
-    write_wrapped_tensors,
-)
+from loralib.errors import DiskFullError
+from loralib.io.atomic import atomic_write, atomic_write_folder
+from loralib.io.tensors import read_tensors, write_tensors, write_torch, write_wrapped_tensors
 
 posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX's links, pipes and devices")
 
 
 def write(path, text: str = "new") -> None:
-    with write_whole(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(text)
 
 
 def fail(path, error: Exception) -> None:
-    with write_whole(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text("half")
         raise error
 
@@ -129,11 +123,11 @@ def test_what_cannot_be_written(tmp_path, kind, reason):
 
 AS_NOBODY = """
 import os, sys
-from loralib.files import write_whole
+from loralib.io.atomic import atomic_write
 if os.geteuid() == 0:
     os.setuid(65534)
 try:
-    with write_whole(sys.argv[1]) as path:
+    with atomic_write(sys.argv[1]) as path:
         path.write_text("new")
 except PermissionError as error:
     print(error)
@@ -176,7 +170,7 @@ def test_a_pipe_gets_the_content_once_it_is_whole(tmp_path):
     reader = threading.Thread(target=lambda: read.append(path.read_bytes()))
     reader.start()
     content = b"x" * 200_000  # more than a pipe holds
-    with write_whole(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_bytes(content)
         assert reader.is_alive()
     reader.join(60)
@@ -208,9 +202,9 @@ def test_a_device_that_is_full():
 
 TO_STDOUT = """
 import sys
-from loralib.files import write_whole
+from loralib.io.atomic import atomic_write
 print("before")
-with write_whole(sys.argv[1]) as path:
+with atomic_write(sys.argv[1]) as path:
     path.write_text("content\\n")
 print("after")
 """
@@ -255,12 +249,12 @@ def write_pt(path) -> None:
 
 
 def write_folder(path) -> None:
-    with write_whole_folder(path) as folder:
+    with atomic_write_folder(path) as folder:
         write_tensors(folder / "x.safetensors", TENSORS)
 
 
 def write_text_in_folder(path) -> None:
-    with write_whole_folder(path) as folder:
+    with atomic_write_folder(path) as folder:
         (folder / "x.json").write_text("x" * SIZE)
 
 

@@ -1,4 +1,4 @@
-"""The forms of an adapter: each is recognised, and none loses a bit."""
+"""The formats of an adapter: each is recognised, and none loses a bit."""
 
 import json
 import math
@@ -32,19 +32,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 import loralib as lora
-from loralib import files, peft
-from loralib.checkpoint import (
-    BITFIT,
-    BOTTLENECK,
-    Adapter,
-    AdapterInfo,
-    BiasInfo,
-    BottleneckInfo,
-    lora_info,
-)
-from loralib.files import read_tensors, write_whole_folder
-from loralib.formats import FORMS, own_names, read_adapter, write_adapter
-from loralib.updates import updates
+from loralib.adapters import peft
+from loralib.adapters.adapter import BITFIT, BOTTLENECK, Adapter, lora_metadata
+from loralib.adapters.deltas import deltas_of
+from loralib.adapters.formats import FORMATS, canonical_names, read_adapter, write_adapter
+from loralib.adapters.metadata import BiasMetadata, BottleneckMetadata, LoraMetadata
+from loralib.io import tensors as tensor_files
+from loralib.io.atomic import atomic_write_folder
+from loralib.io.tensors import read_tensors
 
 # ---- recognition ----
 
@@ -56,8 +51,8 @@ def test_this_projects_form(tmp_path, family):
     for source in (path, tmp_path, str(tmp_path)):
         adapter = read_adapter(source)
         assert_same_bits(adapter.tensors, tensors_of(family))
-        assert adapter.info == INFOS[family]
-        assert adapter.form == "lora"
+        assert adapter.metadata == INFOS[family]
+        assert adapter.format == "lora"
         assert adapter.source == str(path)
 
 
@@ -67,7 +62,7 @@ def test_the_releases_form_for_roberta(tmp_path, zipped):
     torch.save(tensors_of("roberta"), path, _use_new_zipfile_serialization=zipped)
     adapter = read_adapter(path)
     assert_same_bits(adapter.tensors, tensors_of("roberta"))
-    assert (adapter.info, adapter.form) == (None, "release")
+    assert (adapter.metadata, adapter.format) == (None, "release")
 
 
 @pytest.mark.parametrize("generation", ["today's", "first"])
@@ -87,8 +82,8 @@ def test_the_releases_form_for_deberta(tmp_path, generation, prefix):
     torch.save({prefix + name: tensor for name, tensor in renamed.items()}, path)
     adapter = read_adapter(path, lora_alpha=3)
     assert_same_bits(adapter.tensors, tensors)
-    assert adapter.form == "release"
-    assert adapter.info == AdapterInfo(
+    assert adapter.format == "release"
+    assert adapter.metadata == LoraMetadata(
         rank=2, alpha=3, targets=("query_proj", "value_proj"), positions=False
     )
 
@@ -112,9 +107,9 @@ def test_the_releases_form_for_gpt2(tmp_path, prefix, wrapped, head):
         return
     adapter = read_adapter(path, lora_alpha=3)
     assert_same_bits(adapter.tensors, tensors)
-    assert adapter.form == "release"
-    assert adapter.info == AdapterInfo(rank=2, alpha=3, targets=("c_attn",))
-    assert {len(update.parts) for update in updates(adapter).values()} == {2}
+    assert adapter.format == "release"
+    assert adapter.metadata == LoraMetadata(rank=2, alpha=3, targets=("c_attn",))
+    assert {len(update.parts) for update in deltas_of(adapter).values()} == {2}
 
 
 @pytest.mark.parametrize("given", ["folder", "config", "weights"])
@@ -131,9 +126,9 @@ def test_pefts_form(tmp_path, given, torch_file):
     source = {"folder": folder, "config": folder / "adapter_config.json", "weights": weights}[given]
     adapter = read_adapter(source)
     assert_same_bits(adapter.tensors, tensors_of("roberta"))
-    assert adapter.form == "peft"
+    assert adapter.format == "peft"
     assert adapter.source == str(weights)
-    assert adapter.info == AdapterInfo(
+    assert adapter.metadata == LoraMetadata(
         rank=2,
         alpha=3,
         targets=("query", "value"),
@@ -144,32 +139,32 @@ def test_pefts_form(tmp_path, given, torch_file):
 
 
 @pytest.mark.parametrize("bias", ["none", "all", "lora_only"])
-@pytest.mark.parametrize("form", FORMS)
-def test_a_users_own_model(tmp_path, bias, form):
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_users_own_model(tmp_path, bias, format):
     state, path = lora.lora_state_dict(user_model(), bias), tmp_path / "lora.pt"
     torch.save(state, path)
     adapter = read_adapter(path)
     assert_same_bits(adapter.tensors, state)
-    assert (adapter.info, adapter.form) == (None, "plain")
+    assert (adapter.metadata, adapter.format) == (None, "plain")
     adapter = read_adapter(path, lora_alpha=8)
-    assert adapter.info == AdapterInfo(rank=2, alpha=8, targets=("down", "up"), bias=bias)
-    write_adapter(tmp_path / TARGETS[form], adapter, form)
-    again = read_adapter(tmp_path / TARGETS[form], lora_alpha=8)
+    assert adapter.metadata == LoraMetadata(rank=2, alpha=8, targets=("down", "up"), bias=bias)
+    write_adapter(tmp_path / TARGETS[format], adapter, format)
+    again = read_adapter(tmp_path / TARGETS[format], lora_alpha=8)
     assert_same_bits(again.tensors, state)
-    assert again.info == adapter.info
+    assert again.metadata == adapter.metadata
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_users_own_head_is_no_bias_of_the_base(tmp_path, form):
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_users_own_head_is_no_bias_of_the_base(tmp_path, format):
     """A bias whose weight is there as well was not trained in the base, but with the head."""
     head = {"head.weight": drawn(3, 4), "head.bias": drawn(3)}
     tensors = {**lora.lora_state_dict(user_model()), **head}
     torch.save(tensors, tmp_path / "lora.pt")
     adapter = read_adapter(tmp_path / "lora.pt", lora_alpha=8)
-    assert adapter.info.bias == "none"
-    write_adapter(tmp_path / TARGETS[form], adapter, form)
-    assert_same_bits(read_adapter(tmp_path / TARGETS[form]).tensors, tensors)
-    if form == "peft":
+    assert adapter.metadata.bias == "none"
+    write_adapter(tmp_path / TARGETS[format], adapter, format)
+    assert_same_bits(read_adapter(tmp_path / TARGETS[format]).tensors, tensors)
+    if format == "peft":
         config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
         assert (config["bias"], config["modules_to_save"]) == ("none", ["head"])
 
@@ -180,7 +175,7 @@ def test_a_users_convolution(tmp_path, bias):
     torch.save(lora.lora_state_dict(model, bias), tmp_path / "lora.pt")
     adapter = read_adapter(tmp_path / "lora.pt", lora_alpha=8)
     # The convolution's rank is r times its kernel's width.
-    assert (adapter.info.rank, adapter.info.bias, adapter.form) == (6, bias, "plain")
+    assert (adapter.metadata.rank, adapter.metadata.bias, adapter.format) == (6, bias, "plain")
 
 
 def test_a_users_stacked_updates_stay_as_they_are(tmp_path):
@@ -188,7 +183,7 @@ def test_a_users_stacked_updates_stay_as_they_are(tmp_path):
     layer = lora.MergedLinear(4, 6, r=2, enable_lora=[True, True, False])
     torch.save(lora.lora_state_dict(nn.ModuleDict({"qkv": layer})), tmp_path / "lora.pt")
     adapter = read_adapter(tmp_path / "lora.pt", lora_alpha=8)
-    assert adapter.info.rank == 2
+    assert adapter.metadata.rank == 2
     write_adapter(tmp_path / "lora.safetensors", adapter)
     assert_same_bits(read_adapter(tmp_path / "lora.safetensors").tensors, adapter.tensors)
     refused(
@@ -205,19 +200,19 @@ def test_a_users_stacked_updates_stay_as_they_are(tmp_path):
         (
             BOTTLENECK,
             {"roberta.layer.0.adapter.adapter_A.weight": drawn(2, 6), "classifier.bias": drawn(3)},
-            BottleneckInfo(adapter_type="houlsby", adapter_size=2),
+            BottleneckMetadata(adapter_type="houlsby", adapter_size=2),
         ),
         (
             BITFIT,
             {"roberta.layer.0.query.bias": drawn(6), "classifier.bias": drawn(3)},
-            BiasInfo(biases="all"),
+            BiasMetadata(biases="all"),
         ),
     ],
 )
 def test_the_baselines_files(tmp_path, kind, tensors, info):
     adapter = Adapter(tensors, info, "theirs", kind)
     write_adapter(tmp_path / "a.safetensors", adapter)
-    assert read_adapter(tmp_path / "a.safetensors", kind).info == info
+    assert read_adapter(tmp_path / "a.safetensors", kind).metadata == info
     write_adapter(tmp_path, adapter, "release")
     assert_same_bits(read_adapter(tmp_path, kind).tensors, tensors)
     refused(lambda: read_adapter(tmp_path / "a.safetensors"), tmp_path / "a.safetensors", "LoRA")
@@ -225,13 +220,13 @@ def test_the_baselines_files(tmp_path, kind, tensors, info):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_parameters_are_as_good_as_tensors(tmp_path, form):
+@pytest.mark.parametrize("format", FORMATS)
+def test_parameters_are_as_good_as_tensors(tmp_path, format):
     """A user may have saved `named_parameters()`."""
     tensors = {name: nn.Parameter(tensor) for name, tensor in tensors_of("gpt2").items()}
     torch.save(tensors, tmp_path / "x.pt")
-    write_adapter(tmp_path / TARGETS[form], read_adapter(tmp_path / "x.pt", lora_alpha=3), form)
-    assert_same_bits(read_adapter(tmp_path / TARGETS[form]).tensors, tensors_of("gpt2"))
+    write_adapter(tmp_path / TARGETS[format], read_adapter(tmp_path / "x.pt", lora_alpha=3), format)
+    assert_same_bits(read_adapter(tmp_path / TARGETS[format]).tensors, tensors_of("gpt2"))
 
 
 # ---- names ----
@@ -240,7 +235,7 @@ def test_parameters_are_as_good_as_tensors(tmp_path, form):
 def test_two_tensors_of_one_name(tmp_path):
     name = f"{MODULES['roberta'][0]}.lora_A"
     tensors = {**tensors_of("roberta"), f"module.{name}": drawn(2, 6)}
-    refused(lambda: own_names(tensors, "a.bin"), "a.bin", f"holds {name} under two names")
+    refused(lambda: canonical_names(tensors, "a.bin"), "a.bin", f"holds {name} under two names")
     refused_file(tmp_path, tensors, f"holds {name} under two names")
 
 
@@ -289,7 +284,7 @@ def test_what_each_form_cannot_hold(tmp_path, family):
     assert [remark for remark in told if not remark.startswith("its modules are taken")] == []
     said = write_adapter(tmp_path / "a.bin", adapter)
     lost = LOST if HEADS[family] else {k: v for k, v in LOST.items() if k not in ("task", "labels")}
-    expected = {f"not in this form: {key} {value.format(family)}" for key, value in lost.items()}
+    expected = {f"not in this format: {key} {value.format(family)}" for key, value in lost.items()}
     assert set(said) == (set() if family == "gpt2" else expected)
     assert len(said) == len(set(said))
     remarks = write_adapter(tmp_path / "a", adapter, "peft")
@@ -303,12 +298,12 @@ def test_what_each_form_cannot_hold(tmp_path, family):
 
 
 def test_nothing_is_said_where_nothing_is_lost(tmp_path):
-    bare = replace(adapter_of("roberta"), info=None)
+    bare = replace(adapter_of("roberta"), metadata=None)
     assert write_adapter(tmp_path / "a.bin", bare) == []
-    info = AdapterInfo(rank=2, alpha=3, targets=("query", "value"))
-    said = write_adapter(tmp_path / "a.bin", replace(bare, info=info))
-    assert said == ["not in this form: alpha 3"]
-    assert write_adapter(tmp_path / "a", replace(bare, info=info), "peft") == []
+    info = LoraMetadata(rank=2, alpha=3, targets=("query", "value"))
+    said = write_adapter(tmp_path / "a.bin", replace(bare, metadata=info))
+    assert said == ["not in this format: alpha 3"]
+    assert write_adapter(tmp_path / "a", replace(bare, metadata=info), "peft") == []
 
 
 def test_the_releases_form_is_plain_tensors(tmp_path):
@@ -319,7 +314,7 @@ def test_the_releases_form_is_plain_tensors(tmp_path):
     held = torch.load(tmp_path / "a.pt", weights_only=True)
     expected = {f"module.{name}": tensor for name, tensor in tensors_of("gpt2").items()}
     assert_same_bits(held["model_state_dict"], expected)
-    assert read_adapter(tmp_path / "a.pt").info == INFOS["gpt2"]
+    assert read_adapter(tmp_path / "a.pt").metadata == INFOS["gpt2"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -361,7 +356,7 @@ def test_an_update_of_all_of_c_attn_stays_whole(tmp_path, stray):
     held[f"base_model.model.{MODULES['gpt2'][1]}.lora_B.weight"][stray] = 0.5
     folder = peft_folder(tmp_path / "b", held, r=4, lora_alpha=6)
     adapter = read_adapter(folder)
-    assert (adapter.info.rank, adapter.info.alpha) == (4, 6)
+    assert (adapter.metadata.rank, adapter.metadata.alpha) == (4, 6)
     assert {name: t.shape for name, t in adapter.tensors.items()} == {
         f"{module}.lora_{ab}": shape
         for module in MODULES["gpt2"]
@@ -376,14 +371,14 @@ def test_an_update_of_all_of_c_attn_stays_whole(tmp_path, stray):
 
 @pytest.mark.parametrize("name", ["pytorch_model_lora.safetensors", "pytorch_model_lora.bin"])
 def test_a_folder_gets_the_file_of_a_run(tmp_path, name):
-    form = "lora" if name.endswith("safetensors") else "release"
-    write_adapter(tmp_path / "new" / "folder", adapter_of("roberta"), form)
+    format = "lora" if name.endswith("safetensors") else "release"
+    write_adapter(tmp_path / "new" / "folder", adapter_of("roberta"), format)
     assert listing(tmp_path / "new" / "folder") == {name}
     assert_same_bits(read_adapter(tmp_path / "new" / "folder").tensors, tensors_of("roberta"))
 
 
 @pytest.mark.parametrize(
-    ("name", "form"),
+    ("name", "format"),
     [
         ("a.bin", "lora"),
         ("a.pt", "lora"),
@@ -394,8 +389,8 @@ def test_a_folder_gets_the_file_of_a_run(tmp_path, name):
         ("a", None),
     ],
 )
-def test_a_name_that_does_not_fit_the_form(tmp_path, name, form):
-    refused(lambda: write_adapter(tmp_path / name, adapter_of("roberta"), form), tmp_path / name)
+def test_a_name_that_does_not_fit_the_form(tmp_path, name, format):
+    refused(lambda: write_adapter(tmp_path / name, adapter_of("roberta"), format), tmp_path / name)
     assert listing(tmp_path) == set()
 
 
@@ -406,23 +401,23 @@ def test_a_name_that_does_not_fit_the_form(tmp_path, name, form):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_through_all_forms_no_bit_changes(tmp_path, family, dtype):
     adapter, number = adapter_of(family, dtype), 0
-    for way in permutations(FORMS):
+    for way in permutations(FORMATS):
         current = adapter
-        for form in (*way, way[0]):
+        for format in (*way, way[0]):
             number += 1
-            path = tmp_path / f"{number}" / TARGETS[form]
+            path = tmp_path / f"{number}" / TARGETS[format]
             path.parent.mkdir()
-            write_adapter(path, current, form)
+            write_adapter(path, current, format)
             current = read_adapter(path, lora_alpha=3)
             if family == "deberta":
-                # From the release's form and from PEFT's it has opposite meanings: on a base that
+                # From the release's format and from PEFT's it has opposite meanings: on a base that
                 # shares no projection with positions it has neither.
-                assert current.info.positions is {"release": False, "peft": None}.get(form)
-                current = replace(current, info=replace(current.info, positions=None))
-            assert (current.info.rank, current.info.alpha) == (2, 3)
-            assert current.info.targets == INFOS[family].targets
-            plain = form == "release" and family == "plain"
-            assert current.form == ("plain" if plain else form)
+                assert current.metadata.positions is {"release": False, "peft": None}.get(format)
+                current = replace(current, metadata=replace(current.metadata, positions=None))
+            assert (current.metadata.rank, current.metadata.alpha) == (2, 3)
+            assert current.metadata.targets == INFOS[family].targets
+            plain = format == "release" and family == "plain"
+            assert current.format == ("plain" if plain else format)
         assert_same_bits(current.tensors, adapter.tensors)
 
 
@@ -431,53 +426,53 @@ def test_the_info_comes_through_the_forms_that_hold_it(tmp_path, family):
     kept = ("lora", "release", "peft") if family == "gpt2" else ("lora", "peft")
     for way in permutations(kept):
         current = adapter_of(family)
-        for form in way:
-            folder = tmp_path / "-".join(way) / form
+        for format in way:
+            folder = tmp_path / "-".join(way) / format
             folder.mkdir(parents=True)
-            write_adapter(folder / TARGETS[form], current, form)
-            current = read_adapter(folder / TARGETS[form])
-        assert current.info == INFOS[family]
+            write_adapter(folder / TARGETS[format], current, format)
+            current = read_adapter(folder / TARGETS[format])
+        assert current.metadata == INFOS[family]
 
 
 @pytest.mark.skipif(not RELEASE.is_file(), reason="the release's file is absent from ../shared")
 def test_the_releases_published_file_through_all_forms(tmp_path):
     first = read_adapter(RELEASE, lora_alpha=16)
-    assert first.info == AdapterInfo(rank=8, alpha=16, targets=("query", "value"))
-    assert first.form == "release"
+    assert first.metadata == LoraMetadata(rank=8, alpha=16, targets=("query", "value"))
+    assert first.format == "release"
     current = first
-    for number, form in enumerate(("lora", "peft", "release", "peft", "lora")):
+    for number, format in enumerate(("lora", "peft", "release", "peft", "lora")):
         folder = tmp_path / str(number)
         folder.mkdir()
-        write_adapter(folder / TARGETS[form], current, form)
-        current = read_adapter(folder / TARGETS[form], lora_alpha=16)
-        assert current.info == first.info
+        write_adapter(folder / TARGETS[format], current, format)
+        current = read_adapter(folder / TARGETS[format], lora_alpha=16)
+        assert current.metadata == first.metadata
         assert_same_bits(current.tensors, first.tensors)
     refused(lambda: read_adapter(folder, lora_alpha=8), folder, "no adapter")
-    refused(lambda: read_adapter(folder / TARGETS[form], lora_alpha=8), folder, "alpha 16")
+    refused(lambda: read_adapter(folder / TARGETS[format], lora_alpha=8), folder, "alpha 16")
 
 
 # ---- alpha ----
 
 
 def test_alpha_has_to_be_known_where_it_is_written(tmp_path):
-    adapter = replace(adapter_of("roberta"), info=None)
-    for name, form in (("a.safetensors", "lora"), ("a", "lora"), ("b/c", "lora"), ("a", "peft")):
+    adapter = replace(adapter_of("roberta"), metadata=None)
+    for name, format in (("a.safetensors", "lora"), ("a", "lora"), ("b/c", "lora"), ("a", "peft")):
         refused(
-            lambda name=name, form=form: write_adapter(tmp_path / name, adapter, form),
+            lambda name=name, format=format: write_adapter(tmp_path / name, adapter, format),
             adapter.source,
             "--lora_alpha",
         )
     assert listing(tmp_path) == set()
-    refused(lambda: updates(adapter), adapter.source, "--lora_alpha")
+    refused(lambda: deltas_of(adapter), adapter.source, "--lora_alpha")
 
 
 @pytest.mark.parametrize("name", ["out.safetensors", "out.bin", "out"])
 def test_an_alpha_that_is_given(tmp_path, name):
-    form = {name: form for form, name in TARGETS.items()}[name]
-    write_adapter(tmp_path / name, adapter_of("roberta"), form)
-    assert read_adapter(tmp_path / name, lora_alpha=3.0).info.alpha == 3
-    if form == "release":
-        assert read_adapter(tmp_path / name, lora_alpha=4).info.alpha == 4
+    format = {name: format for format, name in TARGETS.items()}[name]
+    write_adapter(tmp_path / name, adapter_of("roberta"), format)
+    assert read_adapter(tmp_path / name, lora_alpha=3.0).metadata.alpha == 3
+    if format == "release":
+        assert read_adapter(tmp_path / name, lora_alpha=4).metadata.alpha == 4
     else:
         parts = ("trained with alpha 3", "--lora_alpha is 4")
         refused(lambda: read_adapter(tmp_path / name, lora_alpha=4), tmp_path / name, *parts)
@@ -494,14 +489,14 @@ def test_the_twin_says_what_the_releases_form_cannot(tmp_path, family):
     adapter = adapter_of(family)
     write_adapter(tmp_path, adapter, "release")
     path = tmp_path / "pytorch_model_lora.bin"
-    assert read_adapter(path).info is None
+    assert read_adapter(path).metadata is None
     write_adapter(tmp_path, adapter, "lora")
-    assert read_adapter(path).info == INFOS[family]
-    assert read_adapter(path).form == "release"
-    assert read_adapter(tmp_path).form == "lora"
+    assert read_adapter(path).metadata == INFOS[family]
+    assert read_adapter(path).format == "release"
+    assert read_adapter(tmp_path).format == "lora"
     refused(lambda: read_adapter(path, lora_alpha=4), path, "alpha 3")
     path.rename(tmp_path / "other.bin")
-    assert read_adapter(tmp_path / "other.bin").info is None
+    assert read_adapter(tmp_path / "other.bin").metadata is None
 
 
 @pytest.mark.parametrize("other", ["value", "shape", "dtype", "less", "more"])
@@ -521,27 +516,27 @@ def test_a_twin_with_other_tensors_says_nothing(tmp_path, other):
             "dtype": tensors[last].double(),
         }[other]
     write_adapter(tmp_path, replace(adapter, tensors=tensors), "lora")
-    assert read_adapter(tmp_path / "pytorch_model_lora.bin").info is None
+    assert read_adapter(tmp_path / "pytorch_model_lora.bin").metadata is None
 
 
 def test_a_damaged_twin_is_not_passed_over(tmp_path):
     write_adapter(tmp_path, adapter_of("roberta"), "release")
     write_adapter(tmp_path, adapter_of("roberta"), "lora")
-    twin = tmp_path / "pytorch_model_lora.safetensors"
-    content = bytearray(twin.read_bytes())
+    sidecar = tmp_path / "pytorch_model_lora.safetensors"
+    content = bytearray(sidecar.read_bytes())
     content[-1] ^= 1
-    twin.write_bytes(content)
-    refused(lambda: read_adapter(tmp_path / "pytorch_model_lora.bin"), twin, "damaged")
+    sidecar.write_bytes(content)
+    refused(lambda: read_adapter(tmp_path / "pytorch_model_lora.bin"), sidecar, "damaged")
 
 
-@pytest.mark.parametrize("form", ["lora", "release"])
-def test_two_adapters_in_one_folder(tmp_path, form):
+@pytest.mark.parametrize("format", ["lora", "release"])
+def test_two_adapters_in_one_folder(tmp_path, format):
     folder = peft_folder(tmp_path / "both", base_model_name_or_path="theirs")
-    write_adapter(folder, adapter_of("roberta"), form)
+    write_adapter(folder, adapter_of("roberta"), format)
     (own,) = (path for path in folder.iterdir() if path.name.startswith("pytorch_model_lora"))
     refused(lambda: read_adapter(folder), folder, own.name, "adapter_config.json", "name one")
-    assert read_adapter(own).form == form
-    assert read_adapter(folder / "adapter_config.json").info.base == "theirs"
+    assert read_adapter(own).format == format
+    assert read_adapter(folder / "adapter_config.json").metadata.base == "theirs"
 
 
 def test_folders_that_hold_no_adapter(tmp_path):
@@ -565,9 +560,9 @@ def test_folders_that_hold_no_adapter(tmp_path):
 @pytest.mark.parametrize("name", ["a.safetensors", "a.bin", "a.pt", "peft", "new/folder"])
 @pytest.mark.parametrize("there", [True, False])
 def test_a_failed_write_leaves_nothing_behind(tmp_path, monkeypatch, name, there):
-    form = {"peft": "peft", "new/folder": "lora"}.get(name)
+    format = {"peft": "peft", "new/folder": "lora"}.get(name)
     path, adapter = tmp_path / name, adapter_of("gpt2")
-    if there and form is None:
+    if there and format is None:
         write_adapter(path, adapter)
     elif there:
         path.mkdir(parents=True)  # an empty folder may be written into
@@ -581,10 +576,10 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path, monkeypatch, name, there
             Path(target).write_bytes(b"half of the n")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(files, "save_file", fail)
-    monkeypatch.setattr(files.torch, "save", fail)
+    monkeypatch.setattr(tensor_files, "save_file", fail)
+    monkeypatch.setattr(tensor_files.torch, "save", fail)
     with pytest.raises(OSError, match="no space left"):
-        write_adapter(path, adapter, form)
+        write_adapter(path, adapter, format)
     after = {entry: (tmp_path / entry).is_file() for entry in listing(tmp_path)}
     assert [entry for entry, is_file in after.items() if is_file] == [
         entry for entry, is_file in before.items() if is_file
@@ -601,9 +596,9 @@ def test_a_failed_write_of_pefts_settings_leaves_nothing_behind(tmp_path, monkey
         raise KeyboardInterrupt
 
     monkeypatch.setattr(peft.json, "dumps", fail)
-    info = AdapterInfo(rank=2, alpha=3, targets=("query", "value"))
+    info = LoraMetadata(rank=2, alpha=3, targets=("query", "value"))
     with pytest.raises(KeyboardInterrupt):
-        write_adapter(tmp_path / "a", replace(adapter_of("roberta"), info=info), "peft")
+        write_adapter(tmp_path / "a", replace(adapter_of("roberta"), metadata=info), "peft")
     assert listing(tmp_path) == set()
 
 
@@ -624,7 +619,7 @@ def test_an_existing_folder_is_not_written_over(tmp_path, there):
 
 
 def test_write_whole_folder(tmp_path):
-    with write_whole_folder(tmp_path / "new" / "a") as folder:
+    with atomic_write_folder(tmp_path / "new" / "a") as folder:
         assert not (tmp_path / "new" / "a").exists()
         (folder / "x").write_text("x")
     assert listing(tmp_path) == {"new", "new/a", "new/a/x"}
@@ -653,7 +648,7 @@ def umask() -> int:
     ],
 )
 def test_what_peft_cannot_hold(tmp_path, tensors, message):
-    adapter = Adapter(tensors, lora_info(tensors, rank=2, alpha=3), "this adapter")
+    adapter = Adapter(tensors, lora_metadata(tensors, rank=2, alpha=3), "this adapter")
     refused(lambda: write_adapter(tmp_path / "a", adapter, "peft"), "this adapter", message)
     assert listing(tmp_path) == set()
 
@@ -691,7 +686,7 @@ def test_pefts_settings_name_the_layers_that_are_adapted(tmp_path, layers):
 
 
 @pytest.mark.parametrize(("family", "told"), [("plain", True), ("roberta", False)])
-@pytest.mark.parametrize("form", ["lora", "peft"])
-def test_of_a_model_that_is_not_known_a_user_is_told(tmp_path, family, told, form):
-    remarks = write_adapter(tmp_path / TARGETS[form], adapter_of(family), form)
+@pytest.mark.parametrize("format", ["lora", "peft"])
+def test_of_a_model_that_is_not_known_a_user_is_told(tmp_path, family, told, format):
+    remarks = write_adapter(tmp_path / TARGETS[format], adapter_of(family), format)
     assert any("taken for linear layers" in remark for remark in remarks) is told

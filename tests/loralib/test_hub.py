@@ -10,7 +10,7 @@ import pytest
 from hub_process import run_on_hub
 from huggingface_hub.errors import GatedRepoError
 
-from loralib.hub import AbsentFileError, fetch_file, is_offline_mode, resolve_file
+from loralib.io.hub import AbsentFileError, fetch_file, is_offline_mode, resolve_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 UNCACHED = "'{}' is not a local folder and cannot be fetched: offline mode is on and it is not in "
@@ -21,7 +21,7 @@ PRELUDE = """
 import json, time
 time.sleep = lambda seconds: None  # between attempts to reach a hub that is not there
 import huggingface_hub
-from loralib.hub import fetch_file, resolve_file
+from loralib.io.hub import fetch_file, resolve_file
 
 def show(function, *args, **where):
     try:
@@ -60,9 +60,9 @@ def test_importing_loralib_leaves_the_hub_library_alone():
     code = """
 import importlib, pkgutil, sys
 import loralib
-for module in pkgutil.iter_modules(loralib.__path__):
-    importlib.import_module(f"loralib.{module.name}")
-assert "loralib.hub" in sys.modules
+for module in pkgutil.walk_packages(loralib.__path__, "loralib."):
+    importlib.import_module(module.name)
+assert "loralib.io.hub" in sys.modules
 print(sorted(name for name in sys.modules if name.startswith("huggingface_hub")))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

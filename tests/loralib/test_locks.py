@@ -11,13 +11,13 @@ import time
 
 import pytest
 
-from loralib import locks
-from loralib.locks import LOCK_NAME, OWNER_NAME, Owner, sole_use
-from loralib.process import TrainingError
+from loralib.errors import TrainingError
+from loralib.training import locks
+from loralib.training.locks import LOCK_NAME, OWNER_NAME, Owner, sole_use
 
 HOLD = """
 import os, sys, time
-from loralib.locks import sole_use
+from loralib.training.locks import sole_use
 with sole_use(sys.argv[1]):
     {then}
 """

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from loralib.optimizer import AdamW
+from loralib.training.optimizer import AdamW
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from compare import assert_close_to_rounding
 
-from loralib.packing import PackedRows, _attend_padded, _attend_rows, attend
+from loralib.nn.packing import PackedRows, _attend_padded, _attend_rows, attend
 
 PATHS = (attend, _attend_rows, _attend_padded)
 HEADS = 2
@@ -84,7 +84,7 @@ def test_padding_is_no_part_of_a_gradient(qkv):
 )
 def test_rows_of_very_different_length_are_not_padded(monkeypatch, lengths, path):
     called = []
-    packing = importlib.import_module("loralib.packing")
+    packing = importlib.import_module("loralib.nn.packing")
     for name in ("_attend_rows", "_attend_padded"):
         monkeypatch.setattr(packing, name, lambda *_, name=name: called.append(name))
     rows = PackedRows((torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long())

@@ -11,16 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from loralib.files import CheckpointError
-from loralib.process import (
-    TrainingError,
-    rank,
-    rng_state,
-    run,
-    set_rng_state,
-    set_seed,
-    set_up_device,
-)
+from loralib.errors import CheckpointError, TrainingError
+from loralib.training.process import rank, rng_state, run, set_rng_state, set_seed, set_up_device
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -235,7 +227,7 @@ def test_an_interrupted_script(lines):
 SCRIPT = """
 import atexit, sys
 import torch.distributed as dist
-from loralib.process import run
+from loralib.training.process import run
 
 def main():
     dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
@@ -273,7 +265,8 @@ def test_processes_of_a_group_end_together(tmp_path, fails, code, last):
 
 def test_a_process_ends_where_nobody_reads_its_output():
     """A thread that could not end it would leave the others waiting."""
-    script = "import sys, threading; from loralib.process import end_at_once; sys.stdin.read(); "
+    script = "import sys, threading; from loralib.training.process import end_at_once; "
+    script += "sys.stdin.read(); "
     script += "sys.stdout = open(1, 'w'); print('held back'); "  # whatever PYTHONUNBUFFERED says
     script += "threading.Thread(target=end_at_once, args=(3,)).start(); threading.Event().wait(60)"
     process = subprocess.Popen(

@@ -27,8 +27,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from loralib.files import CheckpointError, write_wrapped_tensors
-from loralib.formats import checksum, read_adapter, write_adapter
+from loralib.adapters.formats import checksum, read_adapter, write_adapter
+from loralib.errors import CheckpointError
+from loralib.io.tensors import write_wrapped_tensors
 
 # ---- what is no adapter ----
 
@@ -80,28 +81,28 @@ def changed(tensors: Mapping[str, Tensor], changes: Mapping[str, Tensor | None])
     return {name: tensor for name, tensor in merged.items() if tensor is not None}
 
 
-@pytest.mark.parametrize("form", ["a.bin", "wrapped.pt", "legacy.bin", "a.safetensors", "peft"])
+@pytest.mark.parametrize("format", ["a.bin", "wrapped.pt", "legacy.bin", "a.safetensors", "peft"])
 @pytest.mark.parametrize("case", UNSOUND)
-def test_unsound_tensors(tmp_path, case, form):
+def test_unsound_tensors(tmp_path, case, format):
     changes, message = UNSOUND[case]
-    tensors, path = changed(tensors_of("roberta"), changes), tmp_path / form
-    if form == "peft":
+    tensors, path = changed(tensors_of("roberta"), changes), tmp_path / format
+    if format == "peft":
         peft_folder(path, as_peft(tensors))
         path = path / "adapter_model.safetensors"
         message = "rank is 3" if case == "two ranks" else message
-    elif form.endswith("safetensors"):
+    elif format.endswith("safetensors"):
         save_file(tensors, path)
     else:
-        if form == "legacy.bin" and case == "float8":
-            message = "legacy.bin"  # torch's older form has no such tensors: it cannot be read
-        content = {"model_state_dict": tensors} if form == "wrapped.pt" else tensors
-        torch.save(content, path, _use_new_zipfile_serialization=form != "legacy.bin")
+        if format == "legacy.bin" and case == "float8":
+            message = "legacy.bin"  # torch's older format has no such tensors: it cannot be read
+        content = {"model_state_dict": tensors} if format == "wrapped.pt" else tensors
+        torch.save(content, path, _use_new_zipfile_serialization=format != "legacy.bin")
     refused(lambda: read_adapter(path), path, message)
 
 
 @pytest.mark.parametrize("rows", [4, 6, 12])
 def test_pefts_updates_are_never_stacked(tmp_path, rows):
-    """lora_A of another rank than lora_B's: in this project's form it would be several updates."""
+    """lora_A of another rank than lora_B's: here it would be read as several updates."""
     tensors = as_peft(changed(tensors_of("roberta"), {A: drawn(rows, 6)}))
     folder = peft_folder(tmp_path / "a", tensors)
     refused(lambda: read_adapter(folder), folder, QUERY)
@@ -144,7 +145,7 @@ class AsksForMore:
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-@pytest.mark.parametrize("where", ["flat", "wrapped", "metadata", "peft", "twin"])
+@pytest.mark.parametrize("where", ["flat", "wrapped", "metadata", "peft", "sidecar"])
 def test_a_pickle_that_asks_for_more_than_tensors(tmp_path, where, zipped):
     marker, tensors = tmp_path / "marker", tensors_of("roberta")
     evil = {**tensors, "classifier.more": AsksForMore(marker)}
@@ -157,11 +158,11 @@ def test_a_pickle_that_asks_for_more_than_tensors(tmp_path, where, zipped):
     if where == "peft":
         path = peft_folder(tmp_path / "a") / "adapter_model.bin"
         path.with_name("adapter_model.safetensors").unlink()
-    elif where == "twin":
+    elif where == "sidecar":
         path = tmp_path / "pytorch_model_lora.safetensors"
         write_adapter(tmp_path, adapter_of("roberta"), "release")
     torch.save(content, path, _use_new_zipfile_serialization=zipped)
-    source = path.with_name("pytorch_model_lora.bin") if where == "twin" else path
+    source = path.with_name("pytorch_model_lora.bin") if where == "sidecar" else path
     refused(lambda: read_adapter(source), path)
     assert not marker.exists()
     trap = path.rename(tmp_path / "trap.pt")
@@ -184,7 +185,7 @@ WRONG_FIELDS = {
     "alpha": ("0", "-1", '"3"', "null", "[]", "NaN", "Infinity", "true", "", DEEP, "9" * 400),
     "targets": ("3", "null", '"query"', "[1]", '["query"', "{}", '["key"]'),
     "labels": ("3", '"no"', "[1, 2]", '{"a": "b"}', DEEP),
-    "beside": ("3", "null", '"x"', "[null]"),
+    "trained_with": ("3", "null", '"x"', "[null]"),
     "dropout": ('"x"', "[]", "-1", "2", "NaN", "true"),
     "bias": ("3", "[]", '"all"', '"some"', "null"),
     "base": ("3", "[]", '{"a": 1}', "true", "some/gpt2"),
@@ -199,14 +200,14 @@ WRONG_FIELDS = {
     [(field, value) for field in WRONG_FIELDS for value in WRONG_FIELDS[field]],
     ids=lambda value: value[:20],
 )
-@pytest.mark.parametrize("form", ["lora", "release", "peft"])
-def test_metadata_of_a_wrong_type(tmp_path, form, field, value):
+@pytest.mark.parametrize("format", ["lora", "release", "peft"])
+def test_metadata_of_a_wrong_type(tmp_path, format, field, value):
     """It is refused by itself, although the checksum that was written with it is right."""
     tensors, metadata = tensors_of("gpt2"), metadata_of(**{field: value})
-    path = tmp_path / TARGETS[form]
-    if form == "release":
+    path = tmp_path / TARGETS[format]
+    if format == "release":
         write_wrapped_tensors(path, tensors, metadata)
-    elif form == "lora":
+    elif format == "lora":
         save_file(tensors, path, {**metadata, "digest": checksum(tensors, metadata)})
     else:
         write_adapter(path, adapter_of("gpt2"), "peft")
@@ -243,9 +244,9 @@ def test_wrapped_metadata_that_is_none(tmp_path, metadata):
 def test_metadata_of_others_is_let_be(tmp_path):
     content = {"model_state_dict": tensors_of("gpt2"), "metadata": {"who": "knows", "epoch": 3}}
     torch.save(content, tmp_path / "x.pt")
-    assert read_adapter(tmp_path / "x.pt").info is None
+    assert read_adapter(tmp_path / "x.pt").metadata is None
     save_file(tensors_of("gpt2"), tmp_path / "x.safetensors", {"format": "pt", "who": "knows"})
-    assert read_adapter(tmp_path / "x.safetensors").info is None
+    assert read_adapter(tmp_path / "x.safetensors").metadata is None
 
 
 @pytest.mark.parametrize("field", ["rank", "targets", "bias"])
@@ -253,7 +254,7 @@ def test_metadata_that_the_tensors_contradict(tmp_path, field):
     """A checksum says that a file is as it was written, not that it is right."""
     value = {"rank": 1, "targets": ("key",), "bias": "all"}[field]
     info = replace(INFOS["roberta"], **{field: value})
-    path, adapter = tmp_path / "a.safetensors", replace(adapter_of("roberta"), info=info)
+    path, adapter = tmp_path / "a.safetensors", replace(adapter_of("roberta"), metadata=info)
     refused(lambda: write_adapter(path, adapter), adapter.source, f"says {field}")
     metadata = info.to_metadata()
     save_file(adapter.tensors, path, {**metadata, "digest": checksum(adapter.tensors, metadata)})
@@ -264,8 +265,8 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path):
     adapter = adapter_of("roberta")
     inf = {**adapter.tensors, A: torch.full((2, 6), math.inf)}
     unsound = {
-        "alpha nan": replace(adapter, info=replace(adapter.info, alpha=math.nan)),
-        "dropout 2": replace(adapter, info=replace(adapter.info, dropout=2)),
+        "alpha nan": replace(adapter, metadata=replace(adapter.metadata, alpha=math.nan)),
+        "dropout 2": replace(adapter, metadata=replace(adapter.metadata, dropout=2)),
         "not finite": replace(adapter, tensors=inf),
     }
     for message, one in unsound.items():
@@ -286,11 +287,11 @@ def test_pefts_tensors_that_are_missing(tmp_path, missing):
 
 
 @pytest.mark.parametrize("change", ["rank", "alpha", "task", "digest", "name", "value"])
-@pytest.mark.parametrize("form", ["lora", "peft"])
-def test_the_checksum_covers_all(tmp_path, form, change):
-    write_adapter(tmp_path / TARGETS[form], adapter_of("roberta"), form)
-    path = tmp_path / TARGETS[form]
-    path = path if form == "lora" else path / "adapter_model.safetensors"
+@pytest.mark.parametrize("format", ["lora", "peft"])
+def test_the_checksum_covers_all(tmp_path, format, change):
+    write_adapter(tmp_path / TARGETS[format], adapter_of("roberta"), format)
+    path = tmp_path / TARGETS[format]
+    path = path if format == "lora" else path / "adapter_model.safetensors"
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
     tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
@@ -361,7 +362,7 @@ def test_an_alpha_at_the_end_of_the_numbers(tmp_path, alpha, settings):
         adapter = read_adapter(folder)
     except CheckpointError:
         return
-    assert 0 < adapter.info.alpha / adapter.info.rank < math.inf
+    assert 0 < adapter.metadata.alpha / adapter.metadata.rank < math.inf
     assert all(torch.isfinite(tensor).all() for tensor in adapter.tensors.values())
 
 
@@ -403,5 +404,5 @@ def test_names_with_line_breaks_stay_on_one_line(tmp_path, name):
 
 def test_metadata_with_line_breaks_stays_on_one_line(tmp_path):
     info = replace(INFOS["roberta"], base="some\nbase", task="a\r\nb")
-    said = write_adapter(tmp_path / "a.bin", replace(adapter_of("roberta"), info=info))
+    said = write_adapter(tmp_path / "a.bin", replace(adapter_of("roberta"), metadata=info))
     assert all(len(line.splitlines()) == 1 for line in said)

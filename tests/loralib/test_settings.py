@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from loralib.settings import Count, Index, NotNegative, Positive, Share, check_settings, checked
+from loralib.io.settings import Count, Index, NotNegative, Positive, Share, check_settings, checked
 
 
 @checked

@@ -1,4 +1,4 @@
-"""convert.py on tiny RoBERTa, DeBERTa-v2 and GPT-2 adapters: forms, merging, what is refused."""
+"""convert.py on tiny RoBERTa, DeBERTa-v2 and GPT-2 adapters: formats, merging, what is refused."""
 
 import importlib.util
 import itertools
@@ -15,10 +15,12 @@ from compare import assert_close_to_rounding
 from encoder_options import RELATIVE
 from safetensors.torch import save_file
 
-from loralib import process
-from loralib.checkpoint import Adapter, AdapterInfo, fingerprint, lora_info
-from loralib.files import read_tensors, write_wrapped_tensors
-from loralib.formats import FORMS, read_adapter, write_adapter
+from loralib.adapters.adapter import Adapter, lora_metadata
+from loralib.adapters.fingerprint import fingerprint
+from loralib.adapters.formats import FORMATS, read_adapter, write_adapter
+from loralib.adapters.metadata import LoraMetadata
+from loralib.io.tensors import read_tensors, write_wrapped_tensors
+from loralib.training import process
 from transformers import (
     AutoModelForSequenceClassification,
     DebertaV2Config,
@@ -139,9 +141,9 @@ def seed(number: int) -> torch.Generator:
     return torch.Generator().manual_seed(number)
 
 
-def write_weights(folder: Path, tensors: dict[str, torch.Tensor], form: str) -> None:
+def write_weights(folder: Path, tensors: dict[str, torch.Tensor], format: str) -> None:
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    if form == "safetensors":
+    if format == "safetensors":
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     else:
         torch.save(tensors, folder / "pytorch_model.bin")
@@ -151,7 +153,7 @@ def make_base(
     folder: Path,
     family: str,
     head: str = "plain",
-    form: str = "safetensors",
+    format: str = "safetensors",
     gamma: bool = False,
     dtype: torch.dtype = torch.float32,
     number: int = 0,
@@ -160,7 +162,7 @@ def make_base(
     """A base's folder as upstream writes it: none of this fork's own settings, a tokenizer."""
     folder.mkdir(parents=True)
     if family == "gpt2":
-        return make_gpt2(folder, form, dtype, number, **settings)
+        return make_gpt2(folder, format, dtype, number, **settings)
     torch.manual_seed(number)
     own = {"type_vocab_size": 1} if family == "roberta" else RELATIVE
     config = {"roberta": RobertaConfig, "deberta": DebertaV2Config}[family]
@@ -174,7 +176,7 @@ def make_base(
         for new, name in itertools.product(old, list(tensors)):
             if name.endswith(new):
                 tensors[name.removesuffix(new) + old[new]] = tensors.pop(name)
-    write_weights(folder, tensors, form)
+    write_weights(folder, tensors, format)
     values = {k: v for k, v in model.config.to_dict().items() if k not in OWN_SETTINGS}
     values |= {"architectures": ["Other"], "torch_dtype": "float16", "dtype": "float16"}
     values |= {"transformers_version": "4.30.0", "model_type": config.model_type}
@@ -191,7 +193,7 @@ def gpt2_model(**settings):
     return GPT2LMModel(GPT2Config(**{**GPT2_SHAPE, **settings}))
 
 
-def make_gpt2(folder: Path, form: str, dtype: torch.dtype, number: int, **settings) -> Path:
+def make_gpt2(folder: Path, format: str, dtype: torch.dtype, number: int, **settings) -> Path:
     torch.manual_seed(number)
     model = gpt2_model(**settings)
     for parameter in model.parameters():
@@ -201,7 +203,7 @@ def make_gpt2(folder: Path, form: str, dtype: torch.dtype, number: int, **settin
         name.removeprefix("transformer."): tensor.detach().to(dtype)
         for name, tensor in model.named_parameters()
     }
-    write_weights(folder, tensors, form)
+    write_weights(folder, tensors, format)
     values = {**GPT2_SHAPE, **settings, "model_type": "gpt2", "activation_function": "gelu_new"}
     values |= {"architectures": ["GPT2Model"], "dtype": "float16", "n_ctx": 30}
     (folder / "config.json").write_text(json.dumps(values))
@@ -254,16 +256,16 @@ def train(base: Path, family: str, bias: str = "none", **settings) -> Trained:
     adapter = model.adapter()
     tensors = adapter.tensors | {name: p.detach() for name, p in biases.items()}
     tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    return Trained(base, Adapter(tensors, replace(adapter.info, bias=bias)), logits)
+    return Trained(base, Adapter(tensors, replace(adapter.metadata, bias=bias)), logits)
 
 
 def train_gpt2(base: Path) -> Trained:
     import gpt2_folder
 
-    from model import BACKBONE, load_base, own_names
+    from model import BACKBONE, canonical_names, load_base
 
     settings = json.loads((base / "config.json").read_text())
-    plain = own_names(gpt2_folder.read_weights(base), str(base))
+    plain = canonical_names(gpt2_folder.read_weights(base), str(base))
     shape = {key: settings[key] for key in GPT2_SHAPE}
     model = load_base(gpt2_model(**shape, lora_attn_dim=2, lora_attn_alpha=6).config, plain, "base")
     lora = {name: p for name, p in model.named_parameters() if "lora_" in name}
@@ -272,7 +274,7 @@ def train_gpt2(base: Path) -> Trained:
     model.eval()
     with torch.no_grad():
         logits = model(BATCH["input_ids"])
-    info = AdapterInfo(
+    info = LoraMetadata(
         rank=2,
         alpha=6,
         targets=("c_attn",),
@@ -292,9 +294,9 @@ def trained(script, tmp_path_factory) -> dict[str, Trained]:
     return of
 
 
-def for_forms(trained: dict[str, Trained], family: str, *forms: str) -> Trained:
-    """The adapter of a family that these forms can hold: DeBERTa's in PEFT's reaches positions."""
-    return trained["deberta as PEFT's" if family == "deberta" and "peft" in forms else family]
+def for_forms(trained: dict[str, Trained], family: str, *formats: str) -> Trained:
+    """The adapter of a family that these formats hold: DeBERTa's in PEFT's reaches positions."""
+    return trained["deberta as PEFT's" if family == "deberta" and "peft" in formats else family]
 
 
 def plain_logits(folder: Path, family: str) -> torch.Tensor:
@@ -323,7 +325,7 @@ def assert_same_tensors(theirs: dict, ours: dict) -> None:
         assert torch.equal(theirs[name], tensor), name
 
 
-def fields_of(info: AdapterInfo) -> set[str]:
+def fields_of(info: LoraMetadata) -> set[str]:
     return {name for name, value in vars(info).items() if value is not None}
 
 
@@ -344,54 +346,54 @@ def as_old(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("family", "start", "form"),
+    ("family", "start", "format"),
     [
         case
-        for case in itertools.product(FAMILIES, FORMS, FORMS)
+        for case in itertools.product(FAMILIES, FORMATS, FORMATS)
         # What these two would make of each other is in test_convert_positions.py.
         if not (case[0] == "deberta" and {"release", "peft"} == {*case[1:]})
     ],
 )
-def test_every_form_into_every_form(convert, trained, tmp_path, family, start, form):
-    adapter = for_forms(trained, family, start, form).adapter
+def test_every_form_into_every_form(convert, trained, tmp_path, family, start, format):
+    adapter = for_forms(trained, family, start, format).adapter
     source = tmp_path / f"in{OUT[start]}"
     write_adapter(source, adapter, start)
-    known = read_adapter(source).info
+    known = read_adapter(source).metadata
     flags = [] if known else ["--lora_alpha", 6]
-    known = known or lora_info(adapter.tensors, 2, 6)
-    said = convert(source, tmp_path / OUT[form], "--to", form, *flags)
+    known = known or lora_metadata(adapter.tensors, 2, 6)
+    said = convert(source, tmp_path / OUT[format], "--to", format, *flags)
 
-    result = read_adapter(tmp_path / OUT[form])
+    result = read_adapter(tmp_path / OUT[format])
     assert_same_tensors(result.tensors, adapter.tensors)
-    unsaid = form == "release" and family != "gpt2"
+    unsaid = format == "release" and family != "gpt2"
     alpha = "not said; --lora_alpha says it" if unsaid else "6"
-    assert (said["form"], said["alpha"], said["dtype"]) == (form, alpha, "float32")
+    assert (said["format"], said["alpha"], said["dtype"]) == (format, alpha, "float32")
     assert said["rank"] == "2" + (" (2 updates in each module)" if family == "gpt2" else "")
     if unsaid:
-        assert result.info is None
+        assert result.metadata is None
         lost = fields_of(known) - {"rank", "targets", "bias", "positions"}
-        start = "not in this form: "
+        start = "not in this format: "
         assert {note.removeprefix(start).split()[0] for note in said["notes"]} == lost
         assert all(note.startswith(start) for note in said["notes"])
         return
-    assert result.info == known
+    assert result.metadata == known
     unseen = {"base_fingerprint", "task", "labels"} & fields_of(known)
-    for name in unseen if form == "peft" else ():
+    for name in unseen if format == "peft" else ():
         assert any("in the metadata" in note and name in note for note in said["notes"])
-    if form != "peft":
+    if format != "peft":
         assert said["notes"] == []
     elif family == "gpt2":
         assert any("one of rank 4 and alpha 12" in note for note in said["notes"])
 
 
-@pytest.mark.parametrize("form", ["lora", "peft"])
-def test_task_and_labels_that_the_releases_form_does_not_say(convert, trained, tmp_path, form):
+@pytest.mark.parametrize("format", ["lora", "peft"])
+def test_task_and_labels_that_the_releases_form_does_not_say(convert, trained, tmp_path, format):
     given = trained["roberta"].adapter
     write_adapter(tmp_path / "in.bin", given)
-    flags = ["--to", form, "--lora_alpha", 6, "--task", "mnli", "--labels", *LABELS]
-    said = convert(tmp_path / "in.bin", tmp_path / OUT[form], *flags)
+    flags = ["--to", format, "--lora_alpha", 6, "--task", "mnli", "--labels", *LABELS]
+    said = convert(tmp_path / "in.bin", tmp_path / OUT[format], *flags)
     assert (said["task"], said["labels"]) == ("mnli", ", ".join(LABELS))
-    info = read_adapter(tmp_path / OUT[form]).info
+    info = read_adapter(tmp_path / OUT[format]).metadata
     assert (info.task, info.labels) == ("mnli", LABELS)
 
 
@@ -419,7 +421,7 @@ def test_a_task_or_labels_that_do_not_fit(trained, tmp_path, failure, flags, mes
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_there_and_back_again(convert, trained, tmp_path, family):
-    """lora -> release -> peft -> lora, with flags for what the forms lost on the way."""
+    """lora -> release -> peft -> lora, with flags for what the formats lost on the way."""
     base = trained[family].base
     if family == "deberta":  # whose projections are not shared
         base = make_base(tmp_path / "base", family, share_att_key=False)
@@ -433,17 +435,17 @@ def test_there_and_back_again(convert, trained, tmp_path, family):
     assert_same_tensors(result.tensors, given.tensors)
     lost = {note.split()[4] for note in notes} - {"alpha", "base", "base_fingerprint"}
     assert lost == (set() if family == "gpt2" else {"task", "labels", "dropout"})
-    assert result.info == replace(given.info, **dict.fromkeys(lost))
+    assert result.metadata == replace(given.metadata, **dict.fromkeys(lost))
 
 
-@pytest.mark.parametrize("form", [None, *FORMS])
-def test_the_first_names_of_deberta_get_their_later_ones(convert, trained, tmp_path, form):
+@pytest.mark.parametrize("format", [None, *FORMATS])
+def test_the_first_names_of_deberta_get_their_later_ones(convert, trained, tmp_path, format):
     """Without --to it is the call of the release's script."""
     adapter = trained["deberta"].adapter
     torch.save(as_old(adapter.tensors), tmp_path / "old.bin")
-    target = tmp_path / OUT[form or "release"]
-    flags = [] if form is None else ["--to", form, "--lora_alpha", 6]
-    if form == "peft":
+    target = tmp_path / OUT[format or "release"]
+    flags = [] if format is None else ["--to", format, "--lora_alpha", 6]
+    if format == "peft":
         flags += ["--base", make_base(tmp_path / "base", "deberta", share_att_key=False)]
     convert(tmp_path / "old.bin", target, *flags)
     assert_same_tensors(read_adapter(target).tensors, adapter.tensors)
@@ -455,28 +457,28 @@ def test_the_first_names_of_deberta_get_their_later_ones(convert, trained, tmp_p
 def test_the_name_of_out_tells_the_form(convert, trained, tmp_path, name):
     write_adapter(tmp_path / "in.safetensors", trained["roberta"].adapter)
     said = convert(tmp_path / "in.safetensors", tmp_path / name)
-    assert said["form"] == ("lora" if name == "new.safetensors" else "release")
+    assert said["format"] == ("lora" if name == "new.safetensors" else "release")
     assert said["first"] == f"{tmp_path / name}: written, from {tmp_path / 'in.safetensors'}:"
 
 
-@pytest.mark.parametrize("form", ["lora", "release"])
-def test_out_may_be_a_folder(convert, trained, tmp_path, form):
+@pytest.mark.parametrize("format", ["lora", "release"])
+def test_out_may_be_a_folder(convert, trained, tmp_path, format):
     adapter = trained["roberta"].adapter
     write_adapter(tmp_path / "in.safetensors", adapter)
-    convert(tmp_path / "in.safetensors", tmp_path / "run", "--to", form)
+    convert(tmp_path / "in.safetensors", tmp_path / "run", "--to", format)
     (file,) = (tmp_path / "run").iterdir()
     assert file.name == {"lora": "pytorch_model_lora.safetensors"}.get(
-        form, "pytorch_model_lora.bin"
+        format, "pytorch_model_lora.bin"
     )
     assert_same_tensors(read_adapter(tmp_path / "run").tensors, adapter.tensors)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_another_dtype(convert, trained, tmp_path, form, dtype):
-    adapter, target = trained["gpt2"].adapter, tmp_path / OUT[form]
+def test_another_dtype(convert, trained, tmp_path, format, dtype):
+    adapter, target = trained["gpt2"].adapter, tmp_path / OUT[format]
     write_adapter(tmp_path / "in.safetensors", adapter)
-    said = convert(tmp_path / "in.safetensors", target, "--to", form, "--dtype", dtype)
+    said = convert(tmp_path / "in.safetensors", target, "--to", format, "--dtype", dtype)
     assert said["dtype"] == dtype
     rounded = {name: t.to(getattr(torch, dtype)) for name, t in adapter.tensors.items()}
     assert_same_tensors(read_adapter(target).tensors, rounded)
@@ -488,26 +490,26 @@ def with_tensors(adapter: Adapter, change) -> Adapter:
     return replace(adapter, tensors={**adapter.tensors, first: change(adapter.tensors[first])})
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_mixed_dtypes(convert, failure, trained, tmp_path, form):
+@pytest.mark.parametrize("format", FORMATS)
+def test_mixed_dtypes(convert, failure, trained, tmp_path, format):
     adapter = with_tensors(trained["roberta"].adapter, lambda tensor: tensor.bfloat16())
     write_adapter(tmp_path / "in.safetensors", adapter)
-    command = (tmp_path / "in.safetensors", tmp_path / OUT[form], "--to", form)
+    command = (tmp_path / "in.safetensors", tmp_path / OUT[format], "--to", format)
     line = failure(*command)
     assert "holds tensors of bfloat16 and float32; say which it is to be with --dtype" in line
     convert(*command, "--dtype", "float32")
     wide = {name: tensor.float() for name, tensor in adapter.tensors.items()}
-    assert_same_tensors(read_adapter(tmp_path / OUT[form]).tensors, wide)
+    assert_same_tensors(read_adapter(tmp_path / OUT[format]).tensors, wide)
 
 
-@pytest.mark.parametrize("form", [*FORMS, "merged"])
-def test_values_beyond_the_range(convert, failure, trained, tmp_path, form):
+@pytest.mark.parametrize("format", [*FORMATS, "merged"])
+def test_values_beyond_the_range(convert, failure, trained, tmp_path, format):
     name = "classifier.out_proj.weight"
     given = trained["roberta"]
     large = {**given.adapter.tensors, name: given.adapter.tensors[name] * 1e6}
     write_adapter(tmp_path / "in.safetensors", replace(given.adapter, tensors=large))
-    command = (tmp_path / "in.safetensors", tmp_path / OUT[form], "--to", form)
-    command += ("--base", given.base) if form == "merged" else ()
+    command = (tmp_path / "in.safetensors", tmp_path / OUT[format], "--to", format)
+    command += ("--base", given.base) if format == "merged" else ()
     line = failure(*command, "--dtype", "float16")
     assert f"{name} has values beyond the range of float16" in line
     convert(*command, "--dtype", "bfloat16")
@@ -519,17 +521,17 @@ def test_values_beyond_the_range(convert, failure, trained, tmp_path, form):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("form", FORMS)
-def test_info(convert, trained, tmp_path, family, form):
-    adapter, source = for_forms(trained, family, form).adapter, tmp_path / OUT[form]
-    write_adapter(source, adapter, form)
+@pytest.mark.parametrize("format", FORMATS)
+def test_info(convert, trained, tmp_path, family, format):
+    adapter, source = for_forms(trained, family, format).adapter, tmp_path / OUT[format]
+    write_adapter(source, adapter, format)
     before, read = tree(tmp_path), read_adapter(source)
     said = convert(source, "--info")
     assert tree(tmp_path) == before
     lora = sum(t.numel() for name, t in adapter.tensors.items() if "lora_" in name)
     others = sum(t.numel() for t in adapter.tensors.values()) - lora
     assert said["first"] == f"{read.source}:"
-    assert said["form"] == form
+    assert said["format"] == format
     assert said["parameters"] == f"{lora:,} of LoRA, {others:,} others"
     assert (
         said["targets"]
@@ -540,37 +542,37 @@ def test_info(convert, trained, tmp_path, family, form):
         }[family]
     )
     assert (said["biases"], said["dtype"], said["notes"]) == ("none", "float32", [])
-    if read.info is None:
+    if read.metadata is None:
         assert said["alpha"] == "not said; --lora_alpha says it"
         assert not {"base", "fingerprint", "task", "labels"} & said.keys()
         assert convert(source, "--info", "--lora_alpha", 6)["alpha"] == "6"
         return
     assert said["alpha"] == "6"
     assert said["base"] == str(trained[family].base)
-    assert said["fingerprint"] == adapter.info.base_fingerprint
+    assert said["fingerprint"] == adapter.metadata.base_fingerprint
     if family != "gpt2":
         assert (said["task"], said["labels"], said["dropout"]) == ("mnli", "yes, no, maybe", "0.1")
 
 
 def test_info_of_what_was_trained_beside_others_and_of_any_model(convert, trained, tmp_path):
     adapter = trained["roberta"].adapter
-    beside = replace(adapter, info=replace(adapter.info, beside=("apply_adapter",)))
+    beside = replace(adapter, metadata=replace(adapter.metadata, trained_with=("apply_adapter",)))
     write_adapter(tmp_path / "a.safetensors", beside)
     assert convert(tmp_path / "a.safetensors", "--info")["with"] == "apply_adapter"
     torch.save(
         {"mine.lora_A": torch.ones(1, 3), "mine.lora_B": torch.ones(2, 1)}, tmp_path / "b.pt"
     )
     said = convert(tmp_path / "b.pt", "--info")
-    assert (said["form"], said["targets"]) == ("plain", "mine, in 1 modules")
+    assert (said["format"], said["targets"]) == ("plain", "mine, in 1 modules")
 
 
-@pytest.mark.parametrize("form", ["lora", "peft", "merged"])
+@pytest.mark.parametrize("format", ["lora", "peft", "merged"])
 @pytest.mark.parametrize("folder", [True, False])
-def test_alpha_is_asked_for(failure, trained, tmp_path, form, folder):
+def test_alpha_is_asked_for(failure, trained, tmp_path, format, folder):
     given = trained["roberta"]
     torch.save(given.adapter.tensors, tmp_path / "in.bin")
-    target = tmp_path / ("out" if folder else OUT[form])
-    line = failure(tmp_path / "in.bin", target, "--to", form, "--base", given.base)
+    target = tmp_path / ("out" if folder else OUT[format])
+    line = failure(tmp_path / "in.bin", target, "--to", format, "--base", given.base)
     assert "does not say with what alpha it was trained" in line
     assert "--lora_alpha" in line
 
@@ -584,13 +586,13 @@ def test_release_needs_no_alpha(convert, failure, trained, tmp_path):
     assert_same_tensors(read_adapter(tmp_path / "out.bin").tensors, given.adapter.tensors)
 
 
-@pytest.mark.parametrize("start", FORMS)
-@pytest.mark.parametrize("form", [*FORMS, "merged"])
-def test_another_alpha_is_refused(failure, trained, tmp_path, start, form):
+@pytest.mark.parametrize("start", FORMATS)
+@pytest.mark.parametrize("format", [*FORMATS, "merged"])
+def test_another_alpha_is_refused(failure, trained, tmp_path, start, format):
     given, source = trained["gpt2"], tmp_path / f"in{OUT[start]}"
     write_adapter(source, given.adapter, start)
-    flags = ("--to", form, "--base", given.base, "--lora_alpha", 8)
-    line = failure(source, tmp_path / OUT[form], *flags)
+    flags = ("--to", format, "--base", given.base, "--lora_alpha", 8)
+    line = failure(source, tmp_path / OUT[format], *flags)
     assert "was trained with alpha 6, but --lora_alpha is 8" in line
 
 
@@ -602,23 +604,23 @@ def test_what_is_no_alpha(failure, trained, tmp_path, alpha):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("form", FORMS)
-def test_base_goes_into_the_info(convert, trained, tmp_path, family, form):
-    given = for_forms(trained, family, form)
+@pytest.mark.parametrize("format", FORMATS)
+def test_base_goes_into_the_info(convert, trained, tmp_path, family, format):
+    given = for_forms(trained, family, format)
     said_before = replace(
-        given.adapter.info, base="elsewhere", base_revision="v2", base_fingerprint=None
+        given.adapter.metadata, base="elsewhere", base_revision="v2", base_fingerprint=None
     )
-    write_adapter(tmp_path / "in.safetensors", replace(given.adapter, info=said_before))
+    write_adapter(tmp_path / "in.safetensors", replace(given.adapter, metadata=said_before))
     said = convert(
-        *(tmp_path / "in.safetensors", tmp_path / OUT[form]), "--to", form, "--base", given.base
+        *(tmp_path / "in.safetensors", tmp_path / OUT[format]), "--to", format, "--base", given.base
     )
-    if form == "release" and family != "gpt2":
-        assert f"not in this form: base {given.base}" in said["notes"]
+    if format == "release" and family != "gpt2":
+        assert f"not in this format: base {given.base}" in said["notes"]
         return
     assert said["base"] == str(given.base)
-    assert said["fingerprint"] == given.adapter.info.base_fingerprint
+    assert said["fingerprint"] == given.adapter.metadata.base_fingerprint
     assert "revision" not in said
-    assert read_adapter(tmp_path / OUT[form]).info == given.adapter.info
+    assert read_adapter(tmp_path / OUT[format]).metadata == given.adapter.metadata
 
 
 # What is wrong with a base; its family, and make_base's arguments.
@@ -643,9 +645,9 @@ WRONG_BASES = {
 }
 
 
-@pytest.mark.parametrize("form", ["lora", "merged"])
+@pytest.mark.parametrize("format", ["lora", "merged"])
 @pytest.mark.parametrize("wrong", WRONG_BASES)
-def test_wrong_bases(failure, trained, tmp_path, form, wrong):
+def test_wrong_bases(failure, trained, tmp_path, format, wrong):
     family, other, arguments, reasons = WRONG_BASES[wrong]
     arguments = dict(arguments)
     activation = arguments.pop("activation_function", None)
@@ -655,7 +657,9 @@ def test_wrong_bases(failure, trained, tmp_path, form, wrong):
         settings["activation_function"] = activation
         (base / "config.json").write_text(json.dumps(settings))
     write_adapter(tmp_path / "in.safetensors", trained[family].adapter)
-    line = failure(tmp_path / "in.safetensors", tmp_path / OUT[form], "--to", form, "--base", base)
+    line = failure(
+        tmp_path / "in.safetensors", tmp_path / OUT[format], "--to", format, "--base", base
+    )
     for reason in reasons:
         assert reason in line
 
@@ -720,9 +724,9 @@ def test_a_model_of_no_known_family(failure, tmp_path):
 
 BASES = {
     "plain": {},
-    "bin": {"form": "bin"},
+    "bin": {"format": "bin"},
     "lm": {"head": "lm"},
-    "gamma": {"head": "lm", "form": "bin", "gamma": True},
+    "gamma": {"head": "lm", "format": "bin", "gamma": True},
     "float16": {"dtype": torch.float16},
     "trained head": {"head": "classifier", "num_labels": 3},
 }
@@ -740,7 +744,7 @@ def test_merged(convert, script, tmp_path, family, kind):
     assert tree(base) == before
     close(plain_logits(tmp_path / "out", family), given.logits)
     # A test that cannot see the adapter would show nothing.
-    halved = replace(given.adapter, info=replace(given.adapter.info, alpha=3))
+    halved = replace(given.adapter, metadata=replace(given.adapter.metadata, alpha=3))
     write_adapter(tmp_path / "half.safetensors", halved)
     half = tmp_path / "half"
     convert(tmp_path / "half.safetensors", half, "--to", "merged", "--base", base)
@@ -771,7 +775,7 @@ def test_merged(convert, script, tmp_path, family, kind):
     assert "dtype" not in settings
     for name in stated.keys() - changed:
         assert settings[name] == stated[name]
-    assert (said["form"], said["dtype"], said["base"]) == ("merged", "float32", str(base))
+    assert (said["format"], said["dtype"], said["base"]) == ("merged", "float32", str(base))
     assert said["notes"] == []
 
 
@@ -791,11 +795,11 @@ def test_a_base_that_this_project_wrote(convert, tmp_path, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("start", FORMS)
+@pytest.mark.parametrize("start", FORMATS)
 def test_every_form_merges_to_the_same(convert, trained, tmp_path, family, start):
     given, source = for_forms(trained, family, start), tmp_path / OUT[start]
     write_adapter(source, given.adapter, start)
-    flags = [] if read_adapter(source).info else ["--lora_alpha", 6]
+    flags = [] if read_adapter(source).metadata else ["--lora_alpha", 6]
     convert(source, tmp_path / "merged", "--to", "merged", "--base", given.base, *flags)
     close(plain_logits(tmp_path / "merged", family), given.logits)
 
@@ -952,12 +956,12 @@ def test_foreign_adapters_merge(convert, trained, tmp_path, modules):
     assert plain_logits(tmp_path / "out", "gpt2").isfinite().all()
 
 
-@pytest.mark.parametrize("form", ["lora", "release"])
+@pytest.mark.parametrize("format", ["lora", "release"])
 @pytest.mark.parametrize("modules", FOREIGN)
-def test_foreign_adapters_have_no_other_form(failure, tmp_path, modules, form):
+def test_foreign_adapters_have_no_other_form(failure, tmp_path, modules, format):
     foreign_adapter(tmp_path / "in", FOREIGN[modules])
-    for target in (OUT[form], "folder"):
-        line = failure(tmp_path / "in", tmp_path / target, "--to", form)
+    for target in (OUT[format], "folder"):
+        line = failure(tmp_path / "in", tmp_path / target, "--to", format)
         assert "--to merged folds it into the base" in line
 
 
@@ -971,21 +975,21 @@ def test_a_whole_gpt2_checkpoint_has_its_lora_taken_out(convert, failure, traine
         if not name.startswith("lm_head")
     }
     everything = {f"module.{k}": v for k, v in {**names, **one.adapter.tensors}.items()}
-    metadata = one.adapter.info.to_metadata() if said else {}
+    metadata = one.adapter.metadata.to_metadata() if said else {}
     write_wrapped_tensors(tmp_path / "model.100.pt", everything, metadata)
-    alpha = [] if said else ["--lora_alpha", one.adapter.info.alpha]
+    alpha = [] if said else ["--lora_alpha", one.adapter.metadata.alpha]
     if not said:
         line = failure(tmp_path / "model.100.pt", tmp_path / "e2e", "--to", "peft")
         assert "does not say with what alpha it was trained" in line
-    assert convert(tmp_path / "model.100.pt", "--info", *alpha)["form"] == "in a whole model"
-    for form in ("lora", "release", "peft"):
-        out = tmp_path / OUT[form]
-        notes = convert(tmp_path / "model.100.pt", out, "--to", form, *alpha)["notes"]
+    assert convert(tmp_path / "model.100.pt", "--info", *alpha)["format"] == "in a whole model"
+    for format in ("lora", "release", "peft"):
+        out = tmp_path / OUT[format]
+        notes = convert(tmp_path / "model.100.pt", out, "--to", format, *alpha)["notes"]
         assert notes[0].endswith("is a whole model: its LoRA and head were taken")
         found = read_adapter(out)
         assert_same_tensors(found.tensors, one.adapter.tensors)
-        if said and form == "lora":
-            assert found.info == one.adapter.info
+        if said and format == "lora":
+            assert found.metadata == one.adapter.metadata
         out.unlink() if out.is_file() else shutil.rmtree(out)
 
 
@@ -1013,7 +1017,7 @@ def test_a_whole_encoder_checkpoint_has_its_lora_taken_out(convert, trained, tmp
     assert notes[0].endswith("is a whole model: its LoRA and head were taken")
     found = read_adapter(tmp_path / "out.safetensors")
     assert_same_tensors(found.tensors, one.adapter.tensors)
-    assert (found.info.alpha, found.info.labels) == (one.adapter.info.alpha, LABELS)
+    assert (found.metadata.alpha, found.metadata.labels) == (one.adapter.metadata.alpha, LABELS)
 
 
 def test_a_whole_checkpoint_without_settings_beside_it(convert, failure, trained, tmp_path):
@@ -1050,11 +1054,11 @@ def test_a_merge_that_breaks_off_leaves_nothing(
 def test_an_empty_folder_is_filled(convert, trained, tmp_path):
     given = trained["roberta"]
     write_adapter(tmp_path / "in.safetensors", given.adapter)
-    for form in ("peft", "merged"):
-        (tmp_path / form).mkdir()
-        flags = ("--to", form, "--base", given.base)
-        convert(tmp_path / "in.safetensors", tmp_path / form, *flags)
-        assert any((tmp_path / form).iterdir())
+    for format in ("peft", "merged"):
+        (tmp_path / format).mkdir()
+        flags = ("--to", format, "--base", given.base)
+        convert(tmp_path / "in.safetensors", tmp_path / format, *flags)
+        assert any((tmp_path / format).iterdir())
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1063,7 +1067,7 @@ def test_an_empty_folder_is_filled(convert, trained, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("target", "form", "reason"),
+    ("target", "format", "reason"),
     [
         ("in.safetensors", "lora", "exists already"),
         ("in.safetensors", None, "exists already"),
@@ -1086,13 +1090,13 @@ def test_an_empty_folder_is_filled(convert, trained, tmp_path):
         ("out.bin", "lora", "ends in .safetensors"),
         ("out.safetensors", "release", "ends in .bin or .pt"),
         ("out.txt", "release", "ends in .bin or .pt"),
-        ("out.bin", "peft", "the form peft is a folder"),
-        ("out.safetensors", "merged", "the form merged is a folder"),
-        ("out", None, "does not tell the form"),
-        ("out.txt", None, "does not tell the form"),
+        ("out.bin", "peft", "the format peft is a folder"),
+        ("out.safetensors", "merged", "the format merged is a folder"),
+        ("out", None, "does not tell the format"),
+        ("out.txt", None, "does not tell the format"),
     ],
 )
-def test_targets_that_are_refused(failure, trained, tmp_path, target, form, reason):
+def test_targets_that_are_refused(failure, trained, tmp_path, target, format, reason):
     given = trained["roberta"]
     write_adapter(tmp_path / "in.safetensors", given.adapter)
     for folder in ("run", "folder", "folder.bin"):
@@ -1102,18 +1106,18 @@ def test_targets_that_are_refused(failure, trained, tmp_path, target, form, reas
     for name in ("mine", "mine.bin", "folder/mine"):
         (tmp_path / name).write_text("mine")
     (tmp_path / "link.bin").symlink_to(tmp_path / "in.safetensors")
-    flags = ["--to", form] if form else []
-    flags += ["--base", given.base] if form == "merged" else []
+    flags = ["--to", format] if format else []
+    flags += ["--base", given.base] if format == "merged" else []
     assert reason in failure(tmp_path / "in.safetensors", tmp_path / target, *flags)
 
 
-@pytest.mark.parametrize("form", [*FORMS, "merged"])
-def test_what_was_trained_with_others_beside_it(failure, trained, tmp_path, form):
+@pytest.mark.parametrize("format", [*FORMATS, "merged"])
+def test_what_was_trained_with_others_beside_it(failure, trained, tmp_path, format):
     given = trained["roberta"]
-    info = replace(given.adapter.info, beside=("apply_adapter", "apply_bitfit"))
-    write_adapter(tmp_path / "in.safetensors", replace(given.adapter, info=info))
-    flags = ("--to", form, "--base", given.base)
-    line = failure(tmp_path / "in.safetensors", tmp_path / OUT[form], *flags)
+    info = replace(given.adapter.metadata, trained_with=("apply_adapter", "apply_bitfit"))
+    write_adapter(tmp_path / "in.safetensors", replace(given.adapter, metadata=info))
+    flags = ("--to", format, "--base", given.base)
+    line = failure(tmp_path / "in.safetensors", tmp_path / OUT[format], *flags)
     assert "was trained with apply_adapter, apply_bitfit as well" in line
 
 
@@ -1152,7 +1156,7 @@ def test_from_any_folder_with_relative_names(trained, tmp_path):
     write_adapter(tmp_path / "in.safetensors", given.adapter)
     done = command("in.safetensors", "out", "--to", "merged", "--base", given.base, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("out: written, from in.safetensors:\n  form         merged\n")
+    assert done.stdout.startswith("out: written, from in.safetensors:\n  format       merged\n")
     close(plain_logits(tmp_path / "out", "roberta"), given.logits)
 
     done = command("in.safetensors", "out", "--to", "peft", cwd=tmp_path)
@@ -1198,7 +1202,7 @@ CALLS = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 import convert
-from loralib import process
+from loralib.training import process
 for call in json.loads(sys.argv[2]):
     try:
         process.run(lambda: convert.main(call), print)
@@ -1213,8 +1217,8 @@ def test_names_on_the_hub(hub_server, trained, tmp_path, family):
     given = trained[family]
     base = make_base(hub_server.root / "org" / "base", family)
     commit = hub_server.find(None, "org/base", None).commit()
-    info = replace(given.adapter.info, base="org/base", base_revision=commit)
-    write_adapter(hub_server.root / "me" / "adapter", replace(given.adapter, info=info), "peft")
+    info = replace(given.adapter.metadata, base="org/base", base_revision=commit)
+    write_adapter(hub_server.root / "me" / "adapter", replace(given.adapter, metadata=info), "peft")
     calls = [
         ["me/adapter", "out", "--to", "merged", "--base", "org/base"],
         ["me/adapter", "lora.safetensors", "--base", "org/base"],
@@ -1236,7 +1240,7 @@ def test_names_on_the_hub(hub_server, trained, tmp_path, family):
     assert asked == {commit}
     result = read_adapter(tmp_path / "lora.safetensors")
     assert_same_tensors(result.tensors, given.adapter.tensors)
-    assert result.info == info
+    assert result.metadata == info
 
     *_, first, first_end, second, second_end = done.stdout.splitlines()
     for line, absent in ((first, "me/none"), (second, "org/none")):

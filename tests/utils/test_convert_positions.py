@@ -10,8 +10,8 @@ import torch
 from compare import assert_close_to_rounding
 from encoder_options import ENCODER_TERMS, RELATIVE
 
-from loralib import process
-from loralib.formats import read_adapter, write_adapter
+from loralib.adapters.formats import read_adapter, write_adapter
+from loralib.training import process
 from transformers import DebertaV2Config, DebertaV2ForSequenceClassification, DebertaV2Model
 
 SCRIPT = Path(__file__).resolve().parents[2] / "utils" / "convert.py"
@@ -66,11 +66,11 @@ def base(tmp_path):
 
 @pytest.fixture
 def convert(script, tmp_path):
-    """``convert(form, *flags)``: converts in.safetensors, and returns what was written."""
+    """``convert(format, *flags)``: converts in.safetensors, and returns what was written."""
 
-    def run(form, *flags, source="in.safetensors"):
-        target = tmp_path / OUT[form]
-        script.main([str(tmp_path / source), str(target), "--to", form, *map(str, flags)])
+    def run(format, *flags, source="in.safetensors"):
+        target = tmp_path / OUT[format]
+        script.main([str(tmp_path / source), str(target), "--to", format, *map(str, flags)])
         return target
 
     return run
@@ -78,15 +78,15 @@ def convert(script, tmp_path):
 
 @pytest.fixture
 def refusal(convert, tmp_path):
-    """``refusal(form, *flags)``: the one line with which a conversion is refused."""
+    """``refusal(format, *flags)``: the one line with which a conversion is refused."""
 
-    def run(form, *flags, **source):
+    def run(format, *flags, **source):
         lines = []
         with pytest.raises(SystemExit):
-            process.run(lambda: convert(form, *flags, **source), lines.append)
+            process.run(lambda: convert(format, *flags, **source), lines.append)
         (line,) = lines
         assert "\n" not in line
-        assert not (tmp_path / OUT[form]).exists()
+        assert not (tmp_path / OUT[format]).exists()
         return line
 
     return run
@@ -114,7 +114,7 @@ def test_the_releases_kind_is_not_pefts(refusal, convert, base, tmp_path, base_i
     line = refusal("peft", *flags)
     assert "does not reach positions, as in the release" in line
     assert "--to merged" in line
-    assert read_adapter(convert("release", *flags), lora_alpha=6).info.positions is False
+    assert read_adapter(convert("release", *flags), lora_alpha=6).metadata.positions is False
     assert "does not reach positions" in refusal("peft", "--lora_alpha", 6, source="out.bin")
 
 
@@ -125,7 +125,7 @@ def test_pefts_kind_is_not_the_releases(refusal, convert, base, tmp_path, base_i
     line = refusal("release", *flags)
     assert "reaches positions" in line
     assert "--to merged" in line
-    assert read_adapter(convert("peft", *flags)).info.positions is True
+    assert read_adapter(convert("peft", *flags)).metadata.positions is True
 
 
 @pytest.mark.parametrize("settings", [{"share_att_key": False}, {"pos_att_type": None}], ids=str)
@@ -135,7 +135,7 @@ def test_a_base_that_shares_nothing_takes_both(convert, tmp_path, settings):
     release = convert("release")
     peft = convert("peft", "--lora_alpha", 6, "--base", base, source=release.name)
     again = convert("lora", "--base", base, source=peft.name)
-    assert read_adapter(again).info.positions is None
+    assert read_adapter(again).metadata.positions is None
 
 
 def test_info_says_it(script, base, tmp_path, capsys):

@@ -276,7 +276,7 @@ def test_other_weights_to_start_from(glue, out, monkeypatch, how):
         ("roberta_base_mnli", "the small data has SST-2 only"),
         ("deberta_v2_xxlarge_sst2", "the small base is a RoBERTa"),
         ("e2e_gpt2_lg", None),
-        ("dart_gpt2_md", "the small data is in E2E's form only"),
+        ("dart_gpt2_md", "the small data is in E2E's format only"),
     ],
 )
 def test_what_a_trial_can_run(out, name, problem):

@@ -1,4 +1,4 @@
-"""split_lora.py on full checkpoints of every form."""
+"""split_lora.py on full checkpoints of every format."""
 
 import importlib.util
 import json
@@ -8,9 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from loralib.checkpoint import AdapterInfo, fingerprint
-from loralib.files import read_tensors, write_wrapped_tensors
-from loralib.formats import read_adapter
+from loralib.adapters.fingerprint import fingerprint
+from loralib.adapters.formats import read_adapter
+from loralib.adapters.metadata import LoraMetadata
+from loralib.io.tensors import read_tensors, write_wrapped_tensors
 
 SCRIPT = Path(__file__).resolve().parents[2] / "utils" / "split_lora.py"
 CONFIG = {
@@ -47,9 +48,9 @@ def full_checkpoint(names: str = "new") -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def checkpoint_folder(path: Path, names: str = "new", form: str = ".bin", config=CONFIG) -> Path:
+def checkpoint_folder(path: Path, names: str = "new", format: str = ".bin", config=CONFIG) -> Path:
     path.mkdir()
-    if form == ".bin":
+    if format == ".bin":
         torch.save(full_checkpoint(names), path / "pytorch_model.bin")
     else:
         save_file(full_checkpoint(names), path / "model.safetensors")
@@ -59,11 +60,11 @@ def checkpoint_folder(path: Path, names: str = "new", form: str = ".bin", config
 
 
 @pytest.mark.parametrize("names", ["new", "old"])
-@pytest.mark.parametrize("form", [".bin", ".safetensors"])
+@pytest.mark.parametrize("format", [".bin", ".safetensors"])
 @pytest.mark.parametrize("source", ["folder", "file"])
 @pytest.mark.parametrize("suffix", [".bin", ".safetensors"])
-def test_split(script, tmp_path, capsys, names, form, source, suffix):
-    folder = checkpoint_folder(tmp_path / "full", names, form)
+def test_split(script, tmp_path, capsys, names, format, source, suffix):
+    folder = checkpoint_folder(tmp_path / "full", names, format)
     given = folder if source == "folder" else next(folder.glob("*model*"))
     target = tmp_path / f"lora{suffix}"
     script.main([str(given), str(target)])
@@ -79,9 +80,9 @@ def test_split(script, tmp_path, capsys, names, form, source, suffix):
     assert torch.equal(adapter.tensors[f"{inside}B"], in_order[1])
     assert torch.equal(adapter.tensors["classifier.bias"], full["classifier.bias"])
     if suffix == ".bin":
-        assert adapter.info is None
+        assert adapter.metadata is None
         return
-    info = adapter.info
+    info = adapter.metadata
     assert (info.rank, info.alpha, info.targets) == (2, 4, ("query_proj",))
     assert (info.base, info.task) == ("roberta-base", "rte")
     assert info.labels == ("yes", "no", "maybe", "never")
@@ -92,7 +93,7 @@ def test_a_file_of_lora_alone_says_nothing_of_its_base(script, tmp_path):
     folder = checkpoint_folder(tmp_path / "full")
     script.main([str(folder), str(folder / "lora.bin")])
     script.main([str(folder / "lora.bin"), str(tmp_path / "lora.safetensors")])
-    assert read_adapter(tmp_path / "lora.safetensors").info.base_fingerprint is None
+    assert read_adapter(tmp_path / "lora.safetensors").metadata.base_fingerprint is None
 
 
 LAYER = "roberta.encoder.layer.0.output."
@@ -132,11 +133,11 @@ def test_the_baselines_parts(script, tmp_path, part, inside, said, suffix):
     assert adapter.tensors.keys() == names
     assert all(torch.equal(adapter.tensors[name], full[name]) for name in names)
     if suffix == ".bin":
-        assert adapter.info is None
+        assert adapter.metadata is None
         return
-    info = adapter.info
+    info = adapter.metadata
     other = {"adapter": "apply_bitfit", "bitfit": "apply_adapter"}[part]
-    assert (info.base, info.task, info.beside) == ("roberta-base", "rte", (other,))
+    assert (info.base, info.task, info.trained_with) == ("roberta-base", "rte", (other,))
     assert info.base_fingerprint == fingerprint(
         {f"{LAYER}dense.weight": full[f"{LAYER}dense.weight"]}
     )
@@ -225,7 +226,7 @@ def test_a_checkpoint_s_own_file_is_not_written_over(script, tmp_path, name):
     assert (folder / name).read_bytes() == before
 
 
-GPT2_INFO = AdapterInfo(rank=2, alpha=8, targets=("c_attn",), base="gpt2.bin", dropout=0.1)
+GPT2_INFO = LoraMetadata(rank=2, alpha=8, targets=("c_attn",), base="gpt2.bin", dropout=0.1)
 
 
 @pytest.mark.parametrize("said", [True, False])
@@ -246,7 +247,7 @@ def test_a_whole_gpt2(script, tmp_path, said, suffix):
     adapter = read_adapter(target)
     assert adapter.tensors.keys() == pair.keys()
     assert all(torch.equal(adapter.tensors[name], tensor) for name, tensor in pair.items())
-    assert adapter.info == (GPT2_INFO if said else None)
+    assert adapter.metadata == (GPT2_INFO if said else None)
 
 
 def test_settings_that_say_another_rank(script, tmp_path):

@@ -3,7 +3,8 @@
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from loralib.process import TrainingError, set_seed
+from loralib.errors import TrainingError
+from loralib.training.process import set_seed
 
 from .configuration_utils import PretrainedConfig
 from .data.data_collator import (

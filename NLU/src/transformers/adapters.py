@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import loralib as lora
-from loralib.precision import LayerNorm
+from loralib.nn.norm import LayerNorm
 
 from .activations import ACT2FN
 from .configuration_utils import ADAPTER_TYPES, PretrainedConfig

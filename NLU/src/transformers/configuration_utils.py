@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from loralib.files import write_whole
-from loralib.hub import resolve_file
-from loralib.settings import Count, Index, NotNegative, Positive, Share, check_settings, checked
+from loralib.io.atomic import atomic_write
+from loralib.io.hub import resolve_file
+from loralib.io.settings import Count, Index, NotNegative, Positive, Share, check_settings, checked
 
 from .file_utils import CONFIG_NAME
 from .loading_arguments import refuse_unknown, split_arguments
 
 # What LoRA can adapt in an encoder layer of either family -> its module, as
-# loralib.checkpoint.lora_targets names it. DeBERTa-v2's first three have "_proj" behind them.
+# loralib.adapters.adapter.lora_targets names it. DeBERTa-v2's first three have "_proj" behind them.
 LORA_TARGETS = {
     "query": "query",
     "key": "key",
@@ -333,7 +333,7 @@ class PretrainedConfig:
 
 def write_settings(folder: str | os.PathLike, settings: Mapping[str, Any]) -> None:
     """Writes settings as a folder's ``config.json``."""
-    with write_whole(Path(folder, CONFIG_NAME)) as path:
+    with atomic_write(Path(folder, CONFIG_NAME)) as path:
         path.write_text(_as_json(settings), encoding="utf-8")
 
 

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from loralib.hub import is_offline_mode, resolve_file  # noqa: F401 - importable from here, too
+from loralib.io.hub import is_offline_mode, resolve_file  # noqa: F401 - importable from here, too
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "pytorch_model.bin"

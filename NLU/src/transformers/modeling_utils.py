@@ -14,24 +14,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from loralib.checkpoint import (
+from loralib.adapters.adapter import (
     BITFIT,
     BOTTLENECK,
     LORA,
     Adapter,
     Kind,
     adapter_tensors,
-    check_together,
-    fingerprint,
-    load_into,
-    lora_layers,
     lora_targets,
 )
-from loralib.files import CheckpointError, read_tensors, write_tensors
-from loralib.hub import resolve_file
+from loralib.adapters.checks import check_together
+from loralib.adapters.fingerprint import fingerprint
+from loralib.adapters.loading import load_into, lora_layers
+from loralib.errors import CheckpointError
+from loralib.io.hub import resolve_file
+from loralib.io.tensors import read_tensors, write_tensors
 from loralib.layers import LoRALayer
-from loralib.packing import PackedRows
-from loralib.positions import lora_reaches_positions
+from loralib.nn.packing import PackedRows
+from loralib.nn.positions import lora_reaches_positions
 
 from .adapters import UpProjection
 from .configuration_utils import PretrainedConfig, check_same_adaptation
@@ -81,7 +81,7 @@ class PreTrainedModel(nn.Module):
     def __init__(self, config: PretrainedConfig):
         super().__init__()
         self.config = config
-        # Of the base's weights as they were read; see loralib.checkpoint.fingerprint.
+        # Of the base's weights as they were read; see loralib.adapters.fingerprint.
         self.base_fingerprint: str | None = None
         self._read_tensors: dict[str, Tensor] = {}
         # Names of the tensors that a checkpoint did not have.
@@ -178,14 +178,14 @@ class PreTrainedModel(nn.Module):
         if kind not in self.adapted_by:
             raise ValueError(f"the model has no {kind.name} layers: build it with {kind.switch}")
         config = self.config
-        info = kind.info(
+        info = kind.metadata(
             **self._settings_of(kind),
             base=config.base_name_or_path,
             base_revision=config.base_revision,
             base_fingerprint=self.base_fingerprint,
             task=config.finetuning_task,
             labels=tuple(config.id2label[index] for index in sorted(config.id2label)),
-            beside=tuple(o.switch for o in self.adapted_by if o is not kind) or None,
+            trained_with=tuple(o.switch for o in self.adapted_by if o is not kind) or None,
         )
         state = {name: t for name, t in self.state_dict().items() if name not in self.tied_weights}
         tensors = adapter_tensors(state, [self._prefix(state)], kind)
@@ -208,7 +208,7 @@ class PreTrainedModel(nn.Module):
         }
 
     def load_adapters(self, adapters: Sequence[Adapter], new_head: bool = False) -> list[str]:
-        """Copies adapters of one run in, each of another kind; see `loralib.checkpoint.load_into`.
+        """Copies adapters of one run in, each of another kind; see `adapters.loading.load_into`.
 
         Returns:
             The names of the head's tensors that were left as they are.
@@ -456,7 +456,7 @@ class PreTrainedModel(nn.Module):
     def save_pretrained(self, folder: str | os.PathLike, safe_serialization: bool = False) -> None:
         """Writes ``config.json`` and the weights, as ``pytorch_model.bin`` or as safetensors.
 
-        Weights of another form that the folder held are removed: they would be read instead.
+        Weights of another format that the folder held are removed: they would be read instead.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from loralib.optimizer import AdamW  # noqa: F401 - upstream has it here
+from loralib.training.optimizer import AdamW  # noqa: F401 - upstream has it here
 
 from .trainer_utils import SchedulerType
 

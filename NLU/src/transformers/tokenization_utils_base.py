@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from tokenizers import AddedToken, Encoding
 
-from loralib.files import write_whole
-from loralib.hub import resolve_file
+from loralib.io.atomic import atomic_write
+from loralib.io.hub import resolve_file
 
 from .loading_arguments import refuse_unknown, split_arguments
 from .utils import logging
@@ -306,7 +306,7 @@ class PreTrainedTokenizerBase(ABC):
 
         Args:
             text: a text, or several.
-            text_pair: the second text of each pair, of the same form as `text`.
+            text_pair: the second text of each pair, of the same format as `text`.
             add_special_tokens: frame the row as the model expects it.
             padding: True or "longest": to the batch's longest row; "max_length": to `max_length`;
                 False: not at all.
@@ -673,10 +673,10 @@ def text_of(token: str | AddedToken | None) -> str | None:
     return token.content if isinstance(token, AddedToken) else token
 
 
-def write_json(path: Path, content: Any, **form: Any) -> None:
-    """Writes `content` as a whole JSON file in UTF-8; `form` goes to `json.dumps`."""
-    with write_whole(path) as temporary:
-        temporary.write_text(json.dumps(content, ensure_ascii=False, **form) + "\n", "utf-8")
+def write_json(path: Path, content: Any, **format: Any) -> None:
+    """Writes `content` as a whole JSON file in UTF-8; `format` goes to `json.dumps`."""
+    with atomic_write(path) as temporary:
+        temporary.write_text(json.dumps(content, ensure_ascii=False, **format) + "\n", "utf-8")
 
 
 def _read_json(path: Path | None) -> dict[str, Any]:
@@ -693,7 +693,7 @@ def _read_json(path: Path | None) -> dict[str, Any]:
 
 
 def _as_token(value: Any) -> Any:
-    """The token for the form that files give a token with flags, any other value as it is."""
+    """The token for the format that files give a token with flags, any other value as it is."""
     if isinstance(value, list):
         return [_as_token(each) for each in value]
     if not isinstance(value, dict):

@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Encoding, Tokenizer
 
-from loralib.files import write_whole
+from loralib.io.atomic import atomic_write
 
 from .tokenization_utils_base import (
     SPECIAL_TOKENS_ATTRIBUTES,
@@ -164,13 +164,13 @@ class PreTrainedTokenizerFast(PreTrainedTokenizerBase):
     def save_vocabulary(self, save_directory: str | os.PathLike) -> tuple[str, ...]:
         """Writes ``tokenizer.json``, which holds all of the backend; returns its path."""
         path = Path(save_directory, TOKENIZER_FILE)
-        with write_whole(path) as temporary:
+        with atomic_write(path) as temporary:
             # As its own save does, whose errors of the disk are of no kind that says so.
             temporary.write_text(self._tokenizer.to_str(pretty=True), "utf-8")
         return (str(path),)
 
     def _special_tokens_to_save(self) -> dict[str, Any]:
-        """The special tokens by role; those with flags in the form that keeps them."""
+        """The special tokens by role; those with flags in the format that keeps them."""
         flagged = {
             token.content: {
                 "content": token.content,

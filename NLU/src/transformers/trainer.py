@@ -22,9 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from loralib import distributed
-from loralib.precision import ApexPrecision, Precision, all_in_half, hold_frozen_in
-from loralib.process import TrainingError, set_seed, set_up_device
+from loralib.errors import TrainingError
+from loralib.training import distributed
+from loralib.training.precision import ApexPrecision, Precision, all_in_half, hold_frozen_in
+from loralib.training.process import set_seed, set_up_device
 
 from . import consistency
 from .data.data_collator import DataCollatorWithPadding, default_data_collator
@@ -267,7 +268,7 @@ class Trainer(TrainerCheckpoints):
             )
 
     def _warm_up(self) -> None:
-        """Lets DDP lay out the gradients; see `loralib.distributed.warm_up_ddp`."""
+        """Lets DDP lay out the gradients; see `loralib.training.distributed.warm_up_ddp`."""
         if not isinstance(self._wrapped, DistributedDataParallel):
             return
         example = self._used_columns(self.train_dataset)[0]

@@ -9,7 +9,9 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from loralib.files import CheckpointError, check_like, write_whole
+from loralib.errors import CheckpointError
+from loralib.io.atomic import atomic_write
+from loralib.io.likeness import check_like
 
 from .trainer_utils import IntervalStrategy
 from .training_args import TrainingArguments
@@ -41,7 +43,7 @@ class TrainerState:
 
     def save_to_json(self, path: str | os.PathLike) -> None:
         """Writes the state."""
-        with write_whole(path) as temporary:
+        with atomic_write(path) as temporary:
             temporary.write_text(json.dumps(asdict(self), indent=2, sort_keys=True) + "\n")
 
     @classmethod

@@ -23,19 +23,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from loralib.checkpoint import KINDS, Kind
-from loralib.distributed import gather_objects
-from loralib.files import (
-    CheckpointError,
-    check_like,
-    first_line,
-    sync_folder,
-    write_torch,
-    write_whole,
-)
-from loralib.formats import form_of_name, read_adapter, what_forbids, write_adapter
-from loralib.precision import Precision
-from loralib.process import TrainingError, rng_state, set_rng_state
+from loralib.adapters.adapter import KINDS, Kind
+from loralib.adapters.formats import format_of_name, read_adapter, what_forbids, write_adapter
+from loralib.errors import CheckpointError, TrainingError, first_line
+from loralib.io.atomic import atomic_write, sync_folder
+from loralib.io.likeness import check_like
+from loralib.io.tensors import write_torch
+from loralib.training.distributed import gather_objects
+from loralib.training.precision import Precision
+from loralib.training.process import rng_state, set_rng_state
 
 from .file_utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from .modeling_utils import PreTrainedModel, read_weights
@@ -166,7 +162,7 @@ class TrainerCheckpoints:
         for kind in model.adapted_by:
             adapter = model.adapter(kind)
             for name in reversed(kind.files):
-                if what_forbids(adapter, form_of_name(folder / name)) is None:
+                if what_forbids(adapter, format_of_name(folder / name)) is None:
                     write_adapter(folder / name, adapter)
                 else:
                     _remove(folder, name)
@@ -421,7 +417,7 @@ class TrainerCheckpoints:
             (folder / f"{split}_results.json", metrics),
             (everything, {**so_far, **metrics}),
         ):
-            with write_whole(path) as temporary:
+            with atomic_write(path) as temporary:
                 temporary.write_text(json.dumps(values, indent=4, sort_keys=True) + "\n")
 
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from loralib.distributed import gather_objects
-from loralib.process import TrainingError
+from loralib.errors import TrainingError
+from loralib.training.distributed import gather_objects
 
 from .data.data_collator import IGNORED_LABEL
 

@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 import torch
 import torch.distributed as dist
 
-from loralib import distributed
+from loralib.training import distributed
 
 from .hf_argparser import flag
 from .trainer_utils import IntervalStrategy, SchedulerType

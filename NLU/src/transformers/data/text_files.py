@@ -15,7 +15,7 @@ from typing import Any
 from datasets import Dataset, Value, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
-from loralib.encoding import refuse_utf16_file
+from loralib.io.encoding import refuse_utf16_file
 
 LABEL = "label"
 TEXT_KEYS = ("text", "text_pair")

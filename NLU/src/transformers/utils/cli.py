@@ -10,12 +10,12 @@ from pathlib import Path
 import datasets
 from tqdm.auto import tqdm
 
-from loralib import distributed, process
-from loralib.checkpoint import KINDS
-from loralib.distributed import gather_objects
-from loralib.files import remove_leftovers
-from loralib.locks import sole_use
-from loralib.process import TrainingError
+from loralib.adapters.adapter import KINDS
+from loralib.errors import TrainingError
+from loralib.io.atomic import remove_leftovers
+from loralib.training import distributed, process
+from loralib.training.distributed import gather_objects
+from loralib.training.locks import sole_use
 
 from ..configuration_utils import PretrainedConfig
 from ..file_utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
@@ -242,5 +242,5 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfi
 
 
 def run(main: Callable[[], None]) -> None:
-    """Runs a script's `main`, as `loralib.process.run` does; its errors keep clear of the bars."""
+    """Runs a script's `main`, as `process.run` does; errors keep clear of progress bars."""
     process.run(main, report=lambda line: tqdm.write(line, file=sys.stderr))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 
-from loralib.encoding import refuse_utf16_file
+from loralib.io.encoding import refuse_utf16_file
 
 
 @dataclass(slots=True)

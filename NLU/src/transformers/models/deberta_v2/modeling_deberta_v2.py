@@ -17,7 +17,7 @@ which every row starts one element before the row above it (`skew`):
 Nothing is gathered by an index as large as the scores, and gradients are summed in one order. What
 depends on distances alone is computed once a forward, see `Batch`.
 
-The encoder works on packed tokens, (tokens, hidden); see loralib/packing.py. Where LoRA and
+The encoder works on packed tokens, (tokens, hidden); see loralib/nn/packing.py. Where LoRA and
 bottleneck adapters go is said in adapters.py. Names are upstream's, so that published weights load.
 Source: DeBERTa, arXiv 2006.03654, section 3, with version 2's
 buckets, shared projections and convolution; LoRA, arXiv 2106.09685, section 4.2.
@@ -36,9 +36,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import loralib as lora
-from loralib.packing import PackedRows
-from loralib.precision import LayerNorm
-from loralib.routing import for_each_run
+from loralib.nn.norm import LayerNorm
+from loralib.nn.packing import PackedRows
+from loralib.nn.routing import for_each_segment
 
 from ... import consistency
 from ...activations import ACT2FN
@@ -156,8 +156,8 @@ class Batch:
     Attributes:
         mask: (batch, 1, 1, length), False on padding; None without padding.
         by_row: attention takes the rows one by one.
-        runs: its runs of rows that share an adapter (see loralib/routing.py), each as a batch; none
-            where there is but one.
+        runs: its segments of rows that share an adapter (see loralib/nn/routing.py), each as a
+            batch; none where there is but one.
     """
 
     def __init__(self, rows: PackedRows, relative: RelativePositions | None, heads: int):
@@ -192,7 +192,7 @@ class DisentangledSelfAttention(nn.Module):
     the "p2c" term, the key's those of "c2p". As in the release, LoRA reaches contents alone, and
     distances are projected by the frozen weight. With `config.lora_positions` it reaches both, as
     PEFT's does: in a batch with several such adapters each run of rows has distances of its own,
-    and attention takes run after run. See loralib/positions.py.
+    and attention takes run after run. See loralib/nn/positions.py.
 
     Attributes:
         shared_with_positions: names of the projections that are the distances' too.
@@ -285,7 +285,7 @@ class DisentangledSelfAttention(nn.Module):
         self, project: Callable[[Tensor], Tensor], embeddings: Tensor, rows: Tensor
     ) -> list[Tensor]:
         """For each run, the scaled projections of these rows of the embeddings."""
-        projected = for_each_run(project, embeddings)
+        projected = for_each_segment(project, embeddings)
         return [(run * self.scale).index_select(0, rows) for run in projected]
 
     def _attend_run(

@@ -12,7 +12,7 @@ import regex
 import sentencepiece
 from tokenizers import AddedToken
 
-from loralib.files import write_whole
+from loralib.io.atomic import atomic_write
 
 from ...tokenization_utils_base import PreTrainedTokenizerBase, text_of
 from ...utils import logging
@@ -236,7 +236,7 @@ class DebertaV2Tokenizer(PreTrainedTokenizerBase):
     def save_vocabulary(self, save_directory: str | os.PathLike) -> tuple[str, ...]:
         """Writes ``spm.model`` as it was read; returns its path."""
         path = Path(save_directory, VOCAB_FILE)
-        with write_whole(path) as temporary:
+        with atomic_write(path) as temporary:
             temporary.write_bytes(self._model)
         return (str(path),)
 

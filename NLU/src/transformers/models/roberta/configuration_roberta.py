@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from loralib.settings import Count, Index, NotNegative, Share, checked
+from loralib.io.settings import Count, Index, NotNegative, Share, checked
 
 from ...activations import ACT2FN
 from ...configuration_utils import PretrainedConfig, check_padding

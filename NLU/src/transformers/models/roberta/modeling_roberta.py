@@ -1,6 +1,6 @@
 """RoBERTa with LoRA, as published on its attention's query and value projections.
 
-The encoder works on packed tokens, (tokens, hidden); see loralib/packing.py. Where LoRA and
+The encoder works on packed tokens, (tokens, hidden); see loralib/nn/packing.py. Where LoRA and
 bottleneck adapters go is said in adapters.py. Names are upstream's, so that published weights load.
 Source: RoBERTa, arXiv 1907.11692; LoRA, arXiv 2106.09685, section 4.2.
 """
@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import loralib as lora
-from loralib.packing import PackedRows, attend
-from loralib.precision import LayerNorm
+from loralib.nn.norm import LayerNorm
+from loralib.nn.packing import PackedRows, attend
 
 from ... import consistency
 from ...adapters import Intermediate, SubLayerOutput, projection

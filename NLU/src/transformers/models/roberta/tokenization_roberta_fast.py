@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from loralib.files import write_whole
+from loralib.io.atomic import atomic_write
 
 from ...tokenization_utils_base import text_of, write_json
 from ...tokenization_utils_fast import TOKENIZER_FILE, PreTrainedTokenizerFast, read_tokenizer_file
@@ -107,7 +107,7 @@ class RobertaTokenizerFast(PreTrainedTokenizerFast):
         merges_path = Path(save_directory, MERGES_FILE)
         model = json.loads(self._tokenizer.to_str())["model"]
         write_json(vocab_path, model["vocab"])
-        with write_whole(merges_path) as temporary:
+        with atomic_write(merges_path) as temporary:
             lines = ["#version: 0.2", *(" ".join(pair) for pair in model["merges"])]
             temporary.write_text("\n".join(lines) + "\n", "utf-8")
         return (*super().save_vocabulary(save_directory), str(vocab_path), str(merges_path))

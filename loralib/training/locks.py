@@ -19,8 +19,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from .files import write_whole
-from .process import TrainingError, started
+from ..errors import TrainingError
+from ..io.atomic import atomic_write
+from .process import started
 
 LOCK_NAME = ".lock"
 OWNER_NAME = ".lock.json"
@@ -37,7 +38,7 @@ class Owner:
     Args:
         pid: its number on its host.
         host: the host's name.
-        started: what tells it from a later process of this number; see `loralib.process.started`.
+        started: what tells it from a later process of this number; see `process.started`.
         since: when it took the lock, local time.
         command: what it was called with.
     """
@@ -66,7 +67,7 @@ class Owner:
 
     def write(self, path: Path) -> None:
         """Writes it, as JSON."""
-        with write_whole(path) as temporary:
+        with atomic_write(path) as temporary:
             temporary.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
     @property

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import LORA, Adapter, alpha_is_missing, check_positions
-from .files import CheckpointError
-from .positions import shared_projections, unshare_positions
+from ..errors import CheckpointError
+from ..nn.positions import shared_projections, unshare_positions
+from .adapter import LORA, Adapter
+from .checks import alpha_is_missing, check_positions
 
 _GPT2_SLICES = (True, False, True)
 
@@ -50,7 +51,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Update:
+class Delta:
     """What is added to one module's output: scaling · B A x, for each part.
 
     Args:
@@ -102,18 +103,18 @@ def rank_of(tensors: Mapping[str, Tensor], source: str) -> int:
     return next(iter(ranks))
 
 
-def updates(adapter: Adapter) -> dict[str, Update]:
+def deltas_of(adapter: Adapter) -> dict[str, Delta]:
     """An adapter's updates, by the name of the module that each belongs to.
 
     Raises:
         CheckpointError: its alpha is not known; or updates are stacked in a module of which it is
             not known which slices they belong to.
     """
-    if adapter.info is None:
+    if adapter.metadata is None:
         raise alpha_is_missing(adapter.source)
     rank = rank_of(adapter.tensors, adapter.source)
     pairs = lora_pairs(adapter.tensors, adapter.source)
-    scaling = adapter.info.alpha / rank
+    scaling = adapter.metadata.alpha / rank
     return {name: _update(adapter, name, *pair, scaling) for name, pair in pairs.items()}
 
 
@@ -123,10 +124,10 @@ def enabled_slices(module: str) -> tuple[bool, ...]:
     return _GPT2_SLICES if is_gpt2 else ()
 
 
-def _update(adapter: Adapter, module: str, A: Tensor, B: Tensor, scaling: float) -> Update:
+def _update(adapter: Adapter, module: str, A: Tensor, B: Tensor, scaling: float) -> Delta:
     count = len(A) // B.shape[1]
     if count == 1:
-        return Update((Part(0, A, B),), scaling, len(B))
+        return Delta((Part(0, A, B),), scaling, len(B))
     enabled = enabled_slices(module)
     if sum(enabled) != count or len(B) % count:
         raise CheckpointError(
@@ -136,7 +137,7 @@ def _update(adapter: Adapter, module: str, A: Tensor, B: Tensor, scaling: float)
     width = len(B) // count
     starts = [index * width for index, on in enumerate(enabled) if on]
     stacked = zip(starts, A.chunk(count), B.chunk(count), strict=True)
-    return Update(tuple(Part(*part) for part in stacked), scaling, width * len(enabled))
+    return Delta(tuple(Part(*part) for part in stacked), scaling, width * len(enabled))
 
 
 def linear_module(model: nn.Module, name: str, source: str) -> nn.Module:
@@ -165,14 +166,14 @@ def out_in(module: nn.Module, weight: Tensor) -> Tensor:
     return weight.t() if held_in_out else weight
 
 
-def updated_modules(model: nn.Module, adapter: Adapter) -> dict[str, tuple[nn.Module, Update]]:
+def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, tuple[nn.Module, Delta]]:
     """The modules of a plain model that an adapter's updates belong to, and those, by name.
 
     Raises:
         CheckpointError: as `updates`; or the model has not such modules, or of other shapes.
     """
     modules = {}
-    for name, update in updates(adapter).items():
+    for name, update in deltas_of(adapter).items():
         module = linear_module(model, name, adapter.source)
         theirs = (update.out_features, update.in_features)
         ours = tuple(out_in(module, module.weight).shape)
@@ -188,7 +189,7 @@ def updated_modules(model: nn.Module, adapter: Adapter) -> dict[str, tuple[nn.Mo
 
 
 @torch.no_grad()
-def fold(model: nn.Module, adapter: Adapter) -> None:
+def merge_into(model: nn.Module, adapter: Adapter) -> None:
     """Puts an adapter into a plain model for good, without a trace of low-rank layers.
 
     Updates are added to the weights, summed in float32 or wider and rounded once, to the weight's
@@ -204,7 +205,7 @@ def fold(model: nn.Module, adapter: Adapter) -> None:
     Raises:
         CheckpointError: as `updates`, or it does not fit the model; that is unchanged then.
     """
-    modules = updated_modules(model, adapter)
+    modules = adapted_modules(model, adapter)
     others = {name: t for name, t in adapter.tensors.items() if LORA.part not in name}
     own = dict(model.named_parameters())
     for name, tensor in others.items():
@@ -217,7 +218,7 @@ def fold(model: nn.Module, adapter: Adapter) -> None:
                 f"{adapter.source}: {name} is {tuple(tensor.shape)}, in the model "
                 f"{tuple(own[name].shape)}"
             )
-    if adapter.info.positions is False:
+    if adapter.metadata.positions is False:
         unshare_positions(model, modules)
     for module, update in modules.values():
         _replace(module, "weight", _folded(module, update))
@@ -226,7 +227,7 @@ def fold(model: nn.Module, adapter: Adapter) -> None:
         _replace(model.get_submodule(owner), last, tensor.to(own[name].dtype))
 
 
-def _folded(module: nn.Module, update: Update) -> Tensor:
+def _folded(module: nn.Module, update: Delta) -> Tensor:
     wide = torch.promote_types(module.weight.dtype, torch.float32)
     total = module.weight.detach().to(wide, copy=True)
     for part in update.parts:

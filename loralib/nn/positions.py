@@ -8,7 +8,7 @@ the update can reach both, or contents alone:
     both               W x + s · B A x             W p + s · B A p      PEFT's; and a merged weight
 
 The two give other logits and other gradients, and an adapter's tensors do not show which of them it
-was trained with. So its metadata says it (`AdapterInfo.positions`), and whatever loads, merges or
+was trained with. So its metadata says it (`LoraMetadata.positions`), and whatever loads, merges or
 converts it asks here. A module that owns such projections tells this of itself:
 
     shared_with_positions     names of its children that project positions as well
@@ -22,8 +22,6 @@ import copy
 from collections.abc import Collection, Iterable, Iterator
 
 from torch import nn
-
-from .layers import LoRALayer
 
 # The family whose projections may be shared, and those that are.
 _PREFIX, _SHARED = "deberta.", (".query_proj", ".key_proj")
@@ -47,8 +45,7 @@ def lora_reaches_positions(model: nn.Module) -> bool | None:
     """Whether a model's own LoRA reaches positions; None where no shared projection has LoRA."""
     for _, module in _owners(model):
         for child in module.shared_with_positions:
-            layer = module.get_submodule(child)
-            if isinstance(layer, LoRALayer) and layer.r > 0:
+            if hasattr(module.get_submodule(child), "lora_A"):
                 return module.lora_positions
     return None
 

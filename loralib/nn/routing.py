@@ -32,7 +32,7 @@ class Routing:
         rows: each run's rows; None where one adapter has all, however many there are.
         tokens: each run's tokens among the packed ones, once a model has packed them.
         positions: inputs are positions' embeddings, not a batch's: every run has a copy of them,
-            see `for_each_run`.
+            see `for_each_segment`.
     """
 
     key: object
@@ -122,7 +122,7 @@ def note_tokens(lengths: Sequence[int]) -> tuple[slice, ...]:
     return routing.rows
 
 
-def for_each_run(layer: nn.Module, x: Tensor) -> list[Tensor]:
+def for_each_segment(layer: nn.Module, x: Tensor) -> list[Tensor]:
     """What a linear layer makes of positions, which are not a batch's, in every run.
 
     The layer's own product is made once.

@@ -26,18 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .checkpoint import (
-    BACKBONE_PREFIXES,
-    LORA,
-    Adapter,
-    check_base,
-    check_finite,
-    fingerprint,
-    lora_layers,
-)
-from .files import CheckpointError
-from .routing import Routing, in_effect, routed, slices
-from .updates import Update, updated_modules
+from ..adapters.adapter import BACKBONE_PREFIXES, LORA, Adapter
+from ..adapters.checks import check_base, check_finite
+from ..adapters.deltas import Delta, adapted_modules
+from ..adapters.fingerprint import fingerprint
+from ..adapters.loading import lora_layers
+from ..errors import CheckpointError
+from ..nn.routing import Routing, in_effect, routed, slices
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +181,7 @@ class _LowRank:
         positions: whether it reaches positions that the module projects as well.
     """
 
-    def __init__(self, update: Update, device: torch.device, positions: bool):
+    def __init__(self, update: Delta, device: torch.device, positions: bool):
         self.scaling = update.scaling
         self.positions = positions
         self.columns = [part.columns for part in update.parts]
@@ -252,7 +247,7 @@ def _load(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) -> _
             f"{adapter.source}: holds {adapter.kind.name} weights, a bank takes LoRA's; give them "
             f"to a model of their own ({adapter.kind.flag})"
         )
-    modules = updated_modules(model, adapter)
+    modules = adapted_modules(model, adapter)
     _check_called(model, modules, adapter.source)
     _check_info(adapter)
     tensors = _head_tensors(adapter, modules)
@@ -263,7 +258,7 @@ def _load(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) -> _
         top: _head(model, top, tensors, last, adapter.source)
         for top in sorted({name.partition(".")[0] for name in tensors})
     }
-    positions = adapter.info.positions is not False
+    positions = adapter.metadata.positions is not False
     low_rank = {
         name: _LowRank(update, module.weight.device, positions)
         for name, (module, update) in modules.items()
@@ -281,11 +276,11 @@ def _check_called(model: nn.Module, modules: Collection[str], source: str) -> No
 
 
 def _check_info(adapter: Adapter) -> None:
-    source, info = adapter.source, adapter.info
+    source, info = adapter.source, adapter.metadata
     if info.bias != "none":
         raise CheckpointError(f"{source}: brings biases of its own; {_MERGE_IT}")
-    if info.beside:
-        switches = ", ".join(f"--{switch}" for switch in info.beside)
+    if info.trained_with:
+        switches = ", ".join(f"--{switch}" for switch in info.trained_with)
         raise CheckpointError(f"{source}: was trained with {switches} as well; {_MERGE_IT}")
 
 
@@ -297,7 +292,7 @@ def _check_base(
     head: Collection[str],
 ) -> None:
     """Refuses an adapter of another base, and says where that cannot be known."""
-    theirs = adapter.info.base_fingerprint
+    theirs = adapter.metadata.base_fingerprint
     ours = [base_fingerprint] if base_fingerprint else _possible_fingerprints(model, updated, head)
     if not theirs:
         logger.warning("%s does not say its base's weights: taken on trust", adapter.source)
@@ -412,7 +407,7 @@ def _labels(adapter: Adapter, projection: Tensor | None) -> tuple[str, ...]:
     if projection is None:
         return ()
     outputs = len(projection)
-    labels = adapter.info.labels or tuple(f"LABEL_{index}" for index in range(outputs))
+    labels = adapter.metadata.labels or tuple(f"LABEL_{index}" for index in range(outputs))
     if len(labels) != outputs:
         raise CheckpointError(
             f"{adapter.source}: names {len(labels)} labels, its head has {outputs} outputs"

@@ -1,8 +1,8 @@
 """The processes of a run: how they find each other, also after a restart, and how a hang ends.
 
 A launcher starts the processes and, after one of them died, starts all of them again: an attempt.
-Its agents keep one key-value store over all attempts, in which PyTorch's own names of an earlier
-attempt would be read by a later one. So every attempt has a prefix of its own there, on which its
+Its agents keep one key-value store over all attempts, in which a later one would read what PyTorch
+wrote in an earlier one. So every attempt has a prefix of its own there, on which its
 processes agree first; see `_agree_on_attempt`.
 
 A process that dies closes its connections, and the others end at once. One that hangs does not, so
@@ -30,8 +30,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from .files import write_whole
-from .process import TrainingError, end_at_once, rng_state, set_rng_state, started
+from ..errors import TrainingError
+from ..io.atomic import atomic_write
+from .process import end_at_once, rng_state, set_rng_state, started
 
 logger = logging.getLogger(__name__)
 
@@ -343,7 +344,7 @@ class Launch:
         """
         if self.agents:
             note = self.note if self.is_restart else note
-            with write_whole(self.path) as path:
+            with atomic_write(self.path) as path:
                 text = json.dumps({"agents": self.agents, "note": note})
                 path.write_text(text, encoding="utf-8")
 

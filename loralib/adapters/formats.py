@@ -1,20 +1,20 @@
-"""The forms that an adapter has on disk: which one a file is, reading it, writing another.
+"""The formats that an adapter has on disk: which one a file is, reading it, writing another.
 
-    form      what it is                                            alpha, base, task, labels
-    lora      this project's: safetensors, with an `AdapterInfo`    yes
+    format      what it is                                            alpha, base, task, labels
+    lora      this project's: safetensors, with an `LoraMetadata`    yes
               and a checksum in the metadata
     release   microsoft/LoRA's: a dict of tensors saved by torch;   no; for GPT-2, if this project
               for GPT-2 in another dict, under model_state_dict,    wrote the file
               its names beginning with "module."
     peft      PEFT's: a folder of adapter_config.json and           alpha and base; task and
-              adapter_model.safetensors, see `loralib.peft`         labels if this project wrote it
+              adapter_model.safetensors, see peft.py                labels if this project wrote it
     plain     what `lora_state_dict` gives of any model, saved by   no
               torch
     hub       AdapterHub's bottleneck adapters: a folder of         no
               pytorch_adapter.bin and pytorch_model_head.bin; is
               read only
 
-Whatever the form, an `Adapter` in memory has the tensor names of this project's models, which are
+Whatever the format, an `Adapter` in memory has the tensor names of this project's models, which are
 the release's. Files are written whole or not at all, torch files are read weights-only, and
 checksums are compared where a file has them: torch's archives and our own safetensors do.
 """
@@ -30,34 +30,32 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import peft
-from .checkpoint import (
-    BACKBONE_PREFIXES,
-    BOTTLENECK,
-    KINDS,
-    LORA,
-    Adapter,
-    Kind,
-    TrainedInfo,
-    alpha_is_missing,
-    base_biases,
-    check_finite,
-    is_alpha,
-    lora_info,
-    plain,
-)
-from .files import (
-    CheckpointError,
+from ..errors import CheckpointError
+from ..io.hub import resolve_file
+from ..io.tensors import (
     is_safetensors,
     read_tensors,
     same_tensor,
     write_tensors,
     write_wrapped_tensors,
 )
-from .hub import resolve_file
-from .updates import lora_pairs, rank_of
+from . import peft
+from .adapter import (
+    BACKBONE_PREFIXES,
+    BOTTLENECK,
+    KINDS,
+    LORA,
+    Adapter,
+    Kind,
+    base_biases,
+    lora_metadata,
+    plain,
+)
+from .checks import alpha_is_missing, check_finite
+from .deltas import lora_pairs, rank_of
+from .metadata import AdapterMetadata, is_alpha
 
-FORMS = ("lora", "release", "peft")
+FORMATS = ("lora", "release", "peft")
 
 
 # Names in the release's first DeBERTa files -> names in its layers.
@@ -104,9 +102,9 @@ def read_adapter(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> Adapter:
-    """Reads an adapter of any form.
+    """Reads an adapter of any format.
 
-    The release's form says nothing of itself; where this project wrote it, the safetensors beside
+    The release's format says nothing of itself; where this project wrote it, the safetensors beside
     it hold the same tensors, and the info is taken from there.
 
     Args:
@@ -198,11 +196,11 @@ def _fetch_first(source: str, names: Iterable[str], where: Mapping[str, object])
 
 
 def _read_peft(path: Path) -> Adapter:
-    weights = peft.weights_beside(path)
+    weights = peft.weights_of(path)
     tensors, metadata = _read_checked(weights)
-    tensors = own_names(peft.own_names(tensors, str(weights)), str(weights))
+    tensors = canonical_names(peft.canonical_names(tensors, str(weights)), str(weights))
     adapter = peft.read(path.with_name(peft.CONFIG_NAME), tensors, weights)
-    known = LORA.info.from_metadata(metadata, weights)
+    known = LORA.metadata.from_metadata(metadata, weights)
     return adapter if known is None else peft.with_known(adapter, known)
 
 
@@ -240,7 +238,7 @@ def _name_of_adapterhub(name: str, pattern: re.Pattern[str], file: Path) -> tupl
     if match := pattern.fullmatch(name):
         layer = f"{match['layer']}." if "layer" in pattern.groupindex else ""
         return f"{layer}{_HUB_PARTS[match['part']]}.{match['end']}", match["task"]
-    # A head that belongs to the model's class has the class's own names.
+    # A head that belongs to the model's class has the class's canonical names.
     if pattern is _HUB_HEAD_NAME and not name.startswith(("heads.", *BACKBONE_PREFIXES)):
         return name, None
     what = "the head" if pattern is _HUB_HEAD_NAME else "bottleneck adapters"
@@ -254,28 +252,30 @@ def _read_file(path: Path, kind: Kind) -> Adapter:
             f"{path}: holds weights of PEFT under another name than {peft.WEIGHTS_NAMES[0]}, which "
             f"belongs beside their {peft.CONFIG_NAME}"
         )
-    info = kind.info.from_metadata(metadata, path) or _info_beside(path, tensors, kind)
-    tensors = own_names(tensors, str(path))
+    info = kind.metadata.from_metadata(metadata, path) or _metadata_of_sidecar(path, tensors, kind)
+    tensors = canonical_names(tensors, str(path))
     if not any(kind.holds(name, BACKBONE_PREFIXES) for name in tensors):
         raise CheckpointError(
             f"{path}: none of its {len(tensors)} tensors is {kind.name}'s ('{kind.part}')"
         )
-    form = "lora" if path.suffix == ".safetensors" and info else "release"
-    if form == "release" and not any(name.startswith(BACKBONE_PREFIXES) for name in tensors):
-        form = "plain"
-    return Adapter(tensors, info, str(path), kind, form)
+    format = "lora" if path.suffix == ".safetensors" and info else "release"
+    if format == "release" and not any(name.startswith(BACKBONE_PREFIXES) for name in tensors):
+        format = "plain"
+    return Adapter(tensors, info, str(path), kind, format)
 
 
-def _info_beside(path: Path, tensors: Mapping[str, Tensor], kind: Kind) -> TrainedInfo | None:
+def _metadata_of_sidecar(
+    path: Path, tensors: Mapping[str, Tensor], kind: Kind
+) -> AdapterMetadata | None:
     safe, plain = kind.files
-    twin = path.with_name(safe)
-    if path.name != plain or not twin.is_file():
+    sidecar = path.with_name(safe)
+    if path.name != plain or not sidecar.is_file():
         return None
-    others, metadata = _read_checked(twin)
+    others, metadata = _read_checked(sidecar)
     same = others.keys() == tensors.keys() and all(
         same_tensor(others[name], tensor) for name, tensor in tensors.items()
     )
-    return kind.info.from_metadata(metadata, twin) if same else None
+    return kind.metadata.from_metadata(metadata, sidecar) if same else None
 
 
 def _read_checked(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -283,7 +283,7 @@ def _read_checked(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     tensors, metadata = read_tensors(path, verify=True)
     metadata.pop("format", None)
     recorded = metadata.pop("digest", None)
-    described = any(kind.info.own & metadata.keys() for kind in KINDS)
+    described = any(kind.metadata.own & metadata.keys() for kind in KINDS)
     if recorded is not None:
         if not all(isinstance(text, str) for entry in metadata.items() for text in entry):
             raise CheckpointError(f"{path}: its metadata is damaged (not text)")
@@ -316,7 +316,7 @@ def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     return digest.hexdigest()
 
 
-def own_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+def canonical_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     """An adapter's tensors under the names that this project's models have for them.
 
     Known are DDP's ``module.``, the names of the release's first DeBERTa files, and GPT-2's without
@@ -353,20 +353,20 @@ def _with_alpha(adapter: Adapter, alpha: float | None) -> Adapter:
         return adapter
     if not is_alpha(alpha):
         raise CheckpointError(f"{adapter.source}: --lora_alpha has to be above 0, not {alpha:g}")
-    if adapter.info is not None:
-        if adapter.info.alpha != alpha:
+    if adapter.metadata is not None:
+        if adapter.metadata.alpha != alpha:
             raise CheckpointError(
-                f"{adapter.source}: was trained with alpha {adapter.info.alpha:g}, "
+                f"{adapter.source}: was trained with alpha {adapter.metadata.alpha:g}, "
                 f"but --lora_alpha is {alpha:g}"
             )
         return adapter
     rank = rank_of(adapter.tensors, adapter.source)
-    return replace(adapter, info=lora_info(adapter.tensors, rank, alpha))
+    return replace(adapter, metadata=lora_metadata(adapter.tensors, rank, alpha))
 
 
 def _check_lora(adapter: Adapter) -> None:
     """Sees that LoRA's tensors are whole, nothing of the base's, and what the info says."""
-    tensors, source, info = adapter.tensors, adapter.source, adapter.info
+    tensors, source, info = adapter.tensors, adapter.source, adapter.metadata
     rank, biases = rank_of(tensors, source), base_biases(tensors)
     halves = {f"{module}.lora_{ab}" for module in lora_pairs(tensors, source) for ab in "AB"}
     for name in tensors:
@@ -384,7 +384,7 @@ def _check_lora(adapter: Adapter) -> None:
             )
     if info is None:
         return
-    seen = lora_info(tensors, rank, info.alpha)
+    seen = lora_metadata(tensors, rank, info.alpha)
     for what in ("rank", "targets", "bias"):
         said, is_so = getattr(info, what), getattr(seen, what)
         if said != is_so:
@@ -398,63 +398,67 @@ def _check_lora(adapter: Adapter) -> None:
 # ------------------------------------------------------------------------------------------------
 
 
-def write_adapter(path: str | os.PathLike, adapter: Adapter, form: str | None = None) -> list[str]:
+def write_adapter(
+    path: str | os.PathLike, adapter: Adapter, format: str | None = None
+) -> list[str]:
     """Writes an adapter.
 
     Args:
-        path: a file, ``.safetensors`` for the form lora and ``.bin`` or ``.pt`` for release; or a
-            folder: these forms then get the file name that runs of this project give them.
+        path: a file, ``.safetensors`` for the format lora and ``.bin`` or ``.pt`` for release; or a
+            folder: these formats then get the file name that runs of this project give them.
         adapter: what to write.
-        form: of `FORMS`; by default the one that the file's name says.
+        format: of `FORMATS`; by default the one that the file's name says.
 
     Returns:
-        What a user has to know of the result, a line each: what this form cannot hold.
+        What a user has to know of the result, a line each: what this format cannot hold.
 
     Raises:
-        CheckpointError: the adapter lacks what the form has to say; the form has no way to say
-            what the adapter does; or the name is none for the form. Nothing is written.
+        CheckpointError: the adapter lacks what the format has to say; the format has no way to say
+            what the adapter does; or the name is none for the format. Nothing is written.
     """
     path = Path(path)
-    form = form or form_of_name(path)
-    if form not in FORMS:
-        raise ValueError(f"unknown form '{form}' (known: {', '.join(FORMS)})")
-    _check_sound(adapter, form)
-    if form == "peft":
+    format = format or format_of_name(path)
+    if format not in FORMATS:
+        raise ValueError(f"unknown format '{format}' (known: {', '.join(FORMATS)})")
+    _check_sound(adapter, format)
+    if format == "peft":
         return _write_peft(path, adapter)
-    if path.suffix not in ("", *_SUFFIXES[form]):
-        names = " or ".join(_SUFFIXES[form])
-        raise CheckpointError(f"{path}: a file of the form {form} has a name that ends in {names}")
+    if path.suffix not in ("", *_SUFFIXES[format]):
+        names = " or ".join(_SUFFIXES[format])
+        raise CheckpointError(
+            f"{path}: a file of the format {format} has a name that ends in {names}"
+        )
     _check_has_layers(adapter)
     if not path.suffix:
         path.mkdir(parents=True, exist_ok=True)
-        path = path / adapter.kind.files[FORMS.index(form)]
-    return _write_lora(path, adapter) if form == "lora" else _write_release(path, adapter)
+        path = path / adapter.kind.files[FORMATS.index(format)]
+    return _write_lora(path, adapter) if format == "lora" else _write_release(path, adapter)
 
 
-def form_of_name(path: Path) -> str:
-    """The form of a file that is called so.
+def format_of_name(path: Path) -> str:
+    """The format of a file that is called so.
 
     Raises:
         CheckpointError: the name does not tell.
     """
-    for form, suffixes in _SUFFIXES.items():
+    for format, suffixes in _SUFFIXES.items():
         if path.suffix in suffixes:
-            return form
+            return format
     raise CheckpointError(
-        f"{path}: its name does not tell the form to write: .safetensors is lora, .bin and .pt "
+        f"{path}: its name does not tell the format to write: .safetensors is lora, .bin and .pt "
         "are release"
     )
 
 
-def what_forbids(adapter: Adapter, form: str) -> str | None:
-    """Why an adapter would compute something else in a form; None where it computes the same."""
-    reached = getattr(adapter.info, "positions", None)
-    if form == "release" and reached:
+def what_forbids(adapter: Adapter, format: str) -> str | None:
+    """Why an adapter would compute something else in a format; None where it computes the same."""
+    reached = getattr(adapter.metadata, "positions", None)
+    if format == "release" and reached:
         return (
             "its LoRA reaches positions (lora_positions), the release's does not: it would compute "
             "something else there; --to lora and --to peft keep it, --to merged makes a plain model"
         )
-    if form == "peft" and reached is False:
+    if format == "peft" and reached is False:
         return (
             "its LoRA does not reach positions, as in the release; PEFT's always does where they "
             "share a projection with contents: merge it (--to merged), train it with "
@@ -463,14 +467,14 @@ def what_forbids(adapter: Adapter, form: str) -> str | None:
     return None
 
 
-def _check_sound(adapter: Adapter, form: str) -> None:
+def _check_sound(adapter: Adapter, format: str) -> None:
     """Sees that what is written can be read again."""
-    reason = what_forbids(adapter, form)
+    reason = what_forbids(adapter, format)
     if reason:
         raise CheckpointError(f"{adapter.source}: {reason}")
-    if adapter.info is not None:
-        adapter.info.check(adapter.source)
-    elif form != "release":
+    if adapter.metadata is not None:
+        adapter.metadata.check(adapter.source)
+    elif format != "release":
         raise alpha_is_missing(adapter.source)
     if adapter.kind is LORA:
         _check_lora(adapter)
@@ -495,7 +499,7 @@ def _check_has_layers(adapter: Adapter) -> None:
 
 
 def _write_lora(path: Path, adapter: Adapter) -> list[str]:
-    write_tensors(path, adapter.tensors, _with_digest(adapter.tensors, adapter.info))
+    write_tensors(path, adapter.tensors, _with_digest(adapter.tensors, adapter.metadata))
     return _taken_for_linear(adapter)
 
 
@@ -506,11 +510,11 @@ def _taken_for_linear(adapter: Adapter) -> list[str]:
         return []
     return [
         "its modules are taken for linear layers: a convolution's LoRA has another rank than its "
-        "shapes say, and an embedding's another form in PEFT"
+        "shapes say, and an embedding's another format in PEFT"
     ]
 
 
-def _with_digest(tensors: Mapping[str, Tensor], info: TrainedInfo) -> dict[str, str]:
+def _with_digest(tensors: Mapping[str, Tensor], info: AdapterMetadata) -> dict[str, str]:
     metadata = info.to_metadata()
     return {**metadata, "digest": checksum(tensors, metadata)}
 
@@ -518,19 +522,21 @@ def _with_digest(tensors: Mapping[str, Tensor], info: TrainedInfo) -> dict[str, 
 def _write_release(path: Path, adapter: Adapter) -> list[str]:
     if any(name.startswith(_GPT2) for name in adapter.tensors):
         named = {f"module.{name}": tensor for name, tensor in adapter.tensors.items()}
-        write_wrapped_tensors(path, named, adapter.info.to_metadata() if adapter.info else {})
+        write_wrapped_tensors(
+            path, named, adapter.metadata.to_metadata() if adapter.metadata else {}
+        )
         return []
     write_tensors(path, adapter.tensors)
-    return _lost(adapter.info, kept=("rank", "targets", "bias", "positions"))
+    return _lost(adapter.metadata, kept=("rank", "targets", "bias", "positions"))
 
 
-def _lost(info: TrainedInfo | None, kept: Iterable[str]) -> list[str]:
-    """What a form that keeps no more than these fields loses, a line each."""
+def _lost(info: AdapterMetadata | None, kept: Iterable[str]) -> list[str]:
+    """What a format that keeps no more than these fields loses, a line each."""
     if info is None:
         return []
     said = {name: value for name, value in asdict(info).items() if value is not None}
     return [
-        " ".join(f"not in this form: {name} {plain(value)}".splitlines())
+        " ".join(f"not in this format: {name} {plain(value)}".splitlines())
         for name, value in said.items()
         if name not in kept
     ]
@@ -539,11 +545,11 @@ def _lost(info: TrainedInfo | None, kept: Iterable[str]) -> list[str]:
 def _write_peft(path: Path, adapter: Adapter) -> list[str]:
     tensors, remarks = peft.tensors_of(adapter)
     remarks += _taken_for_linear(adapter)
-    peft.write(path, peft.config_of(adapter), tensors, _with_digest(tensors, adapter.info))
+    peft.write(path, peft.config_of(adapter), tensors, _with_digest(tensors, adapter.metadata))
     unseen = [
         name
-        for name in ("base_fingerprint", "task", "labels", "beside")
-        if getattr(adapter.info, name) is not None
+        for name in ("base_fingerprint", "task", "labels", "trained_with")
+        if getattr(adapter.metadata, name) is not None
     ]
     if unseen:
         remarks.append(f"in the metadata, where PEFT does not look: {', '.join(unseen)}")

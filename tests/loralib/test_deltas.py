@@ -10,20 +10,21 @@ from compare import assert_close_to_rounding
 from torch import Tensor, nn
 
 import loralib as lora
-from loralib.checkpoint import Adapter, AdapterInfo
-from loralib.files import CheckpointError
-from loralib.updates import (
-    fold,
+from loralib.adapters.adapter import Adapter
+from loralib.adapters.deltas import (
+    adapted_modules,
+    deltas_of,
     linear_module,
     lora_pairs,
+    merge_into,
     out_in,
     rank_of,
-    updated_modules,
-    updates,
 )
+from loralib.adapters.metadata import LoraMetadata
+from loralib.errors import CheckpointError
 
 RANK, ALPHA = 2, 3
-INFO = AdapterInfo(rank=RANK, alpha=ALPHA, targets=("query",))
+INFO = LoraMetadata(rank=RANK, alpha=ALPHA, targets=("query",))
 # At most 12 columns of a weight, and the update's.
 TERMS = 12 + 2 * RANK
 
@@ -110,7 +111,7 @@ def test_fold_is_the_dense_sum(layer, inputs, outputs):
     weight = model["query"].weight
     dense = ALPHA / RANK * (B @ A if layer == "Linear" else (B @ A).t())
     total = weight.detach() + dense
-    fold(model, adapter_for("query", A, B))
+    merge_into(model, adapter_for("query", A, B))
     close(model["query"].weight.detach(), total)
     close(model["query"](x), expected)
     assert wrong is None or not torch.allclose(model["query"](x), wrong, atol=0.1)
@@ -125,7 +126,7 @@ def test_fold_agrees_with_the_layer_that_was_trained(layer):
     base = LAYERS[layer](6, 6)
     base.load_state_dict({"weight": trained.weight, "bias": trained.bias})
     model = nn.ModuleDict({"query": base})
-    fold(model, adapter_for("query", trained.lora_A.detach(), trained.lora_B.detach()))
+    merge_into(model, adapter_for("query", trained.lora_A.detach(), trained.lora_B.detach()))
     x = torch.randn(4, 6)
     close(model["query"](x), trained(x))
 
@@ -137,14 +138,14 @@ def test_stacked_updates(layer, inputs):
     model = below_gpt2(drawn(LAYERS[layer](inputs, 12)))
     A, B = pair(8, inputs, stacked=2)
     adapter = adapter_for(C_ATTN, A, B)
-    update = updates(adapter)[C_ATTN]
+    update = deltas_of(adapter)[C_ATTN]
     assert [part.start for part in update.parts] == [0, 8]
     assert [part.columns for part in update.parts] == [slice(0, 4), slice(8, 12)]
     assert (update.out_features, update.in_features) == (12, inputs)
     assert update.scaling == ALPHA / RANK
     x = torch.randn(3, inputs)
     before = model.get_submodule(C_ATTN)(x)
-    fold(model, adapter)
+    merge_into(model, adapter)
     added = (model.get_submodule(C_ATTN)(x) - before).detach()
     expected = ALPHA / RANK * x @ stacked_reference(A, B, 4).t()
     close(added, expected)
@@ -158,7 +159,7 @@ def test_stacked_updates_are_those_of_the_layer_that_was_trained():
     drawn(trained, seed=3)
     model = below_gpt2(Conv1D(6, 12))
     model.get_submodule(C_ATTN).load_state_dict({"weight": trained.weight, "bias": trained.bias})
-    fold(model, adapter_for(C_ATTN, trained.lora_A.detach(), trained.lora_B.detach()))
+    merge_into(model, adapter_for(C_ATTN, trained.lora_A.detach(), trained.lora_B.detach()))
     x = torch.randn(4, 6)
     close(model.get_submodule(C_ATTN)(x), trained(x))
 
@@ -167,10 +168,10 @@ def test_an_update_of_all_of_c_attn():
     """One pair of the whole output's height, as PEFT makes it, is one update."""
     model = below_gpt2(drawn(Conv1D(5, 12)))
     A, B = pair(12, 5)
-    update = updates(adapter_for(C_ATTN, A, B))[C_ATTN]
+    update = deltas_of(adapter_for(C_ATTN, A, B))[C_ATTN]
     assert [(part.start, len(part.B)) for part in update.parts] == [(0, 12)]
     before = model.get_submodule(C_ATTN).weight.detach()
-    fold(model, adapter_for(C_ATTN, A, B))
+    merge_into(model, adapter_for(C_ATTN, A, B))
     expected = before + ALPHA / RANK * (B @ A).t()
     weight = model.get_submodule(C_ATTN).weight.detach()
     close(weight, expected)
@@ -181,8 +182,8 @@ def test_each_module_gets_its_own_update():
     before = {name: model[name].weight.detach() for name in "ab"}
     pairs = {"a": pair(4, 4, seed=1), "b": pair(4, 4, seed=2)}
     adapter = adapter_for("a", *pairs["a"], b__lora_A=pairs["b"][0], b__lora_B=pairs["b"][1])
-    assert updates(adapter).keys() == {"a", "b"}
-    fold(model, adapter)
+    assert deltas_of(adapter).keys() == {"a", "b"}
+    merge_into(model, adapter)
     for name, (A, B) in pairs.items():
         expected = before[name] + ALPHA / RANK * B @ A
         close(model[name].weight.detach(), expected)
@@ -199,7 +200,7 @@ def test_a_half_precision_base_is_rounded_once(layer, dtype):
     once = torch.addmm(view, B, A, alpha=ALPHA / RANK)
     twice = view.to(dtype) + (ALPHA / RANK * B @ A).to(dtype)
     assert not torch.equal(once.to(dtype), twice)
-    fold(model, adapter_for("query", A, B))
+    merge_into(model, adapter_for("query", A, B))
     result = model["query"].weight.detach()
     assert result.dtype == dtype
     result = result if layer == "Linear" else result.t()
@@ -214,7 +215,7 @@ def test_stacked_updates_of_a_half_precision_base_are_rounded_once():
     A, B = pair(32, 32, stacked=2)
     exact = model.get_submodule(C_ATTN).weight.detach().double().t()
     exact = exact + ALPHA / RANK * stacked_reference(A, B, 16).double()
-    fold(model, adapter_for(C_ATTN, A, B))
+    merge_into(model, adapter_for(C_ATTN, A, B))
     assert (model.get_submodule(C_ATTN).weight.detach().t() != exact.bfloat16()).sum() <= 2
 
 
@@ -222,7 +223,7 @@ def test_a_float64_base_is_summed_in_float64():
     model = nn.ModuleDict({"query": drawn(nn.Linear(6, 5), dtype=torch.float64)})
     A, B = pair(5, 6)
     exact = model["query"].weight.detach() + ALPHA / RANK * B.double() @ A.double()
-    fold(model, adapter_for("query", A, B))
+    merge_into(model, adapter_for("query", A, B))
     close(model["query"].weight.detach(), exact)
 
 
@@ -231,7 +232,7 @@ def test_an_adapter_in_half_precision_is_taken_at_its_values(dtype):
     model = nn.ModuleDict({"query": drawn(nn.Linear(6, 5))})
     A, B = (tensor.to(dtype) for tensor in pair(5, 6))
     expected = model["query"].weight.detach() + ALPHA / RANK * B.float() @ A.float()
-    fold(model, adapter_for("query", A, B))
+    merge_into(model, adapter_for("query", A, B))
     close(model["query"].weight.detach(), expected)
 
 
@@ -248,7 +249,7 @@ def test_the_old_tensors_keep_their_bits(layer):
     head = torch.full((2, 6), 0.5)
     adapter = adapter_for("query", A, B, head__weight=head, query__bias=torch.full((6,), 0.25))
     given = {name: tensor.clone() for name, tensor in adapter.tensors.items()}
-    fold(model, adapter)
+    merge_into(model, adapter)
     for name, tensor in old.items():
         assert torch.equal(tensor, copies[name]), name
     for name, tensor in given.items():
@@ -266,14 +267,14 @@ def test_the_old_tensors_keep_their_bits(layer):
 @pytest.mark.parametrize("trained", [True, False])
 def test_what_is_trained_stays_so(trained):
     model = nn.ModuleDict({"query": nn.Linear(4, 4).requires_grad_(trained)})
-    fold(model, adapter_for("query", *pair(4, 4), query__bias=torch.zeros(4)))
+    merge_into(model, adapter_for("query", *pair(4, 4), query__bias=torch.zeros(4)))
     assert [parameter.requires_grad for parameter in model.parameters()] == [trained] * 2
     assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
 
 
 def test_a_head_takes_the_models_dtype():
     model = nn.ModuleDict({"query": nn.Linear(4, 4), "head": nn.Linear(4, 2)}).bfloat16()
-    fold(model, adapter_for("query", *pair(4, 4), head__weight=torch.full((2, 4), 1 / 3)))
+    merge_into(model, adapter_for("query", *pair(4, 4), head__weight=torch.full((2, 4), 1 / 3)))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert torch.equal(model["head"].weight, torch.full((2, 4), 1 / 3).bfloat16())
 
@@ -281,7 +282,7 @@ def test_a_head_takes_the_models_dtype():
 def test_no_trace_of_low_rank_layers_is_left():
     model = nn.ModuleDict({"query": nn.Linear(4, 4)})
     names = list(model.state_dict())
-    fold(model, adapter_for("query", *pair(4, 4)))
+    merge_into(model, adapter_for("query", *pair(4, 4)))
     assert list(model.state_dict()) == names
     assert type(model["query"]) is nn.Linear
     assert model["query"].weight.is_leaf
@@ -303,7 +304,7 @@ def named(module: str, rows: int = 4, columns: int = 4, **arguments) -> dict[str
 
 
 FAILING = {
-    "alpha": (replace(many(), info=None), ["--lora_alpha"]),
+    "alpha": (replace(many(), metadata=None), ["--lora_alpha"]),
     "unknown module": (many(**named("zz")), ["no zz to take an update"]),
     "deep unknown module": (many(**named("query__weight__zz")), ["query.weight.zz"]),
     "a parameter": (many(**named("query__weight")), ["query.weight"]),
@@ -359,7 +360,7 @@ def test_all_or_nothing(case):
     adapter, parts = FAILING[case]
     model = model_of_all()
     before = {name: (tensor, tensor.clone()) for name, tensor in model.named_parameters()}
-    refused(lambda: fold(model, adapter), *parts)
+    refused(lambda: merge_into(model, adapter), *parts)
     after = dict(model.named_parameters())
     assert after.keys() == before.keys()
     for name, (tensor, copy) in before.items():
@@ -371,7 +372,7 @@ def test_the_sound_part_of_what_is_refused_is_taken_alone():
     """So that the cases above fail for what they name."""
     model = model_of_all()
     before = model["query"].weight.detach()
-    fold(model, many())
+    merge_into(model, many())
     assert not torch.equal(model["query"].weight, before)
 
 
@@ -410,15 +411,15 @@ def test_pairs_that_cannot_be_multiplied(A, B):
     for call in (lora_pairs, rank_of):
         refused(lambda call=call: call(tensors, "lora file"), str(A), str(B), "of m do not")
     adapter = Adapter(tensors, INFO, "lora file")
-    refused(lambda: updates(adapter), "of m do not")
+    refused(lambda: deltas_of(adapter), "of m do not")
 
 
 def test_the_scaling_is_alpha_over_the_rank_of_the_tensors():
     A, B = pair(4, 4)
     for alpha in (1, 16, 0.5):
-        adapter = replace(adapter_for("m", A, B), info=replace(INFO, alpha=alpha))
-        assert updates(adapter)["m"].scaling == alpha / RANK
-    assert math.isclose(updates(adapter_for("m", A, B))["m"].scaling, 1.5)
+        adapter = replace(adapter_for("m", A, B), metadata=replace(INFO, alpha=alpha))
+        assert deltas_of(adapter)["m"].scaling == alpha / RANK
+    assert math.isclose(deltas_of(adapter_for("m", A, B))["m"].scaling, 1.5)
 
 
 @pytest.mark.parametrize(
@@ -442,7 +443,7 @@ def test_out_in_is_a_view(module, held_in_out):
 
 def test_updated_modules():
     model = model_of_all()
-    found = updated_modules(model, many(**named("transformer__h__0__attn__c_attn", 8, stacked=2)))
+    found = adapted_modules(model, many(**named("transformer__h__0__attn__c_attn", 8, stacked=2)))
     assert {name: module for name, (module, _) in found.items()} == {
         "query": model["query"],
         "transformer.h.0.attn.c_attn": model.get_submodule(C_ATTN),
@@ -454,7 +455,7 @@ def test_updated_modules():
 def test_a_zero_update_changes_nothing():
     model = nn.ModuleDict({"query": drawn(nn.Linear(4, 4))})
     before = model["query"].weight.detach()
-    fold(model, adapter_for("query", GOOD[0], torch.zeros(4, RANK)))
+    merge_into(model, adapter_for("query", GOOD[0], torch.zeros(4, RANK)))
     assert torch.equal(model["query"].weight, before)
     x = torch.randn(2, 4)
     assert torch.equal(model["query"](x), F.linear(x, before, model["query"].bias))

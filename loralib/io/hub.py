@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from types import ModuleType
 
-from .files import first_line
+from ..errors import first_line
 
 
 class AbsentFileError(FileNotFoundError):

@@ -31,18 +31,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checkpoint import (
-    BACKBONE_PREFIXES,
-    Adapter,
-    AdapterInfo,
-    base_biases,
-    is_alpha,
-    is_dropout,
-    is_rank,
-    lora_info,
-)
-from .files import CheckpointError, first_line, same_tensor, write_tensors, write_whole_folder
-from .updates import Update, enabled_slices, lora_pairs, rank_of, updates
+from ..errors import CheckpointError, first_line
+from ..io.atomic import atomic_write_folder
+from ..io.tensors import same_tensor, write_tensors
+from .adapter import BACKBONE_PREFIXES, Adapter, base_biases, lora_metadata
+from .deltas import Delta, deltas_of, enabled_slices, lora_pairs, rank_of
+from .metadata import LoraMetadata, is_alpha, is_dropout, is_rank
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -61,8 +55,8 @@ _READ = {
 }
 # What several modules of a layer are called.
 _OFTEN_IN_A_LAYER = ("dense", "c_proj")
-# Beginnings that leave the base's weights as they are; others, such as "pissa", change them.
-_HARMLESS_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
+# Initializations that leave the base's weights as they are; others, such as "pissa", change them.
+_HARMLESS_INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -70,7 +64,7 @@ _HARMLESS_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
 # ------------------------------------------------------------------------------------------------
 
 
-def weights_beside(path: Path) -> Path:
+def weights_of(path: Path) -> Path:
     """The weights of the folder that `path`, its config or its weights, lies in.
 
     Raises:
@@ -89,7 +83,7 @@ def read(config_path: Path, tensors: Mapping[str, Tensor], weights: Path) -> Ada
 
     Args:
         config_path: its config.
-        tensors: its weights, under this project's names (see `own_names`).
+        tensors: its weights, under this project's names (see `canonical_names`).
         weights: the file that they are from.
 
     Raises:
@@ -115,11 +109,11 @@ def read(config_path: Path, tensors: Mapping[str, Tensor], weights: Path) -> Ada
     alphas = {
         module: _alpha(config, module, B.shape[1], config_path) for module, (_, B) in pairs.items()
     }
-    tensors, alpha = _evened(tensors, pairs, alphas)
+    tensors, alpha = _normalized(tensors, pairs, alphas)
     whole = rank_of(tensors, source)
     tensors = _stacked(tensors, source)
     rank = rank_of(tensors, source)
-    info = lora_info(tensors, rank, _as_int(alpha / (whole // rank)))
+    info = lora_metadata(tensors, rank, _as_int(alpha / (whole // rank)))
     info = replace(
         info,
         # What PEFT adapts is adapted wherever it is used.
@@ -128,24 +122,24 @@ def read(config_path: Path, tensors: Mapping[str, Tensor], weights: Path) -> Ada
         base=config.get("base_model_name_or_path"),
         base_revision=config.get("revision"),
     )
-    return Adapter(tensors, info, source, form="peft")
+    return Adapter(tensors, info, source, format="peft")
 
 
-def with_known(adapter: Adapter, known: AdapterInfo) -> Adapter:
+def with_known(adapter: Adapter, known: LoraMetadata) -> Adapter:
     """The adapter with what this project wrote into the metadata of PEFT's weights.
 
     Raises:
         CheckpointError: the config says another rank or alpha.
     """
     for what in ("rank", "alpha"):
-        theirs, ours = getattr(adapter.info, what), getattr(known, what)
+        theirs, ours = getattr(adapter.metadata, what), getattr(known, what)
         if theirs != ours:
             raise CheckpointError(
                 f"{adapter.source}: was written with {what} {ours:g}, {CONFIG_NAME} says "
                 f"{theirs:g} now"
             )
-    own = {"base": adapter.info.base, "base_revision": adapter.info.base_revision}
-    return replace(adapter, info=replace(known, **own))
+    own = {"base": adapter.metadata.base, "base_revision": adapter.metadata.base_revision}
+    return replace(adapter, metadata=replace(known, **own))
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -158,7 +152,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     for name, is_sound in _SOUND.items():
         if not is_sound(config.get(name)):
             raise CheckpointError(f"{path}: {name} is {_shown(config.get(name))}")
-    if config.get("init_lora_weights", True) not in _HARMLESS_BEGINNINGS:
+    if config.get("init_lora_weights", True) not in _HARMLESS_INITIALIZATIONS:
         raise CheckpointError(
             f"{path}: init_lora_weights is {_shown(config['init_lora_weights'])}, which changes "
             "the base's weights; let PEFT convert the adapter to plain LoRA"
@@ -246,7 +240,7 @@ def _alpha(config: Mapping[str, Any], module: str, rank: int, path: Path) -> flo
     return alpha * math.sqrt(rank) if config.get("use_rslora") else alpha
 
 
-def own_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+def canonical_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     """PEFT's tensors under the names that the base model has for them.
 
     Raises:
@@ -269,7 +263,7 @@ def own_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     return named
 
 
-def _evened(
+def _normalized(
     tensors: Mapping[str, Tensor],
     pairs: Mapping[str, tuple[Tensor, Tensor]],
     alphas: Mapping[str, float],
@@ -349,7 +343,7 @@ def write(
     Raises:
         CheckpointError: there is something at `path`.
     """
-    with write_whole_folder(path) as folder:
+    with atomic_write_folder(path) as folder:
         write_tensors(folder / WEIGHTS_NAMES[0], tensors, metadata)
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
@@ -361,7 +355,7 @@ def tensors_of(adapter: Adapter) -> tuple[dict[str, Tensor], list[str]]:
     Raises:
         CheckpointError: PEFT has no such updates.
     """
-    named, all_updates = {}, updates(adapter)
+    named, all_updates = {}, deltas_of(adapter)
     _check_same_kind(adapter, all_updates)
     for module, update in all_updates.items():
         named[f"{PREFIX}{module}.lora_A.weight"] = torch.cat([part.A for part in update.parts])
@@ -374,22 +368,22 @@ def tensors_of(adapter: Adapter) -> tuple[dict[str, Tensor], list[str]]:
     parts = _stacked_parts(all_updates)
     if parts == 1:
         return named, []
-    rank = adapter.info.rank
+    rank = adapter.metadata.rank
     return named, [
         f"{parts} updates of rank {rank} in one {module.rpartition('.')[2]} are, for PEFT, one of "
-        f"rank {parts * rank} and alpha {parts * adapter.info.alpha:g}: the same sums"
+        f"rank {parts * rank} and alpha {parts * adapter.metadata.alpha:g}: the same sums"
     ]
 
 
-def _stacked_parts(all_updates: Mapping[str, Update]) -> int:
+def _stacked_parts(all_updates: Mapping[str, Delta]) -> int:
     return max(len(update.parts) for update in all_updates.values())
 
 
-def _check_same_kind(adapter: Adapter, all_updates: Mapping[str, Update]) -> None:
+def _check_same_kind(adapter: Adapter, all_updates: Mapping[str, Delta]) -> None:
     if len({len(update.parts) for update in all_updates.values()}) > 1:
         raise CheckpointError(
             f"{adapter.source}: has stacked updates and others, which have several ranks in PEFT's "
-            "form; that is not supported"
+            "format; that is not supported"
         )
     for module in all_updates:
         last = module.rpartition(".")[2]
@@ -400,7 +394,7 @@ def _check_same_kind(adapter: Adapter, all_updates: Mapping[str, Update]) -> Non
             )
 
 
-def _whole_B(update: Update) -> Tensor:
+def _whole_B(update: Delta) -> Tensor:
     if len(update.parts) == 1:
         return update.parts[0].B
     rank = update.parts[0].B.shape[1]
@@ -412,7 +406,7 @@ def _whole_B(update: Update) -> Tensor:
 
 def config_of(adapter: Adapter) -> dict[str, Any]:
     """PEFT's settings for an adapter."""
-    info, all_updates = adapter.info, updates(adapter)
+    info, all_updates = adapter.metadata, deltas_of(adapter)
     parts = _stacked_parts(all_updates)
     is_gpt2 = next(iter(all_updates)).startswith("transformer.h.")
     head = {

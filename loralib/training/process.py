@@ -14,16 +14,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .files import CheckpointError
+from ..errors import CheckpointError, TrainingError
 
 logger = logging.getLogger(__name__)
 
-
-class TrainingError(RuntimeError):
-    """A run that cannot go on. The message is one line."""
-
-
-# Errors with a message for the user; any other is a bug, and shows where it is.
 EXPECTED_ERRORS = (CheckpointError, TrainingError, OSError, ValueError, torch.OutOfMemoryError)
 
 
@@ -63,7 +57,7 @@ def _uses_gpu(device: torch.device | None) -> bool:
 
 
 def rng_state(device: torch.device | None = None) -> dict[str, Any]:
-    """The state of all generators that `set_seed` seeds, in a form that loads weights-only.
+    """The state of all generators that `set_seed` seeds, in a format that loads weights-only.
 
     Args:
         device: where the run computes, by default on a GPU where there is one; a run on the CPU

@@ -1,0 +1,41 @@
+"""Fingerprints of a base's weights, by which an adapter knows its base."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from .adapter import BACKBONE_PREFIXES, BOTTLENECK, LORA
+
+
+def fingerprint(tensors: Mapping[str, Tensor], backbones: Iterable[str] = BACKBONE_PREFIXES) -> str:
+    """A short name for a base's weight matrices.
+
+    SHA-256 over up to 1,024 evenly spaced values of every weight matrix of the backbone, rounded to
+    bfloat16, so that a copy of the base in bfloat16 has the fingerprint of the base (one in float16
+    has not: it is rounded twice). What may have been trained is left out: LoRA, adapters, biases
+    and norms; so is the pooler, which is no part of every model.
+
+    Args:
+        tensors: a state dict. Where no name starts as `backbones` do, the family is not known, and
+            all of its matrices count: leave a head out that is to be trained.
+        backbones: names that start so belong to the base.
+    """
+    starts = tuple(backbones)
+    if not any(name.startswith(starts) for name in tensors):
+        starts = ("",)
+    added = (LORA.part, BOTTLENECK.part)
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        is_weight = tensor.dim() >= 2 and tensor.is_floating_point()
+        if not is_weight or not name.startswith(starts):
+            continue
+        if "pooler." in name or any(part in name for part in added):
+            continue
+        flat = tensor.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // 1024)][:1024].cpu().bfloat16()
+        digest.update(f"{name} {tuple(tensor.shape)} ".encode())
+        digest.update(sample.contiguous().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]

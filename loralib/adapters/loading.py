@@ -1,0 +1,170 @@
+"""Copies an adapter into a model that has its layers, after all checks."""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError
+from ..layers import LoRALayer
+from ..nn.positions import lora_reaches_positions
+from .adapter import (
+    BACKBONE_PREFIXES,
+    BOTTLENECK,
+    LORA,
+    Adapter,
+    adapter_tensors,
+    base_biases,
+    lora_targets,
+    plain,
+)
+from .checks import _trained_with, check_base, check_finite, check_positions
+
+
+def lora_layers(model: nn.Module) -> dict[str, LoRALayer]:
+    """The layers of `model` that have a low-rank update, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, LoRALayer) and module.r > 0
+    }
+
+
+def load_into(
+    model: nn.Module,
+    adapter: Adapter,
+    base_fingerprint: str | None = None,
+    backbones: Iterable[str] = BACKBONE_PREFIXES,
+    new_head: bool = False,
+    settings: Mapping[str, object] | None = None,
+    known: Collection[str] = (),
+) -> list[str]:
+    """Copies an adapter's tensors into `model`, after checking all that can be checked.
+
+    Args:
+        model: a model with the LoRA layers, or what else the adapter is of, in place.
+        adapter: what `read_adapter` read.
+        base_fingerprint: `fingerprint` of the model's base, compared with the adapter's.
+        backbones: names that start so belong to the base.
+        new_head: a head of another shape is left as it is instead of refused: the adapter then is
+            the start for another task.
+        settings: what the model was built with, by names of the info's fields; compared with the
+            adapter's. LoRA's are seen from its layers.
+        known: the model's tensors that its base has brought: of these, a head's module may stay as
+            it is where the adapter has nothing of it.
+
+    Returns:
+        The names of the head's tensors that were left as they are.
+
+    Raises:
+        CheckpointError: rank, alpha, targets, base, names or shapes do not fit; nothing is copied.
+    """
+    starts = tuple(backbones)
+    state = model.state_dict()
+    own = adapter_tensors(state, starts, adapter.kind)
+    if adapter.kind is LORA:
+        # Biases that were trained with it take the place of the base's.
+        own |= {name: state[name] for name in base_biases(adapter.tensors) & state.keys()}
+        settings = _lora_settings(model, adapter.source)
+    _check_info(adapter, settings or {}, base_fingerprint)
+    brought = {name.partition(".")[0] for name in adapter.tensors}
+    own = {
+        name: tensor
+        for name, tensor in own.items()
+        if adapter.kind.holds(name, starts)
+        or name not in known
+        or name.partition(".")[0] in brought
+    }
+    _check_names(adapter, own, starts)
+    skipped = _check_shapes(adapter, own, starts, new_head)
+    check_finite(adapter)
+    with torch.no_grad():
+        for name, tensor in adapter.tensors.items():
+            if name not in skipped:
+                own[name].copy_(tensor)
+    return skipped
+
+
+def _lora_settings(model: nn.Module, source: str) -> dict[str, object]:
+    layers = lora_layers(model)
+    if not layers:
+        raise CheckpointError(
+            f"{source}: the model has no LoRA layers to take it "
+            "(--apply_lora makes them, or --lora_dim for GPT-2)"
+        )
+    layer = next(iter(layers.values()))
+    settings = {"targets": lora_targets(layers), "rank": layer.r, "alpha": layer.lora_alpha}
+    reached = lora_reaches_positions(model)
+    return settings if reached is None else {**settings, "positions": reached}
+
+
+def _check_info(
+    adapter: Adapter, settings: Mapping[str, object], base_fingerprint: str | None
+) -> None:
+    info = adapter.metadata
+    if settings.get("positions") is not None:
+        check_positions(adapter, settings["positions"])
+    if info is None:
+        return
+    for what, ours in settings.items():
+        theirs = getattr(info, what)
+        if theirs != ours:
+            raise CheckpointError(_trained_with(adapter, what, theirs, ours))
+    check_base(adapter, base_fingerprint)
+
+
+def _check_names(adapter: Adapter, own: Mapping[str, Tensor], starts: tuple[str, ...]) -> None:
+    kind = adapter.kind
+    theirs = {name for name in adapter.tensors if kind.holds(name, starts)}
+    ours = {name for name in own if kind.holds(name, starts)}
+    if not ours:
+        raise CheckpointError(f"{adapter.source}: the model was built without --{kind.switch}")
+    if not theirs & ours:
+        raise CheckpointError(
+            f"{adapter.source}: matches no layer of the model: it has '{min(theirs, default='')}', "
+            f"…, the model has '{min(ours)}', …"
+        )
+    if kind is LORA:
+        modules = [lora_targets(n.rsplit(".", 1)[0] for n in names) for names in (theirs, ours)]
+        if modules[0] != modules[1]:
+            raise CheckpointError(_trained_with(adapter, "targets", *modules))
+    if kind is BOTTLENECK:
+        places = [_places_of_adapters(names) for names in (theirs, ours)]
+        if places[0] != places[1]:
+            raise CheckpointError(
+                f"{adapter.source}: has adapters behind {plain(places[0])} of a layer, the model "
+                f"behind {plain(places[1])}: another --adapter_type"
+            )
+    lacking, unknown = own.keys() - adapter.tensors.keys(), adapter.tensors.keys() - own.keys()
+    for what, some in (("lacks", lacking), ("has, unknown to the model,", unknown)):
+        if some:
+            listed = ", ".join(sorted(some)[:4]) + (", …" if len(some) > 4 else "")
+            raise CheckpointError(f"{adapter.source}: {what} {len(some)} tensors: {listed}")
+
+
+def _places_of_adapters(names: Iterable[str]) -> tuple[str, ...]:
+    """The modules of a layer that bottleneck adapters belong to, each once, sorted."""
+    modules = {name.partition(f".{BOTTLENECK.part}")[0] for name in names}
+    return tuple(sorted({re.split(r"\.\d+\.", module)[-1] for module in modules}))
+
+
+def _check_shapes(
+    adapter: Adapter, own: Mapping[str, Tensor], starts: tuple[str, ...], new_head: bool
+) -> list[str]:
+    skipped = []
+    for name, tensor in adapter.tensors.items():
+        if tensor.shape == own[name].shape:
+            continue
+        if new_head and not adapter.kind.holds(name, starts):
+            skipped.append(name)
+            continue
+        shapes = f"{tuple(tensor.shape)} in the file, {tuple(own[name].shape)} in the model"
+        hint = ""
+        if name.endswith(("lora_A", "adapter_A.weight")):
+            size = "rank" if name.endswith("lora_A") else "adapter_size"
+            hint = f": {size} {tensor.shape[0]}, not {own[name].shape[0]}"
+            if tensor.shape[1:] != own[name].shape[1:]:
+                hint = ": a base of another size"
+        raise CheckpointError(f"{adapter.source}: {name} is {shapes}{hint}")
+    return skipped

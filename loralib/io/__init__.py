@@ -1,0 +1,1 @@
+"""What comes from outside: files, the hub, texts, settings."""

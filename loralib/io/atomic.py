@@ -1,0 +1,219 @@
+"""Files that are written atomically: a reader finds the old content or the new, never a part."""
+
+import errno
+import os
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import CheckpointError, DiskFullError
+
+
+class _NoSpaceError(OSError):
+    """A write that failed for want of space, of a file of which more is known: how large it is."""
+
+    def __init__(self, error: OSError, needed: str):
+        super().__init__(error.errno, error.strerror)
+        self.needed = needed
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
+    """Yields a temporary path, whose file takes the place of `path` when the block ends well.
+
+    A regular file is replaced atomically, by one beside it, and keeps its permissions. The file is
+    synced before the rename, so that after a crash `path` holds either its old content or its new
+    one. A symbolic link stays, and what it points to is replaced. Pipes, devices and open files
+    such as /dev/stdout are written through. When the block raises, `path` is untouched and the
+    temporary file is removed.
+
+    Raises:
+        DiskFullError: there is no room.
+        OSError: `path` cannot be written, for another reason.
+    """
+    path = Path(path)
+    if _open_file(path) is not None or _is_stream(path):
+        with tempfile.TemporaryDirectory() as folder:
+            temporary = Path(folder, path.name)
+            with _errors_of(path, temporary):
+                yield temporary
+            _write_through(path, temporary)
+        return
+    target = _check_replaceable(path)
+    try:
+        handle, name = tempfile.mkstemp(
+            prefix=f".{target.name}.", suffix=target.suffix, dir=target.parent
+        )
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        with _errors_of(path, temporary):
+            yield temporary
+            _sync(temporary)
+        # mkstemp makes files for their owner alone.
+        exists = target.exists()
+        temporary.chmod(target.stat().st_mode & 0o777 if exists else 0o666 & ~_umask())
+        temporary.replace(target)
+        sync_folder(target.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def check_writable(path: str | os.PathLike) -> None:
+    """Checks, before something takes long, that `atomic_write` may write `path`.
+
+    Raises:
+        OSError: it may not.
+    """
+    path = Path(path)
+    if _open_file(path) is None and not _is_stream(path):
+        _check_replaceable(path)
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether there is something at `path` that bytes go into and that stays: a pipe, a device."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+
+
+def _open_file(path: Path) -> int | None:
+    """The number of the open file of this process that a path such as /dev/stdout stands for."""
+    folders = ("/dev/fd", "/proc/self/fd", f"/proc/{os.getpid()}/fd")
+    name = os.path.abspath(path)
+    for _ in range(40):  # as many links as Linux follows
+        folder, number = os.path.split(name)
+        if folder in folders and number.isdecimal():
+            return int(number)
+        if not os.path.islink(name):
+            break
+        name = os.path.normpath(os.path.join(folder, os.readlink(name)))
+    return None
+
+
+def _write_through(path: Path, content: Path) -> None:
+    """Copies a file into a pipe, a device or an open file."""
+    number = _open_file(path)
+    try:
+        if number is None:
+            file = open(path, "wb")  # noqa: SIM115 - closed below
+        else:
+            # Its own position counts, behind what was printed before.
+            sys.stdout.flush()
+            file = os.fdopen(os.dup(number), "wb")
+        with open(content, "rb") as source, file:
+            shutil.copyfileobj(source, file)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _check_replaceable(path: Path) -> Path:
+    """The regular file, there or not yet, that `path` names directly or through links.
+
+    Raises:
+        OSError: there is a folder, a file that must not be written, or no folder to write in.
+    """
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    name = f"{path}: is a link to {target}," if path.is_symlink() else f"{path}:"
+    if target.is_dir():
+        raise IsADirectoryError(f"{name} which is a folder, not a file".replace(": which", ":"))
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{name} there is no folder {target.parent}")
+    if target.exists() and not os.access(target, os.W_OK):
+        raise PermissionError(f"{name} is read-only; give another name")
+    return target
+
+
+@contextmanager
+def _errors_of(path: Path, temporary: Path) -> Iterator[None]:
+    """Makes the errors of writing `temporary` name `path`, and say what room is missing."""
+    try:
+        yield
+    except DiskFullError as error:
+        # Of a file within a temporary folder.
+        if temporary not in error.path.parents:
+            raise
+        _remove_any(temporary)
+        raise DiskFullError(path, error.needed, error.is_quota) from error
+    except OSError as error:
+        of_others = error.filename not in (None, str(temporary))
+        if of_others or error.errno not in (*_FULL, errno.EFBIG, errno.EIO):
+            raise
+        if error.errno not in _FULL:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        written = temporary.stat().st_size if temporary.is_file() else 0
+        _remove_any(temporary)
+        needed = getattr(error, "needed", f"more than {written:,}")
+        raise DiskFullError(path, needed, error.errno == errno.EDQUOT) from error
+
+
+def _remove_any(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_write_folder(path: str | os.PathLike) -> Iterator[Path]:
+    """Yields a temporary folder beside `path`; renames it onto `path` when the block ends well.
+
+    Raises:
+        CheckpointError: there is something at `path` already, other than an empty folder.
+    """
+    path = Path(path)
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise CheckpointError(f"{path}: exists already; give the name of a new folder")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        with _errors_of(path, temporary):
+            yield temporary
+            for file in temporary.iterdir():
+                _sync(file)
+            sync_folder(temporary)
+        temporary.chmod(0o777 & ~_umask())
+        temporary.replace(path)
+        sync_folder(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _umask() -> int:
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
+
+
+def remove_leftovers(folder: str | os.PathLike, name: str) -> None:
+    """Removes what `atomic_write` leaves of files called `name` (a pattern) when it is killed."""
+    for path in Path(folder).glob(f".{name}.*"):
+        path.unlink(missing_ok=True)
+
+
+def sync_folder(folder: str | os.PathLike) -> None:
+    """Makes the renames within `folder` survive a power cut, where the system has a way to."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,201 @@
+"""Files of tensors: written atomically, read weights-only.
+
+Torch files and safetensors are told apart by their content.
+"""
+
+import io
+import json
+import os
+import pickle
+import re
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..errors import CheckpointError, first_line
+from .atomic import _FULL, _NoSpaceError, atomic_write
+
+
+def write_tensors(
+    path: str | os.PathLike,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Writes `tensors` as safetensors (with `metadata`) or as a torch file, by `path`'s suffix.
+
+    The same tensors and metadata give the same bytes.
+    """
+    own = _copies(tensors)
+    if Path(path).suffix != ".safetensors":
+        write_torch(path, own)
+        return
+    with atomic_write(path) as temporary:
+        try:
+            save_file(own, temporary, metadata={"format": "pt", **(metadata or {})})
+        except SafetensorError as error:
+            size = sum(tensor.nbytes for tensor in own.values())
+            raise _error_of_disk(path, error, size) from error
+        _sort_metadata(temporary)
+
+
+def _error_of_disk(path: str | os.PathLike, error: SafetensorError, size: int) -> OSError:
+    """What safetensors reports of the system, as Python does; `size` is that of the tensors."""
+    number = re.search(r"os error (\d+)", str(error))
+    if number is None:
+        return OSError(f"{path}: cannot be written ({first_line(error)})")
+    code = int(number[1])
+    error = OSError(code, os.strerror(code))
+    return _NoSpaceError(error, f"more than {size:,}") if code in _FULL else error
+
+
+def _sort_metadata(path: Path) -> None:
+    """Brings the metadata of a safetensors file into the order of its names.
+
+    The library's own order is that of a hash map, which changes from process to process, and it has
+    no option for it. The length of the header stays, and with it all that follows.
+    """
+    with open(path, "rb+") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        if len(text) > length:
+            raise OSError(f"{path}: the header of safetensors is not compact JSON")
+        file.seek(8)
+        file.write(text.ljust(length))
+
+
+def write_torch(path: str | os.PathLike, value: Any) -> None:
+    """Writes a torch file; the same value gives the same bytes, whatever the file is called."""
+    with atomic_write(path) as temporary:
+        with open(temporary, "wb", buffering=0) as file:
+            # Given a name, torch would write it into the archive.
+            sink = _Sink(file)
+            torch.save(value, sink)
+        if sink.error is not None:
+            raise (
+                sink.error
+                if sink.error.errno not in _FULL
+                else _NoSpaceError(sink.error, f"{sink.size:,}")
+            )
+
+
+class _Sink:
+    """A file for torch.save; after an error it writes nothing more, and counts on.
+
+    torch's own error of a full disk says neither that nor how much room is needed.
+    """
+
+    def __init__(self, file: io.RawIOBase):
+        self.file, self.size = file, 0
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Writes all of `data`; returns its bytes."""
+        view = memoryview(data).cast("B")
+        self.size += view.nbytes
+        rest = view
+        try:
+            while rest and self.error is None:
+                rest = rest[self.file.write(rest) :]
+        except OSError as error:
+            self.error = error
+        return view.nbytes
+
+    def flush(self) -> None:
+        """Does nothing: nothing is held back."""
+
+
+def write_wrapped_tensors(
+    path: str | os.PathLike, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> None:
+    """Writes a torch file as the release's GPT-2 scripts do: tensors under ``model_state_dict``.
+
+    The metadata, a second entry beside it, is what safetensors would carry.
+    """
+    write_torch(path, {"model_state_dict": _copies(tensors), "metadata": dict(metadata)})
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies, because a view would take the whole storage that it looks at into the file."""
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+
+
+def read_tensors(
+    path: str | os.PathLike, verify: bool = False
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a safetensors or torch file, on the CPU, and the file's metadata.
+
+    The tensors are mapped from the file, not copied: memory is taken as they are touched. Those of
+    a torch file may be wrapped, as `write_wrapped_tensors` does it.
+
+    Args:
+        path: the file.
+        verify: compare the checksums of a torch archive, which reads all of it.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or holds something else than tensors.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such checkpoint file")
+    try:
+        if is_safetensors(path):
+            with safe_open(path, framework="pt", device="cpu") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+        # Only torch's zip format can be mapped; the older one is a plain pickle.
+        is_archive = zipfile.is_zipfile(path)
+        if verify and is_archive:
+            _verify_archive(path)
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path}: damaged, or holds more than tensors, which is not loaded for safety"
+        ) from error
+    except Exception as error:
+        # A damaged pickle makes torch raise errors of any kind.
+        message = f"{path}: damaged or not a checkpoint ({first_line(error)})"
+        raise CheckpointError(message) from error
+    metadata = {}
+    if isinstance(tensors, Mapping) and isinstance(tensors.get("model_state_dict"), Mapping):
+        metadata = tensors.get("metadata", {})
+        tensors = tensors["model_state_dict"]
+    if not isinstance(tensors, Mapping) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) and _is_held(tensor)
+        for name, tensor in tensors.items()
+    ):
+        raise CheckpointError(f"{path}: holds something else than named tensors")
+    if not isinstance(metadata, Mapping):
+        raise CheckpointError(f"{path}: its metadata is damaged (not a mapping)")
+    return dict(tensors), dict(metadata)
+
+
+def _verify_archive(path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise ValueError(f"the checksum of {damaged} is wrong")
+
+
+def _is_held(tensor: Tensor) -> bool:
+    """Whether each of a tensor's values is in the file: none is repeated, sparse or absent."""
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+        return False
+    return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
+
+
+def same_tensor(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are of one dtype and shape, and equal."""
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether the file starts as safetensors do: eight bytes of header length, then ``{``."""
+    with open(path, "rb") as file:
+        return path.suffix == ".safetensors" or file.read(9)[8:] == b"{"

@@ -1,0 +1,1 @@
+"""Many adapters beside one base."""

@@ -1,0 +1,1 @@
+"""What both training loops stand on: processes, locks, precision, the optimizer."""
