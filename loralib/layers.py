@@ -41,12 +41,13 @@ the bias stay in float32: those are cast as they are used, and get their gradien
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .functional import Delta, merge
 from .nn.dropout import Dropout
 
 
@@ -74,16 +75,15 @@ class LoRALayer:
     lora_A: nn.Parameter
     lora_B: nn.Parameter
 
-    # Where the update goes: given a weight, yields 2-D views of it, each with the B and the A whose
-    # scaled product is added to it. Each kind of layer has its own.
-    _updates: Callable[[Tensor], Iterator[tuple[Tensor, Tensor, Tensor]]]
+    # The first row of each slice of the output that is updated.
+    _starts: tuple[int, ...] = (0,)
 
     def __init__(self, r: int, lora_alpha: float, lora_dropout: float, merge_weights: bool):
         if not isinstance(r, int) or isinstance(r, bool) or r < 0:
             raise ValueError(f"r, the rank, must be an integer of at least 0, got {r!r}")
         self.r = r
         self.lora_alpha = lora_alpha
-        self.scaling = lora_alpha / r if r > 0 else 0.0
+        self.scaling = Delta.scale(lora_alpha, r)
         self.lora_dropout = nn.Identity() if lora_dropout == 0 else Dropout(lora_dropout)
         self.merge_weights = merge_weights
         self.merged = False
@@ -101,9 +101,17 @@ class LoRALayer:
         self._merged_copy = None
         return self
 
-    def plain(self) -> nn.Module:
-        """A plain PyTorch layer with the update folded into its weight; see `loralib.merge`."""
-        raise TypeError(f"{type(self).__name__} has no plain() that folds its update")
+    def merged_layer(self) -> nn.Module:
+        """A plain PyTorch layer with the update merged into its weight; see `loralib.merge`."""
+        raise TypeError(f"{type(self).__name__} has no merged_layer() that merges its update")
+
+    def _delta(self) -> Delta:
+        """The low-rank update, see functional.py."""
+        return Delta(self.lora_A, self.lora_B, self.scaling, self._starts)
+
+    def _as_matrix(self, weight: Tensor) -> Tensor:
+        """A view of the weight as the (out, in) that the update is added to."""
+        raise NotImplementedError
 
     def _add_lora_parameters(self, shape_A: tuple[int, int], shape_B: tuple[int, int]) -> None:
         """Creates lora_A and lora_B, empty, like the base weight, and freezes that."""
@@ -118,15 +126,9 @@ class LoRALayer:
             nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
             nn.init.zeros_(self.lora_B)
 
-    @torch.no_grad()
-    def _fold(self) -> Tensor:
-        """W + scaling · B A, summed in float32 or wider, in W's dtype."""
-        weight = self.base.weight
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        total = weight.to(wide, copy=True, memory_format=torch.contiguous_format)
-        for view, B, A in self._updates(total):
-            view.addmm_(B.to(wide), A.to(wide), alpha=self.scaling)
-        return total.to(weight.dtype)
+    def _merge(self) -> Tensor:
+        """The weight with the update merged into it."""
+        return merge(self.base.weight, self._delta(), self._as_matrix)
 
     def _merged_weight(self) -> Tensor | None:
         """The merged copy of the weight, or None where the low-rank branch has to be computed."""
@@ -142,7 +144,7 @@ class LoRALayer:
         if self._merged_copy is None or self._merged_copy[0] != stamp:
             with torch.inference_mode(False):
                 # The aliases keep the sources' addresses from being given to other tensors.
-                self._merged_copy = (stamp, [t.detach() for t in sources], self._fold())
+                self._merged_copy = (stamp, [t.detach() for t in sources], self._merge())
         return self._merged_copy[2]
 
     def _apply(self, *args, **kwargs):
@@ -168,75 +170,6 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if tensor is None else tensor.to(dtype)
-
-
-def _groups(starts: Sequence[int], lora_B: Tensor) -> Iterator[tuple[slice, slice, slice]]:
-    """For each updated slice: its output columns, its rows of A (columns of A x), its rows of B."""
-    width, rank = lora_B.shape[0] // len(starts), lora_B.shape[1]
-    for i, start in enumerate(starts):
-        yield (
-            slice(start, start + width),
-            slice(i * rank, (i + 1) * rank),
-            slice(i * width, (i + 1) * width),
-        )
-
-
-class _LowRankLinear(torch.autograd.Function):
-    """x W^T + b with scaling · (A x) B^T added in place to slices of it.
-
-    Written by hand because autograd copies the whole gradient for every sum into a slice, and holds
-    both branches' full-size gradients of x before it adds them.
-
-    Arguments of `apply`: x (rows, in); the same after dropout, or None if there is none; W (out,
-    in); bias (out) or None; lora_A, lora_B; the scaling; where each updated slice of the output
-    starts. All tensors are of one dtype.
-    """
-
-    @staticmethod
-    def forward(ctx, x, dropped, weight, bias, lora_A, lora_B, scaling, starts):
-        out = F.linear(x, weight, bias)
-        z = F.linear(x if dropped is None else dropped, lora_A).mul_(scaling)
-        for columns, of_z, of_B in _groups(starts, lora_B):
-            out[:, columns].addmm_(z[:, of_z], lora_B[of_B].t())
-        x_is_needed = dropped is None or ctx.needs_input_grad[2]
-        ctx.save_for_backward(x if x_is_needed else None, dropped, weight, lora_A, lora_B, z)
-        ctx.scaling, ctx.starts = scaling, starts
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, dropped, weight, lora_A, lora_B, z = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        groups = list(_groups(ctx.starts, lora_B))
-        lora_input = x if dropped is None else dropped
-        if torch.is_grad_enabled():  # to be differentiated again: z has to depend on its inputs
-            z = F.linear(lora_input, lora_A) * ctx.scaling
-        # On CPUs these products take half the time or less in the layouts chosen here.
-        grad_z = ctx.scaling * torch.cat(
-            [
-                F.linear(grad[:, columns], lora_B[of_B].t().contiguous())
-                for columns, _, of_B in groups
-            ],
-            dim=1,
-        )
-        grad_x = grad_dropped = grad_weight = grad_bias = grad_A = grad_B = None
-        if needs[0]:
-            grad_x = grad @ weight
-            if dropped is None:
-                grad_x.addmm_(grad_z, lora_A)
-        if needs[1]:
-            grad_dropped = grad_z @ lora_A
-        if needs[2]:
-            grad_weight = grad.t() @ x
-        if needs[3]:
-            grad_bias = grad.sum(0)
-        if needs[4]:
-            grad_A = grad_z.t() @ lora_input
-        if needs[5]:
-            grad_B = torch.cat(
-                [(z[:, of_z].t() @ grad[:, columns]).t() for columns, of_z, _ in groups]
-            )
-        return grad_x, grad_dropped, grad_weight, grad_bias, grad_A, grad_B, None, None
 
 
 class _SlicedLinear(LoRALayer, nn.Linear):
@@ -285,46 +218,42 @@ class _SlicedLinear(LoRALayer, nn.Linear):
             self._transpose_weight()
         self.reset_lora_parameters()
 
-    def _out_in(self, weight: Tensor) -> Tensor:
+    def _as_matrix(self, weight: Tensor) -> Tensor:
         """The weight as (out, in), however it is held."""
         return weight.t() if self.fan_in_fan_out else weight
-
-    def _updates(self, weight: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        for columns, of_z, of_B in _groups(self._starts, self.lora_B):
-            yield self._out_in(weight)[columns], self.lora_B[of_B], self.lora_A[of_z]
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, in_features) -> (…, out_features)."""
         if self.r == 0:
-            return F.linear(x, self._out_in(self.weight), self.bias)
+            return F.linear(x, self._as_matrix(self.weight), self.bias)
         dtype = _compute_dtype(x)
         merged = self._merged_weight()
         if merged is not None:
-            weight, bias = self._out_in(merged).to(dtype), _cast(self.bias, dtype)
+            weight, bias = self._as_matrix(merged).to(dtype), _cast(self.bias, dtype)
             return F.linear(x.to(dtype), weight, bias)
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
         dropped = self.lora_dropout(rows)
-        out = _LowRankLinear.apply(
-            rows,
-            None if dropped is rows else dropped,
-            self._out_in(self.weight).to(dtype),
-            _cast(self.bias, dtype),
-            self.lora_A.to(dtype),
-            self.lora_B.to(dtype),
-            self.scaling,
-            self._starts,
+        out = (
+            self._delta()
+            .to(dtype)
+            .linear(
+                rows,
+                None if dropped is rows else dropped,
+                self._as_matrix(self.weight).to(dtype),
+                _cast(self.bias, dtype),
+            )
         )
         return out.view(*x.shape[:-1], self.out_features)
 
-    def plain(self) -> nn.Linear:
-        """An `nn.Linear` with the update folded into its weight, (out, in) in any case."""
+    def merged_layer(self) -> nn.Linear:
+        """An `nn.Linear` with the update merged into its weight, (out, in) in any case."""
         layer = nn.Linear(
             self.in_features, self.out_features, bias=self.bias is not None, device="meta"
         )
         if self.r > 0 or self.fan_in_fan_out:
-            weight = self._fold() if self.r > 0 else self.weight.detach()
+            weight = self._merge() if self.r > 0 else self.weight.detach()
             layer.weight = nn.Parameter(
-                self._out_in(weight).contiguous(), requires_grad=self.weight.requires_grad
+                self._as_matrix(weight).contiguous(), requires_grad=self.weight.requires_grad
             )
         else:
             layer.weight = self.weight
@@ -492,8 +421,8 @@ class Embedding(LoRALayer, nn.Embedding):
         nn.Embedding.reset_parameters(self)
         self.reset_lora_parameters()
 
-    def _updates(self, weight: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        yield weight.t(), self.lora_B, self.lora_A
+    def _as_matrix(self, weight: Tensor) -> Tensor:
+        return weight.t()
 
     def _rows(self, ids: Tensor, weight: Tensor, sparse: bool) -> Tensor:
         return F.embedding(
@@ -510,11 +439,11 @@ class Embedding(LoRALayer, nn.Embedding):
         ids = x.flatten()
         out = self._rows(ids, self.weight, self.sparse)
         z = self._rows(ids, self.lora_A.t(), sparse=False)
-        out.addmm_(z.to(out.dtype), self.lora_B.t().to(out.dtype), alpha=self.scaling)
+        self._delta().to(out.dtype).expand_into(out, z.to(out.dtype))
         return out.view(*x.shape, self.embedding_dim)
 
-    def plain(self) -> nn.Embedding:
-        """An `nn.Embedding` with the update folded into its weight."""
+    def merged_layer(self) -> nn.Embedding:
+        """An `nn.Embedding` with the update merged into its weight."""
         layer = nn.Embedding(
             self.num_embeddings,
             self.embedding_dim,
@@ -526,7 +455,7 @@ class Embedding(LoRALayer, nn.Embedding):
             device="meta",
         )
         if self.r > 0:
-            layer.weight = nn.Parameter(self._fold(), requires_grad=self.weight.requires_grad)
+            layer.weight = nn.Parameter(self._merge(), requires_grad=self.weight.requires_grad)
         else:
             layer.weight = self.weight
         return layer.train(self.training)
@@ -597,8 +526,8 @@ class _ConvNd(LoRALayer, nn.Module):
         self.conv.reset_parameters()
         self.reset_lora_parameters()
 
-    def _updates(self, weight: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        yield weight.view(len(self.lora_B), -1), self.lora_B, self.lora_A
+    def _as_matrix(self, weight: Tensor) -> Tensor:
+        return weight.view(len(self.lora_B), -1)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, in_channels, …) -> (batch, out_channels, …)."""
@@ -609,17 +538,17 @@ class _ConvNd(LoRALayer, nn.Module):
         merged = self._merged_weight()
         if merged is not None:
             return self.conv._conv_forward(x, merged.to(dtype), bias)
-        weight, A, B = (t.to(dtype) for t in (self.conv.weight, self.lora_A, self.lora_B))
+        weight, delta = self.conv.weight.to(dtype), self._delta().to(dtype)
         dropped = self.lora_dropout(x)
         if dropped is x:
-            kernel = torch.addmm(weight.reshape(len(B), -1), B, A, alpha=self.scaling)
+            kernel = delta.merge_(weight.reshape(len(self.lora_B), -1).clone())
             return self.conv._conv_forward(x, kernel.view(weight.shape), bias)
         out = self.conv._conv_forward(x, weight, bias)
-        kernel = (self.scaling * B) @ A
-        return out.add_(self.conv._conv_forward(dropped, kernel.view(weight.shape), None))
+        kernel = delta.product().view(weight.shape)
+        return out.add_(self.conv._conv_forward(dropped, kernel, None))
 
-    def plain(self) -> nn.Module:
-        """The plain convolution with the update folded into its weight."""
+    def merged_layer(self) -> nn.Module:
+        """The plain convolution with the update merged into its weight."""
         conv = self.conv
         layer = self._plain_class(
             conv.in_channels,
@@ -634,7 +563,7 @@ class _ConvNd(LoRALayer, nn.Module):
             device="meta",
         )
         if self.r > 0:
-            layer.weight = nn.Parameter(self._fold(), requires_grad=conv.weight.requires_grad)
+            layer.weight = nn.Parameter(self._merge(), requires_grad=conv.weight.requires_grad)
         else:
             layer.weight = conv.weight
         layer.bias = conv.bias

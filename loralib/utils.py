@@ -1,4 +1,4 @@
-"""What to train, what to save, and how to fold an update into its weight for good."""
+"""What to train, what to save, and how to merge an update into its weight for good."""
 
 import logging
 
@@ -72,7 +72,7 @@ def lora_state_dict(model: nn.Module, bias: str = "none") -> dict[str, Tensor]:
 
 
 def merge(module: nn.Module) -> nn.Module:
-    """Folds low-rank updates into their weights for good: plain PyTorch layers, for export.
+    """Merges low-rank updates into their weights for good: plain PyTorch layers, for export.
 
     The sums are computed in float32 or wider and rounded once, to the weight's dtype. A frozen
     weight itself keeps its bits: the plain layer gets a weight of its own, (out, in) even if the
@@ -89,18 +89,18 @@ def merge(module: nn.Module) -> nn.Module:
         The plain layer; or the model.
 
     Raises:
-        TypeError: a `LoRALayer` of another package's making does not say how to fold it.
+        TypeError: a `LoRALayer` of another package's making does not say how to merge it.
     """
     if isinstance(module, LoRALayer):
-        return module.plain()
+        return module.merged_layer()
     layers = {
         name: layer
         for name, layer in module.named_modules(remove_duplicate=False)
         if isinstance(layer, LoRALayer)
     }
-    plain = {layer: layer.plain() for layer in set(layers.values())}
+    merged = {layer: layer.merged_layer() for layer in set(layers.values())}
     if lora_reaches_positions(module) is False:
         unshare_positions(module, layers)
     for name, layer in layers.items():
-        module.set_submodule(name, plain[layer])
+        module.set_submodule(name, merged[layer])
     return module

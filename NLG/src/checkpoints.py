@@ -129,7 +129,7 @@ def _has_layers(adapter: Adapter) -> bool:
     modules = deltas_of(adapter)
     if adapter.metadata.bias != "none" or not all(name.endswith(".c_attn") for name in modules):
         return False
-    return all(len(update.parts) == 2 for update in modules.values())
+    return all(len(update.starts) == 2 for update in modules.values())
 
 
 def _check_not_lora_alone(base: Base) -> None:

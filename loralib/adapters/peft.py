@@ -32,10 +32,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import CheckpointError, first_line
+from ..functional import Delta
 from ..io.atomic import atomic_write_folder
 from ..io.tensors import same_tensor, write_tensors
 from .adapter import BACKBONE_PREFIXES, Adapter, base_biases, lora_metadata
-from .deltas import Delta, deltas_of, enabled_slices, lora_pairs, rank_of
+from .deltas import deltas_of, enabled_slices, lora_pairs, rank_of
 from .metadata import LoraMetadata, is_alpha, is_dropout, is_rank
 
 CONFIG_NAME = "adapter_config.json"
@@ -280,7 +281,7 @@ def _normalized(
     evened = dict(tensors)
     for module, (A, B) in pairs.items():
         missing = rank - ranks[module]
-        factor = (alphas[module] / ranks[module]) / (alpha / rank)
+        factor = Delta.scale(alphas[module], ranks[module]) / Delta.scale(alpha, rank)
         # Half precision would round the products.
         evened[f"{module}.lora_A"] = F.pad(A.float(), (0, 0, 0, missing))
         evened[f"{module}.lora_B"] = F.pad(B.float() * factor, (0, missing))
@@ -358,7 +359,7 @@ def tensors_of(adapter: Adapter) -> tuple[dict[str, Tensor], list[str]]:
     named, all_updates = {}, deltas_of(adapter)
     _check_same_kind(adapter, all_updates)
     for module, update in all_updates.items():
-        named[f"{PREFIX}{module}.lora_A.weight"] = torch.cat([part.A for part in update.parts])
+        named[f"{PREFIX}{module}.lora_A.weight"] = update.A
         named[f"{PREFIX}{module}.lora_B.weight"] = _whole_B(update)
     for name, tensor in adapter.tensors.items():
         module, _, last = name.rpartition(".")
@@ -376,11 +377,11 @@ def tensors_of(adapter: Adapter) -> tuple[dict[str, Tensor], list[str]]:
 
 
 def _stacked_parts(all_updates: Mapping[str, Delta]) -> int:
-    return max(len(update.parts) for update in all_updates.values())
+    return max(len(update.starts) for update in all_updates.values())
 
 
 def _check_same_kind(adapter: Adapter, all_updates: Mapping[str, Delta]) -> None:
-    if len({len(update.parts) for update in all_updates.values()}) > 1:
+    if len({len(update.starts) for update in all_updates.values()}) > 1:
         raise CheckpointError(
             f"{adapter.source}: has stacked updates and others, which have several ranks in PEFT's "
             "format; that is not supported"
@@ -395,12 +396,11 @@ def _check_same_kind(adapter: Adapter, all_updates: Mapping[str, Delta]) -> None
 
 
 def _whole_B(update: Delta) -> Tensor:
-    if len(update.parts) == 1:
-        return update.parts[0].B
-    rank = update.parts[0].B.shape[1]
-    whole = update.parts[0].B.new_zeros(update.out_features, rank * len(update.parts))
-    for block, part in enumerate(update.parts):
-        whole[part.columns, block * rank : (block + 1) * rank] = part.B
+    if len(update.starts) == 1:
+        return update.B
+    whole = update.B.new_zeros(update.out_features, len(update.A))
+    for block in update.blocks():
+        whole[block.columns, block.rows] = block.B
     return whole
 
 

@@ -172,42 +172,33 @@ class AdapterBank:
 # ---- an adapter, ready for use ----
 
 
-class _LowRank:
-    """An update on its module's device.
+class _DeviceDelta:
+    """A delta on its module's device.
 
     Args:
-        update: its tensors and scaling.
+        delta: as the adapter holds it.
         device: the module's.
         positions: whether it reaches positions that the module projects as well.
     """
 
-    def __init__(self, update: Delta, device: torch.device, positions: bool):
-        self.scaling = update.scaling
+    def __init__(self, delta: Delta, device: torch.device, positions: bool):
         self.positions = positions
-        self.columns = [part.columns for part in update.parts]
-        # Copies, because a file's tensors are mapped from it, and others' may be written to.
-        self.pairs = [(_copy(part.A, device), _copy(part.B, device)) for part in update.parts]
-        self._cast: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+        wide = torch.promote_types(delta.A.dtype, torch.float32)
+        # A copy, because a file's tensors are mapped from it, and others' may be written to.
+        self._delta = delta.to(device, wide, copy=True)
+        self._cast: dict[torch.dtype, Delta] = {}
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
-        """out += scaling · B A x, in place; x (…, in), out (…, out_features), contiguous."""
+        """out += s · B A x, in place; x (…, in), out (…, out_features), contiguous."""
         x = x.reshape(-1, x.shape[-1]).to(out.dtype)
-        out = out.view(-1, out.shape[-1])
-        for columns, (A, B) in zip(self.columns, self._pairs_in(out.dtype), strict=True):
-            out[:, columns].addmm_(F.linear(x, A), B.t(), alpha=self.scaling)
+        self._in(out.dtype).add_to(out.view(-1, out.shape[-1]), x)
 
-    def _pairs_in(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-        """The pairs (A, B), cast once for each dtype that is asked for."""
+    def _in(self, dtype: torch.dtype) -> Delta:
+        """The delta, cast once for each dtype that is asked for."""
         if dtype not in self._cast:
             with torch.inference_mode(False):
-                self._cast[dtype] = [(A.to(dtype), B.to(dtype)) for A, B in self.pairs]
+                self._cast[dtype] = self._delta.to(dtype)
         return self._cast[dtype]
-
-
-def _copy(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of one's own, in float32 or wider."""
-    dtype = torch.promote_types(tensor.dtype, torch.float32)
-    return tensor.detach().to(device, dtype, copy=True)
 
 
 @dataclass(frozen=True)
@@ -220,7 +211,7 @@ class _Loaded:
         labels: what the head's outputs stand for; () without a head.
     """
 
-    updates: Mapping[str, _LowRank]
+    updates: Mapping[str, _DeviceDelta]
     heads: Mapping[str, nn.Module]
     labels: tuple[str, ...]
 
@@ -260,7 +251,7 @@ def _load(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) -> _
     }
     positions = adapter.metadata.positions is not False
     low_rank = {
-        name: _LowRank(update, module.weight.device, positions)
+        name: _DeviceDelta(update, module.weight.device, positions)
         for name, (module, update) in modules.items()
     }
     return _Loaded(low_rank, heads, _labels(adapter, tensors.get(f"{last}.weight")))

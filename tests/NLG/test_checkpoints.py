@@ -478,7 +478,7 @@ def test_another_base(tmp_path, lora_path):
 BAD_LORA = {
     "lacks one": (
         lambda: without(draw_lora(), "module.transformer.h.1.attn.c_attn.lora_A"),
-        ["lacks transformer.h.1.attn.c_attn.lora_A, the other half of an update"],
+        ["lacks transformer.h.1.attn.c_attn.lora_A, the other half of a pair"],
     ),
     "of a deeper model": (
         lambda: draw_lora(blocks=3),
@@ -490,7 +490,7 @@ BAD_LORA = {
     ),
     "of another module": (
         lambda: {n.replace("c_attn", "c_proj"): t for n, t in draw_lora().items()},
-        ["attn.c_proj has 2 stacked updates, and it is not known which slices"],
+        ["attn.c_proj has 2 stacked blocks, and it is unknown which slices"],
     ),
     "nan": (
         lambda: not_finite(draw_lora(), f"module.{LORA_A}", float("nan")),

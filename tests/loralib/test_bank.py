@@ -24,7 +24,7 @@ from loralib.adapters.metadata import BiasMetadata, BottleneckMetadata, LoraMeta
 from loralib.errors import CheckpointError
 from loralib.nn.packing import PackedRows, attend
 from loralib.nn.routing import Routing, for_each_segment, in_effect
-from loralib.serving.bank import _LowRank
+from loralib.serving.bank import _DeviceDelta
 
 WIDTH = 8
 # Of the sums that follow one another: two layers of four products, one of them with an update,
@@ -416,8 +416,8 @@ def test_casts_are_made_once_and_may_be_recorded_later(bank, model, model_class)
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), bank.use("a"):
         expected = model(**batch)
     low_rank = bank._adapters["a"].updates[LAYER[model_class]]
-    assert isinstance(low_rank, _LowRank)
-    assert low_rank._pairs_in(torch.bfloat16) is low_rank._pairs_in(torch.bfloat16)
+    assert isinstance(low_rank, _DeviceDelta)
+    assert low_rank._in(torch.bfloat16) is low_rank._in(torch.bfloat16)
     with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16), bank.use("a"):
         logits = model(**batch)
         logits.sum().backward()
@@ -776,7 +776,10 @@ def test_slices_that_are_not_updated_keep_their_bits():
     plain = layer(x).chunk(3, dim=1)
     assert torch.equal(key, plain[1])
     for part, ours, theirs in zip(
-        deltas_of(adapter)[LAYER[Packed]].parts, (query, value), (plain[0], plain[2]), strict=True
+        deltas_of(adapter)[LAYER[Packed]].blocks(),
+        (query, value),
+        (plain[0], plain[2]),
+        strict=True,
     ):
         close(ours, theirs + 8 / 2 * x @ part.A.T @ part.B.T)
 

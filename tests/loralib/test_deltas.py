@@ -139,8 +139,8 @@ def test_stacked_updates(layer, inputs):
     A, B = pair(8, inputs, stacked=2)
     adapter = adapter_for(C_ATTN, A, B)
     update = deltas_of(adapter)[C_ATTN]
-    assert [part.start for part in update.parts] == [0, 8]
-    assert [part.columns for part in update.parts] == [slice(0, 4), slice(8, 12)]
+    assert update.starts == (0, 8)
+    assert [block.columns for block in update.blocks()] == [slice(0, 4), slice(8, 12)]
     assert (update.out_features, update.in_features) == (12, inputs)
     assert update.scaling == ALPHA / RANK
     x = torch.randn(3, inputs)
@@ -169,7 +169,7 @@ def test_an_update_of_all_of_c_attn():
     model = below_gpt2(drawn(Conv1D(5, 12)))
     A, B = pair(12, 5)
     update = deltas_of(adapter_for(C_ATTN, A, B))[C_ATTN]
-    assert [(part.start, len(part.B)) for part in update.parts] == [(0, 12)]
+    assert (update.starts, len(update.B)) == ((0,), 12)
     before = model.get_submodule(C_ATTN).weight.detach()
     merge_into(model, adapter_for(C_ATTN, A, B))
     expected = before + ALPHA / RANK * (B @ A).t()
@@ -305,26 +305,26 @@ def named(module: str, rows: int = 4, columns: int = 4, **arguments) -> dict[str
 
 FAILING = {
     "alpha": (replace(many(), metadata=None), ["--lora_alpha"]),
-    "unknown module": (many(**named("zz")), ["no zz to take an update"]),
+    "unknown module": (many(**named("zz")), ["no zz to be adapted"]),
     "deep unknown module": (many(**named("query__weight__zz")), ["query.weight.zz"]),
     "a parameter": (many(**named("query__weight")), ["query.weight"]),
-    "no linear": (many(**named("norm")), ["norm is no linear layer"]),
-    "an embedding": (many(**named("words", 4, 9)), ["words is no linear layer"]),
-    "a container": (many(**named("transformer")), ["transformer is no linear layer"]),
-    "a convolution": (many(**named("conv")), ["conv is no linear layer"]),
+    "no linear": (many(**named("norm")), ["norm is not a linear layer"]),
+    "an embedding": (many(**named("words", 4, 9)), ["words is not a linear layer"]),
+    "a container": (many(**named("transformer")), ["transformer is not a linear layer"]),
+    "a convolution": (many(**named("conv")), ["conv is not a linear layer"]),
     "another width": (many(**named("value", 4, 5)), ["value is (4, 5)", "(4, 4)", "base"]),
     "another height": (many(**named("value", 5, 4)), ["value is (5, 4)", "(4, 4)", "base"]),
     "turned": (many(**named("wide", 6, 4)), ["wide is (6, 4)", "(4, 6)"]),
     "turned Conv1D": (many(**named("conv1d", 4, 6)), ["conv1d is (4, 6)", "(6, 4)"]),
     "two ranks": (many(**named("value", rank=1)), ["2 ranks", "1 (value)", "2 (query)"]),
-    "stacked": (many(**named("value", stacked=2)), ["value has 2 stacked updates"]),
+    "stacked": (many(**named("value", stacked=2)), ["value has 2 stacked blocks"]),
     "stacked thrice": (
         many(**named("transformer__h__0__attn__c_attn", 9, stacked=3)),
-        ["transformer.h.0.attn.c_attn has 3 stacked updates"],
+        ["transformer.h.0.attn.c_attn has 3 stacked blocks"],
     ),
     "no halves": (
         many(**named("transformer__h__0__attn__c_attn", 7, stacked=2)),
-        ["transformer.h.0.attn.c_attn has 2 stacked updates"],
+        ["transformer.h.0.attn.c_attn has 2 stacked blocks"],
     ),
     "no A": (many(value__lora_B=GOOD[1]), ["lacks value.lora_A"]),
     "no B": (many(value__lora_A=GOOD[0]), ["lacks value.lora_B"]),
@@ -448,7 +448,7 @@ def test_updated_modules():
         "query": model["query"],
         "transformer.h.0.attn.c_attn": model.get_submodule(C_ATTN),
     }
-    assert [len(update.parts) for _, update in found.values()] in ([1, 2], [2, 1])
+    assert [len(update.starts) for _, update in found.values()] in ([1, 2], [2, 1])
     assert linear_module(model, C_ATTN, "lora file") is model.get_submodule(C_ATTN)
 
 

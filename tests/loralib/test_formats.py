@@ -109,7 +109,7 @@ def test_the_releases_form_for_gpt2(tmp_path, prefix, wrapped, head):
     assert_same_bits(adapter.tensors, tensors)
     assert adapter.format == "release"
     assert adapter.metadata == LoraMetadata(rank=2, alpha=3, targets=("c_attn",))
-    assert {len(update.parts) for update in deltas_of(adapter).values()} == {2}
+    assert {len(update.starts) for update in deltas_of(adapter).values()} == {2}
 
 
 @pytest.mark.parametrize("given", ["folder", "config", "weights"])
@@ -189,7 +189,7 @@ def test_a_users_stacked_updates_stay_as_they_are(tmp_path):
     refused(
         lambda: write_adapter(tmp_path / "out", adapter, "peft"),
         adapter.source,
-        "qkv has 2 stacked updates",
+        "qkv has 2 stacked blocks",
     )
     assert not (tmp_path / "out").exists()
 
