@@ -15,9 +15,11 @@ blocks are stacked (GPT-2's query, key and value, of which query and value are a
                                                                   '---------------'
 
 Layers, merging, banks and conversions all ask a `Delta` for what they compute. A variant of the
-update is a subclass of it, with another `scale`, `linear`, `add_to` or `merge_`.
+update is a subclass with methods of its own, and a name in `VARIANTS`, by which layers, metadata
+and conversions know it.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -132,6 +134,33 @@ class Delta:
             part = weight if len(block.B) == len(weight) else weight[block.columns]
             part.addmm_(block.B, block.A, alpha=self.scaling)
         return weight
+
+
+class RankStabilizedDelta(Delta):
+    """rsLoRA: s = alpha / √r, by which gradients keep their size at high ranks.
+
+    Source: "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA" (Kalajdzievski, 2023),
+    arXiv:2312.03732, theorem 3.2.
+    """
+
+    @staticmethod
+    def scale(alpha: float, rank: int) -> float:
+        """s = alpha / √r; 0 without an update."""
+        return alpha / math.sqrt(rank) if rank > 0 else 0.0
+
+
+VARIANTS: dict[str, type[Delta]] = {"lora": Delta, "rslora": RankStabilizedDelta}
+
+
+def variant_of(name: str) -> type[Delta]:
+    """The variant of this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in VARIANTS:
+        raise ValueError(f"unknown variant '{name}' of LoRA (known: {', '.join(VARIANTS)})")
+    return VARIANTS[name]
 
 
 @torch.no_grad()

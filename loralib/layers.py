@@ -1,4 +1,4 @@
-r"""LoRA layers: plain PyTorch layers with a trainable low-rank update beside a frozen weight.
+r"""LoRA layers: plain PyTorch layers with a trainable low-rank update of a frozen weight.
 
     "LoRA: Low-Rank Adaptation of Large Language Models" (Hu et al., 2021), section 4.1:
 
@@ -27,9 +27,9 @@ and updates some of them: A and B are stacks with one such pair for each updated
 The frozen weight is only read. In training mode (`layer.train()`) the right-hand branch is computed
 and added in place to the left-hand one's result. In evaluation mode (`layer.eval()`), unless
 `merge_weights=False`, one product with a merged copy W + (alpha / r) · B A takes the place of both;
-`layer.merged` tells which mode is in effect. The copy is no parameter and no buffer, so
+`layer.merged` tells which mode is in effect. The copy is neither parameter nor buffer, so
 `state_dict()` is the same in both modes. It takes as much memory as W, is made at the first forward
-that needs it, made again when the tensors it came from have changed, and let go by `train()`.
+that needs it, made again when the tensors it came from have changed, and dropped by `train()`.
 (Writes that PyTorch cannot see, through `parameter.data` in the middle of evaluation, take effect
 at the next `train()` or `eval()`.) Two cases take the right-hand branch in evaluation mode as well,
 with the same result to rounding: a forward that autograd records for the sake of A, B or W, because
@@ -47,7 +47,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .functional import Delta, merge
+from .functional import Delta, merge, variant_of
 from .nn.dropout import Dropout
 
 
@@ -61,16 +61,19 @@ class LoRALayer:
         lora_alpha: the update is scaled by lora_alpha / r.
         lora_dropout: probability that an element of the update's input is dropped in training.
         merge_weights: whether evaluation mode puts the merged weight into effect.
+        variant: of the update, a name in `loralib.functional.VARIANTS`; "lora" is the paper's.
 
     Attributes:
-        scaling: lora_alpha / r, or 0 without an update.
+        scaling: what B A is multiplied by: lora_alpha / r, or what the variant says.
         merged: whether the merged weight is in effect.
 
     Raises:
-        ValueError: r is not an integer or is negative; lora_dropout lies outside [0, 1].
+        ValueError: r is not an integer or is negative; lora_dropout lies outside [0, 1]; the
+            variant is unknown.
     """
 
     r: int = 0
+    variant: str = "lora"
     merged: bool = False
     lora_A: nn.Parameter
     lora_B: nn.Parameter
@@ -78,12 +81,20 @@ class LoRALayer:
     # The first row of each slice of the output that is updated.
     _starts: tuple[int, ...] = (0,)
 
-    def __init__(self, r: int, lora_alpha: float, lora_dropout: float, merge_weights: bool):
+    def __init__(
+        self,
+        r: int,
+        lora_alpha: float,
+        lora_dropout: float,
+        merge_weights: bool,
+        variant: str = "lora",
+    ):
         if not isinstance(r, int) or isinstance(r, bool) or r < 0:
             raise ValueError(f"r, the rank, must be an integer of at least 0, got {r!r}")
         self.r = r
         self.lora_alpha = lora_alpha
-        self.scaling = Delta.scale(lora_alpha, r)
+        self.variant = variant
+        self.scaling = variant_of(variant).scale(lora_alpha, r)
         self.lora_dropout = nn.Identity() if lora_dropout == 0 else Dropout(lora_dropout)
         self.merge_weights = merge_weights
         self.merged = False
@@ -107,7 +118,7 @@ class LoRALayer:
 
     def _delta(self) -> Delta:
         """The low-rank update, see functional.py."""
-        return Delta(self.lora_A, self.lora_B, self.scaling, self._starts)
+        return variant_of(self.variant)(self.lora_A, self.lora_B, self.scaling, self._starts)
 
     def _as_matrix(self, weight: Tensor) -> Tensor:
         """A view of the weight as the (out, in) that the update is added to."""
@@ -121,7 +132,7 @@ class LoRALayer:
         weight.requires_grad = False
 
     def reset_lora_parameters(self) -> None:
-        """A as a plain linear layer's weight is drawn, B zero: the update starts as zero."""
+        """Initializes A as a plain linear layer's weight is, B with zeros."""
         if self.r > 0:
             nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
             nn.init.zeros_(self.lora_B)
@@ -191,10 +202,11 @@ class _SlicedLinear(LoRALayer, nn.Linear):
         enabled: Sequence[bool],
         fan_in_fan_out: bool,
         merge_weights: bool,
+        variant: str,
         **kwargs,
     ):
         nn.Linear.__init__(self, in_features, out_features, **kwargs)
-        LoRALayer.__init__(self, r, lora_alpha, lora_dropout, merge_weights)
+        LoRALayer.__init__(self, r, lora_alpha, lora_dropout, merge_weights, variant)
         if r > 0:
             width = out_features // len(enabled)
             self._starts = tuple(i * width for i, on in enumerate(enabled) if on)
@@ -210,7 +222,7 @@ class _SlicedLinear(LoRALayer, nn.Linear):
         self.weight.data = self.weight.data.t().contiguous()
 
     def reset_parameters(self) -> None:
-        """Draws all parameters anew: W and b as `nn.Linear` does, A likewise, B zero."""
+        """Initializes all parameters: W and b as `nn.Linear` does, A likewise, B with zeros."""
         if self.fan_in_fan_out:
             self._transpose_weight()
         nn.Linear.reset_parameters(self)
@@ -272,6 +284,7 @@ class Linear(_SlicedLinear):
         lora_dropout: dropout on the update's input.
         fan_in_fan_out: `weight` is held as (in, out), as GPT-2's checkpoints hold it.
         merge_weights: evaluation mode computes with the merged weight.
+        variant: of the update, as for `LoRALayer`.
         **kwargs: for `nn.Linear` (bias, device, dtype).
 
     Shapes:
@@ -292,6 +305,8 @@ class Linear(_SlicedLinear):
         lora_dropout: float = 0.0,
         fan_in_fan_out: bool = False,
         merge_weights: bool = True,
+        *,
+        variant: str = "lora",
         **kwargs,
     ):
         super().__init__(
@@ -303,6 +318,7 @@ class Linear(_SlicedLinear):
             (True,),
             fan_in_fan_out,
             merge_weights,
+            variant,
             **kwargs,
         )
 
@@ -320,6 +336,7 @@ class MergedLinear(_SlicedLinear):
             [True, False, True] for the query and value of a transformer's (query, key, value).
         fan_in_fan_out: `weight` is held as (in, out), as GPT-2's checkpoints hold it.
         merge_weights: evaluation mode computes with the merged weight.
+        variant: of the update, as for `LoRALayer`.
         **kwargs: for `nn.Linear` (bias, device, dtype).
 
     Shapes:
@@ -327,7 +344,7 @@ class MergedLinear(_SlicedLinear):
         input (…, in), output (…, out).
 
     Raises:
-        ValueError: as for `Linear`; or out_features is no multiple of enable_lora's length, or
+        ValueError: as for `Linear`; or out_features is not a multiple of enable_lora's length, or
             r > 0 and no slice is enabled.
 
     Source: section 4.2 of the paper (which of a transformer's projections to adapt).
@@ -343,6 +360,8 @@ class MergedLinear(_SlicedLinear):
         enable_lora: Sequence[bool] = (False,),
         fan_in_fan_out: bool = False,
         merge_weights: bool = True,
+        *,
+        variant: str = "lora",
         **kwargs,
     ):
         enabled = [bool(on) for on in enable_lora]
@@ -362,6 +381,7 @@ class MergedLinear(_SlicedLinear):
             enabled,
             fan_in_fan_out,
             merge_weights,
+            variant,
             **kwargs,
         )
         self.enable_lora = enabled
@@ -376,6 +396,7 @@ class Embedding(LoRALayer, nn.Embedding):
         r: rank of the update; 0 makes this an `nn.Embedding`.
         lora_alpha: the update is scaled by lora_alpha / r.
         merge_weights: evaluation mode looks rows up in the merged weight.
+        variant: of the update, as for `LoRALayer`.
         **kwargs: for `nn.Embedding` (padding_idx, scale_grad_by_freq, sparse, device, dtype, …).
             The row at padding_idx gives A no gradient; sparse is for W's gradient, A's is dense.
 
@@ -395,10 +416,12 @@ class Embedding(LoRALayer, nn.Embedding):
         r: int = 0,
         lora_alpha: float = 1,
         merge_weights: bool = True,
+        *,
+        variant: str = "lora",
         **kwargs,
     ):
         nn.Embedding.__init__(self, num_embeddings, embedding_dim, **kwargs)
-        LoRALayer.__init__(self, r, lora_alpha, 0.0, merge_weights)
+        LoRALayer.__init__(self, r, lora_alpha, 0.0, merge_weights, variant)
         if r > 0:
             if self.max_norm is not None:
                 raise ValueError(
@@ -417,7 +440,7 @@ class Embedding(LoRALayer, nn.Embedding):
             nn.init.normal_(self.lora_B)
 
     def reset_parameters(self) -> None:
-        """Draws all parameters anew: W as `nn.Embedding` does, A zero, B standard normal."""
+        """Initializes all parameters: W as `nn.Embedding` does, A zero, B standard normal."""
         nn.Embedding.reset_parameters(self)
         self.reset_lora_parameters()
 
@@ -475,6 +498,7 @@ class _ConvNd(LoRALayer, nn.Module):
         lora_alpha: the update is scaled by lora_alpha / r.
         lora_dropout: dropout on the update's input. (0.1.2 takes it and does not apply it.)
         merge_weights: evaluation mode computes with the merged kernel.
+        variant: of the update, as for `LoRALayer`.
         **kwargs: for the plain convolution (stride, padding, dilation, groups, bias, padding_mode,
             device, dtype).
 
@@ -500,13 +524,15 @@ class _ConvNd(LoRALayer, nn.Module):
         lora_alpha: float = 1,
         lora_dropout: float = 0.0,
         merge_weights: bool = True,
+        *,
+        variant: str = "lora",
         **kwargs,
     ):
         if not isinstance(kernel_size, int):
             raise ValueError(f"kernel_size must be an integer, got {kernel_size!r}")
         nn.Module.__init__(self)
         self.conv = self._plain_class(in_channels, out_channels, kernel_size, **kwargs)
-        LoRALayer.__init__(self, r, lora_alpha, lora_dropout, merge_weights)
+        LoRALayer.__init__(self, r, lora_alpha, lora_dropout, merge_weights, variant)
         if r > 0:
             dimensions = self.conv.weight.dim() - 2
             out_rows = out_channels // self.conv.groups * kernel_size ** (dimensions - 1)
@@ -522,7 +548,7 @@ class _ConvNd(LoRALayer, nn.Module):
         return self.conv
 
     def reset_parameters(self) -> None:
-        """Draws all parameters anew: W and b as the plain convolution does, A likewise, B zero."""
+        """Initializes all parameters: W, b and A as the plain convolution does, B with zeros."""
         self.conv.reset_parameters()
         self.reset_lora_parameters()
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from loralib.functional import Delta, merge
+import loralib as lora
+from loralib.functional import VARIANTS, Delta, merge, variant_of
 
 WIDTH, RANK, INPUTS = 4, 3, 5
 # The updated slices' starts, and the size of the output.
@@ -38,9 +39,32 @@ def x():
     return torch.randn(7, INPUTS, dtype=torch.float64)
 
 
-def test_scaling():
-    assert Delta.scale(16, 8) == 2
-    assert Delta.scale(16, 0) == 0
+@pytest.mark.parametrize(
+    ("variant", "expected"), [("lora", 16 / 9), ("rslora", 16 / 3)], ids=lambda value: str(value)
+)
+def test_scaling(variant, expected):
+    assert variant_of(variant).scale(16, 9) == expected
+    assert variant_of(variant).scale(16, 0) == 0
+    layers = (
+        lora.Linear(4, 4, r=9, lora_alpha=16, variant=variant),
+        lora.MergedLinear(4, 4, r=9, lora_alpha=16, enable_lora=[True, False], variant=variant),
+        lora.Embedding(4, 4, r=9, lora_alpha=16, variant=variant),
+        lora.Conv2d(4, 4, 3, r=9, lora_alpha=16, variant=variant),
+    )
+    for layer in layers:
+        assert layer.scaling == expected
+        assert layer.variant == variant
+
+
+def test_every_variant_has_a_row_above():
+    """And starts from the paper's: what it does not change is tested below."""
+    assert VARIANTS.keys() == {"lora", "rslora"}
+    assert all(issubclass(variant, Delta) for variant in VARIANTS.values())
+
+
+def test_an_unknown_variant():
+    with pytest.raises(ValueError, match="unknown variant 'dora' of LoRA .known: lora, rslora"):
+        lora.Linear(4, 4, r=2, variant="dora")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
