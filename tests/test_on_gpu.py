@@ -52,7 +52,7 @@ def test_what_is_hidden_and_what_a_subprocess_sees(tmp_path, given, flags):
     (tmp_path / "conftest.py").write_text(Path(__file__).with_name("conftest.py").read_text())
     environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
     environment |= {} if given is None else {"CUDA_VISIBLE_DEVICES": given}
-    settings = ("-c", str(Path(__file__).parents[1] / "pytest.ini"), "--rootdir", str(tmp_path))
+    settings = ("-c", str(Path(__file__).parents[1] / "pyproject.toml"), "--rootdir", str(tmp_path))
     settings += ("-o", f"pythonpath={tmp_path}")
     result = run("-m", "pytest", *settings, *flags, str(tmp_path), environment=environment)
     assert result.returncode == 0, result.stdout

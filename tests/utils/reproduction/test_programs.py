@@ -1,0 +1,116 @@
+"""A run is carried out by its program: what is kept when it ends, fails or is interrupted."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from reproduction import programs
+from reproduction.runs import problem_of
+
+FINISHES = """mkdir -p {output} && echo '{{"all": {{"BLEU": 0.5}}}}' > {output}/scores.json"""
+
+
+@pytest.fixture
+def program(nlg, monkeypatch):
+    """Makes a shell script take the place of the recipes."""
+
+    def set_to(text: str) -> None:
+        def command(run):
+            return ["bash", "-c", text.format(output=run.output), "bash"], {"SEED": str(run.seed)}
+
+        monkeypatch.setattr(nlg, "command", command)
+
+    return set_to
+
+
+def test_a_run(nlg, run, program):
+    program(FINISHES + "; echo seed $SEED, port $MASTER_PORT, $(which python), flags $*")
+    run.folder.mkdir(parents=True)
+    run.error.write_text("of an earlier attempt")
+    programs.execute(nlg, run, ["--bf16", "a b"])
+    assert nlg.figures(run) == (50.0,)
+    assert problem_of(nlg, run) is None
+    assert not run.error.exists()
+    said = run.log.read_text()
+    assert said.startswith("seed 110, port ")
+    assert said.endswith(f"{Path(sys.executable).parent / 'python'}, flags --bf16 a b\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (
+            "echo 'gpt2_ft.py: error: no base'; echo 'a.b.ChildFailedError: '; echo ====; exit 1",
+            "gpt2_ft.py: error: no base",
+        ),
+        ("echo '  some last words'; echo '----'; exit 3", "some last words"),
+        ("exit 1", "it printed nothing"),
+        ("kill -KILL $$", "killed by SIGKILL"),
+        ("echo done", "done"),
+    ],
+    ids=["error", "words", "silent", "killed", "no results"],
+)
+def test_a_run_that_fails(nlg, run, program, text, error):
+    program("echo 'x.py: error: an earlier one'; exit 1")
+    programs.execute(nlg, run, [])
+    program(text)
+    programs.execute(nlg, run, [])
+    assert problem_of(nlg, run) == f"failed: {error}"
+    program(FINISHES)
+    programs.execute(nlg, run, [])
+    assert problem_of(nlg, run) is None
+
+
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [
+        ("Traceback:\n[rank0]: KeyError: 'x'\nW1 elastic: Sending\n", "[rank0]: KeyError: 'x'"),
+        (
+            "torch.OutOfMemoryError: CUDA\nx.errors.ChildFailedError: \n",
+            "torch.OutOfMemoryError: CUDA",
+        ),
+        ("roberta_base_rte.sh: error: no file\n", "roberta_base_rte.sh: error: no file"),
+        (
+            "50%|#\r60%|##\rrun_glue.py: error (process 1): two\nend\n",
+            "run_glue.py: error (process 1): two",
+        ),
+        ("Some Errors: none\nlast\n", "last"),
+        ("\n====\n", None),
+    ],
+)
+def test_the_line_that_says_what_went_wrong(log, line):
+    assert programs.last_error(log) == line
+
+
+def test_what_is_interrupted_is_ended_and_unfinished(nlg, run, program, tmp_path):
+    program(f"echo $$ > {tmp_path / 'pid'}; sleep 0.3; kill -INT $PPID; sleep 60")
+    # What a shell starts in the background does not hear it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            programs.execute(nlg, run, [])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    assert problem_of(nlg, run).startswith("unfinished")
+
+
+def test_what_a_run_leaves_behind_keeps_its_folder(nlg, run, program, tmp_path):
+    program(f"sleep 60 & echo $! > {tmp_path / 'pid'}; exit 1")
+    programs.execute(nlg, run, [])
+    with pytest.raises(ValueError, match="another program is at work there"):
+        programs.execute(nlg, run, [])
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    program("echo again; exit 1")
+    for _ in range(50):
+        try:
+            programs.execute(nlg, run, [])
+            break
+        except ValueError:  # it is still ending
+            time.sleep(0.05)
+    assert run.log.read_text() == "again\n"

@@ -1,0 +1,169 @@
+"""utils/reproduce.py: its command line, what it runs and leaves out, and a trial of both trees."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from made_up_runs import finish_glue
+from PIL import Image
+
+import reproduce
+from reproduction import programs
+from reproduction.runs import run_of
+
+SCRIPT = Path(__file__).resolve().parents[3] / "utils" / "reproduce.py"
+
+
+@pytest.mark.parametrize("name", ["roberta_base_xyz", "roberta-base fine-tune", "gpt2-md adapter"])
+def test_a_wrong_name(name, capsys):
+    with pytest.raises(ValueError, match=f"there is no recipe or row '{name}'") as caught:
+        reproduce.main(["roberta_base_rte", name])
+    message = str(caught.value)
+    assert "\n" not in message
+    for known in ("roberta-base LoRA", "gpt2-md LoRA", "roberta_base_rte", "e2e_gpt2_lg"):
+        assert known in message
+    assert not Path("output").exists()
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """Recipes are not run, but noted, and fail."""
+    runs = []
+
+    def execute(tree, run, flags):
+        runs.append((str(run), list(flags)))
+        run.folder.mkdir(parents=True, exist_ok=True)
+        run.log.touch()
+        run.error.write_text("x.py: error: no GPU\n")
+
+    monkeypatch.setattr(reproduce, "execute", execute)
+    return runs
+
+
+def test_finished_runs_are_not_run_again(called, out, capsys):
+    finish_glue(run_of(out, "roberta_base_qqp", 1), {"accuracy": 0.75, "f1": 0.5})
+    arguments = ["roberta_base_qqp", "--output_dir", str(out), "--seeds", "0", "1", "2"]
+    for _ in range(2):
+        called.clear()
+        with pytest.raises(RuntimeError, match=r"2 of 3 runs are not finished: see .*results\.md"):
+            reproduce.main([*arguments, "--", "--bf16"])
+        assert called == [(f"roberta_base_qqp, seed {seed}", ["--bf16"]) for seed in (0, 2)]
+    printed = capsys.readouterr().out
+    assert (out / "results.md").read_text() in printed
+    assert "| QQP | accuracy | 90.8±.1 | 75.0 | 1 of 3 | 1: 75.0 |" in printed
+    assert "- QQP: seed 0: failed: x.py: error: no GPU\n" in printed
+    assert "behind the recipes' own: `--bf16`" in printed
+
+
+def test_a_run_without_its_start_is_not_run(called, out, capsys):
+    with pytest.raises(RuntimeError, match="1 of 1 runs are not finished"):
+        reproduce.main(["roberta_base_rte", "--output_dir", str(out), "--seeds", "4"])
+    assert called == []
+    assert (
+        "- MRPC, RTE, STS-B: not run (it starts from what roberta_base_mnli learns"
+        in capsys.readouterr().out
+    )
+
+
+def test_all_runs_of_a_folder_are_made_in_one_way(called, out, monkeypatch):
+    def ask(*more: str) -> None:
+        reproduce.main(["e2e_gpt2_md", "--seeds", "1", "--output_dir", str(out), *more])
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            ask("--", "--bf16")
+    with pytest.raises(ValueError, match=r"runs made with --bf16, not with no flags: ask for the"):
+        ask()
+    with pytest.raises(ValueError, match="not with --small and --bf16"):
+        ask("--small", "--", "--bf16")
+    monkeypatch.setenv("NPROC", "1")
+    with pytest.raises(ValueError, match="with --bf16, not with NPROC=1 and --bf16"):
+        ask("--", "--bf16")
+    assert len(called) == 2
+
+
+@pytest.mark.parametrize("flag", ["--seed", "--seed=7", "--output_d", "--metric_for_best_model"])
+def test_a_flag_that_the_figures_depend_on(called, out, flag):
+    with pytest.raises(ValueError, match=f"{flag.split('=')[0]} behind --: this program gives"):
+        reproduce.main(["roberta_base_qqp", "--output_dir", str(out), "--", flag, "7"])
+    assert not called
+    assert not out.exists()
+
+
+def start(*arguments: object) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, SCRIPT, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+
+
+def test_a_trial_of_a_glue_row_and_of_e2e(out, called, capsys):
+    asked = [
+        "roberta-base LoRA",
+        "e2e_gpt2_md",
+        "--small",
+        "--seeds",
+        "7",
+        "--output_dir",
+        str(out),
+    ]
+    result = start(*asked)
+    assert result.returncode == 0, result.stderr + "".join(
+        p.read_text() for p in out.glob("*/*/*.txt")
+    )
+    text = (out / "results.md").read_text()
+    assert result.stdout == text + "\n"
+    assert "**A trial**" in text
+    row = next(line for line in text.splitlines() if line.startswith("| SST-2 "))
+    _, _, paper, here, counts, each, trained = row.strip("| ").split(" | ")
+    assert (paper, counts, each) == ("95.1±.2", "1 of 1", f"7: {here}")
+    assert 0 < float(here) <= 100
+    # Two layers of width 32 with rank 8 on two projections; a head of two classes.
+    assert trained == f"{2 * 2 * 2 * 8 * 32:,} + {32 * 32 + 32 + 2 * 32 + 2:,} in the head"
+    row = next(line for line in text.splitlines() if line.startswith("| E2E "))
+    assert re.search(rf"\| 1 of 1 \| 7: \d+\.\d \| {4 * 2 * 2 * 4 * 128:,} \|$", row)
+    assert "- MNLI, MRPC, CoLA, QNLI, QQP, RTE, STS-B: not run (the small data has" in text
+    assert "- DART, WebNLG: not run" in text
+    with Image.open(out / "learning_curves.png") as picture:
+        assert len(picture.convert("RGB").getcolors(picture.width * picture.height)) > 10
+
+    reproduce.main(asked)
+    assert called == []
+    assert capsys.readouterr().out == result.stdout
+
+
+def test_an_error_is_one_line():
+    result = start("no_such_recipe")
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (1, "", 1)
+    assert result.stderr.startswith(
+        "reproduce.py: error: there is no recipe or row 'no_such_recipe'"
+    )
+
+
+def test_told_to_end_it_ends_with_its_table(out, tmp_path):
+    """Its run is told, too, and is unfinished."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv.pop(1)); import reproduce\n"
+        "reproduce.Nlg.command = lambda self, run: (['bash', '-c', 'echo on; sleep 60'], {})\n"
+        "reproduce.start()"
+    )
+    arguments = [SCRIPT.parent, "e2e_gpt2_md", "--seeds", "1", "--output_dir", out]
+    program = subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)], stdout=subprocess.PIPE, text=True
+    )
+    log = run_of(out, "e2e_gpt2_md", 1).log
+    while not (log.is_file() and log.read_text() == "on\n"):
+        assert program.poll() is None
+        time.sleep(0.05)
+    program.send_signal(signal.SIGTERM)
+    printed, _ = program.communicate(timeout=30)
+    assert program.returncode == 143
+    assert "- E2E: unfinished, the same command resumes it" in printed
+    with programs.lock_folder(run_of(out, "e2e_gpt2_md", 1)):
+        pass

@@ -1,0 +1,108 @@
+"""What there is to run, and what of it is asked for."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loralib.io.atomic import atomic_write
+from reproduction.runs import Run, Tree, read_json, run_of
+
+PAPER = Path(__file__).parents[1] / "paper_results.json"
+SETTINGS_NAME = "settings.json"
+SMALL_SEEDS = 2
+"""How many of its seeds a trial takes, unless others are asked for."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of one of the paper's tables, or a recipe that is in none.
+
+    Args:
+        name: the paper's.
+        tree: where its recipes are.
+        recipes: by column, in the paper's order.
+        paper: the paper's figures by column; empty where it has none.
+    """
+
+    name: str
+    tree: Tree
+    recipes: Mapping[str, str]
+    paper: Mapping[str, Any]
+
+
+def read_rows(trees: Sequence[Tree]) -> dict[str, Row]:
+    """All rows that there are recipes for."""
+    paper = read_json(PAPER)
+    return {
+        name: Row(
+            name,
+            tree,
+            {column: recipes[column] for column in tree.columns if column in recipes},
+            paper[tree.section].get(name, {}),
+        )
+        for tree in trees
+        for name, recipes in tree.rows().items()
+    }
+
+
+def choose(names: Sequence[str], rows: Mapping[str, Row]) -> dict[str, list[str]]:
+    """The recipes asked for by row, those that others start from first.
+
+    Raises:
+        ValueError: a name is neither a row nor a recipe.
+    """
+    homes = {recipe: row.name for row in rows.values() for recipe in row.recipes.values()}
+    wanted: dict[str, set[str]] = {}
+    for name in names:
+        if name not in rows and name not in homes:
+            raise ValueError(
+                f"there is no recipe or row {name!r}; rows: {', '.join(rows)}; "
+                f"recipes: {', '.join(recipe for recipe in homes if recipe not in rows)}"
+            )
+        home = name if name in rows else homes[name]
+        recipes = rows[name].recipes.values() if name in rows else [name]
+        wanted.setdefault(home, set()).update(recipes)
+    # MNLI, from which others start, is the first column.
+    return {
+        name: [recipe for recipe in rows[name].recipes.values() if recipe in recipes]
+        for name, recipes in wanted.items()
+    }
+
+
+def plan_runs(
+    chosen: Mapping[str, list[str]], rows: Mapping[str, Row], seeds: Sequence[int] | None, out: Path
+) -> list[tuple[Tree, Run]]:
+    """The runs asked for, in their order: full rows, a seed after the other."""
+    runs = []
+    for name, recipes in chosen.items():
+        tree = rows[name].tree
+        default = tree.seeds[:SMALL_SEEDS] if tree.small else tree.seeds
+        for seed in dict.fromkeys(seeds or default):
+            runs += [(tree, run_of(out, recipe, seed)) for recipe in recipes]
+    return runs
+
+
+def check_settings(out: Path, settings: dict[str, Any]) -> None:
+    """Checks that all runs of an output folder are made in one way.
+
+    Raises:
+        ValueError: those that are there were made with other flags.
+    """
+    path = out / SETTINGS_NAME
+    if path.is_file() and (before := read_json(path)) != settings:
+        raise ValueError(
+            f"{out}: holds runs made with {_in_words(before)}, not with {_in_words(settings)}: "
+            "ask for the same, or give another --output_dir"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as temporary:
+        temporary.write_text(json.dumps(settings) + "\n", encoding="utf-8")
+
+
+def _in_words(settings: Mapping[str, Any]) -> str:
+    flags = " ".join(settings["flags"]) or "no flags"
+    words = ["--small"] if settings["small"] else []
+    words += [f"{name}={value}" for name, value in settings.get("environment", {}).items()]
+    return " and ".join([*words, flags])

@@ -1,0 +1,128 @@
+"""Running the project's other programs: recipes, and the scripts that make small data."""
+
+import fcntl
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from loralib.training import process
+from reproduction.runs import ROOT, Run, Tree
+
+# So small a model is no faster on several threads.
+SMALL_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+# How the last line of a failed script begins, and, with torch's prefix or without, Python's own.
+_ERROR = re.compile(r"\S+\.(?:py|sh): error|(?:\[rank\d+\]: ?)?[\w.]+(?:Error|Exception): ")
+
+
+def last_error(text: str) -> str | None:
+    """The last line of a log that says what went wrong; where there is none, the last line."""
+    lines = [line.strip() for line in re.split(r"[\r\n]+", text) if re.search(r"\w", line)]
+    errors = [line for line in lines if _ERROR.match(line) and "ChildFailedError" not in line]
+    return next(reversed(errors or lines), None)
+
+
+def environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """This program's environment for another: the same Python, and few progress bars."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    return {**os.environ, "PATH": path, "TQDM_MININTERVAL": "30", **variables}
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@contextmanager
+def lock_folder(run: Run) -> Iterator[int]:
+    """Holds a run's folder for this program and those that it starts; yields the descriptor.
+
+    What it starts may outlive it, and nothing else may begin the same run then.
+
+    Raises:
+        ValueError: another program is at work there.
+    """
+    run.folder.mkdir(parents=True, exist_ok=True)
+    with open(run.folder / "lock", "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"{run.folder}: another program is at work there") from error
+        yield file.fileno()
+
+
+def execute(tree: Tree, run: Run, flags: Sequence[str]) -> None:
+    """Begins or resumes a run; leaves ``error.txt`` where it fails.
+
+    Raises:
+        ValueError: another program is at work in the run's folder.
+    """
+    with lock_folder(run) as lock:
+        run.error.unlink(missing_ok=True)
+        command, variables = tree.command(run)
+        variables.setdefault("MASTER_PORT", os.environ.get("MASTER_PORT", str(_free_port())))
+        if tree.small:
+            variables |= SMALL_ENVIRONMENT
+        with open(run.log, "a", encoding="utf-8") as log:
+            begin = log.tell()
+            status = _run_program([*command, *flags], environment(variables), log, lock)
+        if status or tree.figures(run) is None:
+            said = run.log.read_bytes()[begin:].decode("utf-8", "replace")
+            error = last_error(said) or "it printed nothing"
+            if status < 0:
+                error = f"killed by {signal.Signals(-status).name}"
+            run.error.write_text(f"{error}\n", encoding="utf-8")
+
+
+def _run_program(command: list[str], variables: dict[str, str], log: TextIO, lock: int) -> int:
+    """Its exit status; when this program is stopped, so is that one."""
+    program = subprocess.Popen(
+        command,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        pass_fds=(lock,),
+        start_new_session=True,
+    )
+    try:
+        return program.wait()
+    except BaseException:
+        os.killpg(program.pid, signal.SIGTERM)
+        program.wait()
+        raise
+
+
+@contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yields a folder to fill, which gets its name when the block ends without an error."""
+    part = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    yield part
+    part.rename(folder)
+
+
+def make(script: str, *arguments: object) -> None:
+    """Runs a script of the project.
+
+    Raises:
+        TrainingError: it failed; the message is its error.
+    """
+    done = subprocess.run(
+        [sys.executable, ROOT / script, *map(str, arguments)],
+        env=environment(SMALL_ENVIRONMENT),
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise process.TrainingError(last_error(done.stderr) or f"{script} failed")
