@@ -1,8 +1,9 @@
-"""What the benchmarks share: contestants that take turns, and the table of what they took.
+"""What the benchmarks share: the command line, contestants that take turns, and the table.
 
-Each contestant runs in a fresh process, ``workers/BENCHMARK_ours.py`` in this environment or
-``workers/BENCHMARK_peers.py`` in that of the peers. They take turns, in an order that rotates from
-round to round, on the same batches, so that a busy machine slows all.
+A benchmark is a `Benchmark`: its flags, and a function that says who runs what on which batches;
+`main` does the rest. Each contestant runs in a fresh process, ``workers/NAME_ours.py`` in this
+environment or ``workers/NAME_peers.py`` in that of the peers. They take turns, in an order that
+rotates from round to round, on the same batches, so that a busy machine slows all.
 """
 
 import argparse
@@ -81,6 +82,66 @@ class Columns:
     counts: Mapping[str, Callable[[Contestant, Any], int]] = field(default_factory=dict)
 
 
+# A contestant, and the number of the round -> the plan of its worker (workers/timing.py).
+PlanOf = Callable[[Contestant, int], dict]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Who runs what.
+
+    Args:
+        contestants: all that take part; those of the peers are left out without `--peers_python`.
+        baselines: by dtype, the ones that times are divided by.
+        plan_of: what each of them runs.
+        columns: of the table.
+    """
+
+    contestants: Sequence[Contestant]
+    baselines: Mapping[str, Contestant]
+    plan_of: PlanOf
+    columns: Columns
+
+
+@dataclass(frozen=True)
+class CountFlag:
+    """A flag of a benchmark's own, a whole number from 1.
+
+    Args:
+        names: such as ``--steps``.
+        default: its value.
+        help: what it counts.
+    """
+
+    names: tuple[str, ...]
+    default: int
+    help: str
+
+
+STEPS = CountFlag(("--steps",), 6, "timed steps a turn")
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What sets a benchmark apart.
+
+    Args:
+        name: the script's and its workers'.
+        description: the script's docstring.
+        data_help: what `--data_dir` is.
+        rounds: how many there are by default.
+        flags: of its own.
+        measure: the parsed flags -> who runs what.
+    """
+
+    name: str
+    description: str
+    data_help: str
+    rounds: int
+    flags: Sequence[CountFlag]
+    measure: Callable[[argparse.Namespace], Measurement]
+
+
 def half_dtypes(device: str) -> list[str]:
     """The half precisions that are measured on `device`."""
     return ["bfloat16"] if device == "cpu" else ["bfloat16", "float16"]
@@ -91,31 +152,28 @@ def half_dtypes(device: str) -> list[str]:
 # ------------------------------------------------------------------------------------------------
 
 
-def compete(
-    benchmark: str,
-    runners: Sequence[Contestant],
-    baselines: Mapping[str, Contestant],
-    plan_of: Callable[[Contestant, int], dict],
-    columns: Columns,
-    args: argparse.Namespace,
-) -> int:
+def main(benchmark: Benchmark, argv: list[str] | None = None) -> int:
+    """Parses the flags, measures all contestants and prints; 1 where a contestant failed."""
+    args = parse(benchmark, argv)
+    return compete(benchmark.name, benchmark.measure(args), args)
+
+
+def compete(name: str, measurement: Measurement, args: argparse.Namespace) -> int:
     """Measures all contestants, prints the table and what it was measured on.
 
     Args:
-        benchmark: the workers' name.
-        runners: the contestants; those of the peers are left out without `args.peers_python`.
-        baselines: by dtype, the ones that times are divided by.
-        plan_of: contestant, number of the round -> the plan of its worker (workers/timing.py).
-        columns: of the table.
-        args: the flags of `make_parser`.
+        name: the benchmark's.
+        measurement: who runs what.
+        args: the flags of `parse`.
 
     Returns:
         The exit status: 1 where a contestant failed.
     """
     load = os.getloadavg()[0]
-    runners = [one for one in runners if one.worker == "ours" or args.peers_python]
-    results, failed = take_turns(benchmark, runners, plan_of, args)
-    print(table(results, baselines, columns), machine(results, load), sep="\n\n")
+    runners = [one for one in measurement.contestants if one.worker == "ours" or args.peers_python]
+    results, failed = take_turns(name, runners, measurement.plan_of, args)
+    rows = table(results, measurement.baselines, measurement.columns)
+    print(rows, machine(results, load), sep="\n\n")
     for contestant, why in failed.items():
         print(f"- failed: {contestant.name}, {contestant.precision}: {why}")
     if args.json:
@@ -125,12 +183,15 @@ def compete(
 
 
 def take_turns(
-    benchmark: str,
-    runners: Sequence[Contestant],
-    plan_of: Callable[[Contestant, int], dict],
-    args: argparse.Namespace,
+    name: str, runners: Sequence[Contestant], plan_of: PlanOf, args: argparse.Namespace
 ) -> tuple[Results, dict[Contestant, str]]:
-    """Runs every contestant once a round; the arguments are those of `compete`.
+    """Runs every contestant once a round.
+
+    Args:
+        name: the benchmark's.
+        runners: the contestants.
+        plan_of: what each of them runs.
+        args: the flags of `parse`.
 
     Returns:
         The results of those that ran to the end, and why the others did not, by contestant.
@@ -146,7 +207,7 @@ def take_turns(
         plan |= {**asdict(contestant), **plan_of(contestant, number)}
         python = sys.executable if contestant.worker == "ours" else args.peers_python
         try:
-            run = run_worker(python, f"{benchmark}_{contestant.worker}", plan)
+            run = run_worker(python, f"{name}_{contestant.worker}", plan)
         except RuntimeError as error:
             failed[contestant] = str(error)
             del results[contestant]
@@ -252,25 +313,26 @@ def machine(results: Results, load: float) -> str:
 # ------------------------------------------------------------------------------------------------
 
 
-def make_parser(description: str, data_help: str, rounds: int) -> argparse.ArgumentParser:
-    """The flags that all benchmarks have.
-
-    Args:
-        description: the script's.
-        data_help: what `--data_dir` is.
-        rounds: how many there are by default.
-    """
-    parser = argparse.ArgumentParser(description=description)
-    add = parser.add_argument
+def parse(benchmark: Benchmark, argv: list[str] | None) -> argparse.Namespace:
+    """The command line; ends the process where flags do not fit."""
+    parser = argparse.ArgumentParser(description=benchmark.description.split("\n")[0])
+    add, rounds = parser.add_argument, benchmark.rounds
     add("--peers_python", help="Python with requirements-peers.txt; without: this project alone")
-    add("--data_dir", type=Path, help=data_help)
+    add("--data_dir", type=Path, help=benchmark.data_help)
     add("--vocab", type=Path, help="folder of a byte-level BPE; goes with --data_dir")
     add("--rounds", type=positive, default=rounds, help="turns of each contestant (%(default)s)")
     add("--threads", type=positive, help="CPU threads; without: as many as torch takes")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="where to compute (%(default)s)")
-    add("--quick", action="store_true", help="a tiny shape, to see that the script works")
+    add("--quick", action="store_true", help="a tiny shape, to check that the script works")
     add("--json", type=Path, metavar="OUT", help="also write every timed batch's seconds to OUT")
-    return parser
+    for flag in benchmark.flags:
+        add(*flag.names, type=positive, default=flag.default, help=f"{flag.help} (%(default)s)")
+    args = parser.parse_args(argv)
+    if (args.data_dir is None) != (args.vocab is None):
+        parser.error("--data_dir and --vocab go together")
+    if args.peers_python and not shutil.which(args.peers_python):
+        parser.error(f"--peers_python: {args.peers_python} is not a program")
+    return args
 
 
 def positive(text: str) -> int:
@@ -279,13 +341,3 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not at least 1")
     return number
-
-
-def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
-    """The command line; ends the process where flags do not fit."""
-    args = parser.parse_args(argv)
-    if (args.data_dir is None) != (args.vocab is None):
-        parser.error("--data_dir and --vocab go together")
-    if args.peers_python and not shutil.which(args.peers_python):
-        parser.error(f"--peers_python: {args.peers_python} is no program")
-    return args

@@ -8,6 +8,7 @@ penalty 0.8, no repeated 4-grams. End tokens are suppressed, so that every searc
 to read it.
 """
 
+import argparse
 import sys
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -121,27 +122,8 @@ def gflop(contestant: Contestant, entry: dict, shape: dict) -> float:
     return (layers + 2 * width * shape["vocab_size"] * done.logits) / 1e9
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Measures and prints; 1 where a contestant failed."""
-    parser = contest.make_parser(
-        __doc__.split("\n")[0],
-        data_help="a folder with E2E's test.txt; without: random prompts of such lengths",
-        rounds=2,
-    )
-    add = parser.add_argument
-    add(
-        *("--prompts", "-p"),
-        type=contest.positive,
-        default=10,
-        help="distinct prompts a turn, with all their lines; searched in one batch (%(default)s)",
-    )
-    add(
-        "--one_by_one",
-        type=contest.positive,
-        default=1,
-        help="lines a turn that are searched line by line (%(default)s)",
-    )
-    args = contest.parse(parser, argv)
+def measure(args: argparse.Namespace) -> contest.Measurement:
+    """Who runs what, with these flags."""
     groups = read_groups(args.data_dir, args.vocab) if args.data_dir else make_groups(seed=0)
     shape = QUICK if args.quick else GPT2_SMALL
     eval_len = QUICK_EVAL_LEN if args.quick else EVAL_LEN
@@ -163,9 +145,24 @@ def main(argv: list[str] | None = None) -> int:
             "computed tokens": lambda contestant, entry: work(contestant, entry).tokens,
         },
     )
-    runners, ours = contestants(args.device), baselines(args.device)
-    return contest.compete("gpt2_beam", runners, ours, plan_of, columns, args)
+    return contest.Measurement(contestants(args.device), baselines(args.device), plan_of, columns)
 
+
+BENCHMARK = contest.Benchmark(
+    name="gpt2_beam",
+    description=__doc__,
+    data_help="a folder with E2E's test.txt; without: random prompts of such lengths",
+    rounds=2,
+    flags=[
+        contest.CountFlag(
+            ("--prompts", "-p"),
+            10,
+            "distinct prompts a turn, with all their lines; searched in one batch",
+        ),
+        contest.CountFlag(("--one_by_one",), 1, "lines a turn that are searched line by line"),
+    ],
+    measure=measure,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(contest.main(BENCHMARK))

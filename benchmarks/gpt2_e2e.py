@@ -107,7 +107,7 @@ def draw_batches(rows: list[Row], count: int, seed: int) -> list[list[Row]]:
 def draw_run(groups: list[Group], count: int, seed: int) -> list[Group]:
     """`count` groups that follow each other, or all of them where there are no more.
 
-    Drawn from the tenth of all such runs whose lines a prompt are closest to those of the whole.
+    Drawn from the tenth of all such segments whose lines per prompt are closest to the average.
     """
     share = sum(lines for _, lines in groups) / len(groups)
 

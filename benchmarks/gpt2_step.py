@@ -8,6 +8,7 @@ AdamW. steps.py lists who takes part, workers/ has their steps. Prints Markdown;
 to read it.
 """
 
+import argparse
 import sys
 
 import contest
@@ -30,23 +31,15 @@ def gflop(contestant: Contestant, batch: list[Row], shape: dict) -> float:
     tokens = targets = sum(lengths)
     if contestant.worker == "ours":
         targets = sum(completion for _, completion in batch)
-    # Of the last layer, only queries, keys and values are computed for what is no target.
+    # Of the last layer, only queries, keys and values are computed for what is not a target.
     linear = width**2 * ((12 * layers - 9) * tokens + 9 * targets)
     head = width * shape["vocab_size"] * targets
     attention = layers * 3 * 4 * width * sum(n**2 for n in lengths)
     return (2 * contestant.passes * (linear + head) + attention) / 1e9
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Measures and prints; 1 where a contestant failed."""
-    parser = contest.make_parser(
-        __doc__.split("\n")[0],
-        data_help="a folder with E2E's train.txt or valid.txt, for its lengths; without: quantiles",
-        rounds=3,
-    )
-    add = parser.add_argument
-    add("--steps", type=contest.positive, default=6, help="timed steps a turn (%(default)s)")
-    args = contest.parse(parser, argv)
+def measure(args: argparse.Namespace) -> contest.Measurement:
+    """Who runs what, with these flags."""
     rows = count_rows(args.data_dir, args.vocab) if args.data_dir else ROWS
     shape = QUICK if args.quick else GPT2_SMALL
 
@@ -64,9 +57,17 @@ def main(argv: list[str] | None = None) -> int:
             "computed": lambda contestant, batch: sum(computed(contestant, batch)),
         },
     )
-    runners, ours = contestants(args.device), baselines(args.device)
-    return contest.compete("gpt2_step", runners, ours, plan_of, columns, args)
+    return contest.Measurement(contestants(args.device), baselines(args.device), plan_of, columns)
 
+
+BENCHMARK = contest.Benchmark(
+    name="gpt2_step",
+    description=__doc__,
+    data_help="a folder with E2E's train.txt or valid.txt, for its lengths; without: quantiles",
+    rounds=3,
+    flags=[contest.STEPS],
+    measure=measure,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(contest.main(BENCHMARK))

@@ -8,6 +8,7 @@ them in turn; or nothing is computed, and it is switched from adapter to adapter
 lists who takes part, workers/ has what they do. Prints Markdown; README.md says how to read it.
 """
 
+import argparse
 import sys
 from dataclasses import dataclass
 
@@ -87,22 +88,8 @@ def gflop(contestant: Contestant, entry: dict, shape: dict) -> float:
     return roberta_step.gflop(step, entry["lengths"], shape) / step.passes
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Measures and prints; 1 where a contestant failed."""
-    parser = contest.make_parser(
-        __doc__.split("\n")[0],
-        data_help="a folder of GLUE, for RTE's lengths; without: quantiles",
-        rounds=3,
-    )
-    add = parser.add_argument
-    add("--steps", type=contest.positive, default=6, help="timed batches a turn (%(default)s)")
-    add(
-        "--switches",
-        type=contest.positive,
-        default=1000,
-        help="switches that are timed at once, in place of a batch (%(default)s)",
-    )
-    args = contest.parse(parser, argv)
+def measure(args: argparse.Namespace) -> contest.Measurement:
+    """Who runs what, with these flags."""
     lengths = count_tokens(args.data_dir, args.vocab) if args.data_dir else QUANTILES
     shape = roberta_step.QUICK if args.quick else roberta_step.ROBERTA_BASE
 
@@ -122,8 +109,22 @@ def main(argv: list[str] | None = None) -> int:
             "computed": lambda contestant, entry: sum(computed(contestant, entry)),
         },
     )
-    return contest.compete("mixed_adapters", contestants(), baselines(), plan_of, columns, args)
+    return contest.Measurement(contestants(), baselines(), plan_of, columns)
 
+
+BENCHMARK = contest.Benchmark(
+    name="mixed_adapters",
+    description=__doc__,
+    data_help="a folder of GLUE, for RTE's lengths; without: quantiles",
+    rounds=3,
+    flags=[
+        contest.CountFlag(("--steps",), 6, "timed batches a turn"),
+        contest.CountFlag(
+            ("--switches",), 1000, "switches that are timed at once, in place of a batch"
+        ),
+    ],
+    measure=measure,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(contest.main(BENCHMARK))

@@ -9,6 +9,7 @@ on the same batches, so that a busy machine slows all. steps.py lists them, work
 steps. Prints Markdown; README.md says how to read it.
 """
 
+import argparse
 import sys
 
 import contest
@@ -46,16 +47,8 @@ def gflop(contestant: Contestant, batch: list[int], shape: dict) -> float:
     return layers * (linear + attention) / 1e9
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Measures and prints; 1 where a contestant failed."""
-    parser = contest.make_parser(
-        __doc__.split("\n")[0],
-        data_help="a folder of GLUE, for RTE's lengths; without: quantiles",
-        rounds=3,
-    )
-    add = parser.add_argument
-    add("--steps", type=contest.positive, default=6, help="timed steps a turn (%(default)s)")
-    args = contest.parse(parser, argv)
+def measure(args: argparse.Namespace) -> contest.Measurement:
+    """Who runs what, with these flags."""
     lengths = count_tokens(args.data_dir, args.vocab) if args.data_dir else QUANTILES
     shape = QUICK if args.quick else ROBERTA_BASE
 
@@ -74,9 +67,17 @@ def main(argv: list[str] | None = None) -> int:
             "computed": lambda contestant, batch: sum(computed(contestant, batch)),
         },
     )
-    runners, ours = contestants(args.device), baselines(args.device)
-    return contest.compete("roberta_step", runners, ours, plan_of, columns, args)
+    return contest.Measurement(contestants(args.device), baselines(args.device), plan_of, columns)
 
+
+BENCHMARK = contest.Benchmark(
+    name="roberta_step",
+    description=__doc__,
+    data_help="a folder of GLUE, for RTE's lengths; without: quantiles",
+    rounds=3,
+    flags=[contest.STEPS],
+    measure=measure,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(contest.main(BENCHMARK))

@@ -55,7 +55,7 @@ def draw_weights(tensors: Iterable[Tensor]) -> None:
 def check_mixing(
     plan: dict, make_batch: Callable[[dict, int, dict], Batch], logits_of: LogitsOf
 ) -> None:
-    """Sees, on two short rows an adapter, that mixed rows have the logits of their adapters alone.
+    """Checks, on two short rows an adapter, that mixed rows have their adapter's own logits.
 
     Args:
         plan: the worker's.
@@ -63,8 +63,8 @@ def check_mixing(
         logits_of: what it computes.
 
     Raises:
-        ValueError: they have not, or all adapters give the same: what was timed would be no real
-            work.
+        ValueError: they have not, or all adapters give the same logits, so that what was timed
+            would not be real work.
     """
     lengths = [4 + row % 5 for row in range(2 * plan["adapters"])]
     batch = make_batch(plan, 0, {"lengths": lengths, "repeats": 1})

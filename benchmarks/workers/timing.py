@@ -41,7 +41,7 @@ def run(
         versions: of the packages measured, by name; torch's is added.
 
     Raises:
-        ValueError: a result is not finite, so that what was timed is no real work.
+        ValueError: a result is not finite, so that what was timed was not real work.
     """
     plan = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     device = torch.device(plan["device"])

@@ -42,14 +42,14 @@ def test_what_failed_is_named_and_not_run_again(contest, runners, fake_worker, c
 
     plans = fake_worker(seconds_of)
     ours = {"float32": runners[0]}
-    args = (runners, ours, plan_of, columns(contest))
-    assert contest.compete("x", *args, flags()) == 1
+    measurement = contest.Measurement(runners, ours, plan_of, columns(contest))
+    assert contest.compete("x", measurement, flags()) == 1
     printed = capsys.readouterr().out
     assert "- failed: b, float32: no memory" in printed
     # A batch has one element or two.
     assert "| c | float32 | 3.75 | 2.50 | 2 | 3.00 |" in printed
     assert [plan["name"] for plan in plans].count("b") == 1
-    assert contest.compete("x", *args, flags(peers_python=None)) == 1
+    assert contest.compete("x", measurement, flags(peers_python=None)) == 1
     assert "| c |" not in capsys.readouterr().out
 
 
@@ -57,8 +57,8 @@ def test_no_row_without_its_baseline(contest, runners, fake_worker, capsys):
     fake_worker(lambda plan: 1)
     half = contest.Contestant("half", "ours", weights="bfloat16")
     ours = {"float32": runners[0], "bfloat16": contest.Contestant("absent", "ours")}
-    status = contest.compete("x", [*runners, half], ours, plan_of, columns(contest), flags())
-    assert status == 0
+    measurement = contest.Measurement([*runners, half], ours, plan_of, columns(contest))
+    assert contest.compete("x", measurement, flags()) == 0
     assert "half" not in capsys.readouterr().out
 
 
@@ -81,14 +81,15 @@ def test_a_worker_that_fails_says_why(contest, tmp_path, script, why):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--peers_python", "no/such/python"], "no/such/python is no program"),
+        (["--peers_python", "no/such/python"], "no/such/python is not a program"),
         (["--data_dir", "."], "--data_dir and --vocab go together"),
         (["--rounds", "0"], "argument --rounds: 0 is not at least 1"),
         (["--threads", "two"], "argument --threads: invalid positive value: 'two'"),
     ],
 )
 def test_wrong_flags(contest, capsys, given, message):
+    benchmark = contest.Benchmark("x", "", "", rounds=1, flags=[], measure=None)
     with pytest.raises(SystemExit) as stop:
-        contest.parse(contest.make_parser("", "", rounds=1), given)
+        contest.parse(benchmark, given)
     assert stop.value.code == 2
     assert message in capsys.readouterr().err

@@ -46,7 +46,7 @@ def test_table_of_known_times_and_of_one_that_failed(
 
     fake_worker(seconds_of)
     flags = ["--rounds", "2", "--steps", "4", "--json", str(tmp_path / "steps.json")]
-    assert script.main([*flags, "--peers_python", sys.executable]) == 1
+    assert script.contest.main(script.BENCHMARK, [*flags, "--peers_python", sys.executable]) == 1
     printed = capsys.readouterr().out
     assert "failed: PEFT, bfloat16 weights: killed by signal 9" in printed
     rows = {(row["contestant"], row["precision"]): row for row in read_table(printed)}
@@ -82,7 +82,7 @@ def test_arithmetic_of_a_step(script):
 
 def test_a_turn_has_at_least_one_step(script, capsys):
     with pytest.raises(SystemExit) as stop:
-        script.main(["--steps", "0"])
+        script.contest.main(script.BENCHMARK, ["--steps", "0"])
     assert stop.value.code == 2
     assert "argument --steps: 0 is not at least 1" in capsys.readouterr().err
 
