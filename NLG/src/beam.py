@@ -136,7 +136,7 @@ class _Search:
         best_text, best_length: (prompts, eval_len) and (prompts,), the tokens of that score.
         lengths: (prompts,), the prompts'.
         places: (prompts,), where in the batch each was.
-        found: the texts of prompts whose search is over, by place.
+        found: the sequences of prompts whose search has finished, by place.
     """
 
     _OF_PROMPTS = ("sums", "history", "best_score", "best_text", "best_length", "lengths", "places")
@@ -168,7 +168,7 @@ class _Search:
         while True:
             self._grow(logits)
             self._close()
-            self._let_go()
+            self._drop_finished()
             if not len(self.places):
                 return [self.found[place] for place in range(len(self.found))]
             logits = self._read_last_tokens()
@@ -208,15 +208,15 @@ class _Search:
             closed.fill_(True)
         score = self.sums.double() / length**settings.length_penalty
         score, beam = score.masked_fill(~closed, _NEVER).max(dim=1)
-        better = (score > self.best_score) | score.isnan()  # `_let_go` reports these
+        better = (score > self.best_score) | score.isnan()  # `_drop_finished` reports these
         text = self.history[torch.arange(len(beam), device=beam.device), beam]
         self.best_score = torch.where(better, score, self.best_score)
         self.best_length.masked_fill_(better, length)
         self.best_text[:, :length] = torch.where(better[:, None], text, self.best_text[:, :length])
         self.sums.masked_fill_(closed, _NEVER)
 
-    def _let_go(self) -> None:
-        """Takes prompts whose search is over out of the batch, when that is worth the copying."""
+    def _drop_finished(self) -> None:
+        """Drops finished prompts from the batch, when that is worth the copying."""
         length, settings = self.history.shape[2], self.settings
         reached = settings.eval_len if settings.length_penalty >= 0 else length + 1
         hope = self.sums.amax(dim=1).double() / reached**settings.length_penalty
@@ -251,7 +251,7 @@ class _Search:
 
 
 class TreeCache:
-    """The keys and values of the prompts' trees, as the head of this file draws them.
+    """The keys and values of the prompts' trees, as drawn at the head of this file.
 
     Args:
         heads: attention heads.

@@ -118,7 +118,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """n -> 4 n -> n, with the tanh format of GELU."""
+    """n -> 4 n -> n, with GELU's tanh approximation."""
 
     def __init__(self, config: GPT2Config):
         super().__init__()
@@ -195,8 +195,8 @@ class GPT2LMHead(nn.Module):
 class GPT2LMModel(nn.Module):
     """GPT-2 with its head: logits, or the loss of a batch.
 
-    Weights are drawn anew: normal with `initializer_range`, biases zero, norms one, LoRA's as
-    loralib draws them; `load_base` and `load_into` of loralib.checkpoint bring trained ones.
+    Weights are newly initialized: normal with `initializer_range`, biases zero, norms one, LoRA's
+    as in loralib; `load_base` and `loralib.adapters.loading.load_into` bring trained ones.
     """
 
     def __init__(self, config: GPT2Config):
@@ -207,7 +207,7 @@ class GPT2LMModel(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws all weights but LoRA's, which their layers have drawn."""
+        """Initializes all weights but LoRA's, which their layers initialize."""
         for name, parameter in self.named_parameters():
             if "lora_" in name:
                 continue

@@ -1,1 +1,1 @@
-"""What comes from outside: files, the hub, texts, settings."""
+"""What comes from outside: files, the hub, text, settings."""

@@ -28,14 +28,14 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
     """Yields a temporary path, whose file takes the place of `path` when the block ends well.
 
-    A regular file is replaced atomically, by one beside it, and keeps its permissions. The file is
-    synced before the rename, so that after a crash `path` holds either its old content or its new
-    one. A symbolic link stays, and what it points to is replaced. Pipes, devices and open files
-    such as /dev/stdout are written through. When the block raises, `path` is untouched and the
-    temporary file is removed.
+    A regular file is replaced atomically, by a temporary file next to it, and keeps its
+    permissions. That file is synced before the rename, so that after a crash `path` holds either
+    its old content or its new one. A symbolic link stays, and what it points to is replaced. Pipes,
+    devices and open files such as /dev/stdout are written through. When the block raises, `path` is
+    untouched and the temporary file is removed.
 
     Raises:
-        DiskFullError: there is no room.
+        DiskFullError: the disk is full.
         OSError: `path` cannot be written, for another reason.
     """
     path = Path(path)
@@ -169,7 +169,7 @@ def _remove_any(path: Path) -> None:
 
 @contextmanager
 def atomic_write_folder(path: str | os.PathLike) -> Iterator[Path]:
-    """Yields a temporary folder beside `path`; renames it onto `path` when the block ends well.
+    """Yields a temporary folder next to `path`; renames it onto `path` when the block ends well.
 
     Raises:
         CheckpointError: there is something at `path` already, other than an empty folder.

@@ -81,7 +81,7 @@ def check_settings(
 
     Args:
         function: its parameters say what a setting can be; a dataclass's class does as well.
-        values: settings; those that are no parameter are not looked at.
+        values: settings; those that are not parameters are ignored.
         source: the file that they are from, for the message.
 
     Raises:

@@ -117,7 +117,7 @@ def write_wrapped_tensors(
 ) -> None:
     """Writes a torch file as the release's GPT-2 scripts do: tensors under ``model_state_dict``.
 
-    The metadata, a second entry beside it, is what safetensors would carry.
+    The metadata, a second entry, is what safetensors would carry.
     """
     write_torch(path, {"model_state_dict": _copies(tensors), "metadata": dict(metadata)})
 

@@ -12,7 +12,7 @@ probability that was really used: the mean of the output is exactly x. Masks are
 bits set where an element is kept: PyTorch's arithmetic on integers is vectorised on CPUs, that on
 bool is not, and the mask can be laid over the bits of a floating-point number.
 
-The draws come from PyTorch's default CPU generator, so `torch.manual_seed` and
+The random numbers come from PyTorch's default CPU generator, so `torch.manual_seed` and
 `torch.get_rng_state` reproduce them. On other devices, and under `torch.compile`, PyTorch's own
 dropout is used.
 """

@@ -174,7 +174,7 @@ def _attention(
     dropout_p: float,
     causal: bool = False,
 ) -> Tensor:
-    """Attention of (batch, heads, length, dim); `mask` is False where nobody may look."""
+    """Attention of (batch, heads, length, dim); `mask` is False where no token may look."""
     if query.is_cuda or (dropout_p == 0 and not _is_slow_fused(query)):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=dropout_p, is_causal=causal
