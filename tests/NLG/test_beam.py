@@ -274,9 +274,9 @@ def test_a_beam_sees_the_keys_of_its_own_tokens_and_no_others(model, monkeypatch
             checked += 1
 
     class Watched(beam._Search):
-        def _let_go(self):
+        def _drop_finished(self):
             check(self)
-            super()._let_go()
+            super()._drop_finished()
             check(self)
 
     keep = TreeCache.keep
