@@ -4,13 +4,12 @@ A test that is about a GPU is marked `gpu`; `pytest -m gpu` runs those alone, an
 """
 
 import importlib
-import importlib.util
 import logging
 import os
 import tempfile
-from pathlib import Path
 
 import pytest
+from hub_server import HubServer
 
 SEEN_GPUS = pytest.StashKey[dict[str, str]]()
 
@@ -123,13 +122,9 @@ def pretended_gpu(monkeypatch):
 @pytest.fixture
 def hub_server(tmp_path):
     """A started local hub: `.root` for repositories, `.environment(home)` for a subprocess."""
-    path = Path(__file__).with_name("hub_server.py")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     root = tmp_path / "hub"
     root.mkdir()
-    with module.HubServer(root) as server:
+    with HubServer(root) as server:
         yield server
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from places import HELPERS
 
 
 def run(*arguments: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -53,7 +54,7 @@ def test_what_is_hidden_and_what_a_subprocess_sees(tmp_path, given, flags):
     environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
     environment |= {} if given is None else {"CUDA_VISIBLE_DEVICES": given}
     settings = ("-c", str(Path(__file__).parents[1] / "pyproject.toml"), "--rootdir", str(tmp_path))
-    settings += ("-o", f"pythonpath={tmp_path}")
+    settings += ("-o", f"pythonpath={tmp_path} {HELPERS}")
     result = run("-m", "pytest", *settings, *flags, str(tmp_path), environment=environment)
     assert result.returncode == 0, result.stdout
     seen = tmp_path / "seen.txt"

@@ -17,11 +17,13 @@ from pathlib import Path
 
 import pytest
 from compare import assert_same_bits
+from gpt2_trial import Trial
+from places import HELPERS
 
 from loralib.io.tensors import read_tensors
 
 ROOT = Path(__file__).resolve().parents[1]
-TINY = ROOT / "tests" / "NLG" / "tiny_gpt2_ft.py"
+TINY = HELPERS / "tiny_gpt2_ft.py"
 ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}
 SETTINGS = (
     "--max_epoch 120 --save_interval 20 --eval_interval 100 --lora_dropout 0.3 --lr 0.03 "
@@ -119,7 +121,7 @@ def trial(tmp_path_factory):
     sys.path.insert(0, str(ROOT / "NLG" / "src"))
     try:
         config = load(TINY).tiny_config_of("gpt2.xs", lora_attn_dim=2, lora_attn_alpha=8)
-        yield load(ROOT / "tests/NLG/conftest.py").Trial(tmp_path_factory.mktemp("t"), config, 14)
+        yield Trial(tmp_path_factory.mktemp("t"), config, 14)
     finally:
         sys.path.remove(str(ROOT / "NLG" / "src"))
 

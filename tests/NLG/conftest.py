@@ -1,20 +1,18 @@
 """Puts the NLG tree's folders on the path, as running its scripts does."""
 
-import dataclasses
 import functools
-import importlib.util
+import importlib
 import json
-import random
 import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
+from gpt2_trial import Trial
+from places import HELPERS, ROOT
 
-NLG = Path(__file__).resolve().parents[2] / "NLG"
+NLG = ROOT / "NLG"
 
 
 def pytest_configure(config):
@@ -23,26 +21,16 @@ def pytest_configure(config):
             sys.path.insert(0, str(NLG / folder))
 
 
-def _load(path: Path) -> ModuleType:
-    name = f"nlg_tests_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up.
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="session")
 def encoder_fixture():
     """The module that makes encoder_fixture.json."""
-    return _load(Path(__file__).with_name("make_encoder_fixture.py"))
+    return importlib.import_module("make_encoder_fixture")
 
 
 @pytest.fixture(scope="session")
 def gpt2_fixture():
     """The module that makes gpt2_fixture.safetensors."""
-    return _load(Path(__file__).with_name("make_gpt2_fixture.py"))
+    return importlib.import_module("make_gpt2_fixture")
 
 
 @pytest.fixture(scope="session")
@@ -58,69 +46,6 @@ def vocab_folder(encoder_fixture, tmp_path_factory):
 # ------------------------------------------------------------------------------------------------
 
 
-class Trial:
-    """A small GPT-2's files and data, and the command line that trains it.
-
-    Args:
-        folder: for the files.
-        config: a `GPT2Config` with LoRA.
-        count: training examples.
-    """
-
-    def __init__(self, folder: Path, config: Any, count: int):
-        self.folder, self.config = folder, config
-        # Some examples are cut by --seq_len, in their completion or even before it.
-        self.examples = self._write_examples("train.jsonl", count)
-        self.valid_examples = self._write_examples("valid.jsonl", 7)
-        self.base = self._write_model("base.pt", 0)
-        self.base_with_lora = self._write_model("base_with_lora.pt", config.lora_attn_dim)
-
-    def _write_examples(self, name: str, count: int) -> list[dict[str, list[int]]]:
-        draw = random.Random(name)
-
-        def tokens(low: int, high: int) -> list[int]:
-            return draw.choices(range(self.config.vocab_size), k=draw.randint(low, high))
-
-        rows = [{"context": tokens(0, 14), "completion": tokens(1, 9)} for _ in range(count)]
-        (self.folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return rows
-
-    def _write_model(self, name: str, rank: int) -> Path:
-        """With weights far from their start, LoRA's too, so that all of them matter."""
-        import torch
-
-        from checkpoints import Base, save_model
-        from model import GPT2LMModel
-
-        torch.manual_seed(4)
-        model = GPT2LMModel(dataclasses.replace(self.config, lora_attn_dim=rank))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter), alpha=1.2 * self.config.n_embd**-0.5)
-        save_model(self.folder / name, model, Base({}), lora_only=False)
-        return self.folder / name
-
-    def flags(self, work_dir: Path, *more: object, lora: bool = True) -> list[str]:
-        """What trains: LoRA's part from weights that are no zeros, or all of the model."""
-        named = {
-            "platform": "local",
-            "model_card": "gpt2.xs",
-            "train_data": self.folder / "train.jsonl",
-            "valid_data": self.folder / "valid.jsonl",
-            "train_batch_size": 4,
-            "valid_batch_size": 3,
-            "seq_len": 12,
-            "log_interval": 1,
-            "init_checkpoint": self.base_with_lora if lora else self.base,
-            "work_dir": work_dir,
-        }
-        if lora:
-            named |= {"lora_dim": self.config.lora_attn_dim}
-            named |= {"lora_alpha": self.config.lora_attn_alpha}
-        given = [word for name, value in named.items() for word in (f"--{name}", value)]
-        return [str(word) for word in (*given, *more)]
-
-
 @pytest.fixture(scope="session")
 def trial(tmp_path_factory):
     """The smallest model card, for subprocesses."""
@@ -132,7 +57,7 @@ def trial(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def _tiny_script():
-    return _load(Path(__file__).with_name("tiny_gpt2_ft.py"))
+    return importlib.import_module("tiny_gpt2_ft")
 
 
 @pytest.fixture(scope="session")
@@ -199,7 +124,7 @@ def launch_tiny(launch, tmp_path):
         calls = [{"argv": argv, "kill_in_step": None} for argv in runs]
         calls[-1]["kill_in_step"] = kill_in_step
         (tmp_path / "calls.json").write_text(json.dumps(calls))
-        script = Path(__file__).with_name("tiny_gpt2_ft.py")
+        script = HELPERS / "tiny_gpt2_ft.py"
         return launch(module, script, tmp_path / "calls.json", processes=processes)
 
     return run
@@ -219,7 +144,7 @@ def read_metrics():
 @pytest.fixture(scope="session")
 def plain_trainer():
     """The class `PlainTrainer`."""
-    return _load(Path(__file__).with_name("plain_trainer.py")).PlainTrainer
+    return importlib.import_module("plain_trainer").PlainTrainer
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ import json
 import re
 from dataclasses import replace
 
+import make_peft_fixture as maker
 import pytest
 import torch
 from compare import assert_close_to_rounding, assert_equal, rounding
-from peft_maker import MAKER
 from safetensors.torch import load_file, save_file
 
 import checkpoints
@@ -19,8 +19,8 @@ from loralib.adapters.peft import CONFIG_NAME, PREFIX, WEIGHTS_NAMES
 from loralib.errors import CheckpointError
 from model import GPT2Config, canonical_names, load_base
 
-PEFT = MAKER.PeftFixture()
-CASES = [case for case in MAKER.CASES if MAKER.family_of(case) == "gpt2"]
+PEFT = maker.PeftFixture()
+CASES = [case for case in maker.CASES if maker.family_of(case) == "gpt2"]
 # One block for the query and one for the value, which the release's layers have.
 IN_BLOCKS = ["gpt2_blocks", "gpt2_blocks_rslora", "gpt2_blocks_bias"]
 WITH_LAYERS = ["gpt2_blocks", "gpt2_blocks_rslora"]
@@ -41,7 +41,7 @@ TERMS = 2 * (3 * N + 4 * N + 8 + 10) + N
 
 def tiny_config_of(card="gpt2.sm", **lora_fields):
     """The shape of the fixture's base, for any model card."""
-    shape = MAKER.FAMILIES["gpt2"][0]
+    shape = maker.FAMILIES["gpt2"][0]
     names = ("n_embd", "n_layer", "n_head", "vocab_size", "n_positions")
     return GPT2Config(**{name: shape[name] for name in names}, **lora_fields)
 

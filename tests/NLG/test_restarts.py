@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 from compare import assert_same_bits
 from launches import killed, launch
+from places import HELPERS
 
 from loralib.io.tensors import read_tensors
 
-TINY = Path(__file__).with_name("tiny_gpt2_ft.py")
+TINY = HELPERS / "tiny_gpt2_ft.py"
 SETTINGS = (
     "--max_epoch 4 --grad_acc 2 --save_interval 2 --eval_interval 3 --lora_dropout 0.3 --lr 0.03 "
     "--train_batch_size 1"

@@ -1,17 +1,14 @@
 """Fixtures of the NLU tests."""
 
-import importlib.util
 import json
 import random
 import shutil
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from encoder_options import RELATIVE
-
-ROOT = Path(__file__).resolve().parents[2]
+from places import load_script
 
 # fmt: off
 WORDS = [
@@ -23,26 +20,16 @@ WORDS = [
 # fmt: on
 
 
-def _load(path: Path) -> ModuleType:
-    name = f"nlu_tests_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up.
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="session")
 def run_glue() -> ModuleType:
     """The script; `run_glue.main(arguments)` runs it in this process."""
-    return _load(ROOT / "examples" / "text-classification" / "run_glue.py")
+    return load_script("examples/text-classification/run_glue.py")
 
 
 @pytest.fixture(scope="session")
 def split_lora() -> ModuleType:
     """The script, likewise."""
-    return _load(ROOT / "utils" / "split_lora.py")
+    return load_script("utils/split_lora.py")
 
 
 def _sentence(chance: random.Random) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from places import HELPERS
 
 from loralib.io.tensors import read_tensors
 from transformers.trainer_utils import list_checkpoints
@@ -123,7 +124,7 @@ def worked(tiny_base, steady_base, tiny_glue, tmp_path_factory) -> Path:
         arguments(tiny_base, tiny_glue, folder / "grouped", 4, "--group_by_length", "--bf16"),
     ]
     (folder / "calls.json").write_text(json.dumps(calls))
-    worker = Path(__file__).parent / "two_processes.py"
+    worker = HELPERS / "two_processes.py"
     result = launch("torchrun", worker, folder / "calls.json", folder / "results.json")
     assert result.returncode == 0, result.stderr
     return folder

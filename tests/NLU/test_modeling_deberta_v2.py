@@ -5,8 +5,8 @@ import importlib
 import itertools
 import json
 import math
-from pathlib import Path
 
+import make_deberta_fixture as maker
 import numpy as np
 import pytest
 import torch
@@ -39,18 +39,9 @@ from transformers import (
 MODELING = importlib.import_module("transformers.models.deberta_v2.modeling_deberta_v2")
 
 
-def load_maker():
-    path = Path(__file__).with_name("make_deberta_fixture.py")
-    spec = importlib.util.spec_from_file_location("make_deberta_fixture", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-MAKER = load_maker()
-UPSTREAM = load_file(MAKER.FIXTURE)
-VARIANTS, INPUTS = MAKER.variants(), MAKER.draw_inputs()
-CASES = MAKER.cases(INPUTS)
+UPSTREAM = load_file(maker.FIXTURE)
+VARIANTS, INPUTS = maker.variants(), maker.draw_inputs()
+CASES = maker.cases(INPUTS)
 KINDS = {
     "backbone": (DebertaV2Model, {}),
     "mlm": (DebertaV2ForMaskedLM, {}),
@@ -76,9 +67,9 @@ XXLARGE = {
 def build(kind, variant="xxlarge", **settings):
     """A model with the fixture's weights; LoRA's are drawn, B as well."""
     model_class, labels = KINDS[kind]
-    config = DebertaV2Config(**{**MAKER.CONFIG, **VARIANTS[variant], **labels, **settings})
+    config = DebertaV2Config(**{**maker.CONFIG, **VARIANTS[variant], **labels, **settings})
     model = model_class(config).eval()
-    MAKER.draw_weights(model)
+    maker.draw_weights(model)
     return model
 
 
@@ -121,7 +112,7 @@ def test_the_crossed_options_tell():
     padded = {
         variant: UPSTREAM[f"{variant}/classifier/padded/logits"]
         for variant in VARIANTS
-        if variant not in MAKER.OTHERS
+        if variant not in maker.OTHERS
     }
     same = [
         {first, second}
@@ -134,7 +125,7 @@ def test_the_crossed_options_tell():
 
 
 @pytest.mark.parametrize("kind", ["classifier", "regressor", "mlm"])
-@pytest.mark.parametrize("variant", MAKER.OTHERS)
+@pytest.mark.parametrize("variant", maker.OTHERS)
 def test_losses_and_logits_are_upstreams(variant, kind):
     model = build(kind, variant)
     checked = 0
@@ -154,7 +145,7 @@ def test_losses_and_logits_are_upstreams(variant, kind):
     assert checked == (1 if kind == "mlm" else 3)
 
 
-@pytest.mark.parametrize("variant", MAKER.OTHERS)
+@pytest.mark.parametrize("variant", maker.OTHERS)
 def test_hidden_states_are_upstreams(variant):
     given = CASES["holes"]
     output = build("backbone", variant)(**given, output_hidden_states=True)
@@ -583,7 +574,7 @@ def test_seed_gives_the_weights_and_lora_those_of_the_release():
     states = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        config = DebertaV2Config(**{**MAKER.CONFIG, **MAKER.XXLARGE, **LORA, "lora_r": 32})
+        config = DebertaV2Config(**{**maker.CONFIG, **maker.XXLARGE, **LORA, "lora_r": 32})
         states.append(AutoModelForSequenceClassification.from_config(config).state_dict())
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
     name = "deberta.encoder.layer.0.attention.self.value_proj."
@@ -793,7 +784,7 @@ def test_settings_that_no_model_can_have(settings, message):
 
 
 def test_auto_classes():
-    config = DebertaV2Config(**MAKER.CONFIG)
+    config = DebertaV2Config(**maker.CONFIG)
     for auto, kind in (
         (AutoModel, DebertaV2Model),
         (AutoModelForMaskedLM, DebertaV2ForMaskedLM),
@@ -808,7 +799,7 @@ def test_auto_classes():
 def write(folder, tensors, **settings):
     """A model folder as others make it."""
     folder.mkdir(exist_ok=True)
-    values = {**MAKER.CONFIG, **MAKER.XXLARGE, "model_type": "deberta-v2", **settings}
+    values = {**maker.CONFIG, **maker.XXLARGE, "model_type": "deberta-v2", **settings}
     (folder / "config.json").write_text(json.dumps(values))
     own = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
     torch.save(own, folder / "pytorch_model.bin")

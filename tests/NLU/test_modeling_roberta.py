@@ -5,13 +5,13 @@ import importlib
 import json
 import operator
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from compare import assert_close_to_rounding
 from encoder_options import ENCODER_TERMS
+from places import FIXTURES
 from safetensors import safe_open
 
 import loralib as lora
@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-FIXTURE = Path(__file__).with_name("roberta_fixture.safetensors")
+FIXTURE = FIXTURES / "roberta_fixture.safetensors"
 CASES = ("padded", "types", "holes", "row0", "row1", "row2", "row3")
 KINDS = {
     "mlm": (RobertaForMaskedLM, {}),

@@ -5,11 +5,11 @@ import re
 import shutil
 from dataclasses import replace
 
+import make_peft_fixture as maker
 import pytest
 import torch
 from compare import assert_close_to_rounding, assert_same_bits
 from encoder_options import ENCODER_TERMS
-from peft_maker import MAKER
 from safetensors.torch import load_file, save_file
 
 from loralib.adapters.deltas import merge_into
@@ -21,8 +21,8 @@ from loralib.errors import CheckpointError
 from transformers import AutoModelForSequenceClassification
 from transformers.configuration_utils import targets_of_modules
 
-PEFT = MAKER.PeftFixture()
-CASES = [case for case in MAKER.CASES if MAKER.family_of(case) != "gpt2"]
+PEFT = maker.PeftFixture()
+CASES = [case for case in maker.CASES if maker.family_of(case) != "gpt2"]
 # Their ranks or scalings differ from what the paper has, and are evened out.
 EVENED = ["roberta_rslora", "roberta_patterns", "roberta_rslora_patterns"]
 KEPT = [case for case in CASES if case not in EVENED]
@@ -85,7 +85,7 @@ def with_layers(bases):
     """``with_layers(case, adapter)``: a model with LoRA layers that took the adapter."""
 
     def load(case, adapter):
-        model = open_with_layers(bases[MAKER.family_of(case)], adapter)
+        model = open_with_layers(bases[maker.family_of(case)], adapter)
         assert model.load_adapters([adapter]) == []
         return model
 
@@ -97,7 +97,7 @@ def folded(bases):
     """``folded(case, adapter)``: a plain model that the adapter was folded into."""
 
     def load(case, adapter):
-        model = AutoModelForSequenceClassification.from_pretrained(bases[MAKER.family_of(case)])
+        model = AutoModelForSequenceClassification.from_pretrained(bases[maker.family_of(case)])
         merge_into(model, adapter)
         return model
 
@@ -148,7 +148,7 @@ def test_folding_gives_pefts_logits(folder, folded, case):
 def test_the_logits_tell(folder, folded, bases, case):
     """The base's are others, and so are those of twice the alpha or of exchanged layers."""
     theirs = PEFT.logits(case)
-    base = AutoModelForSequenceClassification.from_pretrained(bases[MAKER.family_of(case)])
+    base = AutoModelForSequenceClassification.from_pretrained(bases[maker.family_of(case)])
     assert (logits_of(base) - theirs).abs().max() > 0.1
     adapter = read_adapter(folder(case))
     doubled = replace(adapter, metadata=replace(adapter.metadata, alpha=2 * adapter.metadata.alpha))
@@ -219,7 +219,7 @@ def test_evened_tensors(folder):
 @pytest.mark.parametrize("case", ["roberta_query_value", "deberta_query_value"])
 def test_a_head_that_only_the_adapter_brings(folder, backbones, case):
     adapter = read_adapter(folder(case))
-    model = open_with_layers(backbones[MAKER.family_of(case)], adapter)
+    model = open_with_layers(backbones[maker.family_of(case)], adapter)
     assert model.load_adapters([adapter]) == []
     close(logits_of(model), PEFT.logits(case))
 
@@ -300,7 +300,7 @@ def test_what_was_read_is_written_as_pefts(folder, tmp_path, case):
 def test_written_settings_name_the_adapted_modules(folder, tmp_path, bases, case):
     write_adapter(tmp_path / "out", read_adapter(folder(case)), "peft")
     ours = json.loads((tmp_path / "out" / CONFIG_NAME).read_text())
-    base = AutoModelForSequenceClassification.from_pretrained(bases[MAKER.family_of(case)])
+    base = AutoModelForSequenceClassification.from_pretrained(bases[maker.family_of(case)])
     names = [name for name, _ in base.named_modules()]
     assert modules_that(PEFT.config(case), names) == adapted_modules(PEFT.tensors(case))
     assert modules_that(ours, names) == adapted_modules(PEFT.tensors(case))

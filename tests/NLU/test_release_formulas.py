@@ -3,9 +3,7 @@
 See make_release_fixture.py: logits, gradients, and the losses of a few steps of AdamW.
 """
 
-import importlib.util
-from pathlib import Path
-
+import make_release_fixture as maker
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,17 +16,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-
-def load_maker():
-    path = Path(__file__).with_name("make_release_fixture.py")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-MAKER = load_maker()
-RELEASE = load_file(MAKER.FIXTURE)
+RELEASE = load_file(maker.FIXTURE)
 MODELS = {
     "roberta": (RobertaConfig, RobertaForSequenceClassification),
     "deberta": (DebertaV2Config, DebertaV2ForSequenceClassification),
@@ -40,16 +28,16 @@ TO_FLOAT32 = 1e-6
 
 def build(case, **settings):
     """This project's model in training mode, and nothing trained but what the release trains."""
-    family, kind, _ = MAKER.CASES[case]
+    family, kind, _ = maker.CASES[case]
     config_class, model_class = MODELS[family]
     if kind == "lora":
-        settings |= {"apply_lora": True, "lora_r": MAKER.RANK, "lora_alpha": MAKER.ALPHA}
+        settings |= {"apply_lora": True, "lora_r": maker.RANK, "lora_alpha": maker.ALPHA}
     else:
-        settings |= {"apply_adapter": True, "adapter_type": kind, "adapter_size": MAKER.SIZE}
-    config = config_class(**{**MAKER.SHAPE, **MAKER.FAMILIES[family], **settings})
+        settings |= {"apply_adapter": True, "adapter_type": kind, "adapter_size": maker.SIZE}
+    config = config_class(**{**maker.SHAPE, **maker.FAMILIES[family], **settings})
     model = model_class(config).double()
     for name, parameter in model.named_parameters():
-        parameter.data.copy_(MAKER.draw(name, parameter.shape))
+        parameter.data.copy_(maker.draw(name, parameter.shape))
     model.train_only([kind_.part for kind_ in model.adapted_by])
     return model.train()
 
@@ -65,16 +53,16 @@ def train(model):
     others = [p for name, p in parameters.items() if not name.endswith("bias")]
     optimizer = AdamW(
         [
-            {"params": others, "weight_decay": MAKER.DECAY},
+            {"params": others, "weight_decay": maker.DECAY},
             {"params": biases, "weight_decay": 0.0},
         ],
-        lr=MAKER.RATE,
-        betas=MAKER.BETAS,
-        eps=MAKER.EPSILON,
+        lr=maker.RATE,
+        betas=maker.BETAS,
+        eps=maker.EPSILON,
     )
     losses = []
-    for _ in range(MAKER.STEPS):
-        loss = model(**MAKER.draw_inputs()).loss
+    for _ in range(maker.STEPS):
+        loss = model(**maker.draw_inputs()).loss
         losses.append(loss.item())
         optimizer.zero_grad()
         loss.backward()
@@ -82,27 +70,27 @@ def train(model):
     return losses
 
 
-@pytest.mark.parametrize("case", MAKER.CASES)
+@pytest.mark.parametrize("case", maker.CASES)
 def test_logits(case):
     model, expected = build(case), RELEASE[f"{case}/logits"]
     for mode in (True, False):
-        ours = model.train(mode)(**MAKER.draw_inputs()).logits
+        ours = model.train(mode)(**maker.draw_inputs()).logits
         torch.testing.assert_close(ours, expected, rtol=0, atol=TO_FLOAT32)
 
 
-@pytest.mark.parametrize("case", MAKER.CASES)
+@pytest.mark.parametrize("case", maker.CASES)
 def test_gradients(case):
     model = build(case)
-    model(**MAKER.draw_inputs()).loss.backward()
+    model(**maker.draw_inputs()).loss.backward()
     theirs = {n.removeprefix(f"{case}/grad/"): t for n, t in RELEASE.items() if "/grad/" in n}
-    theirs = {name: t for name, t in theirs.items() if not name.startswith(tuple(MAKER.CASES))}
+    theirs = {name: t for name, t in theirs.items() if not name.startswith(tuple(maker.CASES))}
     assert trained(model).keys() == theirs.keys()
     for name, parameter in trained(model).items():
         atol = TO_FLOAT32 * theirs[name].abs().max().item()
         torch.testing.assert_close(parameter.grad, theirs[name], rtol=0, atol=atol, msg=name)
 
 
-@pytest.mark.parametrize("case", MAKER.CASES)
+@pytest.mark.parametrize("case", maker.CASES)
 def test_losses_of_training(case):
     expected = RELEASE[f"{case}/losses"].tolist()
     assert train(build(case)) == pytest.approx(expected, rel=10 * TO_FLOAT32)
@@ -113,7 +101,7 @@ def test_lora_on_positions_shows():
     """PEFT's way of adapting DeBERTa is another model, and trains otherwise."""
     expected = RELEASE["deberta_lora/logits"]
     model = build("deberta_lora", lora_positions=True)
-    ours = model(**MAKER.draw_inputs()).logits
+    ours = model(**maker.draw_inputs()).logits
     assert (ours - expected).abs().max() > 1e-2
     losses = RELEASE["deberta_lora/losses"].tolist()
     assert train(model) != pytest.approx(losses, rel=1e-3)

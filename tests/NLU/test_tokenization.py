@@ -1,7 +1,6 @@
 """The tokenizers: upstream's ids, padding and truncation, files, errors, stable pickles."""
 
 import copy
-import importlib.util
 import json
 import logging
 import pickle
@@ -11,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import make_tokenizer_fixture as maker
 import numpy as np
 import pytest
 import torch
@@ -29,16 +29,7 @@ from transformers import (
 CLS, PAD, SEP, UNK = 0, 1, 2, 3
 
 
-def load_maker():
-    path = Path(__file__).with_name("make_tokenizer_fixture.py")
-    spec = importlib.util.spec_from_file_location("make_tokenizer_fixture", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-MAKER = load_maker()
-FIXTURE = json.loads(MAKER.FIXTURE.read_text("utf-8"))
+FIXTURE = json.loads(maker.FIXTURE.read_text("utf-8"))
 VOCABULARY_SIZE = len(FIXTURE["vocabulary"])
 
 
@@ -46,7 +37,7 @@ VOCABULARY_SIZE = len(FIXTURE["vocabulary"])
 def tiny(tmp_path_factory) -> Path:
     """A folder with vocab.json, merges.txt and special_tokens_map.json; not to be written to."""
     folder = tmp_path_factory.mktemp("tiny")
-    return MAKER.write_vocabulary(folder, FIXTURE["vocabulary"], FIXTURE["merges"])
+    return maker.write_vocabulary(folder, FIXTURE["vocabulary"], FIXTURE["merges"])
 
 
 @pytest.fixture
@@ -76,24 +67,24 @@ def write(path: Path, content) -> None:
 # -- The ids are upstream's ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MAKER.CALLS)
+@pytest.mark.parametrize("name", maker.CALLS)
 def test_strings_have_upstreams_ids(tiny, name):
     def open_tiny(**settings):
         return RobertaTokenizerFast.from_pretrained(tiny, **settings)
 
-    ours = MAKER.string_ids(open_tiny, MAKER.CALLS[name])
-    for string, row, expected in zip(MAKER.STRINGS, ours, FIXTURE["strings"][name], strict=True):
+    ours = maker.string_ids(open_tiny, maker.CALLS[name])
+    for string, row, expected in zip(maker.STRINGS, ours, FIXTURE["strings"][name], strict=True):
         assert row == expected, repr(string[:50])
 
 
 @pytest.mark.skipif(
-    not (MAKER.DATA / "glue").is_dir() or not (MAKER.DATA / "gpt2-vocab").is_dir(),
+    not (maker.DATA / "glue").is_dir() or not (maker.DATA / "gpt2-vocab").is_dir(),
     reason="needs GLUE and GPT-2's vocabulary in ../shared/data",
 )
 def test_glue_has_upstreams_ids(tmp_path):
-    vocabulary = MAKER.roberta_vocabulary(MAKER.DATA)
-    tokenizer = RobertaTokenizerFast.from_pretrained(MAKER.write_vocabulary(tmp_path, *vocabulary))
-    sums = dict(MAKER.glue_sums(tokenizer, MAKER.DATA))
+    vocabulary = maker.roberta_vocabulary(maker.DATA)
+    tokenizer = RobertaTokenizerFast.from_pretrained(maker.write_vocabulary(tmp_path, *vocabulary))
+    sums = dict(maker.glue_sums(tokenizer, maker.DATA))
     wrong = [name for name in FIXTURE["glue"] if sums.get(name) != FIXTURE["glue"][name]]
     assert len(sums) == len(FIXTURE["glue"]) == 28
     assert not wrong
@@ -107,7 +98,7 @@ def test_frame_of_a_pair(tokenizer):
     assert tokenizer.num_special_tokens_to_add(pair=True) == 4
 
 
-@pytest.mark.parametrize("string", MAKER.STRINGS)
+@pytest.mark.parametrize("string", maker.STRINGS)
 def test_decoding_gives_the_text_back(tokenizer, string):
     # A mask takes the spaces before it along, so they are lost.
     expected = string if "<mask>" not in string else None
@@ -340,7 +331,7 @@ def test_pad_takes_rows_in_any_form(tokenizer, format):
 
 
 def test_pad_gives_what_a_padded_call_gives(tokenizer):
-    texts = list(MAKER.STRINGS)
+    texts = list(maker.STRINGS)
     rows = [tokenizer(text, return_special_tokens_mask=True) for text in texts]
     settings = {"padding": True, "pad_to_multiple_of": 8}
     called = tokenizer(texts, return_special_tokens_mask=True, **settings)
@@ -432,7 +423,7 @@ def test_ordinary_calls_do_not_warn(tiny, warnings, settings):
 
 
 def ids_of(tokenizer) -> list[list[int]]:
-    return tokenizer(list(MAKER.STRINGS))["input_ids"]
+    return tokenizer(list(maker.STRINGS))["input_ids"]
 
 
 @pytest.mark.parametrize(
@@ -492,7 +483,7 @@ def test_saving_replaces_files_whole(tokenizer, folder, monkeypatch):
 
 
 def test_configuration_forms(folder):
-    mask = {**MAKER.MASK, "lstrip": False, "__type": "AddedToken"}
+    mask = {**maker.MASK, "lstrip": False, "__type": "AddedToken"}
     settings = {"mask_token": mask, "model_max_length": 512, "name_or_path": "x", "use_fast": False}
     write(folder / "tokenizer_config.json", {**settings, "sep_token": "!"})
     write(folder / "special_tokens_map.json", {"sep_token": "?"})
@@ -554,7 +545,7 @@ def test_added_token_with_another_id(folder):
 
 def test_vocabulary_without_special_tokens(tiny, tmp_path, warnings):
     tokens = [token for token in FIXTURE["vocabulary"] if token not in ("<s>", "<mask>")]
-    MAKER.write_vocabulary(tmp_path, tokens, FIXTURE["merges"])
+    maker.write_vocabulary(tmp_path, tokens, FIXTURE["merges"])
     tokenizer = RobertaTokenizerFast.from_pretrained(tmp_path)
     assert sorted([tokenizer.cls_token_id, tokenizer.mask_token_id]) == [
         len(tokens),

@@ -2,7 +2,6 @@
 
 import base64
 import copy
-import importlib.util
 import json
 import logging
 import pickle
@@ -11,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import make_deberta_tokenizer_fixture as maker
 import pytest
 import sentencepiece
 import torch
@@ -28,17 +28,7 @@ from transformers import (
     DebertaV2Tokenizer,
 )
 
-
-def load_maker():
-    path = Path(__file__).with_name("make_deberta_tokenizer_fixture.py")
-    spec = importlib.util.spec_from_file_location("make_deberta_tokenizer_fixture", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-MAKER = load_maker()
-FIXTURE = json.loads(MAKER.FIXTURE.read_text("utf-8"))
+FIXTURE = json.loads(maker.FIXTURE.read_text("utf-8"))
 MODEL = base64.b64decode(FIXTURE["model"])
 PIECES = 110
 PAD, CLS, SEP, UNK, MASK = 0, 1, 2, 3, PIECES
@@ -47,7 +37,7 @@ PAD, CLS, SEP, UNK, MASK = 0, 1, 2, 3, PIECES
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Path:
     """A folder with spm.model, config.json and tokenizer_config.json; not to be written to."""
-    return MAKER.write_model(tmp_path_factory.mktemp("tiny"), MODEL)
+    return maker.write_model(tmp_path_factory.mktemp("tiny"), MODEL)
 
 
 @pytest.fixture
@@ -72,19 +62,19 @@ def write(path: Path, content) -> None:
 
 
 def ids_of(tokenizer) -> list[list[int]]:
-    return tokenizer(list(MAKER.STRINGS))["input_ids"]
+    return tokenizer(list(maker.STRINGS))["input_ids"]
 
 
 # -- The ids are upstream's ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MAKER.CALLS)
+@pytest.mark.parametrize("name", maker.CALLS)
 def test_strings_have_upstreams_ids(tiny, name):
     def open_tiny(**settings):
         return DebertaV2Tokenizer.from_pretrained(tiny, **settings)
 
-    ours = MAKER.string_ids(open_tiny, MAKER.CALLS[name])
-    for string, row, expected in zip(MAKER.STRINGS, ours, FIXTURE["strings"][name], strict=True):
+    ours = maker.string_ids(open_tiny, maker.CALLS[name])
+    for string, row, expected in zip(maker.STRINGS, ours, FIXTURE["strings"][name], strict=True):
         assert row == expected, repr(string[:50])
 
 
@@ -95,12 +85,12 @@ def test_texts_of_ids_are_upstreams(tokenizer, skip):
     assert ours == FIXTURE["texts"][skip]
 
 
-@pytest.mark.skipif(not (MAKER.DATA / "glue").is_dir(), reason="needs GLUE in ../shared/data")
+@pytest.mark.skipif(not (maker.DATA / "glue").is_dir(), reason="needs GLUE in ../shared/data")
 def test_glue_has_upstreams_ids(tmp_path):
-    model = MAKER.train_on_glue(MAKER.DATA)
-    assert MAKER.pieces_sum(model) == FIXTURE["glue model"], "training has made another model"
-    tokenizer = AutoTokenizer.from_pretrained(MAKER.write_model(tmp_path, model))
-    sums = dict(MAKER.glue_sums(tokenizer, MAKER.DATA))
+    model = maker.train_on_glue(maker.DATA)
+    assert maker.pieces_sum(model) == FIXTURE["glue model"], "training has made another model"
+    tokenizer = AutoTokenizer.from_pretrained(maker.write_model(tmp_path, model))
+    sums = dict(maker.glue_sums(tokenizer, maker.DATA))
     wrong = [name for name in FIXTURE["glue"] if sums.get(name) != FIXTURE["glue"][name]]
     assert len(sums) == len(FIXTURE["glue"]) == 14
     assert not wrong
@@ -108,9 +98,9 @@ def test_glue_has_upstreams_ids(tmp_path):
 
 def test_texts_are_normalised_by_the_model_itself(tmp_path, backend):
     """Not by a rule of the tokenizer's: the published model composes and folds characters."""
-    trained = MAKER.io.BytesIO()
+    trained = maker.io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(MAKER.OTHER.CORPUS),
+        sentence_iterator=iter(maker.make_tokenizer_fixture.CORPUS),
         model_writer=trained,
         vocab_size=110,
         normalization_rule_name="nmt_nfkc",
@@ -125,7 +115,7 @@ def test_texts_are_normalised_by_the_model_itself(tmp_path, backend):
         minloglevel=2,
     )
     text = "ﬁnding \u00a0 two\u3000words"
-    tokenizer = DebertaV2Tokenizer.from_pretrained(MAKER.write_model(tmp_path, trained.getvalue()))
+    tokenizer = DebertaV2Tokenizer.from_pretrained(maker.write_model(tmp_path, trained.getvalue()))
     alone = sentencepiece.SentencePieceProcessor(model_proto=trained.getvalue())
     assert tokenizer.encode(text) == [CLS, *alone.encode("finding two words"), SEP]
     assert backend.encode(text) != backend.encode("finding two words")
@@ -220,16 +210,16 @@ def test_special_tokens(tokenizer):
 
 
 def test_a_model_that_has_a_mask_piece(tmp_path):
-    model = MAKER.io.BytesIO()
+    model = maker.io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(MAKER.OTHER.CORPUS),
+        sentence_iterator=iter(maker.make_tokenizer_fixture.CORPUS),
         model_writer=model,
         vocab_size=112,
         control_symbols=["[PAD]", "[CLS]", "[SEP]", "[MASK]"],
         unk_piece="[UNK]",
         minloglevel=2,
     )
-    tokenizer = DebertaV2Tokenizer.from_pretrained(MAKER.write_model(tmp_path, model.getvalue()))
+    tokenizer = DebertaV2Tokenizer.from_pretrained(maker.write_model(tmp_path, model.getvalue()))
     assert len(tokenizer) == tokenizer.vocab_size == 112
     assert tokenizer.mask_token_id < 112
     assert tokenizer.encode("[MASK]") == [

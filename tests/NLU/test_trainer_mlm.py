@@ -5,17 +5,17 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from compare import rounding
+from places import HELPERS
 
 from transformers.trainer_pt_utils import Collector, gather_in_order, join_rows
 
-SCRIPT = Path(__file__).with_name("two_predictions.py")
+SCRIPT = HELPERS / "two_predictions.py"
 FAMILIES = ["roberta", "deberta"]
 # One after the other in a layer and the head: about a dozen sums over 16 features.
 ADDITIONS = 12 * 16
@@ -24,10 +24,7 @@ ADDITIONS = 12 * 16
 @pytest.fixture(scope="module")
 def mlm():
     """The script, as a module."""
-    spec = importlib.util.spec_from_file_location("two_predictions", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module(SCRIPT.stem)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -9,7 +9,7 @@ in an environment of its own, with upstream's transformers (5.23 was the last on
 
 OUT, which has to be new, then holds
 
-    bases/<family>       plain bases as upstream has them, of tests/loralib/make_peft_fixture.py
+    bases/<family>       plain bases as upstream has them, of tests/fixtures/make_peft_fixture.py
     lora/<name>          adapters of models of this project, as its runs write them
     pefts_own/<name>     adapters as PEFT itself wrote them, of the same fixture
     peft/<name>          adapters in PEFT's format, by utils/convert.py
@@ -24,12 +24,10 @@ are expected.
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -39,8 +37,10 @@ from torch import Tensor, nn
 # Folders of scripts, not packages.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "NLG" / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "utils"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "fixtures"))
 
 import convert
+import make_peft_fixture as maker
 
 from checkpoints import read_base, save_model
 from loralib.adapters.formats import read_adapter, what_forbids, write_adapter
@@ -59,25 +59,15 @@ ENCODERS = {
 }
 
 
-def load_maker() -> ModuleType:
-    """The module that makes peft_fixture.safetensors."""
-    path = Path(__file__).parents[1] / "loralib" / "make_peft_fixture.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 class Writer:
     """Writes cases into a folder.
 
     Args:
         out: the folder.
-        maker: the module that makes the fixture.
     """
 
-    def __init__(self, out: Path, maker: ModuleType):
-        self.out, self.maker = out, maker
+    def __init__(self, out: Path):
+        self.out = out
         self.fixture = maker.PeftFixture()
         self.bases = {
             family: self.fixture.write_base(out / "bases" / family, family)
@@ -105,7 +95,7 @@ class Writer:
     @torch.no_grad()
     def add_encoder(self, case: str, settings: dict[str, Any]) -> None:
         """A classifier of this project, with its LoRA and its head drawn."""
-        family = self.maker.family_of(case)
+        family = maker.family_of(case)
         model = AutoModelForSequenceClassification.from_pretrained(
             self.bases[family], apply_lora=True, lora_r=3, lora_alpha=12, **settings
         )
@@ -119,7 +109,7 @@ class Writer:
     def add_gpt2(self) -> None:
         """A GPT-2 of this project, with its LoRA drawn, as gpt2_ft.py saves it."""
         base = read_base(str(self.bases["gpt2"] / "model.safetensors"))
-        shape = self.maker.FAMILIES["gpt2"][0]
+        shape = maker.FAMILIES["gpt2"][0]
         known = {field.name for field in dataclasses.fields(GPT2Config)}
         config = GPT2Config(
             **{name: value for name, value in shape.items() if name in known},
@@ -136,12 +126,12 @@ class Writer:
     def add_pefts(self, case: str) -> None:
         """An adapter of PEFT's own, which this project reads and writes."""
         source = self.fixture.write_adapter(self.out / "pefts_own" / case, case)
-        family = self.maker.family_of(case)
+        family = maker.family_of(case)
         self.add(f"theirs_{case}", family, source, self.fixture.logits(case))
 
     def _draw(self, model: nn.Module, trained: tuple[str, ...]) -> None:
         named = model.named_parameters()
-        self.maker.draw(((n, p) for n, p in named if any(part in n for part in trained)), "ours")
+        maker.draw(((n, p) for n, p in named if any(part in n for part in trained)), "ours")
 
     def finish(self) -> None:
         """Writes the list of cases and the tensors."""
@@ -157,8 +147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("out", metavar="OUT", type=Path, help="a new folder")
     out = parser.parse_args(argv).out
     out.mkdir(parents=True)
-    maker = load_maker()
-    writer = Writer(out, maker)
+    writer = Writer(out)
     for case, settings in ENCODERS.items():
         writer.add_encoder(case, settings)
     writer.add_gpt2()

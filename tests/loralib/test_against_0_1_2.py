@@ -1,16 +1,16 @@
-"""Layers against numbers that PyPI's loralib 0.1.2 computed; make_fixture.py writes them."""
+"""Layers against PyPI's loralib 0.1.2: what make_loralib_fixture.py recorded of it."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from compare import assert_close_to_rounding
+from places import FIXTURES
 from safetensors import safe_open
 
 import loralib as lora
 
-FIXTURE = Path(__file__).with_name("loralib_0_1_2.safetensors")
+FIXTURE = FIXTURES / "loralib_0_1_2.safetensors"
 
 with safe_open(FIXTURE, framework="pt") as file:
     # In an order of their own, which the file's is not.

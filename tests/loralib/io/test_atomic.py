@@ -271,15 +271,15 @@ ON_A_SMALL_DISK = """
 import sys
 from pathlib import Path
 sys.path[:0] = {path!r}
-import test_files
-for writer in test_files.WRITERS:
+import test_atomic
+for writer in test_atomic.WRITERS:
     folder = Path(sys.argv[1], writer.__name__)
     folder.mkdir()
     for name in ("x.txt", "x.safetensors", "x.bin", "x.pt"):
         (folder / name).write_text("old")
     try:
         writer(folder / ("y" if "folder" in writer.__name__ else "x.txt"))
-    except test_files.DiskFullError as error:
+    except test_atomic.DiskFullError as error:
         print(writer.__name__, error)
     rest = {{path.name: path.read_text() for path in folder.iterdir()}}
     assert rest == dict.fromkeys(("x.txt", "x.safetensors", "x.bin", "x.pt"), "old"), rest
@@ -378,9 +378,9 @@ def test_safetensors_have_their_metadata_in_order(tmp_path):
 IN_A_PROCESS = """
 import sys
 sys.path[:0] = {path!r}
-import test_files
-for writer in (test_files.write_safetensors, test_files.write_bin, test_files.write_pt):
-    writer(test_files.Path(sys.argv[1], "x"))
+import test_atomic
+for writer in (test_atomic.write_safetensors, test_atomic.write_bin, test_atomic.write_pt):
+    writer(test_atomic.Path(sys.argv[1], "x"))
 """
 
 

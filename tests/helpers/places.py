@@ -1,0 +1,27 @@
+"""Where the project's files lie, and its scripts as modules."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+HELPERS = Path(__file__).resolve().parent
+FIXTURES = HELPERS.with_name("fixtures")
+ROOT = HELPERS.parents[1]
+# Corpora and recorded facts, where they lie next to the project.
+SHARED = ROOT.parent / "shared"
+
+
+def load_script(path: str | Path) -> ModuleType:
+    """A script of the project as a module of its own name, without running its `main`.
+
+    Args:
+        path: from the project's root, or absolute.
+    """
+    path = ROOT / path
+    name = f"script_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
