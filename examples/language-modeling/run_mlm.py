@@ -7,6 +7,8 @@ Without --model_name_or_path, a byte-level BPE vocabulary is learned from the te
 the given shape is drawn at random. What it writes is a base model for run_glue.py.
 """
 
+from __future__ import annotations
+
 import logging
 import math
 import os
@@ -15,8 +17,8 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from datasets import Dataset, load_dataset
 from tokenizers import ByteLevelBPETokenizer
 
 from loralib.io.encoding import refuse_utf16_file
@@ -43,11 +45,15 @@ from transformers.utils.cli import (
     choose_length,
     cut_rows,
     find_checkpoint,
+    hide_data_bars,
     report_cut,
     run,
     set_up_logging,
     sole_use_of_output,
 )
+
+if TYPE_CHECKING:  # else imported where data is read: --help and wrong flags need not wait for it
+    from datasets import Dataset
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +152,8 @@ def read_sets(
 
 def read_lines(path: str, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
     """A text file's lines as token ids, and whether each was cut; empty lines are left out."""
+    from datasets import load_dataset
+
     lines = load_dataset("text", data_files=path, split="train")
     lines = lines.filter(lambda row: bool(row["text"].strip()))
 
@@ -185,6 +193,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def train(model_args: ModelArguments, data_args: DataArguments, args: TrainingArguments) -> None:
     """Builds, trains, evaluates, saves; as far as the flags ask for it."""
+    hide_data_bars()
     checkpoint = find_checkpoint(args)
     if args.do_eval and data_args.validation_file is None:
         raise ValueError("--do_eval needs --validation_file")

@@ -10,15 +10,16 @@ each other; with none of the three, all weights are trained. All flags can also 
 file: run_glue.py settings.json.
 """
 
+from __future__ import annotations
+
 import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from datasets import ClassLabel, Dataset, load_dataset
 
 from loralib.adapters.adapter import KINDS, LORA, Adapter, base_biases, plain
 from loralib.adapters.checks import alpha_is_missing
@@ -60,11 +61,15 @@ from transformers.utils.cli import (
     choose_length,
     cut_rows,
     find_checkpoint,
+    hide_data_bars,
     report_cut,
     run,
     set_up_logging,
     sole_use_of_output,
 )
+
+if TYPE_CHECKING:  # else imported where data is read: --help and wrong flags need not wait for it
+    from datasets import Dataset
 
 logger = logging.getLogger(__name__)
 
@@ -227,6 +232,8 @@ def load_glue(
     data_args: DataTrainingArguments, splits: list[str], cache_dir: str | None
 ) -> TextData:
     """A GLUE task, from its TSV files or from the hub."""
+    from datasets import load_dataset
+
     task = glue_task(data_args.task_name)
     keys = tuple(key for key in task.text_keys if key)
     if data_args.data_dir is None:
@@ -240,6 +247,8 @@ def load_glue(
 
 
 def _from_tsv(task: GlueTask, data_dir: str, split: str) -> Dataset:
+    from datasets import Dataset
+
     examples = load_glue_split(task.name, data_dir, split)
     texts = zip(task.text_keys, ("text_a", "text_b"), strict=True)
     columns = {key: [getattr(e, part) for e in examples] for key, part in texts if key}
@@ -305,6 +314,8 @@ def load_own_files(
 
 def _check_varied(train: Dataset, path: str) -> None:
     """Refuses a training set with one label: there is nothing in it to tell apart."""
+    from datasets import ClassLabel
+
     labels = train.unique("label")
     if len(labels) < 2:
         feature = train.features["label"]
@@ -326,6 +337,8 @@ def _label_names(train: Dataset | None, known: Sequence[str]) -> tuple[str, ...]
 
 
 def _number_labels(data: Dataset, labels: tuple[str, ...], path: str) -> Dataset:
+    from datasets import ClassLabel
+
     if not labels:
         raise ValueError(
             f"{path}: the model does not name its labels; give the --train_file that it was "
@@ -627,6 +640,7 @@ def fine_tune(
     model_args: ModelArguments, data_args: DataTrainingArguments, args: TrainingArguments
 ) -> None:
     """Loads, trains, evaluates, predicts; as far as the flags ask for it."""
+    hide_data_bars()
     checkpoint = find_checkpoint(args)
     logger.info("computing on %s, %s process(es)", args.device, args.world_size)
     adapters = read_adapters(model_args)

@@ -9,6 +9,7 @@ With gradient g, t counted from 1 (Loshchilov & Hutter, "Decoupled Weight Decay 
 Unlike in `torch.optim.AdamW`, eps is added to a √v that is not corrected, and decay comes last.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -57,6 +58,11 @@ class AdamW(torch.optim.Optimizer):
             "correct_bias": correct_bias,
         }
         super().__init__(params, defaults)
+
+    # PyTorch decorates these to keep torch.compile out, and the decorator imports the compiler: a
+    # second before the first step of every run. Without it they do the same.
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what `state_dict` returned: the averages, the steps, the groups' settings.

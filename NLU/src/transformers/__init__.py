@@ -1,60 +1,71 @@
-"""A slim fork of Transformers 4.4.2 with LoRA: what GLUE needs, in upstream's places."""
+"""A slim fork of Transformers 4.4.2 with LoRA: what GLUE needs, in upstream's places.
 
+A name's module is imported when the name is first used, so that a script's --help does not wait for
+models and tokenizers. The names are listed twice: as imports for type checkers, and with their
+modules for `__getattr__`.
+"""
+
+# ruff: noqa: F401 - the imports are for type checkers alone
+
+import importlib
+import importlib.util
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from loralib.errors import TrainingError
-from loralib.training.process import set_seed
-
-from .configuration_utils import PretrainedConfig
-from .data.data_collator import (
-    DataCollatorForLanguageModeling,
-    DataCollatorWithPadding,
-    default_data_collator,
-)
-from .data.metrics import glue_compute_metrics
-from .data.processors import glue_output_modes, glue_processors, glue_tasks_num_labels
-from .data.processors.utils import DataProcessor, InputExample, InputFeatures
-from .file_utils import ModelOutput
-from .hf_argparser import HfArgumentParser
-from .integrations import is_tensorboard_available, is_wandb_available
-from .modeling_utils import PreTrainedModel
-from .models.auto.configuration_auto import AutoConfig
-from .models.auto.modeling_auto import (
-    AutoModel,
-    AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
-)
-from .models.auto.tokenization_auto import AutoTokenizer
-from .models.deberta_v2.configuration_deberta_v2 import DebertaV2Config
-from .models.deberta_v2.modeling_deberta_v2 import (
-    DebertaV2ForMaskedLM,
-    DebertaV2ForSequenceClassification,
-    DebertaV2Model,
-    DebertaV2PreTrainedModel,
-)
-from .models.deberta_v2.tokenization_deberta_v2 import DebertaV2Tokenizer
-from .models.roberta.configuration_roberta import RobertaConfig
-from .models.roberta.modeling_roberta import (
-    RobertaForMaskedLM,
-    RobertaForSequenceClassification,
-    RobertaModel,
-    RobertaPreTrainedModel,
-)
-from .models.roberta.tokenization_roberta_fast import RobertaTokenizerFast
-from .optimization import AdamW, get_scheduler
-from .tokenization_utils_base import BatchEncoding, PreTrainedTokenizerBase
-from .tokenization_utils_fast import PreTrainedTokenizerFast
-from .trainer import Trainer
-from .trainer_callback import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
-from .trainer_utils import (
-    EvalPrediction,
-    EvaluationStrategy,
-    IntervalStrategy,
-    SchedulerType,
-)
-from .training_args import TrainingArguments
 from .utils import logging
+
+if TYPE_CHECKING:
+    from loralib.errors import TrainingError
+    from loralib.training.process import set_seed
+
+    from .configuration_utils import PretrainedConfig
+    from .data.data_collator import (
+        DataCollatorForLanguageModeling,
+        DataCollatorWithPadding,
+        default_data_collator,
+    )
+    from .data.metrics import glue_compute_metrics
+    from .data.processors import glue_output_modes, glue_processors, glue_tasks_num_labels
+    from .data.processors.utils import DataProcessor, InputExample, InputFeatures
+    from .file_utils import ModelOutput
+    from .hf_argparser import HfArgumentParser
+    from .integrations import is_tensorboard_available, is_wandb_available
+    from .modeling_utils import PreTrainedModel
+    from .models.auto.configuration_auto import AutoConfig
+    from .models.auto.modeling_auto import (
+        AutoModel,
+        AutoModelForMaskedLM,
+        AutoModelForSequenceClassification,
+    )
+    from .models.auto.tokenization_auto import AutoTokenizer
+    from .models.deberta_v2.configuration_deberta_v2 import DebertaV2Config
+    from .models.deberta_v2.modeling_deberta_v2 import (
+        DebertaV2ForMaskedLM,
+        DebertaV2ForSequenceClassification,
+        DebertaV2Model,
+        DebertaV2PreTrainedModel,
+    )
+    from .models.deberta_v2.tokenization_deberta_v2 import DebertaV2Tokenizer
+    from .models.roberta.configuration_roberta import RobertaConfig
+    from .models.roberta.modeling_roberta import (
+        RobertaForMaskedLM,
+        RobertaForSequenceClassification,
+        RobertaModel,
+        RobertaPreTrainedModel,
+    )
+    from .models.roberta.tokenization_roberta_fast import RobertaTokenizerFast
+    from .optimization import AdamW, get_scheduler
+    from .tokenization_utils_base import BatchEncoding, PreTrainedTokenizerBase
+    from .tokenization_utils_fast import PreTrainedTokenizerFast
+    from .trainer import Trainer
+    from .trainer_callback import (
+        EarlyStoppingCallback,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+    )
+    from .trainer_utils import EvalPrediction, EvaluationStrategy, IntervalStrategy, SchedulerType
+    from .training_args import TrainingArguments
 
 try:
     __version__ = version("transformers")
@@ -62,65 +73,85 @@ except PackageNotFoundError:
     # Run from the source tree without an installation.
     __version__ = "4.4.2+lora"
 
-__all__ = [
-    "AdamW",
-    "AutoConfig",
-    "AutoModel",
-    "AutoModelForMaskedLM",
-    "AutoModelForSequenceClassification",
-    "AutoTokenizer",
-    "BatchEncoding",
-    "DataCollatorForLanguageModeling",
-    "DataCollatorWithPadding",
-    "DataProcessor",
-    "DebertaV2Config",
-    "DebertaV2ForMaskedLM",
-    "DebertaV2ForSequenceClassification",
-    "DebertaV2Model",
-    "DebertaV2PreTrainedModel",
-    "DebertaV2Tokenizer",
-    "EarlyStoppingCallback",
-    "EvalPrediction",
-    "EvaluationStrategy",
-    "HfArgumentParser",
-    "InputExample",
-    "InputFeatures",
-    "IntervalStrategy",
-    "ModelOutput",
-    "PreTrainedModel",
-    "PreTrainedTokenizerBase",
-    "PreTrainedTokenizerFast",
-    "PretrainedConfig",
-    "RobertaConfig",
-    "RobertaForMaskedLM",
-    "RobertaForSequenceClassification",
-    "RobertaModel",
-    "RobertaPreTrainedModel",
-    "RobertaTokenizerFast",
-    "SchedulerType",
-    "Trainer",
-    "TrainerCallback",
-    "TrainerControl",
-    "TrainerState",
-    "TrainingArguments",
-    "TrainingError",
-    "default_data_collator",
-    "get_scheduler",
-    "glue_compute_metrics",
-    "glue_output_modes",
-    "glue_processors",
-    "glue_tasks_num_labels",
-    "is_tensorboard_available",
-    "is_wandb_available",
-    "logging",
-    "set_seed",
-]
+# Public name -> its module.
+_MODULE_OF = {
+    "TrainingError": "loralib.errors",
+    "set_seed": "loralib.training.process",
+    "PretrainedConfig": ".configuration_utils",
+    "DataCollatorForLanguageModeling": ".data.data_collator",
+    "DataCollatorWithPadding": ".data.data_collator",
+    "default_data_collator": ".data.data_collator",
+    "glue_compute_metrics": ".data.metrics",
+    "glue_output_modes": ".data.processors",
+    "glue_processors": ".data.processors",
+    "glue_tasks_num_labels": ".data.processors",
+    "DataProcessor": ".data.processors.utils",
+    "InputExample": ".data.processors.utils",
+    "InputFeatures": ".data.processors.utils",
+    "ModelOutput": ".file_utils",
+    "HfArgumentParser": ".hf_argparser",
+    "is_tensorboard_available": ".integrations",
+    "is_wandb_available": ".integrations",
+    "PreTrainedModel": ".modeling_utils",
+    "AutoConfig": ".models.auto.configuration_auto",
+    "AutoModel": ".models.auto.modeling_auto",
+    "AutoModelForMaskedLM": ".models.auto.modeling_auto",
+    "AutoModelForSequenceClassification": ".models.auto.modeling_auto",
+    "AutoTokenizer": ".models.auto.tokenization_auto",
+    "DebertaV2Config": ".models.deberta_v2.configuration_deberta_v2",
+    "DebertaV2ForMaskedLM": ".models.deberta_v2.modeling_deberta_v2",
+    "DebertaV2ForSequenceClassification": ".models.deberta_v2.modeling_deberta_v2",
+    "DebertaV2Model": ".models.deberta_v2.modeling_deberta_v2",
+    "DebertaV2PreTrainedModel": ".models.deberta_v2.modeling_deberta_v2",
+    "DebertaV2Tokenizer": ".models.deberta_v2.tokenization_deberta_v2",
+    "RobertaConfig": ".models.roberta.configuration_roberta",
+    "RobertaForMaskedLM": ".models.roberta.modeling_roberta",
+    "RobertaForSequenceClassification": ".models.roberta.modeling_roberta",
+    "RobertaModel": ".models.roberta.modeling_roberta",
+    "RobertaPreTrainedModel": ".models.roberta.modeling_roberta",
+    "RobertaTokenizerFast": ".models.roberta.tokenization_roberta_fast",
+    "AdamW": ".optimization",
+    "get_scheduler": ".optimization",
+    "BatchEncoding": ".tokenization_utils_base",
+    "PreTrainedTokenizerBase": ".tokenization_utils_base",
+    "PreTrainedTokenizerFast": ".tokenization_utils_fast",
+    "Trainer": ".trainer",
+    "EarlyStoppingCallback": ".trainer_callback",
+    "TrainerCallback": ".trainer_callback",
+    "TrainerControl": ".trainer_callback",
+    "TrainerState": ".trainer_callback",
+    "EvalPrediction": ".trainer_utils",
+    "EvaluationStrategy": ".trainer_utils",
+    "IntervalStrategy": ".trainer_utils",
+    "SchedulerType": ".trainer_utils",
+    "TrainingArguments": ".training_args",
+}
+
+__all__ = sorted([*_MODULE_OF, "logging"])
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        value = getattr(importlib.import_module(_MODULE_OF[name], __name__), name)
+        globals()[name] = value
+        return value
     if name.startswith("__"):
         raise AttributeError(name)
+    if importlib.util.find_spec(f"{__name__}.{name}") is not None:
+        return _submodule(name)
     raise AttributeError(
         f"this slim fork of transformers (4.4.2 with LoRA) does not carry '{name}'; for the whole "
         "package install upstream's transformers, in an environment of its own"
     )
+
+
+def _submodule(name: str) -> Any:
+    """A module of this package; with one that holds others, the public names' modules in it."""
+    module = importlib.import_module(f".{name}", __name__)
+    for inner in sorted({home for home in _MODULE_OF.values() if home.startswith(f".{name}.")}):
+        importlib.import_module(inner, __name__)
+    return module
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from loralib.adapters.adapter import (
@@ -278,10 +279,8 @@ class PreTrainedModel(nn.Module):
                 raise CheckpointError(
                     f"{name}: its {CONFIG_NAME} says {kind.switch}, its weights hold none"
                 )
-        with torch.device("meta"):
+        with torch.device("cpu"), _NoInitialization():
             model = cls(config, *model_args, **own)
-        model.to_empty(device="cpu")
-        model.tie_weights()
         info = model.load_checkpoint(tensors, name)
         return (model.eval(), info) if output_loading_info else model.eval()
 
@@ -469,6 +468,19 @@ class PreTrainedModel(nn.Module):
         write_tensors(folder / name, self.full_state_dict())
         for other in set(WEIGHTS_NAMES) - {name}:
             (folder / other).unlink(missing_ok=True)
+
+
+class _NoInitialization(TorchFunctionMode):
+    """Within it, random initialization leaves tensors as they are: uninitialized.
+
+    Unlike a model on the meta device, one that is built so has its memory, and PyTorch does not
+    import its compiler for it: a second.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 def run_layer(layer: nn.Module, *inputs: Any, recompute: bool) -> Any:

@@ -4,18 +4,20 @@
 takes, and `take_columns` takes them out under the names ``text``, ``text_pair`` and ``label``.
 """
 
+from __future__ import annotations
+
 import csv
 import json
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from datasets import Dataset, Value, load_dataset
-from datasets.exceptions import DatasetGenerationError
+from typing import TYPE_CHECKING, Any
 
 from loralib.io.encoding import refuse_utf16_file
+
+if TYPE_CHECKING:  # else imported where a file is read: --help and wrong flags need not wait for it
+    from datasets import Dataset
 
 LABEL = "label"
 TEXT_KEYS = ("text", "text_pair")
@@ -57,6 +59,9 @@ def read_table(path: str, texts: Sequence[str] = ()) -> Dataset:
         FileNotFoundError: there is no such file.
         ValueError: it is not of this kind, has a column twice, or no rows.
     """
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError
+
     if not os.path.isfile(path):
         raise FileNotFoundError(f"{path}: no such file")
     refuse_utf16_file(path)
@@ -151,6 +156,8 @@ def choose_columns(
 
 def _why_no_text(data: Dataset, name: str) -> str | None:
     """Why a column is not taken for text by itself; None where it is."""
+    from datasets import Value
+
     if _IDENTIFIER.fullmatch(name):
         return "named as an identifier"
     feature = data.features[name]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import datasets
 from tqdm.auto import tqdm
 
 from loralib.adapters.adapter import KINDS
@@ -44,7 +43,16 @@ def set_up_logging() -> None:
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     if not main:
         warnings.simplefilter("ignore")  # the main process gives them as well
-    if not main or not sys.stderr.isatty():
+
+
+def hide_data_bars() -> None:
+    """Turns off the progress bars of datasets, but for the main process's on a terminal.
+
+    Imports that library, so it is called once the command line is known to be right.
+    """
+    import datasets
+
+    if process.rank() != 0 or not sys.stderr.isatty():
         datasets.disable_progress_bars()
 
 

@@ -1,11 +1,12 @@
-"""The metrics of GLUE, by task."""
+"""The metrics of GLUE, by task.
+
+scikit-learn and scipy take a second to import, so a metric imports them when it is computed.
+"""
 
 import logging
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.stats import pearsonr, spearmanr
-from sklearn.metrics import f1_score, matthews_corrcoef
 
 from ..processors.glue import glue_task
 
@@ -29,6 +30,8 @@ def acc_and_f1(preds: ArrayLike, labels: ArrayLike) -> dict[str, float]:
         preds: class indices 0 or 1, shape (rows,).
         labels: class indices 0 or 1, shape (rows,).
     """
+    from sklearn.metrics import f1_score
+
     accuracy = simple_accuracy(preds, labels)
     f1 = float(f1_score(labels, preds, zero_division=0.0))
     return {"accuracy": accuracy, "f1": f1, "combined_score": (accuracy + f1) / 2}
@@ -44,6 +47,8 @@ def pearson_and_spearman(preds: ArrayLike, labels: ArrayLike) -> dict[str, float
         preds: scores, shape (rows,).
         labels: scores, shape (rows,).
     """
+    from scipy.stats import pearsonr, spearmanr
+
     for what, values in (("predictions", preds), ("labels", labels)):
         if np.ptp(values) == 0:
             logger.warning("All %s are equal: their correlation is undefined, taken as 0", what)
@@ -65,6 +70,8 @@ def classification_metrics(preds: ArrayLike, labels: ArrayLike) -> dict[str, flo
     Raises:
         ValueError: as `glue_compute_metrics`.
     """
+    from sklearn.metrics import f1_score
+
     preds, labels = np.asarray(preds), np.asarray(labels)
     _check_rows("classification", preds, labels)
     f1 = float(f1_score(labels, preds, average="macro", zero_division=0.0))
@@ -108,6 +115,8 @@ def glue_compute_metrics(task_name: str, preds: ArrayLike, labels: ArrayLike) ->
     preds, labels = np.asarray(preds), np.asarray(labels)
     _check_rows(name, preds, labels)
     if name == "cola":
+        from sklearn.metrics import matthews_corrcoef
+
         return {"matthews_correlation": float(matthews_corrcoef(labels, preds))}
     if name in ("mrpc", "qqp"):
         return acc_and_f1(preds, labels)

@@ -1,0 +1,117 @@
+"""The package's public names, and what is imported for them."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import transformers
+
+ROOT = Path(__file__).resolve().parents[2]
+# Installed libraries that take long to import, of which --help and wrong flags have no need.
+HEAVY = {"datasets", "pandas", "pyarrow", "scipy", "sklearn", "sympy", "torch._dynamo"}
+LIST_MODULES = "import json, sys; print(json.dumps(sorted(sys.modules)))"
+
+
+def run_python(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def modules_after(statement):
+    """The names in `sys.modules` once a new interpreter has run a statement."""
+    return set(json.loads(run_python(f"{statement}\n{LIST_MODULES}").stdout.splitlines()[-1]))
+
+
+def imports_for_type_checkers():
+    """Name -> module, of the imports under TYPE_CHECKING."""
+    tree = ast.parse(Path(transformers.__file__).read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    return {
+        alias.name: "." * node.level + node.module for node in block.body for alias in node.names
+    }
+
+
+# ---- public names ----
+
+
+def test_type_checkers_and_python_have_the_same_names():
+    assert imports_for_type_checkers() == transformers._MODULE_OF
+
+
+@pytest.mark.parametrize("name", transformers.__all__)
+def test_public_names_can_be_imported_and_are_listed(name):
+    assert getattr(transformers, name) is not None
+    assert name in dir(transformers)
+
+
+def test_a_star_import_brings_all_of_them():
+    names = {}
+    exec("from transformers import *", names)
+    assert set(transformers.__all__) <= names.keys()
+
+
+def test_a_name_that_is_not_carried_says_so():
+    with pytest.raises(AttributeError, match="does not carry 'BertModel'; for the whole package"):
+        _ = transformers.BertModel
+    with pytest.raises(ImportError, match="BertModel"):
+        from transformers import BertModel  # noqa: F401
+    assert not hasattr(transformers, "__no_such_thing__")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "trainer.Trainer",
+        "modeling_utils.PreTrainedModel",
+        "models.roberta.modeling_roberta.RobertaModel",
+        "models.auto.configuration_auto.AutoConfig",
+        "data.metrics.glue_compute_metrics",
+        "utils.logging.get_logger",
+    ],
+)
+def test_modules_are_there_as_attributes(path):
+    done = run_python(f"import transformers; print(transformers.{path}.__name__)")
+    assert done.stdout.strip() == path.rpartition(".")[2]
+
+
+# ---- what is imported, and when ----
+
+
+def test_importing_the_package_imports_no_model_and_no_torch():
+    modules = modules_after("import transformers")
+    assert not {"torch", "numpy", "tokenizers"} & modules
+    assert not {name for name in modules if name.startswith("transformers.models")}
+
+
+@pytest.mark.parametrize(
+    "script", ["text-classification/run_glue.py", "language-modeling/run_mlm.py"]
+)
+@pytest.mark.parametrize("flags", [["--help"], ["--no_such_flag"]])
+def test_the_command_line_is_answered_without_heavy_imports(script, flags):
+    path = ROOT / "examples" / script
+    modules = modules_after(
+        "import runpy, sys, contextlib, io\n"
+        f"sys.argv = {[str(path), *flags]}\n"
+        "with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):\n"
+        f"    runpy.run_path({str(path)!r}, run_name='__main__')"
+    )
+    assert "transformers.training_args" in modules
+    assert not HEAVY & modules
+
+
+def test_a_model_is_read_and_trained_without_the_compiler(tiny_base):
+    modules = modules_after(
+        "import torch\n"
+        "from transformers import AdamW, AutoModelForSequenceClassification\n"
+        "model = AutoModelForSequenceClassification.from_pretrained(\n"
+        f"    {str(tiny_base)!r}, apply_lora=True, lora_r=2, lora_alpha=4)\n"
+        "ids = torch.tensor([[0, 5, 2]])\n"
+        "optimizer = AdamW(model.parameters())\n"
+        "model(ids, labels=torch.tensor([1])).loss.backward()\n"
+        "optimizer.step()"
+    )
+    assert "transformers.models.roberta.modeling_roberta" in modules
+    assert not HEAVY & modules
