@@ -22,7 +22,7 @@ and conversions know it.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -86,7 +86,7 @@ class Delta:
             B = self.B[index * width : (index + 1) * width]
             yield Block(slice(start, start + width), rows, self.A[rows], B)
 
-    def to(self, *args, **kwargs) -> "Delta":
+    def to(self, *args: Any, **kwargs: Any) -> "Delta":
         """The same on another device or in another dtype; arguments as for `Tensor.to`."""
         return replace(self, A=self.A.to(*args, **kwargs), B=self.B.to(*args, **kwargs))
 
@@ -191,7 +191,17 @@ class _LowRankLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, dropped, weight, bias, A, B, scaling, starts):
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dropped: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        A: Tensor,
+        B: Tensor,
+        scaling: float,
+        starts: tuple[int, ...],
+    ) -> Tensor:
         out = F.linear(x, weight, bias)
         z = F.linear(x if dropped is None else dropped, A).mul_(scaling)
         # z is scaled already, because the gradient of B needs it so.
@@ -202,7 +212,7 @@ class _LowRankLinear(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, dropped, weight, A, B, z = ctx.saved_tensors
         needs = ctx.needs_input_grad
         blocks = list(Delta(A, B, ctx.scaling, ctx.starts).blocks())

@@ -42,6 +42,7 @@ the bias stay in float32: those are cast as they are used, and get their gradien
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -77,6 +78,7 @@ class LoRALayer:
     merged: bool = False
     lora_A: nn.Parameter
     lora_B: nn.Parameter
+    lora_dropout: nn.Module
 
     # The first row of each slice of the output that is updated.
     _starts: tuple[int, ...] = (0,)
@@ -101,7 +103,7 @@ class LoRALayer:
         self._merged_copy: tuple[tuple, list[Tensor], Tensor] | None = None
 
     @property
-    def base(self) -> nn.Module:
+    def base(self) -> Any:
         """The module that holds the frozen `weight` and the bias: the layer itself, or its part."""
         return self
 
@@ -158,7 +160,7 @@ class LoRALayer:
                 self._merged_copy = (stamp, [t.detach() for t in sources], self._merge())
         return self._merged_copy[2]
 
-    def _apply(self, *args, **kwargs):
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Moves and casts (`to`, `half`, `cuda`, …) the layer, and drops the merged copy."""
         self._merged_copy = None
         return super()._apply(*args, **kwargs)
@@ -203,7 +205,7 @@ class _SlicedLinear(LoRALayer, nn.Linear):
         fan_in_fan_out: bool,
         merge_weights: bool,
         variant: str,
-        **kwargs,
+        **kwargs: Any,
     ):
         nn.Linear.__init__(self, in_features, out_features, **kwargs)
         LoRALayer.__init__(self, r, lora_alpha, lora_dropout, merge_weights, variant)
@@ -307,7 +309,7 @@ class Linear(_SlicedLinear):
         merge_weights: bool = True,
         *,
         variant: str = "lora",
-        **kwargs,
+        **kwargs: Any,
     ):
         super().__init__(
             in_features,
@@ -362,7 +364,7 @@ class MergedLinear(_SlicedLinear):
         merge_weights: bool = True,
         *,
         variant: str = "lora",
-        **kwargs,
+        **kwargs: Any,
     ):
         enabled = [bool(on) for on in enable_lora]
         if not enabled or out_features % len(enabled) != 0:
@@ -418,7 +420,7 @@ class Embedding(LoRALayer, nn.Embedding):
         merge_weights: bool = True,
         *,
         variant: str = "lora",
-        **kwargs,
+        **kwargs: Any,
     ):
         nn.Embedding.__init__(self, num_embeddings, embedding_dim, **kwargs)
         LoRALayer.__init__(self, r, lora_alpha, 0.0, merge_weights, variant)
@@ -513,7 +515,8 @@ class _ConvNd(LoRALayer, nn.Module):
             [0, 1].
     """
 
-    _plain_class: type[nn.Module]
+    conv: nn.Conv1d | nn.Conv2d | nn.Conv3d
+    _plain_class: type[Any]
 
     def __init__(
         self,
@@ -526,7 +529,7 @@ class _ConvNd(LoRALayer, nn.Module):
         merge_weights: bool = True,
         *,
         variant: str = "lora",
-        **kwargs,
+        **kwargs: Any,
     ):
         if not isinstance(kernel_size, int):
             raise ValueError(f"kernel_size must be an integer, got {kernel_size!r}")

@@ -11,7 +11,7 @@ import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -50,8 +50,8 @@ def _error_of_disk(path: str | os.PathLike, error: SafetensorError, size: int) -
     if number is None:
         return OSError(f"{path}: cannot be written ({first_line(error)})")
     code = int(number[1])
-    error = OSError(code, os.strerror(code))
-    return _NoSpaceError(error, f"more than {size:,}") if code in _FULL else error
+    own = OSError(code, os.strerror(code))
+    return _NoSpaceError(own, f"more than {size:,}") if code in _FULL else own
 
 
 def _sort_metadata(path: Path) -> None:
@@ -77,7 +77,7 @@ def write_torch(path: str | os.PathLike, value: Any) -> None:
         with open(temporary, "wb", buffering=0) as file:
             # Given a name, torch would write it into the archive.
             sink = _Sink(file)
-            torch.save(value, sink)
+            torch.save(value, cast(IO[bytes], sink))
         if sink.error is not None:
             raise (
                 sink.error

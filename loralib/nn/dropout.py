@@ -19,6 +19,7 @@ dropout is used.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -83,13 +84,13 @@ class _ApplyMask(torch.autograd.Function):
     """`apply_mask` with a gradient; keeps the mask, one byte an element, and nothing else."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, mask: Tensor, p: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mask: Tensor, p: float) -> Tensor:
         ctx.save_for_backward(mask)
         ctx.p = p
         return apply_mask(x, mask, p)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _ApplyMask.apply(grad, *ctx.saved_tensors, ctx.p), None, None
 
 

@@ -134,10 +134,10 @@ def _attend_rows(
     """Row by row: no padding."""
     lengths = rows.lengths if len(query) == len(key) else [1] * len(rows.lengths)
     parts = (query.split(lengths), key.split(rows.lengths), value.split(rows.lengths))
-    attended = [
-        _attention(*(_by_head(part[None], heads) for part in row), None, dropout_p, causal)
-        for row in zip(*parts, strict=True)
-    ]
+    attended = []
+    for row in zip(*parts, strict=True):
+        q, k, v = (_by_head(part[None], heads) for part in row)
+        attended.append(_attention(q, k, v, None, dropout_p, causal))
     return torch.cat([row[0].transpose(0, 1).flatten(1) for row in attended])
 
 
@@ -153,11 +153,11 @@ def _attend_padded(
     """All rows at once, over the padded batch."""
     one_query = len(query) != len(key)
     query = query[:, None] if one_query else rows.pad(query)
-    parts = (_by_head(part, heads) for part in (query, rows.pad(key), rows.pad(value)))
+    q, k, v = (_by_head(part, heads) for part in (query, rows.pad(key), rows.pad(value)))
     mask = None  # with padding on the right, what is causal never looks at it
     if not causal:
         mask = rows.pad(torch.ones_like(rows.index, dtype=torch.bool))[:, None, None, :]
-    attended = _attention(*parts, mask, dropout_p, causal).transpose(1, 2).flatten(2)
+    attended = _attention(q, k, v, mask, dropout_p, causal).transpose(1, 2).flatten(2)
     return attended[:, 0] if one_query else rows.pack(attended)
 
 

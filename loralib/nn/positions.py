@@ -20,6 +20,7 @@ Source: `nn.Linear.forward(self.query_proj, …)` in the release's modeling_debe
 
 import copy
 from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 from torch import nn
 
@@ -62,7 +63,7 @@ def unshare_positions(model: nn.Module, adapted: Collection[str]) -> None:
     if shared_projections(model).isdisjoint(adapted):
         return
     # What the model says of itself changes; another model may have been built of the same config.
-    configs: dict[int, object] = {}
+    configs: dict[int, Any] = {}
     for module in model.modules():
         config = vars(module).get("config")
         if config is not None:
@@ -71,7 +72,7 @@ def unshare_positions(model: nn.Module, adapted: Collection[str]) -> None:
         module.unshare_positions()
 
 
-def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _owners(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if getattr(module, "shared_with_positions", ()):
             yield name, module

@@ -65,17 +65,16 @@ def join(timeout: float = TIMEOUT, device: torch.device | None = None) -> None:
     number, world_size = (int(_environment(name)) for name in ("RANK", "WORLD_SIZE"))
     address = _environment("MASTER_ADDR"), int(_environment("MASTER_PORT"))
     prefix, store = _attempts_store(address, number, world_size, timeout)
-    backend, given = ("gloo", {}) if device is None else ("nccl", {"device_id": device})
     if device is None:
         _choose_interface(address[0])
     try:
         dist.init_process_group(
-            backend,
+            "gloo" if device is None else "nccl",
             store=PrefixStore(f"{prefix}/group", store),
             rank=number,
             world_size=world_size,
             timeout=timedelta(seconds=_COLLECTIVES * timeout),
-            **given,
+            device_id=device,
         )
     except (RuntimeError, TimeoutError) as error:
         raise TrainingError(
@@ -186,7 +185,7 @@ def _agree_on_attempt(store: Store, number: int, world_size: int, timeout: float
         store.set(f"hello/{number}", own)
         store.wait([f"answer/{own}"], limit)
         name = store.get(f"answer/{own}").decode()
-        store.set(f"confirmed/{name}/{number}", b"1")
+        store.set(f"confirmed/{name}/{number}", "1")
         return name
     missing, answered, end = set(range(1, world_size)), set(), time.monotonic() + timeout
     while missing:

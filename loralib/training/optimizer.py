@@ -83,7 +83,7 @@ class AdamW(torch.optim.Optimizer):
                 raise ValueError("the state of a tensor has no whole number as its step")
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every tensor that has a gradient.
 
         Args:
@@ -106,7 +106,7 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        gradients = [p.grad for p in params]
+        gradients = [p.grad for p in params if p.grad is not None]
         if any(gradient.is_sparse for gradient in gradients):
             raise RuntimeError("AdamW takes no sparse gradients")
         states = [self._state_of(p) for p in params]

@@ -5,7 +5,7 @@ What is trained, and the optimiser's state, stay in float32: the updates are too
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ class Precision:
         self.device_type = device_type
         self.scaler = torch.amp.GradScaler(device_type, enabled=dtype is torch.float16)
 
-    def autocast(self):
+    def autocast(self) -> AbstractContextManager:
         """The context for a forward pass."""
         if self.dtype is torch.float32:
             return nullcontext()

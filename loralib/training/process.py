@@ -67,7 +67,7 @@ def rng_state(device: torch.device | None = None) -> dict[str, Any]:
     version, internal, gauss_next = random.getstate()
     state: dict[str, Any] = {
         "python": (version, list(internal), gauss_next),
-        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys, np.int64)), position, has_gauss, gauss),
         "torch": torch.get_rng_state(),
     }
     if _uses_gpu(device):
