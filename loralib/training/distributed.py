@@ -65,16 +65,19 @@ def join(timeout: float = TIMEOUT, device: torch.device | None = None) -> None:
     number, world_size = (int(_environment(name)) for name in ("RANK", "WORLD_SIZE"))
     address = _environment("MASTER_ADDR"), int(_environment("MASTER_PORT"))
     prefix, store = _attempts_store(address, number, world_size, timeout)
-    if device is None:
+    backend, given = "gloo", dict[str, Any]()
+    if device is not None:
+        backend, given = "nccl", {"device_id": device}
+    else:
         _choose_interface(address[0])
     try:
         dist.init_process_group(
-            "gloo" if device is None else "nccl",
+            backend,
             store=PrefixStore(f"{prefix}/group", store),
             rank=number,
             world_size=world_size,
             timeout=timedelta(seconds=_COLLECTIVES * timeout),
-            device_id=device,
+            **given,
         )
     except (RuntimeError, TimeoutError) as error:
         raise TrainingError(
