@@ -1,14 +1,19 @@
 #!/usr/bin/env bash
-# Sets up what is still missing, then lints the code, checks loralib's types and runs the tests.
+# Sets up what is still missing, then lints the code and runs the tests.
 #
 #   bash run_tests.sh                      everything
-#   bash run_tests.sh tests/loralib -x     arguments go to pytest
+#   bash run_tests.sh --fast               a minute: no processes that talk, no fuzzing, nothing slow
+#   bash run_tests.sh tests/loralib -x     arguments go to pytest, after --fast as well
 set -euo pipefail
 cd "$(dirname "$0")"
 
+# Three workers on two cores: many tests wait for processes of their own. The fast ones do not.
+settings=(-n 3)
+if [ "${1:-}" = --fast ]; then
+    shift
+    settings=(-n 2 -m "not (slow or distributed or fuzz)")
+fi
 bash utils/make_environment.sh --with-tests
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-.venv/bin/mypy
-# Two processes: many tests wait for processes of their own.
-exec .venv/bin/python -m pytest -n 2 --dist loadfile "$@"
+exec .venv/bin/python -m pytest "${settings[@]}" --dist loadfile --no-loadscope-reorder "$@"

@@ -25,6 +25,6 @@ for number in "${!runs[@]}"; do
     [ "$mkl" = - ] || settings+=(MKL_CBWR="$mkl")
     echo "== run $((number + 1)): ${settings[*]} SHUFFLED=$SHUFFLED pytest $more $*"
     # shellcheck disable=SC2086 # $more is words
-    env "${settings[@]}" .venv/bin/python -m pytest -n 2 --dist loadfile $more "$@" || failed=1
+    env "${settings[@]}" .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $more "$@" || failed=1
 done
 exit $failed

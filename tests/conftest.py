@@ -37,6 +37,17 @@ def pytest_configure_node(node):
     node.workerinput["seen_gpus"] = node.config.stash[SEEN_GPUS]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Files that take longest go first: of several workers none ends alone with one of them."""
+
+    def files_with(marker):
+        return {item.path for item in items if item.get_closest_marker(marker)}
+
+    distributed, slow = files_with("distributed"), files_with("slow")
+    items.sort(key=lambda item: (item.path not in distributed, item.path not in slow))
+
+
 @pytest.fixture(autouse=True)
 def log_levels():
     """Those of a new process: scripts set them, and what one test shows is no other's."""

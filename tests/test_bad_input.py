@@ -934,6 +934,7 @@ def ended(command: list, folder: Path, **environment: str) -> str:
     return line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "message"), PROCESSES)
 def test_a_process_of_its_own_says_it_in_one_line(good, bad, tmp_path, arguments, message):
     script, *flags = arguments.format(good=good, bad=bad).split()
@@ -941,6 +942,7 @@ def test_a_process_of_its_own_says_it_in_one_line(good, bad, tmp_path, arguments
     assert message.format(good=good, bad=bad) in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("script", "environment", "message"), SHELLS)
 def test_a_recipe_says_it_in_one_line(tmp_path, script, environment, message):
     copy = tmp_path / script.partition("/")[0]

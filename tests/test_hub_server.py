@@ -86,6 +86,7 @@ def python(hub, home, code: str, **environment: str) -> list[str]:
     return result.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_download_then_cache_then_offline(hub, tmp_path):
     assert python(hub, tmp_path / "home", DOWNLOAD) == ["True"]
     assert [r.path for r in hub.downloads()] == ["/org/tiny/resolve/main/deep/weights.bin"]
@@ -100,6 +101,7 @@ def test_download_then_cache_then_offline(hub, tmp_path):
     assert hub.requests == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("token", "secret"), [({}, "RepositoryNotFoundError"), ({"HF_TOKEN": "hf_open"}, "found")]
 )
@@ -135,6 +137,7 @@ def test_commit_follows_the_content(hub):
     assert commit() != first
 
 
+@pytest.mark.slow
 def test_load_dataset(hub, tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     table = pytest.importorskip("pyarrow").table

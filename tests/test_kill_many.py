@@ -10,6 +10,7 @@ import pytest
 SCRIPT = Path(__file__).parent / "helpers" / "kill_many.py"
 
 
+@pytest.mark.fuzz
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the script forks its processes")
 @pytest.mark.parametrize("tree", ["glue", "gpt2"])
 def test_killed_runs_end_with_the_same_bits(tree):

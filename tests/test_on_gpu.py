@@ -20,6 +20,7 @@ def run(*arguments: str, environment: dict[str, str]) -> subprocess.CompletedPro
     )
 
 
+@pytest.mark.slow
 def test_no_test_sees_a_gpu_by_itself():
     assert not torch.cuda.is_available()
     code = "import torch; print(torch.cuda.device_count())"
@@ -45,6 +46,7 @@ class cuda:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [None, "", "3,5"])
 @pytest.mark.parametrize("flags", [(), ("-m", "gpu"), ("-m", "not gpu"), ("-n", "1")])
 def test_what_is_hidden_and_what_a_subprocess_sees(tmp_path, given, flags):
@@ -65,6 +67,7 @@ def test_what_is_hidden_and_what_a_subprocess_sees(tmp_path, given, flags):
         assert found == [f"cpu  {given}"]
 
 
+@pytest.mark.slow
 def test_tests_of_a_gpu(seeing_gpus):
     """All that are marked, in a process of their own, where there is a GPU."""
     found = run("-c", "import torch; print(torch.cuda.is_available())", environment=seeing_gpus)

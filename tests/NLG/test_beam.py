@@ -125,6 +125,7 @@ def best_of(texts: list[tuple[float, list[int]]], length_penalty: float) -> list
 LENGTH_PENALTIES = (0, 0.8, 1.5, -0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beams", [1, 5, 10])
 @pytest.mark.parametrize("ngram", [0, 2, 4])
 @pytest.mark.parametrize("repetition", [1, 1.3])
@@ -139,6 +140,7 @@ def test_same_as_the_plain_search(model, beams, ngram, repetition, min_length, e
         assert search(model, prompts, now) == [best_of(some, length_penalty) for some in texts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_same_as_the_plain_search_on_random_models_and_settings(seed):
     draw = random.Random(seed)

@@ -227,6 +227,7 @@ def run_script(folder, environment, name, *arguments):
     )
 
 
+@pytest.mark.slow
 def test_checkpoints_from_the_hub(hub_server, tmp_path):
     tensors = {"wte.weight": torch.arange(6.0).reshape(2, 3)}
     repo = hub_server.root / "openai-community"
@@ -256,6 +257,7 @@ def test_checkpoints_from_the_hub(hub_server, tmp_path):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_download_data_asks_for_everything(tmp_path):
     """With a stand-in for python that says what it is called with."""
     (tmp_path / "bin").mkdir()

@@ -150,6 +150,7 @@ except OSError as error:
     return result.stdout.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["two files", "tokenizer.json"])
 def test_from_the_hub_and_then_offline(
     format, hub_server, tmp_path, encoder, encoder_fixture, vocabulary
@@ -167,6 +168,7 @@ def test_from_the_hub_and_then_offline(
     assert encode_in_a_process("org/tiny", offline) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "offline", "message"),
     [

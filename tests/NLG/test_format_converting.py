@@ -163,6 +163,7 @@ def test_what_is_refused(name, content, message, tmp_path):
     assert os.listdir(tmp_path) == ["source"]
 
 
+@pytest.mark.slow
 def test_an_error_is_one_line_and_keeps_the_old_file(tmp_path):
     source, target = tmp_path / "source", tmp_path / "formatted.jsonl"
     source.write_text("no bars\n")

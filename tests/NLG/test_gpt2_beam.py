@@ -316,6 +316,7 @@ def test_base_and_lora_that_do_not_fit(files, tmp_path, one_process, base, more,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.distributed
 def test_two_processes_write_what_one_does(decode, files, tmp_path, launch):
     alone = decode("--lora_path", files / "lora.pt", "--batch_size", 1)
     more = ["--lora_path", files / "lora.pt", "--batch_size", 1, "--output_file", "two.jsonl"]

@@ -200,6 +200,7 @@ def test_ref_num_below_one(number, run, capsys):
     assert f"--ref_num {number}: must be 1 or more" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_error_is_one_line(tmp_path, vocab_folder):
     (tmp_path / "input").write_text('{"context": "a", "completion": "b"}\n')
     (tmp_path / "sample").write_text('{"id": 7, "predict": [1]}\n')

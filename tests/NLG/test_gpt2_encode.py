@@ -72,6 +72,7 @@ def test_a_bad_line(line, message, tmp_path, vocab_folder):
     assert os.listdir(tmp_path) == ["in.jsonl"]
 
 
+@pytest.mark.slow
 def test_no_vocabulary_is_one_line_and_keeps_the_old_file(tmp_path):
     write_lines(tmp_path / "in.jsonl", ROWS)
     (tmp_path / "out.jsonl").write_text("old")
@@ -129,6 +130,7 @@ MADE = {
 TEXTS = {"e2e": ("name : The Mill", " The Mill is a pub ."), "dart": ("a : b : c", " A text.")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "given", "skipped"),
     [
@@ -150,6 +152,7 @@ def test_create_datasets(asked, given, skipped, tree, vocab_folder):
         assert row == {"context": [*context, 50256], "completion": [*completion, 50256]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -164,6 +167,7 @@ def test_create_datasets_without_data(asked, message, tree):
     assert f"create_datasets.sh: error: {message}" in result.stderr
 
 
+@pytest.mark.slow
 def test_create_datasets_stops_at_a_bad_file(tree):
     fill(tree)
     (tree / "data" / "e2e" / "train.txt").write_text("no bars\n")

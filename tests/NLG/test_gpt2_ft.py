@@ -129,6 +129,7 @@ def test_the_best_perplexity_is_kept(tiny, read_metrics, tmp_path):
     assert min(ppl) < min(ppl[0], ppl[-1])
 
 
+@pytest.mark.distributed
 def test_two_processes_are_one_with_the_mean_gradient(launch, trial, compare, tmp_path):
     more = "--grad_acc 2 --clip 0.5 --label_smooth 0.1 --lr 0.01 --max_epoch 2 --eval_interval 3"
     argv = trial.flags(tmp_path / "run", *more.split())
@@ -139,6 +140,7 @@ def test_two_processes_are_one_with_the_mean_gradient(launch, trial, compare, tm
     assert result.stderr.count("valid_ppl") == 1
 
 
+@pytest.mark.distributed
 def test_two_processes_of_torchrun(launch_tiny, tiny, compare, tmp_path):
     """All of the model; LoRA; and too little to evaluate.
 

@@ -350,6 +350,7 @@ def test_a_validation_loss_that_is_no_number_ends_the_run(tiny, tmp_path, error_
     assert read_metrics(tmp_path)[1] == []
 
 
+@pytest.mark.slow
 def test_the_script_itself_ends_with_one_line(trial, tmp_path):
     data = tmp_path / "bad.jsonl"
     data.write_text('{"context": [1], "completion": [2]}\n{"context"\n')

@@ -258,6 +258,7 @@ run(main)
 """
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("launcher", ["launch", "run"])
 def test_two_processes(launcher, tmp_path):
     """As the release's README starts them, and by its successor."""

@@ -356,6 +356,7 @@ def test_lora_is_on_c_attn_alone_and_changes_query_and_value(build):
 
 
 # The paper's tables round these to 0.35 M and 0.77 M.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("card", "trained", "size"),
     [

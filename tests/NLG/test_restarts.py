@@ -30,6 +30,7 @@ def calls(tiny, tmp_path):
     return write
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("processes", "rank", "at", "count"),
     [
@@ -63,6 +64,7 @@ def test_a_killed_process(calls, tmp_path, processes, rank, at, count):
     assert figures[0] == figures[1]
 
 
+@pytest.mark.distributed
 def test_an_error_is_not_resumed_over(calls, tiny, tmp_path):
     """A restart of what was refused is refused again: it is no part of the run that is there."""
     done = launch(1, TINY, calls("out"))
@@ -75,6 +77,7 @@ def test_an_error_is_not_resumed_over(calls, tiny, tmp_path):
     assert refused.stderr.count("holds models of another run") == 2
 
 
+@pytest.mark.distributed
 def test_a_process_that_hangs(calls, tmp_path):
     """Stopped, not dead: the run ends by --ddp_timeout, and says whose fault it is."""
     call = json.loads(calls("out").read_text())
@@ -88,6 +91,7 @@ def test_a_process_that_hangs(calls, tmp_path):
     assert result.returncode != 0
 
 
+@pytest.mark.distributed
 def test_machines_that_do_not_share_the_folder(calls, tiny, tmp_path):
     """Played by two processes that are given different folders."""
     seen = {}

@@ -100,6 +100,7 @@ def resumed_steps(monkeypatch):
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_killed_in_any_step_it_ends_with_the_same_bits(
     tiny, tmp_path, monkeypatch, result_of, resumed_steps, name
@@ -148,6 +149,7 @@ def test_killed_in_between_it_ends_with_the_same_bits(
     assert result_of(killed) == result_of(whole)
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_what_to_resume(
     trial, one_process, tmp_path, error_of, files_of, result_of
 ):
@@ -172,6 +174,7 @@ def test_a_killed_process_leaves_what_to_resume(
     assert result_of(killed) == result_of(whole)
 
 
+@pytest.mark.distributed
 def test_three_processes_of_which_one_is_killed(launch_tiny, tiny, tmp_path, error_of, result_of):
     """With three, the order in which gradients are summed matters, too."""
     more = "--train_batch_size 2 --max_epoch 5 --correct_bias --lora_dropout 0.2 --lr 0.01"

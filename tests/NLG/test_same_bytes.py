@@ -5,6 +5,7 @@ import json
 import pytest
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("save", [[], ["--save_lora_only"]])
 def test_gpt2_ft(tiny, launch_tiny, tmp_path, files_of, save):
     work_dir = tmp_path / "run"

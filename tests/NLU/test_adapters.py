@@ -210,6 +210,7 @@ XXLARGE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "shape", "settings", "expected", "published"),
     [

@@ -225,6 +225,7 @@ def test_a_mixed_batch_is_its_rows_one_adapter_at_a_time(task, names, path):
     close_to_rows(mixed_logits(bank, task.base, names, batch), expected)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("names", ["ba", "abcde", "dcccbad"])
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)

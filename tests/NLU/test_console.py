@@ -20,6 +20,7 @@ def run(arguments: list, processes: int = 1) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_log_has_no_bars_and_each_figure_once(tiny_base, tiny_glue, tmp_path, processes):
     arguments = [flag for flag in common(tiny_base) if flag != "--disable_tqdm"]
@@ -45,6 +46,7 @@ def test_a_log_has_no_bars_and_each_figure_once(tiny_base, tiny_glue, tmp_path, 
     assert 50 < float(number.replace(",", "")) < 50_000
 
 
+@pytest.mark.slow
 def test_a_library_s_own_error_is_not_said_twice(tiny_base, tmp_path):
     (tmp_path / "train.json").write_text("no JSON at all")
     arguments = [*common(tiny_base), "--train_file", tmp_path / "train.json", "--do_train"]

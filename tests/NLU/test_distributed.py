@@ -81,6 +81,7 @@ def assert_same_run(first: Path, second: Path, tolerance: float) -> None:
         torch.testing.assert_close(tensor, tensors[1][name], atol=tolerance, rtol=0)
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("launcher", "more"),
     [
@@ -130,11 +131,13 @@ def worked(tiny_base, steady_base, tiny_glue, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.distributed
 def test_gradients_are_summed_only_where_an_update_follows(worked):
     # Seven batches an epoch in threes: an update after the third and the sixth of either.
     assert json.loads((worked / "results.json").read_text()) == [3, 6, 10, 13]
 
 
+@pytest.mark.distributed
 def test_two_processes_resume_to_the_same_bits(worked):
     """With dropout, and with gradients that no update has used yet."""
     checkpoint = worked / "whole" / "checkpoint-1"
@@ -148,6 +151,7 @@ def test_two_processes_resume_to_the_same_bits(worked):
     assert names == ["checkpoint-1", "checkpoint-2"]
 
 
+@pytest.mark.distributed
 def test_one_process_goes_on_where_two_have_stopped(
     run_glue, worked, steady_base, tiny_glue, tmp_path, caplog
 ):
@@ -158,17 +162,20 @@ def test_one_process_goes_on_where_two_have_stopped(
     assert_same_run(tmp_path / "out", worked / "steady", 1e-5)
 
 
+@pytest.mark.distributed
 def test_a_process_without_an_example_to_evaluate(worked):
     results = json.loads((worked / "few" / "eval_results.json").read_text())
     assert results["eval_samples"] == 1
     assert results["eval_accuracy"] in (0, 1)
 
 
+@pytest.mark.distributed
 def test_half_precision_and_batches_by_length(worked):
     assert len(history(worked / "grouped", "loss")) == 12
     assert history(worked / "grouped", "train_loss")[0] < 3
 
 
+@pytest.mark.distributed
 def test_a_bad_flag_ends_both_processes_with_a_line_each(tiny_base, tiny_glue, tmp_path):
     given = arguments(tiny_base, tiny_glue, tmp_path / "out", 4, "--max_train_samples", 0)
     result = launch("torchrun", SCRIPT, *given)
@@ -198,6 +205,7 @@ for flags in (["--local_rank", "0"], ["--local-rank=0"], []):
 """
 
 
+@pytest.mark.distributed
 def test_the_rank_comes_from_either_flag_or_the_environment():
     group = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     result = subprocess.run(

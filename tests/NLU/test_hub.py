@@ -97,6 +97,7 @@ def close(logits: list[float]):
     return pytest.approx(logits, abs=rounding(torch.tensor(logits), ENCODER_TERMS), rel=0)
 
 
+@pytest.mark.slow
 def test_download_then_cache_then_offline(hub_server, tmp_path):
     names = {format: f"org/{format}" for format in FILES}
     folders = {format: publish(hub_server, name, format) for format, name in names.items()}
@@ -146,6 +147,7 @@ show(logits, "roberta-base")
         )
 
 
+@pytest.mark.slow
 def test_revisions_tokens_and_errors(hub_server, tmp_path):
     folder = publish(hub_server, "org/tiny", "safetensors")
     publish(hub_server, "org/secret", "safetensors")

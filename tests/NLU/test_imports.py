@@ -61,6 +61,7 @@ def test_a_name_that_is_not_carried_says_so():
     assert not hasattr(transformers, "__no_such_thing__")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [
@@ -80,12 +81,14 @@ def test_modules_are_there_as_attributes(path):
 # ---- what is imported, and when ----
 
 
+@pytest.mark.slow
 def test_importing_the_package_imports_no_model_and_no_torch():
     modules = modules_after("import transformers")
     assert not {"torch", "numpy", "tokenizers"} & modules
     assert not {name for name in modules if name.startswith("transformers.models")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script", ["text-classification/run_glue.py", "language-modeling/run_mlm.py"]
 )
@@ -102,6 +105,7 @@ def test_the_command_line_is_answered_without_heavy_imports(script, flags):
     assert not HEAVY & modules
 
 
+@pytest.mark.slow
 def test_a_model_is_read_and_trained_without_the_compiler(tiny_base):
     modules = modules_after(
         "import torch\n"

@@ -270,6 +270,7 @@ CLASSES = ("AutoConfig", "AutoModelForSequenceClassification", "AutoTokenizer")
 NAMES = ["RobertaConfig", "RobertaForSequenceClassification", "RobertaTokenizerFast"]
 
 
+@pytest.mark.slow
 def test_local_files_only_and_force_download(hub_server, folder, tmp_path):
     (hub_server.root / "org").mkdir()
     folder.rename(hub_server.root / "org" / "tiny")

@@ -539,6 +539,7 @@ def test_types_and_positions_that_a_model_does_not_have_change_nothing():
 # ---- LoRA ----
 
 
+@pytest.mark.slow
 def test_lora_where_the_release_has_it_and_as_many():
     config = DebertaV2Config(**XXLARGE, apply_lora=True, lora_r=16, lora_alpha=32)
     with torch.device("meta"):

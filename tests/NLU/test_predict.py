@@ -318,6 +318,7 @@ def test_a_single_adapter_need_not_be_named(predict, bases, adapters, expected, 
     assert "ä" in out.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_pipe_and_an_adapter_from_the_hub(bases, adapters, expected, hub_server, tmp_path):
     """stdout has the answers and nothing else; the hub's adapter is PEFT's format."""
     adapter = adapted(bases["roberta"], ADAPTERS["mnli"], 1).adapter()

@@ -372,6 +372,7 @@ def weights_for(run_glue, small_glue, tmp_path_factory):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_same_determinism")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_recipe_runs(run_glue, small_glue, weights_for, request, monkeypatch, started, name):
@@ -404,6 +405,7 @@ def test_a_small_run_keeps_what_is_not_about_size(run_glue, monkeypatch):
         assert after["lora_path"] == before["lora_path"]
 
 
+@pytest.mark.slow
 def test_two_recipes_from_the_command_line(tiny_base, small_glue, tmp_path):
     """MNLI on two processes, and MRPC from the weights that it has left."""
     first = run_script("roberta_base_mnli", "--small", tiny_base, small_glue, NPROC=2)
@@ -422,6 +424,7 @@ def test_two_recipes_from_the_command_line(tiny_base, small_glue, tmp_path):
     assert "eval_combined_score" in json.loads((out / "eval_results.json").read_text())
 
 
+@pytest.mark.slow
 def test_an_error_from_the_command_line_is_one_line():
     result = run_script("roberta_base_rte")
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (1, "", 1)

@@ -56,6 +56,7 @@ def assert_same_run(out: Path, expected: Path) -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("processes", "rank", "at", "count"),
     [

@@ -263,6 +263,7 @@ def test_a_run_is_resumed_with_its_own_settings(
 # ---- consistency training, memory, and the dropout of DeBERTa-v2's head ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["tiny_base", "tiny_deberta_base"])
 def test_cutoff_and_checkpointing(glue, tiny_glue, tmp_path, request, family):
     """Same bits with activations computed again; twice the loss; nothing of it in evaluation."""
@@ -433,6 +434,7 @@ def test_overwriting_begins_anew(glue, trained, tiny_glue, tmp_path, caplog):
     assert json.loads((tmp_path / "out" / "trainer_state.json").read_text())["global_step"] == 5
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_and_started_again_ends_with_the_same_bits(
     run_glue, tiny_base, tiny_glue, tmp_path, monkeypatch
 ):
@@ -535,6 +537,7 @@ def test_settings_from_a_file(run_glue, glue, trained, tiny_base, tiny_glue, tmp
     assert_same_bits(lora_of(tmp_path / "out"), lora_of(trained))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rte", "cola", "sst2"])
 @pytest.mark.skipif(not REAL_GLUE.is_dir(), reason="the real GLUE files are not on this machine")
 def test_real_data(glue, tmp_path, name):
@@ -559,6 +562,7 @@ def own(suffix: str, tmp_path: Path, labels: list, pair: bool = False) -> list:
     return ["--train_file", train, "--validation_file", dev, "--test_file", test]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".csv", ".json", ".jsonl"])
 @pytest.mark.parametrize(
     ("labels", "names", "pair"),
@@ -745,6 +749,7 @@ dataset_info:
 """
 
 
+@pytest.mark.slow
 def test_glue_and_model_by_name_from_the_hub(hub_server, trained, tiny_base, tiny_glue, tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     table = pytest.importorskip("pyarrow").table

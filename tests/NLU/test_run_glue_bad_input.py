@@ -333,6 +333,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("flags", "message"), BAD.values(), ids=BAD)
 def test_bad_input_is_one_line(
     run_glue, tiny_base, tiny_glue, trained, bad, monkeypatch, capsys, flags, message

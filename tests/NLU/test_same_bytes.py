@@ -36,6 +36,7 @@ def figures(results: dict) -> dict:
     return {name: value for name, value in results.items() if not name.endswith(left_out)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "bitfit"])
 def test_run_glue(tiny_base, tiny_glue, tmp_path, kind):
     out = tmp_path / "out"

@@ -68,6 +68,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", [STATE, OPTIMIZER, SCHEDULER, RNG, SETTINGS, "scaler.pt"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_files(make_trainer, checkpoint, name, damage):

@@ -77,6 +77,7 @@ def test_strings_have_upstreams_ids(tiny, name):
         assert row == expected, repr(string[:50])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not (maker.DATA / "glue").is_dir() or not (maker.DATA / "gpt2-vocab").is_dir(),
     reason="needs GLUE and GPT-2's vocabulary in ../shared/data",
@@ -643,6 +644,7 @@ def test_use_fast_changes_nothing(tiny):
     assert ids_of(tokenizer) == FIXTURE["strings"]["single"]
 
 
+@pytest.mark.slow
 def test_from_the_hub(tokenizer, hub_server, tmp_path, monkeypatch):
     tokenizer.save_pretrained(hub_server.root / "someone" / "tiny")
     code = (
@@ -736,6 +738,7 @@ def test_hash_tells_tokenizers_apart(tiny):
     assert len(hashes) == 3
 
 
+@pytest.mark.slow
 def test_hash_is_the_same_in_another_process(tokenizer, tiny):
     code = (
         "import sys; from datasets.fingerprint import Hasher\n"

@@ -85,6 +85,7 @@ def test_texts_of_ids_are_upstreams(tokenizer, skip):
     assert ours == FIXTURE["texts"][skip]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (maker.DATA / "glue").is_dir(), reason="needs GLUE in ../shared/data")
 def test_glue_has_upstreams_ids(tmp_path):
     model = maker.train_on_glue(maker.DATA)
@@ -341,6 +342,7 @@ def test_calls_leave_no_trace(tokenizer):
     assert pickle.dumps(tokenizer) == pickled
 
 
+@pytest.mark.slow
 def test_hash_is_the_same_in_another_process(tokenizer, tiny):
     code = (
         "import sys; from datasets.fingerprint import Hasher\n"

@@ -199,6 +199,7 @@ RESUMES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("settings", "step"), RESUMES.values(), ids=RESUMES)
 def test_a_resumed_run_ends_with_the_same_bits(make_trainer, tmp_path, settings, step):
     settings = {"save_strategy": "steps", "save_steps": step, "logging_steps": 1, **settings}
@@ -275,6 +276,7 @@ FILES = ["optimizer.pt", "scheduler.pt", "rng_state_0.pth", "scaler.pt", "traine
 FILES += ["pytorch_model.bin", "pytorch_model_lora.safetensors"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["truncated", "missing"])
 def test_a_damaged_checkpoint_is_named(make_trainer, checkpoint, name, damage):

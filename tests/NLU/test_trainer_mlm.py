@@ -124,6 +124,7 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("more", [[], ["1"]], ids=["at once", "accumulated"])
 def test_two_processes_gather_what_one_does(mlm, family, tmp_path, more):
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -43,6 +43,7 @@ def test_run_glue(run_glue, tiny_base, tiny_glue, trained, monkeypatch, capsys, 
     run_glue.main(list(map(str, arguments)))
 
 
+@pytest.mark.distributed
 def test_several_processes(tiny_base, tiny_glue, tmp_path):
     """One of them asks for the folder, and all end; it is free for the next attempt."""
     out = tmp_path / "out"

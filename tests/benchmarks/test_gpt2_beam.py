@@ -17,6 +17,7 @@ def e2e(load_script):
     return load_script("gpt2_e2e")
 
 
+@pytest.mark.slow
 def test_quick_run_of_this_project_alone(run_quickly):
     rows = run_quickly("gpt2_beam", "--rounds", "1", "--prompts", "2")
     assert [(row["contestant"], row["precision"]) for row in rows] == [

@@ -11,6 +11,7 @@ def script(load_script):
     return load_script("gpt2_step")
 
 
+@pytest.mark.slow
 def test_quick_run_of_this_project_alone(run_quickly, tmp_path):
     out = tmp_path / "steps.json"
     rows = run_quickly("gpt2_step", "--rounds", "1", "--steps", "2", "--json", str(out))

@@ -19,6 +19,7 @@ def load_worker(script, monkeypatch):
     return importlib.import_module
 
 
+@pytest.mark.slow
 def test_quick_run_of_this_project_alone(script, read_table, monkeypatch, capsys):
     """One precision of each: every worker takes its seconds to start."""
     chosen = [

@@ -25,23 +25,27 @@ def torch_modules():
     return modules_after("import torch")
 
 
+@pytest.mark.slow
 def test_import_loralib_needs_torch_alone(torch_modules):
     added = modules_after("import loralib") - torch_modules
     assert "loralib.layers" in added
     assert packages(added) - sys.stdlib_module_names == {"loralib"}
 
 
+@pytest.mark.slow
 def test_import_loralib_imports_no_heavy_room(torch_modules):
     added = modules_after("import loralib") - torch_modules
     rooms = {"adapters", "io", "serving", "training"}
     assert not {name for name in added if name.split(".")[1:2] and name.split(".")[1] in rooms}
 
 
+@pytest.mark.slow
 def test_a_heavy_name_is_imported_when_it_is_asked_for():
     modules = modules_after("import loralib; loralib.AdapterBank")
     assert "loralib.serving.bank" in modules
 
 
+@pytest.mark.slow
 def test_the_layers_are_built_and_trained_without_the_compiler():
     statement = (
         "import loralib as lora, torch\n"

@@ -527,6 +527,7 @@ def test_autocast_leaves_float64_alone(case, mode):
 # torch.compile
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "grad"), [(True, True), (False, False)])
 @pytest.mark.parametrize("name", ["linear", "merged-qv", "embedding", "conv2d", "conv3d"])
 def test_compiled_whole(name, mode, grad):
@@ -540,6 +541,7 @@ def test_compiled_whole(name, mode, grad):
         close(gradients(layer, out), gradients(layer, layer(x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["linear", "merged-qv", "conv2d"])
 def test_compiled_under_autocast_with_dropout(name):
     torch.compiler.reset()

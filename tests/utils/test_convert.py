@@ -1151,6 +1151,7 @@ def command(*arguments: object, cwd: Path, **more) -> subprocess.CompletedProces
     return subprocess.run(list(map(str, line)), cwd=cwd, capture_output=True, text=True, **more)
 
 
+@pytest.mark.slow
 def test_from_any_folder_with_relative_names(trained, tmp_path):
     given = trained["roberta"]
     write_adapter(tmp_path / "in.safetensors", given.adapter)
@@ -1211,6 +1212,7 @@ for call in json.loads(sys.argv[2]):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["roberta", "gpt2"])
 def test_names_on_the_hub(hub_server, trained, tmp_path, family):
     """PEFT's adapter, which names a revision of its base: there the base is read."""

@@ -573,6 +573,7 @@ def damage(content, rng, header):
     return content
 
 
+@pytest.mark.fuzz
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("format", ["a.safetensors", "a.bin", "legacy.bin"])
 def test_damaged_files(tmp_path, format):

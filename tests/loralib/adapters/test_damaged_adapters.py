@@ -457,6 +457,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("format", FORMATS)
 def test_damaged(tmp_path, format):
     """Each variant is refused or loads rightly; where nothing is checked, see the file's head."""

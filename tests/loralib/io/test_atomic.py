@@ -134,6 +134,7 @@ except PermissionError as error:
 """
 
 
+@pytest.mark.slow
 @posix
 def test_files_and_folders_without_permission():
     """In a process that is not root's, for whom there would be no such thing."""
@@ -210,6 +211,7 @@ print("after")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/stdout"), reason="needs /dev/stdout")
 @pytest.mark.parametrize("path", ["/dev/stdout", "/dev/fd/1"])
 @pytest.mark.parametrize("kind", ["pipe", "file"])
@@ -305,6 +307,7 @@ def small_disk(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_full_disk(small_disk, tmp_path):
     script = ON_A_SMALL_DISK.format(path=[str(Path(__file__).parent)])
     lines = dict(line.split(" ", 1) for line in small_disk(script))
@@ -384,6 +387,7 @@ for writer in (test_atomic.write_safetensors, test_atomic.write_bin, test_atomic
 """
 
 
+@pytest.mark.slow
 def test_every_process_writes_the_same_bytes(tmp_path):
     script = IN_A_PROCESS.format(path=[str(Path(__file__).parent)])
     contents = []

@@ -56,6 +56,7 @@ def matches(shown, kind, start):
 # ---- without the hub library ----
 
 
+@pytest.mark.slow
 def test_importing_loralib_leaves_the_hub_library_alone():
     code = """
 import importlib, pkgutil, sys
@@ -89,6 +90,7 @@ def test_the_hub_library_is_missing(monkeypatch):
 # ---- from the hub, from the cache ----
 
 
+@pytest.mark.slow
 def test_fetched_then_cached_then_offline(hub, tmp_path):
     home, code = tmp_path / "home", asked(CONFIG, WEIGHTS, "config.json")
     expected = ["settings", "weights", None]
@@ -116,6 +118,7 @@ FETCH_CONFIG = f"huggingface_hub.hf_hub_download('org/adapter', {CONFIG!r})\n"
 FETCH_LISTING = f"huggingface_hub.snapshot_download('org/adapter', allow_patterns={CONFIG!r})\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "expected"),
     [
@@ -142,6 +145,7 @@ def test_a_cache_without_notes_of_absent_files(hub, tmp_path, before, expected):
         assert matches(vocabulary, "FileNotFoundError", UNCACHED.format("org/adapter"))
 
 
+@pytest.mark.slow
 def test_a_download_that_broke_off_proves_nothing(hub, tmp_path):
     """It leaves the folder of a snapshot, without files."""
     home = tmp_path / "home"
@@ -153,6 +157,7 @@ def test_a_download_that_broke_off_proves_nothing(hub, tmp_path):
     assert matches(shown, "FileNotFoundError", UNCACHED.format("org/adapter"))
 
 
+@pytest.mark.slow
 def test_other_revisions_of_the_cache_prove_nothing(hub, tmp_path):
     home = tmp_path / "home"
     run_on_hub(hub, home, PRELUDE + FETCH_CONFIG)
@@ -161,6 +166,7 @@ def test_other_revisions_of_the_cache_prove_nothing(hub, tmp_path):
     assert matches(shown, "FileNotFoundError", UNCACHED.format("org/adapter"))
 
 
+@pytest.mark.slow
 def test_revisions_tokens_and_folders(hub, tmp_path):
     own, cache = str(tmp_path / "own folder"), str(tmp_path / "own cache")
     code = f"""

@@ -141,6 +141,7 @@ def test_a_probability_out_of_range_is_named(p):
         dropout(torch.ones(3), p)
 
 
+@pytest.mark.slow
 def test_under_compile_pytorchs_own_is_used():
     compiled = torch.compile(lora.Dropout(0.5), backend="aot_eager", fullgraph=True)
     x = torch.ones(10_000, requires_grad=True)

@@ -117,6 +117,7 @@ end_at_once(0)
 """
 
 
+@pytest.mark.distributed
 def test_processes_join_and_watch_in_any_supported_version(tmp_path):
     """Which have no way to clone a store, before 2.8."""
     with socket.socket() as probe:

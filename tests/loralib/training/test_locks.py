@@ -43,6 +43,7 @@ def refused(folder) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_lock_says_whose_it_is_and_a_killed_process_holds_none(tmp_path):
     process = holder(tmp_path)
     try:
@@ -60,6 +61,7 @@ def test_the_lock_says_whose_it_is_and_a_killed_process_holds_none(tmp_path):
     assert os.name != "posix" or list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("then", ["os._exit(0)", "sys.exit(3)", "raise ValueError", "pass"])
 def test_however_a_process_ends_the_folder_is_free(tmp_path, then):
     holder(tmp_path, then).wait()
@@ -74,6 +76,7 @@ def test_an_error_within_frees_the_folder(tmp_path):
     take(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
 def test_children_of_a_killed_process_are_waited_for(tmp_path):
     """As a DataLoader's are, which look only now and then whether their parent is alive."""
@@ -84,6 +87,7 @@ def test_children_of_a_killed_process_are_waited_for(tmp_path):
     take(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_lock_of_which_nobody_says_whose_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr(locks, "_ORPHANS", 0.3)
     process = holder(tmp_path)
@@ -116,6 +120,7 @@ def write_owner(folder, **changes) -> None:
     (folder / OWNER_NAME).write_text(json.dumps(owner))
 
 
+@pytest.mark.slow
 def test_without_locks_the_owner_s_file_counts(tmp_path, no_locks):
     take(tmp_path)
     write_owner(tmp_path)

@@ -241,6 +241,7 @@ print("not reached")
 """
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(("fails", "code", "last"), [((), 0, "at exit"), (("fails",), 1, "bad")])
 def test_processes_of_a_group_end_together(tmp_path, fails, code, last):
     command = [sys.executable, "-c", SCRIPT, f"file://{tmp_path}/store"]
@@ -263,6 +264,7 @@ def test_processes_of_a_group_end_together(tmp_path, fails, code, last):
         assert "not reached" not in text
 
 
+@pytest.mark.slow
 def test_a_process_ends_where_nobody_reads_its_output():
     """A thread that could not end it would leave the others waiting."""
     script = "import sys, threading; from loralib.training.process import end_at_once; "

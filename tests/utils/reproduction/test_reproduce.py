@@ -103,6 +103,7 @@ def start(*arguments: object) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_a_trial_of_a_glue_row_and_of_e2e(out, called, capsys):
     asked = [
         "roberta-base LoRA",
@@ -138,6 +139,7 @@ def test_a_trial_of_a_glue_row_and_of_e2e(out, called, capsys):
     assert capsys.readouterr().out == result.stdout
 
 
+@pytest.mark.slow
 def test_an_error_is_one_line():
     result = start("no_such_recipe")
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (1, "", 1)
@@ -146,6 +148,7 @@ def test_an_error_is_one_line():
     )
 
 
+@pytest.mark.slow
 def test_told_to_end_it_ends_with_its_table(out, tmp_path):
     """Its run is told, too, and is unfinished."""
     code = (

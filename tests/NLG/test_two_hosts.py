@@ -4,7 +4,6 @@ Needs root and iproute2, on Linux. The launcher is torchrun, as the README has i
 """
 
 import contextlib
-import importlib.util
 import json
 import os
 import re
@@ -13,30 +12,19 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from compare import assert_same_bits
-from gpt2_trial import Trial
 from places import HELPERS
 
 from loralib.io.tensors import read_tensors
 
-ROOT = Path(__file__).resolve().parents[1]
 TINY = HELPERS / "tiny_gpt2_ft.py"
 ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}
 SETTINGS = (
     "--max_epoch 120 --save_interval 20 --eval_interval 100 --lora_dropout 0.3 --lr 0.03 "
     "--train_batch_size 1 --ddp_timeout 60"
 )
-
-
-def load(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 def ip(*words, check=True):
@@ -116,22 +104,12 @@ def hosts(tmp_path):
         found.close()
 
 
-@pytest.fixture(scope="module")
-def trial(tmp_path_factory):
-    sys.path.insert(0, str(ROOT / "NLG" / "src"))
-    try:
-        config = load(TINY).tiny_config_of("gpt2.xs", lora_attn_dim=2, lora_attn_alpha=8)
-        yield Trial(tmp_path_factory.mktemp("t"), config, 14)
-    finally:
-        sys.path.remove(str(ROOT / "NLG" / "src"))
-
-
 @pytest.fixture
-def calls(trial, tmp_path):
+def calls(_tiny_trial, tmp_path):
     """``calls(name)``: the file that has tiny_gpt2_ft.py train into a folder of that name."""
 
     def write(name):
-        argv = trial.flags(tmp_path / name, *SETTINGS.split())
+        argv = _tiny_trial.flags(tmp_path / name, *SETTINGS.split())
         path = tmp_path / f"{name}.json"
         path.write_text(json.dumps([{"argv": argv, "kill_in_step": None}]))
         return path
@@ -165,6 +143,7 @@ def assert_same_end(first, second):
     assert_same_bits(ours, theirs)
 
 
+@pytest.mark.distributed
 def test_a_host_lost_and_back_and_a_link_cut(hosts, calls, tmp_path):
     finish(*(hosts.launch(host, calls("whole")) for host in ADDRESSES))
 
@@ -185,6 +164,7 @@ def test_a_host_lost_and_back_and_a_link_cut(hosts, calls, tmp_path):
     assert_same_end(tmp_path / "cut", tmp_path / "whole")
 
 
+@pytest.mark.distributed
 def test_a_link_that_stays_down(hosts, calls, tmp_path):
     """The processes of both hosts end by --ddp_timeout, with one line; a host then waits."""
     path = calls("down")
@@ -205,6 +185,7 @@ def test_a_link_that_stays_down(hosts, calls, tmp_path):
     assert "Traceback" not in said
 
 
+@pytest.mark.distributed
 def test_a_host_that_does_not_come_back(hosts, calls, tmp_path):
     """The other one waits for it as long as the rendezvous is told to, and ends."""
     a, _ = (hosts.launch(host, calls("lost")) for host in ADDRESSES)
