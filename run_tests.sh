@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up what is still missing, then lints the code and runs the tests.
+# Sets up what is still missing, then lints the code, checks loralib's types and runs the tests.
 #
 #   bash run_tests.sh                      everything
 #   bash run_tests.sh --fast               a minute: no processes that talk, no fuzzing, nothing slow
@@ -16,4 +16,5 @@ fi
 bash utils/make_environment.sh --with-tests
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
+.venv/bin/mypy
 exec .venv/bin/python -m pytest "${settings[@]}" --dist loadfile --no-loadscope-reorder "$@"

@@ -14,7 +14,7 @@ import torch
 from loralib.errors import CheckpointError, TrainingError
 from loralib.training.process import rank, rng_state, run, set_rng_state, set_seed, set_up_device
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def draw():
