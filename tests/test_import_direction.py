@@ -1,0 +1,136 @@
+"""Imports run one way: tools → the two trees → loralib, and within loralib from room to room."""
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Of each part of the project, the others that it may import.
+PARTS = {
+    "loralib": set(),
+    "NLU": {"loralib"},
+    "NLG": {"loralib"},
+    "examples": {"NLU", "NLG", "loralib"},
+    "utils": {"NLU", "NLG", "loralib"},
+    "benchmarks": {"NLU", "NLG", "loralib"},
+}
+# Of each room of loralib, the others that it may import.
+ROOMS = {
+    "errors": set(),
+    "nn": {"errors"},
+    "io": {"errors"},
+    "training": {"errors", "io"},
+    "functional": {"nn"},
+    "layers": {"functional", "nn"},
+    "utils": {"functional", "layers", "nn"},
+    "inject": {"errors", "functional", "layers", "nn", "utils"},
+    "adapters": {"errors", "functional", "inject", "io", "layers", "nn", "utils"},
+    "serving": {"adapters", "errors", "functional", "inject", "io", "layers", "nn", "utils"},
+}
+
+
+def imported(path: Path, package: str | None = None) -> Iterator[str]:
+    """The dotted names that a file imports, in functions too; relative ones with a `package`."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and (package or not node.level):
+            parents = package.split(".")[: 1 - node.level or None] if node.level else []
+            above = [*parents, node.module] if node.module else parents
+            yield from (".".join([*above, alias.name]) for alias in node.names)
+
+
+def modules_of(part: Path) -> set[str]:
+    """The names under which other files can import what is in a part of the project."""
+    if part.name == "loralib":
+        return {"loralib"}
+    folders = {path.parent for path in part.rglob("*.py")}
+    packages = {folder for folder in folders if (folder / "__init__.py").is_file()}
+    inside = {folder for folder in folders if packages & {folder, *folder.parents}}
+    files = {path.stem for folder in folders - inside for path in folder.glob("*.py")}
+    return files | {folder.name for folder in packages if folder.parent not in packages}
+
+
+def wrong_imports_of_parts(root: Path, allowed: Mapping[str, set[str]]) -> list[str]:
+    """Imports from part to part that are not allowed, as ``file: name``."""
+    known = {part: modules_of(root / part) - {"setup"} for part in allowed}
+    wrong = []
+    for part in allowed:
+        for path in sorted((root / part).rglob("*.py")):
+            names = {name.split(".")[0] for name in imported(path)} - known[part]
+            reachable = set().union(*(known[other] for other in allowed[part]))
+            elsewhere = set().union(*known.values())
+            wrong += [f"{path}: {name}" for name in sorted(names & elsewhere - reachable)]
+    return wrong
+
+
+def wrong_imports_of_rooms(package: Path, allowed: Mapping[str, set[str]]) -> list[str]:
+    """Imports from room to room that are not allowed, as ``file: room``; its door may all."""
+    wrong = []
+    for path in sorted(package.rglob("*.py")):
+        room = path.relative_to(package).parts[0].removesuffix(".py")
+        if room == "__init__":
+            continue
+        above = ".".join([package.name, *path.relative_to(package).parts[:-1]])
+        names = (name.split(".") for name in imported(path, above))
+        rooms = {name[1] for name in names if name[0] == package.name and len(name) > 1}
+        found = rooms & set(allowed) - allowed[room] - {room}
+        wrong += [f"{path}: {other}" for other in sorted(found)]
+    return wrong
+
+
+def test_of_the_project():
+    assert wrong_imports_of_parts(ROOT, PARTS) == []
+
+
+def test_within_loralib():
+    names = {path.stem for path in (ROOT / "loralib").iterdir() if not path.name.startswith("__")}
+    assert names <= set(ROOMS)
+    assert wrong_imports_of_rooms(ROOT / "loralib", ROOMS) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "wrong"),
+    [
+        ("loralib/layers.py", "import transformers", "transformers"),
+        ("loralib/layers.py", "def late():\n    from transformers import x", "transformers"),
+        ("NLG/src/model.py", "from transformers.models import x", "transformers"),
+        ("NLU/src/transformers/trainer.py", "from beam import search", "beam"),
+        ("NLU/src/transformers/trainer.py", "import reproduce", "reproduce"),
+        ("NLU/src/transformers/trainer.py", "from .beam import search", None),
+        ("NLG/src/model.py", "from beam import search", None),
+        ("utils/reproduce.py", "import beam, loralib.layers, transformers", None),
+        ("examples/glue/run.py", "import reproduce", "reproduce"),
+    ],
+)
+def test_a_wrong_import_of_a_part_is_found(tmp_path, file, text, wrong):
+    files = ["loralib/layers.py", "NLU/src/transformers/__init__.py", "NLG/src/beam.py"]
+    for name in (*files, "utils/reproduce.py", file):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / file).write_text(text)
+    expected = [f"{tmp_path / file}: {wrong}"] if wrong else []
+    assert wrong_imports_of_parts(tmp_path, PARTS) == expected
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "wrong"),
+    [
+        ("nn/dropout.py", "from ..layers import Linear", "layers"),
+        ("nn/dropout.py", "from .. import layers", "layers"),
+        ("nn/dropout.py", "from loralib.serving.bank import AdapterBank", "serving"),
+        ("layers.py", "from .adapters import peft", "adapters"),
+        ("layers.py", "from . import training", "training"),
+        ("layers.py", "from .functional import Delta", None),
+        ("serving/bank.py", "from ..adapters.peft import x\nfrom .rows import y", None),
+    ],
+)
+def test_a_wrong_import_of_a_room_is_found(tmp_path, file, text, wrong):
+    path = tmp_path / "loralib" / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    expected = [f"{path}: {wrong}"] if wrong else []
+    assert wrong_imports_of_rooms(tmp_path / "loralib", ROOMS) == expected
