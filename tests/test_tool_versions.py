@@ -1,0 +1,26 @@
+"""Whoever checks the project checks it with the same versions."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_ruff_before_a_commit_is_the_tests_ruff():
+    pinned = re.search(r"^ruff==(\S+)$", read("constraints.txt"), re.M)[1]
+    config = read(".pre-commit-config.yaml")
+    assert re.search(r"ruff-pre-commit\n\s+rev: v(\S+)$", config, re.M)[1] == pinned
+
+
+def test_continuous_integration_runs_every_supported_python():
+    matrix = re.search(r"python: \[(.*)\]", read(".github/workflows/tests.yml"))[1]
+    versions = re.findall(r"3\.(\d+)", matrix)
+    oldest, newest = re.search(
+        r"\(3, (\d+)\) <= .* <= \(3, (\d+)\)", read("utils/make_environment.sh")
+    ).groups()
+    assert versions == [str(minor) for minor in range(int(oldest), int(newest) + 1)]
+    assert f'python_requires=">=3.{oldest}"' in read("setup.py")
