@@ -33,7 +33,7 @@ class PackedRows:
         index: (tokens,), positions of the real tokens in the flattened batch.
         lengths: tokens a row.
         first: (batch,), position of each row's first token among the packed ones.
-        runs: the rows in parts that share an adapter; one part of all rows in most cases.
+        segments: of rows that share an adapter; one of all rows in most cases.
 
     Raises:
         ValueError: the mask is not two-dimensional, or a row's first position is masked; or
@@ -53,17 +53,17 @@ class PackedRows:
         lengths = mask.sum(dim=1)
         self.lengths: list[int] = lengths.tolist()
         self.first = lengths.cumsum(0) - lengths
-        self.runs = note_tokens(self.lengths)
+        self.segments = note_tokens(self.lengths)
 
-    def part(self, run: slice) -> "PackedRows":
+    def part(self, segment: slice) -> "PackedRows":
         """Some of the rows, start … stop, as a batch of their own of the same length."""
-        start = sum(self.lengths[: run.start])
+        start = sum(self.lengths[: segment.start])
         part = copy.copy(self)
-        part.lengths = self.lengths[run]
+        part.lengths = self.lengths[segment]
         part.shape = torch.Size((len(part.lengths), self.shape[1]))
-        part.index = self.index[start : start + sum(part.lengths)] - run.start * self.shape[1]
-        part.first = self.first[run] - start
-        part.runs = (slice(0, len(part.lengths)),)
+        part.index = self.index[start : start + sum(part.lengths)] - segment.start * self.shape[1]
+        part.first = self.first[segment] - start
+        part.segments = (slice(0, len(part.lengths)),)
         return part
 
     def pack(self, x: Tensor) -> Tensor:

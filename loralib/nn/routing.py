@@ -1,7 +1,7 @@
 """Which rows of a batch are computed with which adapter, where one batch has several.
 
-Rows that stand beside each other and share an adapter are a run. Linear layers see a run as a slice
-of the batch or, in models that lay tokens end to end (packing.py), as a slice of the tokens:
+Adjacent rows that share an adapter are a segment. Linear layers see a segment as a slice of the
+batch or, in models that lay tokens end to end (packing.py), as a slice of the tokens:
 
     batch       adapter        packed tokens
     a b c .     rte            a b c d e f g h i
@@ -24,15 +24,15 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Routing:
-    """The runs of a batch.
+    """The segments of a batch.
 
     Args:
         key: tells whose adapters these are: hooks with another key do not act.
-        adapters: each run's adapter.
-        rows: each run's rows; None where one adapter has all, however many there are.
-        tokens: each run's tokens among the packed ones, once a model has packed them.
-        positions: inputs are positions' embeddings, not a batch's: every run has a copy of them,
-            see `for_each_segment`.
+        adapters: each segment's adapter.
+        rows: each segment's rows; None where one adapter has all, however many there are.
+        tokens: each segment's tokens among the packed ones, once a model has packed them.
+        positions: inputs are positions' embeddings, not a batch's: every segment has a copy of
+            them, see `for_each_segment`.
     """
 
     key: object
@@ -42,11 +42,11 @@ class Routing:
     positions: bool = False
 
     def parts(self, x: Tensor) -> Sequence[slice]:
-        """Where each run is in a layer's input, in its first dimension.
+        """Where each segment is in a layer's input, in its first dimension.
 
         Args:
             x: (tokens, in) of packed tokens; (batch, in), one token a row; (batch, …, in); with
-                `positions`, (runs, …, in). Any shape where one adapter has all rows.
+                `positions`, (segments, …, in). Any shape where one adapter has all rows.
 
         Raises:
             ValueError: x is neither.
@@ -104,7 +104,7 @@ def note_tokens(lengths: Sequence[int]) -> tuple[slice, ...]:
         lengths: tokens of each row.
 
     Returns:
-        The runs of rows; one of all rows where there is no routing, or one adapter has them all.
+        The segments of rows; one of all rows where there is no routing, or one adapter has them.
 
     Raises:
         ValueError: adapters are named for another number of rows.
@@ -116,14 +116,14 @@ def note_tokens(lengths: Sequence[int]) -> tuple[slice, ...]:
     if len(lengths) != named:
         raise ValueError(f"the batch has {len(lengths)} rows, adapters are named for {named}")
     ends = [0, *accumulate(lengths)]
-    tokens = tuple(slice(ends[run.start], ends[run.stop]) for run in routing.rows)
+    tokens = tuple(slice(ends[rows.start], ends[rows.stop]) for rows in routing.rows)
     # The block that `routed` began ends with what was before it, whatever is set here.
     _in_effect.set(replace(routing, tokens=tokens))
     return routing.rows
 
 
 def for_each_segment(layer: nn.Module, x: Tensor) -> list[Tensor]:
-    """What a linear layer makes of positions, which are not a batch's, in every run.
+    """What a linear layer makes of positions, which are not a batch's, in every segment.
 
     The layer's own product is made once.
 
@@ -132,12 +132,12 @@ def for_each_segment(layer: nn.Module, x: Tensor) -> list[Tensor]:
         x: (n, in), embeddings of positions.
 
     Returns:
-        For each run (n, out); one where there is no routing, or one adapter has all rows.
+        For each segment (n, out); one where there is no routing, or one adapter has all rows.
     """
     routing = _in_effect.get()
     if routing is None:
         return [layer(x)]
     with routed(replace(routing, positions=True)):
         out = layer(x)
-    # A layer that no adapter of these updates is the same in all runs.
+    # A layer that no adapter of these updates is the same in all segments.
     return list(out) if out.dim() > x.dim() else [out] * len(routing.adapters)

@@ -335,22 +335,26 @@ def test_one_product_of_the_base_in_a_mixed_batch(make_classifier):
 def test_parts_of_packed_rows():
     mask = make_batch(5, "holes")["attention_mask"]
     rows = PackedRows(mask)
-    assert rows.runs == (slice(0, 5),)
+    assert rows.segments == (slice(0, 5),)
     for run in (slice(0, 2), slice(2, 3), slice(1, 5)):
         part, alone = rows.part(run), PackedRows(mask[run])
-        assert (part.lengths, part.shape, part.runs) == (alone.lengths, alone.shape, alone.runs)
+        assert (part.lengths, part.shape, part.segments) == (
+            alone.lengths,
+            alone.shape,
+            alone.segments,
+        )
         assert torch.equal(part.index, alone.index)
         assert torch.equal(part.first, alone.first)
     assert rows.lengths == mask.sum(1).tolist()
 
 
-def test_runs_of_packed_rows(task):
+def test_segments_of_packed_rows(task):
     bank, mask = task.bank("ab"), make_batch(4)["attention_mask"]
     with bank.use(["a", "a", "b", "a"]):
-        assert PackedRows(mask).runs == (slice(0, 2), slice(2, 3), slice(3, 4))
+        assert PackedRows(mask).segments == (slice(0, 2), slice(2, 3), slice(3, 4))
     for names in ("a", ["a"] * 4):
         with bank.use(names):
-            assert PackedRows(mask).runs == (slice(0, 4),)
+            assert PackedRows(mask).segments == (slice(0, 4),)
     wrong = pytest.raises(ValueError, match=r"^the batch has 4 rows, adapters are named for 3$")
     with wrong, bank.use(["a", "b", "a"]):
         PackedRows(mask)

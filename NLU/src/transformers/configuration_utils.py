@@ -168,8 +168,8 @@ class PretrainedConfig:
             raise ValueError(f"apply_lora needs lora_targets: some of {', '.join(LORA_TARGETS)}")
 
     @property
-    def longest_text(self) -> int | None:
-        """Tokens that a text can have at most; None where there is no limit."""
+    def longest_sequence(self) -> int | None:
+        """Tokens that a sequence can have at most; None where there is no limit."""
         return None
 
     @property
@@ -339,16 +339,6 @@ def write_settings(folder: str | os.PathLike, settings: Mapping[str, Any]) -> No
 
 def _as_json(settings: Mapping[str, Any]) -> str:
     return json.dumps(settings, indent=2, sort_keys=True) + "\n"
-
-
-def check_padding(pad_token_id: int, vocab_size: int) -> None:
-    """Refuses a padding token that the vocabulary does not have.
-
-    Raises:
-        ValueError: it has not.
-    """
-    if pad_token_id >= vocab_size:
-        raise ValueError(f"pad_token_id {pad_token_id} is beyond the {vocab_size} of vocab_size")
 
 
 def in_order(targets: Iterable[str]) -> list[str]:

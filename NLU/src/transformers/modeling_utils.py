@@ -5,7 +5,7 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 
 from loralib.adapters.adapter import (
     BITFIT,
@@ -31,7 +30,6 @@ from loralib.errors import CheckpointError
 from loralib.io.hub import resolve_file
 from loralib.io.tensors import read_tensors, write_tensors
 from loralib.layers import LoRALayer
-from loralib.nn.packing import PackedRows
 from loralib.nn.positions import lora_reaches_positions
 
 from .adapters import UpProjection
@@ -483,18 +481,6 @@ class _NoInitialization(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def run_layer(layer: nn.Module, *inputs: Any, recompute: bool) -> Any:
-    """``layer(*inputs)``; with `recompute`, the backward pass computes its activations again.
-
-    They then need no memory in between. Random numbers are drawn as the first time, so losses and
-    gradients keep their bits. Source: "Training Deep Nets with Sublinear Memory Cost", arXiv
-    1604.06174.
-    """
-    if recompute:
-        return checkpoint(layer, *inputs, use_reentrant=False)
-    return layer(*inputs)
-
-
 def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean cross-entropy or, with one label, mean squared error.
 
@@ -506,40 +492,6 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
     if logits.shape[-1] == 1:
         return F.mse_loss(logits.squeeze(-1).float(), labels.float())
     return F.cross_entropy(logits.float(), labels)
-
-
-def masked_lm_output(
-    head: Callable[[Tensor], Tensor],
-    hidden: Tensor,
-    rows: PackedRows,
-    labels: Tensor | None,
-    targets_only: bool,
-) -> tuple[Tensor | None, Tensor]:
-    """A masked-language model's loss and logits, from its last hidden states.
-
-    Args:
-        head: gives hidden states their vocabulary logits.
-        hidden: (tokens, hidden), of the real tokens.
-        rows: where these tokens are in the batch.
-        labels: (batch, length), token ids; -100 where there is no target.
-        targets_only: with labels, the head sees the targets alone.
-
-    Returns:
-        With labels, the mean cross-entropy over the targets. Logits of every position (batch,
-        length, vocabulary), zeros where there is padding; those of the targets (targets,
-        vocabulary), row by row, with `targets_only`.
-    """
-    if labels is None:
-        return None, rows.pad(head(hidden))
-    labels = rows.pack(labels)
-    is_target = labels != -100
-    if targets_only:
-        logits = of_targets = head(hidden[is_target])
-    else:
-        of_all = head(hidden)
-        logits, of_targets = rows.pad(of_all), of_all[is_target]
-    loss = F.cross_entropy(of_targets.float(), labels[is_target], reduction="sum")
-    return loss / is_target.sum().clamp(min=1), logits  # a batch may have no target
 
 
 def read_weights(name_or_path: str | os.PathLike, **where: Any) -> dict[str, Tensor]:

@@ -136,7 +136,7 @@ def check_length(config: PretrainedConfig, max_seq_length: int) -> None:
     Raises:
         ValueError: they are, or there is not even one token in them.
     """
-    longest = config.longest_text
+    longest = config.longest_sequence
     if max_seq_length < 1 or (longest is not None and max_seq_length > longest):
         positions = "" if longest is None else f": the model has {longest} positions"
         raise ValueError(f"--max_seq_length {max_seq_length}{positions}")
@@ -160,7 +160,7 @@ def choose_length(
         ValueError: the model has not that many positions, or special tokens leave no room in them.
     """
     if given is None:
-        length = min(DEFAULT_LENGTH, config.longest_text or DEFAULT_LENGTH)
+        length = min(DEFAULT_LENGTH, config.longest_sequence or DEFAULT_LENGTH)
         if length < DEFAULT_LENGTH:
             logger.info("the model has %d positions: longer texts are cut to that", length)
     else:

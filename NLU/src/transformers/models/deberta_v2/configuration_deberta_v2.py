@@ -5,30 +5,19 @@ from typing import Any
 
 from loralib.io.settings import Count, Index, NotNegative, Share, checked
 
-from ...activations import ACT2FN
-from ...configuration_utils import PretrainedConfig, check_padding
+from ...configuration_encoder import EncoderConfig, check_activation
 
 POSITION_TERMS = ("c2p", "p2c")
 _ABSENT = ("", "none")
 
 
-class DebertaV2Config(PretrainedConfig):
+class DebertaV2Config(EncoderConfig):
     """The shape of a DeBERTa-v2 model; the defaults are upstream's.
 
     Args:
-        vocab_size: rows of the word embedding; there may be more than the tokenizer has pieces.
-        hidden_size: width of the residual stream.
-        num_hidden_layers: encoder layers.
-        num_attention_heads: heads a layer; divides `hidden_size`.
-        intermediate_size: width within the feed-forward part.
-        hidden_act: activation of the feed-forward part, a name in `ACT2FN`.
-        hidden_dropout_prob: dropout on embeddings, on relative positions and on outputs of
-            sub-layers.
-        attention_probs_dropout_prob: dropout on attention probabilities.
-        max_position_embeddings: rows of the position embedding.
-        type_vocab_size: rows of the token-type embedding; 0 for none.
-        initializer_range: standard deviation of new weights.
-        layer_norm_eps: epsilon of the layer norms.
+        vocab_size, hidden_size, num_hidden_layers, num_attention_heads, intermediate_size,
+            type_vocab_size, layer_norm_eps, pad_token_id, others: see `EncoderConfig`. Relative
+            positions have `hidden_dropout_prob` as well.
         relative_attention: attention knows the distance of two tokens.
         max_relative_positions: distances from this one on count as one; `max_position_embeddings`
             where it is below 1.
@@ -48,7 +37,6 @@ class DebertaV2Config(PretrainedConfig):
         cls_dropout: dropout between pooler and classifier; None for `hidden_dropout_prob`.
         lora_positions: with `share_att_key`, LoRA on the query and the key also reaches the
             positions that these project, as PEFT's does; the release's reaches contents alone.
-        others: see `PretrainedConfig`.
 
     Raises:
         ValueError: settings that no model can have.
@@ -65,12 +53,7 @@ class DebertaV2Config(PretrainedConfig):
         num_hidden_layers: Count = 24,
         num_attention_heads: Count = 24,
         intermediate_size: Count = 6144,
-        hidden_act: str = "gelu",
-        hidden_dropout_prob: Share = 0.1,
-        attention_probs_dropout_prob: Share = 0.1,
-        max_position_embeddings: Count = 512,
         type_vocab_size: Index = 0,
-        initializer_range: NotNegative = 0.02,
         layer_norm_eps: NotNegative = 1e-7,
         relative_attention: bool = False,
         max_relative_positions: int = -1,
@@ -89,19 +72,17 @@ class DebertaV2Config(PretrainedConfig):
         pad_token_id: Index = 0,
         **others: Any,
     ):
-        super().__init__(pad_token_id=pad_token_id, **others)
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.num_hidden_layers = num_hidden_layers
-        self.num_attention_heads = num_attention_heads
-        self.intermediate_size = intermediate_size
-        self.hidden_act = hidden_act
-        self.hidden_dropout_prob = hidden_dropout_prob
-        self.attention_probs_dropout_prob = attention_probs_dropout_prob
-        self.max_position_embeddings = max_position_embeddings
-        self.type_vocab_size = type_vocab_size
-        self.initializer_range = initializer_range
-        self.layer_norm_eps = layer_norm_eps
+        super().__init__(
+            vocab_size,
+            hidden_size,
+            num_hidden_layers,
+            num_attention_heads,
+            intermediate_size,
+            type_vocab_size=type_vocab_size,
+            layer_norm_eps=layer_norm_eps,
+            pad_token_id=pad_token_id,
+            **others,
+        )
         self.relative_attention = relative_attention
         self.max_relative_positions = max_relative_positions
         self.position_buckets = position_buckets
@@ -119,21 +100,13 @@ class DebertaV2Config(PretrainedConfig):
         self._check()
 
     def _check(self) -> None:
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} is not a multiple of "
-                f"{self.num_attention_heads} heads"
-            )
-        check_padding(self.pad_token_id, self.vocab_size)
         if self.conv_kernel_size and self.hidden_size % self.conv_groups:
             raise ValueError(
                 f"hidden_size {self.hidden_size} is not a multiple of {self.conv_groups} "
                 "conv_groups"
             )
-        for name in ("hidden_act", "conv_act", "pooler_hidden_act"):
-            if getattr(self, name) not in ACT2FN:
-                known = ", ".join(ACT2FN)
-                raise ValueError(f"unknown {name} '{getattr(self, name)}' (known: {known})")
+        for name in ("conv_act", "pooler_hidden_act"):
+            check_activation(name, getattr(self, name))
         for name, known in (("pos_att_type", POSITION_TERMS), ("norm_rel_ebd", ("layer_norm",))):
             unknown = [part for part in _names(getattr(self, name)) if part not in known]
             if unknown:
@@ -150,8 +123,8 @@ class DebertaV2Config(PretrainedConfig):
             )
 
     @property
-    def longest_text(self) -> int | None:
-        """Tokens that a text can have at most; None without absolute positions."""
+    def longest_sequence(self) -> int | None:
+        """Tokens that a sequence can have at most; None without absolute positions."""
         return self.max_position_embeddings if self.position_biased_input else None
 
     @property

@@ -17,10 +17,12 @@ which every row starts one element before the row above it (`skew`):
 Nothing is gathered by an index as large as the scores, and gradients are summed in one order. What
 depends on distances alone is computed once a forward, see `Batch`.
 
-The encoder works on packed tokens, (tokens, hidden); see loralib/nn/packing.py. Where LoRA and
-bottleneck adapters go is said in adapters.py. Names are upstream's, so that published weights load.
-Source: DeBERTa, arXiv 2006.03654, section 3, with version 2's
-buckets, shared projections and convolution; LoRA, arXiv 2106.09685, section 4.2.
+This file goes from the ids to a head's logits. What RoBERTa has as well, the layers around
+attention and the forward passes, is in modeling_encoder.py. The encoder works on packed tokens,
+(tokens, hidden); see loralib/nn/packing.py. Where LoRA and bottleneck adapters go is said in
+adapters.py. Names are upstream's, so that published weights load.
+Source: DeBERTa, arXiv 2006.03654, section 3, with version 2's buckets, shared projections and
+convolution; LoRA, arXiv 2106.09685, section 4.2.
 """
 
 import functools
@@ -40,16 +42,22 @@ from loralib.nn.norm import LayerNorm
 from loralib.nn.packing import PackedRows
 from loralib.nn.routing import for_each_segment
 
-from ... import consistency
 from ...activations import ACT2FN
-from ...adapters import Intermediate, SubLayerOutput, projection
-from ...modeling_outputs import BaseModelOutput, MaskedLMOutput, SequenceClassifierOutput
-from ...modeling_utils import PreTrainedModel, classification_loss, masked_lm_output, run_layer
+from ...adapters import projection
+from ...modeling_encoder import (
+    Encoder,
+    EncoderForMaskedLM,
+    EncoderForSequenceClassification,
+    EncoderLayer,
+    EncoderModel,
+    too_long,
+)
+from ...modeling_utils import PreTrainedModel
 from .configuration_deberta_v2 import DebertaV2Config
 
 
 class DebertaV2Embeddings(nn.Module):
-    """Word embeddings, with position and token-type embeddings where there are such, normalised."""
+    """Word embeddings, with position and token-type embeddings where there are such, normalized."""
 
     def __init__(self, config: DebertaV2Config):
         super().__init__()
@@ -75,9 +83,7 @@ class DebertaV2Embeddings(nn.Module):
         columns = rows.index % length
         known = self.position_embeddings.num_embeddings
         if length > known and int(columns.max()) >= known:
-            raise ValueError(
-                f"a text has {int(columns.max()) + 1} tokens, the model has positions for {known}"
-            )
+            raise too_long(int(columns.max()) + 1, known)
         return columns
 
     def forward(
@@ -106,7 +112,7 @@ def relative_rows(length: int, buckets: int, furthest: int) -> tuple[int, ...]:
     """Rows of the relative positions' embedding for distances from 1 - length to length - 1.
 
     Args:
-        length: tokens of the longest text.
+        length: tokens of the longest sequence.
         buckets: rows in each direction. Distances up to half of it have a row each, further ones
             share rows by their logarithm. With 0 or less, each distance has its own row.
         furthest: distances from this one on are clamped.
@@ -156,20 +162,22 @@ class Batch:
     Attributes:
         mask: (batch, 1, 1, length), False on padding; None without padding.
         by_row: attention takes the rows one by one.
-        runs: its segments of rows that share an adapter (see loralib/nn/routing.py), each as a
-            batch; none where there is but one.
+        first: as in `PackedRows`.
+        segments: of rows that share an adapter (see loralib/nn/routing.py), each as a batch; none
+            where there is but one.
     """
 
     def __init__(self, rows: PackedRows, relative: RelativePositions | None, heads: int):
-        self.rows = rows
+        self.rows, self.first = rows, rows.first
         self.relative = relative
         self.mask = None
         if len(rows.index) < rows.shape.numel():
             self.mask = rows.pad(torch.ones_like(rows.index, dtype=torch.bool))[:, None, None, :]
         self.by_row = not rows.index.is_cuda and not self._padding_is_cheap(heads)
-        self.runs: list[Batch] = []
-        if len(rows.runs) > 1:
-            self.runs = [Batch(rows.part(run), relative, heads) for run in rows.runs]
+        self.segments: list[Batch] = []
+        if len(rows.segments) > 1:
+            parts = map(rows.part, rows.segments)
+            self.segments = [Batch(part, relative, heads) for part in parts]
 
     def _padding_is_cheap(self, heads: int) -> bool:
         """Whether attention over padding costs less than taking rows one by one.
@@ -191,8 +199,8 @@ class DisentangledSelfAttention(nn.Module):
     Where keys are shared, the content's projections are the distances' too: the query's those of
     the "p2c" term, the key's those of "c2p". As in the release, LoRA reaches contents alone, and
     distances are projected by the frozen weight. With `config.lora_positions` it reaches both, as
-    PEFT's does: in a batch with several such adapters each run of rows has distances of its own,
-    and attention takes run after run. See loralib/nn/positions.py.
+    PEFT's does: in a batch with several such adapters each segment has distances of its own, and
+    attention takes segment after segment. See loralib/nn/positions.py.
 
     Attributes:
         shared_with_positions: names of the projections that are the distances' too.
@@ -254,22 +262,23 @@ class DisentangledSelfAttention(nn.Module):
         """
         q, k, v = self.query_proj(queries), self.key_proj(hidden), self.value_proj(hidden)
         positions = self._project_positions(batch)
-        if not batch.runs:
-            return self._attend_run(q, k, v, positions[0], batch)
-        of_keys = [len(run.rows.index) for run in batch.runs]
-        of_queries = of_keys if len(q) == len(k) else [len(run.rows.first) for run in batch.runs]
+        if not batch.segments:
+            return self._attend_segment(q, k, v, positions[0], batch)
+        of_keys = [len(segment.rows.index) for segment in batch.segments]
+        firsts = [len(segment.first) for segment in batch.segments]
+        of_queries = of_keys if len(q) == len(k) else firsts
         tensors = (q.split(of_queries), k.split(of_keys), v.split(of_keys))
-        parts = zip(*tensors, positions, batch.runs, strict=True)
-        return torch.cat([self._attend_run(*part) for part in parts])
+        parts = zip(*tensors, positions, batch.segments, strict=True)
+        return torch.cat([self._attend_segment(*part) for part in parts])
 
     def _project_positions(self, batch: Batch) -> list[_Positions]:
-        """For each run, keys and queries of distances, scaled.
+        """For each segment, keys and queries of distances, scaled.
 
         Keys go from key - query = 1 - length to length - 1, as in the picture at the module's head;
         queries go from query - key = 1 - length to length - 1.
         """
         relative = batch.relative
-        keys = queries = [None] * len(batch.rows.runs)
+        keys = queries = [None] * len(batch.rows.segments)
         if relative is None:
             return list(zip(keys, queries, strict=True))
         embeddings = self.pos_dropout(relative.embeddings)
@@ -284,11 +293,11 @@ class DisentangledSelfAttention(nn.Module):
     def _of_distances(
         self, project: Callable[[Tensor], Tensor], embeddings: Tensor, rows: Tensor
     ) -> list[Tensor]:
-        """For each run, the scaled projections of these rows of the embeddings."""
+        """For each segment, the scaled projections of these rows of the embeddings."""
         projected = for_each_segment(project, embeddings)
-        return [(run * self.scale).index_select(0, rows) for run in projected]
+        return [(each * self.scale).index_select(0, rows) for each in projected]
 
-    def _attend_run(
+    def _attend_segment(
         self, q: Tensor, k: Tensor, v: Tensor, positions: _Positions, batch: Batch
     ) -> Tensor:
         """Attention within rows that share an adapter; `batch` is theirs."""
@@ -411,36 +420,7 @@ def _attention(
     return lora.dropout(scores.softmax(dim=-1), dropout_p, training=True) @ value
 
 
-# ---- layers ----
-
-
-class DebertaV2Attention(nn.Module):
-    """Self-attention and its output."""
-
-    def __init__(self, config: DebertaV2Config):
-        super().__init__()
-        self.self = DisentangledSelfAttention(config)
-        self.output = SubLayerOutput(config, "attention_output", config.hidden_size)
-
-    def forward(self, hidden: Tensor, queries: Tensor, batch: Batch) -> Tensor:
-        """The residual stream at `queries`, attention added."""
-        return self.output(self.self(hidden, queries, batch), queries)
-
-
-class DebertaV2Layer(nn.Module):
-    """Attention, then feed-forward, each normalised after its residual sum."""
-
-    def __init__(self, config: DebertaV2Config):
-        super().__init__()
-        self.attention = DebertaV2Attention(config)
-        self.intermediate = Intermediate(config)
-        self.output = SubLayerOutput(config, "output", config.intermediate_size)
-
-    def forward(self, hidden: Tensor, batch: Batch, first_only: bool = False) -> Tensor:
-        """(tokens, hidden) -> the same, or (batch, hidden) with `first_only`."""
-        queries = hidden[batch.rows.first] if first_only else hidden
-        attended = self.attention(hidden, queries, batch)
-        return self.output(self.intermediate(attended), attended)
+# ---- encoder ----
 
 
 class ConvLayer(nn.Module):
@@ -461,7 +441,7 @@ class ConvLayer(nn.Module):
         self.activation = ACT2FN[config.conv_act]
 
     def forward(self, embedded: Tensor, output: Tensor, rows: PackedRows) -> Tensor:
-        """Adds what it makes of `embedded` to the first layer's `output`, and normalises.
+        """Adds what it makes of `embedded` to the first layer's `output`, and normalizes.
 
         Args:
             embedded: (tokens, hidden); padding, and what is beyond a row's ends, counts as zero.
@@ -474,14 +454,21 @@ class ConvLayer(nn.Module):
         return self.LayerNorm(output + self.activation(self.dropout(seen)))
 
 
-class DebertaV2Encoder(nn.Module):
-    """The layers one after the other, and what they share."""
+class DebertaV2Encoder(Encoder):
+    """The layers one after the other, each with `DisentangledSelfAttention`, and what they share.
+
+    Attributes:
+        rel_embeddings: (2 · attention_span, hidden), of distances.
+        LayerNorm: on these, where `norm_rel_ebd` asks for it.
+        conv: the convolution beside the first layer; None without.
+    """
 
     def __init__(self, config: DebertaV2Config):
-        super().__init__()
-        self.config = config
+        layers = range(config.num_hidden_layers)
+        super().__init__(
+            config, (EncoderLayer(config, DisentangledSelfAttention(config)) for _ in layers)
+        )
         width = config.hidden_size
-        self.layer = nn.ModuleList(DebertaV2Layer(config) for _ in range(config.num_hidden_layers))
         if config.relative_attention:
             self.rel_embeddings = nn.Embedding(2 * config.attention_span, width)
         if config.norm_rel_ebd == "layer_norm":
@@ -499,35 +486,23 @@ class DebertaV2Encoder(nn.Module):
             embeddings = self.LayerNorm(embeddings)
         return RelativePositions(embeddings, torch.tensor(rows, device=embeddings.device) - rows[0])
 
-    def forward(
-        self, hidden: Tensor, rows: PackedRows, first_only: bool = False, all_states: bool = False
-    ) -> list[Tensor]:
-        """The last layer's output or, with `all_states`, the embeddings and every layer's.
-
-        With `first_only`, the last layer is computed for each row's first token alone: a
-        classifier reads nothing else.
-        """
+    def describe(self, rows: PackedRows) -> Batch:
+        """What every layer is told of a batch; computed once a forward."""
         relative = self.relative_positions(rows.shape[1])
-        batch = Batch(rows, relative, self.config.num_attention_heads)
-        recompute = self.config.gradient_checkpointing and self.training
-        states = [hidden]
-        for layer in self.layer:
-            first = first_only and layer is self.layer[-1]
-            output = run_layer(layer, hidden, batch, first, recompute=recompute)
-            if self.conv is not None and layer is self.layer[0]:
-                output = self.conv(hidden, output, rows)
-            hidden = output
-            states.append(hidden)
-            if not all_states:
-                del states[0]
-        return states
+        return Batch(rows, relative, self.config.num_attention_heads)
+
+    def after_layer(self, index: int, seen: Tensor, output: Tensor, rows: PackedRows) -> Tensor:
+        """The layer's output; the first one's with the convolution's added."""
+        if index > 0 or self.conv is None:
+            return output
+        return self.conv(seen, output, rows)
 
 
 # ---- models ----
 
 
 class DebertaV2PreTrainedModel(PreTrainedModel):
-    """How DeBERTa-v2's weights are drawn, and what old files call them."""
+    """How DeBERTa-v2's LoRA is initialized, and what old files call its weights."""
 
     config_class = DebertaV2Config
     base_model_prefix = "deberta"
@@ -554,56 +529,15 @@ class DebertaV2PreTrainedModel(PreTrainedModel):
         return super()._match_names(renamed, own)
 
 
-class DebertaV2Model(DebertaV2PreTrainedModel):
+class DebertaV2Model(DebertaV2PreTrainedModel, EncoderModel):
     """The backbone."""
 
     def __init__(self, config: DebertaV2Config):
         super().__init__(config)
         self.embeddings = DebertaV2Embeddings(config)
         self.encoder = DebertaV2Encoder(config)
+        self.pooler = None  # the classifier has one
         self.init_weights()
-
-    def encode(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        first_only: bool = False,
-        all_states: bool = False,
-    ) -> tuple[list[Tensor], PackedRows]:
-        """Hidden states on packed tokens, see `DebertaV2Encoder`, and where those are in the batch.
-
-        Args:
-            input_ids: (batch, length).
-            attention_mask: (batch, length), zero on padding; all ones where not given.
-            token_type_ids: (batch, length); zeros where not given. Without effect in a model that
-                has no token types.
-            position_ids: (batch, length), absolute positions; 0, 1, … where not given. Without
-                effect in a model that has none.
-            first_only: the last state is (batch, hidden), each row's first token.
-            all_states: every layer's state, not the last one's alone.
-        """
-        rows = PackedRows(torch.ones_like(input_ids) if attention_mask is None else attention_mask)
-        embedded = self.embeddings(rows, input_ids, token_type_ids, position_ids)
-        return self.encoder(embedded, rows, first_only, all_states), rows
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-    ) -> BaseModelOutput | tuple:
-        """Hidden states of every token; arguments as in `encode`."""
-        show = self._wants_states(output_hidden_states)
-        states, rows = self.encode(
-            input_ids, attention_mask, token_type_ids, position_ids, all_states=show
-        )
-        shown = tuple(map(rows.pad, states)) if show else None
-        return self._as_asked(BaseModelOutput(rows.pad(states[-1]), shown), return_dict)
 
 
 class DebertaV2PredictionHeadTransform(nn.Module):
@@ -646,7 +580,7 @@ class DebertaV2OnlyMLMHead(nn.Module):
         return self.predictions(hidden)
 
 
-class DebertaV2ForMaskedLM(DebertaV2PreTrainedModel):
+class DebertaV2ForMaskedLM(DebertaV2PreTrainedModel, EncoderForMaskedLM):
     """DeBERTa-v2 with the head that it is pretrained with."""
 
     tied_weights: ClassVar[dict[str, str]] = {
@@ -660,35 +594,9 @@ class DebertaV2ForMaskedLM(DebertaV2PreTrainedModel):
         self.cls = DebertaV2OnlyMLMHead(config)
         self.init_weights()
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        targets_only: bool | None = None,
-    ) -> MaskedLMOutput | tuple:
-        """Logits (batch, length, vocabulary) and, with `labels`, the loss over the targets.
-
-        In training, with `labels`, logits are those of the targets alone, (targets, vocabulary),
-        row by row: the head costs nothing elsewhere.
-
-        Args:
-            labels: (batch, length), token ids; -100 where there is no target.
-            targets_only: whether that is so with `labels`; by default in training, and only there.
-            others: as in `DebertaV2Model.encode`.
-        """
-        show = self._wants_states(output_hidden_states)
-        states, rows = self.deberta.encode(
-            input_ids, attention_mask, token_type_ids, position_ids, all_states=show
-        )
-        targets_only = self.training if targets_only is None else targets_only
-        loss, logits = masked_lm_output(self.cls, states[-1], rows, labels, targets_only)
-        shown = tuple(map(rows.pad, states)) if show else None
-        return self._as_asked(MaskedLMOutput(loss, logits, shown), return_dict)
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """(…, hidden) -> (…, vocabulary)."""
+        return self.cls(hidden)
 
 
 class ContextPooler(nn.Module):
@@ -707,7 +615,9 @@ class ContextPooler(nn.Module):
             return self.activation(self.dense(first))
 
 
-class DebertaV2ForSequenceClassification(DebertaV2PreTrainedModel):
+class DebertaV2ForSequenceClassification(
+    DebertaV2PreTrainedModel, EncoderForSequenceClassification
+):
     """DeBERTa-v2 with a classifier, or with one label a regressor, on the first token."""
 
     def __init__(self, config: DebertaV2Config):
@@ -719,38 +629,11 @@ class DebertaV2ForSequenceClassification(DebertaV2PreTrainedModel):
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.init_weights()
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-    ) -> SequenceClassifierOutput | tuple:
-        """Logits (batch, labels) and, with `labels` (batch,), the mean loss.
+    def logits_of(self, first: Tensor) -> Tensor:
+        """(batch, hidden), of the first tokens -> (batch, labels).
 
-        Cross-entropy, or with one label the squared error; in consistency training, that of
-        consistency.py. Other arguments as in `DebertaV2Model.encode`.
+        It sees one token a row, so float32 costs nothing and spares the logits half precision.
         """
-        show = self._wants_states(output_hidden_states)
-        if labels is not None and consistency.is_on(self):
-            given = (input_ids, attention_mask, token_type_ids, position_ids)
-            output = consistency.two_passes(self, labels, *given, show=show)
-            return self._as_asked(output, return_dict)
-        states, rows = self.deberta.encode(
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            first_only=not show,
-            all_states=show,
-        )
-        pooled = self.pooler(states[-1][rows.first] if show else states[-1])
-        # It sees one token a row, so float32 costs nothing and spares the logits half precision.
+        pooled = self.pooler(first)
         with torch.autocast(pooled.device.type, enabled=False):
-            logits = self.classifier(self.dropout(pooled))
-        loss = None if labels is None else classification_loss(logits, labels)
-        shown = tuple(map(rows.pad, states)) if show else None
-        return self._as_asked(SequenceClassifierOutput(loss, logits, shown), return_dict)
+            return self.classifier(self.dropout(pooled))

@@ -1,11 +1,13 @@
 """RoBERTa with LoRA, as published on its attention's query and value projections.
 
-The encoder works on packed tokens, (tokens, hidden); see loralib/nn/packing.py. Where LoRA and
-bottleneck adapters go is said in adapters.py. Names are upstream's, so that published weights load.
+This file goes from the ids to a head's logits. What DeBERTa-v2 has as well, the layers around
+attention and the forward passes, is in modeling_encoder.py. The encoder works on packed tokens,
+(tokens, hidden); see loralib/nn/packing.py. Where LoRA and bottleneck adapters go is said in
+adapters.py. Names are upstream's, so that published weights load.
 Source: RoBERTa, arXiv 1907.11692; LoRA, arXiv 2106.09685, section 4.2.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,20 +17,21 @@ import loralib as lora
 from loralib.nn.norm import LayerNorm
 from loralib.nn.packing import PackedRows, attend
 
-from ... import consistency
-from ...adapters import Intermediate, SubLayerOutput, projection
-from ...modeling_outputs import (
-    BaseModelOutput,
-    BaseModelOutputWithPooling,
-    MaskedLMOutput,
-    SequenceClassifierOutput,
+from ...adapters import projection
+from ...modeling_encoder import (
+    Encoder,
+    EncoderForMaskedLM,
+    EncoderForSequenceClassification,
+    EncoderLayer,
+    EncoderModel,
+    too_long,
 )
-from ...modeling_utils import PreTrainedModel, classification_loss, masked_lm_output, run_layer
+from ...modeling_utils import PreTrainedModel
 from .configuration_roberta import RobertaConfig
 
 
 class RobertaEmbeddings(nn.Module):
-    """Word + position + token-type embeddings, normalised."""
+    """Word + position + token-type embeddings, normalized."""
 
     def __init__(self, config: RobertaConfig):
         super().__init__()
@@ -52,17 +55,25 @@ class RobertaEmbeddings(nn.Module):
         real = input_ids.ne(self.padding_idx).long()
         longest = self.position_embeddings.num_embeddings - self.padding_idx - 1
         if input_ids.shape[1] > longest and int(real.sum(1).max()) > longest:
-            raise ValueError(
-                f"a text has {int(real.sum(1).max())} tokens, the model has positions for {longest}"
-            )
+            raise too_long(int(real.sum(1).max()), longest)
         return real.cumsum(dim=1) * real + self.padding_idx
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, token_type_ids: Tensor) -> Tensor:
-        """Ids of any one shape -> (…, hidden)."""
+    def forward(
+        self,
+        rows: PackedRows,
+        input_ids: Tensor,
+        token_type_ids: Tensor | None,
+        position_ids: Tensor | None,
+    ) -> Tensor:
+        """Ids, each (batch, length) -> (tokens, hidden)."""
+        if position_ids is None:
+            position_ids = self.position_ids(input_ids)
+        if token_type_ids is None:
+            token_type_ids = torch.zeros_like(input_ids)
         embedded = (
-            self.word_embeddings(input_ids)
-            + self.token_type_embeddings(token_type_ids)
-            + self.position_embeddings(position_ids)
+            self.word_embeddings(rows.pack(input_ids))
+            + self.token_type_embeddings(rows.pack(token_type_ids))
+            + self.position_embeddings(rows.pack(position_ids))
         )
         return self.dropout(self.LayerNorm(embedded))
 
@@ -86,60 +97,14 @@ class RobertaSelfAttention(nn.Module):
         return attend(q, k, v, rows, self.heads, dropout_p)
 
 
-class RobertaAttention(nn.Module):
-    """Self-attention and its output."""
+class RobertaEncoder(Encoder):
+    """The layers one after the other, each with `RobertaSelfAttention`."""
 
     def __init__(self, config: RobertaConfig):
-        super().__init__()
-        self.self = RobertaSelfAttention(config)
-        self.output = SubLayerOutput(config, "attention_output", config.hidden_size)
-
-    def forward(self, hidden: Tensor, queries: Tensor, rows: PackedRows) -> Tensor:
-        """The residual stream at `queries`, attention added."""
-        return self.output(self.self(hidden, queries, rows), queries)
-
-
-class RobertaLayer(nn.Module):
-    """Attention, then feed-forward, each normalised after its residual sum."""
-
-    def __init__(self, config: RobertaConfig):
-        super().__init__()
-        self.attention = RobertaAttention(config)
-        self.intermediate = Intermediate(config)
-        self.output = SubLayerOutput(config, "output", config.intermediate_size)
-
-    def forward(self, hidden: Tensor, rows: PackedRows, first_only: bool = False) -> Tensor:
-        """(tokens, hidden) -> the same, or (batch, hidden) with `first_only`."""
-        queries = hidden[rows.first] if first_only else hidden
-        attended = self.attention(hidden, queries, rows)
-        return self.output(self.intermediate(attended), attended)
-
-
-class RobertaEncoder(nn.Module):
-    """The layers one after the other."""
-
-    def __init__(self, config: RobertaConfig):
-        super().__init__()
-        self.config = config
-        self.layer = nn.ModuleList(RobertaLayer(config) for _ in range(config.num_hidden_layers))
-
-    def forward(
-        self, hidden: Tensor, rows: PackedRows, first_only: bool = False, all_states: bool = False
-    ) -> list[Tensor]:
-        """The last layer's output or, with `all_states`, the embeddings and every layer's.
-
-        With `first_only`, the last layer is computed for each row's first token alone: a
-        classifier reads nothing else, and five sixths of that layer's work is saved.
-        """
-        recompute = self.config.gradient_checkpointing and self.training
-        states = [hidden]
-        for layer in self.layer:
-            first = first_only and layer is self.layer[-1]
-            hidden = run_layer(layer, hidden, rows, first, recompute=recompute)
-            states.append(hidden)
-            if not all_states:
-                del states[0]
-        return states
+        layers = range(config.num_hidden_layers)
+        super().__init__(
+            config, (EncoderLayer(config, RobertaSelfAttention(config)) for _ in layers)
+        )
 
 
 class RobertaPooler(nn.Module):
@@ -155,13 +120,13 @@ class RobertaPooler(nn.Module):
 
 
 class RobertaPreTrainedModel(PreTrainedModel):
-    """How RoBERTa's weights are drawn."""
+    """What RoBERTa's models have in common."""
 
     config_class = RobertaConfig
     base_model_prefix = "roberta"
 
 
-class RobertaModel(RobertaPreTrainedModel):
+class RobertaModel(RobertaPreTrainedModel, EncoderModel):
     """The backbone.
 
     Args:
@@ -175,56 +140,6 @@ class RobertaModel(RobertaPreTrainedModel):
         self.encoder = RobertaEncoder(config)
         self.pooler = RobertaPooler(config) if add_pooling_layer else None
         self.init_weights()
-
-    def encode(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        first_only: bool = False,
-        all_states: bool = False,
-    ) -> tuple[list[Tensor], PackedRows]:
-        """Hidden states on packed tokens (see `RobertaEncoder`), and where those are in the batch.
-
-        Args:
-            input_ids: (batch, length).
-            attention_mask: (batch, length), zero on padding; all ones where not given.
-            token_type_ids: (batch, length); zeros where not given.
-            position_ids: (batch, length); `RobertaEmbeddings.position_ids` where not given.
-            first_only: the last state is (batch, hidden), each row's first token.
-            all_states: every layer's state, not the last one's alone.
-        """
-        rows = PackedRows(torch.ones_like(input_ids) if attention_mask is None else attention_mask)
-        if position_ids is None:
-            position_ids = self.embeddings.position_ids(input_ids)
-        if token_type_ids is None:
-            token_type_ids = torch.zeros_like(input_ids)
-        ids = (rows.pack(part) for part in (input_ids, position_ids, token_type_ids))
-        return self.encoder(self.embeddings(*ids), rows, first_only, all_states), rows
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-    ) -> BaseModelOutputWithPooling | BaseModelOutput | tuple:
-        """Hidden states of every token; arguments as in `encode`."""
-        show = self._wants_states(output_hidden_states)
-        states, rows = self.encode(
-            input_ids, attention_mask, token_type_ids, position_ids, all_states=show
-        )
-        parts: dict[str, Any] = {
-            "last_hidden_state": rows.pad(states[-1]),
-            "hidden_states": tuple(map(rows.pad, states)) if show else None,
-        }
-        if self.pooler is None:
-            return self._as_asked(BaseModelOutput(**parts), return_dict)
-        parts["pooler_output"] = self.pooler(states[-1][rows.first])
-        return self._as_asked(BaseModelOutputWithPooling(**parts), return_dict)
 
 
 class RobertaLMHead(nn.Module):
@@ -242,7 +157,7 @@ class RobertaLMHead(nn.Module):
         return self.decoder(self.layer_norm(F.gelu(self.dense(hidden))))
 
 
-class RobertaForMaskedLM(RobertaPreTrainedModel):
+class RobertaForMaskedLM(RobertaPreTrainedModel, EncoderForMaskedLM):
     """RoBERTa with the head that it is pretrained with."""
 
     tied_weights: ClassVar[dict[str, str]] = {
@@ -256,35 +171,9 @@ class RobertaForMaskedLM(RobertaPreTrainedModel):
         self.lm_head = RobertaLMHead(config)
         self.init_weights()
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        targets_only: bool | None = None,
-    ) -> MaskedLMOutput | tuple:
-        """Logits (batch, length, vocabulary) and, with `labels`, the loss over the targets.
-
-        In training, with `labels`, logits are those of the targets alone, (targets, vocabulary),
-        row by row: the head costs nothing elsewhere.
-
-        Args:
-            labels: (batch, length), token ids; -100 where there is no target.
-            targets_only: whether that is so with `labels`; by default in training, and only there.
-            others: as in `RobertaModel.encode`.
-        """
-        show = self._wants_states(output_hidden_states)
-        states, rows = self.roberta.encode(
-            input_ids, attention_mask, token_type_ids, position_ids, all_states=show
-        )
-        targets_only = self.training if targets_only is None else targets_only
-        loss, logits = masked_lm_output(self.lm_head, states[-1], rows, labels, targets_only)
-        shown = tuple(map(rows.pad, states)) if show else None
-        return self._as_asked(MaskedLMOutput(loss, logits, shown), return_dict)
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """(…, hidden) -> (…, vocabulary)."""
+        return self.lm_head(hidden)
 
 
 class RobertaClassificationHead(nn.Module):
@@ -306,7 +195,7 @@ class RobertaClassificationHead(nn.Module):
             return self.out_proj(self.dropout(torch.tanh(self.dense(first))))
 
 
-class RobertaForSequenceClassification(RobertaPreTrainedModel):
+class RobertaForSequenceClassification(RobertaPreTrainedModel, EncoderForSequenceClassification):
     """RoBERTa with a classifier, or with one label a regressor, on the first token."""
 
     def __init__(self, config: RobertaConfig):
@@ -315,35 +204,6 @@ class RobertaForSequenceClassification(RobertaPreTrainedModel):
         self.classifier = RobertaClassificationHead(config)
         self.init_weights()
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-    ) -> SequenceClassifierOutput | tuple:
-        """Logits (batch, labels) and, with `labels` (batch,), the mean loss.
-
-        Cross-entropy, or with one label the squared error; in consistency training, that of
-        consistency.py. Other arguments as in `RobertaModel.encode`.
-        """
-        show = self._wants_states(output_hidden_states)
-        if labels is not None and consistency.is_on(self):
-            given = (input_ids, attention_mask, token_type_ids, position_ids)
-            output = consistency.two_passes(self, labels, *given, show=show)
-            return self._as_asked(output, return_dict)
-        states, rows = self.roberta.encode(
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            first_only=not show,
-            all_states=show,
-        )
-        logits = self.classifier(states[-1][rows.first] if show else states[-1])
-        loss = None if labels is None else classification_loss(logits, labels)
-        shown = tuple(map(rows.pad, states)) if show else None
-        return self._as_asked(SequenceClassifierOutput(loss, logits, shown), return_dict)
+    def logits_of(self, first: Tensor) -> Tensor:
+        """(batch, hidden), of the first tokens -> (batch, labels)."""
+        return self.classifier(first)

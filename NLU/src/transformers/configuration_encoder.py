@@ -1,0 +1,83 @@
+"""The settings that RoBERTa and DeBERTa-v2 share."""
+
+from typing import Any
+
+from loralib.io.settings import Count, Index, NotNegative, Share, checked
+
+from .activations import ACT2FN
+from .configuration_utils import PretrainedConfig
+
+
+class EncoderConfig(PretrainedConfig):
+    """The shape of an encoder; the defaults are BERT's.
+
+    Args:
+        vocab_size: rows of the word embedding; there may be more than the tokenizer has tokens.
+        hidden_size: width of the residual stream.
+        num_hidden_layers: encoder layers.
+        num_attention_heads: heads a layer; divides `hidden_size`.
+        intermediate_size: width within the feed-forward part.
+        hidden_act: activation of the feed-forward part, a name in `ACT2FN`.
+        hidden_dropout_prob: dropout on embeddings, outputs of sub-layers and in the head.
+        attention_probs_dropout_prob: dropout on attention probabilities.
+        max_position_embeddings: rows of the position embedding.
+        type_vocab_size: rows of the token-type embedding; 0 for none.
+        initializer_range: standard deviation of newly initialized weights.
+        layer_norm_eps: epsilon of the layer norms.
+        pad_token_id: id of the padding token, a row of the word embedding.
+        others: see `PretrainedConfig`.
+
+    Raises:
+        ValueError: settings that no model can have.
+    """
+
+    @checked
+    def __init__(
+        self,
+        vocab_size: Count = 30522,
+        hidden_size: Count = 768,
+        num_hidden_layers: Count = 12,
+        num_attention_heads: Count = 12,
+        intermediate_size: Count = 3072,
+        hidden_act: str = "gelu",
+        hidden_dropout_prob: Share = 0.1,
+        attention_probs_dropout_prob: Share = 0.1,
+        max_position_embeddings: Count = 512,
+        type_vocab_size: Index = 2,
+        initializer_range: NotNegative = 0.02,
+        layer_norm_eps: NotNegative = 1e-12,
+        pad_token_id: Index = 0,
+        **others: Any,
+    ):
+        super().__init__(pad_token_id=pad_token_id, **others)
+        if hidden_size % num_attention_heads:
+            raise ValueError(
+                f"hidden_size {hidden_size} is not a multiple of {num_attention_heads} heads"
+            )
+        if pad_token_id >= vocab_size:
+            raise ValueError(
+                f"pad_token_id {pad_token_id} is beyond the {vocab_size} of vocab_size"
+            )
+        check_activation("hidden_act", hidden_act)
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.intermediate_size = intermediate_size
+        self.hidden_act = hidden_act
+        self.hidden_dropout_prob = hidden_dropout_prob
+        self.attention_probs_dropout_prob = attention_probs_dropout_prob
+        self.max_position_embeddings = max_position_embeddings
+        self.type_vocab_size = type_vocab_size
+        self.initializer_range = initializer_range
+        self.layer_norm_eps = layer_norm_eps
+
+
+def check_activation(setting: str, name: str) -> None:
+    """Checks that a setting names an activation function.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name not in ACT2FN:
+        raise ValueError(f"unknown {setting} '{name}' (known: {', '.join(ACT2FN)})")
