@@ -195,6 +195,7 @@ def test_one_beam_is_greedy_search(model):
         assert search(model, [prompt], settings) == [text]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length_penalty", LENGTH_PENALTIES)
 def test_a_batch_is_its_prompts_one_by_one(model, length_penalty):
     prompts = [[first, *prompt] for first in range(6) for prompt in PROMPTS]
@@ -257,6 +258,7 @@ def chains(prompts, history):
             yield row, column, prompts[row] + text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beams", [1, 3, 10])
 def test_a_beam_sees_the_keys_of_its_own_tokens_and_no_others(model, monkeypatch, beams):
     """Through reorderings, copies and prompts that leave; keys of the first layer tell tokens."""
@@ -312,6 +314,7 @@ def search_in_batches(model, settings, size):
     return [text for batch in batches for text in search(model, batch, settings)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beams", [1, 4])
 @pytest.mark.parametrize("size", [3, 8, len(MANY)])
 def test_batches_change_no_text(model, beams, size, monkeypatch):
@@ -330,6 +333,7 @@ def test_batches_change_no_text(model, beams, size, monkeypatch):
     assert search_in_batches(model, settings, size) != alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 8, len(MANY)])
 @pytest.mark.parametrize("settings", [OF_BATCHES, BeamSettings(5, 9, 1.0, 2, 1.3, 3, (STOP,))])
 def test_batches_break_no_tie_another_way(settings, size):

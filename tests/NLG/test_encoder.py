@@ -50,6 +50,7 @@ def test_an_id_without_token(encoder, bad):
         encoder.decode([3, bad, 4])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

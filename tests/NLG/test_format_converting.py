@@ -210,6 +210,7 @@ def test_csv_in_the_releases_form(name, sentences, tmp_path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("published", "release", "differing"),
     [("devset.csv", "valid.txt", 1), ("testset_w_refs.csv", "test.txt", 0)],
@@ -223,6 +224,7 @@ def test_csv_gives_the_releases_files(published, release, differing):
     assert sum(ours != theirs for ours, theirs in zip(lines, expected, strict=True)) == differing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "file", "rows", "contexts"),
     [

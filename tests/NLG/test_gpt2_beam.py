@@ -117,6 +117,7 @@ def test_end_tokens_add_up_and_are_forgotten():
     assert gpt2_beam.parse_args([]).eos_token_id == [50256]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
 def test_a_line_for_each_line(decode, files, batch_size):
     settings = BeamSettings(3, 6, 1.0, 4, 1.0, 0, (50256,))
@@ -160,6 +161,7 @@ def test_texts_that_end_are_padded_with_zeros(decode, files):
     assert texts[0] == [first, 0, 0, 0, 0, 0]
 
 
+@pytest.mark.slow
 def test_base_and_lora_apart_are_the_whole_model(decode, files):
     plain = decode()
     texts = decode("--lora_path", files / "lora.pt")

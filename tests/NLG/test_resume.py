@@ -205,6 +205,7 @@ def killed(tiny, tmp_path, monkeypatch):
     return argv
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "named"),
     [
@@ -389,6 +390,7 @@ def _cut_first(tensors) -> None:
     tensors[name] = tensors[name][:1].clone()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_state_with_damaged_fields_is_an_error(killed, error_of, files_of, name):
     path = Path(killed[killed.index("--work_dir") + 1]) / "resume.pt"

@@ -236,6 +236,7 @@ def test_debertas_of_all_kinds(make_classifier, variant, names, path):
     close_to_rows(mixed_logits(bank, task.base, names, batch), expected)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("names", ["bacb", "eedaae"])
 def test_in_bfloat16(make_classifier, family, names, path):

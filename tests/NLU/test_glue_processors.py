@@ -97,6 +97,7 @@ def test_published_layouts(tmp_path, name, split, header, row, read):
     assert load_glue_split(name, tmp_path / task.folder, split) == expected
 
 
+@pytest.mark.slow
 @needs_real
 @pytest.mark.parametrize(
     ("name", "counts", "first"),

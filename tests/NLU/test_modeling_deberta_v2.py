@@ -336,6 +336,7 @@ ADAPTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapted", ADAPTED.values(), ids=ADAPTED)
 @pytest.mark.parametrize("variant", LITERAL)
 def test_losses_and_gradients_of_the_literal_formulas(variant, adapted, path):

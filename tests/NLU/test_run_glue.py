@@ -223,6 +223,7 @@ def test_a_baseline_moves_its_own_weights_alone(baseline, tiny_base, name):
     assert moved == (biases if name == "bitfit" else set())
 
 
+@pytest.mark.slow
 def test_three_together_resume_to_the_same_bits(glue, tiny_glue, tmp_path):
     """LoRA, adapters and biases, in checkpoints of these alone."""
     flags = ["--apply_adapter", "--adapter_size", 3, "--apply_bitfit", "--save_lora_only"]
@@ -377,6 +378,7 @@ def test_a_full_lora_checkpoint_is_a_model(glue, trained, tiny_glue, tmp_path, f
     assert predicted == (trained / "test_results_rte.txt").read_text()
 
 
+@pytest.mark.slow
 def test_bf16_adapter_evaluates_as_the_trained_model(glue, tiny_glue, tmp_path):
     glue(*on_rte(tiny_glue, "half"), "--bf16", "--save_lora_only")
     arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_eval", "--apply_lora"]
@@ -498,6 +500,7 @@ def test_mnli_is_evaluated_and_predicted_twice(glue, tiny_glue, tmp_path):
         assert words <= {"entailment", "neutral", "contradiction"}
 
 
+@pytest.mark.slow
 def test_padding_to_max_length_changes_no_number(glue, trained, tiny_glue, tmp_path, steady_base):
     for name, flags in (("short", []), ("long", ["--pad_to_max_length"])):
         arguments = [*on_rte(tiny_glue, name), *flags, "--learning_rate", 1e-3]
@@ -699,6 +702,7 @@ def test_the_usual_length_adapts_itself_to_the_base(
     assert "the model has 64 positions: longer texts are cut to that" in caplog.text
 
 
+@pytest.mark.slow
 def test_tokens_are_cached_until_told_otherwise(glue, tmp_path, capsys):
     files = own(".csv", tmp_path, ["yes", "no"])[:4]
     cache = Path(os.environ["HF_HOME"])

@@ -31,6 +31,7 @@ from transformers.utils.cli import find_checkpoint
 # ---- checkpoints: the best, the newest, and no others ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"save_lora_only": True}, {"bf16": True}])
 @pytest.mark.parametrize(
     ("metric", "best"),
@@ -89,6 +90,7 @@ def test_unknown_metric_for_best_model(make_trainer):
         trainer.train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "scores", "kept", "folder"),
     [

@@ -28,6 +28,7 @@ def listing():
     return read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags", [["--overwrite_output_dir"], [], ["--do_train", "false", "--lora_path", "."]]
 )

@@ -81,6 +81,7 @@ def test_missing_files_are_named(script, tmp_path):
         script.count_rows(tmp_path, tmp_path)
 
 
+@pytest.mark.slow
 def test_built_in_rows_are_those_of_e2e(script, data):
     e2e = data / "nlg" / "e2e"
     if (e2e / "train.txt").is_file():

@@ -97,6 +97,7 @@ def test_missing_files_are_named(script, tmp_path):
         script.count_tokens(tmp_path, tmp_path)
 
 
+@pytest.mark.slow
 def test_built_in_quantiles_are_those_of_rte(script, data):
     lengths = sorted(script.count_tokens(data / "glue", data / "gpt2-vocab"))
     assert len(lengths) == 2490

@@ -243,6 +243,7 @@ def test_a_frozen_layer_passes_gradients_on(case):
         close(actual, expected, 2 * TERMS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [0.0, 0.5])
 @pytest.mark.parametrize("name", ["linear-fan-in-fan-out", "merged-qv"])
 def test_the_handwritten_gradients_of_both_orders(name, p):

@@ -868,6 +868,7 @@ def test_an_adapter_without_a_head(convert, failure, tmp_path, family):
     close(plain_logits(tmp_path / "out", family), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", ["published", "release"])
 def test_a_file_of_gpt2_weights(convert, script, tmp_path, names):
     """A file says no shape: it has to be that of a known card."""

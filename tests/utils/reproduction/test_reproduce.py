@@ -44,6 +44,7 @@ def called(monkeypatch):
     return runs
 
 
+@pytest.mark.slow
 def test_finished_runs_are_not_run_again(called, out, capsys):
     finish_glue(run_of(out, "roberta_base_qqp", 1), {"accuracy": 0.75, "f1": 0.5})
     arguments = ["roberta_base_qqp", "--output_dir", str(out), "--seeds", "0", "1", "2"]
