@@ -118,9 +118,10 @@ class LoRALayer:
         """A plain PyTorch layer with the update merged into its weight; see `loralib.merge`."""
         raise TypeError(f"{type(self).__name__} has no merged_layer() that merges its update")
 
-    def _delta(self) -> Delta:
-        """The low-rank update, see functional.py."""
-        return variant_of(self.variant)(self.lora_A, self.lora_B, self.scaling, self._starts)
+    def _delta(self, dtype: torch.dtype | None = None) -> Delta:
+        """The low-rank update, see functional.py; its tensors are cast to `dtype`."""
+        A, B = self.lora_A.to(dtype=dtype), self.lora_B.to(dtype=dtype)
+        return variant_of(self.variant)(A, B, self.scaling, self._starts)
 
     def _as_matrix(self, weight: Tensor) -> Tensor:
         """A view of the weight as the (out, in) that the update is added to."""
@@ -247,15 +248,11 @@ class _SlicedLinear(LoRALayer, nn.Linear):
             return F.linear(x.to(dtype), weight, bias)
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
         dropped = self.lora_dropout(rows)
-        out = (
-            self._delta()
-            .to(dtype)
-            .linear(
-                rows,
-                None if dropped is rows else dropped,
-                self._as_matrix(self.weight).to(dtype),
-                _cast(self.bias, dtype),
-            )
+        out = self._delta(dtype).linear(
+            rows,
+            None if dropped is rows else dropped,
+            self._as_matrix(self.weight).to(dtype),
+            _cast(self.bias, dtype),
         )
         return out.view(*x.shape[:-1], self.out_features)
 
@@ -464,7 +461,7 @@ class Embedding(LoRALayer, nn.Embedding):
         ids = x.flatten()
         out = self._rows(ids, self.weight, self.sparse)
         z = self._rows(ids, self.lora_A.t(), sparse=False)
-        self._delta().to(out.dtype).expand_into(out, z.to(out.dtype))
+        self._delta(out.dtype).expand_into(out, z.to(out.dtype))
         return out.view(*x.shape, self.embedding_dim)
 
     def merged_layer(self) -> nn.Embedding:
@@ -567,7 +564,7 @@ class _ConvNd(LoRALayer, nn.Module):
         merged = self._merged_weight()
         if merged is not None:
             return self.conv._conv_forward(x, merged.to(dtype), bias)
-        weight, delta = self.conv.weight.to(dtype), self._delta().to(dtype)
+        weight, delta = self.conv.weight.to(dtype), self._delta(dtype)
         dropped = self.lora_dropout(x)
         if dropped is x:
             kernel = delta.merge_(weight.reshape(len(self.lora_B), -1).clone())
