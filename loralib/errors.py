@@ -1,6 +1,12 @@
-"""The errors that a user can act on. Their messages are one line."""
+"""The errors that a user can act on. Their messages are one line.
+
+The library's messages name its own arguments. A script whose flags set them adds those with
+`adding_ways_out`.
+"""
 
 import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -12,6 +18,107 @@ class CheckpointError(ValueError):
 
     def __init__(self, message: str):
         super().__init__(" ".join(message.splitlines()))
+
+
+class AlphaError(CheckpointError):
+    """LoRA whose alpha is unknown, or is not the one that was given.
+
+    Args:
+        source: the adapter.
+        found: the alpha that it was trained with; None where it does not say.
+        given: the alpha that the caller says; None where the caller does not either.
+    """
+
+    def __init__(self, source: str, found: float | None = None, given: float | None = None):
+        self.found, self.given = found, given
+        if given is None:
+            message = "does not say with what alpha it was trained; give it as lora_alpha"
+        elif found is None:
+            message = f"lora_alpha has to be above 0, not {given:g}"
+        else:
+            message = f"was trained with alpha {found:g}, but lora_alpha is {given:g}"
+        super().__init__(f"{source}: {message}")
+
+
+class WrongBaseError(CheckpointError):
+    """An adapter that was trained on another base than the one it is given to.
+
+    Args:
+        source: the adapter.
+        base: the name of its base, as far as it says that.
+        expected: the fingerprint of its base.
+        found: the fingerprint of the base that it is given to.
+    """
+
+    def __init__(self, source: str, base: str | None, expected: str, found: str):
+        self.base, self.expected, self.found = base, expected, found
+        super().__init__(
+            f"{source}: was trained on another base than the one given: '{base}' (fingerprint "
+            f"{expected}), not one of fingerprint {found}; give that one"
+        )
+
+
+class FullModelError(CheckpointError):
+    """A checkpoint that holds a full model where an adapter alone is asked for.
+
+    Args:
+        source: the checkpoint.
+        found: the name of a tensor that belongs to no adapter.
+    """
+
+    def __init__(self, source: str, found: str):
+        self.found = found
+        super().__init__(
+            f"{source}: holds a full model, not LoRA alone: {found}, …; adapter_tensors takes "
+            "the adapter out of it"
+        )
+
+
+class MissingLayersError(CheckpointError):
+    """A model without the layers that an adapter's weights belong to.
+
+    Args:
+        source: the adapter.
+        kind: what its kind is called, such as "LoRA".
+        switch: the setting that puts such layers into a model.
+    """
+
+    def __init__(self, source: str, kind: str, switch: str):
+        self.kind, self.switch = kind, switch
+        super().__init__(
+            f"{source}: the model has no {kind} layers to take it: build it with {switch}"
+        )
+
+
+class MissingPartError(CheckpointError):
+    """An adapter without what was trained together with it, which has a file of its own.
+
+    Args:
+        source: the adapter.
+        switch: the setting of what is missing.
+    """
+
+    def __init__(self, source: str, switch: str):
+        self.switch = switch
+        super().__init__(
+            f"{source}: was trained with {switch} as well, which has a file of its own: give that "
+            "too"
+        )
+
+
+class NeedsMergingError(CheckpointError):
+    """An adapter that a format, a model's layers or a bank cannot express.
+
+    Merged into its base, by `loralib.adapters.deltas.merge_into`, it computes what was trained.
+
+    Args:
+        source: the adapter.
+        reason: what cannot be expressed, and by what.
+    """
+
+    def __init__(self, source: str, reason: str):
+        self.reason = reason
+        super().__init__(f"{source}: {reason}; merge it into its base (merge_into)")
 
 
 class DiskFullError(OSError):
@@ -33,11 +140,31 @@ class DiskFullError(OSError):
         )
 
 
+class TrainingError(RuntimeError):
+    """A run that cannot continue. The message is one line."""
+
+
+WayOut = str | Callable[[CheckpointError], str]
+
+
+@contextmanager
+def adding_ways_out(ways_out: Mapping[type[CheckpointError], WayOut]) -> Iterator[None]:
+    """Within this block, errors of these classes end with what the user of a script can do.
+
+    Args:
+        ways_out: by class, what is added in parentheses; or what makes it of the error.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        for kind, way_out in ways_out.items():
+            if isinstance(error, kind):
+                added = way_out if isinstance(way_out, str) else way_out(error)
+                error.args = (f"{error} ({added})",)
+        raise
+
+
 def first_line(error: BaseException) -> str:
     """What an error says, cut to one line."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:200]
-
-
-class TrainingError(RuntimeError):
-    """A run that cannot continue. The message is one line."""

@@ -550,7 +550,7 @@ CALLS = {
         ),
         (
             "{bad}/gpt2_lora.pt out.safetensors",
-            "gpt2_lora.pt: has no config.json beside it that states rank and alpha, which "
+            "gpt2_lora.pt: has no config.json next to it that states rank and alpha, which "
             "out.safetensors has to hold; write a .bin instead",
         ),
     ],

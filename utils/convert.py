@@ -28,38 +28,47 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpt2_folder import read_gpt2, write_gpt2
+from gpt2_folder import GPT2, read_gpt2, write_gpt2
 from split_lora import extract
 from torch import Tensor, nn
 
 from loralib.adapters.adapter import LORA, Adapter, lora_metadata, plain
-from loralib.adapters.checks import alpha_is_missing, check_base
+from loralib.adapters.checks import check_base
 from loralib.adapters.deltas import adapted_modules, lora_pairs, merge_into, rank_of
-from loralib.adapters.formats import (
-    FORMATS,
-    WholeModelError,
-    check_lora,
-    format_of_name,
-    read_adapter,
-    write_adapter,
+from loralib.adapters.families import Family, family_of, registered
+from loralib.adapters.formats import FORMATS, format_of_name, read_adapter, write_adapter
+from loralib.adapters.soundness import check_lora
+from loralib.errors import (
+    AlphaError,
+    CheckpointError,
+    FullModelError,
+    NeedsMergingError,
+    WrongBaseError,
+    adding_ways_out,
 )
-from loralib.errors import CheckpointError
 from loralib.io.atomic import atomic_write_folder
 from loralib.io.hub import resolve_file
 from loralib.nn.positions import shared_projections
 from loralib.training import process
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
+from transformers.adapter_kinds import KINDS
 from transformers.configuration_utils import OWN_SETTINGS, write_settings
 from transformers.utils.logging import errors_only
 
 DTYPES = ("float32", "bfloat16", "float16")
+# The files that tokenizers of all families may have; for the others see `Family`.
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "spm.model"),
 )
-# What an adapter was read from that was in a whole model's checkpoint.
-WHOLE = "in a whole model"
-# Forms that are folders, and what a folder is not called.
+# What an adapter was read from that was in a full model's checkpoint.
+FULL = "in a full model"
+# What this script's users can do about the library's errors.
+WAYS_OUT = {
+    AlphaError: "--lora_alpha",
+    WrongBaseError: "--base",
+    NeedsMergingError: "--to merged",
+}
+# Formats that are folders, and what a folder is not called.
 _FOLDERS = ("peft", "merged")
 # Upstream's settings of the base's own head, and its later name for torch_dtype.
 _OF_HEAD = ("num_labels", "_num_labels", "problem_type", "dtype")
@@ -82,6 +91,7 @@ class Base:
     """A base model, to check an adapter against or to merge it into.
 
     Args:
+        family: the family that it is of.
         name: its folder, file or name on the hub.
         revision: of the hub's repository; None for its main branch.
         model: a plain model, float32, with a head of the adapter's shape.
@@ -89,6 +99,7 @@ class Base:
         settings: the content of its config.json, for upstream.
     """
 
+    family: Family
     name: str
     revision: str | None
     model: nn.Module
@@ -108,33 +119,37 @@ def read_base(name: str, adapter: Adapter) -> Base:
     if adapter.metadata and adapter.metadata.base == name:
         revision = adapter.metadata.base_revision
     modules = lora_pairs(adapter.tensors, adapter.source)
-    if any(module.startswith("transformer.h.") for module in modules):
-        base = Base(name, revision, *read_gpt2(name, revision))
-    elif any(module.startswith(("roberta.", "deberta.")) for module in modules):
-        base = _read_encoder(name, revision, adapter)
-    else:
+    family = family_of(modules)
+    if family is None:
+        *known, last = (known.title for known in registered())
         raise CheckpointError(
-            f"{adapter.source}: adapts neither RoBERTa, DeBERTa-v2 nor GPT-2 ({min(modules)}): its "
+            f"{adapter.source}: adapts neither {', '.join(known)} nor {last} ({min(modules)}): its "
             "base cannot be read here"
         )
-    adapted_modules(base.model, with_info(adapter))
+    if family == GPT2:
+        base = Base(family, name, revision, *read_gpt2(name, revision))
+    else:
+        base = _read_encoder(family, name, revision, adapter)
+    adapted_modules(base.model, with_metadata(adapter))
     check_base(adapter, base.fingerprint)
     return base
 
 
-def _read_encoder(name: str, revision: str | None, adapter: Adapter) -> Base:
+def _read_encoder(family: Family, name: str, revision: str | None, adapter: Adapter) -> Base:
     if Path(name).is_file():
         raise CheckpointError(f"{name}: is a file; give the base's folder, with its config.json")
     settings = PretrainedConfig.get_config_dict(name, revision=revision)
-    for switch in ("apply_lora", "apply_adapter", "apply_bitfit"):
-        if settings.get(switch):
-            raise ValueError(f"{name} was trained with --{switch} itself: it is no plain base")
-    # That a head is drawn anew is no news: the adapter brings it, or merging says that it is none.
+    for kind in KINDS:
+        if settings.get(kind.switch):
+            raise ValueError(
+                f"{name} was trained with --{kind.switch} itself: it is not a plain base"
+            )
+    # A newly initialized head is no news: the adapter brings it, or merging says that it lacks one.
     with errors_only():
         model = AutoModelForSequenceClassification.from_pretrained(
             name, revision=revision, **_labels(adapter)
         )
-    return Base(name, revision, model, model.base_fingerprint, settings)
+    return Base(family, name, revision, model, model.base_fingerprint, settings)
 
 
 def _labels(adapter: Adapter) -> dict[str, object]:
@@ -204,7 +219,7 @@ def copy_tokenizer(base: Base, folder: Path) -> None:
     """Copies the base's tokenizer, as far as it has one: a file of weights has none."""
     if Path(base.name).is_file():
         return
-    for name in TOKENIZER_FILES:
+    for name in (*TOKENIZER_FILES, *base.family.tokenizer_files):
         file = resolve_file(base.name, name, revision=base.revision)
         if file is not None:
             (folder / name).write_bytes(file.read_bytes())
@@ -216,19 +231,19 @@ def copy_tokenizer(base: Base, folder: Path) -> None:
 
 
 def read_source(source: str, lora_alpha: float | None) -> Adapter:
-    """The adapter that IN is, or that is in it where it is a whole model's checkpoint.
+    """The adapter that IN is, or that is in it where it is a full model's checkpoint.
 
     Raises:
         CheckpointError, OSError: as `read_adapter`.
     """
     try:
         return read_adapter(source, lora_alpha=lora_alpha)
-    except WholeModelError:
-        return replace(check_lora(extract(Path(source)), lora_alpha), format=WHOLE)
+    except FullModelError:
+        return replace(check_lora(extract(Path(source)), lora_alpha), format=FULL)
 
 
-def with_info(adapter: Adapter) -> Adapter:
-    """The adapter with what its tensors say; its alpha, if nobody said that, is not a number."""
+def with_metadata(adapter: Adapter) -> Adapter:
+    """The adapter with what its tensors say; its alpha, if that is unknown, is not a number."""
     if adapter.metadata is not None:
         return adapter
     rank = rank_of(adapter.tensors, adapter.source)
@@ -260,14 +275,13 @@ def with_task(adapter: Adapter, task: str | None, labels: Sequence[str] | None) 
 
 def _outputs(adapter: Adapter) -> int | None:
     """How many outputs the head that an adapter brings has; None where it brings none."""
-    for last in ("classifier.out_proj.weight", "classifier.weight"):
-        if last in adapter.tensors:
-            return len(adapter.tensors[last])
-    return None
+    family = family_of(adapter.tensors)
+    logits = adapter.tensors.get(f"{family.logits}.weight") if family else None
+    return None if logits is None else len(logits)
 
 
 def with_base(adapter: Adapter, base: Base) -> Adapter:
-    """The adapter with what its base says of it, where it has an info to hold that.
+    """The adapter with what its base says of it, where it has metadata to hold that.
 
     This is the base's name and fingerprint, and whether any adapted projection is shared at all.
     """
@@ -301,7 +315,7 @@ def in_dtype(adapter: Adapter, dtype: torch.dtype | None) -> Adapter:
 
 
 def check_range(tensors: Mapping[str, Tensor], name: object, dtype: torch.dtype) -> None:
-    """Sees that tensors, once rounded to `dtype`, are finite; `name` is what the error calls them.
+    """Checks that tensors, once rounded to `dtype`, are finite; errors call them `name`.
 
     Raises:
         CheckpointError: one is not.
@@ -325,30 +339,31 @@ def _name_of(dtype: torch.dtype) -> str:
 
 def describe(adapter: Adapter) -> dict[str, str]:
     """What an adapter is, by name, for people."""
-    info = with_info(adapter).metadata
+    metadata = with_metadata(adapter).metadata
     pairs = lora_pairs(adapter.tensors, adapter.source)
     stacked = max(len(A) // B.shape[1] for A, B in pairs.values())
+    each = f" ({stacked} updates in each module)" if stacked > 1 else ""
     lora = sum(t.numel() for name, t in adapter.tensors.items() if LORA.part in name)
     others = sum(t.numel() for t in adapter.tensors.values()) - lora
     said = {
         "format": adapter.format,
-        "rank": f"{info.rank}" + (f" ({stacked} updates in each module)" if stacked > 1 else ""),
+        "rank": f"{metadata.rank}{each}",
         "alpha": "not said; --lora_alpha says it"
         if adapter.metadata is None
-        else f"{info.alpha:g}",
-        "targets": f"{plain(info.targets)}, in {len(pairs)} modules",
-        "dropout": info.dropout,
-        "biases": info.bias,
-        "positions": None if info.positions is None else _REACHED[info.positions],
+        else f"{metadata.alpha:g}",
+        "targets": f"{plain(metadata.targets)}, in {len(pairs)} modules",
+        "dropout": metadata.dropout,
+        "biases": metadata.bias,
+        "positions": None if metadata.positions is None else _REACHED[metadata.positions],
         "parameters": f"{lora:,} of LoRA, {others:,} others",
         "size": f"{sum(t.nbytes for t in adapter.tensors.values()) / 2**20:.2f} MiB",
         "dtype": ", ".join(dtypes_of(adapter)),
-        "base": info.base,
-        "revision": info.base_revision,
-        "fingerprint": info.base_fingerprint,
-        "task": info.task,
-        "labels": plain(info.labels) if info.labels else None,
-        "with": plain(info.trained_with) if info.trained_with else None,
+        "base": metadata.base,
+        "revision": metadata.base_revision,
+        "fingerprint": metadata.base_fingerprint,
+        "task": metadata.task,
+        "labels": plain(metadata.labels) if metadata.labels else None,
+        "with": plain(metadata.trained_with) if metadata.trained_with else None,
     }
     return {name: str(value) for name, value in said.items() if value is not None}
 
@@ -359,10 +374,10 @@ def describe(adapter: Adapter) -> dict[str, str]:
 
 
 def check_target(path: Path, format: str) -> None:
-    """Sees that OUT can be written, before anything is read.
+    """Checks that OUT can be written, before anything is read.
 
     Raises:
-        CheckpointError: it is there already, it has no parent folder, or it is no folder's name.
+        CheckpointError: it is there already, it has no parent folder, or it is not a folder's name.
     """
     if not path.parent.is_dir():
         raise CheckpointError(f"{path}: there is no folder {path.parent}")
@@ -385,21 +400,21 @@ def _written(path: Path, format: str) -> Path:
 
 
 def check_complete(adapter: Adapter, format: str, base: str | None) -> None:
-    """Sees that all is known that the format needs.
+    """Checks that all is known that the format needs.
 
     Raises:
         CheckpointError: something is missing.
     """
-    info = adapter.metadata
-    if info is None and format != "release":
-        raise alpha_is_missing(adapter.source)
-    if info and info.trained_with:
+    metadata = adapter.metadata
+    if metadata is None and format != "release":
+        raise AlphaError(adapter.source)
+    if metadata and metadata.trained_with:
         raise CheckpointError(
-            f"{adapter.source}: was trained with {plain(info.trained_with)} as well, whose weights "
-            "are in another file: without them it is not what was trained"
+            f"{adapter.source}: was trained with {plain(metadata.trained_with)} as well, whose "
+            "weights are in another file: without them it is not what was trained"
         )
     if format == "merged" and base is None:
-        known = f" (it names '{info.base}')" if info.base else ""
+        known = f" (it names '{metadata.base}')" if metadata.base else ""
         raise CheckpointError(f"{adapter.source}: give its base as --base{known}")
 
 
@@ -460,10 +475,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.target is None and not args.info:
         parser.error("give OUT, or --info")
     if args.info and any((args.target, args.to, args.base, args.dtype, args.task, args.labels)):
-        parser.error("--info writes nothing: beside IN it takes --lora_alpha alone")
+        parser.error("--info writes nothing: with IN it takes --lora_alpha alone")
     return args
 
 
+@adding_ways_out(WAYS_OUT)
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses, and does what is asked for."""
     args = parse_args(argv)
@@ -484,8 +500,8 @@ def run(args: argparse.Namespace) -> None:
     base = None if args.base is None else read_base(args.base, adapter)
     dtype = getattr(torch, args.dtype) if args.dtype else None
     said, remarks = convert(adapter, args.target, format, base, dtype)
-    if adapter.format == WHOLE:
-        remarks = [f"{adapter.source} is a whole model: its LoRA and head were taken", *remarks]
+    if adapter.format == FULL:
+        remarks = [f"{adapter.source} is a full model: its LoRA and head were taken", *remarks]
     show(f"{args.target}: written, from {adapter.source}:", said, remarks)
 
 

@@ -16,6 +16,7 @@ from transformers.modeling_utils import read_weights
 # The NLG tree is a folder of scripts, not a package.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "NLG" / "src"))
 import model as gpt2
+from family import GPT2
 
 _SHAPE = ("n_embd", "n_layer", "n_head", "vocab_size", "n_positions")
 # What a GPT-2 of this project is beyond its shape, in upstream's words.
@@ -48,12 +49,12 @@ def read_gpt2(name: str, revision: str | None = None) -> tuple[nn.Module, str, d
         settings = PretrainedConfig.get_config_dict(name, revision=revision)
         tensors = _plain_weights(read_weights(name, revision=revision), name)
     model = gpt2.load_base(_config(settings, name), tensors, name)
-    return model, fingerprint(tensors, gpt2.BACKBONE), settings
+    return model, fingerprint(tensors, GPT2.of_base), settings
 
 
 def _plain_weights(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
     if any("lora_" in tensor for tensor in tensors):
-        raise ValueError(f"{name} holds LoRA weights itself: it is no plain base")
+        raise ValueError(f"{name} holds LoRA weights itself: it is not a plain base")
     return gpt2.canonical_names(tensors, name)
 
 

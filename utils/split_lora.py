@@ -4,7 +4,7 @@
 
 IN is a checkpoint file or a checkpoint's folder, of RoBERTa, DeBERTa-v2 or GPT-2. OUT is written in
 the release's format, saved by torch, or, where its name ends in .safetensors, with rank, alpha,
-targets, task, labels and base in its metadata, which are taken from the config.json beside IN, or
+targets, task, labels and base in its metadata, which are taken from the config.json next to IN, or
 from IN itself. A checkpoint in which several were trained, such as LoRA and biases, has to be split
 once for each. convert.py turns what comes out into other formats, such as PEFT's.
 
@@ -19,25 +19,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gpt2_folder  # noqa: F401 - registers GPT-2
 from torch import Tensor
 
-from loralib.adapters.adapter import (
-    BACKBONE_PREFIXES,
-    BITFIT,
-    BOTTLENECK,
-    KINDS,
-    LORA,
-    Adapter,
-    Kind,
-    adapter_tensors,
-    lora_metadata,
-)
+from loralib.adapters.adapter import LORA, Adapter, Kind, adapter_tensors, lora_metadata
+from loralib.adapters.canonical import canonical_names
 from loralib.adapters.deltas import rank_of
+from loralib.adapters.families import backbone_prefixes
 from loralib.adapters.fingerprint import fingerprint
-from loralib.adapters.formats import canonical_names, write_adapter
+from loralib.adapters.formats import write_adapter
 from loralib.adapters.metadata import AdapterMetadata
 from loralib.errors import CheckpointError
 from loralib.io.tensors import read_tensors
+from transformers.adapter_kinds import BITFIT, BOTTLENECK, KINDS
 from transformers.configuration_utils import PretrainedConfig
 from transformers.file_utils import CONFIG_NAME
 from transformers.modeling_utils import read_weights
@@ -51,9 +45,9 @@ class Checkpoint:
 
     Args:
         source: its file or folder.
-        tensors: under this project's names.
+        tensors: under their canonical names.
         metadata: of its file, where that has any.
-        config: its settings, where there is a config.json beside them.
+        config: its settings, where there is a config.json next to them.
     """
 
     source: Path
@@ -89,7 +83,7 @@ def describe(
         return None
     labels = config.get("id2label") or {}
     has_base = len(part) < len(checkpoint.tensors)
-    beside = (other.switch for other in KINDS if other is not kind)
+    others = (other.switch for other in KINDS if other is not kind)
     return kind.metadata(
         **own,
         base=config.get("base_name_or_path"),
@@ -97,14 +91,14 @@ def describe(
         base_fingerprint=fingerprint(checkpoint.tensors) if has_base else None,
         task=config.get("finetuning_task"),
         labels=tuple(labels[number] for number in sorted(labels, key=int)),
-        trained_with=tuple(switch for switch in beside if config.get(switch)) or None,
+        trained_with=tuple(switch for switch in others if config.get(switch)) or None,
     )
 
 
 def _own_settings(
     checkpoint: Checkpoint, part: Mapping[str, Tensor], kind: Kind
 ) -> dict[str, Any] | None:
-    """The info's fields that this kind alone has; None where the settings lack one."""
+    """The metadata's fields that this kind alone has; None where the settings lack one."""
     config = checkpoint.config
     names = {
         LORA: {"rank": "lora_r", "alpha": "lora_alpha"},
@@ -139,7 +133,7 @@ def check_free(target: Path, kind: Kind) -> None:
     try:
         tensors = canonical_names(read_tensors(target)[0], str(target))
         is_part = adapter_tensors(tensors, kind=LORA).keys() == tensors.keys()
-        is_lora = is_part and any(LORA.holds(name, BACKBONE_PREFIXES) for name in tensors)
+        is_lora = is_part and any(LORA.holds(name, backbone_prefixes()) for name in tensors)
     except CheckpointError:
         is_lora = False
     if not is_lora or kind is not LORA or target.suffix == ".safetensors":
@@ -169,7 +163,7 @@ def split(source: Path, target: Path, name: str = "lora", overwrite: bool = Fals
     if adapter.metadata is None and target.suffix == ".safetensors":
         needed = {LORA: "rank and alpha", BOTTLENECK: "type and size"}.get(kind, kind.switch)
         raise CheckpointError(
-            f"{source}: has no {CONFIG_NAME} beside it that states {needed}, which "
+            f"{source}: has no {CONFIG_NAME} next to it that states {needed}, which "
             f"{target.name} has to hold; write a .bin instead"
         )
     if not overwrite:
@@ -181,7 +175,7 @@ def split(source: Path, target: Path, name: str = "lora", overwrite: bool = Fals
 def extract(source: Path, kind: Kind = LORA) -> Adapter:
     """The trained weights of a kind in the checkpoint `source`, and its head.
 
-    The info is None where neither the checkpoint nor settings beside it say enough.
+    Its metadata is None where neither the checkpoint nor settings next to it say enough.
 
     Raises:
         CheckpointError: `source` cannot be read, or holds no such weights.
@@ -190,7 +184,7 @@ def extract(source: Path, kind: Kind = LORA) -> Adapter:
     if kind is BITFIT and checkpoint.config and not checkpoint.config.get(kind.switch):
         raise CheckpointError(f"{source}: its {CONFIG_NAME} does not say that biases were trained")
     part = adapter_tensors(checkpoint.tensors, kind=kind)
-    if not any(kind.holds(tensor, BACKBONE_PREFIXES) for tensor in part):
+    if not any(kind.holds(tensor, backbone_prefixes()) for tensor in part):
         raise CheckpointError(f"{source}: holds no {kind.name} weights")
     return Adapter(part, describe(checkpoint, part, kind), str(source), kind)
 
@@ -206,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--part",
         choices=KINDS_BY_NAME,
         default="lora",
-        help="what to extract beside the head: LoRA (the default), bottleneck adapters, or biases",
+        help="what to extract with the head: LoRA (the default), bottleneck adapters, or biases",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
     args = parser.parse_args(argv)

@@ -10,17 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loralib.adapters.adapter import Adapter, lora_targets
+from family import GPT2
+from loralib.adapters.adapter import Adapter
 from loralib.adapters.checks import check_base
 from loralib.adapters.deltas import deltas_of, merge_into
+from loralib.adapters.families import enabled_slices
 from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.adapters.loading import load_into, lora_layers
 from loralib.adapters.metadata import LoraMetadata
-from loralib.errors import CheckpointError, first_line
+from loralib.adapters.names import lora_targets, within_layer
+from loralib.errors import AlphaError, CheckpointError, first_line
 from loralib.io.likeness import check_like
 from loralib.io.tensors import read_tensors, write_torch, write_wrapped_tensors
-from model import BACKBONE, MODEL_CARDS, GPT2LMModel, canonical_names, config_of, load_base
+from model import MODEL_CARDS, GPT2LMModel, canonical_names, config_of, load_base
 
 # The release's models were wrapped in DDP when they were saved.
 _PREFIX = "module."
@@ -59,7 +62,7 @@ class Base:
         tensors: empty for a model that began from nothing.
         source: the file's name.
         fingerprint: `loralib.adapters.fingerprint` of the tensors.
-        metadata: rank, alpha, … of the LoRA that the file holds beside the base, where it says so.
+        metadata: rank, alpha, … of the LoRA that the file holds with the base, where it says so.
     """
 
     tensors: Mapping[str, Tensor]
@@ -74,8 +77,8 @@ def read_base(path: str | None) -> Base:
         return Base({})
     tensors, metadata = read_tensors(path)
     tensors = canonical_names(tensors, path)
-    info = LoraMetadata.from_metadata(metadata, Path(path))
-    return Base(tensors, path, fingerprint(tensors, BACKBONE), info)
+    own = LoraMetadata.from_metadata(metadata, Path(path))
+    return Base(tensors, path, fingerprint(tensors, GPT2.of_base), own)
 
 
 def open_model(
@@ -114,7 +117,7 @@ def open_model(
     else:
         model = load_base(config, base.tensors, args.init_checkpoint)
     if adapter is not None and has_layers:
-        load_into(model, adapter, base.fingerprint, BACKBONE)
+        load_into(model, adapter, base.fingerprint, GPT2.of_base)
     elif adapter is not None:
         check_base(adapter, base.fingerprint)
         merge_into(model, adapter)
@@ -122,14 +125,16 @@ def open_model(
 
 
 def _has_layers(adapter: Adapter) -> bool:
-    """Whether the model has the layers that an adapter was trained in: query and value of c_attn.
+    """Whether the model has the layers that an adapter was trained in, such as those in c_attn.
 
-    One of another making, such as PEFT's usual update of the whole c_attn, is folded into the base.
+    One of another making, such as PEFT's usual update of the whole c_attn, is merged into the base.
     """
-    modules = deltas_of(adapter)
-    if adapter.metadata.bias != "none" or not all(name.endswith(".c_attn") for name in modules):
-        return False
-    return all(len(update.starts) == 2 for update in modules.values())
+    deltas = deltas_of(adapter)
+    return (
+        adapter.metadata.bias == "none"
+        and {within_layer(name) for name in deltas} == set(GPT2.lora_modules)
+        and all(len(d.starts) == (sum(enabled_slices(name)) or 1) for name, d in deltas.items())
+    )
 
 
 def _check_not_lora_alone(base: Base) -> None:
@@ -152,10 +157,7 @@ def _settle_lora(args: argparse.Namespace, file: Adapter | Base, path: str | Non
     """Sets rank and alpha from flags and file, which must not contradict each other."""
     rank, alpha = _rank(file.tensors), getattr(file.metadata, "alpha", None)
     if rank is not None and alpha is None and args.lora_alpha is None:
-        raise CheckpointError(
-            f"{path}: does not say with what alpha its LoRA weights were trained; "
-            "give it as --lora_alpha"
-        )
+        raise AlphaError(path)
     for name, flag, recorded, default in (
         ("rank", "lora_dim", rank, 0),
         ("alpha", "lora_alpha", alpha, _DEFAULT_ALPHA),
@@ -178,7 +180,7 @@ def _rank(tensors: Mapping[str, Tensor]) -> int | None:
 
 
 def save_model(path: str | os.PathLike, model: GPT2LMModel, base: Base, lora_only: bool) -> None:
-    """Writes ``model.<step>.pt`` as the release does, with rank, alpha and base beside the tensors.
+    """Writes ``model.<step>.pt`` as the release does, with rank, alpha and base as metadata.
 
     Args:
         path: the file.
@@ -195,13 +197,13 @@ def save_model(path: str | os.PathLike, model: GPT2LMModel, base: Base, lora_onl
             _check_finite(path, name, parameter)
         frozen = not parameter.requires_grad and name in base.tensors
         tensors[name] = base.tensors[name] if frozen else parameter
-    info = _info(model, base)
+    metadata = _metadata(model, base)
     if lora_only:
         lora = {name: tensor for name, tensor in tensors.items() if "lora_" in name}
-        write_adapter(path, Adapter(lora, info), "release")
+        write_adapter(path, Adapter(lora, metadata), "release")
     else:
         named = {_PREFIX + name: tensor for name, tensor in tensors.items()}
-        write_wrapped_tensors(path, named, info.to_metadata() if info else {})
+        write_wrapped_tensors(path, named, metadata.to_metadata() if metadata else {})
 
 
 def _check_finite(path: str | os.PathLike, name: str, tensor: Tensor) -> None:
@@ -209,7 +211,7 @@ def _check_finite(path: str | os.PathLike, name: str, tensor: Tensor) -> None:
         raise CheckpointError(f"{path}: not written: {name} holds values that are not finite")
 
 
-def _info(model: GPT2LMModel, base: Base) -> LoraMetadata | None:
+def _metadata(model: GPT2LMModel, base: Base) -> LoraMetadata | None:
     layers = lora_layers(model)
     if not layers:
         return None

@@ -12,15 +12,36 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from loralib.errors import (
+    AlphaError,
+    FullModelError,
+    MissingLayersError,
+    NeedsMergingError,
+    WrongBaseError,
+    adding_ways_out,
+)
 from loralib.io.atomic import atomic_write
 from loralib.io.encoding import refuse_utf16_file
 from loralib.training import process
 
+# What the scripts' users can do about the library's errors.
+WAYS_OUT = {
+    AlphaError: "--lora_alpha",
+    WrongBaseError: "--init_checkpoint",
+    FullModelError: "utils/split_lora.py does, or give it as --init_checkpoint",
+    MissingLayersError: "--lora_dim",
+    NeedsMergingError: "utils/convert.py --to merged",
+}
+
 
 def run(main: Callable[[], None]) -> None:
-    """Runs a script's `main`, as `process.run` does; errors keep clear of progress bars."""
+    """Runs a script's `main`, as `process.run` does; errors keep clear of progress bars.
+
+    Those of the library get the flags that can mend them.
+    """
     set_up_logging()
-    process.run(main, report=lambda line: tqdm.write(line, file=sys.stderr))
+    with_ways_out = adding_ways_out(WAYS_OUT)(main)
+    process.run(with_ways_out, report=lambda line: tqdm.write(line, file=sys.stderr))
 
 
 def set_up_logging() -> None:

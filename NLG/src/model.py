@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import loralib as lora
+from family import GPT2
 from loralib.adapters.loading import lora_layers
 from loralib.errors import CheckpointError
 from loralib.io.settings import Count, Index, NotNegative, Positive, Share, check_settings
@@ -105,7 +106,7 @@ class Attention(nn.Module):
             r=config.lora_attn_dim,
             lora_alpha=config.lora_attn_alpha,
             lora_dropout=config.lora_dropout,
-            enable_lora=[True, False, True],
+            enable_lora=list(GPT2.stacked["attn.c_attn"]),
             fan_in_fan_out=True,
             # A copy for each evaluation would not pay; gpt2_beam.py merges once, for good.
             merge_weights=False,
@@ -366,8 +367,6 @@ def _cross_entropy(logits: Tensor, targets: Tensor, label_smooth: float) -> tupl
 _OLD_ENDINGS = {".g": ".weight", ".b": ".bias", ".w": ".weight"}
 # Buffers of other implementations: the causal mask, and the value that it masks with.
 _NO_WEIGHTS = (".attn.bias", ".attn.masked_bias")
-_HEADS = ("lm_head.weight", "lm_head.decoder.weight")
-BACKBONE = ("transformer.", "lm_head.")
 
 
 def canonical_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
@@ -383,18 +382,18 @@ def canonical_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Ten
     named, head = {}, None
     for name, tensor in tensors.items():
         short = name.removeprefix("module.")
-        if short in _HEADS:
+        if short in GPT2.tied:
             head = tensor
             continue
-        short = short.removeprefix("transformer.")
+        short = short.removeprefix(GPT2.backbone)
         if short.endswith(_NO_WEIGHTS):
             continue
         for old, new in _OLD_ENDINGS.items():
             if short.endswith(old):
                 short = short.removesuffix(old) + new
-        if f"transformer.{short}" in named:
+        if f"{GPT2.backbone}{short}" in named:
             raise CheckpointError(f"{source}: holds {short} under two names")
-        named[f"transformer.{short}"] = tensor
+        named[f"{GPT2.backbone}{short}"] = tensor
     embedding = named.get("transformer.wte.weight")
     if head is not None and embedding is not None and not torch.equal(head, embedding):
         raise CheckpointError(

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from loralib.adapters.adapter import KINDS, Adapter, plain
+from loralib.adapters.adapter import Adapter, plain
 from loralib.adapters.formats import read_adapter
 from loralib.io.atomic import atomic_write, check_writable
 from loralib.io.encoding import refuse_utf16
@@ -49,6 +49,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.adapter_kinds import KINDS
 from transformers.utils.cli import (
     check_vocabulary,
     choose_length,

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from loralib.adapters.adapter import KINDS, LORA, Adapter, base_biases, plain
-from loralib.adapters.checks import alpha_is_missing
+from loralib.adapters.adapter import LORA, Adapter, base_biases, plain
 from loralib.adapters.formats import read_adapter
 from loralib.adapters.metadata import AdapterMetadata
+from loralib.errors import AlphaError
 from loralib.io.atomic import atomic_write
 from loralib.training import distributed
 from transformers import (
@@ -44,6 +44,7 @@ from transformers import (
     glue_compute_metrics,
     set_seed,
 )
+from transformers.adapter_kinds import PATHS
 from transformers.configuration_utils import ADAPTER_TYPES, LORA_TARGETS, targets_of_modules
 from transformers.data.metrics import classification_metrics, regression_metrics
 from transformers.data.processors import GlueTask, glue_task, load_glue_split
@@ -406,8 +407,8 @@ ADAPTATIONS = {
     "apply_adapter": ("adapter_type", "adapter_size"),
     "apply_bitfit": (),
 }
-# Those that a file of trained weights answers: its info's field -> flag.
-FROM_INFO = {
+# Those that a file of trained weights answers: its metadata's field -> flag.
+FROM_METADATA = {
     "rank": "lora_r",
     "alpha": "lora_alpha",
     "targets": "lora_targets",
@@ -419,7 +420,7 @@ FROM_INFO = {
 
 def read_adapters(model_args: ModelArguments) -> list[Adapter]:
     """The files that the flags name: of LoRA, of adapters, of biases."""
-    given = ((kind, getattr(model_args, kind.flag.removeprefix("--"))) for kind in KINDS)
+    given = ((kind, getattr(model_args, path)) for kind, path in PATHS.items())
     where = {"cache_dir": model_args.cache_dir, "token": model_args.use_auth_token}
     where["lora_alpha"] = model_args.lora_alpha
     return [read_adapter(path, kind, **where) for kind, path in given if path]
@@ -431,14 +432,14 @@ def check_arguments(
     """Fills in what LoRA and adapter files say of themselves, and refuses flags that clash."""
     if not (args.do_train or args.do_eval or args.do_predict):
         raise ValueError("nothing to do: give --do_train, --do_eval or --do_predict")
-    paths = {kind.switch: kind.flag.removeprefix("--") for kind in KINDS}
+    paths = {kind.switch: path for kind, path in PATHS.items()}
     for switch, names in ADAPTATIONS.items():
         for name in (paths[switch], *names):
             if getattr(model_args, name) is not None and not getattr(model_args, switch):
                 raise ValueError(f"--{name} needs --{switch}")
     for adapter in adapters:
         if adapter.kind is LORA and adapter.metadata is None:
-            raise alpha_is_missing(adapter.source)
+            raise AlphaError(adapter.source)
         if adapter.metadata is None or adapter.metadata.base_fingerprint is None:
             trusted = model_args.model_name_or_path
             logger.warning("%s does not say its base: taken on trust: %s", adapter.source, trusted)
@@ -452,7 +453,7 @@ def check_arguments(
 
 def _fill_in(model_args: ModelArguments, adapter: Adapter) -> None:
     """Sets the flags that were not given to what an adapter says of itself."""
-    for field_name, flag_name in FROM_INFO.items():
+    for field_name, flag_name in FROM_METADATA.items():
         value = getattr(adapter.metadata, field_name, None)
         if value is None or getattr(model_args, flag_name) is not None:
             continue

@@ -1,23 +1,38 @@
-"""Adapters: what they hold, what has to be known of them, and how they are put into a model.
+"""Adapters: what they hold, and what the names of their tensors say.
 
 A LoRA adapter holds the tensors whose name contains ``lora_`` and those outside the backbone (the
-classification head). The baselines' adapters, bottlenecks and biases, are the same with what they
-train in LoRA's place: see `Kind`. A run that trains several of them writes a file of each. Rank,
-alpha, base and more are an `LoraMetadata`, against which everything is checked. How adapters lie on
-disk is the business of formats.py.
+classification head). An adapter of another kind is the same with what it trains in LoRA's place:
+see `Kind`. A run that trains several of them writes a file of each. Rank, alpha, base and more are
+its metadata, against which everything is checked. How adapters lie on disk is the business of
+formats.py.
 """
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor
 
-from ..nn.positions import may_be_shared
-from .metadata import AdapterMetadata, BiasMetadata, BottleneckMetadata, LoraMetadata
+from .families import backbone_prefixes, in_known_backbone, may_share_positions
+from .metadata import AdapterMetadata, LoraMetadata
+from .names import lora_targets
 
-# The backbones of the release's models; what starts with none of these belongs to a head.
-BACKBONE_PREFIXES = ("roberta", "deberta", "transformer.")
+
+@dataclass(frozen=True)
+class Foreign:
+    """The format in which another library writes adapters of a kind: a folder of files.
+
+    Args:
+        owner: what messages call the library.
+        names: the files by which the format is known, and which can be named in the folder's place.
+        others: its other files; of these the first that exists is fetched from a repository.
+        read: reads the adapter of this kind of which this is one of the files.
+    """
+
+    owner: str
+    names: tuple[str, ...]
+    others: tuple[str, ...]
+    read: Callable[[Path, "Kind"], "Adapter"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +45,9 @@ class Kind:
         file: its files' name in a checkpoint's folder, without the suffix.
         metadata: the class of its files' metadata.
         switch: the setting that puts it into a model.
-        flag: the scripts' flag that names its file.
+        sized_by: how the names of tensors end whose rows are a setting of its metadata, and that
+            setting; empty where there is none.
+        foreign: the format that another library has for it, other than PEFT's for LoRA.
     """
 
     name: str
@@ -38,7 +55,8 @@ class Kind:
     file: str
     metadata: type[AdapterMetadata]
     switch: str
-    flag: str
+    sized_by: tuple[str, str] = ("", "")
+    foreign: Foreign | None = None
 
     @property
     def files(self) -> tuple[str, str]:
@@ -47,43 +65,34 @@ class Kind:
 
     def holds(self, name: str, backbones: tuple[str, ...]) -> bool:
         """Whether a tensor of this name, in a model with these backbones, belongs to this kind."""
-        if self is not BITFIT:
-            return self.part in name
-        # A head has biases of its own, and so have adapters.
-        return self.part in name and BOTTLENECK.part not in name and name.startswith(backbones)
+        return self.part in name
+
+    def mismatch(self, theirs: Iterable[str], ours: Iterable[str]) -> str | None:
+        """How the tensors of an adapter are those of another model than ours, told by their names.
+
+        Returns:
+            What an error says of it; None where nothing differs that the kind has a word for.
+        """
+        return None
 
 
-LORA = Kind(
+@dataclass(frozen=True)
+class _Lora(Kind):
+    def mismatch(self, theirs: Iterable[str], ours: Iterable[str]) -> str | None:
+        """LoRA on other modules."""
+        modules = [{name.rpartition(".")[0] for name in names} for names in (theirs, ours)]
+        trained, built = (lora_targets(names) for names in modules)
+        return None if trained == built else trained_with("targets", trained, built)
+
+
+LORA = _Lora(
     name="LoRA",
     part="lora_",
     file="pytorch_model_lora",
     metadata=LoraMetadata,
     switch="apply_lora",
-    flag="--lora_path",
+    sized_by=("lora_A", "rank"),
 )
-
-
-BOTTLENECK = Kind(
-    name="adapter",
-    part="adapter",
-    file="pytorch_model_adapter",
-    metadata=BottleneckMetadata,
-    switch="apply_adapter",
-    flag="--adapter_path",
-)
-
-
-BITFIT = Kind(
-    name="BitFit",
-    part="bias",
-    file="pytorch_model_bitfit",
-    metadata=BiasMetadata,
-    switch="apply_bitfit",
-    flag="--bitfit_path",
-)
-
-
-KINDS = (LORA, BOTTLENECK, BITFIT)
 
 
 @dataclass(frozen=True)
@@ -91,8 +100,8 @@ class Adapter:
     """An adapter in memory.
 
     Args:
-        tensors: by the names that they have in this project's models.
-        metadata: what has to be known of them; None where nobody said it.
+        tensors: by their canonical names.
+        metadata: what the tensors do not say; None where it is unknown.
         source: the file or folder that it was read from; what errors call it.
         kind: what it is.
         format: the format that it had on disk, see `loralib.adapters.formats`.
@@ -107,14 +116,17 @@ class Adapter:
 
 def adapter_tensors(
     state_dict: Mapping[str, Tensor],
-    backbones: Iterable[str] = BACKBONE_PREFIXES,
+    backbones: Iterable[str] | None = None,
     kind: Kind = LORA,
 ) -> dict[str, Tensor]:
     """The part of a full state dict that an adapter file holds: LoRA, and what is no backbone's.
 
-    For another kind, its tensors are in the place of LoRA's.
+    Args:
+        state_dict: the full one.
+        backbones: names that start so belong to the base; None for those of registered families.
+        kind: whose tensors to take in the place of LoRA's.
     """
-    starts = tuple(backbones)
+    starts = backbone_prefixes() if backbones is None else tuple(backbones)
     return {
         name: tensor
         for name, tensor in state_dict.items()
@@ -125,41 +137,33 @@ def adapter_tensors(
 def base_biases(tensors: Iterable[str]) -> set[str]:
     """The biases of a base among the names of a LoRA adapter's tensors.
 
-    In a model whose backbone is not known, the bias of a head is one whose weight is there as well.
+    In a model of no registered family, the bias of a head is one whose weight is there as well.
     """
     names = set(tensors)
     biases = {name for name in names if name.endswith("bias") and LORA.part not in name}
-    if any(name.startswith(BACKBONE_PREFIXES) for name in names):
-        return {name for name in biases if name.startswith(BACKBONE_PREFIXES)}
+    if any(in_known_backbone(name) for name in names):
+        return {name for name in biases if in_known_backbone(name)}
     return {name for name in biases if f"{name.removesuffix('bias')}weight" not in names}
 
 
 def lora_metadata(tensors: Iterable[str], rank: int, alpha: float) -> LoraMetadata:
-    """What the names of a LoRA adapter's tensors say of it, beside its rank and alpha.
+    """What the names of a LoRA adapter's tensors say of it, with its rank and alpha.
 
-    Names do not say whether the update reaches positions: it is taken for the release's.
+    Names do not say whether the update reaches positions: where it might, the adapter is taken for
+    one of the release's, whose do not.
     """
     modules = {name.rpartition(".")[0] for name in tensors if LORA.part in name}
     trained = {name.rpartition(".")[0].removesuffix(".conv") for name in base_biases(tensors)}
     bias = "none" if not trained else "lora_only" if trained <= modules else "all"
-    positions = False if may_be_shared(modules) else None
+    positions = False if may_share_positions(modules) else None
     return LoraMetadata(
         rank=rank, alpha=alpha, targets=lora_targets(modules), bias=bias, positions=positions
     )
 
 
-def lora_targets(names: Iterable[str]) -> tuple[str, ...]:
-    """Which modules of a layer these are, each once, sorted: ``a.0.query, a.1.query`` -> ``query``.
-
-    The last part of a module's name says it, but for ``dense``: there are several of them in a
-    layer, and all that follows the layer's number is needed, as in ``attention.output.dense``.
-    """
-    return tuple(sorted({_within_layer(name) for name in names}))
-
-
-def _within_layer(name: str) -> str:
-    last = name.rsplit(".", 1)[-1]
-    return re.split(r"\.\d+\.", name)[-1] if last == "dense" else last
+def trained_with(what: str, theirs: object, ours: object) -> str:
+    """What an error says of an adapter that was trained with another setting than the model has."""
+    return f"was trained with {what} {plain(theirs)}, the model was built with {plain(ours)}"
 
 
 def plain(value: object) -> str:

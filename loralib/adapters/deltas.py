@@ -2,7 +2,8 @@
 
 An adapter's tensors are pairs: for a module ``m``, ``m.lora_A`` and ``m.lora_B``. Those of a
 `Linear` are one update of the whole output; those of a `MergedLinear` are stacked, a block for each
-updated slice of the output (see functional.py). Which slices they are is not in the tensors.
+updated slice of the output (see functional.py). Which slices they are is not in the tensors: the
+model's `Family` says it.
 """
 
 from collections.abc import Mapping
@@ -11,13 +12,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError
+from ..errors import AlphaError, CheckpointError
 from ..functional import Delta, merge
 from ..nn.positions import shared_projections, unshare_positions
 from .adapter import LORA, Adapter
-from .checks import alpha_is_missing, check_positions
-
-_GPT2_SLICES = (True, False, True)
+from .checks import check_positions
+from .families import enabled_slices
 
 
 def lora_pairs(tensors: Mapping[str, Tensor], source: str) -> dict[str, tuple[Tensor, Tensor]]:
@@ -61,17 +61,11 @@ def deltas_of(adapter: Adapter) -> dict[str, Delta]:
             slices are unknown.
     """
     if adapter.metadata is None:
-        raise alpha_is_missing(adapter.source)
+        raise AlphaError(adapter.source)
     rank = rank_of(adapter.tensors, adapter.source)
     pairs = lora_pairs(adapter.tensors, adapter.source)
     scaling = Delta.scale(adapter.metadata.alpha, rank)
     return {name: _delta(adapter, name, *pair, scaling) for name, pair in pairs.items()}
-
-
-def enabled_slices(module: str) -> tuple[bool, ...]:
-    """Which slices of a module's output its stacked updates belong to; () where nobody knows."""
-    is_gpt2 = module.startswith("transformer.h.") and module.endswith(".c_attn")
-    return _GPT2_SLICES if is_gpt2 else ()
 
 
 def _delta(adapter: Adapter, module: str, A: Tensor, B: Tensor, scaling: float) -> Delta:
@@ -82,7 +76,7 @@ def _delta(adapter: Adapter, module: str, A: Tensor, B: Tensor, scaling: float) 
     if sum(enabled) != count or len(B) % count:
         raise CheckpointError(
             f"{adapter.source}: {module} has {count} stacked blocks, and it is unknown which "
-            "slices of its output they belong to"
+            "slices of its output they belong to: its family is not registered"
         )
     width = len(B) // count
     starts = tuple(index * width for index, on in enumerate(enabled) if on)

@@ -6,10 +6,14 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from .adapter import BACKBONE_PREFIXES, BOTTLENECK, LORA
+from .families import backbone_prefixes
+
+# Parts of names of what is trained in a base, and of what not every model has. Files record
+# fingerprints, so this can never change.
+_LEFT_OUT = ("lora_", "adapter", "pooler.")
 
 
-def fingerprint(tensors: Mapping[str, Tensor], backbones: Iterable[str] = BACKBONE_PREFIXES) -> str:
+def fingerprint(tensors: Mapping[str, Tensor], backbones: Iterable[str] | None = None) -> str:
     """A short name for a base's weight matrices.
 
     SHA-256 over up to 1,024 evenly spaced values of every weight matrix of the backbone, rounded to
@@ -18,21 +22,20 @@ def fingerprint(tensors: Mapping[str, Tensor], backbones: Iterable[str] = BACKBO
     and norms; so is the pooler, which is no part of every model.
 
     Args:
-        tensors: a state dict. Where no name starts as `backbones` do, the family is not known, and
-            all of its matrices count: leave a head out that is to be trained.
-        backbones: names that start so belong to the base.
+        tensors: a state dict. Where no name starts as `backbones` do, all of its matrices count:
+            leave a head out that is to be trained.
+        backbones: names that start so belong to the base; None for those of registered families.
     """
-    starts = tuple(backbones)
+    starts = backbone_prefixes() if backbones is None else tuple(backbones)
     if not any(name.startswith(starts) for name in tensors):
         starts = ("",)
-    added = (LORA.part, BOTTLENECK.part)
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
         is_weight = tensor.dim() >= 2 and tensor.is_floating_point()
         if not is_weight or not name.startswith(starts):
             continue
-        if "pooler." in name or any(part in name for part in added):
+        if any(part in name for part in _LEFT_OUT):
             continue
         flat = tensor.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // 1024)][:1024].cpu().bfloat16()

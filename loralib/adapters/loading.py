@@ -1,25 +1,17 @@
 """Copies an adapter into a model that has its layers, after all checks."""
 
-import re
 from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, MissingLayersError
 from ..layers import LoRALayer
 from ..nn.positions import lora_reaches_positions
-from .adapter import (
-    BACKBONE_PREFIXES,
-    BOTTLENECK,
-    LORA,
-    Adapter,
-    adapter_tensors,
-    base_biases,
-    lora_targets,
-    plain,
-)
-from .checks import _trained_with, check_base, check_finite, check_positions
+from .adapter import LORA, Adapter, adapter_tensors, base_biases, trained_with
+from .checks import check_base, check_finite, check_positions
+from .families import backbone_prefixes
+from .names import are_targets, lora_targets
 
 
 def lora_layers(model: nn.Module) -> dict[str, LoRALayer]:
@@ -35,7 +27,7 @@ def load_into(
     model: nn.Module,
     adapter: Adapter,
     base_fingerprint: str | None = None,
-    backbones: Iterable[str] = BACKBONE_PREFIXES,
+    backbones: Iterable[str] | None = None,
     new_head: bool = False,
     settings: Mapping[str, object] | None = None,
     known: Collection[str] = (),
@@ -46,10 +38,10 @@ def load_into(
         model: a model with the LoRA layers, or what else the adapter is of, in place.
         adapter: what `read_adapter` read.
         base_fingerprint: `fingerprint` of the model's base, compared with the adapter's.
-        backbones: names that start so belong to the base.
+        backbones: names that start so belong to the base; None for those of registered families.
         new_head: a head of another shape is left as it is instead of refused: the adapter then is
             the start for another task.
-        settings: what the model was built with, by names of the info's fields; compared with the
+        settings: what the model was built with, by the metadata's names for it; compared with the
             adapter's. LoRA's are seen from its layers.
         known: the model's tensors that its base has brought: of these, a head's module may stay as
             it is where the adapter has nothing of it.
@@ -58,16 +50,18 @@ def load_into(
         The names of the head's tensors that were left as they are.
 
     Raises:
-        CheckpointError: rank, alpha, targets, base, names or shapes do not fit; nothing is copied.
+        MissingLayersError: the model has no layers of the adapter's kind.
+        WrongBaseError: the adapter was trained on another base.
+        CheckpointError: rank, alpha, targets, names or shapes do not fit. Nothing is copied.
     """
-    starts = tuple(backbones)
+    starts = backbone_prefixes() if backbones is None else tuple(backbones)
     state = model.state_dict()
     own = adapter_tensors(state, starts, adapter.kind)
     if adapter.kind is LORA:
         # Biases that were trained with it take the place of the base's.
         own |= {name: state[name] for name in base_biases(adapter.tensors) & state.keys()}
         settings = _lora_settings(model, adapter.source)
-    _check_info(adapter, settings or {}, base_fingerprint)
+    _check_metadata(adapter, settings or {}, base_fingerprint)
     brought = {name.partition(".")[0] for name in adapter.tensors}
     own = {
         name: tensor
@@ -89,28 +83,26 @@ def load_into(
 def _lora_settings(model: nn.Module, source: str) -> dict[str, object]:
     layers = lora_layers(model)
     if not layers:
-        raise CheckpointError(
-            f"{source}: the model has no LoRA layers to take it "
-            "(--apply_lora makes them, or --lora_dim for GPT-2)"
-        )
+        raise MissingLayersError(source, LORA.name, LORA.switch)
     layer = next(iter(layers.values()))
     settings = {"targets": lora_targets(layers), "rank": layer.r, "alpha": layer.lora_alpha}
     reached = lora_reaches_positions(model)
     return settings if reached is None else {**settings, "positions": reached}
 
 
-def _check_info(
+def _check_metadata(
     adapter: Adapter, settings: Mapping[str, object], base_fingerprint: str | None
 ) -> None:
-    info = adapter.metadata
+    metadata = adapter.metadata
     if settings.get("positions") is not None:
         check_positions(adapter, settings["positions"])
-    if info is None:
+    if metadata is None:
         return
     for what, ours in settings.items():
-        theirs = getattr(info, what)
-        if theirs != ours:
-            raise CheckpointError(_trained_with(adapter, what, theirs, ours))
+        theirs = getattr(metadata, what)
+        same = are_targets(theirs, ours) if what == "targets" else theirs == ours
+        if not same:
+            raise CheckpointError(f"{adapter.source}: {trained_with(what, theirs, ours)}")
     check_base(adapter, base_fingerprint)
 
 
@@ -119,34 +111,20 @@ def _check_names(adapter: Adapter, own: Mapping[str, Tensor], starts: tuple[str,
     theirs = {name for name in adapter.tensors if kind.holds(name, starts)}
     ours = {name for name in own if kind.holds(name, starts)}
     if not ours:
-        raise CheckpointError(f"{adapter.source}: the model was built without --{kind.switch}")
+        raise MissingLayersError(adapter.source, kind.name, kind.switch)
     if not theirs & ours:
         raise CheckpointError(
             f"{adapter.source}: matches no layer of the model: it has '{min(theirs, default='')}', "
             f"…, the model has '{min(ours)}', …"
         )
-    if kind is LORA:
-        modules = [lora_targets(n.rsplit(".", 1)[0] for n in names) for names in (theirs, ours)]
-        if modules[0] != modules[1]:
-            raise CheckpointError(_trained_with(adapter, "targets", *modules))
-    if kind is BOTTLENECK:
-        places = [_places_of_adapters(names) for names in (theirs, ours)]
-        if places[0] != places[1]:
-            raise CheckpointError(
-                f"{adapter.source}: has adapters behind {plain(places[0])} of a layer, the model "
-                f"behind {plain(places[1])}: another --adapter_type"
-            )
+    mismatch = kind.mismatch(theirs, ours)
+    if mismatch:
+        raise CheckpointError(f"{adapter.source}: {mismatch}")
     lacking, unknown = own.keys() - adapter.tensors.keys(), adapter.tensors.keys() - own.keys()
     for what, some in (("lacks", lacking), ("has, unknown to the model,", unknown)):
         if some:
             listed = ", ".join(sorted(some)[:4]) + (", …" if len(some) > 4 else "")
             raise CheckpointError(f"{adapter.source}: {what} {len(some)} tensors: {listed}")
-
-
-def _places_of_adapters(names: Iterable[str]) -> tuple[str, ...]:
-    """The modules of a layer that bottleneck adapters belong to, each once, sorted."""
-    modules = {name.partition(f".{BOTTLENECK.part}")[0] for name in names}
-    return tuple(sorted({re.split(r"\.\d+\.", module)[-1] for module in modules}))
 
 
 def _check_shapes(
@@ -160,9 +138,8 @@ def _check_shapes(
             skipped.append(name)
             continue
         shapes = f"{tuple(tensor.shape)} in the file, {tuple(own[name].shape)} in the model"
-        hint = ""
-        if name.endswith(("lora_A", "adapter_A.weight")):
-            size = "rank" if name.endswith("lora_A") else "adapter_size"
+        hint, (ending, size) = "", adapter.kind.sized_by
+        if ending and name.endswith(ending):
             hint = f": {size} {tensor.shape[0]}, not {own[name].shape[0]}"
             if tensor.shape[1:] != own[name].shape[1:]:
                 hint = ": a base of another size"

@@ -11,7 +11,7 @@ from ..errors import CheckpointError, first_line
 # Keys of files that older versions wrote.
 _OLD_KEYS = {"beside": "trained_with"}
 
-_Info = TypeVar("_Info", bound="AdapterMetadata")
+_Own = TypeVar("_Own", bound="AdapterMetadata")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class AdapterMetadata:
         return {key: json.dumps(value) for key, value in asdict(self).items() if value is not None}
 
     @classmethod
-    def from_metadata(cls: type[_Info], metadata: Mapping[str, str], path: Path) -> _Info | None:
+    def from_metadata(cls: type[_Own], metadata: Mapping[str, str], path: Path) -> _Own | None:
         """The reverse of `to_metadata`; None where the metadata is not of this class.
 
         Raises:
@@ -57,15 +57,15 @@ class AdapterMetadata:
             for key in ("targets", "labels", "trained_with"):
                 if key in values:
                     values[key] = _strings(values[key])
-            info = cls(**values)
+            own = cls(**values)
         except (TypeError, ValueError, RecursionError) as error:
             message = f"{path}: its metadata is damaged ({first_line(error)})"
             raise CheckpointError(message) from error
-        info.check(path)
-        return info
+        own.check(path)
+        return own
 
     def check(self, path: object) -> None:
-        """Sees that each value is one that this class can have; `path` is what errors name.
+        """Checks that each value is one that this class can have; `path` is what errors name.
 
         Raises:
             CheckpointError: one is not.
@@ -78,23 +78,23 @@ class AdapterMetadata:
 
 def _strings(value: object) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise ValueError(f"{value!r} is no list of names")
+        raise ValueError(f"{value!r} is not a list of names")
     return tuple(value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraMetadata(AdapterMetadata):
-    """What has to be known of LoRA weights.
+    """Metadata of LoRA weights.
 
     Args:
-        rank: r, the rank of the update.
+        rank: r, the rank of the low-rank update.
         alpha: the update is scaled by alpha / r.
         targets: the adapted modules, as `lora_targets` names them: ``("query", "value")``.
         dropout: dropout on the update's input in training, where there was any.
         bias: which of the base's biases were trained, and are held as well: those of `loralib`'s
             `mark_only_lora_as_trainable`.
         positions: whether the update reaches the positions that an adapted projection is shared
-            with, see positions.py; None where none is shared.
+            with, see loralib/nn/positions.py; None where none is shared.
     """
 
     rank: int
@@ -137,39 +137,3 @@ def is_dropout(value: object) -> bool:
 def _is_number(value: object, low: float, high: float) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and low <= value <= high
-
-
-@dataclass(frozen=True, kw_only=True)
-class BottleneckMetadata(AdapterMetadata):
-    """What has to be known of bottleneck adapters.
-
-    Args:
-        adapter_type: where they sit and how they compute, such as "houlsby".
-        adapter_size: width of the bottleneck.
-    """
-
-    adapter_type: str
-    adapter_size: int
-
-    own: ClassVar[frozenset[str]] = frozenset({"adapter_type", "adapter_size"})
-
-    def check(self, path: object) -> None:
-        """As in `AdapterMetadata`."""
-        super().check(path)
-        kind, size = self.adapter_type, self.adapter_size
-        if not (isinstance(kind, str) and isinstance(size, int) and size >= 1):
-            message = f"adapter_type {kind!r}, adapter_size {size!r} in its metadata"
-            raise CheckpointError(f"{path}: {message}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BiasMetadata(AdapterMetadata):
-    """What has to be known of biases that were trained in place.
-
-    Args:
-        biases: which ones; "all" the backbone has.
-    """
-
-    biases: str = "all"
-
-    own: ClassVar[frozenset[str]] = frozenset({"biases"})

@@ -15,7 +15,7 @@ PEFT one of rank 2r in blocks, with the same scaling, alpha / r = 2 alpha / 2r:
                                     '-----'-----'
 
 PEFT's settings beyond the paper's LoRA that change what is computed are refused by name; those that
-say how a rank or an alpha differs between modules are evened out.
+say how a rank or an alpha differs between modules are read by normalizing all to one.
 """
 
 import json
@@ -35,9 +35,11 @@ from ..errors import CheckpointError, first_line
 from ..functional import Delta
 from ..io.atomic import atomic_write_folder
 from ..io.tensors import same_tensor, write_tensors
-from .adapter import BACKBONE_PREFIXES, Adapter, base_biases, lora_metadata
-from .deltas import deltas_of, enabled_slices, lora_pairs, rank_of
+from .adapter import LORA, Adapter, base_biases, lora_metadata
+from .deltas import deltas_of, lora_pairs, rank_of
+from .families import enabled_slices, family_of, in_known_backbone
 from .metadata import LoraMetadata, is_alpha, is_dropout, is_rank
+from .names import AMBIGUOUS
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -54,8 +56,8 @@ _READ = {
     *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "alpha_pattern"),
     *("init_lora_weights", "base_model_name_or_path", "revision"),
 }
-# What several modules of a layer are called.
-_OFTEN_IN_A_LAYER = ("dense", "c_proj")
+# The head that PEFT itself saves as one module, where the task is its SEQ_CLS.
+_CLASSIFIER = "classifier"
 # Initializations that leave the base's weights as they are; others, such as "pissa", change them.
 _HARMLESS_INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 
@@ -72,10 +74,10 @@ def weights_of(path: Path) -> Path:
         CheckpointError: config or weights are missing.
     """
     if not path.with_name(CONFIG_NAME).is_file():
-        raise CheckpointError(f"{path}: PEFT's {CONFIG_NAME} is missing beside it")
+        raise CheckpointError(f"{path}: PEFT's {CONFIG_NAME} is missing next to it")
     found = [file for name in WEIGHTS_NAMES if (file := path.with_name(name)).is_file()]
     if not found:
-        raise CheckpointError(f"{path}: {' or '.join(WEIGHTS_NAMES)} is missing beside it")
+        raise CheckpointError(f"{path}: {' or '.join(WEIGHTS_NAMES)} is missing next to it")
     return found[0]
 
 
@@ -84,7 +86,7 @@ def read(config_path: Path, tensors: Mapping[str, Tensor], weights: Path) -> Ada
 
     Args:
         config_path: its config.
-        tensors: its weights, under this project's names (see `canonical_names`).
+        tensors: its weights, under their canonical names.
         weights: the file that they are from.
 
     Raises:
@@ -110,20 +112,25 @@ def read(config_path: Path, tensors: Mapping[str, Tensor], weights: Path) -> Ada
     alphas = {
         module: _alpha(config, module, B.shape[1], config_path) for module, (_, B) in pairs.items()
     }
-    tensors, alpha = _normalized(tensors, pairs, alphas)
-    whole = rank_of(tensors, source)
-    tensors = _stacked(tensors, source)
-    rank = rank_of(tensors, source)
-    info = lora_metadata(tensors, rank, _as_int(alpha / (whole // rank)))
-    info = replace(
-        info,
+    blocks = _blocks_of_all(pairs)
+    if blocks:
+        pairs = {module: (A, blocks.get(module, B)) for module, (A, B) in pairs.items()}
+        alphas = {
+            module: alpha / sum(enabled_slices(module)) if module in blocks else alpha
+            for module, alpha in alphas.items()
+        }
+    normalized, alpha = _normalized(pairs, alphas)
+    tensors = {**tensors, **normalized}
+    metadata = lora_metadata(tensors, rank_of(tensors, source), _as_int(alpha))
+    metadata = replace(
+        metadata,
         # What PEFT adapts is adapted wherever it is used.
-        positions=None if info.positions is None else True,
+        positions=None if metadata.positions is None else True,
         dropout=config.get("lora_dropout") or None,
         base=config.get("base_model_name_or_path"),
         base_revision=config.get("revision"),
     )
-    return Adapter(tensors, info, source, format="peft")
+    return Adapter(tensors, metadata, source, format="peft")
 
 
 def with_known(adapter: Adapter, known: LoraMetadata) -> Adapter:
@@ -132,14 +139,18 @@ def with_known(adapter: Adapter, known: LoraMetadata) -> Adapter:
     Raises:
         CheckpointError: the config says another rank or alpha.
     """
-    for what in ("rank", "alpha"):
-        theirs, ours = getattr(adapter.metadata, what), getattr(known, what)
-        if theirs != ours:
-            raise CheckpointError(
-                f"{adapter.source}: was written with {what} {ours:g}, {CONFIG_NAME} says "
-                f"{theirs:g} now"
-            )
-    own = {"base": adapter.metadata.base, "base_revision": adapter.metadata.base_revision}
+    read = adapter.metadata
+    own = {"base": read.base, "base_revision": read.base_revision}
+    # Updates that were stacked are one of a higher rank, where their family is not registered.
+    times, rest = divmod(read.rank, known.rank)
+    if family_of(adapter.tensors) is None and not rest and read.alpha == times * known.alpha:
+        own |= {"rank": read.rank, "alpha": read.alpha}
+    elif (read.rank, read.alpha) != (known.rank, known.alpha):
+        what = "rank" if read.rank != known.rank else "alpha"
+        raise CheckpointError(
+            f"{adapter.source}: was written with {what} {getattr(known, what):g}, {CONFIG_NAME} "
+            f"says {getattr(read, what):g} now"
+        )
     return replace(adapter, metadata=replace(known, **own))
 
 
@@ -194,7 +205,7 @@ def _check_complete(
     modules: Iterable[str],
     source: str,
 ) -> None:
-    """Sees that each module is adapted in the same layers, and that a head that is saved is there.
+    """Checks that each module is adapted in the same layers, and that a saved head is there.
 
     Raises:
         CheckpointError: some tensors are missing.
@@ -212,7 +223,7 @@ def _check_complete(
             missing = min(everywhere - numbers)
             raise CheckpointError(f"{source}: lacks the update of {kind} in layer {missing}")
     saved = config.get("modules_to_save")
-    if saved and not any("lora_" not in name for name in tensors.keys() - base_biases(tensors)):
+    if saved and not any(LORA.part not in name for name in tensors.keys() - base_biases(tensors)):
         raise CheckpointError(f"{source}: lacks what {CONFIG_NAME} says is saved: {_shown(saved)}")
 
 
@@ -241,7 +252,7 @@ def _alpha(config: Mapping[str, Any], module: str, rank: int, path: Path) -> flo
     return alpha * math.sqrt(rank) if config.get("use_rslora") else alpha
 
 
-def canonical_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+def names_in_model(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     """PEFT's tensors under the names that the base model has for them.
 
     Raises:
@@ -264,42 +275,46 @@ def canonical_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Ten
     return named
 
 
+def _blocks_of_all(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """B of the modules that stack several updates, see the module's head: its blocks, stacked.
+
+    None at all where some are no such blocks, or where there then were several ranks: each update
+    then stays one of its module's whole output.
+    """
+    found = {}
+    for module, (_, B) in pairs.items():
+        enabled = enabled_slices(module)
+        if not enabled:
+            continue
+        blocks = _blocks(B, enabled)
+        if blocks is None:
+            return {}
+        found[module] = blocks
+    ranks = {found.get(module, B).shape[1] for module, (_, B) in pairs.items()}
+    return found if len(ranks) == 1 else {}
+
+
 def _normalized(
-    tensors: Mapping[str, Tensor],
-    pairs: Mapping[str, tuple[Tensor, Tensor]],
-    alphas: Mapping[str, float],
+    pairs: Mapping[str, tuple[Tensor, Tensor]], alphas: Mapping[str, float]
 ) -> tuple[dict[str, Tensor], float]:
     """The tensors with one rank and one alpha for all modules, and that alpha.
 
     Lower ranks are filled up with zeros, and B takes what is another module's scaling, in float32.
-    Where all have one rank and alpha, nothing is changed.
+    Where all have one rank and alpha, nothing is changed. Stacked updates have one rank already.
     """
     ranks = {module: B.shape[1] for module, (_, B) in pairs.items()}
     rank, alpha = max(ranks.values()), max(alphas.values())
-    if set(ranks.values()) == {rank} and set(alphas.values()) == {alpha}:
-        return dict(tensors), alpha
-    evened = dict(tensors)
+    is_uniform = set(ranks.values()) == {rank} and set(alphas.values()) == {alpha}
+    normalized = {}
     for module, (A, B) in pairs.items():
-        missing = rank - ranks[module]
-        factor = Delta.scale(alphas[module], ranks[module]) / Delta.scale(alpha, rank)
-        # Half precision would round the products.
-        evened[f"{module}.lora_A"] = F.pad(A.float(), (0, 0, 0, missing))
-        evened[f"{module}.lora_B"] = F.pad(B.float() * factor, (0, missing))
-    return evened, alpha
-
-
-def _stacked(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """The tensors with each update in blocks, see the module's head, as several of a lower rank.
-
-    Where not all updates are such blocks, they stay as they are.
-    """
-    stacked = dict(tensors)
-    for module, (_, B) in lora_pairs(tensors, source).items():
-        blocks = _blocks(B, enabled_slices(module))
-        if blocks is None:
-            return dict(tensors)
-        stacked[f"{module}.lora_B"] = blocks
-    return stacked
+        if not is_uniform:
+            missing = rank - ranks[module]
+            factor = Delta.scale(alphas[module], ranks[module]) / Delta.scale(alpha, rank)
+            # Half precision would round the products.
+            A = F.pad(A.float(), (0, 0, 0, missing))
+            B = F.pad(B.float() * factor, (0, missing))
+        normalized |= {f"{module}.lora_A": A, f"{module}.lora_B": B}
+    return normalized, alpha
 
 
 def _blocks(B: Tensor, enabled: tuple[bool, ...]) -> Tensor | None:
@@ -339,7 +354,7 @@ def write(
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str],
 ) -> None:
-    """Writes PEFT's folder, whole or not at all.
+    """Writes PEFT's folder, atomically.
 
     Raises:
         CheckpointError: there is something at `path`.
@@ -356,37 +371,28 @@ def tensors_of(adapter: Adapter) -> tuple[dict[str, Tensor], list[str]]:
     Raises:
         CheckpointError: PEFT has no such updates.
     """
-    named, all_updates = {}, deltas_of(adapter)
-    _check_same_kind(adapter, all_updates)
-    for module, update in all_updates.items():
-        named[f"{PREFIX}{module}.lora_A.weight"] = update.A
-        named[f"{PREFIX}{module}.lora_B.weight"] = _whole_B(update)
+    named, deltas = {}, deltas_of(adapter)
+    _refuse_embeddings(adapter, deltas)
+    for module, delta in deltas.items():
+        named[f"{PREFIX}{module}.lora_A.weight"] = delta.A
+        named[f"{PREFIX}{module}.lora_B.weight"] = _joined_B(delta)
     for name, tensor in adapter.tensors.items():
         module, _, last = name.rpartition(".")
-        if "lora_" not in name:
-            own = f"{module}.base_layer.{last}" if module in all_updates else name
+        if LORA.part not in name:
+            own = f"{module}.base_layer.{last}" if module in deltas else name
             named[f"{PREFIX}{own}"] = tensor
-    parts = _stacked_parts(all_updates)
-    if parts == 1:
-        return named, []
-    rank = adapter.metadata.rank
+    rank, alpha = adapter.metadata.rank, adapter.metadata.alpha
+    stacked = {module.rpartition(".")[2]: len(delta.starts) for module, delta in deltas.items()}
     return named, [
-        f"{parts} updates of rank {rank} in one {module.rpartition('.')[2]} are, for PEFT, one of "
-        f"rank {parts * rank} and alpha {parts * adapter.metadata.alpha:g}: the same sums"
+        f"{parts} updates of rank {rank} in one {module} are, for PEFT, one of rank {parts * rank} "
+        f"and alpha {parts * alpha:g}: the same sums"
+        for module, parts in sorted(stacked.items())
+        if parts > 1
     ]
 
 
-def _stacked_parts(all_updates: Mapping[str, Delta]) -> int:
-    return max(len(update.starts) for update in all_updates.values())
-
-
-def _check_same_kind(adapter: Adapter, all_updates: Mapping[str, Delta]) -> None:
-    if len({len(update.starts) for update in all_updates.values()}) > 1:
-        raise CheckpointError(
-            f"{adapter.source}: has stacked updates and others, which have several ranks in PEFT's "
-            "format; that is not supported"
-        )
-    for module in all_updates:
+def _refuse_embeddings(adapter: Adapter, modules: Iterable[str]) -> None:
+    for module in modules:
         last = module.rpartition(".")[2]
         if "embed" in last or last in ("wte", "wpe"):
             raise CheckpointError(
@@ -395,46 +401,58 @@ def _check_same_kind(adapter: Adapter, all_updates: Mapping[str, Delta]) -> None
             )
 
 
-def _whole_B(update: Delta) -> Tensor:
-    if len(update.starts) == 1:
-        return update.B
-    whole = update.B.new_zeros(update.out_features, len(update.A))
-    for block in update.blocks():
-        whole[block.columns, block.rows] = block.B
-    return whole
+def _joined_B(delta: Delta) -> Tensor:
+    """B of one update of the whole output: the blocks of stacked ones, and zeros."""
+    if len(delta.starts) == 1:
+        return delta.B
+    joined = delta.B.new_zeros(delta.out_features, len(delta.A))
+    for block in delta.blocks():
+        joined[block.columns, block.rows] = block.B
+    return joined
 
 
 def config_of(adapter: Adapter) -> dict[str, Any]:
     """PEFT's settings for an adapter."""
-    info, all_updates = adapter.metadata, deltas_of(adapter)
-    parts = _stacked_parts(all_updates)
-    is_gpt2 = next(iter(all_updates)).startswith("transformer.h.")
+    metadata, family = adapter.metadata, family_of(adapter.tensors)
+    parts = {module: len(delta.starts) for module, delta in deltas_of(adapter).items()}
+    usual = min(parts.values())
+    others = {module: count for module, count in parts.items() if count != usual}
+    as_one = (_CLASSIFIER, *(family.head if family else ()))
     head = {
-        name.partition(".")[0] if name.startswith(("classifier", "pooler")) else _parent(name)
+        first if (first := name.partition(".")[0]) in as_one else name.rpartition(".")[0]
         for name in adapter.tensors.keys() - base_biases(adapter.tensors)
-        if "lora_" not in name
+        if LORA.part not in name
     }
-    task = "CAUSAL_LM" if is_gpt2 else "SEQ_CLS" if "classifier" in head else None
+    task = family.peft_task if family else None
     return {
         "peft_type": "LORA",
-        "task_type": task,
-        "base_model_name_or_path": info.base,
-        "revision": info.base_revision,
+        "task_type": task or ("SEQ_CLS" if _CLASSIFIER in head else None),
+        "base_model_name_or_path": metadata.base,
+        "revision": metadata.base_revision,
         "inference_mode": True,
-        "r": parts * info.rank,
-        "lora_alpha": _as_int(parts * info.alpha),
-        "lora_dropout": info.dropout or 0.0,
-        **_targets(all_updates),
+        "r": usual * metadata.rank,
+        "lora_alpha": _as_int(usual * metadata.alpha),
+        **_patterns(metadata, others),
+        "lora_dropout": metadata.dropout or 0.0,
+        **_targets(parts),
         "modules_to_save": sorted(head) or None,
-        "bias": info.bias,
-        "fan_in_fan_out": is_gpt2,
+        "bias": metadata.bias,
+        "fan_in_fan_out": family is not None and family.fan_in_fan_out,
         "init_lora_weights": True,
         "use_rslora": False,
     }
 
 
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
+def _patterns(metadata: LoraMetadata, counts: Mapping[str, int]) -> dict[str, dict[str, float]]:
+    """How PEFT is told the rank and alpha of modules that stack another number of updates."""
+    if not counts:
+        return {}
+    return {
+        "rank_pattern": {module: count * metadata.rank for module, count in counts.items()},
+        "alpha_pattern": {
+            module: _as_int(count * metadata.alpha) for module, count in counts.items()
+        },
+    }
 
 
 def _targets(modules: Iterable[str]) -> dict[str, list]:
@@ -447,8 +465,8 @@ def _targets(modules: Iterable[str]) -> dict[str, list]:
     for module in modules:
         number = re.search(r"\.(\d+)\.", module)
         last = module.rpartition(".")[2]
-        known = module.startswith(BACKBONE_PREFIXES) and number is not None
-        if not known or last in _OFTEN_IN_A_LAYER:
+        known = in_known_backbone(module) and number is not None
+        if not known or last in AMBIGUOUS:
             return {"target_modules": sorted(modules)}
         layers.setdefault(last, set()).add(int(number[1]))
     first, *others = layers.values()

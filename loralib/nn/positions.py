@@ -1,4 +1,4 @@
-r"""Projections that positions share with contents: DeBERTa-v2 with `share_att_key`.
+r"""Projections that positions share with contents, as in DeBERTa-v2 with `share_att_key`.
 
 There, one weight W projects the tokens' contents and their relative positions. Where it is adapted,
 the update can reach both, or contents alone:
@@ -19,18 +19,10 @@ Source: `nn.Linear.forward(self.query_proj, …)` in the release's modeling_debe
 """
 
 import copy
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
-
-# The family whose projections may be shared, and those that are.
-_PREFIX, _SHARED = "deberta.", (".query_proj", ".key_proj")
-
-
-def may_be_shared(modules: Iterable[str]) -> bool:
-    """Whether modules of these names can be projections that positions share with contents."""
-    return any(name.startswith(_PREFIX) and name.endswith(_SHARED) for name in modules)
 
 
 def shared_projections(model: nn.Module) -> set[str]:

@@ -26,17 +26,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..adapters.adapter import BACKBONE_PREFIXES, LORA, Adapter
+from ..adapters.adapter import LORA, Adapter
 from ..adapters.checks import check_base, check_finite
 from ..adapters.deltas import Delta, adapted_modules
+from ..adapters.families import in_known_backbone
 from ..adapters.fingerprint import fingerprint
 from ..adapters.loading import lora_layers
-from ..errors import CheckpointError
+from ..errors import CheckpointError, NeedsMergingError
 from ..nn.routing import Routing, in_effect, routed, slices
 
 logger = logging.getLogger(__name__)
-
-_MERGE_IT = "merge it with its base: utils/convert.py --to merged"
 
 
 class AdapterBank:
@@ -223,7 +222,7 @@ def _fingerprint_of(model: nn.Module) -> str | None:
     that is not known see `_possible_fingerprints`.
     """
     state = model.state_dict()
-    of_backbone = [state[name].dtype for name in state if name.startswith(BACKBONE_PREFIXES)]
+    of_backbone = [state[name].dtype for name in state if in_known_backbone(name)]
     if not of_backbone or torch.float16 in of_backbone:
         return None
     return fingerprint(state)
@@ -236,7 +235,7 @@ def _load(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) -> _
     if adapter.kind is not LORA:
         raise CheckpointError(
             f"{adapter.source}: holds {adapter.kind.name} weights, a bank takes LoRA's; give them "
-            f"to a model of their own ({adapter.kind.flag})"
+            f"to a model of their own ({adapter.kind.switch})"
         )
     modules = adapted_modules(model, adapter)
     _check_called(model, modules, adapter.source)
@@ -261,18 +260,18 @@ def _check_called(model: nn.Module, modules: Collection[str], source: str) -> No
     """Refuses modules of which only the weight is used: no hook would see their input."""
     for name in modules:
         if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
-            raise CheckpointError(
-                f"{source}: updates {name}, which nn.MultiheadAttention never calls; {_MERGE_IT}"
+            raise NeedsMergingError(
+                source, f"updates {name}, which nn.MultiheadAttention never calls"
             )
 
 
 def _check_info(adapter: Adapter) -> None:
     source, info = adapter.source, adapter.metadata
     if info.bias != "none":
-        raise CheckpointError(f"{source}: brings biases of its own; {_MERGE_IT}")
+        raise NeedsMergingError(source, "brings biases of its own")
     if info.trained_with:
-        switches = ", ".join(f"--{switch}" for switch in info.trained_with)
-        raise CheckpointError(f"{source}: was trained with {switches} as well; {_MERGE_IT}")
+        switches = ", ".join(info.trained_with)
+        raise NeedsMergingError(source, f"was trained with {switches} as well")
 
 
 def _check_base(
@@ -325,16 +324,12 @@ def _head_tensors(adapter: Adapter, updated: Collection[str]) -> dict[str, Tenso
     pairs = {f"{module}.{half}" for module in updated for half in ("lora_A", "lora_B")}
     rest = {name: tensor for name, tensor in adapter.tensors.items() if name not in pairs}
     for name in rest:
-        if LORA.part in name or name.startswith(BACKBONE_PREFIXES):
-            raise CheckpointError(
-                f"{adapter.source}: {name} is neither an update nor a head's; {_MERGE_IT}"
-            )
+        if LORA.part in name or in_known_backbone(name):
+            raise NeedsMergingError(adapter.source, f"{name} is neither an update nor a head's")
     tops = {name.partition(".")[0] for name in rest}
     for module in updated:
         if module.partition(".")[0] in tops:
-            raise CheckpointError(
-                f"{adapter.source}: updates {module}, and brings that as a head; {_MERGE_IT}"
-            )
+            raise NeedsMergingError(adapter.source, f"updates {module}, and brings that as a head")
     return rest
 
 

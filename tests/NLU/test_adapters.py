@@ -9,7 +9,7 @@ import torch
 from compare import assert_close_to_rounding
 from encoder_options import ENCODER_TERMS
 
-from loralib.adapters.adapter import BITFIT, BOTTLENECK, KINDS, LORA
+from loralib.adapters.adapter import LORA
 from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.errors import CheckpointError
 from loralib.io.tensors import read_tensors
@@ -20,6 +20,7 @@ from transformers import (
     RobertaConfig,
     RobertaForSequenceClassification,
 )
+from transformers.adapter_kinds import BITFIT, BOTTLENECK, KINDS
 
 FAMILIES = ("roberta", "deberta")
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -352,7 +353,11 @@ def refuses(model, adapters, message):
         ("houlsby", {"hidden_size": 16}, "16"),
         ("houlsby", {"num_hidden_layers": 1}, "has, unknown to the model, 8 tensors: .*layer.1."),
         ("houlsby", {"num_hidden_layers": 3}, "lacks 8 tensors: .*layer.2."),
-        ("houlsby", {"apply_adapter": False}, "was built without --apply_adapter"),
+        (
+            "houlsby",
+            {"apply_adapter": False},
+            "no adapter layers to take it: build it",
+        ),
         ("houlsby", {"num_labels": 2}, r"\(3.* in the file, \(2.* in the model"),
         ("bitfit", {"num_hidden_layers": 1}, "has, unknown to the model, "),
         ("bitfit", {"num_hidden_layers": 3}, "lacks "),
@@ -435,8 +440,8 @@ def test_training_does_not_change_the_base_s_fingerprint(build, tmp_path):
 def test_files_that_belong_together(build):
     model = build("roberta", ["lora", "bitfit"])
     lora, biases = model.adapter(LORA), model.adapter(BITFIT)
-    refuses(model, [lora], "trained with --apply_bitfit as well, .* give that as --bitfit_path")
-    refuses(model, [biases], "trained with --apply_lora as well, .* give that as --lora_path")
+    refuses(model, [lora], "trained with apply_bitfit as well, .* give that too")
+    refuses(model, [biases], "trained with apply_lora as well, .* give that too")
     other = {**biases.tensors, "classifier.dense.bias": biases.tensors["classifier.dense.bias"] + 1}
     message = "not of the same run as adapter: their classifier.dense.bias differ"
     refuses(model, [lora, replace(biases, tensors=other)], message)

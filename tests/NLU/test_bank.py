@@ -435,6 +435,6 @@ def test_an_adapter_that_was_trained_beside_others(make_classifier, family):
     task = Task(make_classifier, family)
     bank = lora.AdapterBank(task.base)
     model = make_classifier(family, apply_lora=True, lora_r=2, lora_alpha=4, apply_bitfit=True)
-    with pytest.raises(CheckpointError, match=r"trained with --apply_bitfit as well; merge it"):
+    with pytest.raises(CheckpointError, match=r"trained with apply_bitfit as well; merge it"):
         bank.add("both", model.adapter())
     assert not any(module._forward_hooks for module in task.base.modules())

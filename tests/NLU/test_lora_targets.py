@@ -7,10 +7,10 @@ import torch
 from compare import assert_close_to_rounding
 from encoder_options import ENCODER_TERMS
 
-from loralib.adapters.adapter import lora_targets
 from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.adapters.loading import lora_layers
 from loralib.adapters.metadata import LoraMetadata
+from loralib.adapters.names import lora_targets
 from loralib.errors import CheckpointError
 from loralib.io.tensors import read_tensors
 from transformers import AutoConfig, RobertaConfig, RobertaForSequenceClassification

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import loralib as lora
 from loralib.adapters.adapter import Adapter
-from loralib.adapters.formats import canonical_names
+from loralib.adapters.canonical import canonical_names
 from loralib.adapters.loading import load_into
 from loralib.errors import CheckpointError
 from loralib.nn.packing import PackedRows

@@ -9,9 +9,10 @@ import pytest
 import torch
 from glue_runs import results
 
-from loralib.adapters.adapter import BOTTLENECK, LORA
+from loralib.adapters.adapter import LORA
 from loralib.adapters.formats import read_adapter
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers.adapter_kinds import BOTTLENECK, PATHS
 
 ORACLE = Path(__file__).parents[3] / "shared" / "data" / "oracle"
 
@@ -85,7 +86,8 @@ def test_the_script_s_evaluation(case, recorded, run_glue, tmp_path):
     rows = str(ORACLE / "rows.csv")
     arguments = ["--model_name_or_path", ORACLE / family / "base", "--output_dir", tmp_path / "out"]
     arguments += ["--train_file", rows, "--validation_file", rows, "--do_eval", "--disable_tqdm"]
-    arguments += ["--report_to", "none", kind.flag, ORACLE / family / file, *flags_of(settings)]
+    arguments += [f"--{PATHS[kind]}", ORACLE / family / file, *flags_of(settings)]
+    arguments += ["--report_to", "none"]
     run_glue.main([str(argument) for argument in arguments])
     expected = torch.tensor(recorded[case]["logits"])
     with open(rows, encoding="utf-8", newline="") as lines:

@@ -198,7 +198,7 @@ def test_what_the_settings_say(folder):
 def test_an_alpha_that_is_given(folder, refusal):
     assert read_adapter(folder(), lora_alpha=10).metadata.alpha == 10
     message = refusal(folder("roberta_bias_all"), lora_alpha=16)
-    assert "trained with alpha 10, but --lora_alpha is 16" in message
+    assert "trained with alpha 10, but lora_alpha is 16" in message
 
 
 def test_evened_tensors(folder):
@@ -441,13 +441,13 @@ def test_settings_that_are_none(folder, refusal, text):
 def test_files_that_are_missing(folder, refusal):
     path = folder()
     (path / CONFIG_NAME).rename(path / "other.json")
-    assert refusal(path / WEIGHTS).endswith("PEFT's adapter_config.json is missing beside it")
+    assert refusal(path / WEIGHTS).endswith("PEFT's adapter_config.json is missing next to it")
     assert "holds no adapter: none of " in refusal(path)
     (path / "other.json").rename(path / CONFIG_NAME)
     (path / WEIGHTS).rename(path / "renamed.safetensors")
     for given in (path, path / CONFIG_NAME):
         message = refusal(given)
-        assert "adapter_model.safetensors or adapter_model.bin is missing beside it" in message
+        assert "adapter_model.safetensors or adapter_model.bin is missing next to it" in message
     assert "holds weights of PEFT under another name" in refusal(path / "renamed.safetensors")
 
 
@@ -485,7 +485,7 @@ def put(name, tensor):
         ),
         (
             put(f"{PREFIX}roberta.embeddings.word_embeddings.weight", torch.ones(48, 32)),
-            "holds a whole model, not LoRA alone",
+            "holds a full model, not LoRA alone",
         ),
         (
             lambda tensors: [tensors.pop(name) for name in list(tensors) if "lora_" in name],

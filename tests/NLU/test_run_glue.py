@@ -240,7 +240,7 @@ def test_three_together_resume_to_the_same_bits(glue, tiny_glue, tmp_path):
     arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_eval"]
     glue(*arguments, *switches, *paths, "--output_dir", "evaluated")
     assert results(tmp_path / "evaluated") == results(tmp_path / "whole")
-    with pytest.raises(ValueError, match="trained with --apply_adapter as well"):
+    with pytest.raises(ValueError, match="trained with apply_adapter as well"):
         glue(*arguments, "--apply_lora", "--lora_path", "whole", "--output_dir", "evaluated")
 
 

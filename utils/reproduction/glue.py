@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
-from loralib.adapters.adapter import BACKBONE_PREFIXES
+from loralib.adapters.families import in_known_backbone
 from loralib.io.tensors import read_tensors
 from reproduction.programs import atomic_folder, make
 from reproduction.runs import ROOT, Figures, Run, Tree, read_json, run_of
@@ -143,7 +143,7 @@ class Glue(Tree):
             sizes |= {name: tensor.numel() for name, tensor in read_tensors(path)[0].items()}
         if not sizes:
             return ""
-        adapted = sum(size for name, size in sizes.items() if name.startswith(BACKBONE_PREFIXES))
+        adapted = sum(size for name, size in sizes.items() if in_known_backbone(name))
         return f"{adapted:,} + {sum(sizes.values()) - adapted:,} in the head"
 
     def make_small(self) -> None:

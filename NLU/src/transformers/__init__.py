@@ -2,7 +2,7 @@
 
 A name's module is imported when the name is first used, so that a script's --help does not wait for
 models and tokenizers. The names are listed twice: as imports for type checkers, and with their
-modules for `__getattr__`.
+modules for `__getattr__`; those of the models are registered, see models/registry.py.
 """
 
 # ruff: noqa: F401 - the imports are for type checkers alone
@@ -12,6 +12,7 @@ import importlib.util
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from .models.registry import modules_of_classes
 from .utils import logging
 
 if TYPE_CHECKING:
@@ -98,18 +99,6 @@ _MODULE_OF = {
     "AutoModelForMaskedLM": ".models.auto.modeling_auto",
     "AutoModelForSequenceClassification": ".models.auto.modeling_auto",
     "AutoTokenizer": ".models.auto.tokenization_auto",
-    "DebertaV2Config": ".models.deberta_v2.configuration_deberta_v2",
-    "DebertaV2ForMaskedLM": ".models.deberta_v2.modeling_deberta_v2",
-    "DebertaV2ForSequenceClassification": ".models.deberta_v2.modeling_deberta_v2",
-    "DebertaV2Model": ".models.deberta_v2.modeling_deberta_v2",
-    "DebertaV2PreTrainedModel": ".models.deberta_v2.modeling_deberta_v2",
-    "DebertaV2Tokenizer": ".models.deberta_v2.tokenization_deberta_v2",
-    "RobertaConfig": ".models.roberta.configuration_roberta",
-    "RobertaForMaskedLM": ".models.roberta.modeling_roberta",
-    "RobertaForSequenceClassification": ".models.roberta.modeling_roberta",
-    "RobertaModel": ".models.roberta.modeling_roberta",
-    "RobertaPreTrainedModel": ".models.roberta.modeling_roberta",
-    "RobertaTokenizerFast": ".models.roberta.tokenization_roberta_fast",
     "AdamW": ".optimization",
     "get_scheduler": ".optimization",
     "BatchEncoding": ".tokenization_utils_base",
@@ -125,6 +114,7 @@ _MODULE_OF = {
     "IntervalStrategy": ".trainer_utils",
     "SchedulerType": ".trainer_utils",
     "TrainingArguments": ".training_args",
+    **modules_of_classes(),
 }
 
 __all__ = sorted([*_MODULE_OF, "logging"])

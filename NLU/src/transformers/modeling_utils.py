@@ -14,24 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from loralib.adapters.adapter import (
-    BITFIT,
-    BOTTLENECK,
-    LORA,
-    Adapter,
-    Kind,
-    adapter_tensors,
-    lora_targets,
-)
+from loralib.adapters.adapter import LORA, Adapter, Kind, adapter_tensors
 from loralib.adapters.checks import check_together
 from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.loading import load_into, lora_layers
+from loralib.adapters.names import lora_targets
 from loralib.errors import CheckpointError
 from loralib.io.hub import resolve_file
 from loralib.io.tensors import read_tensors, write_tensors
 from loralib.layers import LoRALayer
 from loralib.nn.positions import lora_reaches_positions
 
+from .adapter_kinds import BITFIT, BOTTLENECK
 from .adapters import UpProjection
 from .configuration_utils import PretrainedConfig, check_same_adaptation
 from .file_utils import (
@@ -169,7 +163,7 @@ class PreTrainedModel(nn.Module):
         return tuple(kind for kind in present if present[kind])
 
     def adapter(self, kind: Kind = LORA) -> Adapter:
-        """The trained weights of one kind and the head, with what has to be known of them.
+        """The trained weights of one kind and the head, with their metadata.
 
         Raises:
             ValueError: the model has none of this kind.
@@ -177,7 +171,7 @@ class PreTrainedModel(nn.Module):
         if kind not in self.adapted_by:
             raise ValueError(f"the model has no {kind.name} layers: build it with {kind.switch}")
         config = self.config
-        info = kind.metadata(
+        metadata = kind.metadata(
             **self._settings_of(kind),
             base=config.base_name_or_path,
             base_revision=config.base_revision,
@@ -188,10 +182,10 @@ class PreTrainedModel(nn.Module):
         )
         state = {name: t for name, t in self.state_dict().items() if name not in self.tied_weights}
         tensors = adapter_tensors(state, [self._prefix(state)], kind)
-        return Adapter(tensors, info, kind=kind)
+        return Adapter(tensors, metadata, kind=kind)
 
     def _settings_of(self, kind: Kind) -> dict[str, Any]:
-        """What the model was built with, by the names that the kind's info has for it."""
+        """What the model was built with, by the names that the kind's metadata has for it."""
         if kind is BOTTLENECK:
             return {name: getattr(self.config, name) for name in ("adapter_type", "adapter_size")}
         if kind is BITFIT:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from loralib.adapters.adapter import KINDS, Kind
+from loralib.adapters.adapter import Kind
 from loralib.adapters.formats import format_of_name, read_adapter, what_forbids, write_adapter
 from loralib.errors import CheckpointError, TrainingError, first_line
 from loralib.io.atomic import atomic_write, sync_folder
@@ -33,6 +33,7 @@ from loralib.training.distributed import gather_objects
 from loralib.training.precision import Precision
 from loralib.training.process import rng_state, set_rng_state
 
+from .adapter_kinds import KINDS
 from .file_utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from .modeling_utils import PreTrainedModel, read_weights
 from .tokenization_utils_base import PreTrainedTokenizerBase

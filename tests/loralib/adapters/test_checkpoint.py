@@ -7,6 +7,7 @@ import re
 import stat
 from dataclasses import replace
 
+import all_families  # noqa: F401
 import pytest
 import torch
 from compare import assert_close_to_rounding, assert_same_bits
@@ -15,12 +16,15 @@ from safetensors.torch import save_file
 from torch import nn
 
 import loralib as lora
-from loralib.adapters.adapter import Adapter, adapter_tensors, lora_targets
+from loralib.adapters.adapter import Adapter, adapter_tensors
+from loralib.adapters.canonical import canonical_names
+from loralib.adapters.checksums import checksum
 from loralib.adapters.fingerprint import fingerprint
-from loralib.adapters.formats import canonical_names, checksum, read_adapter, write_adapter
+from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.adapters.loading import load_into, lora_layers
 from loralib.adapters.metadata import LoraMetadata
-from loralib.errors import CheckpointError
+from loralib.adapters.names import lora_targets
+from loralib.errors import CheckpointError, WrongBaseError
 from loralib.io.atomic import atomic_write
 from loralib.io.tensors import read_tensors, write_tensors
 
@@ -384,7 +388,7 @@ def test_load_into(tmp_path, name, mode):
             ["trained with targets query, value, the model was built with query"],
         ),
         ({"labels": 2}, ["classifier.", "(3", "in the file, (2", "in the model"]),
-        ({"targets": ()}, ["no LoRA layers to take it", "--apply_lora"]),
+        ({"targets": ()}, ["no LoRA layers to take it", "apply_lora"]),
     ],
 )
 def test_a_model_of_other_settings(settings, parts):
@@ -419,8 +423,11 @@ def test_another_base(theirs, ours, fits):
     if fits:
         assert load_into(model, adapter, base_fingerprint=ours) == []
     else:
-        parts = ("'some/base' (fingerprint a)", "not one of fingerprint b", "--model_name_or_path")
+        parts = ("'some/base' (fingerprint a)", "not one of fingerprint b", "give that one")
         refuses(model, adapter, *parts, base_fingerprint=ours)
+        with pytest.raises(WrongBaseError) as caught:
+            load_into(model, adapter, base_fingerprint=ours)
+        assert (caught.value.expected, caught.value.found) == (theirs, ours)
 
 
 def change(**tensors):

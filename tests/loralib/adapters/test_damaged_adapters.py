@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import all_families  # noqa: F401
 import pytest
 import torch
 from safetensors.torch import save_file

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import all_families  # noqa: F401
 import pytest
 import torch
 import torch.nn.functional as F
@@ -304,7 +305,7 @@ def named(module: str, rows: int = 4, columns: int = 4, **arguments) -> dict[str
 
 
 FAILING = {
-    "alpha": (replace(many(), metadata=None), ["--lora_alpha"]),
+    "alpha": (replace(many(), metadata=None), ["give it as lora_alpha"]),
     "unknown module": (many(**named("zz")), ["no zz to be adapted"]),
     "deep unknown module": (many(**named("query__weight__zz")), ["query.weight.zz"]),
     "a parameter": (many(**named("query__weight")), ["query.weight"]),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
+import all_families  # noqa: F401
 import pytest
 import torch
 from adapter_files import (
@@ -33,13 +34,15 @@ from torch import nn
 
 import loralib as lora
 from loralib.adapters import peft
-from loralib.adapters.adapter import BITFIT, BOTTLENECK, Adapter, lora_metadata
+from loralib.adapters.adapter import Adapter, lora_metadata
+from loralib.adapters.canonical import canonical_names
 from loralib.adapters.deltas import deltas_of
-from loralib.adapters.formats import FORMATS, canonical_names, read_adapter, write_adapter
-from loralib.adapters.metadata import BiasMetadata, BottleneckMetadata, LoraMetadata
+from loralib.adapters.formats import FORMATS, read_adapter, write_adapter
+from loralib.adapters.metadata import LoraMetadata
 from loralib.io import tensors as tensor_files
 from loralib.io.atomic import atomic_write_folder
 from loralib.io.tensors import read_tensors
+from transformers.adapter_kinds import BITFIT, BOTTLENECK, BiasMetadata, BottleneckMetadata
 
 # ---- recognition ----
 
@@ -281,7 +284,7 @@ LOST = {
 def test_what_each_form_cannot_hold(tmp_path, family):
     adapter = adapter_of(family)
     told = write_adapter(tmp_path / "a.safetensors", adapter)
-    assert [remark for remark in told if not remark.startswith("its modules are taken")] == []
+    assert [remark for remark in told if "modules are taken for linear" not in remark] == []
     said = write_adapter(tmp_path / "a.bin", adapter)
     lost = LOST if HEADS[family] else {k: v for k, v in LOST.items() if k not in ("task", "labels")}
     expected = {f"not in this format: {key} {value.format(family)}" for key, value in lost.items()}
@@ -363,7 +366,8 @@ def test_an_update_of_all_of_c_attn_stays_whole(tmp_path, stray):
         for ab, shape in (("A", (4, 6)), ("B", (18, 4)))
     }
     for name in ("out.safetensors", "out.bin"):
-        refused(lambda name=name: write_adapter(tmp_path / name, adapter), adapter.source, "merged")
+        call = lambda name=name: write_adapter(tmp_path / name, adapter)  # noqa: E731
+        refused(call, adapter.source, "merge_into")
     assert listing(tmp_path).isdisjoint({"out.safetensors", "out.bin"})
     write_adapter(tmp_path / "c", adapter, "peft")
     assert_same_bits(read_adapter(tmp_path / "c").tensors, adapter.tensors)
@@ -460,10 +464,10 @@ def test_alpha_has_to_be_known_where_it_is_written(tmp_path):
         refused(
             lambda name=name, format=format: write_adapter(tmp_path / name, adapter, format),
             adapter.source,
-            "--lora_alpha",
+            "give it as lora_alpha",
         )
     assert listing(tmp_path) == set()
-    refused(lambda: deltas_of(adapter), adapter.source, "--lora_alpha")
+    refused(lambda: deltas_of(adapter), adapter.source, "give it as lora_alpha")
 
 
 @pytest.mark.parametrize("name", ["out.safetensors", "out.bin", "out"])
@@ -474,11 +478,11 @@ def test_an_alpha_that_is_given(tmp_path, name):
     if format == "release":
         assert read_adapter(tmp_path / name, lora_alpha=4).metadata.alpha == 4
     else:
-        parts = ("trained with alpha 3", "--lora_alpha is 4")
+        parts = ("trained with alpha 3", "lora_alpha is 4")
         refused(lambda: read_adapter(tmp_path / name, lora_alpha=4), tmp_path / name, *parts)
     for alpha in (0, -1, math.inf, math.nan):
         call = lambda alpha=alpha: read_adapter(tmp_path / name, lora_alpha=alpha)  # noqa: E731
-        refused(call, tmp_path / name, "--lora_alpha")
+        refused(call, tmp_path / name, "lora_alpha has to be above 0")
 
 
 # ---- one file beside another ----
@@ -637,20 +641,30 @@ def umask() -> int:
     [
         ({"embed.lora_A": drawn(2, 6), "embed.lora_B": drawn(6, 2)}, "embedding"),
         ({"transformer.wte.lora_A": drawn(2, 6), "transformer.wte.lora_B": drawn(6, 2)}, "embed"),
-        (
-            {
-                **tensors_of("gpt2"),
-                "transformer.h.0.mlp.c_fc.lora_A": drawn(2, 6),
-                "transformer.h.0.mlp.c_fc.lora_B": drawn(24, 2),
-            },
-            "stacked updates and others",
-        ),
     ],
 )
 def test_what_peft_cannot_hold(tmp_path, tensors, message):
     adapter = Adapter(tensors, lora_metadata(tensors, rank=2, alpha=3), "this adapter")
     refused(lambda: write_adapter(tmp_path / "a", adapter, "peft"), "this adapter", message)
     assert listing(tmp_path) == set()
+
+
+@pytest.mark.parametrize("where", range(2))
+def test_peft_holds_stacked_updates_and_others(tmp_path, where):
+    """They have several ranks there, with the same scaling, and one again when they are read."""
+    other = f"transformer.h.{where}.mlp.c_proj"
+    tensors = {**tensors_of("gpt2")}
+    tensors |= {f"{other}.lora_A": drawn(2, 24, seed=5), f"{other}.lora_B": drawn(6, 2, seed=5)}
+    metadata = lora_metadata(tensors, rank=2, alpha=3)
+    write_adapter(tmp_path / "a", Adapter(tensors, metadata, "this adapter"), "peft")
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (2, 3)
+    assert config["rank_pattern"] == dict.fromkeys(MODULES["gpt2"], 4)
+    assert config["alpha_pattern"] == dict.fromkeys(MODULES["gpt2"], 6)
+    adapter = read_adapter(tmp_path / "a")
+    assert_same_bits(adapter.tensors, tensors)
+    assert adapter.metadata == metadata
+    assert set(adapter.metadata.targets) == {"c_attn", "mlp.c_proj"}
 
 
 # ---- checksums of torch's files ----

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import all_families  # noqa: F401
 import pytest
 import torch
 from adapter_files import (
@@ -27,20 +28,21 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from loralib.adapters.formats import checksum, read_adapter, write_adapter
+from loralib.adapters.checksums import checksum
+from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.errors import CheckpointError
 from loralib.io.tensors import write_wrapped_tensors
 
 # ---- what is no adapter ----
 
 
-def test_a_whole_model_given_as_an_adapter(tmp_path):
+def test_a_full_model_given_as_an_adapter(tmp_path):
     query = "roberta.encoder.layer.0.attention.self.query"
     for extra in (f"{query}.weight", "roberta.embeddings.word_embeddings.weight"):
         tensors = {**tensors_of("roberta"), extra: drawn(6, 6)}
-        refused_file(tmp_path, tensors, "whole model", extra, "split_lora.py")
+        refused_file(tmp_path, tensors, "full model", extra, "adapter_tensors")
     tensors = {**tensors_of("gpt2"), "transformer.wte.weight": drawn(9, 6)}
-    refused_file(tmp_path, {"model_state_dict": tensors}, "whole model", "split_lora.py")
+    refused_file(tmp_path, {"model_state_dict": tensors}, "full model", "adapter_tensors")
 
 
 def test_a_users_whole_model_given_as_an_adapter(tmp_path):

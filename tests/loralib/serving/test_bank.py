@@ -9,6 +9,7 @@ import threading
 from dataclasses import dataclass, replace
 from functools import partial
 
+import all_families  # noqa: F401
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,15 +17,16 @@ from compare import assert_close_to_rounding, rounding
 from torch import nn
 
 import loralib as lora
-from loralib.adapters.adapter import BITFIT, BOTTLENECK, Adapter, adapter_tensors
+from loralib.adapters.adapter import Adapter, adapter_tensors
 from loralib.adapters.deltas import deltas_of
 from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.loading import load_into
-from loralib.adapters.metadata import BiasMetadata, BottleneckMetadata, LoraMetadata
+from loralib.adapters.metadata import LoraMetadata
 from loralib.errors import CheckpointError
 from loralib.nn.packing import PackedRows, attend
 from loralib.nn.routing import Routing, for_each_segment, in_effect
 from loralib.serving.bank import _DeviceDelta
+from transformers.adapter_kinds import BITFIT, BOTTLENECK, BiasMetadata, BottleneckMetadata
 
 WIDTH = 8
 # Of the sums that follow one another: two layers of four products, one of them with an update,
@@ -96,7 +98,7 @@ class Plain(nn.Module):
 class Block(nn.Module):
     def __init__(self, trained):
         super().__init__()
-        self.c_attn = lora.MergedLinear(
+        c_attn = lora.MergedLinear(
             WIDTH,
             3 * WIDTH,
             r=trained.rank,
@@ -104,9 +106,10 @@ class Block(nn.Module):
             enable_lora=[True, False, True],
             fan_in_fan_out=True,
         )
+        self.attn = nn.ModuleDict({"c_attn": c_attn})
 
     def forward(self, x, rows):
-        q, k, v = self.c_attn(x).chunk(3, dim=-1)
+        q, k, v = self.attn["c_attn"](x).chunk(3, dim=-1)
         return x + attend(q, k, v, rows, heads=2, causal=True)
 
 
@@ -128,7 +131,7 @@ class Packed(nn.Module):
 
 
 MODELS = (Plain, Packed)
-LAYER = {Plain: "roberta.layer.0.query", Packed: "transformer.h.0.c_attn"}
+LAYER = {Plain: "roberta.layer.0.query", Packed: "transformer.h.0.attn.c_attn"}
 
 
 def draw(model, seed):
@@ -650,16 +653,16 @@ def with_nan(adapter):
     return changed(**{name: tensor})(adapter)
 
 
-MERGE = r"utils/convert\.py --to merged"
+MERGE = r"merge it into its base \(merge_into\)"
 MISFITS = {
     "bottleneck": (
         of_kind(BOTTLENECK, BottleneckMetadata(adapter_type="houlsby", adapter_size=2)),
-        ["holds adapter weights, a bank takes LoRA's", "--adapter_path"],
+        ["holds adapter weights, a bank takes LoRA's", "apply_adapter"],
     ),
-    "bitfit": (of_kind(BITFIT, BiasMetadata()), ["holds BitFit weights", "--bitfit_path"]),
+    "bitfit": (of_kind(BITFIT, BiasMetadata()), ["holds BitFit weights", "apply_bitfit"]),
     "biases": (informed(bias="lora_only"), ["brings biases of its own", MERGE]),
-    "trained_with": (informed(trained_with=("apply_bitfit",)), ["--apply_bitfit as well", MERGE]),
-    "no info": (lambda adapter: replace(adapter, metadata=None), ["--lora_alpha"]),
+    "trained_with": (informed(trained_with=("apply_bitfit",)), ["apply_bitfit as well", MERGE]),
+    "no info": (lambda adapter: replace(adapter, metadata=None), ["give it as lora_alpha"]),
     "other base": (
         informed(base="their/base", base_fingerprint="feed" * 4),
         ["another base", "'their/base'", "feedfeedfeedfeed"],
@@ -686,7 +689,7 @@ MISFITS = {
         [r"query\.bias is neither an update nor a head's", MERGE],
     ),
     "GPT-2's backbone": (
-        changed(**{"transformer.h.0.c_attn.bias": torch.ones(24)}),
+        changed(**{"transformer.h.0.attn.c_attn.bias": torch.ones(24)}),
         [r"c_attn\.bias is neither"],
     ),
     "no such head": (changed(score__weight=torch.ones(2, 8)), ["no 'score' to take"]),
@@ -792,5 +795,5 @@ def test_a_module_that_is_never_called():
     adapter = Adapter(
         tensors, LoraMetadata(rank=2, alpha=4, targets=("out_proj",)), "a.safetensors"
     )
-    with refuses(CheckpointError, "nn.MultiheadAttention never calls", "--to merged"):
+    with refuses(CheckpointError, "nn.MultiheadAttention never calls", "merge_into"):
         lora.AdapterBank(model).add("a", adapter)

@@ -1,1 +1,4 @@
-"""One folder a model."""
+"""One folder a model. A family is registered by naming it here; nothing else lists them."""
+
+from .roberta import family as _roberta  # noqa: F401, I001 - messages list them in this order
+from .deberta_v2 import family as _deberta_v2  # noqa: F401

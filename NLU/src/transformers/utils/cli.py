@@ -9,13 +9,22 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
-from loralib.adapters.adapter import KINDS
-from loralib.errors import TrainingError
+from loralib.errors import (
+    AlphaError,
+    FullModelError,
+    MissingLayersError,
+    MissingPartError,
+    NeedsMergingError,
+    TrainingError,
+    WrongBaseError,
+    adding_ways_out,
+)
 from loralib.io.atomic import remove_leftovers
 from loralib.training import distributed, process
 from loralib.training.distributed import gather_objects
 from loralib.training.locks import sole_use
 
+from ..adapter_kinds import KINDS, path_flag
 from ..configuration_utils import PretrainedConfig
 from ..file_utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from ..tokenization_utils_base import PreTrainedTokenizerBase
@@ -249,6 +258,21 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfi
         )
 
 
+# What the scripts' users can do about the library's errors.
+WAYS_OUT = {
+    AlphaError: "--lora_alpha",
+    WrongBaseError: "--model_name_or_path",
+    FullModelError: "utils/split_lora.py does, or give it as --model_name_or_path",
+    MissingLayersError: lambda error: f"--{error.switch}",
+    MissingPartError: lambda error: path_flag(error.switch),
+    NeedsMergingError: "utils/convert.py --to merged",
+}
+
+
 def run(main: Callable[[], None]) -> None:
-    """Runs a script's `main`, as `process.run` does; errors keep clear of progress bars."""
-    process.run(main, report=lambda line: tqdm.write(line, file=sys.stderr))
+    """Runs a script's `main`, as `process.run` does; errors keep clear of progress bars.
+
+    Those of the library get the flags that can mend them.
+    """
+    with_ways_out = adding_ways_out(WAYS_OUT)(main)
+    process.run(with_ways_out, report=lambda line: tqdm.write(line, file=sys.stderr))

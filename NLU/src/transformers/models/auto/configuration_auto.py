@@ -7,13 +7,7 @@ from typing import Any
 from ...configuration_utils import PretrainedConfig
 from ...file_utils import CONFIG_NAME
 from ...loading_arguments import split_arguments
-from ..deberta_v2.configuration_deberta_v2 import DebertaV2Config
-from ..roberta.configuration_roberta import RobertaConfig
-
-CONFIG_MAPPING: dict[str, type[PretrainedConfig]] = {
-    "roberta": RobertaConfig,
-    "deberta-v2": DebertaV2Config,
-}
+from ..registry import CARRIED, Carried
 
 
 class AutoConfig:
@@ -25,7 +19,7 @@ class AutoConfig:
     @classmethod
     def for_model(cls, model_type: str, **settings: Any) -> PretrainedConfig:
         """The settings of a new model of `model_type`."""
-        return _config_class(model_type, "for_model")(**settings)
+        return _carried(model_type, "for_model").load("config")(**settings)
 
     @classmethod
     def from_pretrained(
@@ -36,28 +30,34 @@ class AutoConfig:
         Raises:
             ValueError: the model is of a type that this package does not carry.
         """
-        config_class = config_class_of(name_or_path, split_arguments(arguments)[0])
-        return config_class.from_pretrained(name_or_path, **arguments)
+        carried = carried_of(name_or_path, split_arguments(arguments)[0])
+        return carried.load("config").from_pretrained(name_or_path, **arguments)
 
 
-def config_class_of(
-    name_or_path: str | os.PathLike, where: Mapping[str, Any]
-) -> type[PretrainedConfig]:
-    """The settings class of a model; `where` as in `resolve_file`.
+def carried_of(
+    model: str | os.PathLike | PretrainedConfig, where: Mapping[str, Any] | None = None
+) -> Carried:
+    """The family of a model, given by its settings or by where these are.
+
+    Args:
+        model: the settings; or a folder or a hub repository.
+        where: as in `resolve_file`.
 
     Raises:
         ValueError: the model is of a type that this package does not carry.
     """
-    values = PretrainedConfig.get_config_dict(name_or_path, **where)
-    return _config_class(values.get("model_type"), str(name_or_path))
+    if isinstance(model, PretrainedConfig):
+        return _carried(model.model_type, type(model).__name__)
+    values = PretrainedConfig.get_config_dict(model, **(where or {}))
+    return _carried(values.get("model_type"), str(model))
 
 
-def _config_class(model_type: str | None, source: str) -> type[PretrainedConfig]:
+def _carried(model_type: str | None, source: str) -> Carried:
     if not isinstance(model_type, str | None):
         raise ValueError(f"{source}/{CONFIG_NAME}: model_type must be a string, not {model_type}")
-    if model_type not in CONFIG_MAPPING:
+    if model_type not in CARRIED:
         raise ValueError(
             f"'{source}' is a {model_type or 'model of no stated type'}; "
-            f"this package carries {', '.join(CONFIG_MAPPING)}"
+            f"this package carries {', '.join(CARRIED)}"
         )
-    return CONFIG_MAPPING[model_type]
+    return CARRIED[model_type]

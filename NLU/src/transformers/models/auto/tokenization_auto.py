@@ -6,16 +6,7 @@ from typing import Any
 from ...configuration_utils import PretrainedConfig
 from ...loading_arguments import split_arguments
 from ...tokenization_utils_base import PreTrainedTokenizerBase
-from ..deberta_v2.configuration_deberta_v2 import DebertaV2Config
-from ..deberta_v2.tokenization_deberta_v2 import DebertaV2Tokenizer
-from ..roberta.configuration_roberta import RobertaConfig
-from ..roberta.tokenization_roberta_fast import RobertaTokenizerFast
-from .configuration_auto import config_class_of
-
-TOKENIZER_MAPPING: dict[type[PretrainedConfig], type[PreTrainedTokenizerBase]] = {
-    RobertaConfig: RobertaTokenizerFast,
-    DebertaV2Config: DebertaV2Tokenizer,
-}
+from .configuration_auto import carried_of
 
 
 class AutoTokenizer:
@@ -41,8 +32,6 @@ class AutoTokenizer:
                 gives the ids of both of upstream's.
             arguments: as in `PreTrainedTokenizerBase.from_pretrained`.
         """
-        if config is None:
-            config_class = config_class_of(name_or_path, split_arguments(arguments)[0])
-        else:
-            config_class = type(config)
-        return TOKENIZER_MAPPING[config_class].from_pretrained(name_or_path, **arguments)
+        source = name_or_path if config is None else config
+        tokenizer_class = carried_of(source, split_arguments(arguments)[0]).load("tokenizer")
+        return tokenizer_class.from_pretrained(name_or_path, **arguments)

@@ -1,0 +1,105 @@
+"""What can be trained in a frozen backbone: LoRA, and the paper's baselines.
+
+The baselines are bottleneck adapters (see adapters.py) and BitFit, which trains the biases. Of each
+kind a run writes a file of its own; to the library all of them are adapters.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from loralib.adapters.adapter import LORA, Kind, plain
+from loralib.adapters.metadata import AdapterMetadata
+from loralib.adapters.names import within_layer
+from loralib.errors import CheckpointError
+
+from .adapterhub import ADAPTERHUB
+
+
+@dataclass(frozen=True, kw_only=True)
+class BottleneckMetadata(AdapterMetadata):
+    """Metadata of bottleneck adapters.
+
+    Args:
+        adapter_type: where they sit and how they compute, such as "houlsby".
+        adapter_size: width of the bottleneck.
+    """
+
+    adapter_type: str
+    adapter_size: int
+
+    own: ClassVar[frozenset[str]] = frozenset({"adapter_type", "adapter_size"})
+
+    def check(self, path: object) -> None:
+        """As in `AdapterMetadata`."""
+        super().check(path)
+        kind, size = self.adapter_type, self.adapter_size
+        if not (isinstance(kind, str) and isinstance(size, int) and size >= 1):
+            message = f"adapter_type {kind!r}, adapter_size {size!r} in its metadata"
+            raise CheckpointError(f"{path}: {message}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BiasMetadata(AdapterMetadata):
+    """Metadata of biases that were trained in place.
+
+    Args:
+        biases: which ones; "all" the backbone has.
+    """
+
+    biases: str = "all"
+
+    own: ClassVar[frozenset[str]] = frozenset({"biases"})
+
+
+@dataclass(frozen=True)
+class _Bottlenecks(Kind):
+    def mismatch(self, theirs: Iterable[str], ours: Iterable[str]) -> str | None:
+        """Bottlenecks behind other modules of a layer."""
+        trained, built = self._places(theirs), self._places(ours)
+        if trained == built:
+            return None
+        return (
+            f"has adapters behind {plain(trained)} of a layer, the model behind {plain(built)}: "
+            "another --adapter_type"
+        )
+
+    def _places(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The modules of a layer that bottlenecks belong to, each once, sorted."""
+        modules = {name.partition(f".{self.part}")[0] for name in names}
+        return tuple(sorted({within_layer(module) for module in modules}))
+
+
+@dataclass(frozen=True)
+class _Biases(Kind):
+    def holds(self, name: str, backbones: tuple[str, ...]) -> bool:
+        """As in `Kind`; a head has biases of its own, and so have bottlenecks."""
+        return self.part in name and BOTTLENECK.part not in name and name.startswith(backbones)
+
+
+BOTTLENECK = _Bottlenecks(
+    name="adapter",
+    part="adapter",
+    file="pytorch_model_adapter",
+    metadata=BottleneckMetadata,
+    switch="apply_adapter",
+    sized_by=("adapter_A.weight", "adapter_size"),
+    foreign=ADAPTERHUB,
+)
+
+BITFIT = _Biases(
+    name="BitFit",
+    part="bias",
+    file="pytorch_model_bitfit",
+    metadata=BiasMetadata,
+    switch="apply_bitfit",
+)
+
+# The setting, and the scripts' flag, that names a kind's file.
+PATHS = {LORA: "lora_path", BOTTLENECK: "adapter_path", BITFIT: "bitfit_path"}
+KINDS = tuple(PATHS)
+
+
+def path_flag(switch: str) -> str:
+    """The scripts' flag that names the file of the kind with this switch."""
+    return next((f"--{path}" for kind, path in PATHS.items() if kind.switch == switch), switch)

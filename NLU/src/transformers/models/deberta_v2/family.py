@@ -1,0 +1,30 @@
+"""DeBERTa-v2: what the Auto classes and adapters have to know of it."""
+
+from loralib.adapters.families import Family
+
+from ..registry import carry
+
+DEBERTA_V2 = carry(
+    Family(
+        name="deberta-v2",
+        title="DeBERTa-v2",
+        backbone="deberta.",
+        layers="deberta.encoder.layer.",
+        head=("pooler",),
+        logits="classifier",
+        shared_with_positions=("attention.self.query_proj", "attention.self.key_proj"),
+        # In the release's first files the low-rank layers stood next to the projections.
+        old_names={
+            r"\.(query|value)_lora_a\.weight$": r".\1_proj.lora_A",
+            r"\.(query|value)_lora_b\.weight$": r".\1_proj.lora_B",
+        },
+        tokenizer_files=("spm.model",),
+    ),
+    package=__package__,
+    config="configuration_deberta_v2.DebertaV2Config",
+    tokenizer="tokenization_deberta_v2.DebertaV2Tokenizer",
+    base="modeling_deberta_v2.DebertaV2PreTrainedModel",
+    backbone="modeling_deberta_v2.DebertaV2Model",
+    masked_lm="modeling_deberta_v2.DebertaV2ForMaskedLM",
+    sequence_classification="modeling_deberta_v2.DebertaV2ForSequenceClassification",
+)

@@ -1,0 +1,125 @@
+"""Families of models: what of an adapter depends on the model that it was trained in.
+
+Whoever carries a model registers its family, in one place beside the model:
+
+    ROBERTA = register(
+        Family(
+            name="roberta",
+            title="RoBERTa",
+            backbone="roberta.",
+            layers="roberta.encoder.layer.",
+            logits="classifier.out_proj",
+        )
+    )
+
+This library names no model. An adapter of a family that is not registered is handled as one of any
+model: all its modules are taken for linear layers with one low-rank update each, and what belongs
+to the base is told from the adapter itself. Where that is not enough, as for stacked updates, it is
+refused.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from .names import within_layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What has to be known of a family's models to handle their adapters.
+
+    Modules of a layer are named as `within_layer` does it: by what follows the layer's number.
+
+    Args:
+        name: its model type in ``config.json``.
+        title: what messages call it.
+        backbone: what the names of the backbone's tensors start with; what starts otherwise belongs
+            to a head.
+        layers: what the names of its layers start with, up to the number.
+        head: modules beyond the backbone that a task trains in full, by their first names.
+        logits: the module of a classification head that makes the logits.
+        lora_modules: the modules of a layer in which the family's own models can have LoRA; None
+            where that is any linear layer.
+        stacked: modules of a layer that compute several projections in one, as `MergedLinear` does
+            -> which of these have LoRA.
+        shared_with_positions: projections of a layer that positions may share with contents, see
+            `loralib.nn.positions`.
+        tied: tensors that are another one, and no file needs to hold -> the other's name.
+        old_names: regular expressions of names in earlier files -> what takes their place.
+        wrapped_in_release: the release's scripts wrote such models as they were wrapped in DDP, and
+            in a larger dict: names begin with ``module.``, under ``model_state_dict``.
+        fan_in_fan_out: weights are held as (in, out), so that PEFT has to be told.
+        peft_task: PEFT's task type, where it does not depend on the head.
+        tokenizer_files: the files of its tokenizer that are not named alike for all models.
+    """
+
+    name: str
+    title: str
+    backbone: str
+    layers: str
+    head: tuple[str, ...] = ()
+    logits: str | None = None
+    lora_modules: tuple[str, ...] | None = None
+    stacked: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
+    shared_with_positions: tuple[str, ...] = ()
+    tied: Mapping[str, str] = field(default_factory=dict)
+    old_names: Mapping[str, str] = field(default_factory=dict)
+    wrapped_in_release: bool = False
+    fan_in_fan_out: bool = False
+    peft_task: str | None = None
+    tokenizer_files: tuple[str, ...] = ()
+
+    @property
+    def of_base(self) -> tuple[str, ...]:
+        """What the names of all tensors of a base start with, those that are tied included."""
+        return self.backbone, *self.tied
+
+
+_REGISTERED: dict[str, Family] = {}
+
+
+def register(family: Family) -> Family:
+    """Makes a family known, and returns it; a second time changes nothing.
+
+    Raises:
+        ValueError: another family has its name.
+    """
+    if _REGISTERED.setdefault(family.name, family) != family:
+        raise ValueError(f"there is another family '{family.name}' already")
+    return family
+
+
+def registered() -> tuple[Family, ...]:
+    """The families that are known, in the order in which they were registered."""
+    return tuple(_REGISTERED.values())
+
+
+def backbone_prefixes() -> tuple[str, ...]:
+    """What the names of tensors of known backbones start with."""
+    return tuple(family.backbone for family in registered())
+
+
+def in_known_backbone(name: str) -> bool:
+    """Whether this is the name of a tensor in the backbone of a registered family."""
+    return name.startswith(backbone_prefixes())
+
+
+def family_of(names: Iterable[str]) -> Family | None:
+    """The registered family whose layers some of these modules or tensors are in, if any."""
+    names = tuple(names)
+    for family in registered():
+        if any(name.startswith(family.layers) for name in names):
+            return family
+    return None
+
+
+def enabled_slices(module: str) -> tuple[bool, ...]:
+    """Which slices of a module's output its stacked updates belong to; () where that is unknown."""
+    family = family_of([module])
+    return family.stacked.get(within_layer(module), ()) if family else ()
+
+
+def may_share_positions(modules: Iterable[str]) -> bool:
+    """Whether modules of these names can be projections that positions share with contents."""
+    found = ((family_of([module]), within_layer(module)) for module in modules)
+    return any(family and name in family.shared_with_positions for family, name in found)

@@ -1,0 +1,149 @@
+"""Families: what is registered, and what becomes of adapters of those that are not."""
+
+import json
+import logging
+import subprocess
+import sys
+from dataclasses import replace
+
+import all_families  # noqa: F401
+import pytest
+import torch
+from adapter_files import FAMILIES, MODULES, TARGETS, adapter_of, refused, tensors_of
+from compare import assert_same_bits
+
+from loralib.adapters import families
+from loralib.adapters.canonical import canonical_names
+from loralib.adapters.deltas import deltas_of
+from loralib.adapters.families import Family, family_of, register
+from loralib.adapters.formats import FORMATS, read_adapter, write_adapter
+from loralib.errors import CheckpointError, NeedsMergingError, adding_ways_out
+
+
+@pytest.fixture
+def unregistered(monkeypatch):
+    """No family is known, as where the library is used alone."""
+    monkeypatch.setattr(families, "_REGISTERED", {})
+
+
+def test_both_trees_register_theirs():
+    names = {family: family_of(MODULES[family]) for family in FAMILIES}
+    assert {name: family and family.title for name, family in names.items()} == {
+        "roberta": "RoBERTa",
+        "deberta": "DeBERTa-v2",
+        "gpt2": "GPT-2",
+        "plain": None,
+    }
+
+
+def test_the_library_alone_knows_none():
+    code = "import loralib; loralib.read_adapter; from loralib.adapters import families as f"
+    code = f"{code}; print(f.registered())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "()"
+
+
+def test_a_family_is_registered_once(unregistered):
+    family = Family(name="a", title="A", backbone="a.", layers="a.layer.")
+    assert register(family) is family
+    assert register(replace(family)) == family
+    assert families.registered() == (family,)
+    with pytest.raises(ValueError, match="another family 'a'"):
+        register(replace(family, backbone="b."))
+
+
+def test_a_new_family_needs_nothing_else(unregistered, tmp_path):
+    """Its old names, its tied tensor, its stacked projections."""
+    register(
+        Family(
+            name="new",
+            title="New",
+            backbone="model.",
+            layers="model.layers.",
+            stacked={"qkv": (False, True, True)},
+            tied={"out.weight": "model.embed.weight"},
+            old_names={r"^layers\.": "model.layers."},
+        )
+    )
+    pair = {"lora_A": torch.ones(4, 3), "lora_B": torch.ones(8, 2)}
+    tensors = {f"layers.0.qkv.{name}": tensor for name, tensor in pair.items()}
+    torch.save(tensors, tmp_path / "a.bin")
+    adapter = read_adapter(tmp_path / "a.bin", lora_alpha=2)
+    assert adapter.tensors.keys() == {f"model.layers.0.qkv.{name}" for name in pair}
+    write_adapter(tmp_path / "a", adapter, "peft")
+    assert_same_bits(read_adapter(tmp_path / "a").tensors, adapter.tensors)
+    delta = deltas_of(adapter)["model.layers.0.qkv"]
+    assert [part.start for part in delta.parts] == [4, 8]
+    embed, other = torch.ones(2), torch.zeros(2)
+    names = {**adapter.tensors, "model.embed.weight": embed}
+    assert canonical_names({**names, "out.weight": embed.clone()}, "a").keys() == names.keys()
+    for wrong in ({**names, "out.weight": other}, {**adapter.tensors, "out.weight": embed}):
+        refused(lambda wrong=wrong: canonical_names(wrong, "a.bin"), "a.bin", "out.weight", "New")
+
+
+# ---- families that are not registered ----
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_files_of_the_trees_are_read_without_them(request, tmp_path, caplog, family, format):
+    """With the tensors that they hold; PEFT's stacked updates, as the one that they are there."""
+    adapter = adapter_of(family)
+    write_adapter(tmp_path / TARGETS[format], adapter, format)
+    known = read_adapter(tmp_path / TARGETS[format], lora_alpha=3)
+    request.getfixturevalue("unregistered")
+    with caplog.at_level(logging.INFO, "loralib"):
+        found = read_adapter(tmp_path / TARGETS[format], lora_alpha=3 if format != "peft" else None)
+    assert "of no registered family" in caplog.text
+    if (family, format) != ("gpt2", "peft"):
+        assert_same_bits(found.tensors, known.tensors)
+        return
+    assert (found.metadata.rank, found.metadata.alpha) == (4, 6)
+    for name, delta in deltas_of(found).items():
+        (part,) = delta.parts
+        (A_q, A_v), (B_q, B_v) = (known.tensors[f"{name}.lora_{ab}"].chunk(2) for ab in "AB")
+        assert torch.equal(part.A, torch.cat([A_q, A_v]))
+        nothing = torch.zeros(6, 2)
+        query, value = torch.cat([B_q, nothing], dim=1), torch.cat([nothing, B_v], dim=1)
+        assert torch.equal(part.B, torch.cat([query, torch.zeros(6, 4), value]))
+        assert delta.scaling == 3 / 2
+
+
+def test_what_cannot_be_known_is_refused(unregistered, tmp_path):
+    """Stacked updates, and the release's first names, which are not those of low-rank updates."""
+    refused(lambda: deltas_of(adapter_of("gpt2")), "this adapter", "its family is not registered")
+    name = "deberta.encoder.layer.0.attention.self.query_lora_a.weight"
+    torch.save({name: torch.ones(2, 6), **tensors_of("deberta")}, tmp_path / "old.bin")
+    refused(lambda: read_adapter(tmp_path / "old.bin"), tmp_path / "old.bin", "not the name of a")
+
+
+@pytest.mark.parametrize("family", ["roberta", "deberta"])
+def test_what_is_written_of_them_says_so(unregistered, tmp_path, family):
+    for format in ("lora", "peft"):
+        remarks = write_adapter(tmp_path / TARGETS[format], adapter_of(family), format)
+        assert any("of no registered family" in remark for remark in remarks)
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["task_type"] == "SEQ_CLS"
+
+
+def test_a_full_model_is_told_by_its_adapted_weights(unregistered, tmp_path):
+    weight = f"{MODULES['roberta'][0]}.weight"
+    torch.save({**tensors_of("roberta"), weight: torch.ones(6, 6)}, tmp_path / "full.bin")
+    refused(lambda: read_adapter(tmp_path / "full.bin"), tmp_path / "full.bin", "a full model")
+
+
+# ---- what scripts add ----
+
+
+@pytest.mark.parametrize("way_out", ["--flag", lambda error: f"--{error.reason}"])
+def test_ways_out(way_out):
+    """Of the error's class and those above it; it stays the error that it is."""
+    error = NeedsMergingError("a.bin", "flag")
+    with pytest.raises(NeedsMergingError) as caught, adding_ways_out({NeedsMergingError: way_out}):
+        raise error
+    assert caught.value is error
+    assert str(error) == "a.bin: flag; merge it into its base (merge_into) (--flag)"
+    other = CheckpointError("b.bin: is damaged")
+    with pytest.raises(CheckpointError) as caught, adding_ways_out({NeedsMergingError: way_out}):
+        raise other
+    assert str(caught.value) == "b.bin: is damaged"
