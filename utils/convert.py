@@ -144,7 +144,7 @@ def _read_encoder(family: Family, name: str, revision: str | None, adapter: Adap
             raise ValueError(
                 f"{name} was trained with --{kind.switch} itself: it is not a plain base"
             )
-    # A newly initialized head is no news: the adapter brings it, or merging says that it lacks one.
+    # No warning of a newly initialized head: the adapter brings one, or merging reports it.
     with errors_only():
         model = AutoModelForSequenceClassification.from_pretrained(
             name, revision=revision, **_labels(adapter)
@@ -190,7 +190,7 @@ def merge(path: Path, adapter: Adapter, base: Base, dtype: torch.dtype) -> None:
 
 def _write_encoder(folder: Path, adapter: Adapter, base: Base) -> None:
     model = base.model
-    untrained = model.drawn_anew - adapter.tensors.keys()
+    untrained = model.newly_initialized - adapter.tensors.keys()
     if untrained:
         raise CheckpointError(
             f"{adapter.source}: brings no {min(untrained)}, nor does {base.name}: the merged "

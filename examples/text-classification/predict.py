@@ -313,7 +313,7 @@ def fill_bank(
     labels = {}
     for name, adapter in adapters.items():
         bank.add(name, adapter)
-        untrained = model.drawn_anew - adapter.tensors.keys()
+        untrained = model.newly_initialized - adapter.tensors.keys()
         if untrained:
             raise ValueError(
                 f"{adapter.source}: brings no {min(untrained)}, and {base} has no trained one: "

@@ -555,8 +555,8 @@ def build_model(
         logger.info("loaded %s tensors from %s", len(own), adapter.source)
     if new:
         source = adapters[0].source
-        logger.warning("%s is for another task: drawn anew are %s", source, ", ".join(new))
-    untrained = model.drawn_anew.difference(*(adapter.tensors for adapter in adapters))
+        logger.warning("%s is for another task: newly initialized are %s", source, ", ".join(new))
+    untrained = model.newly_initialized.difference(*(adapter.tensors for adapter in adapters))
     if untrained and not training:
         raise ValueError(
             f"{model_args.model_name_or_path} has no trained {min(untrained)}, …: there is nothing "

@@ -44,7 +44,7 @@ def bases(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def backbones(bases, tmp_path_factory):
-    """The same without their heads, which are then drawn anew."""
+    """The same without their heads, which are then newly initialized."""
     root = tmp_path_factory.mktemp("backbones")
     for family, base in bases.items():
         shutil.copytree(base, root / family)

@@ -69,7 +69,7 @@ def adapted(base: Path, settings: dict, seed: int):
     torch.manual_seed(seed)
     model = AutoModelForSequenceClassification.from_pretrained(base, config=config)
     for name, parameter in model.named_parameters():
-        if "lora_B" in name or name in model.drawn_anew:
+        if "lora_B" in name or name in model.newly_initialized:
             parameter.data.normal_(std=0.3)
     return model
 

@@ -390,7 +390,7 @@ def test_an_adapter_is_the_start_for_another_task(glue, trained, tiny_glue, tmp_
     arguments = ["--task_name", "mnli", "--data_dir", tiny_glue, "--do_train", "--apply_lora"]
     path = trained / "pytorch_model_lora.safetensors"
     glue(*arguments, "--lora_path", path, "--max_steps", 1, "--output_dir", "next")
-    assert "is for another task: drawn anew are classifier.out_proj" in caplog.text
+    assert "is for another task: newly initialized are classifier.out_proj" in caplog.text
     tensors = lora_of(tmp_path / "next")
     assert tensors["classifier.out_proj.weight"].shape == (3, 32)
     name = "roberta.encoder.layer.0.attention.self.query.lora_A"

@@ -310,7 +310,7 @@ def plain_logits(folder: Path, family: str) -> torch.Tensor:
             return model.eval()(BATCH["input_ids"])
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     assert not model.adapted_by
-    assert not model.drawn_anew
+    assert not model.newly_initialized
     with torch.no_grad():
         return model(**BATCH).logits
 

@@ -42,7 +42,7 @@ _NOT_GIVEN_IF_NONE = {
 }
 
 
-# What a file says of itself.
+# What config.json states of the file, not settings.
 _NOT_OURS_TO_SET = {"model_type", "transformers_version"}
 # Settings that are this fork's own: upstream knows none of them.
 OWN_SETTINGS = frozenset(
@@ -61,8 +61,8 @@ class PretrainedConfig:
         num_labels: outputs of a classification head; `id2label` and `label2id` win over it.
         return_dict: models return a `ModelOutput` rather than a tuple.
         output_hidden_states: models also return every layer's output.
-        gradient_checkpointing: in training, layers' activations are computed again by the backward
-            pass rather than held: less memory, more time, the same numbers.
+        gradient_checkpointing: in training, the backward pass computes layers' activations again
+            instead of keeping them: less memory, more time, the same numbers.
         finetuning_task: name of the task that the head is for.
         apply_lora: put LoRA into every encoder layer.
         lora_r: its rank.
@@ -72,10 +72,10 @@ class PretrainedConfig:
         apply_adapter: put bottleneck adapters into every encoder layer.
         adapter_type: where they sit and how they compute, of `ADAPTER_TYPES`.
         adapter_size: width of the bottleneck.
-        apply_bitfit: the backbone's biases are trained, and written apart.
+        apply_bitfit: the backbone's biases are trained, and saved in a file of their own.
         reg_loss_wgt: weight of the consistency of two passes, in training (see consistency.py).
         masking_prob: share of the tokens that are hidden from the second pass.
-        unk_token_id: what stands where a token is hidden.
+        unk_token_id: replaces a hidden token.
         special_token_ids: tokens that are never hidden.
         name_or_path: where the settings were read.
         base_name_or_path: the model that LoRA was put into, where that is another.
@@ -213,7 +213,8 @@ class PretrainedConfig:
 
         Args:
             name_or_path: a folder, its ``config.json``, or a repository's name.
-            return_unused_kwargs: return what is no setting as well, rather than refuse it.
+            return_unused_kwargs: return the arguments that are not settings as well, rather than
+                refuse them.
             arguments: where to look, see `loading_arguments.split_arguments`; and settings, which
                 replace the file's. One of LoRA, adapters or BitFit that is None is not given: the
                 file's holds.
@@ -254,7 +255,7 @@ class PretrainedConfig:
         overrides: Mapping[str, Any],
         model: str | None = None,
     ) -> tuple["PretrainedConfig", dict[str, Any]]:
-        """Reads settings, and tells what among `overrides` is none.
+        """Reads settings; also returns those of `overrides` that are not settings.
 
         Args:
             name_or_path: as in `from_pretrained`.
@@ -282,7 +283,7 @@ class PretrainedConfig:
         check_same_adaptation(os.fspath(name_or_path), values, overrides)
         name = os.fspath(name_or_path) if model is None else model
         switches = (*_ADAPTATIONS, "apply_bitfit")
-        # What was adapted and goes on so still stands on the base that it was put into.
+        # A model that is still adapted in the way that it was trained has the same base as before.
         if not any(values.get(switch) and overrides.get(switch, True) for switch in switches):
             values["base_name_or_path"] = name
             values["base_revision"] = None if os.path.exists(name) else where.get("revision")

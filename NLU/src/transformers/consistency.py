@@ -1,4 +1,4 @@
-"""Consistency training, R-Drop and Cutoff: two passes over a batch are to agree.
+"""Consistency training, R-Drop and Cutoff: two passes over a batch are trained to agree.
 
 The passes differ in their dropout and, in Cutoff, in their inputs: the second's tokens are hidden
 with probability `masking_prob`. With their logits p1 and p2, and m = (p1 + p2) / 2:
@@ -6,8 +6,8 @@ with probability `masking_prob`. With their logits p1 and p2, and m = (p1 + p2) 
     loss = CE(p1) + CE(p2) + reg_loss_wgt / 2 · ( KL(m ‖ p1) + KL(m ‖ p2) )
 
 where KL(m ‖ p), of the softmaxes, is the mean over all rows and classes. Both passes are one batch
-of twice the rows. (What does not belong to a row, dropout on DeBERTa-v2's relative positions, is
-drawn once for both.) Evaluation knows nothing of it.
+of twice the rows. (Dropout on DeBERTa-v2's relative positions, which belong to no row, is the same
+in both.) In evaluation there is one pass.
 
 Source: the release; R-Drop, arXiv 2106.14448; Cutoff, arXiv 2009.13818.
 """
@@ -22,7 +22,7 @@ from .modeling_utils import PreTrainedModel, classification_loss
 
 
 def is_on(model: PreTrainedModel) -> bool:
-    """Whether a batch with labels is seen twice: in training, where the settings ask for it."""
+    """Whether a batch with labels gets two passes: in training, where the settings ask for it."""
     return model.training and asks_for(model.config)
 
 
@@ -32,7 +32,7 @@ def asks_for(config: PretrainedConfig) -> bool:
 
 
 def check(config: PretrainedConfig) -> None:
-    """Sees that the model has what two passes need.
+    """Checks that the model has what two passes need.
 
     Raises:
         ValueError: its labels are scores, or it does not know what to hide tokens with.
@@ -54,7 +54,7 @@ def check(config: PretrainedConfig) -> None:
 def two_passes(
     model: PreTrainedModel, labels: Tensor, input_ids: Tensor, *others: Tensor | None, show: bool
 ) -> SequenceClassifierOutput:
-    """A classifier's output for both passes: their loss, and what else the first one gives.
+    """A classifier's output: the loss of both passes, and the first one's logits and states.
 
     Args:
         model: a classifier.
@@ -78,7 +78,7 @@ def two_passes(
 
 
 def hide_tokens(input_ids: Tensor, config: PretrainedConfig) -> Tensor:
-    """Puts `unk_token_id` where chance has it, but never in the place of a special token.
+    """Replaces tokens, at random, by `unk_token_id`, but never a special token.
 
     Padding is a special token.
     """
@@ -94,13 +94,13 @@ def consistency_loss(first: Tensor, second: Tensor, labels: Tensor, reg_loss_wgt
 
     Args:
         first, second: (batch, labels), logits of the two passes.
-        labels: batch many classes.
+        labels: (batch,), classes.
         reg_loss_wgt: weight of the divergences.
     """
     loss = classification_loss(first, labels) + classification_loss(second, labels)
     both = (first.float(), second.float())
     mean = (sum(both) / 2).softmax(dim=-1)
-    # What reduction="mean" gives, and warns about.
+    # As by reduction="mean", which warns.
     divergences = [
         F.kl_div(logits.log_softmax(dim=-1), mean, reduction="none").mean() for logits in both
     ]

@@ -32,8 +32,8 @@ class ModelOutput(OrderedDict):
 
     ``output.logits``, ``output["logits"]`` and ``output[1]`` name the same tensor; fields that are
     None are skipped in the dict and in the tuple. A field can be set by attribute or by entry, and
-    with None be taken out again; a name that is no field comes after the fields. All other ways to
-    change a dict are refused with a TypeError.
+    with None be taken out again; a name that is not a field comes after the fields. All other ways
+    to change a dict are refused with a TypeError.
     """
 
     def __getitem__(self, key: str | int | slice) -> Any:

@@ -1,13 +1,13 @@
-"""The arguments of `from_pretrained`: those that all classes share, and what becomes of the others.
+"""The arguments of `from_pretrained`: those that all classes share, and how others are treated.
 
-An argument that nobody knows is an error: taken for a setting, it would be lost in silence.
+An unknown argument is an error: taken for a setting, it would be silently ignored.
 """
 
 import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# Where a model is looked for: upstream's name -> the name that `resolve_file` has for it.
+# Where to look for a model: upstream's name -> the name that `resolve_file` has for it.
 WHERE = {
     "cache_dir": "cache_dir",
     "revision": "revision",
@@ -37,7 +37,7 @@ _NOT_NEEDED = {"resume_download"}
 
 
 def split_arguments(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What says where to look, by `resolve_file`'s names, and all other arguments.
+    """The arguments on where to look, by `resolve_file`'s names, and all others.
 
     Raises:
         ValueError: an argument asks for what upstream can do and this fork cannot.
@@ -58,7 +58,7 @@ def split_arguments(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
 
 
 def refuse_unknown(owner: type, unknown: Iterable[str], known: Iterable[str]) -> None:
-    """Raises TypeError for arguments that `owner` does not have, with what they may have meant."""
+    """Raises TypeError for arguments that `owner` does not have, with similar names that it has."""
     unknown, known = sorted(unknown), sorted({*known, *WHERE})
     if not unknown:
         return

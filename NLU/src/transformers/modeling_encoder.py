@@ -62,7 +62,7 @@ class EncoderAttention(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Attention, then feed-forward, each normalised after its residual sum.
+    """Attention, then feed-forward, each normalized after its residual sum.
 
     Args:
         config: the model's settings.
@@ -106,7 +106,7 @@ class Encoder(nn.Module):
         return rows
 
     def after_layer(self, index: int, seen: Tensor, output: Tensor, rows: PackedRows) -> Tensor:
-        """What goes on from layer `index`, which made `output` of `seen`."""
+        """The next layer's input, where layer `index` has computed `output` of `seen`."""
         return output
 
     def forward(

@@ -1,4 +1,4 @@
-"""`PreTrainedModel`: how models are initialised, loaded, checked and saved."""
+"""`PreTrainedModel`: how models are initialized, loaded, checked and saved."""
 
 import copy
 import inspect
@@ -45,7 +45,7 @@ WEIGHTS_NAMES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGH
 # What other models' heads are called; a checkpoint may hold one, and it is left out.
 _A_HEAD_S = "head."
 _HEADS = (_A_HEAD_S, "lm_head.", "lm_predictions.", "cls.")
-# Upstream's buffer of 0, 1, 2, …: it says nothing.
+# Upstream's buffer of 0, 1, 2, …, which holds no information.
 _POSITION_IDS = "embeddings.position_ids"
 
 
@@ -78,7 +78,7 @@ class PreTrainedModel(nn.Module):
         self.base_fingerprint: str | None = None
         self._read_tensors: dict[str, Tensor] = {}
         # Names of the tensors that a checkpoint did not have.
-        self.drawn_anew: frozenset[str] = frozenset()
+        self.newly_initialized: frozenset[str] = frozenset()
 
     @property
     def base_model(self) -> nn.Module:
@@ -86,7 +86,7 @@ class PreTrainedModel(nn.Module):
         return getattr(self, self.base_model_prefix, self)
 
     def init_weights(self) -> None:
-        """Draws all weights anew and ties those that are tied."""
+        """Initializes all weights, and ties those that are tied."""
         self.apply(self._init_weights)
         self.tie_weights()
 
@@ -94,8 +94,8 @@ class PreTrainedModel(nn.Module):
         """Initializes one module's own weights, as BERT does.
 
         Matrices are normal with the settings' `initializer_range` as standard deviation; biases and
-        the embedding of padding are zero. Norms, convolutions and what has a start of its own
-        (LoRA, the end of a bottleneck) begin as their classes say.
+        the embedding of padding are zero. Norms, convolutions, LoRA and
+        the last projection of a bottleneck are initialized by their own classes.
         """
         match module:
             case nn.LayerNorm() | nn.Conv1d():
@@ -105,8 +105,8 @@ class PreTrainedModel(nn.Module):
                 if module.padding_idx is not None:
                     nn.init.zeros_(module.weight.detach()[module.padding_idx])
             case nn.Linear():
-                # A seed's weights depend on the order of the draws, and on those for a weight that
-                # is zero in the end.
+                # A seed's weights depend on the order in which random numbers are drawn, those for
+                # a weight that is zero in the end included.
                 if isinstance(module, LoRALayer):
                     self._initialize_lora(module)
                 self._initialize_matrix(module.weight)
@@ -119,7 +119,7 @@ class PreTrainedModel(nn.Module):
         nn.init.normal_(weight, std=self.config.initializer_range)
 
     def _initialize_lora(self, layer: LoRALayer) -> None:
-        """A hook for families whose A or B start otherwise than the layer's own."""
+        """A hook for families that initialize A or B in another way than the layer does."""
         layer.reset_parameters()
 
     def tie_weights(self) -> None:
@@ -144,7 +144,7 @@ class PreTrainedModel(nn.Module):
     def train_only(self, parts: Iterable[str]) -> None:
         """Freezes the backbone but for parameters with one of `parts` in their name.
 
-        What is outside the backbone, the whole head, is trained in any case.
+        What is outside the backbone, the head, is trained in any case.
         """
         prefix = self._prefix(self.state_dict())
         parts = tuple(parts)
@@ -213,7 +213,7 @@ class PreTrainedModel(nn.Module):
         state = self.state_dict()
         backbones = [self._prefix(state)]
         # PEFT's adapters of a model whose head is trained already may bring none.
-        known = state.keys() - self.drawn_anew
+        known = state.keys() - self.newly_initialized
         skipped: set[str] = set()
         for adapter in adapters:
             settings = None if adapter.kind is LORA else self._settings_of(adapter.kind)
@@ -238,8 +238,9 @@ class PreTrainedModel(nn.Module):
     ) -> "PreTrainedModel | tuple[PreTrainedModel, dict[str, list[str]]]":
         """Builds the model of a folder or a hub repository, in evaluation mode, in float32.
 
-        A head, LoRA or adapters that the checkpoint does not have are drawn anew, and said so.
-        Anything else that does not fit is an error: no tensor is dropped or made up in silence.
+        A head, LoRA or adapters that the checkpoint does not have are newly initialized, which is
+        logged. Anything else that does not fit is an error: no tensor is silently dropped or made
+        up.
 
         Args:
             name_or_path: a folder with ``config.json`` and weights, or a repository's name; None
@@ -247,14 +248,14 @@ class PreTrainedModel(nn.Module):
             model_args: the constructor's arguments after the settings; or those settings, `config`.
             config: settings to use instead of the checkpoint's, or where to read them.
             state_dict: tensors to use instead of the checkpoint's.
-            output_loading_info: return what did not fit as well: "missing_keys" (initialized
-                anew), "unexpected_keys" (left out) and "error_msgs" (none: they are raised).
+            output_loading_info: return what did not fit as well: "missing_keys" (newly
+                initialized), "unexpected_keys" (left out) and "error_msgs" (none: they are raised).
             arguments: where to look, the constructor's arguments by name, and settings that replace
                 the checkpoint's, as in `PretrainedConfig.from_pretrained`.
 
         Raises:
             OSError: there is no such model, or it has no weights.
-            TypeError: an argument that there is not; or settings beside a `config`.
+            TypeError: an unknown argument; or settings together with a `config`.
             ValueError: it was adapted with other settings, or as in
                 `PretrainedConfig.from_pretrained`.
             CheckpointError: its weights are damaged or do not fit.
@@ -278,7 +279,7 @@ class PreTrainedModel(nn.Module):
 
     @classmethod
     def _own_arguments(cls) -> set[str]:
-        """The names of what the constructor takes beside the settings."""
+        """The constructor's arguments, but for the settings."""
         return {
             name
             for name, parameter in inspect.signature(cls).parameters.items()
@@ -330,8 +331,8 @@ class PreTrainedModel(nn.Module):
         for name, tensor in fitting.items():
             if tensor.shape != own[name].shape:
                 raise CheckpointError(_shape_message(source, name, tensor, own[name]))
-        self._draw(missing)
-        self.drawn_anew = frozenset(missing)
+        self._initialize(missing)
+        self.newly_initialized = frozenset(missing)
         with torch.no_grad():
             for name, tensor in fitting.items():
                 own[name].copy_(tensor)
@@ -393,7 +394,7 @@ class PreTrainedModel(nn.Module):
             if names and names <= missing:
                 # Of an adapted model, a file brings them, or they are what is to be trained.
                 level = logging.INFO if self.adapted_by else logging.WARNING
-                logger.log(level, "%s has no %s weights: they are drawn anew", source, what)
+                logger.log(level, "%s has no %s weights: they are newly initialized", source, what)
                 missing = missing - names
         if missing:
             raise CheckpointError(f"{source}: lacks {len(missing)} tensors: {_some(missing)}")
@@ -422,8 +423,8 @@ class PreTrainedModel(nn.Module):
             )
         return {name: tensor for name, tensor in tensors.items() if name not in foreign}
 
-    def _draw(self, missing: set[str]) -> None:
-        """Draws the modules that own a missing tensor; loading then overwrites what is there."""
+    def _initialize(self, missing: set[str]) -> None:
+        """Initializes the modules that own a missing tensor; loading overwrites the others."""
         missing = missing | {tied for tied, kept in self.tied_weights.items() if kept in missing}
         for name in sorted({name.rpartition(".")[0] for name in missing}):
             self._init_weights(self.get_submodule(name))
@@ -433,8 +434,8 @@ class PreTrainedModel(nn.Module):
     def full_state_dict(self) -> dict[str, Tensor]:
         """The state dict with frozen weights as they were read.
 
-        A frozen weight that is held in half precision is written as the file had it, provided that
-        the held one is that one's rounding: the base keeps its bits through any training.
+        A frozen weight that is held in half precision is written with the bits of the file that it
+        was read from, provided that it is their rounding: training never changes the base.
         """
         state = self.state_dict()
         frozen = {name for name, p in self.named_parameters() if not p.requires_grad}
@@ -480,7 +481,7 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
     Args:
         logits: (batch, labels).
-        labels: batch many classes, or scores.
+        labels: (batch,), classes or scores.
     """
     labels = labels.flatten()
     if logits.shape[-1] == 1:

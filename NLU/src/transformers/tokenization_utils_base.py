@@ -40,7 +40,7 @@ SPECIAL_TOKENS_ATTRIBUTES = (
     "cls_token",
     "mask_token",
 )
-# The number that stands in tokenizer_config.json for "no limit", and above what a limit is none.
+# In tokenizer_config.json, this number and greater ones stand for "no limit".
 VERY_LARGE_INTEGER = int(1e30)
 LARGE_INTEGER = int(1e20)
 
@@ -54,7 +54,7 @@ class BatchEncoding(UserDict):
     Args:
         data: ``input_ids``, ``attention_mask``, ...; each a list of rows of ints, a tensor
             (rows, tokens), or, for a single text, one row.
-        encodings: the backend's own account of each row, where the backend gives one.
+        encodings: the backend's `tokenizers.Encoding` of each row, where it has one.
         tensor_type: "pt" or "np": make tensors of the data, see `convert_to_tensors`.
         prepend_batch_axis: the data is one row; its tensors get a first axis of 1.
     """
@@ -176,7 +176,7 @@ class PreTrainedTokenizerBase(ABC):
         sep_token, cls_token: between two sequences; the first token, which classifiers read.
         pad_token: fills the rows of a batch up to one length.
         mask_token: hides a token in masked-language modelling.
-        additional_special_tokens: further tokens that are no text.
+        additional_special_tokens: further tokens that are not text.
         model_max_length: the longest row, in tokens with the special ones, that the model takes;
             None for no limit.
         padding_side, truncation_side: "right" or "left": where rows are filled, and cut.
@@ -327,7 +327,7 @@ class PreTrainedTokenizerBase(ABC):
 
         Raises:
             ValueError: `text` holds something that is not text, `max_length` has no room for the
-                special tokens or is no multiple of `pad_to_multiple_of`, or the rows make no
+                special tokens or is not a multiple of `pad_to_multiple_of`, or the rows make no
                 tensor.
         """
         texts, pairs = _check_texts(text, text_pair)
@@ -608,7 +608,7 @@ class PreTrainedTokenizerBase(ABC):
         raise OSError(f"'{name}' has no vocabulary: looked for {looked_for}")
 
     def save_pretrained(self, save_directory: str | os.PathLike) -> tuple[str, ...]:
-        """Writes the tokenizer into a folder, each file whole; returns the files' paths."""
+        """Writes the tokenizer into a folder, each file atomically; returns the files' paths."""
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         name = type(self).__name__.removesuffix("Fast")
@@ -674,7 +674,7 @@ def text_of(token: str | AddedToken | None) -> str | None:
 
 
 def write_json(path: Path, content: Any, **format: Any) -> None:
-    """Writes `content` as a whole JSON file in UTF-8; `format` goes to `json.dumps`."""
+    """Writes a JSON file in UTF-8, atomically; `format` goes to `json.dumps`."""
     with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(content, ensure_ascii=False, **format) + "\n", "utf-8")
 

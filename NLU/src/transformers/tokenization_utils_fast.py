@@ -165,7 +165,7 @@ class PreTrainedTokenizerFast(PreTrainedTokenizerBase):
         """Writes ``tokenizer.json``, which holds all of the backend; returns its path."""
         path = Path(save_directory, TOKENIZER_FILE)
         with atomic_write(path) as temporary:
-            # As its own save does, whose errors of the disk are of no kind that says so.
+            # Not by its own `save`, which does not raise OSError when the disk is full.
             temporary.write_text(self._tokenizer.to_str(pretty=True), "utf-8")
         return (str(path),)
 

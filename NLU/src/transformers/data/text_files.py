@@ -1,4 +1,4 @@
-"""CSV and JSON-lines files of one's own: what is in them, and which columns are texts and labels.
+"""The user's CSV and JSON-lines files: what is in them, and which columns are texts and labels.
 
 `read_table` refuses what cannot be read as it was meant; `choose_columns` says which columns a run
 takes, and `take_columns` takes them out under the names ``text``, ``text_pair`` and ``label``.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # else imported where a file is read: --help and wrong flags 
 
 LABEL = "label"
 TEXT_KEYS = ("text", "text_pair")
-# What a column is called that tells rows apart and says nothing of them.
+# Names of columns that identify rows and are not a part of them.
 _IDENTIFIER = re.compile(r"(.*[-_ .])?(id|ids|idx|index|guid|uid|uuid|unnamed: \d+)", re.IGNORECASE)
 _LONGEST_FIELD = 2**31 - 1  # characters; the most that csv can be told on every system
 _STRINGS = ("string", "large_string")
@@ -128,7 +128,7 @@ def choose_columns(
         label: the label's column.
 
     Raises:
-        ValueError: a column asked for is absent or asked for twice, or there is no telling.
+        ValueError: a column asked for is absent or asked for twice; or the columns leave a choice.
     """
     if texts is not None:
         if not 1 <= len(texts) <= 2 or len({*texts, label}) <= len(texts):
@@ -197,7 +197,7 @@ def take_columns(data: Dataset, path: str, columns: Columns, labelled: bool = Tr
         labelled: take the label as well.
 
     Raises:
-        ValueError: a column is absent; a row has no value, or one that is no text or label.
+        ValueError: a column is absent; a row has no value, or one that is not a text or a label.
     """
     names = dict(zip(columns.texts, TEXT_KEYS, strict=False))
     for name in columns.texts:
@@ -224,7 +224,7 @@ def _check_texts(data: Dataset, path: str, name: str) -> None:
 
 def _check_labels(data: Dataset, path: str, name: str) -> None:
     for row, value in enumerate(data[name], start=1):
-        # The last is how a number tells that it is none.
+        # NaN alone differs from itself.
         if value is None or value == "" or value != value:
             raise ValueError(f"{path}: row {row}: has no {name}")
         if not isinstance(value, str | int | float):

@@ -35,7 +35,8 @@ def set_verbosity_error() -> None:
 def errors_only() -> Iterator[None]:
     """Within this block the package shows errors only.
 
-    For a model whose head comes from elsewhere: that its own is drawn anew is no news then.
+    For a model whose head comes from an adapter: a warning that its own is newly initialized would
+    mislead.
     """
     level = get_logger().level
     set_verbosity_error()

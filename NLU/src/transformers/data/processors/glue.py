@@ -229,7 +229,7 @@ def load_glue_split(name: str, data_dir: str | PathLike, split: str) -> list[Inp
     Raises:
         FileNotFoundError: the file is not there.
         ValueError: unknown task or split; a row with a wrong number of columns, an unknown label
-            or a score that is no number (all with file and line); a file without rows.
+            or a score that is not a number (all with file and line); a file without rows.
     """
     return list(iterate_glue_split(name, data_dir, split))
 

@@ -19,7 +19,7 @@ class _AutoModel:
 
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> PreTrainedModel:
-        """A new model, its weights drawn at random."""
+        """A new model, randomly initialized."""
         return carried_of(config).load(cls.role)(config)
 
     @classmethod

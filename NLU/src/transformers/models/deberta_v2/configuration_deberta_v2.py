@@ -27,7 +27,7 @@ class DebertaV2Config(EncoderConfig):
             the query looks at the key's position) and "p2c" (the reverse), as "p2c|c2p" or a list.
         share_att_key: positions are projected by the content's `query_proj` and `key_proj`, not by
             projections of their own.
-        norm_rel_ebd: "layer_norm" to normalise the relative positions' embeddings, or "none".
+        norm_rel_ebd: "layer_norm" to normalize the relative positions' embeddings, or "none".
         position_biased_input: add absolute positions to the embeddings.
         conv_kernel_size: width of the convolution beside the first layer, odd; 0 for none.
         conv_groups: its groups.
@@ -140,7 +140,7 @@ class DebertaV2Config(EncoderConfig):
 
 
 def _names(value: str | Iterable[str] | None) -> list[str]:
-    """The names in "a|b" or ["a", "b"], in small letters, each once."""
+    """The names in "a|b" or ["a", "b"], in lower case, each once."""
     if value is None:
         return []
     parts = value.split("|") if isinstance(value, str) else value

@@ -152,16 +152,16 @@ class RelativePositions:
 
 
 class Batch:
-    """What all layers have to know of a batch; made once a forward.
+    """What all layers use of a batch; made once a forward.
 
     Args:
         rows: where its tokens are.
-        relative: its distances; None where attention does not look at them.
+        relative: its distances; None where attention does not use them.
         heads: attention heads.
 
     Attributes:
         mask: (batch, 1, 1, length), False on padding; None without padding.
-        by_row: attention takes the rows one by one.
+        by_row: attention is computed row by row.
         first: as in `PackedRows`.
         segments: of rows that share an adapter (see loralib/nn/routing.py), each as a batch; none
             where there is but one.
@@ -405,7 +405,7 @@ def _attention(
 ) -> Tensor:
     """Attention of (batch, heads, length, dim).
 
-    `bias` is added to the scores, or is False where nobody may look.
+    `bias` is added to the scores, or is False where no token may look.
     """
     if dropout_p == 0 or query.is_cuda:
         return F.scaled_dot_product_attention(
@@ -441,7 +441,7 @@ class ConvLayer(nn.Module):
         self.activation = ACT2FN[config.conv_act]
 
     def forward(self, embedded: Tensor, output: Tensor, rows: PackedRows) -> Tensor:
-        """Adds what it makes of `embedded` to the first layer's `output`, and normalizes.
+        """Adds the convolution of `embedded` to the first layer's `output`, and normalizes.
 
         Args:
             embedded: (tokens, hidden); padding, and what is beyond a row's ends, counts as zero.
@@ -476,7 +476,7 @@ class DebertaV2Encoder(Encoder):
         self.conv = ConvLayer(config) if config.conv_kernel_size > 0 else None
 
     def relative_positions(self, length: int) -> RelativePositions | None:
-        """The distances within rows of `length` columns; None where no term looks at them."""
+        """The distances within rows of `length` columns; None where no term uses them."""
         config = self.config
         if not config.relative_attention or not config.pos_att_type:
             return None

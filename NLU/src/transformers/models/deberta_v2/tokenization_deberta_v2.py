@@ -25,7 +25,7 @@ _PUNCTUATION = regex.compile(r"([\p{P}$+<=>^`|~])")
 
 
 class DebertaV2Tokenizer(PreTrainedTokenizerBase):
-    """SentencePiece's unigram model, which also normalises the text.
+    """SentencePiece's unigram model, which also normalizes the text.
 
     Special and added tokens are taken out of a text first, whatever they touch; each part between
     them is split as a text of its own. Those that the model has no piece for come after its pieces:
@@ -33,7 +33,7 @@ class DebertaV2Tokenizer(PreTrainedTokenizerBase):
 
     Args:
         vocab_file: ``spm.model``.
-        do_lower_case: texts are put into small letters first.
+        do_lower_case: texts are put into lower case first.
         split_by_punct: punctuation is split off before the pieces are looked for.
         added_tokens: further tokens by their ids, beyond those of the pieces.
         settings: special tokens and the rest of `PreTrainedTokenizerBase`'s.
@@ -249,7 +249,7 @@ class DebertaV2Tokenizer(PreTrainedTokenizerBase):
 
 
 def _read_pieces(model: bytes) -> sentencepiece.SentencePieceProcessor:
-    """The backend; it raises RuntimeError for bytes that are no model."""
+    """The backend; it raises RuntimeError for bytes that are not a model."""
     pieces = sentencepiece.SentencePieceProcessor()
     pieces.load_from_serialized_proto(model)
     return pieces
