@@ -13,7 +13,7 @@ import sys
 
 import contest
 from gpt2_e2e import GPT2_SMALL, QUICK, ROWS, Row, count_rows, draw_batches
-from steps import WARMUP, Contestant, baselines, contestants, take_batches
+from steps import WARMUP, Contestant, baselines, columns, contestants, take_batches
 
 
 def computed(contestant: Contestant, batch: list[Row]) -> list[int]:
@@ -47,17 +47,14 @@ def measure(args: argparse.Namespace) -> contest.Measurement:
         batches = draw_batches(rows, WARMUP + args.steps, seed=number)
         return {"shape": shape} | take_batches(contestant, batches, args.steps)
 
-    columns = contest.Columns(
-        time="ms per example",
-        unit=1e3,
-        per=len,
-        gflop=lambda contestant, batch: gflop(contestant, batch, shape),
-        counts={
-            "real tokens": lambda _, batch: sum(map(sum, batch)),
-            "computed": lambda contestant, batch: sum(computed(contestant, batch)),
-        },
+    table = columns(
+        "ms per example",
+        len,
+        lambda batch: sum(map(sum, batch)),
+        computed,
+        lambda who, batch: gflop(who, batch, shape),
     )
-    return contest.Measurement(contestants(args.device), baselines(args.device), plan_of, columns)
+    return contest.Measurement(contestants(args.device), baselines(args.device), plan_of, table)
 
 
 BENCHMARK = contest.Benchmark(

@@ -1,4 +1,4 @@
-"""What many LoRA adapters beside one base cost in prediction: this project's bank, PEFT.
+"""What many LoRA adapters on one base cost in prediction: this project's bank, PEFT.
 
     python benchmarks/mixed_adapters.py --peers_python .venv-peers/bin/python
 

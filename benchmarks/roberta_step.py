@@ -14,7 +14,7 @@ import sys
 
 import contest
 from rte_lengths import QUANTILES, count_tokens, draw_batches
-from steps import WARMUP, Contestant, baselines, contestants, take_batches
+from steps import WARMUP, Contestant, baselines, columns, contestants, take_batches
 
 ROBERTA_BASE = {
     "vocab_size": 50265,
@@ -57,17 +57,10 @@ def measure(args: argparse.Namespace) -> contest.Measurement:
         settings = {"shape": shape, "rank": 8, "alpha": 16}
         return settings | take_batches(contestant, batches, args.steps)
 
-    columns = contest.Columns(
-        time="ms per real token",
-        unit=1e3,
-        per=sum,
-        gflop=lambda contestant, batch: gflop(contestant, batch, shape),
-        counts={
-            "real tokens": lambda _, batch: sum(batch),
-            "computed": lambda contestant, batch: sum(computed(contestant, batch)),
-        },
+    table = columns(
+        "ms per real token", sum, sum, computed, lambda who, batch: gflop(who, batch, shape)
     )
-    return contest.Measurement(contestants(args.device), baselines(args.device), plan_of, columns)
+    return contest.Measurement(contestants(args.device), baselines(args.device), plan_of, table)
 
 
 BENCHMARK = contest.Benchmark(

@@ -1,6 +1,8 @@
 """Who takes part where training steps are measured."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import contest
 
@@ -65,3 +67,26 @@ def take_batches(contestant: Contestant, batches: list, steps: int) -> dict:
         return {"warmup": WARMUP, "batches": batches}
     first, end = WARMUP - WARMUP_PADDED, WARMUP - (-steps // 3)
     return {"warmup": WARMUP_PADDED, "batches": batches[first:end]}
+
+
+def columns(
+    time: str,
+    per: Callable[[Any], float],
+    real: Callable[[Any], int],
+    computed: Callable[[Contestant, Any], list[int]],
+    gflop: Callable[[Contestant, Any], float],
+) -> contest.Columns:
+    """What a table says of training steps.
+
+    Args:
+        time: the title of the time's column, in ms.
+        per: batch -> what its time is divided by.
+        real: batch -> its tokens, without padding.
+        computed: contestant, batch -> the tokens computed for each row.
+        gflop: contestant, batch -> billions of multiplications and additions.
+    """
+    counts = {
+        "real tokens": lambda _, batch: real(batch),
+        "computed": lambda contestant, batch: sum(computed(contestant, batch)),
+    }
+    return contest.Columns(time, unit=1e3, per=per, gflop=gflop, counts=counts)

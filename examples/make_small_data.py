@@ -130,15 +130,15 @@ def clause(rng: random.Random, adjectives: Adjectives, part: str, label: int) ->
 
 
 def review(rng: random.Random, adjectives: Adjectives, label: int) -> str:
-    """A review without its full stop; `label` is what it says on the whole."""
+    """A review without its full stop; `label` is its overall sentiment."""
     topic = rng.choice(TOPICS)
     first, second = rng.sample(topic.parts, 2)
     last = clause(rng, adjectives, second, label)
     kind = rng.random()
     if kind < 0.1:
         opposite = clause(rng, adjectives, first, 1 - label)
-        format = rng.choice(("although {} , {}", "{} , but {}", "{} , yet {}", "even if {} , {}"))
-        return format.format(opposite, last)
+        template = rng.choice(("although {} , {}", "{} , but {}", "{} , yet {}", "even if {} , {}"))
+        return template.format(opposite, last)
     if kind < 0.4:
         return f"{clause(rng, adjectives, first, label)} and {last}"
     if kind < 0.7:
@@ -199,7 +199,7 @@ def seen_adjectives(rng: random.Random, adjectives: Adjectives) -> Adjectives:
 
 def make_corpus(rng: random.Random, adjectives: Adjectives, held_out: list[str]) -> list[str]:
     """The corpus; no line has a sentence of `held_out` within it."""
-    # Sentences end in a full stop; in the corpus they may go on.
+    # Sentences end in a full stop; in the corpus they may continue.
     held_out = [sentence.removesuffix(" .") for sentence in held_out]
     lines = []
     while len(lines) < CORPUS_LINES:

@@ -59,11 +59,11 @@ VALUES = {
 OPTIONAL = tuple(name for name in VALUES if name != "Type")
 
 
-def _meaning(chance: random.Random) -> dict[str, str]:
+def _meaning(rng: random.Random) -> dict[str, str]:
     """The name, the type, and two to four of the other attributes, in the order of `VALUES`."""
-    chosen = {"Type", *chance.sample(OPTIONAL, k=chance.randint(2, 4))}
-    meaning = {"name": chance.choice(NAMES)}
-    return meaning | {key: chance.choice(VALUES[key]) for key in VALUES if key in chosen}
+    chosen = {"Type", *rng.sample(OPTIONAL, k=rng.randint(2, 4))}
+    meaning = {"name": rng.choice(NAMES)}
+    return meaning | {key: rng.choice(VALUES[key]) for key in VALUES if key in chosen}
 
 
 PRICES = {"cheap": "cheap", "moderate": "moderately priced", "high": "expensive"}
@@ -73,18 +73,18 @@ FAMILY = {
 }
 
 
-def _text(meaning: dict[str, str], chance: random.Random) -> str:
-    """One way to say all of it."""
-    name, noun, place = meaning["name"], _noun(meaning), _place(meaning, chance)
+def _text(meaning: dict[str, str], rng: random.Random) -> str:
+    """A sentence or two that say all of it."""
+    name, noun, place = meaning["name"], _noun(meaning), _place(meaning, rng)
     article = "an" if noun[0] in "aeiouAEIOU" else "a"
-    formats = [
+    templates = [
         f"{name} is {article} {noun} {place}",
         f"{place} there is {article} {noun} called {name}",
         f"the {noun} {name} is {place}" if place else f"there is {article} {noun} , {name}",
     ]
-    words = f"{chance.choice(formats)} .".split()
+    words = f"{rng.choice(templates)} .".split()
     if "family friendly" in meaning:
-        words.append(chance.choice(FAMILY[meaning["family friendly"]]))
+        words.append(rng.choice(FAMILY[meaning["family friendly"]]))
     return " ".join([words[0][0].upper() + words[0][1:], *words[1:]])
 
 
@@ -94,34 +94,34 @@ def _noun(meaning: dict[str, str]) -> str:
     return " ".join(f"{price} {meaning.get('food', '')} {meaning['Type']}".split())
 
 
-def _place(meaning: dict[str, str], chance: random.Random) -> str:
+def _place(meaning: dict[str, str], rng: random.Random) -> str:
     """Such as ``by the riverside near Tower Bakery``, or nothing."""
     places = []
     if "area" in meaning:
         preposition = "by" if meaning["area"] == "riverside" else "in"
         places.append(f"{preposition} the {meaning['area']}")
     if "near" in meaning:
-        places.append(f"{chance.choice(['near', 'close to'])} {meaning['near']}")
+        places.append(f"{rng.choice(['near', 'close to'])} {meaning['near']}")
     return " ".join(places)
 
 
-def _lines(meanings: list[dict[str, str]], chance: random.Random) -> Iterator[str]:
+def _lines(meanings: list[dict[str, str]], rng: random.Random) -> Iterator[str]:
     for meaning in meanings:
         source = " | ".join(f"{key} : {value}" for key, value in meaning.items())
-        for text in sorted({_text(meaning, chance) for _ in range(TEXTS_EACH)}):
+        for text in sorted({_text(meaning, rng) for _ in range(TEXTS_EACH)}):
             yield f"{source}||{text}"
 
 
 def make_corpus(seed: int) -> dict[str, list[str]]:
     """The lines of each split."""
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     distinct: dict[tuple, dict[str, str]] = {}
     while len(distinct) < sum(SPLITS.values()):
-        meaning = _meaning(chance)
+        meaning = _meaning(rng)
         distinct[tuple(meaning.items())] = meaning
     meanings = iter(distinct.values())
     return {
-        split: list(_lines([next(meanings) for _ in range(count)], chance))
+        split: list(_lines([next(meanings) for _ in range(count)], rng))
         for split, count in SPLITS.items()
     }
 
@@ -155,7 +155,7 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output_dir", type=Path, required=True, help="folder for the files")
-    parser.add_argument("--seed", type=int, default=0, help="another seed, another corpus")
+    parser.add_argument("--seed", type=int, default=0, help="another seed makes another corpus")
     args = parser.parse_args(argv)
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     args.output_dir.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The quickstart's last step: a table of what the run in a folder came to."""
+"""The quickstart's last step: a table of the results in its output folder."""
 
 import argparse
 import json

@@ -730,11 +730,11 @@ CALLS = {
     "NLG/src/format_converting_dart.py": [
         (
             "{bad}/object.txt out",
-            "object.txt: not DART's format, it is no list",
+            "object.txt: not DART's format, it is not a list",
         ),
         (
             "{bad}/triple.txt out",
-            "triple.txt: entry 1: a triple has not three parts",
+            "triple.txt: entry 1: a triple does not have three parts",
         ),
         (
             "{bad}/utf16_train.json out",

@@ -207,7 +207,7 @@ def _remove(paths: Sequence[Path]) -> None:
 def assemble(
     task: GlueTask, rows: Mapping[str, int], sources: Sequence[Path], data_dir: Path
 ) -> None:
-    """Make a task's folder out of its downloaded files, whole or not at all.
+    """Make a task's folder out of its downloaded files, atomically.
 
     Raises:
         ValueError: a source is damaged, or the folder would not hold the task's rows.

@@ -19,7 +19,7 @@ import model as gpt2
 from family import GPT2
 
 _SHAPE = ("n_embd", "n_layer", "n_head", "vocab_size", "n_positions")
-# What a GPT-2 of this project is beyond its shape, in upstream's words.
+# What a GPT-2 of this project is beyond its shape, under upstream's names.
 _FIXED = {
     "model_type": "gpt2",
     "architectures": ["GPT2LMHeadModel"],
@@ -89,7 +89,7 @@ def write_gpt2(folder: Path, model: nn.Module, settings: dict[str, Any]) -> None
     weights = dict(model.named_parameters())
     write_tensors(folder / SAFE_WEIGHTS_NAME, weights)
     dtype = str(weights["transformer.wte.weight"].dtype).removeprefix("torch.")
-    # Whatever the base's settings say, the head was seen to be the embedding, and is left out.
+    # Whatever the base's settings say, the head is known to be the embedding, and is left out.
     own = {
         "architectures": _FIXED["architectures"],
         "torch_dtype": dtype,

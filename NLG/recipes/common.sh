@@ -67,7 +67,7 @@ last_checkpoint() {
 }
 
 # train FLAGS…: what all corpora have in common; FLAGS are the corpus's and the caller's. A run
-# that was killed goes on, a finished one is left as it is.
+# that was killed resumes, a finished one is left as it is.
 train() {
     launch src/gpt2_ft.py --platform local \
         --train_data "$data/train.jsonl" --valid_data "$data/valid.jsonl" \

@@ -2,8 +2,8 @@
 
     python src/download.py vocab e2e webnlg dart gpt2 gpt2-medium gpt2-large
 
-Files are written whole or not at all, and are there under the names that the other scripts expect;
-what is there already is kept. The corpora and the vocabulary come from the addresses where they
+Files are written atomically, under the names that the other scripts expect; what is there already
+is kept. The corpora and the vocabulary come from the addresses where they
 are published, the checkpoints from the Hugging Face hub (``HF_ENDPOINT`` names a mirror).
 """
 
@@ -84,15 +84,15 @@ CHECKPOINTS = ("gpt2", "gpt2-medium", "gpt2-large")
 
 
 def fetch(url: str, path: Path, size: int | None = None) -> None:
-    """Downloads a file, whole or not at all.
+    """Downloads a file, atomically.
 
     Args:
         url: its address.
         path: where it goes; the folder must exist.
-        size: the bytes that it must have, where known; else the server's word counts.
+        size: its bytes, where known; otherwise the server's Content-Length counts.
 
     Raises:
-        OSError: the file cannot be had, is not of its size, or is called ``.json`` and is not
+        OSError: the download failed, is not of its size, or is called ``.json`` and is not
             JSON; `path` is untouched then.
     """
     try:
@@ -101,7 +101,7 @@ def fetch(url: str, path: Path, size: int | None = None) -> None:
             for expected in (announced, size):
                 if expected not in (None, received):
                     raise OSError(f"got {received:,} bytes, not {expected:,}")
-            # Where no size is known, a page that a server sends in a file's place is told by this.
+            # Where no size is known, this detects an HTML page that was sent in the file's place.
             if path.suffix == ".json":
                 json.loads(temporary.read_bytes())
     except (OSError, HTTPException, ValueError) as error:
@@ -123,10 +123,10 @@ def _receive(url: str, path: Path) -> tuple[int, int | None]:
 
 
 def fetch_files(files: tuple[File, ...], root: Path) -> None:
-    """Brings files below `root`, but for those that are there.
+    """Downloads files below `root`, except those that are there.
 
     Raises:
-        OSError: a file cannot be had.
+        OSError: a file cannot be downloaded.
         ValueError: what is there is not the file.
     """
     for file in files:
@@ -143,10 +143,10 @@ def fetch_files(files: tuple[File, ...], root: Path) -> None:
 
 
 def fetch_e2e(root: Path) -> None:
-    """Brings E2E below `root`, in the release's format.
+    """Downloads E2E below `root`, in the release's format.
 
     Raises:
-        OSError: the archive cannot be had.
+        OSError: the archive cannot be downloaded.
         ValueError: what is there, or what came, is not the corpus.
     """
     wanted = [split for split in E2E_SPLITS if not (root / split[1]).exists()]
@@ -181,10 +181,10 @@ def _unpack_e2e(archive: Path, splits: list[tuple[str, str, int]], root: Path) -
 
 
 def fetch_checkpoint(name: str, root: Path) -> None:
-    """Brings a pretrained model below `root`, as ``pretrained_checkpoints/NAME-pytorch_model.bin``.
+    """Downloads a pretrained model as ``pretrained_checkpoints/NAME-pytorch_model.bin`` in `root`.
 
     Raises:
-        OSError: the hub does not give it.
+        OSError: the hub does not have it, or cannot be reached.
     """
     path = root / "pretrained_checkpoints" / f"{name}-pytorch_model.bin"
     if not path.exists():
@@ -207,10 +207,10 @@ def _fetcher(name: str) -> Callable[[Path], None]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parses the command line and fetches what it names, all that can be had.
+    """Parses the command line and fetches what it names, as far as that is possible.
 
     Raises:
-        OSError: something could not be had; the message names each such thing.
+        OSError: something could not be fetched; the message names all of it.
     """
     parser = argparse.ArgumentParser(
         description="Fetch GPT-2's vocabulary, the corpora, and pretrained models."

@@ -26,7 +26,7 @@ FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"), ("tokenize
 class Encoder:
     """Text to token ids and back; ids are those of upstream's ``GPT2Tokenizer``.
 
-    ``<|endoftext|>`` within a text becomes its id, 50256. The ids need not be without holes.
+    ``<|endoftext|>`` within a text becomes its id, 50256. The ids may have gaps.
 
     Args:
         vocab: the id of each token, with bytes spelled in GPT-2's printable alphabet.
@@ -37,7 +37,7 @@ class Encoder:
     """
 
     def __init__(self, vocab: dict[str, int], merges: list[tuple[str, str]]):
-        # BPE would leave out, without a word, what it has no token for.
+        # BPE would silently leave out what it has no token for.
         missing = set(pre_tokenizers.ByteLevel.alphabet()) - vocab.keys()
         if missing:
             raise ValueError(f"the vocabulary lacks {len(missing)} of the 256 bytes")
@@ -64,7 +64,7 @@ class Encoder:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids; bytes that are no UTF-8 come as U+FFFD.
+        """The text of token ids; bytes that are not UTF-8 become U+FFFD.
 
         Raises:
             ValueError: the vocabulary has no token of such an id.

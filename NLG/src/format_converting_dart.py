@@ -1,4 +1,4 @@
-"""Brings DART's JSON into the formatted format: triples as context, a text as completion.
+"""Converts DART's JSON to formatted rows: triples as context, a text as completion.
 
     python src/format_converting_dart.py data/dart/dart-v1.1.1-full-train.json \\
         data/dart/train_formatted.jsonl
@@ -19,7 +19,7 @@ def read_rows(path: str) -> list[Row]:
     """
     entries = read_json(path)
     if not isinstance(entries, list):
-        raise ValueError(f"{path}: not DART's format, it is no list")
+        raise ValueError(f"{path}: not DART's format, it is not a list")
     rows = []
     for number, entry in enumerate(entries, start=1):
         where = f"{path}: entry {number}"
@@ -32,7 +32,7 @@ def read_rows(path: str) -> list[Row]:
 
 def _entry_rows(entry: dict, where: str) -> list[Row]:
     if any(not isinstance(triple, list) or len(triple) != 3 for triple in entry["tripleset"]):
-        raise ValueError(f"{where}: a triple has not three parts")
+        raise ValueError(f"{where}: a triple does not have three parts")
     context = join_triples(
         (subject, relation.lower(), object_) for subject, relation, object_ in entry["tripleset"]
     )
@@ -41,7 +41,7 @@ def _entry_rows(entry: dict, where: str) -> list[Row]:
 
 def main(argv: list[str] | None = None) -> None:
     """Parses the command line and converts."""
-    convert("Bring DART's JSON into the formatted format.", read_rows, argv)
+    convert("Convert DART's JSON to formatted rows.", read_rows, argv)
 
 
 if __name__ == "__main__":

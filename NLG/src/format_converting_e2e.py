@@ -1,4 +1,4 @@
-"""Brings the E2E challenge's data into the formatted format.
+"""Converts the E2E challenge's data to formatted rows.
 
     python src/format_converting_e2e.py data/e2e/train.txt data/e2e/train_formatted.jsonl
 
@@ -6,8 +6,8 @@ The input is a file of lines ``meaning representation||text``, as the release ha
 
     name : Blue Spice | Type : coffee shop | area : city centre||Blue Spice is a coffee shop .
 
-or the challenge's own CSV, with the columns ``mr`` and ``ref``, which `as_lines` brings into that
-format first.
+or the challenge's own CSV, with the columns ``mr`` and ``ref``, which `as_lines` converts to
+those lines first.
 """
 
 import csv
@@ -134,7 +134,7 @@ def _row(line: str, where: str) -> Row:
 
 def main(argv: list[str] | None = None) -> None:
     """Parses the command line and converts."""
-    convert("Bring the E2E challenge's data into the formatted format.", read_rows, argv)
+    convert("Convert the E2E challenge's data to formatted rows.", read_rows, argv)
 
 
 if __name__ == "__main__":

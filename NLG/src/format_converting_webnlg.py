@@ -1,4 +1,4 @@
-"""Brings WebNLG 2017's JSON into the formatted format: triples as context, a text as completion.
+"""Converts WebNLG 2017's JSON to formatted rows: triples as context, a text as completion.
 
     python src/format_converting_webnlg.py data/webnlg_challenge_2017/train.json \\
         data/webnlg_challenge_2017/train_formatted.jsonl
@@ -61,7 +61,7 @@ def _entry_rows(entry: dict, where: str) -> list[Row]:
 
 def main(argv: list[str] | None = None) -> None:
     """Parses the command line and converts."""
-    convert("Bring WebNLG 2017's JSON into the formatted format.", read_rows, argv)
+    convert("Convert WebNLG 2017's JSON to formatted rows.", read_rows, argv)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The formatted format of the three corpora: a row {"context", "completion"[, "cate"]} a line.
+"""Formatted files, which all corpora become: a row {"context", "completion"[, "cate"]} a line.
 
 The context is what is to be said, the completion one text that says it. A corpus has a row for
 each of its texts, so rows that follow each other may share their context.
@@ -25,7 +25,7 @@ def make_row(context: str, completion: str, where: str) -> Row:
         where: the place in the source, for errors.
 
     Raises:
-        ValueError: a text is empty, or no text.
+        ValueError: a text is empty, or not a string.
     """
     row = {"context": context, "completion": completion}
     for name, text in row.items():
@@ -84,7 +84,7 @@ def read_json(path: str | os.PathLike) -> Any:
 def convert(
     description: str, read_rows: Callable[[str], list[Row]], argv: list[str] | None
 ) -> None:
-    """A conversion script: reads a corpus's file, writes it formatted, whole or not at all.
+    """A conversion script: reads a corpus's file, writes it formatted, atomically.
 
     Args:
         description: for --help.

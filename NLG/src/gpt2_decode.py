@@ -1,4 +1,4 @@
-"""Turns predicted token ids into text and lays it beside the references, as the scores want it.
+"""Turns predicted token ids into text, and lays out the references for scoring.
 
     python src/gpt2_decode.py --vocab vocab --sample_file predict.jsonl \\
         --input_file data/e2e/test_formatted.jsonl \\
@@ -201,7 +201,7 @@ def reference_columns(groups: list[Group], count: int) -> list[list[str]]:
 
 
 def write_lines(path: str | os.PathLike, lines: Iterable[str]) -> None:
-    """Writes lines, the whole file or nothing; makes its folder if need be."""
+    """Writes lines atomically; makes the folder if needed."""
     Path(path).resolve().parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as temporary:
         temporary.write_text("".join(f"{line}\n" for line in lines), "utf-8")
@@ -220,7 +220,7 @@ def write_references(args: argparse.Namespace, groups: list[Group]) -> None:
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description="Turn predicted token ids into text, and lay out the references beside it."
+        description="Turn predicted token ids into text, and lay out the references for scoring."
     )
     add = parser.add_argument
     add(

@@ -1,4 +1,4 @@
-"""Prediction of this project's RoBERTa with adapters beside it, as predict.py makes it."""
+"""Prediction of this project's RoBERTa with a bank of adapters, as predict.py makes it."""
 
 from itertools import cycle, islice
 
@@ -16,7 +16,7 @@ from transformers import RobertaConfig, RobertaForSequenceClassification
 
 
 def make_batch(plan: dict, index: int, entry: dict) -> Batch:
-    """A batch with the rows of an adapter beside each other."""
+    """A batch with the rows of each adapter next to each other."""
     batch = adapter_rows.make_batch(plan, index, entry)
     if not batch.get("names"):
         return batch

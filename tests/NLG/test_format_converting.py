@@ -141,7 +141,7 @@ def test_rows(name, tmp_path):
             '{"entries": [{"1": {"category": "City"}}]}',
             ": entry 1: not in WebNLG's format",
         ),
-        ("dart", "{}", ": not DART's format, it is no list"),
+        ("dart", "{}", ": not DART's format, it is not a list"),
         ("dart", "[1]", ": entry 1: not in DART's format"),
         ("dart", dart(([["a", "b", "c"]], ["One."]), ([["a", "b"]], ["One."])), ": entry 2: a tri"),
         ("dart", dart(([["a", "b", "c"]], ["One.", "\n"])), ": entry 1: the completion is empty"),

@@ -24,12 +24,7 @@ def load_recipe_module() -> ModuleType:
 
 
 class Glue(Tree):
-    """The recipes of NLU/.
-
-    Args:
-        out: folder of all runs; absolute.
-        small: whether the runs are trials.
-    """
+    """The recipes of NLU/."""
 
     title = "GLUE, development sets"
     section = "glue_dev"
@@ -54,11 +49,11 @@ class Glue(Tree):
         "cola": "Matthews correlation",
         "stsb": "Pearson/Spearman correlation",
     }
+    small_name = "glue"
     small_flags = ("--max_steps", "16", "--learning_rate", "0.01")
 
     def __init__(self, out: Path, small: bool):
-        self.out = out
-        self.small = out / "small" / "glue" if small else None
+        super().__init__(out, small)
         self.module = load_recipe_module()
         self.recipes = self.module.read_recipes()
 

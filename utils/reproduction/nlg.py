@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 
 from loralib.io.tensors import read_tensors
 from reproduction.programs import atomic_folder, make
@@ -10,12 +9,7 @@ from reproduction.runs import ROOT, Figures, Run, Tree, read_json
 
 
 class Nlg(Tree):
-    """The recipes of NLG/.
-
-    Args:
-        out: folder of all runs; absolute.
-        small: whether the runs are trials.
-    """
+    """The recipes of NLG/."""
 
     title = "GPT-2, test sets"
     section = "nlg_test"
@@ -23,15 +17,13 @@ class Nlg(Tree):
     columns: Mapping[str, str] = {"e2e": "E2E", "dart": "DART", "webnlg": "WebNLG"}
     # The tables of scores.json that a recipe leaves.
     labels: Mapping[str, tuple[str, ...]] = {"webnlg": ("unseen", "seen", "all")}
+    small_name = "e2e"
     small_flags = (
         *("--max_step", "9", "--warmup_step", "2"),
         *("--lr", "0.005", "--eval_interval", "3"),
     )
     # Lines of the small corpus, which has two to four texts on each of a split's subjects.
     small_lines: Mapping[str, int] = {"train": 200, "valid": 12, "test": 18}
-
-    def __init__(self, out: Path, small: bool):
-        self.small = out / "small" / "e2e" if small else None
 
     def rows(self) -> dict[str, dict[str, str]]:
         """Recipes by row and corpus."""

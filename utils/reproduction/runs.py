@@ -60,19 +60,28 @@ def read_json(path: Path) -> Any:
 class Tree(ABC):
     """The recipes of NLU/ or NLG/: how they are run, and what they leave.
 
+    Args:
+        out: folder of all runs; absolute.
+        small: whether the runs are trials.
+
     Attributes:
         title: what the tables of its rows are called.
         section: the paper's, in paper_results.json.
         seeds: of the runs, unless others are asked for.
         columns: of its tables: task or corpus -> title.
-        small: the folder with the small data and base of trials; None where runs are no trials.
+        small_name: what the folder with the small data and base of trials is called.
+        small: that folder; None where the runs are not trials.
     """
 
     title: ClassVar[str]
     section: ClassVar[str]
     seeds: ClassVar[tuple[int, ...]]
     columns: ClassVar[Mapping[str, str]]
-    small: Path | None
+    small_name: ClassVar[str]
+
+    def __init__(self, out: Path, small: bool):
+        self.out = out
+        self.small = out / "small" / self.small_name if small else None
 
     @abstractmethod
     def rows(self) -> dict[str, dict[str, str]]:
