@@ -1,0 +1,267 @@
+"""A table of families × what is done to models: each test runs for every family.
+
+The numbers to meet are PEFT's, on upstream's models, or follow from W + alpha / r · B A.
+"""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from compare import assert_close_to_rounding, assert_same_bits
+from families import FAMILIES, PEFT, TERMS
+from torch.func import functional_call
+
+import loralib as lora
+from loralib.adapters.deltas import merge_into
+from loralib.adapters.formats import read_adapter, write_adapter
+from loralib.adapters.loading import load_into, lora_layers
+from loralib.errors import CheckpointError
+from loralib.training.precision import hold_frozen_in
+
+FORMATS = {"lora": "adapter.safetensors", "release": "adapter.bin", "peft": "adapter"}
+# The release's DeBERTa had LoRA that relative positions do not reach.
+FORBIDDEN = {("deberta", "release"): "reaches positions"}
+
+
+@pytest.fixture(params=FAMILIES, ids=lambda family: family.name)
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """The fixture's bases, by family."""
+    root = tmp_path_factory.mktemp("bases")
+    return {family.name: PEFT.write_base(root / family.name, family.name) for family in FAMILIES}
+
+
+@pytest.fixture
+def base(bases, family):
+    return bases[family.name]
+
+
+@pytest.fixture
+def adapter(family, tmp_path):
+    """PEFT's, as this project reads it."""
+    return read_adapter(PEFT.write_adapter(tmp_path / "pefts", family.case))
+
+
+@pytest.fixture
+def plain(family, base):
+    """The base, without LoRA."""
+    return family.open(base, None)
+
+
+@pytest.fixture
+def model(family, base, adapter):
+    """The base with LoRA layers, which hold the adapter."""
+    return family.open(base, adapter)
+
+
+def logits_of(family, model, ids=PEFT.ids, mask=PEFT.mask):
+    with torch.no_grad():
+        return family.logits(model, ids, mask)
+
+
+def close(ours, theirs):
+    assert_close_to_rounding(ours, theirs, TERMS)
+
+
+def lora_tensors(model):
+    return {name: tensor for name, tensor in model.state_dict().items() if "lora_" in name}
+
+
+# ---- upstream's logits ----
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_logits_are_pefts_on_upstreams_model(family, model, plain, training):
+    """By either path: merged in evaluation mode, as a branch in training mode."""
+    model.train(training)
+    expected = PEFT.logits(family.case)
+    if not training:
+        close(logits_of(family, model), expected)
+    close(family.logits(model, PEFT.ids, PEFT.mask), expected)
+    assert (logits_of(family, plain) - expected).abs().max() > 0.1
+
+
+# ---- gradients ----
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_gradients_are_those_of_the_dense_sum(family, model, plain, training):
+    lora.mark_only_lora_as_trainable(model)
+    model.train(training)
+    layers = lora_layers(model)
+    held = dict(plain.named_parameters())
+    held |= {name: tensor for name, tensor in model.state_dict().items() if name in held}
+    trained = {}
+    for name, layer in layers.items():
+        A, B = (
+            getattr(layer, part).detach().clone().requires_grad_() for part in ("lora_A", "lora_B")
+        )
+        trained |= {f"{name}.lora_A": A, f"{name}.lora_B": B}
+        weight = plain.get_parameter(f"{name}.weight").detach()
+        held[f"{name}.weight"] = weight + layer.scaling * family.delta(A, B)
+    expected = family.logits(_Holding(plain, held), PEFT.ids, PEFT.mask)
+    ours = family.logits(model, PEFT.ids, PEFT.mask)
+    close(ours, expected)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
+    (expected * weights).sum().backward()
+    (ours * weights).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == ("lora_" in name), name
+        if "lora_" in name:
+            theirs = trained[name].grad
+            assert theirs.norm() > 0
+            # Each of the table's logits adds to it.
+            assert_close_to_rounding(
+                parameter.grad, theirs, TERMS + ours.numel(), magnitude=float(theirs.abs().max())
+            )
+
+
+class _Holding(torch.nn.Module):
+    """A model that computes with these tensors in place of its own."""
+
+    def __init__(self, model, tensors):
+        super().__init__()
+        self.__dict__.update(model_=model, tensors=tensors)
+
+    def forward(self, *args, **arguments):
+        return functional_call(self.model_, self.tensors, args, arguments)
+
+
+# ---- padding ----
+
+
+@pytest.mark.parametrize("with_lora", [False, True])
+def test_a_padded_batch_gives_what_its_rows_give(family, model, plain, with_lora):
+    model = model if with_lora else plain
+    batch = logits_of(family, model)
+    for row, length in enumerate(PEFT.mask.sum(dim=1).tolist()):
+        part = (slice(row, row + 1), slice(length))
+        alone = logits_of(family, model, PEFT.ids[part], PEFT.mask[part])[0]
+        close(batch[row, :length] if batch.dim() == 3 else batch[row], alone)
+
+
+def test_what_stands_at_padding_does_not_matter(family, model):
+    other = PEFT.ids.masked_fill(PEFT.mask == 0, 7)
+    close(logits_of(family, model, other), logits_of(family, model))
+
+
+# ---- half precision ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_frozen_weights_in_half_precision(family, model, dtype):
+    """What is trained stays in float32."""
+    lora.mark_only_lora_as_trainable(model)
+    hold_frozen_in(model, dtype)
+    for parameter in model.parameters():
+        assert parameter.dtype == (torch.float32 if parameter.requires_grad else dtype)
+    ours, exact = family.logits(model, PEFT.ids, PEFT.mask), PEFT.logits(family.case)
+    # Of some dozens of roundings that follow one another the root remains.
+    assert 0 < (ours - exact).norm() < 16 * torch.finfo(dtype).eps * exact.norm()
+    ours.float().square().mean().backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == ("lora_" in name), name
+        assert parameter.grad is None or 0 < parameter.grad.norm() < float("inf")
+
+
+# ---- save and load ----
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_saved_and_loaded_it_keeps_every_bit(family, model, base, format, tmp_path):
+    saved = read_adapter(family.write(model, tmp_path))
+    assert_same_bits({n: t for n, t in saved.tensors.items() if "lora_" in n}, lora_tensors(model))
+    path = tmp_path / FORMATS[format]
+    if (family.name, format) in FORBIDDEN:
+        with pytest.raises(CheckpointError, match=FORBIDDEN[family.name, format]):
+            write_adapter(path, saved, format)
+        assert not path.exists()
+        return
+    write_adapter(path, saved, format)
+    again = family.open(base, read_adapter(path, lora_alpha=saved.metadata.alpha))
+    assert_same_bits(lora_tensors(again), lora_tensors(model))
+    assert torch.equal(logits_of(family, again), logits_of(family, model))
+
+
+@pytest.mark.parametrize("change", ["rank", "alpha", "base"])
+def test_what_was_trained_otherwise_is_refused(family, model, tmp_path, change):
+    adapter = read_adapter(family.write(model, tmp_path))
+    metadata = adapter.metadata
+    other = {
+        "rank": {"rank": metadata.rank + 1},
+        "alpha": {"alpha": 2 * metadata.alpha},
+        "base": {"base_fingerprint": "0" * 16},
+    }[change]
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(CheckpointError):
+        load_into(model, replace(adapter, metadata=replace(metadata, **other)), "1" * 16)
+    assert_same_bits(model.state_dict(), before)
+
+
+# ---- merge ----
+
+
+def test_merging_gives_the_same_logits(family, model, plain, adapter):
+    adapted = {f"{name}.weight" for name in lora_layers(model)} | adapter.tensors.keys()
+    expected, base = logits_of(family, model), plain.state_dict()
+    merged = lora.merge(model)
+    assert not lora_tensors(merged)
+    close(logits_of(family, merged), expected)
+    assert merged.state_dict().keys() == base.keys()
+    for name, tensor in merged.state_dict().items():
+        assert torch.equal(tensor, base[name]) == (name not in adapted), name
+
+
+def test_merging_a_file_gives_pefts_logits(family, adapter, plain):
+    merge_into(plain, adapter)
+    close(logits_of(family, plain), PEFT.logits(family.case))
+    assert not lora_tensors(plain)
+
+
+# ---- PEFT ----
+
+
+def test_what_pefts_folder_holds_is_written_as_it_was(family, adapter, tmp_path):
+    write_adapter(tmp_path / "ours", adapter, "peft")
+    again = read_adapter(tmp_path / "ours")
+    assert_same_bits(again.tensors, adapter.tensors)
+    for field in ("rank", "alpha", "targets"):
+        assert getattr(again.metadata, field) == getattr(adapter.metadata, field)
+
+
+# ---- bank ----
+
+
+@pytest.mark.parametrize("names", ["pefts", "pefts other pefts other", "other pefts pefts other"])
+def test_a_bank_gives_what_a_model_of_its_own_gives(family, base, plain, adapter, names):
+    adapters = {"pefts": adapter, "other": _rolled(adapter)}
+    own = {}
+    for name, one in adapters.items():
+        merged = family.open(base, None)
+        merge_into(merged, one)
+        own[name] = logits_of(family, merged)
+    assert (own["pefts"] - own["other"]).abs().max() > 0.1
+    alone = logits_of(family, plain)
+    bank = lora.AdapterBank(plain)
+    for name, one in adapters.items():
+        bank.add(name, one)
+    rows = names.split()
+    with bank.use(rows[0] if len(rows) == 1 else rows):
+        ours = logits_of(family, plain)
+    for row in range(len(PEFT.ids)):
+        close(ours[row], own[rows[row % len(rows)]][row])
+    assert torch.equal(logits_of(family, plain), alone)
+
+
+def _rolled(adapter):
+    """Another adapter of the same shapes: its ranks are exchanged in A alone."""
+    tensors = {
+        name: tensor.flip(1) if name.endswith("lora_A") else tensor
+        for name, tensor in adapter.tensors.items()
+    }
+    return replace(adapter, tensors=tensors)
