@@ -305,7 +305,7 @@ def _normalized(
     ranks = {module: B.shape[1] for module, (_, B) in pairs.items()}
     rank, alpha = max(ranks.values()), max(alphas.values())
     is_uniform = set(ranks.values()) == {rank} and set(alphas.values()) == {alpha}
-    normalized = {}
+    normalized: dict[str, Tensor] = {}
     for module, (A, B) in pairs.items():
         if not is_uniform:
             missing = rank - ranks[module]
