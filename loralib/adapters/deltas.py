@@ -64,14 +64,14 @@ def deltas_of(adapter: Adapter) -> dict[str, Delta]:
         raise AlphaError(adapter.source)
     rank = rank_of(adapter.tensors, adapter.source)
     pairs = lora_pairs(adapter.tensors, adapter.source)
-    scaling = Delta.scale(adapter.metadata.alpha, rank)
+    scaling = adapter.metadata.delta.scale(adapter.metadata.alpha, rank)
     return {name: _delta(adapter, name, *pair, scaling) for name, pair in pairs.items()}
 
 
 def _delta(adapter: Adapter, module: str, A: Tensor, B: Tensor, scaling: float) -> Delta:
     count = len(A) // B.shape[1]
     if count == 1:
-        return Delta(A, B, scaling, out_features=len(B))
+        return adapter.metadata.delta(A, B, scaling, out_features=len(B))
     enabled = enabled_slices(module)
     if sum(enabled) != count or len(B) % count:
         raise CheckpointError(
@@ -80,7 +80,7 @@ def _delta(adapter: Adapter, module: str, A: Tensor, B: Tensor, scaling: float) 
         )
     width = len(B) // count
     starts = tuple(index * width for index, on in enumerate(enabled) if on)
-    return Delta(A, B, scaling, starts, width * len(enabled))
+    return adapter.metadata.delta(A, B, scaling, starts, width * len(enabled))
 
 
 def linear_module(model: nn.Module, name: str, source: str) -> nn.Module:

@@ -240,6 +240,9 @@ def format_of_name(path: Path) -> str:
 def what_forbids(adapter: Adapter, format: str) -> str | None:
     """Why an adapter would compute something else in a format; None where it computes the same."""
     reached = getattr(adapter.metadata, "positions", None)
+    variant = getattr(adapter.metadata, "variant", None)
+    if variant and format != "lora":
+        return f"its LoRA is of the variant {variant}, which this format is not written with"
     if format == "release" and reached:
         return (
             "its LoRA reaches positions (lora_positions), the release's does not: it would compute "

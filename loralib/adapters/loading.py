@@ -86,6 +86,7 @@ def _lora_settings(model: nn.Module, source: str) -> dict[str, object]:
         raise MissingLayersError(source, LORA.name, LORA.switch)
     layer = next(iter(layers.values()))
     settings = {"targets": lora_targets(layers), "rank": layer.r, "alpha": layer.lora_alpha}
+    settings["variant"] = None if layer.variant == "lora" else layer.variant
     reached = lora_reaches_positions(model)
     return settings if reached is None else {**settings, "positions": reached}
 

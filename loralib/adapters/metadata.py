@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar, TypeVar
 
 from ..errors import CheckpointError, first_line
+from ..functional import VARIANTS, Delta
 
 # Keys of files that older versions wrote.
 _OLD_KEYS = {"beside": "trained_with"}
@@ -95,6 +96,7 @@ class LoraMetadata(AdapterMetadata):
             `mark_only_lora_as_trainable`.
         positions: whether the update reaches the positions that an adapted projection is shared
             with, see loralib/nn/positions.py; None where none is shared.
+        variant: of the update, a name in `loralib.functional.VARIANTS`; None for the paper's.
     """
 
     rank: int
@@ -103,8 +105,14 @@ class LoraMetadata(AdapterMetadata):
     dropout: float | None = None
     bias: str = "none"
     positions: bool | None = None
+    variant: str | None = None
 
     own: ClassVar[frozenset[str]] = frozenset({"rank", "alpha", "targets"})
+
+    @property
+    def delta(self) -> type[Delta]:
+        """What computes the update."""
+        return VARIANTS[self.variant or "lora"]
 
     def check(self, path: object) -> None:
         """As in `AdapterMetadata`."""
@@ -114,6 +122,7 @@ class LoraMetadata(AdapterMetadata):
             ("alpha", is_alpha(self.alpha)),
             ("dropout", self.dropout is None or is_dropout(self.dropout)),
             ("positions", isinstance(self.positions, bool | None)),
+            ("variant", self.variant is None or self.variant in tuple(VARIANTS)),
         ):
             if not is_sound:
                 raise CheckpointError(f"{path}: {name} {getattr(self, name)!r} in its metadata")

@@ -73,7 +73,7 @@ def test_a_new_family_needs_nothing_else(unregistered, tmp_path):
     write_adapter(tmp_path / "a", adapter, "peft")
     assert_same_bits(read_adapter(tmp_path / "a").tensors, adapter.tensors)
     delta = deltas_of(adapter)["model.layers.0.qkv"]
-    assert [part.start for part in delta.parts] == [4, 8]
+    assert delta.starts == (4, 8)
     embed, other = torch.ones(2), torch.zeros(2)
     names = {**adapter.tensors, "model.embed.weight": embed}
     assert canonical_names({**names, "out.weight": embed.clone()}, "a").keys() == names.keys()
@@ -100,7 +100,7 @@ def test_files_of_the_trees_are_read_without_them(request, tmp_path, caplog, fam
         return
     assert (found.metadata.rank, found.metadata.alpha) == (4, 6)
     for name, delta in deltas_of(found).items():
-        (part,) = delta.parts
+        (part,) = delta.blocks()
         (A_q, A_v), (B_q, B_v) = (known.tensors[f"{name}.lora_{ab}"].chunk(2) for ab in "AB")
         assert torch.equal(part.A, torch.cat([A_q, A_v]))
         nothing = torch.zeros(6, 2)

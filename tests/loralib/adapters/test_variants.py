@@ -1,0 +1,95 @@
+"""Adapters of other variants of the update: they say so, and nothing takes them for the paper's."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import loralib as lora
+from loralib.adapters.adapter import Adapter, lora_metadata
+from loralib.adapters.deltas import merge_into
+from loralib.adapters.loading import load_into
+from loralib.errors import CheckpointError, NeedsMergingError
+
+RANK, ALPHA = 4, 6
+
+
+def model_with(variant: str | None) -> nn.Sequential:
+    """One linear layer; with LoRA of a variant, or plain."""
+    torch.manual_seed(0)
+    settings = {"r": RANK, "lora_alpha": ALPHA, "variant": variant} if variant else {}
+    layer = (lora.Linear if variant else nn.Linear)(5, 7, **settings)
+    if variant:
+        nn.init.normal_(layer.lora_B)
+    return nn.Sequential(layer)
+
+
+@pytest.fixture
+def trained():
+    return model_with("rslora")
+
+
+@pytest.fixture
+def adapter(trained):
+    tensors = {name: t.detach() for name, t in trained.state_dict().items() if "lora_" in name}
+    return Adapter(tensors, replace(lora_metadata(tensors, RANK, ALPHA), variant="rslora"), "mine")
+
+
+def plain_base(trained: nn.Sequential) -> nn.Sequential:
+    base = model_with(None)
+    base.load_state_dict({"0.weight": trained[0].weight, "0.bias": trained[0].bias})
+    return base
+
+
+def test_a_file_says_its_variant(adapter, tmp_path):
+    lora.write_adapter(tmp_path / "a.safetensors", adapter)
+    assert lora.read_adapter(tmp_path / "a.safetensors").metadata == adapter.metadata
+
+
+@pytest.mark.parametrize("format", ["release", "peft"])
+def test_formats_that_cannot_say_it_are_not_written(adapter, tmp_path, format):
+    name = {"release": "a.bin", "peft": "a"}[format]
+    with pytest.raises(NeedsMergingError, match="of the variant rslora"):
+        lora.write_adapter(tmp_path / name, adapter, format)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_variant_is_refused(adapter, tmp_path):
+    for variant in ("dora", ["rslora"], 1):
+        changed = replace(adapter, metadata=replace(adapter.metadata, variant=variant))
+        with pytest.raises(CheckpointError, match="variant"):
+            lora.write_adapter(tmp_path / "a.safetensors", changed)
+
+
+def test_it_is_loaded_into_layers_of_its_variant_alone(adapter, trained):
+    same = model_with("rslora")
+    load_into(same, adapter, backbones=["0."])
+    assert torch.equal(same[0].lora_B, trained[0].lora_B)
+    other = model_with("lora")
+    nn.init.zeros_(other[0].lora_B)
+    with pytest.raises(CheckpointError, match="variant rslora, the model was built with None"):
+        load_into(other, adapter, backbones=["0."])
+    assert not other[0].lora_B.any()
+    with pytest.raises(CheckpointError, match="variant None, the model was built with rslora"):
+        plain = replace(adapter, metadata=replace(adapter.metadata, variant=None))
+        load_into(same, plain, backbones=["0."])
+
+
+def test_merging_and_banks_compute_it(adapter, trained):
+    x = torch.randn(3, 5)
+    expected = trained(x)
+    base = plain_base(trained)
+    bank = lora.AdapterBank(base)
+    bank.add("mine", adapter)
+    with bank.use("mine"):
+        torch.testing.assert_close(base(x), expected)
+    merged = plain_base(trained)
+    merge_into(merged, adapter)
+    torch.testing.assert_close(merged(x), expected)
+    torch.testing.assert_close(lora.merge(trained)(x), expected)
+    # The paper's would be another, by the square root of the rank.
+    as_paper = replace(adapter, metadata=replace(adapter.metadata, variant=None))
+    wrong = plain_base(trained)
+    merge_into(wrong, as_paper)
+    assert not torch.allclose(wrong(x), expected, atol=0.01)
