@@ -1,13 +1,11 @@
-"""GPT-2's files: the base, LoRA's part, the whole model, and what a killed run goes on from."""
+"""GPT-2's files: the base, LoRA's part, and the whole model."""
 
 import argparse
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from family import GPT2
@@ -20,9 +18,9 @@ from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.adapters.loading import load_into, lora_layers
 from loralib.adapters.metadata import LoraMetadata
 from loralib.adapters.names import lora_targets, within_layer
-from loralib.errors import AlphaError, CheckpointError, first_line
-from loralib.io.likeness import check_like
-from loralib.io.tensors import read_tensors, write_torch, write_wrapped_tensors
+from loralib.errors import AlphaError, CheckpointError
+from loralib.io.tensors import read_tensors, write_wrapped_tensors
+from loralib.training.resume import first_not_finite
 from model import MODEL_CARDS, GPT2LMModel, canonical_names, config_of, load_base
 
 # The release's models were wrapped in DDP when they were saved.
@@ -191,10 +189,9 @@ def save_model(path: str | os.PathLike, model: GPT2LMModel, base: Base, lora_onl
     Raises:
         CheckpointError: a trained tensor is not finite; nothing is written.
     """
+    check_finite(path, {n: p for n, p in model.named_parameters() if p.requires_grad})
     tensors = {}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            _check_finite(path, name, parameter)
         frozen = not parameter.requires_grad and name in base.tensors
         tensors[name] = base.tensors[name] if frozen else parameter
     metadata = _metadata(model, base)
@@ -206,8 +203,14 @@ def save_model(path: str | os.PathLike, model: GPT2LMModel, base: Base, lora_onl
         write_wrapped_tensors(path, named, metadata.to_metadata() if metadata else {})
 
 
-def _check_finite(path: str | os.PathLike, name: str, tensor: Tensor) -> None:
-    if not torch.isfinite(tensor).all():
+def check_finite(path: str | os.PathLike, tensors: Mapping[str, Tensor]) -> None:
+    """Checks tensors that are to be written.
+
+    Raises:
+        CheckpointError: one is not finite; the message says that the file is not written.
+    """
+    name = first_not_finite(tensors.items())
+    if name is not None:
         raise CheckpointError(f"{path}: not written: {name} holds values that are not finite")
 
 
@@ -224,57 +227,3 @@ def _metadata(model: GPT2LMModel, base: Base) -> LoraMetadata | None:
         base=base.source,
         base_fingerprint=base.fingerprint,
     )
-
-
-# ------------------------------------------------------------------------------------------------
-# Resuming
-# ------------------------------------------------------------------------------------------------
-
-RESUME_NAME = "resume.pt"
-
-
-def write_resume(folder: str | os.PathLike, state: Mapping[str, Any]) -> None:
-    """Writes what a run goes on from: one file, so that no crash can leave it in two halves.
-
-    Args:
-        folder: the run's.
-        state: whether the run is `finished`, its `step` and what it is known by as `run`; the
-            weights, by name, as `trained`, and more.
-
-    Raises:
-        CheckpointError: a trained tensor is not finite; the last state stays.
-    """
-    path = Path(folder) / RESUME_NAME
-    for name, tensor in state.get("trained", {}).items():
-        _check_finite(path, name, tensor)
-    write_torch(path, dict(state))
-
-
-def read_resume(folder: str | os.PathLike) -> dict[str, Any] | None:
-    """What `write_resume` wrote, or None where nothing was.
-
-    Raises:
-        CheckpointError: the file is damaged, or holds something else.
-    """
-    path = Path(folder) / RESUME_NAME
-    if not path.is_file():
-        return None
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        check_like(state, {"run": {}, "step": 0, "finished": False})
-    except Exception as error:  # a damaged pickle makes torch raise errors of any kind
-        raise damaged_resume(folder, error) from error
-    return state
-
-
-def damaged_resume(folder: str | os.PathLike, error: Exception) -> CheckpointError:
-    """What a run ends with that cannot use what `write_resume` wrote."""
-    return CheckpointError(
-        f"{Path(folder) / RESUME_NAME}: is damaged; remove it to begin the run anew "
-        f"({first_line(error)})"
-    )
-
-
-def remove_resume(folder: str | os.PathLike) -> None:
-    """Removes what `write_resume` wrote, if anything."""
-    (Path(folder) / RESUME_NAME).unlink(missing_ok=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
 from exp_utils import read_json_lines
-from gpu import Run
+from gpu import DistEnv
 from loralib.training import process
 
 logger = logging.getLogger(__name__)
@@ -175,33 +175,66 @@ def collate(rows: Sequence[Row]) -> dict[str, Tensor]:
     return {"input": inputs, "target": targets, "mask": mask}
 
 
-def batches_per_epoch(dataset: FT_Dataset, run: Run) -> int:
+def one_token_batch() -> dict[str, Tensor]:
+    """The smallest batch that has a target."""
+    return collate([Row(torch.zeros(2, dtype=torch.int32), length=1, first=0)])
+
+
+def count_tokens(batch: dict[str, Tensor]) -> int:
+    """How many input positions of a batch stand before a target or are one: all but padding."""
+    return int(batch["mask"].flip(1).cumsum(1).count_nonzero())
+
+
+def batches_per_epoch(dataset: FT_Dataset, dist_env: DistEnv) -> int:
     """How many whole batches each process gets in an epoch.
 
     Raises:
         ValueError: there are fewer examples than one batch for each process.
     """
-    batches = -(-len(dataset) // run.world_size) // dataset.batch_size
+    batches = -(-len(dataset) // dist_env.world_size) // dataset.batch_size
     if batches == 0:
         raise ValueError(
             f"{dataset.num_examples} training examples are too few for a batch of "
-            f"{dataset.batch_size} on each of {run.world_size} processes: use a smaller batch size "
-            "or fewer processes"
+            f"{dataset.batch_size} on each of {dist_env.world_size} processes: use a smaller batch "
+            "size or fewer processes"
         )
     return batches
 
 
+def batches_from(
+    dataset: FT_Dataset, dist_env: DistEnv, seed: int, step: int, pin: bool = False
+) -> Iterator[dict[str, Tensor]]:
+    """This process's batches from a step on, epoch after epoch, without end.
+
+    Step n of a run is the n-th batch, so that the place in the data follows from the step.
+
+    Args:
+        dataset, dist_env, seed, pin: as for `training_batches`.
+        step: how many batches a run has had that is resumed.
+    """
+    epoch, skip = divmod(step, batches_per_epoch(dataset, dist_env))
+    while True:
+        epoch += 1
+        yield from training_batches(dataset, dist_env, seed, epoch, skip, pin)
+        skip = 0
+
+
 def training_batches(
-    dataset: FT_Dataset, run: Run, seed: int, epoch: int, skip: int = 0, pin: bool = False
+    dataset: FT_Dataset,
+    dist_env: DistEnv,
+    seed: int,
+    epoch: int,
+    skip: int = 0,
+    pin: bool = False,
 ) -> Iterator[dict[str, Tensor]]:
     """This process's batches of one epoch, shuffled, all of full size.
 
     The order is `torch.utils.data.DistributedSampler`'s. It depends on seed and epoch alone, and
-    no global random generator is drawn from.
+    no global random generator is used.
 
     Args:
         dataset: what to train on.
-        run: this process.
+        dist_env: this process.
         seed: the run's, the same on all processes.
         epoch: counted from 1.
         skip: how many batches at the beginning to leave out, when a run is resumed.
@@ -210,14 +243,16 @@ def training_batches(
     Raises:
         ValueError: as `batches_per_epoch`.
     """
-    sampler = DistributedSampler(dataset, run.world_size, run.rank, shuffle=True, seed=seed)
+    sampler = DistributedSampler(
+        dataset, dist_env.world_size, dist_env.rank, shuffle=True, seed=seed
+    )
     sampler.set_epoch(epoch)
     size = dataset.batch_size
-    order = list(sampler)[skip * size : batches_per_epoch(dataset, run) * size]
+    order = list(sampler)[skip * size : batches_per_epoch(dataset, dist_env) * size]
     return _batches(dataset, order, pin)
 
 
-def validation_batches(dataset: FT_Dataset, run: Run) -> Iterator[dict[str, Tensor]]:
+def validation_batches(dataset: FT_Dataset, dist_env: DistEnv) -> Iterator[dict[str, Tensor]]:
     """This process's share of the file's examples: every world_size-th, in their order.
 
     Each example is in one batch of one process; those that fill the last batch are left out, so
@@ -225,9 +260,9 @@ def validation_batches(dataset: FT_Dataset, run: Run) -> Iterator[dict[str, Tens
 
     Args:
         dataset: what to evaluate on.
-        run: this process.
+        dist_env: this process.
     """
-    return _batches(dataset, range(run.rank, dataset.num_examples, run.world_size))
+    return _batches(dataset, range(dist_env.rank, dataset.num_examples, dist_env.world_size))
 
 
 def _batches(

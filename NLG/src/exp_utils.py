@@ -1,11 +1,10 @@
-"""What the scripts share: their start and end, logging, and files of JSON lines."""
+"""What the scripts share: their end, files of JSON lines, and a run's figures."""
 
 import importlib.util
 import json
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -39,27 +38,18 @@ def run(main: Callable[[], None]) -> None:
 
     Those of the library get the flags that can mend them.
     """
-    set_up_logging()
+    process.set_up_logging()
     with_ways_out = adding_ways_out(WAYS_OUT)(main)
     process.run(with_ways_out, report=lambda line: tqdm.write(line, file=sys.stderr))
 
 
-def set_up_logging() -> None:
-    """Logs to the console: everything from the main process, from the others errors only."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    # Some launchers' processes learn their rank only after the start, and come here again.
-    is_main = process.rank() == 0
-    logging.getLogger().setLevel(logging.INFO if is_main else logging.ERROR)
-    if not is_main:
-        warnings.simplefilter("ignore")  # the main process gives them as well
-
-
 def read_json_lines(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """Reads a file of one JSON object a line; blank lines at its end are no lines.
+    """Reads a file of one JSON object a line; blank lines at its end do not count.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a line is no JSON object, or the file has none; the message names file and line.
+        ValueError: a line is not a JSON object, or the file has none; the message names file and
+            line.
     """
     lines = read_lines(path)
     if lines == [""]:
@@ -110,17 +100,20 @@ METRICS_NAME = "metrics.jsonl"
 class MetricsLog:
     """A run's figures: lines of ``metrics.jsonl``, and ``runs/`` where TensorBoard is installed.
 
+    Lines of later steps than the one that a run resumes from are taken out: a killed run left them.
+
     Args:
         work_dir: the run's folder.
+        after_step: the step that the run resumes from; 0 begins the log anew.
+        is_main: whether this is the process that writes; in others, nothing happens.
     """
 
-    def __init__(self, work_dir: str | os.PathLike):
-        self.work_dir = Path(work_dir)
-        self.path = self.work_dir / METRICS_NAME
+    def __init__(self, work_dir: str | os.PathLike, after_step: int, is_main: bool = True):
+        self.path = Path(work_dir, METRICS_NAME)
+        self.is_main = is_main
         self._writer = None
-
-    def begin(self, after_step: int) -> None:
-        """Opens the log; lines of later steps, which a killed run left, are taken out."""
+        if not is_main:
+            return
         kept = []
         if after_step > 0 and self.path.is_file():
             kept = [row for row in _sound_lines(self.path) if row["step"] <= after_step]
@@ -128,10 +121,12 @@ class MetricsLog:
         if importlib.util.find_spec("tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(self.work_dir / "runs", purge_step=after_step + 1)
+            self._writer = SummaryWriter(Path(work_dir, "runs"), purge_step=after_step + 1)
 
     def write(self, step: int, **figures: float) -> None:
         """Adds a line."""
+        if not self.is_main:
+            return
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **figures}) + "\n")
         if self._writer is not None:

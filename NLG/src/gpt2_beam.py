@@ -23,9 +23,10 @@ from tqdm.auto import tqdm
 import loralib as lora
 from beam import BeamSettings, search
 from checkpoints import add_model_params, open_model
-from exp_utils import read_json_lines, run, set_up_logging, write_json_lines
-from gpu import Run, add_gpu_params, gather_objects, start
-from loralib.training import distributed, process
+from exp_utils import read_json_lines, run, write_json_lines
+from gpu import DistEnv, add_gpu_params, start
+from loralib.training import process, watch
+from loralib.training.distributed import gather_objects
 from model import GPT2LMModel
 
 logger = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ def settings_of(args: argparse.Namespace) -> BeamSettings:
         raise ValueError(f"--{error}") from error
 
 
-def model_to_decode(args: argparse.Namespace, this: Run) -> GPT2LMModel:
+def model_to_decode(args: argparse.Namespace, dist_env: DistEnv) -> GPT2LMModel:
     """The model that the flags ask for, with LoRA folded into its weights.
 
     Raises:
@@ -134,7 +135,7 @@ def model_to_decode(args: argparse.Namespace, this: Run) -> GPT2LMModel:
         ValueError: base or LoRA are missing; or the model has not the positions that are asked
             for; or --fp16 finds no GPU.
     """
-    if args.fp16 and this.device.type != "cuda":
+    if args.fp16 and dist_env.device.type != "cuda":
         raise ValueError("--fp16 needs a GPU; --bf16 works on a CPU as well")
     if args.init_checkpoint is None and args.lora_path is None:
         raise ValueError("there is no model: give its base as --init_checkpoint")
@@ -149,7 +150,7 @@ def model_to_decode(args: argparse.Namespace, this: Run) -> GPT2LMModel:
             f"--seq_len {args.seq_len}: the model has {model.config.n_positions} positions"
         )
     dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
-    return lora.merge(model).to(this.device, dtype).eval()
+    return lora.merge(model).to(dist_env.device, dtype).eval()
 
 
 def read_prompts(path: str, longest: int, vocab_size: int) -> list[Prompt]:
@@ -198,7 +199,7 @@ def decode(
     prompts: Sequence[Prompt],
     settings: BeamSettings,
     batch_size: int,
-    this: Run,
+    dist_env: DistEnv,
 ) -> dict[Prompt, list[int]]:
     """Each distinct prompt's text, from all processes.
 
@@ -207,20 +208,21 @@ def decode(
         prompts: of all processes, which have to get the same.
         settings: how to search.
         batch_size: prompts searched at a time.
-        this: this process.
+        dist_env: this process.
     """
     # Prompts of about one length are searched together, and the most memory is needed first.
     distinct = sorted(set(prompts), key=lambda prompt: (-len(prompt), prompt))
-    share = distinct[this.rank :: this.world_size]
+    share = distinct[dist_env.rank :: dist_env.world_size]
     texts = {}
-    hidden = not this.is_main or None  # None: where there is no terminal
+    hidden = not dist_env.is_main or None  # None: where there is no terminal
     with tqdm(total=len(share), desc="decode", unit="context", disable=hidden) as bar:
         for begin in range(0, len(share), batch_size):
             batch = share[begin : begin + batch_size]
             texts.update(zip(batch, search(model, batch, settings), strict=True))
             bar.update(len(batch))
-            distributed.beat()
-    return {prompt: text for part in gather_objects(this, texts) for prompt, text in part.items()}
+            watch.beat()
+    parts = gather_objects(texts, dist_env.world_size)
+    return {prompt: text for part in parts for prompt, text in part.items()}
 
 
 def _prepare(path: str, settings: BeamSettings) -> None:
@@ -249,17 +251,17 @@ def main(argv: list[str] | None = None) -> None:
     """
     args = parse_args(argv)
     settings = settings_of(args)
-    this = start(args)
+    dist_env = start(args)
     process.set_up_device(tf32=args.tf32)
-    set_up_logging()
+    process.set_up_logging()
     path = os.path.join(args.work_dir, args.output_file)
-    if this.is_main:
+    if dist_env.is_main:
         _prepare(path, settings)
-    model = model_to_decode(args, this)
+    model = model_to_decode(args, dist_env)
     longest = args.seq_len - args.eval_len
     prompts = read_prompts(args.data, longest, model.config.vocab_size)
-    texts = decode(model, prompts, settings, args.batch_size, this)
-    if not this.is_main:
+    texts = decode(model, prompts, settings, args.batch_size, dist_env)
+    if not dist_env.is_main:
         return
     padding = [0] * args.eval_len
     write_json_lines(

@@ -1,4 +1,4 @@
-"""One process among those of a run: which one it is, its device, and what it shares with others.
+"""One process among those of a run: which one it is, and its device.
 
 Launchers say in the environment which of how many processes this one is. All but OpenMPI and
 horovod use PyTorch's names (RANK, WORLD_SIZE, LOCAL_RANK), which are set here for those two as
@@ -6,16 +6,15 @@ well.
 """
 
 import argparse
+import math
 import os
 import socket
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from loralib.training import distributed
+from loralib.training.distributed import TIMEOUT, choose_device, join
 
 PLATFORMS = ("k8s", "local", "philly", "azure")
 
@@ -49,7 +48,7 @@ def add_gpu_params(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--ddp_timeout",
-        default=distributed.TIMEOUT,
+        default=TIMEOUT,
         type=float,
         metavar="SECONDS",
         help="a process that hangs, or does not join the others, for so long ends the run",
@@ -58,7 +57,7 @@ def add_gpu_params(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class Run:
+class DistEnv:
     """This process among those of a run.
 
     Attributes:
@@ -79,7 +78,7 @@ class Run:
         return self.rank == 0
 
 
-def start(args: argparse.Namespace) -> Run:
+def start(args: argparse.Namespace) -> DistEnv:
     """Finds out which process this is, chooses its device, and joins the others.
 
     Sets RANK, WORLD_SIZE and LOCAL_RANK in the environment. With more than one process, starts
@@ -93,6 +92,8 @@ def start(args: argparse.Namespace) -> Run:
             is not there; or horovod is, for azure, not installed.
         TrainingError: not all processes are there within --ddp_timeout.
     """
+    if not 0 < args.ddp_timeout < math.inf:
+        raise ValueError(f"--ddp_timeout has to be positive, but is {args.ddp_timeout}")
     rank, world_size, local_rank = _place(args)
     if not 0 <= rank < world_size:
         raise ValueError(f"the launcher says process {rank} of {world_size}: there is none such")
@@ -102,10 +103,10 @@ def start(args: argparse.Namespace) -> Run:
             "processes: leave the flag out"
         )
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local_rank))
-    run = Run(rank, local_rank, world_size, _device(local_rank))
+    device = choose_device(local_rank)
     if world_size > 1 and not dist.is_initialized():
-        distributed.join(args.ddp_timeout, run.device if run.device.type == "cuda" else None)
-    return run
+        join(device, args.ddp_timeout)
+    return DistEnv(rank, local_rank, world_size, device)
 
 
 def _place(args: argparse.Namespace) -> tuple[int, int, int]:
@@ -151,42 +152,3 @@ def _number(name: str) -> int:
     if not text.isdecimal():
         raise ValueError(f"{name} in the environment has to be a whole number, but is {text!r}")
     return int(text)
-
-
-def _device(local_rank: int) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if not 0 <= local_rank < count:
-        raise ValueError(
-            f"process {local_rank} of this machine has no GPU, there are {count}: "
-            "start fewer processes"
-        )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
-def distributed_sync(run: Run) -> None:
-    """Waits until all processes of the run are here."""
-    if run.world_size > 1:
-        dist.barrier()
-
-
-def distributed_mean(run: Run, tensor: Tensor) -> Tensor:
-    """The mean over all processes, on all of them, as a new tensor without a gradient.
-
-    Args:
-        run: this process.
-        tensor: a floating-point tensor, of one shape on all processes.
-    """
-    mean = tensor.detach().to(run.device, copy=True)
-    if run.world_size > 1:
-        dist.all_reduce(mean)
-        mean /= run.world_size
-    return mean
-
-
-def gather_objects(run: Run, value: Any) -> list:
-    """The processes' values (anything that pickles), by rank, on all of them."""
-    return distributed.gather_objects(value, run.world_size)

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from loralib.training.optimizer import AdamW
+from loralib.training.optimizer import AdamW, decay_groups
 
 logger = logging.getLogger(__name__)
 
 
 def add_optimizer_params(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of the optimiser and of the learning rate's schedule."""
-    add = parser.add_argument_group("optimiser").add_argument
+    """Adds the flags of the optimizer and of the learning rate's schedule."""
+    add = parser.add_argument_group("optimizer").add_argument
     add("--lr", default=1e-5, type=float, help="peak learning rate (cycle does not use it)")
     add("--weight_decay", default=0.01, type=float, help="decay; times the rate at each update")
     add("--correct_bias", action="store_true", help="correct Adam's averages for their start at 0")
@@ -61,12 +61,7 @@ def create_adam_optimizer(model: nn.Module, args: argparse.Namespace) -> AdamW:
     Raises:
         ValueError: nothing in the model is to be trained, or a flag is out of its range.
     """
-    decaying, undecayed = _trained(model, args.no_decay_bias)
-    groups = [
-        {"params": params, "weight_decay": decay}
-        for params, decay in ((decaying, args.weight_decay), (undecayed, 0.0))
-        if params
-    ]
+    groups = decay_groups(model, args.weight_decay, args.no_decay_bias)
     if not groups:
         raise ValueError("the model has nothing to train: all its parameters are frozen")
     return AdamW(
@@ -77,21 +72,6 @@ def create_adam_optimizer(model: nn.Module, args: argparse.Namespace) -> AdamW:
         weight_decay=args.weight_decay,
         correct_bias=args.correct_bias,
     )
-
-
-def _trained(
-    model: nn.Module, no_decay_bias: bool
-) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """A model's trained parameters, those that decay and those that do not, in its order."""
-    decaying, undecayed, seen = [], [], set()
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if not parameter.requires_grad or parameter in seen:
-                continue
-            seen.add(parameter)
-            exempt = no_decay_bias and (isinstance(module, nn.LayerNorm) or "bias" in name)
-            (undecayed if exempt else decaying).append(parameter)
-    return decaying, undecayed
 
 
 def linear(step: int, warmup: int, max_step: int) -> float:
@@ -128,7 +108,7 @@ FACTORS = {"cosine": cosine, "constant": constant, "linear": linear}
 
 
 class Scheduler:
-    """Sets an optimiser's learning rate, which depends on nothing but the step.
+    """Sets an optimizer's learning rate, which depends on nothing but the step.
 
     Args:
         optimizer: all its groups get the same rate.
@@ -136,7 +116,7 @@ class Scheduler:
         max_step: the number of steps in the run.
 
     Attributes:
-        lr: the rate that was set last; before the first step the optimiser's own.
+        lr: the rate that was set last; before the first step the optimizer's own.
         max_step: as given.
     """
 
@@ -164,7 +144,7 @@ class Scheduler:
         return {"step": self._next, "lr": self.lr}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Puts scheduler and optimiser where `state_dict` found them."""
+        """Puts scheduler and optimizer where `state_dict` found them."""
         self._next = state["step"]
         self._set(state["lr"])
 

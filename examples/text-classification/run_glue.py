@@ -26,7 +26,7 @@ from loralib.adapters.formats import read_adapter
 from loralib.adapters.metadata import AdapterMetadata
 from loralib.errors import AlphaError
 from loralib.io.atomic import atomic_write
-from loralib.training import distributed
+from loralib.training import watch
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -371,7 +371,7 @@ def tokenize(
     padding = "max_length" if data_args.pad_to_max_length else False
 
     def encode(rows: dict[str, list]) -> dict[str, list]:
-        distributed.beat()
+        watch.beat()
         texts = [rows[key] for key in keys]
         encoded = tokenizer(*texts, padding=padding, max_length=length, truncation=True)
         return {**encoded, CUT: cut_rows(tokenizer, texts, encoded["attention_mask"], length)}

@@ -192,6 +192,22 @@ def atomic_write_folder(path: str | os.PathLike) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def replace_folder(complete: Path, path: Path) -> None:
+    """Renames a folder to `path`, and removes what was there before.
+
+    Args:
+        complete: the folder, beside `path`, with files that are synced.
+        path: its place.
+    """
+    replaced = complete.with_suffix(".replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if path.exists():
+        path.rename(replaced)
+    complete.rename(path)
+    sync_folder(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
 def _sync(path: Path) -> None:
     with open(path, "rb+") as file:
         os.fsync(file.fileno())

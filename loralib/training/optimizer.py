@@ -15,7 +15,37 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+
+def decay_groups(
+    model: nn.Module, weight_decay: float, no_decay_bias: bool = True
+) -> list[dict[str, Any]]:
+    """The trained parameters of a model as an optimizer's groups, tied ones once, in its order.
+
+    Args:
+        model: parameters that need no gradient are left out.
+        weight_decay: of the first group.
+        no_decay_bias: puts biases and layer norms into a second group, without decay.
+
+    Returns:
+        One or two groups; none where nothing is trained.
+    """
+    decayed, spared, seen = [], [], set()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.requires_grad or parameter in seen:
+                continue
+            seen.add(parameter)
+            is_spared = no_decay_bias and (
+                isinstance(module, nn.LayerNorm) or name.endswith("bias")
+            )
+            (spared if is_spared else decayed).append(parameter)
+    groups = (
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": spared, "weight_decay": 0.0},
+    )
+    return [group for group in groups if group["params"]]
 
 
 class AdamW(torch.optim.Optimizer):

@@ -12,6 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
+def compute_dtype(fp16: bool, bf16: bool) -> torch.dtype:
+    """The precision that matrices are multiplied in."""
+    return torch.float16 if fp16 else torch.bfloat16 if bf16 else torch.float32
+
+
 def hold_frozen_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Casts the parameters of `model` that need no gradient to `dtype`, in place."""
     for parameter in model.parameters():

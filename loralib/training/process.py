@@ -5,6 +5,7 @@ import logging
 import os
 import random
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +23,7 @@ EXPECTED_ERRORS = (CheckpointError, TrainingError, OSError, ValueError, torch.Ou
 
 
 def set_up_device(*, tf32: bool = False, deterministic: bool = False) -> None:
-    """Says what PyTorch would otherwise decide by itself on a GPU; called before computing there.
+    """Sets what PyTorch would otherwise decide by itself on a GPU; called before computing there.
 
     cuDNN's attention is switched off: it makes a plan for every new shape, which takes longer than
     the attention itself where batches are as long as their longest row.
@@ -46,10 +47,15 @@ def set_up_device(*, tf32: bool = False, deterministic: bool = False) -> None:
 
 
 def set_seed(seed: int) -> None:
-    """Seeds Python, NumPy and PyTorch on all devices."""
+    """Seeds Python, NumPy and PyTorch on all devices; for weights, which all processes share."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def set_dropout_seed(seed: int, process: int) -> None:
+    """Seeds PyTorch for training: every process drops out different elements."""
+    torch.manual_seed(seed + process)
 
 
 def _uses_gpu(device: torch.device | None) -> bool:
@@ -120,6 +126,21 @@ def rank() -> int:
     return int(text) if text.isdecimal() else 0
 
 
+def set_up_logging(level: int = logging.INFO, *, with_names: bool = False) -> None:
+    """Logs to the console: from the main process `level` and above, from the others errors only.
+
+    Args:
+        level: the main process's.
+        with_names: whether a line says which logger it comes from.
+    """
+    name = " %(name)s:" if with_names else ""
+    logging.basicConfig(format=f"%(asctime)s %(levelname)s{name} %(message)s", datefmt="%H:%M:%S")
+    is_main = rank() == 0
+    logging.getLogger().setLevel(level if is_main else logging.ERROR)
+    if not is_main:
+        warnings.simplefilter("ignore")  # the main process gives them as well
+
+
 def run(main: Callable[[], None], report: Callable[[str], None]) -> None:
     """Runs a script's `main`; an error that a user can mend ends it with one line and status 1.
 
@@ -142,7 +163,7 @@ def run(main: Callable[[], None], report: Callable[[str], None]) -> None:
             raise
         gone = "another process of the run is gone; if it ended by an error, it has said which"
         if "timed out" in str(error).lower():
-            gone = "other processes of the run did not answer in time; see --ddp_timeout"
+            gone = "other processes of the run did not answer in time, before the timeout"
         _report(TrainingError(gone), report)
         _end(1)
     except KeyboardInterrupt:
@@ -195,7 +216,7 @@ def _leave_group() -> None:
     """
     if not dist.is_initialized():
         return
-    from .distributed import stop_watching  # which needs this module
+    from .watch import stop_watching  # which needs this module
 
     stop_watching()
     dist.barrier()

@@ -75,8 +75,8 @@ def tiny(monkeypatch, _tiny_script, _tiny_trial, one_process):
     return _tiny_trial
 
 
-def _no_bar(tqdm, **settings):
-    return tqdm(**{**settings, "disable": True})
+def _no_bar(tqdm, *values, **settings):
+    return tqdm(*values, **{**settings, "disable": True})
 
 
 @pytest.fixture

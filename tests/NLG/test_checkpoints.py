@@ -15,19 +15,15 @@ from torch import nn
 import checkpoints
 import loralib as lora
 from checkpoints import (
-    RESUME_NAME,
     add_model_params,
     open_model,
     read_base,
-    read_resume,
     save_model,
-    write_resume,
 )
 from loralib.adapters.formats import read_adapter
 from loralib.errors import CheckpointError
 from loralib.io.tensors import read_tensors
 from loralib.training.precision import hold_frozen_in
-from loralib.training.process import rng_state, set_rng_state
 from model import GPT2, GPT2Config, canonical_names
 
 WIDTH, BLOCKS, VOCABULARY, POSITIONS = 8, 2, 23, 10
@@ -367,9 +363,6 @@ def test_a_pickle_that_wants_to_run_something(tmp_path, monkeypatch, base_path):
     torch.save({"model_state_dict": draw_lora(), "x": Harmful()}, "bad.pt")
     refuses(["bad.pt: ", "not loaded for safety"], ("--init_checkpoint", "bad.pt"))
     refuses(["bad.pt: ", "for safety"], ("--init_checkpoint", base_path), "bad.pt")
-    torch.save({"step": 3, "x": Harmful()}, RESUME_NAME)
-    with pytest.raises(CheckpointError, match=r"resume\.pt: is damaged; remove it to begin"):
-        read_resume(tmp_path)
     assert not (tmp_path / "harmed").exists()
 
 
@@ -639,17 +632,13 @@ def test_values_that_are_not_finite_are_not_written(tmp_path, open_lora, lora_on
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("what", ["model", "resume"])
-def test_files_are_written_whole_or_not_at_all(tmp_path, monkeypatch, open_lora, what):
+def test_a_model_is_written_completely_or_not_at_all(tmp_path, monkeypatch, open_lora):
     folder = tmp_path / "work"
     folder.mkdir()
     model, base = open_lora()
 
     def write():
-        if what == "model":
-            save_model(folder / "model.9.pt", model, base, lora_only=True)
-        else:
-            write_resume(folder, {"step": 1})
+        save_model(folder / "model.9.pt", model, base, lora_only=True)
 
     write()
     (path,) = folder.iterdir()
@@ -667,48 +656,6 @@ def test_files_are_written_whole_or_not_at_all(tmp_path, monkeypatch, open_lora,
         write()
     assert list(folder.iterdir()) == [path]
     assert path.read_bytes() == before
-
-
-# ---- resuming ----
-
-
-def test_resume_keeps_every_bit(tmp_path, open_lora):
-    model, _ = open_lora()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    model(torch.tensor([[1, 2, 3]])).sum().backward()
-    optimizer.step()
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    state = {
-        "run": {"--lr": 1e-3, "--clip": None, "base": "0123"},
-        "step": 7,
-        "finished": False,
-        "best_ppl": float("inf"),
-        "trained": trained,
-        "optimizer": optimizer.state_dict(),
-        "chance": [rng_state()],
-    }
-    assert read_resume(tmp_path) is None
-    write_resume(tmp_path, state)
-    expected = torch.rand(3)
-    again = read_resume(tmp_path)
-    assert {k: again[k] for k in ("run", "step", "best_ppl")} == {
-        k: state[k] for k in ("run", "step", "best_ppl")
-    }
-    assert_same_bits(again["trained"], trained)
-    moments = [s["optimizer"]["state"] for s in (again, state)]
-    for number, of_parameter in moments[1].items():
-        assert_same_bits(moments[0][number], of_parameter)
-    set_rng_state(again["chance"][0])
-    assert torch.equal(torch.rand(3), expected)
-    assert [file.name for file in tmp_path.glob("*resume*")] == [RESUME_NAME]
-
-
-@pytest.mark.parametrize("content", [b"", b"half a file", b"PK\x03\x04"])
-def test_a_damaged_resume_file(tmp_path, content):
-    (tmp_path / RESUME_NAME).write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"resume\.pt: is damaged; remove it") as caught:
-        read_resume(tmp_path)
-    assert "\n" not in str(caught.value)
 
 
 def test_backbone_covers_every_name(open_lora):

@@ -14,8 +14,9 @@ import torch
 from torch.distributed import HashStore
 
 import gpu
-from gpu import Run, add_gpu_params, distributed_mean, distributed_sync, gather_objects, start
-from loralib.training import distributed
+from gpu import DistEnv, add_gpu_params, start
+from loralib.training import distributed, watch
+from loralib.training.distributed import barrier, gather_objects, sum_over_processes
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 MASTER = {"MASTER_ADDR": "first.example", "MASTER_PORT": "1234"}
@@ -46,13 +47,13 @@ def joined(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     def join(backend, **more):
-        given = {name: more[name] for name in ("rank", "world_size", "device_id") if name in more}
+        given = {name: more[name] for name in ("rank", "world_size", "device_id")}
         calls.append((backend, given))
 
     monkeypatch.setattr(distributed, "_attempts_store", lambda *_: ("attempt", HashStore()))
     monkeypatch.setattr(distributed, "_connect", lambda *_: HashStore())
-    monkeypatch.setattr(distributed.Watch, "start", lambda self: None)
-    monkeypatch.setattr(distributed, "_watch", None)  # which joining sets
+    monkeypatch.setattr(watch.Watch, "start", lambda self: None)
+    monkeypatch.setattr(watch, "_watch", None)  # which joining sets
     monkeypatch.setattr(distributed.dist, "init_process_group", join)
     return calls
 
@@ -98,7 +99,7 @@ def test_an_unknown_platform_is_refused(capsys):
 @pytest.mark.parametrize("platform", ["k8s", "local", "philly"])
 def test_plain_python_is_one_process(platform, joined):
     run = start(parse("--platform", platform))
-    assert run == Run(0, 0, 1, torch.device("cpu"))
+    assert run == DistEnv(0, 0, 1, torch.device("cpu"))
     assert run.is_main
     assert joined == []
     assert {name: os.environ[name] for name in NAMES[:3]} == torchrun(0, 1, 0)
@@ -109,7 +110,7 @@ def test_plain_python_is_one_process(platform, joined):
 def test_torchs_launcher(platform, environment, joined):
     environment({**torchrun(5, 6, 1), **MASTER})
     run = start(parse("--platform", platform))
-    assert run == Run(5, 1, 6, torch.device("cpu"))
+    assert run == DistEnv(5, 1, 6, torch.device("cpu"))
     assert not run.is_main
     assert joined == [("gloo", {"rank": 5, "world_size": 6})]
 
@@ -117,7 +118,7 @@ def test_torchs_launcher(platform, environment, joined):
 def test_openmpi(environment, joined):
     # As left over from whatever started mpirun: on k8s it does not count.
     environment({**openmpi(2, 4, 1), **torchrun(0, 1, 0), **MASTER})
-    assert start(parse()) == Run(2, 1, 4, torch.device("cpu"))
+    assert start(parse()) == DistEnv(2, 1, 4, torch.device("cpu"))
     assert joined == [("gloo", {"rank": 2, "world_size": 4})]
     assert {name: os.environ[name] for name in NAMES[:3]} == torchrun(2, 4, 1)
 
@@ -165,7 +166,7 @@ def test_an_environment_that_does_not_fit(environment, joined, values, flags, me
 def test_each_process_has_a_gpu(environment, joined, two_gpus):
     environment({**torchrun(3, 4, 1), **MASTER})
     device = torch.device("cuda", 1)
-    assert start(parse("--world_size", 4)) == Run(3, 1, 4, device)
+    assert start(parse("--world_size", 4)) == DistEnv(3, 1, 4, device)
     assert two_gpus == [device]
     assert joined == [("nccl", {"rank": 3, "world_size": 4, "device_id": device})]
 
@@ -203,7 +204,7 @@ def install_horovod(monkeypatch, rank: int, received: tuple[str, str] | None) ->
 
 def test_horovod_sends_the_first_ones_address(monkeypatch, joined):
     sent = install_horovod(monkeypatch, 0, None)
-    assert start(parse("--platform", "azure")) == Run(0, 0, 4, torch.device("cpu"))
+    assert start(parse("--platform", "azure")) == DistEnv(0, 0, 4, torch.device("cpu"))
     (host, port) = sent[1]
     assert host == os.environ["MASTER_ADDR"] == socket.gethostname()
     assert port == os.environ["MASTER_PORT"]
@@ -213,7 +214,7 @@ def test_horovod_sends_the_first_ones_address(monkeypatch, joined):
 
 def test_horovod_brings_the_others_the_address(monkeypatch, joined):
     sent = install_horovod(monkeypatch, 3, ("far.example", "77"))
-    assert start(parse("--platform", "azure")) == Run(3, 1, 4, torch.device("cpu"))
+    assert start(parse("--platform", "azure")) == DistEnv(3, 1, 4, torch.device("cpu"))
     assert sent == ["init", None]
     assert [os.environ[name] for name in NAMES] == ["3", "4", "1", "far.example", "77"]
 
@@ -225,33 +226,33 @@ def test_azure_without_horovod_says_so(monkeypatch, joined):
 
 
 def test_one_process_shares_with_itself():
-    run = Run(0, 0, 1, torch.device("cpu"))
-    distributed_sync(run)
+    barrier(1)
     value = torch.tensor([1.0, 2.0], requires_grad=True)
-    mean = distributed_mean(run, value)
-    assert not mean.requires_grad
-    mean.zero_()
+    total = sum_over_processes(value, 1)
+    assert not total.requires_grad
+    total.zero_()
     assert value.tolist() == [1.0, 2.0]
-    assert gather_objects(run, {"a": 1}) == [{"a": 1}]
+    assert gather_objects({"a": 1}, 1) == [{"a": 1}]
 
 
 WORKER = """
 import argparse, json
 import torch
-from gpu import add_gpu_params, distributed_mean, distributed_sync, gather_objects, start
+from gpu import add_gpu_params, start
 from exp_utils import run
+from loralib.training.distributed import barrier, gather_objects, sum_over_processes
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out")
     add_gpu_params(parser)
     args = parser.parse_args()
-    this = start(args)
-    value = torch.tensor([1.0, 10.0]) * (this.rank + 1)
-    mean = distributed_mean(this, value).tolist()
-    found = gather_objects(this, [this.rank, this.local_rank, str(this.device), mean])
-    distributed_sync(this)
-    with open(f"{args.out}/{this.rank}.json", "w") as file:
+    env = start(args)
+    value = torch.tensor([1.0, 10.0]) * (env.rank + 1)
+    total = sum_over_processes(value, env.world_size).tolist()
+    found = gather_objects([env.rank, env.local_rank, str(env.device), total], env.world_size)
+    barrier(env.world_size)
+    with open(f"{args.out}/{env.rank}.json", "w") as file:
         json.dump([found, value.tolist()], file)
 
 run(main)
@@ -278,7 +279,7 @@ def test_two_processes(launcher, tmp_path):
         timeout=120,
     )
     assert result.returncode == 0, result.stderr
-    everyone = [[rank, rank, "cpu", [1.5, 15.0]] for rank in (0, 1)]
+    everyone = [[rank, rank, "cpu", [3.0, 30.0]] for rank in (0, 1)]
     for rank in (0, 1):
         found, value = json.loads((tmp_path / f"{rank}.json").read_text())
         assert found == everyone

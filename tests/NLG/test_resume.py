@@ -12,11 +12,13 @@ import pytest
 import torch
 
 import gpt2_ft
-from checkpoints import read_resume
 from loralib.io.tensors import read_tensors
 from loralib.training.locks import sole_use
+from optimizer import Scheduler
+from run_state import read_run
 
 SCRIPT = Path(gpt2_ft.__file__)
+STEP = Scheduler, "step"  # what a step begins with
 
 # Four batches an epoch. No save interval is a multiple of grad_acc, some epochs' ends are not.
 RUNS = {
@@ -50,10 +52,9 @@ def arguments(trial, name: str, work_dir: Path) -> list[str]:
     return argv
 
 
-def run_until(argv: list[str], function: str, call: int, monkeypatch) -> None:
-    """Trains until the n-th call of a function of gpt2_ft.py, which it does not survive."""
-    owner, _, name = function.rpartition(".")
-    owner = getattr(gpt2_ft, owner) if owner else gpt2_ft
+def run_until(argv: list[str], function: tuple[object, str], call: int, monkeypatch) -> None:
+    """Trains until the n-th call of a function, by owner and name, which it does not survive."""
+    owner, name = function
     original, calls = getattr(owner, name), 0
 
     def mortal(*args, **kwargs):
@@ -90,13 +91,13 @@ def result_of(read_metrics):
 def resumed_steps(monkeypatch):
     """The steps that are done from here on."""
     done = []
-    original = gpt2_ft.Trainer._train_step
+    original = Scheduler.step
 
-    def counting(trainer, batch):
-        done.append(trainer.step + 1)
-        return original(trainer, batch)
+    def counting(scheduler):
+        done.append(scheduler.state_dict()["step"] + 1)
+        original(scheduler)
 
-    monkeypatch.setattr(gpt2_ft.Trainer, "_train_step", counting)
+    monkeypatch.setattr(Scheduler, "step", counting)
     return done
 
 
@@ -113,7 +114,7 @@ def test_killed_in_any_step_it_ends_with_the_same_bits(
     for step in range(1, last + 1):
         work_dir = tmp_path / f"killed-in-{step}"
         argv = arguments(tiny, name, work_dir)
-        run_until(argv, "Trainer._train_step", step, monkeypatch)
+        run_until(argv, STEP, step, monkeypatch)
         resumed_steps.clear()
         gpt2_ft.main([*argv, "--resume"])
         assert resumed_steps == list(range(resumed_steps[0], last + 1))
@@ -126,13 +127,14 @@ def test_killed_in_any_step_it_ends_with_the_same_bits(
 @pytest.mark.parametrize(
     ("function", "call"),
     [
-        ("write_resume", 1),
-        ("write_resume", 2),
-        ("save_model", 2),
-        ("MetricsLog.write", 9),
-        ("Trainer._evaluate", 2),
-        ("distributed_sync", 3),
+        ((gpt2_ft, "write_run"), 1),
+        ((gpt2_ft, "write_run"), 2),
+        ((gpt2_ft, "save_model"), 2),
+        ((gpt2_ft.MetricsLog, "write"), 9),
+        ((gpt2_ft, "evaluate"), 2),
+        ((gpt2_ft, "write_finished"), 1),
     ],
+    ids=lambda value: value[1] if isinstance(value, tuple) else None,
 )
 def test_killed_in_between_it_ends_with_the_same_bits(
     tiny, tmp_path, monkeypatch, result_of, function, call
@@ -144,7 +146,7 @@ def test_killed_in_between_it_ends_with_the_same_bits(
     # What a kill within a line leaves.
     with open(killed / "metrics.jsonl", "a") as file:
         file.write('{"step": 9, "lo')
-    run_until([*argv, "--resume"], "Trainer._train_step", 2, monkeypatch)
+    run_until([*argv, "--resume"], STEP, 2, monkeypatch)
     gpt2_ft.main([*argv, "--resume"])
     assert result_of(killed) == result_of(whole)
 
@@ -185,10 +187,10 @@ def test_three_processes_of_which_one_is_killed(launch_tiny, tiny, tmp_path, err
     assert (tmp_path / "whole" / "model.10.pt").is_file()
     state = torch.load(tmp_path / "killed" / "resume.pt", weights_only=True)
     assert (state["step"], state["finished"]) == (4, False)
-    chance = [state["chance"][rank]["torch"].numpy().tobytes() for rank in range(3)]
-    assert len(set(chance)) == 3
+    generators = [state["chance"][rank]["torch"].numpy().tobytes() for rank in range(3)]
+    assert len(set(generators)) == 3
 
-    message = "is a run with number of processes 3, not 1"
+    message = "is of a run with number of processes 3, not 1"
     assert message in error_of([*killed, "--resume"])
 
     result = launch_tiny("torch.distributed.run", [*killed, "--resume"], processes=3)
@@ -201,7 +203,7 @@ def test_three_processes_of_which_one_is_killed(launch_tiny, tiny, tmp_path, err
 def killed(tiny, tmp_path, monkeypatch):
     """A run that was killed in its eleventh step, and the arguments that it had."""
     argv = arguments(tiny, "lora", tmp_path / "run")
-    run_until(argv, "Trainer._train_step", 11, monkeypatch)
+    run_until(argv, STEP, 11, monkeypatch)
     return argv
 
 
@@ -232,7 +234,7 @@ def test_another_run_is_not_resumed(tiny, killed, error_of, files_of, more, name
     work_dir = Path(killed[killed.index("--work_dir") + 1])
     before = files_of(work_dir)
     line = error_of([*killed, "--resume", *more.format(folder=tiny.folder).split()])
-    assert f"{work_dir}: is a run with {named}" in line
+    assert f"{work_dir}: is of a run with {named}" in line
     assert files_of(work_dir) == before
 
 
@@ -276,7 +278,7 @@ def test_an_unfinished_run_is_not_overwritten(killed, error_of, files_of):
     work_dir = Path(killed[killed.index("--work_dir") + 1])
     before = files_of(work_dir)
     line = error_of(killed)
-    assert f"{work_dir}: holds a run that ended at step 9: go on with it by --resume" in line
+    assert f"{work_dir}: holds a run that ended at step 9: resume it by --resume" in line
     assert files_of(work_dir) == before
 
 
@@ -304,7 +306,7 @@ def test_a_finished_run_can_be_begun_anew(tiny, tmp_path, monkeypatch, result_of
     first = result_of(tmp_path / "run")
     for path in (tmp_path / "run").glob("model.*.pt"):
         path.unlink()
-    run_until(argv, "Trainer._train_step", 2, monkeypatch)
+    run_until(argv, STEP, 2, monkeypatch)
     gpt2_ft.main([*argv, "--resume"])
     assert result_of(tmp_path / "run") == first
 
@@ -365,7 +367,7 @@ def test_a_damaged_file_is_an_error(killed, error_of, files_of, damage, more):
     work_dir = Path(killed[killed.index("--work_dir") + 1])
     damage(work_dir / "resume.pt")
     before = files_of(work_dir)
-    assert f"{work_dir}/resume.pt: is damaged; remove it" in error_of([*killed, *more])
+    assert f"{work_dir}/resume.pt: missing or damaged (" in error_of([*killed, *more])
     assert files_of(work_dir) == before
 
 
@@ -399,7 +401,8 @@ def test_a_state_with_damaged_fields_is_an_error(killed, error_of, files_of, nam
     torch.save(state, path)
     before = files_of(path.parent)
     line = error_of([*killed, "--resume"])
-    assert f"{path}: is damaged; remove it to begin the run anew (" in line
+    assert f"{path}: missing or damaged (" in line
+    assert line.endswith("); remove it to begin the run anew")
     assert files_of(path.parent) == before
 
 
@@ -409,15 +412,15 @@ def test_the_data_may_change_once_it_is_read(tiny, tmp_path, monkeypatch):
     shutil.copy(tiny.folder / "train.jsonl", data)
     argv = arguments(tiny, "lora", tmp_path / "run")
     argv[argv.index("--train_data") + 1] = str(data)
-    original = gpt2_ft.Trainer._save
+    original = gpt2_ft.save_model
 
-    def save(trainer, **more):
+    def save(*arguments):
         data.unlink(missing_ok=True)
-        original(trainer, **more)
+        original(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(gpt2_ft.Trainer, "_save", save)
-        run_until(argv, "Trainer._train_step", 11, monkeypatch)
+        patch.setattr(gpt2_ft, "save_model", save)
+        run_until(argv, STEP, 11, monkeypatch)
     shutil.copy(tiny.folder / "train.jsonl", data)
     gpt2_ft.main([*argv, "--resume"])
     assert (tmp_path / "run" / "model.12.pt").is_file()
@@ -429,7 +432,7 @@ def test_weights_that_are_not_finite_do_not_replace_what_is_saved(tiny, tmp_path
     more += "--save_interval 5 --correct_bias --weight_decay 1e5"
     argv = tiny.flags(tmp_path / "run", *more.split())
     assert "not finite" in error_of(argv)
-    state = read_resume(tmp_path / "run")
+    state = read_run(tmp_path / "run")
     assert state["step"] == 4
     assert all(torch.isfinite(tensor).all() for tensor in state["trained"].values())
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

@@ -18,6 +18,7 @@ import transformers
 from loralib.adapters.formats import read_adapter
 from loralib.adapters.loading import load_into
 from loralib.io.tensors import read_tensors
+from loralib.training.optimizer import decay_groups
 from transformers import (
     Trainer,
     TrainerCallback,
@@ -27,7 +28,7 @@ from transformers import (
     trainer_checkpoint,
 )
 from transformers.optimization import Adafactor
-from transformers.trainer_pt_utils import EvaluationBatches, TrainingBatches, decayed_parameters
+from transformers.trainer_pt_utils import EvaluationBatches, TrainingBatches
 from transformers.trainer_utils import list_checkpoints
 from transformers.utils.cli import run
 
@@ -328,7 +329,7 @@ def test_adamw_is_the_plain_formula(make_trainer, make_model):
         model, Keep, max_steps=4, max_grad_norm=0, lr_scheduler_type="constant", **settings
     )
     trainer.train()
-    decayed = {id(parameter) for parameter in decayed_parameters(model)[0]}
+    decayed = {id(parameter) for parameter in decay_groups(model, 0.1)[0]["params"]}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue

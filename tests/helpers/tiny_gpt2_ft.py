@@ -16,8 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "NLG" / "src"))
 
 import checkpoints
 import gpt2_ft
+import optimizer
 from exp_utils import run
 from model import GPT2Config
+from optimizer import Scheduler
 
 
 def tiny_config_of(card: str, **lora_fields) -> GPT2Config:
@@ -25,19 +27,21 @@ def tiny_config_of(card: str, **lora_fields) -> GPT2Config:
     return GPT2Config(16, 2, 2, vocab_size=300, n_positions=32, **lora_fields)
 
 
-class Killed(gpt2_ft.Trainer):
-    """Dies within a step, in process 1."""
+class Killed(Scheduler):
+    """Dies as a step begins, in process 1."""
 
-    def _train_step(self, batch):
-        if self.step + 1 == self.kill_in_step and self.this.rank == 1:
+    kill_in_step: int | None = None
+
+    def step(self):
+        if self.state_dict()["step"] + 1 == self.kill_in_step and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
-        return super()._train_step(batch)
+        super().step()
 
 
 def main(argv: list[str] | None = None) -> None:
     sys.modules["tensorboard"] = None  # which takes seconds to start
     checkpoints.config_of = tiny_config_of
-    gpt2_ft.Trainer = Killed
+    optimizer.Scheduler = Killed
     for call in json.loads(Path((argv or sys.argv)[-1]).read_text()):
         Killed.kill_in_step = call["kill_in_step"]
         gpt2_ft.main(call["argv"])

@@ -3,31 +3,32 @@
 A step is: batch → loss → gradients → (at the end of an accumulation) clip, update, schedule. What
 happens around it, logs and bars and the decision when to evaluate, is in trainer_callback.py;
 checkpoints and resuming are in trainer_checkpoint.py, the order of the data in trainer_pt_utils.py,
-half precision in loralib.precision.
+and what both training loops of this project stand on, in loralib.training.
 """
 
 import inspect
 import math
+import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from loralib.errors import TrainingError
-from loralib.training import distributed
+from loralib.training import watch
+from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
+from loralib.training.distributed import gather_objects, sum_over_processes
+from loralib.training.optimizer import decay_groups
 from loralib.training.precision import ApexPrecision, Precision, all_in_half, hold_frozen_in
-from loralib.training.process import set_seed, set_up_device
+from loralib.training.process import set_dropout_seed, set_seed, set_up_device
+from loralib.training.resume import first_not_finite
 
-from . import consistency
 from .data.data_collator import DataCollatorWithPadding, default_data_collator
 from .integrations import reporting_callbacks
 from .modeling_utils import PreTrainedModel
@@ -43,21 +44,27 @@ from .trainer_callback import (
     TrainerState,
 )
 from .trainer_checkpoint import (
+    TRAINER_STATE_NAME,
+    Checkpoints,
     Progress,
-    TrainerCheckpoints,
+    RunState,
     identities,
+    note_best,
     outdated_checkpoints,
 )
+from .trainer_checks import check_model
 from .trainer_pt_utils import (
     Collector,
     EvaluationBatches,
     TrainingBatches,
-    decayed_parameters,
+    check_rows,
+    column_of,
     gather_in_order,
     loss_of,
     memory_metrics,
+    one_or_all,
     predictions_of,
-    sum_over_processes,
+    smoothed_loss,
 )
 from .trainer_utils import (
     EvalPrediction,
@@ -65,6 +72,8 @@ from .trainer_utils import (
     PredictionOutput,
     TrainOutput,
     get_last_checkpoint,
+    log_metrics,
+    save_metrics,
     speed_metrics,
 )
 from .training_args import TrainingArguments
@@ -73,7 +82,7 @@ from .utils import logging
 logger = logging.get_logger(__name__)
 
 
-class Trainer(TrainerCheckpoints):
+class Trainer:
     """Trains and evaluates a model.
 
     Args:
@@ -83,10 +92,10 @@ class Trainer(TrainerCheckpoints):
         args: the settings.
         data_collator: makes a batch of a list of examples; pads to the longest where not given.
         train_dataset, eval_dataset: sized, indexable sets of dicts.
-        tokenizer: pads, and is saved beside the model.
+        tokenizer: pads, and is saved with the model.
         compute_metrics: `EvalPrediction` -> metrics by name.
         callbacks: added to the default ones.
-        optimizers: an optimiser and a schedule to use instead of those that `args` ask for.
+        optimizers: an optimizer and a schedule to use instead of those that `args` ask for.
     """
 
     def __init__(
@@ -117,8 +126,9 @@ class Trainer(TrainerCheckpoints):
         self.label_names = ["labels"] if args.label_names is None else args.label_names
         self.state = TrainerState(is_world_process_zero=args.is_main_process)
         self.control = TrainerControl()
+        self.checkpoints = Checkpoints(args, self.model, tokenizer)
         self._wrapped: nn.Module = self.model
-        self._check_model()
+        check_model(self.model, args, self.label_names)
         if args.gradient_checkpointing:
             model.config.gradient_checkpointing = True
         if args.is_main_process:
@@ -136,39 +146,6 @@ class Trainer(TrainerCheckpoints):
             model=self.model,
             tokenizer=tokenizer,
         )
-
-    def _check_model(self) -> None:
-        """Refuses settings that the model cannot follow.
-
-        Raises:
-            ValueError: there is one.
-        """
-        args, model = self.args, self.model
-        ours = isinstance(model, PreTrainedModel)
-        if args.save_lora_only and not self._adapted_by:
-            raise ValueError(
-                "--save_lora_only needs a model with LoRA, adapters or BitFit: add --apply_lora, "
-                "--apply_adapter or --apply_bitfit"
-            )
-        if args.gradient_checkpointing and not ours:
-            raise ValueError("--gradient_checkpointing needs a model of this package: leave it out")
-        if ours:
-            consistency.check(model.config)
-        if args.label_smoothing_factor == 0:
-            return
-        if ours and consistency.asks_for(model.config):
-            raise ValueError(
-                "--label_smoothing_factor and consistency training (--reg_loss_wgt, "
-                "--masking_prob) do not go together: leave one out"
-            )
-        if len(self.label_names) != 1:
-            raise ValueError("--label_smoothing_factor needs one kind of labels in --label_names")
-        labels = inspect.signature(model.forward).parameters.get(self.label_names[0])
-        if labels is not None and labels.default is inspect.Parameter.empty:
-            raise ValueError(
-                "--label_smoothing_factor needs a model that can be called without "
-                f"{self.label_names[0]}, for its logits"
-            )
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Adds a callback, or one of a class."""
@@ -205,7 +182,7 @@ class Trainer(TrainerCheckpoints):
             raise ValueError("Trainer: training needs a train_dataset")
         lengths = None
         if self.args.group_by_length:
-            lengths = [len(ids) for ids in _column(self.train_dataset, "input_ids")]
+            lengths = [len(ids) for ids in column_of(self.train_dataset, "input_ids")]
         return TrainingBatches(
             len(self.train_dataset),
             self.args.train_batch_size,
@@ -223,20 +200,15 @@ class Trainer(TrainerCheckpoints):
             for name, value in inputs.items()
         }
 
-    # ---- optimiser ----
+    # ---- optimizer ----
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Makes the optimiser and the schedule, where they were not given."""
+        """Makes the optimizer and the schedule, where they were not given."""
         args = self.args
         if self.optimizer is None:
-            decayed, others = decayed_parameters(self.model)
-            if not decayed and not others:
+            groups = decay_groups(self.model, args.weight_decay)
+            if not groups:
                 raise ValueError("the model has no trainable parameters")
-            groups = [
-                {"params": decayed, "weight_decay": args.weight_decay},
-                {"params": others, "weight_decay": 0.0},
-            ]
-            groups = [group for group in groups if group["params"]]
             if args.adafactor:
                 self.optimizer = Adafactor(groups, lr=args.learning_rate)
             else:
@@ -259,27 +231,24 @@ class Trainer(TrainerCheckpoints):
         args = self.args
         if self.uses_apex:
             self.precision = ApexPrecision(self.model, self.optimizer, args.fp16_opt_level)
-        self._wrapped = self.model
-        if args.world_size > 1:
-            self._wrapped = DistributedDataParallel(
-                self.model,
-                device_ids=[args.device.index] if args.device.type == "cuda" else None,
-                find_unused_parameters=bool(args.ddp_find_unused_parameters),
-            )
+        self._wrapped = wrap_ddp(
+            self.model,
+            args.device,
+            args.world_size,
+            find_unused_parameters=bool(args.ddp_find_unused_parameters),
+        )
 
     def _warm_up(self) -> None:
-        """Lets DDP lay out the gradients; see `loralib.training.distributed.warm_up_ddp`."""
-        if not isinstance(self._wrapped, DistributedDataParallel):
-            return
-        example = self._used_columns(self.train_dataset)[0]
-        self._wrapped.train()
+        """Lets DDP lay out the gradients; see `warm_up_ddp`."""
 
         def backward() -> None:
+            self._wrapped.train()
+            example = self._used_columns(self.train_dataset)[0]
             with self.precision.autocast():
                 inputs = self._to_device(self.data_collator([example]))
                 self.compute_loss(self._wrapped, inputs).backward()
 
-        distributed.warm_up_ddp(self.model, backward)
+        warm_up_ddp(self._wrapped, backward)
 
     # ---- training ----
 
@@ -308,20 +277,9 @@ class Trainer(TrainerCheckpoints):
         self._progress = Progress(args.device)
         self.create_optimizer_and_scheduler(max_steps)
         self._wrap()
-        torch.manual_seed(args.seed + args.process_index)
+        set_dropout_seed(args.seed, args.process_index)
         self._warm_up()
-        if len({*distributed.gather_objects(bool(resume_from_checkpoint), args.world_size)}) > 1:
-            raise TrainingError(
-                f"not every process sees a checkpoint in {args.output_dir} to resume from: "
-                "machines have to share that folder"
-            )
-        is_new = resume_from_checkpoint is None
-        self._outdated = outdated_checkpoints(args, is_new)
-        if args.launch is not None and args.is_main_process:
-            now = identities(args)
-            args.launch.begin({name: now[name] for name in self._outdated})
-        if resume_from_checkpoint:
-            self._resume(resume_from_checkpoint, batches)
+        self._begin(resume_from_checkpoint, batches)
         self.state.max_steps, self.state.num_train_epochs = max_steps, epochs
         steps_before = self.state.global_step
         self._say_what_runs(len(self.train_dataset), max_steps)
@@ -350,10 +308,30 @@ class Trainer(TrainerCheckpoints):
         metrics["epoch"] = round(self.state.epoch or 0.0, 2)
         return TrainOutput(steps, loss, metrics)
 
+    def _begin(self, checkpoint: str | None, batches: TrainingBatches) -> None:
+        """Resumes from a checkpoint, or begins a new run; the launcher is told that it has begun.
+
+        Raises:
+            TrainingError: some processes have a checkpoint, and others have none.
+            CheckpointError: it is damaged, or does not fit.
+        """
+        args = self.args
+        if len({*gather_objects(bool(checkpoint), args.world_size)}) > 1:
+            raise TrainingError(
+                f"not every process sees a checkpoint in {args.output_dir} to resume from: "
+                "machines have to share that folder"
+            )
+        self.checkpoints.outdated = outdated_checkpoints(args, is_new=checkpoint is None)
+        if args.launch is not None and args.is_main_process:
+            now = identities(args)
+            args.launch.begin({name: now[name] for name in self.checkpoints.outdated})
+        if checkpoint:
+            self.state = self.checkpoints.resume(checkpoint, self._run_state(), len(batches))
+
     def _train_epoch(self, epoch: int, batches: TrainingBatches) -> None:
         args = self.args
         batches.epoch = epoch
-        # Where a run goes on in the middle of its epoch: the batches that it has seen.
+        # Where a run resumes in the middle of its epoch: the batches that it has seen.
         batches.skip = 0 if args.ignore_data_skip else self._progress.batches
         loader = self._loader(self.train_dataset, batches)
         self._call("on_epoch_begin")
@@ -388,13 +366,12 @@ class Trainer(TrainerCheckpoints):
         if not self.model.training:
             # After an evaluation. Not at every step: it walks over all modules.
             self._wrapped.train()
-        several = isinstance(self._wrapped, DistributedDataParallel)
-        with self._wrapped.no_sync() if several and not update else nullcontext():
+        with sync_gradients(self._wrapped, due=update):
             with self.precision.autocast():
                 loss = self.compute_loss(self._wrapped, self._to_device(inputs))
             loss = loss * (weight / self.args.gradient_accumulation_steps)
             self.precision.backward(loss)
-        distributed.beat()
+        watch.beat()
         return loss.detach()
 
     def compute_loss(
@@ -406,7 +383,8 @@ class Trainer(TrainerCheckpoints):
             TrainingError: the model returned none, or nothing to smooth labels with.
         """
         if self._smooths(inputs):
-            loss, outputs = self._smoothed_loss(model, inputs)
+            smoothing = self.args.label_smoothing_factor
+            loss, outputs = smoothed_loss(model, inputs, self.label_names[0], smoothing)
         else:
             outputs = model(**inputs)
             loss = loss_of(outputs)
@@ -414,25 +392,6 @@ class Trainer(TrainerCheckpoints):
 
     def _smooths(self, inputs: dict[str, Any]) -> bool:
         return self.args.label_smoothing_factor > 0 and self.label_names[0] in inputs
-
-    def _smoothed_loss(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
-        name = self.label_names[0]
-        labels = inputs[name]
-        if labels.is_floating_point():
-            raise TrainingError("--label_smoothing_factor needs class labels, not numbers")
-        outputs = model(**{key: value for key, value in inputs.items() if key != name})
-        logits = next(iter(predictions_of(outputs, with_loss=False)), None)
-        if logits is None or logits.shape[:-1].numel() != labels.numel():
-            raise TrainingError(
-                f"--label_smoothing_factor needs a model that, called without {name}, first of all "
-                f"returns logits: {name} have the shape {tuple(labels.shape)}, and what it returns "
-                f"has {'no rows' if logits is None else tuple(logits.shape)}"
-            )
-        smoothing = self.args.label_smoothing_factor
-        loss = F.cross_entropy(
-            logits.float().flatten(0, -2), labels.flatten(), label_smoothing=smoothing
-        )
-        return loss, outputs
 
     def _update(self) -> None:
         """Applies the gradients that have been added up."""
@@ -453,7 +412,8 @@ class Trainer(TrainerCheckpoints):
 
     def _check_weights(self) -> None:
         """Before they are written: an update may spoil them, and the next loss is too late."""
-        if not all(p.isfinite().all() for p in self.model.parameters() if p.requires_grad):
+        trained = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
+        if first_not_finite(trained) is not None:
             self._give_up(f"the weights are not finite after step {self.state.global_step}")
 
     def _give_up(self, why: str) -> NoReturn:
@@ -521,6 +481,59 @@ class Trainer(TrainerCheckpoints):
             f"{self.state.global_step:,} on"
         )
 
+    # ---- checkpoints and results ----
+
+    def save_model(self, output_dir: str | os.PathLike | None = None) -> None:
+        """Writes the model, what was trained of it in files of its own, tokenizer and settings."""
+        if self.args.is_main_process:
+            self.checkpoints.save_model(Path(output_dir or self.args.output_dir))
+
+    def save_state(self) -> None:
+        """Writes ``trainer_state.json`` into the output folder."""
+        if self.args.is_main_process:
+            self.state.save_to_json(Path(self.args.output_dir, TRAINER_STATE_NAME))
+
+    def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
+        """Logs metrics, one a line."""
+        if self.args.is_main_process:
+            log_metrics(split, metrics)
+
+    def save_metrics(self, split: str, metrics: dict[str, float]) -> None:
+        """Writes ``<split>_results.json``, and adds to ``all_results.json``."""
+        if self.args.is_main_process:
+            save_metrics(self.args.output_dir, split, metrics)
+
+    def _save_checkpoint(self, metrics: dict[str, float] | None) -> None:
+        """Writes ``checkpoint-<step>``, with the evaluation's metrics if there was one."""
+        if metrics is not None:
+            folder = self.checkpoints.folder(self.state.global_step)
+            note_best(self.state, self.args, metrics, folder)
+        self.checkpoints.write(self._run_state(), self.save_model)
+
+    def _run_state(self) -> RunState:
+        """What a run is resumed from, besides its model."""
+        return RunState(
+            self.optimizer,
+            self.lr_scheduler,
+            self.precision,
+            self._progress,
+            self.state,
+            len(self.train_dataset),
+        )
+
+    def _load_best(self) -> None:
+        """Copies the best checkpoint's weights in; warns where there is none."""
+        best = self.state.best_model_checkpoint
+        if best is None:
+            logger.warning(
+                "--load_best_model_at_end: no evaluation found a best model in %s updates, so the "
+                "run ends with its last weights; see --evaluation_strategy and --eval_steps",
+                self.state.global_step,
+            )
+            return
+        logger.info("ending with the best model, %s", best)
+        self.checkpoints.load_weights(best)
+
     # ---- evaluation ----
 
     def evaluate(
@@ -574,14 +587,14 @@ class Trainer(TrainerCheckpoints):
                     one = torch.ones_like(loss, dtype=torch.float64)
                     losses += len(indices) * torch.stack([loss.double(), one])
                 for collector, batch in zip((predictions, labels), rows, strict=True):
-                    _check_rows(batch, len(indices))
+                    check_rows(batch, len(indices))
                     collector.add(batch)
-                distributed.beat()
+                watch.beat()
                 self._call("on_prediction_step", num_batches=len(share), what=what)
         total, count = sum_over_processes(losses, args.world_size).tolist()
         metrics = {} if count == 0 else {f"{prefix}_loss": total / count}
         gathered = [
-            _one_or_all(gather_in_order(share.indices, collector.arrays(), args.world_size))
+            one_or_all(gather_in_order(share.indices, collector.arrays(), args.world_size))
             for collector in (predictions, labels)
         ]
         if self.compute_metrics and gathered[0] is not None and gathered[1] is not None:
@@ -613,24 +626,3 @@ class Trainer(TrainerCheckpoints):
     def _memory_metrics(self, split: str) -> dict[str, int]:
         """Peak memory, where it is asked for. Not for the log: it differs from run to run."""
         return {} if self.args.skip_memory_metrics else memory_metrics(split, self.args.device)
-
-
-def _check_rows(batch: tuple[Tensor, ...], count: int) -> None:
-    """Refuses to gather what would not be told apart by example."""
-    for part in batch:
-        if len(part) != count:
-            raise TrainingError(
-                f"the model returned {len(part)} rows for {count} examples, in a tensor of the "
-                f"shape {tuple(part.shape)}: predictions need a row for each example"
-            )
-
-
-def _one_or_all(arrays: tuple[np.ndarray, ...]) -> np.ndarray | tuple[np.ndarray, ...] | None:
-    return arrays[0] if len(arrays) == 1 else arrays or None
-
-
-def _column(dataset: Dataset, name: str) -> Iterable[Any]:
-    """One entry of every example."""
-    if hasattr(dataset, "column_names"):
-        return dataset[name]
-    return (dataset[row][name] for row in range(len(dataset)))

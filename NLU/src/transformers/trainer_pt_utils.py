@@ -5,13 +5,14 @@ The order of the data, the parts of what a model returns, and gathering from all
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from loralib.errors import TrainingError
 from loralib.training.distributed import gather_objects
@@ -36,10 +37,10 @@ class TrainingBatches:
 
     Attributes:
         epoch: the pass that is iterated over.
-        skip: steps to leave out at its beginning, for a run that goes on in its middle.
+        skip: steps to leave out at its beginning, for a run that resumes in its middle.
     """
 
-    # Steps within which examples are sorted, so that grouping leaves enough to chance.
+    # Steps within which examples are sorted, so that grouping leaves enough randomness.
     _STEPS_A_GROUP = 50
 
     def __init__(
@@ -155,6 +156,61 @@ def predictions_of(outputs: Any, with_loss: bool) -> tuple[Tensor, ...]:
     return tuple(part.float() if part.dtype in in_half else part for part in rows)
 
 
+def smoothed_loss(
+    model: nn.Module, inputs: Mapping[str, Any], name: str, smoothing: float
+) -> tuple[Tensor, Any]:
+    """The cross-entropy of smoothed class labels, and what the model returned without them.
+
+    Args:
+        model: returns logits first of all when it is called without labels.
+        inputs: a batch.
+        name: of its labels.
+        smoothing: the share of each label that is spread over all classes.
+
+    Raises:
+        TrainingError: the labels are numbers, or there are no logits for them.
+    """
+    labels = inputs[name]
+    if labels.is_floating_point():
+        raise TrainingError("--label_smoothing_factor needs class labels, not numbers")
+    outputs = model(**{key: value for key, value in inputs.items() if key != name})
+    logits = next(iter(predictions_of(outputs, with_loss=False)), None)
+    if logits is None or logits.shape[:-1].numel() != labels.numel():
+        raise TrainingError(
+            f"--label_smoothing_factor needs a model that, called without {name}, first of all "
+            f"returns logits: {name} have the shape {tuple(labels.shape)}, and what it returns "
+            f"has {'no rows' if logits is None else tuple(logits.shape)}"
+        )
+    logits, labels = logits.float().flatten(0, -2), labels.flatten()
+    return F.cross_entropy(logits, labels, label_smoothing=smoothing), outputs
+
+
+def check_rows(batch: tuple[Tensor, ...], count: int) -> None:
+    """Checks that predictions can be told apart by example.
+
+    Raises:
+        TrainingError: a tensor has not `count` rows.
+    """
+    for part in batch:
+        if len(part) != count:
+            raise TrainingError(
+                f"the model returned {len(part)} rows for {count} examples, in a tensor of the "
+                f"shape {tuple(part.shape)}: predictions need a row for each example"
+            )
+
+
+def one_or_all(arrays: tuple[np.ndarray, ...]) -> np.ndarray | tuple[np.ndarray, ...] | None:
+    """A single array by itself, several as they are, and None for none."""
+    return arrays[0] if len(arrays) == 1 else arrays or None
+
+
+def column_of(dataset: Dataset, name: str) -> Iterable[Any]:
+    """One entry of every example."""
+    if hasattr(dataset, "column_names"):
+        return dataset[name]
+    return (dataset[row][name] for row in range(len(dataset)))
+
+
 def join_rows(parts: Sequence[Tensor]) -> Tensor:
     """Tensors (rows, …), one below the other; -100 fills up what is shorter than the longest."""
     sizes = {part.shape[1:] for part in parts}
@@ -213,30 +269,6 @@ def gather_in_order(
     return tuple(
         join_rows([torch.from_numpy(part) for part in parts]).numpy()[order] for parts in whole
     )
-
-
-def sum_over_processes(value: Tensor, world_size: int) -> Tensor:
-    """The sum of every process's `value`, on every process."""
-    if world_size > 1:
-        value = value.clone()
-        dist.all_reduce(value)
-    return value
-
-
-def decayed_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The trainable parameters that decay, and those that do not: biases and layer norms."""
-    of_norms = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, nn.LayerNorm)
-        for parameter in module.parameters(recurse=False)
-    }
-    decayed, others = [], []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            spared = name.endswith("bias") or id(parameter) in of_norms
-            (others if spared else decayed).append(parameter)
-    return decayed, others
 
 
 def memory_metrics(split: str, device: torch.device) -> dict[str, int]:

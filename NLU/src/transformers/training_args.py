@@ -15,7 +15,9 @@ from typing import Any, get_type_hints
 import torch
 import torch.distributed as dist
 
-from loralib.training import distributed
+from loralib.training.distributed import TIMEOUT, barrier, choose_device, join
+from loralib.training.launch import Launch
+from loralib.training.precision import compute_dtype, has_apex
 
 from .hf_argparser import flag
 from .trainer_utils import IntervalStrategy, SchedulerType
@@ -100,7 +102,7 @@ class TrainingArguments:
         "whole model",
     )
     no_cuda: bool = flag(False, "stay on the CPU even where there is a GPU")
-    seed: int = flag(42, "seed of the weights drawn, of the data's order and of dropout")
+    seed: int = flag(42, "seed of new weights, of the data's order and of dropout")
     fp16: bool = flag(False, "float16 on a GPU: frozen weights held in it, trained ones in float32")
     bf16: bool = flag(False, "the same in bfloat16, on a GPU or a CPU")
     fp16_opt_level: str = flag("O1", "apex's optimisation level", choices=["O0", "O1", "O2", "O3"])
@@ -114,8 +116,8 @@ class TrainingArguments:
     eval_steps: int | None = flag(None, "updates between evaluations (default: logging_steps)")
     dataloader_num_workers: int = flag(
         0,
-        "processes that prepare batches; where they draw at random, as in masking, a run that "
-        "is resumed within an epoch draws otherwise",
+        "processes that prepare batches; where they are random, as in masking, a run that is "
+        "resumed within an epoch has other random numbers",
     )
     past_index: int = flag(-1, "refused unless negative: no model here has such a memory")
     run_name: str | None = flag(None, "the run's name in Weights & Biases (default: output_dir)")
@@ -146,7 +148,7 @@ class TrainingArguments:
         None, "let DDP look for parameters without a gradient (default: false)"
     )
     ddp_timeout: float = flag(
-        distributed.TIMEOUT,
+        TIMEOUT,
         "seconds after which a process that hangs, or does not join the others, ends the run",
     )
     dataloader_pin_memory: bool = flag(True, "page-locked memory for batches on their way to a GPU")
@@ -165,7 +167,7 @@ class TrainingArguments:
     )
 
     # What the launcher has started so far; a script sets it that resumes by itself.
-    launch: distributed.Launch | None = field(default=None, init=False)
+    launch: Launch | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         for name, advice in _NO_MEANING_HERE.items():
@@ -216,6 +218,8 @@ class TrainingArguments:
         for name in ("warmup_ratio", "label_smoothing_factor"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"--{name} must lie in [0, 1], not {getattr(self, name)}")
+        if not 0 < self.ddp_timeout < math.inf:
+            raise ValueError(f"--ddp_timeout must be positive, not {self.ddp_timeout}")
         if self.fp16 and self.bf16:
             raise ValueError("--fp16 and --bf16 are two precisions: give one")
         if self.load_best_model_at_end:
@@ -227,7 +231,7 @@ class TrainingArguments:
             )
 
     def _save_at_evaluations(self) -> None:
-        """Sees to it that every evaluation has its checkpoint, as in 4.4.2."""
+        """Makes every evaluation save a checkpoint, as in 4.4.2."""
         if self.evaluation_strategy is IntervalStrategy.NO:
             raise ValueError(
                 "--load_best_model_at_end needs evaluations to compare: give --evaluation_strategy"
@@ -251,21 +255,17 @@ class TrainingArguments:
         Raises:
             ValueError: fp16 is asked for and there is no GPU.
         """
-        cuda = torch.cuda.is_available() and not self.no_cuda
-        if self.fp16 and not cuda:
+        device = choose_device(max(self.local_rank, 0), self.no_cuda)
+        if self.fp16 and device.type != "cuda":
             raise ValueError("--fp16 needs a GPU: use --bf16, which works on a CPU as well")
-        if cuda:
-            if self.local_rank >= torch.cuda.device_count():
-                raise ValueError(
-                    f"process {self.local_rank} has no GPU, there are {torch.cuda.device_count()}: "
-                    "start fewer with --nproc_per_node"
-                )
-            device = torch.device("cuda", max(self.local_rank, 0))
-            torch.cuda.set_device(device)
-        else:
-            device = torch.device("cpu")
         if self.local_rank != -1 and not dist.is_initialized():
-            distributed.join(self.ddp_timeout, device if cuda else None)
+            if "RANK" not in os.environ:
+                raise ValueError(
+                    f"--local_rank is {self.local_rank}, but no launcher has set RANK in the "
+                    "environment: start several processes with torchrun or "
+                    "torch.distributed.launch; for a single one leave --local_rank out"
+                )
+            join(device, self.ddp_timeout)
         return device
 
     @property
@@ -285,8 +285,7 @@ class TrainingArguments:
 
     def barrier(self) -> None:
         """Waits until every process is here."""
-        if self.world_size > 1:
-            dist.barrier()
+        barrier(self.world_size)
 
     @property
     def train_batch_size(self) -> int:
@@ -296,7 +295,7 @@ class TrainingArguments:
     @property
     def compute_dtype(self) -> torch.dtype:
         """The precision that matrices are multiplied in."""
-        return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else torch.float32
+        return compute_dtype(self.fp16, self.bf16)
 
     @property
     def use_apex(self) -> bool:
@@ -307,13 +306,11 @@ class TrainingArguments:
         """
         if not self.fp16 or self.fp16_backend != "apex":
             return False
-        try:
-            from apex import amp  # noqa: F401
-        except ImportError as error:
+        if not has_apex():
             raise ValueError(
                 "--fp16_backend apex needs NVIDIA's apex with its amp, which current releases no "
                 "longer have: use --fp16_backend amp"
-            ) from error
+            )
         return True
 
     # ---- as plain values ----

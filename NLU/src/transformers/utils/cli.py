@@ -2,9 +2,8 @@
 
 import logging
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from tqdm.auto import tqdm
@@ -15,21 +14,19 @@ from loralib.errors import (
     MissingLayersError,
     MissingPartError,
     NeedsMergingError,
-    TrainingError,
     WrongBaseError,
     adding_ways_out,
 )
-from loralib.io.atomic import remove_leftovers
-from loralib.training import distributed, process
-from loralib.training.distributed import gather_objects
-from loralib.training.locks import sole_use
+from loralib.training import process
+from loralib.training.launch import find_launch
+from loralib.training.output import output_folder
 
-from ..adapter_kinds import KINDS, path_flag
+from ..adapter_kinds import path_flag
 from ..configuration_utils import PretrainedConfig
-from ..file_utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from ..tokenization_utils_base import PreTrainedTokenizerBase
 from ..trainer_checkpoint import outdated_checkpoints
 from ..trainer_utils import get_last_checkpoint
+from ..trainer_weights import WEIGHTS_FILES
 from ..training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -40,18 +37,12 @@ DEFAULT_LENGTH = 128
 
 def set_up_logging() -> None:
     """Logs to the console: everything from the main process, from the others errors only."""
+    process.set_up_logging(logging.WARNING, with_names=True)
     main = process.rank() == 0
-    logging.basicConfig(
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-        level=logging.WARNING if main else logging.ERROR,
-    )
     for name in ("transformers", "__main__"):
         logging.getLogger(name).setLevel(logging.INFO if main else logging.ERROR)
     # What it logs of a file that it cannot read, the error says that it raises.
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
-    if not main:
-        warnings.simplefilter("ignore")  # the main process gives them as well
 
 
 def hide_data_bars() -> None:
@@ -65,49 +56,18 @@ def hide_data_bars() -> None:
         datasets.disable_progress_bars()
 
 
-@contextmanager
-def sole_use_of_output(args: TrainingArguments) -> Iterator[None]:
+def sole_use_of_output(args: TrainingArguments) -> AbstractContextManager[None]:
     """Makes the output folder, and keeps other runs out of it within the block.
 
-    To be called by all processes of a run, before any of them looks into the folder: the main one
-    holds the lock, and none goes on where it cannot be had.
+    See `output_folder`, and what it raises. To be called by all processes of a run.
 
     Raises:
         NotADirectoryError: the output folder is a file.
-        OSError: it cannot be made, or written to.
-        TrainingError: another run writes there, or not all processes see the folder.
     """
     folder = Path(args.output_dir)
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"--output_dir {folder} is a file")
-    with ExitStack() as stack:
-        problem = None
-        if args.is_main_process:
-            try:
-                if not folder.exists():
-                    folder.mkdir(parents=True)
-                    stack.callback(_remove_if_empty, folder)
-                stack.enter_context(sole_use(folder))
-                _remove_leftovers(folder)
-            except (OSError, TrainingError) as error:
-                problem = error
-        said = gather_objects(problem and str(problem), args.world_size)[0]
-        if said is not None:
-            raise problem or TrainingError(said)
-        distributed.check_shared(folder, args.world_size)
-        yield
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Removes what a run that was killed while it wrote its results has left half-written."""
-    for name in (WEIGHTS_NAME, SAFE_WEIGHTS_NAME, *(name for kind in KINDS for name in kind.files)):
-        remove_leftovers(folder, name)
-
-
-def _remove_if_empty(folder: Path) -> None:
-    """Leaves no folder behind where a run ends before it has written anything."""
-    if folder.exists() and not any(folder.iterdir()):
-        folder.rmdir()
+    return output_folder(folder, args.process_index, args.world_size, WEIGHTS_FILES)
 
 
 def find_checkpoint(args: TrainingArguments) -> str | None:
@@ -122,7 +82,7 @@ def find_checkpoint(args: TrainingArguments) -> str | None:
     folder = Path(args.output_dir)
     if not args.do_train:
         return None
-    args.launch = distributed.find_launch(folder, args.world_size)
+    args.launch = find_launch(folder, args.world_size)
     if args.launch.is_restart:
         return get_last_checkpoint(folder, but=outdated_checkpoints(args))
     checkpoint = get_last_checkpoint(folder)

@@ -1,0 +1,200 @@
+"""Where a run of gpt2_ft.py is: ``resume.pt`` in its work folder, from which it resumes bit-exact.
+
+One file, so that no crash can leave it in two halves. Written when no gradients are pending.
+"""
+
+import argparse
+import hashlib
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from checkpoints import check_finite
+from gpu import DistEnv
+from loralib.errors import CheckpointError
+from loralib.io.likeness import check_like
+from loralib.io.tensors import write_torch
+from loralib.training.distributed import barrier, gather_objects
+from loralib.training.process import rng_state, set_rng_state
+from loralib.training.resume import (
+    Stateful,
+    check_same_run,
+    damage_named,
+    like_rng_state,
+    read_state,
+    restore,
+)
+
+logger = logging.getLogger(__name__)
+
+RESUME_NAME = "resume.pt"
+_WAY_OUT = "remove it to begin the run anew"
+
+# What decides the bits that a run ends with: a resumed run has to have the same.
+_SAME_IN_A_RUN = (
+    *("model_card", "lora_dim", "lora_alpha", "lora_dropout", "obj", "seq_len", "label_smooth"),
+    *("train_batch_size", "grad_acc", "clip", "fp16", "bf16", "tf32", "random_seed"),
+    *("lr", "weight_decay", "correct_bias", "adam_epislon", "no_decay_bias"),
+    *("adam_beta1", "adam_beta2", "scheduler", "warmup_step", "i_steps", "i_lrs"),
+)
+
+
+def identity_of(
+    args: argparse.Namespace, dist_env: DistEnv, max_step: int, base: str | None
+) -> dict[str, Any]:
+    """What has to be the same for a run to resume, by name.
+
+    Args:
+        args: the flags.
+        dist_env: this process.
+        max_step: at which the learning rate's schedule ends.
+        base: the fingerprint of the model that the run starts from.
+    """
+    return {
+        **{f"--{name}": getattr(args, name) for name in _SAME_IN_A_RUN},
+        "number of processes": dist_env.world_size,
+        "last step": max_step,
+        "training data": hashlib.sha256(Path(args.train_data).read_bytes()).hexdigest(),
+        "base": base,
+    }
+
+
+def find_run(work_dir: str | os.PathLike, resume: bool) -> dict[str, Any] | None:
+    """The run in a folder that is to be resumed, if there is one.
+
+    Returns:
+        What `write_run` or `write_finished` wrote; None for a new run.
+
+    Raises:
+        CheckpointError: there is an unfinished run, and `resume` is not set.
+        DamagedStateError: the file is damaged, or holds something else.
+    """
+    state = read_run(work_dir)
+    if resume:
+        if state is None:
+            logger.warning("%s holds no run to resume: beginning one", work_dir)
+        return state
+    if state is not None and not state["finished"]:
+        raise CheckpointError(
+            f"{work_dir}: holds a run that ended at step {state['step']}: resume it by --resume, "
+            f"or remove its {RESUME_NAME}, or give another --work_dir"
+        )
+    return None
+
+
+def read_run(work_dir: str | os.PathLike) -> dict[str, Any] | None:
+    """What is in a folder's ``resume.pt``; None where there is no such file.
+
+    Raises:
+        DamagedStateError: the file is damaged, or holds something else.
+    """
+    path = Path(work_dir, RESUME_NAME)
+    if not path.is_file():
+        return None
+    with damage_named(path, _WAY_OUT):
+        return read_state(path, {"run": {}, "step": 0, "finished": False})
+
+
+def begin_run(args: argparse.Namespace, dist_env: DistEnv) -> None:
+    """Checks that this run's files will be taken for no other's.
+
+    Raises:
+        CheckpointError: there are models of another run.
+    """
+    barrier(dist_env.world_size)  # all have looked for a run to resume
+    if not dist_env.is_main:
+        return
+    # With --resume they are this run's, killed before it had written what to resume from.
+    if not args.resume and any(Path(args.work_dir).glob("model.*.pt")):
+        raise CheckpointError(
+            f"{args.work_dir}: holds models of another run, which would be mixed up with this "
+            "one's: remove them, or give another --work_dir"
+        )
+    Path(args.work_dir, RESUME_NAME).unlink(missing_ok=True)
+
+
+def write_run(
+    work_dir: str | os.PathLike,
+    dist_env: DistEnv,
+    identity: Mapping[str, Any],
+    place: Mapping[str, Any],
+    model: nn.Module,
+    parts: Mapping[str, Stateful],
+) -> None:
+    """Writes what a run is resumed from; to be called by all processes.
+
+    Args:
+        work_dir: the run's folder.
+        dist_env: this process.
+        identity: see `identity_of`.
+        place: the step, and what else the loop has to know there, as plain values.
+        model: of which the trained weights are kept.
+        parts: optimizer, scheduler and precision.
+
+    Raises:
+        CheckpointError: a weight is not finite; the last state stays.
+    """
+    # The key is as old as the file's format.
+    generators = {"chance": gather_objects(rng_state(dist_env.device), dist_env.world_size)}
+    if dist_env.is_main:
+        path = Path(work_dir, RESUME_NAME)
+        trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+        check_finite(path, trained)
+        states = {name: part.state_dict() for name, part in parts.items()}
+        state = {"run": dict(identity), "finished": False, **place, "trained": trained}
+        write_torch(path, {**state, **states, **generators})
+
+
+def write_finished(
+    work_dir: str | os.PathLike, dist_env: DistEnv, identity: Mapping[str, Any], step: int
+) -> None:
+    """Marks a run as finished, so that --resume does not begin it anew."""
+    if dist_env.is_main:
+        state = {"run": dict(identity), "finished": True, "step": step}
+        write_torch(Path(work_dir, RESUME_NAME), state)
+
+
+def restore_run(
+    work_dir: str | os.PathLike,
+    dist_env: DistEnv,
+    identity: Mapping[str, Any],
+    state: Mapping[str, Any],
+    place: Mapping[str, Any],
+    model: nn.Module,
+    parts: Mapping[str, Stateful],
+) -> dict[str, Any]:
+    """Puts a run where `write_run` left it; for arguments see there.
+
+    Args:
+        state: what `find_run` returned.
+        place: an example of what `write_run` was given.
+
+    Returns:
+        The place.
+
+    Raises:
+        CheckpointError: it is a run with other settings.
+        DamagedStateError: the state is not built as this run's.
+    """
+    way_out = "give the same to resume it, or begin a new run in another --work_dir"
+    check_same_run(work_dir, state["run"], identity, way_out)
+    if state["finished"]:
+        return {**place, "step": state["step"]}
+    weights = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    generators = [like_rng_state()] * dist_env.world_size
+    with damage_named(Path(work_dir, RESUME_NAME), _WAY_OUT), torch.no_grad():
+        like = {name: weight.cpu() for name, weight in weights.items()}
+        check_like(state, {**place, **{name: {} for name in parts}})
+        check_like(state, {"trained": like, "chance": generators})
+        for name, weight in weights.items():
+            weight.copy_(state["trained"][name])
+        for name, part in parts.items():
+            # An optimizer checks its state itself.
+            restore(part, state[name], checked=() if name == "optimizer" else None)
+        set_rng_state(state["chance"][dist_env.rank], dist_env.device)
+    return {name: state[name] for name in place}

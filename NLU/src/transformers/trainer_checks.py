@@ -1,0 +1,52 @@
+"""Settings that a model cannot follow, refused before the training."""
+
+import inspect
+from collections.abc import Sequence
+
+from torch import nn
+
+from . import consistency
+from .modeling_utils import PreTrainedModel
+from .trainer_weights import adapted_by
+from .training_args import TrainingArguments
+
+
+def check_model(model: nn.Module, args: TrainingArguments, label_names: Sequence[str]) -> None:
+    """Refuses settings that the model cannot follow.
+
+    Args:
+        model: what is to be trained.
+        args: the settings.
+        label_names: the arguments of its forward that are labels.
+
+    Raises:
+        ValueError: there is one.
+    """
+    ours = isinstance(model, PreTrainedModel)
+    if args.save_lora_only and not adapted_by(model):
+        raise ValueError(
+            "--save_lora_only needs a model with LoRA, adapters or BitFit: add --apply_lora, "
+            "--apply_adapter or --apply_bitfit"
+        )
+    if args.gradient_checkpointing and not ours:
+        raise ValueError("--gradient_checkpointing needs a model of this package: leave it out")
+    if ours:
+        consistency.check(model.config)
+    if args.label_smoothing_factor > 0:
+        _check_smoothing(model, label_names)
+
+
+def _check_smoothing(model: nn.Module, label_names: Sequence[str]) -> None:
+    if isinstance(model, PreTrainedModel) and consistency.asks_for(model.config):
+        raise ValueError(
+            "--label_smoothing_factor and consistency training (--reg_loss_wgt, "
+            "--masking_prob) do not go together: leave one out"
+        )
+    if len(label_names) != 1:
+        raise ValueError("--label_smoothing_factor needs one kind of labels in --label_names")
+    labels = inspect.signature(model.forward).parameters.get(label_names[0])
+    if labels is not None and labels.default is inspect.Parameter.empty:
+        raise ValueError(
+            "--label_smoothing_factor needs a model that can be called without "
+            f"{label_names[0]}, for its logits"
+        )

@@ -1,0 +1,94 @@
+"""The Trainer's model on disk: all of it, and what is trained of it in files of its own."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from loralib.adapters.adapter import Kind
+from loralib.adapters.formats import format_of_name, read_adapter, what_forbids, write_adapter
+from loralib.errors import CheckpointError
+from loralib.io.tensors import write_torch
+from loralib.training.resume import damage_named, read_state
+
+from .adapter_kinds import KINDS
+from .file_utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from .modeling_utils import PreTrainedModel, read_weights
+
+# All files that `save_weights` may write.
+WEIGHTS_FILES = (WEIGHTS_NAME, SAFE_WEIGHTS_NAME, *(name for kind in KINDS for name in kind.files))
+
+
+def adapted_by(model: nn.Module) -> tuple[Kind, ...]:
+    """As `PreTrainedModel.adapted_by`; nothing for any other module."""
+    return model.adapted_by if isinstance(model, PreTrainedModel) else ()
+
+
+def save_weights(model: nn.Module, folder: Path, lora_only: bool) -> None:
+    """Writes a model, and removes what an earlier run has left: it would be taken for this one's.
+
+    Args:
+        model: one of this package is written with its configuration, any other as a state dict.
+        folder: it exists.
+        lora_only: leaves all but the files of what is trained out.
+    """
+    if isinstance(model, PreTrainedModel):
+        _save_pretrained(model, folder, lora_only)
+        return
+    state = model.state_dict()
+    on_cpu = {n: t.cpu() if isinstance(t, Tensor) else t for n, t in state.items()}
+    write_torch(folder / WEIGHTS_NAME, on_cpu)
+    _remove(folder, SAFE_WEIGHTS_NAME, *(name for kind in KINDS for name in kind.files))
+
+
+def _save_pretrained(model: PreTrainedModel, folder: Path, lora_only: bool) -> None:
+    if lora_only:
+        _remove(folder, WEIGHTS_NAME, SAFE_WEIGHTS_NAME)
+        model.config.save_pretrained(folder)
+    else:
+        model.save_pretrained(folder)
+    for kind in KINDS:
+        if kind not in model.adapted_by:
+            _remove(folder, *kind.files)
+    for kind in model.adapted_by:
+        adapter = model.adapter(kind)
+        for name in reversed(kind.files):
+            if what_forbids(adapter, format_of_name(folder / name)) is None:
+                write_adapter(folder / name, adapter)
+            else:
+                _remove(folder, name)
+
+
+def _remove(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+
+
+def load_weights(model: nn.Module, folder: Path, device: torch.device, way_out: str) -> None:
+    """Copies what `save_weights` wrote into a model: all of it, or what is trained alone.
+
+    Args:
+        model: as it was built for the run.
+        folder: where they were written.
+        device: the model's.
+        way_out: what a user can do where a file is damaged.
+
+    Raises:
+        CheckpointError: a file is damaged, or does not fit.
+    """
+    kinds = adapted_by(model)
+    if kinds:
+        # These files say rank, alpha and base as well, which the whole model's does not.
+        model.load_adapters([read_adapter(folder, kind) for kind in kinds])
+        if not (folder / WEIGHTS_NAME).is_file() and not (folder / SAFE_WEIGHTS_NAME).is_file():
+            return
+    if isinstance(model, PreTrainedModel):
+        weights = read_weights(str(folder))
+    else:
+        with damage_named(folder / WEIGHTS_NAME, way_out):
+            weights = read_state(folder / WEIGHTS_NAME, device=device)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        lines = " ".join(str(error).split())
+        raise CheckpointError(f"{folder}: does not fit the model: {lines}") from error

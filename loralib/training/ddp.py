@@ -1,0 +1,73 @@
+"""A model on several processes: PyTorch's DDP, which sums in one order from the first step on."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .process import rng_state, set_rng_state
+
+
+def wrap_ddp(
+    model: nn.Module, device: torch.device, world_size: int, **settings: bool
+) -> nn.Module:
+    """The model as a training loop calls it: through DDP where there are several processes.
+
+    Args:
+        model: on `device`.
+        device: where this process computes.
+        world_size: how many processes there are.
+        settings: of `DistributedDataParallel`.
+    """
+    if world_size == 1:
+        return model
+    device_ids = [device.index] if device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=device_ids, **settings)
+
+
+def sync_gradients(wrapped: nn.Module, due: bool) -> AbstractContextManager[None]:
+    """The context for a forward and a backward pass.
+
+    Args:
+        wrapped: what `wrap_ddp` returned.
+        due: whether an update follows: only then are gradients summed over the processes.
+    """
+    if due or not isinstance(wrapped, DistributedDataParallel):
+        return nullcontext()
+    return wrapped.no_sync()
+
+
+def warm_up_ddp(wrapped: nn.Module, backward: Callable[[], None]) -> None:
+    """Runs a backward pass without effect, after which DDP does not move gradients any more.
+
+    DDP lays them out again after its first pass, and where they lie decides in which order the
+    processes' parts are summed: with three processes or more, it shows in the last bits. A resumed
+    run has to add as the one that was not interrupted does.
+
+    Args:
+        wrapped: what `wrap_ddp` returned; without DDP, there is nothing to do.
+        backward: computes some loss through `wrapped`, and its gradients.
+    """
+    if isinstance(wrapped, DistributedDataParallel):
+        with _state_restored(wrapped.module):
+            backward()
+
+
+@contextmanager
+def _state_restored(model: nn.Module) -> Iterator[None]:
+    """Puts random generators, buffers and gradients back where they were before the block."""
+    state = rng_state()
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        set_rng_state(state)
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient

@@ -1,0 +1,84 @@
+"""A run that a launcher starts again: how an attempt knows that there was an earlier one."""
+
+import json
+import logging
+import os
+import socket
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..io.atomic import atomic_write
+from .distributed import gather_objects
+from .process import started
+
+logger = logging.getLogger(__name__)
+
+_LAUNCH_NAME = ".launch.json"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A run as a launcher sees it: one attempt, or several.
+
+    Args:
+        path: the file by which later attempts know an earlier one.
+        agents: the launcher's agents, one a host, of this attempt and those before; none without
+            a launcher.
+        is_restart: whether there was an earlier attempt.
+        note: what the first attempt noted for later ones.
+    """
+
+    path: Path
+    agents: tuple[str, ...]
+    is_restart: bool
+    note: Any
+
+    def begin(self, note: Any = None) -> None:
+        """Writes the file for later attempts; for the main process, once all is checked.
+
+        Args:
+            note: anything that JSON holds; the first attempt's stays.
+        """
+        if self.agents:
+            note = self.note if self.is_restart else note
+            with atomic_write(self.path) as path:
+                text = json.dumps({"agents": self.agents, "note": note})
+                path.write_text(text, encoding="utf-8")
+
+
+def find_launch(folder: str | os.PathLike, world_size: int) -> Launch:
+    """Finds out whether a launcher has started this run before, in an earlier attempt.
+
+    To be called by all processes, with the folder that the run writes to. An attempt that shares
+    an agent with the one that wrote the file there is a later one of the same run: of several
+    hosts, at least one was not lost.
+    """
+    path = Path(folder, _LAUNCH_NAME)
+    agents = tuple(agent for agent in gather_objects(_agent(), world_size) if agent)
+    # What the first process sees holds for all.
+    earlier = gather_objects(_read_launch(path, agents), world_size)[0]
+    if earlier is None:
+        return Launch(path, agents, False, None)
+    all_agents = tuple(dict.fromkeys([*earlier["agents"], *agents]))
+    return Launch(path, all_agents, True, earlier["note"])
+
+
+def _agent() -> str | None:
+    """The launcher's agent that started this process, by a unique name; None without a launcher."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    return f"{socket.gethostname()} {os.getppid()} {started(os.getppid())}"
+
+
+def _read_launch(path: Path, agents: Collection[str]) -> dict[str, Any] | None:
+    """What the first attempt of these agents' launch wrote; None if this is the first."""
+    try:
+        launch = json.loads(path.read_text(encoding="utf-8"))
+        return launch if {*launch["agents"]} & {*agents} else None
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError):
+        logger.warning("%s is damaged: this counts as a new run", path)
+        return None

@@ -1,0 +1,102 @@
+"""A run's output folder: made, locked, cleared of half-written files, and shared by all hosts."""
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ..errors import TrainingError
+from ..io.atomic import remove_leftovers
+from .distributed import barrier, gather_objects
+from .locks import sole_use
+
+
+@contextmanager
+def output_folder(
+    folder: str | os.PathLike, rank: int, world_size: int, files: Iterable[str] = ()
+) -> Iterator[None]:
+    """Makes a run's output folder, and keeps other runs out of it within the block.
+
+    To be called by all processes of a run, before any of them looks into the folder. The main one
+    holds the lock, and all of them raise where it cannot be had. A folder that was made and is
+    still empty at the end is removed.
+
+    Args:
+        folder: all processes give the same.
+        rank, world_size: this process's number, and how many there are.
+        files: names or patterns of the files that the run writes; what a run that was killed has
+            left of them half-written is removed.
+
+    Raises:
+        OSError: the folder cannot be made, or written to.
+        TrainingError: another run writes there, or not all processes see the same folder.
+    """
+    with ExitStack() as stack:
+        problem = None
+        if rank == 0:
+            try:
+                _make(Path(folder), stack)
+                stack.enter_context(sole_use(folder))
+                for name in files:
+                    remove_leftovers(folder, name)
+            except (OSError, TrainingError) as error:
+                problem = error
+        message = gather_objects(problem and str(problem), world_size)[0]
+        if message is not None:
+            raise problem or TrainingError(message)
+        check_shared(folder, world_size)
+        yield
+
+
+def _make(folder: Path, stack: ExitStack) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file")
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        stack.callback(_remove_if_empty, folder)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    if folder.exists() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def check_shared(folder: str | os.PathLike, world_size: int) -> None:
+    """Checks that all processes, on several hosts maybe, see the first one's folder.
+
+    Raises:
+        TrainingError: some do not.
+    """
+    if world_size == 1:
+        return
+    probe = Path(folder, f".shared.{gather_objects(secrets.token_hex(4), world_size)[0]}")
+    try:
+        if dist.get_rank() == 0:
+            probe.touch()
+        barrier(world_size)
+        seen = gather_objects((_appears(probe), socket.gethostname()), world_size)
+    finally:
+        if dist.get_rank() == 0:
+            probe.unlink(missing_ok=True)
+    blind = [number for number, (sees, _) in enumerate(seen) if not sees]
+    if blind:
+        hosts = ", ".join(sorted({seen[number][1] for number in blind}))
+        raise TrainingError(
+            f"{folder}: is not the same folder for process {', '.join(map(str, blind))} (on "
+            f"{hosts}) as for the first one: give one that all machines share"
+        )
+
+
+def _appears(path: Path, seconds: float = 10.0) -> bool:
+    """Whether a file is there; network file systems may take a while to show it."""
+    end = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True

@@ -1,0 +1,139 @@
+"""Processes that hang: each tells the others that it is alive, and one that hangs ends the run.
+
+A process that dies closes its connections, and the others end at once. One that hangs does not, so
+each process writes to the run's key-value store that it is alive and how far it has come.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from torch.distributed import Store
+
+from ..errors import first_line
+from .process import end_at_once
+
+logger = logging.getLogger(__name__)
+
+
+class Watch(threading.Thread):
+    """Tells the others that this process is alive and how far it is, and ends it if one hangs.
+
+    A process hangs that has written nothing for `timeout` seconds (it is stopped, or its host is
+    gone); or, if for so long no process has made progress, the one that is furthest behind.
+
+    Args:
+        store: the attempt's, on a connection of its own.
+        rank: this process's.
+        world_size: how many processes there are.
+        timeout: in seconds.
+        end: what is done with the one line that names the processes that hang; an empty one where
+            another process says it.
+        clock: tells the time, in seconds.
+
+    Attributes:
+        progress: how far this process is, in any unit.
+        stopped: ends the thread.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        end: Callable[[str], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        super().__init__(name="watch", daemon=True)
+        self.store, self.rank, self.timeout = store, rank, timeout
+        self.interval = min(5.0, timeout / 10)
+        self.end, self.clock = end or _end_process, clock
+        self.progress = self.ticks = 0
+        self.stopped = threading.Event()
+        now = clock()
+        # Of each process, what it wrote last and since when; likewise its progress.
+        self.seen = {other: ("", now) for other in range(world_size)}
+        self.reached = {other: (-1, now) for other in range(world_size)}
+
+    def run(self) -> None:
+        """Looks at the others until `stopped` is set; for the thread."""
+        while not self.stopped.wait(self.interval):
+            try:
+                self.look()
+            except (RuntimeError, TimeoutError) as error:
+                if not self.stopped.is_set():
+                    self.end(f"the run's first host can no longer be reached ({first_line(error)})")
+                return
+
+    def look(self) -> None:
+        """Writes how far this process is, reads how far the others are, and ends if one hangs."""
+        self.ticks += 1
+        self.store.set(f"alive/{self.rank}", f"{self.ticks} {self.progress}")
+        now = self.clock()
+        for other in self.seen:
+            self._read(other, now)
+        hanging = self._hanging(now)
+        # One process says it; the others end a moment later, in case that is the one that hangs.
+        if hanging:
+            speakers = [other for other in self.seen if other not in hanging]
+            if self.rank in hanging or self.rank == min(speakers, default=self.rank):
+                self.end(self._line(hanging))
+            elif not self.stopped.wait(2 * self.interval):
+                self.end("")
+
+    def _read(self, other: int, now: float) -> None:
+        wrote = ""
+        if self.store.check([f"alive/{other}"]):
+            wrote = self.store.get(f"alive/{other}").decode()
+        if wrote != self.seen[other][0]:
+            self.seen[other] = (wrote, now)
+        progress = int(wrote.split()[1]) if wrote else -1
+        if progress != self.reached[other][0]:
+            self.reached[other] = (progress, now)
+
+    def _hanging(self, now: float) -> list[int]:
+        silent = [n for n, (_, since) in self.seen.items() if now - since > self.timeout]
+        if silent:
+            # With those that fell silent about then, as the processes of a lost host do.
+            limit = self.timeout - 2 * self.interval
+            return [n for n, (_, since) in self.seen.items() if now - since > limit]
+        if all(now - since > self.timeout for _, since in self.reached.values()):
+            least = min(progress for progress, _ in self.reached.values())
+            return [n for n, (progress, _) in self.reached.items() if progress == least]
+        return []
+
+    def _line(self, hanging: list[int]) -> str:
+        listed = ", ".join(map(str, hanging))
+        verb = "hangs" if len(hanging) == 1 else "hang"
+        noun = "process" if len(hanging) == 1 else "processes"
+        return f"{noun} {listed} of {len(self.seen)} {verb}: nothing for {self.timeout:g} s"
+
+
+def _end_process(line: str) -> None:
+    if line:
+        logger.error("%s; the run ends, and resumes from its last checkpoint", line)
+    end_at_once(1)
+
+
+_watch: Watch | None = None  # this process's, while it belongs to a group
+
+
+def start_watching(store: Store, rank: int, world_size: int, timeout: float) -> None:
+    """Starts to watch the other processes; for arguments see `Watch`."""
+    global _watch
+    _watch = Watch(store, rank, world_size, timeout)
+    _watch.start()
+
+
+def beat() -> None:
+    """Tells the other processes, if there are any, that this one has made progress."""
+    if _watch is not None:
+        _watch.progress += 1
+
+
+def stop_watching() -> None:
+    """Ends watching the other processes: from here on they may end."""
+    if _watch is not None:
+        _watch.stopped.set()

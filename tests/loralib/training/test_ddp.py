@@ -1,0 +1,67 @@
+"""DDP: warmed up without a trace, and gradients that are summed where an update follows."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import HashStore
+from torch.nn.parallel import DistributedDataParallel
+
+from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def group():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_warming_up_leaves_no_trace(group):
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+    x = torch.randn(5, 3)
+    model(x).sum().backward()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    wrapped = DistributedDataParallel(model)
+    expected = torch.get_rng_state()
+    seen = []
+
+    def backward():
+        wrapped(2 * x).square().sum().backward()
+        seen.append([parameter.grad.clone() for parameter in model.parameters()])
+
+    warm_up_ddp(wrapped, backward)
+    assert not torch.equal(seen[0][0], gradients[0])
+    assert torch.equal(torch.get_rng_state(), expected)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+def test_a_single_process_needs_no_ddp():
+    model = nn.Linear(3, 3)
+    assert wrap_ddp(model, CPU, 1) is model
+    warm_up_ddp(model, lambda: pytest.fail("there is nothing to warm up"))
+    with sync_gradients(model, due=False):
+        model(torch.ones(1, 3)).sum().backward()
+    assert model.weight.grad is not None
+
+
+@pytest.mark.parametrize("due", [True, False])
+def test_gradients_are_summed_where_an_update_follows(group, due):
+    wrapped, summed = DistributedDataParallel(nn.Linear(3, 3)), []
+
+    def hook(_, bucket):
+        summed.append(bucket.index())
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    wrapped.register_comm_hook(None, hook)
+    with sync_gradients(wrapped, due):
+        wrapped(torch.ones(1, 3)).sum().backward()
+    assert summed == ([0] if due else [])

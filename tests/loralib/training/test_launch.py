@@ -1,0 +1,82 @@
+"""How an attempt knows an earlier one of the same run."""
+
+import json
+import os
+
+import pytest
+
+from loralib.training import launch
+from loralib.training.launch import find_launch
+
+
+@pytest.fixture
+def agent(monkeypatch):
+    """``agent(name)``: this process was started by the agent of that name; None for nobody."""
+
+    def start(name):
+        monkeypatch.setattr(launch, "_agent", lambda: name)
+
+    return start
+
+
+def test_the_first_attempt_and_later_ones(agent, tmp_path):
+    agent("a 1 100")
+    first = find_launch(tmp_path, 1)
+    assert (first.is_restart, first.note) == (False, None)
+    assert not find_launch(tmp_path, 1).is_restart  # nothing has begun
+    first.begin({"step": 3})
+    later = find_launch(tmp_path, 1)
+    assert (later.is_restart, later.note) == (True, {"step": 3})
+    later.begin({"step": 4})
+    assert find_launch(tmp_path, 1).note == {"step": 3}
+    agent("a 1 200")  # another process of the same number
+    assert not find_launch(tmp_path, 1).is_restart
+
+
+def test_a_host_that_is_left_knows_the_run(agent, tmp_path):
+    path = tmp_path / ".launch.json"
+    path.write_text(json.dumps({"agents": ["lost 1 1", "left 2 2"], "note": None}))
+    agent("left 2 2")
+    assert find_launch(tmp_path, 1).is_restart
+    agent("new 3 3")
+    assert not find_launch(tmp_path, 1).is_restart
+
+
+def test_hosts_that_replace_each_other_one_by_one(agent, tmp_path, monkeypatch):
+    """In the end none of the first attempt's is left, and the run is still known."""
+    for hosts in (["a 1 1", "b 2 2"], ["b 2 2", "c 3 3"], ["c 3 3", "d 4 4"]):
+        monkeypatch.setattr(
+            launch,
+            "gather_objects",
+            lambda value, _, hosts=hosts: hosts if isinstance(value, str) else [value],
+        )
+        agent(hosts[0])
+        found = find_launch(tmp_path, 2)
+        assert found.is_restart == ("a 1 1" not in hosts)
+        found.begin("the first one's" if not found.is_restart else "another")
+    assert found.note == "the first one's"
+
+
+def test_without_a_launcher_nothing_is_left(agent, tmp_path):
+    agent(None)
+    find_launch(tmp_path, 1).begin()
+    assert list(tmp_path.iterdir()) == []
+    assert not find_launch(tmp_path / "nowhere", 1).is_restart
+
+
+def test_the_agent_is_the_parent(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert launch._agent() is None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert launch._agent().split()[1] == str(os.getppid())
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"agents": 3}', "null"])
+def test_a_damaged_file_counts_as_none(agent, tmp_path, caplog, content):
+    agent("a 1 1")
+    (tmp_path / ".launch.json").write_text(content)
+    found = find_launch(tmp_path, 1)
+    assert not found.is_restart
+    assert ".launch.json is damaged" in caplog.text
+    found.begin()
+    assert find_launch(tmp_path, 1).is_restart

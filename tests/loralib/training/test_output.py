@@ -1,0 +1,53 @@
+"""A run's output folder: made, locked, cleared, and removed where nothing was written."""
+
+import pytest
+
+from loralib.errors import TrainingError
+from loralib.training.locks import sole_use
+from loralib.training.output import output_folder
+
+
+def test_a_folder_is_made_and_kept_where_something_is_written(tmp_path):
+    folder = tmp_path / "a" / "out"
+    with output_folder(folder, 0, 1):
+        (folder / "model.pt").write_text("trained")
+    assert [path.name for path in folder.iterdir()] == ["model.pt"]
+
+
+def test_a_folder_that_was_made_for_nothing_is_removed(tmp_path):
+    with pytest.raises(ValueError, match="bad flag"), output_folder(tmp_path / "out", 0, 1):
+        raise ValueError("bad flag")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_folder_of_the_user_s_stays(tmp_path):
+    with output_folder(tmp_path, 0, 1):
+        pass
+    assert tmp_path.is_dir()
+
+
+def test_half_written_files_are_removed(tmp_path):
+    for name in (".model.4.pt.x1y2.pt", ".notes.txt.x1y2.txt", "model.4.pt"):
+        (tmp_path / name).touch()
+    with output_folder(tmp_path, 0, 1, ["model.*.pt"]):
+        left = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".lock")}
+    assert left == {".notes.txt.x1y2.txt", "model.4.pt"}
+
+
+def test_another_run_is_kept_out(tmp_path):
+    with (
+        output_folder(tmp_path, 0, 1),
+        pytest.raises(TrainingError, match="another run is writing there"),
+        output_folder(tmp_path, 0, 1),
+    ):
+        pytest.fail("both have it")
+    with sole_use(tmp_path):
+        pass
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "out").write_text("mine")
+    is_a_file = pytest.raises(NotADirectoryError, match="out is a file")
+    with is_a_file, output_folder(tmp_path / "out", 0, 1):
+        pytest.fail("there is no folder")
+    assert (tmp_path / "out").read_text() == "mine"

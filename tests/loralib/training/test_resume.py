@@ -1,0 +1,118 @@
+"""What a run resumes from: damage is named, parts are restored, another run is refused."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from loralib.errors import CheckpointError
+from loralib.io.tensors import write_torch
+from loralib.training.optimizer import AdamW
+from loralib.training.process import rng_state
+from loralib.training.resume import (
+    DamagedStateError,
+    check_same_run,
+    damage_named,
+    first_not_finite,
+    like_rng_state,
+    read_state,
+    restore,
+)
+
+
+def missing(path):
+    path.unlink()
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-50])
+
+
+def of_another_kind(path):
+    write_torch(path, [1, 2])
+
+
+def without_an_entry(path):
+    write_torch(path, {"step": 3})
+
+
+@pytest.mark.parametrize("damage", [missing, cut, of_another_kind, without_an_entry])
+def test_damage_names_the_file_and_the_way_out(tmp_path, damage):
+    path, example = tmp_path / "state.pt", {"step": 0, "rate": 0.0}
+    write_torch(path, {"step": 3, "rate": 0.5})
+    assert read_state(path, example) == {"step": 3, "rate": 0.5}
+    damage(path)
+    with pytest.raises(DamagedStateError) as caught, damage_named(path, "remove it"):
+        read_state(path, example)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: missing or damaged (")
+    assert message.endswith("); remove it")
+    assert message.count(str(path)) == 1
+
+
+def test_the_innermost_file_is_named(tmp_path):
+    with (
+        pytest.raises(DamagedStateError, match=r"inner: missing or damaged \(bad\); first"),
+        damage_named(tmp_path / "outer", "second"),
+        damage_named(tmp_path / "inner", "first"),
+    ):
+        raise KeyError("bad")
+
+
+def test_nothing_in_a_file_is_run(tmp_path):
+    torch.save(nn.Linear(1, 1), tmp_path / "state.pt")
+    with (
+        pytest.raises(DamagedStateError, match=r"(?i)weights"),
+        damage_named(tmp_path / "state.pt", "remove it"),
+    ):
+        read_state(tmp_path / "state.pt")
+
+
+def stepped(weight: nn.Parameter) -> AdamW:
+    optimizer = AdamW([weight], lr=0.1)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    return optimizer
+
+
+def test_a_part_is_restored():
+    optimizer = stepped(nn.Parameter(torch.zeros(3)))
+    again = AdamW([nn.Parameter(torch.zeros(3))], lr=0.5)
+    restore(again, optimizer.state_dict(), checked=())
+    assert again.param_groups[0]["lr"] == 0.1
+    average = again.state_dict()["state"][0]["exp_avg"]
+    assert torch.equal(average, optimizer.state_dict()["state"][0]["exp_avg"])
+
+
+@pytest.mark.parametrize("checked", [None, ("base_lrs", "last_epoch", "of another version")])
+def test_what_is_checked_has_to_be_there(checked):
+    optimizer = AdamW([nn.Parameter(torch.zeros(3))])
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    state = schedule.state_dict()
+    restore(schedule, state, checked)
+    for entry, value in (("last_epoch", "3"), ("base_lrs", [])):
+        with pytest.raises(ValueError, match=f"'{entry}'"):
+            restore(schedule, {**state, entry: value}, checked)
+
+
+def test_settings_of_another_run_are_refused(tmp_path):
+    before = {"--lr": 0.1, "--clip": None, "of an older version": 1}
+    check_same_run(tmp_path, before, {"--lr": 0.1, "--clip": None}, "give the same")
+    with pytest.raises(CheckpointError) as caught:
+        check_same_run(tmp_path, before, {"--lr": 0.1, "--clip": 1.0}, "give the same")
+    assert str(caught.value) == f"{tmp_path}: is of a run with --clip None, not 1.0: give the same"
+    with pytest.raises(CheckpointError, match="with --seed None, not 3"):
+        check_same_run(tmp_path, before, {"--seed": 3}, "give the same")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_the_first_that_is_not_finite(value):
+    tensors = [("a", torch.ones(2)), ("b", torch.tensor([1, value])), ("c", torch.tensor(value))]
+    assert first_not_finite(tensors) == "b"
+    assert first_not_finite(tensors[:1]) is None
+
+
+def test_a_gpu_s_generator_is_no_part_of_the_example(pretended_gpu):
+    assert "cuda" in rng_state()
+    assert like_rng_state().keys() == rng_state().keys() - {"cuda"}

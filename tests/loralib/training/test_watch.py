@@ -1,0 +1,96 @@
+"""Processes that hang: who notices, and what is said."""
+
+import threading
+from functools import partial
+
+import pytest
+from torch.distributed import HashStore
+
+from loralib.training.watch import Watch
+
+
+class Watched:
+    """Watches of several processes, on a clock that the test moves; the lines that they end with.
+
+    Args:
+        count: how many processes there are.
+        timeout: of their watches, in seconds of that clock.
+    """
+
+    def __init__(self, count, timeout=10.0):
+        self.now, self.lines, store = 0.0, {}, HashStore()
+        self.watches = [
+            Watch(store, n, count, timeout, partial(self.lines.setdefault, n), lambda: self.now)
+            for n in range(count)
+        ]
+        for watch in self.watches:
+            watch.interval = 0.01  # in real seconds, after which one ends that is not to speak
+
+    def pass_time(self, seconds, working=(), alive=None):
+        """Lets time pass, a second at a time, in which some come further and the living look."""
+        alive = range(len(self.watches)) if alive is None else alive
+        for _ in range(seconds):
+            self.now += 1
+            for number in working:
+                self.watches[number].progress += 1
+            for number in alive:
+                if number not in self.lines:
+                    self.watches[number].look()
+
+
+def test_processes_that_work_are_left_alone():
+    watched = Watched(3)
+    watched.pass_time(100, working=[0, 1, 2])
+    assert watched.lines == {}
+
+
+def test_a_pause_of_all_that_is_shorter_than_the_limit():
+    watched = Watched(2)
+    for _ in range(5):
+        watched.pass_time(9)
+        watched.pass_time(1, working=[0, 1])
+    assert watched.lines == {}
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_process_that_is_stopped(stopped):
+    """Its watch is stopped as well, as by SIGSTOP, or with its host."""
+    watched = Watched(3)
+    watched.pass_time(20, working=[0, 1, 2])
+    left = [number for number in range(3) if number != stopped]
+    watched.pass_time(10, alive=left)
+    assert watched.lines == {}
+    watched.pass_time(3, alive=left)
+    first, *others = left
+    assert watched.lines[first] == f"process {stopped} of 3 hangs: nothing for 10 s"
+    assert all(watched.lines[number] == "" for number in others)
+
+
+def test_a_process_that_does_not_come_further():
+    """The others wait for it: the one that is furthest behind is named."""
+    watched = Watched(3)
+    watched.pass_time(20, working=[0, 1, 2])
+    watched.pass_time(1, working=[0, 1])
+    watched.pass_time(9)
+    assert watched.lines == {}
+    watched.pass_time(3)
+    assert watched.lines[0] == "process 2 of 3 hangs: nothing for 10 s"
+    assert watched.lines.keys() == {0, 1, 2}
+
+
+def test_all_of_them_hang():
+    watched = Watched(2)
+    watched.pass_time(13)
+    assert "processes 0, 1 of 2 hang: nothing for 10 s" in watched.lines.values()
+
+
+def test_the_store_is_gone():
+    class Gone(HashStore):
+        def set(self, *_):
+            raise RuntimeError("Connection reset by peer")
+
+    ended, lines = threading.Event(), []
+    watch = Watch(Gone(), 0, 2, 0.5, lambda line: (lines.append(line), ended.set()))
+    watch.start()
+    assert ended.wait(10)
+    assert lines == ["the run's first host can no longer be reached (Connection reset by peer)"]
