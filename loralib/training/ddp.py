@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,9 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .process import rng_state, set_rng_state
 
 
-def wrap_ddp(
-    model: nn.Module, device: torch.device, world_size: int, **settings: bool
-) -> nn.Module:
+def wrap_ddp(model: nn.Module, device: torch.device, world_size: int, **settings: Any) -> nn.Module:
     """The model as a training loop calls it: through DDP where there are several processes.
 
     Args:

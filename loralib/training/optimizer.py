@@ -31,7 +31,9 @@ def decay_groups(
     Returns:
         One or two groups; none where nothing is trained.
     """
-    decayed, spared, seen = [], [], set()
+    decayed: list[nn.Parameter] = []
+    spared: list[nn.Parameter] = []
+    seen: set[nn.Parameter] = set()
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if not parameter.requires_grad or parameter in seen:

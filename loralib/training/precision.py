@@ -1,7 +1,7 @@
 """The precision that LoRA is trained in: frozen weights in half, trained ones in float32.
 
 A frozen weight is only ever multiplied with, so it is held once, in the precision of the product.
-What is trained, and the optimiser's state, stay in float32: the updates are too small for half.
+What is trained, and the optimizer's state, stay in float32: the updates are too small for half.
 """
 
 from collections.abc import Iterable, Iterator
@@ -89,8 +89,8 @@ class ApexPrecision(Precision):
     """float16 through NVIDIA's apex, where ``from apex import amp`` works.
 
     Args:
-        model: the model, whose calls apex patches; as is its optimiser.
-        optimizer: its optimiser.
+        model: the model, whose calls apex patches; as is its optimizer.
+        optimizer: its optimizer.
         opt_level: apex's level; the release's is O1.
     """
 

@@ -48,7 +48,7 @@ def joined(monkeypatch):
 
     def join(backend, **more):
         given = {name: more[name] for name in ("rank", "world_size", "device_id")}
-        calls.append((backend, given))
+        calls.append((backend, {name: v for name, v in given.items() if v is not None}))
 
     monkeypatch.setattr(distributed, "_attempts_store", lambda *_: ("attempt", HashStore()))
     monkeypatch.setattr(distributed, "_connect", lambda *_: HashStore())
