@@ -121,9 +121,9 @@ def make_base(folder: Path) -> None:
 
 def gpt2_tree(folder: Path) -> Tree:
     """gpt2_ft.py on two layers, with a checkpoint every third step."""
-    tiny = load(ROOT / "tests" / "NLG" / "tiny_gpt2_ft.py")
+    tiny = load(Path(__file__).with_name("tiny_gpt2_ft.py"))
     config = tiny.tiny_config_of("gpt2.xs", lora_attn_dim=2, lora_attn_alpha=8)
-    trial = load(ROOT / "tests" / "NLG" / "conftest.py").Trial(folder, config, 14)
+    trial = load(Path(__file__).with_name("gpt2_trial.py")).Trial(folder, config, 14)
     settings = "--max_epoch 12 --grad_acc 2 --save_interval 3 --eval_interval 4 --lora_dropout 0.3"
 
     def main(argv: list[str]) -> None:
