@@ -17,6 +17,25 @@ SETTINGS = (
 )
 
 
+@pytest.fixture(scope="module")
+def whole(_tiny_trial, tmp_path_factory):
+    """``whole(processes)``: the folder of a run that nobody disturbed."""
+    runs: dict[int, Path] = {}
+
+    def run(processes: int) -> Path:
+        if processes not in runs:
+            folder = tmp_path_factory.mktemp("whole")
+            path = folder / "whole.json"
+            argv = _tiny_trial.flags(folder / "whole", *SETTINGS.split())
+            path.write_text(json.dumps([{"argv": argv, "kill_in_step": None}]))
+            result = launch(processes, TINY, path)
+            assert result.returncode == 0, result.stderr
+            runs[processes] = folder / "whole"
+        return runs[processes]
+
+    return run
+
+
 @pytest.fixture
 def calls(tiny, tmp_path):
     """``calls(name)``: the file that has tiny_gpt2_ft.py train into a folder of that name."""
@@ -35,31 +54,30 @@ def calls(tiny, tmp_path):
     ("processes", "rank", "at", "count"),
     [
         (3, 1, "beat", 11),  # in a step, or an evaluation
-        (4, 0, "sync", 6),  # while a checkpoint is written
+        (3, 0, "sync", 6),  # while a checkpoint is written
         (1, 0, "beat", 30),
     ],
     ids=["rank 1 in a step", "rank 0 in a write", "alone"],
 )
-def test_a_killed_process(calls, tmp_path, processes, rank, at, count):
-    whole = launch(processes, TINY, calls("whole"))
-    assert whole.returncode == 0, whole.stderr
+def test_a_killed_process(calls, whole, tmp_path, processes, rank, at, count):
     mark = tmp_path / "killed"
     result = launch(processes, *killed(mark, rank, at, count), TINY, calls("out"))
     assert result.returncode == 0, result.stderr
     assert mark.exists()
     assert "Traceback" not in result.stderr
     assert "resuming after step" in result.stderr
-    models = {path.name for path in (tmp_path / "whole").glob("model.*.pt")}
-    assert models == {path.name for path in (tmp_path / "out").glob("model.*.pt")}
+    runs = (tmp_path / "out", whole(processes))
+    models, expected = ({path.name for path in run.glob("model.*.pt")} for run in runs)
+    assert models == expected
     for name in models:
-        ours, theirs = (read_tensors(tmp_path / run / name)[0] for run in ("out", "whole"))
+        ours, theirs = (read_tensors(run / name)[0] for run in runs)
         assert_same_bits(ours, theirs)
     figures = [
         [
             {k: v for k, v in json.loads(line).items() if k != "tokens_per_second"}
-            for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()
+            for line in (run / "metrics.jsonl").read_text().splitlines()
         ]
-        for run in ("out", "whole")
+        for run in runs
     ]
     assert figures[0] == figures[1]
 

@@ -256,7 +256,7 @@ def test_settings_from_elsewhere_are_those_it_was_trained_with(tmp_path):
 # ---- the hub ----
 
 PRELUDE = """
-import json
+import json, os, urllib.request
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 def show(owner, *args, **arguments):
@@ -265,6 +265,11 @@ def show(owner, *args, **arguments):
     except OSError as error:
         print(json.dumps([type(error).__name__, str(error)]), flush=True)
 
+def mark():
+    try:
+        urllib.request.urlopen(os.environ["HF_ENDPOINT"] + "/mark")
+    except OSError:
+        pass  # the hub has no such page, but notes the request
 """
 CLASSES = ("AutoConfig", "AutoModelForSequenceClassification", "AutoTokenizer")
 NAMES = ["RobertaConfig", "RobertaForSequenceClassification", "RobertaTokenizerFast"]
@@ -275,25 +280,30 @@ def test_local_files_only_and_force_download(hub_server, folder, tmp_path):
     (hub_server.root / "org").mkdir()
     folder.rename(hub_server.root / "org" / "tiny")
 
-    def ask(arguments):
-        hub_server.requests.clear()
-        code = "".join(f"show({owner}, 'org/tiny', {arguments})\n" for owner in CLASSES)
-        return run_on_hub(hub_server, tmp_path / "home", PRELUDE + code)
+    local, either, anew = "local_files_only=True", "", "force_download=True"
+    asked = (local, either, local, either, anew)
+    code = "mark()\n".join(
+        "".join(f"show({owner}, 'org/tiny', {arguments})\n" for owner in CLASSES)
+        for arguments in asked
+    )
+    shown = run_on_hub(hub_server, tmp_path / "home", PRELUDE + code)
+    # What each of the five asked the hub for, and what it fetched.
+    paths, fetched = [[]], [set()]
+    for request in hub_server.requests:
+        if request.path == "/mark":
+            paths.append([])
+            fetched.append(set())
+        elif "org/tiny" in request.path:
+            paths[-1].append(request.path)
+            if request in hub_server.downloads():
+                fetched[-1].add(request.path)
+    answers = [shown[start : start + len(CLASSES)] for start in range(0, len(shown), len(CLASSES))]
 
-    def was_asked():
-        return any("org/tiny" in request.path for request in hub_server.requests)
-
-    for error, message in ask("local_files_only=True"):
+    for error, message in answers[0]:
         assert error == "FileNotFoundError"
         assert "'org/tiny'" in message
         assert "local_files_only is set and it is not in the cache" in message
-    assert not was_asked()
-    assert ask("") == NAMES
-    files = {request.path for request in hub_server.downloads()}
-    assert files
-    assert ask("local_files_only=True") == NAMES
-    assert not was_asked()
-    assert ask("") == NAMES
-    assert hub_server.downloads() == []
-    assert ask("force_download=True") == NAMES
-    assert {request.path for request in hub_server.downloads()} == files
+    assert answers[1:] == [NAMES] * 4
+    assert [bool(some) for some in paths] == [False, True, False, True, True]
+    assert fetched[0] == fetched[2] == fetched[3] == set()
+    assert fetched[1] == fetched[4] != set()

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -124,20 +125,27 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("more", [[], ["1"]], ids=["at once", "accumulated"])
-def test_two_processes_gather_what_one_does(mlm, family, tmp_path, more):
+@pytest.fixture(scope="module")
+def predicted(tmp_path_factory) -> Path:
+    """Where two processes have written what they predict."""
+    folder = tmp_path_factory.mktemp("predicted")
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [
         subprocess.Popen(
-            [sys.executable, SCRIPT, family, tmp_path, *more],
+            [sys.executable, SCRIPT, folder],
             env={**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank}
             | {"CUDA_VISIBLE_DEVICES": ""},
         )
         for rank in ("0", "1")
     ]
     assert [process.wait(timeout=120) for process in processes] == [0, 0]
-    found = np.load(tmp_path / "predictions.npz")
+    return folder
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("steps", [None, 1], ids=["at once", "accumulated"])
+def test_two_processes_gather_what_one_does(mlm, family, predicted, steps):
+    found = np.load(predicted / f"{family}-{steps}.npz")
     logits, labels, _ = row_by_row(mlm, family)
     assert_rows_are(found["predictions"], logits)
     assert np.array_equal(found["label_ids"], labels)

@@ -1,7 +1,7 @@
-"""What test_trainer_mlm.py has each of two processes do: ``two_predictions.py FAMILY FOLDER``.
+"""What test_trainer_mlm.py has each of two processes do: ``two_predictions.py FOLDER``.
 
-Predictions, labels and losses of a small masked-language model, on rows of several lengths; the
-main process writes them to FOLDER/predictions.npz.
+Predictions, labels and losses of small masked-language models, on rows of several lengths; the
+main process writes them to FOLDER/<family>-<eval_accumulation_steps>.npz.
 """
 
 import sys
@@ -20,9 +20,10 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-from transformers.trainer_utils import PredictionOutput
 from transformers.utils.cli import run
 
+FAMILIES = ("roberta", "deberta")
+ACCUMULATIONS = (None, 1)
 VOCABULARY = 30
 LENGTHS = (5, 9, 3, 12, 4, 7, 6)
 SHAPE = {
@@ -86,21 +87,20 @@ def make_trainer(family: str, folder: Path, **settings) -> Trainer:
     )
 
 
-def main(family: str, folder: Path, *accumulation: str) -> PredictionOutput:
-    """Predicts; `accumulation` may be a value of --eval_accumulation_steps."""
-    settings = {"eval_accumulation_steps": int(accumulation[0])} if accumulation else {}
-    trainer = make_trainer(family, folder, **settings)
-    output = trainer.predict(make_rows())
-    if trainer.is_world_process_zero():
-        np.savez(
-            folder / "predictions.npz",
-            predictions=output.predictions,
-            label_ids=output.label_ids,
-            loss=output.metrics["eval_loss"],
-        )
-    return output
+def main(folder: Path) -> None:
+    """Predicts with every family, gathering at once and step by step."""
+    for family in FAMILIES:
+        for steps in ACCUMULATIONS:
+            trainer = make_trainer(family, folder, eval_accumulation_steps=steps)
+            output = trainer.predict(make_rows())
+            if trainer.is_world_process_zero():
+                np.savez(
+                    folder / f"{family}-{steps}.npz",
+                    predictions=output.predictions,
+                    label_ids=output.label_ids,
+                )
 
 
 if __name__ == "__main__":
     # It also takes leave of the other process.
-    run(partial(main, sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]))
+    run(partial(main, Path(sys.argv[1])))
