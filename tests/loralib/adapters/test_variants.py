@@ -71,8 +71,8 @@ def test_it_is_loaded_into_layers_of_its_variant_alone(adapter, trained):
     with pytest.raises(CheckpointError, match="variant rslora, the model was built with None"):
         load_into(other, adapter, backbones=["0."])
     assert not other[0].lora_B.any()
+    plain = replace(adapter, metadata=replace(adapter.metadata, variant=None))
     with pytest.raises(CheckpointError, match="variant None, the model was built with rslora"):
-        plain = replace(adapter, metadata=replace(adapter.metadata, variant=None))
         load_into(same, plain, backbones=["0."])
 
 
