@@ -25,7 +25,7 @@ from loralib.adapters.metadata import LoraMetadata
 from loralib.errors import CheckpointError
 from loralib.nn.packing import PackedRows, attend
 from loralib.nn.routing import Routing, for_each_segment, in_effect
-from loralib.serving.bank import _DeviceDelta
+from loralib.serving.prepared import DeviceDelta
 from transformers.adapter_kinds import BITFIT, BOTTLENECK, BiasMetadata, BottleneckMetadata
 
 WIDTH = 8
@@ -418,8 +418,8 @@ def test_casts_are_made_once_and_may_be_recorded_later(bank, model, model_class)
     batch = make_batch([3, 4])
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), bank.use("a"):
         expected = model(**batch)
-    low_rank = bank._adapters["a"].updates[LAYER[model_class]]
-    assert isinstance(low_rank, _DeviceDelta)
+    low_rank = bank._adapters["a"].deltas[LAYER[model_class]]
+    assert isinstance(low_rank, DeviceDelta)
     assert low_rank._in(torch.bfloat16) is low_rank._in(torch.bfloat16)
     with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16), bank.use("a"):
         logits = model(**batch)
@@ -580,7 +580,7 @@ def test_threads_do_not_disturb_each_other(bank, model):
 
 
 def test_a_model_with_updates_of_its_own(model_class):
-    with refuses(ValueError, f"{LAYER[model_class]} has an update of its own"):
+    with refuses(ValueError, f"{LAYER[model_class]} has LoRA of its own"):
         lora.AdapterBank(model_class(TRAINED["a"]))
 
 
@@ -682,15 +682,15 @@ MISFITS = {
     "half an update": (changed(**{"classifier.dense.lora_A": torch.ones(2, 8)}), ["other half"]),
     "something else of LoRA's": (
         changed(**{"roberta.layer.0.query.lora_magnitude": torch.ones(8)}),
-        ["query.lora_magnitude is neither an update nor a head's", MERGE],
+        ["query.lora_magnitude belongs neither to LoRA nor to a head", MERGE],
     ),
     "a backbone's": (
         changed(**{"roberta.layer.0.query.bias": torch.ones(8)}),
-        [r"query\.bias is neither an update nor a head's", MERGE],
+        [r"query\.bias belongs neither to LoRA nor to a head", MERGE],
     ),
     "GPT-2's backbone": (
         changed(**{"transformer.h.0.attn.c_attn.bias": torch.ones(24)}),
-        [r"c_attn\.bias is neither"],
+        [r"c_attn\.bias belongs neither"],
     ),
     "no such head": (changed(score__weight=torch.ones(2, 8)), ["no 'score' to take"]),
     "no module at all": (changed(scale=torch.ones(2)), ["no 'scale' to take"]),
@@ -699,7 +699,7 @@ MISFITS = {
         changed(classifier__norm__bias=torch.ones(8)),
         [r"unknown to the model, classifier\.norm\.bias"],
     ),
-    "an update of its head": (with_update("classifier.dense"), ["updates classifier.dense", MERGE]),
+    "an update of its head": (with_update("classifier.dense"), ["adapts classifier.dense", MERGE]),
     "head of another shape": (
         changed(classifier__dense__weight=torch.ones(6, 8)),
         [r"classifier\.dense\.weight is \(6, 8\) in the file, \(8, 8\) is needed"],

@@ -119,9 +119,9 @@ def test_modules_at_the_top():
 @pytest.mark.parametrize(
     ("dtype", "known", "message"),
     [
-        (torch.float32, None, "does not say its base's weights: taken on trust"),
-        (torch.float32, "", "does not say its base's weights: taken on trust"),
-        (torch.float16, "feed" * 4, "a model in float16 cannot be compared: taken on trust"),
+        (torch.float32, None, "does not say its base's fingerprint: unverified"),
+        (torch.float32, "", "does not say its base's fingerprint: unverified"),
+        (torch.float16, "feed" * 4, "a model in float16 has no fingerprint: unverified"),
     ],
 )
 def test_what_cannot_be_compared_is_said_once(caplog, dtype, known, message):

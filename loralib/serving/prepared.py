@@ -1,0 +1,248 @@
+"""An adapter prepared for a bank: checked against the model, its tensors on the devices."""
+
+import copy
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..adapters.adapter import LORA, Adapter
+from ..adapters.checks import check_base, check_finite
+from ..adapters.deltas import Delta, adapted_modules
+from ..adapters.families import in_known_backbone
+from ..adapters.fingerprint import fingerprint
+from ..errors import CheckpointError, NeedsMergingError
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceDelta:
+    """A delta on its module's device.
+
+    Args:
+        delta: as the adapter holds it.
+        device: the module's.
+        positions: whether it reaches positions that the module projects as well.
+    """
+
+    def __init__(self, delta: Delta, device: torch.device, positions: bool):
+        self.positions = positions
+        wide = torch.promote_types(delta.A.dtype, torch.float32)
+        # A copy, because a file's tensors are mapped from it, and others' may be written to.
+        self._delta = delta.to(device, wide, copy=True)
+        self._cast: dict[torch.dtype, Delta] = {}
+
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        """out += s · B A x, in place; x (…, in), out (…, out_features), contiguous."""
+        x = x.reshape(-1, x.shape[-1]).to(out.dtype)
+        self._in(out.dtype).add_to(out.view(-1, out.shape[-1]), x)
+
+    def _in(self, dtype: torch.dtype) -> Delta:
+        """The delta, cast once for each dtype that is asked for."""
+        if dtype not in self._cast:
+            with torch.inference_mode(False):
+                self._cast[dtype] = self._delta.to(dtype)
+        return self._cast[dtype]
+
+
+@dataclass(frozen=True)
+class PreparedAdapter:
+    """What an adapter does to a model.
+
+    Args:
+        deltas: by the name of the module that each belongs to.
+        heads: modules that take the place of the model's, by name.
+        labels: what the head's outputs stand for; () without a head.
+    """
+
+    deltas: Mapping[str, DeviceDelta]
+    heads: Mapping[str, nn.Module]
+    labels: tuple[str, ...]
+
+
+def fingerprint_of(model: nn.Module) -> str | None:
+    """The fingerprint of a model's backbone; None if it is of no registered family, or in float16.
+
+    (In float16 a weight is rounded, and has another fingerprint than where it came from.) For
+    other families see `_possible_fingerprints`.
+    """
+    state = model.state_dict()
+    of_backbone = [state[name].dtype for name in state if in_known_backbone(name)]
+    if not of_backbone or torch.float16 in of_backbone:
+        return None
+    return fingerprint(state)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def prepare(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) -> PreparedAdapter:
+    """Checks an adapter against a model and copies its tensors to where they are needed."""
+    if adapter.kind is not LORA:
+        raise CheckpointError(
+            f"{adapter.source}: holds {adapter.kind.name} weights, a bank takes LoRA's; give them "
+            f"to a model of their own ({adapter.kind.switch})"
+        )
+    modules = adapted_modules(model, adapter)
+    _check_called(model, modules, adapter.source)
+    _check_metadata(adapter)
+    tensors = _head_tensors(adapter, modules)
+    _check_base(model, adapter, base_fingerprint, modules, tensors)
+    check_finite(adapter)
+    last = _last_projection(model)
+    heads = {
+        top: _head(model, top, tensors, last, adapter.source)
+        for top in sorted({name.partition(".")[0] for name in tensors})
+    }
+    positions = adapter.metadata.positions is not False
+    deltas = {
+        name: DeviceDelta(delta, module.weight.device, positions)
+        for name, (module, delta) in modules.items()
+    }
+    return PreparedAdapter(deltas, heads, _labels(adapter, tensors.get(f"{last}.weight")))
+
+
+def _check_called(model: nn.Module, modules: Collection[str], source: str) -> None:
+    """Refuses modules of which only the weight is used: no hook would see their input."""
+    for name in modules:
+        if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
+            raise NeedsMergingError(
+                source, f"adapts {name}, which nn.MultiheadAttention never calls"
+            )
+
+
+def _check_metadata(adapter: Adapter) -> None:
+    source, metadata = adapter.source, adapter.metadata
+    if metadata.bias != "none":
+        raise NeedsMergingError(source, "brings biases of its own")
+    if metadata.trained_with:
+        switches = ", ".join(metadata.trained_with)
+        raise NeedsMergingError(source, f"was trained with {switches} as well")
+
+
+def _check_base(
+    model: nn.Module,
+    adapter: Adapter,
+    base_fingerprint: str | None,
+    adapted: Collection[str],
+    head: Collection[str],
+) -> None:
+    """Refuses an adapter of another base, and warns where that cannot be verified."""
+    theirs = adapter.metadata.base_fingerprint
+    ours = [base_fingerprint] if base_fingerprint else _possible_fingerprints(model, adapted, head)
+    if not theirs:
+        logger.warning("%s does not say its base's fingerprint: unverified", adapter.source)
+    elif not ours:
+        logger.warning("%s: a model in float16 has no fingerprint: unverified", adapter.source)
+    elif theirs not in ours:
+        check_base(adapter, ours[0])
+
+
+def _possible_fingerprints(
+    model: nn.Module, adapted: Collection[str], head: Collection[str]
+) -> list[str]:
+    """The fingerprints that a model of no registered family may have; none in float16.
+
+    Its names do not tell backbone from head. The backbone is all but the head: what an adapter
+    brings (by its tensors' names), and the last projection. Or it is the top modules that hold what
+    the adapter adapts; or the complete model.
+    """
+    state = model.state_dict()
+    if any(tensor.dtype == torch.float16 for tensor in state.values()):
+        return []
+    tops = {name.partition(".")[0] for name in adapted}
+    heads = {name.partition(".")[0] for name in (*head, _last_projection(model))} - tops
+    parts = [
+        {name for name in state if name.partition(".")[0] not in heads},
+        {name for name in state if name.partition(".")[0] in tops},
+        set(state),
+    ]
+    found = [fingerprint({name: state[name] for name in names}) for names in parts]
+    return [each for each in found if each != fingerprint({})]
+
+
+def _head_tensors(adapter: Adapter, adapted: Collection[str]) -> dict[str, Tensor]:
+    """An adapter's tensors that belong to its head.
+
+    Raises:
+        CheckpointError: one of them is the backbone's, or the head itself is adapted.
+    """
+    pairs = {f"{module}.{half}" for module in adapted for half in ("lora_A", "lora_B")}
+    rest = {name: tensor for name, tensor in adapter.tensors.items() if name not in pairs}
+    for name in rest:
+        if LORA.part in name or in_known_backbone(name):
+            raise NeedsMergingError(adapter.source, f"{name} belongs neither to LoRA nor to a head")
+    tops = {name.partition(".")[0] for name in rest}
+    for module in adapted:
+        if module.partition(".")[0] in tops:
+            raise NeedsMergingError(adapter.source, f"adapts {module}, and brings that as a head")
+    return rest
+
+
+def _last_projection(model: nn.Module) -> str:
+    """The name of a model's last linear layer: in a classifier, the one that makes the logits."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return names[-1] if names else ""
+
+
+def _head(
+    model: nn.Module, top: str, tensors: Mapping[str, Tensor], last: str, source: str
+) -> nn.Module:
+    """A copy of one of the model's top modules with an adapter's tensors, in evaluation mode.
+
+    Args:
+        model: the model.
+        top: the module's name.
+        tensors: the adapter's, all that belong to a head.
+        last: name of the linear layer that may have another number of outputs than the model's.
+        source: what messages call the adapter.
+
+    Raises:
+        CheckpointError: they are not the module's tensors, or of other shapes.
+    """
+    module = dict(model.named_children()).get(top)
+    if module is None:
+        raise CheckpointError(f"{source}: the model has no '{top}' to take a head's tensors")
+    start = f"{top}."
+    theirs = {name: t for name, t in tensors.items() if f"{name}.".startswith(start)}
+    ours = module.state_dict(prefix=start).keys()
+    for what, names in (
+        ("lacks", ours - theirs.keys()),
+        ("has, unknown to the model,", theirs.keys() - ours),
+    ):
+        if names:
+            raise CheckpointError(f"{source}: {what} {min(names)} in the head that it brings")
+    head = copy.deepcopy(module).eval()
+    weight = theirs.get(f"{last}.weight")
+    if weight is not None and weight.dim() == 2 and weight.numel():
+        _set_outputs(head.get_submodule(last.removeprefix(top).removeprefix(".")), len(weight))
+    for name, needed in head.state_dict(prefix=start).items():
+        if theirs[name].shape != needed.shape:
+            raise CheckpointError(
+                f"{source}: {name} is {tuple(theirs[name].shape)} in the file, "
+                f"{tuple(needed.shape)} is needed"
+            )
+    head.load_state_dict({name.removeprefix(start): tensor for name, tensor in theirs.items()})
+    return head.requires_grad_(False)
+
+
+def _set_outputs(layer: nn.Linear, outputs: int) -> None:
+    """Gives a linear layer another number of outputs; weight and bias are left to be filled."""
+    layer.out_features = outputs
+    layer.weight = nn.Parameter(layer.weight.new_empty(outputs, layer.in_features))
+    if layer.bias is not None:
+        layer.bias = nn.Parameter(layer.bias.new_empty(outputs))
+
+
+def _labels(adapter: Adapter, projection: Tensor | None) -> tuple[str, ...]:
+    """The names of a head's outputs; `projection` is its last weight, None without a head."""
+    if projection is None:
+        return ()
+    outputs = len(projection)
+    labels = adapter.metadata.labels or tuple(f"LABEL_{index}" for index in range(outputs))
+    if len(labels) != outputs:
+        raise CheckpointError(
+            f"{adapter.source}: names {len(labels)} labels, its head has {outputs} outputs"
+        )
+    return labels
