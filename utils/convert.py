@@ -28,10 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpt2_folder import GPT2, read_gpt2, write_gpt2
-from split_lora import extract
 from torch import Tensor, nn
 
+from gpt2_folder import GPT2, read_gpt2, write_gpt2
 from loralib.adapters.adapter import LORA, Adapter, lora_metadata, plain
 from loralib.adapters.checks import check_base
 from loralib.adapters.deltas import adapted_modules, lora_pairs, merge_into, rank_of
@@ -50,6 +49,7 @@ from loralib.io.atomic import atomic_write_folder
 from loralib.io.hub import resolve_file
 from loralib.nn.positions import shared_projections
 from loralib.training import process
+from split_lora import extract
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 from transformers.adapter_kinds import KINDS
 from transformers.configuration_utils import OWN_SETTINGS, write_settings

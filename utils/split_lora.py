@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gpt2_folder  # noqa: F401 - registers GPT-2
 from torch import Tensor
 
+import gpt2_folder  # noqa: F401 - registers GPT-2
 from loralib.adapters.adapter import LORA, Adapter, Kind, adapter_tensors, lora_metadata
 from loralib.adapters.canonical import canonical_names
 from loralib.adapters.deltas import rank_of

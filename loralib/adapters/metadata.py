@@ -144,5 +144,6 @@ def is_dropout(value: object) -> bool:
 
 
 def _is_number(value: object, low: float, high: float) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and low <= value <= high
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return low <= value <= high

@@ -465,8 +465,7 @@ def _targets(modules: Iterable[str]) -> dict[str, list]:
     for module in modules:
         number = re.search(r"\.(\d+)\.", module)
         last = module.rpartition(".")[2]
-        known = in_known_backbone(module) and number is not None
-        if not known or last in AMBIGUOUS:
+        if number is None or not in_known_backbone(module) or last in AMBIGUOUS:
             return {"target_modules": sorted(modules)}
         layers.setdefault(last, set()).add(int(number[1]))
     first, *others = layers.values()

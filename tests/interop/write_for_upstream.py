@@ -39,9 +39,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "NLG" / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "utils"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "fixtures"))
 
-import convert
 import make_peft_fixture as maker
 
+import convert
 from checkpoints import read_base, save_model
 from loralib.adapters.formats import read_adapter, what_forbids, write_adapter
 from model import GPT2Config, load_base

@@ -262,7 +262,6 @@ def train(base: Path, family: str, bias: str = "none", **settings) -> Trained:
 
 def train_gpt2(base: Path) -> Trained:
     import gpt2_folder
-
     from model import GPT2, canonical_names, load_base
 
     settings = json.loads((base / "config.json").read_text())
