@@ -2,7 +2,7 @@
 
 A name's module is imported when the name is first used, so that a script's --help does not wait for
 models and tokenizers. The names are listed twice: as imports for type checkers, and with their
-modules for `__getattr__`; those of the models are registered, see models/registry.py.
+modules for `__getattr__`.
 """
 
 # ruff: noqa: F401 - the imports are for type checkers alone
@@ -12,7 +12,6 @@ import importlib.util
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from .models.registry import modules_of_classes
 from .utils import logging
 
 if TYPE_CHECKING:
@@ -99,6 +98,18 @@ _MODULE_OF = {
     "AutoModelForMaskedLM": ".models.auto.modeling_auto",
     "AutoModelForSequenceClassification": ".models.auto.modeling_auto",
     "AutoTokenizer": ".models.auto.tokenization_auto",
+    "DebertaV2Config": ".models.deberta_v2.configuration_deberta_v2",
+    "DebertaV2ForMaskedLM": ".models.deberta_v2.modeling_deberta_v2",
+    "DebertaV2ForSequenceClassification": ".models.deberta_v2.modeling_deberta_v2",
+    "DebertaV2Model": ".models.deberta_v2.modeling_deberta_v2",
+    "DebertaV2PreTrainedModel": ".models.deberta_v2.modeling_deberta_v2",
+    "DebertaV2Tokenizer": ".models.deberta_v2.tokenization_deberta_v2",
+    "RobertaConfig": ".models.roberta.configuration_roberta",
+    "RobertaForMaskedLM": ".models.roberta.modeling_roberta",
+    "RobertaForSequenceClassification": ".models.roberta.modeling_roberta",
+    "RobertaModel": ".models.roberta.modeling_roberta",
+    "RobertaPreTrainedModel": ".models.roberta.modeling_roberta",
+    "RobertaTokenizerFast": ".models.roberta.tokenization_roberta_fast",
     "AdamW": ".optimization",
     "get_scheduler": ".optimization",
     "BatchEncoding": ".tokenization_utils_base",
@@ -114,7 +125,6 @@ _MODULE_OF = {
     "IntervalStrategy": ".trainer_utils",
     "SchedulerType": ".trainer_utils",
     "TrainingArguments": ".training_args",
-    **modules_of_classes(),
 }
 
 __all__ = sorted([*_MODULE_OF, "logging"])
@@ -129,6 +139,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
     if importlib.util.find_spec(f"{__name__}.{name}") is not None:
         return _submodule(name)
+    # Of a family that is registered and not listed above.
+    classes = importlib.import_module(".models.registry", __name__).modules_of_classes()
+    if name in classes:
+        return getattr(importlib.import_module(classes[name], __name__), name)
     raise AttributeError(
         f"this slim fork of transformers (4.4.2 with LoRA) does not carry '{name}'; for the whole "
         "package install upstream's transformers, in an environment of its own"

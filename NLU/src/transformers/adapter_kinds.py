@@ -14,6 +14,7 @@ from loralib.adapters.names import within_layer
 from loralib.errors import CheckpointError
 
 from .adapterhub import ADAPTERHUB
+from .models import registry  # noqa: F401 - registers the families that adapters are of
 
 
 @dataclass(frozen=True, kw_only=True)
