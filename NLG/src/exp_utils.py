@@ -87,7 +87,7 @@ def _parse(line: str, where: str) -> dict[str, Any]:
 
 
 def write_json_lines(path: str | os.PathLike, rows: Iterable[dict[str, Any]]) -> None:
-    """Writes one JSON object a line, the whole file or nothing; makes its folder if need be."""
+    """Writes one JSON object a line, atomically; makes its folder if need be."""
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     with atomic_write(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         for row in rows:

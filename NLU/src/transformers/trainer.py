@@ -282,7 +282,7 @@ class Trainer:
         self._begin(resume_from_checkpoint, batches)
         self.state.max_steps, self.state.num_train_epochs = max_steps, epochs
         steps_before = self.state.global_step
-        self._say_what_runs(len(self.train_dataset), max_steps)
+        self._log_run_size(len(self.train_dataset), max_steps)
 
         self._call("on_train_begin")
         self.control.should_training_stop |= steps_before >= max_steps
@@ -470,7 +470,7 @@ class Trainer:
             **about,
         )
 
-    def _say_what_runs(self, examples: int, max_steps: int) -> None:
+    def _log_run_size(self, examples: int, max_steps: int) -> None:
         args = self.args
         update = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
         parameters = list(self.model.parameters())

@@ -30,8 +30,8 @@ _NO_MEANING_HERE = {
     "tpu_num_cores": "there is no TPU support: leave it out",
     "tpu_metrics_debug": "there is no TPU support: leave it out",
     "debug": "it printed TPU metrics, and there is no TPU support: leave it out",
-    "sharded_ddp": "LoRA's optimiser state is too small to shard: leave it out",
-    "deepspeed": "LoRA's optimiser state is too small to shard: leave it out",
+    "sharded_ddp": "LoRA's optimizer state is too small to shard: leave it out",
+    "deepspeed": "LoRA's optimizer state is too small to shard: leave it out",
 }
 
 
