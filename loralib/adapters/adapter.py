@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ..errors import AlphaError
 from .families import backbone_prefixes, in_known_backbone, may_share_positions
 from .metadata import AdapterMetadata, LoraMetadata
 from .names import lora_targets
@@ -112,6 +113,17 @@ class Adapter:
     source: str = "adapter"
     kind: Kind = LORA
     format: str | None = None
+
+    @property
+    def lora(self) -> LoraMetadata:
+        """The metadata of LoRA.
+
+        Raises:
+            AlphaError: they are unknown.
+        """
+        if not isinstance(self.metadata, LoraMetadata):
+            raise AlphaError(self.source)
+        return self.metadata
 
 
 def adapter_tensors(

@@ -38,7 +38,9 @@ def _canonical_name(name: str) -> str:
 
 def _without_tied(tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
     family = family_of(tensors)
-    for name, kept in (family.tied if family else {}).items():
+    if family is None:
+        return tensors
+    for name, kept in family.tied.items():
         tied = tensors.pop(name, None)
         if tied is not None and (kept not in tensors or not same_tensor(tied, tensors[kept])):
             raise CheckpointError(

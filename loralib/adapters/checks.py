@@ -41,7 +41,7 @@ def check_positions(adapter: Adapter, reached: bool | None = None) -> None:
     Raises:
         CheckpointError: it does not say it, or it says the opposite.
     """
-    theirs = adapter.metadata.positions if adapter.metadata else False
+    theirs = adapter.lora.positions if adapter.metadata else False
     if theirs is None:
         raise CheckpointError(
             f"{adapter.source}: adapts projections that positions share, and does not say whether "
@@ -71,6 +71,8 @@ def check_base(adapter: Adapter, base_fingerprint: str | None) -> None:
         WrongBaseError: it was trained on another.
     """
     metadata = adapter.metadata
-    theirs = metadata.base_fingerprint if metadata else None
-    if theirs and base_fingerprint and theirs != base_fingerprint:
+    if metadata is None or metadata.base_fingerprint is None or base_fingerprint is None:
+        return
+    theirs = metadata.base_fingerprint
+    if theirs != base_fingerprint:
         raise WrongBaseError(adapter.source, metadata.base, theirs, base_fingerprint)

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..errors import AlphaError, CheckpointError
+from ..errors import CheckpointError
 from ..functional import Delta, merge
 from ..nn.positions import shared_projections, unshare_positions
 from .adapter import LORA, Adapter
@@ -60,18 +60,16 @@ def deltas_of(adapter: Adapter) -> dict[str, Delta]:
         CheckpointError: its alpha is unknown; or a delta is stacked in a module whose updated
             slices are unknown.
     """
-    if adapter.metadata is None:
-        raise AlphaError(adapter.source)
     rank = rank_of(adapter.tensors, adapter.source)
     pairs = lora_pairs(adapter.tensors, adapter.source)
-    scaling = adapter.metadata.delta.scale(adapter.metadata.alpha, rank)
+    scaling = adapter.lora.delta.scale(adapter.lora.alpha, rank)
     return {name: _delta(adapter, name, *pair, scaling) for name, pair in pairs.items()}
 
 
 def _delta(adapter: Adapter, module: str, A: Tensor, B: Tensor, scaling: float) -> Delta:
     count = len(A) // B.shape[1]
     if count == 1:
-        return adapter.metadata.delta(A, B, scaling, out_features=len(B))
+        return adapter.lora.delta(A, B, scaling, out_features=len(B))
     enabled = enabled_slices(module)
     if sum(enabled) != count or len(B) % count:
         raise CheckpointError(
@@ -80,7 +78,7 @@ def _delta(adapter: Adapter, module: str, A: Tensor, B: Tensor, scaling: float) 
         )
     width = len(B) // count
     starts = tuple(index * width for index, on in enumerate(enabled) if on)
-    return adapter.metadata.delta(A, B, scaling, starts, width * len(enabled))
+    return adapter.lora.delta(A, B, scaling, starts, width * len(enabled))
 
 
 def linear_module(model: nn.Module, name: str, source: str) -> nn.Module:
@@ -120,7 +118,7 @@ def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, tuple[nn.Mo
     for name, delta in deltas_of(adapter).items():
         module = linear_module(model, name, adapter.source)
         theirs = (delta.out_features, delta.in_features)
-        ours = tuple(out_in(module, module.weight).shape)
+        ours = tuple(out_in(module, module.get_parameter("weight")).shape)
         if theirs != ours:
             raise CheckpointError(
                 f"{adapter.source}: the delta of {name} is {theirs}, the model's weight "
@@ -162,10 +160,11 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
                 f"{adapter.source}: {name} is {tuple(tensor.shape)}, in the model "
                 f"{tuple(own[name].shape)}"
             )
-    if adapter.metadata.positions is False:
+    if adapter.lora.positions is False:
         unshare_positions(model, modules)
     for module, delta in modules.values():
-        _replace(module, "weight", merge(module.weight, delta, partial(out_in, module)))
+        merged = merge(module.get_parameter("weight"), delta, partial(out_in, module))
+        _replace(module, "weight", merged)
     for name, tensor in others.items():
         owner, _, last = name.rpartition(".")
         _replace(model.get_submodule(owner), last, tensor.to(own[name].dtype))

@@ -22,6 +22,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -34,7 +35,7 @@ from .canonical import canonical_names
 from .checksums import read_checked, with_checksum
 from .deltas import lora_pairs
 from .families import backbone_prefixes, enabled_slices, family_of, in_known_backbone
-from .metadata import AdapterMetadata
+from .metadata import AdapterMetadata, LoraMetadata
 from .names import within_layer
 from .soundness import check_lora, check_names, check_values
 
@@ -94,7 +95,7 @@ def read_adapter(
     return adapter
 
 
-def _within(source: str, kind: Kind, foreign: Foreign | None, where: Mapping[str, object]) -> Path:
+def _within(source: str, kind: Kind, foreign: Foreign | None, where: Mapping[str, Any]) -> Path:
     """The adapter file within a folder or a repository; one of another library's where it is that.
 
     Of the two files that a run of this project writes, the one with metadata is taken.
@@ -105,14 +106,14 @@ def _within(source: str, kind: Kind, foreign: Foreign | None, where: Mapping[str
     found = {name: path for name in names if (path := resolve_file(source, name, **where))}
     own = [path for name, path in found.items() if name in kind.files]
     theirs = [path for name, path in found.items() if name not in kind.files]
-    if own and theirs:
+    if foreign and own and theirs:
         raise CheckpointError(
             f"{source}: holds two adapters, {own[0].name} and {foreign.owner}'s {theirs[0].name}; "
             "name one of these files"
         )
     if not own and not theirs:
         raise CheckpointError(f"{source}: holds no adapter: none of {', '.join(names)}")
-    if theirs and not os.path.isdir(source):
+    if foreign and theirs and not os.path.isdir(source):
         _fetch_first(source, foreign.others, where)
     return (own or theirs)[0]
 
@@ -123,7 +124,7 @@ def _may_be_on_hub(source: str) -> bool:
     return not is_path and Path(source).suffix not in (".bin", ".pt", ".safetensors", ".json")
 
 
-def _fetch_first(source: str, names: Iterable[str], where: Mapping[str, object]) -> None:
+def _fetch_first(source: str, names: Iterable[str], where: Mapping[str, Any]) -> None:
     """Brings the first of these files that a repository has to the cache."""
     for name in names:
         if resolve_file(source, name, **where):
@@ -135,7 +136,7 @@ def _read_peft(path: Path, kind: Kind) -> Adapter:
     tensors, metadata = read_checked(weights, kind)
     tensors = canonical_names(peft.names_in_model(tensors, str(weights)), str(weights))
     adapter = peft.read(path.with_name(peft.CONFIG_NAME), tensors, weights)
-    known = kind.metadata.from_metadata(metadata, weights)
+    known = LoraMetadata.from_metadata(metadata, weights)
     return adapter if known is None else peft.with_known(adapter, known)
 
 
@@ -289,8 +290,14 @@ def _check_has_layers(adapter: Adapter) -> None:
         raise NeedsMergingError(adapter.source, reason)
 
 
+def _known(adapter: Adapter) -> AdapterMetadata:
+    if adapter.metadata is None:
+        raise AlphaError(adapter.source)
+    return adapter.metadata
+
+
 def _write_lora(path: Path, adapter: Adapter) -> list[str]:
-    write_tensors(path, adapter.tensors, with_checksum(adapter.tensors, adapter.metadata))
+    write_tensors(path, adapter.tensors, with_checksum(adapter.tensors, _known(adapter)))
     return _unchecked(adapter)
 
 
@@ -331,7 +338,7 @@ def _lost(metadata: AdapterMetadata | None, kept: Iterable[str]) -> list[str]:
 def _write_peft(path: Path, adapter: Adapter) -> list[str]:
     tensors, remarks = peft.tensors_of(adapter)
     remarks += _unchecked(adapter)
-    peft.write(path, peft.config_of(adapter), tensors, with_checksum(tensors, adapter.metadata))
+    peft.write(path, peft.config_of(adapter), tensors, with_checksum(tensors, adapter.lora))
     unseen = [
         name
         for name in ("base_fingerprint", "task", "labels", "trained_with")

@@ -1,6 +1,7 @@
 """Copies an adapter into a model that has its layers, after all checks."""
 
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +81,7 @@ def load_into(
     return skipped
 
 
-def _lora_settings(model: nn.Module, source: str) -> dict[str, object]:
+def _lora_settings(model: nn.Module, source: str) -> dict[str, Any]:
     layers = lora_layers(model)
     if not layers:
         raise MissingLayersError(source, LORA.name, LORA.switch)
@@ -92,7 +93,7 @@ def _lora_settings(model: nn.Module, source: str) -> dict[str, object]:
 
 
 def _check_metadata(
-    adapter: Adapter, settings: Mapping[str, object], base_fingerprint: str | None
+    adapter: Adapter, settings: Mapping[str, Any], base_fingerprint: str | None
 ) -> None:
     metadata = adapter.metadata
     if settings.get("positions") is not None:

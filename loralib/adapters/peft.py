@@ -139,8 +139,8 @@ def with_known(adapter: Adapter, known: LoraMetadata) -> Adapter:
     Raises:
         CheckpointError: the config says another rank or alpha.
     """
-    read = adapter.metadata
-    own = {"base": read.base, "base_revision": read.base_revision}
+    read = adapter.lora
+    own: dict[str, Any] = {"base": read.base, "base_revision": read.base_revision}
     # Updates that were stacked are one of a higher rank, where their family is not registered.
     times, rest = divmod(read.rank, known.rank)
     if family_of(adapter.tensors) is None and not rest and read.alpha == times * known.alpha:
@@ -381,7 +381,7 @@ def tensors_of(adapter: Adapter) -> tuple[dict[str, Tensor], list[str]]:
         if LORA.part not in name:
             own = f"{module}.base_layer.{last}" if module in deltas else name
             named[f"{PREFIX}{own}"] = tensor
-    rank, alpha = adapter.metadata.rank, adapter.metadata.alpha
+    rank, alpha = adapter.lora.rank, adapter.lora.alpha
     stacked = {module.rpartition(".")[2]: len(delta.starts) for module, delta in deltas.items()}
     return named, [
         f"{parts} updates of rank {rank} in one {module} are, for PEFT, one of rank {parts * rank} "
@@ -413,7 +413,7 @@ def _joined_B(delta: Delta) -> Tensor:
 
 def config_of(adapter: Adapter) -> dict[str, Any]:
     """PEFT's settings for an adapter."""
-    metadata, family = adapter.metadata, family_of(adapter.tensors)
+    metadata, family = adapter.lora, family_of(adapter.tensors)
     parts = {module: len(delta.starts) for module, delta in deltas_of(adapter).items()}
     usual = min(parts.values())
     others = {module: count for module, count in parts.items() if count != usual}

@@ -46,8 +46,8 @@ def _with_alpha(adapter: Adapter, alpha: float | None) -> Adapter:
     if not is_alpha(alpha):
         raise AlphaError(adapter.source, given=alpha)
     if adapter.metadata is not None:
-        if adapter.metadata.alpha != alpha:
-            raise AlphaError(adapter.source, adapter.metadata.alpha, alpha)
+        if adapter.lora.alpha != alpha:
+            raise AlphaError(adapter.source, adapter.lora.alpha, alpha)
         return adapter
     rank = rank_of(adapter.tensors, adapter.source)
     return replace(adapter, metadata=lora_metadata(adapter.tensors, rank, alpha))
@@ -60,7 +60,7 @@ def check_names(adapter: Adapter) -> None:
         FullModelError: some belong to the base.
         CheckpointError: they are not.
     """
-    tensors, source, metadata = adapter.tensors, adapter.source, adapter.metadata
+    tensors, source = adapter.tensors, adapter.source
     rank, biases = rank_of(tensors, source), base_biases(tensors)
     pairs = lora_pairs(tensors, source)
     halves = {f"{module}.lora_{ab}" for module in pairs for ab in "AB"}
@@ -73,8 +73,9 @@ def check_names(adapter: Adapter) -> None:
         is_adapted = name.endswith(".weight") and f"{module}.lora_A" in halves
         if (is_of_base and name not in halves) or is_adapted:
             raise FullModelError(source, name)
-    if metadata is None:
+    if adapter.metadata is None:
         return
+    metadata = adapter.lora
     seen = lora_metadata(tensors, rank, metadata.alpha)
     for what, is_so in (
         ("rank", metadata.rank == rank),

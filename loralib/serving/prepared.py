@@ -95,9 +95,9 @@ def prepare(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) ->
         top: _head(model, top, tensors, last, adapter.source)
         for top in sorted({name.partition(".")[0] for name in tensors})
     }
-    positions = adapter.metadata.positions is not False
+    positions = adapter.lora.positions is not False
     deltas = {
-        name: DeviceDelta(delta, module.weight.device, positions)
+        name: DeviceDelta(delta, module.get_parameter("weight").device, positions)
         for name, (module, delta) in modules.items()
     }
     return PreparedAdapter(deltas, heads, _labels(adapter, tensors.get(f"{last}.weight")))
@@ -113,7 +113,7 @@ def _check_called(model: nn.Module, modules: Collection[str], source: str) -> No
 
 
 def _check_metadata(adapter: Adapter) -> None:
-    source, metadata = adapter.source, adapter.metadata
+    source, metadata = adapter.source, adapter.lora
     if metadata.bias != "none":
         raise NeedsMergingError(source, "brings biases of its own")
     if metadata.trained_with:
@@ -129,7 +129,7 @@ def _check_base(
     head: Collection[str],
 ) -> None:
     """Refuses an adapter of another base, and warns where that cannot be verified."""
-    theirs = adapter.metadata.base_fingerprint
+    theirs = adapter.lora.base_fingerprint
     ours = [base_fingerprint] if base_fingerprint else _possible_fingerprints(model, adapted, head)
     if not theirs:
         logger.warning("%s does not say its base's fingerprint: unverified", adapter.source)
@@ -216,7 +216,9 @@ def _head(
     head = copy.deepcopy(module).eval()
     weight = theirs.get(f"{last}.weight")
     if weight is not None and weight.dim() == 2 and weight.numel():
-        _set_outputs(head.get_submodule(last.removeprefix(top).removeprefix(".")), len(weight))
+        projection = head.get_submodule(last.removeprefix(top).removeprefix("."))
+        assert isinstance(projection, nn.Linear)  # see `_last_projection`
+        _set_outputs(projection, len(weight))
     for name, needed in head.state_dict(prefix=start).items():
         if theirs[name].shape != needed.shape:
             raise CheckpointError(
@@ -240,7 +242,7 @@ def _labels(adapter: Adapter, projection: Tensor | None) -> tuple[str, ...]:
     if projection is None:
         return ()
     outputs = len(projection)
-    labels = adapter.metadata.labels or tuple(f"LABEL_{index}" for index in range(outputs))
+    labels = adapter.lora.labels or tuple(f"LABEL_{index}" for index in range(outputs))
     if len(labels) != outputs:
         raise CheckpointError(
             f"{adapter.source}: names {len(labels)} labels, its head has {outputs} outputs"
