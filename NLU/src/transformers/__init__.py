@@ -129,9 +129,6 @@ _MODULE_OF = {
 
 __all__ = sorted([*_MODULE_OF, "logging"])
 
-# Importing the registry has set this attribute; `__getattr__` gives it with all of its modules.
-globals().pop("models")
-
 
 def __getattr__(name: str) -> Any:
     if name in _MODULE_OF:
@@ -157,7 +154,6 @@ def _submodule(name: str) -> Any:
     module = importlib.import_module(f".{name}", __name__)
     for inner in sorted({home for home in _MODULE_OF.values() if home.startswith(f".{name}.")}):
         importlib.import_module(inner, __name__)
-    globals()[name] = module
     return module
 
 
