@@ -261,6 +261,7 @@ def test_a_bad_line_is_named(tiny, finished, tmp_path, error_of, flag, line, mes
         ("--max_step 4 --train_data {folder}/none.jsonl", "none.jsonl"),
         ("--max_step 4 --init_checkpoint {folder}/none.pt", "none.pt: no such checkpoint file"),
         ("--max_step 4 --init_checkpoint {folder}/train.jsonl", "train.jsonl: damaged"),
+        ("--max_step 4 --ddp_timeout 0", "--ddp_timeout has to be positive, but is 0.0"),
         ("--max_step 4 --world_size 2", "--world_size is 2, but the launcher started 1"),
     ],
 )

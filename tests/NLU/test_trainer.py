@@ -814,6 +814,8 @@ def test_an_output_folder_that_cannot_be_made_is_found_at_once(make_trainer, tmp
         ({"label_smoothing_factor": -0.1}, "label_smoothing_factor must lie"),
         ({"fp16": True, "bf16": True}, "give one"),
         ({"report_to": ["mlflow"]}, "not mlflow"),
+        ({"ddp_timeout": 0.0}, "--ddp_timeout must be positive, not 0"),
+        ({"ddp_timeout": math.nan}, "--ddp_timeout must be positive, not nan"),
         ({"lr_scheduler_type": "square"}, "square"),
         ({"load_best_model_at_end": True}, "load_best_model_at_end needs evaluations to compare"),
     ],
@@ -821,6 +823,15 @@ def test_an_output_folder_that_cannot_be_made_is_found_at_once(make_trainer, tmp
 def test_settings_that_are_refused(settings, reason):
     with pytest.raises(ValueError, match=reason):
         TrainingArguments("out", **settings)
+
+
+def test_a_rank_without_a_launcher_is_refused(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    args = TrainingArguments("out", local_rank=0, no_cuda=True)
+    with pytest.raises(
+        ValueError, match=r"no launcher has set RANK .* leave --local_rank"
+    ):
+        _ = args.device
 
 
 def test_defaults_that_follow_from_others(monkeypatch):
