@@ -1,0 +1,305 @@
+"""What the scripts of examples/ say of wrong input: a row a command line, see test_bad_input.py."""
+
+GLUE = "examples/text-classification/run_glue.py"
+MLM = "examples/language-modeling/run_mlm.py"
+PREDICT = "examples/text-classification/predict.py"
+LOOP = "examples/plain_pytorch_loop.py"
+SMALL_DATA = "examples/make_small_data.py"
+SMALL_E2E = "examples/make_small_e2e.py"
+RTE = "--task_name rte --data_dir {good}/glue"
+OWN = "--apply_lora --lora_r 2 --lora_alpha 4 --train_file {bad}/"
+# How each is called, before what is wrong.
+COMMON = {
+    GLUE: "--model_name_or_path {good}/base --output_dir out --do_train",
+    MLM: "--output_dir out --do_train",
+    PREDICT: "--model_name_or_path {good}/base a={good}/lora.safetensors --output_file out.jsonl",
+}
+CALLS = {
+    GLUE: [
+        (
+            "{rte} --model_name_or_path {bad}/string_heads",
+            'string_heads/config.json: num_attention_heads must be a positive integer, not "2"',
+        ),
+        (
+            "{rte} --model_name_or_path {bad}/zero_heads",
+            "zero_heads/config.json: num_attention_heads must be a positive integer, not 0",
+        ),
+        (
+            "{rte} --model_name_or_path {bad}/odd_heads",
+            "odd_heads/config.json: hidden_size 8 is not a multiple of 3 heads",
+        ),
+        (
+            "{rte} --model_name_or_path {bad}/float_width",
+            "float_width/config.json: hidden_size must be a positive integer, not 8.0",
+        ),
+        (
+            "{rte} --model_name_or_path {bad}/null_vocabulary",
+            "null_vocabulary/config.json: vocab_size must be a positive integer, not null",
+        ),
+        (
+            "{rte} --model_name_or_path {bad}/negative_layers",
+            "negative_layers/config.json: num_hidden_layers must be a positive integer, not -1",
+        ),
+        (
+            "{rte} --model_name_or_path {bad}/true_types",
+            "true_types/config.json: type_vocab_size must be a positive integer, not true",
+        ),
+        (
+            "{rte} --model_name_or_path {bad}/list_activation",
+            'list_activation/config.json: hidden_act must be a string, not ["gelu"]',
+        ),
+        (
+            "{rte} --model_name_or_path {bad}/unknown_activation",
+            "unknown_activation/config.json: unknown hidden_act 'gelo' (known: gelu, "
+            "gelu_new, gelu_fast, relu, silu, swish, tanh)",
+        ),
+        (
+            "{rte} --model_name_or_path {bad}/dropout_of_two",
+            "dropout_of_two/config.json: hidden_dropout_prob must lie in [0, 1], not 2",
+        ),
+        (
+            "{rte} --model_name_or_path {bad}/string_epsilon",
+            'string_epsilon/config.json: layer_norm_eps must be a number from 0 on, not "1e-5"',
+        ),
+        (
+            "{rte} --model_name_or_path {bad}/null_padding",
+            "null_padding/config.json: pad_token_id must be an integer from 0 on, not null",
+        ),
+        (
+            "{rte} --model_name_or_path {bad}/padding_beyond",
+            "padding_beyond/config.json: pad_token_id 9999 is beyond the 269 of vocab_size",
+        ),
+        (
+            "{rte} --model_name_or_path {bad}/no_positions",
+            "no_positions/config.json: max_position_embeddings 2 has no position for a "
+            "token: the first 2, up to pad_token_id, are none of a token's",
+        ),
+        (
+            "{rte} --model_name_or_path {bad}/list_labels",
+            "list_labels/config.json: id2label must be a map of strings or integers by integer or "
+            'null, not ["no", "yes"]',
+        ),
+        (
+            "{rte} --model_name_or_path {bad}/labels_with_gap",
+            "labels_with_gap/config.json: id2label must number its classes 0, 1, …; it has 0, 2",
+        ),
+        (
+            "{rte} --model_name_or_path {bad}/list_label_ids",
+            "list_label_ids/config.json: label2id must be a map of integers by string or "
+            'null, not ["no", "yes"]',
+        ),
+        (
+            "{rte} --model_name_or_path {bad}/list_type",
+            "list_type/config.json: model_type must be a string, not ['roberta']",
+        ),
+        (
+            "{rte} --model_name_or_path {bad}/method",
+            "method/config.json: there is no setting 'save_pretrained': it is the name of a method",
+        ),
+        (
+            "{rte} --model_name_or_path {bad}/string_rank",
+            'string_rank/config.json: lora_r must be a positive integer or null, not "4"',
+        ),
+        (
+            "{own}repeated.csv",
+            "repeated.csv: has the column 'label' 2 times; give each column a name of its own",
+        ),
+        (
+            "{own}shifted.csv",
+            "shifted.csv: row 1: has 3 fields, the header names 2 columns",
+        ),
+        (
+            "{own}ids.csv",
+            "ids.csv: has 0 text columns (id is named as an identifier, n is of int64)",
+        ),
+        (
+            "{own}three.csv",
+            "three.csv: has 3 text columns (a, b, c)",
+        ),
+        (
+            "{own}class.csv",
+            "class.csv: all 2 rows have the label '1'; training needs at least two labels",
+        ),
+        (
+            "{own}blank.csv",
+            "blank.csv: row 2: has no label",
+        ),
+        (
+            "{own}object.json",
+            "object.json: has 0 text columns (text is an object in each row)",
+        ),
+        (
+            "{own}list.json",
+            'list.json: row 2: its text is a list, not a text (["a"])',
+        ),
+        (
+            "{own}utf16_train.json",
+            "utf16_train.json: is UTF-16 text; save it as UTF-8",
+        ),
+        (
+            "{own}three.csv --text_columns d",
+            "three.csv: has no column 'd', but a, b, c, label; --text_columns says another",
+        ),
+        (
+            "{own}three.csv --text_columns a --label_column gold",
+            "three.csv: has no column 'gold', but a, b, c, label; --label_column says another",
+        ),
+        (
+            "--task_name rte --data_dir {bad}",
+            "RTE/train.tsv:1: no column sentence2, label in the header (index, sentence1)",
+        ),
+        (
+            "{rte} --max_seq_length 7",
+            "--max_seq_length 7: a pair of texts needs at least 8 tokens, of which 4 are "
+            "special ones",
+        ),
+        (
+            "{rte} --max_seq_length 33",
+            "--max_seq_length 33: the model has 32 positions",
+        ),
+        (
+            "{rte} --text_columns a",
+            "--text_columns is for files of your own, not for --task_name",
+        ),
+    ],
+    MLM: [
+        (
+            "--train_file nowhere",
+            "nowhere: no such file",
+        ),
+        (
+            "--train_file {bad}/utf16_corpus.txt",
+            "utf16_corpus.txt: is UTF-16 text; save it as UTF-8",
+        ),
+        (
+            "--train_file {bad}/latin",
+            "latin:1: not UTF-8 text (invalid continuation byte)",
+        ),
+        (
+            "--train_file {bad}/empty",
+            "empty: holds no text",
+        ),
+        (
+            "--train_file {good}/corpus.txt --max_seq_length 3",
+            "--max_seq_length 3: a text needs at least 4 tokens, of which 2 are special ones",
+        ),
+        (
+            "--train_file {good}/corpus.txt --max_seq_length 33 --model_name_or_path {good}/base",
+            "--max_seq_length 33: the model has 32 positions",
+        ),
+        (
+            "--train_file {good}/corpus.txt --num_attention_heads 0",
+            "num_attention_heads must be a positive integer, not 0",
+        ),
+        (
+            "--train_file {good}/corpus.txt --mlm_probability 2",
+            "mlm_probability is above 0 and at most 1, not 2.0",
+        ),
+        (
+            "--train_file {good}/corpus.txt --vocab_size 0",
+            "--vocab_size 0: bytes and special tokens are 261 already",
+        ),
+        (
+            "--train_file {good}/corpus.txt --model_name_or_path {bad}/string_heads",
+            'string_heads/config.json: num_attention_heads must be a positive integer, not "2"',
+        ),
+        (
+            "--train_file {good}/corpus.txt --do_eval",
+            "--do_eval needs --validation_file",
+        ),
+    ],
+    PREDICT: [
+        (
+            "--input_file {bad}/broken.jsonl",
+            "broken.jsonl: line 1: is not JSON (Expecting value)",
+        ),
+        (
+            "--input_file {bad}/no_text.jsonl",
+            "no_text.jsonl: line 1: has no text",
+        ),
+        (
+            "--input_file {bad}/object.jsonl",
+            'object.jsonl: line 1: its text is no string ({"a": 1})',
+        ),
+        (
+            "--input_file {bad}/gap.jsonl",
+            "gap.jsonl: line 2: is blank; only lines at the end may be",
+        ),
+        (
+            "--input_file {bad}/answered.jsonl",
+            "answered.jsonl: line 1: has the key 'truncated', which the answer needs: give "
+            "it another name",
+        ),
+        (
+            "--input_file {bad}/stranger.jsonl",
+            'stranger.jsonl: line 1: unknown adapter "x" (expected a)',
+        ),
+        (
+            "--input_file {bad}/list.jsonl",
+            "list.jsonl: line 1: is no JSON object ([1])",
+        ),
+        (
+            "--input_file {bad}/utf16_texts.jsonl",
+            "utf16_texts.jsonl: is UTF-16 text; save it as UTF-8",
+        ),
+        (
+            "--input_file {bad}/latin",
+            "latin: line 1: is not JSON ('utf-8' codec can't decode byte 0xe9 in position "
+            "3: unexpected end of data)",
+        ),
+        (
+            "--input_file nowhere",
+            "--input_file nowhere: no such file",
+        ),
+        (
+            "--input_file {good}/texts.jsonl --max_seq_length 3",
+            "--max_seq_length 3: a text needs at least 4 tokens, of which 2 are special ones",
+        ),
+        (
+            "--input_file {good}/texts.jsonl --max_seq_length 33",
+            "--max_seq_length 33: the model has 32 positions",
+        ),
+        (
+            "--input_file {good}/texts.jsonl --model_name_or_path {bad}/zero_heads",
+            "zero_heads/config.json: num_attention_heads must be a positive integer, not 0",
+        ),
+        (
+            "--input_file {good}/texts.jsonl a={bad}/damaged.pt",
+            "two adapters have the name 'a'",
+        ),
+    ],
+    LOOP: [
+        (
+            "--r 0",
+            "--r must be at least 1, not 0",
+        ),
+        (
+            "--epochs 0",
+            "--epochs must be at least 1, not 0",
+        ),
+        (
+            "--output_dir {bad}/empty",
+            "empty: File exists",
+        ),
+        (
+            "--r two",
+            "argument --r: invalid int value: 'two'",
+        ),
+    ],
+    SMALL_DATA: [
+        (
+            "--output_dir {bad}/empty",
+            "empty/SST-2: Not a directory",
+        ),
+    ],
+    SMALL_E2E: [
+        (
+            "--output_dir {bad}/empty",
+            "empty: File exists",
+        ),
+        (
+            "--output_dir out --seed x",
+            "argument --seed: invalid int value: 'x'",
+        ),
+    ],
+}

@@ -1,0 +1,95 @@
+"""What the scripts of utils/ say of wrong input: a row a command line, see test_bad_input.py."""
+
+CONVERT = "utils/convert.py"
+SPLIT = "utils/split_lora.py"
+REPRODUCE = "utils/reproduce.py"
+CALLS = {
+    CONVERT: [
+        (
+            "nowhere.bin out.safetensors",
+            "nowhere.bin: no such checkpoint file",
+        ),
+        (
+            "{bad}/damaged.pt out.safetensors",
+            "damaged.pt: damaged, or holds more than tensors",
+        ),
+        (
+            "{bad}/gpt2_lora.pt out.safetensors",
+            "gpt2_lora.pt: does not say with what alpha it was trained",
+        ),
+        (
+            "{bad}/plain.safetensors out.safetensors --lora_alpha 4",
+            "plain.safetensors: none of its 1 tensors is LoRA's ('lora_')",
+        ),
+        (
+            "{good}/lora.safetensors {good}/lora.safetensors",
+            "lora.safetensors: exists already; give another name",
+        ),
+        (
+            "{good}/lora.safetensors out.txt",
+            "out.txt: its name does not tell the format to write: .safetensors is lora, .bin "
+            "and .pt are release",
+        ),
+        (
+            "{good}/lora.safetensors out --to merged --base {bad}/string_heads",
+            'string_heads/config.json: num_attention_heads must be a positive integer, not "2"',
+        ),
+        (
+            "{bad}/gpt2_lora.pt out --to merged --lora_alpha 4 --base {bad}/gpt2_string",
+            'gpt2_string/config.json: n_head must be a positive integer, not "2"',
+        ),
+        (
+            "{bad}/gpt2_lora.pt out --to merged --lora_alpha 4 --base {bad}/gpt2_zero",
+            "gpt2_zero/config.json: n_head must be a positive integer, not 0",
+        ),
+        (
+            "{bad}/gpt2_lora.pt out --to merged --lora_alpha 4 --base {bad}/gpt2_null",
+            "gpt2_null/config.json: n_layer must be a positive integer, not null",
+        ),
+        (
+            "{bad}/gpt2_lora.pt out --to merged --lora_alpha 4 --base {bad}/gpt2_epsilon",
+            "gpt2_epsilon/config.json: layer_norm_epsilon must be a number from 0 on, not [1e-05]",
+        ),
+    ],
+    SPLIT: [
+        (
+            "nowhere out.bin",
+            "nowhere: no such checkpoint file",
+        ),
+        (
+            "{bad}/damaged.pt out.bin",
+            "damaged.pt: damaged, or holds more than tensors",
+        ),
+        (
+            "{bad}/plain.safetensors out.bin",
+            "plain.safetensors: holds no LoRA weights",
+        ),
+        (
+            "{bad}/gpt2_lora.pt out.safetensors",
+            "gpt2_lora.pt: has no config.json next to it that states rank and alpha, which "
+            "out.safetensors has to hold; write a .bin instead",
+        ),
+    ],
+    REPRODUCE: [
+        (
+            "nothing",
+            "there is no recipe or row 'nothing'",
+        ),
+        (
+            "roberta_base_sst2 --small --seeds one",
+            "argument --seeds: invalid int value: 'one'",
+        ),
+        (
+            "roberta_base_sst2 --small -- --seed 1",
+            "--seed behind --: this program gives each run its own",
+        ),
+        (
+            "roberta_base_sst2 --small --output_dir {bad}/empty",
+            "empty: File exists",
+        ),
+    ],
+    "utils/download_glue_data.py": [
+        ("--tasks nothing", "unknown task 'nothing' (known: CoLA, "),
+        ("--base_url ftp://nowhere", "'ftp://nowhere' is not an http or https address"),
+    ],
+}
