@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from adapted_encoders import settings_of
 from encoder_options import RELATIVE
 from places import load_script
 
@@ -327,3 +328,17 @@ def trained(run_glue, tiny_base, tiny_glue, tmp_path_factory) -> Path:
     arguments = [*common(tiny_base), *on_rte(tiny_glue, out), "--do_predict"]
     run_glue.main(list(map(str, arguments)))
     return out
+
+
+@pytest.fixture
+def build_adapted(make_classifier):
+    """A classifier of three classes that is adapted in these ways, and frozen accordingly."""
+
+    def make(family, names=(), **settings):
+        settings = {"num_labels": 3, "pad_token_id": 1, **settings_of(names), **settings}
+        model = make_classifier(family, **settings)
+        if model.adapted_by:
+            model.train_only(kind.part for kind in model.adapted_by)
+        return model
+
+    return make

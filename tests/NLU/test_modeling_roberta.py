@@ -173,14 +173,6 @@ def test_masked_lm_logits_are_those_of_the_targets_alone_in_training(
 # ---- padding ----
 
 
-@pytest.mark.parametrize("settings", [{}, LORA], ids=["plain", "lora"])
-def test_padded_batch_gives_what_its_rows_give(build, arguments, settings):
-    model = build("classifier", **settings)
-    batch = model(**arguments("padded")).logits
-    for row in range(4):
-        close(batch[row], model(**arguments(f"row{row}")).logits[0])
-
-
 def test_what_stands_at_padding_does_not_matter(upstream, build, arguments):
     model, given = build("classifier"), arguments("padded")
     expected = model(**given).logits

@@ -4,6 +4,8 @@ import random
 
 import torch
 
+from transformers import TrainerCallback
+
 RUNTIMES = ("runtime", "samples_per_second")
 
 
@@ -49,3 +51,17 @@ def sequence(*values):
     """Metrics that are these values, evaluation after evaluation."""
     left = list(values)
     return lambda prediction: {"score": left.pop(0)}
+
+
+class Recorder(TrainerCallback):
+    """Notes what it is told of."""
+
+    def __init__(self):
+        self.rates, self.epochs, self.logs = [], [], []
+
+    def on_step_end(self, args, state, control, lr_scheduler=None, **kwargs):
+        self.rates.append(lr_scheduler.get_last_lr()[0])
+        self.epochs.append(state.epoch)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append(logs)

@@ -1,0 +1,453 @@
+"""The Trainer: evaluation, records, half precision, and what goes wrong."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from compare import assert_same_bits
+from trainer_runs import Recorder, collate, make_data
+
+from loralib.adapters.formats import read_adapter
+from loralib.adapters.loading import load_into
+from loralib.io.tensors import read_tensors
+from transformers import (
+    Trainer,
+    TrainingArguments,
+    TrainingError,
+    trainer_checkpoint,
+)
+from transformers.trainer_utils import list_checkpoints
+from transformers.utils.cli import run
+
+# ---- evaluation ----
+
+
+def test_evaluation_counts_examples_not_batches(make_trainer, make_model):
+    trainer = make_trainer(make_model(), per_device_eval_batch_size=4)
+    metrics = trainer.evaluate()
+    model = trainer.model.eval()
+    inputs = collate(make_data(9))
+    with torch.no_grad():
+        logits = model(**{name: inputs[name] for name in ("input_ids", "attention_mask")})["logits"]
+    expected = F.cross_entropy(logits, inputs["labels"])
+    assert metrics["eval_loss"] == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"eval_accumulation_steps": 2}])
+def test_predictions_come_in_the_set_s_order_and_need_no_labels(make_trainer, settings):
+    trainer = make_trainer(
+        compute_metrics=lambda p: {"rows": len(p.predictions)},
+        per_device_eval_batch_size=2,
+        **settings,
+    )
+    labelled = trainer.predict(make_data(9), metric_key_prefix="test")
+    assert labelled.predictions.shape == (9, 2)
+    assert labelled.label_ids.tolist() == [row["label"] for row in make_data(9)]
+    assert labelled.metrics["test_rows"] == 9
+    assert "test_loss" in labelled.metrics
+    bare = [{n: v for n, v in row.items() if n != "label"} for row in make_data(9)]
+    unlabelled = trainer.predict(bare)
+    assert unlabelled.label_ids is None
+    assert not {"eval_loss", "eval_rows"} & unlabelled.metrics.keys()
+    np.testing.assert_array_equal(unlabelled.predictions, labelled.predictions)
+
+
+def test_prediction_loss_only(make_trainer):
+    trainer = make_trainer(prediction_loss_only=True, compute_metrics=lambda p: 1 / 0)
+    output = trainer.predict(make_data(5))
+    assert output.predictions is None
+    assert "eval_loss" in output.metrics
+
+
+def test_regression(make_trainer, make_model):
+    data = make_data(40, scores=True)
+    trainer = make_trainer(make_model(num_labels=1), train=data, evaluated=data, num_train_epochs=8)
+    before = trainer.evaluate()["eval_loss"]
+    output = trainer.predict(data)
+    expected = np.mean((output.predictions[:, 0] - output.label_ids) ** 2)
+    assert before == pytest.approx(float(expected), rel=1e-5)
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before / 2
+
+
+def test_full_eval_in_half_precision_gives_the_weights_back(make_trainer, make_model):
+    model = make_model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    exact = make_trainer(model).predict(make_data(9)).predictions
+    half = make_trainer(model, fp16_full_eval=True).predict(make_data(9)).predictions
+    assert 0 < np.abs(exact - half).max() < 0.05
+    assert_same_bits(before, model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("rows", "doing", "reason"),
+    [([], "evaluate", "is empty"), ([], "train", "is empty")],
+)
+def test_empty_sets(make_trainer, rows, doing, reason):
+    trainer = make_trainer(train=rows, evaluated=rows)
+    with pytest.raises(ValueError, match=reason):
+        getattr(trainer, doing)()
+
+
+def test_sets_that_are_not_there(make_model, tmp_path):
+    args = TrainingArguments(
+        output_dir=str(tmp_path), report_to=["none"], evaluation_strategy="steps"
+    )
+    trainer = Trainer(make_model(), args, collate)
+    with pytest.raises(ValueError, match="evaluating needs"):
+        trainer.evaluate()
+    with pytest.raises(ValueError, match="evaluation_strategy needs"):
+        trainer.train()
+    trainer.eval_dataset = make_data(3)
+    with pytest.raises(ValueError, match="training needs"):
+        trainer.train()
+
+
+# ---- records ----
+
+
+def test_log_records(make_trainer):
+    losses = []
+
+    class Noting(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False):
+            result = super().compute_loss(model, inputs, return_outputs)
+            if model.training:
+                losses.append(result.item())
+            return result
+
+    recorder = Recorder()
+    trainer = make_trainer(
+        kind=Noting,
+        callbacks=[recorder],
+        logging_steps=3,
+        evaluation_strategy="steps",
+        eval_steps=5,
+        compute_metrics=lambda p: {"accuracy": 0.5, "eval_given": 1.0},
+    )
+    output = trainer.train()
+    history = trainer.state.log_history
+    assert [(r["step"], "loss" in r, "eval_loss" in r) for r in history] == [
+        (3, True, False),
+        (5, False, True),
+        (6, True, False),
+        (9, True, False),
+        (10, False, True),
+        (10, False, False),
+    ]
+    for record in (r for r in history if "loss" in r):
+        step = record["step"]
+        assert record == {
+            "loss": round(np.mean(losses[step - 3 : step]), 4),
+            "learning_rate": pytest.approx(1e-2 * (1 - step / 10)),
+            "epoch": step / 5,
+            "step": step,
+        }
+    evaluated = {"eval_loss", "eval_accuracy", "eval_given", "eval_runtime"}
+    evaluated |= {"eval_samples_per_second", "epoch", "step"}
+    assert history[1].keys() == evaluated
+    assert output.training_loss == pytest.approx(np.mean(losses))
+    assert history[-1]["train_loss"] == output.training_loss
+    assert [{**log, "step": r["step"]} for log, r in zip(recorder.logs, history, strict=True)] == (
+        history
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"logging_steps": 4}, [4, 8]),
+        ({"logging_steps": 4, "logging_first_step": True}, [1, 4, 8]),
+        ({"logging_strategy": "epoch"}, [5, 10]),
+        ({"logging_strategy": "no"}, []),
+        ({"logging_strategy": "epoch", "max_steps": 7}, [5, 7]),
+    ],
+)
+def test_when_losses_are_logged(make_trainer, settings, steps):
+    trainer = make_trainer(**settings)
+    trainer.train()
+    assert [r["step"] for r in trainer.state.log_history if "loss" in r] == steps
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"evaluation_strategy": "epoch"}, [5, 10]),
+        ({"evaluation_strategy": "steps", "eval_steps": 3}, [3, 6, 9]),
+        ({"evaluation_strategy": "steps", "logging_steps": 4}, [4, 8]),
+        ({"evaluation_strategy": "no"}, []),
+    ],
+)
+def test_when_it_evaluates(make_trainer, settings, steps):
+    trainer = make_trainer(**settings)
+    trainer.train()
+    assert [r["step"] for r in trainer.state.log_history if "eval_loss" in r] == steps
+
+
+def test_files_of_a_run(make_trainer, tmp_path):
+    trainer = make_trainer(save_strategy="steps", save_steps=5)
+    metrics = trainer.train().metrics
+    trainer.save_model()
+    trainer.save_state()
+    trainer.save_metrics("train", metrics)
+    trainer.save_metrics("eval", {"eval_loss": 1.5})
+    out = tmp_path / "out"
+    state = json.loads((out / "trainer_state.json").read_text())
+    wanted = {"log_history", "global_step", "max_steps", "num_train_epochs", "epoch"}
+    assert wanted | {"best_metric", "best_model_checkpoint"} <= state.keys()
+    assert (state["global_step"], state["max_steps"], state["num_train_epochs"]) == (10, 10, 2)
+    assert json.loads((out / "eval_results.json").read_text()) == {"eval_loss": 1.5}
+    everything = json.loads((out / "all_results.json").read_text())
+    assert everything == {**metrics, "eval_loss": 1.5}
+    checkpoint = out / "checkpoint-5"
+    names = {"pytorch_model.bin", "config.json", "optimizer.pt", "scheduler.pt"}
+    names |= {"pytorch_model_lora.bin", "pytorch_model_lora.safetensors"}
+    names |= {"trainer_state.json", "training_args.bin"}
+    assert names <= {path.name for path in checkpoint.iterdir()}
+    assert torch.load(checkpoint / "training_args.bin", weights_only=True)["learning_rate"] == 1e-2
+    assert [path.name for path in out.iterdir() if path.name.startswith(".")] == []
+
+
+def test_tensorboard(make_trainer, tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    trainer = make_trainer(
+        report_to=["tensorboard"],
+        logging_dir=str(tmp_path / "board"),
+        logging_steps=2,
+        evaluation_strategy="epoch",
+    )
+    trainer.train()
+    events = accumulator.EventAccumulator(str(tmp_path / "board"))
+    events.Reload()
+    written = {event.step: event.value for event in events.Scalars("train/loss")}
+    logged = {r["step"]: r["loss"] for r in trainer.state.log_history if "loss" in r}
+    assert written == pytest.approx(logged)
+    assert [event.step for event in events.Scalars("eval/loss")] == [5, 10]
+
+
+def test_wandb_that_is_not_installed(make_trainer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="report_to wandb: it is not installed"):
+        make_trainer(report_to=["wandb"])
+    make_trainer(report_to=["all"])
+
+
+def test_wandb_gets_the_records(make_trainer, monkeypatch):
+    class Wandb:
+        """Stands in for the package, which the tests do not install."""
+
+        __spec__ = sys.__spec__
+
+        def __init__(self):
+            self.sent = []
+
+        def init(self, name, config):
+            self.name, self.config = name, config
+            return self
+
+        def log(self, values, step):
+            self.sent.append((step, values))
+
+    wandb = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    make_trainer(report_to=["wandb"], run_name="mine", logging_steps=5).train()
+    assert wandb.name == "mine"
+    assert wandb.config["lora_r"] == 4
+    assert [step for step, _ in wandb.sent] == [5, 10, 10]
+    assert wandb.sent[0][1].keys() == {"train/loss", "train/learning_rate", "train/epoch"}
+    assert "train/train_loss" in wandb.sent[-1][1]
+
+
+def test_bars_are_shown_and_closed(make_trainer, capsys):
+    trainer = make_trainer(disable_tqdm=False, evaluation_strategy="epoch", logging_steps=5)
+    trainer.train()
+    captured = capsys.readouterr()
+    assert "training: 100%" in captured.err
+    assert "evaluating" in captured.err
+    assert "'loss': " in captured.out
+
+
+# ---- half precision ----
+
+
+def test_bf16_holds_frozen_weights_in_it_and_the_rest_in_float32(
+    make_trainer, make_model, tiny_base, tmp_path
+):
+    trainer = make_trainer(make_model(), bf16=True, save_strategy="epoch")
+    trainer.train()
+    for name, parameter in trainer.model.named_parameters():
+        wanted = torch.float32 if parameter.requires_grad else torch.bfloat16
+        assert parameter.dtype is wanted, name
+    state = trainer.optimizer.state_dict()["state"].values()
+    averages = [s[name] for s in state for name in ("exp_avg", "exp_avg_sq")]
+    assert {t.dtype for t in averages} == {torch.float32}
+    base, _ = read_tensors(tiny_base / "pytorch_model.bin")
+    saved, _ = read_tensors(tmp_path / "out" / "checkpoint-10" / "pytorch_model.bin")
+    assert_same_bits(base, {name: saved[f"roberta.{name}"] for name in base})
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+
+
+def test_bf16_trains_as_float32_does(make_trainer):
+    losses = []
+    for bf16 in (False, True):
+        trainer = make_trainer(bf16=bf16, logging_steps=1, learning_rate=1e-3)
+        trainer.train()
+        losses.append([r["loss"] for r in trainer.state.log_history if "loss" in r])
+    assert losses[0] == pytest.approx(losses[1], abs=0.05)
+
+
+def test_fp16_needs_a_gpu(make_trainer):
+    with pytest.raises(ValueError, match="--fp16 needs a GPU: use --bf16"):
+        make_trainer(fp16=True, no_cuda=True)
+
+
+def test_apex_that_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "apex", None)
+    args = TrainingArguments("out", fp16=True, fp16_backend="apex")
+    with pytest.raises(ValueError, match="use --fp16_backend amp"):
+        _ = args.use_apex
+    assert not TrainingArguments("out", fp16=True).use_apex
+    assert not TrainingArguments("out", fp16_backend="apex").use_apex
+
+
+# ---- what goes wrong ----
+
+
+class Diverging(Trainer):
+    """A run whose loss is not a number at its fifth batch."""
+
+    seen = 0
+
+    def compute_loss(self, model, inputs, return_outputs=False):
+        loss = super().compute_loss(model, inputs, return_outputs)
+        self.seen += 1
+        return loss * float("nan") if self.seen == 5 else loss
+
+
+@pytest.mark.parametrize(("accumulated", "step", "last"), [(1, 5, 4), (2, 3, 2)])
+def test_a_loss_that_is_not_finite_stops_the_run(
+    make_trainer, make_model, tmp_path, accumulated, step, last
+):
+    trainer = make_trainer(
+        kind=Diverging,
+        gradient_accumulation_steps=accumulated,
+        save_strategy="steps",
+        save_steps=2,
+    )
+    with pytest.raises(TrainingError) as caught:
+        trainer.train()
+    folder = tmp_path / "out" / f"checkpoint-{last}"
+    message = f"the loss is not finite at step {step}; the last checkpoint is {folder};"
+    assert str(caught.value).startswith(message)
+    model = make_model()
+    load_into(model, read_adapter(folder), model.base_fingerprint)
+    resumed = make_trainer(gradient_accumulation_steps=accumulated)
+    resumed.train(resume_from_checkpoint=str(folder))
+    assert all(p.isfinite().all() for p in resumed.model.parameters())
+
+
+@pytest.mark.parametrize(
+    "settings", [{"save_strategy": "steps", "save_steps": 1}, {"max_steps": 1}]
+)
+def test_weights_that_are_not_finite_are_not_saved(make_trainer, tmp_path, settings):
+    trainer = make_trainer(learning_rate=1e39, **settings)
+    with pytest.raises(TrainingError, match="weights are not finite after step 1; no checkpoint"):
+        trainer.train()
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_checkpoint_is_written_whole_or_not_at_all(make_trainer, tmp_path, monkeypatch):
+    settings = {"save_strategy": "steps", "save_steps": 2, "dropout": 0.1}
+    whole = make_trainer(output_dir=str(tmp_path / "whole"), **settings)
+    whole.train()
+
+    write = trainer_checkpoint.write_torch
+
+    def disk_full(path, value):
+        if path.name == "optimizer.pt" and (tmp_path / "out" / "checkpoint-2").exists():
+            raise OSError(28, "No space left on device")
+        write(path, value)
+
+    monkeypatch.setattr(trainer_checkpoint, "write_torch", disk_full)
+    with pytest.raises(OSError, match="No space left"):
+        make_trainer(**settings).train()
+    monkeypatch.undo()
+    out = tmp_path / "out"
+    assert [Path(path).name for path in list_checkpoints(out)] == ["checkpoint-2"]
+    assert len(list(out.iterdir())) == 2
+
+    resumed = make_trainer(**settings)
+    resumed.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+    assert_same_bits(resumed.model.state_dict(), whole.model.state_dict())
+    assert {path.name for path in out.iterdir()} == {f"checkpoint-{n}" for n in (2, 4, 6, 8, 10)}
+
+
+def test_an_output_folder_that_cannot_be_made_is_found_at_once(make_trainer, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OSError, match="file"):
+        make_trainer(output_dir=str(tmp_path / "file"))
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"tpu_num_cores": 8}, "tpu_num_cores has no meaning here"),
+        ({"sharded_ddp": "simple"}, "sharded_ddp has no meaning here"),
+        ({"deepspeed": "ds.json"}, "deepspeed has no meaning here"),
+        ({"debug": True}, "debug has no meaning here"),
+        ({"past_index": 1}, "past_index has no meaning here"),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size must be at least 1"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be at least 1"),
+        ({"eval_steps": 0}, "eval_steps must be at least 1"),
+        ({"save_total_limit": 0}, "save_total_limit must be at least 1"),
+        ({"warmup_ratio": 1.5}, r"warmup_ratio must lie in \[0, 1\]"),
+        ({"label_smoothing_factor": -0.1}, "label_smoothing_factor must lie"),
+        ({"fp16": True, "bf16": True}, "give one"),
+        ({"report_to": ["mlflow"]}, "not mlflow"),
+        ({"ddp_timeout": 0.0}, "--ddp_timeout must be positive, not 0"),
+        ({"ddp_timeout": math.nan}, "--ddp_timeout must be positive, not nan"),
+        ({"lr_scheduler_type": "square"}, "square"),
+        ({"load_best_model_at_end": True}, "load_best_model_at_end needs evaluations to compare"),
+    ],
+)
+def test_settings_that_are_refused(settings, reason):
+    with pytest.raises(ValueError, match=reason):
+        TrainingArguments("out", **settings)
+
+
+def test_a_rank_without_a_launcher_is_refused(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    args = TrainingArguments("out", local_rank=0, no_cuda=True)
+    with pytest.raises(ValueError, match=r"no launcher has set RANK .* leave --local_rank"):
+        _ = args.device
+
+
+def test_defaults_that_follow_from_others(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    args = TrainingArguments("~/out", evaluation_strategy="epoch", logging_steps=7)
+    assert args.local_rank == 3
+    assert TrainingArguments("out", local_rank=1).local_rank == 1
+    assert args.do_eval is True
+    assert args.eval_steps == 7
+    assert args.output_dir == args.run_name == str(Path.home() / "out")
+    assert json.loads(args.to_json_string())["evaluation_strategy"] == "epoch"
+    assert TrainingArguments("out", do_eval=False, evaluation_strategy="epoch").do_eval is False
+
+
+# ---- scripts ----
+
+
+def test_a_script_s_error_is_one_line(monkeypatch, capsys):
+    def main():
+        raise TrainingError("first\n  second")
+
+    monkeypatch.setattr(sys, "argv", ["/somewhere/script.py", "--flag"])
+    with pytest.raises(SystemExit) as ended:
+        run(main)
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "script.py: error: first second\n"
