@@ -1,6 +1,7 @@
 """The Trainer: evaluation, records, half precision, and what goes wrong."""
 
 import json
+import math
 import sys
 from pathlib import Path
 
