@@ -121,7 +121,7 @@ def read_base(name: str, adapter: Adapter) -> Base:
     modules = lora_pairs(adapter.tensors, adapter.source)
     family = family_of(modules)
     if family is None:
-        *known, last = (known.title for known in registered())
+        *known, last = sorted(known.title for known in registered())
         raise CheckpointError(
             f"{adapter.source}: adapts neither {', '.join(known)} nor {last} ({min(modules)}): its "
             "base cannot be read here"

@@ -621,14 +621,14 @@ def test_sentence_columns_win_over_others(glue, tmp_path):
     glue("--train_file", file, "--do_train", *LORA, "--max_steps", 1, "--output_dir", "out")
 
 
-def test_columns_that_are_asked_for(glue, tmp_path, caplog):
+def test_columns_that_are_asked_for(glue, run_glue, tmp_path, caplog):
     """Whatever they are called, and where a text looks like a number, it stays the text it was."""
     texts = ["a dog", "007", "the cat", "12"] * 4
     plain = [{"text": text, "label": n % 2} for n, text in enumerate(texts)]
     named = [{"label": r["text"], "id": n, "y": r["label"]} for n, r in enumerate(plain)]
     one, other = write(tmp_path / "one.csv", plain), write(tmp_path / "other.csv", named)
     run = ["--do_train", *LORA, "--max_steps", 3, "--output_dir"]
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger=run_glue.__name__):
         glue("--train_file", one, *run, "one")
         assert f"{one}: texts from text; labels from label: classes 0, 1" in caplog.text
         asked = ["--text_columns", "label", "--label_column", "y"]
@@ -637,7 +637,7 @@ def test_columns_that_are_asked_for(glue, tmp_path, caplog):
     assert_same_bits(lora_of(tmp_path / "one"), lora_of(tmp_path / "other"))
 
 
-def test_identifiers_and_numbers_are_not_taken_for_texts(glue, tmp_path, caplog):
+def test_identifiers_and_numbers_are_not_taken_for_texts(glue, run_glue, tmp_path, caplog):
     rows = [
         {
             "guid": f"row-{n}",
@@ -651,7 +651,7 @@ def test_identifiers_and_numbers_are_not_taken_for_texts(glue, tmp_path, caplog)
     ]
     for name in ("train.csv", "train.json"):
         file = write(tmp_path / name, rows)
-        with caplog.at_level("INFO"):
+        with caplog.at_level("INFO", logger=run_glue.__name__):
             glue(
                 "--train_file",
                 file,
@@ -697,7 +697,7 @@ def test_the_usual_length_adapts_itself_to_the_base(
     arguments = [*common(tiny_base), *on_rte(tiny_glue, tmp_path / "out"), "--max_steps", 1]
     at = arguments.index("--max_seq_length")
     del arguments[at : at + 2]
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger=run_glue.__name__):
         run_glue.main(list(map(str, arguments)))
     assert "the model has 64 positions: longer texts are cut to that" in caplog.text
 
@@ -809,7 +809,7 @@ def test_glue_and_model_by_name_from_the_hub(hub_server, trained, tiny_base, tin
 def test_tokenizing_counts_as_coming_further(glue, run_glue, tiny_glue, monkeypatch):
     """Otherwise processes that tokenize for long would be taken for ones that hang."""
     beats = []
-    monkeypatch.setattr(run_glue.distributed, "beat", lambda: beats.append(1))
+    monkeypatch.setattr(run_glue.watch, "beat", lambda: beats.append(1))
 
     def stop(*_, **__):
         raise ValueError("tokenized")

@@ -716,7 +716,7 @@ def test_a_model_of_no_known_family(failure, tmp_path):
     torch.save(tensors, tmp_path / "in.pt")
     flags = ("--to", "merged", "--lora_alpha", 1, "--base", tmp_path)
     line = failure(tmp_path / "in.pt", tmp_path / "out", *flags)
-    assert "adapts neither RoBERTa, DeBERTa-v2 nor GPT-2 (bert.0.query)" in line
+    assert "adapts neither DeBERTa-v2, GPT-2 nor RoBERTa (bert.0.query)" in line
 
 
 # ------------------------------------------------------------------------------------------------
