@@ -136,7 +136,9 @@ def set_up_logging(level: int = logging.INFO, *, with_names: bool = False) -> No
     name = " %(name)s:" if with_names else ""
     logging.basicConfig(format=f"%(asctime)s %(levelname)s{name} %(message)s", datefmt="%H:%M:%S")
     is_main = rank() == 0
-    logging.getLogger().setLevel(level if is_main else logging.ERROR)
+    root = logging.getLogger()
+    # A lower level that somebody has set stays.
+    root.setLevel(min(level, root.level) if is_main else logging.ERROR)
     if not is_main:
         warnings.simplefilter("ignore")  # the main process gives them as well
 
