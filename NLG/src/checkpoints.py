@@ -15,9 +15,9 @@ from loralib.adapters.deltas import deltas_of, merge_into
 from loralib.adapters.families import enabled_slices
 from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.formats import read_adapter, write_adapter
-from loralib.adapters.loading import load_into, lora_layers
+from loralib.adapters.loading import load_into, lora_layers, lora_settings
 from loralib.adapters.metadata import LoraMetadata
-from loralib.adapters.names import lora_targets, within_layer
+from loralib.adapters.names import within_layer
 from loralib.errors import AlphaError, CheckpointError
 from loralib.io.tensors import read_tensors, write_wrapped_tensors
 from loralib.training.resume import first_not_finite
@@ -215,15 +215,11 @@ def check_finite(path: str | os.PathLike, tensors: Mapping[str, Tensor]) -> None
 
 
 def _metadata(model: GPT2LMModel, base: Base) -> LoraMetadata | None:
-    layers = lora_layers(model)
-    if not layers:
+    if not lora_layers(model):
         return None
-    config = model.config
     return LoraMetadata(
-        rank=config.lora_attn_dim,
-        alpha=config.lora_attn_alpha,
-        targets=lora_targets(layers),
-        dropout=config.lora_dropout or None,
+        **lora_settings(model),
+        dropout=model.config.lora_dropout or None,
         base=base.source,
         base_fingerprint=base.fingerprint,
     )

@@ -24,6 +24,23 @@ def lora_layers(model: nn.Module) -> dict[str, LoRALayer]:
     }
 
 
+def lora_settings(model: nn.Module) -> dict[str, Any]:
+    """What a model's LoRA was built with, by the names that `LoraMetadata` has for it.
+
+    Args:
+        model: it has LoRA layers, all built alike.
+    """
+    layers = lora_layers(model)
+    layer = next(iter(layers.values()))
+    return {
+        "rank": layer.r,
+        "alpha": layer.lora_alpha,
+        "targets": lora_targets(layers),
+        "positions": lora_reaches_positions(model),
+        "variant": None if layer.variant == "lora" else layer.variant,
+    }
+
+
 def load_into(
     model: nn.Module,
     adapter: Adapter,
@@ -61,7 +78,9 @@ def load_into(
     if adapter.kind is LORA:
         # Biases that were trained with it take the place of the base's.
         own |= {name: state[name] for name in base_biases(adapter.tensors) & state.keys()}
-        settings = _lora_settings(model, adapter.source)
+        if not lora_layers(model):
+            raise MissingLayersError(adapter.source, LORA.name, LORA.switch)
+        settings = lora_settings(model)
     _check_metadata(adapter, settings or {}, base_fingerprint)
     brought = {name.partition(".")[0] for name in adapter.tensors}
     own = {
@@ -81,17 +100,6 @@ def load_into(
     return skipped
 
 
-def _lora_settings(model: nn.Module, source: str) -> dict[str, Any]:
-    layers = lora_layers(model)
-    if not layers:
-        raise MissingLayersError(source, LORA.name, LORA.switch)
-    layer = next(iter(layers.values()))
-    settings = {"targets": lora_targets(layers), "rank": layer.r, "alpha": layer.lora_alpha}
-    settings["variant"] = None if layer.variant == "lora" else layer.variant
-    reached = lora_reaches_positions(model)
-    return settings if reached is None else {**settings, "positions": reached}
-
-
 def _check_metadata(
     adapter: Adapter, settings: Mapping[str, Any], base_fingerprint: str | None
 ) -> None:
@@ -101,6 +109,8 @@ def _check_metadata(
     if metadata is None:
         return
     for what, ours in settings.items():
+        if what == "positions":
+            continue  # checked above, where they matter
         theirs = getattr(metadata, what)
         same = are_targets(theirs, ours) if what == "targets" else theirs == ours
         if not same:

@@ -17,13 +17,11 @@ from torch.overrides import TorchFunctionMode
 from loralib.adapters.adapter import LORA, Adapter, Kind, adapter_tensors
 from loralib.adapters.checks import check_together
 from loralib.adapters.fingerprint import fingerprint
-from loralib.adapters.loading import load_into, lora_layers
-from loralib.adapters.names import lora_targets
+from loralib.adapters.loading import load_into, lora_layers, lora_settings
 from loralib.errors import CheckpointError
 from loralib.io.hub import resolve_file
 from loralib.io.tensors import read_tensors, write_tensors
 from loralib.layers import LoRALayer
-from loralib.nn.positions import lora_reaches_positions
 
 from .adapter_kinds import BITFIT, BOTTLENECK
 from .adapters import UpProjection
@@ -190,15 +188,7 @@ class PreTrainedModel(nn.Module):
             return {name: getattr(self.config, name) for name in ("adapter_type", "adapter_size")}
         if kind is BITFIT:
             return {}
-        layers = lora_layers(self)
-        layer = next(iter(layers.values()))
-        return {
-            "rank": layer.r,
-            "alpha": layer.lora_alpha,
-            "targets": lora_targets(layers),
-            "positions": lora_reaches_positions(self),
-            "dropout": self.config.lora_dropout or None,
-        }
+        return {**lora_settings(self), "dropout": self.config.lora_dropout or None}
 
     def load_adapters(self, adapters: Sequence[Adapter], new_head: bool = False) -> list[str]:
         """Copies adapters of one run in, each of another kind; see `adapters.loading.load_into`.
