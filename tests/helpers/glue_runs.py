@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from places import ROOT
 
 from loralib.io.tensors import read_tensors
 from transformers.utils.cli import run
 
+SCRIPT = ROOT / "examples" / "text-classification" / "run_glue.py"
 LORA = ["--apply_lora", "--lora_r", "4", "--lora_alpha", "8"]
 
 

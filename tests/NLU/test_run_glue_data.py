@@ -1,0 +1,372 @@
+"""run_glue.py on data of every kind: GLUE's, one's own, and the hub's."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from compare import assert_same_bits
+from glue_runs import LORA, SCRIPT, common, lora_of, on_rte, own_rows, results, write
+from places import SHARED
+from safetensors import safe_open
+
+from loralib.adapters.formats import read_adapter, write_adapter
+
+REAL_GLUE = SHARED / "data" / "glue"
+
+
+# ---- data ----
+
+
+@pytest.mark.parametrize(
+    ("task", "metric", "words"),
+    [("cola", "matthews_correlation", "01"), ("SST-2", "accuracy", "01")],
+)
+def test_tasks_of_one_sentence(glue, tiny_glue, tmp_path, task, metric, words):
+    arguments = ["--task_name", task, "--data_dir", tiny_glue, "--do_train", "--do_eval"]
+    arguments += ["--do_predict", *LORA, "--max_steps", 2, "--max_train_samples", 16]
+    glue(*arguments, "--max_val_samples", 5, "--max_test_samples", 3, "--output_dir", "out")
+    assert results(tmp_path / "out").keys() == {"eval_loss", f"eval_{metric}", "eval_samples"}
+    assert results(tmp_path / "out")["eval_samples"] == 5
+    assert results(tmp_path / "out", "train")["train_samples"] == 16
+    name = task.lower().replace("-", "")
+    rows = (tmp_path / "out" / f"test_results_{name}.txt").read_text().splitlines()[1:]
+    assert len(rows) == 3
+    assert all(row.split("\t")[1] in words for row in rows)
+
+
+def test_mnli_is_evaluated_and_predicted_twice(glue, tiny_glue, tmp_path):
+    arguments = ["--task_name", "mnli", "--data_dir", tiny_glue, "--do_train", "--do_eval"]
+    glue(*arguments, "--do_predict", *LORA, "--max_steps", 3, "--output_dir", "out")
+    evaluated = results(tmp_path / "out")
+    assert (evaluated["eval_samples"], evaluated["eval_samples_mm"]) == (11, 10)
+    assert {"eval_accuracy", "eval_accuracy_mm", "eval_loss", "eval_loss_mm"} <= evaluated.keys()
+    for name, count in (("mnli", 5), ("mnli-mm", 4)):
+        rows = (tmp_path / "out" / f"test_results_{name}.txt").read_text().splitlines()[1:]
+        assert len(rows) == count
+        words = {row.split("\t")[1] for row in rows}
+        assert words <= {"entailment", "neutral", "contradiction"}
+
+
+@pytest.mark.slow
+def test_padding_to_max_length_changes_no_number(glue, trained, tiny_glue, tmp_path, steady_base):
+    for name, flags in (("short", []), ("long", ["--pad_to_max_length"])):
+        arguments = [*on_rte(tiny_glue, name), *flags, "--learning_rate", 1e-3]
+        glue(*arguments, "--evaluation_strategy", "epoch", base=steady_base)
+    short, long = (
+        json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"]
+        for name in ("short", "long")
+    )
+    for key in ("loss", "eval_loss"):
+        numbers = [[r[key] for r in history if key in r] for history in (short, long)]
+        assert len(numbers[0]) > 1
+        assert numbers[0] == pytest.approx(numbers[1], abs=2e-4 if key == "loss" else 1e-5)
+
+
+def test_settings_from_a_file(run_glue, glue, trained, tiny_base, tiny_glue, tmp_path):
+    settings = {
+        "model_name_or_path": str(tiny_base),
+        "max_seq_length": 60,
+        "report_to": ["none"],
+        "disable_tqdm": True,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 1e-2,
+        "logging_steps": 2,
+        "task_name": "rte",
+        "data_dir": str(tiny_glue),
+        "do_train": True,
+        "do_eval": True,
+        "apply_lora": True,
+        "lora_r": 4,
+        "lora_alpha": 8,
+        "num_train_epochs": 2,
+        "save_steps": 4,
+        "output_dir": str(tmp_path / "out"),
+    }
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    run_glue.main([str(tmp_path / "settings.json")])
+    assert_same_bits(lora_of(tmp_path / "out"), lora_of(trained))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rte", "cola", "sst2"])
+@pytest.mark.skipif(not REAL_GLUE.is_dir(), reason="the real GLUE files are not on this machine")
+def test_real_data(glue, tmp_path, name):
+    arguments = ["--task_name", name, "--data_dir", REAL_GLUE, "--do_train", "--do_eval", *LORA]
+    arguments += ["--max_train_samples", 64, "--max_val_samples", 50, "--num_train_epochs", 1]
+    glue(*arguments, "--output_dir", "out")
+    assert results(tmp_path / "out")["eval_samples"] == 50
+    assert results(tmp_path / "out")["eval_loss"] < 3
+    assert results(tmp_path / "out", "train")["train_loss"] < 3
+
+
+# ---- data of one's own ----
+
+
+def own(suffix: str, tmp_path: Path, labels: list, pair: bool = False) -> list:
+    """Flags for three files, the last without labels."""
+    train = write(tmp_path / f"train{suffix}", own_rows(labels, pair))
+    # Labels come in another order, and one does not come at all.
+    dev = write(tmp_path / f"dev{suffix}", own_rows(labels[::-1], pair, count=len(labels) - 1))
+    rows = [{n: v for n, v in row.items() if n != "label"} for row in own_rows(labels, pair, 5)]
+    test = write(tmp_path / f"test{suffix}", rows)
+    return ["--train_file", train, "--validation_file", dev, "--test_file", test]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", [".csv", ".json", ".jsonl"])
+@pytest.mark.parametrize(
+    ("labels", "names", "pair"),
+    [
+        (["yes", "maybe", "no"], ["maybe", "no", "yes"], False),
+        ([10, 2, 3], ["2", "3", "10"], True),
+        ([0.5, 1.25, 3.75], ["LABEL_0"], True),
+    ],
+)
+def test_files_of_one_s_own(glue, tmp_path, suffix, labels, names, pair):
+    files = own(suffix, tmp_path, labels, pair)
+    flags = ["--do_eval", "--do_predict"]
+    glue(*files, *flags, "--do_train", *LORA, "--num_train_epochs", 2, "--output_dir", "out")
+    metric = "eval_mse" if len(names) == 1 else "eval_accuracy"
+    own_metrics = {
+        "eval_mse": {"eval_pearson", "eval_spearmanr"},
+        "eval_accuracy": {"eval_f1_macro"},
+    }
+    expected = {"eval_loss", metric, "eval_samples"} | own_metrics[metric]
+    assert results(tmp_path / "out").keys() == expected
+    assert results(tmp_path / "out")["eval_samples"] == 2
+    if metric == "eval_mse":
+        evaluated = results(tmp_path / "out")
+        assert evaluated["eval_mse"] == pytest.approx(evaluated["eval_loss"], rel=1e-5)
+    predicted = (tmp_path / "out" / "test_results_None.txt").read_text()
+    words = [line.split("\t")[1] for line in predicted.splitlines()[1:]]
+    assert len(words) == 5
+    if metric == "eval_accuracy":
+        assert set(words) <= set(names)
+    else:
+        assert all(word == f"{float(word):.3f}" for word in words)
+    with safe_open(tmp_path / "out" / "pytorch_model_lora.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["labels"]) == names
+
+    # The label order is the adapter's own, or the training set's where a .bin does not say.
+    evaluation = [*flags, *files[2:], "--apply_lora", "--lora_path", "out"]
+    glue(*evaluation, "--output_dir", "safe")
+    glue(*flags, *files, *LORA, "--lora_path", "out/pytorch_model_lora.bin", "--output_dir", "bin")
+    for name in ("safe", "bin"):
+        assert results(tmp_path / name) == results(tmp_path / "out")
+        assert (tmp_path / name / "test_results_None.txt").read_text() == predicted
+    # Predicting alone, nothing but the adapter tells classes from scores.
+    glue("--do_predict", *files[4:], *evaluation[-3:], "--output_dir", "alone")
+    assert (tmp_path / "alone" / "test_results_None.txt").read_text() == predicted
+
+
+def test_sentence_columns_win_over_others(glue, tmp_path):
+    rows = [
+        {"id": f"row {n}", "sentence1": "a dog", "sentence2": "a cat", "label": n % 2}
+        for n in range(8)
+    ]
+    file = write(tmp_path / "train.csv", rows)
+    glue("--train_file", file, "--do_train", *LORA, "--max_steps", 1, "--output_dir", "out")
+
+
+def test_columns_that_are_asked_for(glue, run_glue, tmp_path, caplog):
+    """Whatever they are called, and where a text looks like a number, it stays the text it was."""
+    texts = ["a dog", "007", "the cat", "12"] * 4
+    plain = [{"text": text, "label": n % 2} for n, text in enumerate(texts)]
+    named = [{"label": r["text"], "id": n, "y": r["label"]} for n, r in enumerate(plain)]
+    one, other = write(tmp_path / "one.csv", plain), write(tmp_path / "other.csv", named)
+    run = ["--do_train", *LORA, "--max_steps", 3, "--output_dir"]
+    with caplog.at_level("INFO", logger=run_glue.__name__):
+        glue("--train_file", one, *run, "one")
+        assert f"{one}: texts from text; labels from label: classes 0, 1" in caplog.text
+        asked = ["--text_columns", "label", "--label_column", "y"]
+        glue("--train_file", other, *asked, *run, "other")
+        assert f"{other}: texts from label; labels from y: classes 0, 1" in caplog.text
+    assert_same_bits(lora_of(tmp_path / "one"), lora_of(tmp_path / "other"))
+
+
+def test_identifiers_and_numbers_are_not_taken_for_texts(glue, run_glue, tmp_path, caplog):
+    rows = [
+        {
+            "guid": f"row-{n}",
+            "score": n,
+            "idx": f"{n}",
+            "digits": f"{n}",
+            "said": "a",
+            "label": n % 2,
+        }
+        for n in range(8)
+    ]
+    for name in ("train.csv", "train.json"):
+        file = write(tmp_path / name, rows)
+        with caplog.at_level("INFO", logger=run_glue.__name__):
+            glue(
+                "--train_file",
+                file,
+                "--do_train",
+                *LORA,
+                "--max_steps",
+                1,
+                "--output_dir",
+                name[6:],
+            )
+        assert f"{file}: texts from said; labels from label" in caplog.text
+
+
+def test_blank_lines_at_the_end_of_json_lines(glue, tmp_path):
+    file = write(tmp_path / "train.json", own_rows(["yes", "no"]))
+    run = ["--train_file", file, "--do_train", *LORA, "--max_steps", 3, "--output_dir"]
+    glue(*run, "without")
+    with file.open("a") as lines:
+        lines.write("\n\n \n")
+    glue(*run, "with")
+    assert_same_bits(lora_of(tmp_path / "without"), lora_of(tmp_path / "with"))
+
+
+@pytest.mark.parametrize("more", [(), ("--pad_to_max_length",)])
+def test_texts_that_are_cut_are_counted(glue, tmp_path, caplog, tiny_base, more):
+    from transformers import AutoTokenizer
+
+    words = [4, 5, 6, 100]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+    rows = [{"text": "the" + " dog" * n, "label": n % 2} for n in words]
+    length = len(tokenizer(rows[1]["text"])["input_ids"])
+    train = write(tmp_path / "train.csv", rows)
+    dev = write(tmp_path / "dev.csv", rows[1:3])
+    files = ["--train_file", train, "--validation_file", dev, "--max_seq_length", length]
+    glue(*files, "--do_train", "--do_eval", *LORA, "--max_steps", 1, *more, "--output_dir", "out")
+    said = [record.message for record in caplog.records if "were cut" in record.message]
+    assert said == [f"texts were cut to {length} tokens: 2 of 4 in train, 1 of 2 in validation"]
+
+
+def test_the_usual_length_adapts_itself_to_the_base(
+    run_glue, tiny_base, tiny_glue, tmp_path, caplog
+):
+    arguments = [*common(tiny_base), *on_rte(tiny_glue, tmp_path / "out"), "--max_steps", 1]
+    at = arguments.index("--max_seq_length")
+    del arguments[at : at + 2]
+    with caplog.at_level("INFO"):
+        run_glue.main(list(map(str, arguments)))
+    assert "the model has 64 positions: longer texts are cut to that" in caplog.text
+
+
+@pytest.mark.slow
+def test_tokens_are_cached_until_told_otherwise(glue, tmp_path, capsys):
+    files = own(".csv", tmp_path, ["yes", "no"])[:4]
+    cache = Path(os.environ["HF_HOME"])
+
+    def cached():
+        return {(path, path.stat().st_mtime_ns) for path in cache.rglob("cache-*.arrow")}
+
+    arguments = [*files, "--do_train", "--do_eval", *LORA, "--max_steps", 1, "--output_dir"]
+    glue(*arguments, "first")
+    first = cached()
+    glue(*arguments, "second", "--learning_rate", 1e-3)
+    assert cached() == first
+    glue(*arguments, "third", "--max_seq_length", 10)
+    assert cached() > first
+    before = cached()
+    glue(*arguments, "fourth", "--overwrite_cache")
+    assert cached() != before
+
+
+# ---- GLUE and a model from the hub ----
+
+GLUE_CARD = """---
+configs:
+- config_name: rte
+  data_files:
+  - split: train
+    path: rte/train-*
+  - split: validation
+    path: rte/validation-*
+  - split: test
+    path: rte/test-*
+dataset_info:
+- config_name: rte
+  features:
+  - name: sentence1
+    dtype: string
+  - name: sentence2
+    dtype: string
+  - name: label
+    dtype:
+      class_label:
+        names:
+          '0': entailment
+          '1': not_entailment
+  - name: idx
+    dtype: int32
+---
+"""
+
+
+@pytest.mark.slow
+def test_glue_and_model_by_name_from_the_hub(hub_server, trained, tiny_base, tiny_glue, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pytest.importorskip("pyarrow").table
+    folder = hub_server.root / "datasets" / "nyu-mll" / "glue"
+    (folder / "rte").mkdir(parents=True)
+    (folder / "README.md").write_text(GLUE_CARD)
+    words = ["entailment", "not_entailment"]
+    for split, file in (("train", "train"), ("validation", "dev"), ("test", "test")):
+        lines = (tiny_glue / "RTE" / f"{file}.tsv").read_text().splitlines()[1:]
+        rows = [line.split("\t") for line in lines]
+        columns = {
+            "sentence1": [row[1] for row in rows],
+            "sentence2": [row[2] for row in rows],
+            "label": [words.index(row[3]) if file != "test" else -1 for row in rows],
+            "idx": list(range(len(rows))),
+        }
+        parquet.write_table(table(columns), folder / "rte" / f"{split}-00000-of-00001.parquet")
+    shutil.copytree(tiny_base, hub_server.root / "org" / "tiny")
+    write_adapter(hub_server.root / "org" / "peft", read_adapter(trained), "peft")
+
+    def call(out: str, flags: Sequence = (), **environment: str) -> None:
+        arguments = [*common("org/tiny"), *(flags or on_rte(tiny_glue, tmp_path / out))]
+        arguments += ["--do_predict", "--output_dir", tmp_path / out]
+        if "--data_dir" in arguments:
+            at = arguments.index("--data_dir")
+            del arguments[at : at + 2]
+        result = subprocess.run(
+            [sys.executable, SCRIPT, *map(str, arguments)],
+            env=hub_server.environment(tmp_path / "home", **environment),
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert result.returncode == 0, result.stderr
+
+    call("online")
+    # The same numbers as from the TSV files and the local folder.
+    assert_same_bits(lora_of(tmp_path / "online"), lora_of(trained))
+    assert results(tmp_path / "online") == results(trained)
+    predicted = (tmp_path / "online" / "test_results_rte.txt").read_text()
+    assert predicted == (trained / "test_results_rte.txt").read_text()
+    hub_server.requests.clear()
+    call("offline", HF_HUB_OFFLINE="1")
+    assert hub_server.requests == []
+    assert_same_bits(lora_of(tmp_path / "offline"), lora_of(trained))
+
+    adapter = ["--task_name", "rte", "--do_eval", "--apply_lora", "--lora_path", "org/peft"]
+    for out, environment in (("peft", {}), ("peft_offline", {"HF_HUB_OFFLINE": "1"})):
+        call(out, adapter, **environment)
+        assert results(tmp_path / out) == results(trained)
+
+
+def test_tokenizing_counts_as_coming_further(glue, run_glue, tiny_glue, monkeypatch):
+    """Otherwise processes that tokenize for long would be taken for ones that hang."""
+    beats = []
+    monkeypatch.setattr(run_glue.watch, "beat", lambda: beats.append(1))
+
+    def stop(*_, **__):
+        raise ValueError("tokenized")
+
+    monkeypatch.setattr(run_glue, "build_model", stop)
+    with pytest.raises(ValueError, match="tokenized"):
+        glue(*on_rte(tiny_glue, "out"), "--overwrite_cache")
+    assert len(beats) == 2  # a batch of each set
