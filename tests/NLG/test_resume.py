@@ -124,6 +124,7 @@ def test_killed_in_any_step_it_ends_with_the_same_bits(
     assert 0 < repeated < last * last / 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "call"),
     [

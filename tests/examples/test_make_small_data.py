@@ -17,6 +17,7 @@ def splits(folder):
     return {s: load_glue_split("sst2", folder, s) for s in ("train", "validation", "test")}
 
 
+@pytest.mark.slow
 def test_a_seed_makes_the_same_bytes_and_another_seed_others(small_data, tmp_path):
     module, folder = small_data
     for name, seed in (("same", 0), ("other", 1)):
