@@ -12,6 +12,8 @@ import gpt2_ft
 from loralib.adapters.metadata import LoraMetadata
 from loralib.io.tensors import read_tensors
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(gpt2_ft.__file__)
 FLAGS_OF_THE_RELEASE = ROOT.parent / "shared" / "facts" / "nlg_cli.json"
@@ -351,7 +353,6 @@ def test_a_validation_loss_that_is_no_number_ends_the_run(tiny, tmp_path, error_
     assert read_metrics(tmp_path)[1] == []
 
 
-@pytest.mark.slow
 def test_the_script_itself_ends_with_one_line(trial, tmp_path):
     data = tmp_path / "bad.jsonl"
     data.write_text('{"context": [1], "completion": [2]}\n{"context"\n')

@@ -17,6 +17,8 @@ from loralib.training.locks import sole_use
 from optimizer import Scheduler
 from run_state import read_run
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(gpt2_ft.__file__)
 STEP = Scheduler, "step"  # what a step begins with
 
@@ -101,7 +103,6 @@ def resumed_steps(monkeypatch):
     return done
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_killed_in_any_step_it_ends_with_the_same_bits(
     tiny, tmp_path, monkeypatch, result_of, resumed_steps, name
@@ -124,7 +125,6 @@ def test_killed_in_any_step_it_ends_with_the_same_bits(
     assert 0 < repeated < last * last / 3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "call"),
     [
@@ -152,7 +152,6 @@ def test_killed_in_between_it_ends_with_the_same_bits(
     assert result_of(killed) == result_of(whole)
 
 
-@pytest.mark.slow
 def test_a_killed_process_leaves_what_to_resume(
     trial, one_process, tmp_path, error_of, files_of, result_of
 ):
@@ -208,7 +207,6 @@ def killed(tiny, tmp_path, monkeypatch):
     return argv
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "named"),
     [
@@ -393,7 +391,6 @@ def _cut_first(tensors) -> None:
     tensors[name] = tensors[name][:1].clone()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_state_with_damaged_fields_is_an_error(killed, error_of, files_of, name):
     path = Path(killed[killed.index("--work_dir") + 1]) / "resume.pt"

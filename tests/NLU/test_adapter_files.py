@@ -17,6 +17,8 @@ from transformers import (
 )
 from transformers.adapter_kinds import BITFIT, BOTTLENECK, KINDS
 
+pytestmark = pytest.mark.slow
+
 # ---- files ----
 
 

@@ -23,6 +23,8 @@ from loralib.nn.packing import PackedRows
 from loralib.nn.routing import Routing
 from transformers.configuration_utils import LORA_TARGETS
 
+pytestmark = pytest.mark.slow
+
 DEBERTA = importlib.import_module("transformers.models.deberta_v2.modeling_deberta_v2")
 FAMILIES = ("roberta", "deberta")
 ALL = tuple(LORA_TARGETS)
@@ -225,7 +227,6 @@ def test_a_mixed_batch_is_its_rows_one_adapter_at_a_time(task, names, path):
     close_to_rows(mixed_logits(bank, task.base, names, batch), expected)
 
 
-@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("names", ["ba", "abcde", "dcccbad"])
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
@@ -236,7 +237,6 @@ def test_debertas_of_all_kinds(make_classifier, variant, names, path):
     close_to_rows(mixed_logits(bank, task.base, names, batch), expected)
 
 
-@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("names", ["bacb", "eedaae"])
 def test_in_bfloat16(make_classifier, family, names, path):

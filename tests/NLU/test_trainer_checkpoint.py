@@ -28,10 +28,11 @@ from transformers.trainer_checkpoint import identities
 from transformers.trainer_utils import list_checkpoints
 from transformers.utils.cli import find_checkpoint
 
+pytestmark = pytest.mark.slow
+
 # ---- checkpoints: the best, the newest, and no others ----
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"save_lora_only": True}, {"bf16": True}])
 @pytest.mark.parametrize(
     ("metric", "best"),
@@ -90,7 +91,6 @@ def test_unknown_metric_for_best_model(make_trainer):
         trainer.train()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "scores", "kept", "folder"),
     [
@@ -201,7 +201,6 @@ RESUMES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("settings", "step"), RESUMES.values(), ids=RESUMES)
 def test_a_resumed_run_ends_with_the_same_bits(make_trainer, tmp_path, settings, step):
     settings = {"save_strategy": "steps", "save_steps": step, "logging_steps": 1, **settings}
@@ -278,7 +277,6 @@ FILES = ["optimizer.pt", "scheduler.pt", "rng_state_0.pth", "scaler.pt", "traine
 FILES += ["pytorch_model.bin", "pytorch_model_lora.safetensors"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["truncated", "missing"])
 def test_a_damaged_checkpoint_is_named(make_trainer, checkpoint, name, damage):
