@@ -249,7 +249,7 @@ def test_the_usual_length_adapts_itself_to_the_base(
     arguments = [*common(tiny_base), *on_rte(tiny_glue, tmp_path / "out"), "--max_steps", 1]
     at = arguments.index("--max_seq_length")
     del arguments[at : at + 2]
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger=run_glue.__name__):
         run_glue.main(list(map(str, arguments)))
     assert "the model has 64 positions: longer texts are cut to that" in caplog.text
 
