@@ -3,10 +3,10 @@
     python eval/measure_scores.py REFERENCES PREDICTIONS [-p]
     python eval/measure_scores.py -R PREFIX -H PREDICTIONS -nr N [-m bleu,meteor,ter,chrf++]
 
-The first is E2E's: `REFERENCES` has one reference a line and a blank line after each group, and
-`PREDICTIONS` one prediction a line, a line for each group. The second has references in the files
-`PREFIX0` to `PREFIX<N-1>`, of which each line belongs to the same line of `PREDICTIONS`, and is
-empty where that has fewer references. What the numbers are, `metrics.py` says.
+The first call is for E2E: `REFERENCES` has one reference a line and a blank line after each group,
+`PREDICTIONS` one prediction a line, a line for each group. The second call is for WebNLG and DART:
+the references are in the files `PREFIX0` to `PREFIX<N-1>`, and line i of each belongs to line i of
+`PREDICTIONS`; it is empty where that has fewer references. `metrics.py` defines the scores.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "-p",
         "--python",
         action="store_true",
-        help="accepted for the release's sake: BLEU and NIST are always computed in Python",
+        help="accepted as in the release: BLEU and NIST are always computed in Python",
     )
     parser.add_argument(
         "-R",
@@ -98,8 +98,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--json",
         metavar="FILE",
-        help="write the scores there, unrounded, null where one was skipped; scores that the file "
-        "has under other labels stay",
+        help="write the scores to this file, unrounded, null where skipped; scores that it "
+        "holds under other labels are kept",
     )
     parser.add_argument(
         "--label",

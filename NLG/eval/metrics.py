@@ -39,7 +39,7 @@ Words = list[str]
 Ngram = tuple[str, ...]
 
 NIST_ORDER = 5
-# As few rows are done before other processes have started.
+# Fewer rows are scored before other processes have started.
 TER_POOL_FROM = 100
 # What MS-COCO's evaluation leaves out of the Treebank tokenizer's tokens.
 PTB_PUNCTUATION = {*".?!,:;-'`", "''", "``", "--", "...", "-LRB-", "-RRB-", "-LCB-", "-RCB-"}
@@ -57,7 +57,7 @@ def bleu(references: References, predictions: list[str], lowercase: bool = False
     that are as close with the shorter one. An empty reference counts, with length 0, as it does in
     multi-bleu; sacrebleu leaves out a None, and takes an empty text for a reference likewise.
     """
-    # force: nothing is amiss where predictions come tokenised, as they do in the release.
+    # force: no warning about tokenised predictions, as the release's are.
     metric = BLEU(lowercase=lowercase, tokenize="13a", force=True)
     return metric.corpus_score(predictions, _streams(references)).score
 
@@ -73,7 +73,7 @@ def ter(references: References, predictions: list[str]) -> float:
     Words are what stands between blanks, so that punctuation counts as a word only where the text
     has been tokenised; case is ignored.
     """
-    # Each row takes tens of milliseconds, so that a corpus is shared out among the processors.
+    # Each row takes tens of milliseconds, so the rows are distributed over the processors.
     with ExitStack() as stack:
         rows = map(_edits, predictions, references)
         if len(predictions) >= TER_POOL_FROM:
@@ -180,7 +180,7 @@ def ptb_tokens(references: References, predictions: list[str]) -> tuple[Referenc
         ValueError: the tokenizer failed.
     """
     texts = [text for row in references for text in row] + predictions
-    # The package's own wrapper writes beside its jar, and pairs lines without counting them.
+    # The package's own wrapper writes next to its jar, and pairs lines without counting them.
     output = _java(
         *("-cp", str(_jar("tokenizer/stanford-corenlp-3.4.1.jar"))),
         *("edu.stanford.nlp.process.PTBTokenizer", "-preserveLines", "-lowerCase"),

@@ -1,8 +1,8 @@
 # What the recipes share; they source it. Arguments: CARD (md or lg), then flags for the training.
 # Besides NPROC, SEED and MASTER_PORT, two variables say where (absolute paths, or from NLG/):
 #   RUN_DIR    the run's folder, instead of one in trained_models
-#   TRIAL_DIR  for trials: a folder with base.pt (a gpt2.xs), vocab and data that take the place
-#              of the published
+#   TRIAL_DIR  for trials: a folder with base.pt (a gpt2.xs), vocab and data, used
+#              instead of the published ones
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

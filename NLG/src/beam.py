@@ -2,7 +2,7 @@
 
 Beams of one prompt are branches of one tree, whose trunk is the prompt. Each token of the tree has
 one slot of the cache, where its key and value are written once and seen by all the beams that
-descend from it; which slots a beam sees, a mask says:
+descend from it; a mask says which slots a beam sees:
 
     prompt    a b c, three beams                    slots   a b c . | d e f | g h i
                                                             prompt    step 1  step 2
@@ -12,10 +12,10 @@ descend from it; which slots a beam sees, a mask says:
               '-- f ----- i
                                            '.' pads a prompt shorter than the batch's longest
 
-When beams are ordered anew, rows of the mask are, and keys and values stay where they are. A branch
-that died out, such as e, is seen by none. Every few steps what is still seen is copied into a cache
-of its size: most branches die soon, and with 10 beams and 64 steps that halves attention's time
-and takes a third of the memory. Prompts whose search is over leave the batch in the same copy.
+Reordering beams reorders rows of the mask; keys and values stay where they are. A branch that died
+out, such as e, is seen by no beam. Every few steps the slots that are still seen are copied into a
+cache that fits them: most branches die soon, and with 10 beams and 64 steps that halves attention's
+time and takes a third of the memory. Prompts whose search is over leave the batch in the same copy.
 
 The search ends when no beam can win any more. A beam's sum of log-probabilities s only falls, so
 that a beam now of length l can at best reach a score of s / length^penalty at the length, of those
@@ -46,7 +46,7 @@ class BeamSettings:
         beam: beams a prompt; 1 is greedy search.
         eval_len: tokens that are generated at most.
         length_penalty: a text's score is its sum of log-probabilities / length^length_penalty.
-        no_repeat_ngram_size: no sequence of so many generated tokens comes twice; 0: any may.
+        no_repeat_ngram_size: no sequence of this many generated tokens occurs twice; 0: any may.
         repetition_penalty: logits of tokens that a beam has generated are divided by it where they
             are positive and multiplied with it where they are negative (CTRL, arXiv 1909.05858,
             section 4.1); 1: no change.
@@ -87,7 +87,7 @@ def search(
 ) -> list[list[int]]:
     """The best text that beam search finds after each prompt.
 
-    Prompts are best of about one length: shorter ones are padded.
+    Prompts of similar length are fastest, because shorter ones are padded.
 
     Args:
         model: on any device, in any precision, in evaluation mode.
@@ -192,7 +192,7 @@ class _Search:
         return self.model.lm_head(hidden).unflatten(0, (count, beams))
 
     def _grow(self, logits: Tensor) -> None:
-        """Goes on from each prompt's beams to the best of all that may follow them."""
+        """Extends each prompt's beams by a token: the best of all continuations."""
         logits = logits.to(self.sums.dtype)
         penalise(logits, self.history, self.ends, self.settings)
         self.sums, parents, tokens = best_candidates(logits, self.sums, self.settings.beam)
@@ -216,7 +216,7 @@ class _Search:
         self.sums.masked_fill_(closed, _NEVER)
 
     def _drop_finished(self) -> None:
-        """Drops finished prompts from the batch, when that is worth the copying."""
+        """Drops finished prompts from the batch, once that is worth a copy of the cache."""
         length, settings = self.history.shape[2], self.settings
         reached = settings.eval_len if settings.length_penalty >= 0 else length + 1
         hope = self.sums.amax(dim=1).double() / reached**settings.length_penalty
@@ -251,7 +251,7 @@ class _Search:
 
 
 class TreeCache:
-    """The keys and values of the prompts' trees, as drawn at the head of this file.
+    """The keys and values of the prompts' trees, as pictured at the head of this file.
 
     Args:
         heads: attention heads.
@@ -263,7 +263,7 @@ class TreeCache:
             `reading`.
     """
 
-    # Between two copies the cache grows by so many steps' slots.
+    # A copy makes room for the slots of this many steps.
     ROOM = 8
 
     def __init__(self, heads: int, beams: int):
@@ -331,7 +331,7 @@ class TreeCache:
         count = int(alive.sum(dim=1).max())
         slots = alive.int().argsort(dim=1, descending=True, stable=True)[:, :count]
         self.seen = seen.gather(2, slots[:, None].expand(-1, seen.shape[1], -1))
-        # The room is filled with copies of a slot: what is masked must still be a number.
+        # New room holds copies of a used slot, because even masked values must be numbers.
         source = prompts[:, None] * self.keys[0].shape[1] + slots
         source = F.pad(source, (0, self.ROOM * self.beams))
         for held in (self.keys, self.values):
@@ -363,7 +363,7 @@ def penalise(logits: Tensor, history: Tensor, ends: Tensor, settings: BeamSettin
         logits.scatter_reduce_(2, ngrams[..., -1], bound, "amin")
 
 
-# Half a million candidates are searched by the maxima of blocks of so many tokens.
+# Half a million candidates are searched through the maxima of blocks of this many tokens.
 _BLOCK = 64
 
 
@@ -403,7 +403,7 @@ def best_candidates(logits: Tensor, sums: Tensor, count: int) -> tuple[Tensor, T
     return found, beam.expand_as(tokens).flatten(1).gather(1, at), tokens.flatten(1).gather(1, at)
 
 
-# The C library returns larger pieces of memory to the system, and gets them anew at every step.
+# The C library returns larger blocks of memory to the system, and requests them each step.
 _ROWS_AT_ONCE = 16
 
 
@@ -415,7 +415,7 @@ def _largest_probability(logits: Tensor) -> Tensor:
 
 
 def _block_maxima(logits: Tensor) -> Tensor:
-    """The maxima of each `_BLOCK` tokens, the last of them fewer: (prompts, beams, blocks)."""
+    """The maxima of blocks of `_BLOCK` tokens, the last one shorter: (prompts, beams, blocks)."""
     blocks, rest = divmod(logits.shape[2], _BLOCK)
     whole = logits[..., : blocks * _BLOCK].unflatten(2, (blocks, _BLOCK)).amax(dim=3)
     if not rest:

@@ -57,7 +57,7 @@ class Base:
     A frozen weight that is held in half precision is written to a checkpoint as it is here.
 
     Args:
-        tensors: empty for a model that began from nothing.
+        tensors: empty for a model that was initialized at random.
         source: the file's name.
         fingerprint: `loralib.adapters.fingerprint` of the tensors.
         metadata: rank, alpha, … of the LoRA that the file holds with the base, where it says so.
@@ -70,7 +70,7 @@ class Base:
 
 
 def read_base(path: str | None) -> Base:
-    """Reads a base's file, of any of the spellings that `model.canonical_names` knows."""
+    """Reads a base's file, under any of the naming schemes that `model.canonical_names` knows."""
     if path is None:
         return Base({})
     tensors, metadata = read_tensors(path)
@@ -102,7 +102,7 @@ def open_model(
     if lora_path is not None:
         adapter = read_adapter(lora_path, lora_alpha=args.lora_alpha)
         _check_base_alone(base)
-    _settle_lora(args, adapter or base, lora_path or args.init_checkpoint)
+    _set_rank_and_alpha(args, adapter or base, lora_path or args.init_checkpoint)
     has_layers = adapter is None or _has_layers(adapter)
     config = config_of(
         args.model_card,
@@ -125,7 +125,7 @@ def open_model(
 def _has_layers(adapter: Adapter) -> bool:
     """Whether the model has the layers that an adapter was trained in, such as those in c_attn.
 
-    One of another making, such as PEFT's usual update of the whole c_attn, is merged into the base.
+    An adapter of other layers is merged into the base, such as PEFT's usual one of all of c_attn.
     """
     deltas = deltas_of(adapter)
     return (
@@ -151,8 +151,8 @@ def _check_base_alone(base: Base) -> None:
         )
 
 
-def _settle_lora(args: argparse.Namespace, file: Adapter | Base, path: str | None) -> None:
-    """Sets rank and alpha from flags and file, which must not contradict each other."""
+def _set_rank_and_alpha(args: argparse.Namespace, file: Adapter | Base, path: str | None) -> None:
+    """Fills in `lora_dim` and `lora_alpha` from the file; a flag that contradicts it is refused."""
     rank, alpha = _rank(file.tensors), getattr(file.metadata, "alpha", None)
     if rank is not None and alpha is None and args.lora_alpha is None:
         raise AlphaError(path)
@@ -184,7 +184,7 @@ def save_model(path: str | os.PathLike, model: GPT2LMModel, base: Base, lora_onl
         path: the file.
         model: of which LoRA's part, or all, is written in float32.
         base: whose bits frozen weights are written with, whatever precision they are held in.
-        lora_only: leaves all but LoRA's tensors out.
+        lora_only: write LoRA's tensors alone.
 
     Raises:
         CheckpointError: a trained tensor is not finite; nothing is written.

@@ -8,7 +8,7 @@ same shifted by one, and the mask tells where the target counts:
     target   c2  c3  d1  d2  d3   0
     mask      0   0   1   1   1   0          with the joint objective  1  1  1  1  1  0
 
-all cut to the sequence length. A batch is as long as its longest row, not as the sequence length.
+all cut to the sequence length. A batch is padded to its longest row, not to the sequence length.
 """
 
 import logging
@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
 
 class FT_Dataset(Dataset):
-    """The examples of a file of token ids, rounded up to whole batches by random examples.
+    """The examples of a file of token ids, filled up to full batches with random examples.
 
     Which examples fill the last batch depends on the seed alone, so that all processes, and a run
     that is resumed, agree. Tokens are held as 32-bit integers in one piece.
@@ -140,7 +140,7 @@ def _ids_of(row: dict[str, Any], vocab_size: int, where: str) -> tuple[list[int]
         if field not in row:
             raise ValueError(f'{where}: has no "{field}"')
         ids = row[field]
-        # Types are compared because True and 1.0 are numbers to Python, but no token ids.
+        # Types are compared because True and 1.0 equal numbers in Python, but are not token ids.
         if not isinstance(ids, list) or any(type(token) is not int for token in ids):
             raise ValueError(f'{where}: "{field}" has to be a list of token ids')
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
@@ -181,12 +181,12 @@ def one_token_batch() -> dict[str, Tensor]:
 
 
 def count_tokens(batch: dict[str, Tensor]) -> int:
-    """How many input positions of a batch stand before a target or are one: all but padding."""
+    """How many positions of a batch are at or before their row's last target: all but padding."""
     return int(batch["mask"].flip(1).cumsum(1).count_nonzero())
 
 
 def batches_per_epoch(dataset: FT_Dataset, dist_env: DistEnv) -> int:
-    """How many whole batches each process gets in an epoch.
+    """How many full batches each process gets in an epoch.
 
     Raises:
         ValueError: there are fewer examples than one batch for each process.
@@ -204,13 +204,13 @@ def batches_per_epoch(dataset: FT_Dataset, dist_env: DistEnv) -> int:
 def batches_from(
     dataset: FT_Dataset, dist_env: DistEnv, seed: int, step: int, pin: bool = False
 ) -> Iterator[dict[str, Tensor]]:
-    """This process's batches from a step on, epoch after epoch, without end.
+    """This process's batches from a step on, epoch after epoch, endlessly.
 
     Step n of a run is the n-th batch, so that the place in the data follows from the step.
 
     Args:
         dataset, dist_env, seed, pin: as for `training_batches`.
-        step: how many batches a run has had that is resumed.
+        step: how many batches the run has had before; 0 unless it is resumed.
     """
     epoch, skip = divmod(step, batches_per_epoch(dataset, dist_env))
     while True:
@@ -255,8 +255,8 @@ def training_batches(
 def validation_batches(dataset: FT_Dataset, dist_env: DistEnv) -> Iterator[dict[str, Tensor]]:
     """This process's share of the file's examples: every world_size-th, in their order.
 
-    Each example is in one batch of one process; those that fill the last batch are left out, so
-    that it may be smaller. A process may have no batch.
+    Each example is in exactly one batch of one process. The random ones that fill up the last
+    batch are left out, so that it may be smaller. A process may have no batch.
 
     Args:
         dataset: what to evaluate on.

@@ -2,9 +2,9 @@
 
     python src/download.py vocab e2e webnlg dart gpt2 gpt2-medium gpt2-large
 
-Files are written atomically, under the names that the other scripts expect; what is there already
-is kept. The corpora and the vocabulary come from the addresses where they
-are published, the checkpoints from the Hugging Face hub (``HF_ENDPOINT`` names a mirror).
+Files are written atomically, under the names that the other scripts expect; existing ones are kept.
+The corpora and the vocabulary come from the addresses where they are published, the checkpoints
+from the Hugging Face hub (``HF_ENDPOINT`` names a mirror).
 """
 
 import argparse
@@ -123,11 +123,11 @@ def _receive(url: str, path: Path) -> tuple[int, int | None]:
 
 
 def fetch_files(files: tuple[File, ...], root: Path) -> None:
-    """Downloads files below `root`, except those that are there.
+    """Downloads files below `root`, except those that exist.
 
     Raises:
         OSError: a file cannot be downloaded.
-        ValueError: what is there is not the file.
+        ValueError: a file exists, but has another size.
     """
     for file in files:
         path = root / file.path
@@ -147,7 +147,7 @@ def fetch_e2e(root: Path) -> None:
 
     Raises:
         OSError: the archive cannot be downloaded.
-        ValueError: what is there, or what came, is not the corpus.
+        ValueError: the existing files, or the downloaded ones, are not the corpus.
     """
     wanted = [split for split in E2E_SPLITS if not (root / split[1]).exists()]
     if wanted:

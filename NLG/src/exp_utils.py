@@ -34,9 +34,9 @@ WAYS_OUT = {
 
 
 def run(main: Callable[[], None]) -> None:
-    """Runs a script's `main`, as `process.run` does; errors keep clear of progress bars.
+    """Runs a script's `main`, as `process.run` does; errors are printed clear of progress bars.
 
-    Those of the library get the flags that can mend them.
+    Errors of the library get the flags that resolve them.
     """
     process.set_up_logging()
     with_ways_out = adding_ways_out(WAYS_OUT)(main)
@@ -100,11 +100,11 @@ METRICS_NAME = "metrics.jsonl"
 class MetricsLog:
     """A run's figures: lines of ``metrics.jsonl``, and ``runs/`` where TensorBoard is installed.
 
-    Lines of later steps than the one that a run resumes from are taken out: a killed run left them.
+    Lines of steps after the one that the run resumes from are removed: a killed run left them.
 
     Args:
         work_dir: the run's folder.
-        after_step: the step that the run resumes from; 0 begins the log anew.
+        after_step: the step that the run resumes from; 0 starts a new log.
         is_main: whether this is the process that writes; in others, nothing happens.
     """
 

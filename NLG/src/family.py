@@ -1,4 +1,4 @@
-"""GPT-2: what adapters have to know of it."""
+"""GPT-2: what adapters need to know of it."""
 
 from loralib.adapters.families import Family, register
 

@@ -70,21 +70,21 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--no_repeat_ngram_size",
         type=int,
         default=4,
-        help="no so many tokens come twice in a text; 0: they may",
+        help="no sequence of this many tokens occurs twice in a text; 0: any may",
     )
     add(
         "--repetition_penalty",
         type=float,
         default=1.0,
-        help="divides positive and multiplies negative logits of tokens that a text has; 1: off",
+        help="divides positive and multiplies negative logits of a text's own tokens; 1: off",
     )
     add(
         "--eos_token_id",
         action="append",
         type=int,
         default=[_END_OF_TEXT],
-        help=f"a text's last token, beside {_END_OF_TEXT}, such as 628, a blank line; may be "
-        "given several times",
+        help=f"a token that ends a text, in addition to {_END_OF_TEXT}, such as 628, a blank line; "
+        "may be given several times",
     )
     parser.add_argument(
         "--tf32", action="store_true", help="compute float32 in TensorFloat-32 (GPU)"
@@ -110,7 +110,7 @@ def settings_of(args: argparse.Namespace) -> BeamSettings:
         raise ValueError("--batch_size has to be at least 1")
     if args.seq_len <= args.eval_len:
         raise ValueError(
-            f"--seq_len {args.seq_len} leaves no token for a context beside --eval_len "
+            f"--seq_len {args.seq_len} leaves no token for a context next to --eval_len "
             f"{args.eval_len}"
         )
     try:
@@ -128,12 +128,12 @@ def settings_of(args: argparse.Namespace) -> BeamSettings:
 
 
 def model_to_decode(args: argparse.Namespace, dist_env: DistEnv) -> GPT2LMModel:
-    """The model that the flags ask for, with LoRA folded into its weights.
+    """The model that the flags ask for, with LoRA merged into its weights.
 
     Raises:
         CheckpointError: a file cannot be read, or does not fit the flags or the other.
-        ValueError: base or LoRA are missing; or the model has not the positions that are asked
-            for; or --fp16 finds no GPU.
+        ValueError: base or LoRA are missing; or the model has fewer positions than asked for; or
+            --fp16 finds no GPU.
     """
     if args.fp16 and dist_env.device.type != "cuda":
         raise ValueError("--fp16 needs a GPU; --bf16 works on a CPU as well")
@@ -181,9 +181,9 @@ def read_prompts(path: str, longest: int, vocab_size: int) -> list[Prompt]:
 
 def _context_of(row: dict[str, Any], vocab_size: int, where: str) -> Prompt:
     ids = row.get("context")
-    # Types are compared because True and 1.0 are numbers to Python, but no token ids.
+    # Types are compared because True and 1.0 equal numbers in Python, but are not token ids.
     if not isinstance(ids, list) or any(type(token) is not int for token in ids):
-        raise ValueError(f'{where}: "context" is missing, or no list of token ids')
+        raise ValueError(f'{where}: "context" is missing, or is not a list of token ids')
     if not ids:
         raise ValueError(f"{where}: the context is empty")
     for token in (min(ids), max(ids)):
@@ -210,7 +210,7 @@ def decode(
         batch_size: prompts searched at a time.
         dist_env: this process.
     """
-    # Prompts of about one length are searched together, and the most memory is needed first.
+    # Prompts of similar length are searched together; the longest, which need most memory, first.
     distinct = sorted(set(prompts), key=lambda prompt: (-len(prompt), prompt))
     share = distinct[dist_env.rank :: dist_env.world_size]
     texts = {}

@@ -190,7 +190,7 @@ def decode_groups(
 
 
 def reference_columns(groups: list[Group], count: int) -> list[list[str]]:
-    """Column n holds each group's n-th reference, or its first one where it has not so many."""
+    """Column n holds each group's n-th reference, or its first one where it has fewer."""
     beyond = sum(max(len(group.references) - count, 0) for group in groups)
     if beyond:
         logger.warning("--ref_num %d leaves out %d references", count, beyond)

@@ -5,8 +5,8 @@
 
 A step is one batch. Into --work_dir go
 
-    model.<step>.pt    LoRA's part every --save_interval steps and after each epoch, the whole
-                       model after the last one (without LoRA, the whole model always)
+    model.<step>.pt    LoRA's part every --save_interval steps and after each epoch, the full
+                       model after the last one (without LoRA, always the full model)
     metrics.jsonl      a line every --log_interval steps, and one for each evaluation
     resume.pt          what --resume resumes from
     runs/              the same figures for TensorBoard, where that is installed
@@ -160,7 +160,7 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
         if not math.isfinite(loss):
             raise TrainingError(
                 f"the loss of step {step} is {loss} at learning rate {scheduler.lr:.3g}: "
-                "nothing is saved of it; try a lower --lr"
+                "that step is not saved; try a lower --lr"
             )
         if update_is_due:
             precision.step(optimizer, trained, args.clip)
@@ -179,11 +179,11 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
             valid_loss = evaluate(model, loss_of, valid_data, dist_env)
             if not math.isfinite(valid_loss):
                 raise TrainingError(f"the validation loss after step {step} is {valid_loss}")
-            ppl = math.exp(min(valid_loss, 700))  # beyond, it is no floating-point number
+            ppl = math.exp(min(valid_loss, 700))  # exp(710) overflows
             best_ppl = min(best_ppl, ppl)
             show_evaluation(step, valid_loss, ppl, best_ppl)
             metrics.write(step, valid_loss=valid_loss, valid_ppl=ppl, best_ppl=best_ppl)
-            since += time.perf_counter() - begun  # evaluation is no part of training's speed
+            since += time.perf_counter() - begun  # evaluation does not count towards the speed
 
         if step < last_step and (step % args.save_interval == 0 or step % epoch_steps == 0):
             write_model(args, dist_env, step, model, base, lora_only=args.lora_dim > 0)

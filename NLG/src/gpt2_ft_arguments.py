@@ -1,4 +1,4 @@
-"""gpt2_ft.py's command line, and what of it cannot be."""
+"""gpt2_ft.py's command line, and the checks of its values."""
 
 import argparse
 import os
@@ -53,8 +53,8 @@ def _add_training_params(parser: argparse.ArgumentParser) -> None:
     add("--train_batch_size", type=int, default=8, help="examples a step, in each process")
     add("--valid_batch_size", type=int, default=4, help="examples evaluated at a time")
     add("--grad_acc", type=int, default=1, help="steps whose gradients make one update")
-    add("--clip", type=float, default=0.0, help="largest norm of an update's gradient; 0: any")
-    add("--seq_len", type=int, default=512, help="longer examples are cut to so many tokens")
+    add("--clip", type=float, default=0.0, help="largest norm of an update's gradient; 0: no limit")
+    add("--seq_len", type=int, default=512, help="longer examples are cut to this many tokens")
     add("--obj", default="clm", choices=["jlm", "clm"], help="learn completions, or contexts too")
     add("--lora_dropout", type=float, default=0.0, help="dropout on the input of LoRA's update")
     add("--label_smooth", type=float, default=0.0, help="probability spread over the vocabulary")
@@ -79,7 +79,7 @@ def _add_output_params(parser: argparse.ArgumentParser) -> None:
     add("--log_interval", type=int, default=100, help="steps between logged losses")
     add("--eval_interval", type=int, default=2000, help="steps between evaluations")
     add("--save_interval", type=int, default=500, help="steps between checkpoints")
-    add("--save_lora_only", action="store_true", help="LoRA's part at the very end, too")
+    add("--save_lora_only", action="store_true", help="write LoRA's part alone at the end, too")
     add("--resume", action="store_true", help="resume the run in --work_dir that was killed")
 
 

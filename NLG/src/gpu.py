@@ -1,8 +1,8 @@
 """One process among those of a run: which one it is, and its device.
 
-Launchers say in the environment which of how many processes this one is. All but OpenMPI and
-horovod use PyTorch's names (RANK, WORLD_SIZE, LOCAL_RANK), which are set here for those two as
-well.
+Launchers say in the environment how many processes there are, and which one this is. All but
+OpenMPI and horovod use PyTorch's names (RANK, WORLD_SIZE, LOCAL_RANK), which are set here for those
+two as well.
 """
 
 import argparse
@@ -36,22 +36,22 @@ def add_gpu_params(parser: argparse.ArgumentParser) -> None:
         default=0,
         type=int,
         help="this process's number on its machine, and its GPU's; LOCAL_RANK in the environment "
-        "goes before it",
+        "takes precedence",
     )
-    add("--rank", default=0, type=int, help="accepted as in the release; the launcher's counts")
+    add("--rank", default=0, type=int, help="accepted as in the release; the launcher decides")
     add("--device", default=0, type=int, help="accepted as in the release; see --local_rank")
     add(
         "--world_size",
         default=0,
         type=int,
-        help="number of processes; the launcher's counts, and another one here is an error",
+        help="number of processes; the launcher decides, and another number here is an error",
     )
     add(
         "--ddp_timeout",
         default=TIMEOUT,
         type=float,
         metavar="SECONDS",
-        help="a process that hangs, or does not join the others, for so long ends the run",
+        help="the run ends if a process hangs, or does not join the others, for this long",
     )
     add("--random_seed", default=10, type=int, help="seed of weights, data order and dropout")
 
@@ -89,7 +89,7 @@ def start(args: argparse.Namespace) -> DistEnv:
 
     Raises:
         ValueError: the environment is incomplete, contradicts the flags, or asks for a GPU that
-            is not there; or horovod is, for azure, not installed.
+            is not there; or the platform is azure and horovod is not installed.
         TrainingError: not all processes are there within --ddp_timeout.
     """
     if not 0 < args.ddp_timeout < math.inf:

@@ -14,7 +14,7 @@ def hub_files(
 
     Args:
         repo: a repository's name, such as ``gpt2``.
-        formats: names of files that belong together; the first format that is there is taken.
+        formats: groups of files that belong together; the first one that is complete is taken.
         folder: where to put the files; by default the hub library's cache.
 
     Raises:

@@ -1,15 +1,15 @@
 """GPT-2 with LoRA on its attention's query and value projections.
 
-A causal model's tokens cannot be seen by those before them. So nothing of a padded batch is
-computed behind a row's last target, and the head, a third of a small model, runs on targets alone:
+In a causal model, no token sees a later one. So nothing is computed after a row's last target, and
+the head, a third of a small model, runs on targets alone:
 
     context   completion                  wte + wpe -> (tokens, n)           laid end to end
     a b c     D E F . .     pack          n_layer × Block(tokens, n)         attention within rows
     d e f g h I J K L M    ------>        of the last block's tokens: those that have a target
                                           (targets, n) · wteᵀ -> loss
 
-Blocks take tokens, not batches; what a token may look at is the business of the `attend` that is
-handed through them: rows of a batch in training (loralib/nn/packing.py), a cache in beam.py.
+Blocks take tokens, not batches; the `attend` that is passed through them decides what a token may
+look at: rows of a batch in training (loralib/nn/packing.py), a cache in beam.py.
 
 Names of tensors are the release's. Sources: GPT-2, Radford et al. 2019; LoRA, arXiv 2106.09685,
 sections 4.2 and 5.4.
@@ -108,7 +108,7 @@ class Attention(nn.Module):
             lora_dropout=config.lora_dropout,
             enable_lora=list(GPT2.stacked["attn.c_attn"]),
             fan_in_fan_out=True,
-            # A copy for each evaluation would not pay; gpt2_beam.py merges once, for good.
+            # An evaluation is too short to repay a merged copy; gpt2_beam.py merges for good.
             merge_weights=False,
         )
         self.c_proj = Conv1D(n, n)
@@ -277,7 +277,7 @@ class GPT2LMModel(nn.Module):
 # The head's loss
 # ------------------------------------------------------------------------------------------------
 
-# Logits are as large as the vocabulary: they are made, and used up, for so many targets at a time.
+# Logits are as wide as the vocabulary, so they are computed for this many targets at a time.
 # 128 targets of GPT-2's vocabulary take 25 MB, which the C library still reuses without returning.
 _TARGETS_AT_ONCE = 128
 
@@ -315,10 +315,10 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, mask, label_smooth, recorded):
         need_hidden, need_weight = (recorded and needed for needed in ctx.needs_input_grad[:2])
-        # Below 6e-8 float16 has nothing, and most of a softmax is.
+        # Most of a softmax is below 6e-8, where float16 has no numbers.
         ctx.scale = 1024.0 if hidden.dtype is torch.float16 else 1.0
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        # A sum over all targets has neither the range nor the precision of half.
+        # A sum over all targets needs more range and precision than half precision has.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         total = hidden.new_zeros((), dtype=torch.float32)
         for start in range(0, len(hidden), _TARGETS_AT_ONCE):
@@ -349,7 +349,7 @@ class _HeadLoss(torch.autograd.Function):
 def _cross_entropy(logits: Tensor, targets: Tensor, label_smooth: float) -> tuple[Tensor, Tensor]:
     """Token losses, (k, 1), and their gradients, float32, of logits, (k, vocabulary)."""
     gradient = torch.softmax(logits, dim=1, dtype=torch.float32)
-    # log Σ exp(logits), from the one probability that is surely not too small for a logarithm.
+    # log Σ exp(logits), from the largest probability: the others may be zero in float32.
     best = gradient.argmax(dim=1, keepdim=True)
     total = logits.gather(1, best).float() - gradient.gather(1, best).log()
     loss = total - (1 - label_smooth) * logits.gather(1, targets).float()
@@ -373,8 +373,8 @@ def canonical_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Ten
     """The tensors of a GPT-2 file under this model's names.
 
     Known are names with or without the prefix ``transformer.`` or ``module.transformer.``, and
-    GPT-2's first ones, which end in ``.g``, ``.b`` and ``.w``. The head, tied to the embedding, is
-    left out.
+    those of GPT-2's first files, which end in ``.g``, ``.b`` and ``.w``. The head, tied to the
+    embedding, is left out.
 
     Raises:
         CheckpointError: a tensor is there under two names, or the head is not the embedding.
@@ -410,7 +410,7 @@ def load_base(config: GPT2Config, tensors: Mapping[str, Tensor], source: str) ->
 
     Args:
         config: the shape, and the LoRA.
-        tensors: a complete base under the model's own names, with all LoRA tensors or none (they
+        tensors: a complete base under its canonical names, with all LoRA tensors or none (they
             are then newly initialized).
         source: names the file in errors.
 
@@ -456,13 +456,13 @@ def _check_base(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], s
             listed = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
             raise CheckpointError(f"{source}: {what} {len(names)} tensors: {listed}")
     for name, tensor in tensors.items():
-        # The sum, 40 times as fast, is not finite if any value is not, and hardly ever otherwise.
+        # The sum is 40 times as fast: not finite if any value is not, and hardly ever otherwise.
         if not tensor.sum(dtype=torch.float32).isfinite() and not tensor.isfinite().all():
             raise CheckpointError(f"{source}: {name} holds values that are not finite")
 
 
 def card_of(tensors: Mapping[str, Tensor]) -> str | None:
-    """The model card that tensors under the model's canonical names are of, if they are of one."""
+    """The model card that tensors under their canonical names belong to; None if it is unknown."""
     blocks = {name.split(".")[2] for name in tensors if name.startswith("transformer.h.")}
     embedding = tensors.get("transformer.wte.weight", torch.empty(0))
     shape = (*embedding.shape[1:], len(blocks))

@@ -24,7 +24,7 @@ def add_optimizer_params(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the optimizer and of the learning rate's schedule."""
     add = parser.add_argument_group("optimizer").add_argument
     add("--lr", default=1e-5, type=float, help="peak learning rate (cycle does not use it)")
-    add("--weight_decay", default=0.01, type=float, help="decay; times the rate at each update")
+    add("--weight_decay", default=0.01, type=float, help="weight decay, times the rate")
     add("--correct_bias", action="store_true", help="correct Adam's averages for their start at 0")
     add("--adam_epislon", default=1e-6, type=float, help="Adam's epsilon (spelled so)")
     add("--no_decay_bias", action="store_true", help="biases and layer norms do not decay")
@@ -159,7 +159,7 @@ def create_optimizer_scheduler(
 
     Args:
         optimizer: whose rate is set.
-        args: the flags of `add_optimizer_params`. `max_step` has to be there, but for cycle.
+        args: the flags of `add_optimizer_params`. `max_step` is required, except for cycle.
 
     Raises:
         ValueError: `max_step` is missing or not positive, `--warmup_step` is negative, the

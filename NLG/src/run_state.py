@@ -1,6 +1,7 @@
 """Where a run of gpt2_ft.py is: ``resume.pt`` in its work folder, from which it resumes bit-exact.
 
-One file, so that no crash can leave it in two halves. Written when no gradients are pending.
+It is one file, so that a crash cannot leave parts of two states, and is written when no gradients
+are pending.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from loralib.training.resume import (
 logger = logging.getLogger(__name__)
 
 RESUME_NAME = "resume.pt"
-_WAY_OUT = "remove it to begin the run anew"
+_WAY_OUT = "remove it to start the run over"
 
 # What decides the bits that a run ends with: a resumed run has to have the same.
 _SAME_IN_A_RUN = (
@@ -101,7 +102,7 @@ def read_run(work_dir: str | os.PathLike) -> dict[str, Any] | None:
 
 
 def begin_run(args: argparse.Namespace, dist_env: DistEnv) -> None:
-    """Checks that this run's files will be taken for no other's.
+    """Checks that this run's files cannot be mistaken for another run's.
 
     Raises:
         CheckpointError: there are models of another run.
@@ -139,7 +140,7 @@ def write_run(
     Raises:
         CheckpointError: a weight is not finite; the last state stays.
     """
-    # The key is as old as the file's format.
+    # The key cannot change: older runs wrote it.
     generators = {"chance": gather_objects(rng_state(dist_env.device), dist_env.world_size)}
     if dist_env.is_main:
         path = Path(work_dir, RESUME_NAME)
@@ -153,7 +154,7 @@ def write_run(
 def write_finished(
     work_dir: str | os.PathLike, dist_env: DistEnv, identity: Mapping[str, Any], step: int
 ) -> None:
-    """Marks a run as finished, so that --resume does not begin it anew."""
+    """Marks a run as finished, so that --resume does not start it over."""
     if dist_env.is_main:
         state = {"run": dict(identity), "finished": True, "step": step}
         write_torch(Path(work_dir, RESUME_NAME), state)

@@ -75,7 +75,7 @@ CALLS = {
         ),
         (
             "--data {good}/encoded.jsonl --seq_len 8 --eval_len 8",
-            "--seq_len 8 leaves no token for a context beside --eval_len 8",
+            "--seq_len 8 leaves no token for a context next to --eval_len 8",
         ),
         (
             "--data {good}/encoded.jsonl --beam 0",
