@@ -2,7 +2,7 @@
 
     python recipe.py roberta_base_rte [--small BASE DATA] [--print] [flags of run_glue.py]
 
-The scripts of this folder are this with their canonical names: `bash roberta_base_rte.sh`.
+Each script of this folder runs the recipe of its own name: `bash roberta_base_rte.sh`.
 """
 
 import argparse
@@ -24,9 +24,9 @@ environment variables:
   MNLI_CHECKPOINT   file of LoRA weights that MRPC, RTE and STS-B start from ({start})
   MASTER_PORT       port over which the processes find each other (29500)
 
-Flags of run_glue.py go behind the recipe's own, and the last of a kind counts: another
+Flags of run_glue.py follow the recipe's own, and override them: another
 --learning_rate, --data_dir for GLUE's files in a folder instead of the hub, --output_dir,
---overwrite_output_dir False to go on with a run that was stopped. For all of them:
+--overwrite_output_dir False to resume a run that was stopped. For all of them:
   python {script} --help
 """
 
@@ -64,7 +64,7 @@ class Recipe:
         return [*own, *extra]
 
     def command(self, nproc: int, extra: Sequence[str] = (), port: str | None = None) -> list[str]:
-        """The whole command, ``python`` first, to be run where the user is."""
+        """The full command, ``python`` first, to be run where the user is."""
         launcher = ["-m", "torch.distributed.launch", f"--nproc_per_node={nproc}"]
         launcher += [f"--master_port={port}"] if port else []
         return ["python", *launcher, _shown(SCRIPT), *self.arguments(extra)]
@@ -75,7 +75,7 @@ def _flag(name: str, value: str | None) -> list[str]:
 
 
 def _shown(path: Path) -> str:
-    """As one types it where one is: the shorter of relative and absolute."""
+    """A path as typed from the current folder: the shorter of relative and absolute."""
     return min(os.path.relpath(path), str(path), key=len)
 
 
@@ -118,7 +118,7 @@ def read_environment() -> dict[str, str]:
 def small(recipe: Recipe, base: str, data: str) -> Recipe:
     """The recipe as a trial of a few steps, in one process and a folder of its own.
 
-    All that is not about size stays, but for fp16 where there is no GPU.
+    Settings that do not concern size stay, except fp16 where there is no GPU.
 
     Args:
         recipe: which one.
@@ -143,7 +143,7 @@ def gpu_count() -> int:
 
 
 def _given(arguments: Sequence[str], name: str) -> str | None:
-    """The value of a flag that counts, the last; None where it is not given."""
+    """A flag's value, of several the last; None where it is not given."""
     value = None
     for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
         if word == name:
@@ -154,7 +154,7 @@ def _given(arguments: Sequence[str], name: str) -> str | None:
 
 
 def check_start(recipe: Recipe, extra: Sequence[str] = ()) -> None:
-    """Sees that the LoRA weights that the recipe starts from are there.
+    """Checks that the LoRA weights that the recipe starts from exist.
 
     Raises:
         FileNotFoundError: they are not; the message says which recipe makes them.
@@ -173,8 +173,8 @@ def check_start(recipe: Recipe, extra: Sequence[str] = ()) -> None:
 
 
 def fitted(recipe: Recipe, gpus: int) -> tuple[int, list[str]]:
-    """The recipe with its own batches on fewer GPUs: processes, and flags to go behind its own."""
-    # The most processes that the recipe's batch can be dealt out to.
+    """The recipe with its own batches on fewer GPUs: processes, and flags to add to its own."""
+    # The most processes that the recipe's batch can be divided among.
     fewer = max(n for n in range(1, max(gpus, 1) + 1) if recipe.nproc % n == 0)
     flags = []
     if fewer < recipe.nproc:
@@ -185,7 +185,7 @@ def fitted(recipe: Recipe, gpus: int) -> tuple[int, list[str]]:
 
 
 def check_gpus(recipe: Recipe, extra: Sequence[str] = ()) -> None:
-    """Sees that there is a GPU for each of the recipe's processes; one can do without.
+    """Checks that each of the recipe's processes has a GPU; a single process needs none.
 
     Raises:
         ValueError: there are too few; the message has a command that does the same on them.
@@ -240,7 +240,7 @@ def written_out(environment: Mapping[str, str], command: Sequence[str]) -> str:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """This program's arguments, the recipe among them; and run_glue.py's, which go on to it."""
+    """This program's arguments, the recipe among them; and run_glue.py's, to be passed on."""
     recipes = read_recipes()
     parser = argparse.ArgumentParser(
         prog="recipe.py",
@@ -272,7 +272,7 @@ def chosen(args: argparse.Namespace) -> tuple[Recipe, int]:
     """The recipe that is asked for, and on how many processes.
 
     Raises:
-        ValueError: NPROC is no number of processes.
+        ValueError: NPROC is not a number of processes.
     """
     recipe = read_recipes()[args.recipe]
     checkpoint = os.environ.get("MNLI_CHECKPOINT")
@@ -287,7 +287,7 @@ def chosen(args: argparse.Namespace) -> tuple[Recipe, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Checks what a recipe needs, shows its command, and becomes it."""
+    """Checks what a recipe needs, shows its command, and replaces this process by it."""
     args, extra = parse(sys.argv[1:] if argv is None else argv)
     try:
         recipe, nproc = chosen(args)

@@ -72,7 +72,7 @@ CALLS = {
         (
             "{rte} --model_name_or_path {bad}/no_positions",
             "no_positions/config.json: max_position_embeddings 2 has no position for a "
-            "token: the first 2, up to pad_token_id, are none of a token's",
+            "token: the first 2, up to pad_token_id, are not for tokens",
         ),
         (
             "{rte} --model_name_or_path {bad}/list_labels",
@@ -219,7 +219,7 @@ CALLS = {
         ),
         (
             "--input_file {bad}/object.jsonl",
-            'object.jsonl: line 1: its text is no string ({"a": 1})',
+            'object.jsonl: line 1: its text is not a string ({"a": 1})',
         ),
         (
             "--input_file {bad}/gap.jsonl",
@@ -236,7 +236,7 @@ CALLS = {
         ),
         (
             "--input_file {bad}/list.jsonl",
-            "list.jsonl: line 1: is no JSON object ([1])",
+            "list.jsonl: line 1: is not a JSON object ([1])",
         ),
         (
             "--input_file {bad}/utf16_texts.jsonl",

@@ -144,13 +144,13 @@ def __getattr__(name: str) -> Any:
     if name in classes:
         return getattr(importlib.import_module(classes[name], __name__), name)
     raise AttributeError(
-        f"this slim fork of transformers (4.4.2 with LoRA) does not carry '{name}'; for the whole "
+        f"this slim fork of transformers (4.4.2 with LoRA) does not carry '{name}'; for the full "
         "package install upstream's transformers, in an environment of its own"
     )
 
 
 def _submodule(name: str) -> Any:
-    """A module of this package; with one that holds others, the public names' modules in it."""
+    """Imports a module of this package and, within it, the modules of public names."""
     module = importlib.import_module(f".{name}", __name__)
     for inner in sorted({home for home in _MODULE_OF.values() if home.startswith(f".{name}.")}):
         importlib.import_module(inner, __name__)

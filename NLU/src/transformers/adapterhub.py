@@ -59,7 +59,7 @@ def _canonical_name(name: str, pattern: re.Pattern[str], file: Path) -> tuple[st
     if match := pattern.fullmatch(name):
         layer = f"{match['layer']}." if "layer" in pattern.groupindex else ""
         return f"{layer}{_PARTS[match['part']]}.{match['end']}", match["task"]
-    # A head that belongs to the model's class has the class's canonical names.
+    # A head that belongs to the model's class has that class's names, which are canonical.
     if pattern is _HEAD_NAME and not name.startswith("heads.") and not in_known_backbone(name):
         return name, None
     what = "the head" if pattern is _HEAD_NAME else "bottleneck adapters"

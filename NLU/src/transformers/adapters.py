@@ -1,13 +1,13 @@
 """Parts of both encoders' layers, and what is put into them to be trained: LoRA and adapters.
 
-A bottleneck adapter is a small network beside the residual stream. With h, what a sub-layer has
+A bottleneck adapter is a small network next to the residual stream. With h, what a sub-layer has
 computed after its dropout, and x, its residual input:
 
     Houlsby   out = LayerNorm( h + up(silu(down(h)))                    + x )
     Pfeiffer  out = LayerNorm( h + up(relu(down(LayerNorm(h + x))))     + x )
 
 Houlsby's follow attention and feed-forward, Pfeiffer's the feed-forward part alone; both norms of
-the latter are the layer's own. `up` starts as zero, and with it an adapter as the identity. In the
+the latter are the layer's own. `up` starts as zero, so an adapter starts as the identity. In the
 release's files, and so here, down is called ``adapter_A`` and up ``adapter_B``.
 
 Source: Houlsby et al., arXiv 1902.00751; Pfeiffer et al., arXiv 2005.00247.

@@ -16,7 +16,7 @@ def flag(default: Any, text: str, **metadata: Any) -> Any:
     return dataclasses.field(default=default, metadata={"help": text, **metadata})
 
 
-# What a flag that is on or off can be given, as text; Python's own two values are among it.
+# The texts that a boolean flag accepts, in any case; Python's own two are among them.
 _BOOLEANS = {
     **dict.fromkeys(("1", "t", "true", "y", "yes"), True),
     **dict.fromkeys(("0", "f", "false", "n", "no"), False),
@@ -36,7 +36,7 @@ def string_to_bool(text: str | bool) -> bool:
 
 
 class _HelpFormatter(ArgumentDefaultsHelpFormatter):
-    """Shows defaults, but for None: what then happens is in the help text."""
+    """Shows defaults other than None; the help text says what None means."""
 
     def _get_help_string(self, action: Action) -> str | None:
         return action.help if action.default is None else super()._get_help_string(action)
@@ -47,7 +47,7 @@ class HfArgumentParser(ArgumentParser):
 
     A field's type, default, ``metadata["help"]`` and ``metadata["choices"]`` make its flag. A bool
     can be given bare (``--do_train``) or with a value (``--do_train False``); one that is True by
-    default has ``--no_<flag>`` beside it.
+    default also has ``--no_<flag>``.
 
     Args:
         dataclass_types: one dataclass, or several whose fields do not clash.

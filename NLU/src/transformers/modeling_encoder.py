@@ -1,4 +1,4 @@
-"""What RoBERTa's and DeBERTa-v2's models share; each family's own file has what makes it itself.
+"""What RoBERTa's and DeBERTa-v2's models share; each family's own file has what sets it apart.
 
 In the order in which data flows:
 
@@ -133,7 +133,7 @@ class Encoder(nn.Module):
 def run_layer(layer: nn.Module, *inputs: Any, recompute: bool) -> Any:
     """``layer(*inputs)``; with `recompute`, the backward pass computes its activations again.
 
-    They then need no memory in between. Random numbers are drawn as the first time, so losses and
+    They then need no memory in between. The second time, random numbers are the same, so losses and
     gradients keep their bits. Source: "Training Deep Nets with Sublinear Memory Cost", arXiv
     1604.06174.
     """
@@ -229,7 +229,7 @@ class EncoderForMaskedLM(PreTrainedModel):
 
         Args:
             labels: (batch, length), token ids; -100 where there is no target.
-            targets_only: whether that is so with `labels`; by default in training, and only there.
+            targets_only: whether logits are of the targets alone; by default in training only.
             others: as in `EncoderModel.encode`.
         """
         show = self._wants_states(output_hidden_states)

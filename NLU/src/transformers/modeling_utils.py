@@ -47,7 +47,7 @@ _HEADS = (_A_HEAD_S, "lm_head.", "lm_predictions.", "cls.")
 _POSITION_IDS = "embeddings.position_ids"
 
 
-# What adds tensors to a backbone, and what a message says to have them.
+# What adds tensors to a backbone, and the error where the model has no place for them.
 _ADDED = {
     LORA: "LoRA weights that the model has no place for, such as {}; add --apply_lora with their "
     "rank and alpha",
@@ -92,8 +92,8 @@ class PreTrainedModel(nn.Module):
         """Initializes one module's own weights, as BERT does.
 
         Matrices are normal with the settings' `initializer_range` as standard deviation; biases and
-        the embedding of padding are zero. Norms, convolutions, LoRA and
-        the last projection of a bottleneck are initialized by their own classes.
+        the embedding of padding are zero. Norms, convolutions, LoRA and the last projection of a
+        bottleneck are initialized by their own classes.
         """
         match module:
             case nn.LayerNorm() | nn.Conv1d():
@@ -103,8 +103,8 @@ class PreTrainedModel(nn.Module):
                 if module.padding_idx is not None:
                     nn.init.zeros_(module.weight.detach()[module.padding_idx])
             case nn.Linear():
-                # A seed's weights depend on the order in which random numbers are drawn, those for
-                # a weight that is zero in the end included.
+                # A seed's weights depend on the order of all random numbers, including those for
+                # a weight that is zero in the end.
                 if isinstance(module, LoRALayer):
                     self._initialize_lora(module)
                 self._initialize_matrix(module.weight)
@@ -191,7 +191,7 @@ class PreTrainedModel(nn.Module):
         return {**lora_settings(self), "dropout": self.config.lora_dropout or None}
 
     def load_adapters(self, adapters: Sequence[Adapter], new_head: bool = False) -> list[str]:
-        """Copies adapters of one run in, each of another kind; see `adapters.loading.load_into`.
+        """Copies in one run's adapters, each of another kind; see `adapters.loading.load_into`.
 
         Returns:
             The names of the head's tensors that were left as they are.
@@ -454,10 +454,10 @@ class PreTrainedModel(nn.Module):
 
 
 class _NoInitialization(TorchFunctionMode):
-    """Within it, random initialization leaves tensors as they are: uninitialized.
+    """Within this block, random initialization does nothing: tensors stay uninitialized.
 
-    Unlike a model on the meta device, one that is built so has its memory, and PyTorch does not
-    import its compiler for it: a second.
+    Unlike a model on the meta device, one that is built this way has its memory, and PyTorch does
+    not spend a second on importing its compiler.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -513,7 +513,7 @@ def _read_shards(name_or_path: str, index: Path, **where: Any) -> dict[str, Tens
     tensors: dict[str, Tensor] = {}
     for shard in shards:
         if Path(shard).name != shard:
-            raise CheckpointError(f"{index}: '{shard}' is not the name of a file beside it")
+            raise CheckpointError(f"{index}: '{shard}' is not the name of a file next to it")
         path = resolve_file(name_or_path, shard, **where)
         if path is None:
             raise CheckpointError(f"{index}: names the shard {shard}, which is missing")

@@ -62,7 +62,7 @@ def get_scheduler(
     num_warmup_steps: int | None = None,
     num_training_steps: int | None = None,
 ) -> LambdaLR:
-    """The schedule of that name over an optimizer's rates, as upstream draws it.
+    """The schedule of that name over an optimizer's rates, as upstream defines it.
 
     Args:
         name: linear, cosine, cosine_with_restarts, polynomial, constant or constant_with_warmup.

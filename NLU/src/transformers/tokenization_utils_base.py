@@ -306,7 +306,7 @@ class PreTrainedTokenizerBase(ABC):
 
         Args:
             text: a text, or several.
-            text_pair: the second text of each pair, of the same format as `text`.
+            text_pair: the second text of each pair; one or several, as `text` is.
             add_special_tokens: frame the row as the model expects it.
             padding: True or "longest": to the batch's longest row; "max_length": to `max_length`;
                 False: not at all.
@@ -693,7 +693,7 @@ def _read_json(path: Path | None) -> dict[str, Any]:
 
 
 def _as_token(value: Any) -> Any:
-    """The token for the format that files give a token with flags, any other value as it is."""
+    """The token that a file spells as a dict of its text and flags; any other value as it is."""
     if isinstance(value, list):
         return [_as_token(each) for each in value]
     if not isinstance(value, dict):

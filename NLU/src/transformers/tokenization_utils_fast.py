@@ -170,7 +170,7 @@ class PreTrainedTokenizerFast(PreTrainedTokenizerBase):
         return (str(path),)
 
     def _special_tokens_to_save(self) -> dict[str, Any]:
-        """The special tokens by role; those with flags in the format that keeps them."""
+        """The special tokens by role; those with flags as dicts, which keep these."""
         flagged = {
             token.content: {
                 "content": token.content,

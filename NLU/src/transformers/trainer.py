@@ -138,7 +138,7 @@ class Trainer:
         self.uses_apex = args.use_apex
         in_half = args.compute_dtype is not torch.float32 and not self.uses_apex
         if in_half and isinstance(model, PreTrainedModel):
-            # Other models' layers need not bear it, and are left to autocast.
+            # Other models' layers may not support it, and are left to autocast.
             hold_frozen_in(model, args.compute_dtype)
         shown = PrinterCallback if args.disable_tqdm else ProgressCallback
         self.callbacks = CallbackHandler(
@@ -162,7 +162,7 @@ class Trainer:
             self._used_columns(dataset),
             batch_sampler=batches,
             collate_fn=self.data_collator,
-            # Else the loader would draw from the generator of dropout, once an epoch or resume.
+            # By default the loader uses dropout's generator, once an epoch and at every resume.
             generator=torch.Generator().manual_seed(self.args.seed + self.state.global_step),
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
@@ -290,7 +290,7 @@ class Trainer:
             if self.control.should_training_stop:
                 break
             self._train_epoch(epoch, batches)
-        # DDP holds on to the group of processes.
+        # DDP keeps a reference to the process group.
         self._wrapped = self.model
         self._check_finite()
         self._check_weights()
@@ -411,7 +411,7 @@ class Trainer:
             self._give_up(f"the loss is not finite at step {step + 1}")
 
     def _check_weights(self) -> None:
-        """Before they are written: an update may spoil them, and the next loss is too late."""
+        """Checks weights before they are written: the next loss would show the damage too late."""
         trained = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
         if first_not_finite(trained) is not None:
             self._give_up(f"the weights are not finite after step {self.state.global_step}")
@@ -429,7 +429,7 @@ class Trainer:
         """Does what callbacks have asked for."""
         control = self.control
         if control.should_evaluate and self.args.load_best_model_at_end:
-            # Whoever asked for the evaluation: what turns out to be the best has to be there.
+            # Whatever asked for the evaluation: the best model has to have a checkpoint.
             control.should_save = True
         if control.should_log and self.state.global_step > self._progress.logged_step:
             self._check_finite()
@@ -541,7 +541,7 @@ class Trainer:
     ) -> dict[str, float]:
         """The loss and the metrics on a set, each name with the prefix; logged.
 
-        Without `compute_metrics` there is nothing to gather predictions for: they are not.
+        Without `compute_metrics`, predictions are not gathered.
         """
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
         if dataset is None:

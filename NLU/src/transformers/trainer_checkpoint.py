@@ -2,7 +2,7 @@
 
 It resumes bit-exact, on a GPU with ``--use_deterministic_algorithms``.
 
-A checkpoint is written into a folder beside its own and renamed when it is complete. It holds the
+A checkpoint is written into a folder next to its own and renamed when it is complete. It holds the
 model (with ``--save_lora_only``, the files of what is trained alone; of a module that is not this
 package's, the state dict), tokenizer and settings, the optimizer, the schedule, the scaler, the
 Trainer's state, and of every process its place in the data, the gradients not yet applied and the
@@ -53,10 +53,10 @@ OPTIMIZER_NAME = "optimizer.pt"
 SCHEDULER_NAME = "scheduler.pt"
 SCALER_NAME = "scaler.pt"
 
-# What every schedule of PyTorch notes. What else one notes differs between versions of PyTorch.
+# What the state of every PyTorch schedule holds; the rest differs between versions of PyTorch.
 _OF_A_SCHEDULE = ("base_lrs", "last_epoch", "_last_lr")
 
-# Settings that a run keeps when it is resumed. Its length may change, and what runs it.
+# Settings that a resumed run must keep. Its length may change, and the hardware.
 _SAME_IN_A_RUN = (
     "seed",
     "tf32",
@@ -75,7 +75,7 @@ _SAME_IN_A_RUN = (
     "fp16",
     "bf16",
 )
-# Likewise, of the model's settings; what shapes the model is seen from its weights.
+# Likewise, of the model's settings; those that shape the model show in its weights.
 _SAME_OF_A_MODEL = ("lora_dropout", "cls_dropout", "reg_loss_wgt", "masking_prob", "apply_bitfit")
 
 
@@ -206,7 +206,7 @@ class Checkpoints:
             old += [path for path in others[:surplus] if path.name != Path(best or "").name]
         for path in old:
             logger.info("deleting %s", path)
-            # Out of sight first: what is killed half-way is not to be taken for a checkpoint.
+            # Renamed first, so that half a folder, after a kill, is not taken for a checkpoint.
             deleted = path.with_name(f".{path.name}.deleted")
             shutil.rmtree(deleted, ignore_errors=True)
             path.rename(deleted)
@@ -368,7 +368,7 @@ def _way_out(folder: Path) -> str:
 
 @contextmanager
 def _damage_named(path: Path) -> Iterator[None]:
-    """Whatever goes wrong in reading a file of a checkpoint names it, and the way out."""
+    """Errors in reading a checkpoint's file name that file, and what the user can do."""
     with damage_named(path, _way_out(path.parent)):
         yield
 

@@ -74,8 +74,8 @@ class TrainingBatches:
         order = self._order()
         for step in range(self.skip, self.steps):
             examples = order[step * self.step_size : (step + 1) * self.step_size]
-            # A process without an example in the last step computes one for nothing: the others
-            # wait for its part in the sum of gradients. `weight` makes that part zero.
+            # A process without an example in the last step computes some other one, because
+            # the others wait for its part in the sum of gradients. `weight` makes that part zero.
             yield examples[self.rank :: self.world_size] or examples[:1]
 
     def weight(self, step: int) -> float:

@@ -48,7 +48,7 @@ class SchedulerType(str, Enum):
 
 
 class EvalPrediction(NamedTuple):
-    """What `compute_metrics` is given: predictions and labels of the whole set, in its order.
+    """What `compute_metrics` is given: predictions and labels of the full set, in its order.
 
     One array each; a tuple of them where the model returns several, or where there are several
     kinds of labels. Where batches differ in length, rows are filled up with -100.
@@ -133,5 +133,5 @@ def _read_results(path: Path) -> dict[str, float]:
         check_like(results, {})
         return results
     except ValueError as error:
-        logger.warning("%s: is damaged (%s), and written anew", path, error)
+        logger.warning("%s: is damaged (%s), and is replaced", path, error)
         return {}

@@ -30,7 +30,7 @@ def save_weights(model: nn.Module, folder: Path, lora_only: bool) -> None:
     Args:
         model: one of this package is written with its configuration, any other as a state dict.
         folder: it exists.
-        lora_only: leaves all but the files of what is trained out.
+        lora_only: write the files of what is trained alone.
     """
     if isinstance(model, PreTrainedModel):
         _save_pretrained(model, folder, lora_only)
@@ -78,7 +78,7 @@ def load_weights(model: nn.Module, folder: Path, device: torch.device, way_out: 
     """
     kinds = adapted_by(model)
     if kinds:
-        # These files say rank, alpha and base as well, which the whole model's does not.
+        # These files say rank, alpha and base as well, which the full model's does not.
         model.load_adapters([read_adapter(folder, kind) for kind in kinds])
         if not (folder / WEIGHTS_NAME).is_file() and not (folder / SAFE_WEIGHTS_NAME).is_file():
             return

@@ -40,7 +40,7 @@ def default_logdir() -> str:
     return f"runs/{datetime.now():%b%d_%H-%M-%S}_{platform.node()}"
 
 
-# What a setting becomes that is None: in this order, since the last one looks at the one before it.
+# The defaults of settings that are None. In this order: the last one depends on the one before it.
 _DEFAULTS: dict[str, Callable[["TrainingArguments"], Any]] = {
     "do_eval": lambda args: args.evaluation_strategy is not IntervalStrategy.NO,
     "eval_steps": lambda args: args.logging_steps,
@@ -63,7 +63,7 @@ class TrainingArguments:
 
     output_dir: str = field(metadata={"help": "folder for checkpoints and results"})
     overwrite_output_dir: bool = flag(
-        False, "start anew in an output folder that is not empty, and do not resume from it"
+        False, "start over in an output folder that is not empty, and do not resume from it"
     )
     do_train: bool = flag(False, "train")
     do_eval: bool | None = flag(None, "evaluate on the validation set")
@@ -116,7 +116,7 @@ class TrainingArguments:
     eval_steps: int | None = flag(None, "updates between evaluations (default: logging_steps)")
     dataloader_num_workers: int = flag(
         0,
-        "processes that prepare batches; where they are random, as in masking, a run that is "
+        "processes that prepare batches; where batches are random, as in masking, a run that is "
         "resumed within an epoch has other random numbers",
     )
     past_index: int = flag(-1, "refused unless negative: no model here has such a memory")
@@ -134,7 +134,7 @@ class TrainingArguments:
     metric_for_best_model: str | None = flag(None, "what 'best' compares (default: loss)")
     greater_is_better: bool | None = flag(None, "its direction (default: true unless a loss)")
     ignore_data_skip: bool = flag(
-        False, "after a resume, begin the epoch's data anew: faster, but not the same run"
+        False, "after a resume, start the epoch's data over: faster, but not the same run"
     )
     sharded_ddp: str = flag("", "refused: nothing to shard")
     deepspeed: str | None = flag(None, "refused: nothing to shard")

@@ -118,8 +118,8 @@ def choose_columns(
 ) -> Columns:
     """Which columns are texts: those asked for, or those that can be nothing else.
 
-    By itself it takes sentence1 and sentence2, or one or two columns of strings other than the
-    label's; none of numbers, and none that is called as an identifier is.
+    Where none are asked for, it takes sentence1 and sentence2, or one or two columns of strings
+    other than the label's: no numbers, and no column that is named like an identifier.
 
     Args:
         data: the file's rows.
@@ -128,7 +128,7 @@ def choose_columns(
         label: the label's column.
 
     Raises:
-        ValueError: a column asked for is absent or asked for twice; or the columns leave a choice.
+        ValueError: a column asked for is absent or asked for twice; or it is ambiguous.
     """
     if texts is not None:
         if not 1 <= len(texts) <= 2 or len({*texts, label}) <= len(texts):
@@ -148,14 +148,14 @@ def choose_columns(
         passed = [f"{name} is {reason}" for name, reason in reasons.items() if reason]
         raise ValueError(
             f"{path}: has {len(found)} text columns ({', '.join(found or passed) or 'none'}); one "
-            f"or two are needed beside '{label}', or sentence1 and sentence2: name them with "
-            "--text_columns"
+            f"or two are needed in addition to '{label}', or sentence1 and sentence2: name them "
+            "with --text_columns"
         )
     return Columns(tuple(found), label)
 
 
 def _why_no_text(data: Dataset, name: str) -> str | None:
-    """Why a column is not taken for text by itself; None where it is."""
+    """Why a column is not taken for text unless asked for; None where it is."""
     from datasets import Value
 
     if _IDENTIFIER.fullmatch(name):
@@ -165,7 +165,7 @@ def _why_no_text(data: Dataset, name: str) -> str | None:
         return f"of {feature.dtype}"
     values = [value for value in data[name] if value not in (None, "")]
     if not any(isinstance(value, str) for value in values):
-        return f"{_KINDS.get(type(values[0]), 'no string')} in each row" if values else "empty"
+        return f"{_KINDS.get(type(values[0]), 'not a string')} in each row" if values else "empty"
     if all(isinstance(value, str) and _is_number(value) for value in values):
         return "all numbers"
     return None

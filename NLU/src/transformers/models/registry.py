@@ -13,7 +13,7 @@ class Carried:
     """A family and its classes, which are imported when they are first asked for.
 
     Args:
-        family: what the library has to know of its adapters.
+        family: what the library needs to know of its adapters.
         package: the folder's package, in which the classes are, as ``module.Class``.
         config: its settings.
         tokenizer: its tokenizer.

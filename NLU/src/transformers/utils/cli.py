@@ -31,7 +31,7 @@ from ..training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
-# Tokens of a text, where nothing is said of it.
+# Tokens that texts are cut to by default.
 DEFAULT_LENGTH = 128
 
 
@@ -41,7 +41,7 @@ def set_up_logging() -> None:
     main = process.rank() == 0
     for name in ("transformers", "__main__"):
         logging.getLogger(name).setLevel(logging.INFO if main else logging.ERROR)
-    # What it logs of a file that it cannot read, the error says that it raises.
+    # For a file that it cannot read, its log only repeats the error that it raises.
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
 
 
@@ -126,7 +126,7 @@ def choose_length(
         is_pair: there are pairs of texts.
 
     Raises:
-        ValueError: the model has not that many positions, or special tokens leave no room in them.
+        ValueError: the model has fewer positions, or special tokens leave no room in them.
     """
     if given is None:
         length = min(DEFAULT_LENGTH, config.longest_sequence or DEFAULT_LENGTH)
@@ -174,7 +174,8 @@ def cut_rows(
         masks: each row's attention mask, 1 for a token and 0 for padding.
         length: the most tokens that a row has.
     """
-    # A row that is not full was not cut. Of the others, one that was has a token more to give.
+    # A row that is not full was not cut. The others are encoded again with room for one more token:
+    # those that were cut fill it.
     full = [row for row, mask in enumerate(masks) if sum(mask) >= length]
     was_cut = [False] * len(masks)
     if full:
@@ -230,9 +231,9 @@ WAYS_OUT = {
 
 
 def run(main: Callable[[], None]) -> None:
-    """Runs a script's `main`, as `process.run` does; errors keep clear of progress bars.
+    """Runs a script's `main`, as `process.run` does; errors are printed clear of progress bars.
 
-    Those of the library get the flags that can mend them.
+    Errors of the library get the flags that resolve them.
     """
     with_ways_out = adding_ways_out(WAYS_OUT)(main)
     process.run(with_ways_out, report=lambda line: tqdm.write(line, file=sys.stderr))

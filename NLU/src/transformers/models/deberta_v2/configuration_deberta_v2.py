@@ -29,7 +29,7 @@ class DebertaV2Config(EncoderConfig):
             projections of their own.
         norm_rel_ebd: "layer_norm" to normalize the relative positions' embeddings, or "none".
         position_biased_input: add absolute positions to the embeddings.
-        conv_kernel_size: width of the convolution beside the first layer, odd; 0 for none.
+        conv_kernel_size: width of the convolution parallel to the first layer, odd; 0 for none.
         conv_groups: its groups.
         conv_act: its activation.
         pooler_hidden_act: activation of the classifier's pooler.

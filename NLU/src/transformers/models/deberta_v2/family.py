@@ -1,4 +1,4 @@
-"""DeBERTa-v2: what the Auto classes and adapters have to know of it."""
+"""DeBERTa-v2: what the Auto classes and adapters need to know of it."""
 
 from loralib.adapters.families import Family
 

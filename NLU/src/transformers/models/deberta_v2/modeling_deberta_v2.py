@@ -1,6 +1,6 @@
 """DeBERTa-v2 with LoRA, as published on its attention's query and value projections.
 
-Disentangled attention: beside the contents of two tokens, the distance between them counts. With
+Disentangled attention depends on two tokens' contents and on the distance between them. With
 content queries Q and keys K, and P, projected embeddings of the distance i - j:
 
     score(i, j)  =  ( Q_i · K_j  +  Q_i · P_key(i - j)  +  P_query(i - j) · K_j ) / √(d (1 + terms))
@@ -19,8 +19,8 @@ depends on distances alone is computed once a forward, see `Batch`.
 
 This file goes from the ids to a head's logits. What RoBERTa has as well, the layers around
 attention and the forward passes, is in modeling_encoder.py. The encoder works on packed tokens,
-(tokens, hidden); see loralib/nn/packing.py. Where LoRA and bottleneck adapters go is said in
-adapters.py. Names are upstream's, so that published weights load.
+(tokens, hidden); see loralib/nn/packing.py. adapters.py says where LoRA and bottleneck
+adapters go. Names are upstream's, so that published weights load.
 Source: DeBERTa, arXiv 2006.03654, section 3, with version 2's buckets, shared projections and
 convolution; LoRA, arXiv 2106.09685, section 4.2.
 """
@@ -424,7 +424,7 @@ def _attention(
 
 
 class ConvLayer(nn.Module):
-    """A convolution over the embeddings, beside the first layer: it sees neighbouring words."""
+    """A convolution over the embeddings, parallel to the first layer: it sees neighbours."""
 
     def __init__(self, config: DebertaV2Config):
         super().__init__()
@@ -460,7 +460,7 @@ class DebertaV2Encoder(Encoder):
     Attributes:
         rel_embeddings: (2 · attention_span, hidden), of distances.
         LayerNorm: on these, where `norm_rel_ebd` asks for it.
-        conv: the convolution beside the first layer; None without.
+        conv: the convolution parallel to the first layer; None without.
     """
 
     def __init__(self, config: DebertaV2Config):
@@ -632,7 +632,7 @@ class DebertaV2ForSequenceClassification(
     def logits_of(self, first: Tensor) -> Tensor:
         """(batch, hidden), of the first tokens -> (batch, labels).
 
-        It sees one token a row, so float32 costs nothing and spares the logits half precision.
+        Without autocast: one token a row is cheap in float32, and logits keep its precision.
         """
         pooled = self.pooler(first)
         with torch.autocast(pooled.device.type, enabled=False):

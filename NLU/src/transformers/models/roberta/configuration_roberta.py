@@ -10,7 +10,7 @@ from ...configuration_encoder import EncoderConfig
 class RobertaConfig(EncoderConfig):
     """The shape of a RoBERTa model; the defaults are roberta-base's, with BERT's vocabulary size.
 
-    Of `max_position_embeddings`, the first `pad_token_id` + 1 are never a token's: roberta-base has
+    Of `max_position_embeddings`, tokens never use the first `pad_token_id` + 1: roberta-base has
     514 and takes sequences of 512 tokens.
 
     Args:
@@ -45,7 +45,7 @@ class RobertaConfig(EncoderConfig):
         if self.max_position_embeddings <= pad_token_id + 1:
             raise ValueError(
                 f"max_position_embeddings {self.max_position_embeddings} has no position for a "
-                f"token: the first {pad_token_id + 1}, up to pad_token_id, are none of a token's"
+                f"token: the first {pad_token_id + 1}, up to pad_token_id, are not for tokens"
             )
 
     @property

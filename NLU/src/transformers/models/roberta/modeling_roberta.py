@@ -2,8 +2,8 @@
 
 This file goes from the ids to a head's logits. What DeBERTa-v2 has as well, the layers around
 attention and the forward passes, is in modeling_encoder.py. The encoder works on packed tokens,
-(tokens, hidden); see loralib/nn/packing.py. Where LoRA and bottleneck adapters go is said in
-adapters.py. Names are upstream's, so that published weights load.
+(tokens, hidden); see loralib/nn/packing.py. adapters.py says where LoRA and bottleneck
+adapters go. Names are upstream's, so that published weights load.
 Source: RoBERTa, arXiv 1907.11692; LoRA, arXiv 2106.09685, section 4.2.
 """
 
@@ -188,7 +188,7 @@ class RobertaClassificationHead(nn.Module):
     def forward(self, first: Tensor) -> Tensor:
         """(batch, hidden) -> (batch, labels).
 
-        It sees one token a row, so float32 costs nothing and spares the logits half precision.
+        Without autocast: one token a row is cheap in float32, and logits keep its precision.
         """
         with torch.autocast(first.device.type, enabled=False):
             first = self.dropout(first.to(self.dense.weight.dtype))
