@@ -10,7 +10,7 @@ Replace a layer by its namesake here, freeze the rest, train, and save the small
 
 The layers need torch alone. What needs more is imported when it is first asked for.
 
-The layers are explained, and drawn, at the head of `loralib.layers`.
+The head of `loralib.layers` explains the layers, with a diagram.
 """
 
 import importlib

@@ -18,9 +18,9 @@ def _check_bias(bias: str) -> None:
 
 
 def mark_only_lora_as_trainable(model: nn.Module, bias: str = "none") -> None:
-    """Freezes every parameter without `lora_` in its name, then frees biases as asked.
+    """Freezes every parameter without `lora_` in its name, then unfreezes biases as asked.
 
-    A model without LoRA parameters is frozen as a whole, with a warning in the log.
+    A model without LoRA parameters is frozen entirely, with a warning in the log.
 
     Args:
         model: changed in place.
@@ -89,7 +89,7 @@ def merge(module: nn.Module) -> nn.Module:
         The plain layer; or the model.
 
     Raises:
-        TypeError: a `LoRALayer` of another package's making does not say how to merge it.
+        TypeError: a subclass of `LoRALayer` in another package does not say how to merge it.
     """
     if isinstance(module, LoRALayer):
         return module.merged_layer()

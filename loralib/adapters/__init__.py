@@ -1,1 +1,1 @@
-"""An adapter as a thing: what it holds, its metadata, and its formats on disk."""
+"""Adapters: what they hold, their metadata, and their formats on disk."""

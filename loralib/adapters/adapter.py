@@ -3,7 +3,7 @@
 A LoRA adapter holds the tensors whose name contains ``lora_`` and those outside the backbone (the
 classification head). An adapter of another kind is the same with what it trains in LoRA's place:
 see `Kind`. A run that trains several of them writes a file of each. Rank, alpha, base and more are
-its metadata, against which everything is checked. How adapters lie on disk is the business of
+its metadata, against which everything is checked. Their formats on disk are in
 formats.py.
 """
 
@@ -69,10 +69,10 @@ class Kind:
         return self.part in name
 
     def mismatch(self, theirs: Iterable[str], ours: Iterable[str]) -> str | None:
-        """How the tensors of an adapter are those of another model than ours, told by their names.
+        """Why an adapter does not fit a model, by the names of their tensors.
 
         Returns:
-            What an error says of it; None where nothing differs that the kind has a word for.
+            The text for an error; None where the kind finds no reason.
         """
         return None
 
@@ -131,7 +131,7 @@ def adapter_tensors(
     backbones: Iterable[str] | None = None,
     kind: Kind = LORA,
 ) -> dict[str, Tensor]:
-    """The part of a full state dict that an adapter file holds: LoRA, and what is no backbone's.
+    """The part of a full state dict that an adapter file holds: LoRA, and all outside the backbone.
 
     Args:
         state_dict: the full one.

@@ -2,8 +2,8 @@
 
 An adapter's tensors are pairs: for a module ``m``, ``m.lora_A`` and ``m.lora_B``. Those of a
 `Linear` are one update of the whole output; those of a `MergedLinear` are stacked, a block for each
-updated slice of the output (see functional.py). Which slices they are is not in the tensors: the
-model's `Family` says it.
+updated slice of the output (see functional.py). The tensors do not say which slices these are: the
+model's `Family` does.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """Families of models: what of an adapter depends on the model that it was trained in.
 
-Whoever carries a model registers its family, in one place beside the model:
+A package with a model of its own registers the model's family, in one place next to it:
 
     ROBERTA = register(
         Family(
@@ -26,7 +26,7 @@ from .names import within_layer
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What has to be known of a family's models to handle their adapters.
+    """What the library needs to know of a family's models to handle their adapters.
 
     Modules of a layer are named as `within_layer` does it: by what follows the layer's number.
 

@@ -18,8 +18,8 @@ def fingerprint(tensors: Mapping[str, Tensor], backbones: Iterable[str] | None =
 
     SHA-256 over up to 1,024 evenly spaced values of every weight matrix of the backbone, rounded to
     bfloat16, so that a copy of the base in bfloat16 has the fingerprint of the base (one in float16
-    has not: it is rounded twice). What may have been trained is left out: LoRA, adapters, biases
-    and norms; so is the pooler, which is no part of every model.
+    does not: it is rounded twice). What may have been trained is left out: LoRA, adapters, biases
+    and norms; so is the pooler, which not every model has.
 
     Args:
         tensors: a state dict. Where no name starts as `backbones` do, all of its matrices count:

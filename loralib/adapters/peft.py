@@ -278,8 +278,8 @@ def names_in_model(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tens
 def _blocks_of_all(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
     """B of the modules that stack several updates, see the module's head: its blocks, stacked.
 
-    None at all where some are no such blocks, or where there then were several ranks: each update
-    then stays one of its module's whole output.
+    Empty where some B does not consist of such blocks, or where ranks would then differ between
+    modules: each update then stays one of its module's full output.
     """
     found = {}
     for module, (_, B) in pairs.items():
@@ -299,7 +299,7 @@ def _normalized(
 ) -> tuple[dict[str, Tensor], float]:
     """The tensors with one rank and one alpha for all modules, and that alpha.
 
-    Lower ranks are filled up with zeros, and B takes what is another module's scaling, in float32.
+    Lower ranks are filled up with zeros; B absorbs the ratio of scalings, in float32.
     Where all have one rank and alpha, nothing is changed. Stacked updates have one rank already.
     """
     ranks = {module: B.shape[1] for module, (_, B) in pairs.items()}
@@ -318,7 +318,7 @@ def _normalized(
 
 
 def _blocks(B: Tensor, enabled: tuple[bool, ...]) -> Tensor | None:
-    """(out, rank) in blocks -> the blocks one below the other; None where there are others."""
+    """(out, rank) in blocks -> the blocks one below the other; None if others are not zero."""
     count = sum(enabled)
     if not count or B.shape[1] % count or len(B) % len(enabled):
         return None

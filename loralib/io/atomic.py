@@ -14,7 +14,7 @@ from ..errors import CheckpointError, DiskFullError
 
 
 class _NoSpaceError(OSError):
-    """A write that failed for want of space, of a file of which more is known: how large it is."""
+    """A write that failed for lack of space, with what is known of the file's size."""
 
     def __init__(self, error: OSError, needed: str):
         super().__init__(error.errno, error.strerror)
@@ -26,7 +26,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @contextmanager
 def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
-    """Yields a temporary path, whose file takes the place of `path` when the block ends well.
+    """Yields a temporary path, whose file replaces `path` when the block ends without an error.
 
     A regular file is replaced atomically, by a temporary file next to it, and keeps its
     permissions. That file is synced before the rename, so that after a crash `path` holds either
@@ -109,7 +109,7 @@ def _write_through(path: Path, content: Path) -> None:
         if number is None:
             file = open(path, "wb")  # noqa: SIM115 - closed below
         else:
-            # Its own position counts, behind what was printed before.
+            # The open file's own position is used: after what was printed before.
             sys.stdout.flush()
             file = os.fdopen(os.dup(number), "wb")
         with open(content, "rb") as source, file:
@@ -169,7 +169,7 @@ def _remove_any(path: Path) -> None:
 
 @contextmanager
 def atomic_write_folder(path: str | os.PathLike) -> Iterator[Path]:
-    """Yields a temporary folder next to `path`; renames it onto `path` when the block ends well.
+    """Yields a temporary folder, which becomes `path` when the block ends without an error.
 
     Raises:
         CheckpointError: there is something at `path` already, other than an empty folder.
@@ -196,7 +196,7 @@ def replace_folder(complete: Path, path: Path) -> None:
     """Renames a folder to `path`, and removes what was there before.
 
     Args:
-        complete: the folder, beside `path`, with files that are synced.
+        complete: the folder, next to `path`, with files that are synced.
         path: its place.
     """
     replaced = complete.with_suffix(".replaced")

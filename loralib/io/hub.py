@@ -1,7 +1,7 @@
 """Files of the Hugging Face hub, with errors that a user can act on.
 
-The hub library, huggingface_hub, is imported when a file is to come from there, not before: who
-uses none does not need it. It obeys ``HF_ENDPOINT`` and ``HF_HOME``, and checks sizes.
+The hub library, huggingface_hub, is imported when a file is to come from there, not before:
+local files do not need it. It obeys ``HF_ENDPOINT`` and ``HF_HOME``, and checks sizes.
 """
 
 import os
@@ -177,7 +177,7 @@ def _not_cached(
 
 
 def _seems_absent(hub: ModuleType, name: str, filename: str, where: dict[str, str | None]) -> bool:
-    """Whether the cache holds files of a repository, and no word of a file called `filename`.
+    """Whether the cache holds files of a repository, and no record of a file called `filename`.
 
     A cache that was filled by other means than ours holds no notes of absent files.
     """

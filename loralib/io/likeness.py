@@ -1,4 +1,4 @@
-"""Whether what a file holds is made as an example is: types, names, shapes."""
+"""Whether a file's content has the structure of an example: types, names, shapes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,8 +10,8 @@ def check_like(value: Any, example: Any, name: str = "it") -> None:
     """Checks that `value`, which was read from a file, is built as `example` is.
 
     Mappings have at least the same keys, sequences the same length (an empty one stands for any),
-    tensors dtype and shape, other values the type; a float may be a whole number, and where the
-    example is None, anything goes.
+    tensors dtype and shape, other values the type; a float may be an int, and where the example
+    is None, anything goes.
 
     Args:
         value, example: what to compare.

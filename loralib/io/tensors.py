@@ -87,7 +87,7 @@ def write_torch(path: str | os.PathLike, value: Any) -> None:
 
 
 class _Sink:
-    """A file for torch.save; after an error it writes nothing more, and counts on.
+    """A file for torch.save; after an error it writes nothing more, but keeps counting.
 
     torch's own error of a full disk says neither that nor how much room is needed.
     """
@@ -123,7 +123,7 @@ def write_wrapped_tensors(
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies, because a view would take the whole storage that it looks at into the file."""
+    """Copies, because a view would take all of the storage that it is part of into the file."""
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
 
 

@@ -1,1 +1,1 @@
-"""Numerics: dropout, norms, tokens packed end to end, and which of them are whose."""
+"""Numerics: dropout, norms, tokens packed end to end, and which adapter computes which."""

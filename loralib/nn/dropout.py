@@ -1,14 +1,14 @@
 """Dropout that costs a fifth of PyTorch's on a CPU.
 
-PyTorch's CPU generator takes about 5 ns to draw one Bernoulli number: dropping elements of a
+PyTorch's CPU generator takes about 5 ns for one Bernoulli number: dropping elements of a
 1120 × 768 activation then costs as much as multiplying it by a 768 × 768 matrix in bfloat16.
-Here one 64-bit draw decides four elements, through its four 16-bit lanes:
+Here one random 64-bit number decides four elements, through its four 16-bit lanes:
 
     kept   =  lane >= k - 2^15,    k = round(p · 2^16),    lane uniform on [-2^15, 2^15)
     output =  x · 2^16 / (2^16 - k)  where kept,  0 elsewhere
 
 so p is rounded to a multiple of 2^-16 (0.1 becomes 0.100006), and kept elements are scaled by the
-probability that was really used: the mean of the output is exactly x. Masks are int8, with all
+probability that is really used: the mean of the output is exactly x. Masks are int8, with all
 bits set where an element is kept: PyTorch's arithmetic on integers is vectorised on CPUs, that on
 bool is not, and the mask can be laid over the bits of a floating-point number.
 
@@ -45,7 +45,7 @@ def _dropped_values(p: float) -> int:
 
 
 def keep_mask(shape: Sequence[int], p: float) -> Tensor:
-    """Draws which elements of a CPU tensor of this shape dropout keeps.
+    """Samples at random which elements of a CPU tensor of this shape dropout keeps.
 
     Args:
         shape: the tensor's shape.
@@ -56,8 +56,8 @@ def keep_mask(shape: Sequence[int], p: float) -> Tensor:
     """
     count = math.prod(shape)
     # The bounds are spelled out because random_() alone leaves the sign bit of an int64 zero.
-    draws = torch.empty((count + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
-    lanes = draws.view(torch.int16)[:count].view(shape)
+    numbers = torch.empty((count + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
+    lanes = numbers.view(torch.int16)[:count].view(shape)
     return lanes.ge_(_dropped_values(p) - _LANES // 2).neg_().to(torch.int8)
 
 
@@ -69,7 +69,7 @@ def apply_mask(x: Tensor, mask: Tensor, p: float) -> Tensor:
 
     Args:
         x: CPU tensor, float16, bfloat16, float32 or float64.
-        mask: what `keep_mask` drew for x's shape and the same p.
+        mask: what `keep_mask` returned for x's shape and the same p.
         p: probability that an element is dropped.
 
     Returns:

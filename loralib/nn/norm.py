@@ -8,7 +8,7 @@ from torch import Tensor, nn
 class LayerNorm(nn.LayerNorm):
     """`nn.LayerNorm` that stays in half precision where its weight is held in it.
 
-    Autocast would compute it, and with it the whole residual stream, in float32 on a GPU. The
+    Autocast would compute it, and with it all of the residual stream, in float32 on a GPU. The
     statistics are taken in float32 in any case.
     """
 

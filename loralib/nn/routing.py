@@ -117,15 +117,15 @@ def note_tokens(lengths: Sequence[int]) -> tuple[slice, ...]:
         raise ValueError(f"the batch has {len(lengths)} rows, adapters are named for {named}")
     ends = [0, *accumulate(lengths)]
     tokens = tuple(slice(ends[rows.start], ends[rows.stop]) for rows in routing.rows)
-    # The block that `routed` began ends with what was before it, whatever is set here.
+    # The block of `routed` restores the routing before it, whatever is set here.
     _in_effect.set(replace(routing, tokens=tokens))
     return routing.rows
 
 
 def for_each_segment(layer: nn.Module, x: Tensor) -> list[Tensor]:
-    """What a linear layer makes of positions, which are not a batch's, in every segment.
+    """A linear layer's output for positions, which all rows share, in every segment.
 
-    The layer's own product is made once.
+    The layer's own product is computed once.
 
     Args:
         layer: (…, in) -> (…, out), with updates or without.
@@ -139,5 +139,5 @@ def for_each_segment(layer: nn.Module, x: Tensor) -> list[Tensor]:
         return [layer(x)]
     with routed(replace(routing, positions=True)):
         out = layer(x)
-    # A layer that no adapter of these updates is the same in all segments.
+    # A layer that none of these adapters updates has one output for all segments.
     return list(out) if out.dim() > x.dim() else [out] * len(routing.adapters)

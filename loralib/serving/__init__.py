@@ -1,1 +1,1 @@
-"""Many adapters beside one base."""
+"""Many adapters on one base."""

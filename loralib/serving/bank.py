@@ -9,9 +9,9 @@
     with bank.use(["rte", "mnli", "rte"]):  # a batch of three rows
         model(**batch)
 
-The base is computed once, for the whole batch; an adapter costs two thin products in each module
+The base is computed once, for all of the batch; an adapter costs two thin products in each module
 that it adapts, and its head. Nothing of the model is changed: deltas and heads are applied by
-forward hooks, which act within `use` alone. Which rows are whose is the business of routing.py.
+forward hooks, which act within `use` alone. routing.py tells which rows are whose.
 """
 
 import logging

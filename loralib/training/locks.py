@@ -1,8 +1,8 @@
 """Sole use of a folder: two runs that write into one folder would destroy each other's files.
 
 The lock is the operating system's, on the file ``.lock``, which it gives up when the process that
-holds it ends, however that is. Beside it ``.lock.json`` says whose it is: for people, and for file
-systems without such locks, such as some network file systems, where it is all that there is.
+holds it ends, however that is. Next to it, ``.lock.json`` names the holder: for people, and for
+file systems without such locks, such as some network file systems, where it is the only lock.
 """
 
 import errno
@@ -107,7 +107,7 @@ def sole_use(folder: str | os.PathLike) -> Iterator[None]:
     finally:
         owner_path.unlink(missing_ok=True)
         if os.name == "posix":
-            # While it is held: whoever has it open already finds that it has no name any more.
+            # Before the lock is released: a process that has it open already sees it unlinked.
             Path(folder, LOCK_NAME).unlink(missing_ok=True)
         lock.release()
 
@@ -129,7 +129,7 @@ def _acquire(lock: FileLock, owner_path: Path) -> None:
                 return
         if (owner is not None and not owner.is_gone) or time.monotonic() > end:
             raise _held(owner_path.parent, owner)
-        # Or it is about to say who it is.
+        # Its owner has ended, or has not written its name yet.
         time.sleep(0.1)
 
 

@@ -112,7 +112,7 @@ class AdamW(torch.optim.Optimizer):
                         f"the state of a tensor of {tuple(p.shape)} has no such {name}"
                     )
             if type(state.get("step")) is not int:
-                raise ValueError("the state of a tensor has no whole number as its step")
+                raise ValueError("the state of a tensor has no integer as its step")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -203,7 +203,7 @@ def _end(status: int) -> None:
 
 
 def end_at_once(status: int) -> NoReturn:
-    """Ends the process from any thread, also where nobody reads any more what it has printed."""
+    """Ends the process from any thread, even if its output can no longer be written."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # a pipe that is broken, a file that is closed
             stream.flush()
