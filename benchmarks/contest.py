@@ -53,7 +53,7 @@ class Contestant:
 
     @property
     def precision(self) -> str:
-        """That, and what brings it about."""
+        """The dtype, and how it is chosen."""
         means = [] if self.weights == "float32" else ["weights"]
         means += ["autocast"] if self.autocast else []
         return f"{self.dtype} {' + '.join(means)}".strip()
@@ -105,7 +105,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class CountFlag:
-    """A flag of a benchmark's own, a whole number from 1.
+    """A flag of a benchmark's own, an integer from 1.
 
     Args:
         names: such as ``--steps``.
@@ -336,7 +336,7 @@ def parse(benchmark: Benchmark, argv: list[str] | None) -> argparse.Namespace:
 
 
 def positive(text: str) -> int:
-    """A flag's whole number, from 1."""
+    """A flag's integer, from 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not at least 1")

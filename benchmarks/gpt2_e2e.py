@@ -99,7 +99,7 @@ def make_groups(seed: int) -> list[Group]:
 
 
 def draw_batches(rows: list[Row], count: int, seed: int) -> list[list[Row]]:
-    """The rows' lengths of `count` batches, drawn at random."""
+    """The rows' lengths of `count` batches, sampled at random."""
     rng = random.Random(seed)
     return [rng.choices(rows, k=BATCH) for _ in range(count)]
 
@@ -107,7 +107,7 @@ def draw_batches(rows: list[Row], count: int, seed: int) -> list[list[Row]]:
 def draw_run(groups: list[Group], count: int, seed: int) -> list[Group]:
     """`count` groups that follow each other, or all of them where there are no more.
 
-    Drawn from the tenth of all such segments whose lines per prompt are closest to the average.
+    Sampled from the tenth of all such segments whose lines per prompt are closest to the average.
     """
     share = sum(lines for _, lines in groups) / len(groups)
 

@@ -83,7 +83,7 @@ def gflop(contestant: Contestant, entry: dict, shape: dict) -> float:
     """Billions of multiplications and additions in a batch, by the formula of README.md."""
     if contestant.way == "switch":
         return 0.0
-    # A step that trains every weight passes thrice through all: forward, to inputs, to weights.
+    # A step that trains every weight passes through all 3 times: forward, to inputs, to weights.
     step = steps.Contestant(contestant.name, contestant.worker, full=True)
     return roberta_step.gflop(step, entry["lengths"], shape) / step.passes
 

@@ -36,6 +36,6 @@ def count_tokens(data_dir: Path, vocab: Path) -> list[int]:
 
 
 def draw_batches(lengths: list[int], count: int, seed: int, rows: int = BATCH) -> list[list[int]]:
-    """The lengths of the `rows` rows of `count` batches, drawn at random."""
+    """The lengths of the `rows` rows of `count` batches, sampled at random."""
     rng = random.Random(seed)
     return [rng.choices(lengths, k=rows) for _ in range(count)]

@@ -6,8 +6,8 @@
     python utils/convert.py lora_mnli.bin mnli.safetensors --to lora --lora_alpha 16
     python utils/convert.py model.26289.pt e2e_merged --to merged --base gpt2-medium
 
-IN is an adapter of any format: a file, a folder, or a name on the hub. Of a model's
-checkpoint that holds LoRA, the adapter is taken out. OUT is
+IN is an adapter of any format: a file, a folder, or a name on the hub. From a full
+checkpoint with LoRA, the adapter is extracted. OUT is
 
     lora      a .safetensors file, which says rank, alpha, targets, base, task and labels
     release   a .bin or .pt file as microsoft/LoRA's scripts read it
@@ -16,7 +16,7 @@ checkpoint that holds LoRA, the adapter is taken out. OUT is
 
 For lora and release OUT may also be a folder. Without --to, OUT's name says which of the two it is,
 so that `convert.py old.bin new.bin` gives the release's first DeBERTa files their later names. What
-a format cannot hold is listed. Nothing that exists is written over.
+a format cannot hold is listed. Existing files are never overwritten.
 """
 
 import argparse
@@ -60,7 +60,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
 )
-# What an adapter was read from that was in a full model's checkpoint.
+# The format, as messages show it, of an adapter that was extracted from a full checkpoint.
 FULL = "in a full model"
 # What this script's users can do about the library's errors.
 WAYS_OUT = {
@@ -68,7 +68,7 @@ WAYS_OUT = {
     WrongBaseError: "--base",
     NeedsMergingError: "--to merged",
 }
-# Formats that are folders, and what a folder is not called.
+# Formats that are folders.
 _FOLDERS = ("peft", "merged")
 # Upstream's settings of the base's own head, and its later name for torch_dtype.
 _OF_HEAD = ("num_labels", "_num_labels", "problem_type", "dtype")

@@ -319,7 +319,7 @@ def fetch(url: str, target: Path) -> None:
 def _fetch_rest(url: str, part: Path) -> None:
     """One request for what `part` still lacks.
 
-    If-Range makes the server send the whole file where it is no longer the one `part` began.
+    If-Range makes the server send the full file where it is no longer the one `part` began.
     """
     etag = _etag_file(part).read_text("utf-8") if _etag_file(part).exists() else ""
     start = part.stat().st_size if etag and part.exists() else 0
@@ -355,7 +355,7 @@ def _append(response: HTTPResponse, part: Path, start: int) -> None:
             disable=None,  # where there is no terminal
         ) as bar,
     ):
-        # only now: an ETag beside older bytes would pass them off as its own
+        # only now: an ETag next to older bytes would pass them off as its own
         _etag_file(part).write_text(_identity(response), "utf-8")
         while chunk := response.read(CHUNK):
             file.write(chunk)

@@ -8,7 +8,7 @@ targets, task, labels and base in its metadata, which are taken from the config.
 from IN itself. A checkpoint in which several were trained, such as LoRA and biases, has to be split
 once for each. convert.py turns what comes out into other formats, such as PEFT's.
 
-What exists is written over with --overwrite alone. The release's own call, as above, may be
+Existing files are overwritten only with --overwrite. But the release's own call, as above, may be
 repeated: it replaces a .bin or .pt that holds LoRA and a head and nothing else.
 """
 

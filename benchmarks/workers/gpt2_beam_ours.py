@@ -22,7 +22,7 @@ def make_step(plan: dict) -> Step:
             eval_len=batch["eval_len"],
             length_penalty=asked["length_penalty"],
             no_repeat_ngram_size=asked["no_repeat_ngram_size"],
-            # Ends come as a trained model puts them; random weights shall not.
+            # Random weights would end texts anywhere, so every search makes all steps.
             min_length=batch["eval_len"],
             eos_token_ids=(asked["eos"], plan["shape"]["vocab_size"] - 1),
         )

@@ -51,7 +51,7 @@ def generate(model: GPT2LMHeadModel, plan: dict, batch: Batch) -> list[list[int]
 
 
 def line_by_line(model: GPT2LMHeadModel, plan: dict, batch: Batch) -> list[list[int]]:
-    """A search of one prompt after the other, to the last step, without regard to its end."""
+    """A search of one prompt after the other, always to the last step."""
     search = partial(_search_one, model, plan, eval_len=batch["eval_len"])
     return [search(prompt) for prompt in batch["prompts"]]
 
@@ -76,12 +76,12 @@ def _search_one(model: GPT2LMHeadModel, plan: dict, prompt: list[int], eval_len:
         if plan["cache"]:
             past = output.past_key_values
             past.reorder_cache(beams)
-    # All are of one length: length_penalty changes no order.
+    # All are of one length, so length_penalty does not change their order.
     return tokens[sums.argmax(), len(prompt) :].tolist()
 
 
 def _suppress_repeats(logits: Tensor, texts: Tensor, size: int) -> None:
-    """No `size` tokens shall come twice in a text; in place."""
+    """Masks tokens that would repeat `size` tokens of a text; in place."""
     for row, text in enumerate(texts.tolist()):
         begun = text[len(text) - size + 1 :]
         for start in range(len(text) - size + 1):

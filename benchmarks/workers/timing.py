@@ -80,7 +80,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """The most memory held so far: the GPU's tensors or, on a CPU, the whole process."""
+    """The most memory held so far: the GPU's tensors or, on a CPU, the process's."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024

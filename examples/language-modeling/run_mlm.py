@@ -1,10 +1,10 @@
-"""Train RoBERTa by masked-language modelling, from nothing or on from a model, on a text file.
+"""Train RoBERTa by masked-language modelling on a text file, from scratch or from a model.
 
     python examples/language-modeling/run_mlm.py --train_file corpus.txt --output_dir base \
         --do_train --hidden_size 256 --num_hidden_layers 4 --num_attention_heads 4
 
 Without --model_name_or_path, a byte-level BPE vocabulary is learned from the text, and a model of
-the given shape is drawn at random. What it writes is a base model for run_glue.py.
+the given shape is initialized at random. What it writes is a base model for run_glue.py.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ SPECIAL_TOKENS = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 
 @dataclass
 class ModelArguments:
-    """A model to go on from, or the shape of a new one."""
+    """A model to start from, or the shape of a new one."""
 
-    model_name_or_path: str | None = flag(None, "go on from this model, with its tokenizer")
+    model_name_or_path: str | None = flag(None, "start from this model, with its tokenizer")
     vocab_size: int = flag(8000, "new model: entries of the vocabulary to learn, at most")
     hidden_size: int = flag(256, "new model: width")
     num_hidden_layers: int = flag(4, "new model: layers")
@@ -115,7 +115,7 @@ def new_config(model_args: ModelArguments, vocab_size: int, max_length: int) -> 
         max_position_embeddings=max_length + 2,
         type_vocab_size=1,
         layer_norm_eps=1e-5,
-        # RoBERTa's 0.02 is for its width; drawn so small, a narrow model takes long to begin.
+        # RoBERTa's 0.02 suits its width; a narrow model of such small weights starts slowly.
         initializer_range=model_args.hidden_size**-0.5,
     )
 
@@ -143,7 +143,7 @@ def check_text(path: str) -> None:
 def read_sets(
     data_args: DataArguments, tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> dict[str, Dataset]:
-    """The files' lines as token ids, by set; how many were cut is said."""
+    """The files' lines as token ids, by set; logs how many were cut."""
     files = {"train": data_args.train_file, "validation": data_args.validation_file}
     sets = {name: read_lines(file, tokenizer, max_length) for name, file in files.items() if file}
     report_cut({name: (sum(rows[CUT]), len(rows)) for name, rows in sets.items()}, max_length)

@@ -11,7 +11,8 @@ Input and output are JSON lines, in the same order:
 
 A line without text_pair is one text, one without adapter is for the only adapter there is. Other
 keys, such as id, are carried over. A regressor gives "score" in place of label and probabilities.
-The answer to a text that was cut to --max_seq_length has "truncated": true. No lines, no answers.
+The answer to a text that was cut to --max_seq_length has "truncated": true. Without lines there are
+no answers.
 
 The base is read once, and one batch holds rows of several adapters:
 
@@ -122,7 +123,7 @@ def sources_by_name(arguments: Sequence[str]) -> dict[str, str]:
     for argument in arguments:
         name, _, source = argument.partition("=")
         if not name or not source:
-            raise ValueError(f"'{argument}' is no NAME=ADAPTER")
+            raise ValueError(f"'{argument}' is not NAME=ADAPTER")
         if name in sources:
             raise ValueError(
                 f"two adapters have the name '{name}': {sources[name]} and {source}; "
@@ -154,7 +155,7 @@ def read_lines(path: str, names: Sequence[str]) -> list[dict[str, Any]]:
     with nullcontext(sys.stdin.buffer) if is_stdin else open(path, "rb") as file:
         contents = file.readlines()
     refuse_utf16(source, contents[0] if contents else b"")
-    # Blank lines at the end are no texts; one between others would shift the answers.
+    # Blank lines at the end are not texts; one between others would shift the answers.
     while contents and not contents[-1].strip():
         contents.pop()
     for number, content in enumerate(contents, start=1):
@@ -171,21 +172,21 @@ def _parse(content: bytes, names: Sequence[str]) -> dict[str, Any]:
         raise ValueError("is blank; only lines at the end may be")
     try:
         line = json.loads(content)
-        # It has to be written again, and JSON can spell what UTF-8 cannot.
+        # The answer repeats it in UTF-8, which cannot encode all that JSON can.
         _encoded(line)
     except (ValueError, RecursionError) as error:
-        # Where in the line, which JSON's errors say as well, would be taken for the line.
+        # JSON's errors also count lines, from 1 in this very line: that would mislead.
         raise ValueError(
             f"is not JSON ({getattr(error, 'msg', error)}); a line is, for one, "
             '{"adapter": "rte", "text": "A dog runs."}'
         ) from error
     if not isinstance(line, dict):
-        raise ValueError(f"is no JSON object ({content.decode():.40})")
+        raise ValueError(f"is not a JSON object ({content.decode():.40})")
     if "text" not in line:
         raise ValueError("has no text")
     for key in ("text", "text_pair"):
         if not isinstance(line.get(key, ""), str):
-            raise ValueError(f"its {key} is no string ({json.dumps(line[key]):.40})")
+            raise ValueError(f"its {key} is not a string ({json.dumps(line[key]):.40})")
     for key in ANSWERS:
         if key in line:
             raise ValueError(f"has the key '{key}', which the answer needs: give it another name")
@@ -203,7 +204,7 @@ def _encoded(line: Any) -> bytes:
 
 
 def write_lines(path: str, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Writes JSON lines: a whole file or none, or to stdout where `path` is ``-``."""
+    """Writes JSON lines, atomically; to stdout where `path` is ``-``."""
 
     def write(file: BinaryIO) -> None:
         file.writelines(map(_encoded, lines))
@@ -217,7 +218,7 @@ def write_lines(path: str, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_output(path: str, source: str) -> None:
-    """Sees, before anything is computed, that `path` can be written; makes its folder.
+    """Checks, before anything is computed, that `path` can be written; makes its folder.
 
     Raises:
         OSError: it cannot.
@@ -242,15 +243,15 @@ def load_config(args: argparse.Namespace) -> PretrainedConfig:
     """The base's settings.
 
     Raises:
-        ValueError: it is no base.
+        ValueError: it is not a base.
     """
     name = args.model_name_or_path
     config = AutoConfig.from_pretrained(name, **_where(args))
     for kind in KINDS:
         if getattr(config, kind.switch):
             raise ValueError(
-                f"{name} is no base, its config.json says {kind.switch}: give the model that it "
-                "was made from; utils/split_lora.py makes an adapter of what was trained"
+                f"{name} is not a base, its config.json says {kind.switch}: give the model that "
+                "it was made from; utils/split_lora.py makes an adapter of what was trained"
             )
     return config
 
@@ -267,7 +268,7 @@ def load_tokenizer(args: argparse.Namespace, config: PretrainedConfig) -> PreTra
     """The base's tokenizer.
 
     Raises:
-        ValueError: the model has not all of its tokens.
+        ValueError: the model lacks some of its tokens.
     """
     tokenizer = AutoTokenizer.from_pretrained(
         args.model_name_or_path, config=config, **_where(args)
@@ -283,7 +284,7 @@ def read_adapters(args: argparse.Namespace) -> dict[str, Adapter]:
     for name, source in args.adapters.items():
         adapter = read_adapter(source, **where)
         if adapter.metadata is None and args.lora_alpha is not None:
-            # It is for these alone: others may have been trained with another one.
+            # The flag is only for adapters that do not say theirs.
             adapter = read_adapter(source, lora_alpha=args.lora_alpha, **where)
         if adapter.metadata is not None and adapter.metadata.labels is None:
             logger.warning("%s does not name its labels: they are LABEL_0, LABEL_1, …", source)

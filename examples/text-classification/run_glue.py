@@ -160,7 +160,7 @@ class DataTrainingArguments:
         "longer texts are cut to this number of tokens (default: 128, or as many as the model "
         "takes)",
     )
-    overwrite_cache: bool = flag(False, "tokenize anew what an earlier run has cached")
+    overwrite_cache: bool = flag(False, "tokenize again what an earlier run has cached")
     pad_to_max_length: bool = flag(
         False, "pad every text to max_seq_length, not to the longest of its batch"
     )
@@ -171,7 +171,7 @@ class DataTrainingArguments:
         None, "CSV or JSON lines of your own: one or two text columns, and the column 'label'"
     )
     text_columns: list[str] | None = flag(
-        None, "the text columns of your own files, one or two, where it is not plain which they are"
+        None, "the text columns of your own files, one or two, where it is not clear which they are"
     )
     label_column: str | None = flag(None, "the label's column in your own files (default: label)")
     validation_file: str | None = flag(None, "the same, to evaluate on")
@@ -283,7 +283,7 @@ def load_own_files(
 
     def read(split: str) -> Dataset:
         table = read_table(files[split], columns.texts)
-        # A test set's labels, if it has any, are nobody's business here.
+        # A test set's labels, if it has any, are not used.
         return take_columns(table, files[split], columns, labelled=split != "test")
 
     sets = {split: read(split) for split in splits}
@@ -366,7 +366,7 @@ def tokenize(
         "test": data_args.max_test_samples,
     }
 
-    # The cache knows the function by what it refers to: no more than what changes its results.
+    # The cache's key is all that the function refers to: only what changes its results.
     keys, length = data.text_keys, data_args.max_seq_length
     padding = "max_length" if data_args.pad_to_max_length else False
 
@@ -441,12 +441,12 @@ def check_arguments(
         if adapter.kind is LORA and adapter.metadata is None:
             raise AlphaError(adapter.source)
         if adapter.metadata is None or adapter.metadata.base_fingerprint is None:
-            trusted = model_args.model_name_or_path
-            logger.warning("%s does not say its base: taken on trust: %s", adapter.source, trusted)
+            base = model_args.model_name_or_path
+            logger.warning("%s does not say its base: unverified: %s", adapter.source, base)
         if args.do_train and adapter.kind is LORA and base_biases(adapter.tensors):
             raise ValueError(
                 f"{adapter.source}: brings biases of the base, which LoRA training would leave out "
-                "of its files; merge it with its base to go on from there (utils/convert.py)"
+                "of its files; merge it with its base to continue from there (utils/convert.py)"
             )
         _fill_in(model_args, adapter)
 
@@ -475,7 +475,7 @@ def load_config(model_args: ModelArguments, **settings: Any) -> PretrainedConfig
             given = {name: getattr(model_args, name) for name in names}
             settings.update({name: value for name, value in given.items() if value is not None})
             settings[switch] = True
-    # What a model was trained with before is no reason to train it so again.
+    # These are settings of this run, not of the model that it starts from.
     settings.update(reg_loss_wgt=model_args.reg_loss_wgt, masking_prob=model_args.masking_prob)
     config, unknown = AutoConfig.from_pretrained(
         model_args.config_name or model_args.model_name_or_path,

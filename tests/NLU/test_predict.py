@@ -502,13 +502,16 @@ BAD_LINES = {
         '{"adapter": "rte", "text": "a',
         "line 2: is not JSON (Unterminated string starting at)",
     ),
-    "no object": ('["rte", "a dog"]', 'line 2: is no JSON object (["rte", "a dog"])'),
+    "no object": ('["rte", "a dog"]', 'line 2: is not a JSON object (["rte", "a dog"])'),
     "no text": ('{"adapter": "rte", "id": 3}', "line 2: has no text"),
-    "text of another type": ('{"adapter": "rte", "text": 3}', "line 2: its text is no string (3)"),
-    "null": ('{"adapter": "rte", "text": null}', "line 2: its text is no string (null)"),
+    "text of another type": (
+        '{"adapter": "rte", "text": 3}',
+        "line 2: its text is not a string (3)",
+    ),
+    "null": ('{"adapter": "rte", "text": null}', "line 2: its text is not a string (null)"),
     "pair of another type": (
         '{"adapter": "rte", "text": "a", "text_pair": ["b"]}',
-        'line 2: its text_pair is no string (["b"])',
+        'line 2: its text_pair is not a string (["b"])',
     ),
     "no Unicode": ('{"adapter": "rte", "text": "\\ud800"}', "line 2: is not JSON ('utf-8' codec"),
     "no UTF-8": (b'{"adapter": "rte", "text": "\xff"}', "line 2: is not JSON ('utf-8' codec"),
@@ -556,9 +559,9 @@ def failed_untouched(predict, capsys, folder: Path, arguments: list[str]) -> str
 
 BAD_ARGUMENTS = {
     "no adapter": ("", "the following arguments are required: NAME=ADAPTER"),
-    "no name and no =": ("{rte}", "is no NAME=ADAPTER"),
-    "an empty name": ("={rte}", "is no NAME=ADAPTER"),
-    "an empty adapter": ("rte=", "'rte=' is no NAME=ADAPTER"),
+    "no name and no =": ("{rte}", "is not NAME=ADAPTER"),
+    "an empty name": ("={rte}", "is not NAME=ADAPTER"),
+    "an empty adapter": ("rte=", "'rte=' is not NAME=ADAPTER"),
     "two of one name": ("rte={rte} rte={mnli}", "two adapters have the name 'rte'"),
     "no such adapter": ("rte={tmp}/none.bin", "none.bin: no such checkpoint file"),
     "no adapter in it": ("rte={tmp}/texts.bin", "texts.bin: damaged"),
@@ -574,11 +577,11 @@ BAD_ARGUMENTS = {
     "no model": ("rte={rte} --model_name_or_path {tmp}/none", "none"),
     "an adapted model": (
         "rte={rte} --model_name_or_path {tmp}/adapted",
-        "adapted is no base, its config.json says apply_lora",
+        "adapted is not a base, its config.json says apply_lora",
     ),
     "a model with bottlenecks": (
         "rte={rte} --model_name_or_path {tmp}/bottlenecks",
-        "bottlenecks is no base, its config.json says apply_adapter",
+        "bottlenecks is not a base, its config.json says apply_adapter",
     ),
     "unknown flag": ("rte={rte} --lora_r 8", "unrecognized arguments: --lora_r"),
 }

@@ -16,7 +16,7 @@ from typing import TextIO
 from loralib.training import process
 from reproduction.runs import ROOT, Run, Tree
 
-# So small a model is no faster on several threads.
+# A model this small is not faster on several threads.
 SMALL_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 # How the last line of a failed script begins, and, with torch's prefix or without, Python's own.
