@@ -8,7 +8,7 @@ cd "$(dirname "$0")"
 bash utils/make_environment.sh
 source .venv/bin/activate
 export HF_HUB_OFFLINE=1
-# So small a model is no faster on several threads, and on a busy machine much slower.
+# A model this small is not faster on several threads, and much slower on a busy machine.
 export OMP_NUM_THREADS=1
 
 out=quickstart_output
