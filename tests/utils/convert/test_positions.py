@@ -1,42 +1,18 @@
 """convert.py on DeBERTa's two kinds of adapter: LoRA on contents alone, or on positions too."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from compare import assert_close_to_rounding
+from conversions import OUT, SHAPE
 from encoder_options import ENCODER_TERMS, RELATIVE
 
 from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.training import process
 from transformers import DebertaV2Config, DebertaV2ForSequenceClassification, DebertaV2Model
 
-SCRIPT = Path(__file__).resolve().parents[2] / "utils" / "convert.py"
-SHAPE = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
-    "max_position_embeddings": 30,
-    "initializer_range": 0.3,
-}
 IDS = torch.randint(5, 40, (3, 9), generator=torch.Generator().manual_seed(1))
-OUT = {"lora": "out.safetensors", "release": "out.bin", "peft": "out", "merged": "out"}
-
-
-@pytest.fixture(scope="module")
-def script():
-    sys.path.insert(0, str(SCRIPT.parent))  # as running it does
-    spec = importlib.util.spec_from_file_location("convert_positions", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    sys.path.remove(str(SCRIPT.parent))
 
 
 def make_base(folder, **settings):

@@ -1,0 +1,218 @@
+"""convert.py's --info, --lora_alpha and --base: what they say, what does not fit."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from conversions import (
+    FAMILIES,
+    OUT,
+    assert_same_tensors,
+    for_formats,
+    make_base,
+    tree,
+    write_weights,
+)
+
+from loralib.adapters.formats import FORMATS, read_adapter, write_adapter
+from loralib.io.tensors import read_tensors
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_info(convert, trained, tmp_path, family, format):
+    adapter, source = for_formats(trained, family, format).adapter, tmp_path / OUT[format]
+    write_adapter(source, adapter, format)
+    before, read = tree(tmp_path), read_adapter(source)
+    said = convert(source, "--info")
+    assert tree(tmp_path) == before
+    lora = sum(t.numel() for name, t in adapter.tensors.items() if "lora_" in name)
+    others = sum(t.numel() for t in adapter.tensors.values()) - lora
+    assert said["first"] == f"{read.source}:"
+    assert said["format"] == format
+    assert said["parameters"] == f"{lora:,} of LoRA, {others:,} others"
+    assert (
+        said["targets"]
+        == {
+            "roberta": "query, value, in 4 modules",
+            "deberta": "query_proj, value_proj, in 4 modules",
+            "gpt2": "c_attn, in 2 modules",
+        }[family]
+    )
+    assert (said["biases"], said["dtype"], said["notes"]) == ("none", "float32", [])
+    if read.metadata is None:
+        assert said["alpha"] == "not said; --lora_alpha says it"
+        assert not {"base", "fingerprint", "task", "labels"} & said.keys()
+        assert convert(source, "--info", "--lora_alpha", 6)["alpha"] == "6"
+        return
+    assert said["alpha"] == "6"
+    assert said["base"] == str(trained[family].base)
+    assert said["fingerprint"] == adapter.metadata.base_fingerprint
+    if family != "gpt2":
+        assert (said["task"], said["labels"], said["dropout"]) == ("mnli", "yes, no, maybe", "0.1")
+
+
+def test_info_of_what_was_trained_with_others_and_of_any_model(convert, trained, tmp_path):
+    adapter = trained["roberta"].adapter
+    beside = replace(adapter, metadata=replace(adapter.metadata, trained_with=("apply_adapter",)))
+    write_adapter(tmp_path / "a.safetensors", beside)
+    assert convert(tmp_path / "a.safetensors", "--info")["with"] == "apply_adapter"
+    torch.save(
+        {"mine.lora_A": torch.ones(1, 3), "mine.lora_B": torch.ones(2, 1)}, tmp_path / "b.pt"
+    )
+    said = convert(tmp_path / "b.pt", "--info")
+    assert (said["format"], said["targets"]) == ("plain", "mine, in 1 modules")
+
+
+@pytest.mark.parametrize("format", ["lora", "peft", "merged"])
+@pytest.mark.parametrize("folder", [True, False])
+def test_alpha_is_asked_for(failure, trained, tmp_path, format, folder):
+    given = trained["roberta"]
+    torch.save(given.adapter.tensors, tmp_path / "in.bin")
+    target = tmp_path / ("out" if folder else OUT[format])
+    line = failure(tmp_path / "in.bin", target, "--to", format, "--base", given.base)
+    assert "does not say with what alpha it was trained" in line
+    assert "--lora_alpha" in line
+
+
+def test_release_needs_no_alpha(convert, failure, trained, tmp_path):
+    given = trained["roberta"]
+    torch.save(given.adapter.tensors, tmp_path / "in.bin")
+    other = make_base(tmp_path / "narrow", "roberta", hidden_size=8)
+    assert "(16, 16)" in failure(tmp_path / "in.bin", tmp_path / "b.bin", "--base", other)
+    convert(tmp_path / "in.bin", tmp_path / "out.bin", "--base", given.base)
+    assert_same_tensors(read_adapter(tmp_path / "out.bin").tensors, given.adapter.tensors)
+
+
+@pytest.mark.parametrize("start", FORMATS)
+@pytest.mark.parametrize("format", [*FORMATS, "merged"])
+def test_another_alpha_is_refused(failure, trained, tmp_path, start, format):
+    given, source = trained["gpt2"], tmp_path / f"in{OUT[start]}"
+    write_adapter(source, given.adapter, start)
+    flags = ("--to", format, "--base", given.base, "--lora_alpha", 8)
+    line = failure(source, tmp_path / OUT[format], *flags)
+    assert line.endswith("was trained with alpha 6, but lora_alpha is 8 (--lora_alpha)")
+
+
+@pytest.mark.parametrize("alpha", ["0", "-1", "nan", "inf"])
+def test_what_is_not_an_alpha(failure, trained, tmp_path, alpha):
+    torch.save(trained["roberta"].adapter.tensors, tmp_path / "in.bin")
+    line = failure(tmp_path / "in.bin", tmp_path / "out.safetensors", f"--lora_alpha={alpha}")
+    assert "lora_alpha has to be above 0" in line
+    assert line.endswith("(--lora_alpha)")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_base_goes_into_the_metadata(convert, trained, tmp_path, family, format):
+    given = for_formats(trained, family, format)
+    said_before = replace(
+        given.adapter.metadata, base="elsewhere", base_revision="v2", base_fingerprint=None
+    )
+    write_adapter(tmp_path / "in.safetensors", replace(given.adapter, metadata=said_before))
+    said = convert(
+        *(tmp_path / "in.safetensors", tmp_path / OUT[format]), "--to", format, "--base", given.base
+    )
+    if format == "release" and family != "gpt2":
+        assert f"not in this format: base {given.base}" in said["notes"]
+        return
+    assert said["base"] == str(given.base)
+    assert said["fingerprint"] == given.adapter.metadata.base_fingerprint
+    assert "revision" not in said
+    assert read_adapter(tmp_path / OUT[format]).metadata == given.adapter.metadata
+
+
+# What is wrong with a base; its family, and make_base's arguments.
+WRONG_BASES = {
+    "roberta of another size": ("roberta", "roberta", {"hidden_size": 8}, ["(16, 16)", "(8, 8)"]),
+    "deberta of another size": ("deberta", "deberta", {"hidden_size": 8}, ["(16, 16)", "(8, 8)"]),
+    "gpt2 of another size": ("gpt2", "gpt2", {"n_embd": 8}, ["(48, 16)", "(24, 8)"]),
+    "fewer layers": ("roberta", "roberta", {"num_hidden_layers": 1}, ["layer.1.", "has no"]),
+    "fewer blocks": ("gpt2", "gpt2", {"n_layer": 1}, ["transformer.h.1.", "has no"]),
+    "deberta for roberta": ("roberta", "deberta", {}, ["has no roberta."]),
+    "roberta for deberta": ("deberta", "roberta", {}, ["has no deberta."]),
+    "gpt2 for roberta": ("roberta", "gpt2", {}, ["gpt2"]),
+    "roberta for gpt2": ("gpt2", "roberta", {}, ["its model_type is roberta, not gpt2"]),
+    "another roberta": ("roberta", "roberta", {"number": 3}, ["another base", "fingerprint"]),
+    "another deberta": ("deberta", "deberta", {"number": 3}, ["another base", "fingerprint"]),
+    "another gpt2": ("gpt2", "gpt2", {"number": 3}, ["another base", "fingerprint"]),
+    "another head": (
+        *("roberta", "roberta", {"head": "classifier", "num_labels": 2}),
+        ["(2,)", "(3,)", "number of labels"],
+    ),
+    "another activation": ("gpt2", "gpt2", {"activation_function": "relu"}, ["relu, not gelu_new"]),
+}
+
+
+@pytest.mark.parametrize("format", ["lora", "merged"])
+@pytest.mark.parametrize("wrong", WRONG_BASES)
+def test_wrong_bases(failure, trained, tmp_path, format, wrong):
+    family, other, arguments, reasons = WRONG_BASES[wrong]
+    arguments = dict(arguments)
+    activation = arguments.pop("activation_function", None)
+    base = make_base(tmp_path / "base", other, **arguments)
+    if activation:
+        settings = json.loads((base / "config.json").read_text())
+        settings["activation_function"] = activation
+        (base / "config.json").write_text(json.dumps(settings))
+    write_adapter(tmp_path / "in.safetensors", trained[family].adapter)
+    line = failure(
+        tmp_path / "in.safetensors", tmp_path / OUT[format], "--to", format, "--base", base
+    )
+    for reason in reasons:
+        assert reason in line
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_base_that_was_adapted(failure, trained, tmp_path, family):
+    write_adapter(tmp_path / "in.safetensors", trained[family].adapter)
+    base = make_base(tmp_path / "base", family, head="lm")
+    tensors = read_tensors(base / "model.safetensors")[0]
+    tensors |= trained[family].adapter.tensors
+    command = (tmp_path / "in.safetensors", tmp_path / "out.bin", "--base", base)
+    write_weights(base, tensors, "safetensors")
+    assert "LoRA weights" in failure(*command)
+
+
+@pytest.mark.parametrize("switch", ["apply_lora", "apply_adapter", "apply_bitfit"])
+def test_a_base_whose_settings_say_that_it_was_adapted(failure, trained, tmp_path, switch):
+    write_adapter(tmp_path / "in.safetensors", trained["roberta"].adapter)
+    base = make_base(tmp_path / "base", "roberta")
+    settings = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**settings, switch: True}))
+    line = failure(tmp_path / "in.safetensors", tmp_path / "out.bin", "--base", base)
+    assert f"was trained with --{switch} itself: it is not a plain base" in line
+
+
+@pytest.mark.parametrize(
+    ("base", "reason"),
+    [
+        ("absent/x/y", "neither a local folder nor a model on the hub"),
+        ("empty", "has no config.json"),
+        ("bare", "has no weights"),
+        ("base/model.safetensors", "is a file; give the base's folder"),
+        ("damaged", "damaged"),
+    ],
+)
+def test_what_is_not_a_base(failure, trained, tmp_path, base, reason):
+    write_adapter(tmp_path / "in.safetensors", trained["roberta"].adapter)
+    folder = make_base(tmp_path / "base", "roberta")
+    for name in ("empty", "bare", "damaged"):
+        (tmp_path / name).mkdir()
+    for name in ("bare", "damaged"):
+        (tmp_path / name / "config.json").write_bytes((folder / "config.json").read_bytes())
+    weights = (folder / "model.safetensors").read_bytes()
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(weights[:900])
+    name = tmp_path / base if not base.startswith("absent") else base
+    assert reason in failure(
+        tmp_path / "in.safetensors", tmp_path / "out", "--to", "merged", "--base", name
+    )
+
+
+def test_a_model_of_no_known_family(failure, tmp_path):
+    tensors = {"bert.0.query.lora_A": torch.ones(1, 3), "bert.0.query.lora_B": torch.ones(2, 1)}
+    torch.save(tensors, tmp_path / "in.pt")
+    flags = ("--to", "merged", "--lora_alpha", 1, "--base", tmp_path)
+    line = failure(tmp_path / "in.pt", tmp_path / "out", *flags)
+    assert "adapts neither DeBERTa-v2, GPT-2 nor RoBERTa (bert.0.query)" in line

@@ -1,0 +1,202 @@
+"""convert.py from each format to each other one: what is kept, what is said to be lost."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from conversions import (
+    FAMILIES,
+    LABELS,
+    OUT,
+    assert_same_tensors,
+    fields_of,
+    for_formats,
+    make_base,
+    train,
+)
+
+from loralib.adapters.adapter import Adapter, lora_metadata
+from loralib.adapters.formats import FORMATS, read_adapter, write_adapter
+from loralib.io.tensors import read_tensors
+
+
+def as_old(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """DeBERTa's tensors under the names of the release's first files."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        for half in "AB":
+            name = name.replace(f"_proj.lora_{half}", f"_lora_{half.lower()}.weight")
+        renamed[name] = tensor
+    assert renamed.keys() != tensors.keys()
+    return renamed
+
+
+@pytest.mark.parametrize(
+    ("family", "start", "format"),
+    [
+        case
+        for case in itertools.product(FAMILIES, FORMATS, FORMATS)
+        # What these two would make of each other is in test_convert_positions.py.
+        if not (case[0] == "deberta" and {"release", "peft"} == {*case[1:]})
+    ],
+)
+def test_every_format_into_every_format(convert, trained, tmp_path, family, start, format):
+    adapter = for_formats(trained, family, start, format).adapter
+    source = tmp_path / f"in{OUT[start]}"
+    write_adapter(source, adapter, start)
+    known = read_adapter(source).metadata
+    flags = [] if known else ["--lora_alpha", 6]
+    known = known or lora_metadata(adapter.tensors, 2, 6)
+    said = convert(source, tmp_path / OUT[format], "--to", format, *flags)
+
+    result = read_adapter(tmp_path / OUT[format])
+    assert_same_tensors(result.tensors, adapter.tensors)
+    unsaid = format == "release" and family != "gpt2"
+    alpha = "not said; --lora_alpha says it" if unsaid else "6"
+    assert (said["format"], said["alpha"], said["dtype"]) == (format, alpha, "float32")
+    assert said["rank"] == "2" + (" (2 updates in each module)" if family == "gpt2" else "")
+    if unsaid:
+        assert result.metadata is None
+        lost = fields_of(known) - {"rank", "targets", "bias", "positions"}
+        start = "not in this format: "
+        assert {note.removeprefix(start).split()[0] for note in said["notes"]} == lost
+        assert all(note.startswith(start) for note in said["notes"])
+        return
+    assert result.metadata == known
+    unseen = {"base_fingerprint", "task", "labels"} & fields_of(known)
+    for name in unseen if format == "peft" else ():
+        assert any("in the metadata" in note and name in note for note in said["notes"])
+    if format != "peft":
+        assert said["notes"] == []
+    elif family == "gpt2":
+        assert any("one of rank 4 and alpha 12" in note for note in said["notes"])
+
+
+@pytest.mark.parametrize("format", ["lora", "peft"])
+def test_task_and_labels_that_the_releases_format_does_not_hold(convert, trained, tmp_path, format):
+    given = trained["roberta"].adapter
+    write_adapter(tmp_path / "in.bin", given)
+    flags = ["--to", format, "--lora_alpha", 6, "--task", "mnli", "--labels", *LABELS]
+    said = convert(tmp_path / "in.bin", tmp_path / OUT[format], *flags)
+    assert (said["task"], said["labels"]) == ("mnli", ", ".join(LABELS))
+    info = read_adapter(tmp_path / OUT[format]).metadata
+    assert (info.task, info.labels) == ("mnli", LABELS)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--labels", "a", "b"], "has a head of 3 outputs, but --labels names 2"),
+        (
+            ["--labels", "a", "b", "c"],
+            f"says labels {', '.join(LABELS)}, but --labels is a, b, c",
+        ),
+        (["--task", "other"], "but --task is other"),
+    ],
+)
+def test_a_task_or_labels_that_do_not_fit(trained, tmp_path, failure, flags, message):
+    write_adapter(tmp_path / "in.safetensors", trained["roberta"].adapter)
+    if "2" in message:
+        write_adapter(tmp_path / "in.bin", trained["roberta"].adapter)
+        flags = [*flags, "--lora_alpha", 6]
+    source = tmp_path / ("in.bin" if "2" in message else "in.safetensors")
+    line = failure(source, tmp_path / "out", "--to", "peft", *flags)
+    assert message in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_there_and_back_again(convert, trained, tmp_path, family):
+    """lora -> release -> peft -> lora, with flags for what the formats lost on the way."""
+    base = trained[family].base
+    if family == "deberta":  # whose projections are not shared
+        base = make_base(tmp_path / "base", family, share_att_key=False)
+    given = (train(base, family) if family == "deberta" else trained[family]).adapter
+    files = [tmp_path / name for name in ("a.safetensors", "b.pt", "c", "d.safetensors")]
+    write_adapter(files[0], given)
+    notes = convert(files[0], files[1], "--to", "release")["notes"]
+    convert(files[1], files[2], "--to", "peft", "--lora_alpha", 6, "--base", base)
+    convert(files[2], files[3], "--to", "lora")
+    result = read_adapter(files[3])
+    assert_same_tensors(result.tensors, given.tensors)
+    lost = {note.split()[4] for note in notes} - {"alpha", "base", "base_fingerprint"}
+    assert lost == (set() if family == "gpt2" else {"task", "labels", "dropout"})
+    assert result.metadata == replace(given.metadata, **dict.fromkeys(lost))
+
+
+@pytest.mark.parametrize("format", [None, *FORMATS])
+def test_the_first_names_of_deberta_get_their_later_ones(convert, trained, tmp_path, format):
+    """Without --to it is the call of the release's script."""
+    adapter = trained["deberta"].adapter
+    torch.save(as_old(adapter.tensors), tmp_path / "old.bin")
+    target = tmp_path / OUT[format or "release"]
+    flags = [] if format is None else ["--to", format, "--lora_alpha", 6]
+    if format == "peft":
+        flags += ["--base", make_base(tmp_path / "base", "deberta", share_att_key=False)]
+    convert(tmp_path / "old.bin", target, *flags)
+    assert_same_tensors(read_adapter(target).tensors, adapter.tensors)
+    if target.is_file():
+        assert_same_tensors(read_tensors(target)[0], adapter.tensors)
+
+
+@pytest.mark.parametrize("name", ["new.bin", "new.pt", "new.safetensors"])
+def test_the_name_of_out_tells_the_format(convert, trained, tmp_path, name):
+    write_adapter(tmp_path / "in.safetensors", trained["roberta"].adapter)
+    said = convert(tmp_path / "in.safetensors", tmp_path / name)
+    assert said["format"] == ("lora" if name == "new.safetensors" else "release")
+    assert said["first"] == f"{tmp_path / name}: written, from {tmp_path / 'in.safetensors'}:"
+
+
+@pytest.mark.parametrize("format", ["lora", "release"])
+def test_out_may_be_a_folder(convert, trained, tmp_path, format):
+    adapter = trained["roberta"].adapter
+    write_adapter(tmp_path / "in.safetensors", adapter)
+    convert(tmp_path / "in.safetensors", tmp_path / "run", "--to", format)
+    (file,) = (tmp_path / "run").iterdir()
+    assert file.name == {"lora": "pytorch_model_lora.safetensors"}.get(
+        format, "pytorch_model_lora.bin"
+    )
+    assert_same_tensors(read_adapter(tmp_path / "run").tensors, adapter.tensors)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_another_dtype(convert, trained, tmp_path, format, dtype):
+    adapter, target = trained["gpt2"].adapter, tmp_path / OUT[format]
+    write_adapter(tmp_path / "in.safetensors", adapter)
+    said = convert(tmp_path / "in.safetensors", target, "--to", format, "--dtype", dtype)
+    assert said["dtype"] == dtype
+    rounded = {name: t.to(getattr(torch, dtype)) for name, t in adapter.tensors.items()}
+    assert_same_tensors(read_adapter(target).tensors, rounded)
+
+
+def with_tensors(adapter: Adapter, change) -> Adapter:
+    """The adapter with its first tensor changed."""
+    first = min(adapter.tensors)
+    return replace(adapter, tensors={**adapter.tensors, first: change(adapter.tensors[first])})
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_mixed_dtypes(convert, failure, trained, tmp_path, format):
+    adapter = with_tensors(trained["roberta"].adapter, lambda tensor: tensor.bfloat16())
+    write_adapter(tmp_path / "in.safetensors", adapter)
+    command = (tmp_path / "in.safetensors", tmp_path / OUT[format], "--to", format)
+    line = failure(*command)
+    assert "holds tensors of bfloat16 and float32; say which it is to be with --dtype" in line
+    convert(*command, "--dtype", "float32")
+    wide = {name: tensor.float() for name, tensor in adapter.tensors.items()}
+    assert_same_tensors(read_adapter(tmp_path / OUT[format]).tensors, wide)
+
+
+@pytest.mark.parametrize("format", [*FORMATS, "merged"])
+def test_values_beyond_the_range(convert, failure, trained, tmp_path, format):
+    name = "classifier.out_proj.weight"
+    given = trained["roberta"]
+    large = {**given.adapter.tensors, name: given.adapter.tensors[name] * 1e6}
+    write_adapter(tmp_path / "in.safetensors", replace(given.adapter, tensors=large))
+    command = (tmp_path / "in.safetensors", tmp_path / OUT[format], "--to", format)
+    command += ("--base", given.base) if format == "merged" else ()
+    line = failure(*command, "--dtype", "float16")
+    assert f"{name} has values beyond the range of float16" in line
+    convert(*command, "--dtype", "bfloat16")

@@ -1,0 +1,121 @@
+"""convert.py on GPT-2: files of weights, PEFT's other modules, and full checkpoints."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conversions import OUT, close, make_base, plain_logits, seed, train, tree
+from safetensors.torch import save_file
+
+from loralib.adapters.formats import write_adapter
+from loralib.io.tensors import read_tensors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", ["published", "release"])
+def test_a_file_of_gpt2_weights(convert, script, tmp_path, names):
+    """A file says no shape: it has to be that of a known card."""
+    folder = make_base(tmp_path / "base", "gpt2", **CARD)
+    tensors = read_tensors(folder / "model.safetensors")[0]
+    if names == "release":
+        tensors = {f"module.transformer.{name}": t for name, t in tensors.items()}
+        tensors = {"model_state_dict": tensors}
+    torch.save(tensors, tmp_path / "base.bin")
+    given = train(folder, "gpt2")
+    write_adapter(tmp_path / "in.safetensors", given.adapter)
+    flags = ("--to", "merged", "--base", tmp_path / "base.bin")
+    convert(tmp_path / "in.safetensors", tmp_path / "out", *flags)
+    close(plain_logits(tmp_path / "out", "gpt2"), given.logits, CARD_TERMS)
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert settings.pop("tie_word_embeddings") is True
+    assert settings == {
+        **CARD,
+        "activation_function": "gelu_new",
+        "architectures": ["GPT2LMHeadModel"],
+        "bos_token_id": 50256,
+        "eos_token_id": 50256,
+        "layer_norm_epsilon": 1e-5,
+        "model_type": "gpt2",
+        "torch_dtype": "float32",
+    }
+    assert tree(tmp_path / "out").keys() == {"config.json", "model.safetensors"}
+
+
+CARD_TERMS = 4 * (3 * 128 + 4 * 128 + 32 + 12) + 128
+CARD = {"n_embd": 128, "n_layer": 4, "n_head": 4, "vocab_size": 50257, "n_positions": 1024}
+
+
+@pytest.mark.parametrize("lacking", ["all cards", "positions"])
+def test_a_file_of_no_known_card(failure, trained, tmp_path, lacking):
+    shape = {"vocab_size": 9, "n_positions": 5}
+    base = make_base(tmp_path / "base", "gpt2", **({} if lacking == "all cards" else CARD | shape))
+    tensors = read_tensors(base / "model.safetensors")[0]
+    tensors = {
+        name: t for name, t in tensors.items() if lacking == "all cards" or name != "wpe.weight"
+    }
+    torch.save(tensors, tmp_path / "base.bin")
+    write_adapter(tmp_path / "in.safetensors", trained["gpt2"].adapter)
+    line = failure(
+        *(tmp_path / "in.safetensors", tmp_path / "out", "--to", "merged"),
+        *("--base", tmp_path / "base.bin"),
+    )
+    assert ("give the folder of the model" if lacking == "all cards" else "wte.weight is") in line
+
+
+# PEFT's adapters of GPT-2 that its layers here, and the release's, have no place for.
+FOREIGN = {
+    "all of c_attn": {"attn.c_attn": (16, 48)},
+    "the attention's c_proj": {"attn.c_proj": (16, 16)},
+    "both": {"attn.c_attn": (16, 48), "attn.c_proj": (16, 16)},
+    "the MLP": {"mlp.c_fc": (16, 64), "mlp.c_proj": (64, 16)},
+}
+
+
+def foreign_adapter(folder: Path, modules: dict[str, tuple[int, int]]) -> dict[str, torch.Tensor]:
+    """Writes an adapter as PEFT does; what it adds to the base's weights, (in, out) each."""
+    folder.mkdir()
+    generator, tensors, sums = seed(3), {}, {}
+    for block, (module, (width, out)) in itertools.product(range(2), modules.items()):
+        A, B = torch.randn(4, width, generator=generator), torch.randn(out, 4, generator=generator)
+        name = f"transformer.h.{block}.{module}"
+        tensors[f"base_model.model.{name}.lora_A.weight"] = A
+        tensors[f"base_model.model.{name}.lora_B.weight"] = B
+        sums[f"{name}.weight"] = (10 / 4 * B.double() @ A.double()).t()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    targets = [module.rpartition(".")[2] for module in modules]
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 10, "target_modules": targets}
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "fan_in_fan_out": True}))
+    return sums
+
+
+@pytest.mark.parametrize("modules", FOREIGN)
+def test_foreign_adapters_merge(convert, trained, tmp_path, modules):
+    sums, base = foreign_adapter(tmp_path / "in", FOREIGN[modules]), trained["gpt2"].base
+    convert(tmp_path / "in", tmp_path / "out", "--to", "merged", "--base", base)
+    merged = read_tensors(tmp_path / "out" / "model.safetensors")[0]
+    for name, tensor in read_tensors(base / "model.safetensors")[0].items():
+        name = f"transformer.{name}"
+        expected = (tensor.double() + sums.get(name, 0)).float()
+        close(merged[name], expected, terms=5)
+    assert plain_logits(tmp_path / "out", "gpt2").isfinite().all()
+
+
+@pytest.mark.parametrize("format", ["lora", "release"])
+@pytest.mark.parametrize("modules", FOREIGN)
+def test_foreign_adapters_have_no_other_format(failure, tmp_path, modules, format):
+    foreign_adapter(tmp_path / "in", FOREIGN[modules])
+    for target in (OUT[format], "folder"):
+        line = failure(tmp_path / "in", tmp_path / target, "--to", format)
+        assert line.endswith("merge it into its base (merge_into) (--to merged)")
+
+
+def test_a_merged_gpt2_says_that_its_head_is_its_embedding(convert, tmp_path):
+    base = make_base(tmp_path / "base", "gpt2")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    write_adapter(tmp_path / "in.safetensors", train(base, "gpt2").adapter)
+    convert(tmp_path / "in.safetensors", tmp_path / "out", "--to", "merged", "--base", base)
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert settings["tie_word_embeddings"] is True
