@@ -1,243 +1,44 @@
-"""Several adapters beside one base: each gives what a model of its own gives, in mixed batches too.
-
-Two small models: one of plain layers over padded batches, and one like GPT-2, whose merged
-projections see packed tokens.
-"""
+"""Several adapters on one base: each gives what a model of its own gives, in mixed batches too."""
 
 import copy
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
-import all_families  # noqa: F401
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import assert_close_to_rounding, rounding
+from bank_models import (
+    LAYER,
+    TERMS,
+    TRAINED,
+    WIDTH,
+    Head,
+    Packed,
+    base_of,
+    batch_for,
+    close,
+    close_in_half,
+    close_to_rows,
+    hooks_of,
+    make_adapter,
+    make_batch,
+    model_of,
+    refuses,
+    row_by_row,
+)
+from compare import rounding
 from torch import nn
 
 import loralib as lora
-from loralib.adapters.adapter import Adapter, adapter_tensors
+from loralib.adapters.adapter import Adapter
 from loralib.adapters.deltas import deltas_of
-from loralib.adapters.fingerprint import fingerprint
-from loralib.adapters.loading import load_into
 from loralib.adapters.metadata import LoraMetadata
-from loralib.errors import CheckpointError
-from loralib.nn.packing import PackedRows, attend
 from loralib.nn.routing import Routing, for_each_segment, in_effect
 from loralib.serving.prepared import DeviceDelta
-from transformers.adapter_kinds import BITFIT, BOTTLENECK, BiasMetadata, BottleneckMetadata
 
-WIDTH = 8
-# Of the sums that follow one another: two layers of four products, one of them with an update,
-# and a head.
-TERMS = 2 * 6 * WIDTH + 2 * WIDTH
-
-
-@dataclass(frozen=True)
-class Trained:
-    """How an adapter was trained; without labels it has no head."""
-
-    seed: int
-    rank: int
-    alpha: float
-    labels: int | None
-    targets: tuple[str, ...] = ("query", "value")
-
-
-TRAINED = {
-    "a": Trained(1, rank=2, alpha=8, labels=2),
-    "b": Trained(2, rank=5, alpha=3, labels=5, targets=("query",)),
-    "c": Trained(3, rank=1, alpha=2, labels=3, targets=("query", "key", "value")),
-    "d": Trained(4, rank=3, alpha=6, labels=1, targets=("key", "value")),
-    "e": Trained(5, rank=4, alpha=4, labels=None),
-}
-NO_LORA = Trained(0, rank=0, alpha=1, labels=3, targets=())
 # One name a row, in any order.
 MIXES = ["a", "aaa", "ba", "bacb", "abcde", "eedaae", "dcccbad"]
-
-
-class Head(nn.Module):
-    def __init__(self, labels):
-        super().__init__()
-        self.dense = nn.Linear(WIDTH, WIDTH)
-        self.out_proj = nn.Linear(WIDTH, labels)
-
-    def forward(self, x):
-        return self.out_proj(torch.tanh(self.dense(x)))
-
-
-class PlainLayer(nn.Module):
-    def __init__(self, trained):
-        super().__init__()
-        for name in ("query", "key", "value"):
-            rank = trained.rank if name in trained.targets else 0
-            layer = lora.Linear(WIDTH, WIDTH, r=rank, lora_alpha=trained.alpha)
-            setattr(self, name, layer if rank else nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, x):
-        return x + torch.tanh(self.query(x)) * torch.sigmoid(self.key(x)) + self.value(x)
-
-
-class Plain(nn.Module):
-    """Knows nothing of packed rows: (batch, length, width), mask -> (batch, labels)."""
-
-    def __init__(self, trained):
-        super().__init__()
-        layers = nn.ModuleList(PlainLayer(trained) for _ in range(2))
-        self.roberta = nn.ModuleDict({"embed": nn.Embedding(20, WIDTH), "layer": layers})
-        self.classifier = Head(trained.labels or 3)
-
-    def forward(self, ids, mask):
-        x = self.roberta["embed"](ids)
-        for layer in self.roberta["layer"]:
-            x = layer(x)
-        return self.classifier((x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
-
-
-class Block(nn.Module):
-    def __init__(self, trained):
-        super().__init__()
-        c_attn = lora.MergedLinear(
-            WIDTH,
-            3 * WIDTH,
-            r=trained.rank,
-            lora_alpha=trained.alpha,
-            enable_lora=[True, False, True],
-            fan_in_fan_out=True,
-        )
-        self.attn = nn.ModuleDict({"c_attn": c_attn})
-
-    def forward(self, x, rows):
-        q, k, v = self.attn["c_attn"](x).chunk(3, dim=-1)
-        return x + attend(q, k, v, rows, heads=2, causal=True)
-
-
-class Packed(nn.Module):
-    """Like GPT-2, with a head on each row's last token."""
-
-    def __init__(self, trained):
-        super().__init__()
-        blocks = nn.ModuleList(Block(trained) for _ in range(2))
-        self.transformer = nn.ModuleDict({"wte": nn.Embedding(20, WIDTH), "h": blocks})
-        self.classifier = Head(trained.labels or 3)
-
-    def forward(self, ids, mask):
-        rows = PackedRows(mask)
-        x = self.transformer["wte"](rows.pack(ids))
-        for block in self.transformer["h"]:
-            x = block(x, rows)
-        return self.classifier(x[rows.first + torch.tensor(rows.lengths) - 1])
-
-
-MODELS = (Plain, Packed)
-LAYER = {Plain: "roberta.layer.0.query", Packed: "transformer.h.0.attn.c_attn"}
-
-
-def draw(model, seed):
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.data.normal_(std=0.5, generator=generator)
-    return model.eval()
-
-
-def base_of(model_class):
-    return draw(model_class(NO_LORA), 0)
-
-
-def on_base(model_class, trained):
-    """A model with LoRA on the base's weights; LoRA and head are yet to be loaded."""
-    model = model_class(trained).eval()
-    own, base = model.state_dict(), base_of(model_class).state_dict()
-    model.load_state_dict({**own, **{n: t for n, t in base.items() if t.shape == own[n].shape}})
-    return model
-
-
-def make_adapter(model_class, name, **info):
-    trained = TRAINED[name]
-    tensors = adapter_tensors(draw(model_class(trained), trained.seed).state_dict())
-    if trained.labels is None:
-        tensors = {n: t for n, t in tensors.items() if "lora_" in n}
-    about = LoraMetadata(rank=trained.rank, alpha=trained.alpha, targets=("some",), **info)
-    return Adapter(tensors, about, f"{name}.safetensors")
-
-
-def model_of(model_class, name):
-    """A model that was built for one adapter, which is loaded into it."""
-    model = on_base(model_class, TRAINED[name])
-    adapter = make_adapter(model_class, name)
-    head = {n: t for n, t in adapter_tensors(model.state_dict()).items() if "lora_" not in n}
-    targets = tuple(sorted({n.split(".")[-2] for n in adapter.tensors if "lora_" in n}))
-    info = replace(adapter.metadata, targets=targets)
-    load_into(model, Adapter({**head, **adapter.tensors}, info, "here"))
-    return model
-
-
-def make_batch(lengths, seed=0):
-    """Ragged rows, padded; what stands at padding is drawn as well."""
-    generator = torch.Generator().manual_seed(seed)
-    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
-    return {"ids": torch.randint(20, mask.shape, generator=generator), "mask": mask}
-
-
-def batch_for(names):
-    return make_batch([(3, 6, 1, 5, 2, 4, 6)[row] for row in range(len(names))])
-
-
-@pytest.fixture(params=MODELS, ids=lambda model_class: model_class.__name__.lower())
-def model_class(request):
-    return request.param
-
-
-@pytest.fixture
-def model(model_class):
-    return base_of(model_class)
-
-
-@pytest.fixture
-def bank(model, model_class):
-    bank = lora.AdapterBank(model)
-    for name in TRAINED:
-        bank.add(name, make_adapter(model_class, name))
-    yield bank
-    bank.close()
-
-
-def close(ours, theirs):
-    assert_close_to_rounding(ours, theirs, TERMS, theirs.dtype)
-
-
-def close_in_half(ours, theirs, tolerance):
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
-
-
-def refuses(error, *parts):
-    """Expects an error of one line that holds all of `parts`."""
-    lookaheads = "".join(f"(?=.*{part})" for part in parts)
-    return pytest.raises(error, match=rf"^{lookaheads}[^\n]{{1,300}}$")
-
-
-def hooks_of(model):
-    return [hook for module in model.modules() for hook in module._forward_hooks.values()]
-
-
-@torch.no_grad()
-def row_by_row(bank, model, names, batch):
-    """Each row's logits, from a forward of the whole batch with the adapter that it names."""
-    rows = []
-    for row, name in enumerate(names):
-        with bank.use(name):
-            rows.append(model(**batch)[row])
-    return rows
-
-
-def close_to_rows(mixed, rows, close=close):
-    widest = max(len(row) for row in rows)
-    assert mixed.shape == (len(rows), widest)
-    for ours, theirs in zip(mixed, rows, strict=True):
-        close(ours[: len(theirs)], theirs)
-        assert (ours[len(theirs) :] == float("-inf")).all()
-
 
 # ---- one adapter ----
 
@@ -576,197 +377,7 @@ def test_threads_do_not_disturb_each_other(bank, model):
     assert not wrong
 
 
-# ---- what is refused ----
-
-
-def test_a_model_with_updates_of_its_own(model_class):
-    with refuses(ValueError, f"{LAYER[model_class]} has LoRA of its own"):
-        lora.AdapterBank(model_class(TRAINED["a"]))
-
-
-@pytest.mark.parametrize(
-    ("names", "parts"),
-    [
-        ("x", ["no adapter 'x', only a, b, c, d, e"]),
-        (["a", "x", "b"], ["no adapter 'x', only a, b, c, d, e"]),
-        ("", ["no adapter ''"]),
-        ([], ["no adapter is named; there are a, b, c, d, e"]),
-        ((), ["no adapter is named"]),
-    ],
-)
-def test_names_that_there_are_not(bank, model, names, parts):
-    with refuses(ValueError, *parts), bank.use(names):
-        pytest.fail("the block began")
-    assert in_effect() is None
-    assert lora.AdapterBank(model).names == ()
-    with refuses(ValueError, "no adapter 'a', only none"):
-        lora.AdapterBank(model).remove("a")
-
-
-@pytest.mark.parametrize("names", [["a", "b"], ["a", "a"], ["a"], ["b"] * 4])
-def test_another_number_of_rows(bank, model, names):
-    with refuses(ValueError, "3", str(len(names)), "rows"), bank.use(names):
-        model(**make_batch([2, 4, 1]))
-    assert in_effect() is None
-
-
-def test_rows_that_cannot_be_told(bank, model, model_class):
-    layer = model.get_submodule(LAYER[model_class])
-    for shape in [(5, WIDTH), (WIDTH,), (2, 3, WIDTH)]:
-        x = torch.randn(shape)
-        with refuses(ValueError, "named for 3 rows, a layer is given"), bank.use(["a", "b", "a"]):
-            layer(x)
-        with bank.use("a"):
-            assert layer(x).shape[:-1] == x.shape[:-1]
-    with refuses(ValueError, "named for 3 rows of 7 tokens"), bank.use(["a", "b", "a"]):
-        PackedRows(make_batch([2, 4, 1])["mask"])
-        layer(torch.randn(6, WIDTH))
-
-
-def changed(**tensors):
-    """Replaces tensors by name, dots written as two underscores; None takes one out."""
-
-    def change(adapter):
-        new = {**adapter.tensors, **{n.replace("__", "."): t for n, t in tensors.items()}}
-        return replace(adapter, tensors={n: t for n, t in new.items() if t is not None})
-
-    return change
-
-
-def informed(**info):
-    return lambda adapter: replace(adapter, metadata=replace(adapter.metadata, **info))
-
-
-def of_kind(kind, info):
-    return lambda adapter: replace(adapter, kind=kind, metadata=info)
-
-
-def with_update(name):
-    A, B = torch.ones(2, WIDTH), torch.ones(WIDTH, 2)
-    return changed(**{f"{name}.lora_A": A, f"{name}.lora_B": B})
-
-
-def with_nan(adapter):
-    name = next(name for name in adapter.tensors if name.endswith("lora_B"))
-    tensor = adapter.tensors[name].clone()
-    tensor[0, 0] = float("nan")
-    return changed(**{name: tensor})(adapter)
-
-
-MERGE = r"merge it into its base \(merge_into\)"
-MISFITS = {
-    "bottleneck": (
-        of_kind(BOTTLENECK, BottleneckMetadata(adapter_type="houlsby", adapter_size=2)),
-        ["holds adapter weights, a bank takes LoRA's", "apply_adapter"],
-    ),
-    "bitfit": (of_kind(BITFIT, BiasMetadata()), ["holds BitFit weights", "apply_bitfit"]),
-    "biases": (informed(bias="lora_only"), ["brings biases of its own", MERGE]),
-    "trained_with": (informed(trained_with=("apply_bitfit",)), ["apply_bitfit as well", MERGE]),
-    "no info": (lambda adapter: replace(adapter, metadata=None), ["give it as lora_alpha"]),
-    "other base": (
-        informed(base="their/base", base_fingerprint="feed" * 4),
-        ["another base", "'their/base'", "feedfeedfeedfeed"],
-    ),
-    "labels": (informed(labels=("a", "b", "c")), ["names 3 labels, its head has 2 outputs"]),
-    "not finite": (with_nan, ["lora_B holds values that are not finite"]),
-    "head not finite": (
-        changed(classifier__out_proj__bias=torch.tensor([0.0, float("inf")])),
-        [r"classifier\.out_proj\.bias holds values that are not finite"],
-    ),
-    "no such module": (with_update("elsewhere.query"), [r"no elsewhere\.query"]),
-    "no linear module": (with_update("roberta.embed"), ["embed"]),
-    "another width": (
-        changed(**{"roberta.layer.0.query.lora_A": torch.ones(2, WIDTH + 1)}),
-        ["0.query"],
-    ),
-    "half an update": (changed(**{"classifier.dense.lora_A": torch.ones(2, 8)}), ["other half"]),
-    "something else of LoRA's": (
-        changed(**{"roberta.layer.0.query.lora_magnitude": torch.ones(8)}),
-        ["query.lora_magnitude belongs neither to LoRA nor to a head", MERGE],
-    ),
-    "a backbone's": (
-        changed(**{"roberta.layer.0.query.bias": torch.ones(8)}),
-        [r"query\.bias belongs neither to LoRA nor to a head", MERGE],
-    ),
-    "GPT-2's backbone": (
-        changed(**{"transformer.h.0.attn.c_attn.bias": torch.ones(24)}),
-        [r"c_attn\.bias belongs neither"],
-    ),
-    "no such head": (changed(score__weight=torch.ones(2, 8)), ["no 'score' to take"]),
-    "no module at all": (changed(scale=torch.ones(2)), ["no 'scale' to take"]),
-    "half a head": (changed(classifier__dense__bias=None), [r"lacks classifier\.dense\.bias"]),
-    "more than a head": (
-        changed(classifier__norm__bias=torch.ones(8)),
-        [r"unknown to the model, classifier\.norm\.bias"],
-    ),
-    "an update of its head": (with_update("classifier.dense"), ["adapts classifier.dense", MERGE]),
-    "head of another shape": (
-        changed(classifier__dense__weight=torch.ones(6, 8)),
-        [r"classifier\.dense\.weight is \(6, 8\) in the file, \(8, 8\) is needed"],
-    ),
-    "projection of another width": (
-        changed(classifier__out_proj__weight=torch.ones(2, 7)),
-        [r"out_proj\.weight is \(2, 7\) in the file, \(2, 8\) is needed"],
-    ),
-    "bias of another number of labels": (
-        changed(classifier__out_proj__bias=torch.ones(3)),
-        [r"out_proj\.bias is \(3,\) in the file, \(2,\) is needed"],
-    ),
-    "a projection that is none": (
-        changed(classifier__out_proj__weight=torch.ones(2)),
-        [r"out_proj\.weight is \(2,\) in the file, \(3, 8\) is needed"],
-    ),
-}
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("change", "parts"), MISFITS.values(), ids=MISFITS)
-def test_a_misfit_leaves_everything_as_it_was(model, model_class, change, parts):
-    bank, batch = lora.AdapterBank(model), make_batch([3, 2])
-    bank.add("b", make_adapter(model_class, "b"))
-    hooks, state = hooks_of(model), copy.deepcopy(model.state_dict())
-    sound = make_adapter(model_class, "a")
-    with refuses(CheckpointError, r"a\.safetensors: ", *parts):
-        bank.add("a", change(sound))
-    assert bank.names == ("b",)
-    assert hooks_of(model) == hooks
-    assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
-    with bank.use("b"):
-        close(model(**batch), model_of(model_class, "b")(**batch))
-    bank.add("a", sound)
-    with bank.use("a"):
-        close(model(**batch), model_of(model_class, "a")(**batch))
-
-
-def test_the_bases_fingerprint(model, model_class):
-    """A copy in bfloat16 is the same base; one in float16 cannot be told from others."""
-    own = fingerprint(model.state_dict())
-    same = make_adapter(model_class, "a", base_fingerprint=own)
-    other = make_adapter(model_class, "a", base_fingerprint="feed" * 4)
-    for dtype in (torch.float32, torch.bfloat16):
-        bank = lora.AdapterBank(copy.deepcopy(model).to(dtype))
-        bank.add("same", same)
-        with refuses(CheckpointError, "another base", own):
-            bank.add("other", other)
-        assert bank.names == ("same",)
-    lora.AdapterBank(model.half()).add("other", other)
-
-
-def test_a_name_used_twice(bank, model, model_class):
-    with refuses(ValueError, "an adapter 'a' already, among a, b, c, d, e"):
-        bank.add("a", make_adapter(model_class, "b"))
-    batch = make_batch([2])
-    with torch.no_grad(), bank.use("a"):
-        close(model(**batch), model_of(model_class, "a")(**batch))
-
-
-def test_a_closed_bank(bank, model_class):
-    bank.close()
-    bank.close()
-    with refuses(ValueError, "the bank is closed"):
-        bank.add("a", make_adapter(model_class, "a"))
-    with refuses(ValueError, "the bank is closed"), bank.use("a"):
-        pass
+# ---- slices ----
 
 
 def test_slices_that_are_not_updated_keep_their_bits():
@@ -785,15 +396,3 @@ def test_slices_that_are_not_updated_keep_their_bits():
         strict=True,
     ):
         close(ours, theirs + 8 / 2 * x @ part.A.T @ part.B.T)
-
-
-def test_a_module_that_is_never_called():
-    """Attention takes its output projection's weight: a hook on the projection would not act."""
-    model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2)})
-    tensors = {"attention.out_proj.lora_A": torch.ones(2, 8)}
-    tensors["attention.out_proj.lora_B"] = torch.ones(8, 2)
-    adapter = Adapter(
-        tensors, LoraMetadata(rank=2, alpha=4, targets=("out_proj",)), "a.safetensors"
-    )
-    with refuses(CheckpointError, "nn.MultiheadAttention never calls", "merge_into"):
-        lora.AdapterBank(model).add("a", adapter)

@@ -37,7 +37,7 @@ def as_old(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     [
         case
         for case in itertools.product(FAMILIES, FORMATS, FORMATS)
-        # What these two would make of each other is in test_convert_positions.py.
+        # What these two would make of each other is in test_positions.py.
         if not (case[0] == "deberta" and {"release", "peft"} == {*case[1:]})
     ],
 )

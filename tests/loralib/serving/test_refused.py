@@ -1,0 +1,230 @@
+"""What a bank refuses: names, rows and adapters that do not fit; nothing changes then."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from bank_models import (
+    LAYER,
+    TRAINED,
+    WIDTH,
+    close,
+    hooks_of,
+    make_adapter,
+    make_batch,
+    model_of,
+    refuses,
+)
+from torch import nn
+
+import loralib as lora
+from loralib.adapters.adapter import Adapter
+from loralib.adapters.fingerprint import fingerprint
+from loralib.adapters.metadata import LoraMetadata
+from loralib.errors import CheckpointError
+from loralib.nn.packing import PackedRows
+from loralib.nn.routing import in_effect
+from transformers.adapter_kinds import BITFIT, BOTTLENECK, BiasMetadata, BottleneckMetadata
+
+
+def test_a_model_with_updates_of_its_own(model_class):
+    with refuses(ValueError, f"{LAYER[model_class]} has LoRA of its own"):
+        lora.AdapterBank(model_class(TRAINED["a"]))
+
+
+@pytest.mark.parametrize(
+    ("names", "parts"),
+    [
+        ("x", ["no adapter 'x', only a, b, c, d, e"]),
+        (["a", "x", "b"], ["no adapter 'x', only a, b, c, d, e"]),
+        ("", ["no adapter ''"]),
+        ([], ["no adapter is named; there are a, b, c, d, e"]),
+        ((), ["no adapter is named"]),
+    ],
+)
+def test_names_that_there_are_not(bank, model, names, parts):
+    with refuses(ValueError, *parts), bank.use(names):
+        pytest.fail("the block began")
+    assert in_effect() is None
+    assert lora.AdapterBank(model).names == ()
+    with refuses(ValueError, "no adapter 'a', only none"):
+        lora.AdapterBank(model).remove("a")
+
+
+@pytest.mark.parametrize("names", [["a", "b"], ["a", "a"], ["a"], ["b"] * 4])
+def test_another_number_of_rows(bank, model, names):
+    with refuses(ValueError, "3", str(len(names)), "rows"), bank.use(names):
+        model(**make_batch([2, 4, 1]))
+    assert in_effect() is None
+
+
+def test_rows_that_cannot_be_told(bank, model, model_class):
+    layer = model.get_submodule(LAYER[model_class])
+    for shape in [(5, WIDTH), (WIDTH,), (2, 3, WIDTH)]:
+        x = torch.randn(shape)
+        with refuses(ValueError, "named for 3 rows, a layer is given"), bank.use(["a", "b", "a"]):
+            layer(x)
+        with bank.use("a"):
+            assert layer(x).shape[:-1] == x.shape[:-1]
+    with refuses(ValueError, "named for 3 rows of 7 tokens"), bank.use(["a", "b", "a"]):
+        PackedRows(make_batch([2, 4, 1])["mask"])
+        layer(torch.randn(6, WIDTH))
+
+
+def changed(**tensors):
+    """Replaces tensors by name, dots written as two underscores; None takes one out."""
+
+    def change(adapter):
+        new = {**adapter.tensors, **{n.replace("__", "."): t for n, t in tensors.items()}}
+        return replace(adapter, tensors={n: t for n, t in new.items() if t is not None})
+
+    return change
+
+
+def informed(**info):
+    return lambda adapter: replace(adapter, metadata=replace(adapter.metadata, **info))
+
+
+def of_kind(kind, info):
+    return lambda adapter: replace(adapter, kind=kind, metadata=info)
+
+
+def with_update(name):
+    A, B = torch.ones(2, WIDTH), torch.ones(WIDTH, 2)
+    return changed(**{f"{name}.lora_A": A, f"{name}.lora_B": B})
+
+
+def with_nan(adapter):
+    name = next(name for name in adapter.tensors if name.endswith("lora_B"))
+    tensor = adapter.tensors[name].clone()
+    tensor[0, 0] = float("nan")
+    return changed(**{name: tensor})(adapter)
+
+
+MERGE = r"merge it into its base \(merge_into\)"
+MISFITS = {
+    "bottleneck": (
+        of_kind(BOTTLENECK, BottleneckMetadata(adapter_type="houlsby", adapter_size=2)),
+        ["holds adapter weights, a bank takes LoRA's", "apply_adapter"],
+    ),
+    "bitfit": (of_kind(BITFIT, BiasMetadata()), ["holds BitFit weights", "apply_bitfit"]),
+    "biases": (informed(bias="lora_only"), ["brings biases of its own", MERGE]),
+    "trained_with": (informed(trained_with=("apply_bitfit",)), ["apply_bitfit as well", MERGE]),
+    "no info": (lambda adapter: replace(adapter, metadata=None), ["give it as lora_alpha"]),
+    "other base": (
+        informed(base="their/base", base_fingerprint="feed" * 4),
+        ["another base", "'their/base'", "feedfeedfeedfeed"],
+    ),
+    "labels": (informed(labels=("a", "b", "c")), ["names 3 labels, its head has 2 outputs"]),
+    "not finite": (with_nan, ["lora_B holds values that are not finite"]),
+    "head not finite": (
+        changed(classifier__out_proj__bias=torch.tensor([0.0, float("inf")])),
+        [r"classifier\.out_proj\.bias holds values that are not finite"],
+    ),
+    "no such module": (with_update("elsewhere.query"), [r"no elsewhere\.query"]),
+    "no linear module": (with_update("roberta.embed"), ["embed"]),
+    "another width": (
+        changed(**{"roberta.layer.0.query.lora_A": torch.ones(2, WIDTH + 1)}),
+        ["0.query"],
+    ),
+    "half an update": (changed(**{"classifier.dense.lora_A": torch.ones(2, 8)}), ["other half"]),
+    "something else of LoRA's": (
+        changed(**{"roberta.layer.0.query.lora_magnitude": torch.ones(8)}),
+        ["query.lora_magnitude belongs neither to LoRA nor to a head", MERGE],
+    ),
+    "a backbone's": (
+        changed(**{"roberta.layer.0.query.bias": torch.ones(8)}),
+        [r"query\.bias belongs neither to LoRA nor to a head", MERGE],
+    ),
+    "GPT-2's backbone": (
+        changed(**{"transformer.h.0.attn.c_attn.bias": torch.ones(24)}),
+        [r"c_attn\.bias belongs neither"],
+    ),
+    "no such head": (changed(score__weight=torch.ones(2, 8)), ["no 'score' to take"]),
+    "no module at all": (changed(scale=torch.ones(2)), ["no 'scale' to take"]),
+    "half a head": (changed(classifier__dense__bias=None), [r"lacks classifier\.dense\.bias"]),
+    "more than a head": (
+        changed(classifier__norm__bias=torch.ones(8)),
+        [r"unknown to the model, classifier\.norm\.bias"],
+    ),
+    "an update of its head": (with_update("classifier.dense"), ["adapts classifier.dense", MERGE]),
+    "head of another shape": (
+        changed(classifier__dense__weight=torch.ones(6, 8)),
+        [r"classifier\.dense\.weight is \(6, 8\) in the file, \(8, 8\) is needed"],
+    ),
+    "projection of another width": (
+        changed(classifier__out_proj__weight=torch.ones(2, 7)),
+        [r"out_proj\.weight is \(2, 7\) in the file, \(2, 8\) is needed"],
+    ),
+    "bias of another number of labels": (
+        changed(classifier__out_proj__bias=torch.ones(3)),
+        [r"out_proj\.bias is \(3,\) in the file, \(2,\) is needed"],
+    ),
+    "a projection that is none": (
+        changed(classifier__out_proj__weight=torch.ones(2)),
+        [r"out_proj\.weight is \(2,\) in the file, \(3, 8\) is needed"],
+    ),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("change", "parts"), MISFITS.values(), ids=MISFITS)
+def test_a_misfit_leaves_everything_as_it_was(model, model_class, change, parts):
+    bank, batch = lora.AdapterBank(model), make_batch([3, 2])
+    bank.add("b", make_adapter(model_class, "b"))
+    hooks, state = hooks_of(model), copy.deepcopy(model.state_dict())
+    sound = make_adapter(model_class, "a")
+    with refuses(CheckpointError, r"a\.safetensors: ", *parts):
+        bank.add("a", change(sound))
+    assert bank.names == ("b",)
+    assert hooks_of(model) == hooks
+    assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
+    with bank.use("b"):
+        close(model(**batch), model_of(model_class, "b")(**batch))
+    bank.add("a", sound)
+    with bank.use("a"):
+        close(model(**batch), model_of(model_class, "a")(**batch))
+
+
+def test_the_bases_fingerprint(model, model_class):
+    """A copy in bfloat16 is the same base; one in float16 cannot be told from others."""
+    own = fingerprint(model.state_dict())
+    same = make_adapter(model_class, "a", base_fingerprint=own)
+    other = make_adapter(model_class, "a", base_fingerprint="feed" * 4)
+    for dtype in (torch.float32, torch.bfloat16):
+        bank = lora.AdapterBank(copy.deepcopy(model).to(dtype))
+        bank.add("same", same)
+        with refuses(CheckpointError, "another base", own):
+            bank.add("other", other)
+        assert bank.names == ("same",)
+    lora.AdapterBank(model.half()).add("other", other)
+
+
+def test_a_name_used_twice(bank, model, model_class):
+    with refuses(ValueError, "an adapter 'a' already, among a, b, c, d, e"):
+        bank.add("a", make_adapter(model_class, "b"))
+    batch = make_batch([2])
+    with torch.no_grad(), bank.use("a"):
+        close(model(**batch), model_of(model_class, "a")(**batch))
+
+
+def test_a_closed_bank(bank, model_class):
+    bank.close()
+    bank.close()
+    with refuses(ValueError, "the bank is closed"):
+        bank.add("a", make_adapter(model_class, "a"))
+    with refuses(ValueError, "the bank is closed"), bank.use("a"):
+        pass
+
+
+def test_a_module_that_is_never_called():
+    """Attention takes its output projection's weight: a hook on the projection would not act."""
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2)})
+    tensors = {"attention.out_proj.lora_A": torch.ones(2, 8)}
+    tensors["attention.out_proj.lora_B"] = torch.ones(8, 2)
+    adapter = Adapter(
+        tensors, LoraMetadata(rank=2, alpha=4, targets=("out_proj",)), "a.safetensors"
+    )
+    with refuses(CheckpointError, "nn.MultiheadAttention never calls", "merge_into"):
+        lora.AdapterBank(model).add("a", adapter)
