@@ -1,0 +1,38 @@
+"""RoBERTa's tiny tokenizer, and the warnings of all."""
+
+import logging
+import shutil
+from pathlib import Path
+
+import make_tokenizer_fixture as maker
+import pytest
+from tiny_tokenizer import FIXTURE
+
+from transformers import RobertaTokenizerFast, tokenization_utils_base
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    """A folder with vocab.json, merges.txt and special_tokens_map.json; not to be written to."""
+    folder = tmp_path_factory.mktemp("tiny")
+    return maker.write_vocabulary(folder, FIXTURE["vocabulary"], FIXTURE["merges"])
+
+
+@pytest.fixture
+def folder(tiny, tmp_path) -> Path:
+    """A copy of `tiny` to change."""
+    return Path(shutil.copytree(tiny, tmp_path / "model"))
+
+
+@pytest.fixture
+def tokenizer(tiny) -> RobertaTokenizerFast:
+    return RobertaTokenizerFast.from_pretrained(tiny)
+
+
+@pytest.fixture
+def warnings(caplog):
+    """The package's warnings, each of which is given once a process, heard anew."""
+    tokenization_utils_base._warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="transformers"):
+        yield caplog
+    tokenization_utils_base._warn_once.cache_clear()

@@ -1,0 +1,72 @@
+"""Copies, pickles and hashes of the tokenizers, on which caches of data sets rely."""
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+from datasets import Dataset
+from datasets.fingerprint import Hasher
+from tiny_tokenizer import CLS, FIXTURE, ids_of
+
+from transformers import PreTrainedTokenizerBase, RobertaTokenizerFast
+
+
+@pytest.mark.parametrize("sidecar", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_copies(tokenizer, sidecar):
+    other = sidecar(tokenizer)
+    assert isinstance(other, PreTrainedTokenizerBase)
+    assert ids_of(other) == ids_of(tokenizer)
+    assert Hasher.hash(other) == Hasher.hash(tokenizer)
+    assert pickle.dumps(other) == pickle.dumps(tokenizer)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"padding": True},
+        {"truncation": True, "max_length": 4},
+        {"padding": "max_length", "truncation": True, "max_length": 4, "return_tensors": "pt"},
+    ],
+)
+def test_calls_leave_no_trace(tokenizer, settings):
+    before, pickled = Hasher.hash(tokenizer), pickle.dumps(tokenizer)
+    tokenizer(["a b c", "d"], **settings)
+    tokenizer.decode([CLS])
+    _ = tokenizer.all_special_ids, repr(tokenizer)
+    assert Hasher.hash(tokenizer) == before
+    assert pickle.dumps(tokenizer) == pickled
+    assert ids_of(tokenizer) == FIXTURE["strings"]["single"]
+
+
+def test_hash_tells_tokenizers_apart(tiny):
+    hashes = {
+        Hasher.hash(RobertaTokenizerFast.from_pretrained(tiny, **settings))
+        for settings in ({}, {"add_prefix_space": True}, {"model_max_length": 9})
+    }
+    assert len(hashes) == 3
+
+
+@pytest.mark.slow
+def test_hash_is_the_same_in_another_process(tokenizer, tiny):
+    code = (
+        "import sys; from datasets.fingerprint import Hasher\n"
+        "from transformers import RobertaTokenizerFast as R\n"
+        "print(Hasher.hash(R.from_pretrained(sys.argv[1])))"
+    )
+    command = [sys.executable, "-c", code, str(tiny)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == Hasher.hash(tokenizer)
+
+
+def test_datasets_map_is_cached_across_calls(tokenizer):
+    rows = Dataset.from_dict({"sentence": ["a b c", "d"]})
+
+    def encode(examples):
+        return tokenizer(examples["sentence"], truncation=True, max_length=4)
+
+    first = rows.map(encode, batched=True)
+    again = rows.map(encode, batched=True)
+    assert first["input_ids"] == tokenizer(["a b c", "d"], truncation=True, max_length=4).input_ids
+    assert first._fingerprint == again._fingerprint
