@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 class CheckpointError(ValueError):
@@ -18,6 +19,15 @@ class CheckpointError(ValueError):
 
     def __init__(self, message: str):
         super().__init__(" ".join(message.splitlines()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By default a copy is made of the message alone, which is not what the classes below take.
+        return _restored, (type(self), self.args), self.__dict__
+
+
+def _restored(kind: type[CheckpointError], args: tuple[Any, ...]) -> CheckpointError:
+    """An error as it was pickled; its attributes follow."""
+    return kind.__new__(kind, *args)
 
 
 class AlphaError(CheckpointError):
@@ -118,7 +128,7 @@ class NeedsMergingError(CheckpointError):
 
     def __init__(self, source: str, reason: str):
         self.reason = reason
-        super().__init__(f"{source}: {reason}; merge it into its base (merge_into)")
+        super().__init__(f"{source}: {reason}; merge it into its base")
 
 
 class DiskFullError(OSError):

@@ -42,6 +42,7 @@ the bias stay in float32: those are cast as they are used, and get their gradien
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -461,7 +462,8 @@ class Embedding(LoRALayer, nn.Embedding):
         ids = x.flatten()
         out = self._rows(ids, self.weight, self.sparse)
         z = self._rows(ids, self.lora_A.t(), sparse=False)
-        self._delta(out.dtype).expand_into(out, z.to(out.dtype))
+        delta = replace(self._delta(), B=self.lora_B.to(out.dtype))  # A is used above alone
+        delta.expand_into(out, z.to(out.dtype))
         return out.view(*x.shape, self.embedding_dim)
 
     def merged_layer(self) -> nn.Embedding:

@@ -26,9 +26,8 @@ ROOMS = {
     "functional": {"nn"},
     "layers": {"functional", "nn"},
     "utils": {"functional", "layers", "nn"},
-    "inject": {"errors", "functional", "layers", "nn", "utils"},
-    "adapters": {"errors", "functional", "inject", "io", "layers", "nn", "utils"},
-    "serving": {"adapters", "errors", "functional", "inject", "io", "layers", "nn", "utils"},
+    "adapters": {"errors", "functional", "io", "layers", "nn", "utils"},
+    "serving": {"adapters", "errors", "functional", "io", "layers", "nn", "utils"},
 }
 
 

@@ -167,6 +167,11 @@ def _set_rank_and_alpha(args: argparse.Namespace, file: Adapter | Base, path: st
             )
         known = given if given is not None else recorded
         setattr(args, flag, default if known is None else known)
+    if getattr(file.metadata, "variant", None):
+        raise CheckpointError(
+            f"{path}: its LoRA is of the variant {file.metadata.variant}, which these scripts do "
+            "not train or decode with"
+        )
     if args.lora_dim < 0 or args.lora_alpha <= 0:
         raise ValueError("--lora_dim has to be at least 0, and --lora_alpha above 0")
 

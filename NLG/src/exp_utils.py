@@ -40,7 +40,11 @@ def run(main: Callable[[], None]) -> None:
     """
     process.set_up_logging()
     with_ways_out = adding_ways_out(WAYS_OUT)(main)
-    process.run(with_ways_out, report=lambda line: tqdm.write(line, file=sys.stderr))
+    process.run(
+        with_ways_out,
+        report=lambda line: tqdm.write(line, file=sys.stderr),
+        timeout="--ddp_timeout",
+    )
 
 
 def read_json_lines(path: str | os.PathLike) -> list[dict[str, Any]]:

@@ -74,7 +74,7 @@ def _delta(adapter: Adapter, module: str, A: Tensor, B: Tensor, scaling: float) 
     if sum(enabled) != count or len(B) % count:
         raise CheckpointError(
             f"{adapter.source}: {module} has {count} stacked blocks, and it is unknown which "
-            "slices of its output they belong to: its family is not registered"
+            "slices of its output they belong to: register its family (adapters.families)"
         )
     width = len(B) // count
     starts = tuple(index * width for index, on in enumerate(enabled) if on)

@@ -314,6 +314,14 @@ def _unchecked(adapter: Adapter) -> list[str]:
 
 def _write_release(path: Path, adapter: Adapter) -> list[str]:
     family = family_of(adapter.tensors)
+    if family is None and adapter.kind is LORA:
+        pairs = lora_pairs(adapter.tensors, adapter.source)
+        for module, (A, B) in pairs.items():
+            if len(A) != B.shape[1]:
+                raise CheckpointError(
+                    f"{adapter.source}: {module} stacks several updates, which the release writes "
+                    "in a way of each family: register its family (adapters.families)"
+                )
     if family is not None and family.wrapped_in_release:
         named = {f"module.{name}": tensor for name, tensor in adapter.tensors.items()}
         metadata = adapter.metadata.to_metadata() if adapter.metadata else {}

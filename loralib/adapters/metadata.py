@@ -109,6 +109,10 @@ class LoraMetadata(AdapterMetadata):
 
     own: ClassVar[frozenset[str]] = frozenset({"rank", "alpha", "targets"})
 
+    def __post_init__(self) -> None:
+        if self.variant == "lora":
+            object.__setattr__(self, "variant", None)
+
     @property
     def delta(self) -> type[Delta]:
         """What computes the update."""

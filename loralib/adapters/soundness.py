@@ -34,8 +34,13 @@ def check_lora(adapter: Adapter, lora_alpha: float | None = None) -> Adapter:
     check_names(adapter)
     check_values(adapter)
     if family_of(adapter.tensors) is None:
-        logger.info(
-            "%s: of no registered family: handled as an adapter of any model", adapter.source
+        # A file that says nothing of itself leaves more open than one with metadata of its own.
+        level = logging.INFO if adapter.format == "lora" else logging.WARNING
+        logger.log(
+            level,
+            "%s: of no registered family (see loralib.adapters.families): handled as an adapter "
+            "of any model, whatever its layers share or stack",
+            adapter.source,
         )
     return adapter
 

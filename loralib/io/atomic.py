@@ -13,7 +13,7 @@ from pathlib import Path
 from ..errors import CheckpointError, DiskFullError
 
 
-class _NoSpaceError(OSError):
+class NoSpaceError(OSError):
     """A write that failed for lack of space, with what is known of the file's size."""
 
     def __init__(self, error: OSError, needed: str):
@@ -21,7 +21,8 @@ class _NoSpaceError(OSError):
         self.needed = needed
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+# The system's error numbers of a disk without room, and of a quota that is used up.
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
@@ -150,9 +151,9 @@ def _errors_of(path: Path, temporary: Path) -> Iterator[None]:
         raise DiskFullError(path, error.needed, error.is_quota) from error
     except OSError as error:
         of_others = error.filename not in (None, str(temporary))
-        if of_others or error.errno not in (*_FULL, errno.EFBIG, errno.EIO):
+        if of_others or error.errno not in (*DISK_FULL, errno.EFBIG, errno.EIO):
             raise
-        if error.errno not in _FULL:
+        if error.errno not in DISK_FULL:
             raise OSError(error.errno, error.strerror, str(path)) from error
         written = temporary.stat().st_size if temporary.is_file() else 0
         _remove_any(temporary)

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import CheckpointError, first_line
-from .atomic import _FULL, _NoSpaceError, atomic_write
+from .atomic import DISK_FULL, NoSpaceError, atomic_write
 
 
 def write_tensors(
@@ -51,7 +51,7 @@ def _error_of_disk(path: str | os.PathLike, error: SafetensorError, size: int) -
         return OSError(f"{path}: cannot be written ({first_line(error)})")
     code = int(number[1])
     own = OSError(code, os.strerror(code))
-    return _NoSpaceError(own, f"more than {size:,}") if code in _FULL else own
+    return NoSpaceError(own, f"more than {size:,}") if code in DISK_FULL else own
 
 
 def _sort_metadata(path: Path) -> None:
@@ -81,8 +81,8 @@ def write_torch(path: str | os.PathLike, value: Any) -> None:
         if sink.error is not None:
             raise (
                 sink.error
-                if sink.error.errno not in _FULL
-                else _NoSpaceError(sink.error, f"{sink.size:,}")
+                if sink.error.errno not in DISK_FULL
+                else NoSpaceError(sink.error, f"{sink.size:,}")
             )
 
 

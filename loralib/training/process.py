@@ -143,7 +143,9 @@ def set_up_logging(level: int = logging.INFO, *, with_names: bool = False) -> No
         warnings.simplefilter("ignore")  # the main process gives them as well
 
 
-def run(main: Callable[[], None], report: Callable[[str], None]) -> None:
+def run(
+    main: Callable[[], None], report: Callable[[str], None], timeout: str = "the timeout"
+) -> None:
     """Runs a script's `main`; an error that a user can mend ends it with one line and status 1.
 
     With ``LORA_DEBUG=1`` the error comes with the traceback instead.
@@ -151,6 +153,7 @@ def run(main: Callable[[], None], report: Callable[[str], None]) -> None:
     Args:
         main: the script.
         report: shows a line on the console.
+        timeout: what the script calls the time for which processes wait for each other.
     """
     try:
         main()
@@ -165,7 +168,7 @@ def run(main: Callable[[], None], report: Callable[[str], None]) -> None:
             raise
         gone = "another process of the run is gone; if it ended by an error, it has said which"
         if "timed out" in str(error).lower():
-            gone = "other processes of the run did not answer in time, before the timeout"
+            gone = f"other processes of the run did not answer in time; see {timeout}"
         _report(TrainingError(gone), report)
         _end(1)
     except KeyboardInterrupt:

@@ -204,7 +204,7 @@ def test_what_the_release_has_no_layers_for_is_no_file_of_its_form(folder, tmp_p
         message = str(caught.value)
         assert "\n" not in message
         assert NO_LAYERS[case] in message
-        assert message.endswith("; merge it into its base (merge_into)")
+        assert message.endswith("; merge it into its base")
         assert not list(path.iterdir())
 
 

@@ -1,6 +1,7 @@
 """The package's public names, and what is imported for them."""
 
 import ast
+import inspect
 import json
 import subprocess
 import sys
@@ -82,10 +83,20 @@ def test_modules_are_there_as_attributes(path):
 
 
 @pytest.mark.slow
-def test_importing_the_package_imports_no_model_and_no_torch():
+def test_importing_the_package_imports_no_model():
     modules = modules_after("import transformers")
-    assert not {"torch", "numpy", "tokenizers"} & modules
-    assert not {name for name in modules if name.startswith("transformers.models")}
+    assert not {*HEAVY, "tokenizers", "safetensors"} & modules
+    parts = ("configuration", "modeling", "tokenization")
+    assert not {name for name in modules if name.rpartition(".")[2].startswith(parts)}
+
+
+@pytest.mark.slow
+def test_importing_the_package_registers_its_families():
+    """An adapter is then known as theirs, whatever else has been imported."""
+    code = "import transformers; from loralib.adapters.families import registered; "
+    code += "print([family.name for family in registered()])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "['roberta', 'deberta-v2']\n", done.stderr
 
 
 @pytest.mark.slow
@@ -119,3 +130,22 @@ def test_a_model_is_read_and_trained_without_the_compiler(tiny_base):
     )
     assert "transformers.models.roberta.modeling_roberta" in modules
     assert not HEAVY & modules
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("RobertaConfig", ("vocab_size", "hidden_size", "num_hidden_layers")),
+        ("DebertaV2Config", ("vocab_size", "hidden_size", "num_hidden_layers")),
+    ],
+)
+def test_settings_keep_upstreams_places(name, first):
+    """Code that gives them by position, as upstream allows, means the same here."""
+    places = (*first, "num_attention_heads", "intermediate_size", "hidden_act")
+    places += ("hidden_dropout_prob", "attention_probs_dropout_prob", "max_position_embeddings")
+    places += ("type_vocab_size", "initializer_range", "layer_norm_eps")
+    parameters = list(inspect.signature(getattr(transformers, name)).parameters)
+    assert parameters[: len(places)] == list(places)
+    config = getattr(transformers, name)(100, 32, 2, 4, 64, "relu", 0.0, 0.0, 60, 1)
+    assert (config.hidden_act, config.max_position_embeddings) == ("relu", 60)
+    assert config.type_vocab_size == 1

@@ -391,3 +391,16 @@ def test_what_an_earlier_run_left_is_not_taken_for_this_one_s(make_trainer, tmp_
     make_trainer(save_lora_only=True).save_model()
     assert not (out / "pytorch_model.bin").exists()
     assert (out / "pytorch_model_lora.bin").is_file()
+
+
+def test_another_model_given_to_a_trainer_is_the_one_that_is_saved(
+    make_trainer, make_model, tmp_path
+):
+    trainer = make_trainer()
+    trainer.model = other = make_model()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1)
+    trainer.save_model(tmp_path / "other")
+    saved = torch.load(tmp_path / "other" / "pytorch_model.bin", weights_only=True)
+    assert_same_bits(saved, other.state_dict())

@@ -446,7 +446,7 @@ def test_a_copy_made_in_inference_mode_serves_autograd(name):
 
 
 @pytest.mark.parametrize("leave", [lambda layer: layer.train(), lambda layer: layer.half()])
-def test_the_merged_copy_is_drop_finished(case, leave):
+def test_the_merged_copy_is_dropped(case, leave):
     layer = built(case).eval()
     with torch.no_grad():
         layer(case.x())

@@ -12,6 +12,7 @@ import importlib.util
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from .models import registry as _families  # so that adapters of these are known as such
 from .utils import logging
 
 if TYPE_CHECKING:
@@ -129,6 +130,9 @@ _MODULE_OF = {
 
 __all__ = sorted([*_MODULE_OF, "logging"])
 
+# Registering the families has set this attribute; `__getattr__` gives it with all of its modules.
+del globals()["models"]
+
 
 def __getattr__(name: str) -> Any:
     if name in _MODULE_OF:
@@ -137,10 +141,10 @@ def __getattr__(name: str) -> Any:
         return value
     if name.startswith("__"):
         raise AttributeError(name)
-    if importlib.util.find_spec(f"{__name__}.{name}") is not None:
+    if name.isidentifier() and importlib.util.find_spec(f"{__name__}.{name}") is not None:
         return _submodule(name)
     # Of a family that is registered and not listed above.
-    classes = importlib.import_module(".models.registry", __name__).modules_of_classes()
+    classes = _families.modules_of_classes()
     if name in classes:
         return getattr(importlib.import_module(classes[name], __name__), name)
     raise AttributeError(
@@ -154,6 +158,7 @@ def _submodule(name: str) -> Any:
     module = importlib.import_module(f".{name}", __name__)
     for inner in sorted({home for home in _MODULE_OF.values() if home.startswith(f".{name}.")}):
         importlib.import_module(inner, __name__)
+    globals()[name] = module
     return module
 
 

@@ -9,7 +9,7 @@ from .configuration_utils import PretrainedConfig
 
 
 class EncoderConfig(PretrainedConfig):
-    """The shape of an encoder; the defaults are BERT's.
+    """The shape of an encoder; the families' classes have the defaults.
 
     Args:
         vocab_size: rows of the word embedding; there may be more than the tokenizer has tokens.
@@ -34,19 +34,19 @@ class EncoderConfig(PretrainedConfig):
     @checked
     def __init__(
         self,
-        vocab_size: Count = 30522,
-        hidden_size: Count = 768,
-        num_hidden_layers: Count = 12,
-        num_attention_heads: Count = 12,
-        intermediate_size: Count = 3072,
-        hidden_act: str = "gelu",
-        hidden_dropout_prob: Share = 0.1,
-        attention_probs_dropout_prob: Share = 0.1,
-        max_position_embeddings: Count = 512,
-        type_vocab_size: Index = 2,
-        initializer_range: NotNegative = 0.02,
-        layer_norm_eps: NotNegative = 1e-12,
-        pad_token_id: Index = 0,
+        vocab_size: Count,
+        hidden_size: Count,
+        num_hidden_layers: Count,
+        num_attention_heads: Count,
+        intermediate_size: Count,
+        hidden_act: str,
+        hidden_dropout_prob: Share,
+        attention_probs_dropout_prob: Share,
+        max_position_embeddings: Count,
+        type_vocab_size: Index,
+        initializer_range: NotNegative,
+        layer_norm_eps: NotNegative,
+        pad_token_id: Index,
         **others: Any,
     ):
         super().__init__(pad_token_id=pad_token_id, **others)

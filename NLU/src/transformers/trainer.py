@@ -126,7 +126,7 @@ class Trainer:
         self.label_names = ["labels"] if args.label_names is None else args.label_names
         self.state = TrainerState(is_world_process_zero=args.is_main_process)
         self.control = TrainerControl()
-        self.checkpoints = Checkpoints(args, self.model, tokenizer)
+        self.checkpoints = Checkpoints(args)
         self._wrapped: nn.Module = self.model
         check_model(self.model, args, self.label_names)
         if args.gradient_checkpointing:
@@ -486,7 +486,8 @@ class Trainer:
     def save_model(self, output_dir: str | os.PathLike | None = None) -> None:
         """Writes the model, what was trained of it in files of its own, tokenizer and settings."""
         if self.args.is_main_process:
-            self.checkpoints.save_model(Path(output_dir or self.args.output_dir))
+            folder = Path(output_dir or self.args.output_dir)
+            self.checkpoints.save_model(folder, self.model, self.tokenizer)
 
     def save_state(self) -> None:
         """Writes ``trainer_state.json`` into the output folder."""
@@ -511,8 +512,9 @@ class Trainer:
         self.checkpoints.write(self._run_state(), self.save_model)
 
     def _run_state(self) -> RunState:
-        """What a run is resumed from, besides its model."""
+        """What the run is resumed from."""
         return RunState(
+            self.model,
             self.optimizer,
             self.lr_scheduler,
             self.precision,
@@ -532,7 +534,7 @@ class Trainer:
             )
             return
         logger.info("ending with the best model, %s", best)
-        self.checkpoints.load_weights(best)
+        self.checkpoints.load_weights(best, self.model)
 
     # ---- evaluation ----
 

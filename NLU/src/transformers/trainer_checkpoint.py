@@ -115,15 +115,17 @@ class Progress:
 
 @dataclass(frozen=True)
 class RunState:
-    """What a run is resumed from, besides its model.
+    """What a run is resumed from.
 
     Args:
+        model: what is trained.
         optimizer, lr_scheduler, precision: as the loop uses them.
         progress: this process's.
         trainer: the Trainer's state.
         examples: how many the training set has.
     """
 
+    model: nn.Module
     optimizer: Optimizer
     lr_scheduler: Any
     precision: Precision
@@ -137,30 +139,25 @@ class Checkpoints:
 
     Args:
         args: the run's settings.
-        model: what is trained.
-        tokenizer: saved with the model.
 
     Attributes:
         outdated: names of checkpoints to replace; see `outdated_checkpoints`.
     """
 
-    def __init__(
-        self,
-        args: TrainingArguments,
-        model: nn.Module,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-    ):
-        self.args, self.model, self.tokenizer = args, model, tokenizer
+    def __init__(self, args: TrainingArguments):
+        self.args = args
         self.outdated: list[str] = []
 
     # ---- writing ----
 
-    def save_model(self, folder: Path) -> None:
+    def save_model(
+        self, folder: Path, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> None:
         """Writes the model, what was trained of it in files of its own, tokenizer and settings."""
         folder.mkdir(parents=True, exist_ok=True)
-        save_weights(self.model, folder, self.args.save_lora_only)
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(folder)
+        save_weights(model, folder, self.args.save_lora_only)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
         write_torch(folder / TRAINING_ARGS_NAME, self.args.to_dict())
 
     def folder(self, step: int) -> Path:
@@ -217,7 +214,7 @@ class Checkpoints:
         """What this process alone has: its place in the data, gradients not applied, generators."""
         pending = {
             name: parameter.grad.cpu()
-            for name, parameter in self.model.named_parameters()
+            for name, parameter in run.model.named_parameters()
             if parameter.grad is not None
         }
         return {
@@ -258,12 +255,12 @@ class Checkpoints:
         with _damage_named(path / TRAINER_STATE_NAME):
             state = TrainerState.load_from_json(path / TRAINER_STATE_NAME)
         state.is_world_process_zero = self.args.is_main_process
-        self._check_same_run(path)
+        self._check_same_run(path, run.model)
         best = state.best_model_checkpoint
         if best and not Path(best).is_dir():
             # The run's folder was moved.
             state.best_model_checkpoint = str(path.with_name(Path(best).name))
-        self.load_weights(folder)
+        self.load_weights(folder, run.model)
         for name, part, checked in (
             (OPTIMIZER_NAME, run.optimizer, ()),  # which checks its state itself
             (SCHEDULER_NAME, run.lr_scheduler, _OF_A_SCHEDULE),
@@ -275,12 +272,12 @@ class Checkpoints:
         self._resume_process(path, run, steps_an_epoch)
         return state
 
-    def load_weights(self, folder: str) -> None:
-        """Copies a checkpoint's weights into the model."""
+    def load_weights(self, folder: str, model: nn.Module) -> None:
+        """Copies a checkpoint's weights into a model."""
         path = Path(folder)
-        load_weights(self.model, path, self.args.device, _way_out(path))
+        load_weights(model, path, self.args.device, _way_out(path))
 
-    def _check_same_run(self, path: Path) -> None:
+    def _check_same_run(self, path: Path, model: nn.Module) -> None:
         """Refuses to resume a run of another task or with other settings."""
         now = self.args.to_dict()
         with _damage_named(path / TRAINING_ARGS_NAME):
@@ -288,8 +285,8 @@ class Checkpoints:
         settings = [
             {f"--{name}": values.get(name) for name in _SAME_IN_A_RUN} for values in (before, now)
         ]
-        if isinstance(self.model, PreTrainedModel):
-            of_model = _model_settings(self.model, path)
+        if isinstance(model, PreTrainedModel):
+            of_model = _model_settings(model, path)
             settings = [{**of_model[index], **settings[index]} for index in (0, 1)]
         way_out = "give the same setting to resume it, or begin a new run with another "
         check_same_run(path, *settings, f"{way_out}--output_dir or --overwrite_output_dir")
@@ -315,7 +312,7 @@ class Checkpoints:
             done = run.progress.batches * before["examples a step"] // now["examples a step"]
             run.progress.batches = min(done, steps_an_epoch)
         for name, gradient in own["pending_gradients"].items():
-            self.model.get_parameter(name).grad = gradient.to(self.args.device)
+            run.model.get_parameter(name).grad = gradient.to(self.args.device)
         set_rng_state(own["rng"], self.args.device)
 
     def _read_process_state(self, path: Path, index: int, run: RunState) -> dict[str, Any]:
@@ -325,7 +322,7 @@ class Checkpoints:
             example = self._process_state(run)
             own = read_state(path, {**example, "pending_gradients": {}, "rng": like_rng_state()})
             for name, gradient in own["pending_gradients"].items():
-                check_like(gradient, self.model.get_parameter(name).detach().cpu(), f"'{name}'")
+                check_like(gradient, run.model.get_parameter(name).detach().cpu(), f"'{name}'")
             return own
 
 

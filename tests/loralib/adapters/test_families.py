@@ -111,7 +111,7 @@ def test_files_of_the_trees_are_read_without_them(request, tmp_path, caplog, fam
 
 def test_what_cannot_be_known_is_refused(unregistered, tmp_path):
     """Stacked updates, and the release's first names, which are not those of low-rank updates."""
-    refused(lambda: deltas_of(adapter_of("gpt2")), "this adapter", "its family is not registered")
+    refused(lambda: deltas_of(adapter_of("gpt2")), "this adapter", "register its family")
     name = "deberta.encoder.layer.0.attention.self.query_lora_a.weight"
     torch.save({name: torch.ones(2, 6), **tensors_of("deberta")}, tmp_path / "old.bin")
     refused(lambda: read_adapter(tmp_path / "old.bin"), tmp_path / "old.bin", "not the name of a")
@@ -142,8 +142,16 @@ def test_ways_out(way_out):
     with pytest.raises(NeedsMergingError) as caught, adding_ways_out({NeedsMergingError: way_out}):
         raise error
     assert caught.value is error
-    assert str(error) == "a.bin: flag; merge it into its base (merge_into) (--flag)"
+    assert str(error) == "a.bin: flag; merge it into its base (--flag)"
     other = CheckpointError("b.bin: is damaged")
     with pytest.raises(CheckpointError) as caught, adding_ways_out({NeedsMergingError: way_out}):
         raise other
     assert str(caught.value) == "b.bin: is damaged"
+
+
+def test_stacked_updates_of_an_unknown_family_have_no_release_format(unregistered, tmp_path):
+    """Each family's scripts wrap them in a way of their own."""
+    refused(
+        lambda: write_adapter(tmp_path / "a.bin", adapter_of("gpt2")), "this adapter", "register"
+    )
+    assert not list(tmp_path.iterdir())

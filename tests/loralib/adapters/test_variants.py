@@ -93,3 +93,9 @@ def test_merging_and_banks_compute_it(adapter, trained):
     wrong = plain_base(trained)
     merge_into(wrong, as_paper)
     assert not torch.allclose(wrong(x), expected, atol=0.01)
+
+
+def test_the_papers_own_has_no_name_in_a_file(adapter):
+    metadata = replace(adapter.metadata, variant="lora")
+    assert metadata.variant is None
+    assert "variant" not in metadata.to_metadata()

@@ -226,5 +226,5 @@ def test_a_module_that_is_never_called():
     adapter = Adapter(
         tensors, LoraMetadata(rank=2, alpha=4, targets=("out_proj",)), "a.safetensors"
     )
-    with refuses(CheckpointError, "nn.MultiheadAttention never calls", "merge_into"):
+    with refuses(CheckpointError, "nn.MultiheadAttention never calls", "merge it into its base"):
         lora.AdapterBank(model).add("a", adapter)

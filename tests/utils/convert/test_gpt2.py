@@ -108,7 +108,7 @@ def test_foreign_adapters_have_no_other_format(failure, tmp_path, modules, forma
     foreign_adapter(tmp_path / "in", FOREIGN[modules])
     for target in (OUT[format], "folder"):
         line = failure(tmp_path / "in", tmp_path / target, "--to", format)
-        assert line.endswith("merge it into its base (merge_into) (--to merged)")
+        assert line.endswith("merge it into its base (--to merged)")
 
 
 def test_a_merged_gpt2_says_that_its_head_is_its_embedding(convert, tmp_path):

@@ -236,4 +236,8 @@ def run(main: Callable[[], None]) -> None:
     Errors of the library get the flags that resolve them.
     """
     with_ways_out = adding_ways_out(WAYS_OUT)(main)
-    process.run(with_ways_out, report=lambda line: tqdm.write(line, file=sys.stderr))
+    process.run(
+        with_ways_out,
+        report=lambda line: tqdm.write(line, file=sys.stderr),
+        timeout="--ddp_timeout",
+    )

@@ -454,8 +454,15 @@ class ConvLayer(nn.Module):
         return self.LayerNorm(output + self.activation(self.dropout(seen)))
 
 
+class DebertaV2Layer(EncoderLayer):
+    """An `EncoderLayer` with `DisentangledSelfAttention`."""
+
+    def __init__(self, config: DebertaV2Config):
+        super().__init__(config, DisentangledSelfAttention(config))
+
+
 class DebertaV2Encoder(Encoder):
-    """The layers one after the other, each with `DisentangledSelfAttention`, and what they share.
+    """The layers one after the other, and what they share.
 
     Attributes:
         rel_embeddings: (2 · attention_span, hidden), of distances.
@@ -464,10 +471,7 @@ class DebertaV2Encoder(Encoder):
     """
 
     def __init__(self, config: DebertaV2Config):
-        layers = range(config.num_hidden_layers)
-        super().__init__(
-            config, (EncoderLayer(config, DisentangledSelfAttention(config)) for _ in layers)
-        )
+        super().__init__(config, (DebertaV2Layer(config) for _ in range(config.num_hidden_layers)))
         width = config.hidden_size
         if config.relative_attention:
             self.rel_embeddings = nn.Embedding(2 * config.attention_span, width)

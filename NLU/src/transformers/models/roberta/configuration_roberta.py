@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from loralib.io.settings import Count, Index, checked
+from loralib.io.settings import Count, Index, NotNegative, Share, checked
 
 from ...configuration_encoder import EncoderConfig
 
@@ -14,7 +14,7 @@ class RobertaConfig(EncoderConfig):
     514 and takes sequences of 512 tokens.
 
     Args:
-        shape, others: see `EncoderConfig`; the defaults are its own.
+        others: see `EncoderConfig`.
         type_vocab_size: rows of the token-type embedding, at least 1.
         pad_token_id, bos_token_id, eos_token_id: ids of RoBERTa's vocabulary.
 
@@ -27,17 +27,37 @@ class RobertaConfig(EncoderConfig):
     @checked
     def __init__(
         self,
-        *shape: Any,
+        vocab_size: Count = 30522,
+        hidden_size: Count = 768,
+        num_hidden_layers: Count = 12,
+        num_attention_heads: Count = 12,
+        intermediate_size: Count = 3072,
+        hidden_act: str = "gelu",
+        hidden_dropout_prob: Share = 0.1,
+        attention_probs_dropout_prob: Share = 0.1,
+        max_position_embeddings: Count = 512,
         type_vocab_size: Count = 2,
+        initializer_range: NotNegative = 0.02,
+        layer_norm_eps: NotNegative = 1e-12,
         pad_token_id: Index = 1,
         bos_token_id: Index = 0,
         eos_token_id: Index = 2,
         **others: Any,
     ):
         super().__init__(
-            *shape,
-            type_vocab_size=type_vocab_size,
-            pad_token_id=pad_token_id,
+            vocab_size,
+            hidden_size,
+            num_hidden_layers,
+            num_attention_heads,
+            intermediate_size,
+            hidden_act,
+            hidden_dropout_prob,
+            attention_probs_dropout_prob,
+            max_position_embeddings,
+            type_vocab_size,
+            initializer_range,
+            layer_norm_eps,
+            pad_token_id,
             bos_token_id=bos_token_id,
             eos_token_id=eos_token_id,
             **others,

@@ -97,14 +97,18 @@ class RobertaSelfAttention(nn.Module):
         return attend(q, k, v, rows, self.heads, dropout_p)
 
 
-class RobertaEncoder(Encoder):
-    """The layers one after the other, each with `RobertaSelfAttention`."""
+class RobertaLayer(EncoderLayer):
+    """An `EncoderLayer` with `RobertaSelfAttention`."""
 
     def __init__(self, config: RobertaConfig):
-        layers = range(config.num_hidden_layers)
-        super().__init__(
-            config, (EncoderLayer(config, RobertaSelfAttention(config)) for _ in layers)
-        )
+        super().__init__(config, RobertaSelfAttention(config))
+
+
+class RobertaEncoder(Encoder):
+    """The layers one after the other."""
+
+    def __init__(self, config: RobertaConfig):
+        super().__init__(config, (RobertaLayer(config) for _ in range(config.num_hidden_layers)))
 
 
 class RobertaPooler(nn.Module):

@@ -1,0 +1,35 @@
+"""The library's errors: one line each, and the same after a trip through another process."""
+
+import pickle
+
+import pytest
+
+from loralib import errors
+from loralib.training.resume import DamagedStateError
+
+CASES = [
+    errors.CheckpointError("a file"),
+    errors.AlphaError("a file"),
+    errors.AlphaError("a file", found=8, given=16),
+    errors.WrongBaseError("a file", "roberta-base", "feed", "beef"),
+    errors.FullModelError("a file", "a.weight"),
+    errors.MissingLayersError("a file", "LoRA", "apply_lora"),
+    errors.MissingPartError("a file", "apply_bitfit"),
+    errors.NeedsMergingError("a file", "has biases"),
+    DamagedStateError("a file"),
+]
+
+
+@pytest.mark.parametrize("error", CASES, ids=lambda error: type(error).__name__)
+def test_pickling(error):
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert (str(copy), vars(copy)) == (str(error), vars(error))
+    assert len(str(copy).splitlines()) == 1
+
+
+def test_every_error_of_a_checkpoint_is_tried():
+    assert {type(case) for case in CASES} == {
+        errors.CheckpointError,
+        *errors.CheckpointError.__subclasses__(),
+    }
