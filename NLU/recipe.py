@@ -58,7 +58,7 @@ class Recipe:
         return f"output/{self.name}"
 
     def arguments(self, extra: Sequence[str] = ()) -> list[str]:
-        """run_glue.py's command line, with `extra` flags behind the recipe's own."""
+        """run_glue.py's command line, with `extra` flags after the recipe's own."""
         flags = {**self.flags, "output_dir": self.flags.get("output_dir", self.output_dir)}
         own = [part for name, value in flags.items() for part in _flag(name, value)]
         return [*own, *extra]

@@ -57,7 +57,7 @@ def add_lora(model: nn.Module, r: int, lora_alpha: float = 16) -> None:
 
 
 def train(model: nn.Module, examples: Examples, epochs: int) -> None:
-    """The usual loop (steps 3 and 4): only the list of parameters knows that some are frozen."""
+    """The usual loop (steps 3 and 4): frozen parameters are just not in the list."""
     images, labels = examples
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     model.train()

@@ -2,7 +2,7 @@
 
     python utils/reproduce.py "roberta-base LoRA"             a row of a table: all its recipes
     python utils/reproduce.py roberta_base_rte --seeds 0 1    a recipe of NLU/ or NLG/
-    python utils/reproduce.py e2e_gpt2_md -- --bf16           flags for the recipe, behind its own
+    python utils/reproduce.py e2e_gpt2_md -- --bf16           flags for the recipe, after its own
 
 Each run is the recipe itself, a program of its own that writes into a folder of its own:
 
@@ -95,7 +95,7 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     for flag in flags:
         name = flag.split("=")[0]
         if len(name) > 2 and any(own.startswith(name) for own in OWN_FLAGS):
-            raise ValueError(f"{name} behind --: this program gives each run its own")
+            raise ValueError(f"{name} after --: this program gives each run its own")
     return args, flags
 
 

@@ -17,10 +17,9 @@ out, such as e, is seen by no beam. Every few steps the slots that are still see
 cache that fits them: most branches die soon, and with 10 beams and 64 steps that halves attention's
 time and takes a third of the memory. Prompts whose search is over leave the batch in the same copy.
 
-The search ends when no beam can win any more. A beam's sum of log-probabilities s only falls, so
-that a beam now of length l can at best reach a score of s / length^penalty at the length, of those
-from l + 1 to `eval_len`, that makes it largest: the last one if the penalty is 0 or more, else the
-next one.
+The search ends when no beam can win any more. A beam's sum of log-probabilities s only falls, so a
+beam of length l can at best reach the score s / length^penalty, at the length from l + 1 to
+`eval_len` that makes it largest: the last one if the penalty is 0 or more, else the next one.
 """
 
 import itertools

@@ -82,7 +82,7 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
 
     # ---- a new run, or one that was killed ----
     launch = find_launch(work_dir, dist_env.world_size)
-    args.resume |= launch.is_restart  # by the launcher, which gives the first attempt's command
+    args.resume |= launch.is_restart  # the launcher repeats the first attempt's command
     resumed = find_run(work_dir, args.resume)
 
     # ---- data ----

@@ -96,7 +96,7 @@ def start(args: argparse.Namespace) -> DistEnv:
         raise ValueError(f"--ddp_timeout has to be positive, but is {args.ddp_timeout}")
     rank, world_size, local_rank = _place(args)
     if not 0 <= rank < world_size:
-        raise ValueError(f"the launcher says process {rank} of {world_size}: there is none such")
+        raise ValueError(f"the launcher says process {rank} of {world_size}: no such process")
     if args.world_size not in (0, world_size):
         raise ValueError(
             f"--world_size is {args.world_size}, but the launcher started {world_size} "

@@ -251,7 +251,7 @@ class GPT2LMModel(nn.Module):
         if lm_labels is None:
             needed = torch.ones_like(input_ids)
         else:
-            # What stands behind a row's last target cannot change its loss.
+            # What follows a row's last target cannot change its loss.
             needed = lm_mask.flip(1).cumsum(1).flip(1)
             needed[:, 0] = 1
         rows = PackedRows(needed)

@@ -110,7 +110,7 @@ def begin_run(args: argparse.Namespace, dist_env: DistEnv) -> None:
     barrier(dist_env.world_size)  # all have looked for a run to resume
     if not dist_env.is_main:
         return
-    # With --resume they are this run's, killed before it had written what to resume from.
+    # With --resume they are this run's: it was killed before its first resume.pt.
     if not args.resume and any(Path(args.work_dir).glob("model.*.pt")):
         raise CheckpointError(
             f"{args.work_dir}: holds models of another run, which would be mixed up with this "

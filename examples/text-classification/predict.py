@@ -370,7 +370,7 @@ def compute_logits(
     precision: Precision,
     batch_size: int,
 ) -> list[np.ndarray]:
-    """Each row's logits, float32; those of a batch's widest head, with -inf behind its own.
+    """Each row's logits, float32; those of a batch's widest head, with -inf after its own.
 
     Args:
         model: the base.
@@ -399,7 +399,7 @@ def answer(logits: np.ndarray, labels: Sequence[str]) -> dict[str, Any]:
     """What a row's logits say: the likeliest label and all probabilities, or a score.
 
     Args:
-        logits: float32; one for each label, and possibly more behind them.
+        logits: float32; one for each label, and possibly more after them.
         labels: a head with one gives scores.
     """
     own = torch.from_numpy(logits[: len(labels)])

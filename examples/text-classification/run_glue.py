@@ -84,10 +84,10 @@ class ModelArguments:
     """The model, and how it is adapted."""
 
     model_name_or_path: str = field(metadata={"help": "a model's folder, or its name on the hub"})
-    config_name: str | None = flag(None, "folder or name of the settings, where they lie apart")
-    tokenizer_name: str | None = flag(None, "folder or name of the tokenizer, where it lies apart")
+    config_name: str | None = flag(None, "folder or name of the settings, if not the model's")
+    tokenizer_name: str | None = flag(None, "folder or name of the tokenizer, if not the model's")
     cache_dir: str | None = flag(None, "where to keep what is downloaded")
-    use_fast_tokenizer: bool = flag(True, "both values give the same tokenizer, and the same ids")
+    use_fast_tokenizer: bool = flag(True, "both values give the same tokenizer")
     model_revision: str = flag("main", "branch, tag or commit on the hub")
     use_auth_token: bool = flag(False, "use the token of `hf auth login`, for private models")
     apply_lora: bool = flag(False, "train LoRA and the head; the model itself stays as it is")
@@ -113,7 +113,7 @@ class ModelArguments:
     apply_adapter: bool = flag(False, "train bottleneck adapters and the head")
     adapter_type: str | None = flag(
         None,
-        "houlsby (the default) behind attention and feed-forward, pfeiffer behind the latter alone",
+        "houlsby (the default) after attention and feed-forward, pfeiffer after the latter alone",
         choices=list(ADAPTER_TYPES),
     )
     adapter_size: int | None = flag(None, "width of the bottleneck (default: 64)")

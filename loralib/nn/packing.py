@@ -190,6 +190,6 @@ def _attention(
 def _is_slow_fused(query: Tensor) -> bool:
     """Whether PyTorch's fused attention is slower on a CPU than its parts.
 
-    Its backward pass in half precision is, five times (without AMX). It has no dropout, either.
+    Its backward pass in half precision is five times slower (without AMX), and it has no dropout.
     """
     return query.dtype in (torch.bfloat16, torch.float16) and query.requires_grad

@@ -93,7 +93,7 @@ def routed(routing: Routing) -> Iterator[None]:
 
 
 def slices(lengths: Sequence[int]) -> tuple[slice, ...]:
-    """Parts of these lengths, one behind the other: ``[2, 3]`` -> 0 … 2, 2 … 5."""
+    """Parts of these lengths, one after the other: ``[2, 3]`` -> 0 … 2, 2 … 5."""
     return tuple(slice(start, stop) for start, stop in pairwise([0, *accumulate(lengths)]))
 
 

@@ -206,10 +206,10 @@ def _connect(address: tuple[str, int], is_server: bool, timeout: float) -> TCPSt
 def _agree_on_attempt(store: Store, rank: int, world_size: int, timeout: float) -> str:
     """A name for this attempt that no other one has, the same on all its processes.
 
-    Neither the launcher's count of restarts nor a count in the store is the same on all hosts, or
-    right, after a host was lost. So every process but the first says hello under a name of its own,
-    and takes the attempt's name from the answer to that; the first answers everybody until all of
-    this attempt have confirmed: a hello of an earlier attempt is answered as well, in vain.
+    After a host was lost, neither the launcher's count of restarts nor a count in the store is the
+    same on all hosts, or right. So every process but the first says hello under a random name of
+    its own, and takes the attempt's name from the answer to that. The first answers every hello,
+    those left by an earlier attempt too, until all processes of this attempt have confirmed.
     """
     own, limit = secrets.token_hex(8), timedelta(seconds=timeout)
     if rank != 0:

@@ -54,7 +54,7 @@ def set_seed(seed: int) -> None:
 
 
 def set_dropout_seed(seed: int, process: int) -> None:
-    """Seeds PyTorch for training: every process drops out different elements."""
+    """Seeds PyTorch for training: dropout differs between processes."""
     torch.manual_seed(seed + process)
 
 
@@ -114,7 +114,7 @@ def started(pid: int) -> str:
     It tells a process from a later one of the same number.
     """
     try:
-        # The command's name, in parentheses, may hold anything; this is the 20th field behind it.
+        # The command's name, in parentheses, may hold anything; this is the 20th field after it.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         return ""

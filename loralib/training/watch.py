@@ -96,7 +96,7 @@ class Watch(threading.Thread):
     def _hanging(self, now: float) -> list[int]:
         silent = [n for n, (_, since) in self.seen.items() if now - since > self.timeout]
         if silent:
-            # With those that fell silent about then, as the processes of a lost host do.
+            # All that fell silent at about that time, as the processes of a lost host do.
             limit = self.timeout - 2 * self.interval
             return [n for n, (_, since) in self.seen.items() if now - since > limit]
         if all(now - since > self.timeout for _, since in self.reached.values()):

@@ -134,10 +134,10 @@ def test_models_that_a_file_does_not_fit(build_adapted, family, said, name, chan
         message = {
             "adapter_size 5, .*built with 6": r"adapter_A.\w+ is \(5.*in the file, \(6.*"
             "adapter_size 5, not 6",
-            "adapter_type houlsby, .*built with pfeiffer": "behind attention.output, output of .*"
-            "the model behind output: another --adapter_type",
-            "adapter_type pfeiffer, .*built with houlsby": "behind output of .*"
-            "the model behind attention.output, output: another --adapter_type",
+            "adapter_type houlsby, .*built with pfeiffer": "after attention.output, output of .*"
+            "the model after output: another --adapter_type",
+            "adapter_type pfeiffer, .*built with houlsby": "after output of .*"
+            "the model after attention.output, output: another --adapter_type",
         }.get(message, message)
     refuses(build_adapted(family, [name], **changed), [adapter], message)
 

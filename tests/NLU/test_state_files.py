@@ -34,7 +34,7 @@ def refused(make_trainer, checkpoint: Path, name: str) -> str:
         make_trainer(gradient_accumulation_steps=2).train(str(checkpoint))
     message = str(caught.value)
     assert message.startswith(f"{checkpoint / name}: missing or damaged (")
-    way_out = f"; move {checkpoint} away to resume from an earlier checkpoint, or start anew with "
+    way_out = f"; move {checkpoint} away to resume from an earlier checkpoint, or start over with "
     assert message.endswith(f"{way_out}--overwrite_output_dir")
     assert "\n" not in message
     # One reason, one way out.

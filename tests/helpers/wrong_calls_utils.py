@@ -81,7 +81,7 @@ CALLS = {
         ),
         (
             "roberta_base_sst2 --small -- --seed 1",
-            "--seed behind --: this program gives each run its own",
+            "--seed after --: this program gives each run its own",
         ),
         (
             "roberta_base_sst2 --small --output_dir {bad}/empty",

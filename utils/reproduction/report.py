@@ -143,7 +143,7 @@ def report(
         given = " ".join(f"{name}={value}" for name, value in settings["environment"].items())
         lines.append(f"In the environment: `{given}`.\n")
     if settings["flags"]:
-        lines.append(f"Flags behind the recipes' own: `{' '.join(settings['flags'])}`.\n")
+        lines.append(f"Flags after the recipes' own: `{' '.join(settings['flags'])}`.\n")
     for row in rows:
         lines += report_row(row, cells[row.name])
     lines.append(f"![learning curves]({PICTURE_NAME})")

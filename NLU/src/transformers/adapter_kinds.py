@@ -1,7 +1,7 @@
 """What can be trained in a frozen backbone: LoRA, and the paper's baselines.
 
-The baselines are bottleneck adapters (see adapters.py) and BitFit, which trains the biases. Of each
-kind a run writes a file of its own; to the library all of them are adapters.
+The baselines are bottleneck adapters (see adapters.py) and BitFit, which trains the biases. A run
+writes a file for each kind; to the library all of them are adapters.
 """
 
 from collections.abc import Iterable
@@ -56,12 +56,12 @@ class BiasMetadata(AdapterMetadata):
 @dataclass(frozen=True)
 class _Bottlenecks(Kind):
     def mismatch(self, theirs: Iterable[str], ours: Iterable[str]) -> str | None:
-        """Bottlenecks behind other modules of a layer."""
+        """Bottlenecks after other modules of a layer."""
         trained, built = self._places(theirs), self._places(ours)
         if trained == built:
             return None
         return (
-            f"has adapters behind {plain(trained)} of a layer, the model behind {plain(built)}: "
+            f"has adapters after {plain(trained)} of a layer, the model after {plain(built)}: "
             "another --adapter_type"
         )
 

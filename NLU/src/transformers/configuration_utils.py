@@ -16,7 +16,7 @@ from .file_utils import CONFIG_NAME
 from .loading_arguments import refuse_unknown, split_arguments
 
 # What LoRA can adapt in an encoder layer of either family -> its module, as
-# loralib.adapters.adapter.lora_targets names it. DeBERTa-v2's first three have "_proj" behind them.
+# loralib.adapters.adapter.lora_targets names it. DeBERTa-v2's first three end in "_proj".
 LORA_TARGETS = {
     "query": "query",
     "key": "key",
@@ -28,7 +28,7 @@ LORA_TARGETS = {
 # Type of bottleneck adapters -> the targets that one follows.
 ADAPTER_TYPES = {"houlsby": ("attention_output", "output"), "pfeiffer": ("output",)}
 
-# What shapes an adapted model, by its switch. A checkpoint is read as it was trained.
+# The settings that shape an adapted model, by its switch; a checkpoint keeps those of its training.
 _ADAPTATIONS = {
     "apply_lora": ("lora_r", "lora_alpha", "lora_targets", "lora_positions"),
     "apply_adapter": ("adapter_type", "adapter_size"),
@@ -283,7 +283,7 @@ class PretrainedConfig:
         check_same_adaptation(os.fspath(name_or_path), values, overrides)
         name = os.fspath(name_or_path) if model is None else model
         switches = (*_ADAPTATIONS, "apply_bitfit")
-        # A model that is still adapted in the way that it was trained has the same base as before.
+        # A model that keeps the adaptation of its training keeps its base.
         if not any(values.get(switch) and overrides.get(switch, True) for switch in switches):
             values["base_name_or_path"] = name
             values["base_revision"] = None if os.path.exists(name) else where.get("revision")

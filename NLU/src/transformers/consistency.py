@@ -35,7 +35,7 @@ def check(config: PretrainedConfig) -> None:
     """Checks that the model has what two passes need.
 
     Raises:
-        ValueError: its labels are scores, or it does not know what to hide tokens with.
+        ValueError: its labels are scores, or its settings lack the token that hides others.
     """
     if not asks_for(config):
         return

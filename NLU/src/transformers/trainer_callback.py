@@ -140,7 +140,7 @@ class CallbackHandler:
             getattr(callback, event)(args, state, control, **self.around, **about)
 
 
-# What a run can be asked for -> the arguments that say on what occasion, and at which steps.
+# What callbacks can ask for -> the arguments that say on what occasion, and at which steps.
 _OCCASIONS = {
     "should_log": ("logging_strategy", "logging_steps"),
     "should_evaluate": ("evaluation_strategy", "eval_steps"),

@@ -358,7 +358,7 @@ def _process_state_name(index: int) -> str:
 
 def _way_out(folder: Path) -> str:
     return (
-        f"move {folder} away to resume from an earlier checkpoint, or start anew with "
+        f"move {folder} away to resume from an earlier checkpoint, or start over with "
         "--overwrite_output_dir"
     )
 

@@ -57,7 +57,7 @@ def test_finished_runs_are_not_run_again(called, out, capsys):
     assert (out / "results.md").read_text() in printed
     assert "| QQP | accuracy | 90.8±.1 | 75.0 | 1 of 3 | 1: 75.0 |" in printed
     assert "- QQP: seed 0: failed: x.py: error: no GPU\n" in printed
-    assert "behind the recipes' own: `--bf16`" in printed
+    assert "after the recipes' own: `--bf16`" in printed
 
 
 def test_a_run_without_its_start_is_not_run(called, out, capsys):
@@ -89,7 +89,7 @@ def test_all_runs_of_a_folder_are_made_in_one_way(called, out, monkeypatch):
 
 @pytest.mark.parametrize("flag", ["--seed", "--seed=7", "--output_d", "--metric_for_best_model"])
 def test_a_flag_that_the_figures_depend_on(called, out, flag):
-    with pytest.raises(ValueError, match=f"{flag.split('=')[0]} behind --: this program gives"):
+    with pytest.raises(ValueError, match=f"{flag.split('=')[0]} after --: this program gives"):
         reproduce.main(["roberta_base_qqp", "--output_dir", str(out), "--", flag, "7"])
     assert not called
     assert not out.exists()

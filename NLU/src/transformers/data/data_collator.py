@@ -126,14 +126,14 @@ class DataCollatorForLanguageModeling:
 
     def _mask_tokens(self, input_ids: Tensor, special: Tensor) -> tuple[Tensor, Tensor]:
         """The ids with targets masked, and the labels; both of `input_ids`' shape."""
-        # One number a token decides all: below p it is a target, below 0.8 p masked, and from there
-        # to 0.9 p replaced.
-        draw = torch.rand(input_ids.shape, generator=self.generator).div_(self.mlm_probability)
-        draw.masked_fill_(special, 1.0)
-        labels = input_ids.masked_fill(draw >= 1.0, IGNORED_LABEL)
-        masked = input_ids.masked_fill(draw < 0.8, self.tokenizer.mask_token_id)
+        # One random number a token: below p it is a target, below 0.8 p masked, and from there to
+        # 0.9 p replaced.
+        number = torch.rand(input_ids.shape, generator=self.generator).div_(self.mlm_probability)
+        number.masked_fill_(special, 1.0)
+        labels = input_ids.masked_fill(number >= 1.0, IGNORED_LABEL)
+        masked = input_ids.masked_fill(number < 0.8, self.tokenizer.mask_token_id)
         others = torch.randint(len(self.tokenizer), input_ids.shape, generator=self.generator)
-        return torch.where((draw >= 0.8) & (draw < 0.9), others, masked), labels
+        return torch.where((number >= 0.8) & (number < 0.9), others, masked), labels
 
 
 def _split_labels(

@@ -25,7 +25,7 @@ TEXT_KEYS = ("text", "text_pair")
 _IDENTIFIER = re.compile(r"(.*[-_ .])?(id|ids|idx|index|guid|uid|uuid|unnamed: \d+)", re.IGNORECASE)
 _LONGEST_FIELD = 2**31 - 1  # characters; the most that csv can be told on every system
 _STRINGS = ("string", "large_string")
-# JSON's name of what Python's type is called otherwise.
+# JSON's names of Python's types.
 _KINDS = {
     dict: "an object",
     list: "a list",

@@ -48,7 +48,7 @@ def set_up_logging() -> None:
 def hide_data_bars() -> None:
     """Turns off the progress bars of datasets, but for the main process's on a terminal.
 
-    Imports that library, so it is called once the command line is known to be right.
+    It imports that library, so it is called after the command line has been checked.
     """
     import datasets
 

@@ -100,7 +100,7 @@ class DebertaV2Tokenizer(PreTrainedTokenizerBase):
             self._added[token] = index
 
     def _add_special(self, token: str) -> None:
-        """Puts a special token behind all others, where it has no id yet."""
+        """Puts a special token after all others, where it has no id yet."""
         if self._token_to_id(token) is not None:
             return
         self._added[token] = max([self.vocab_size - 1, *self._added.values()]) + 1
@@ -149,7 +149,7 @@ class DebertaV2Tokenizer(PreTrainedTokenizerBase):
 
     def _ids(self, texts: Iterable[str]) -> list[list[int]]:
         """The ids of each text, without a frame."""
-        # All parts go to the backend at once; added tokens have odd places among a text's parts.
+        # All parts go to the backend at once; a text's parts at odd indices are added tokens.
         split = [self._separator.split(text) if self._separator else [text] for text in texts]
         words = [[self._words(part) for part in parts[::2]] for parts in split]
         found = iter(self._pieces.encode([word for row in words for part in row for word in part]))
