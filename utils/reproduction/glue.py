@@ -11,6 +11,7 @@ from loralib.adapters.families import in_known_backbone
 from loralib.io.tensors import read_tensors
 from reproduction.programs import atomic_folder, make
 from reproduction.runs import ROOT, Figures, Run, Tree, read_json, run_of
+from transformers.models import registry  # noqa: F401 - registers the families of checkpoints
 from transformers.trainer_utils import get_last_checkpoint
 
 
