@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From nothing to an adapted RoBERTa, offline but for the installation: makes .venv, makes a small
-# corpus and a small GLUE task, pretrains a small base, adapts it with LoRA, extracts the LoRA
+# From nothing to an adapted RoBERTa, offline except for the installation: makes .venv, makes a
+# small corpus and a small GLUE task, pretrains a small base, adapts it with LoRA, extracts the LoRA
 # weights, evaluates base + LoRA file in a new process, and prints a summary.
 set -euo pipefail
 cd "$(dirname "$0")"

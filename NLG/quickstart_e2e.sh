@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From nothing to a scored GPT-2 adapter, offline but for the installation: makes a small base, adapts
-# it to data-to-text with LoRA, decodes by beam search, and scores the texts of base and adapter.
+# From nothing to a scored GPT-2 adapter, offline except for the installation: makes a small base,
+# adapts it to data-to-text with LoRA, decodes by beam search, and scores the texts of base and adapter.
 #
 # The data is E2E's: the folder that E2E names, data/e2e, or ../../shared/data/nlg/e2e, whichever has
 # valid.txt and test.txt first. Without any, it is a small corpus that the project makes.

@@ -31,7 +31,7 @@ def gflop(contestant: Contestant, batch: list[Row], shape: dict) -> float:
     tokens = targets = sum(lengths)
     if contestant.worker == "ours":
         targets = sum(completion for _, completion in batch)
-    # Of the last layer, only queries, keys and values are computed for what is not a target.
+    # In the last layer, only queries, keys and values are computed for tokens that are not targets.
     linear = width**2 * ((12 * layers - 9) * tokens + 9 * targets)
     head = width * shape["vocab_size"] * targets
     attention = layers * 3 * 4 * width * sum(n**2 for n in lengths)

@@ -42,7 +42,7 @@ def gflop(contestant: Contestant, batch: list[int], shape: dict) -> float:
     linear = 2 * weights * contestant.passes * sum(tokens)
     attention = 4 * hidden * 3 * sum(n**2 for n in tokens)
     if contestant.worker == "ours":
-        # Of the last layer, only keys and values are computed for every token.
+        # In the last layer, only keys and values are computed for every token.
         layers -= 1 - 2 * hidden**2 / weights
     return layers * (linear + attention) / 1e9
 

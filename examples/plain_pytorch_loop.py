@@ -51,7 +51,7 @@ def add_lora(model: nn.Module, r: int, lora_alpha: float = 16) -> None:
         if isinstance(layer, nn.Linear):
             size, bias = (layer.in_features, layer.out_features), layer.bias is not None
             new = lora.Linear(*size, r=r, lora_alpha=lora_alpha, bias=bias)
-            # Not strict, for the old layer has no LoRA matrices. They change nothing as yet.
+            # Not strict: the old layer has no LoRA matrices. B is zero, so they change nothing yet.
             new.load_state_dict(layer.state_dict(), strict=False)
             model.set_submodule(name, new)
 

@@ -140,7 +140,7 @@ class MetricsLog:
 
 
 def _sound_lines(path: Path) -> list[dict[str, Any]]:
-    """The file's lines, but for those that a kill or a power cut has damaged."""
+    """The file's lines, except those that a kill or a power cut has damaged."""
     rows, damaged = [], 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:

@@ -545,7 +545,7 @@ def build_model(
     adapters: Sequence[Adapter],
     training: bool,
 ) -> PreTrainedModel:
-    """The model, with the adapters in it, and frozen but for what is to be trained."""
+    """The model, with the adapters in it, and frozen except what is to be trained."""
     model = AutoModelForSequenceClassification.from_pretrained(
         model_args.model_name_or_path, config=config, **_where(model_args)
     )

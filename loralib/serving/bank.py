@@ -170,7 +170,7 @@ class AdapterBank:
 class _Hook:
     """A forward hook on one of a model's modules.
 
-    A copy has a copy of the key, which no routing has: it never acts.
+    A copy of the model has a copy of the key, which no routing has: its hooks never act.
 
     Args:
         key: its bank's.

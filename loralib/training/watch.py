@@ -21,7 +21,7 @@ class Watch(threading.Thread):
     """Tells the others that this process is alive and how far it is, and ends it if one hangs.
 
     A process hangs that has written nothing for `timeout` seconds (it is stopped, or its host is
-    gone); or, if for so long no process has made progress, the one that is furthest behind.
+    gone); or, if no process has made progress for that long, the one that is furthest behind.
 
     Args:
         store: the attempt's, on a connection of its own.

@@ -140,7 +140,7 @@ class PreTrainedModel(nn.Module):
         return sum(p.numel() for p in self.parameters() if p.requires_grad or not only_trainable)
 
     def train_only(self, parts: Iterable[str]) -> None:
-        """Freezes the backbone but for parameters with one of `parts` in their name.
+        """Freezes the backbone except parameters with one of `parts` in their name.
 
         What is outside the backbone, the head, is trained in any case.
         """
@@ -269,7 +269,7 @@ class PreTrainedModel(nn.Module):
 
     @classmethod
     def _own_arguments(cls) -> set[str]:
-        """The constructor's arguments, but for the settings."""
+        """The constructor's arguments, except the settings."""
         return {
             name
             for name, parameter in inspect.signature(cls).parameters.items()

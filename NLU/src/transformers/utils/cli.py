@@ -46,7 +46,7 @@ def set_up_logging() -> None:
 
 
 def hide_data_bars() -> None:
-    """Turns off the progress bars of datasets, but for the main process's on a terminal.
+    """Turns off the progress bars of datasets, except the main process's on a terminal.
 
     It imports that library, so it is called after the command line has been checked.
     """
