@@ -1,0 +1,189 @@
+"""A table of LoRA layers × what they compute: each test runs for every kind of layer."""
+
+import pytest
+import torch
+from layer_cases import (
+    ALPHA,
+    CASES,
+    LINEAR,
+    TERMS,
+    WITH_DROPOUT,
+    R,
+    base_of,
+    built,
+    close,
+    gradients,
+    reference,
+    run_plain,
+    same_as_plain,
+    trainable,
+)
+
+import loralib as lora
+
+# ---- What is computed ----
+
+
+def test_it_starts_as_the_plain_layer(case):
+    layer, x = case.make(r=R, lora_alpha=ALPHA), case.x()
+    expected = run_plain(layer, x, base_of(layer).weight)
+    assert torch.equal(layer(x), expected)
+    assert layer.lora_A.any() != layer.lora_B.any()
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_both_modes_compute_the_update(case, grad):
+    layer, x = built(case), case.x()
+    with torch.set_grad_enabled(grad):
+        assert not layer.merged
+        close(layer(x), reference(layer, x))
+        assert layer.eval() is layer
+        assert layer.merged
+        close(layer(x), reference(layer, x))
+        layer.train()
+        assert not layer.merged
+        close(layer(x), reference(layer, x))
+
+
+def test_without_merge_weights_evaluation_keeps_the_branch(case):
+    layer, x = built(case, merge_weights=False).eval(), case.x()
+    assert not layer.merged
+    with torch.no_grad():
+        close(layer(x), reference(layer, x))
+    assert layer._merged_copy is None
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_gradients_reach_the_update_and_not_the_frozen_weight(case, mode):
+    layer, x = built(case).train(mode), case.x()
+    if x.is_floating_point():
+        x.requires_grad = True
+    with torch.no_grad():
+        layer(x)  # leaves a merged copy behind, which has no gradient
+    actual = gradients(layer, layer(x))
+    expected = gradients(layer, reference(layer, x))
+    if isinstance(layer, lora.Embedding):
+        expected["lora_A"][:, layer.padding_idx] = 0  # the padding row is not trained
+    assert {"lora_A", "lora_B"} <= actual.keys()
+    assert not any(name.endswith("weight") for name in actual)
+    close(actual, expected)
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_weight_set_free_gets_its_gradient(case, mode):
+    layer, x = built(case).train(mode), case.x()
+    base_of(layer).weight.requires_grad = True
+    actual = gradients(layer, layer(x))
+    expected = gradients(layer, reference(layer, x))
+    if isinstance(layer, lora.Embedding):
+        expected["lora_A"][:, layer.padding_idx] = 0
+        expected["weight"][layer.padding_idx] = 0
+    close(actual, expected)
+
+
+def test_a_frozen_layer_passes_gradients_on(case):
+    layer, x = built(case).requires_grad_(False), case.x()
+    if not x.is_floating_point():
+        pytest.skip("row numbers have no gradient")
+    x.requires_grad = True
+    (expected,) = torch.autograd.grad(reference(layer, x).pow(2).sum(), x)
+    for mode in (True, False):
+        (actual,) = torch.autograd.grad(layer.train(mode)(x).pow(2).sum(), x)
+        close(actual, expected, 2 * TERMS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("p", [0.0, 0.5])
+@pytest.mark.parametrize("name", ["linear-fan-in-fan-out", "merged-qv"])
+def test_the_handwritten_gradients_of_both_orders(name, p):
+    layer = built(CASES[name], lora_dropout=p, dtype=torch.float64).requires_grad_(True)
+    x = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
+    names, parameters = zip(*layer.named_parameters(), strict=True)
+
+    def function(x, *parameters):
+        torch.manual_seed(0)
+        named = dict(zip(names, parameters, strict=True))
+        return torch.func.functional_call(layer, named, x)
+
+    assert torch.autograd.gradcheck(function, (x, *parameters))
+    assert torch.autograd.gradgradcheck(function, (x, *parameters))
+
+
+def test_rank_0_is_the_plain_layer(case):
+    layer, plain, x = case.make(r=0), case.plain(), case.x()
+    names = [name.removeprefix("conv.") for name in layer.state_dict()]
+    assert names == list(plain.state_dict())
+    assert trainable(layer).keys() == dict(layer.named_parameters()).keys()
+    weight = base_of(layer).weight.detach()
+    state = base_of(layer).state_dict()
+    state["weight"] = weight.t() if getattr(layer, "fan_in_fan_out", False) else weight
+    plain.load_state_dict(state)
+    for mode in (True, False):
+        same_as_plain(layer, layer.train(mode)(x), plain(x))
+
+
+@pytest.mark.parametrize("name", WITH_DROPOUT)
+def test_dropout_acts_on_the_updates_input_only(name):
+    layer, x = built(CASES[name], lora_dropout=1.0), CASES[name].x()
+    close(layer(x), run_plain(layer, x, base_of(layer).weight))  # the update's input is all zero
+    layer.eval()
+    close(layer(x), reference(layer, x))
+
+
+@pytest.mark.parametrize("name", WITH_DROPOUT)
+def test_dropout_keeps_the_mean(name):
+    layer, x = built(CASES[name], lora_dropout=0.5), CASES[name].x()[:1]
+    with torch.no_grad():
+        outs = torch.stack([layer(x) for _ in range(500)])
+        error = outs.std(dim=0) / len(outs) ** 0.5
+        assert ((outs.mean(dim=0) - reference(layer, x)).abs() < 5 * error + 1e-4).all()
+
+
+# ---- torch.compile ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "grad"), [(True, True), (False, False)])
+@pytest.mark.parametrize("name", ["linear", "merged-qv", "embedding", "conv2d", "conv3d"])
+def test_compiled_whole(name, mode, grad):
+    torch.compiler.reset()
+    layer, x = built(CASES[name]).train(mode), CASES[name].x()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with torch.set_grad_enabled(grad):
+        out = compiled(x)
+        close(out, reference(layer, x))
+    if grad:
+        close(gradients(layer, out), gradients(layer, layer(x)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["linear", "merged-qv", "conv2d"])
+def test_compiled_under_autocast_with_dropout(name):
+    torch.compiler.reset()
+    layer, x = built(CASES[name], lora_dropout=0.5), CASES[name].x()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = compiled(x)
+        assert not torch.equal(out, compiled(x))
+    assert {grad.dtype for grad in gradients(layer, out).values()} == {torch.float32}
+
+
+# ---- Shapes ----
+
+
+@pytest.mark.parametrize("shape", [(6,), (1, 6), (0, 6), (2, 3, 4, 6)])
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_layers_take_inputs_of_any_shape(name, shape):
+    layer, x = built(CASES[name]), torch.randn(shape)
+    assert layer(x).shape == (*shape[:-1], 12)
+    close(layer(x), reference(layer, x))
+    x = torch.randn(6, 4, 3).permute(2, 1, 0)
+    close(layer(x), reference(layer, x))
+
+
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("name", LINEAR)
+def test_an_input_of_another_size_is_refused(name, mode):
+    layer = built(CASES[name]).train(mode)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        layer(torch.randn(6, 2))  # as many numbers as two rows have

@@ -1,0 +1,161 @@
+"""How LoRA layers are made, what they refuse, and what a step costs."""
+
+import pytest
+import torch
+from layer_cases import (
+    ALPHA,
+    CASES,
+    WITH_DROPOUT,
+    R,
+    base_of,
+    built,
+    close,
+    gradients,
+    randomised,
+    reference,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import loralib as lora
+
+# ---- Construction ----
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_update_is_made_where_and_like_the_weight(case, device):
+    layer = case.make(r=R, device=device, dtype=torch.float64)
+    made = {(p.device.type, p.dtype) for p in layer.parameters()}
+    assert made == {(device, torch.float64)}
+
+
+@pytest.mark.parametrize("name", WITH_DROPOUT)
+def test_keywords_reach_the_plain_layer(name):
+    layer = built(CASES[name], bias=False)
+    assert base_of(layer).bias is None
+    x = CASES[name].x()
+    close(layer(x), reference(layer, x))
+    close(lora.merge(layer)(x), reference(layer, x))
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize(
+    ("make", "fan_in"),
+    [
+        (lambda: lora.Linear(100, 300, r=50), 100),
+        (lambda: lora.Linear(100, 300, r=50, fan_in_fan_out=True), 100),
+        (lambda: lora.MergedLinear(100, 300, r=30, enable_lora=[True, False, True]), 100),
+        (lambda: lora.Conv2d(20, 40, 3, r=20), 180),
+    ],
+)
+def test_initial_distributions(make, fan_in, reset):
+    layer = make()
+    if reset:
+        randomised(layer).reset_parameters()
+    # Kaiming uniform with a = √5 is U(-1/√fan_in, 1/√fan_in).
+    for tensor, fan in ((base_of(layer).weight, fan_in), (layer.lora_A, layer.lora_A.shape[1])):
+        bound = fan**-0.5
+        assert 0.99 * bound < tensor.abs().max() <= bound
+        assert tensor.std().item() == pytest.approx(bound / 3**0.5, rel=0.03)
+        assert abs(tensor.mean()) < 0.05 * bound
+    assert not layer.lora_B.any()
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_initial_distributions_of_an_embedding(reset):
+    layer = lora.Embedding(200, 100, r=50, padding_idx=3)
+    if reset:
+        randomised(layer).reset_parameters()
+    for tensor in (layer.weight[4:], layer.lora_B):
+        assert tensor.std().item() == pytest.approx(1.0, rel=0.03)
+        assert abs(tensor.mean()) < 0.05
+    assert not layer.lora_A.any()
+    assert not layer.weight[3].any()
+
+
+def test_an_embedding_keeps_a_weight_it_is_given():
+    weight = torch.randn(9, 4)
+    assert torch.equal(lora.Embedding(9, 4, r=R, _weight=weight).weight, weight)
+    assert torch.equal(lora.Embedding.from_pretrained(weight).weight, weight)
+
+
+def test_gradients_of_an_embedding_may_be_sparse_or_scaled():
+    ids = torch.tensor([[2, 2, 5]])
+    layer = randomised(lora.Embedding(9, 4, r=R, lora_alpha=ALPHA, scale_grad_by_freq=True))
+    scaled = gradients(layer, layer(ids))["lora_A"]
+    layer.scale_grad_by_freq, layer.sparse = False, True
+    close(gradients(layer, layer(ids))["lora_A"][:, 2], 2 * scaled[:, 2])
+    layer.weight.requires_grad = True
+    assert gradients(layer, layer(ids))["weight"].is_sparse
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "kwargs", "message"),
+    [
+        ("Linear", (4, 6), {"r": -1}, "got -1"),
+        ("Linear", (4, 6), {"r": 1.5}, "got 1.5"),
+        ("Linear", (4, 6), {"r": "8"}, "got '8'"),
+        ("Linear", (4, 6), {"r": True}, "got True"),
+        ("Linear", (4, 6), {"r": 1, "lora_dropout": 1.5}, "between 0 and 1, but got 1.5"),
+        ("Linear", (4, 6), {"r": 1, "lora_dropout": -0.1}, "between 0 and 1, but got -0.1"),
+        ("Embedding", (4, 6), {"r": -2}, "got -2"),
+        ("Embedding", (4, 6), {"r": 1, "max_norm": 2.0}, "max_norm=2.0"),
+        ("MergedLinear", (4, 6), {"r": -3, "enable_lora": [True]}, "got -3"),
+        ("MergedLinear", (4, 6), {"r": 1}, r"no slice for r=1, got \(False,\)"),
+        ("MergedLinear", (4, 6), {"r": 1, "enable_lora": [False, False]}, "no slice for r=1"),
+        ("MergedLinear", (4, 6), {"enable_lora": [True] * 4}, "out_features=6 .* got 4"),
+        ("MergedLinear", (4, 6), {"enable_lora": []}, "out_features=6 .* got 0"),
+        ("Conv1d", (4, 6, 3), {"r": -1}, "got -1"),
+        ("Conv2d", (4, 6, (3, 3)), {"r": 1}, r"kernel_size must be an integer, got \(3, 3\)"),
+        ("Conv3d", (4, 6, 3), {"r": 1, "lora_dropout": 2}, "but got 2"),
+    ],
+)
+def test_bad_arguments_are_named_in_one_line(kind, args, kwargs, message):
+    with pytest.raises(ValueError, match=message) as error:
+        getattr(lora, kind)(*args, **kwargs)
+    assert "\n" not in str(error.value)
+
+
+# ---- What it costs ----
+
+
+class NewTensors(TorchDispatchMode):
+    """Records the sizes of the tensors whose memory the operations inside allocate."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.kept, self.sizes = set(), [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen |= {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self.seen:
+                    self.sizes.append(storage.nbytes() // tensor.element_size())
+                    self.kept.append(tensor)  # so that no address is used twice
+                self.seen.add(storage.data_ptr())
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: lora.Linear(60, 210, r=R),
+        lambda: lora.Linear(60, 210, r=R, fan_in_fan_out=True),
+        lambda: lora.MergedLinear(60, 210, r=R, enable_lora=[True, False, True]),
+    ],
+)
+def test_a_step_allocates_its_output_its_gradient_and_small_things(make, dtype):
+    layer, rows = randomised(make()), 300
+    layer.weight.data = layer.weight.data.to(dtype)
+    x = torch.randn(rows, 60, dtype=dtype, requires_grad=True)
+    with NewTensors() as forward:
+        out = layer(x)
+    weights = torch.randn_like(out)
+    with NewTensors() as backward:
+        torch.autograd.grad(out, [x, layer.lora_A, layer.lora_B], weights)
+    small = rows * 2 * R  # A x
+    assert [size for size in forward.sizes if size > small] == [rows * 210]
+    assert [size for size in backward.sizes if size > small] == [rows * 60]
