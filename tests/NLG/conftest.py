@@ -15,10 +15,10 @@ from places import HELPERS, ROOT
 NLG = ROOT / "NLG"
 
 
-def pytest_configure(config):
-    for folder in ("src", "eval"):
-        if str(NLG / folder) not in sys.path:
-            sys.path.insert(0, str(NLG / folder))
+# At import: the helpers of the folders' own conftest.py files import the scripts.
+for folder in ("src", "eval"):
+    if str(NLG / folder) not in sys.path:
+        sys.path.insert(0, str(NLG / folder))
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,276 @@
+"""GPT-2's files that do not fit: one clear line each."""
+
+import os
+
+import pytest
+import torch
+from compare import assert_same_bits
+from gpt2_files import (
+    LORA_A,
+    VOCABULARY,
+    WIDTH,
+    draw_base,
+    draw_lora,
+    not_finite,
+    parameters,
+    parse,
+    prefixed,
+    refuses,
+    without,
+    write_legacy,
+    write_plain,
+    write_safe,
+    write_wrapped,
+)
+from torch import nn
+
+from checkpoints import open_model, read_base, save_model
+
+# ---- bases that do not fit ----
+
+BAD_BASES = {
+    "lacks one": (
+        lambda: without(draw_base(), "h.1.ln_2.bias"),
+        ["lacks 1 tensors: transformer.h.1.ln_2.bias"],
+    ),
+    "lacks many": (
+        lambda: draw_base(blocks=1),
+        ["lacks 12 tensors: transformer.h.1.attn.c_attn.bias", ", …"],
+    ),
+    "is empty": (dict, ["lacks 28 tensors"]),
+    "has more": (
+        lambda: {**draw_base(), "h.1.extra.weight": torch.ones(1)},
+        ["has, unknown to the model, 1 tensors: transformer.h.1.extra.weight"],
+    ),
+    "has more blocks": (
+        lambda: draw_base(blocks=3),
+        ["has, unknown to the model, 12 tensors: transformer.h.2.", ", …"],
+    ),
+    "wider": (
+        lambda: draw_base(width=12),
+        ["a model of another size: transformer.h.0.attn.c_attn.bias", "(36,)", "(24,)"],
+    ),
+    "another vocabulary": (
+        lambda: draw_base(vocabulary=29),
+        ["another size: transformer.wte.weight is (29, 8) in the file, (23, 8) in the model"],
+    ),
+    "head is another": (
+        lambda: {**draw_base(), "lm_head.weight": torch.ones(VOCABULARY, WIDTH)},
+        ["its head differs from its token embedding"],
+    ),
+    "head of another shape": (
+        lambda: {**draw_base(), "lm_head.weight": torch.ones(5)},
+        ["its head differs from its token embedding"],
+    ),
+    "two names": (
+        lambda: {**draw_base(), "transformer.h.0.ln_1.bias": torch.ones(WIDTH)},
+        ["holds h.0.ln_1.bias under two names"],
+    ),
+    "two endings": (
+        lambda: {**draw_base(), "h.0.ln_1.g": torch.ones(WIDTH)},
+        ["holds h.0.ln_1.weight under two names"],
+    ),
+    "nan": (
+        lambda: not_finite(draw_base(), "h.1.mlp.c_fc.weight", float("nan")),
+        ["transformer.h.1.mlp.c_fc.weight holds values that are not finite"],
+    ),
+    "infinite": (
+        lambda: not_finite(draw_base(), "ln_f.bias", float("-inf")),
+        ["transformer.ln_f.bias holds values that are not finite"],
+    ),
+    "another model's": (
+        lambda: {"roberta.embeddings.weight": torch.ones(2, 2)},
+        ["lacks 28 tensors"],
+    ),
+    "no tensors": (lambda: {"wte.weight": 3}, ["holds something else than named tensors"]),
+    "a list": (lambda: [torch.ones(2)], ["holds something else than named tensors"]),
+    "a wrapped number": (
+        lambda: {"model_state_dict": {"wte.weight": 3}},
+        ["holds something else than named tensors"],
+    ),
+    "a module": (lambda: nn.Linear(2, 2), ["holds more than tensors", "not loaded for safety"]),
+}
+
+
+@pytest.mark.parametrize(("make", "parts"), BAD_BASES.values(), ids=BAD_BASES)
+def test_bases_that_do_not_fit(tmp_path, make, parts):
+    path = tmp_path / "bad.bin"
+    torch.save(make(), path)
+    refuses([f"{path}: ", *parts], ("--init_checkpoint", path))
+
+
+def test_large_finite_values_are_finite(tmp_path):
+    drawn = draw_base()
+    drawn["h.0.ln_1.bias"] = torch.full((WIDTH,), 3e38)
+    path = write_plain(drawn, tmp_path)
+    assert_same_bits(
+        parameters(open_model(parse("--init_checkpoint", path))[0]),
+        prefixed(drawn, "transformer."),
+    )
+
+
+class Harmful:
+    def __reduce__(self):
+        return os.mkdir, ("harmed",)
+
+
+def test_a_pickle_that_wants_to_run_something(tmp_path, monkeypatch, base_path):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model_state_dict": draw_lora(), "x": Harmful()}, "bad.pt")
+    refuses(["bad.pt: ", "not loaded for safety"], ("--init_checkpoint", "bad.pt"))
+    refuses(["bad.pt: ", "for safety"], ("--init_checkpoint", base_path), "bad.pt")
+    assert not (tmp_path / "harmed").exists()
+
+
+@pytest.mark.parametrize("write", [write_plain, write_legacy, write_wrapped, write_safe])
+@pytest.mark.parametrize("share", [0, 0.3, 0.99])
+def test_a_truncated_file(tmp_path, base_path, write, share):
+    folder = tmp_path / "cut"
+    folder.mkdir()
+    for drawn, flags in ((draw_base(), ()), (draw_lora(), ("--init_checkpoint", base_path))):
+        path = write(drawn, folder)
+        whole = path.read_bytes()
+        path.write_bytes(whole[: int(share * len(whole))])
+        if flags:
+            refuses([f"{path}: damaged"], flags, path)
+        else:
+            refuses([f"{path}: damaged"], ("--init_checkpoint", path))
+
+
+def test_files_that_are_not_there(tmp_path, base_path):
+    nowhere = tmp_path / "no.bin"
+    for path in (nowhere, tmp_path):
+        refuses([f"{path}: no such checkpoint file"], ("--init_checkpoint", path))
+    refuses([f"{nowhere}: no such checkpoint file"], ("--init_checkpoint", base_path), nowhere)
+    (tmp_path / "text.bin").write_text("<html>404</html>")
+    refuses(["text.bin: damaged"], ("--init_checkpoint", tmp_path / "text.bin"))
+
+
+# ---- LoRA files that do not fit, and files in the wrong place ----
+
+
+@pytest.mark.parametrize("with_metadata", [True, False])
+def test_a_lora_file_as_the_base(tmp_path, lora_path, with_metadata):
+    path = lora_path if with_metadata else write_wrapped(draw_lora(), tmp_path)
+    says = [f"{path}: holds LoRA weights only", "base as --init_checkpoint", "--lora_path"]
+    for flags in ((), ("--lora_dim", 2, "--lora_alpha", 6), ("--lora_dim", 9)):
+        refuses(says, ("--init_checkpoint", path, *flags))
+
+
+def test_a_lora_file_without_its_base(lora_path):
+    refuses([f"{lora_path}: needs the base", "--init_checkpoint"], (), lora_path)
+
+
+def test_a_base_as_the_lora_file(tmp_path, base_path):
+    refuses(["none of its 28 tensors is LoRA's"], ("--init_checkpoint", base_path), base_path)
+
+
+def test_a_full_model_in_either_place(tmp_path, base_path, lora_path, open_lora):
+    whole = tmp_path / "whole.pt"
+    save_model(whole, *open_lora(), lora_only=False)
+    says = [f"{whole}: holds a full model, not LoRA alone", "adapter_tensors"]
+    refuses(says, ("--init_checkpoint", base_path), whole)
+    says = [f"{whole}: holds LoRA weights of its own", "base alone"]
+    refuses(says, ("--init_checkpoint", whole), lora_path)
+
+
+@pytest.mark.parametrize("lora_only", [True, False])
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--lora_alpha", 32), "was trained with alpha 6, but --lora_alpha is 32"),
+        (("--lora_dim", 4), "was trained with rank 2, but --lora_dim is 4"),
+        (("--lora_dim", 0), "was trained with rank 2, but --lora_dim is 0"),
+    ],
+)
+def test_flags_that_contradict_the_file(tmp_path, base_path, open_lora, flags, says, lora_only):
+    path = tmp_path / "model.7.pt"
+    save_model(path, *open_lora(), lora_only=lora_only)
+    if lora_only:
+        says = says.replace("--lora_alpha", "lora_alpha")  # the library's, which knows no flags
+        refuses([f"{path}: {says}"], ("--init_checkpoint", base_path, *flags), path)
+    else:
+        refuses([f"{path}: {says}"], ("--init_checkpoint", path, *flags))
+
+
+@pytest.mark.parametrize("lora_only", [True, False])
+def test_a_file_that_does_not_say_its_alpha(tmp_path, base_path, lora_only):
+    tensors = draw_lora() if lora_only else {**draw_lora(), **draw_base()}
+    path = write_wrapped(tensors, tmp_path)
+    given = ("--init_checkpoint", base_path if lora_only else path)
+    file = path if lora_only else None
+    says = [f"{path}: does not say with what alpha", "lora_alpha"]
+    refuses(says, given, file)
+    refuses(says, (*given, "--lora_dim", 2), file)
+    contradicts = f"{path}: was trained with rank 2, but --lora_dim is 3"
+    refuses([contradicts], (*given, "--lora_dim", 3, "--lora_alpha", 6), file)
+    args = parse(*given, "--lora_alpha", 32)
+    model, _ = open_model(args, None if file is None else str(file))
+    assert (args.lora_dim, model.config.lora_attn_alpha) == (2, 32)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [(("--lora_dim", -1), "--lora_dim has to be"), (("--lora_alpha", 0), "--lora_alpha above 0")],
+)
+def test_flags_out_of_range(base_path, flags, message):
+    with pytest.raises(ValueError, match=message):
+        open_model(parse("--init_checkpoint", base_path, *flags))
+
+
+def test_another_base(tmp_path, lora_path):
+    other = tmp_path / "other.bin"
+    torch.save(draw_base(seed=9), other)
+    says = [f"{lora_path}: was trained on another base", "base.bin", read_base(other).fingerprint]
+    refuses(says, ("--init_checkpoint", other), lora_path)
+
+
+BAD_LORA = {
+    "lacks one": (
+        lambda: without(draw_lora(), "module.transformer.h.1.attn.c_attn.lora_A"),
+        ["lacks transformer.h.1.attn.c_attn.lora_A, the other half of a pair"],
+    ),
+    "of a deeper model": (
+        lambda: draw_lora(blocks=3),
+        ["has, unknown to the model, 2 tensors: transformer.h.2.attn.c_attn.lora_A"],
+    ),
+    "of a wider model": (
+        lambda: draw_lora(width=12),
+        ["c_attn.lora_A is (4, 12) in the file, (4, 8) in the model", "a base of another size"],
+    ),
+    "of another module": (
+        lambda: {n.replace("c_attn", "c_proj"): t for n, t in draw_lora().items()},
+        ["attn.c_proj has 2 stacked blocks, and it is unknown which slices"],
+    ),
+    "nan": (
+        lambda: not_finite(draw_lora(), f"module.{LORA_A}", float("nan")),
+        [f"{LORA_A} holds values that are not finite"],
+    ),
+    "twice": (
+        lambda: {**draw_lora(), LORA_A: torch.ones(4, WIDTH)},
+        ["holds transformer.h.0.attn.c_attn.lora_A under two names"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "parts"), BAD_LORA.values(), ids=BAD_LORA)
+def test_lora_files_that_do_not_fit(tmp_path, base_path, make, parts):
+    path = write_wrapped(make(), tmp_path)
+    refuses([f"{path}: ", *parts], ("--init_checkpoint", base_path, "--lora_alpha", 6), path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"rank": "two"}, "its metadata is damaged"),
+        ({"rank": 2}, "its metadata is damaged"),
+        ({"alpha": "-6"}, "alpha -6 in its metadata"),
+        ({"rank": "3"}, "damaged: it says rank 3, its tensors have 2"),
+        ({"targets": '["c_proj"]'}, "damaged: it says targets c_proj, its tensors have c_attn"),
+    ],
+)
+def test_metadata_that_is_wrong(base_path, lora_path, changed, says):
+    content = torch.load(lora_path, weights_only=True)
+    content["metadata"].update(changed)
+    torch.save(content, lora_path)
+    refuses([f"{lora_path}: {says}"], ("--init_checkpoint", base_path), lora_path)
