@@ -1,0 +1,301 @@
+"""RoBERTa: upstream's numbers, padding that costs nothing and changes nothing, dropout, outputs."""
+
+import importlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from roberta_cases import CASES, KINDS, LABELS, LORA, NO_DROPOUT, close, real
+
+from loralib.nn.packing import _attend_padded, _attend_rows
+from transformers import (
+    AutoModelForSequenceClassification,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    RobertaModel,
+)
+
+# ---- upstream's numbers ----
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_upstreams(upstream, build, arguments, kind, case):
+    given = arguments(case)
+    ours = build(kind)(**given).logits
+    theirs = upstream[f"outputs/{kind}/{case}/logits"]
+    assert ours.shape == theirs.shape
+    if kind == "mlm":
+        ours, theirs = real(ours, given), real(theirs, given)
+    assert theirs.numel() == 1 or theirs.std() > 0.1
+    close(ours, theirs)
+
+
+@pytest.mark.parametrize("case", ["padded", "types", "holes"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_are_upstreams(upstream, build, arguments, kind, case):
+    labels = upstream[f"inputs/{LABELS[kind]}"]
+    output = build(kind)(**arguments(case), labels=labels)
+    close(output.loss, upstream[f"outputs/{kind}/{case}/loss"])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_hidden_states_and_pooler_are_upstreams(upstream, build, arguments, case):
+    given = arguments(case)
+    output = build("backbone")(**given, output_hidden_states=True)
+    close(output.pooler_output, upstream[f"outputs/backbone/{case}/pooler_output"])
+    assert len(output.hidden_states) == 3
+    for layer, state in enumerate(output.hidden_states):
+        theirs = upstream[f"outputs/backbone/{case}/hidden_states.{layer}"]
+        close(real(state, given), real(theirs, given))
+    assert torch.equal(output.last_hidden_state, output.hidden_states[-1])
+    if "attention_mask" in given:
+        assert not output.last_hidden_state[given["attention_mask"] == 0].any()
+
+
+@pytest.mark.parametrize("case", ["padded", "holes"])
+def test_masked_lm_logits_are_those_of_the_targets_alone_in_training(
+    upstream, build, arguments, case
+):
+    labels = upstream["inputs/tokens_wanted"]
+    model, given = build("mlm", **NO_DROPOUT), arguments(case)
+    is_target = (labels != -100) & (given["attention_mask"] == 1)
+    bare = model(**given).logits
+    evaluated = model(**given, labels=labels)
+    assert torch.equal(evaluated.logits, bare)
+    for trains, asked, targets_only in (
+        (True, None, True),
+        (False, True, True),
+        (True, False, False),
+    ):
+        output = model.train(trains)(**given, labels=labels, targets_only=asked)
+        close(output.loss, evaluated.loss)
+        close(output.logits, bare[is_target] if targets_only else bare)
+    # Without labels there are no targets.
+    close(model.train()(**given).logits, bare)
+    close(model.eval()(**given, targets_only=True).logits, bare)
+
+
+# ---- padding ----
+
+
+def test_what_stands_at_padding_does_not_matter(upstream, build, arguments):
+    model, given = build("classifier"), arguments("padded")
+    expected = model(**given).logits
+    # Positions count what is no padding token, so the token has to be one after the last.
+    given["input_ids"] = given["input_ids"].masked_fill(given["attention_mask"] == 0, 7)
+    assert torch.equal(model(**given).logits, expected)
+    wider = {name: F.pad(t, (0, 9), value=int(name == "input_ids")) for name, t in given.items()}
+    close(model(**wider).logits, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
+def test_mask_of_any_type(build, arguments, dtype):
+    model, given = build("classifier"), arguments("padded")
+    expected = model(**given).logits
+    given["attention_mask"] = given["attention_mask"].to(dtype)
+    assert torch.equal(model(**given).logits, expected)
+
+
+def test_explicit_positions_and_types(build, arguments):
+    model, given = build("classifier"), arguments("padded")
+    expected = model(**given).logits
+    ids = given["input_ids"]
+    positions = model.roberta.embeddings.position_ids(ids)
+    assert positions[1].tolist() == [2, 3, 4] + [1] * 15
+    same = model(**given, position_ids=positions, token_type_ids=torch.zeros_like(ids)).logits
+    assert torch.equal(same, expected)
+    other = model(**given, position_ids=positions.flip(0)).logits
+    assert not torch.allclose(other, expected)
+
+
+@pytest.mark.parametrize("kind", ["classifier", "regressor"])
+def test_first_token_alone_gives_the_full_paths_logits(build, arguments, kind):
+    model, given = build(kind, **LORA), arguments("holes")
+    output = model(**given, output_hidden_states=True)
+    close(model(**given).logits, output.logits)
+    assert len(output.hidden_states) == 3
+    assert output.hidden_states[-1].shape == (4, 18, 32)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"attention_mask": torch.tensor([[0, 1, 1]])}, "hides the first token"),
+        ({"attention_mask": torch.ones(3)}, r"must be \(batch, length\)"),
+        (
+            {"attention_mask": torch.ones(1, 4)},
+            r"attention_mask is \(1, 4\), the batch is \(1, 3\)",
+        ),
+        ({"attention_mask": torch.ones(3, 1)}, r"attention_mask is \(3, 1\)"),
+        ({"token_type_ids": torch.zeros(1, 2).long()}, r"the batch is \(1, 2\)"),
+    ],
+)
+def test_batches_that_do_not_fit(build, changed, message):
+    with pytest.raises(ValueError, match=message) as error:
+        build("classifier")(input_ids=torch.tensor([[0, 5, 2]]), **changed)
+    assert "\n" not in str(error.value)
+
+
+def test_too_long_a_text(build):
+    model = build("classifier")
+    ids = torch.full((2, 30), 1)
+    ids[:, :18] = 5
+    assert model(ids, (ids != 1).long()).logits.shape == (2, 3)
+    ids[1, 18] = 5
+    with pytest.raises(ValueError, match="has 19 tokens, the model has positions for 18"):
+        model(ids, (ids != 1).long())
+
+
+# ---- attention ----
+
+
+def test_whole_model_by_either_path(monkeypatch, upstream, build, arguments):
+    model, given = build("classifier"), arguments("holes")
+    roberta = importlib.import_module("transformers.models.roberta.modeling_roberta")
+    for path in (_attend_rows, _attend_padded):
+        monkeypatch.setattr(roberta, "attend", path)
+        close(model(**given).logits, upstream["outputs/classifier/holes/logits"])
+
+
+# ---- dropout ----
+
+
+def plain_attention(q, k, v, heads, keep):
+    """softmax(q kᵀ / √d) v of one row, head by head; `keep` scales the probabilities."""
+    width = q.shape[1] // heads
+    out = []
+    for head in range(heads):
+        part = slice(head * width, (head + 1) * width)
+        weights = (q[:, part] @ k[:, part].T / width**0.5).softmax(dim=1)
+        out.append(weights * keep[head] @ v[:, part])
+    return torch.cat(out, dim=1)
+
+
+def test_every_dropout_is_where_the_formula_has_it(drawn_masks, build, arguments):
+    """One training forward, computed again by the plain formula with the masks that were drawn."""
+    model = build("classifier", hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.4)
+    given = {"input_ids": arguments("row2")["input_ids"]}
+    torch.manual_seed(3)
+    ours = model.train()(**given, output_hidden_states=True).logits
+    masks = iter(drawn_masks)
+
+    def drop(x):
+        keep = next(masks)
+        assert keep.max() == pytest.approx(1 / 0.8, abs=1e-4)
+        return x * keep
+
+    embeddings = model.roberta.embeddings
+    ids = given["input_ids"][0]
+    x = embeddings.word_embeddings.weight[ids] + embeddings.token_type_embeddings.weight[0]
+    x = x + embeddings.position_embeddings.weight[2 : 2 + len(ids)]
+    x = drop(embeddings.LayerNorm(x))
+    for layer in model.roberta.encoder.layer:
+        attention = layer.attention
+        q, k, v = (getattr(attention.self, name)(x) for name in ("query", "key", "value"))
+        keep = next(masks)
+        assert keep.shape == (1, 4, len(ids), len(ids))
+        assert keep.max() == pytest.approx(1 / 0.6, abs=1e-4)
+        mixed = plain_attention(q, k, v, 4, keep[0])
+        x = attention.output.LayerNorm(drop(attention.output.dense(mixed)) + x)
+        inner = F.gelu(layer.intermediate.dense(x))
+        x = layer.output.LayerNorm(drop(layer.output.dense(inner)) + x)
+    head = model.classifier
+    x = drop(torch.tanh(head.dense(drop(x[:1]))))
+    assert next(masks, None) is None
+    close(ours, head.out_proj(x))
+    assert not torch.allclose(ours, model.eval()(**given).logits, atol=0.05)
+
+
+def test_dropout_follows_the_seed_and_keeps_out_of_evaluation(build, arguments):
+    model, given = build("classifier", **LORA), arguments("padded")
+    evaluated = model(**given).logits
+    assert torch.equal(model(**given).logits, evaluated)
+    model.train()
+    runs = []
+    for seed in (5, 5, 6):
+        torch.manual_seed(seed)
+        runs.append(model(**given).logits)
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+
+
+# ---- losses ----
+
+
+def test_labels_may_be_a_column(upstream, build, arguments):
+    for kind in ("classifier", "regressor"):
+        model, labels = build(kind), upstream[f"inputs/{LABELS[kind]}"]
+        as_row = model(**arguments("padded"), labels=labels).loss
+        as_column = model(**arguments("padded"), labels=labels[:, None]).loss
+        assert torch.equal(as_row, as_column)
+
+
+def test_regression_takes_integer_scores(upstream, build, arguments):
+    output = build("regressor")(**arguments("padded"), labels=torch.tensor([1, 2, 3, 4]))
+    expected = (output.logits[:, 0] - torch.tensor([1.0, 2, 3, 4])).square().mean()
+    close(output.loss, expected)
+
+
+# ---- outputs ----
+
+
+def test_tuples(upstream, build, arguments):
+    given = arguments("padded")
+    labels = upstream["inputs/classes"]
+    model = build("classifier")
+    named = model(**given, labels=labels)
+    loss, logits = model(**given, labels=labels, return_dict=False)
+    assert torch.equal(loss, named.loss)
+    assert torch.equal(logits, named.logits)
+    assert len(model(**given, return_dict=False)) == 1
+    model.config.return_dict = False
+    assert isinstance(model(**given), tuple)
+
+    last, pooled, states = build("backbone")(**given, return_dict=False, output_hidden_states=True)
+    assert (last.shape, pooled.shape, len(states)) == ((4, 18, 32), (4, 32), 3)
+    (logits,) = build("mlm")(**given, return_dict=False)
+    assert logits.shape == (4, 18, 48)
+
+
+def test_hidden_states_by_the_config(build, arguments):
+    model = build("classifier", output_hidden_states=True)
+    assert len(model(**arguments("padded")).hidden_states) == 3
+    assert model(**arguments("padded"), output_hidden_states=False).hidden_states is None
+
+
+def test_backbone_without_pooler(upstream):
+    model = RobertaModel(RobertaConfig(**upstream["config"]), add_pooling_layer=False)
+    output = model(torch.tensor([[0, 5, 2]]))
+    assert list(output) == ["last_hidden_state"]
+    assert model.base_model is model
+
+
+# ---- building ----
+
+
+def test_seed_gives_the_weights(upstream):
+    states = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        config = RobertaConfig(**upstream["config"], **LORA)
+        states.append(AutoModelForSequenceClassification.from_config(config).state_dict())
+    name = "roberta.encoder.layer.0.attention.self.query."
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+    assert not torch.equal(states[0][f"{name}weight"], states[2][f"{name}weight"])
+    assert not torch.equal(states[0][f"{name}lora_A"], states[2][f"{name}lora_A"])
+    assert not states[0][f"{name}lora_B"].any()
+    assert not states[0]["roberta.embeddings.word_embeddings.weight"][1].any()
+    assert 0.015 < states[0][f"{name}weight"].std() < 0.025
+
+
+def test_language_model_head_is_tied(upstream):
+    model = RobertaForMaskedLM(RobertaConfig(**upstream["config"]))
+    assert model.lm_head.decoder.weight is model.roberta.embeddings.word_embeddings.weight
+    assert model.lm_head.decoder.bias is model.lm_head.bias
+    assert model.num_parameters() == sum(p.numel() for p in set(model.parameters()))
+
+
+def test_heads_have_to_divide_the_width():
+    with pytest.raises(ValueError, match="hidden_size 10 is not a multiple of 4 heads"):
+        RobertaConfig(hidden_size=10, num_attention_heads=4)

@@ -1,0 +1,117 @@
+"""What a model returns: a dictionary, a tuple and an object in one."""
+
+import copy
+import operator
+import pickle
+
+import pytest
+import torch
+
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+
+class TestModelOutput:
+    logits = torch.ones(2)
+    loss = torch.tensor(3.0)
+
+    def test_names_entries_and_items_are_one(self):
+        output = SequenceClassifierOutput(logits=self.logits)
+        assert list(output) == ["logits"]
+        assert output.loss is None
+        assert output["logits"] is output.logits is output[0] is output[-1]
+        assert output[:1] == (self.logits,)
+        with pytest.raises(KeyError):
+            output["loss"]
+        with pytest.raises(IndexError):
+            output[1]
+
+    @pytest.mark.parametrize("by_item", [True, False])
+    def test_what_is_set_later_takes_its_declared_place(self, by_item):
+        output = SequenceClassifierOutput(logits=self.logits)
+        if by_item:
+            output["loss"] = self.loss
+        else:
+            output.loss = self.loss
+        assert output["loss"] is output.loss is output[0] is self.loss
+        assert output.to_tuple() == (self.loss, self.logits)
+        output.loss = None
+        assert "loss" not in output
+        assert output.to_tuple() == (self.logits,)
+
+    @pytest.mark.parametrize(
+        "clone", [copy.copy, copy.deepcopy, lambda output: pickle.loads(pickle.dumps(output))]
+    )
+    def test_copies(self, clone):
+        copied = clone(SequenceClassifierOutput(self.loss, self.logits))
+        assert type(copied) is SequenceClassifierOutput
+        assert list(copied) == ["loss", "logits"]
+        assert torch.equal(copied.logits, self.logits)
+        assert copied["logits"] is copied.logits
+        assert copied.hidden_states is None
+
+    @staticmethod
+    def in_step(output):
+        """The names that are set, after a check that all ways to ask agree."""
+        assert output.to_tuple() == tuple(output.values()) == output[:]
+        assert all(output[name] is getattr(output, name) for name in output)
+        declared = [name for name in output.__dataclass_fields__ if name in output]
+        assert list(output)[: len(declared)] == declared
+        unset = output.__dataclass_fields__.keys() - output.keys()
+        assert all(getattr(output, name) is None for name in unset)
+        return list(output)
+
+    @pytest.mark.parametrize("by_item", [True, False])
+    def test_all_views_follow_what_is_set(self, by_item):
+        def put(output, name, value):
+            if by_item:
+                output[name] = value
+            else:
+                setattr(output, name, value)
+
+        output = SequenceClassifierOutput()
+        assert self.in_step(output) == []
+        for name, value, names in (
+            ("hidden_states", (self.logits,), ["hidden_states"]),
+            ("own", self.loss, ["hidden_states", "own"]),
+            ("loss", self.loss, ["loss", "hidden_states", "own"]),
+            ("logits", self.logits, ["loss", "logits", "hidden_states", "own"]),
+            ("loss", self.logits, ["loss", "logits", "hidden_states", "own"]),
+            ("logits", None, ["loss", "hidden_states", "own"]),
+            ("logits", None, ["loss", "hidden_states", "own"]),
+            ("own", None, ["loss", "hidden_states"]),
+        ):
+            put(output, name, value)
+            assert self.in_step(output) == names
+            assert getattr(output, name) is value
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda output: output.pop("loss"),
+            lambda output: output.pop("none", None),
+            lambda output: output.popitem(),
+            lambda output: output.clear(),
+            lambda output: output.update(loss=1),
+            lambda output: output.update({"loss": 1}),
+            lambda output: output.setdefault("hidden_states", 1),
+            lambda output: output.move_to_end("loss"),
+            lambda output: output.__delitem__("loss"),
+            lambda output: delattr(output, "loss"),
+            lambda output: operator.ior(output, {"loss": 1}),
+        ],
+    )
+    def test_other_changes_are_refused(self, change):
+        output = SequenceClassifierOutput(self.loss, self.logits)
+        with pytest.raises(TypeError, match=r"SequenceClassifierOutput has no .*: set its fields"):
+            change(output)
+        assert self.in_step(output) == ["loss", "logits"]
+        assert output[0] is self.loss
+
+    def test_what_makes_another_dict(self):
+        output = SequenceClassifierOutput(self.loss, self.logits)
+        assert output | {"loss": 1} == {"loss": 1, "logits": self.logits}
+        assert {"loss": 1, "x": 2} | output == {"loss": self.loss, "x": 2, "logits": self.logits}
+        again = output.copy()
+        again.loss = None
+        assert self.in_step(output) == ["loss", "logits"]
+        assert self.in_step(again) == ["logits"]
