@@ -1,26 +1,15 @@
 """Where predict.py writes to: files, links, pipes, devices."""
 
-import importlib.util
 import json
 import os
 import stat
 import threading
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "text-classification" / "predict.py"
 ANSWERS = [{"text": "a", "label": "yes"}, {"text": "é", "label": "no"}]
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs POSIX's links and pipes")
-
-
-@pytest.fixture(scope="module")
-def predict():
-    spec = importlib.util.spec_from_file_location("predict", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def written(predict, path) -> None:

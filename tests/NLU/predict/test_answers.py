@@ -1,0 +1,122 @@
+"""predict.py: each line is answered as its adapter's own model does, in batches of several."""
+
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from predictions import ADAPTERS, FAMILIES, assert_close, common, named, read, some_lines, write
+
+from transformers import AutoModelForSequenceClassification, RobertaForSequenceClassification
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_settings_of_the_device(predict, bases, adapters, tmp_path, device_settings, asked):
+    device_settings.write(not asked, not asked, True, False)
+    given, out = write(tmp_path / "in.jsonl", some_lines()), tmp_path / "out.jsonl"
+    more = ["--tf32"] if asked else []
+    predict.main([*common(bases["roberta"], given, out), *more, *named(adapters["roberta"])])
+    device_settings.expect(tf32=asked)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 32])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_line_as_its_own_model_answers_it(
+    predict, bases, adapters, expected, tmp_path, family, batch_size
+):
+    given, out = write(tmp_path / "in.jsonl", some_lines()), tmp_path / "out.jsonl"
+    arguments = [*common(bases[family], given, out), "--batch_size", str(batch_size)]
+    predict.main([*arguments, *named(adapters[family])])
+    assert_close(read(out), expected(family))
+    # The answers tell the adapters apart, and the labels.
+    answers = expected(family)
+    assert {line["adapter"] for line in answers} == set(ADAPTERS)
+    assert len({line.get("label") for line in answers}) > 2
+
+
+@pytest.fixture
+def loaded(monkeypatch) -> list:
+    """The models that are loaded from here on."""
+    models, load = [], AutoModelForSequenceClassification.from_pretrained
+
+    def recorded(*args, **kwargs):
+        models.append(load(*args, **kwargs))
+        return models[-1]
+
+    monkeypatch.setattr(AutoModelForSequenceClassification, "from_pretrained", recorded)
+    return models
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16(predict, bases, adapters, expected, tmp_path, loaded, family):
+    answers = expected(family)
+    loaded.clear()
+    given, out = write(tmp_path / "in.jsonl", some_lines()), tmp_path / "out.jsonl"
+    predict.main([*common(bases[family], given, out), "--bf16", *named(adapters[family])])
+    differences = [
+        abs(ours["probabilities"][label] - share)
+        for ours, theirs in zip(read(out), answers, strict=True)
+        for label, share in theirs.get("probabilities", {}).items()
+    ]
+    assert 1e-6 < max(differences) < 0.05
+    # As in training: the base is held in half precision, heads are not.
+    (model,) = loaded
+    assert {parameter.dtype for parameter in model.base_model.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in model.classifier.parameters()} == {torch.float32}
+
+
+def test_one_base_and_batches_of_several_adapters(
+    predict, bases, adapters, tmp_path, loaded, monkeypatch
+):
+    shapes, compute = [], RobertaForSequenceClassification.forward
+
+    def recorded(self, input_ids, **others):
+        shapes.append(tuple(input_ids.shape))
+        return compute(self, input_ids, **others)
+
+    monkeypatch.setattr(RobertaForSequenceClassification, "forward", recorded)
+    given, out = write(tmp_path / "in.jsonl", some_lines()), tmp_path / "out.jsonl"
+    arguments = [*common(bases["roberta"], given, out), "--batch_size", "6"]
+    predict.main([*arguments, *named(adapters["roberta"])])
+    assert len(loaded) == 1
+    assert [rows for rows, _ in shapes] == [6, 6, 2]
+    lengths = [length for _, length in shapes]
+    assert lengths == sorted(lengths, reverse=True)
+    assert len(set(lengths)) == 3
+
+
+def test_answers_of_a_row(predict):
+    """Numbers are written with the digits that float32 has; padding on the right is no label."""
+    logits = np.array([1, 2.5, 0, -np.inf], "float32")
+    found = predict.answer(logits, ("a", "b", "c"))
+    assert found["label"] == "b"
+    assert list(found["probabilities"]) == ["a", "b", "c"]
+    shares = list(found["probabilities"].values())
+    assert np.array_equal(np.array(shares, "float32"), torch.tensor(logits[:3]).softmax(0).numpy())
+    assert max(len(f"{share}") for share in shares) <= len("0.") + 9
+    score = np.array([3.2, -np.inf], "float32")
+    assert predict.answer(score, ("LABEL_0",)) == {"score": 3.2}
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 40])
+def test_batches(predict, size):
+    chance = random.Random(size)
+    lengths = [chance.randint(1, 9) for _ in range(23)]
+    adapters = [chance.choice("abc") for _ in lengths]
+    made = list(predict.batches(lengths, adapters, size))
+    assert sorted(index for batch in made for index in batch) == list(range(23))
+    assert all(len(batch) == size for batch in made[:-1])
+    for batch, following in pairwise(made):
+        assert min(lengths[i] for i in batch) >= max(lengths[i] for i in following)
+    for batch in made:
+        assert [adapters[i] for i in batch] == sorted(adapters[i] for i in batch)
+
+
+def test_adapters_may_stand_anywhere_among_the_flags(predict):
+    words = ["a=x/y", "--model_name_or_path", "base", "b=1=2", "--bf16", "c=z", "--lora_alpha", "8"]
+    args = predict.parse_arguments(words)
+    assert args.adapters == {"a": "x/y", "b": "1=2", "c": "z"}
+    assert (args.model_name_or_path, args.bf16, args.lora_alpha) == ("base", True, 8)
+    assert (args.input_file, args.output_file) == ("-", "-")
+    assert (args.batch_size, args.max_seq_length) == (32, None)

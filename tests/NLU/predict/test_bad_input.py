@@ -1,0 +1,133 @@
+"""predict.py on bad lines and arguments: one line of error, and nothing is written."""
+
+import pytest
+from predictions import GOOD, common, failed_untouched, failure, named, read, some_lines, write
+
+BAD_LINES = {
+    "no JSON": ("a dog", "line 2: is not JSON (Expecting value"),
+    "blank": ("", "line 2: is blank; only lines at the end may be"),
+    "half": (
+        '{"adapter": "rte", "text": "a',
+        "line 2: is not JSON (Unterminated string starting at)",
+    ),
+    "no object": ('["rte", "a dog"]', 'line 2: is not a JSON object (["rte", "a dog"])'),
+    "no text": ('{"adapter": "rte", "id": 3}', "line 2: has no text"),
+    "text of another type": (
+        '{"adapter": "rte", "text": 3}',
+        "line 2: its text is not a string (3)",
+    ),
+    "null": ('{"adapter": "rte", "text": null}', "line 2: its text is not a string (null)"),
+    "pair of another type": (
+        '{"adapter": "rte", "text": "a", "text_pair": ["b"]}',
+        'line 2: its text_pair is not a string (["b"])',
+    ),
+    "no Unicode": ('{"adapter": "rte", "text": "\\ud800"}', "line 2: is not JSON ('utf-8' codec"),
+    "no UTF-8": (b'{"adapter": "rte", "text": "\xff"}', "line 2: is not JSON ('utf-8' codec"),
+    "nested": ('{"adapter": "rte", "text": "a", "x": ' + "[" * 99999, "line 2: is not JSON ("),
+    "unknown adapter": (
+        '{"adapter": "rta", "text": "a"}',
+        'line 2: unknown adapter "rta" (expected rte, mnli, stsb)',
+    ),
+    "adapter of another type": (
+        '{"adapter": ["rte"], "text": "a"}',
+        'line 2: unknown adapter ["rte"] (expected rte, mnli, stsb)',
+    ),
+    "no adapter": ('{"text": "a"}', "line 2: does not say its adapter, one of rte, mnli, stsb"),
+    **{
+        key: (
+            f'{{"adapter": "rte", "text": "a", "{key}": 1}}',
+            f"line 2: has the key '{key}', which the answer needs: give it another name",
+        )
+        for key in ("label", "probabilities", "score")
+    },
+}
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_LINES.values(), ids=BAD_LINES)
+def test_a_bad_line_is_one_line(predict, bases, adapters, tmp_path, capsys, line, message):
+    line = line if isinstance(line, bytes) else line.encode()
+    given = tmp_path / "in.jsonl"
+    given.write_bytes(b"\n".join([GOOD.encode(), line, GOOD.encode(), b""]))
+    found = failed_untouched(
+        predict, capsys, tmp_path, [*common(bases["roberta"], given), *named(adapters["roberta"])]
+    )
+    assert f"in.jsonl: {message}" in found
+
+
+BAD_ARGUMENTS = {
+    "no adapter": ("", "the following arguments are required: NAME=ADAPTER"),
+    "no name and no =": ("{rte}", "is not NAME=ADAPTER"),
+    "an empty name": ("={rte}", "is not NAME=ADAPTER"),
+    "an empty adapter": ("rte=", "'rte=' is not NAME=ADAPTER"),
+    "two of one name": ("rte={rte} rte={mnli}", "two adapters have the name 'rte'"),
+    "no such adapter": ("rte={tmp}/none.bin", "none.bin: no such checkpoint file"),
+    "no adapter in it": ("rte={tmp}/texts.bin", "texts.bin: damaged"),
+    "another family": ("rte={deberta}", "deberta_rte.safetensors: "),
+    "another size": ("rte={tmp}/narrow.safetensors", "base of another size"),
+    "another base": ("rte={tmp}/other.safetensors", "was trained on another base"),
+    "an alpha that is none": ("rte={tmp}/lone.bin --lora_alpha 0", "--lora_alpha"),
+    "too long": ("rte={rte} --max_seq_length 65", "--max_seq_length 65: the model has 64"),
+    "too short": ("rte={rte} --max_seq_length 0", "--max_seq_length 0"),
+    "no room": ("rte={rte} --max_seq_length 3", "a text needs at least 4 tokens"),
+    "no batch": ("rte={rte} --batch_size 0", "--batch_size must be at least 1, not 0"),
+    "no input": ("rte={rte} --input_file {tmp}/none.jsonl", "none.jsonl"),
+    "no model": ("rte={rte} --model_name_or_path {tmp}/none", "none"),
+    "an adapted model": (
+        "rte={rte} --model_name_or_path {tmp}/adapted",
+        "adapted is not a base, its config.json says apply_lora",
+    ),
+    "a model with bottlenecks": (
+        "rte={rte} --model_name_or_path {tmp}/bottlenecks",
+        "bottlenecks is not a base, its config.json says apply_adapter",
+    ),
+    "unknown flag": ("rte={rte} --lora_r 8", "unrecognized arguments: --lora_r"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
+def test_bad_arguments_are_one_line(
+    predict, bases, adapters, bad, tmp_path, capsys, arguments, message
+):
+    files = {name: adapters["roberta"][name] for name in ("rte", "mnli")}
+    words = arguments.format(tmp=bad, deberta=adapters["deberta"]["rte"], **files).split()
+    given = [*common(bases["roberta"], bad / "in.jsonl"), *words]
+    assert message in failed_untouched(predict, capsys, tmp_path, given)
+
+
+@pytest.mark.parametrize(
+    ("step", "calls", "output"),
+    [("answer", 0, "file"), ("answer", 5, "stdout"), ("_encoded", 20, "file")],
+)
+def test_an_error_on_the_way_leaves_nothing(
+    predict, bases, adapters, tmp_path, monkeypatch, capsys, step, calls, output
+):
+    """The 14 lines are encoded when they are read, and when they are written."""
+    given = write(tmp_path / "in.jsonl", some_lines())
+    right, made = getattr(predict, step), []
+
+    def fails(*args):
+        if len(made) == calls:
+            raise OSError("the disk is full")
+        made.append(args)
+        return right(*args)
+
+    monkeypatch.setattr(predict, step, fails)
+    arguments = [*common(bases["roberta"], given), *named(adapters["roberta"])]
+    if output == "file":
+        line = failed_untouched(predict, capsys, tmp_path, arguments)
+    else:
+        line = failure(predict, arguments, capsys)
+    assert "the disk is full" in line
+
+
+def test_an_output_that_is_a_folder(predict, bases, adapters, tmp_path, capsys):
+    given = write(tmp_path / "in.jsonl", some_lines(1))
+    (tmp_path / "out").mkdir()
+    arguments = [*common(bases["roberta"], given, tmp_path / "out"), *named(adapters["roberta"])]
+    assert "out is a folder" in failure(predict, arguments, capsys)
+
+
+def test_the_output_s_folder_is_made(predict, bases, adapters, tmp_path):
+    given, out = write(tmp_path / "in.jsonl", some_lines(2)), tmp_path / "new" / "out.jsonl"
+    predict.main([*common(bases["roberta"], given, out), *named(adapters["roberta"])])
+    assert len(read(out)) == 2
