@@ -1,0 +1,180 @@
+"""The metrics: hand-computed cases, plain references, what does not matter."""
+
+import math
+
+import pytest
+from sacrebleu.metrics import TER
+from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
+from scored_rows import PERFECT, REFERENCES, WORSE, WORST, plain_bleu
+
+import metrics
+
+PYTHON_METRICS = {
+    "bleu": metrics.bleu,
+    "mteval_bleu": metrics.mteval_bleu,
+    "nist": metrics.nist,
+    "ter": metrics.ter,
+    "chrf": metrics.chrf,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "perfect"), [("bleu", 100), ("mteval_bleu", 1), ("ter", 0), ("chrf", 1)]
+)
+def test_perfect_predictions(name, perfect):
+    assert PYTHON_METRICS[name](REFERENCES, PERFECT) == pytest.approx(perfect)
+
+
+@pytest.mark.parametrize("name", PYTHON_METRICS)
+def test_worse_predictions_score_worse(name):
+    good, worse, worst, nothing = (
+        PYTHON_METRICS[name](REFERENCES, predictions)
+        for predictions in (PERFECT, WORSE, WORST, ["", "", ""])
+    )
+    if name == "ter":
+        assert good < worse < worst < nothing
+    else:
+        assert good > worse > worst > nothing == 0
+
+
+@pytest.mark.parametrize("name", PYTHON_METRICS)
+def test_order_of_references_does_not_matter(name):
+    turned = [row[::-1] for row in REFERENCES]
+    metric = PYTHON_METRICS[name]
+    assert metric(turned, WORSE) == pytest.approx(metric(REFERENCES, WORSE), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", PYTHON_METRICS)
+def test_order_of_rows_does_not_matter(name):
+    # The last row has fewer references than the others: now it is the first.
+    metric = PYTHON_METRICS[name]
+    assert metric(REFERENCES[::-1], WORSE[::-1]) == pytest.approx(metric(REFERENCES, WORSE))
+
+
+def test_bleu_by_hand():
+    # Precisions 4/5, 3/4, 2/3, 1/2, and as long as the reference.
+    assert metrics.bleu([["a b c d e"]], ["a b c d f"]) == pytest.approx(100 * 0.2**0.25)
+    # All n-grams match, but of the references the closest in length has 6 words.
+    brief = metrics.bleu([["a b c d e f", "a b c d e f g h"]], ["a b c d e"])
+    assert brief == pytest.approx(100 * math.exp(1 - 6 / 5))
+
+
+FIVE = "a b c d e"
+
+
+@pytest.mark.parametrize(
+    ("references", "predictions", "closest"),
+    [
+        ([[FIVE + " f g h i j"]], [FIVE], 10),
+        ([[FIVE + " f g h i j", ""]], [FIVE], 0),  # as close: the shorter
+        ([["", FIVE + " f g h i j"]], [FIVE], 0),
+        ([[FIVE + " f g h i", ""]], [FIVE], 9),
+        ([[FIVE + " f", FIVE[:-2], ""]], [FIVE], 4),
+        # An empty reference makes up for a row that is too short.
+        ([[FIVE + " " + FIVE + " f", ""], [FIVE + " f g"]], [FIVE, FIVE], 0 + 7),
+        ([[FIVE + " " + FIVE + " f"], [FIVE + " f g"]], [FIVE, FIVE], 11 + 7),
+    ],
+)
+def test_bleu_s_closest_length(references, predictions, closest):
+    length = 5 * len(predictions)
+    by_hand = 100 * math.exp(min(0, 1 - closest / length))
+    assert plain_bleu(references, predictions) == pytest.approx(by_hand)
+    assert metrics.bleu(references, predictions) == pytest.approx(by_hand)
+
+
+def test_bleu_knows_case_only_outside_e2e():
+    references, predictions = (
+        [["The Punter is cheap , isn't it ?"]],
+        ["the punter IS cheap, isn't it?"],
+    )
+    assert metrics.mteval_bleu(references, predictions) == pytest.approx(1)
+    assert metrics.bleu(references, predictions) < 90
+
+
+@pytest.mark.parametrize(
+    ("references", "prediction", "expected"),
+    [
+        (["a b c d"], "a c d", 1 / 4),
+        (["a b c d"], "C D A B", 1 / 4),  # one shift of two words; case is ignored
+        (["a b c d", "a b x y z c"], "a b c", 1 / 5),  # of the nearest, per word of the average
+        (["a b"], "c d e f", 2),
+    ],
+)
+def test_ter_by_hand(references, prediction, expected):
+    assert metrics.ter([references], [prediction]) == pytest.approx(expected)
+
+
+def test_ter_of_many_rows():
+    times = 1 + metrics.TER_POOL_FROM // len(REFERENCES)
+    many = metrics.ter(REFERENCES * times, WORSE * times)
+    assert many == pytest.approx(metrics.ter(REFERENCES, WORSE), rel=1e-12)
+
+
+@pytest.mark.parametrize("predictions", [PERFECT, WORSE, WORST])
+def test_ter_is_that_of_sacrebleu(predictions):
+    streams = [[row[n] if n < len(row) else None for row in REFERENCES] for n in range(3)]
+    expected = TER().corpus_score(predictions, streams).score / 100
+    assert metrics.ter(REFERENCES, predictions) == pytest.approx(expected, rel=1e-12)
+
+
+def test_chrf_by_hand():
+    # Characters: 2 of 2 (reference: 3), 1 of 1 (2); words: 0 of 1 (1). The other orders are empty.
+    precision, recall = (1 + 1 + 0) / 3, (2 / 3 + 1 / 2 + 0) / 3
+    expected = 5 * precision * recall / (4 * precision + recall)
+    assert metrics.chrf([["abc"]], ["ab"]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("references", "prediction", "expected"),
+    [
+        # Each word once among three: worth log2 3; a longer n-gram is certain after its beginning.
+        (["a b c"], "a b c", math.log2(3)),
+        (["a b c"], "a b", math.log2(3) / 2),  # 2/3 as long
+        # Six words: a is worth log2(6/3), b and c log2(6/1); the pairs a b and a c log2(3/1). No
+        # reference has a twice, though they have it three times together.
+        (["a b d", "a c", "a"], "a b a c", (1 + 2 * math.log2(6)) / 4 + 2 * math.log2(3) / 3),
+    ],
+)
+def test_nist_by_hand(references, prediction, expected):
+    assert metrics.nist([references], [prediction]) == pytest.approx(expected)
+
+
+def plain_nist(references, predictions):
+    """NIST from its definition, one n-gram length after the other, on strings."""
+    split = Tokenizer13a()
+    rows = [[split(text.lower()).split() for text in row] for row in references]
+    systems = [split(text.lower()).split() for text in predictions]
+    everything = [reference for row in rows for reference in row]
+
+    def grams(words, n):
+        return [" ".join(words[i : i + n]) for i in range(len(words) - n + 1)]
+
+    total = 0.0
+    for n in range(1, 6):
+        gained, possible = 0.0, 0
+        for row, system in zip(rows, systems, strict=True):
+            found = grams(system, n)
+            possible += len(found)
+            for gram in set(found):
+                most = max(grams(reference, n).count(gram) for reference in row)
+                if most == 0:
+                    continue
+                whole = sum(grams(reference, n).count(gram) for reference in everything)
+                if n == 1:
+                    start = sum(map(len, everything))
+                else:
+                    first = gram.rsplit(" ", 1)[0]
+                    start = sum(grams(ref, n - 1).count(first) for ref in everything)
+                gained += min(found.count(gram), most) * math.log(start / whole, 2)
+        if possible:
+            total += gained / possible
+    ratio = sum(map(len, systems)) / sum(sum(map(len, row)) / len(row) for row in rows)
+    if ratio < 1:
+        total *= 0.5 ** ((math.log(ratio) / math.log(2 / 3)) ** 2)
+    return total
+
+
+@pytest.mark.parametrize("predictions", [PERFECT, WORSE, WORST])
+def test_nist_equals_a_plain_reference(predictions):
+    expected = plain_nist(REFERENCES, predictions)
+    assert metrics.nist(REFERENCES, predictions) == pytest.approx(expected, rel=1e-12)
