@@ -55,6 +55,54 @@ def test_a_file_is_replaced_by_another_one_and_keeps_its_permissions(tmp_path):
     assert names(tmp_path) == ["file.txt"]
 
 
+def test_an_atomic_write(tmp_path):
+    path = tmp_path / "file.txt"
+    for content in ("first", "second"):
+        with atomic_write(path) as temporary:
+            assert temporary.parent == path.parent
+            assert temporary.suffix == ".txt"
+            assert path.exists() == (content == "second")
+            temporary.write_text(content)
+        assert path.read_text() == content
+    assert names(tmp_path) == ["file.txt"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("there", [True, False])
+def test_an_atomic_write_that_is_broken_off(tmp_path, error, there):
+    path = tmp_path / "file.txt"
+    if there:
+        path.write_text("old")
+
+    def write():
+        with atomic_write(path) as temporary:
+            temporary.write_text("half of the n")
+            raise error
+
+    with pytest.raises(error):
+        write()
+    assert names(tmp_path) == (["file.txt"] if there else [])
+    assert not there or path.read_text() == "old"
+
+
+def umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_a_folder_is_written_atomically(tmp_path):
+    with atomic_write_folder(tmp_path / "new" / "a") as folder:
+        assert not (tmp_path / "new" / "a").exists()
+        (folder / "x").write_text("x")
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {
+        "new",
+        "new/a",
+        "new/a/x",
+    }
+    assert oct((tmp_path / "new" / "a").stat().st_mode & 0o777) == oct(0o777 & ~umask())
+
+
 @posix
 @pytest.mark.parametrize("links", [1, 2])
 @pytest.mark.parametrize("exists", [True, False])

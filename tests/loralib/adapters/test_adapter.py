@@ -1,0 +1,204 @@
+"""An adapter: what it holds, and that its files give it back to the bit."""
+
+import os
+import stat
+
+import pytest
+import torch
+from compare import assert_same_bits
+from tiny_adapters import FORMATS, INFO, Tiny, tiny_adapter
+from torch import nn
+
+from loralib.adapters.adapter import Adapter, adapter_tensors
+from loralib.adapters.canonical import canonical_names
+from loralib.adapters.formats import read_adapter, write_adapter
+from loralib.errors import CheckpointError
+from loralib.io.tensors import read_tensors, write_tensors
+
+# ---- files ----
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_round_trip_keeps_every_bit(tmp_path, name, dtype):
+    tensors = {key: tensor.to(dtype) for key, tensor in tiny_adapter().tensors.items()}
+    special = torch.tensor(
+        [[-0.0, torch.finfo(dtype).max, torch.finfo(dtype).tiny / 4]], dtype=dtype
+    )
+    tensors["head.special"] = special
+    write_adapter(tmp_path / name, Adapter(tensors, INFO))
+    loaded = read_adapter(tmp_path / name)
+    bits = loaded.tensors.pop("head.special").view(torch.uint8)
+    assert torch.equal(bits, tensors.pop("head.special").view(torch.uint8))
+    assert_same_bits(loaded.tensors, tensors)
+    assert loaded.metadata == (INFO if name.endswith("safetensors") else None)
+    assert loaded.source == str(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_views_are_saved_without_the_tensor_they_look_into(tmp_path, name):
+    large = torch.randn(1000, 64)
+    tensors = {"a.lora_A": large[:2], "a.lora_B": large[5:9].t(), "b.lora_A": large[:2]}
+    write_tensors(tmp_path / name, tensors)
+    assert_same_bits(read_tensors(tmp_path / name)[0], tensors)
+    assert (tmp_path / name).stat().st_size < 10_000
+
+
+def test_the_format_is_told_by_content(tmp_path):
+    adapter = tiny_adapter()
+    write_adapter(tmp_path / "a.safetensors", adapter)
+    (tmp_path / "a.safetensors").rename(tmp_path / "a.bin")
+    assert_same_bits(read_adapter(tmp_path / "a.bin").tensors, adapter.tensors)
+    assert read_adapter(tmp_path / "a.bin").metadata == INFO
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_the_releases_format(tmp_path, zipped):
+    tensors = tiny_adapter().tensors
+    torch.save(tensors, tmp_path / "release.bin", _use_new_zipfile_serialization=zipped)
+    loaded = read_adapter(tmp_path / "release.bin")
+    assert_same_bits(loaded.tensors, tensors)
+    assert loaded.metadata is None
+    write_adapter(tmp_path / "ours.bin", Adapter(tensors, INFO))
+    assert_same_bits(torch.load(tmp_path / "ours.bin", weights_only=True), tensors)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_tensors_saved_on_a_gpu_come_to_the_cpu(monkeypatch, tmp_path, zipped):
+    tensors, path = tiny_adapter().tensors, tmp_path / "gpu.bin"
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        torch.save(tensors, path, _use_new_zipfile_serialization=zipped)
+    assert b"cuda:0" in path.read_bytes()
+    assert_same_bits(read_adapter(path).tensors, tensors)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_file_may_be_written_over_while_it_is_in_use(tmp_path, name):
+    first, second = tiny_adapter(seed=1), tiny_adapter(seed=2)
+    write_adapter(tmp_path / name, first)
+    loaded = read_adapter(tmp_path / name)
+    write_adapter(tmp_path / name, second)
+    assert_same_bits(loaded.tensors, first.tensors)
+    write_adapter(tmp_path / name, loaded)
+    assert_same_bits(read_adapter(tmp_path / name).tensors, first.tensors)
+
+
+def test_wrapped_tensors(tmp_path):
+    tensors = tiny_adapter().tensors
+    torch.save({"model_state_dict": tensors}, tmp_path / "wrapped.pt")
+    assert_same_bits(read_adapter(tmp_path / "wrapped.pt").tensors, tensors)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([torch.zeros(1)], "holds something else than named tensors"),
+        ({"a": 1}, "holds something else than named tensors"),
+        ({1: torch.zeros(1)}, "holds something else than named tensors"),
+        ({"model_state_dict": {"a": "b"}}, "holds something else than named tensors"),
+        ({"a": torch.zeros(1)}, "none of its 1 tensors is LoRA's"),
+        ({}, "none of its 0 tensors is LoRA's"),
+        (nn.Linear(2, 2), "not loaded for safety"),
+    ],
+)
+def test_files_that_hold_no_adapter(tmp_path, content, message):
+    torch.save(content, tmp_path / "x.bin")
+    with pytest.raises(CheckpointError, match=f"x.bin: .*{message}"):
+        read_adapter(tmp_path / "x.bin")
+
+
+def test_files_that_are_not_there(tmp_path):
+    with pytest.raises(CheckpointError, match=r"none.bin: no such checkpoint file"):
+        read_adapter(tmp_path / "none.bin")
+    with pytest.raises(
+        CheckpointError,
+        match=r"holds no adapter: none of pytorch_model_lora.safetensors, pytorch_model_lora.bin",
+    ):
+        read_adapter(tmp_path)
+    with pytest.raises(CheckpointError, match="no such checkpoint file"):
+        read_tensors(tmp_path)
+
+
+def test_a_checkpoints_folder(tmp_path):
+    write_adapter(tmp_path / "pytorch_model_lora.bin", tiny_adapter(seed=1))
+    assert read_adapter(tmp_path).metadata is None
+    write_adapter(tmp_path / "pytorch_model_lora.safetensors", tiny_adapter(seed=2))
+    loaded = read_adapter(str(tmp_path))
+    assert loaded.metadata == INFO
+    assert loaded.source == str(tmp_path / "pytorch_model_lora.safetensors")
+    assert_same_bits(loaded.tensors, tiny_adapter(seed=2).tensors)
+
+
+# ---- names ----
+
+
+def test_old_deberta_names():
+    layer = "deberta.encoder.layer.3.attention.self"
+    old = {
+        f"{layer}.query_lora_a.weight": torch.tensor(1.0),
+        f"{layer}.query_lora_b.weight": torch.tensor(2.0),
+        f"{layer}.value_lora_a.weight": torch.tensor(3.0),
+        f"{layer}.value_lora_b.weight": torch.tensor(4.0),
+        f"{layer}.query_proj.weight": torch.tensor(5.0),
+        "classifier.weight": torch.tensor(6.0),
+    }
+    new = {
+        f"{layer}.query_proj.lora_A": 1.0,
+        f"{layer}.query_proj.lora_B": 2.0,
+        f"{layer}.value_proj.lora_A": 3.0,
+        f"{layer}.value_proj.lora_B": 4.0,
+        f"{layer}.query_proj.weight": 5.0,
+        "classifier.weight": 6.0,
+    }
+    assert {name: t.item() for name, t in canonical_names(old, "old.bin").items()} == new
+    del new[f"{layer}.query_proj.weight"]
+    assert adapter_tensors(canonical_names(old, "old.bin")).keys() == new.keys()
+
+
+def test_old_names_are_renamed_when_a_file_is_read(tmp_path):
+    old = {f"deberta.a.query_lora_{ab}.weight": torch.zeros(2, 2) for ab in "ab"}
+    torch.save(old, tmp_path / "old.bin")
+    new = {f"deberta.a.query_proj.lora_{ab}" for ab in "AB"}
+    assert read_adapter(tmp_path / "old.bin").tensors.keys() == new
+
+
+def test_what_an_adapter_holds():
+    state = Tiny().state_dict()
+    names = set(adapter_tensors(state))
+    assert names == {name for name in state if "lora_" in name} | {
+        "classifier.weight",
+        "classifier.bias",
+    }
+    assert len(names) == 10
+    assert "roberta.layer.0.query.weight" in adapter_tensors(state, ["bert"])
+
+
+# ---- writing ----
+
+
+def test_a_file_that_cannot_be_made_leaves_the_old_one(tmp_path):
+    path = tmp_path / "a.safetensors"
+    write_adapter(path, tiny_adapter())
+    content = path.read_bytes()
+    with pytest.raises(TypeError):
+        write_tensors(path, tiny_adapter().tensors, {"rank": 3})
+    assert path.read_bytes() == content
+    assert os.listdir(tmp_path) == ["a.safetensors"]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+@pytest.mark.parametrize("name", ["a.bin", "a.safetensors"])
+def test_files_have_the_mode_of_new_files(tmp_path, umask, mode, name):
+    old = os.umask(umask)
+    try:
+        write_adapter(tmp_path / name, tiny_adapter())
+        assert os.umask(umask) == umask
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE((tmp_path / name).stat().st_mode) == mode
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match=str(tmp_path / "none")):
+        write_adapter(tmp_path / "none" / "a.bin", tiny_adapter())

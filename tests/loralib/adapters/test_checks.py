@@ -1,0 +1,119 @@
+"""What is checked before an adapter is loaded: settings, tensors, the base."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_adapters import INFO, A, Tiny, refuses, tiny_adapter
+
+from loralib.adapters.loading import load_into
+from loralib.errors import WrongBaseError
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"rank": 4}, ["trained with rank 2, the model was built with 4"]),
+        ({"alpha": 8}, ["trained with alpha 4.0, the model was built with 8"]),
+        (
+            {"targets": ("key", "value")},
+            ["trained with targets query, value, the model was built with key, value"],
+        ),
+        (
+            {"targets": ("query",)},
+            ["trained with targets query, value, the model was built with query"],
+        ),
+        ({"labels": 2}, ["classifier.", "(3", "in the file, (2", "in the model"]),
+        ({"targets": ()}, ["no LoRA layers to take it", "apply_lora"]),
+    ],
+)
+def test_a_model_of_other_settings(settings, parts):
+    refuses(Tiny(**settings), tiny_adapter(), *parts)
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"rank": 4}, [A, "(2, 8) in the file, (4, 8) in the model: rank 2, not 4"]),
+        (
+            {"targets": ("query", "key")},
+            ["trained with targets query, value, the model was built with key, query"],
+        ),
+        ({"targets": ()}, ["no LoRA layers to take it"]),
+    ],
+)
+def test_a_file_without_metadata_is_checked_by_its_tensors(settings, parts):
+    refuses(Tiny(**settings), tiny_adapter(metadata=None), *parts)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "fits"),
+    [("a", "a", True), ("a", None, True), (None, "a", True), (None, None, True), ("a", "b", False)],
+)
+def test_another_base(theirs, ours, fits):
+    model, adapter = Tiny(), tiny_adapter(replace(INFO, base_fingerprint=theirs))
+    if fits:
+        assert load_into(model, adapter, base_fingerprint=ours) == []
+    else:
+        parts = ("'some/base' (fingerprint a)", "not one of fingerprint b", "give that one")
+        refuses(model, adapter, *parts, base_fingerprint=ours)
+        with pytest.raises(WrongBaseError) as caught:
+            load_into(model, adapter, base_fingerprint=ours)
+        assert (caught.value.expected, caught.value.found) == (theirs, ours)
+
+
+def change(**tensors):
+    def changed(info):
+        adapter = tiny_adapter(info)
+        kept = {**adapter.tensors, **{n.replace("__", "."): t for n, t in tensors.items()}}
+        kept = {name: tensor for name, tensor in kept.items() if tensor is not None}
+        return replace(adapter, tensors=kept)
+
+    return changed
+
+
+def many_extra(info):
+    adapter = tiny_adapter(info)
+    extra = {f"extra.{number}": torch.zeros(1) for number in range(6)}
+    return replace(adapter, tensors={**adapter.tensors, **extra})
+
+
+def elsewhere(info):
+    adapter = tiny_adapter(info)
+    moved = {n.replace("layer.", "block."): t for n, t in adapter.tensors.items()}
+    return replace(adapter, tensors=moved)
+
+
+def wider(info):
+    adapter = tiny_adapter(info)
+    wide = {
+        n: torch.zeros(2, 16) if n.endswith("lora_A") else t for n, t in adapter.tensors.items()
+    }
+    return replace(adapter, tensors=wide)
+
+
+@pytest.mark.parametrize("info", [INFO, None], ids=["metadata", "no metadata"])
+@pytest.mark.parametrize(
+    ("make", "parts"),
+    [
+        (change(roberta__layer__1__value__lora_B=None),
+         ["lacks 1 tensors: roberta.layer.1.value.lora_B"]),
+        (change(classifier__weight=None, classifier__bias=None),
+         ["lacks 2 tensors: classifier.bias, classifier.weight"]),
+        (change(roberta__layer__2__value__lora_B=torch.zeros(8, 2)),
+         ["has, unknown to the model, 1 tensors: roberta.layer.2.value.lora_B"]),
+        (change(pooler__bias=torch.zeros(1)), ["unknown to the model, 1 tensors: pooler.bias"]),
+        (many_extra, ["unknown to the model, 6 tensors: extra.0, extra.1, extra.2, extra.3, …"]),
+        (elsewhere, ["matches no layer of the model", "roberta.block.0.query.lora_A",
+                     "roberta.layer.0.query.lora_A"]),
+        (wider, ["lora_A is (2, 16) in the file, (2, 8) in the model: a base of another size"]),
+        (change(roberta__layer__0__query__lora_B=torch.zeros(9, 2)),
+         ["roberta.layer.0.query.lora_B is (9, 2) in the file, (8, 2) in the model"]),
+        (change(roberta__layer__1__query__lora_B=torch.full((8, 2), torch.nan)),
+         ["roberta.layer.1.query.lora_B holds values that are not finite"]),
+        (change(classifier__bias=torch.tensor([0, 1, torch.inf])),
+         ["classifier.bias holds values that are not finite"]),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_fit(info, make, parts):
+    refuses(Tiny(seed=3), make(info), *parts)

@@ -1,0 +1,60 @@
+"""A base's fingerprint: of its weight matrices alone, and of all of each."""
+
+import re
+
+import torch
+from tiny_adapters import Tiny
+
+from loralib.adapters.fingerprint import fingerprint
+
+
+def test_fingerprint():
+    base = Tiny().state_dict()
+    expected = fingerprint(base)
+    assert re.fullmatch("[0-9a-f]{16}", expected)
+    backbone = {n: t for n, t in base.items() if n.startswith("roberta.")}
+    for same in (
+        dict(reversed(base.items())),
+        {name: tensor.bfloat16() for name, tensor in base.items()},
+        {name: tensor.bfloat16().float() for name, tensor in base.items()},
+        {name: tensor.t().contiguous().t() for name, tensor in base.items()},
+        {name: tensor for name, tensor in backbone.items() if "lora_" not in name},
+        {name: t + 1 if t.dim() == 1 or "lora_" in name else t for name, t in base.items()},
+        {**base, "classifier.weight": torch.zeros(9, 9)},
+    ):
+        assert fingerprint(same) == expected
+    weight = "roberta.layer.1.key.weight"
+    other = base[weight].clone()
+    other[3, 4] *= 1.1
+    for different in (
+        {**base, weight: other},
+        {**base, weight: base[weight].reshape(4, 16)},
+        {**base, "roberta.layer.0.key.weight": base[weight]},
+        {name: tensor for name, tensor in base.items() if name != weight},
+        {name.replace("roberta", "deberta"): tensor for name, tensor in base.items()},
+    ):
+        assert fingerprint(different) != expected
+    assert fingerprint(base, ["roberta.layer.0"]) != expected
+
+
+def test_fingerprint_sees_all_over_a_large_matrix():
+    base = {"roberta.weight": torch.randn(256, 512)}
+    expected = fingerprint(base)
+    for rows in (slice(0, 4), slice(100, 104), slice(252, 256)):
+        changed = {"roberta.weight": base["roberta.weight"].clone()}
+        changed["roberta.weight"][rows] += 1
+        assert fingerprint(changed) != expected
+
+
+def test_a_fingerprint_is_of_weight_matrices_alone():
+    """Not of position ids and poolers, which some files of a base hold and others do not."""
+    base = {
+        "roberta.layer.query.weight": torch.randn(4, 4),
+        "roberta.layer.query.bias": torch.ones(4),
+    }
+    extra = {
+        "roberta.embeddings.position_ids": torch.arange(6)[None],
+        "roberta.pooler.dense.weight": torch.randn(4, 4),
+    }
+    assert fingerprint(base) == fingerprint({**base, **extra})
+    assert fingerprint(base) != fingerprint({"roberta.layer.query.weight": torch.zeros(4, 4)})

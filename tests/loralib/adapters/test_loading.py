@@ -1,0 +1,106 @@
+"""Loading an adapter into a model: what fits, and to the bit; what does not, and why."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from compare import assert_close_to_rounding, assert_same_bits
+from tiny_adapters import FORMATS, INFO, A, Tiny, refuses, tiny_adapter
+from torch import nn
+
+from loralib.adapters.formats import read_adapter, write_adapter
+from loralib.adapters.loading import load_into, lora_layers
+from loralib.adapters.names import lora_targets
+from loralib.errors import CheckpointError
+
+
+def test_layers_and_targets():
+    layers = lora_layers(Tiny(targets=("key",)))
+    assert sorted(layers) == ["roberta.layer.0.key", "roberta.layer.1.key"]
+    assert lora_targets(layers) == ("key",)
+    assert lora_targets(["b.value", "a.query", "c.value", "top"]) == ("query", "top", "value")
+    assert lora_layers(Tiny(targets=())) == {}
+
+
+@pytest.mark.parametrize("mode", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_load_into(tmp_path, name, mode):
+    adapter = tiny_adapter(seed=1)
+    write_adapter(tmp_path / name, adapter)
+    model, x = Tiny(seed=2).train(mode), torch.randn(2, 8)
+    frozen = {n: t.clone() for n, t in model.state_dict().items() if n not in adapter.tensors}
+    layer = model.roberta["layer"][0].query
+    before = layer(x)
+    assert load_into(model, read_adapter(tmp_path / name), INFO.base_fingerprint) == []
+    state = model.state_dict()
+    assert_same_bits({n: state[n] for n in adapter.tensors}, adapter.tensors)
+    assert_same_bits({n: state[n] for n in frozen}, frozen)
+    update = adapter.tensors[A.replace("_A", "_B")] @ adapter.tensors[A]
+    expected = nn.functional.linear(x, layer.weight + 2 * update, layer.bias)
+    assert_close_to_rounding(layer(x), expected, terms=8 + 2 * INFO.rank)
+    assert not torch.allclose(layer(x), before)
+
+
+def test_alpha_is_an_equal_number():
+    assert load_into(Tiny(), tiny_adapter(replace(INFO, alpha=4))) == []
+
+
+def test_new_head_keeps_the_models_own():
+    model, adapter = Tiny(labels=2, seed=5), tiny_adapter()
+    head = model.classifier.weight.clone()
+    refuses(model, adapter, "classifier.weight is (3, 8) in the file, (2, 8) in the model")
+    skipped = load_into(model, adapter, new_head=True)
+    assert sorted(skipped) == ["classifier.bias", "classifier.weight"]
+    assert torch.equal(model.classifier.weight, head)
+    assert torch.equal(model.state_dict()[A], adapter.tensors[A])
+
+    same_shape = Tiny(seed=5)
+    assert load_into(same_shape, adapter, new_head=True) == []
+    assert torch.equal(same_shape.classifier.bias, adapter.tensors["classifier.bias"])
+    refuses(Tiny(rank=4), replace(adapter, metadata=None), "rank 2, not 4", new_head=True)
+
+
+def damage(content, rng, header):
+    """`content` cut short, or with bits of its first `header` bytes flipped, or a part lost."""
+    content = bytearray(content)
+    kind = rng.choice(("cut", "flip", "flips", "hole"))
+    if kind == "cut":
+        return content[: rng.randrange(len(content))]
+    if kind == "hole":
+        start = rng.randrange(len(content))
+        del content[start : start + rng.randrange(1, 64)]
+        return content
+    for _ in range(1 if kind == "flip" else 6):
+        content[rng.randrange(header)] ^= 1 << rng.randrange(8)
+    return content
+
+
+@pytest.mark.fuzz
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("format", ["a.safetensors", "a.bin", "legacy.bin"])
+def test_damaged_files(tmp_path, format):
+    """Each is refused, by the reader or by the model, or gives exactly what was saved."""
+    adapter, path = tiny_adapter(), tmp_path / format
+    if format == "legacy.bin":
+        torch.save(adapter.tensors, path, _use_new_zipfile_serialization=False)
+        header = path.read_bytes().index(b"cpu") + 200
+    else:
+        write_adapter(path, adapter)
+        content = path.read_bytes()
+        safe = format.endswith("safetensors")
+        header = 8 + int.from_bytes(content[:8], "little") if safe else content.index(b"FB")
+    content, rng = path.read_bytes(), random.Random(0)
+    messages = []
+    for _ in range(400):
+        path.write_bytes(damage(content, rng, header))
+        model = Tiny(seed=9)
+        expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        try:
+            load_into(model, read_adapter(path))
+            expected |= adapter.tensors
+        except CheckpointError as error:
+            messages.append(str(error))
+        assert_same_bits(model.state_dict(), expected)
+    assert len(messages) > 250
+    assert all("\n" not in message and str(path) in message for message in messages)
