@@ -1,0 +1,187 @@
+"""PEFT's format: what it holds and where, and what it cannot hold."""
+
+import json
+from dataclasses import replace
+
+import all_families  # noqa: F401
+import pytest
+import torch
+from adapter_files import (
+    FAMILIES,
+    MODULES,
+    adapter_of,
+    as_peft,
+    drawn,
+    listing,
+    peft_folder,
+    refused,
+    tensors_of,
+)
+from compare import assert_same_bits
+from safetensors.torch import load_file
+
+from loralib.adapters import peft
+from loralib.adapters.adapter import Adapter, lora_metadata
+from loralib.adapters.formats import read_adapter, write_adapter
+from loralib.adapters.metadata import LoraMetadata
+
+
+@pytest.mark.parametrize("given", ["folder", "config", "weights"])
+@pytest.mark.parametrize("torch_file", [True, False])
+def test_pefts_format(tmp_path, given, torch_file):
+    folder = peft_folder(
+        tmp_path / "adapter",
+        torch_file=torch_file,
+        base_model_name_or_path="some/base",
+        revision="v2",
+        lora_dropout=0.25,
+    )
+    weights = folder / ("adapter_model.bin" if torch_file else "adapter_model.safetensors")
+    source = {"folder": folder, "config": folder / "adapter_config.json", "weights": weights}[given]
+    adapter = read_adapter(source)
+    assert_same_bits(adapter.tensors, tensors_of("roberta"))
+    assert adapter.format == "peft"
+    assert adapter.source == str(weights)
+    assert adapter.metadata == LoraMetadata(
+        rank=2,
+        alpha=3,
+        targets=("query", "value"),
+        dropout=0.25,
+        base="some/base",
+        base_revision="v2",
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e5m2])
+@pytest.mark.parametrize("shape", [(2, 6), (3, 6)])
+def test_two_tensors_of_one_name_in_pefts_format(tmp_path, dtype, shape):
+    tensors = as_peft(tensors_of("roberta"))
+    name = "base_model.model.classifier.dense.modules_to_save.default.weight"
+    tensors[name] = torch.ones(shape).to(dtype)
+    folder = peft_folder(tmp_path / "adapter", tensors)
+    refused(
+        lambda: read_adapter(folder),
+        folder / "adapter_model.safetensors",
+        "holds classifier.dense.weight under two names",
+    )
+
+
+def test_the_heads_copies_that_peft_keeps_are_no_part_of_the_adapter(tmp_path):
+    tensors = as_peft(tensors_of("roberta"))
+    tensors["base_model.model.classifier.original_module.dense.bias"] = torch.ones(2)
+    tensors["base_model.model.classifier.modules_to_save.default.dense.bias"] = tensors[
+        "base_model.model.classifier.dense.bias"
+    ].clone()
+    adapter = read_adapter(peft_folder(tmp_path / "adapter", tensors))
+    assert_same_bits(adapter.tensors, tensors_of("roberta"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pefts_folder(tmp_path, family):
+    write_adapter(tmp_path / "a", adapter_of(family), "peft")
+    assert listing(tmp_path / "a") == {"adapter_config.json", "adapter_model.safetensors"}
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    parts = 2 if family == "gpt2" else 1
+    assert (config["r"], config["lora_alpha"]) == (2 * parts, 3 * parts)
+    assert config["peft_type"] == "LORA"
+    assert config["base_model_name_or_path"] == f"some/{family}"
+    assert config["lora_dropout"] == 0.1
+    assert config["fan_in_fan_out"] == (family == "gpt2")
+    held = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    if family != "gpt2":
+        assert held.keys() == as_peft(tensors_of(family)).keys()
+        assert_same_bits(held, as_peft(tensors_of(family)))
+    assert {tensor.shape[0] for n, tensor in held.items() if "lora_A" in n} == {2 * parts}
+
+
+def test_gpt2s_pair_is_pefts_blocks(tmp_path):
+    """The blocks are where peft's head draws them, and the rest of B is zero."""
+    adapter = adapter_of("gpt2")
+    write_adapter(tmp_path / "a", adapter, "peft")
+    held = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    for module in MODULES["gpt2"]:
+        A, B = (adapter.tensors[f"{module}.lora_{ab}"] for ab in "AB")
+        whole = torch.zeros(18, 4)
+        whole[:6, :2], whole[12:, 2:] = B[:6], B[6:]
+        assert torch.equal(held[f"base_model.model.{module}.lora_A.weight"], A)
+        assert torch.equal(held[f"base_model.model.{module}.lora_B.weight"], whole)
+
+
+@pytest.mark.parametrize("stray", [(7, 0), (7, 3), (0, 2), (17, 1)])
+def test_an_update_of_all_of_c_attn_stays_one(tmp_path, stray):
+    """One value outside the blocks is enough; this project's layers cannot hold such an update."""
+    write_adapter(tmp_path / "a", adapter_of("gpt2"), "peft")
+    held = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    held[f"base_model.model.{MODULES['gpt2'][1]}.lora_B.weight"][stray] = 0.5
+    folder = peft_folder(tmp_path / "b", held, r=4, lora_alpha=6)
+    adapter = read_adapter(folder)
+    assert (adapter.metadata.rank, adapter.metadata.alpha) == (4, 6)
+    assert {name: t.shape for name, t in adapter.tensors.items()} == {
+        f"{module}.lora_{ab}": shape
+        for module in MODULES["gpt2"]
+        for ab, shape in (("A", (4, 6)), ("B", (18, 4)))
+    }
+    for name in ("out.safetensors", "out.bin"):
+        call = lambda name=name: write_adapter(tmp_path / name, adapter)  # noqa: E731
+        refused(call, adapter.source, "merge_into")
+    assert listing(tmp_path).isdisjoint({"out.safetensors", "out.bin"})
+    write_adapter(tmp_path / "c", adapter, "peft")
+    assert_same_bits(read_adapter(tmp_path / "c").tensors, adapter.tensors)
+
+
+def test_a_failed_write_of_pefts_settings_leaves_nothing_behind(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(peft.json, "dumps", fail)
+    info = LoraMetadata(rank=2, alpha=3, targets=("query", "value"))
+    with pytest.raises(KeyboardInterrupt):
+        write_adapter(tmp_path / "a", replace(adapter_of("roberta"), metadata=info), "peft")
+    assert listing(tmp_path) == set()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"embed.lora_A": drawn(2, 6), "embed.lora_B": drawn(6, 2)}, "embedding"),
+        ({"transformer.wte.lora_A": drawn(2, 6), "transformer.wte.lora_B": drawn(6, 2)}, "embed"),
+    ],
+)
+def test_what_peft_cannot_hold(tmp_path, tensors, message):
+    adapter = Adapter(tensors, lora_metadata(tensors, rank=2, alpha=3), "this adapter")
+    refused(lambda: write_adapter(tmp_path / "a", adapter, "peft"), "this adapter", message)
+    assert listing(tmp_path) == set()
+
+
+@pytest.mark.parametrize("where", range(2))
+def test_peft_holds_stacked_updates_and_others(tmp_path, where):
+    """They have several ranks there, with the same scaling, and one again when they are read."""
+    other = f"transformer.h.{where}.mlp.c_proj"
+    tensors = {**tensors_of("gpt2")}
+    tensors |= {f"{other}.lora_A": drawn(2, 24, seed=5), f"{other}.lora_B": drawn(6, 2, seed=5)}
+    metadata = lora_metadata(tensors, rank=2, alpha=3)
+    write_adapter(tmp_path / "a", Adapter(tensors, metadata, "this adapter"), "peft")
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (2, 3)
+    assert config["rank_pattern"] == dict.fromkeys(MODULES["gpt2"], 4)
+    assert config["alpha_pattern"] == dict.fromkeys(MODULES["gpt2"], 6)
+    adapter = read_adapter(tmp_path / "a")
+    assert_same_bits(adapter.tensors, tensors)
+    assert adapter.metadata == metadata
+    assert set(adapter.metadata.targets) == {"c_attn", "mlp.c_proj"}
+
+
+@pytest.mark.parametrize("layers", [[0], [1], [0, 1]])
+def test_pefts_settings_name_the_layers_that_are_adapted(tmp_path, layers):
+    """Without them PEFT would adapt the others as well, and miss their tensors."""
+    adapter = adapter_of("roberta")
+    tensors = {
+        name: tensor
+        for name, tensor in adapter.tensors.items()
+        if "lora_" not in name or any(f"layer.{layer}." in name for layer in layers)
+    }
+    write_adapter(tmp_path / "a", replace(adapter, tensors=tensors), "peft")
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["query", "value"]
+    assert config["layers_to_transform"] == layers
+    assert_same_bits(read_adapter(tmp_path / "a").tensors, tensors)
