@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from adapter_files import TARGETS
 from compare import assert_close_to_rounding, assert_same_bits
 from families import FAMILIES, PEFT, TERMS
 from torch.func import functional_call
@@ -19,7 +20,6 @@ from loralib.adapters.loading import load_into, lora_layers
 from loralib.errors import CheckpointError
 from loralib.training.precision import hold_frozen_in
 
-FORMATS = {"lora": "adapter.safetensors", "release": "adapter.bin", "peft": "adapter"}
 # The release's DeBERTa had LoRA that relative positions do not reach.
 FORBIDDEN = {("deberta", "release"): "reaches positions"}
 
@@ -172,11 +172,11 @@ def test_frozen_weights_in_half_precision(family, model, dtype):
 # ---- save and load ----
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", TARGETS)
 def test_saved_and_loaded_it_keeps_every_bit(family, model, base, format, tmp_path):
     saved = read_adapter(family.write(model, tmp_path))
     assert_same_bits({n: t for n, t in saved.tensors.items() if "lora_" in n}, lora_tensors(model))
-    path = tmp_path / FORMATS[format]
+    path = tmp_path / TARGETS[format]
     if (family.name, format) in FORBIDDEN:
         with pytest.raises(CheckpointError, match=FORBIDDEN[family.name, format]):
             write_adapter(path, saved, format)

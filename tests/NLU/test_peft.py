@@ -341,17 +341,6 @@ def test_a_tour_of_the_forms_keeps_every_bit(folder, tmp_path, case):
         assert getattr(last.metadata, name) == getattr(first.metadata, name)
 
 
-def test_what_reaches_positions_is_not_the_releases(folder, tmp_path):
-    adapter = read_adapter(folder("deberta_query_value"))
-    assert adapter.metadata.positions is True
-    with pytest.raises(CheckpointError, match=r"reaches positions .* the release's does not"):
-        write_adapter(tmp_path / "out.bin", adapter)
-    opposite = replace(adapter, metadata=replace(adapter.metadata, positions=False))
-    with pytest.raises(CheckpointError, match="does not reach positions, as in the release"):
-        write_adapter(tmp_path / "out", opposite, "peft")
-    assert [path.name for path in tmp_path.iterdir()] == ["peft"]
-
-
 def test_pefts_folder_keeps_what_is_known(folder, tmp_path):
     adapter = read_adapter(folder(base_model_name_or_path="a/base", revision="v1"))
     info = replace(
@@ -364,14 +353,6 @@ def test_pefts_folder_keeps_what_is_known(folder, tmp_path):
     path.write_text(path.read_text().replace('"lora_alpha": 10', '"lora_alpha": 20'))
     with pytest.raises(CheckpointError, match=r"was written with alpha 10, .* says 20 now$"):
         read_adapter(tmp_path / "out")
-
-
-def test_a_folder_that_is_there_is_left_alone(folder, tmp_path):
-    adapter, path = read_adapter(folder()), folder("roberta_bias_all")
-    before = {file.name: file.read_bytes() for file in path.iterdir()}
-    with pytest.raises(CheckpointError, match="exists already"):
-        write_adapter(path, adapter, "peft")
-    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
 
 
 # ---- what is refused ----

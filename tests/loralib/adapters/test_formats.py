@@ -3,13 +3,11 @@
 import json
 import math
 from dataclasses import replace
-from itertools import permutations
 
 import all_families  # noqa: F401
 import pytest
 import torch
 from adapter_files import (
-    DTYPES,
     FAMILIES,
     HEADS,
     INFOS,
@@ -36,18 +34,6 @@ from loralib.adapters.metadata import LoraMetadata
 from transformers.adapter_kinds import BITFIT, BOTTLENECK, BiasMetadata, BottleneckMetadata
 
 # ---- recognition ----
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_this_projects_format(tmp_path, family):
-    path = tmp_path / "pytorch_model_lora.safetensors"
-    write_adapter(path, adapter_of(family))
-    for source in (path, tmp_path, str(tmp_path)):
-        adapter = read_adapter(source)
-        assert_same_bits(adapter.tensors, tensors_of(family))
-        assert adapter.metadata == INFOS[family]
-        assert adapter.format == "lora"
-        assert adapter.source == str(path)
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -260,44 +246,7 @@ def test_the_releases_format_is_plain_tensors(tmp_path):
     assert read_adapter(tmp_path / "a.pt").metadata == INFOS["gpt2"]
 
 
-# ---- round trips ----
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_through_all_formats_no_bit_changes(tmp_path, family, dtype):
-    adapter, number = adapter_of(family, dtype), 0
-    for way in permutations(FORMATS):
-        current = adapter
-        for format in (*way, way[0]):
-            number += 1
-            path = tmp_path / f"{number}" / TARGETS[format]
-            path.parent.mkdir()
-            write_adapter(path, current, format)
-            current = read_adapter(path, lora_alpha=3)
-            if family == "deberta":
-                # From the release's format and from PEFT's it has opposite meanings: on a base that
-                # shares no projection with positions it has neither.
-                assert current.metadata.positions is {"release": False, "peft": None}.get(format)
-                current = replace(current, metadata=replace(current.metadata, positions=None))
-            assert (current.metadata.rank, current.metadata.alpha) == (2, 3)
-            assert current.metadata.targets == INFOS[family].targets
-            plain = format == "release" and family == "plain"
-            assert current.format == ("plain" if plain else format)
-        assert_same_bits(current.tensors, adapter.tensors)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_metadata_comes_through_the_formats_that_hold_it(tmp_path, family):
-    kept = ("lora", "release", "peft") if family == "gpt2" else ("lora", "peft")
-    for way in permutations(kept):
-        current = adapter_of(family)
-        for format in way:
-            folder = tmp_path / "-".join(way) / format
-            folder.mkdir(parents=True)
-            write_adapter(folder / TARGETS[format], current, format)
-            current = read_adapter(folder / TARGETS[format])
-        assert current.metadata == INFOS[family]
+# ---- the release's published file ----
 
 
 @pytest.mark.skipif(not RELEASE.is_file(), reason="the release's file is absent from ../shared")
@@ -347,7 +296,7 @@ def test_an_alpha_that_is_given(tmp_path, name):
         refused(call, tmp_path / name, "lora_alpha has to be above 0")
 
 
-# ---- checksums of torch's files ----
+# ---- any model ----
 
 
 @pytest.mark.parametrize(("family", "told"), [("plain", True), ("roberta", False)])

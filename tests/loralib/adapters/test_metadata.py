@@ -76,18 +76,6 @@ def test_damaged_metadata(tmp_path, changed, message):
         assert "\n" not in str(caught.value)
 
 
-def test_the_release_s_format_takes_its_metadata_from_its_sidecar(tmp_path):
-    tensors = {"roberta.query.lora_A": torch.ones(2, 4), "roberta.query.lora_B": torch.ones(4, 2)}
-    info = LoraMetadata(rank=2, alpha=8, targets=("query",))
-    write_adapter(tmp_path / "pytorch_model_lora.bin", Adapter(tensors, info))
-    assert read_adapter(tmp_path / "pytorch_model_lora.bin").metadata is None
-    write_adapter(tmp_path / "pytorch_model_lora.safetensors", Adapter(tensors, info))
-    assert read_adapter(tmp_path / "pytorch_model_lora.bin").metadata == info
-    other = {name: tensor + 1 for name, tensor in tensors.items()}
-    write_adapter(tmp_path / "pytorch_model_lora.safetensors", Adapter(other, info))
-    assert read_adapter(tmp_path / "pytorch_model_lora.bin").metadata is None
-
-
 @pytest.mark.parametrize("alpha", [0, -1, float("inf"), float("nan"), "8"])
 def test_an_alpha_that_is_not_above_0(tmp_path, alpha):
     tensors = {"roberta.query.lora_A": torch.ones(2, 4), "roberta.query.lora_B": torch.ones(4, 2)}

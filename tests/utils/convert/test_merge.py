@@ -12,10 +12,8 @@ from conversions import (
     FAMILIES,
     LABELS,
     MODELS,
-    OUT,
     assert_same_tensors,
     close,
-    for_formats,
     make_base,
     plain_logits,
     train,
@@ -24,7 +22,7 @@ from conversions import (
 )
 
 from loralib.adapters.families import registered
-from loralib.adapters.formats import FORMATS, read_adapter, write_adapter
+from loralib.adapters.formats import write_adapter
 from loralib.io.tensors import read_tensors
 from transformers import AutoModelForSequenceClassification
 from transformers.configuration_utils import OWN_SETTINGS
@@ -100,16 +98,6 @@ def test_a_base_that_this_project_wrote(convert, tmp_path, family):
     close(plain_logits(tmp_path / "out", family), given.logits)
     settings = json.loads((tmp_path / "out" / "config.json").read_text())
     assert not OWN_SETTINGS & settings.keys()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("start", FORMATS)
-def test_every_format_merges_to_the_same(convert, trained, tmp_path, family, start):
-    given, source = for_formats(trained, family, start), tmp_path / OUT[start]
-    write_adapter(source, given.adapter, start)
-    flags = [] if read_adapter(source).metadata else ["--lora_alpha", 6]
-    convert(source, tmp_path / "merged", "--to", "merged", "--base", given.base, *flags)
-    close(plain_logits(tmp_path / "merged", family), given.logits)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
