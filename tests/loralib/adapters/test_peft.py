@@ -123,7 +123,7 @@ def test_an_update_of_all_of_c_attn_stays_one(tmp_path, stray):
     }
     for name in ("out.safetensors", "out.bin"):
         call = lambda name=name: write_adapter(tmp_path / name, adapter)  # noqa: E731
-        refused(call, adapter.source, "merge_into")
+        refused(call, adapter.source, "merge it into its base")
     assert listing(tmp_path).isdisjoint({"out.safetensors", "out.bin"})
     write_adapter(tmp_path / "c", adapter, "peft")
     assert_same_bits(read_adapter(tmp_path / "c").tensors, adapter.tensors)
