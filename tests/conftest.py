@@ -14,15 +14,17 @@ from hub_server import HubServer
 SEEN_GPUS = pytest.StashKey[dict[str, str]]()
 
 
+# Before a folder's conftest.py imports what reads these. Processes that tests start inherit them.
+_HOME = tempfile.TemporaryDirectory(prefix="lora-tests-")
+for _name in [name for name in os.environ if name.startswith(("HF_", "TRANSFORMERS_"))]:
+    del os.environ[_name]
+os.environ["HF_HOME"] = _HOME.name
+# Tests are small: more threads only wait for each other, most of all with several processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
 def pytest_configure(config):
-    # Before anything is imported that reads these. Subprocesses inherit them.
-    home = tempfile.TemporaryDirectory(prefix="lora-tests-")
-    config.add_cleanup(home.cleanup)
-    for name in [name for name in os.environ if name.startswith(("HF_", "TRANSFORMERS_"))]:
-        del os.environ[name]
-    os.environ["HF_HOME"] = home.name
-    # Tests are small: more threads only wait for each other, most of all with several processes.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    config.add_cleanup(_HOME.cleanup)
     # What the tests of a CPU expect does not depend on what else the machine has.
     name = "CUDA_VISIBLE_DEVICES"
     seen = {name: os.environ[name]} if name in os.environ else {}
