@@ -34,12 +34,12 @@ def check_lora(adapter: Adapter, lora_alpha: float | None = None) -> Adapter:
     check_names(adapter)
     check_values(adapter)
     if family_of(adapter.tensors) is None:
-        # A file that says nothing of itself leaves more open than one with metadata of its own.
-        level = logging.INFO if adapter.format == "lora" else logging.WARNING
+        # A file that says nothing of itself leaves more open than the others.
+        level = logging.WARNING if adapter.format in ("release", "plain") else logging.INFO
         logger.log(
             level,
-            "%s: of no registered family (see loralib.adapters.families): handled as an adapter "
-            "of any model, whatever its layers share or stack",
+            "%s: of no registered family: handled as an adapter of any model, whatever its layers "
+            "share or stack; importing the package that has its models registers the family",
             adapter.source,
         )
     return adapter
