@@ -58,6 +58,13 @@ def log_levels():
         logging.getLogger(name).setLevel(logging.NOTSET)
 
 
+@pytest.fixture(autouse=True)
+def gloo_interface():
+    """A process group of one test chooses gloo's interface; no other test inherits that."""
+    yield
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu"):
         import torch

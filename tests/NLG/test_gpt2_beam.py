@@ -251,8 +251,11 @@ BAD_LINES = [
     ('{"context": [1, 2', r"data.jsonl:2: not JSON"),
     ("[1, 2]", r"data.jsonl:2: not a JSON object"),
     ('{"completion": [1]}', r'data.jsonl:2: "context" is missing'),
-    ('{"context": "text"}', r'data.jsonl:2: "context" is missing, or no list of token ids'),
-    ('{"context": [1, true]}', r'data.jsonl:2: "context" is missing, or no list of token ids'),
+    ('{"context": "text"}', r'data.jsonl:2: "context" is missing, or is not a list of token ids'),
+    (
+        '{"context": [1, true]}',
+        r'data.jsonl:2: "context" is missing, or is not a list of token ids',
+    ),
     ('{"context": []}', r"data.jsonl:2: the context is empty"),
     ('{"context": [1, 50257]}', r'data.jsonl:2: "context" has token 50257, outside the vocabulary'),
     ('{"context": [-1, 4]}', r'data.jsonl:2: "context" has token -1, outside the vocabulary'),
@@ -271,7 +274,7 @@ def test_bad_lines(decode, tmp_path, line, message):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--seq_len", 6], "--seq_len 6 leaves no token for a context beside --eval_len 6"),
+        (["--seq_len", 6], "--seq_len 6 leaves no token for a context next to --eval_len 6"),
         (["--seq_len", 1025], "--seq_len 1025: the model has 1024 positions"),
         (["--batch_size", 0], "--batch_size has to be at least 1"),
         (["--beam", 0], "--beam has to be at least 1, but is 0"),

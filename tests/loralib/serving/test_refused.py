@@ -102,7 +102,7 @@ def with_nan(adapter):
     return changed(**{name: tensor})(adapter)
 
 
-MERGE = r"merge it into its base \(merge_into\)"
+MERGE = "merge it into its base"
 MISFITS = {
     "bottleneck": (
         of_kind(BOTTLENECK, BottleneckMetadata(adapter_type="houlsby", adapter_size=2)),
