@@ -15,8 +15,9 @@ blocks are stacked (GPT-2's query, key and value, of which query and value are a
                                                                   '---------------'
 
 Layers, merging, banks and conversions all ask a `Delta` for what they compute. A variant of the
-update is a subclass with methods of its own, and a name in `VARIANTS`, by which layers, metadata
-and conversions know it.
+update is a subclass with methods of its own, and a name in `VARIANTS`, by which layers and metadata
+know it. Linear layers call `linear`, embeddings `expand_into`, convolutions `merge_` and `product`,
+banks `add_to`: one that is not additive has to override each of them.
 """
 
 import math
