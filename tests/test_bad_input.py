@@ -21,6 +21,8 @@ import wrong_calls_utils
 from places import ROOT
 from wrong_files import write_bad, write_good
 
+pytestmark = pytest.mark.slow
+
 TABLES = (wrong_calls_examples, wrong_calls_nlg, wrong_calls_utils)
 CALLS = {script: rows for table in TABLES for script, rows in table.CALLS.items()}
 COMMON = wrong_calls_examples.COMMON | wrong_calls_nlg.COMMON

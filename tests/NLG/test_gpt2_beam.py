@@ -19,6 +19,8 @@ from loralib.errors import CheckpointError
 from loralib.io.tensors import read_tensors
 from model import GPT2LMModel, canonical_names, config_of
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(gpt2_beam.__file__)
 CONTEXTS = [[5, 9, 2], [7], [5, 9, 2], [4, 4, 50000, 11, 3], [7], [3, 1], [5, 9, 2]]
 

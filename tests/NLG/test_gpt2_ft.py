@@ -11,6 +11,8 @@ import torch
 import gpt2_ft
 from loralib.io.tensors import read_tensors
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(gpt2_ft.__file__)
 
 SCHEDULES = {

@@ -24,6 +24,8 @@ from loralib.errors import CheckpointError
 from loralib.io.tensors import read_tensors
 from loralib.nn.positions import lora_reaches_positions, shared_projections, unshare_positions
 
+pytestmark = pytest.mark.slow
+
 LORA = {"apply_lora": True, "lora_r": 3, "lora_alpha": 12}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 KINDS = pytest.mark.parametrize("reached", [False, True], ids=["contents", "positions"])

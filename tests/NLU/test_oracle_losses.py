@@ -13,9 +13,12 @@ from transformers import Trainer
 
 ORACLE = Path(__file__).resolve().parents[3] / "shared" / "data" / "oracle"
 ROWS = 40
-pytestmark = pytest.mark.skipif(
-    not ORACLE.is_dir(), reason="the release's recorded losses are not here: no ../shared/data"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not ORACLE.is_dir(), reason="the release's recorded losses are not here: no ../shared/data"
+    ),
+]
 
 RUNS = {"deberta": [], "deberta_rdrop": ["--reg_loss_wgt", 1.0]}
 

@@ -23,6 +23,8 @@ from transformers.modeling_utils import read_weights
 from transformers.trainer_utils import list_checkpoints
 from transformers.utils.cli import check_length
 
+pytestmark = pytest.mark.slow
+
 RTE_STEPS = 12
 
 

@@ -7,6 +7,8 @@ import pytest
 import torch
 from glue_runs import common, failure, lora_of, on_rte, own_rows, write
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def bad(tmp_path, tiny_glue, trained):

@@ -16,6 +16,8 @@ from safetensors import safe_open
 
 from loralib.adapters.formats import read_adapter, write_adapter
 
+pytestmark = pytest.mark.slow
+
 REAL_GLUE = SHARED / "data" / "glue"
 
 

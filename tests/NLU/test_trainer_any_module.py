@@ -12,6 +12,8 @@ from transformers import Trainer, TrainingArguments, TrainingError
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.trainer_utils import list_checkpoints
 
+pytestmark = pytest.mark.slow
+
 WIDTH, CLASSES = 6, 3
 OUTPUTS = {
     "tuple": lambda loss, logits: (logits,) if loss is None else (loss, logits),

@@ -12,6 +12,8 @@ from loralib.errors import CheckpointError
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import list_checkpoints
 
+pytestmark = pytest.mark.slow
+
 BEST = {"load_best_model_at_end": True, "metric_for_best_model": "score", "save_strategy": "steps"}
 # Ten updates; what is evaluated when, its scores, and the step of the best.
 RUNS = {

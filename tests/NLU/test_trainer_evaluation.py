@@ -24,6 +24,8 @@ from transformers import (
 from transformers.trainer_utils import list_checkpoints
 from transformers.utils.cli import run
 
+pytestmark = pytest.mark.slow
+
 # ---- evaluation ----
 
 

@@ -36,6 +36,7 @@ def test_both_trees_register_theirs():
     }
 
 
+@pytest.mark.slow
 def test_the_library_alone_knows_none():
     code = "import loralib; loralib.read_adapter; from loralib.adapters import families as f"
     code = f"{code}; print(f.registered())"

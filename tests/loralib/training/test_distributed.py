@@ -76,6 +76,7 @@ def test_an_incomplete_environment(monkeypatch, name):
         join(CPU, timeout=1)
 
 
+@pytest.mark.slow
 def test_a_first_process_that_is_not_there(monkeypatch):
     given = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
     for key, value in given.items():
