@@ -17,13 +17,22 @@ import importlib
 
 from .layers import Conv1d, Conv2d, Conv3d, Embedding, Linear, LoRALayer, MergedLinear
 from .nn.dropout import Dropout, dropout
-from .utils import lora_state_dict, mark_only_lora_as_trainable, merge
+from .utils import (
+    lora_state_dict,
+    mark_only_lora_as_trainable,
+    merge,
+    parameter_groups,
+    start_from_weights,
+)
 
 __version__ = "0.2.0"
 
 # Names of the heavier modules, and where they are.
 _LAZY = {
     "AdapterBank": ".serving.bank",
+    "UnsupportedLayerError": ".inject",
+    "add_lora": ".inject",
+    "remove_lora": ".inject",
     "read_adapter": ".adapters.formats",
     "write_adapter": ".adapters.formats",
 }
@@ -38,11 +47,16 @@ __all__ = [
     "Linear",
     "LoRALayer",
     "MergedLinear",
+    "UnsupportedLayerError",
+    "add_lora",
     "dropout",
     "lora_state_dict",
     "mark_only_lora_as_trainable",
     "merge",
+    "parameter_groups",
     "read_adapter",
+    "remove_lora",
+    "start_from_weights",
     "write_adapter",
 ]
 

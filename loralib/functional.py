@@ -15,19 +15,23 @@ blocks are stacked (GPT-2's query, key and value, of which query and value are a
                                                                   '---------------'
 
 Layers, merging, banks and conversions all ask a `Delta` for what they compute. A variant of the
-update is a subclass with methods of its own, and a name in `VARIANTS`, by which layers and metadata
-know it. Linear layers call `linear`, embeddings `expand_into`, convolutions `merge_` and `product`,
-banks `add_to`: one that is not additive has to override each of them.
+update is a subclass with a name in `VARIANTS`, by which layers and metadata know it. It can scale
+differently (`scale`), and multiply the rows of the result by a gain g of its own (`gain`):
+
+    W'  =  g ⊙ (W + s · B A)            h  =  g ⊙ (W x + s · B A x) + b
 """
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+_Own = TypeVar("_Own", bound="Delta")
+_OwnDora = TypeVar("_OwnDora", bound="DoraDelta")
 
 
 class Block(NamedTuple):
@@ -69,6 +73,9 @@ class Delta:
         """s = alpha / r; 0 without an update."""
         return alpha / rank if rank > 0 else 0.0
 
+    # Whether a layer has one more parameter, `lora_magnitude_vector`, for this variant.
+    has_magnitude: ClassVar[bool] = False
+
     @property
     def in_features(self) -> int:
         """The size of the input."""
@@ -87,7 +94,7 @@ class Delta:
             B = self.B[index * width : (index + 1) * width]
             yield Block(slice(start, start + width), rows, self.A[rows], B)
 
-    def to(self, *args: Any, **kwargs: Any) -> "Delta":
+    def to(self: _Own, *args: Any, **kwargs: Any) -> _Own:
         """The same on another device or in another dtype; arguments as for `Tensor.to`."""
         return replace(self, A=self.A.to(*args, **kwargs), B=self.B.to(*args, **kwargs))
 
@@ -109,12 +116,29 @@ class Delta:
             x, dropped, weight, bias, self.A, self.B, self.scaling, self.starts
         )
 
-    def add_to(self, out: Tensor, x: Tensor) -> None:
-        """out += s · (x Aᵀ) Bᵀ, in place.
+    def gain(self, weight: Tensor) -> Tensor | None:
+        """What the rows of the adapted weight are multiplied by, (out,), in float32 or wider.
+
+        Args:
+            weight: the frozen one, (out, in).
+
+        Returns:
+            None where the update is only added.
+        """
+        return None
+
+    def with_gain(self, weight: Tensor) -> "Delta":
+        """The same with the gain computed once, for a frozen weight of shape (out, in)."""
+        return self
+
+    def add_to(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """Changes the frozen layer's result into the adapted one's, in place.
 
         Args:
             out: (rows, out), what the frozen layer gives for x.
             x: (rows, in), of the same dtype.
+            weight: the frozen one, (out, in).
+            bias: the frozen layer's, if it has one.
         """
         self.expand_into(out, F.linear(x, self.A))
 
@@ -137,6 +161,92 @@ class Delta:
         return weight
 
 
+@dataclass(frozen=True)
+class DoraDelta(Delta):
+    """DoRA: the weight's rows keep a direction, which is adapted, and a magnitude m of their own.
+
+        W'  =  m ⊙ (W + s · B A) / ‖W + s · B A‖         norms of the rows, each over all inputs
+
+    The norm is a constant in the backward pass, as in section 4.3 of the paper. It is computed from
+    products with A and B alone, without the matrix B A. Dropout is on the input of A alone.
+
+    Args:
+        magnitude: m, (width·e,), in float32 or wider whatever the dtype of A and B.
+        known_gain: m / ‖W + s · B A‖, where `with_gain` has computed it.
+
+    Source: "DoRA: Weight-Decomposed Low-Rank Adaptation" (Liu et al., 2024), arXiv:2402.09353,
+    equation 5.
+    """
+
+    magnitude: Tensor | None = None
+    known_gain: Tensor | None = None
+
+    has_magnitude: ClassVar[bool] = True
+
+    def to(self: _OwnDora, *args: Any, **kwargs: Any) -> _OwnDora:
+        """As for `Delta`; magnitudes keep their dtype: half precision would be too coarse."""
+        moved = super().to(*args, **kwargs)
+        magnitude, gain = (
+            None if tensor is None else tensor.to(moved.A.device)
+            for tensor in (self.magnitude, self.known_gain)
+        )
+        return replace(moved, magnitude=magnitude, known_gain=gain)
+
+    def gain(self, weight: Tensor) -> Tensor:
+        """m / ‖W + s · B A‖, (out,); 1 for slices without an update."""
+        if self.known_gain is not None:
+            return self.known_gain
+        assert self.magnitude is not None
+        pieces, end = [], 0
+        magnitudes = self.magnitude.chunk(len(self.starts))
+        for block, magnitude in zip(self.blocks(), magnitudes, strict=True):
+            norms = _row_norms(weight[block.columns], block, self.scaling)
+            pieces += [norms.new_ones(block.columns.start - end), magnitude / norms]
+            end = block.columns.stop
+        return torch.cat([*pieces, norms.new_ones(len(weight) - end)])
+
+    def with_gain(self, weight: Tensor) -> "DoraDelta":
+        """As for `Delta`."""
+        return replace(self, known_gain=self.gain(weight).detach())
+
+    def linear(
+        self, x: Tensor, dropped: Tensor | None, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """As for `Delta`, with the rows of the sum multiplied by the gain."""
+        out = super().linear(x, dropped, weight, None) * self.gain(weight).to(x.dtype)
+        return out if bias is None else out.add_(bias)
+
+    def add_to(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """As for `Delta`."""
+        if bias is not None:
+            out.sub_(bias)
+        super().add_to(out, x, weight, None)
+        out.mul_(self.gain(weight).to(out.dtype))
+        if bias is not None:
+            out.add_(bias)
+
+    def merge_(self, weight: Tensor) -> Tensor:
+        """W = m ⊙ (W + s · B A) / ‖W + s · B A‖, in place."""
+        gain = self.gain(weight)
+        return super().merge_(weight).mul_(gain.to(weight.dtype)[:, None])
+
+
+@torch.no_grad()
+def _row_norms(weight: Tensor, block: Block, scaling: float) -> Tensor:
+    """‖W + s · B A‖ of each row, in float32 or wider: (width,).
+
+    ‖w + s · A b‖² = ‖w‖² + 2 s · b (A w) + s² · b (A Aᵀ) b, for a row w of W and b of B. Where B is
+    zero it is the norm of W to the bit.
+    """
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    B = block.B.to(wide)
+    squares = torch.linalg.vector_norm(weight, dim=1, dtype=wide).square_()
+    across = F.linear(weight, block.A.to(weight.dtype)).to(wide)
+    A = block.A.to(wide)
+    across.mul_(2 * scaling).addmm_(B, A @ A.t(), alpha=scaling**2)
+    return squares.add_(across.mul_(B).sum(1)).clamp_(min=0).sqrt_()
+
+
 class RankStabilizedDelta(Delta):
     """rsLoRA: s = alpha / √r, by which gradients keep their size at high ranks.
 
@@ -150,7 +260,32 @@ class RankStabilizedDelta(Delta):
         return alpha / math.sqrt(rank) if rank > 0 else 0.0
 
 
-VARIANTS: dict[str, type[Delta]] = {"lora": Delta, "rslora": RankStabilizedDelta}
+class RankStabilizedDoraDelta(RankStabilizedDelta, DoraDelta):
+    """DoRA with rsLoRA's scaling."""
+
+
+def joined_with_start(
+    A: Tensor, B: Tensor, A_start: Tensor, B_start: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    """Factors of B A − B_start A_start, in each of `count` stacked blocks: of twice the rank.
+
+    Args:
+        A, A_start: (r·count, in).
+        B, B_start: (width·count, r).
+
+    Returns:
+        (2r·count, in) and (width·count, 2r).
+    """
+    pair = [part.unflatten(0, (count, -1)) for part in (A, A_start)]
+    return torch.cat(pair, dim=1).flatten(0, 1), torch.cat([B, -B_start], dim=1)
+
+
+VARIANTS: dict[str, type[Delta]] = {
+    "lora": Delta,
+    "rslora": RankStabilizedDelta,
+    "dora": DoraDelta,
+    "rslora+dora": RankStabilizedDoraDelta,
+}
 
 
 def variant_of(name: str) -> type[Delta]:
@@ -207,8 +342,14 @@ class _LowRankLinear(torch.autograd.Function):
         z = F.linear(x if dropped is None else dropped, A).mul_(scaling)
         # z is scaled already, because the gradient of B needs it so.
         Delta(A, B, 1.0, starts).expand_into(out, z)
-        x_is_needed = dropped is None or ctx.needs_input_grad[2]
-        ctx.save_for_backward(x if x_is_needed else None, dropped, weight, A, B, z)
+        # With A frozen (LoRA-FA) the input need not be held.
+        of_A, of_weight = ctx.needs_input_grad[4], ctx.needs_input_grad[2]
+        ctx.save_for_backward(
+            x if of_weight or (of_A and dropped is None) else None,
+            dropped if of_A else None,
+            *(weight, A, B, z),
+        )
+        ctx.has_dropped = dropped is not None
         ctx.scaling, ctx.starts = scaling, starts
         return out
 
@@ -217,8 +358,10 @@ class _LowRankLinear(torch.autograd.Function):
         x, dropped, weight, A, B, z = ctx.saved_tensors
         needs = ctx.needs_input_grad
         blocks = list(Delta(A, B, ctx.scaling, ctx.starts).blocks())
-        lora_input = x if dropped is None else dropped
+        lora_input = dropped if ctx.has_dropped else x
         if torch.is_grad_enabled():  # to be differentiated again: z has to depend on its inputs
+            if lora_input is None:
+                raise RuntimeError("gradients with lora_A frozen cannot be differentiated again")
             z = F.linear(lora_input, A) * ctx.scaling
         # On CPUs these products take half the time or less in the layouts chosen here.
         grad_z = ctx.scaling * torch.cat(
@@ -227,7 +370,7 @@ class _LowRankLinear(torch.autograd.Function):
         grad_x = grad_dropped = grad_weight = grad_bias = grad_A = grad_B = None
         if needs[0]:
             grad_x = grad @ weight
-            if dropped is None:
+            if not ctx.has_dropped:
                 grad_x.addmm_(grad_z, A)
         if needs[1]:
             grad_dropped = grad_z @ A

@@ -41,7 +41,7 @@ the bias stay in float32: those are cast as they are used, and get their gradien
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,7 +49,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .functional import Delta, merge, variant_of
+from .functional import Delta, joined_with_start, merge, variant_of
+from .initialization import check_initialization, from_weight, orthogonal, starts_from_weight
 from .nn.dropout import Dropout
 
 
@@ -64,22 +65,38 @@ class LoRALayer:
         lora_dropout: probability that an element of the update's input is dropped in training.
         merge_weights: whether evaluation mode puts the merged weight into effect.
         variant: of the update, a name in `loralib.functional.VARIANTS`; "lora" is the paper's.
+        initialization: of A and B, a name in `loralib.initialization.INITIALIZATIONS`.
+        freeze_A: A keeps its initial values, and B alone is trained (LoRA-FA, Zhang et al., 2023,
+            arXiv:2308.03303): the layer's input need not be held for the backward pass.
 
     Attributes:
         scaling: what B A is multiplied by: lora_alpha / r, or what the variant says.
         merged: whether the merged weight is in effect.
+        lora_magnitude_vector: with DoRA, m, one number for each updated row of the weight.
+        lora_A_start, lora_B_start: what A and B start as, where that is made of the weight; the
+            update is then s · (B A − B_start A_start), so that it starts as zero.
 
     Raises:
         ValueError: r is not an integer or is negative; lora_dropout lies outside [0, 1]; the
-            variant is unknown.
+            variant or the initialization is unknown.
     """
 
     r: int = 0
     variant: str = "lora"
+    initialization: str = "default"
+    freeze_A: bool = False
     merged: bool = False
     lora_A: nn.Parameter
     lora_B: nn.Parameter
+    lora_magnitude_vector: nn.Parameter
+    lora_A_start: Tensor
+    lora_B_start: Tensor
     lora_dropout: nn.Module
+
+    # Of the plain layer.
+    _parameters: dict[str, Tensor]
+    _buffers: dict[str, Tensor]
+    register_buffer: Callable[[str, Tensor], None]
 
     # The first row of each slice of the output that is updated.
     _starts: tuple[int, ...] = (0,)
@@ -91,12 +108,17 @@ class LoRALayer:
         lora_dropout: float,
         merge_weights: bool,
         variant: str = "lora",
+        initialization: str = "default",
+        freeze_A: bool = False,
     ):
         if not isinstance(r, int) or isinstance(r, bool) or r < 0:
             raise ValueError(f"r, the rank, must be an integer of at least 0, got {r!r}")
         self.r = r
+        check_initialization(initialization, r)
         self.lora_alpha = lora_alpha
         self.variant = variant
+        self.initialization = initialization
+        self.freeze_A = freeze_A
         self.scaling = variant_of(variant).scale(lora_alpha, r)
         self.lora_dropout = nn.Identity() if lora_dropout == 0 else Dropout(lora_dropout)
         self.merge_weights = merge_weights
@@ -107,6 +129,19 @@ class LoRALayer:
     def base(self) -> Any:
         """The module that holds the frozen `weight` and the bias: the layer itself, or its part."""
         return self
+
+    # What the frozen weight is called in its module.
+    frozen_name: str = "weight"
+
+    @property
+    def frozen_weight(self) -> nn.Parameter:
+        """The weight that the update is added to."""
+        return self.base.weight
+
+    @property
+    def base_bias(self) -> nn.Parameter | None:
+        """The frozen layer's bias, if it has one."""
+        return getattr(self.base, "bias", None)
 
     def train(self, mode: bool = True) -> "LoRALayer":
         """Takes the merged weight out of effect (mode=True) or puts it into effect."""
@@ -120,36 +155,86 @@ class LoRALayer:
         raise TypeError(f"{type(self).__name__} has no merged_layer() that merges its update")
 
     def _delta(self, dtype: torch.dtype | None = None) -> Delta:
-        """The low-rank update, see functional.py; its tensors are cast to `dtype`."""
-        A, B = self.lora_A.to(dtype=dtype), self.lora_B.to(dtype=dtype)
-        return variant_of(self.variant)(A, B, self.scaling, self._starts)
+        """The low-rank update, see functional.py; A and B are cast to `dtype`."""
+        A, B = self._factors()
+        A, B, kind = A.to(dtype=dtype), B.to(dtype=dtype), variant_of(self.variant)
+        magnitude: Any = {"magnitude": self.lora_magnitude_vector} if kind.has_magnitude else {}
+        return kind(A, B, self.scaling, self._starts, **magnitude)
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        """A and B as matrices; with a start made of the weight, A above it and B beside it."""
+        if not starts_from_weight(self.initialization):
+            return self.lora_A, self.lora_B
+        return joined_with_start(
+            self.lora_A, self.lora_B, self.lora_A_start, self.lora_B_start, len(self._starts)
+        )
 
     def _as_matrix(self, weight: Tensor) -> Tensor:
         """A view of the weight as the (out, in) that the update is added to."""
         raise NotImplementedError
 
-    def _add_lora_parameters(self, shape_A: tuple[int, int], shape_B: tuple[int, int]) -> None:
-        """Creates lora_A and lora_B, empty, like the base weight, and freezes that."""
-        weight = self.base.weight
-        self.lora_A = nn.Parameter(weight.new_empty(shape_A))
-        self.lora_B = nn.Parameter(weight.new_empty(shape_B))
+    def _add_lora_parameters(
+        self, shape_A: tuple[int, ...], shape_B: tuple[int, ...], dtype: torch.dtype | None = None
+    ) -> None:
+        """Creates the update's parameters, empty, in the base weight's dtype, and freezes that."""
+        weight = self.frozen_weight
+        self.lora_A = nn.Parameter(weight.new_empty(shape_A, dtype=dtype))
+        self.lora_B = nn.Parameter(weight.new_empty(shape_B, dtype=dtype))
+        self.lora_A.requires_grad = not self.freeze_A
+        if variant_of(self.variant).has_magnitude:
+            self.lora_magnitude_vector = nn.Parameter(weight.new_empty(shape_B[0], dtype=dtype))
+        if starts_from_weight(self.initialization):
+            for name, shape in (("lora_A_start", shape_A), ("lora_B_start", shape_B)):
+                self.register_buffer(name, weight.new_empty(shape, dtype=dtype))
         weight.requires_grad = False
 
     def reset_lora_parameters(self) -> None:
-        """Initializes A as a plain linear layer's weight is, B with zeros."""
+        """Initializes A and B, as a rule A as a plain linear layer's weight and B with zeros."""
         if self.r > 0:
-            nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
-            nn.init.zeros_(self.lora_B)
+            if self.initialization == "orthogonal":
+                orthogonal(self.lora_A, self.lora_B, self.r)
+            else:
+                self._reset_factors()
+            self.start_from_weight()
+
+    def _reset_factors(self) -> None:
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+        nn.init.zeros_(self.lora_B)
+
+    @torch.no_grad()
+    def start_from_weight(self) -> None:
+        """Initializes what depends on the weight: DoRA's magnitudes, factors that are made of it.
+
+        It has to be called again when the weight has been loaded; see
+        `loralib.utils.start_from_weights`. Without such a part, nothing changes.
+        """
+        if self.r == 0:
+            return
+        weight = self._as_matrix(self.frozen_weight)
+        width = len(self.lora_B) // len(self._starts)
+        parts = [weight[start : start + width] for start in self._starts]
+        if starts_from_weight(self.initialization):
+            rank = self.lora_B.shape[1]
+            pairs = [from_weight(self.initialization, W, rank, self.scaling) for W in parts]
+            for lora, start, made in (
+                (self.lora_A, self.lora_A_start, torch.cat([A for A, _ in pairs])),
+                (self.lora_B, self.lora_B_start, torch.cat([B for _, B in pairs])),
+            ):
+                lora.copy_(start.copy_(made.view(start.shape)))
+        if variant_of(self.variant).has_magnitude:
+            # With B A not zero, as the merged weight has them: the update starts as zero.
+            norms = [torch.linalg.vector_norm(W, dim=1, dtype=_wide(W)) for W in parts]
+            self.lora_magnitude_vector.copy_(torch.cat(norms))
 
     def _merge(self) -> Tensor:
         """The weight with the update merged into it."""
-        return merge(self.base.weight, self._delta(), self._as_matrix)
+        return merge(self.frozen_weight, self._delta(), self._as_matrix)
 
     def _merged_weight(self) -> Tensor | None:
         """The merged copy of the weight, or None where the low-rank branch has to be computed."""
         if not self.merged or torch.compiler.is_compiling():
             return None
-        sources = (self.base.weight, self.lora_A, self.lora_B)
+        sources = self._sources()
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in sources)
         if recorded or any(t.is_inference() for t in sources):
             # An optimizer step may follow, and fused ones leave the tensors' versions as they were.
@@ -161,6 +246,11 @@ class LoRALayer:
                 # The aliases keep the sources' addresses from being given to other tensors.
                 self._merged_copy = (stamp, [t.detach() for t in sources], self._merge())
         return self._merged_copy[2]
+
+    def _sources(self) -> tuple[Tensor, ...]:
+        """The tensors that the merged weight is made of."""
+        own = {**self._parameters, **self._buffers}
+        return self.frozen_weight, *(own[name] for name in own if name.startswith("lora_"))
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Moves and casts (`to`, `half`, `cuda`, …) the layer, and drops the merged copy."""
@@ -181,6 +271,11 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     ):
         return torch.get_autocast_dtype(device)
     return x.dtype
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """The tensor's dtype, or float32 if that is wider."""
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -207,20 +302,30 @@ class _SlicedLinear(LoRALayer, nn.Linear):
         fan_in_fan_out: bool,
         merge_weights: bool,
         variant: str,
+        initialization: str,
+        freeze_A: bool,
         **kwargs: Any,
     ):
         nn.Linear.__init__(self, in_features, out_features, **kwargs)
-        LoRALayer.__init__(self, r, lora_alpha, lora_dropout, merge_weights, variant)
-        if r > 0:
-            width = out_features // len(enabled)
-            self._starts = tuple(i * width for i, on in enumerate(enabled) if on)
-            count = len(self._starts)
-            self._add_lora_parameters((r * count, in_features), (width * count, r))
+        LoRALayer.__init__(
+            self, r, lora_alpha, lora_dropout, merge_weights, variant, initialization, freeze_A
+        )
+        self._add_slices(enabled)
         # A second time, as 0.1.2 does: a seed then gives the same weights.
         self.reset_parameters()
         self.fan_in_fan_out = fan_in_fan_out
         if fan_in_fan_out:
             self._transpose_weight()
+
+    def _add_slices(self, enabled: Sequence[bool], dtype: torch.dtype | None = None) -> None:
+        """Creates the parameters of the slices' updates."""
+        if self.r > 0:
+            width = self.out_features // len(enabled)
+            self._starts = tuple(i * width for i, on in enumerate(enabled) if on)
+            count = len(self._starts)
+            self._add_lora_parameters(
+                (self.r * count, self.in_features), (width * count, self.r), dtype
+            )
 
     def _transpose_weight(self) -> None:
         self.weight.data = self.weight.data.t().contiguous()
@@ -284,7 +389,7 @@ class Linear(_SlicedLinear):
         lora_dropout: dropout on the update's input.
         fan_in_fan_out: `weight` is held as (in, out), as GPT-2's checkpoints hold it.
         merge_weights: evaluation mode computes with the merged weight.
-        variant: of the update, as for `LoRALayer`.
+        variant, initialization, freeze_A: of the update, as for `LoRALayer`.
         **kwargs: for `nn.Linear` (bias, device, dtype).
 
     Shapes:
@@ -307,6 +412,8 @@ class Linear(_SlicedLinear):
         merge_weights: bool = True,
         *,
         variant: str = "lora",
+        initialization: str = "default",
+        freeze_A: bool = False,
         **kwargs: Any,
     ):
         super().__init__(
@@ -319,6 +426,8 @@ class Linear(_SlicedLinear):
             fan_in_fan_out,
             merge_weights,
             variant,
+            initialization,
+            freeze_A,
             **kwargs,
         )
 
@@ -336,7 +445,7 @@ class MergedLinear(_SlicedLinear):
             [True, False, True] for the query and value of a transformer's (query, key, value).
         fan_in_fan_out: `weight` is held as (in, out), as GPT-2's checkpoints hold it.
         merge_weights: evaluation mode computes with the merged weight.
-        variant: of the update, as for `LoRALayer`.
+        variant, initialization, freeze_A: of the update, as for `LoRALayer`.
         **kwargs: for `nn.Linear` (bias, device, dtype).
 
     Shapes:
@@ -362,6 +471,8 @@ class MergedLinear(_SlicedLinear):
         merge_weights: bool = True,
         *,
         variant: str = "lora",
+        initialization: str = "default",
+        freeze_A: bool = False,
         **kwargs: Any,
     ):
         enabled = [bool(on) for on in enable_lora]
@@ -382,6 +493,8 @@ class MergedLinear(_SlicedLinear):
             fan_in_fan_out,
             merge_weights,
             variant,
+            initialization,
+            freeze_A,
             **kwargs,
         )
         self.enable_lora = enabled
@@ -396,7 +509,7 @@ class Embedding(LoRALayer, nn.Embedding):
         r: rank of the update; 0 makes this an `nn.Embedding`.
         lora_alpha: the update is scaled by lora_alpha / r.
         merge_weights: evaluation mode looks rows up in the merged weight.
-        variant: of the update, as for `LoRALayer`.
+        variant, initialization, freeze_A: of the update, as for `LoRALayer`.
         **kwargs: for `nn.Embedding` (padding_idx, scale_grad_by_freq, sparse, device, dtype, …).
             The row at padding_idx gives A no gradient; sparse is for W's gradient, A's is dense.
 
@@ -418,26 +531,37 @@ class Embedding(LoRALayer, nn.Embedding):
         merge_weights: bool = True,
         *,
         variant: str = "lora",
+        initialization: str = "default",
+        freeze_A: bool = False,
         **kwargs: Any,
     ):
         nn.Embedding.__init__(self, num_embeddings, embedding_dim, **kwargs)
-        LoRALayer.__init__(self, r, lora_alpha, 0.0, merge_weights, variant)
-        if r > 0:
-            if self.max_norm is not None:
-                raise ValueError(
-                    f"max_norm={self.max_norm} rewrites the weight that r={r} freezes: use r=0"
-                )
-            self._add_lora_parameters((r, num_embeddings), (embedding_dim, r))
+        LoRALayer.__init__(
+            self, r, lora_alpha, 0.0, merge_weights, variant, initialization, freeze_A
+        )
+        self._add_update()
         if kwargs.get("_weight") is None:
             # A second time, as 0.1.2 does: a seed then gives the same weights.
             nn.Embedding.reset_parameters(self)
         self.reset_lora_parameters()
 
-    def reset_lora_parameters(self) -> None:
-        """A zero, B standard normal: the update starts as zero."""
-        if self.r > 0:
-            nn.init.zeros_(self.lora_A)
-            nn.init.normal_(self.lora_B)
+    def _add_update(self, dtype: torch.dtype | None = None) -> None:
+        """Creates the parameters of the update."""
+        if self.r == 0:
+            return
+        if self.max_norm is not None:
+            raise ValueError(
+                f"max_norm={self.max_norm} rewrites the weight that r={self.r} freezes: use r=0"
+            )
+        if self.freeze_A and self.initialization == "default":
+            raise ValueError("freeze_A would freeze an embedding's A at zero: train it")
+        self._add_lora_parameters(
+            (self.r, self.num_embeddings), (self.embedding_dim, self.r), dtype
+        )
+
+    def _reset_factors(self) -> None:
+        nn.init.zeros_(self.lora_A)
+        nn.init.normal_(self.lora_B)
 
     def reset_parameters(self) -> None:
         """Initializes all parameters: W as `nn.Embedding` does, A zero, B standard normal."""
@@ -461,9 +585,12 @@ class Embedding(LoRALayer, nn.Embedding):
             return self._rows(x, merged, self.sparse)
         ids = x.flatten()
         out = self._rows(ids, self.weight, self.sparse)
-        z = self._rows(ids, self.lora_A.t(), sparse=False)
-        delta = replace(self._delta(), B=self.lora_B.to(out.dtype))  # A is used above alone
-        delta.expand_into(out, z.to(out.dtype))
+        delta = self._delta()
+        z = self._rows(ids, delta.A.t(), sparse=False)
+        replace(delta, B=delta.B.to(out.dtype)).expand_into(out, z.to(out.dtype))
+        gain = delta.gain(self._as_matrix(self.weight))
+        if gain is not None:
+            out = out * gain.to(out.dtype)
         return out.view(*x.shape, self.embedding_dim)
 
     def merged_layer(self) -> nn.Embedding:
@@ -499,7 +626,7 @@ class _ConvNd(LoRALayer, nn.Module):
         lora_alpha: the update is scaled by lora_alpha / r.
         lora_dropout: dropout on the update's input. (0.1.2 takes it and does not apply it.)
         merge_weights: evaluation mode computes with the merged kernel.
-        variant: of the update, as for `LoRALayer`.
+        variant, initialization, freeze_A: of the update, as for `LoRALayer`.
         **kwargs: for the plain convolution (stride, padding, dilation, groups, bias, padding_mode,
             device, dtype).
 
@@ -528,13 +655,22 @@ class _ConvNd(LoRALayer, nn.Module):
         merge_weights: bool = True,
         *,
         variant: str = "lora",
+        initialization: str = "default",
+        freeze_A: bool = False,
         **kwargs: Any,
     ):
         if not isinstance(kernel_size, int):
             raise ValueError(f"kernel_size must be an integer, got {kernel_size!r}")
         nn.Module.__init__(self)
         self.conv = self._plain_class(in_channels, out_channels, kernel_size, **kwargs)
-        LoRALayer.__init__(self, r, lora_alpha, lora_dropout, merge_weights, variant)
+        LoRALayer.__init__(
+            self, r, lora_alpha, lora_dropout, merge_weights, variant, initialization, freeze_A
+        )
+        if variant_of(variant).has_magnitude:
+            raise ValueError(
+                f"the release's factors of a kernel have no row for each output channel, as "
+                f"{variant} needs: use add_lora on a plain convolution"
+            )
         if r > 0:
             dimensions = self.conv.weight.dim() - 2
             out_rows = out_channels // self.conv.groups * kernel_size ** (dimensions - 1)

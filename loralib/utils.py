@@ -1,10 +1,13 @@
 """What to train, what to save, and how to merge an update into its weight for good."""
 
 import logging
+import math
+from typing import Any
 
 from torch import Tensor, nn
 
-from .layers import LoRALayer
+from .in_place import merge_in_place
+from .layers import Embedding, LoRALayer
 from .nn.positions import lora_reaches_positions, unshare_positions
 
 logger = logging.getLogger(__name__)
@@ -33,18 +36,84 @@ def mark_only_lora_as_trainable(model: nn.Module, bias: str = "none") -> None:
     _check_bias(bias)
     for name, parameter in model.named_parameters():
         if "lora_" not in name:
-            parameter.requires_grad = bias == "all" and "bias" in name
-    if bias == "lora_only":
-        for layer in model.modules():
-            if isinstance(layer, LoRALayer) and layer.r > 0:
-                own_bias = getattr(layer.base, "bias", None)
-                if own_bias is not None:
-                    own_bias.requires_grad = True
+            parameter.requires_grad = False
+    train_biases(model, bias)
     if not any("lora_" in name for name, _ in model.named_parameters()):
         logger.warning(
             "%s has no LoRA parameters: all of it that is not a bias asked for is frozen now",
             type(model).__name__,
         )
+
+
+def train_biases(model: nn.Module, bias: str) -> None:
+    """Unfreezes biases, as for `mark_only_lora_as_trainable`.
+
+    Raises:
+        ValueError: `bias` is not one of its choices.
+    """
+    _check_bias(bias)
+    for name, parameter in model.named_parameters():
+        if bias == "all" and "bias" in name and "lora_" not in name:
+            parameter.requires_grad = True
+    if bias == "lora_only":
+        for layer in model.modules():
+            if isinstance(layer, LoRALayer) and layer.r > 0 and layer.base_bias is not None:
+                layer.base_bias.requires_grad = True
+
+
+def start_from_weights(model: nn.Module) -> None:
+    """Initializes what depends on the base's weights, in every LoRA layer; see `LoRALayer`.
+
+    To be called when a base has been loaded into a model that was built with DoRA, or with an
+    initialization that is made of the weights, and before an adapter is.
+    """
+    for layer in model.modules():
+        if isinstance(layer, LoRALayer):
+            layer.start_from_weight()
+
+
+def parameter_groups(
+    model: nn.Module, lr: float, lora_plus_ratio: float = 1.0, weight_decay: float = 0.0
+) -> list[dict[str, Any]]:
+    """A model's trained parameters as groups for an optimizer.
+
+    LoRA+ trains B with a higher rate than A: features of a wide model then change at the rate at
+    which its loss does. Embeddings keep `lr`: of their factors it is A that starts as zero.
+
+    Args:
+        model: with LoRA layers.
+        lr: learning rate of all but B.
+        lora_plus_ratio: B's rate over that; 1 for plain LoRA. The paper recommends about 16.
+        weight_decay: of all of them.
+
+    Raises:
+        ValueError: a rate is not positive; or nothing is trained.
+
+    Source: "LoRA+: Efficient Low Rank Adaptation of Large Models" (Hayou et al., 2024),
+    arXiv:2402.12354, section 4.
+    """
+    for name, value in (("lr", lr), ("lora_plus_ratio", lora_plus_ratio)):
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} has to be above 0, got {value!r}")
+    faster = {
+        id(layer.lora_B)
+        for layer in model.modules()
+        if isinstance(layer, LoRALayer) and layer.r > 0 and not isinstance(layer, Embedding)
+    }
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise ValueError("no parameter of the model is trained")
+    if lora_plus_ratio == 1:
+        faster = set()
+    groups = (
+        (lr, [parameter for parameter in trained if id(parameter) not in faster]),
+        (lr * lora_plus_ratio, [parameter for parameter in trained if id(parameter) in faster]),
+    )
+    return [
+        {"params": parameters, "lr": rate, "weight_decay": weight_decay}
+        for rate, parameters in groups
+        if parameters
+    ]
 
 
 def lora_state_dict(model: nn.Module, bias: str = "none") -> dict[str, Tensor]:
@@ -67,7 +136,8 @@ def lora_state_dict(model: nn.Module, bias: str = "none") -> dict[str, Tensor]:
     if bias == "lora_only":
         # A convolution's bias belongs to its submodule.
         layers = {name.rpartition("lora_")[0] for name in names}
-        names |= {layer + bias for layer in layers for bias in ("bias", "conv.bias")}
+        own = ("bias", "conv.bias", "in_proj_bias")
+        names |= {layer + bias for layer in layers for bias in own}
     return {name: tensor for name, tensor in state.items() if name in names}
 
 
@@ -79,7 +149,7 @@ def merge(module: nn.Module) -> nn.Module:
     LoRA layer held it as (in, out), and shares the bias. Names of the entries in `state_dict()` are
     the plain layers' own. Where LoRA is kept from positions that share its weight, those first get
     projections of their own, see positions.py; a layer that is merged alone, and put in by hand,
-    knows nothing of that.
+    knows nothing of that. Modules that `add_lora` has adapted in place become what they were.
 
     Args:
         module: a LoRA layer, which is left as it is; or a model, whose LoRA layers are replaced in
@@ -93,6 +163,7 @@ def merge(module: nn.Module) -> nn.Module:
     """
     if isinstance(module, LoRALayer):
         return module.merged_layer()
+    merge_in_place(module)
     layers = {
         name: layer
         for name, layer in module.named_modules(remove_duplicate=False)

@@ -24,9 +24,14 @@ ROOMS = {
     "io": {"errors"},
     "training": {"errors", "io"},
     "functional": {"nn"},
-    "layers": {"functional", "nn"},
-    "utils": {"functional", "layers", "nn"},
-    "adapters": {"errors", "functional", "io", "layers", "nn", "utils"},
+    "initialization": set(),
+    "layers": {"functional", "initialization", "nn"},
+    "in_place": {"layers"},
+    "utils": {"functional", "in_place", "layers", "nn"},
+    "adapted_layers": {"functional", "layers"},
+    "targets": set(),
+    "inject": {"adapted_layers", "in_place", "layers", "targets", "utils"},
+    "adapters": {"errors", "functional", "inject", "io", "layers", "nn", "targets", "utils"},
     "serving": {"adapters", "errors", "functional", "io", "layers", "nn", "utils"},
 }
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..adapters.adapter import LORA, Adapter
 from ..adapters.checks import check_base, check_finite
-from ..adapters.deltas import Delta, adapted_modules
+from ..adapters.deltas import Delta, adapted_modules, out_in
 from ..adapters.families import in_known_backbone
 from ..adapters.fingerprint import fingerprint
 from ..errors import CheckpointError, NeedsMergingError
@@ -23,21 +23,26 @@ class DeviceDelta:
 
     Args:
         delta: as the adapter holds it.
-        device: the module's.
+        module: the linear layer that it belongs to.
         positions: whether it reaches positions that the module projects as well.
     """
 
-    def __init__(self, delta: Delta, device: torch.device, positions: bool):
+    def __init__(self, delta: Delta, module: nn.Module, positions: bool):
         self.positions = positions
+        self._module = module
+        weight = module.get_parameter("weight")
         wide = torch.promote_types(delta.A.dtype, torch.float32)
         # A copy, because a file's tensors are mapped from it, and others' may be written to.
-        self._delta = delta.to(device, wide, copy=True)
+        moved = delta.to(weight.device, wide, copy=True)
+        self._delta = moved.with_gain(out_in(module, weight))
         self._cast: dict[torch.dtype, Delta] = {}
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
-        """out += s · B A x, in place; x (…, in), out (…, out_features), contiguous."""
+        """Adds it to the module's output, in place: x (…, in), contiguous out (…, out)."""
         x = x.reshape(-1, x.shape[-1]).to(out.dtype)
-        self._in(out.dtype).add_to(out.view(-1, out.shape[-1]), x)
+        own = dict(self._module.named_parameters(recurse=False))
+        weight = out_in(self._module, own["weight"])
+        self._in(out.dtype).add_to(out.view(-1, out.shape[-1]), x, weight, own.get("bias"))
 
     def _in(self, dtype: torch.dtype) -> Delta:
         """The delta, cast once for each dtype that is asked for."""
@@ -97,8 +102,7 @@ def prepare(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) ->
     }
     positions = adapter.lora.positions is not False
     deltas = {
-        name: DeviceDelta(delta, module.get_parameter("weight").device, positions)
-        for name, (module, delta) in modules.items()
+        name: DeviceDelta(delta, module, positions) for name, (module, delta) in modules.items()
     }
     return PreparedAdapter(deltas, heads, _labels(adapter, tensors.get(f"{last}.weight")))
 

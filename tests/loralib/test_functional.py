@@ -40,17 +40,19 @@ def x():
 
 
 @pytest.mark.parametrize(
-    ("variant", "expected"), [("lora", 16 / 9), ("rslora", 16 / 3)], ids=lambda value: str(value)
+    ("variant", "expected"),
+    [("lora", 16 / 9), ("rslora", 16 / 3), ("dora", 16 / 9), ("rslora+dora", 16 / 3)],
 )
 def test_scaling(variant, expected):
     assert variant_of(variant).scale(16, 9) == expected
     assert variant_of(variant).scale(16, 0) == 0
-    layers = (
+    layers = [
         lora.Linear(4, 4, r=9, lora_alpha=16, variant=variant),
         lora.MergedLinear(4, 4, r=9, lora_alpha=16, enable_lora=[True, False], variant=variant),
         lora.Embedding(4, 4, r=9, lora_alpha=16, variant=variant),
-        lora.Conv2d(4, 4, 3, r=9, lora_alpha=16, variant=variant),
-    )
+    ]
+    if not variant_of(variant).has_magnitude:
+        layers.append(lora.Conv2d(4, 4, 3, r=9, lora_alpha=16, variant=variant))
     for layer in layers:
         assert layer.scaling == expected
         assert layer.variant == variant
@@ -58,13 +60,13 @@ def test_scaling(variant, expected):
 
 def test_every_variant_has_a_row_above():
     """And starts from the paper's: what it does not change is tested below."""
-    assert VARIANTS.keys() == {"lora", "rslora"}
+    assert VARIANTS.keys() == {"lora", "rslora", "dora", "rslora+dora"}
     assert all(issubclass(variant, Delta) for variant in VARIANTS.values())
 
 
 def test_an_unknown_variant():
-    with pytest.raises(ValueError, match="unknown variant 'dora' of LoRA"):
-        lora.Linear(4, 4, r=2, variant="dora")
+    with pytest.raises(ValueError, match="unknown variant 'qlora' of LoRA"):
+        lora.Linear(4, 4, r=2, variant="qlora")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -72,7 +74,7 @@ def test_it_is_added_to_an_output(shape, x):
     delta = make(shape)
     out = torch.randn(7, delta.out_features, dtype=torch.float64)
     expected = out + x @ dense(delta).T
-    delta.add_to(out, x)
+    delta.add_to(out, x, torch.zeros(out.shape[1], x.shape[1]), None)
     torch.testing.assert_close(out, expected)
 
 

@@ -56,7 +56,7 @@ def test_formats_that_cannot_say_it_are_not_written(adapter, tmp_path, format):
 
 
 def test_an_unknown_variant_is_refused(adapter, tmp_path):
-    for variant in ("dora", ["rslora"], 1):
+    for variant in ("qlora", ["rslora"], 1):
         changed = replace(adapter, metadata=replace(adapter.metadata, variant=variant))
         with pytest.raises(CheckpointError, match="variant"):
             lora.write_adapter(tmp_path / "a.safetensors", changed)

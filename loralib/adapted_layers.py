@@ -1,0 +1,235 @@
+"""Layers that `add_lora` makes of a model's own, beyond those in layers.py.
+
+They keep the names of the module that they are made of: `weight` and `bias` of a convolution,
+`in_proj_weight` and `out_proj` of an `nn.MultiheadAttention`. The layers in layers.py that have the
+release's names and shapes, such as `Conv2d` with its `conv.weight`, are for models that are built
+with them.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .functional import Delta
+from .layers import LoRALayer, _cast, _compute_dtype
+
+
+class _AdaptedConv(LoRALayer):
+    """`AdaptedConv1d`, `AdaptedConv2d` and `AdaptedConv3d`: a convolution with a low-rank update.
+
+    h = conv(x, W) + b + s · conv(conv(dropout(x), A), B): A is a convolution like W with r output
+    channels, B one of 1 × 1. Their product is a kernel of W's shape. (With groups it is that kernel
+    that x is convolved with.)
+
+    Shapes:
+        weight (out, in/groups, k, …); lora_A (r, in/groups, k, …); lora_B (out, r, 1, …).
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    groups: int
+    _conv_forward: Any
+    _convolve: Any
+
+    def _add_update(self, dtype: torch.dtype | None = None) -> None:
+        """Creates the parameters of the update."""
+        out, *inner = self.weight.shape
+        ones = [1] * (len(inner) - 1)
+        self._add_lora_parameters((self.r, *inner), (out, self.r, *ones), dtype)
+
+    def _as_matrix(self, weight: Tensor) -> Tensor:
+        return weight.flatten(1)
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        A, B = super()._factors()
+        return A.flatten(1), B.flatten(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, in_channels, …) -> (batch, out_channels, …)."""
+        dtype = _compute_dtype(x)
+        x, bias = x.to(dtype), _cast(self.bias, dtype)
+        merged = self._merged_weight()
+        if merged is not None:
+            return self._conv_forward(x, merged.to(dtype), bias)
+        weight, delta = self.weight.to(dtype), self._delta(dtype)
+        out = self._conv_forward(x, weight, None)
+        out = out + self._update_of(self.lora_dropout(x), delta, weight.shape)
+        per_channel = (-1, *[1] * (weight.dim() - 2))
+        gain = delta.gain(self._as_matrix(weight))
+        if gain is not None:
+            out = out * gain.to(dtype).view(per_channel)
+        return out if bias is None else out + bias.view(per_channel)
+
+    def _update_of(self, x: Tensor, delta: Delta, kernel: torch.Size) -> Tensor:
+        """The update's part of the result."""
+        if self.groups > 1:
+            return self._conv_forward(x, delta.product().view(kernel), None)
+        z = self._conv_forward(x, delta.A.view(-1, *kernel[1:]), None)
+        B = delta.scaling * delta.B
+        return self._convolve(z, B.view(*B.shape, *[1] * (len(kernel) - 2)))
+
+
+class AdaptedConv1d(_AdaptedConv, nn.Conv1d):
+    """`nn.Conv1d` with a low-rank update, as `_AdaptedConv` describes."""
+
+    _convolve = staticmethod(F.conv1d)
+
+
+class AdaptedConv2d(_AdaptedConv, nn.Conv2d):
+    """`nn.Conv2d` with a low-rank update, as `_AdaptedConv` describes."""
+
+    _convolve = staticmethod(F.conv2d)
+
+
+class AdaptedConv3d(_AdaptedConv, nn.Conv3d):
+    """`nn.Conv3d` with a low-rank update, as `_AdaptedConv` describes."""
+
+    _convolve = staticmethod(F.conv3d)
+
+
+class AdaptedProjection(LoRALayer, nn.Module):
+    """The update of a projection whose weight is a parameter of its `nn.MultiheadAttention`.
+
+    Args:
+        owner: the attention.
+        name: of the weight there, such as ``q_proj_weight``.
+    """
+
+    def __init__(self, owner: nn.Module, name: str, **settings: Any):
+        nn.Module.__init__(self)
+        # In a tuple the owner is not a child of its child.
+        self._owner, self.frozen_name = (owner,), name
+        LoRALayer.__init__(self, **settings)
+
+    @property
+    def owner(self) -> nn.Module:
+        """The attention."""
+        return self._owner[0]
+
+    @property
+    def frozen_weight(self) -> nn.Parameter:
+        """The owner's weight."""
+        return self.owner.get_parameter(self.frozen_name)
+
+    @property
+    def base_bias(self) -> None:
+        """The bias is the owner's."""
+        return None
+
+    def _as_matrix(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def _add_update(self, dtype: torch.dtype | None = None) -> None:
+        """Creates the parameters of the update."""
+        out, width = self.frozen_weight.shape
+        self._add_lora_parameters((self.r, width), (out, self.r), dtype)
+
+    def effective_weight(self) -> Tensor:
+        """The weight with the update merged into it, through which gradients reach A and B."""
+        return _effective(self)
+
+
+class MultiheadAttention(LoRALayer, nn.MultiheadAttention):
+    """`nn.MultiheadAttention` with low-rank updates of its projections.
+
+    in_proj, of which query, key and value are thirds, has one update over its whole output (PEFT's
+    shapes), the attention's own lora_A and lora_B; where the inputs have different sizes, `q_proj`,
+    `k_proj` and `v_proj` have one each. out_proj is a `Linear` of this library.
+
+    PyTorch's attention takes weights, so that the merged ones are computed in each forward pass:
+    r multiplications for each of their elements. Dropout on an update's input is not possible.
+
+    Shapes:
+        in_proj_weight (3·embed, embed), lora_A (r, embed), lora_B (3·embed, r).
+    """
+
+    frozen_name = "in_proj_weight"
+
+    @property
+    def frozen_weight(self) -> nn.Parameter:
+        """in_proj's."""
+        return self.in_proj_weight
+
+    @property
+    def base_bias(self) -> nn.Parameter | None:
+        """in_proj's."""
+        return self.in_proj_bias
+
+    def _as_matrix(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def _add_update(self, dtype: torch.dtype | None = None) -> None:
+        """Creates the parameters of in_proj's update."""
+        out, width = self.in_proj_weight.shape
+        self._add_lora_parameters((self.r, width), (out, self.r), dtype)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `nn.MultiheadAttention.forward`; PyTorch's fused evaluation path is not taken."""
+        turned = self.batch_first and query.dim() == 3
+        if turned:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        packed = self._qkv_same_embed_dim
+        separate = (
+            {}
+            if packed
+            else {
+                f"{name}_weight": _weight_of(self, name) for name in ("q_proj", "k_proj", "v_proj")
+            }
+        )
+        out, weights = F.multi_head_attention_forward(
+            query,
+            key,
+            value,
+            self.embed_dim,
+            self.num_heads,
+            _effective(self) if packed else None,
+            self.in_proj_bias,
+            self.bias_k,
+            self.bias_v,
+            self.add_zero_attn,
+            self.dropout,
+            _effective(self.out_proj),
+            self.out_proj.bias,
+            training=self.training,
+            key_padding_mask=key_padding_mask,
+            need_weights=need_weights,
+            attn_mask=attn_mask,
+            use_separate_proj_weight=not packed,
+            average_attn_weights=average_attn_weights,
+            is_causal=is_causal,
+            **separate,
+        )
+        return (out.transpose(0, 1) if turned else out), weights
+
+
+def _weight_of(attention: MultiheadAttention, name: str) -> Tensor:
+    """The weight of a separate projection, with its update if it has one."""
+    projection = attention._modules.get(name)
+    if isinstance(projection, AdaptedProjection):
+        return projection.effective_weight()
+    return attention.get_parameter(f"{name}_weight")
+
+
+def _effective(layer: nn.Module) -> Tensor:
+    """A layer's weight with its update merged into it, if it has one; gradients reach A and B."""
+    if not isinstance(layer, LoRALayer):
+        return layer.get_parameter("weight")
+    if layer.r == 0:
+        return layer.frozen_weight
+    merged = layer._merged_weight()
+    if merged is not None:
+        return merged
+    weight = layer.frozen_weight
+    return layer._delta(weight.dtype).merge_(weight.clone())

@@ -1,0 +1,64 @@
+"""Initializations of A and B other than the paper's, which starts A at random and B with zeros.
+
+    name         A and B start as                                          source
+    default      the paper's (section 4.1): A random, B zero
+    orthogonal   random, in orthogonal subspaces: B A = 0, neither zero    as PEFT's "orthogonal"
+    pissa        the r largest singular values of W, half in each          Meng et al., 2024,
+                 factor: s · B A = U S Vᵀ of rank r                        arXiv:2404.02948, eq. 2-4
+    olora        the first r columns of Q and rows of R, of W = Q R        Büyükakyüz, 2024,
+                                                                           arXiv:2406.01775, alg. 1
+
+Where they are made of W, those papers subtract s · B A from W before training. Here W keeps its
+bits: a layer holds the start, B₀ A₀, besides, and adds s · (B A − B₀ A₀) x to W x. It is the same
+sum, and an adapter still fits every copy of its base.
+"""
+
+import torch
+from torch import Tensor, nn
+
+INITIALIZATIONS = ("default", "orthogonal", "pissa", "olora")
+_FROM_WEIGHT = ("pissa", "olora")
+
+
+def check_initialization(name: str, r: int) -> None:
+    """Checks that there is such an initialization, for this rank.
+
+    Raises:
+        ValueError: there is none; or r is odd and it has to be even.
+    """
+    if name not in INITIALIZATIONS:
+        known = ", ".join(INITIALIZATIONS)
+        raise ValueError(f"unknown initialization '{name}' of LoRA (known: {known})")
+    if name == "orthogonal" and r % 2:
+        raise ValueError(f"r has to be even for the orthogonal initialization, got {r}")
+
+
+def starts_from_weight(name: str) -> bool:
+    """Whether A and B start from factors of the frozen weight."""
+    return name in _FROM_WEIGHT
+
+
+def from_weight(name: str, weight: Tensor, rank: int, scaling: float) -> tuple[Tensor, Tensor]:
+    """A (rank, in) and B (out, rank), made of a weight (out, in); in float32 or wider."""
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    if name == "olora":
+        Q, R = torch.linalg.qr(wide)
+        return R[:rank], Q[:, :rank]
+    U, S, Vh = torch.linalg.svd(wide, full_matrices=False)
+    root = (S[:rank] / scaling).sqrt()
+    return root[:, None] * Vh[:rank], U[:, :rank] * root
+
+
+@torch.no_grad()
+def orthogonal(A: Tensor, B: Tensor, r: int) -> None:
+    """Initializes the stacked A (r·e, …) and B (width·e, …) so that the product of each pair is 0.
+
+    The rows of a random orthogonal r × r matrix are dealt out in turn: A's rows lie in the space of
+    one half, B's in that of the other.
+    """
+    rows_A, rows_B = A.flatten(1), B.flatten(1)
+    rank = rows_B.shape[1]
+    for pair_A, pair_B in zip(rows_A.split(rank), rows_B.chunk(len(rows_A) // rank), strict=True):
+        basis = nn.init.orthogonal_(rows_A.new_empty(rank, rank, dtype=torch.float32))
+        for factor, half in ((pair_A.t(), basis[0::2]), (pair_B, basis[1::2])):
+            factor.copy_(0.1 * torch.randn(len(factor), len(half), device=A.device) @ half)

@@ -1,0 +1,410 @@
+"""LoRA in a model that exists: `add_lora` adapts layers in place, `remove_lora` undoes it.
+
+    names = lora.add_lora(model, targets=["q_proj", "v_proj"], r=8, lora_alpha=16)
+
+The modules stay the same objects with the same tensors, which are neither copied nor initialized
+again: names in the state dict stay, and `….lora_A`, `….lora_B` come with them. The base is frozen.
+
+    of the model                  becomes                         its update
+    nn.Linear                     Linear, MergedLinear by slices
+    Conv1D of upstream's GPT-2    the same, with fan_in_fan_out
+    nn.Embedding                  Embedding
+    nn.Conv1d, 2d, 3d             AdaptedConv1d, 2d, 3d           A a convolution, B one of 1 × 1
+    nn.MultiheadAttention         MultiheadAttention              of in_proj; out_proj is a Linear
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .adapted_layers import (
+    AdaptedConv1d,
+    AdaptedConv2d,
+    AdaptedConv3d,
+    AdaptedProjection,
+    MultiheadAttention,
+)
+from .in_place import leave_fast_path, take_fast_path, turn_back, turn_into, was_turned
+from .layers import Embedding, Linear, LoRALayer, MergedLinear
+from .targets import Target, by_pattern, find
+from .utils import train_biases
+
+
+class UnsupportedLayerError(TypeError):
+    """A module that is to be adapted, and that there is no LoRA layer for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSettings:
+    """What a module is adapted with; the fields are those of `add_lora`.
+
+    Args:
+        enable_lora: for each of the equal slices of a linear layer's output whether it has an
+            update, as for `MergedLinear`.
+    """
+
+    r: int
+    lora_alpha: float
+    lora_dropout: float = 0.0
+    variant: str = "lora"
+    initialization: str = "default"
+    freeze_A: bool = False
+    enable_lora: tuple[bool, ...] = (True,)
+
+    def of_layer(self) -> dict[str, Any]:
+        """The arguments of `LoRALayer`."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        del own["enable_lora"]
+        return own | {"merge_weights": True}
+
+
+def add_lora(
+    model: nn.Module,
+    targets: Target | Iterable[Target],
+    r: int = 8,
+    lora_alpha: float = 16,
+    lora_dropout: float = 0.0,
+    *,
+    exclude: Target | Iterable[Target] = (),
+    layers: Collection[int] | None = None,
+    rank_pattern: Mapping[str, int] | None = None,
+    alpha_pattern: Mapping[str, float] | None = None,
+    bias: str = "none",
+    modules_to_train: Target | Iterable[Target] = (),
+    variant: str = "lora",
+    initialization: str = "default",
+    freeze_A: bool = False,
+    enable_lora: Mapping[str, Sequence[bool]] | None = None,
+    untie: bool = False,
+) -> tuple[str, ...]:
+    """Gives modules of a model a low-rank update each, in place, and freezes the rest.
+
+    Args:
+        model: any model of PyTorch's layers. In half precision the updates are float32.
+        targets: which modules; see `loralib.targets`. An `nn.MultiheadAttention` is adapted with
+            its out_proj.
+        r: rank of the updates.
+        lora_alpha: the updates are scaled by lora_alpha / r, or as the variant has it.
+        lora_dropout: dropout on the updates' input.
+        exclude: which modules among these are left out.
+        layers: the numbers of the layers to adapt, such as [0, 1] or range(6, 12).
+        rank_pattern, alpha_pattern: another r or lora_alpha for some modules, by target; of several
+            patterns that match, the first counts.
+        bias: which biases are trained as well, as for `mark_only_lora_as_trainable`.
+        modules_to_train: modules that are trained as they are, such as a new head.
+        variant: a name in `loralib.functional.VARIANTS`: "lora", "rslora", "dora", "rslora+dora".
+        initialization: a name in `loralib.initialization.INITIALIZATIONS`.
+        freeze_A: B alone is trained (LoRA-FA).
+        enable_lora: by target, which of the equal slices of a linear layer's output are adapted,
+            for projections that are several in one.
+        untie: adapts a module whose weight another one has as well, such as a language model's
+            embedding and its head: the update belongs to that module alone. By default that is
+            refused, because merging it unties the two.
+
+    Returns:
+        The names of the adapted modules. A second call adds others, and leaves what is trained.
+
+    Raises:
+        ValueError: a target or a pattern matches nothing, or a module that has LoRA already; a
+            setting is out of its range; a rank is larger than a dimension of its weight; a weight
+            is tied; the model is wrapped (DDP, FSDP, compile) or its tensors are inference tensors.
+        UnsupportedLayerError: there is no LoRA layer for such a module. Nothing is changed then.
+    """
+    names = find(model, targets, exclude=exclude, layers=layers, is_linear=is_linear)
+    trained = find(model, modules_to_train) if modules_to_train else []
+    ranks = by_pattern(names, rank_pattern or {}, r)
+    alphas = by_pattern(names, alpha_pattern or {}, lora_alpha)
+    slices = by_pattern(names, enable_lora or {}, (True,))
+    settings = {
+        name: LayerSettings(
+            r=ranks[name],
+            lora_alpha=alphas[name],
+            lora_dropout=lora_dropout,
+            variant=variant,
+            initialization=initialization,
+            freeze_A=freeze_A,
+            enable_lora=tuple(map(bool, slices[name])),
+        )
+        for name in names
+    }
+    is_first = not any(isinstance(module, LoRALayer) for module in model.modules())
+    adapted = adapt(model, settings, untie=untie)
+    if is_first:
+        for name, parameter in model.named_parameters():
+            if "lora_" not in name:
+                parameter.requires_grad = False
+    train_biases(model, bias)
+    for name in trained:
+        model.get_submodule(name).requires_grad_(True)
+    return adapted
+
+
+def adapt(
+    model: nn.Module, settings: Mapping[str, LayerSettings], untie: bool = False
+) -> tuple[str, ...]:
+    """Adapts exactly these modules of a model, and freezes their weights.
+
+    Args:
+        model: changed in place.
+        settings: by the names of the modules.
+        untie: as for `add_lora`.
+
+    Returns:
+        The names of the modules that have an update now: these, and the out_proj of attentions.
+
+    Raises:
+        ValueError, UnsupportedLayerError: as for `add_lora`.
+    """
+    _check_model(model)
+    settings = _with_output_projections(model, settings)
+    modules = {name: model.get_submodule(name) for name in settings}
+    for name, module in modules.items():
+        _check_module(name, module, settings[name])
+    if not untie:
+        _check_tied(model, modules)
+    for name, module in modules.items():
+        _builder(module)(module, settings[name])
+    for name in modules:
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(owner, nn.MultiheadAttention) and not isinstance(owner, LoRALayer):
+            _turn(owner, MultiheadAttention, LayerSettings(r=0, lora_alpha=1))
+    leave_fast_path(model)
+    return tuple(modules)
+
+
+def remove_lora(model: nn.Module) -> tuple[str, ...]:
+    """Makes a model the plain one that it was before `add_lora`; the updates are dropped.
+
+    Weights have the bits that they had, and stay frozen.
+
+    Returns:
+        The names of the modules that were adapted.
+
+    Raises:
+        ValueError: the model has no LoRA; or it was built with LoRA layers, which `merge` can make
+            plain.
+    """
+    layers: dict[str, Any] = {
+        name: module for name, module in model.named_modules() if isinstance(module, LoRALayer)
+    }
+    if not layers:
+        raise ValueError("the model has no LoRA to remove")
+    for name, layer in layers.items():
+        if not was_turned(layer) and not isinstance(layer, AdaptedProjection):
+            raise ValueError(f"{name} was built as a LoRA layer, not adapted by add_lora")
+    adapted = tuple(name for name, layer in layers.items() if layer.r > 0)
+    for layer in layers.values():
+        if was_turned(layer):
+            turn_back(layer)
+    take_fast_path(model)
+    return adapted
+
+
+# ------------------------------------------------------------------------------------------------
+# One module
+# ------------------------------------------------------------------------------------------------
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer, whoever's: what "all-linear" means."""
+    return isinstance(module, nn.Linear | nn.MultiheadAttention) or _is_conv1d(module)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether this is upstream's Conv1D: a linear layer that holds its weight as (in, out)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _builder(module: nn.Module) -> Callable[[Any, LayerSettings], None]:
+    """What adapts a module of this kind.
+
+    Raises:
+        UnsupportedLayerError: nothing does.
+    """
+    kind = type(module)
+    if kind is nn.MultiheadAttention:
+        return _adapt_attention
+    if _is_conv1d(module):
+        return _adapt_linear
+    for plain, build in _BUILDERS.items():
+        # A subclass is as good, unless it computes in its own way, as quantized layers do.
+        if issubclass(kind, plain) and kind.forward is plain.forward:
+            return build
+    raise UnsupportedLayerError(f"{kind.__module__}.{kind.__qualname__}, which has no LoRA layer")
+
+
+def _adapt_linear(module: Any, settings: LayerSettings) -> None:
+    fan_in_fan_out = _is_conv1d(module)
+    sliced = len(settings.enable_lora) > 1
+    if fan_in_fan_out:
+        in_features, out_features = module.weight.shape
+    _turn(module, MergedLinear if sliced else Linear, settings)
+    module.fan_in_fan_out = fan_in_fan_out
+    if fan_in_fan_out:
+        module.in_features, module.out_features = in_features, out_features
+    if sliced:
+        module.enable_lora = list(settings.enable_lora)
+    module._add_slices(settings.enable_lora, _update_dtype(module))
+    module.reset_lora_parameters()
+
+
+def _adapt_with(kind: type[LoRALayer]) -> Callable[[Any, LayerSettings], None]:
+    def adapt_module(module: Any, settings: LayerSettings) -> None:
+        _turn(module, kind, settings)
+        module._add_update(_update_dtype(module))
+        module.reset_lora_parameters()
+
+    return adapt_module
+
+
+def _adapt_attention(module: Any, settings: LayerSettings) -> None:
+    if module._qkv_same_embed_dim:
+        _adapt_with(MultiheadAttention)(module, settings)
+        return
+    _turn(module, MultiheadAttention, LayerSettings(r=0, lora_alpha=1))
+    for name in ("q_proj", "k_proj", "v_proj"):
+        projection = AdaptedProjection(module, f"{name}_weight", **settings.of_layer())
+        projection._add_update(_update_dtype(projection))
+        projection.reset_lora_parameters()
+        module.add_module(name, projection.train(module.training))
+
+
+_BUILDERS: dict[type[nn.Module], Callable[[Any, LayerSettings], None]] = {
+    nn.Linear: _adapt_linear,
+    nn.Embedding: _adapt_with(Embedding),
+    nn.Conv1d: _adapt_with(AdaptedConv1d),
+    nn.Conv2d: _adapt_with(AdaptedConv2d),
+    nn.Conv3d: _adapt_with(AdaptedConv3d),
+}
+
+
+def _turn(module: nn.Module, kind: type[Any], settings: LayerSettings) -> None:
+    turn_into(module, kind)
+    LoRALayer.__init__(module, **settings.of_layer())  # type: ignore[arg-type]
+    module.train(module.training)
+
+
+def _update_dtype(layer: LoRALayer) -> torch.dtype:
+    """Updates are trained in float32 or wider."""
+    return torch.promote_types(layer.frozen_weight.dtype, torch.float32)
+
+
+# ------------------------------------------------------------------------------------------------
+# Checks
+# ------------------------------------------------------------------------------------------------
+
+
+def _check_model(model: nn.Module) -> None:
+    """Checks that the model is neither wrapped nor compiled, and that it can be trained."""
+    if torch.is_inference_mode_enabled():
+        raise ValueError("in inference mode no update can be trained: call it outside")
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        wrapped = kind in ("DistributedDataParallel", "DataParallel", "OptimizedModule")
+        compiled = vars(module).get("_compiled_call_impl") is not None
+        if wrapped or compiled or kind.startswith(("FSDP", "FullyShardedDataParallel")):
+            raise ValueError(
+                f"{name or 'the model'} is wrapped or compiled already ({kind}): adapt the model "
+                "before that"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.is_inference():
+            raise ValueError(f"{name} is an inference tensor, which cannot be trained: copy it")
+
+
+def _with_output_projections(
+    model: nn.Module, settings: Mapping[str, LayerSettings]
+) -> dict[str, LayerSettings]:
+    """The settings with those of attentions' out_proj, next to their own."""
+    complete: dict[str, LayerSettings] = {}
+    for name, own in settings.items():
+        complete.setdefault(name, own)
+        if isinstance(model.get_submodule(name), nn.MultiheadAttention):
+            complete.setdefault(f"{name}.out_proj", own)
+    return complete
+
+
+def _check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
+    """Checks that a module can be adapted, and with these settings.
+
+    Raises:
+        ValueError, UnsupportedLayerError: it cannot; the message names it.
+    """
+    if isinstance(module, LoRALayer) and module.r > 0:
+        raise ValueError(f"{name} has LoRA already: remove_lora first, or exclude it")
+    try:
+        _builder(module)
+    except UnsupportedLayerError as error:
+        raise UnsupportedLayerError(f"{name} is a {error}: exclude it") from None
+    if "forward" in vars(module):
+        raise UnsupportedLayerError(
+            f"{name} has a forward of its own, as a device map's hooks give it: adapt the model "
+            "before it is dispatched"
+        )
+    found = (module._parameters.get(part) for part in _weight_names(module))
+    weights = [weight for weight in found if weight is not None]
+    if not weights or any(isinstance(w, nn.parameter.UninitializedParameter) for w in weights):
+        raise UnsupportedLayerError(f"{name} has no weight that is a plain parameter: exclude it")
+    for weight in weights:
+        if not weight.is_floating_point():
+            raise UnsupportedLayerError(
+                f"{name} is quantized (its weight is {weight.dtype}): exclude it"
+            )
+        _check_settings(name, module, weight, settings)
+
+
+def _weight_names(module: nn.Module) -> tuple[str, ...]:
+    if isinstance(module, nn.MultiheadAttention):
+        return "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"
+    return ("weight",)
+
+
+def _check_settings(name: str, module: nn.Module, weight: Tensor, own: LayerSettings) -> None:
+    out, inner = weight.shape[0], weight[0].numel()
+    if _is_conv1d(module):
+        out, inner = inner, out
+    slices = len(own.enable_lora)
+    if slices > 1 and not (isinstance(module, nn.Linear) or _is_conv1d(module)):
+        raise ValueError(f"{name} is not a linear layer, whose slices enable_lora could mean")
+    if out % slices or not any(own.enable_lora):
+        raise ValueError(
+            f"enable_lora {list(own.enable_lora)} does not fit {name}: it has to enable some of "
+            f"the equal slices of {out} outputs"
+        )
+    if not isinstance(own.r, int) or own.r < 1:
+        raise ValueError(f"r, the rank, has to be an integer of at least 1, got {own.r!r} ({name})")
+    smallest = min(out // slices, inner)
+    if own.r > smallest:
+        raise ValueError(f"r = {own.r} is larger than a dimension of {name}: {smallest}")
+    if not own.lora_alpha > 0:
+        raise ValueError(f"lora_alpha has to be above 0, got {own.lora_alpha!r} ({name})")
+    if isinstance(module, nn.MultiheadAttention) and own.lora_dropout:
+        raise ValueError(
+            f"{name} is an nn.MultiheadAttention, whose update takes no dropout: set lora_dropout "
+            "to 0, or exclude it"
+        )
+    if isinstance(module, nn.Embedding) and module.max_norm is not None:
+        raise ValueError(f"{name} has max_norm, which rewrites its frozen weight: exclude it")
+    LoRALayer(**{**own.of_layer(), "merge_weights": False})  # its own checks of the settings
+
+
+def _check_tied(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    """Checks that no other module has the weight of one that is to be adapted."""
+    owners: dict[Tensor, dict[int, str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(parameter, {})[id(module)] = name
+    for name, module in modules.items():
+        for parameter in module._parameters.values():
+            if parameter is None:
+                continue
+            others = [other for key, other in owners[parameter].items() if key != id(module)]
+            if others:
+                raise ValueError(
+                    f"{name} shares its weight with {others[0]}; an update of one of them is not "
+                    "the other's, and merging it unties them: exclude it, or say untie=True"
+                )

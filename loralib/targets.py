@@ -1,0 +1,142 @@
+"""Which modules of a model are meant: by the end of a name, a glob, a regular expression, by layer.
+
+"q_proj"                          every module whose name ends in it, at a dot
+"attention.*.dense"               a glob over the end of the name
+re.compile(r"layers\\.\\d+\\.mlp")    a regular expression over the complete name
+"all-linear"                      every linear layer outside the head
+"""
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TypeVar
+
+from torch import nn
+
+ALL_LINEAR = "all-linear"
+
+Target = str | re.Pattern[str]
+_Value = TypeVar("_Value")
+
+
+def matches(name: str, target: Target) -> bool:
+    """Whether a module's name is meant by a target other than "all-linear"."""
+    if isinstance(target, re.Pattern):
+        return target.fullmatch(name) is not None
+    if any(character in target for character in "*?["):
+        return fnmatch.fnmatchcase(name, target) or fnmatch.fnmatchcase(name, f"*.{target}")
+    return name == target or name.endswith(f".{target}")
+
+
+def layer_of(name: str) -> int | None:
+    """The number of the layer that a module belongs to: the first number in its name."""
+    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
+    return int(found[1]) if found else None
+
+
+def find(
+    model: nn.Module,
+    targets: Target | Iterable[Target],
+    *,
+    exclude: Target | Iterable[Target] = (),
+    layers: Collection[int] | None = None,
+    is_linear: Callable[[nn.Module], bool] = lambda module: isinstance(module, nn.Linear),
+) -> list[str]:
+    """The names of the modules that are meant, in the model's order.
+
+    Args:
+        model: any model.
+        targets: one or several; each of them has to match at least one module.
+        exclude: what is left out, in the same notation.
+        layers: numbers of the layers to keep to; modules outside of layers are not meant then.
+        is_linear: what counts as a linear layer for "all-linear".
+
+    Raises:
+        ValueError: a target, an exclusion or a layer matches no module; the message lists near
+            names.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    left_out = _left_out(names, _as_tuple(exclude), layers)
+    meant: set[str] = set()
+    for target in _as_tuple(targets):
+        if target == ALL_LINEAR:
+            found = set(all_linear(model, is_linear)) - left_out
+        else:
+            found = {name for name in names if matches(name, target)} - left_out
+        if not found:
+            raise ValueError(_nothing_matches(target, names, left_out))
+        meant |= found
+    if not meant:
+        raise ValueError("no target is given")
+    return [name for name in names if name in meant]
+
+
+def all_linear(model: nn.Module, is_linear: Callable[[nn.Module], bool]) -> list[str]:
+    """The names of a model's linear layers but for the head's.
+
+    Those are meant that lie within a numbered layer, as in ``layers.0.mlp.up``. A model without
+    such layers has all of them but the last.
+    """
+    names = [name for name, module in model.named_modules() if is_linear(module)]
+    within = [name for name in names if re.search(r"(?:^|\.)\d+\.", name)]
+    return within or names[:-1]
+
+
+def by_pattern(
+    names: Iterable[str], patterns: Mapping[str, _Value], default: _Value
+) -> dict[str, _Value]:
+    """For each name the value of the first pattern that it matches, as for ranks by module.
+
+    Raises:
+        ValueError: a pattern matches none of the names.
+    """
+    names = list(names)
+    for pattern in patterns:
+        if not any(matches(name, pattern) for name in names):
+            raise ValueError(
+                f"the pattern '{pattern}' matches none of the adapted modules: {_listed(names)}"
+            )
+    return {
+        name: next((v for pattern, v in patterns.items() if matches(name, pattern)), default)
+        for name in names
+    }
+
+
+def _as_tuple(targets: Target | Iterable[Target]) -> tuple[Target, ...]:
+    return (targets,) if isinstance(targets, str | re.Pattern) else tuple(targets)
+
+
+def _left_out(
+    names: Collection[str], exclude: Iterable[Target], layers: Collection[int] | None
+) -> set[str]:
+    left_out: set[str] = set()
+    for target in exclude:
+        found = {name for name in names if matches(name, target)}
+        if not found:
+            raise ValueError(_nothing_matches(target, names, ()))
+        left_out |= found
+    if layers is not None:
+        numbers = {number for name in names if (number := layer_of(name)) is not None}
+        for layer in layers:
+            if layer not in numbers:
+                shown = f"0 to {max(numbers)}" if numbers else "none"
+                raise ValueError(f"the model has no layer {layer}; its numbers are {shown}")
+        left_out |= {name for name in names if layer_of(name) not in layers}
+    return left_out
+
+
+def _nothing_matches(target: Target, names: Collection[str], left_out: Collection[str]) -> str:
+    text = target.pattern if isinstance(target, re.Pattern) else target
+    excluded = [name for name in left_out if target != ALL_LINEAR and matches(name, target)]
+    if excluded:
+        return f"'{text}' matches only modules that are left out, such as {min(excluded)}"
+    ends = sorted({name.rpartition(".")[2] for name in names if not name[-1].isdigit()})
+    last = text.rpartition(".")[2]
+    near = difflib.get_close_matches(last, ends, n=6, cutoff=0.5)
+    return f"'{text}' matches no module of the model; it has {_listed(near or ends)}"
+
+
+def _listed(names: Collection[str]) -> str:
+    shown = sorted(names)[:8]
+    return ", ".join(shown) + (", …" if len(names) > len(shown) else "")

@@ -1,0 +1,105 @@
+"""DoRA against its formula, spelled out in float64: outputs, gradients, merging, its start."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import loralib as lora
+from loralib.functional import DoraDelta, merge
+
+INPUTS, WIDTH, RANK, SCALING = 6, 5, 2, 1.5
+# First rows of the slices that are adapted, and outputs in all.
+SHAPES = {"the output": ((0,), 5), "first and last of three": ((0, 10), 15), "last": ((5,), 10)}
+
+
+def make(shape):
+    starts, outputs = SHAPES[shape]
+    rows = WIDTH * len(starts)
+    A, B = torch.randn(RANK * len(starts), INPUTS).double(), torch.randn(rows, RANK).double()
+    magnitude = torch.rand(rows).double() + 0.5
+    return DoraDelta(A, B, SCALING, starts, outputs, magnitude)
+
+
+def by_formula(delta, weight):
+    """s · B A as (out, in), and g: equation 5, the norm held constant as in section 4.3."""
+    blocks = [slice(start, start + WIDTH) for start in delta.starts]
+    dense = torch.zeros_like(weight)
+    for block, A, B in zip(blocks, delta.A.split(RANK), delta.B.split(WIDTH), strict=True):
+        dense = dense.index_put((torch.arange(block.start, block.stop),), SCALING * B @ A)
+    norms = (weight + dense).detach().norm(dim=1)
+    gain = torch.ones_like(norms)
+    for block, own in zip(blocks, delta.magnitude.split(WIDTH), strict=True):
+        gain = gain.index_put((torch.arange(block.start, block.stop),), own / norms[block])
+    return dense, gain
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_linear_layer_and_its_gradients(shape, with_bias, dropped):
+    delta = make(shape)
+    outputs = delta.out_features
+    x, weight = torch.randn(7, INPUTS).double(), torch.randn(outputs, INPUTS).double()
+    bias = torch.randn(outputs).double() if with_bias else None
+    mask = (torch.rand(7, INPUTS) < 0.5).double() * 2 if dropped else torch.ones(7, INPUTS).double()
+    leaves = [t.requires_grad_() for t in (x, delta.A, delta.B, delta.magnitude)]
+
+    dense, gain = by_formula(delta, weight)
+    expected = gain * (F.linear(x, weight) + F.linear(x * mask, dense))
+    expected = expected if bias is None else expected + bias
+    out = delta.linear(x, x * mask if dropped else None, weight, bias)
+    torch.testing.assert_close(out, expected)
+
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, leaves, grad)
+    for ours, theirs in zip(found, torch.autograd.grad(expected, leaves, grad), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_is_added_to_an_output_and_merged(shape, known):
+    delta = make(shape)
+    weight = torch.randn(delta.out_features, INPUTS).double()
+    x, bias = torch.randn(7, INPUTS).double(), torch.randn(delta.out_features).double()
+    dense, gain = by_formula(delta, weight)
+    adapted = gain[:, None] * (weight + dense)
+    if known:
+        delta = delta.with_gain(weight)
+        weight_given = torch.full_like(weight, float("nan"))  # it is not asked again
+    else:
+        weight_given = weight
+    out = F.linear(x, weight, bias)
+    delta.add_to(out, x, weight_given, bias)
+    torch.testing.assert_close(out, F.linear(x, adapted, bias))
+    torch.testing.assert_close(merge(weight, delta, lambda matrix: matrix), adapted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_at_its_start_the_gain_is_exactly_one(dtype):
+    """In half precision as well: magnitudes and norms are float32's."""
+    layer = lora.Linear(64, 32, r=4, lora_alpha=8, variant="dora")
+    layer.weight.data = layer.weight.data.to(dtype)
+    layer.start_from_weight()
+    delta = layer._delta(dtype)
+    assert delta.magnitude.dtype is torch.float32
+    assert torch.equal(delta.gain(layer.weight), torch.ones(32))
+    x = torch.randn(3, 64).to(dtype)
+    assert torch.equal(layer(x), F.linear(x, layer.weight) + layer.bias.to(dtype))
+
+
+def test_it_follows_a_weight_that_is_loaded_later():
+    layer = lora.Linear(8, 6, r=2, variant="dora")
+    layer.load_state_dict({"weight": 3 * layer.weight.detach()}, strict=False)
+    x = torch.randn(4, 8)
+    assert not torch.allclose(layer(x), F.linear(x, layer.weight, layer.bias))
+    before = layer.lora_A.clone()
+    lora.start_from_weights(torch.nn.Sequential(layer))
+    torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
+    assert torch.equal(layer.lora_A, before)
+
+
+@pytest.mark.parametrize("build", [lora.Conv1d, lora.Conv2d, lora.Conv3d])
+def test_the_releases_factors_of_a_kernel_cannot_have_it(build):
+    with pytest.raises(ValueError, match="no row for each output channel"):
+        build(4, 4, 3, r=2, variant="dora")

@@ -1,0 +1,155 @@
+"""Initializations of A and B: their formulas, and that the base's results and bits stay."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import loralib as lora
+from loralib.initialization import INITIALIZATIONS
+
+FROM_WEIGHT = ("pissa", "olora")
+OTHERS = ("orthogonal", *FROM_WEIGHT)
+BUILD = {
+    "linear": lambda **more: lora.Linear(12, 8, r=4, lora_alpha=6, **more),
+    "slices": lambda **more: lora.MergedLinear(
+        12, 24, r=4, lora_alpha=6, enable_lora=[True, False, True], **more
+    ),
+    "fan_in_fan_out": lambda **more: lora.Linear(
+        12, 8, r=4, lora_alpha=6, fan_in_fan_out=True, **more
+    ),
+    "embedding": lambda **more: lora.Embedding(12, 8, r=4, lora_alpha=6, **more),
+    "convolution": lambda **more: lora.Conv2d(4, 6, 3, r=2, lora_alpha=3, **more),
+}
+INPUTS = {
+    "embedding": torch.arange(12).view(3, 4),
+    "convolution": torch.linspace(-1, 1, 2 * 4 * 25).sin().view(2, 4, 5, 5),
+}
+X = torch.linspace(-3, 3, 60).sin().view(5, 12)
+
+
+def base_result(layer, x):
+    state = {n: p for n, p in layer.state_dict().items() if "lora_" not in n}
+    if isinstance(layer, lora.Conv2d):
+        return layer.conv(x)
+    if isinstance(layer, nn.Embedding):
+        return F.embedding(x, state["weight"])
+    weight = state["weight"].T if layer.fan_in_fan_out else state["weight"]
+    return F.linear(x, weight, state["bias"])
+
+
+# The release's factors of a kernel cannot have DoRA.
+BUILT = [
+    (kind, variant)
+    for kind in BUILD
+    for variant in ("lora", "rslora", "dora")
+    if (kind, variant) != ("convolution", "dora")
+]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(("kind", "variant"), BUILT)
+def test_it_starts_as_the_base(kind, name, variant):
+    layer = BUILD[kind](initialization=name, variant=variant)
+    x = INPUTS.get(kind, X)
+    for mode in (True, False):
+        torch.testing.assert_close(layer.train(mode)(x), base_result(layer, x))
+    assert layer.lora_A.any()
+    assert layer.lora_B.any()
+
+
+@pytest.mark.parametrize("name", FROM_WEIGHT)
+@pytest.mark.parametrize("kind", BUILD)
+def test_the_start_is_subtracted_and_the_weight_keeps_its_bits(kind, name):
+    layer = BUILD[kind](initialization=name)
+    weight = layer.frozen_weight.detach().clone()
+    with torch.no_grad():
+        layer.lora_A.mul_(1.5)
+    x = INPUTS.get(kind, X)
+    trained = layer.train()(x)
+    assert not torch.allclose(trained, base_result(layer, x))
+    torch.testing.assert_close(layer.eval()(x), trained)
+    torch.testing.assert_close(lora.merge(layer)(x), trained)
+    assert torch.equal(layer.frozen_weight, weight)
+
+
+def test_pissa_takes_the_largest_singular_values():
+    layer = lora.Linear(12, 8, r=3, lora_alpha=6, initialization="pissa")
+    U, S, Vh = torch.linalg.svd(layer.weight.double())
+    largest = (U[:, :3] * S[:3]) @ Vh[:3]
+    product = layer.scaling * layer.lora_B.double() @ layer.lora_A.double()
+    torch.testing.assert_close(product, largest, atol=1e-6, rtol=0)
+    # Half of each singular value is in each factor.
+    norms = layer.lora_A.norm(dim=1), layer.lora_B.norm(dim=0)
+    torch.testing.assert_close(*norms)
+
+
+def test_olora_takes_an_orthonormal_basis():
+    layer = lora.Linear(12, 8, r=3, lora_alpha=6, initialization="olora")
+    torch.testing.assert_close(layer.lora_B.T @ layer.lora_B, torch.eye(3))
+    weight = layer.weight
+    # The first columns of W lie in the span of Q's.
+    projected = layer.lora_B @ layer.lora_A
+    torch.testing.assert_close(projected[:, :3], weight[:, :3])
+
+
+def test_orthogonal_factors_have_no_product():
+    layer = BUILD["slices"](initialization="orthogonal")
+    for A, B in zip(layer.lora_A.split(4), layer.lora_B.split(8), strict=True):
+        torch.testing.assert_close(B @ A, torch.zeros(8, 12))
+        assert torch.linalg.matrix_rank(A) == 2
+        assert torch.linalg.matrix_rank(B) == 2
+
+
+@pytest.mark.parametrize("name", FROM_WEIGHT)
+def test_it_follows_a_weight_that_is_loaded_later(name):
+    layer = lora.Linear(12, 8, r=2, initialization=name)
+    layer.load_state_dict({"weight": torch.randn(8, 12)}, strict=False)
+    layer.start_from_weight()
+    with torch.no_grad():
+        expected = lora.Linear(12, 8, r=2, initialization=name)
+        expected.weight.copy_(layer.weight)
+        expected.start_from_weight()
+    assert torch.equal(layer.lora_A, expected.lora_A)
+    torch.testing.assert_close(layer(X), F.linear(X, layer.weight, layer.bias))
+
+
+def test_what_cannot_be():
+    with pytest.raises(ValueError, match=r"unknown initialization 'eva' of LoRA \(known: default"):
+        lora.Linear(4, 4, r=2, initialization="eva")
+    with pytest.raises(ValueError, match="r has to be even for the orthogonal initialization"):
+        lora.Linear(4, 4, r=3, initialization="orthogonal")
+    with pytest.raises(ValueError, match="freeze_A would freeze an embedding's A at zero"):
+        lora.Embedding(4, 4, r=2, freeze_A=True)
+    assert set(INITIALIZATIONS) == {"default", *OTHERS}
+
+
+# ---- LoRA-FA ----
+
+
+def test_with_A_frozen_b_alone_is_trained_and_the_input_is_not_held():
+    layer = lora.Linear(12, 8, r=2, freeze_A=True)
+    lora.mark_only_lora_as_trainable(layer)
+    assert [n for n, p in layer.named_parameters() if p.requires_grad] == ["lora_B"]
+    held = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.shape) or t, lambda t: t):
+        x = torch.randn(5, 12, requires_grad=True)
+        out = layer(x)
+    assert torch.Size([5, 12]) not in held
+    reference = lora.Linear(12, 8, r=2)
+    reference.load_state_dict(layer.state_dict())
+    out.sum().backward()
+    grad = x.grad.clone()
+    x.grad = None
+    reference(x).sum().backward()
+    assert torch.equal(layer.lora_B.grad, reference.lora_B.grad)
+    assert torch.equal(grad, x.grad)
+    assert layer.lora_A.grad is None
+    assert reference.lora_A.grad is not None
+
+
+def test_with_A_frozen_gradients_are_not_differentiated_again_in_silence():
+    layer = lora.Linear(12, 8, r=2, freeze_A=True)
+    x = torch.randn(5, 12, requires_grad=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        torch.autograd.grad(layer(x).sum(), x, create_graph=True)
