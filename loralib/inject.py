@@ -30,7 +30,7 @@ from .adapted_layers import (
 from .in_place import leave_fast_path, take_fast_path, turn_back, turn_into, was_turned
 from .layers import Embedding, Linear, LoRALayer, MergedLinear
 from .targets import Target, by_pattern, find
-from .utils import train_biases
+from .utils import check_bias, train_biases
 
 
 class UnsupportedLayerError(TypeError):
@@ -113,6 +113,7 @@ def add_lora(
             is tied; the model is wrapped (DDP, FSDP, compile) or its tensors are inference tensors.
         UnsupportedLayerError: there is no LoRA layer for such a module. Nothing is changed then.
     """
+    check_bias(bias)
     names = find(model, targets, exclude=exclude, layers=layers, is_linear=is_linear)
     trained = find(model, modules_to_train) if modules_to_train else []
     ranks = by_pattern(names, rank_pattern or {}, r)
@@ -311,7 +312,8 @@ def _check_model(model: nn.Module) -> None:
                 "before that"
             )
     for name, parameter in model.named_parameters():
-        if parameter.is_inference():
+        is_lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
+        if not is_lazy and parameter.is_inference():
             raise ValueError(f"{name} is an inference tensor, which cannot be trained: copy it")
 
 
@@ -386,8 +388,8 @@ def _check_settings(name: str, module: nn.Module, weight: Tensor, own: LayerSett
             f"{name} is an nn.MultiheadAttention, whose update takes no dropout: set lora_dropout "
             "to 0, or exclude it"
         )
-    if isinstance(module, nn.Embedding) and module.max_norm is not None:
-        raise ValueError(f"{name} has max_norm, which rewrites its frozen weight: exclude it")
+    if isinstance(module, nn.Embedding):
+        Embedding.check_update(module.max_norm, own.freeze_A, own.initialization)
     LoRALayer(**{**own.of_layer(), "merge_weights": False})  # its own checks of the settings
 
 

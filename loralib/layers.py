@@ -545,16 +545,25 @@ class Embedding(LoRALayer, nn.Embedding):
             nn.Embedding.reset_parameters(self)
         self.reset_lora_parameters()
 
+    @staticmethod
+    def check_update(max_norm: float | None, freeze_A: bool, initialization: str) -> None:
+        """Checks that an embedding can have an update.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        if max_norm is not None:
+            raise ValueError(
+                f"max_norm={max_norm} rewrites an embedding's weight, which an update freezes"
+            )
+        if freeze_A and initialization == "default":
+            raise ValueError("freeze_A would freeze an embedding's A at zero: train it")
+
     def _add_update(self, dtype: torch.dtype | None = None) -> None:
         """Creates the parameters of the update."""
         if self.r == 0:
             return
-        if self.max_norm is not None:
-            raise ValueError(
-                f"max_norm={self.max_norm} rewrites the weight that r={self.r} freezes: use r=0"
-            )
-        if self.freeze_A and self.initialization == "default":
-            raise ValueError("freeze_A would freeze an embedding's A at zero: train it")
+        self.check_update(self.max_norm, self.freeze_A, self.initialization)
         self._add_lora_parameters(
             (self.r, self.num_embeddings), (self.embedding_dim, self.r), dtype
         )

@@ -15,7 +15,12 @@ logger = logging.getLogger(__name__)
 _BIAS_CHOICES = ("none", "all", "lora_only")
 
 
-def _check_bias(bias: str) -> None:
+def check_bias(bias: str) -> None:
+    """Checks that this is a choice of `mark_only_lora_as_trainable`.
+
+    Raises:
+        ValueError: it is not.
+    """
     if bias not in _BIAS_CHOICES:
         raise ValueError(f"bias must be one of {', '.join(_BIAS_CHOICES)}, got {bias!r}")
 
@@ -33,7 +38,7 @@ def mark_only_lora_as_trainable(model: nn.Module, bias: str = "none") -> None:
     Raises:
         ValueError: `bias` is none of these.
     """
-    _check_bias(bias)
+    check_bias(bias)
     for name, parameter in model.named_parameters():
         if "lora_" not in name:
             parameter.requires_grad = False
@@ -51,7 +56,7 @@ def train_biases(model: nn.Module, bias: str) -> None:
     Raises:
         ValueError: `bias` is not one of its choices.
     """
-    _check_bias(bias)
+    check_bias(bias)
     for name, parameter in model.named_parameters():
         if bias == "all" and "bias" in name and "lora_" not in name:
             parameter.requires_grad = True
@@ -130,7 +135,7 @@ def lora_state_dict(model: nn.Module, bias: str = "none") -> dict[str, Tensor]:
     Raises:
         ValueError: `bias` is none of these.
     """
-    _check_bias(bias)
+    check_bias(bias)
     state = model.state_dict()
     names = {name for name in state if "lora_" in name or (bias == "all" and "bias" in name)}
     if bias == "lora_only":

@@ -1,0 +1,85 @@
+"""A small model of PyTorch's own layers, of every kind that can be adapted, for `add_lora`."""
+
+import torch
+from torch import Tensor, nn
+
+
+class Conv1D(nn.Module):
+    """A linear layer that holds its weight as (in, out), as upstream's GPT-2 has them."""
+
+    def __init__(self, nf: int, nx: int):
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight = nn.Parameter(0.2 * torch.randn(nx, nf))
+        self.bias = nn.Parameter(0.1 * torch.randn(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, nx) -> (…, nf)."""
+        return x @ self.weight + self.bias
+
+
+class Block(nn.Module):
+    """Attention of a sort, and a feed-forward part."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.q_proj, self.v_proj = nn.Linear(width, width), nn.Linear(width, width, bias=False)
+        self.c_attn = Conv1D(3 * width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, width) -> (…, width)."""
+        first, second, third = self.c_attn(x).chunk(3, dim=-1)
+        mixed = self.q_proj(x) * torch.sigmoid(self.v_proj(x)) + first * torch.tanh(second) + third
+        return x + self.down(torch.relu(self.up(mixed)))
+
+
+class AnyModel(nn.Module):
+    """Token ids (batch, length) -> (batch, length, 5).
+
+    Args:
+        batch_first: of the attention that is PyTorch's own; True where its encoder has a fast path.
+    """
+
+    def __init__(self, width: int = 8, batch_first: bool = True):
+        super().__init__()
+        self.embed = nn.Embedding(11, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(3))
+        layer = nn.TransformerEncoderLayer(width, 2, 16, dropout=0.0, batch_first=batch_first)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=batch_first)
+        self.conv1 = nn.Conv1d(width, width, 3, padding=1, groups=2)
+        self.conv2 = nn.Conv2d(1, 1, (3, 3), padding=1, padding_mode="circular")
+        self.conv3 = nn.Conv3d(1, 1, 1, bias=False)
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, ids: Tensor, padding: Tensor | None = None) -> Tensor:
+        """The outputs; `padding` is True at positions that attention is to leave out."""
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        x = self.encoder(x, src_key_padding_mask=padding)
+        if padding is not None:
+            x = x.masked_fill(padding[..., None], 0)
+        x = x + self.conv1(x.transpose(1, 2)).transpose(1, 2)
+        x = x + self.conv2(x[:, None])[:, 0]
+        x = x + self.conv3(x[:, None, None])[:, 0, 0]
+        return self.head(x)
+
+
+LINEAR = ("q_proj", "v_proj", "c_attn", "up", "down")
+TARGETS = {
+    "linear": ["q_proj", "down"],
+    "without bias": ["v_proj"],
+    "Conv1D": ["c_attn"],
+    "embedding": ["embed"],
+    "convolutions": ["conv1", "conv2", "conv3"],
+    "attention": ["self_attn"],
+    "out_proj": ["encoder.layers.0.self_attn.out_proj"],
+    "within PyTorch's encoder": ["linear1"],
+    "all-linear": ["all-linear"],
+}
+
+
+def ids(rows: int = 4) -> Tensor:
+    """Token ids for an `AnyModel`: (rows, 7)."""
+    return torch.arange(rows * 7).view(rows, 7) * 5 % 11

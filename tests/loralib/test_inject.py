@@ -1,0 +1,441 @@
+"""add_lora and remove_lora: every kind of layer, with every variant and initialization."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from any_models import TARGETS, AnyModel, ids
+from torch import nn
+
+import loralib as lora
+from loralib.functional import VARIANTS
+from loralib.initialization import INITIALIZATIONS
+from loralib.layers import LoRALayer
+
+
+@pytest.fixture
+def model():
+    return AnyModel()
+
+
+@torch.no_grad()
+def change(model):
+    """Gives all updates values as training would."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(("lora_A", "lora_B")):
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        if name.endswith("magnitude_vector"):
+            parameter.mul_(1 + 0.2 * torch.rand_like(parameter))
+
+
+def results(model):
+    """What it computes in evaluation, without a graph and with one, and in training."""
+    padding = torch.zeros(4, 7, dtype=torch.bool)
+    padding[1, 5:] = True
+    rows = ids()
+    with torch.no_grad():
+        found = [model.eval()(rows), model.eval()(rows, padding)]
+    found += [model.eval()(rows), model.train()(rows), model.train()(rows, padding)]
+    return [out.detach() for out in found]
+
+
+def assert_same(found, expected, **tolerances):
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, **tolerances)
+
+
+def bits(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("initialization", INITIALIZATIONS)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kind", TARGETS)
+def test_a_model_and_back(model, kind, variant, initialization):
+    # Frozen, as it is afterwards: PyTorch chooses other kernels where nothing is trained.
+    model.requires_grad_(False)
+    expected, base = results(model), bits(model)
+    many = {"r": 1} if kind == "convolutions" and initialization != "orthogonal" else {"r": 2}
+    if kind == "convolutions" and initialization == "orthogonal":
+        with pytest.raises(ValueError, match="r = 2 is larger than a dimension of conv2: 1"):
+            lora.add_lora(model, TARGETS[kind], **many, initialization=initialization)
+        return
+    names = lora.add_lora(
+        model,
+        TARGETS[kind],
+        **many,
+        lora_alpha=4,
+        variant=variant,
+        initialization=initialization,
+    )
+    assert {n for n, m in model.named_modules() if isinstance(m, LoRALayer) and m.r} == set(names)
+    close = {"atol": 1e-5, "rtol": 1e-5}
+    assert_same(results(model), expected, **close)
+
+    change(model)
+    changed = results(model)
+    assert_same(changed, [changed[0], changed[1], changed[0], changed[0], changed[1]], **close)
+    assert not torch.allclose(changed[0], expected[0], atol=1e-3)
+    merged = lora.merge(copy.deepcopy(model))
+    assert_same(results(merged), changed, atol=1e-4, rtol=1e-4)
+    assert [(n, type(m)) for n, m in merged.named_modules()] == [
+        (n, type(m)) for n, m in AnyModel().named_modules()
+    ]
+
+    state = model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in base.items())
+    assert lora.remove_lora(model) == names
+    state = model.state_dict()
+    assert state.keys() == base.keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in base.items())
+    assert_same(results(model), expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kind", TARGETS)
+def test_gradients_reach_what_is_trained_and_nothing_else(model, kind, variant):
+    names = lora.add_lora(model, TARGETS[kind], r=1, variant=variant)
+    change(model)
+    model(ids()).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        is_update = "lora_" in name
+        assert parameter.requires_grad == is_update
+        assert (parameter.grad is not None and bool(parameter.grad.any())) == is_update, name
+    updated = {n.rpartition(".")[0] for n, p in model.named_parameters() if p.requires_grad}
+    assert updated == set(names)
+
+
+def test_modules_tensors_and_hooks_stay_the_same_objects(model):
+    module, weight, bias = model.layers[0].q_proj, model.layers[0].q_proj.weight, None
+    bias = module.bias
+    seen = []
+    module.register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    lora.add_lora(model, "q_proj")
+    assert model.layers[0].q_proj is module
+    assert module.weight is weight
+    assert module.bias is bias
+    model(ids())
+    assert seen == [(4, 7, 8)]
+    assert isinstance(module, nn.Linear)
+    names = {name for name in model.state_dict() if name.startswith("layers.0.q_proj")}
+    assert names == {f"layers.0.q_proj.{name}" for name in ("weight", "bias", "lora_A", "lora_B")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_base_in_half_precision_has_updates_in_float32(model, dtype):
+    base = bits(model.to(dtype))
+    lora.add_lora(model, ["q_proj", "embed", "conv1", "self_attn"], r=2)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == (torch.float32 if "lora_" in name else dtype)
+    change(model)
+    out = model.train()(ids())
+    assert out.dtype == dtype
+    out.float().sum().backward()
+    assert model.layers[0].q_proj.lora_A.grad.dtype == torch.float32
+    lora.merge(model)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    assert model.state_dict().keys() == base.keys()
+
+
+def test_a_second_call_adds_other_modules(model):
+    lora.add_lora(model, "q_proj", r=2, modules_to_train="head")
+    change(model)
+    before = bits(model)
+    assert lora.add_lora(model, "v_proj", r=3) == tuple(f"layers.{i}.v_proj" for i in range(3))
+    state = model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in before.items())
+    trained = {n.rpartition(".")[0] for n, p in model.named_parameters() if p.requires_grad}
+    assert trained == {f"layers.{i}.{n}_proj" for i in range(3) for n in "qv"} | {"head"}
+    with pytest.raises(ValueError, match=r"layers.0.q_proj has LoRA already: remove_lora first"):
+        lora.add_lora(model, "q_proj")
+
+
+@pytest.mark.parametrize(
+    ("bias", "names"),
+    [
+        ("none", set()),
+        ("lora_only", {"layers.0.q_proj.bias", "encoder.layers.0.self_attn.in_proj_bias"}),
+    ],
+)
+def test_biases(model, bias, names):
+    lora.add_lora(model, ["q_proj", "self_attn"], layers=[0], bias=bias)
+    trained = {n for n, p in model.named_parameters() if p.requires_grad and "lora_" not in n}
+    assert trained - {"encoder.layers.0.self_attn.out_proj.bias"} == names
+    kept = lora.lora_state_dict(model, bias)
+    assert names <= kept.keys()
+
+
+def test_all_biases(model):
+    lora.add_lora(model, "q_proj", bias="all")
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == ("bias" in name or "lora_" in name)
+
+
+def test_slices_of_a_projection_that_is_several_in_one(model):
+    before = model.layers[1].c_attn(torch.ones(1, 8)).detach()
+    lora.add_lora(model, "c_attn", r=2, enable_lora={"c_attn": [True, False, True]})
+    layer = model.layers[1].c_attn
+    assert isinstance(layer, lora.MergedLinear)
+    assert layer.lora_A.shape == (4, 8)
+    assert layer.lora_B.shape == (16, 2)
+    change(model)
+    differs = (layer(torch.ones(1, 8)) - before).abs()[0] > 1e-4
+    assert differs[:8].any()
+    assert differs[16:].any()
+    assert not differs[8:16].any()
+
+
+def test_ranks_and_alphas_by_pattern(model):
+    lora.add_lora(
+        model,
+        ["q_proj", "up"],
+        r=4,
+        lora_alpha=8,
+        rank_pattern={"layers.0.q_proj": 1, "q_proj": 2},
+        alpha_pattern={"layers.*.up": 2},
+    )
+    found = {n: (m.r, m.scaling) for n, m in model.named_modules() if isinstance(m, LoRALayer)}
+    assert found == {
+        "layers.0.q_proj": (1, 8.0),
+        **{f"layers.{i}.q_proj": (2, 4.0) for i in (1, 2)},
+        **{f"layers.{i}.up": (4, 0.5) for i in range(3)},
+    }
+
+
+def test_attention_with_separate_projections():
+    attention = nn.MultiheadAttention(8, 2, kdim=6, vdim=4, batch_first=True)
+    model = nn.ModuleDict({"attention": attention}).requires_grad_(False)
+    q, k, v = torch.randn(2, 3, 8), torch.randn(2, 5, 6), torch.randn(2, 5, 4)
+    base, (expected, weights) = bits(model), attention(q, k, v)
+    names = lora.add_lora(model, "attention", r=2, variant="dora")
+    assert names == ("attention", "attention.out_proj")
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert {f"attention.{x}_proj.lora_A" for x in "qkv"} <= trained
+    found = attention(q, k, v)
+    torch.testing.assert_close(found, (expected, weights))
+    change(model)
+    changed, _ = copy.deepcopy(model)["attention"](q, k, v)
+    assert not torch.allclose(changed, expected, atol=1e-3)
+    torch.testing.assert_close(model.eval()["attention"](q, k, v)[0], changed)
+    torch.testing.assert_close(lora.merge(copy.deepcopy(model))["attention"](q, k, v)[0], changed)
+    lora.remove_lora(model.train())
+    assert model.state_dict().keys() == base.keys()
+    assert torch.equal(attention(q, k, v)[0], expected)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("mask", [None, "bool", "float", "padding", "causal", "unbatched"])
+def test_attention_takes_what_pytorchs_takes(mask, need_weights, batch_first):
+    attention = nn.MultiheadAttention(8, 2, batch_first=batch_first, add_bias_kv=True)
+    x = torch.randn(5, 5, 8) if mask != "unbatched" else torch.randn(5, 8)
+    upper = torch.triu(torch.ones(5, 5, dtype=torch.bool), 1)
+    arguments = {
+        "bool": {"attn_mask": upper},
+        "float": {"attn_mask": torch.zeros(5, 5).masked_fill(upper, float("-inf"))},
+        "padding": {"key_padding_mask": torch.arange(5).expand(5, 5) >= 4},
+        "causal": {"attn_mask": upper, "is_causal": not need_weights},
+    }.get(mask, {})
+    call = {"need_weights": need_weights, "average_attn_weights": False, **arguments}
+    expected = attention(x, x, x, **call)
+    model = nn.ModuleDict({"attention": attention})
+    lora.add_lora(model, "attention", r=2)
+    for mode in (True, False):
+        found = model.train(mode)["attention"](x, x, x, **call)
+        torch.testing.assert_close(found, expected)
+
+
+# ---- copies and files ----
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+def test_copies_and_pickles(model, variant):
+    lora.add_lora(model, ["all-linear", "embed", "conv1"], r=2, variant=variant)
+    change(model)
+    expected = model.eval()(ids())
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(file, weights_only=False),
+    ):
+        assert torch.equal(other(ids()), expected)
+        assert lora.remove_lora(other)
+    assert torch.equal(model(ids()), expected)
+
+
+def test_a_state_dict_goes_into_another_model(model):
+    settings = {"targets": ["q_proj", "conv1", "self_attn"], "r": 2, "initialization": "pissa"}
+    lora.add_lora(model, **settings)
+    change(model)
+    other = AnyModel()
+    lora.add_lora(other, **settings)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other.eval()(ids()), model.eval()(ids()))
+
+
+def test_half_casts_all_of_it(model):
+    lora.add_lora(model, ["q_proj", "embed", "conv1"], r=2)
+    change(model)
+    expected = model.eval()(ids())
+    found = model.bfloat16()(ids())
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    torch.testing.assert_close(found.float(), expected, atol=0.3, rtol=0.1)
+
+
+# ---- parameter groups ----
+
+
+def test_parameter_groups_of_lora_plus(model):
+    lora.add_lora(model, ["q_proj", "embed"], modules_to_train="head")
+    slow, fast = lora.parameter_groups(model, 1e-3, lora_plus_ratio=16, weight_decay=0.1)
+    assert fast["lr"] == 16 * slow["lr"] == 16e-3
+    assert slow["weight_decay"] == fast["weight_decay"] == 0.1
+    assert set(fast["params"]) == {layer.q_proj.lora_B for layer in model.layers}
+    everything = {p for p in model.parameters() if p.requires_grad}
+    assert set(slow["params"]) == everything - set(fast["params"])
+    (one,) = lora.parameter_groups(model, 1e-3)
+    assert set(one["params"]) == everything
+
+
+@pytest.mark.parametrize("ratio", [0, -1, float("inf"), float("nan")])
+def test_a_ratio_that_is_not_positive(model, ratio):
+    lora.add_lora(model, "q_proj")
+    with pytest.raises(ValueError, match="lora_plus_ratio has to be above 0"):
+        lora.parameter_groups(model, 1e-3, lora_plus_ratio=ratio)
+
+
+def test_nothing_to_train(model):
+    with pytest.raises(ValueError, match="no parameter of the model is trained"):
+        lora.parameter_groups(model.requires_grad_(False), 1e-3)
+
+
+# ---- what cannot be ----
+
+
+class Quantized(nn.Linear):
+    """A linear layer that computes in its own way."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight.round(), self.bias)
+
+
+def put(layer):
+    model = AnyModel()
+    model.layers[1].q_proj = layer
+    return model
+
+
+def with_own_forward():
+    model = AnyModel()
+    module = model.layers[1].q_proj
+    module.forward = lambda x: F.linear(x, module.weight)
+    return model
+
+
+def tied():
+    model = AnyModel()
+    model.head = nn.Linear(8, 11, bias=False)
+    model.head.weight = model.embed.weight
+    return model
+
+
+def inference():
+    with torch.inference_mode():
+        return AnyModel()
+
+
+def compiled_in_place():
+    model = AnyModel()
+    model.layers[0].compile()
+    return model
+
+
+WRONG = {
+    "no match": (AnyModel, {"targets": "q_prj"}, "'q_prj' matches no module .* q_proj"),
+    "no target": (AnyModel, {"targets": []}, "no target is given"),
+    "no layer": (AnyModel, {"layers": [3]}, "no layer 3; its numbers are 0 to 2"),
+    "excluded": (AnyModel, {"exclude": "q_proj"}, "matches only modules that are left out"),
+    "excluded none": (AnyModel, {"exclude": "x_proj"}, "'x_proj' matches no module"),
+    "a block": (AnyModel, {"targets": "layers.1"}, r"layers.1 is a .*Block, which has no LoRA"),
+    "norm": (AnyModel, {"targets": "norm1"}, "norm1 is a .*LayerNorm, which has no LoRA layer"),
+    "rank": (AnyModel, {"r": 9}, "r = 9 is larger than a dimension of layers.0.q_proj: 8"),
+    "no rank": (AnyModel, {"r": 0}, "an integer of at least 1, got 0"),
+    "half a rank": (AnyModel, {"r": 1.5}, "an integer of at least 1, got 1.5"),
+    "alpha": (AnyModel, {"lora_alpha": -1}, "lora_alpha has to be above 0"),
+    "dropout": (AnyModel, {"lora_dropout": 1.5}, "between 0 and 1"),
+    "variant": (AnyModel, {"variant": "qlora"}, "unknown variant 'qlora'"),
+    "initialization": (AnyModel, {"initialization": "eva"}, "unknown initialization 'eva'"),
+    "bias": (AnyModel, {"bias": "some"}, "bias must be one of none, all, lora_only"),
+    "pattern": (AnyModel, {"rank_pattern": {"up": 2}}, "'up' matches none of the adapted"),
+    "head": (AnyModel, {"modules_to_train": "haed"}, "'haed' matches no module .* head"),
+    "slices": (AnyModel, {"enable_lora": {"q_proj": [True] * 3}}, "does not fit layers.0.q_proj"),
+    "no slice": (AnyModel, {"enable_lora": {"q_proj": [False] * 2}}, "has to enable some"),
+    "slices of what": (
+        AnyModel,
+        {"targets": "embed", "enable_lora": {"embed": [True, False]}},
+        "embed is not a linear layer",
+    ),
+    "dropout of attention": (
+        AnyModel,
+        {"targets": "self_attn", "lora_dropout": 0.1},
+        "takes no dropout",
+    ),
+    "frozen zeros": (AnyModel, {"targets": "embed", "freeze_A": True}, "A at zero"),
+    "quantized": (lambda: put(Quantized(8, 8)), {}, r"layers.1.q_proj is a .*Quantized, which has"),
+    "lazy": (lambda: put(nn.LazyLinear(8)), {}, "layers.1.q_proj has no weight that is a plain"),
+    "weight norm": (
+        lambda: put(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))),
+        {},
+        "layers.1.q_proj has no weight that is a plain parameter",
+    ),
+    "own forward": (with_own_forward, {}, "layers.1.q_proj has a forward of its own"),
+    "tied": (tied, {"targets": "embed"}, "embed shares its weight with head; .* untie=True"),
+    "inference": (inference, {}, "is an inference tensor"),
+    "compiled": (lambda: torch.compile(AnyModel()), {}, "the model is wrapped or compiled"),
+    "compiled in place": (compiled_in_place, {}, "layers.0 is wrapped or compiled already"),
+    "DataParallel": (lambda: nn.DataParallel(AnyModel()), {}, "wrapped .* [(]DataParallel[)]"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_it_is_said_in_one_line_and_nothing_is_changed(case):
+    make, settings, message = WRONG[case]
+    model = make()
+    kinds = [type(module) for module in model.modules()]
+    trained = [parameter.requires_grad for parameter in model.parameters()]
+    with pytest.raises((ValueError, TypeError), match=message) as error:
+        lora.add_lora(model, **{"targets": "q_proj", "r": 2, **settings})
+    assert "\n" not in str(error.value)
+    assert [type(module) for module in model.modules()] == kinds
+    assert [parameter.requires_grad for parameter in model.parameters()] == trained
+
+
+def test_in_inference_mode(model):
+    with torch.inference_mode(), pytest.raises(ValueError, match="in inference mode no update"):
+        lora.add_lora(model, "q_proj")
+
+
+def test_untied_by_choice():
+    model = tied()
+    before = model.eval()(ids())
+    lora.add_lora(model, "embed", r=2, untie=True)
+    change(model)
+    assert model.embed.weight is model.head.weight
+    changed = model.eval()(ids())
+    lora.merge(model)
+    assert model.embed.weight is not model.head.weight
+    torch.testing.assert_close(model(ids()), changed)
+    assert not torch.allclose(changed, before, atol=1e-3)
+
+
+def test_nothing_to_remove(model):
+    with pytest.raises(ValueError, match="has no LoRA to remove"):
+        lora.remove_lora(model)
+    with pytest.raises(ValueError, match="0 was built as a LoRA layer"):
+        lora.remove_lora(nn.Sequential(lora.Linear(4, 4, r=2)))
