@@ -22,6 +22,7 @@ a format cannot hold is listed. Existing files are never overwritten.
 import argparse
 import math
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -347,10 +348,12 @@ def describe(adapter: Adapter) -> dict[str, str]:
     others = sum(t.numel() for t in adapter.tensors.values()) - lora
     said = {
         "format": adapter.format,
-        "rank": f"{metadata.rank}{each}",
+        "rank": f"{metadata.rank}{each}{_exceptions(metadata.rank_pattern)}",
         "alpha": "not said; --lora_alpha says it"
         if adapter.metadata is None
-        else f"{metadata.alpha:g}",
+        else f"{metadata.alpha:g}{_exceptions(metadata.alpha_pattern)}",
+        "variant": metadata.variant,
+        "start": metadata.initialization,
         "targets": f"{plain(metadata.targets)}, in {len(pairs)} modules",
         "dropout": metadata.dropout,
         "biases": metadata.bias,
@@ -366,6 +369,13 @@ def describe(adapter: Adapter) -> dict[str, str]:
         "with": plain(metadata.trained_with) if metadata.trained_with else None,
     }
     return {name: str(value) for name, value in said.items() if value is not None}
+
+
+def _exceptions(pattern: Mapping[str, float] | None) -> str:
+    """The other values that some modules have, and how many of them, for people."""
+    counts = Counter((pattern or {}).values())
+    listed = ", ".join(f"{value:g} in {count} modules" for value, count in sorted(counts.items()))
+    return f", but {listed}" if listed else ""
 
 
 # ------------------------------------------------------------------------------------------------

@@ -1,27 +1,40 @@
 """What an adapter adds to each weight of its base, whatever layers it was trained in.
 
-An adapter's tensors are pairs: for a module ``m``, ``m.lora_A`` and ``m.lora_B``. Those of a
-`Linear` are one update of the whole output; those of a `MergedLinear` are stacked, a block for each
-updated slice of the output (see functional.py). The tensors do not say which slices these are: the
-model's `Family` does.
+An adapter's tensors belong to modules. A module ``m`` has
+
+    m.lora_A, m.lora_B                 the update; a convolution's as kernels, B's of size 1
+    m.lora_magnitude_vector            the magnitudes of DoRA
+    m.lora_A_start, m.lora_B_start     where A and B started, if from the weight's own factors
+
+Those of a `Linear` are one update of the whole output; those of a `MergedLinear` are stacked, a
+block for each updated slice of the output (see functional.py). The tensors do not say which slices
+these are: the metadata does, or the model's `Family`.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from ..functional import Delta, merge
+from ..functional import Delta, joined_with_start, merge
 from ..nn.positions import shared_projections, unshare_positions
 from .adapter import LORA, Adapter
 from .checks import check_positions
 from .families import enabled_slices
 
+MAGNITUDE = "lora_magnitude_vector"
+START_A, START_B = "lora_A_start", "lora_B_start"
+PARTS = ("lora_A", "lora_B", MAGNITUDE, START_A, START_B)
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
 
 def lora_pairs(tensors: Mapping[str, Tensor], source: str) -> dict[str, tuple[Tensor, Tensor]]:
-    """The pairs (lora_A, lora_B) among an adapter's tensors, by their module's name.
+    """The pairs (lora_A, lora_B) among an adapter's tensors, as matrices, by their module's name.
 
     Raises:
         CheckpointError: one of a pair is missing, or they cannot be multiplied.
@@ -33,11 +46,30 @@ def lora_pairs(tensors: Mapping[str, Tensor], source: str) -> dict[str, tuple[Te
             if name not in tensors:
                 raise CheckpointError(f"{source}: lacks {name}, the other half of a pair")
         A, B = tensors[f"{module}.lora_A"], tensors[f"{module}.lora_B"]
-        if A.dim() != 2 or B.dim() != 2 or not A.numel() or not B.numel() or len(A) % B.shape[1]:
+        if not _belong_together(A, B):
             shapes = f"lora_A {tuple(A.shape)} and lora_B {tuple(B.shape)}"
             raise CheckpointError(f"{source}: {shapes} of {module} do not belong together")
-        pairs[module] = A, B
+        pairs[module] = A.flatten(1), B.flatten(1)
     return pairs
+
+
+def _belong_together(A: Tensor, B: Tensor) -> bool:
+    if not 2 <= A.dim() == B.dim() <= 5 or not A.numel() or not B.numel():
+        return False
+    is_kernel = A.dim() > 2
+    return len(A) == B.shape[1] == B[0].numel() if is_kernel else len(A) % B.shape[1] == 0
+
+
+def ranks_of(tensors: Mapping[str, Tensor], source: str) -> dict[str, int]:
+    """The rank of each module's update.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    ranks = {module: B.shape[1] for module, (_, B) in lora_pairs(tensors, source).items()}
+    if not ranks:
+        raise CheckpointError(f"{source}: has 0 ranks: none")
+    return ranks
 
 
 def rank_of(tensors: Mapping[str, Tensor], source: str) -> int:
@@ -46,11 +78,18 @@ def rank_of(tensors: Mapping[str, Tensor], source: str) -> int:
     Raises:
         CheckpointError: there are none, or they are of several ranks.
     """
-    ranks = {B.shape[1]: module for module, (_, B) in lora_pairs(tensors, source).items()}
+    ranks = {rank: module for module, rank in ranks_of(tensors, source).items()}
     if len(ranks) != 1:
         listed = ", ".join(f"{rank} ({module})" for rank, module in sorted(ranks.items()))
-        raise CheckpointError(f"{source}: has {len(ranks)} ranks: {listed or 'none'}")
+        raise CheckpointError(f"{source}: has {len(ranks)} ranks: {listed}")
     return next(iter(ranks))
+
+
+def slices_of(adapter: Adapter, module: str) -> tuple[bool, ...]:
+    """Which slices of a module's output stacked updates belong to; () where that is unknown."""
+    metadata = adapter.metadata
+    own = getattr(metadata, "slices", None) or {}
+    return own.get(module) or enabled_slices(module)
 
 
 def deltas_of(adapter: Adapter) -> dict[str, Delta]:
@@ -60,55 +99,127 @@ def deltas_of(adapter: Adapter) -> dict[str, Delta]:
         CheckpointError: its alpha is unknown; or a delta is stacked in a module whose updated
             slices are unknown.
     """
-    rank = rank_of(adapter.tensors, adapter.source)
+    ranks_of(adapter.tensors, adapter.source)
     pairs = lora_pairs(adapter.tensors, adapter.source)
-    scaling = adapter.lora.delta.scale(adapter.lora.alpha, rank)
-    return {name: _delta(adapter, name, *pair, scaling) for name, pair in pairs.items()}
+    return {name: _delta(adapter, name, *pair) for name, pair in pairs.items()}
 
 
-def _delta(adapter: Adapter, module: str, A: Tensor, B: Tensor, scaling: float) -> Delta:
-    count = len(A) // B.shape[1]
-    if count == 1:
-        return adapter.lora.delta(A, B, scaling, out_features=len(B))
-    enabled = enabled_slices(module)
-    if sum(enabled) != count or len(B) % count:
+def _delta(adapter: Adapter, module: str, A: Tensor, B: Tensor) -> Delta:
+    metadata, rank = adapter.lora, B.shape[1]
+    if rank != metadata.rank_of(module):
+        raise CheckpointError(
+            f"{adapter.source}: {module} has rank {rank}, its metadata says "
+            f"{metadata.rank_of(module)}"
+        )
+    count, kind = len(A) // rank, metadata.delta
+    starts, out_features = _slices(adapter, module, count, len(B))
+    if metadata.has_start:
+        A0, B0 = (adapter.tensors[f"{module}.{part}"].flatten(1) for part in (START_A, START_B))
+        A, B = joined_with_start(A, B, A0, B0, count)
+    more: dict[str, Any] = {}
+    if kind.has_magnitude:
+        more["magnitude"] = adapter.tensors[f"{module}.{MAGNITUDE}"]
+    scaling = kind.scale(metadata.alpha_of(module), rank)
+    return kind(A, B, scaling, starts, out_features, **more)
+
+
+def _slices(adapter: Adapter, module: str, count: int, rows: int) -> tuple[tuple[int, ...], int]:
+    """The first rows of the slices that a module's `count` updates reach, and its output's size."""
+    if count == 1 and module not in (adapter.lora.slices or {}):
+        return (0,), rows
+    enabled = slices_of(adapter, module)
+    if sum(enabled) != count or rows % count:
         raise CheckpointError(
             f"{adapter.source}: {module} has {count} stacked blocks, and it is unknown which "
             "slices of its output they belong to: register its family (adapters.families)"
         )
-    width = len(B) // count
+    width = rows // count
     starts = tuple(index * width for index, on in enumerate(enabled) if on)
-    return adapter.lora.delta(A, B, scaling, starts, width * len(enabled))
+    return starts, width * len(enabled)
 
 
-def linear_module(model: nn.Module, name: str, source: str) -> nn.Module:
-    """The module that a delta belongs to.
+# ---- plain models ----
+
+
+@dataclass(frozen=True)
+class AdaptedWeight:
+    """A weight of a plain model, and what an adapter adds to it.
+
+    Args:
+        module: the one that has the weight.
+        name: of the parameter in the module.
+        delta: what is added.
+    """
+
+    module: nn.Module
+    name: str
+    delta: Delta
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight, as the module holds it."""
+        return self.module.get_parameter(self.name)
+
+    def merged(self) -> Tensor:
+        """The weight with the delta merged into it, a new tensor."""
+        return merge(self.weight, self.delta, partial(out_in, self.module))
+
+
+def adapted_module(model: nn.Module, name: str, adapter: Adapter) -> tuple[nn.Module, str]:
+    """The module whose weight an adapter adapts under this name, and what the weight is called.
+
+    It is the module of this name; or, for the q_proj, k_proj and v_proj of an
+    `nn.MultiheadAttention` whose inputs have different sizes, the attention.
 
     Raises:
-        CheckpointError: the model has no such module, or it is not a linear one.
+        CheckpointError: the model has no such module, or it is of a kind that the adapter was not
+            trained in.
     """
-    try:
-        module = model.get_submodule(name)
-    except AttributeError as error:
-        raise CheckpointError(f"{source}: the model has no {name} to be adapted") from error
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or isinstance(module, nn.Embedding):
-        raise CheckpointError(f"{source}: {name} is not a linear layer of the model")
-    return module
+    source, embeddings = adapter.source, adapter.lora.embeddings or ()
+    module, weight_name = _module_and_weight(model, name)
+    if module is None:
+        raise CheckpointError(f"{source}: the model has no {name} to be adapted")
+    weight = getattr(module, weight_name, None)
+    dimensions = adapter.tensors[f"{name}.lora_A"].dim()
+    what = "a linear layer" if dimensions == 2 else f"a convolution in {dimensions - 2}-D"
+    what = "an embedding" if name in embeddings else what
+    is_of_kind = isinstance(module, nn.Embedding) == (name in embeddings)
+    if dimensions > 2:
+        is_of_kind = isinstance(module, _CONVOLUTIONS)
+    if not is_of_kind or not isinstance(weight, Tensor) or weight.dim() != dimensions:
+        raise CheckpointError(f"{source}: {name} is not {what} of the model")
+    return module, weight_name
+
+
+def _module_and_weight(model: nn.Module, name: str) -> tuple[nn.Module | None, str]:
+    owner, _, last = name.rpartition(".")
+    for path, weight in ((owner, f"{last}_weight"), (name, "")):
+        try:
+            module = model.get_submodule(path)
+        except AttributeError:
+            continue
+        is_attention = isinstance(module, nn.MultiheadAttention)
+        if weight and (not is_attention or getattr(module, weight, None) is None):
+            continue
+        return module, weight or ("in_proj_weight" if is_attention else "weight")
+    return None, ""
 
 
 def out_in(module: nn.Module, weight: Tensor) -> Tensor:
-    """A linear module's weight as (out, in), a view of it.
+    """A module's weight as (out, in), a view of it.
 
-    Modules with `fan_in_fan_out` hold it as (in, out), and so does upstream's Conv1D, which is not
-    an `nn.Linear`.
+    Embeddings hold it as (in, out), and so do modules with `fan_in_fan_out` and upstream's Conv1D,
+    which is not an `nn.Linear`. Of a convolution all that follows the first dimension is `in`.
     """
-    held_in_out = not isinstance(module, nn.Linear) or getattr(module, "fan_in_fan_out", False)
+    if weight.dim() > 2:
+        return weight.flatten(1)
+    is_out_in = isinstance(module, nn.Linear | nn.MultiheadAttention)
+    held_in_out = not is_out_in or getattr(module, "fan_in_fan_out", False)
     return weight.t() if held_in_out else weight
 
 
-def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, tuple[nn.Module, Delta]]:
-    """The modules of a plain model that an adapter adapts, and what it adds to each, by name.
+def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, AdaptedWeight]:
+    """The weights of a plain model that an adapter adapts, and what it adds, by module's name.
 
     Raises:
         CheckpointError: as `deltas_of`; or the model lacks such a module, or has it in another
@@ -116,15 +227,18 @@ def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, tuple[nn.Mo
     """
     modules = {}
     for name, delta in deltas_of(adapter).items():
-        module = linear_module(model, name, adapter.source)
-        theirs = (delta.out_features, delta.in_features)
-        ours = tuple(out_in(module, module.get_parameter("weight")).shape)
+        module, weight = adapted_module(model, name, adapter)
+        adapted = AdaptedWeight(module, weight, delta)
+        kernel = adapter.tensors[f"{name}.lora_A"].shape[1:]
+        theirs = (delta.out_features, *(kernel if len(kernel) > 1 else [delta.in_features]))
+        is_kernel = adapted.weight.dim() > 2
+        ours = tuple((adapted.weight if is_kernel else out_in(module, adapted.weight)).shape)
         if theirs != ours:
             raise CheckpointError(
                 f"{adapter.source}: the delta of {name} is {theirs}, the model's weight "
                 f"is {ours}: a base of another size"
             )
-        modules[name] = module, delta
+        modules[name] = adapted
     if shared_projections(model) & modules.keys():
         check_positions(adapter)
     return modules
@@ -149,11 +263,12 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
     """
     modules = adapted_modules(model, adapter)
     others = {name: t for name, t in adapter.tensors.items() if LORA.part not in name}
-    own = dict(model.named_parameters())
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    adapted_weights = {id(adapted.weight) for adapted in modules.values()}
     for name, tensor in others.items():
         if name not in own:
             raise CheckpointError(f"{adapter.source}: has {name}, unknown to the model")
-        if name.removesuffix(".weight") in modules:
+        if id(own[name]) in adapted_weights:
             raise CheckpointError(f"{adapter.source}: has both {name} and a delta of it")
         if tensor.shape != own[name].shape:
             raise CheckpointError(
@@ -162,9 +277,8 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
             )
     if adapter.lora.positions is False:
         unshare_positions(model, modules)
-    for module, delta in modules.values():
-        merged = merge(module.get_parameter("weight"), delta, partial(out_in, module))
-        _replace(module, "weight", merged)
+    for adapted in modules.values():
+        _replace(adapted.module, adapted.name, adapted.merged())
     for name, tensor in others.items():
         owner, _, last = name.rpartition(".")
         _replace(model.get_submodule(owner), last, tensor.to(own[name].dtype))
@@ -172,4 +286,6 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
 
 def _replace(module: nn.Module, name: str, tensor: Tensor) -> None:
     old = getattr(module, name)
-    setattr(module, name, nn.Parameter(tensor, requires_grad=old.requires_grad))
+    if isinstance(old, nn.Parameter):
+        tensor = nn.Parameter(tensor, requires_grad=old.requires_grad)
+    setattr(module, name, tensor)

@@ -41,6 +41,13 @@ from .soundness import check_lora, check_names, check_values
 
 FORMATS = ("lora", "release", "peft")
 
+# What changes what is computed, and what the release's files have no place for.
+_NOT_IN_RELEASE = (
+    *("variant", "initialization", "rank_pattern", "alpha_pattern", "embeddings", "slices"),
+)
+# Initializations that a trained adapter does not show.
+_WITHOUT_EFFECT = ("orthogonal",)
+
 _SUFFIXES = {"lora": (".safetensors",), "release": (".bin", ".pt")}
 
 
@@ -135,9 +142,8 @@ def _read_peft(path: Path, kind: Kind) -> Adapter:
     weights = peft.weights_of(path)
     tensors, metadata = read_checked(weights, kind)
     tensors = canonical_names(peft.names_in_model(tensors, str(weights)), str(weights))
-    adapter = peft.read(path.with_name(peft.CONFIG_NAME), tensors, weights)
     known = LoraMetadata.from_metadata(metadata, weights)
-    return adapter if known is None else peft.with_known(adapter, known)
+    return peft.read(path.with_name(peft.CONFIG_NAME), tensors, weights, known)
 
 
 _PEFT = Foreign("PEFT", (peft.CONFIG_NAME,), peft.WEIGHTS_NAMES, _read_peft)
@@ -241,9 +247,15 @@ def format_of_name(path: Path) -> str:
 def what_forbids(adapter: Adapter, format: str) -> str | None:
     """Why an adapter would compute something else in a format; None where it computes the same."""
     reached = getattr(adapter.metadata, "positions", None)
-    variant = getattr(adapter.metadata, "variant", None)
-    if variant and format != "lora":
-        return f"its LoRA is of the variant {variant}, which this format is not written with"
+    if format == "release" and adapter.metadata is not None:
+        for what in _NOT_IN_RELEASE:
+            value = getattr(adapter.metadata, what, None)
+            if value and value not in _WITHOUT_EFFECT:
+                return f"its LoRA is of the {what} {plain(value)}, which this format cannot say"
+    if format == "peft" and isinstance(adapter.metadata, LoraMetadata):
+        reason = peft.what_forbids(adapter)
+        if reason:
+            return reason
     if format == "release" and reached:
         return (
             "its LoRA reaches positions (lora_positions), the release's does not: it would compute "
@@ -306,9 +318,9 @@ def _unchecked(adapter: Adapter) -> list[str]:
     if adapter.kind is not LORA or any(in_known_backbone(name) for name in adapter.tensors):
         return []
     return [
-        "of no registered family: its modules are taken for linear layers; a convolution's LoRA "
-        "has another rank than its shapes say, an embedding's another format in PEFT, and a weight "
-        "that the model uses in several places is adapted in all of them by PEFT"
+        "of no registered family: its modules are taken for linear layers, or what its shapes and "
+        "its metadata (embeddings, slices) say; and a weight that the model uses in several places "
+        "is adapted in all of them by PEFT"
     ]
 
 
@@ -344,13 +356,15 @@ def _lost(metadata: AdapterMetadata | None, kept: Iterable[str]) -> list[str]:
 
 
 def _write_peft(path: Path, adapter: Adapter) -> list[str]:
-    tensors, remarks = peft.tensors_of(adapter)
+    adapter, remarks = peft.as_peft_computes(adapter)
+    metadata = adapter.lora
+    tensors = peft.tensors_of(adapter)
     remarks += _unchecked(adapter)
-    peft.write(path, peft.config_of(adapter), tensors, with_checksum(tensors, adapter.lora))
+    peft.write(path, peft.config_of(adapter), tensors, with_checksum(tensors, metadata))
     unseen = [
         name
-        for name in ("base_fingerprint", "task", "labels", "trained_with")
-        if getattr(adapter.metadata, name) is not None
+        for name in ("base_fingerprint", "task", "labels", "trained_with", "freeze_A")
+        if getattr(metadata, name) is not None
     ]
     if unseen:
         remarks.append(f"in the metadata, where PEFT does not look: {', '.join(unseen)}")

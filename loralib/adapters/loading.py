@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, MissingLayersError
-from ..layers import LoRALayer
+from ..layers import LoRALayer, MergedLinear
 from ..nn.positions import lora_reaches_positions
 from .adapter import LORA, Adapter, adapter_tensors, base_biases, trained_with
 from .checks import check_base, check_finite, check_positions
-from .families import backbone_prefixes
+from .families import backbone_prefixes, enabled_slices
+from .metadata import LoraMetadata, usual
 from .names import are_targets, lora_targets
 
 
@@ -28,17 +29,50 @@ def lora_settings(model: nn.Module) -> dict[str, Any]:
     """What a model's LoRA was built with, by the names that `LoraMetadata` has for it.
 
     Args:
-        model: it has LoRA layers, all built alike.
+        model: it has LoRA layers; they may differ in rank and alpha alone.
+
+    Raises:
+        CheckpointError: they differ in more.
     """
     layers = lora_layers(model)
-    layer = next(iter(layers.values()))
+    rank, ranks = usual({name: layer.r for name, layer in layers.items()})
+    alpha, alphas = usual({name: layer.lora_alpha for name, layer in layers.items()})
+    embeddings = tuple(sorted(n for n, each in layers.items() if isinstance(each, nn.Embedding)))
     return {
-        "rank": layer.r,
-        "alpha": layer.lora_alpha,
+        "rank": rank,
+        "alpha": alpha,
         "targets": lora_targets(layers),
         "positions": lora_reaches_positions(model),
-        "variant": None if layer.variant == "lora" else layer.variant,
+        "variant": _common(layers, "variant", "lora"),
+        "rank_pattern": ranks or None,
+        "alpha_pattern": alphas or None,
+        "initialization": _common(layers, "initialization", "default"),
+        "freeze_A": _common(layers, "freeze_A", False),
+        "embeddings": embeddings or None,
+        "slices": _own_slices(layers) or None,
     }
+
+
+def _common(layers: Mapping[str, LoRALayer], setting: str, default: object) -> object | None:
+    """A setting that all layers have; None for the default."""
+    values = {name: getattr(layer, setting, default) for name, layer in layers.items()}
+    common, others = usual(values)
+    for name, value in others.items():
+        raise CheckpointError(
+            f"the model's LoRA is of several kinds, which no file holds: {name} has {setting} "
+            f"{value}, others have {common}"
+        )
+    return None if common == default else common
+
+
+def _own_slices(layers: Mapping[str, LoRALayer]) -> dict[str, tuple[bool, ...]]:
+    """The slices that stacked updates reach, where no family says them."""
+    slices = {
+        name: tuple(layer.enable_lora)
+        for name, layer in layers.items()
+        if isinstance(layer, MergedLinear)
+    }
+    return {name: own for name, own in slices.items() if own != enabled_slices(name)}
 
 
 def load_into(
@@ -108,14 +142,46 @@ def _check_metadata(
         check_positions(adapter, settings["positions"])
     if metadata is None:
         return
-    for what, ours in settings.items():
-        if what == "positions":
-            continue  # checked above, where they matter
-        theirs = getattr(metadata, what)
-        same = are_targets(theirs, ours) if what == "targets" else theirs == ours
-        if not same:
-            raise CheckpointError(f"{adapter.source}: {trained_with(what, theirs, ours)}")
+    if isinstance(metadata, LoraMetadata):
+        _check_lora_settings(adapter, metadata, LoraMetadata(**settings))
+    else:
+        for what, ours in settings.items():
+            theirs = getattr(metadata, what)
+            if theirs != ours:
+                raise CheckpointError(f"{adapter.source}: {trained_with(what, theirs, ours)}")
     check_base(adapter, base_fingerprint)
+
+
+def _check_lora_settings(adapter: Adapter, theirs: LoraMetadata, ours: LoraMetadata) -> None:
+    """Checks all that changes what a model computes with the adapter's tensors."""
+    by_module = any((theirs.rank_pattern, theirs.alpha_pattern))
+    by_module = by_module or any((ours.rank_pattern, ours.alpha_pattern))
+    adapted = {name.rpartition(".")[0] for name in adapter.tensors if LORA.part in name}
+    for module in sorted(adapted):
+        for what, one, other in (
+            ("rank", theirs.rank_of(module), ours.rank_of(module)),
+            ("alpha", theirs.alpha_of(module), ours.alpha_of(module)),
+        ):
+            if one != other:
+                where = f" (in {module})" if by_module else ""
+                raise CheckpointError(f"{adapter.source}: {trained_with(what, one, other)}{where}")
+    if not are_targets(theirs.targets, ours.targets):
+        difference = trained_with("targets", theirs.targets, ours.targets)
+        raise CheckpointError(f"{adapter.source}: {difference}")
+    for setting, said, built in (
+        ("variant", theirs.variant, ours.variant),
+        ("initialization", _start_of(theirs), _start_of(ours)),
+        # Files of earlier versions do not say what follows.
+        ("embeddings", theirs.embeddings, theirs.embeddings and ours.embeddings),
+        ("slices", theirs.slices, theirs.slices and ours.slices),
+    ):
+        if said != built:
+            raise CheckpointError(f"{adapter.source}: {trained_with(setting, said, built)}")
+
+
+def _start_of(metadata: LoraMetadata) -> str | None:
+    """The initialization, if a trained adapter depends on it."""
+    return metadata.initialization if metadata.has_start else None
 
 
 def _check_names(adapter: Adapter, own: Mapping[str, Tensor], starts: tuple[str, ...]) -> None:

@@ -1,18 +1,21 @@
 """Metadata of an adapter: what its tensors do not say of themselves, such as its alpha and base."""
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from ..errors import CheckpointError, first_line
 from ..functional import VARIANTS, Delta
+from ..initialization import INITIALIZATIONS, starts_from_weight
 
 # Keys of files that older versions wrote.
 _OLD_KEYS = {"beside": "trained_with"}
 
 _Own = TypeVar("_Own", bound="AdapterMetadata")
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +58,7 @@ class AdapterMetadata:
             return None
         try:
             values = {key: json.loads(metadata[key]) for key in known}
-            for key in ("targets", "labels", "trained_with"):
+            for key in ("targets", "labels", "trained_with", "embeddings"):
                 if key in values:
                     values[key] = _strings(values[key])
             own = cls(**values)
@@ -87,6 +90,9 @@ def _strings(value: object) -> tuple[str, ...]:
 class LoraMetadata(AdapterMetadata):
     """Metadata of LoRA weights.
 
+    Of two spellings of one thing the shorter is kept: "lora", "default", False and empty mappings
+    become None, and patterns hold what differs from `rank` and `alpha` alone.
+
     Args:
         rank: r, the rank of the low-rank update.
         alpha: the update is scaled by alpha / r.
@@ -97,6 +103,14 @@ class LoraMetadata(AdapterMetadata):
         positions: whether the update reaches the positions that an adapted projection is shared
             with, see loralib/nn/positions.py; None where none is shared.
         variant: of the update, a name in `loralib.functional.VARIANTS`; None for the paper's.
+        rank_pattern, alpha_pattern: the ranks and alphas of the modules that have others than
+            `rank` and `alpha`, by the modules' full names.
+        initialization: how A and B were initialized, as for `loralib`'s layers; None for the
+            default. "pissa" and "olora" have their start among the tensors.
+        freeze_A: True where B alone was trained.
+        embeddings: the full names of the adapted modules that are embeddings.
+        slices: which of the equal slices of its output an update reaches, by the module's full
+            name: of stacked updates in models of no registered family.
     """
 
     rank: int
@@ -106,17 +120,49 @@ class LoraMetadata(AdapterMetadata):
     bias: str = "none"
     positions: bool | None = None
     variant: str | None = None
+    rank_pattern: Mapping[str, int] | None = None
+    alpha_pattern: Mapping[str, float] | None = None
+    initialization: str | None = None
+    freeze_A: bool | None = None
+    embeddings: tuple[str, ...] | None = None
+    slices: Mapping[str, tuple[bool, ...]] | None = None
 
     own: ClassVar[frozenset[str]] = frozenset({"rank", "alpha", "targets"})
 
     def __post_init__(self) -> None:
-        if self.variant == "lora":
-            object.__setattr__(self, "variant", None)
+        for name, shorter in {
+            "variant": None if self.variant == "lora" else self.variant,
+            "initialization": None if self.initialization == "default" else self.initialization,
+            "freeze_A": None if self.freeze_A is False else self.freeze_A,
+            "rank_pattern": _others(self.rank_pattern, self.rank),
+            "alpha_pattern": _others(self.alpha_pattern, self.alpha),
+            "embeddings": self.embeddings or None,
+            "slices": _of_tuples(self.slices),
+        }.items():
+            object.__setattr__(self, name, shorter)
 
     @property
     def delta(self) -> type[Delta]:
         """What computes the update."""
         return VARIANTS[self.variant or "lora"]
+
+    @property
+    def has_magnitude(self) -> bool:
+        """Whether the tensors hold magnitudes, as those of DoRA do."""
+        return self.delta.has_magnitude
+
+    @property
+    def has_start(self) -> bool:
+        """Whether the tensors hold the start of A and B, which the update is counted from."""
+        return starts_from_weight(self.initialization or "default")
+
+    def rank_of(self, module: str) -> int:
+        """The rank of a module's update."""
+        return (self.rank_pattern or {}).get(module, self.rank)
+
+    def alpha_of(self, module: str) -> float:
+        """The alpha of a module's update."""
+        return (self.alpha_pattern or {}).get(module, self.alpha)
 
     def check(self, path: object) -> None:
         """As in `AdapterMetadata`."""
@@ -127,9 +173,20 @@ class LoraMetadata(AdapterMetadata):
             ("dropout", self.dropout is None or is_dropout(self.dropout)),
             ("positions", isinstance(self.positions, bool | None)),
             ("variant", self.variant is None or self.variant in tuple(VARIANTS)),
+            ("rank_pattern", _is_mapping(self.rank_pattern, is_rank)),
+            ("alpha_pattern", _is_mapping(self.alpha_pattern, is_alpha)),
+            ("initialization", self.initialization in (None, *INITIALIZATIONS)),
+            ("freeze_A", isinstance(self.freeze_A, bool | None)),
+            ("slices", _is_mapping(self.slices, _is_slices)),
         ):
             if not is_sound:
                 raise CheckpointError(f"{path}: {name} {getattr(self, name)!r} in its metadata")
+
+
+def usual(values: Mapping[str, _Value]) -> tuple[_Value, dict[str, _Value]]:
+    """The value that most names have, the first among equals; and those of the other names."""
+    ((most, _),) = Counter(values.values()).most_common(1)
+    return most, {name: value for name, value in values.items() if value != most}
 
 
 def is_rank(value: object) -> bool:
@@ -151,3 +208,31 @@ def _is_number(value: object, low: float, high: float) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return low <= value <= high
+
+
+def _is_mapping(value: object, is_sound: Callable[[object], bool]) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, Mapping) and all(
+        isinstance(name, str) and is_sound(item) for name, item in value.items()
+    )
+
+
+def _is_slices(value: object) -> bool:
+    return isinstance(value, tuple) and any(value) and all(isinstance(on, bool) for on in value)
+
+
+def _others(pattern: Any, usual: object) -> Any:
+    """What of a pattern is not the usual; what is not a pattern stays for `check`."""
+    if not isinstance(pattern, Mapping):
+        return pattern
+    return {name: pattern[name] for name in sorted(pattern) if pattern[name] != usual} or None
+
+
+def _of_tuples(slices: Any) -> Any:
+    """Lists, as JSON has them, as tuples; what is not of lists stays for `check`."""
+    if not isinstance(slices, Mapping):
+        return slices
+    return {
+        name: tuple(on) if isinstance(on, list) else on for name, on in sorted(slices.items())
+    } or None

@@ -14,32 +14,47 @@ PEFT one of rank 2r in blocks, with the same scaling, alpha / r = 2 alpha / 2r:
                                     |  0  |  B  | n   value
                                     '-----'-----'
 
-PEFT's settings beyond the paper's LoRA that change what is computed are refused by name; those that
-say how a rank or an alpha differs between modules are read by normalizing all to one.
+Ranks and alphas that differ between modules are `rank_pattern` and `alpha_pattern` on both sides:
+PEFT's keys are regular expressions for the end of a module's name, ours full names. An embedding's
+halves are called ``lora_embedding_A`` and ``lora_embedding_B``; the magnitudes of a convolution are
+(1, out, 1, …); what belongs to the output projection of an `nn.MultiheadAttention` is under
+``base_layer.out_proj``, and has the attention's own rank and alpha.
+
+PEFT's settings beyond that which change what is computed are refused by name.
 """
 
 import json
+import logging
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import CheckpointError, first_line
-from ..functional import Delta
+from ..functional import Delta, joined_with_start, variant_of
 from ..io.atomic import atomic_write_folder
 from ..io.tensors import same_tensor, write_tensors
 from .adapter import LORA, Adapter, base_biases, lora_metadata
-from .deltas import deltas_of, lora_pairs, rank_of
+from .deltas import (
+    MAGNITUDE,
+    START_A,
+    START_B,
+    deltas_of,
+    lora_pairs,
+    ranks_of,
+    slices_of,
+)
 from .families import enabled_slices, family_of, in_known_backbone
-from .metadata import LoraMetadata, is_alpha, is_dropout, is_rank
+from .metadata import LoraMetadata, is_alpha, is_dropout, is_rank, usual
 from .names import AMBIGUOUS
+
+logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -49,15 +64,25 @@ PREFIX = "base_model.model."
 _WITHOUT_EFFECT = {
     *("auto_mapping", "inference_mode", "peft_version", "task_type", "runtime_config"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    *("fan_in_fan_out", "bias", "modules_to_save", "rank_pattern", "ensure_weight_tying"),
+    *("fan_in_fan_out", "bias", "modules_to_save", "ensure_weight_tying"),
     *("eva_config", "megatron_core", "qalora_group_size"),
 }
 _READ = {
-    *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "alpha_pattern"),
+    *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
+    *("rank_pattern", "alpha_pattern"),
     *("init_lora_weights", "base_model_name_or_path", "revision"),
+}
+# The variants, by whether PEFT is told use_rslora and use_dora.
+_VARIANTS = {
+    (False, False): "lora",
+    (True, False): "rslora",
+    (False, True): "dora",
+    (True, True): "rslora+dora",
 }
 # The head that PEFT itself saves as one module, where the task is its SEQ_CLS.
 _CLASSIFIER = "classifier"
+# What follows the name of an `nn.MultiheadAttention` in its output projection's.
+_OUT_PROJ = ".out_proj"
 # Initializations that leave the base's weights as they are; others, such as "pissa", change them.
 _HARMLESS_INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 
@@ -81,77 +106,131 @@ def weights_of(path: Path) -> Path:
     return found[0]
 
 
-def read(config_path: Path, tensors: Mapping[str, Tensor], weights: Path) -> Adapter:
+def read(
+    config_path: Path, tensors: Mapping[str, Tensor], weights: Path, known: LoraMetadata | None
+) -> Adapter:
     """The adapter that PEFT's config and tensors are.
 
     Args:
         config_path: its config.
         tensors: its weights, under their canonical names.
         weights: the file that they are from.
+        known: what this project wrote into the metadata of the weights, where it wrote them.
 
     Raises:
         CheckpointError: they are damaged, do not belong together, or are not LoRA as the paper
-            has it.
+            has it; or the config says another rank, alpha or variant than `known`.
     """
     config, source = _read_config(config_path), str(weights)
+    tensors, embeddings = _as_ours(tensors, source)
     pairs = lora_pairs(tensors, source)
     if not pairs:
         raise CheckpointError(f"{source}: none of its {len(tensors)} tensors is LoRA's")
-    for module, (A, B) in pairs.items():
-        if len(A) != B.shape[1]:
-            raise CheckpointError(
-                f"{source}: {module} has a lora_A of rank {len(A)} and a lora_B of rank "
-                f"{B.shape[1]}"
-            )
-        if not config.get("rank_pattern") and B.shape[1] != config["r"]:
-            raise CheckpointError(
-                f"{source}: its rank is {B.shape[1]} ({module}), {config_path.name} says "
-                f"{config['r']}"
-            )
+    _check_ranks(config, pairs, source, config_path)
     _check_complete(config, tensors, pairs, source)
-    alphas = {
-        module: _alpha(config, module, B.shape[1], config_path) for module, (_, B) in pairs.items()
-    }
-    blocks = _blocks_of_all(pairs)
-    if blocks:
-        pairs = {module: (A, blocks.get(module, B)) for module, (A, B) in pairs.items()}
-        alphas = {
-            module: alpha / sum(enabled_slices(module)) if module in blocks else alpha
-            for module, alpha in alphas.items()
-        }
-    normalized, alpha = _normalized(pairs, alphas)
-    tensors = {**tensors, **normalized}
-    metadata = lora_metadata(tensors, rank_of(tensors, source), _as_int(alpha))
+    use_dora = bool(config.get("use_dora"))
+    variant = _VARIANTS[bool(config.get("use_rslora")), use_dora]
+    alphas = {module: _by_pattern(config, "lora_alpha", module, pairs) for module in pairs}
+    slices = {} if use_dora else {m: own for m in pairs if (own := _known_slices(known, m))}
+    blocks = _blocks_of_all(pairs, slices)
+    for module, B in blocks.items():
+        tensors[f"{module}.lora_B"] = B
+        alphas[module] = _as_int(variant_of(variant).scale(alphas[module], sum(slices[module])))
+    rank, ranks = usual(ranks_of(tensors, source))
+    alpha, others = usual(alphas)
+    metadata = lora_metadata(tensors, rank, alpha)
     metadata = replace(
         metadata,
+        rank_pattern=ranks,
+        alpha_pattern=others,
+        variant=variant,
+        embeddings=embeddings,
+        slices={m: slices[m] for m in blocks if slices[m] != enabled_slices(m)},
+        initialization="orthogonal" if config.get("init_lora_weights") == "orthogonal" else None,
         # What PEFT adapts is adapted wherever it is used.
         positions=None if metadata.positions is None else True,
         dropout=config.get("lora_dropout") or None,
         base=config.get("base_model_name_or_path"),
         base_revision=config.get("revision"),
     )
+    if known is not None:
+        metadata = _with_known(metadata, known, pairs, source)
     return Adapter(tensors, metadata, source, format="peft")
 
 
-def with_known(adapter: Adapter, known: LoraMetadata) -> Adapter:
-    """The adapter with what this project wrote into the metadata of PEFT's weights.
+def _as_ours(
+    tensors: Mapping[str, Tensor], source: str
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """The tensors as this project calls and shapes them; the names of adapted embeddings."""
+    ours: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        own = re.sub(r"\.lora_embedding_([AB])$", r".lora_\1", name)
+        if own in ours:
+            raise CheckpointError(f"{source}: holds {own} under two names")
+        ours[own] = tensor.flatten() if name.endswith(MAGNITUDE) else tensor
+    embeddings = {name.rpartition(".")[0] for name in tensors if ".lora_embedding_" in name}
+    return ours, tuple(sorted(embeddings))
+
+
+def _check_ranks(
+    config: Mapping[str, Any],
+    pairs: Mapping[str, tuple[Tensor, Tensor]],
+    source: str,
+    config_path: Path,
+) -> None:
+    """Checks that updates are not stacked, and have the ranks that the settings say."""
+    for module, (A, B) in pairs.items():
+        if len(A) != B.shape[1]:
+            raise CheckpointError(
+                f"{source}: {module} has a lora_A of rank {len(A)} and a lora_B of rank "
+                f"{B.shape[1]}"
+            )
+        said = _by_pattern(config, "r", module, pairs)
+        if B.shape[1] != said:
+            raise CheckpointError(
+                f"{source}: its rank is {B.shape[1]} ({module}), {config_path.name} says {said}"
+            )
+
+
+def _with_known(
+    read: LoraMetadata, known: LoraMetadata, modules: Iterable[str], source: str
+) -> LoraMetadata:
+    """What this project wrote into the metadata of PEFT's weights, if the config says the same.
 
     Raises:
-        CheckpointError: the config says another rank or alpha.
+        CheckpointError: the config says another variant, rank or alpha.
     """
-    read = adapter.lora
-    own: dict[str, Any] = {"base": read.base, "base_revision": read.base_revision}
-    # Updates that were stacked are one of a higher rank, where their family is not registered.
-    times, rest = divmod(read.rank, known.rank)
-    if family_of(adapter.tensors) is None and not rest and read.alpha == times * known.alpha:
-        own |= {"rank": read.rank, "alpha": read.alpha}
-    elif (read.rank, read.alpha) != (known.rank, known.alpha):
-        what = "rank" if read.rank != known.rank else "alpha"
-        raise CheckpointError(
-            f"{adapter.source}: was written with {what} {getattr(known, what):g}, {CONFIG_NAME} "
-            f"says {getattr(read, what):g} now"
-        )
-    return replace(adapter, metadata=replace(known, **own))
+    own: dict[str, Any] = {n: getattr(read, n) for n in ("base", "base_revision", "slices")}
+    pairs: list[tuple[str, object, object]] = [("variant", known.variant, read.variant)]
+    for module in modules:
+        if _is_joined(module, read, known):
+            own |= {name: getattr(read, name) for name in _OF_RANKS}
+            continue
+        pairs.append(("rank", known.rank_of(module), read.rank_of(module)))
+        alphas = known.alpha_of(module), read.alpha_of(module)
+        if not math.isclose(*alphas):
+            pairs.append(("alpha", *alphas))
+    for what, before, now in pairs:
+        if before != now:
+            raise CheckpointError(
+                f"{source}: was written with {what} {before}, {CONFIG_NAME} says {now} now"
+            )
+    return replace(known, **own)
+
+
+def _is_joined(module: str, read: LoraMetadata, known: LoraMetadata) -> bool:
+    """Whether updates that were stacked are one of a higher rank, as nothing says their slices."""
+    times, rest = divmod(read.rank_of(module), known.rank_of(module))
+    if times < 2 or rest or family_of([module]) is not None:
+        return False
+    scalings = [
+        metadata.delta.scale(metadata.alpha_of(module), metadata.rank_of(module))
+        for metadata in (read, known)
+    ]
+    return math.isclose(*scalings)
+
+
+_OF_RANKS = ("rank", "alpha", "rank_pattern", "alpha_pattern")
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -183,16 +262,31 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}…"
 
 
-_SOUND = {
+def _is_pattern(value: Any, is_sound: Callable[[Any], bool]) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, dict) and all(
+        _is_expression(key) and is_sound(item) for key, item in value.items()
+    )
+
+
+def _is_expression(text: str) -> bool:
+    try:
+        re.compile(_end_of_name(text))
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return True
+
+
+_SOUND: dict[str, Callable[[Any], bool]] = {
     "peft_type": lambda value: value == "LORA",
     "r": is_rank,
     "lora_alpha": is_alpha,
     "lora_dropout": lambda value: value is None or is_dropout(value),
     "use_rslora": lambda value: value is None or isinstance(value, bool),
-    "rank_pattern": lambda value: value is None or isinstance(value, dict),
-    "alpha_pattern": lambda value: (
-        value is None or (isinstance(value, dict) and all(map(is_alpha, value.values())))
-    ),
+    "use_dora": lambda value: value is None or isinstance(value, bool),
+    "rank_pattern": lambda value: _is_pattern(value, is_rank),
+    "alpha_pattern": lambda value: _is_pattern(value, is_alpha),
     "base_model_name_or_path": lambda value: value is None or isinstance(value, str),
     "revision": lambda value: value is None or isinstance(value, str),
     "init_lora_weights": lambda value: value is None or isinstance(value, bool | str),
@@ -234,22 +328,32 @@ def _names_layers(config: Mapping[str, Any]) -> bool:
     return in_full or bool(config.get("exclude_modules"))
 
 
-def _alpha(config: Mapping[str, Any], module: str, rank: int, path: Path) -> float:
-    """The alpha by which, over its rank, a module's update is scaled.
+_PATTERNS = {"r": "rank_pattern", "lora_alpha": "alpha_pattern"}
 
-    With rslora PEFT divides by the rank's square root instead.
+
+def _by_pattern(
+    config: Mapping[str, Any], setting: str, module: str, modules: Collection[str]
+) -> Any:
+    """A module's rank or alpha: that of the first pattern which matches, as in PEFT."""
+    name = _attention_of(module, modules) or module
+    for pattern, value in (config.get(_PATTERNS[setting]) or {}).items():
+        if re.match(_end_of_name(pattern), name):
+            return value
+    return config[setting]
+
+
+def _end_of_name(pattern: str) -> str:
+    """The expression that PEFT makes of a pattern's key: for a name, or its end after a dot."""
+    return rf"(.*\.)?({pattern})$"
+
+
+def _attention_of(module: str, modules: Collection[str]) -> str | None:
+    """The `nn.MultiheadAttention` whose output projection this is.
+
+    No other kind of module is adapted together with a child of its own.
     """
-    alpha = config["lora_alpha"]
-    for pattern, own in (config.get("alpha_pattern") or {}).items():
-        name = pattern.removeprefix("^")
-        if not re.fullmatch(r"[\w.]+", name):
-            raise CheckpointError(
-                f"{path}: alpha_pattern has a regular expression, '{pattern}'; only names are known"
-            )
-        if module == name or (name == pattern and module.endswith(f".{name}")):
-            alpha = own
-            break
-    return alpha * math.sqrt(rank) if config.get("use_rslora") else alpha
+    owner = module.removesuffix(_OUT_PROJ)
+    return owner if owner != module and owner in modules else None
 
 
 def names_in_model(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
@@ -265,56 +369,40 @@ def names_in_model(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tens
         # With biases PEFT also writes a head's own copy of them, and those of the head before.
         if ".original_module." in name:
             continue
+        # With an adapted embedding PEFT also writes the frozen weight.
+        if name.endswith(".base_layer.weight"):
+            logger.warning("%s: %s is left out: it is the base's own weight", source, name)
+            continue
         own = name.removeprefix(PREFIX)
         own = re.sub(r"\.modules_to_save\.(?:[^.]+\.)?", ".", own)
         own = re.sub(r"\.lora_([AB])\.weight$", r".lora_\1", own)
-        own = re.sub(r"\.base_layer\.bias$", ".bias", own)
+        own = re.sub(r"\.base_layer\.(?=bias$|out_proj\.)", ".", own)
         if own in named and not same_tensor(named[own], tensor):
             raise CheckpointError(f"{source}: holds {own} under two names")
         named[own] = tensor
     return named
 
 
-def _blocks_of_all(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+def _known_slices(known: LoraMetadata | None, module: str) -> tuple[bool, ...]:
+    own = (known.slices if known else None) or {}
+    return own.get(module) or enabled_slices(module)
+
+
+def _blocks_of_all(
+    pairs: Mapping[str, tuple[Tensor, Tensor]], slices: Mapping[str, tuple[bool, ...]]
+) -> dict[str, Tensor]:
     """B of the modules that stack several updates, see the module's head: its blocks, stacked.
 
-    Empty where some B does not consist of such blocks, or where ranks would then differ between
-    modules: each update then stays one of its module's full output.
+    Empty where some B does not consist of such blocks: each update then stays one of its module's
+    full output.
     """
     found = {}
-    for module, (_, B) in pairs.items():
-        enabled = enabled_slices(module)
-        if not enabled:
-            continue
-        blocks = _blocks(B, enabled)
+    for module, enabled in slices.items():
+        blocks = _blocks(pairs[module][1], enabled)
         if blocks is None:
             return {}
         found[module] = blocks
-    ranks = {found.get(module, B).shape[1] for module, (_, B) in pairs.items()}
-    return found if len(ranks) == 1 else {}
-
-
-def _normalized(
-    pairs: Mapping[str, tuple[Tensor, Tensor]], alphas: Mapping[str, float]
-) -> tuple[dict[str, Tensor], float]:
-    """The tensors with one rank and one alpha for all modules, and that alpha.
-
-    Lower ranks are filled up with zeros; B absorbs the ratio of scalings, in float32.
-    Where all have one rank and alpha, nothing is changed. Stacked updates have one rank already.
-    """
-    ranks = {module: B.shape[1] for module, (_, B) in pairs.items()}
-    rank, alpha = max(ranks.values()), max(alphas.values())
-    is_uniform = set(ranks.values()) == {rank} and set(alphas.values()) == {alpha}
-    normalized: dict[str, Tensor] = {}
-    for module, (A, B) in pairs.items():
-        if not is_uniform:
-            missing = rank - ranks[module]
-            factor = Delta.scale(alphas[module], ranks[module]) / Delta.scale(alpha, rank)
-            # Half precision would round the products.
-            A = F.pad(A.float(), (0, 0, 0, missing))
-            B = F.pad(B.float() * factor, (0, missing))
-        normalized |= {f"{module}.lora_A": A, f"{module}.lora_B": B}
-    return normalized, alpha
+    return found
 
 
 def _blocks(B: Tensor, enabled: tuple[bool, ...]) -> Tensor | None:
@@ -330,7 +418,7 @@ def _blocks(B: Tensor, enabled: tuple[bool, ...]) -> Tensor | None:
         for block in range(count)
         if (index, block) not in places
     ]
-    if any(other.any() for other in others):
+    if any(other.any() or other.signbit().any() for other in others):
         return None
     return torch.cat([grid[index, :, block] for index, block in places]).contiguous()
 
@@ -365,46 +453,134 @@ def write(
         (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
 
 
-def tensors_of(adapter: Adapter) -> tuple[dict[str, Tensor], list[str]]:
-    """An adapter's tensors as PEFT names and holds them; what a user has to know of them.
+def what_forbids(adapter: Adapter) -> str | None:
+    """Why PEFT cannot hold an adapter; None where it can."""
+    metadata, modules = adapter.lora, ranks_of(adapter.tensors, adapter.source)
+    pairs = lora_pairs(adapter.tensors, adapter.source)
+    for module, (A, B) in pairs.items():
+        attention = _attention_of(module, modules)
+        is_of_slices = len(A) > B.shape[1] or module in (metadata.slices or {})
+        if metadata.has_magnitude and is_of_slices:
+            return f"the magnitudes of {module} are those of slices, PEFT's of the complete output"
+        if metadata.has_magnitude and attention:
+            return f"adapts {attention}, an nn.MultiheadAttention, for which PEFT has no DoRA"
+        if attention and _strength(metadata, module) != _strength(metadata, attention):
+            return f"{module} has another rank or alpha than {attention}, which PEFT adapts as one"
+    for name in adapter.tensors:
+        module, _, last = name.rpartition(".")
+        if module in modules and last == "in_proj_bias":
+            return f"brings {name}, a bias that PEFT does not save"
+        if not module:
+            return f"brings {name}, a parameter of the model itself: PEFT saves modules"
+    return None
+
+
+def _strength(metadata: LoraMetadata, module: str) -> tuple[int, float]:
+    return metadata.rank_of(module), metadata.alpha_of(module)
+
+
+def as_peft_computes(adapter: Adapter) -> tuple[Adapter, list[str]]:
+    """The adapter in the terms that PEFT has for it; what a user has to know of that, a line each.
+
+    An update that is counted from a start is a plain one of twice the rank, as in PEFT's own
+    conversion. What slices stacked updates reach is in the metadata, so that they can be told again
+    from what PEFT holds.
+    """
+    remarks = []
+    if adapter.lora.has_start:
+        remarks.append(
+            f"the update from the start of {adapter.lora.initialization} is, for PEFT, plain LoRA "
+            "of twice the rank: the same sums"
+        )
+        adapter = _without_start(adapter)
+    metadata, slices = adapter.lora, {}
+    for module, delta in deltas_of(adapter).items():
+        if len(delta.B) == delta.out_features:
+            continue
+        slices[module] = slices_of(adapter, module)
+        parts, rank, alpha = len(delta.starts), *_strength(metadata, module)
+        remarks.append(
+            f"{parts} updates of rank {rank} in one {module.rpartition('.')[2]} are, for PEFT, one "
+            f"of rank {parts * rank} and alpha {_joined_alpha(metadata, alpha, parts):g}: the same "
+            "sums"
+        )
+    return replace(adapter, metadata=replace(metadata, slices=slices)), sorted(set(remarks))
+
+
+def _without_start(adapter: Adapter) -> Adapter:
+    """The adapter with plain LoRA of twice the rank in place of what is counted from a start."""
+    metadata, tensors = adapter.lora, dict(adapter.tensors)
+    for module, rank in ranks_of(tensors, adapter.source).items():
+        names = [f"{module}.{half}" for half in ("lora_A", "lora_B", START_A, START_B)]
+        A, B, A0, B0 = (tensors.pop(name) for name in names)
+        joined = joined_with_start(A, B, A0, B0, len(A) // rank)
+        tensors[names[0]], tensors[names[1]] = joined
+    ranks, alphas = metadata.rank_pattern or {}, metadata.alpha_pattern or {}
+    plain = replace(
+        metadata,
+        rank=2 * metadata.rank,
+        alpha=_joined_alpha(metadata, metadata.alpha, 2),
+        rank_pattern={module: 2 * rank for module, rank in ranks.items()},
+        alpha_pattern={m: _joined_alpha(metadata, alpha, 2) for m, alpha in alphas.items()},
+        initialization=None,
+    )
+    return replace(adapter, tensors=tensors, metadata=plain)
+
+
+def _joined_alpha(metadata: LoraMetadata, alpha: float, parts: int) -> float:
+    """The alpha by which an update of `parts` times the rank is scaled as its parts are."""
+    return _as_int(alpha / metadata.delta.scale(1.0, parts))
+
+
+def tensors_of(adapter: Adapter) -> dict[str, Tensor]:
+    """The tensors of an adapter, as `as_peft_computes` gives it, as PEFT names and holds them.
 
     Raises:
         CheckpointError: PEFT has no such updates.
     """
     named, deltas = {}, deltas_of(adapter)
-    _refuse_embeddings(adapter, deltas)
-    for module, delta in deltas.items():
-        named[f"{PREFIX}{module}.lora_A.weight"] = delta.A
-        named[f"{PREFIX}{module}.lora_B.weight"] = _joined_B(delta)
+    embeddings = adapter.lora.embeddings or ()
+    _refuse_embeddings(adapter, deltas.keys() - set(embeddings))
     for name, tensor in adapter.tensors.items():
         module, _, last = name.rpartition(".")
         if LORA.part not in name:
-            own = f"{module}.base_layer.{last}" if module in deltas else name
-            named[f"{PREFIX}{own}"] = tensor
-    rank, alpha = adapter.lora.rank, adapter.lora.alpha
-    stacked = {module.rpartition(".")[2]: len(delta.starts) for module, delta in deltas.items()}
-    return named, [
-        f"{parts} updates of rank {rank} in one {module} are, for PEFT, one of rank {parts * rank} "
-        f"and alpha {parts * alpha:g}: the same sums"
-        for module, parts in sorted(stacked.items())
-        if parts > 1
-    ]
+            named[f"{_place(module, deltas)}.{last}" if module else name] = tensor
+    for module, delta in deltas.items():
+        A, B = (adapter.tensors[f"{module}.lora_{ab}"] for ab in "AB")
+        B = _joined_B(delta) if len(B) != delta.out_features else B
+        half = "lora_embedding_{}" if module in embeddings else "lora_{}.weight"
+        place = _place(module, deltas, of_lora=True)
+        named[f"{place}.{half.format('A')}"], named[f"{place}.{half.format('B')}"] = A, B
+        magnitude = adapter.tensors.get(f"{module}.{MAGNITUDE}")
+        if magnitude is not None:
+            is_kernel = A.dim() > 2
+            shape = (1, len(magnitude), *[1] * (A.dim() - 2)) if is_kernel else magnitude.shape
+            named[f"{place}.{MAGNITUDE}"] = magnitude.view(shape)
+    return named
+
+
+def _place(module: str, adapted: Collection[str], of_lora: bool = False) -> str:
+    """What PEFT's names of a module's tensors begin with: of LoRA's, or of the module's own."""
+    attention = _attention_of(module, adapted)
+    inner = f"{attention}.base_layer{_OUT_PROJ}" if attention else module
+    of_base = module in adapted and not of_lora
+    return f"{PREFIX}{inner}.base_layer" if of_base else f"{PREFIX}{inner}"
 
 
 def _refuse_embeddings(adapter: Adapter, modules: Iterable[str]) -> None:
-    for module in modules:
+    """Refuses what older files do not say: that a module is an embedding."""
+    for module in sorted(modules):
         last = module.rpartition(".")[2]
-        if "embed" in last or last in ("wte", "wpe"):
+        is_kernel = adapter.tensors[f"{module}.lora_A"].dim() > 2
+        if not is_kernel and re.search(r"(?:^|_)(?:embed(?:ding)?s?|embed_tokens|wte|wpe)$", last):
             raise CheckpointError(
                 f"{adapter.source}: {module} seems to be an embedding, which PEFT adapts in "
-                "another way"
+                "another way: say so in its metadata (embeddings)"
             )
 
 
 def _joined_B(delta: Delta) -> Tensor:
     """B of one update of the whole output: the blocks of stacked ones, and zeros."""
-    if len(delta.starts) == 1:
-        return delta.B
     joined = delta.B.new_zeros(delta.out_features, len(delta.A))
     for block in delta.blocks():
         joined[block.columns, block.rows] = block.B
@@ -412,11 +588,14 @@ def _joined_B(delta: Delta) -> Tensor:
 
 
 def config_of(adapter: Adapter) -> dict[str, Any]:
-    """PEFT's settings for an adapter."""
+    """PEFT's settings for an adapter, as `as_peft_computes` gives it."""
     metadata, family = adapter.lora, family_of(adapter.tensors)
     parts = {module: len(delta.starts) for module, delta in deltas_of(adapter).items()}
-    usual = min(parts.values())
-    others = {module: count for module, count in parts.items() if count != usual}
+    targets = {module for module in parts if _attention_of(module, parts) is None}
+    rank, ranks = usual({m: parts[m] * metadata.rank_of(m) for m in parts if m in targets})
+    alpha, alphas = usual(
+        {m: _joined_alpha(metadata, metadata.alpha_of(m), parts[m]) for m in parts if m in targets}
+    )
     as_one = (_CLASSIFIER, *(family.head if family else ()))
     head = {
         first if (first := name.partition(".")[0]) in as_one else name.rpartition(".")[0]
@@ -424,34 +603,38 @@ def config_of(adapter: Adapter) -> dict[str, Any]:
         if LORA.part not in name
     }
     task = family.peft_task if family else None
+    told = {name: flags for flags, name in _VARIANTS.items()}
+    use_rslora, use_dora = told[metadata.variant or "lora"]
     return {
         "peft_type": "LORA",
         "task_type": task or ("SEQ_CLS" if _CLASSIFIER in head else None),
         "base_model_name_or_path": metadata.base,
         "revision": metadata.base_revision,
         "inference_mode": True,
-        "r": usual * metadata.rank,
-        "lora_alpha": _as_int(usual * metadata.alpha),
-        **_patterns(metadata, others),
+        "r": rank,
+        "lora_alpha": _as_int(alpha),
+        "rank_pattern": _pattern(ranks, targets),
+        "alpha_pattern": _pattern(alphas, targets),
         "lora_dropout": metadata.dropout or 0.0,
-        **_targets(parts),
+        **_targets(targets),
         "modules_to_save": sorted(head) or None,
         "bias": metadata.bias,
         "fan_in_fan_out": family is not None and family.fan_in_fan_out,
         "init_lora_weights": True,
-        "use_rslora": False,
+        "use_rslora": use_rslora,
+        "use_dora": use_dora,
     }
 
 
-def _patterns(metadata: LoraMetadata, counts: Mapping[str, int]) -> dict[str, dict[str, float]]:
-    """How PEFT is told the rank and alpha of modules that stack another number of updates."""
-    if not counts:
-        return {}
+def _pattern(values: Mapping[str, float], modules: Collection[str]) -> dict[str, float]:
+    """How PEFT is told the rank or alpha of some of the adapted modules: by names, where none of
+    them is the end of another's.
+    """
     return {
-        "rank_pattern": {module: count * metadata.rank for module, count in counts.items()},
-        "alpha_pattern": {
-            module: _as_int(count * metadata.alpha) for module, count in counts.items()
-        },
+        f"^{re.escape(module)}"
+        if any(other != module and re.match(_end_of_name(module), other) for other in modules)
+        else module: _as_int(value)
+        for module, value in values.items()
     }
 
 

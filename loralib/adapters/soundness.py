@@ -1,16 +1,18 @@
 """Whether an adapter is sound in itself: its tensors, and what its metadata says of them."""
 
 import logging
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ..errors import AlphaError, CheckpointError, FullModelError
 from .adapter import LORA, Adapter, base_biases, lora_metadata, plain
 from .checks import check_finite
-from .deltas import lora_pairs, rank_of
+from .deltas import MAGNITUDE, PARTS, START_A, START_B, rank_of, ranks_of
 from .families import family_of, in_known_backbone
-from .metadata import is_alpha
+from .metadata import LoraMetadata, is_alpha, usual
 from .names import are_targets
 
 logger = logging.getLogger(__name__)
@@ -66,32 +68,88 @@ def check_names(adapter: Adapter) -> None:
         CheckpointError: they are not.
     """
     tensors, source = adapter.tensors, adapter.source
-    rank, biases = rank_of(tensors, source), base_biases(tensors)
-    pairs = lora_pairs(tensors, source)
-    halves = {f"{module}.lora_{ab}" for module in pairs for ab in "AB"}
+    ranks, biases = ranks_of(tensors, source), base_biases(tensors)
+    parts = {f"{module}.{part}" for module in ranks for part in PARTS}
+    weights = ("weight", "conv.weight", "in_proj_weight")
+    of_adapted = {f"{module}.{weight}" for module in ranks for weight in weights}
     for name in tensors:
-        if LORA.part in name and name not in halves:
+        if LORA.part in name and name not in parts:
             raise CheckpointError(f"{source}: {name} is not the name of a low-rank update")
         is_of_base = in_known_backbone(name) and name not in biases
-        # A convolution's frozen weight is its submodule's.
-        module = name.removesuffix(".weight").removesuffix(".conv")
-        is_adapted = name.endswith(".weight") and f"{module}.lora_A" in halves
-        if (is_of_base and name not in halves) or is_adapted:
+        if (is_of_base and name not in parts) or name in of_adapted:
             raise FullModelError(source, name)
-    if adapter.metadata is None:
-        return
-    metadata = adapter.lora
+    metadata = None if adapter.metadata is None else adapter.lora
+    _check_parts(tensors, ranks, metadata, source)
+    if metadata is None:
+        rank_of(tensors, source)  # what says nothing of itself has one
+    else:
+        _check_said(metadata, tensors, ranks, source)
+
+
+def _check_parts(
+    tensors: Mapping[str, Tensor],
+    modules: Collection[str],
+    metadata: LoraMetadata | None,
+    source: str,
+) -> None:
+    """Checks that each module has what its variant and initialization hold besides A and B."""
+    expected = {
+        MAGNITUDE: metadata is not None and metadata.has_magnitude,
+        START_A: metadata is not None and metadata.has_start,
+        START_B: metadata is not None and metadata.has_start,
+    }
+    for part, is_expected in expected.items():
+        for name in (f"{module}.{part}" for module in modules):
+            if is_expected and name not in tensors:
+                raise CheckpointError(f"{source}: lacks {name}, which {_kind_of(metadata)} has")
+            if name in tensors and not is_expected:
+                raise CheckpointError(
+                    f"{source}: holds {name}, which {_kind_of(metadata)} does not have"
+                )
+            if is_expected:
+                _check_shape(tensors, name, source)
+
+
+def _kind_of(metadata: LoraMetadata | None) -> str:
+    if metadata is None:
+        return "LoRA in a file that says neither variant nor initialization"
+    variant, initialization = metadata.variant or "lora", metadata.initialization or "default"
+    return f"LoRA of the variant {variant} and the initialization {initialization}"
+
+
+def _check_shape(tensors: Mapping[str, Tensor], name: str, source: str) -> None:
+    module, _, part = name.rpartition(".")
+    A, B = tensors[f"{module}.lora_A"], tensors[f"{module}.lora_B"]
+    needed = {MAGNITUDE: (len(B),), START_A: tuple(A.shape), START_B: tuple(B.shape)}[part]
+    if tensors[name].shape != needed:
+        raise CheckpointError(
+            f"{source}: {name} is {tuple(tensors[name].shape)}, {needed} belongs to its module"
+        )
+
+
+def _check_said(
+    metadata: LoraMetadata, tensors: Mapping[str, Tensor], ranks: Mapping[str, int], source: str
+) -> None:
+    """Checks what metadata says against what the tensors show."""
+    rank, others = usual(ranks)
     seen = lora_metadata(tensors, rank, metadata.alpha)
-    for what, is_so in (
-        ("rank", metadata.rank == rank),
-        ("targets", are_targets(metadata.targets, pairs)),
-        ("bias", metadata.bias == seen.bias),
-    ):
+    for what in ("targets", "bias"):
+        said, found = getattr(metadata, what), getattr(seen, what)
+        is_so = are_targets(said, ranks) if what == "targets" else said == found
         if not is_so:
-            said, found = (plain(getattr(each, what)) for each in (metadata, seen))
-            raise CheckpointError(
-                f"{source}: damaged: it says {what} {said}, its tensors have {found}"
-            )
+            raise _contradiction(source, f"{what} {plain(said)}", plain(found))
+    for module, found in ranks.items():
+        if metadata.rank_of(module) != found:
+            where = f" in {module}" if others or metadata.rank_pattern else ""
+            raise _contradiction(source, f"rank {metadata.rank_of(module)}{where}", str(found))
+    for what in ("rank_pattern", "alpha_pattern", "embeddings", "slices"):
+        unknown = sorted(set(getattr(metadata, what) or ()) - ranks.keys())
+        if unknown:
+            raise _contradiction(source, f"{what} of {unknown[0]}", "no such update")
+
+
+def _contradiction(source: str, said: str, found: str) -> CheckpointError:
+    return CheckpointError(f"{source}: damaged: it says {said}, its tensors have {found}")
 
 
 def check_values(adapter: Adapter) -> None:
@@ -101,7 +159,8 @@ def check_values(adapter: Adapter) -> None:
         CheckpointError: some are not.
     """
     for name, tensor in adapter.tensors.items():
-        if tensor.dtype not in _DTYPES:
+        is_counter = tensor.dtype == torch.int64 and tensor.dim() == 0  # as BatchNorm's
+        if tensor.dtype not in _DTYPES and not (is_counter and LORA.part not in name):
             raise CheckpointError(
                 f"{adapter.source}: {name} is of {tensor.dtype}, not of a floating type"
             )

@@ -190,7 +190,7 @@ class _Hook:
 
 
 def _add_deltas(module: str, routing: Routing, x: Tensor, out: Tensor) -> Tensor:
-    """Adds each adapter's delta to its rows, in place: nothing else uses a linear layer's output.
+    """Adds each adapter's delta to its rows, in place: nothing else uses such a layer's output.
 
     Of positions, every segment of rows has an output of its own: (n, …) -> (segments, n, …).
     """
@@ -202,7 +202,8 @@ def _add_deltas(module: str, routing: Routing, x: Tensor, out: Tensor) -> Tensor
     if routing.positions and routing.rows is not None:
         x, out = (tensor.expand(len(deltas), *tensor.shape) for tensor in (x, out))
     out = out.contiguous()
-    for delta, part in zip(deltas, routing.parts(x), strict=True):
+    tokens = x if x.is_floating_point() else x.unsqueeze(-1)  # an embedding's input has no columns
+    for delta, part in zip(deltas, routing.parts(tokens), strict=True):
         if delta is not None:
             delta.add_to(out[part], x[part])
     return out

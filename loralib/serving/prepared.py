@@ -4,45 +4,43 @@ import copy
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..adapters.adapter import LORA, Adapter
 from ..adapters.checks import check_base, check_finite
-from ..adapters.deltas import Delta, adapted_modules, out_in
+from ..adapters.deltas import PARTS, AdaptedWeight, adapted_modules, out_in
 from ..adapters.families import in_known_backbone
 from ..adapters.fingerprint import fingerprint
 from ..errors import CheckpointError, NeedsMergingError
+from ..functional import Delta
 
 logger = logging.getLogger(__name__)
 
 
 class DeviceDelta:
-    """A delta on its module's device.
+    """A delta on its module's device, as a forward hook adds it to the module's output.
 
     Args:
-        delta: as the adapter holds it.
-        module: the linear layer that it belongs to.
+        adapted: the delta, as the adapter holds it, and its module.
         positions: whether it reaches positions that the module projects as well.
     """
 
-    def __init__(self, delta: Delta, module: nn.Module, positions: bool):
+    def __init__(self, adapted: AdaptedWeight, positions: bool):
         self.positions = positions
-        self._module = module
-        weight = module.get_parameter("weight")
-        wide = torch.promote_types(delta.A.dtype, torch.float32)
+        self.module: Any = adapted.module
+        weight, wide = adapted.weight, torch.promote_types(adapted.delta.A.dtype, torch.float32)
         # A copy, because a file's tensors are mapped from it, and others' may be written to.
-        moved = delta.to(weight.device, wide, copy=True)
-        self._delta = moved.with_gain(out_in(module, weight))
+        moved = adapted.delta.to(weight.device, wide, copy=True)
+        self._delta = moved.with_gain(out_in(adapted.module, weight))
         self._cast: dict[torch.dtype, Delta] = {}
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
-        """Adds it to the module's output, in place: x (…, in), contiguous out (…, out)."""
-        x = x.reshape(-1, x.shape[-1]).to(out.dtype)
-        own = dict(self._module.named_parameters(recurse=False))
-        weight = out_in(self._module, own["weight"])
-        self._in(out.dtype).add_to(out.view(-1, out.shape[-1]), x, weight, own.get("bias"))
+        """Changes `out`, contiguous, what the module gives for x, to what was trained."""
+        raise NotImplementedError
 
     def _in(self, dtype: torch.dtype) -> Delta:
         """The delta, cast once for each dtype that is asked for."""
@@ -50,6 +48,65 @@ class DeviceDelta:
             with torch.inference_mode(False):
                 self._cast[dtype] = self._delta.to(dtype)
         return self._cast[dtype]
+
+
+class LinearDelta(DeviceDelta):
+    """Of a linear layer: x (…, in), out (…, out_features)."""
+
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        """As `Delta.add_to`."""
+        x = x.reshape(-1, x.shape[-1]).to(out.dtype)
+        own = dict(self.module.named_parameters(recurse=False))
+        weight = out_in(self.module, own["weight"])
+        self._in(out.dtype).add_to(out.view(-1, out.shape[-1]), x, weight, own.get("bias"))
+
+
+class EmbeddingDelta(DeviceDelta):
+    """Of an embedding: x (…) of row numbers, out (…, embedding_dim)."""
+
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        """out += s · B A[:, x], times the gain where there is one."""
+        delta = self._in(out.dtype)
+        delta.expand_into(out.view(-1, out.shape[-1]), F.embedding(x.flatten(), delta.A.t()))
+        gain = delta.gain(self.module.weight.t())
+        if gain is not None:
+            out.mul_(gain.to(out.dtype))
+
+
+class ConvolutionDelta(DeviceDelta):
+    """Of a convolution: x (batch, in_channels, …), out (batch, out_channels, …)."""
+
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        """out += conv(x, s · B A), the product read as a kernel; times the gain, but for b."""
+        delta, module = self._in(out.dtype), self.module
+        per_channel = (-1, *[1] * (out.dim() - 2))
+        gain = delta.gain(module.weight.flatten(1))
+        scaled_bias = None if gain is None or module.bias is None else module.bias.view(per_channel)
+        if scaled_bias is not None:
+            out.sub_(scaled_bias)
+        self._add_product(out, x.to(out.dtype), delta)
+        if gain is not None:
+            out.mul_(gain.to(out.dtype).view(per_channel))
+        if scaled_bias is not None:
+            out.add_(scaled_bias)
+
+    def _add_product(self, out: Tensor, x: Tensor, delta: Delta) -> None:
+        module, kernel = self.module, self.module.weight.shape
+        if module.groups > 1:
+            out.add_(module._conv_forward(x, delta.product().view(kernel), None))
+            return
+        z = module._conv_forward(x, delta.A.view(-1, *kernel[1:]), None).flatten(2)
+        B = delta.B.expand(len(z), -1, -1)
+        out.view(*out.shape[:2], -1).baddbmm_(B, z, alpha=delta.scaling)
+
+
+def device_delta(adapted: AdaptedWeight, positions: bool) -> DeviceDelta:
+    """The `DeviceDelta` for a module's kind."""
+    if isinstance(adapted.module, nn.Embedding):
+        return EmbeddingDelta(adapted, positions)
+    if adapted.weight.dim() > 2:
+        return ConvolutionDelta(adapted, positions)
+    return LinearDelta(adapted, positions)
 
 
 @dataclass(frozen=True)
@@ -90,7 +147,7 @@ def prepare(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) ->
             f"to a model of their own ({adapter.kind.switch})"
         )
     modules = adapted_modules(model, adapter)
-    _check_called(model, modules, adapter.source)
+    _check_called(modules, model, adapter.source)
     _check_metadata(adapter)
     tensors = _head_tensors(adapter, modules)
     _check_base(model, adapter, base_fingerprint, modules, tensors)
@@ -101,19 +158,26 @@ def prepare(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) ->
         for top in sorted({name.partition(".")[0] for name in tensors})
     }
     positions = adapter.lora.positions is not False
-    deltas = {
-        name: DeviceDelta(delta, module, positions) for name, (module, delta) in modules.items()
-    }
+    deltas = {name: device_delta(adapted, positions) for name, adapted in modules.items()}
     return PreparedAdapter(deltas, heads, _labels(adapter, tensors.get(f"{last}.weight")))
 
 
-def _check_called(model: nn.Module, modules: Collection[str], source: str) -> None:
-    """Refuses modules of which only the weight is used: no hook would see their input."""
-    for name in modules:
-        if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
+def _check_called(modules: Mapping[str, AdaptedWeight], model: nn.Module, source: str) -> None:
+    """Refuses modules that no hook can adapt: their input is not seen, or their output is more."""
+    for name, adapted in modules.items():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(owner, nn.MultiheadAttention):
             raise NeedsMergingError(
                 source, f"adapts {name}, which nn.MultiheadAttention never calls"
             )
+        if isinstance(adapted.module, nn.MultiheadAttention):
+            raise NeedsMergingError(source, f"adapts {name}, an nn.MultiheadAttention, within it")
+        kind = type(adapted.module)
+        for plain in (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d):
+            if issubclass(kind, plain) and kind.forward is not plain.forward:
+                raise NeedsMergingError(
+                    source, f"adapts {name}, a {kind.__name__} with a forward of its own"
+                )
 
 
 def _check_metadata(adapter: Adapter) -> None:
@@ -172,8 +236,8 @@ def _head_tensors(adapter: Adapter, adapted: Collection[str]) -> dict[str, Tenso
     Raises:
         CheckpointError: one of them is the backbone's, or the head itself is adapted.
     """
-    pairs = {f"{module}.{half}" for module in adapted for half in ("lora_A", "lora_B")}
-    rest = {name: tensor for name, tensor in adapter.tensors.items() if name not in pairs}
+    parts = {f"{module}.{part}" for module in adapted for part in PARTS}
+    rest = {name: tensor for name, tensor in adapter.tensors.items() if name not in parts}
     for name in rest:
         if LORA.part in name or in_known_backbone(name):
             raise NeedsMergingError(adapter.source, f"{name} belongs neither to LoRA nor to a head")

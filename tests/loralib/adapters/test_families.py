@@ -11,9 +11,11 @@ import pytest
 import torch
 from adapter_files import FAMILIES, MODULES, TARGETS, adapter_of, refused, tensors_of
 from compare import assert_same_bits
+from safetensors.torch import load_file, save_file
 
 from loralib.adapters import families
 from loralib.adapters.canonical import canonical_names
+from loralib.adapters.checksums import with_checksum
 from loralib.adapters.deltas import deltas_of
 from loralib.adapters.families import Family, family_of, register
 from loralib.adapters.formats import FORMATS, read_adapter, write_adapter
@@ -88,7 +90,7 @@ def test_a_new_family_needs_nothing_else(unregistered, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("format", FORMATS)
 def test_files_of_the_trees_are_read_without_them(request, tmp_path, caplog, family, format):
-    """With the tensors that they hold; PEFT's stacked updates, as the one that they are there."""
+    """With the tensors that they hold; PEFT's folder says which slices stacked updates reach."""
     adapter = adapter_of(family)
     write_adapter(tmp_path / TARGETS[format], adapter, format)
     known = read_adapter(tmp_path / TARGETS[format], lora_alpha=3)
@@ -96,9 +98,23 @@ def test_files_of_the_trees_are_read_without_them(request, tmp_path, caplog, fam
     with caplog.at_level(logging.INFO, "loralib"):
         found = read_adapter(tmp_path / TARGETS[format], lora_alpha=3 if format != "peft" else None)
     assert "of no registered family" in caplog.text
-    if (family, format) != ("gpt2", "peft"):
-        assert_same_bits(found.tensors, known.tensors)
-        return
+    assert_same_bits(found.tensors, known.tensors)
+    if (family, format) == ("gpt2", "peft"):
+        assert found.metadata.slices == dict.fromkeys(MODULES["gpt2"], (True, False, True))
+        assert all(delta.starts == (0, 12) for delta in deltas_of(found).values())
+
+
+def test_stacked_updates_in_an_earlier_peft_folder(request, tmp_path):
+    """It does not say which slices they reach: each is the one update that it is there."""
+    folder, adapter = tmp_path / "a", adapter_of("gpt2")
+    write_adapter(folder, adapter, "peft")
+    known = read_adapter(folder)
+    path = folder / "adapter_model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    save_file(tensors, path, with_checksum(tensors, adapter.metadata))
+    assert read_adapter(folder).metadata == known.metadata
+    request.getfixturevalue("unregistered")
+    found = read_adapter(folder)
     assert (found.metadata.rank, found.metadata.alpha) == (4, 6)
     for name, delta in deltas_of(found).items():
         (part,) = delta.blocks()

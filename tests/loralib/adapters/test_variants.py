@@ -1,5 +1,6 @@
 """Adapters of other variants of the update: they say so, and nothing takes them for the paper's."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -47,12 +48,17 @@ def test_a_file_says_its_variant(adapter, tmp_path):
     assert lora.read_adapter(tmp_path / "a.safetensors").metadata == adapter.metadata
 
 
-@pytest.mark.parametrize("format", ["release", "peft"])
-def test_formats_that_cannot_say_it_are_not_written(adapter, tmp_path, format):
-    name = {"release": "a.bin", "peft": "a"}[format]
+def test_the_release_s_format_cannot_say_it(adapter, tmp_path):
     with pytest.raises(NeedsMergingError, match="of the variant rslora"):
-        lora.write_adapter(tmp_path / name, adapter, format)
+        lora.write_adapter(tmp_path / "a.bin", adapter, "release")
     assert not list(tmp_path.iterdir())
+
+
+def test_peft_has_a_setting_for_it(adapter, tmp_path):
+    lora.write_adapter(tmp_path / "a", adapter, "peft")
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert (config["use_rslora"], config["r"], config["lora_alpha"]) == (True, RANK, ALPHA)
+    assert lora.read_adapter(tmp_path / "a").metadata == adapter.metadata
 
 
 def test_an_unknown_variant_is_refused(adapter, tmp_path):
