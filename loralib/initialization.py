@@ -13,11 +13,36 @@ bits: a layer holds the start, B₀ A₀, besides, and adds s · (B A − B₀ A
 sum, and an adapter still fits every copy of its base.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor, nn
 
 INITIALIZATIONS = ("default", "orthogonal", "pissa", "olora")
 _FROM_WEIGHT = ("pissa", "olora")
+
+_deferred = ContextVar("_deferred", default=False)
+
+
+@contextmanager
+def deferring_start() -> Iterator[None]:
+    """Within this block, layers do not start from their weights, which are not theirs yet.
+
+    For models that are built to be loaded into: whoever loads them calls `start_from_weights`
+    afterwards. Without it, weights that are to be overwritten would be decomposed for nothing.
+    """
+    token = _deferred.set(True)
+    try:
+        yield
+    finally:
+        _deferred.reset(token)
+
+
+def start_is_deferred() -> bool:
+    """Whether this is called within a `deferring_start` block."""
+    return _deferred.get()
 
 
 def check_initialization(name: str, r: int) -> None:

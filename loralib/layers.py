@@ -50,7 +50,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .functional import Delta, joined_with_start, merge, variant_of
-from .initialization import check_initialization, from_weight, orthogonal, starts_from_weight
+from .initialization import (
+    check_initialization,
+    from_weight,
+    orthogonal,
+    start_is_deferred,
+    starts_from_weight,
+)
 from .nn.dropout import Dropout
 
 
@@ -208,7 +214,7 @@ class LoRALayer:
         It has to be called again when the weight has been loaded; see
         `loralib.utils.start_from_weights`. Without such a part, nothing changes.
         """
-        if self.r == 0:
+        if self.r == 0 or start_is_deferred():
             return
         weight = self._as_matrix(self.frozen_weight)
         width = len(self.lora_B) // len(self._starts)

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -100,25 +101,41 @@ def parameter_groups(
     for name, value in (("lr", lr), ("lora_plus_ratio", lora_plus_ratio)):
         if not 0 < value < math.inf:
             raise ValueError(f"{name} has to be above 0, got {value!r}")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise ValueError("no parameter of the model is trained")
+    groups = [{"params": trained, "weight_decay": weight_decay}]
+    return with_lora_plus(model, groups, lr, lora_plus_ratio)
+
+
+def with_lora_plus(
+    model: nn.Module, groups: Sequence[dict[str, Any]], lr: float, lora_plus_ratio: float
+) -> list[dict[str, Any]]:
+    """An optimizer's groups with their rates, divided by LoRA+, see `parameter_groups`.
+
+    Args:
+        model: with LoRA layers.
+        groups: as an optimizer takes them, without rates.
+        lr: learning rate of all but B.
+        lora_plus_ratio: B's rate over that.
+
+    Returns:
+        The groups without B, in their order, and those of B after them.
+    """
     faster = {
         id(layer.lora_B)
         for layer in model.modules()
         if isinstance(layer, LoRALayer) and layer.r > 0 and not isinstance(layer, Embedding)
     }
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trained:
-        raise ValueError("no parameter of the model is trained")
     if lora_plus_ratio == 1:
         faster = set()
-    groups = (
-        (lr, [parameter for parameter in trained if id(parameter) not in faster]),
-        (lr * lora_plus_ratio, [parameter for parameter in trained if id(parameter) in faster]),
-    )
-    return [
-        {"params": parameters, "lr": rate, "weight_decay": weight_decay}
-        for rate, parameters in groups
-        if parameters
-    ]
+    divided = []
+    for is_faster, rate in ((False, lr), (True, lr * lora_plus_ratio)):
+        for group in groups:
+            params = [p for p in group["params"] if (id(p) in faster) is is_faster]
+            if params:
+                divided.append({**group, "params": params, "lr": rate})
+    return divided
 
 
 def lora_state_dict(model: nn.Module, bias: str = "none") -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ from torch import Tensor
 import gpt2_folder  # noqa: F401 - registers GPT-2
 from loralib.adapters.adapter import LORA, Adapter, Kind, adapter_tensors, lora_metadata
 from loralib.adapters.canonical import canonical_names
-from loralib.adapters.deltas import rank_of
+from loralib.adapters.deltas import ranks_of
 from loralib.adapters.families import backbone_prefixes
 from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.formats import write_adapter
@@ -36,6 +36,15 @@ from transformers.configuration_utils import PretrainedConfig
 from transformers.file_utils import CONFIG_NAME
 from transformers.modeling_utils import read_weights
 
+# The metadata's fields of LoRA that settings may leave out, and the settings.
+_OF_LORA = {
+    "rank_pattern": "lora_rank_pattern",
+    "alpha_pattern": "lora_alpha_pattern",
+    "variant": "lora_variant",
+    "initialization": "lora_init",
+    "freeze_A": "lora_freeze_A",
+    "dropout": "lora_dropout",
+}
 KINDS_BY_NAME = {"lora": LORA, "adapter": BOTTLENECK, "bitfit": BITFIT}
 
 
@@ -108,17 +117,18 @@ def _own_settings(
     if None in own.values():
         return None
     if kind is LORA:
-        rank = rank_of(part, str(checkpoint.source))
-        if own["rank"] != rank:
-            raise CheckpointError(
-                f"{checkpoint.source}: its LoRA weights have rank {rank}, its {CONFIG_NAME} says "
-                f"{own['rank']}"
-            )
-        said = lora_metadata(part, rank, own["alpha"])
+        own |= {field: config.get(name) or None for field, name in _OF_LORA.items()}
+        for module, rank in ranks_of(part, str(checkpoint.source)).items():
+            expected = (own["rank_pattern"] or {}).get(module, own["rank"])
+            if rank != expected:
+                raise CheckpointError(
+                    f"{checkpoint.source}: its LoRA weights have rank {rank}, its {CONFIG_NAME} "
+                    f"says {expected} ({module})"
+                )
+        said = lora_metadata(part, own["rank"], own["alpha"])
         own["targets"] = said.targets
         if said.positions is not None and config.get("share_att_key"):
             own["positions"] = bool(config.get("lora_positions"))
-        own["dropout"] = config.get("lora_dropout") or None
     return own
 
 

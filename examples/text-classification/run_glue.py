@@ -14,18 +14,23 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from loralib.adapters.adapter import LORA, Adapter, base_biases, plain
+from loralib.adapters.deltas import lora_pairs
 from loralib.adapters.formats import read_adapter
 from loralib.adapters.metadata import AdapterMetadata
 from loralib.errors import AlphaError
+from loralib.functional import VARIANTS
+from loralib.initialization import INITIALIZATIONS
 from loralib.io.atomic import atomic_write
+from loralib.targets import layer_of, layers_of_words, pattern_of_words
 from loralib.training import watch
 from transformers import (
     AutoConfig,
@@ -100,9 +105,38 @@ class ModelArguments:
     )
     lora_targets: list[str] | None = flag(
         None,
-        "the projections of each layer that LoRA adapts (default: query value); intermediate and "
-        "output are the feed-forward part's, up and down",
-        choices=list(LORA_TARGETS),
+        f"the projections that LoRA adapts (default: query value): {', '.join(LORA_TARGETS)}, of "
+        "which intermediate and output are the feed-forward part's, up and down; ends of modules' "
+        "names; globs; or all-linear",
+    )
+    lora_layers: list[str] | None = flag(
+        None,
+        "the layers that LoRA adapts: numbers from 0 on and ranges such as 6-11 (default: all)",
+    )
+    lora_rank_pattern: list[str] | None = flag(
+        None,
+        "other ranks than lora_r, as target=rank …, such as value=4 layer.0.*=16; of several that "
+        "match a module the first one counts",
+    )
+    lora_alpha_pattern: list[str] | None = flag(
+        None, "other alphas than lora_alpha, as target=alpha …, likewise"
+    )
+    lora_variant: str | None = flag(
+        None,
+        "of the update (default: lora): rslora scales it by lora_alpha / √lora_r (arXiv "
+        "2312.03732), dora trains magnitude and direction apart (arXiv 2402.09353)",
+        choices=list(VARIANTS),
+    )
+    lora_init: str | None = flag(
+        None,
+        "where A and B start (default: A at random, B at zero): pissa at the weight's largest "
+        "singular values (arXiv 2404.02948), olora at its QR factors (arXiv 2406.01775), "
+        "orthogonal at random with B A = 0",
+        choices=list(INITIALIZATIONS),
+    )
+    lora_freeze_A: bool | None = flag(
+        None,
+        "LoRA-FA (arXiv 2308.03303): A stays as it starts, B alone is trained (default: false)",
     )
     lora_dropout: float | None = flag(None, "dropout on the LoRA update's input (default: 0)")
     lora_positions: bool | None = flag(
@@ -403,9 +437,19 @@ def tokenize(
 
 # The flags that say how a model is adapted, by the switch that they need.
 ADAPTATIONS = {
-    "apply_lora": ("lora_r", "lora_alpha", "lora_targets", "lora_dropout", "lora_positions"),
+    "apply_lora": (
+        *("lora_r", "lora_alpha", "lora_rank_pattern", "lora_alpha_pattern"),
+        *("lora_targets", "lora_layers", "lora_positions"),
+        *("lora_variant", "lora_init", "lora_freeze_A", "lora_dropout"),
+    ),
     "apply_adapter": ("adapter_type", "adapter_size"),
     "apply_bitfit": (),
+}
+# What words of the command line are as settings.
+FROM_WORDS: dict[str, Callable[[list[str]], Any]] = {
+    "lora_layers": partial(layers_of_words, "--lora_layers"),
+    "lora_rank_pattern": partial(pattern_of_words, "--lora_rank_pattern", int),
+    "lora_alpha_pattern": partial(pattern_of_words, "--lora_alpha_pattern", float),
 }
 # Those that a file of trained weights answers: its metadata's field -> flag.
 FROM_METADATA = {
@@ -413,6 +457,11 @@ FROM_METADATA = {
     "alpha": "lora_alpha",
     "targets": "lora_targets",
     "positions": "lora_positions",
+    "variant": "lora_variant",
+    "initialization": "lora_init",
+    "freeze_A": "lora_freeze_A",
+    "rank_pattern": "lora_rank_pattern",
+    "alpha_pattern": "lora_alpha_pattern",
     "adapter_type": "adapter_type",
     "adapter_size": "adapter_size",
 }
@@ -458,14 +507,39 @@ def _fill_in(model_args: ModelArguments, adapter: Adapter) -> None:
         if value is None or getattr(model_args, flag_name) is not None:
             continue
         if field_name == "targets":
-            try:
-                value = targets_of_modules(value)
-            except ValueError as error:
-                raise ValueError(
-                    f"{adapter.source}: adapts {plain(value)}, which this script has no LoRA "
-                    "layers for; utils/convert.py can merge it with its base"
-                ) from error
+            value = _targets_of(adapter)
+        elif isinstance(value, Mapping):
+            value = [f"{module}={number}" for module, number in value.items()]
         setattr(model_args, flag_name, value)
+
+
+def _targets_of(adapter: Adapter) -> list[str]:
+    """What --lora_targets would be for an adapter."""
+    try:
+        targets = targets_of_modules(adapter.lora.targets)
+    except ValueError as error:
+        raise ValueError(
+            f"{adapter.source}: adapts {plain(adapter.lora.targets)}, which this script has no "
+            "LoRA layers for; utils/convert.py can merge it with its base"
+        ) from error
+    modules = list(lora_pairs(adapter.tensors, adapter.source))
+    # Where a target is not adapted in all layers that are, the modules have to be named.
+    return targets if len(modules) == len(targets) * len(_layers_of(adapter)) else modules
+
+
+def _layers_of(adapter: Adapter) -> set[int | None]:
+    return {layer_of(module) for module in lora_pairs(adapter.tensors, adapter.source)}
+
+
+def keep_to_layers(
+    model_args: ModelArguments, config: PretrainedConfig, adapters: Sequence[Adapter]
+) -> None:
+    """Sets --lora_layers, if it was not given, to the layers of a model that an adapter adapts."""
+    for adapter in adapters:
+        if adapter.kind is LORA and model_args.lora_layers is None:
+            layers = _layers_of(adapter)
+            if layers < {*range(config.num_hidden_layers)}:
+                model_args.lora_layers = [str(layer) for layer in sorted(layers)]
 
 
 def load_config(model_args: ModelArguments, **settings: Any) -> PretrainedConfig:
@@ -473,7 +547,13 @@ def load_config(model_args: ModelArguments, **settings: Any) -> PretrainedConfig
     for switch, names in ADAPTATIONS.items():
         if getattr(model_args, switch):
             given = {name: getattr(model_args, name) for name in names}
-            settings.update({name: value for name, value in given.items() if value is not None})
+            settings.update(
+                {
+                    name: FROM_WORDS.get(name, lambda value: value)(value)
+                    for name, value in given.items()
+                    if value is not None
+                }
+            )
             settings[switch] = True
     # These are settings of this run, not of the model that it starts from.
     settings.update(reg_loss_wgt=model_args.reg_loss_wgt, masking_prob=model_args.masking_prob)
@@ -648,6 +728,7 @@ def fine_tune(
     check_arguments(model_args, args, adapters)
 
     config = load_config(model_args)
+    keep_to_layers(model_args, config, adapters)
     if args.cls_dropout is not None and not hasattr(config, "cls_dropout"):
         raise ValueError(f"--cls_dropout: a {config.model_type} model has no such dropout")
     info = next((adapter.metadata for adapter in adapters if adapter.metadata), None)

@@ -18,9 +18,12 @@ def compute_dtype(fp16: bool, bf16: bool) -> torch.dtype:
 
 
 def hold_frozen_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts the parameters of `model` that need no gradient to `dtype`, in place."""
-    for parameter in model.parameters():
-        if not parameter.requires_grad and parameter.is_floating_point():
+    """Casts the parameters of `model` that need no gradient to `dtype`, in place.
+
+    LoRA's stay as they are, also where A is frozen: they are small, and belong to the adapter.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad and parameter.is_floating_point() and "lora_" not in name:
             parameter.data = parameter.data.to(dtype)
 
 

@@ -178,7 +178,10 @@ BAD = {
         f"{RTE} --do_eval --apply_adapter --adapter_path {{trained}}/pytorch_model_lora.bin",
         "none of its 12 tensors is adapter's ('adapter')",
     ),
-    "no such target": (f"{RTE} --do_train --apply_lora {R4} --lora_targets dense", "choose from"),
+    "no such target": (
+        f"{RTE} --do_train --apply_lora {R4} --lora_targets danse",
+        "lora_targets: 'danse' matches no projection; near names:",
+    ),
     "other targets": (
         f"{EVAL} {{trained}} --lora_targets key",
         "was trained with targets query, value, the model was built with key",

@@ -13,38 +13,49 @@ release's files, and so here, down is called ``adapter_A`` and up ``adapter_B``.
 Source: Houlsby et al., arXiv 1902.00751; Pfeiffer et al., arXiv 2005.00247.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import loralib as lora
+from loralib.initialization import deferring_start
 from loralib.nn.norm import LayerNorm
 
 from .activations import ACT2FN
 from .configuration_utils import ADAPTER_TYPES, PretrainedConfig
+from .lora_placement import Placed
 
 
 def projection(
-    config: PretrainedConfig, target: str, in_features: int, out_features: int
+    config: PretrainedConfig,
+    placed: Mapping[str, Placed],
+    target: str,
+    in_features: int,
+    out_features: int,
 ) -> nn.Linear:
     """A projection of an encoder layer, with LoRA where the settings put it.
 
     Args:
         config: the model's settings.
+        placed: where they put LoRA in this layer, see `lora_placement.by_layer`.
         target: which projection it is, a name in `LORA_TARGETS`.
         in_features, out_features: its widths.
     """
-    if not config.apply_lora or target not in config.lora_targets:
+    if target not in placed:
         return nn.Linear(in_features, out_features)
-    return lora.Linear(
-        in_features,
-        out_features,
-        r=config.lora_r,
-        lora_alpha=config.lora_alpha,
-        lora_dropout=config.lora_dropout,
-        merge_weights=config.merges_lora,
-    )
+    with deferring_start():  # the model has weights to start from when it is complete
+        return lora.Linear(
+            in_features,
+            out_features,
+            r=placed[target].rank,
+            lora_alpha=placed[target].alpha,
+            lora_dropout=config.lora_dropout,
+            merge_weights=config.merges_lora,
+            variant=config.lora_variant,
+            initialization=config.lora_init,
+            freeze_A=config.lora_freeze_A,
+        )
 
 
 def adapter_behind(config: PretrainedConfig, target: str) -> "BottleneckAdapter | None":
@@ -90,12 +101,17 @@ class BottleneckAdapter(nn.Module):
 
 
 class Intermediate(nn.Module):
-    """The feed-forward part's first half."""
+    """The feed-forward part's first half.
 
-    def __init__(self, config: PretrainedConfig):
+    Args:
+        config: the model's settings.
+        placed: where they put LoRA in this layer.
+    """
+
+    def __init__(self, config: PretrainedConfig, placed: Mapping[str, Placed]):
         super().__init__()
         self.dense = projection(
-            config, "intermediate", config.hidden_size, config.intermediate_size
+            config, placed, "intermediate", config.hidden_size, config.intermediate_size
         )
         self.activation = ACT2FN[config.hidden_act]
 
@@ -109,13 +125,20 @@ class SubLayerOutput(nn.Module):
 
     Args:
         config: the model's settings.
+        placed: where they put LoRA in this layer.
         target: which projection it is, a name in `LORA_TARGETS`.
         in_features: width of what the sub-layer has computed.
     """
 
-    def __init__(self, config: PretrainedConfig, target: str, in_features: int):
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        placed: Mapping[str, Placed],
+        target: str,
+        in_features: int,
+    ):
         super().__init__()
-        self.dense = projection(config, target, in_features, config.hidden_size)
+        self.dense = projection(config, placed, target, in_features, config.hidden_size)
         self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = lora.Dropout(config.hidden_dropout_prob)
         self.adapter = adapter_behind(config, target)

@@ -1,11 +1,13 @@
 """The settings that RoBERTa and DeBERTa-v2 share."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from loralib.io.settings import Count, Index, NotNegative, Share, checked
 
 from .activations import ACT2FN
 from .configuration_utils import PretrainedConfig
+from .lora_placement import by_module
 
 
 class EncoderConfig(PretrainedConfig):
@@ -30,6 +32,16 @@ class EncoderConfig(PretrainedConfig):
     Raises:
         ValueError: settings that no model can have.
     """
+
+    lora_modules: ClassVar[Mapping[str, str]] = {
+        "query": "attention.self.query",
+        "key": "attention.self.key",
+        "value": "attention.self.value",
+        "attention_output": "attention.output.dense",
+        "intermediate": "intermediate.dense",
+        "output": "output.dense",
+    }
+    """The projections of a layer that LoRA can adapt: names in `LORA_TARGETS` -> modules."""
 
     @checked
     def __init__(
@@ -71,6 +83,22 @@ class EncoderConfig(PretrainedConfig):
         self.type_vocab_size = type_vocab_size
         self.initializer_range = initializer_range
         self.layer_norm_eps = layer_norm_eps
+        if self.apply_lora:
+            self._resolve_lora()
+
+    def _resolve_lora(self) -> None:
+        """Makes LoRA's settings those of modules, by which any two that say one thing are the same.
+
+        Raises:
+            ValueError: they do not fit the model.
+        """
+        placed = by_module(self).items()
+        self.lora_rank_pattern = {n: each.rank for n, each in placed if each.rank != self.lora_r}
+        self.lora_alpha_pattern = {
+            name: each.alpha for name, each in placed if each.alpha != self.lora_alpha
+        }
+        if self.lora_layers == list(range(self.num_hidden_layers)):
+            self.lora_layers = None
 
 
 def check_activation(setting: str, name: str) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from loralib.functional import VARIANTS
+from loralib.initialization import INITIALIZATIONS
 from loralib.io.atomic import atomic_write
 from loralib.io.hub import resolve_file
 from loralib.io.settings import Count, Index, NotNegative, Positive, Share, check_settings, checked
@@ -16,7 +18,7 @@ from .file_utils import CONFIG_NAME
 from .loading_arguments import refuse_unknown, split_arguments
 
 # What LoRA can adapt in an encoder layer of either family -> its module, as
-# loralib.adapters.adapter.lora_targets names it. DeBERTa-v2's first three end in "_proj".
+# loralib.adapters.names.lora_targets names it. DeBERTa-v2's first three end in "_proj".
 LORA_TARGETS = {
     "query": "query",
     "key": "key",
@@ -30,7 +32,11 @@ ADAPTER_TYPES = {"houlsby": ("attention_output", "output"), "pfeiffer": ("output
 
 # The settings that shape an adapted model, by its switch; a checkpoint keeps those of its training.
 _ADAPTATIONS = {
-    "apply_lora": ("lora_r", "lora_alpha", "lora_targets", "lora_positions"),
+    "apply_lora": (
+        *("lora_r", "lora_alpha", "lora_rank_pattern", "lora_alpha_pattern"),
+        *("lora_targets", "lora_layers", "lora_positions"),
+        *("lora_variant", "lora_init"),
+    ),
     "apply_adapter": ("adapter_type", "adapter_size"),
 }
 # Of these, None says that a setting is not given.
@@ -38,9 +44,20 @@ _NOT_GIVEN_IF_NONE = {
     *_ADAPTATIONS,
     *(name for settings in _ADAPTATIONS.values() for name in settings),
     "lora_dropout",
+    "lora_freeze_A",
     "apply_bitfit",
 }
-
+# What files mean that are older than a setting.
+_BEFORE = {
+    "lora_targets": ("query", "value"),
+    "lora_positions": False,
+    "lora_variant": "lora",
+    "lora_init": "default",
+    "lora_rank_pattern": {},
+    "lora_alpha_pattern": {},
+}
+# Settings that a model's own modules make uniform: two ways to say one thing become the same.
+_RESOLVED = frozenset({"lora_layers", "lora_rank_pattern", "lora_alpha_pattern"})
 
 # What config.json states of the file, not settings.
 _NOT_OURS_TO_SET = {"model_type", "transformers_version"}
@@ -67,8 +84,17 @@ class PretrainedConfig:
         apply_lora: put LoRA into every encoder layer.
         lora_r: its rank.
         lora_alpha: its scale; the update is multiplied by lora_alpha / lora_r.
-        lora_targets: the projections that it adapts, of `LORA_TARGETS`; kept in that order.
+        lora_targets: the projections that it adapts: names of `LORA_TARGETS`, which come first and
+            in that order; ends of modules' names, globs over them, or "all-linear".
+        lora_layers: numbers of the layers that it adapts; None for all.
         lora_dropout: dropout on the update's input, in training.
+        lora_variant: of the update, a name in `loralib.functional.VARIANTS`.
+        lora_init: how A and B are initialized, a name in
+            `loralib.initialization.INITIALIZATIONS`.
+        lora_freeze_A: only B is trained.
+        lora_rank_pattern: ranks of projections that differ from `lora_r`, by target, as in
+            `lora_targets`; the first one that matches a module counts. Kept by the modules' names.
+        lora_alpha_pattern: likewise, what differs from `lora_alpha`.
         apply_adapter: put bottleneck adapters into every encoder layer.
         adapter_type: where they sit and how they compute, of `ADAPTER_TYPES`.
         adapter_size: width of the bottleneck.
@@ -103,7 +129,13 @@ class PretrainedConfig:
         lora_r: Count | None = None,
         lora_alpha: Positive | None = None,
         lora_targets: Iterable[str] = ("query", "value"),
+        lora_layers: Iterable[int] | None = None,
         lora_dropout: Share = 0.0,
+        lora_variant: str = "lora",
+        lora_init: str = "default",
+        lora_freeze_A: bool = False,
+        lora_rank_pattern: dict[str, int] | None = None,
+        lora_alpha_pattern: dict[str, float] | None = None,
         apply_adapter: bool = False,
         adapter_type: str = "houlsby",
         adapter_size: Count = 64,
@@ -128,7 +160,13 @@ class PretrainedConfig:
         self.lora_r = lora_r
         self.lora_alpha = lora_alpha
         self.lora_targets = in_order(lora_targets)
+        self.lora_layers = None if lora_layers is None else sorted({*lora_layers})
         self.lora_dropout = lora_dropout
+        self.lora_variant = lora_variant
+        self.lora_init = lora_init
+        self.lora_freeze_A = lora_freeze_A
+        self.lora_rank_pattern = dict(lora_rank_pattern or {})
+        self.lora_alpha_pattern = dict(lora_alpha_pattern or {})
         self.apply_adapter = apply_adapter
         self.adapter_type = adapter_type
         self.adapter_size = adapter_size
@@ -166,6 +204,10 @@ class PretrainedConfig:
                 raise ValueError(f"apply_lora needs {name}: give --{name}")
         if not self.lora_targets:
             raise ValueError(f"apply_lora needs lora_targets: some of {', '.join(LORA_TARGETS)}")
+        for name, known in (("lora_variant", VARIANTS), ("lora_init", INITIALIZATIONS)):
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"unknown {name} '{value}' (known: {', '.join(known)})")
 
     @property
     def longest_sequence(self) -> int | None:
@@ -280,7 +322,8 @@ class PretrainedConfig:
             for key, value in overrides.items()
             if key in known and (key not in _NOT_GIVEN_IF_NONE or value is not None)
         }
-        check_same_adaptation(os.fspath(name_or_path), values, overrides)
+        spelt = {key: value for key, value in overrides.items() if key not in _RESOLVED}
+        check_same_adaptation(os.fspath(name_or_path), values, spelt)
         name = os.fspath(name_or_path) if model is None else model
         switches = (*_ADAPTATIONS, "apply_bitfit")
         # A model that keeps the adaptation of its training keeps its base.
@@ -288,12 +331,16 @@ class PretrainedConfig:
             values["base_name_or_path"] = name
             values["base_revision"] = None if os.path.exists(name) else where.get("revision")
         try:
-            return cls.from_dict({**values, "name_or_path": name}, **overrides), unused
+            config = cls.from_dict({**values, "name_or_path": name}, **overrides)
         except ValueError as error:
             # The file is to blame, unless the message is about what was to replace its settings.
             if any(setting in str(error) for setting in overrides):
                 raise
             raise ValueError(f"{source}: {error}") from error
+        if values.get("apply_lora"):
+            for setting in _RESOLVED & overrides.keys():
+                _check_same(os.fspath(name_or_path), setting, values, getattr(config, setting))
+        return config, unused
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], **overrides: Any) -> "PretrainedConfig":
@@ -343,16 +390,10 @@ def _as_json(settings: Mapping[str, Any]) -> str:
 
 
 def in_order(targets: Iterable[str]) -> list[str]:
-    """LoRA's targets in the order of `LORA_TARGETS`, each once.
-
-    Raises:
-        ValueError: there is no such target.
-    """
+    """LoRA's targets, each once: those of `LORA_TARGETS` in that order, then the others."""
     targets = list(targets)
-    unknown = [name for name in targets if name not in LORA_TARGETS]
-    if unknown:
-        raise ValueError(f"unknown lora_targets '{unknown[0]}' (known: {', '.join(LORA_TARGETS)})")
-    return [name for name in LORA_TARGETS if name in targets]
+    known = [name for name in LORA_TARGETS if name in targets]
+    return list(dict.fromkeys([*known, *targets]))
 
 
 def targets_of_modules(modules: Iterable[str]) -> list[str]:
@@ -362,7 +403,12 @@ def targets_of_modules(modules: Iterable[str]) -> list[str]:
         ValueError: no encoder layer has such a module.
     """
     known = {module: name for name, module in LORA_TARGETS.items()}
-    return in_order(known.get(module.removesuffix("_proj"), module) for module in modules)
+    targets = []
+    for module in modules:
+        if module.removesuffix("_proj") not in known:
+            raise ValueError(f"unknown lora_targets '{module}' (known: {', '.join(LORA_TARGETS)})")
+        targets.append(known[module.removesuffix("_proj")])
+    return in_order(targets)
 
 
 def check_same_adaptation(
@@ -379,15 +425,25 @@ def check_same_adaptation(
         ValueError: they differ.
     """
     for switch, settings in _ADAPTATIONS.items():
-        if not values.get(switch):
-            continue
-        for name in (switch, *settings):
-            asked, trained = asked_for.get(name), values.get(name)
-            if name == "lora_positions":
-                trained = bool(trained)  # the release's settings do not have it
-            if name == "lora_targets" and asked is not None:
-                # Files from before there was a choice do not say.
-                trained = in_order(trained or ("query", "value"))
-                asked, trained = " ".join(in_order(asked)), " ".join(trained)
-            if asked is not None and asked != trained:
-                raise ValueError(f"'{source}' was trained with {name} {trained}, not {asked}")
+        if values.get(switch):
+            for name in (switch, *settings):
+                if asked_for.get(name) is not None:
+                    _check_same(source, name, values, asked_for[name])
+
+
+def _check_same(source: str, name: str, values: Mapping[str, Any], asked: Any) -> None:
+    trained = values.get(name)
+    if trained is None:
+        trained = _BEFORE.get(name)
+    if name == "lora_targets":
+        asked, trained = in_order(asked), in_order(trained)
+    if asked != trained:
+        said = f"{name} {as_words(trained)}, not {as_words(asked)}"
+        raise ValueError(f"'{source}' was trained with {said}")
+
+
+def as_words(value: Any) -> Any:
+    """A list or a pattern as the scripts' flags have it, in words; other settings as they are."""
+    if isinstance(value, Mapping):
+        value = [f"{target}={number}" for target, number in value.items()]
+    return " ".join(map(str, value)) or "none" if isinstance(value, list) else value

@@ -11,7 +11,7 @@ padded, (batch, length, …). The layers' projections, with LoRA and bottleneck 
 adapters.py.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from loralib.nn.packing import PackedRows
 from . import consistency
 from .adapters import Intermediate, SubLayerOutput
 from .configuration_utils import PretrainedConfig
+from .lora_placement import Placed
 from .modeling_outputs import (
     BaseModelOutput,
     BaseModelOutputWithPooling,
@@ -48,13 +49,16 @@ class EncoderAttention(nn.Module):
 
     Args:
         config: the model's settings.
+        placed: where they put LoRA in this layer.
         self_attention: (hidden, queries, batch) -> what `queries` gather from `hidden`.
     """
 
-    def __init__(self, config: PretrainedConfig, self_attention: nn.Module):
+    def __init__(
+        self, config: PretrainedConfig, placed: Mapping[str, Placed], self_attention: nn.Module
+    ):
         super().__init__()
         self.self = self_attention
-        self.output = SubLayerOutput(config, "attention_output", config.hidden_size)
+        self.output = SubLayerOutput(config, placed, "attention_output", config.hidden_size)
 
     def forward(self, hidden: Tensor, queries: Tensor, batch: Any) -> Tensor:
         """The residual stream at `queries`, attention added."""
@@ -66,14 +70,16 @@ class EncoderLayer(nn.Module):
 
     Args:
         config: the model's settings.
-        self_attention: as in `EncoderAttention`.
+        placed, self_attention: as in `EncoderAttention`.
     """
 
-    def __init__(self, config: PretrainedConfig, self_attention: nn.Module):
+    def __init__(
+        self, config: PretrainedConfig, placed: Mapping[str, Placed], self_attention: nn.Module
+    ):
         super().__init__()
-        self.attention = EncoderAttention(config, self_attention)
-        self.intermediate = Intermediate(config)
-        self.output = SubLayerOutput(config, "output", config.intermediate_size)
+        self.attention = EncoderAttention(config, placed, self_attention)
+        self.intermediate = Intermediate(config, placed)
+        self.output = SubLayerOutput(config, placed, "output", config.intermediate_size)
 
     def forward(self, hidden: Tensor, batch: Any, first_only: bool = False) -> Tensor:
         """(tokens, hidden) -> the same, or (batch, hidden) with `first_only`.

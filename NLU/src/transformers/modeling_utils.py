@@ -19,9 +19,11 @@ from loralib.adapters.checks import check_together
 from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.loading import load_into, lora_layers, lora_settings
 from loralib.errors import CheckpointError
+from loralib.initialization import deferring_start
 from loralib.io.hub import resolve_file
 from loralib.io.tensors import read_tensors, write_tensors
 from loralib.layers import LoRALayer
+from loralib.utils import start_from_weights
 
 from .adapter_kinds import BITFIT, BOTTLENECK
 from .adapters import UpProjection
@@ -85,8 +87,10 @@ class PreTrainedModel(nn.Module):
 
     def init_weights(self) -> None:
         """Initializes all weights, and ties those that are tied."""
-        self.apply(self._init_weights)
+        with deferring_start():
+            self.apply(self._init_weights)
         self.tie_weights()
+        start_from_weights(self)
 
     def _init_weights(self, module: nn.Module) -> None:
         """Initializes one module's own weights, as BERT does.
@@ -142,13 +146,17 @@ class PreTrainedModel(nn.Module):
     def train_only(self, parts: Iterable[str]) -> None:
         """Freezes the backbone except parameters with one of `parts` in their name.
 
-        What is outside the backbone, the head, is trained in any case.
+        What is outside the backbone, the head, is trained in any case; LoRA's A is not where the
+        settings freeze it.
         """
         prefix = self._prefix(self.state_dict())
         parts = tuple(parts)
         for name, parameter in self.named_parameters():
             trained = not name.startswith(prefix) or any(part in name for part in parts)
             parameter.requires_grad_(trained)
+        for layer in lora_layers(self).values():
+            if layer.freeze_A:
+                layer.lora_A.requires_grad_(False)
 
     @property
     def adapted_by(self) -> tuple[Kind, ...]:
@@ -188,7 +196,14 @@ class PreTrainedModel(nn.Module):
             return {name: getattr(self.config, name) for name in ("adapter_type", "adapter_size")}
         if kind is BITFIT:
             return {}
-        return {**lora_settings(self), "dropout": self.config.lora_dropout or None}
+        settings = {**lora_settings(self), "dropout": self.config.lora_dropout or None}
+        if self.config.apply_lora:
+            # What is usual is what the settings say, also where most modules have another value.
+            layers = lora_layers(self).items()
+            settings["rank"], settings["alpha"] = self.config.lora_r, self.config.lora_alpha
+            settings["rank_pattern"] = {name: layer.r for name, layer in layers}
+            settings["alpha_pattern"] = {name: layer.lora_alpha for name, layer in layers}
+        return settings
 
     def load_adapters(self, adapters: Sequence[Adapter], new_head: bool = False) -> list[str]:
         """Copies in one run's adapters, each of another kind; see `adapters.loading.load_into`.
@@ -262,7 +277,7 @@ class PreTrainedModel(nn.Module):
                 raise CheckpointError(
                     f"{name}: its {CONFIG_NAME} says {kind.switch}, its weights hold none"
                 )
-        with torch.device("cpu"), _NoInitialization():
+        with torch.device("cpu"), _NoInitialization(), deferring_start():
             model = cls(config, *model_args, **own)
         info = model.load_checkpoint(tensors, name)
         return (model.eval(), info) if output_loading_info else model.eval()
@@ -321,11 +336,15 @@ class PreTrainedModel(nn.Module):
         for name, tensor in fitting.items():
             if tensor.shape != own[name].shape:
                 raise CheckpointError(_shape_message(source, name, tensor, own[name]))
-        self._initialize(missing)
+        with deferring_start():
+            self._initialize(missing)
         self.newly_initialized = frozenset(missing)
         with torch.no_grad():
             for name, tensor in fitting.items():
                 own[name].copy_(tensor)
+        if any(LORA.part in name for name in missing):
+            # A new update may start from the weights that are here only now.
+            start_from_weights(self)
         self._read_tensors = fitting
         self.base_fingerprint = fingerprint(fitting, [self._prefix(own)])
         left_out = matched.keys() - fitting.keys()

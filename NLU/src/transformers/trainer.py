@@ -28,6 +28,7 @@ from loralib.training.optimizer import decay_groups
 from loralib.training.precision import ApexPrecision, Precision, all_in_half, hold_frozen_in
 from loralib.training.process import set_dropout_seed, set_seed, set_up_device
 from loralib.training.resume import first_not_finite
+from loralib.utils import with_lora_plus
 
 from .data.data_collator import DataCollatorWithPadding, default_data_collator
 from .integrations import reporting_callbacks
@@ -209,6 +210,7 @@ class Trainer:
             groups = decay_groups(self.model, args.weight_decay)
             if not groups:
                 raise ValueError("the model has no trainable parameters")
+            groups = with_lora_plus(self.model, groups, args.learning_rate, args.lora_plus_ratio)
             if args.adafactor:
                 self.optimizer = Adafactor(groups, lr=args.learning_rate)
             else:

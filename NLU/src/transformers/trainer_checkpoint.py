@@ -37,6 +37,7 @@ from loralib.training.resume import (
     restore,
 )
 
+from .configuration_utils import as_words
 from .modeling_utils import PreTrainedModel
 from .tokenization_utils_base import PreTrainedTokenizerBase
 from .trainer_callback import TrainerState
@@ -61,6 +62,7 @@ _SAME_IN_A_RUN = (
     "seed",
     "tf32",
     "learning_rate",
+    "lora_plus_ratio",
     "weight_decay",
     "adam_beta1",
     "adam_beta2",
@@ -76,7 +78,10 @@ _SAME_IN_A_RUN = (
     "bf16",
 )
 # Likewise, of the model's settings; those that shape the model show in its weights.
-_SAME_OF_A_MODEL = ("lora_dropout", "cls_dropout", "reg_loss_wgt", "masking_prob", "apply_bitfit")
+_SAME_OF_A_MODEL = (
+    *("lora_variant", "lora_init", "lora_freeze_A", "lora_rank_pattern", "lora_alpha_pattern"),
+    *("lora_dropout", "cls_dropout", "reg_loss_wgt", "masking_prob", "apply_bitfit"),
+)
 
 
 class Progress:
@@ -282,6 +287,8 @@ class Checkpoints:
         now = self.args.to_dict()
         with _damage_named(path / TRAINING_ARGS_NAME):
             before = read_state(path / TRAINING_ARGS_NAME, {"seed": now["seed"]})
+        # A checkpoint may be older than LoRA+.
+        before = {"lora_plus_ratio": 1.0, **before}
         settings = [
             {f"--{name}": values.get(name) for name in _SAME_IN_A_RUN} for values in (before, now)
         ]
@@ -336,7 +343,7 @@ def _model_settings(model: PreTrainedModel, path: Path) -> tuple[dict[str, Any],
             "task": source.get("finetuning_task"),
             # JSON has no integers for keys.
             "labels": {str(k): v for k, v in source["id2label"].items()},
-            **{f"--{name}": filled[name] for name in _SAME_OF_A_MODEL if name in own},
+            **{f"--{name}": as_words(filled[name]) for name in _SAME_OF_A_MODEL if name in own},
         }
         for source, filled in ((config, saved), (own, own))
     )

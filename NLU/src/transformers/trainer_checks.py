@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from loralib.adapters.loading import lora_layers
+
 from . import consistency
 from .modeling_utils import PreTrainedModel
 from .trainer_weights import adapted_by
@@ -28,6 +30,8 @@ def check_model(model: nn.Module, args: TrainingArguments, label_names: Sequence
             "--save_lora_only needs a model with LoRA, adapters or BitFit: add --apply_lora, "
             "--apply_adapter or --apply_bitfit"
         )
+    if args.lora_plus_ratio != 1 and not lora_layers(model):
+        raise ValueError("--lora_plus_ratio needs a model with LoRA: add --apply_lora")
     if args.gradient_checkpointing and not ours:
         raise ValueError("--gradient_checkpointing needs a model of this package: leave it out")
     if ours:

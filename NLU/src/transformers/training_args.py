@@ -79,6 +79,11 @@ class TrainingArguments:
         None, "evaluation batches after which predictions move from the device to the CPU"
     )
     learning_rate: float = flag(5e-5, "peak learning rate of AdamW")
+    lora_plus_ratio: float = flag(
+        1.0,
+        "LoRA+ (arXiv 2402.12354): LoRA's B is trained at this many times the learning rate; above "
+        "1, such as 16, B learns faster than A",
+    )
     weight_decay: float = flag(0.0, "decay of all but biases and layer norms")
     adam_beta1: float = flag(0.9, "AdamW's beta1")
     adam_beta2: float = flag(0.999, "AdamW's beta2")
@@ -218,8 +223,9 @@ class TrainingArguments:
         for name in ("warmup_ratio", "label_smoothing_factor"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"--{name} must lie in [0, 1], not {getattr(self, name)}")
-        if not 0 < self.ddp_timeout < math.inf:
-            raise ValueError(f"--ddp_timeout must be positive, not {self.ddp_timeout}")
+        for name in ("lora_plus_ratio", "ddp_timeout"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"--{name} must be positive, not {getattr(self, name)}")
         if self.fp16 and self.bf16:
             raise ValueError("--fp16 and --bf16 are two precisions: give one")
         if self.load_best_model_at_end:

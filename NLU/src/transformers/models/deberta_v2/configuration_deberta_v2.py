@@ -1,7 +1,7 @@
 """DeBERTa-v2's settings."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
 from loralib.io.settings import Count, Index, NotNegative, Share, checked
 
@@ -44,6 +44,12 @@ class DebertaV2Config(EncoderConfig):
 
     model_type = "deberta-v2"
     merges_lora = False  # the release does not merge here
+    lora_modules: ClassVar[Mapping[str, str]] = {
+        **EncoderConfig.lora_modules,
+        "query": "attention.self.query_proj",
+        "key": "attention.self.key_proj",
+        "value": "attention.self.value_proj",
+    }
 
     @checked
     def __init__(

@@ -44,6 +44,7 @@ from loralib.nn.routing import for_each_segment
 
 from ...activations import ACT2FN
 from ...adapters import projection
+from ...lora_placement import Placed, by_layer
 from ...modeling_encoder import (
     Encoder,
     EncoderForMaskedLM,
@@ -207,15 +208,15 @@ class DisentangledSelfAttention(nn.Module):
         lora_positions: whether LoRA in these reaches distances.
     """
 
-    def __init__(self, config: DebertaV2Config):
+    def __init__(self, config: DebertaV2Config, placed: Mapping[str, Placed]):
         super().__init__()
         width = config.hidden_size
         self.heads = config.num_attention_heads
         self.dropout_p = config.attention_probs_dropout_prob
         self.scale = (width // self.heads * (1 + len(config.pos_att_type))) ** -0.5
-        self.query_proj = projection(config, "query", width, width)
-        self.key_proj = projection(config, "key", width, width)
-        self.value_proj = projection(config, "value", width, width)
+        self.query_proj = projection(config, placed, "query", width, width)
+        self.key_proj = projection(config, placed, "key", width, width)
+        self.value_proj = projection(config, placed, "value", width, width)
         terms = config.pos_att_type if config.relative_attention else ()
         self.c2p, self.p2c = "c2p" in terms, "p2c" in terms
         self.config = config
@@ -457,8 +458,8 @@ class ConvLayer(nn.Module):
 class DebertaV2Layer(EncoderLayer):
     """An `EncoderLayer` with `DisentangledSelfAttention`."""
 
-    def __init__(self, config: DebertaV2Config):
-        super().__init__(config, DisentangledSelfAttention(config))
+    def __init__(self, config: DebertaV2Config, placed: Mapping[str, Placed]):
+        super().__init__(config, placed, DisentangledSelfAttention(config, placed))
 
 
 class DebertaV2Encoder(Encoder):
@@ -471,7 +472,7 @@ class DebertaV2Encoder(Encoder):
     """
 
     def __init__(self, config: DebertaV2Config):
-        super().__init__(config, (DebertaV2Layer(config) for _ in range(config.num_hidden_layers)))
+        super().__init__(config, (DebertaV2Layer(config, placed) for placed in by_layer(config)))
         width = config.hidden_size
         if config.relative_attention:
             self.rel_embeddings = nn.Embedding(2 * config.attention_span, width)
@@ -513,7 +514,8 @@ class DebertaV2PreTrainedModel(PreTrainedModel):
 
     def _initialize_lora(self, layer: lora.LoRALayer) -> None:
         super()._initialize_lora(layer)
-        nn.init.normal_(layer.lora_A, std=self.config.initializer_range)
+        if layer.initialization == "default":
+            nn.init.normal_(layer.lora_A, std=self.config.initializer_range)
 
     def _match_names(
         self, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]

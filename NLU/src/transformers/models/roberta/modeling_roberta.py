@@ -7,6 +7,7 @@ adapters go. Names are upstream's, so that published weights load.
 Source: RoBERTa, arXiv 1907.11692; LoRA, arXiv 2106.09685, section 4.2.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -18,6 +19,7 @@ from loralib.nn.norm import LayerNorm
 from loralib.nn.packing import PackedRows, attend
 
 from ...adapters import projection
+from ...lora_placement import Placed, by_layer
 from ...modeling_encoder import (
     Encoder,
     EncoderForMaskedLM,
@@ -81,14 +83,14 @@ class RobertaEmbeddings(nn.Module):
 class RobertaSelfAttention(nn.Module):
     """Multi-head attention without its output projection."""
 
-    def __init__(self, config: RobertaConfig):
+    def __init__(self, config: RobertaConfig, placed: Mapping[str, Placed]):
         super().__init__()
         width = config.hidden_size
         self.heads = config.num_attention_heads
         self.dropout_p = config.attention_probs_dropout_prob
-        self.query = projection(config, "query", width, width)
-        self.key = projection(config, "key", width, width)
-        self.value = projection(config, "value", width, width)
+        self.query = projection(config, placed, "query", width, width)
+        self.key = projection(config, placed, "key", width, width)
+        self.value = projection(config, placed, "value", width, width)
 
     def forward(self, hidden: Tensor, queries: Tensor, rows: PackedRows) -> Tensor:
         """What `queries` gather from `hidden`; see `attend` for shapes."""
@@ -100,15 +102,15 @@ class RobertaSelfAttention(nn.Module):
 class RobertaLayer(EncoderLayer):
     """An `EncoderLayer` with `RobertaSelfAttention`."""
 
-    def __init__(self, config: RobertaConfig):
-        super().__init__(config, RobertaSelfAttention(config))
+    def __init__(self, config: RobertaConfig, placed: Mapping[str, Placed]):
+        super().__init__(config, placed, RobertaSelfAttention(config, placed))
 
 
 class RobertaEncoder(Encoder):
     """The layers one after the other."""
 
     def __init__(self, config: RobertaConfig):
-        super().__init__(config, (RobertaLayer(config) for _ in range(config.num_hidden_layers)))
+        super().__init__(config, (RobertaLayer(config, placed) for placed in by_layer(config)))
 
 
 class RobertaPooler(nn.Module):
