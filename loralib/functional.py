@@ -23,6 +23,7 @@ differently (`scale`), and multiply the rows of the result by a gain g of its ow
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -239,12 +240,18 @@ def _row_norms(weight: Tensor, block: Block, scaling: float) -> Tensor:
     zero it is the norm of W to the bit.
     """
     wide = torch.promote_types(weight.dtype, torch.float32)
-    B = block.B.to(wide)
+    A, B = block.A.to(wide), block.B.to(wide)
     squares = torch.linalg.vector_norm(weight, dim=1, dtype=wide).square_()
-    across = F.linear(weight, block.A.to(weight.dtype)).to(wide)
-    A = block.A.to(wide)
-    across.mul_(2 * scaling).addmm_(B, A @ A.t(), alpha=scaling**2)
+    with _without_autocast(weight.device.type):
+        across = F.linear(weight, block.A.to(weight.dtype)).to(wide)
+        across.mul_(2 * scaling).addmm_(B, A @ A.t(), alpha=scaling**2)
     return squares.add_(across.mul_(B).sum(1)).clamp_(min=0).sqrt_()
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager:
+    if not torch.amp.is_autocast_available(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 class RankStabilizedDelta(Delta):
