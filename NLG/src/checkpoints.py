@@ -5,16 +5,16 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from family import GPT2
+from family import DEFAULT_TARGETS, GPT2, TARGETS, in_order, targets_of
 from loralib.adapters.adapter import Adapter
 from loralib.adapters.checks import check_base
-from loralib.adapters.deltas import deltas_of, merge_into
-from loralib.adapters.families import enabled_slices
+from loralib.adapters.deltas import lora_pairs, merge_into, slices_of
 from loralib.adapters.fingerprint import fingerprint
-from loralib.adapters.formats import read_adapter, write_adapter
+from loralib.adapters.formats import read_adapter
 from loralib.adapters.loading import load_into, lora_layers, lora_settings
 from loralib.adapters.metadata import LoraMetadata
 from loralib.adapters.names import within_layer
@@ -25,7 +25,13 @@ from model import MODEL_CARDS, GPT2LMModel, canonical_names, config_of, load_bas
 
 # The release's models were wrapped in DDP when they were saved.
 _PREFIX = "module."
-_DEFAULT_ALPHA = 128
+# The flags of LoRA -> what errors call them, and what they are where neither the command line nor
+# a file says it.
+_FLAGS = {
+    "lora_dim": ("rank", 0),
+    "lora_alpha": ("alpha", 128),
+    "lora_targets": ("targets", DEFAULT_TARGETS),
+}
 
 
 def add_model_params(parser: argparse.ArgumentParser, default_card: str = "gpt2.md") -> None:
@@ -46,7 +52,20 @@ def add_model_params(parser: argparse.ArgumentParser, default_card: str = "gpt2.
     add(
         "--lora_alpha",
         type=float,
-        help=f"LoRA's update is scaled by alpha / rank; default: the file's, or {_DEFAULT_ALPHA}",
+        help="LoRA's update is scaled by alpha / rank; default: the file's, or "
+        f"{_FLAGS['lora_alpha'][1]}",
+    )
+
+
+def add_lora_params(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say how LoRA is trained; files that it is in say it themselves."""
+    add = parser.add_argument_group("LoRA").add_argument
+    add(
+        "--lora_targets",
+        nargs="+",
+        choices=list(TARGETS),
+        help="the projections of each block that LoRA adapts; default: the file's, or "
+        f"{' '.join(DEFAULT_TARGETS)}. mlp_up and mlp_down are the feed-forward part's",
     )
 
 
@@ -85,7 +104,7 @@ def open_model(
     """The model that the flags of `add_model_params` ask for, and the base it stands on.
 
     Args:
-        args: `lora_dim` and `lora_alpha`, where not given, are set to those of the files.
+        args: LoRA's flags, where not given, are set to what the files say.
         lora_path: an adapter of any format, see loralib.adapters.formats.
         lora_dropout: dropout on the update's input.
 
@@ -102,13 +121,14 @@ def open_model(
     if lora_path is not None:
         adapter = read_adapter(lora_path, lora_alpha=args.lora_alpha)
         _check_base_alone(base)
-    _set_rank_and_alpha(args, adapter or base, lora_path or args.init_checkpoint)
+    _set_lora(args, adapter or base, lora_path or args.init_checkpoint)
     has_layers = adapter is None or _has_layers(adapter)
     config = config_of(
         args.model_card,
         lora_attn_dim=args.lora_dim if has_layers else 0,
         lora_attn_alpha=args.lora_alpha,
         lora_dropout=lora_dropout,
+        lora_targets=args.lora_targets,
     )
     if args.init_checkpoint is None:
         model = GPT2LMModel(config)
@@ -123,16 +143,22 @@ def open_model(
 
 
 def _has_layers(adapter: Adapter) -> bool:
-    """Whether the model has the layers that an adapter was trained in, such as those in c_attn.
+    """Whether a model can have the layers that an adapter was trained in.
 
-    An adapter of other layers is merged into the base, such as PEFT's usual one of all of c_attn.
+    One of other layers is merged into the base, such as PEFT's usual one of all of c_attn.
     """
-    deltas = deltas_of(adapter)
-    return (
-        adapter.metadata.bias == "none"
-        and {within_layer(name) for name in deltas} == set(GPT2.lora_modules)
-        and all(len(d.starts) == (sum(enabled_slices(name)) or 1) for name, d in deltas.items())
-    )
+    return adapter.lora.bias == "none" and _targets_of(adapter) is not None
+
+
+def _targets_of(adapter: Adapter) -> tuple[str, ...] | None:
+    """The targets that an adapter was trained on; None where it has updates of another kind."""
+    layers = []
+    for module, (A, B) in lora_pairs(adapter.tensors, adapter.source).items():
+        slices = slices_of(adapter, module) or (True,)
+        if len(A) != sum(slices) * B.shape[1]:
+            return None
+        layers.append((within_layer(module), slices))
+    return targets_of(layers)
 
 
 def _check_not_lora_alone(base: Base) -> None:
@@ -151,22 +177,21 @@ def _check_base_alone(base: Base) -> None:
         )
 
 
-def _set_rank_and_alpha(args: argparse.Namespace, file: Adapter | Base, path: str | None) -> None:
-    """Fills in `lora_dim` and `lora_alpha` from the file; a flag that contradicts it is refused."""
-    rank, alpha = _rank(file.tensors), getattr(file.metadata, "alpha", None)
-    if rank is not None and alpha is None and args.lora_alpha is None:
+def _set_lora(args: argparse.Namespace, file: Adapter | Base, path: str | None) -> None:
+    """Fills in LoRA's flags from the file; one that contradicts it is refused."""
+    recorded = _recorded(file)
+    if recorded and recorded["lora_alpha"] is None and args.lora_alpha is None:
         raise AlphaError(path)
-    for name, flag, recorded, default in (
-        ("rank", "lora_dim", rank, 0),
-        ("alpha", "lora_alpha", alpha, _DEFAULT_ALPHA),
-    ):
-        given = getattr(args, flag)
-        if given is not None and recorded is not None and given != recorded:
+    given = {flag: vars(args).get(flag) for flag in _FLAGS}
+    if given["lora_targets"] is not None:
+        given["lora_targets"] = in_order(given["lora_targets"])
+    for flag, (name, default) in _FLAGS.items():
+        ours, theirs = given[flag], recorded.get(flag)
+        if None not in (ours, theirs) and ours != theirs:
             raise CheckpointError(
-                f"{path}: was trained with {name} {recorded:g}, but --{flag} is {given:g}"
+                f"{path}: was trained with {name} {_shown(theirs)}, but --{flag} is {_shown(ours)}"
             )
-        known = given if given is not None else recorded
-        setattr(args, flag, default if known is None else known)
+        setattr(args, flag, next(v for v in (ours, theirs, default) if v is not None))
     if getattr(file.metadata, "variant", None):
         raise CheckpointError(
             f"{path}: its LoRA is of the variant {file.metadata.variant}, which these scripts do "
@@ -174,12 +199,27 @@ def _set_rank_and_alpha(args: argparse.Namespace, file: Adapter | Base, path: st
         )
     if args.lora_dim < 0 or args.lora_alpha <= 0:
         raise ValueError("--lora_dim has to be at least 0, and --lora_alpha above 0")
+    if args.lora_dim == 0 and given["lora_targets"] is not None:
+        raise ValueError("--lora_targets needs LoRA: add --lora_dim")
 
 
-def _rank(tensors: Mapping[str, Tensor]) -> int | None:
-    """The rank of the LoRA weights among `tensors`; None where there are none."""
+def _recorded(file: Adapter | Base) -> dict[str, Any]:
+    """What a file says of its LoRA, by the flags; empty where it has none."""
+    tensors = {name: tensor for name, tensor in file.tensors.items() if "lora_" in name}
     parts = (t for name, t in tensors.items() if name.endswith("lora_B") and t.dim() == 2)
-    return next((B.shape[1] for B in parts), None)
+    rank = next((B.shape[1] for B in parts), None)
+    if rank is None:
+        return {}
+    adapter = Adapter(tensors, file.metadata, str(file.source))
+    return {
+        "lora_dim": rank,
+        "lora_alpha": getattr(file.metadata, "alpha", None),
+        "lora_targets": _targets_of(adapter),
+    }
+
+
+def _shown(value: float | tuple[str, ...]) -> str:
+    return " ".join(value) if isinstance(value, tuple) else f"{value:g}"
 
 
 def save_model(path: str | os.PathLike, model: GPT2LMModel, base: Base, lora_only: bool) -> None:
@@ -200,12 +240,13 @@ def save_model(path: str | os.PathLike, model: GPT2LMModel, base: Base, lora_onl
         frozen = not parameter.requires_grad and name in base.tensors
         tensors[name] = base.tensors[name] if frozen else parameter
     metadata = _metadata(model, base)
-    if lora_only:
-        lora = {name: tensor for name, tensor in tensors.items() if "lora_" in name}
-        write_adapter(path, Adapter(lora, metadata), "release")
-    else:
-        named = {_PREFIX + name: tensor for name, tensor in tensors.items()}
-        write_wrapped_tensors(path, named, metadata.to_metadata() if metadata else {})
+    # Not by `write_adapter`: the release's format has query and value alone.
+    named = {
+        _PREFIX + name: tensor
+        for name, tensor in tensors.items()
+        if "lora_" in name or not lora_only
+    }
+    write_wrapped_tensors(path, named, metadata.to_metadata() if metadata else {})
 
 
 def check_finite(path: str | os.PathLike, tensors: Mapping[str, Tensor]) -> None:

@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from checkpoints import add_model_params
+from checkpoints import add_lora_params, add_model_params
 from gpu import add_gpu_params
 from model import GPT2Config
 from optimizer import add_optimizer_params
@@ -34,6 +34,7 @@ def parse_args(argv: list[str] | None = None, description: str | None = None) ->
     _add_training_params(parser)
     _add_output_params(parser)
     add_model_params(parser)
+    add_lora_params(parser)
     add_optimizer_params(parser)
     add_gpu_params(parser)
     _add_params_without_effect(parser)

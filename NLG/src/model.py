@@ -1,4 +1,4 @@
-"""GPT-2 with LoRA on its attention's query and value projections.
+"""GPT-2 with LoRA on projections of its blocks: by default on attention's query and value.
 
 In a causal model, no token sees a later one. So nothing is computed after a row's last target, and
 the head, a third of a small model, runs on targets alone:
@@ -15,7 +15,7 @@ Names of tensors are the release's. Sources: GPT-2, Radford et al. 2019; LoRA, a
 sections 4.2 and 5.4.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import loralib as lora
-from family import GPT2
+from family import DEFAULT_TARGETS, GPT2, enabled_slices, in_order
 from loralib.adapters.loading import lora_layers
 from loralib.errors import CheckpointError
 from loralib.io.settings import Count, Index, NotNegative, Positive, Share, check_settings
@@ -44,6 +44,7 @@ class GPT2Config:
         lora_attn_dim: r, the rank of the update; 0 for none.
         lora_attn_alpha: the update is scaled by alpha / r.
         lora_dropout: dropout on the update's input.
+        lora_targets: the projections that have an update, of `TARGETS`; kept in that order.
 
     Raises:
         ValueError: settings that no model can have.
@@ -59,9 +60,11 @@ class GPT2Config:
     lora_attn_dim: Index = 0
     lora_attn_alpha: Positive = 128
     lora_dropout: Share = 0.0
+    lora_targets: Iterable[str] = DEFAULT_TARGETS
 
     def __post_init__(self) -> None:
         check_settings(type(self), vars(self))
+        object.__setattr__(self, "lora_targets", in_order(self.lora_targets))
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} is not a multiple of {self.n_head} heads")
 
@@ -94,24 +97,40 @@ class Conv1D(nn.Module):
         return F.linear(x, self.weight.t(), self.bias)
 
 
+def projection(
+    config: GPT2Config, module: str, in_features: int, out_features: int
+) -> Conv1D | lora.Linear | lora.MergedLinear:
+    """A linear layer of a block, with LoRA where the configuration puts it.
+
+    Args:
+        config: the model's.
+        module: the layer's name in its block, such as ``mlp.c_fc``.
+        in_features, out_features: its widths.
+    """
+    enabled = enabled_slices(config.lora_targets, module)
+    rank = config.lora_attn_dim if any(enabled) else 0
+    settings = {
+        "lora_alpha": config.lora_attn_alpha,
+        "lora_dropout": config.lora_dropout,
+        "fan_in_fan_out": True,
+        # An evaluation is too short to repay a merged copy; gpt2_beam.py merges for good.
+        "merge_weights": False,
+    }
+    if len(enabled) > 1:
+        return lora.MergedLinear(in_features, out_features, rank, enable_lora=enabled, **settings)
+    if rank > 0:
+        return lora.Linear(in_features, out_features, rank, **settings)
+    return Conv1D(in_features, out_features)
+
+
 class Attention(nn.Module):
     """Multi-head attention in two steps, so that a block can drop tokens in between."""
 
     def __init__(self, config: GPT2Config):
         super().__init__()
         n = config.n_embd
-        self.c_attn = lora.MergedLinear(
-            n,
-            3 * n,
-            r=config.lora_attn_dim,
-            lora_alpha=config.lora_attn_alpha,
-            lora_dropout=config.lora_dropout,
-            enable_lora=list(GPT2.stacked["attn.c_attn"]),
-            fan_in_fan_out=True,
-            # An evaluation is too short to repay a merged copy; gpt2_beam.py merges for good.
-            merge_weights=False,
-        )
-        self.c_proj = Conv1D(n, n)
+        self.c_attn = projection(config, "attn.c_attn", n, 3 * n)
+        self.c_proj = projection(config, "attn.c_proj", n, n)
 
     def forward(self, x: Tensor, layer: int, attend: Attend) -> Tensor:
         """(tokens, n) -> what each token collects from those that it looks at, (tokens, n)."""
@@ -123,8 +142,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPT2Config):
         super().__init__()
-        self.c_fc = Conv1D(config.n_embd, 4 * config.n_embd)
-        self.c_proj = Conv1D(4 * config.n_embd, config.n_embd)
+        n = config.n_embd
+        self.c_fc = projection(config, "mlp.c_fc", n, 4 * n)
+        self.c_proj = projection(config, "mlp.c_proj", 4 * n, n)
 
     def forward(self, x: Tensor) -> Tensor:
         """(tokens, n) -> (tokens, n)."""

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from checkpoints import check_finite
+from family import DEFAULT_TARGETS
 from gpu import DistEnv
 from loralib.errors import CheckpointError
 from loralib.io.likeness import check_like
@@ -38,11 +39,14 @@ _WAY_OUT = "remove it to start the run over"
 
 # What decides the bits that a run ends with: a resumed run has to have the same.
 _SAME_IN_A_RUN = (
-    *("model_card", "lora_dim", "lora_alpha", "lora_dropout", "obj", "seq_len", "label_smooth"),
+    *("model_card", "lora_dim", "lora_alpha", "lora_targets", "lora_dropout"),
+    *("obj", "seq_len", "label_smooth"),
     *("train_batch_size", "grad_acc", "clip", "fp16", "bf16", "tf32", "random_seed"),
     *("lr", "weight_decay", "correct_bias", "adam_epislon", "no_decay_bias"),
     *("adam_beta1", "adam_beta2", "scheduler", "warmup_step", "i_steps", "i_lrs"),
 )
+# Those that older runs did not write -> what they had.
+_BEFORE = {"--lora_targets": " ".join(DEFAULT_TARGETS)}
 
 
 def identity_of(
@@ -57,12 +61,17 @@ def identity_of(
         base: the fingerprint of the model that the run starts from.
     """
     return {
-        **{f"--{name}": getattr(args, name) for name in _SAME_IN_A_RUN},
+        **{f"--{name}": _as_written(getattr(args, name)) for name in _SAME_IN_A_RUN},
         "number of processes": dist_env.world_size,
         "last step": max_step,
         "training data": hashlib.sha256(Path(args.train_data).read_bytes()).hexdigest(),
         "base": base,
     }
+
+
+def _as_written(value: Any) -> Any:
+    """A flag's value; several words as they are on the command line."""
+    return " ".join(value) if isinstance(value, tuple) else value
 
 
 def find_run(work_dir: str | os.PathLike, resume: bool) -> dict[str, Any] | None:
@@ -183,7 +192,7 @@ def restore_run(
         DamagedStateError: the state is not built as this run's.
     """
     way_out = "give the same to resume it, or begin a new run in another --work_dir"
-    check_same_run(work_dir, state["run"], identity, way_out)
+    check_same_run(work_dir, {**_BEFORE, **state["run"]}, identity, way_out)
     if state["finished"]:
         return {**place, "step": state["step"]}
     weights = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}

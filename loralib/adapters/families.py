@@ -38,10 +38,10 @@ class Family:
         layers: what the names of its layers start with, up to the number.
         head: modules beyond the backbone that a task trains in full, by their first names.
         logits: the module of a classification head that makes the logits.
-        lora_modules: the modules of a layer in which the family's own models can have LoRA; None
-            where that is any linear layer.
+        release_modules: the modules of a layer in which the release's models can have LoRA; None
+            where its format is written for any.
         stacked: modules of a layer that compute several projections in one, as `MergedLinear` does
-            -> which of these have LoRA.
+            -> which of these have LoRA in the release, and where an adapter does not say it.
         shared_with_positions: projections of a layer that positions may share with contents, see
             `loralib.nn.positions`.
         tied: tensors that are another one, and no file needs to hold -> the other's name.
@@ -59,7 +59,7 @@ class Family:
     layers: str
     head: tuple[str, ...] = ()
     logits: str | None = None
-    lora_modules: tuple[str, ...] | None = None
+    release_modules: tuple[str, ...] | None = None
     stacked: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
     shared_with_positions: tuple[str, ...] = ()
     tied: Mapping[str, str] = field(default_factory=dict)

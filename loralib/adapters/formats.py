@@ -33,7 +33,7 @@ from . import peft
 from .adapter import LORA, Adapter, Foreign, Kind, plain
 from .canonical import canonical_names
 from .checksums import read_checked, with_checksum
-from .deltas import lora_pairs
+from .deltas import lora_pairs, slices_of
 from .families import backbone_prefixes, enabled_slices, family_of, in_known_backbone
 from .metadata import AdapterMetadata, LoraMetadata
 from .names import within_layer
@@ -222,7 +222,7 @@ def write_adapter(
         raise CheckpointError(
             f"{path}: a file of the format {format} has a name that ends in {names}"
         )
-    _check_has_layers(adapter)
+    _check_has_layers(adapter, format)
     if not path.suffix:
         path.mkdir(parents=True, exist_ok=True)
         path = path / adapter.kind.files[FORMATS.index(format)]
@@ -284,19 +284,21 @@ def _check_sound(adapter: Adapter, format: str) -> None:
     check_values(adapter)
 
 
-def _check_has_layers(adapter: Adapter) -> None:
-    """Checks that a registered family's own models, and the release's, have the adapted layers."""
+def _check_has_layers(adapter: Adapter, format: str) -> None:
+    """Checks that a registered family's own models, or the release's, have the adapted layers."""
     family = family_of(adapter.tensors)
-    if adapter.kind is not LORA or family is None or family.lora_modules is None:
+    if adapter.kind is not LORA or family is None:
         return
-    pairs = lora_pairs(adapter.tensors, adapter.source)
-    models = f"this project's {family.title} and the release's have"
-    for module, (A, B) in pairs.items():
-        slices = sum(enabled_slices(module)) or 1
-        if within_layer(module) not in family.lora_modules:
-            reason = f"adapts {module}, where {models} no LoRA"
-        elif len(A) != slices * B.shape[1]:
-            reason = f"its update of {module} is not made of one block a slice, as {models} them"
+    of_release = family.release_modules if format == "release" else None
+    for module, (A, B) in lora_pairs(adapter.tensors, adapter.source).items():
+        slices, usual = slices_of(adapter, module), enabled_slices(module)
+        if len(A) != (sum(slices) or 1) * B.shape[1]:
+            models = f"this project's {family.title} and the release's have them"
+            reason = f"its update of {module} is not made of one block a slice, as {models}"
+        elif of_release is not None and within_layer(module) not in of_release:
+            reason = f"adapts {module}, where the release's {family.title} has no LoRA"
+        elif of_release is not None and slices != usual:
+            reason = f"adapts other slices of {module} than the release's {family.title}"
         else:
             continue
         raise NeedsMergingError(adapter.source, reason)

@@ -12,6 +12,7 @@ import torch
 import gpt2_beam
 from beam import BeamSettings, search
 from checkpoints import Base, add_model_params, open_model, save_model
+from family import TARGETS
 from loralib.adapters.adapter import Adapter
 from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.adapters.metadata import LoraMetadata
@@ -173,6 +174,34 @@ def test_base_and_lora_apart_are_the_whole_model(decode, files):
     whole = ["--init_checkpoint", files / "whole.pt"]
     assert decode(*whole) == decode(*whole, "--lora_dim", 4, "--lora_alpha", 32) == texts
     assert decode("--lora_path", files / "old.pt", "--lora_alpha", 32) == texts
+
+
+def test_lora_on_every_projection(decode, files, tmp_path):
+    """What is decoded with base and LoRA apart, in any format, is what both in one file give."""
+    args = argparse.Namespace(
+        model_card="gpt2.xs",
+        init_checkpoint=str(files / "base.pt"),
+        lora_dim=4,
+        lora_alpha=32,
+        lora_targets=list(TARGETS),
+    )
+    model, base = open_model(args)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    save_model(tmp_path / "lora.pt", model, base, lora_only=True)
+    save_model(tmp_path / "whole.pt", model, base, lora_only=False)
+    settings = BeamSettings(3, 6, 1.0, 4, 1.0, 0, (50256,))
+    texts = expected(tmp_path, "whole.pt", CONTEXTS, settings)
+    assert texts != decode()
+    assert decode("--init_checkpoint", tmp_path / "whole.pt") == texts
+    adapter = read_adapter(tmp_path / "lora.pt")
+    write_adapter(tmp_path / "lora.safetensors", adapter)
+    write_adapter(tmp_path / "peft", adapter, "peft")
+    for name in ("lora.pt", "lora.safetensors", "peft"):
+        assert decode("--lora_path", tmp_path / name) == texts
 
 
 def test_an_adapter_of_any_form(decode, files, tmp_path):

@@ -23,13 +23,19 @@ PEFT = maker.PeftFixture()
 CASES = [case for case in maker.CASES if maker.family_of(case) == "gpt2"]
 # One block for the query and one for the value, which the release's layers have.
 IN_BLOCKS = ["gpt2_blocks", "gpt2_blocks_rslora", "gpt2_blocks_bias"]
-WITH_LAYERS = ["gpt2_blocks", "gpt2_blocks_rslora"]
 NOT_IN_BLOCKS = [case for case in CASES if case not in IN_BLOCKS]
-# The others, of the whole c_attn and of other modules, have no format but PEFT's, because …
+# The scripts' models have layers for these, and for no others.
+WITH_LAYERS = {
+    "gpt2_blocks": "attn.c_attn",
+    "gpt2_blocks_rslora": "attn.c_attn",
+    "gpt2_attention_output": "attn.c_proj",
+}
+# Those that a format cannot hold, and why.
+NOT_BLOCKS = "its update of transformer.h.0.attn.c_attn is not made of one block"
 NO_LAYERS = {
-    "gpt2_c_attn": "its update of transformer.h.0.attn.c_attn is not made of one block",
-    "gpt2_all_targets": "its update of transformer.h.0.attn.c_attn is not made of one block",
-    "gpt2_attention_output": "adapts transformer.h.0.attn.c_proj, where this project's GPT-2",
+    **{("gpt2_c_attn", format): NOT_BLOCKS for format in ("lora", "release")},
+    **{("gpt2_all_targets", format): NOT_BLOCKS for format in ("lora", "release")},
+    ("gpt2_attention_output", "release"): "adapts transformer.h.0.attn.c_proj, where the release",
 }
 WEIGHTS = WEIGHTS_NAMES[0]
 C_ATTN = "transformer.h.{}.attn.c_attn"
@@ -107,8 +113,8 @@ def test_the_scripts_models_give_pefts_logits(folder, opened, case):
     """In the release's layers where they can take it, and folded into the base elsewhere."""
     model = opened(folder(case))
     close(logits_of(model), PEFT.logits(case))
-    layers = {C_ATTN.format(0), C_ATTN.format(1)} if case in WITH_LAYERS else set()
-    assert lora_layers(model).keys() == layers
+    layers = (f"transformer.h.{number}.{WITH_LAYERS.get(case)}" for number in (0, 1))
+    assert lora_layers(model).keys() == (set(layers) if case in WITH_LAYERS else set())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -193,8 +199,7 @@ def test_what_is_not_made_of_two_blocks_is_one_update(folder, opened, layer, cha
     assert difference < rounding(theirs, TERMS) if change is touched else difference > 0.1
 
 
-@pytest.mark.parametrize("format", ["lora", "release"])
-@pytest.mark.parametrize("case", NO_LAYERS)
+@pytest.mark.parametrize(("case", "format"), NO_LAYERS)
 def test_what_the_release_has_no_layers_for_is_no_file_of_its_form(folder, tmp_path, case, format):
     adapter, path = read_adapter(folder(case)), tmp_path / "out"
     path.mkdir()
@@ -203,7 +208,7 @@ def test_what_the_release_has_no_layers_for_is_no_file_of_its_form(folder, tmp_p
             write_adapter(target, adapter, format)
         message = str(caught.value)
         assert "\n" not in message
-        assert NO_LAYERS[case] in message
+        assert NO_LAYERS[case, format] in message
         assert message.endswith("; merge it into its base")
         assert not list(path.iterdir())
 

@@ -40,6 +40,10 @@ RUNS = {
         "--scheduler cycle --i_steps 0,3,9 --i_lrs 0.001,0.03,0.01 --grad_acc 2 --save_interval 5"
         " --lora_dropout 0.2 --eval_interval 100 --save_lora_only"
     ),
+    "new lora on every projection": (
+        "--lora_targets query value key attention_output mlp_up mlp_down --max_step 8"
+        " --save_interval 3 --lora_dropout 0.2 --lr 0.01 --eval_interval 5"
+    ),
 }
 
 
@@ -49,7 +53,7 @@ class Killed(BaseException):
 
 def arguments(trial, name: str, work_dir: Path) -> list[str]:
     argv = trial.flags(work_dir, *RUNS[name].split(), lora=name != "whole model")
-    if name == "new lora":
+    if name.startswith("new"):
         argv[argv.index("--init_checkpoint") + 1] = str(trial.base)
     return argv
 
@@ -226,6 +230,10 @@ def killed(tiny, tmp_path, monkeypatch):
         ("--init_checkpoint {folder}/other.pt", "base"),
         ("--init_checkpoint {folder}/base.pt --lora_dim 1", "--lora_dim 2, not 1"),
         ("--init_checkpoint {folder}/base.pt --lora_alpha 4", "--lora_alpha 8.0, not 4.0"),
+        (
+            "--init_checkpoint {folder}/base.pt --lora_targets mlp_up key",
+            "--lora_targets query value, not key mlp_up",
+        ),
     ],
 )
 def test_another_run_is_not_resumed(tiny, killed, error_of, files_of, more, named):
@@ -241,6 +249,17 @@ def _other_base(folder: Path) -> None:
     tensors, metadata = read_tensors(folder / "base_with_lora.pt")
     tensors["module.transformer.wte.weight"] = tensors["module.transformer.wte.weight"] + 1
     torch.save({"model_state_dict": tensors, "metadata": metadata}, folder / "other.pt")
+
+
+def test_a_run_of_an_older_version_is_resumed(tiny, killed, result_of, tmp_path):
+    """It did not say what could not be chosen."""
+    path = Path(killed[killed.index("--work_dir") + 1]) / "resume.pt"
+    state = torch.load(path, weights_only=True)
+    del state["run"]["--lora_targets"]
+    torch.save(state, path)
+    gpt2_ft.main([*killed, "--resume"])
+    gpt2_ft.main(arguments(tiny, "lora", tmp_path / "whole"))
+    assert result_of(path.parent) == result_of(tmp_path / "whole")
 
 
 def test_a_gpu_s_run_on_a_cpu_says_so(killed, caplog):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from checkpoints import add_model_params, open_model
+from checkpoints import add_lora_params, add_model_params, open_model
 from loralib.errors import CheckpointError
 
 WIDTH, BLOCKS, VOCABULARY, POSITIONS = 8, 2, 23, 10
@@ -16,6 +16,7 @@ LORA_A = "transformer.h.0.attn.c_attn.lora_A"
 def parse(*flags):
     parser = argparse.ArgumentParser()
     add_model_params(parser)
+    add_lora_params(parser)
     return parser.parse_args([str(flag) for flag in flags])
 
 

@@ -60,6 +60,14 @@ CALLS = {
             "--lora_dim has to be at least 0, and --lora_alpha above 0",
         ),
         (
+            "--train_data {good}/encoded.jsonl --lora_targets query key query",
+            "lora_targets names query twice",
+        ),
+        (
+            "--train_data {good}/encoded.jsonl --lora_dim 0 --lora_targets mlp_up",
+            "--lora_targets needs LoRA: add --lora_dim",
+        ),
+        (
             "--train_data {good}/encoded.jsonl --lora_dropout 2",
             "--lora_dropout has to be at most 1, but is 2.0",
         ),

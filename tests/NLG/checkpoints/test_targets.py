@@ -1,0 +1,309 @@
+"""LoRA on any of GPT-2's projections: what is computed, written, read again, and refused."""
+
+import json
+
+import pytest
+import torch
+from compare import assert_close_to_rounding, assert_same_bits
+from gpt2_files import BLOCKS, POSITIONS, VOCABULARY, WIDTH, parameters, parse, refuses
+
+import checkpoints
+import loralib as lora
+from checkpoints import open_model, save_model
+from family import TARGETS, enabled_slices, in_order, targets_of
+from gpt2_ft_arguments import parse_args
+from loralib.adapters.deltas import merge_into
+from loralib.adapters.formats import read_adapter, write_adapter
+from loralib.errors import NeedsMergingError
+from model import GPT2LMModel
+
+ALL = tuple(TARGETS)
+DEFAULT = ("query", "value")
+CASES = (
+    *((name,) for name in TARGETS),
+    DEFAULT,
+    ("query", "key", "value"),
+    ("key", "mlp_down"),
+    ("attention_output", "mlp_up", "mlp_down"),
+    ALL,
+)
+# A block's linear layers -> the size of a slice of the output.
+LAYERS = {"attn.c_attn": WIDTH, "attn.c_proj": WIDTH, "mlp.c_fc": 4 * WIDTH, "mlp.c_proj": WIDTH}
+# The terms of the sums that follow one another: of each block three products of WIDTH columns, one
+# of four times that, and attention; the head.
+TERMS = BLOCKS * (3 * WIDTH + 4 * WIDTH + 4 + POSITIONS) + WIDTH
+RANK, ALPHA = 2, 6
+IDS = torch.arange(3 * POSITIONS).view(3, POSITIONS) % VOCABULARY
+
+by_targets = pytest.mark.parametrize("targets", CASES, ids="-".join)
+
+
+@pytest.fixture
+def open_on(base_path):
+    """``open_on(targets)``: a model with new LoRA on them, and its base."""
+
+    def opened(targets):
+        flags = ("--lora_dim", RANK, "--lora_alpha", ALPHA, "--lora_targets", *targets)
+        return open_model(parse("--init_checkpoint", base_path, *flags))
+
+    return opened
+
+
+@pytest.fixture
+def trained_on(open_on):
+    """The same, with LoRA's tensors far from their start."""
+
+    def trained(targets):
+        model, base = open_on(targets)
+        lora.mark_only_lora_as_trainable(model)
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                torch.nn.init.normal_(parameter, std=0.3)
+        return model.eval(), base
+
+    return trained
+
+
+@pytest.fixture
+def file_on(trained_on, tmp_path):
+    """``file_on(targets)``: LoRA's part of such a model, as gpt2_ft.py writes it."""
+
+    def written(targets):
+        save_model(tmp_path / "model.5.pt", *trained_on(targets), lora_only=True)
+        return tmp_path / "model.5.pt"
+
+    return written
+
+
+@torch.no_grad()
+def logits_of(model):
+    return model.eval()(IDS)
+
+
+def plain_of(model, targets):
+    """The base, in float64, with s · B A of every slice added to its columns."""
+    weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
+    for block in range(BLOCKS):
+        for layer, width in LAYERS.items():
+            name = f"transformer.h.{block}.{layer}"
+            enabled = [index for index, on in enumerate(enabled_slices(targets, layer)) if on]
+            for place, index in enumerate(enabled):
+                A = weights[f"{name}.lora_A"][place * RANK : (place + 1) * RANK]
+                B = weights[f"{name}.lora_B"][place * width : (place + 1) * width]
+                columns = slice(index * width, (index + 1) * width)
+                weights[f"{name}.weight"][:, columns] += ALPHA / RANK * (B @ A).T
+    plain = GPT2LMModel(checkpoints.config_of("gpt2.md")).double()
+    plain.load_state_dict({name: t for name, t in weights.items() if "lora_" not in name})
+    return plain
+
+
+# ---- names ----
+
+
+@by_targets
+def test_targets_are_told_by_the_layers(targets):
+    slices = {layer: enabled_slices(targets, layer) for layer in LAYERS}
+    updated = [(layer, enabled) for layer, enabled in slices.items() if any(enabled)]
+    assert targets_of(updated * BLOCKS) == targets
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [("attn.c_attn", (True,))],
+        [("attn.c_attn", (True, False, True)), ("attn.c_attn", (True, True, True))],
+        [("mlp.c_fc", (True, True))],
+        [("ln_1", (True,))],
+        [("mlp.c_fc", (True,)), ("wte", (True,))],
+        [],
+    ],
+)
+def test_layers_that_are_no_targets(layers):
+    assert targets_of(layers) is None
+
+
+def test_targets_have_one_order():
+    assert in_order(reversed(ALL)) == ALL
+    assert checkpoints.config_of("gpt2.md", lora_targets=["value", "query"]).lora_targets == DEFAULT
+    assert checkpoints.config_of("gpt2.md").lora_targets == DEFAULT
+
+
+# ---- what is computed ----
+
+
+@by_targets
+def test_at_its_start_lora_changes_nothing(open_on, base_path, targets):
+    plain, _ = open_model(parse("--init_checkpoint", base_path))
+    model, _ = open_on(targets)
+    ours = parameters(model)
+    adapted = {n.removesuffix(".lora_A") for n in ours if n.endswith("lora_A")}
+    layers = {TARGETS[name] for name in targets}
+    assert adapted == {f"transformer.h.{block}.{n}" for block in range(BLOCKS) for n in layers}
+    assert_same_bits({n: t for n, t in ours.items() if "lora_" not in n}, parameters(plain))
+    assert_same_bits({"logits": logits_of(model)}, {"logits": logits_of(plain)})
+
+
+@by_targets
+def test_logits_are_the_formula_s(trained_on, targets):
+    model, _ = trained_on(targets)
+    expected = plain_of(model, targets)(IDS)
+    assert (expected - logits_of(model.train())).abs().max() < 0.01
+    assert_close_to_rounding(logits_of(model), expected.float(), TERMS)
+
+
+@by_targets
+def test_merged_weights_are_the_formula_s(trained_on, targets):
+    model, _ = trained_on(targets)
+    plain = plain_of(model, targets)
+    merged = lora.merge(model)
+    assert not any("lora_" in name for name, _ in merged.named_parameters())
+    for name, weight in plain.named_parameters():
+        module = merged.get_submodule(name.rpartition(".")[0])
+        is_turned = isinstance(module, torch.nn.Linear) and weight.dim() == 2
+        expected = weight.T if is_turned else weight
+        assert_close_to_rounding(merged.get_parameter(name), expected.float(), RANK + 1)
+    assert_close_to_rounding(logits_of(merged), plain(IDS).float(), TERMS)
+
+
+@by_targets
+def test_a_step_trains_lora_alone(open_on, targets):
+    model, _ = open_on(targets)
+    lora.mark_only_lora_as_trainable(model.train())
+    before = {name: tensor.clone() for name, tensor in parameters(model).items()}
+    model(IDS, IDS.roll(-1, 1), torch.ones(IDS.shape)).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad)
+    changed = {n for n, tensor in parameters(model).items() if not torch.equal(tensor, before[n])}
+    assert changed == {name for name in before if name.endswith("lora_B")}
+
+
+# ---- files ----
+
+
+@by_targets
+@pytest.mark.parametrize("lora_only", [True, False])
+def test_a_file_says_its_targets(trained_on, base_path, tmp_path, targets, lora_only):
+    model, base = trained_on(targets)
+    path = tmp_path / "model.9.pt"
+    save_model(path, model, base, lora_only)
+    args = parse("--init_checkpoint", base_path if lora_only else path)
+    again, _ = open_model(args, str(path) if lora_only else None)
+    assert (args.lora_dim, args.lora_alpha, args.lora_targets) == (RANK, ALPHA, targets)
+    assert_same_bits(parameters(again), parameters(model))
+    assert_same_bits({"logits": logits_of(again)}, {"logits": logits_of(model)})
+    metadata = torch.load(path, weights_only=True)["metadata"]
+    slices = list(enabled_slices(targets, "attn.c_attn"))
+    usual = not any(slices) or slices == [True, False, True]
+    names = [f"transformer.h.{block}.attn.c_attn" for block in range(BLOCKS)]
+    assert json.loads(metadata.get("slices", "null")) == (
+        None if usual else dict.fromkeys(names, slices)
+    )
+
+
+@by_targets
+@pytest.mark.parametrize("format", ["lora", "peft"])
+def test_other_formats_keep_every_bit(file_on, base_path, tmp_path, targets, format):
+    path = tmp_path / {"lora": "out.safetensors", "peft": "out"}[format]
+    adapter = read_adapter(file_on(targets))
+    write_adapter(path, adapter, format)
+    again = read_adapter(path)
+    assert_same_bits(again.tensors, adapter.tensors)
+    assert again.metadata == adapter.metadata
+    args = parse("--init_checkpoint", base_path)
+    open_model(args, str(path))
+    assert args.lora_targets == targets
+
+
+@by_targets
+def test_merged_into_the_base_it_is_the_same(file_on, trained_on, base_path, targets):
+    plain, _ = open_model(parse("--init_checkpoint", base_path))
+    merge_into(plain, read_adapter(file_on(targets)))
+    expected = plain_of(trained_on(targets)[0], targets)
+    for name, weight in expected.named_parameters():
+        assert_close_to_rounding(plain.get_parameter(name), weight.float(), RANK + 1)
+
+
+@by_targets
+def test_a_release_s_file_has_query_and_value_alone(file_on, tmp_path, targets):
+    adapter = read_adapter(file_on(targets))
+    path = tmp_path / "release.pt"
+    if targets == DEFAULT:
+        write_adapter(path, adapter, "release")
+        assert_same_bits(read_adapter(path).tensors, adapter.tensors)
+        return
+    in_attention = [name for name in targets if TARGETS[name] == "attn.c_attn"]
+    slices_are_others = in_attention and tuple(in_attention) != DEFAULT
+    says = "adapts other slices of" if slices_are_others else "where the release's GPT-2 has no"
+    with pytest.raises(NeedsMergingError, match=says) as caught:
+        write_adapter(path, adapter, "release")
+    assert "\n" not in str(caught.value)
+    assert not path.exists()
+
+
+# ---- refused ----
+
+
+def test_what_contradicts_the_file(file_on, trained_on, base_path, tmp_path):
+    path = file_on(("query", "mlp_up"))
+    flags = ("--lora_targets", "query", "value")
+    says = "was trained with targets query mlp_up, but --lora_targets is query value"
+    refuses([f"{path}: {says}"], ("--init_checkpoint", base_path, *flags), path)
+    whole = tmp_path / "whole.pt"
+    save_model(whole, *trained_on(("query", "mlp_up")), lora_only=False)
+    refuses([f"{whole}: {says}"], ("--init_checkpoint", whole, *flags))
+    # In whatever order they are given.
+    open_model(parse("--init_checkpoint", whole, "--lora_targets", "mlp_up", "query"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--lora_dim", 2, "--lora_targets", "query", "query"), "lora_targets names query twice"),
+        (("--lora_targets", "mlp_up"), "--lora_targets needs LoRA: add --lora_dim"),
+    ],
+)
+def test_flags_that_no_model_can_have(base_path, flags, says):
+    with pytest.raises(ValueError, match=f"^{says}$"):
+        open_model(parse("--init_checkpoint", base_path, *flags))
+
+
+@pytest.mark.parametrize(
+    ("targets", "says"),
+    [
+        (
+            ["c_attn"],
+            r"unknown lora_targets 'c_attn' \(known: query, key, value, attention_output,",
+        ),
+        ([], "lora_targets is empty: name some of query, key"),
+        ("query", "lora_targets must be a list of strings"),
+    ],
+)
+def test_a_configuration_that_no_model_can_have(targets, says):
+    with pytest.raises(ValueError, match=f"^{says}"):
+        checkpoints.config_of("gpt2.md", lora_targets=targets)
+
+
+def test_an_unknown_target_on_the_command_line(capsys):
+    with pytest.raises(SystemExit):
+        parse_args(["--train_data", "x", "--valid_data", "x", "--lora_targets", "c_proj"])
+    assert "invalid choice: 'c_proj'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("slices", "says"),
+    [
+        ({"transformer.h.0.attn.c_attn": [True, False, False]}, "2 stacked blocks, and it is"),
+        ({"transformer.h.0.attn.c_attn": [False, False, False]}, "in its metadata"),
+        ({"transformer.h.0.attn.c_attn": [1, 0, 1]}, "in its metadata"),
+        ([True, False, True], "in its metadata"),
+    ],
+)
+def test_metadata_that_is_wrong(file_on, base_path, slices, says):
+    path = file_on(("query", "key"))
+    content = torch.load(path, weights_only=True)
+    content["metadata"]["slices"] = json.dumps(slices)
+    torch.save(content, path)
+    refuses([f"{path}: ", says], ("--init_checkpoint", base_path), path)
