@@ -19,19 +19,34 @@ from loralib.adapters.loading import load_into, lora_layers, lora_settings
 from loralib.adapters.metadata import LoraMetadata
 from loralib.adapters.names import within_layer
 from loralib.errors import AlphaError, CheckpointError
+from loralib.functional import VARIANTS
+from loralib.initialization import INITIALIZATIONS
 from loralib.io.tensors import read_tensors, write_wrapped_tensors
+from loralib.targets import pattern_of_words
 from loralib.training.resume import first_not_finite
-from model import MODEL_CARDS, GPT2LMModel, canonical_names, config_of, load_base
+from model import (
+    MODEL_CARDS,
+    GPT2Config,
+    GPT2LMModel,
+    canonical_names,
+    config_of,
+    load_base,
+    own_tensors,
+)
 
 # The release's models were wrapped in DDP when they were saved.
 _PREFIX = "module."
-# The flags of LoRA -> what errors call them, and what they are where neither the command line nor
-# a file says it.
-_FLAGS = {
+# The flags of LoRA -> what errors and metadata call them, and what they are where neither the
+# command line nor a file says it.
+_FLAGS: dict[str, tuple[str, Any]] = {
     "lora_dim": ("rank", 0),
     "lora_alpha": ("alpha", 128),
     "lora_targets": ("targets", DEFAULT_TARGETS),
+    "lora_variant": ("variant", "lora"),
+    "lora_init": ("initialization", "default"),
+    "lora_freeze_A": ("freeze_A", False),
 }
+_PATTERNS = {"lora_rank_pattern": "rank", "lora_alpha_pattern": "alpha"}
 
 
 def add_model_params(parser: argparse.ArgumentParser, default_card: str = "gpt2.md") -> None:
@@ -66,6 +81,34 @@ def add_lora_params(parser: argparse.ArgumentParser) -> None:
         choices=list(TARGETS),
         help="the projections of each block that LoRA adapts; default: the file's, or "
         f"{' '.join(DEFAULT_TARGETS)}. mlp_up and mlp_down are the feed-forward part's",
+    )
+    for flag, what in _PATTERNS.items():
+        add(
+            f"--{flag}",
+            nargs="+",
+            metavar="TARGET=NUMBER",
+            help=f"another {what} for some linear layers, such as mlp_up=8 'h.0.*=16': by target, "
+            "end of a layer's name, or a glob over that; the first that matches counts. "
+            "query, key and value are one layer, attn.c_attn",
+        )
+    add(
+        "--lora_variant",
+        choices=list(VARIANTS),
+        help="rslora scales the update by alpha / √rank (arXiv 2312.03732), dora trains the "
+        "weights' magnitude and direction apart (arXiv 2402.09353); default: the file's, or lora",
+    )
+    add(
+        "--lora_init",
+        choices=list(INITIALIZATIONS),
+        help="where A and B start: pissa at the weight's largest singular values (arXiv "
+        "2404.02948), olora at its QR factors (arXiv 2406.01775), orthogonal at random with "
+        "B A = 0; default: the file's, or A at random and B at zero",
+    )
+    add(
+        "--lora_freeze_A",
+        action="store_true",
+        default=None,
+        help="LoRA-FA (arXiv 2308.03303): A stays as it starts, B alone is trained",
     )
 
 
@@ -128,12 +171,14 @@ def open_model(
         lora_attn_dim=args.lora_dim if has_layers else 0,
         lora_attn_alpha=args.lora_alpha,
         lora_dropout=lora_dropout,
-        lora_targets=args.lora_targets,
+        **{name: getattr(args, name) for name in _FLAGS if name not in ("lora_dim", "lora_alpha")},
+        **_patterns(args, adapter or base),
     )
     if args.init_checkpoint is None:
         model = GPT2LMModel(config)
     else:
-        model = load_base(config, base.tensors, args.init_checkpoint)
+        _check_patterns(args, config, base)
+        model = load_base(config, base.tensors, args.init_checkpoint, new_lora=adapter is None)
     if adapter is not None and has_layers:
         load_into(model, adapter, base.fingerprint, GPT2.of_base)
     elif adapter is not None:
@@ -192,15 +237,12 @@ def _set_lora(args: argparse.Namespace, file: Adapter | Base, path: str | None) 
                 f"{path}: was trained with {name} {_shown(theirs)}, but --{flag} is {_shown(ours)}"
             )
         setattr(args, flag, next(v for v in (ours, theirs, default) if v is not None))
-    if getattr(file.metadata, "variant", None):
-        raise CheckpointError(
-            f"{path}: its LoRA is of the variant {file.metadata.variant}, which these scripts do "
-            "not train or decode with"
-        )
     if args.lora_dim < 0 or args.lora_alpha <= 0:
         raise ValueError("--lora_dim has to be at least 0, and --lora_alpha above 0")
-    if args.lora_dim == 0 and given["lora_targets"] is not None:
-        raise ValueError("--lora_targets needs LoRA: add --lora_dim")
+    given |= {flag: vars(args).get(flag) for flag in _PATTERNS}
+    for flag, value in given.items():
+        if args.lora_dim == 0 and value is not None and flag not in ("lora_dim", "lora_alpha"):
+            raise ValueError(f"--{flag} needs LoRA: add --lora_dim")
 
 
 def _recorded(file: Adapter | Base) -> dict[str, Any]:
@@ -210,16 +252,50 @@ def _recorded(file: Adapter | Base) -> dict[str, Any]:
     rank = next((B.shape[1] for B in parts), None)
     if rank is None:
         return {}
-    adapter = Adapter(tensors, file.metadata, str(file.source))
-    return {
-        "lora_dim": rank,
-        "lora_alpha": getattr(file.metadata, "alpha", None),
-        "lora_targets": _targets_of(adapter),
-    }
+    targets = _targets_of(Adapter(tensors, file.metadata, str(file.source)))
+    if file.metadata is None:
+        # The release's, which is the paper's LoRA.
+        of_release = {flag: default for flag, (_, default) in _FLAGS.items()}
+        return {**of_release, "lora_dim": rank, "lora_alpha": None, "lora_targets": targets}
+    said = {flag: getattr(file.metadata, name) for flag, (name, _) in _FLAGS.items()}
+    # Metadata leaves out what is usual.
+    said |= {flag: _FLAGS[flag][1] for flag, value in said.items() if value is None}
+    return {**said, "lora_targets": targets}
 
 
-def _shown(value: float | tuple[str, ...]) -> str:
-    return " ".join(value) if isinstance(value, tuple) else f"{value:g}"
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(value)
+    return str(value) if isinstance(value, str | bool) else f"{value:g}"
+
+
+def _patterns(args: argparse.Namespace, file: Adapter | Base) -> dict[str, dict[str, Any]]:
+    """The patterns that the flags say or, where they do not, the file."""
+    patterns = {}
+    for flag, what in _PATTERNS.items():
+        words = vars(args).get(flag)
+        if words is not None:
+            kind = int if what == "rank" else float
+            patterns[flag] = pattern_of_words(f"--{flag}", kind, words)
+        else:
+            patterns[flag] = getattr(file.metadata, f"{what}_pattern", None) or {}
+    return patterns
+
+
+def _check_patterns(args: argparse.Namespace, config: GPT2Config, base: Base) -> None:
+    """Checks that the flags' patterns are those that the base's own LoRA was trained with."""
+    if base.metadata is None or not any("lora_" in name for name in base.tensors):
+        return
+    for module in config.lora_modules:
+        for what, theirs, ours in (
+            ("rank", base.metadata.rank_of(module), config.rank_of(module)),
+            ("alpha", base.metadata.alpha_of(module), config.alpha_of(module)),
+        ):
+            if theirs != ours:
+                raise CheckpointError(
+                    f"{args.init_checkpoint}: was trained with {what} {theirs:g} in {module}, but "
+                    f"--lora_{what}_pattern says {ours:g}"
+                )
 
 
 def save_model(path: str | os.PathLike, model: GPT2LMModel, base: Base, lora_only: bool) -> None:
@@ -236,9 +312,9 @@ def save_model(path: str | os.PathLike, model: GPT2LMModel, base: Base, lora_onl
     """
     check_finite(path, {n: p for n, p in model.named_parameters() if p.requires_grad})
     tensors = {}
-    for name, parameter in model.named_parameters():
-        frozen = not parameter.requires_grad and name in base.tensors
-        tensors[name] = base.tensors[name] if frozen else parameter
+    for name, tensor in own_tensors(model).items():
+        frozen = not tensor.requires_grad and name in base.tensors
+        tensors[name] = base.tensors[name] if frozen else tensor
     metadata = _metadata(model, base)
     # Not by `write_adapter`: the release's format has query and value alone.
     named = {
@@ -263,8 +339,16 @@ def check_finite(path: str | os.PathLike, tensors: Mapping[str, Tensor]) -> None
 def _metadata(model: GPT2LMModel, base: Base) -> LoraMetadata | None:
     if not lora_layers(model):
         return None
+    layers = lora_layers(model)
+    # What is usual is what the flags say, also where most layers have another value.
+    settings = lora_settings(model) | {
+        "rank": model.config.lora_attn_dim,
+        "alpha": model.config.lora_attn_alpha,
+        "rank_pattern": {name: layer.r for name, layer in layers.items()},
+        "alpha_pattern": {name: layer.lora_alpha for name, layer in layers.items()},
+    }
     return LoraMetadata(
-        **lora_settings(model),
+        **settings,
         dropout=model.config.lora_dropout or None,
         base=base.source,
         base_fingerprint=base.fingerprint,

@@ -105,7 +105,9 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
     optimizer = create_adam_optimizer(model, args)
     scheduler = create_optimizer_scheduler(optimizer, args)
     precision = create_precision(args, model, optimizer, device)
-    ddp_model = wrap_ddp(model, device, dist_env.world_size, init_sync=False)
+    # All processes have the same model, but for the last bits of what is computed from weights.
+    settings = {"init_sync": model.config.lora_is_made_of_weights}
+    ddp_model = wrap_ddp(model, device, dist_env.world_size, **settings)
 
     def loss_of(network: nn.Module, batch: dict[str, Tensor], label_smooth: float = 0.0) -> Tensor:
         names = ("input", "target", "mask")

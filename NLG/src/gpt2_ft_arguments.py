@@ -1,6 +1,7 @@
 """gpt2_ft.py's command line, and the checks of its values."""
 
 import argparse
+import math
 import os
 
 from checkpoints import add_lora_params, add_model_params
@@ -44,6 +45,8 @@ def parse_args(argv: list[str] | None = None, description: str | None = None) ->
         if value is not None and not least <= value <= most:
             bound = f"at most {most:g}" if value > most else f"at least {least:g}"
             raise ValueError(f"--{flag} has to be {bound}, but is {value}")
+    if not 0 < args.lora_plus_ratio < math.inf:
+        raise ValueError(f"--lora_plus_ratio has to be above 0, but is {args.lora_plus_ratio}")
     return args
 
 
@@ -108,3 +111,5 @@ def check_fits(args: argparse.Namespace, config: GPT2Config) -> None:
         raise ValueError("--lora_dim needs a trained base: give it as --init_checkpoint")
     if args.lora_dim == 0 and args.save_lora_only:
         raise ValueError("--save_lora_only needs LoRA: add --lora_dim")
+    if args.lora_dim == 0 and args.lora_plus_ratio != 1:
+        raise ValueError("--lora_plus_ratio needs LoRA: add --lora_dim")

@@ -17,18 +17,23 @@ sections 4.2 and 5.4.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import loralib as lora
-from family import DEFAULT_TARGETS, GPT2, enabled_slices, in_order
+from family import DEFAULT_TARGETS, GPT2, TARGETS, enabled_slices, in_order
 from loralib.adapters.loading import lora_layers
 from loralib.errors import CheckpointError
+from loralib.functional import variant_of
+from loralib.initialization import check_initialization, starts_from_weight
 from loralib.io.settings import Count, Index, NotNegative, Positive, Share, check_settings
 from loralib.nn.norm import LayerNorm
 from loralib.nn.packing import PackedRows, attend
+from loralib.targets import by_pattern
+from loralib.utils import start_from_weights
 
 # (layer, query, key, value), each (tokens, n) -> (tokens, n)
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -45,6 +50,12 @@ class GPT2Config:
         lora_attn_alpha: the update is scaled by alpha / r.
         lora_dropout: dropout on the update's input.
         lora_targets: the projections that have an update, of `TARGETS`; kept in that order.
+        lora_variant: of the update, a name in `loralib.functional.VARIANTS`.
+        lora_init: of A and B, a name in `loralib.initialization.INITIALIZATIONS`.
+        lora_freeze_A: only B is trained.
+        lora_rank_pattern, lora_alpha_pattern: another r or alpha for some linear layers, by a
+            target or as for `loralib.targets.matches`; the first that matches counts. Kept by the
+            layers' full names, without those that have the usual one.
 
     Raises:
         ValueError: settings that no model can have.
@@ -61,12 +72,76 @@ class GPT2Config:
     lora_attn_alpha: Positive = 128
     lora_dropout: Share = 0.0
     lora_targets: Iterable[str] = DEFAULT_TARGETS
+    lora_variant: str = "lora"
+    lora_init: str = "default"
+    lora_freeze_A: bool = False
+    lora_rank_pattern: dict[str, int] | None = None
+    lora_alpha_pattern: dict[str, float] | None = None
 
     def __post_init__(self) -> None:
         check_settings(type(self), vars(self))
         object.__setattr__(self, "lora_targets", in_order(self.lora_targets))
+        for name, usual in (
+            ("lora_rank_pattern", self.lora_attn_dim),
+            ("lora_alpha_pattern", self.lora_attn_alpha),
+        ):
+            object.__setattr__(self, name, self._resolved(getattr(self, name) or {}, usual))
+        variant_of(self.lora_variant)
+        for module in self.lora_modules:
+            self._check_rank(module)
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} is not a multiple of {self.n_head} heads")
+
+    @property
+    def lora_modules(self) -> list[str]:
+        """The full names of the linear layers that have an update."""
+        layers = dict.fromkeys(TARGETS[name] for name in self.lora_targets)
+        blocks = range(self.n_layer if self.lora_attn_dim > 0 else 0)
+        return [f"{GPT2.layers}{block}.{layer}" for block in blocks for layer in layers]
+
+    @property
+    def lora_is_made_of_weights(self) -> bool:
+        """Whether LoRA's tensors start as something that is computed from the base's weights."""
+        has_magnitude = variant_of(self.lora_variant).has_magnitude
+        return has_magnitude or starts_from_weight(self.lora_init)
+
+    def rank_of(self, module: str) -> int:
+        """The rank of a linear layer's update."""
+        return self.lora_rank_pattern.get(module, self.lora_attn_dim)
+
+    def alpha_of(self, module: str) -> float:
+        """The alpha of a linear layer's update."""
+        return self.lora_alpha_pattern.get(module, self.lora_attn_alpha)
+
+    def _resolved(self, pattern: Mapping[str, Any], usual: float) -> dict[str, Any]:
+        """What of a pattern is not the usual, by the full names of the layers."""
+        if self.lora_attn_dim == 0:
+            return {}
+        values = by_pattern(self.lora_modules, _by_layer(pattern), usual)
+        return {module: value for module, value in values.items() if value != usual}
+
+    def _check_rank(self, module: str) -> None:
+        rank, alpha = self.rank_of(module), self.alpha_of(module)
+        if rank < 1 or alpha <= 0:
+            what = f"rank {rank}" if rank < 1 else f"alpha {alpha}"
+            raise ValueError(f"the {what} of {module} has to be above 0")
+        # The least dimension that any of its linear layers has.
+        if rank > self.n_embd:
+            raise ValueError(f"the rank of {module}, {rank}, is larger than n_embd, {self.n_embd}")
+        check_initialization(self.lora_init, rank)
+
+
+def _by_layer(pattern: Mapping[str, Any]) -> dict[str, Any]:
+    """A pattern with targets replaced by their linear layers."""
+    layers = {}
+    for target, value in pattern.items():
+        layer = TARGETS.get(target, target)
+        if len(enabled_slices((), layer)) > 1 and target != layer:
+            raise ValueError(
+                f"{target} has the rank and alpha of {layer}: name that in the pattern"
+            )
+        layers.setdefault(layer, value)
+    return layers
 
 
 # Width, blocks, heads. The first is for trials; the others are GPT-2's small, medium and large.
@@ -98,23 +173,28 @@ class Conv1D(nn.Module):
 
 
 def projection(
-    config: GPT2Config, module: str, in_features: int, out_features: int
+    config: GPT2Config, block: int, layer: str, in_features: int, out_features: int
 ) -> Conv1D | lora.Linear | lora.MergedLinear:
     """A linear layer of a block, with LoRA where the configuration puts it.
 
     Args:
         config: the model's.
-        module: the layer's name in its block, such as ``mlp.c_fc``.
+        block: the block's number.
+        layer: the layer's name in its block, such as ``mlp.c_fc``.
         in_features, out_features: its widths.
     """
-    enabled = enabled_slices(config.lora_targets, module)
-    rank = config.lora_attn_dim if any(enabled) else 0
+    enabled = enabled_slices(config.lora_targets, layer)
+    module = f"{GPT2.layers}{block}.{layer}"
+    rank = config.rank_of(module) if any(enabled) else 0
     settings = {
-        "lora_alpha": config.lora_attn_alpha,
+        "lora_alpha": config.alpha_of(module),
         "lora_dropout": config.lora_dropout,
         "fan_in_fan_out": True,
         # An evaluation is too short to repay a merged copy; gpt2_beam.py merges for good.
         "merge_weights": False,
+        "variant": config.lora_variant,
+        "initialization": config.lora_init,
+        "freeze_A": config.lora_freeze_A,
     }
     if len(enabled) > 1:
         return lora.MergedLinear(in_features, out_features, rank, enable_lora=enabled, **settings)
@@ -126,11 +206,11 @@ def projection(
 class Attention(nn.Module):
     """Multi-head attention in two steps, so that a block can drop tokens in between."""
 
-    def __init__(self, config: GPT2Config):
+    def __init__(self, config: GPT2Config, block: int):
         super().__init__()
         n = config.n_embd
-        self.c_attn = projection(config, "attn.c_attn", n, 3 * n)
-        self.c_proj = projection(config, "attn.c_proj", n, n)
+        self.c_attn = projection(config, block, "attn.c_attn", n, 3 * n)
+        self.c_proj = projection(config, block, "attn.c_proj", n, n)
 
     def forward(self, x: Tensor, layer: int, attend: Attend) -> Tensor:
         """(tokens, n) -> what each token collects from those that it looks at, (tokens, n)."""
@@ -140,11 +220,11 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """n -> 4 n -> n, with GELU's tanh approximation."""
 
-    def __init__(self, config: GPT2Config):
+    def __init__(self, config: GPT2Config, block: int):
         super().__init__()
         n = config.n_embd
-        self.c_fc = projection(config, "mlp.c_fc", n, 4 * n)
-        self.c_proj = projection(config, "mlp.c_proj", 4 * n, n)
+        self.c_fc = projection(config, block, "mlp.c_fc", n, 4 * n)
+        self.c_proj = projection(config, block, "mlp.c_proj", 4 * n, n)
 
     def forward(self, x: Tensor) -> Tensor:
         """(tokens, n) -> (tokens, n)."""
@@ -154,12 +234,12 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """x + attention(norm x), then x + MLP(norm x)."""
 
-    def __init__(self, config: GPT2Config):
+    def __init__(self, config: GPT2Config, block: int):
         super().__init__()
         self.ln_1 = LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
-        self.attn = Attention(config)
+        self.attn = Attention(config, block)
         self.ln_2 = LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, block)
 
     def forward(self, x: Tensor, layer: int, attend: Attend, keep: Tensor | None = None) -> Tensor:
         """(tokens, n) -> (tokens, n), or (len(keep), n): the tokens of these positions only."""
@@ -177,7 +257,7 @@ class GPT2Model(nn.Module):
         super().__init__()
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.n_positions, config.n_embd)
-        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.h = nn.ModuleList(Block(config, number) for number in range(config.n_layer))
         self.ln_f = LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
 
     def forward(
@@ -228,7 +308,7 @@ class GPT2LMModel(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initializes all weights but LoRA's, which their layers initialize."""
+        """Initializes all weights but LoRA's, which their layers initialize: from these, if so."""
         for name, parameter in self.named_parameters():
             if "lora_" in name:
                 continue
@@ -238,6 +318,7 @@ class GPT2LMModel(nn.Module):
                 nn.init.ones_(parameter)
             else:
                 nn.init.normal_(parameter, std=self.config.initializer_range)
+        start_from_weights(self)
 
     def forward(
         self,
@@ -422,7 +503,9 @@ def canonical_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Ten
     return named
 
 
-def load_base(config: GPT2Config, tensors: Mapping[str, Tensor], source: str) -> GPT2LMModel:
+def load_base(
+    config: GPT2Config, tensors: Mapping[str, Tensor], source: str, new_lora: bool = True
+) -> GPT2LMModel:
     """A model on trained weights.
 
     Frozen or not, parameters share their memory with `tensors` where these are float32: those of a
@@ -433,28 +516,41 @@ def load_base(config: GPT2Config, tensors: Mapping[str, Tensor], source: str) ->
         tensors: a complete base under its canonical names, with all LoRA tensors or none (they
             are then newly initialized).
         source: names the file in errors.
+        new_lora: whether LoRA tensors that the file lacks are initialized; not where an adapter
+            brings them next, because it may take long.
 
     Raises:
         CheckpointError: tensors are missing, unknown or of another shape, or not finite numbers.
     """
     with torch.device("meta"):
         model = GPT2LMModel(config)
-    expected = {name: p for name, p in model.named_parameters()}
+    expected = own_tensors(model)
     _check_base(expected, tensors, source)
     for name, tensor in tensors.items():
-        _set_parameter(model, name, tensor.float())
-    for layer in lora_layers(model).values():
-        if layer.lora_A.is_meta:
-            layer.lora_A = nn.Parameter(torch.empty(layer.lora_A.shape))
-            layer.lora_B = nn.Parameter(torch.empty(layer.lora_B.shape))
+        _set_tensor(model, name, tensor.float())
+    for name, tensor in expected.items():
+        if "lora_" in name and name not in tensors:
+            _set_tensor(model, name, torch.empty(tensor.shape))
+    if new_lora and not any("lora_" in name for name in tensors):
+        for layer in lora_layers(model).values():
             layer.reset_lora_parameters()
     model.lm_head.decoder.weight = model.transformer.wte.weight
     return model
 
 
-def _set_parameter(model: nn.Module, name: str, tensor: Tensor) -> None:
+def own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """All of a model's tensors, tied ones once: parameters and, of LoRA, buffers."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Replaces a parameter, which stays frozen if it is one of LoRA's, or a buffer."""
     owner, _, last = name.rpartition(".")
-    setattr(model.get_submodule(owner), last, nn.Parameter(tensor))
+    module = model.get_submodule(owner)
+    old = getattr(module, last)
+    if isinstance(old, nn.Parameter):
+        tensor = nn.Parameter(tensor, requires_grad=old.requires_grad or "lora_" not in name)
+    setattr(module, last, tensor)
 
 
 def _check_base(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], source: str) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from loralib.training.optimizer import AdamW, decay_groups
+from loralib.utils import parameter_groups
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,13 @@ def add_optimizer_params(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the optimizer and of the learning rate's schedule."""
     add = parser.add_argument_group("optimizer").add_argument
     add("--lr", default=1e-5, type=float, help="peak learning rate (cycle does not use it)")
+    add(
+        "--lora_plus_ratio",
+        default=1.0,
+        type=float,
+        help="LoRA+ (arXiv 2402.12354): the rate of LoRA's B over that of A; the paper recommends "
+        "about 16",
+    )
     add("--weight_decay", default=0.01, type=float, help="weight decay, times the rate")
     add("--correct_bias", action="store_true", help="correct Adam's averages for their start at 0")
     add("--adam_epislon", default=1e-6, type=float, help="Adam's epsilon (spelled so)")
@@ -61,7 +69,11 @@ def create_adam_optimizer(model: nn.Module, args: argparse.Namespace) -> AdamW:
     Raises:
         ValueError: nothing in the model is to be trained, or a flag is out of its range.
     """
-    groups = decay_groups(model, args.weight_decay, args.no_decay_bias)
+    if args.lora_plus_ratio == 1:
+        groups = decay_groups(model, args.weight_decay, args.no_decay_bias)
+    else:
+        # Of LoRA, with which no bias and no norm is trained.
+        groups = parameter_groups(model, args.lr, args.lora_plus_ratio, args.weight_decay)
     if not groups:
         raise ValueError("the model has nothing to train: all its parameters are frozen")
     return AdamW(
@@ -111,7 +123,7 @@ class Scheduler:
     """Sets an optimizer's learning rate, which depends on nothing but the step.
 
     Args:
-        optimizer: all its groups get the same rate.
+        optimizer: a group whose rate is not the optimizer's keeps its ratio to that (LoRA+).
         lr_at: the rate at a step, counted in batches from 0.
         max_step: the number of steps in the run.
 
@@ -126,7 +138,11 @@ class Scheduler:
         self.optimizer = optimizer
         self.lr_at = lr_at
         self.max_step = max_step
-        self.lr = optimizer.param_groups[0]["lr"]
+        self.lr = optimizer.defaults["lr"]
+        self._ratios = [
+            1.0 if group["lr"] == self.lr else group["lr"] / self.lr
+            for group in optimizer.param_groups
+        ]
         self._next = 0
 
     def step(self) -> None:
@@ -136,8 +152,8 @@ class Scheduler:
 
     def _set(self, lr: float) -> None:
         self.lr = lr
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        for group, ratio in zip(self.optimizer.param_groups, self._ratios, strict=True):
+            group["lr"] = lr * ratio
 
     def state_dict(self) -> dict[str, Any]:
         """The steps done and the rate, in a format that loads weights-only."""

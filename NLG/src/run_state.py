@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from checkpoints import check_finite
 from family import DEFAULT_TARGETS
@@ -31,6 +31,7 @@ from loralib.training.resume import (
     read_state,
     restore,
 )
+from model import own_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -39,14 +40,21 @@ _WAY_OUT = "remove it to start the run over"
 
 # What decides the bits that a run ends with: a resumed run has to have the same.
 _SAME_IN_A_RUN = (
-    *("model_card", "lora_dim", "lora_alpha", "lora_targets", "lora_dropout"),
+    *("model_card", "lora_dim", "lora_alpha", "lora_targets", "lora_dropout", "lora_variant"),
+    *("lora_init", "lora_freeze_A", "lora_rank_pattern", "lora_alpha_pattern", "lora_plus_ratio"),
     *("obj", "seq_len", "label_smooth"),
     *("train_batch_size", "grad_acc", "clip", "fp16", "bf16", "tf32", "random_seed"),
     *("lr", "weight_decay", "correct_bias", "adam_epislon", "no_decay_bias"),
     *("adam_beta1", "adam_beta2", "scheduler", "warmup_step", "i_steps", "i_lrs"),
 )
 # Those that older runs did not write -> what they had.
-_BEFORE = {"--lora_targets": " ".join(DEFAULT_TARGETS)}
+_BEFORE = {
+    "--lora_targets": " ".join(DEFAULT_TARGETS),
+    "--lora_variant": "lora",
+    "--lora_init": "default",
+    "--lora_freeze_A": False,
+    "--lora_plus_ratio": 1.0,
+}
 
 
 def identity_of(
@@ -71,7 +79,7 @@ def identity_of(
 
 def _as_written(value: Any) -> Any:
     """A flag's value; several words as they are on the command line."""
-    return " ".join(value) if isinstance(value, tuple) else value
+    return " ".join(value) if isinstance(value, tuple | list) else value
 
 
 def find_run(work_dir: str | os.PathLike, resume: bool) -> dict[str, Any] | None:
@@ -143,7 +151,7 @@ def write_run(
         dist_env: this process.
         identity: see `identity_of`.
         place: the step, and what else the loop has to know there, as plain values.
-        model: of which the trained weights are kept.
+        model: of which the trained weights are kept, and all of LoRA's tensors.
         parts: optimizer, scheduler and precision.
 
     Raises:
@@ -153,11 +161,20 @@ def write_run(
     generators = {"chance": gather_objects(rng_state(dist_env.device), dist_env.world_size)}
     if dist_env.is_main:
         path = Path(work_dir, RESUME_NAME)
-        trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+        trained = _kept(model)
         check_finite(path, trained)
         states = {name: part.state_dict() for name, part in parts.items()}
         state = {"run": dict(identity), "finished": False, **place, "trained": trained}
         write_torch(path, {**state, **states, **generators})
+
+
+def _kept(model: nn.Module) -> dict[str, Tensor]:
+    """The trained weights, and what of LoRA is not: a frozen A, and the start of A and B."""
+    return {
+        name: tensor.detach()
+        for name, tensor in own_tensors(model).items()
+        if tensor.requires_grad or "lora_" in name
+    }
 
 
 def write_finished(
@@ -195,7 +212,7 @@ def restore_run(
     check_same_run(work_dir, {**_BEFORE, **state["run"]}, identity, way_out)
     if state["finished"]:
         return {**place, "step": state["step"]}
-    weights = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    weights = _kept(model)
     generators = [like_rng_state()] * dist_env.world_size
     with damage_named(Path(work_dir, RESUME_NAME), _WAY_OUT), torch.no_grad():
         like = {name: weight.cpu() for name, weight in weights.items()}
