@@ -103,34 +103,6 @@ def by_pattern(
     }
 
 
-def pattern_of_words(
-    flag: str, kind: Callable[[str], _Value], words: Iterable[str]
-) -> dict[str, _Value]:
-    """A pattern as a command line has it, in words ``target=number``.
-
-    Args:
-        flag: what errors call it.
-        kind: of the numbers, int or float.
-        words: each a target of `matches` and its number.
-
-    Raises:
-        ValueError: a word is not of that form, or a target comes twice.
-    """
-    pattern: dict[str, _Value] = {}
-    for word in words:
-        target, _, number = word.rpartition("=")
-        try:
-            value = kind(number)
-        except ValueError:
-            target = ""
-        if not target:
-            raise ValueError(f"{flag}: '{word}' is not a target, =, and a number")
-        if target in pattern:
-            raise ValueError(f"{flag} names {target} twice")
-        pattern[target] = value
-    return pattern
-
-
 def _as_tuple(targets: Target | Iterable[Target]) -> tuple[Target, ...]:
     return (targets,) if isinstance(targets, str | re.Pattern) else tuple(targets)
 
