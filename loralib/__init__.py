@@ -33,6 +33,8 @@ _LAZY = {
     "UnsupportedLayerError": ".inject",
     "add_lora": ".inject",
     "remove_lora": ".inject",
+    "load_adapter": ".adapters.loading",
+    "save_adapter": ".adapters.saving",
     "read_adapter": ".adapters.formats",
     "write_adapter": ".adapters.formats",
 }
@@ -50,12 +52,14 @@ __all__ = [
     "UnsupportedLayerError",
     "add_lora",
     "dropout",
+    "load_adapter",
     "lora_state_dict",
     "mark_only_lora_as_trainable",
     "merge",
     "parameter_groups",
     "read_adapter",
     "remove_lora",
+    "save_adapter",
     "start_from_weights",
     "write_adapter",
 ]

@@ -31,7 +31,19 @@ ROOMS = {
     "adapted_layers": {"functional", "layers"},
     "targets": set(),
     "inject": {"adapted_layers", "in_place", "layers", "targets", "utils"},
-    "adapters": {"errors", "functional", "inject", "io", "layers", "nn", "targets", "utils"},
+    "adapters": {
+        *(
+            "adapted_layers",
+            "errors",
+            "functional",
+            "initialization",
+            "inject",
+            "io",
+            "layers",
+            "nn",
+        ),
+        *("targets", "utils"),
+    },
     "serving": {"adapters", "errors", "functional", "io", "layers", "nn", "utils"},
 }
 

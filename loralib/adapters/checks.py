@@ -1,12 +1,15 @@
 """Checks of an adapter against its base, a model's positions, and other adapters of its run."""
 
 import itertools
+import logging
 from collections.abc import Sequence
 
 import torch
 
 from ..errors import CheckpointError, MissingPartError, WrongBaseError
 from .adapter import Adapter, trained_with
+
+logger = logging.getLogger(__name__)
 
 
 def check_together(adapters: Sequence[Adapter]) -> None:
@@ -76,3 +79,17 @@ def check_base(adapter: Adapter, base_fingerprint: str | None) -> None:
     theirs = metadata.base_fingerprint
     if theirs != base_fingerprint:
         raise WrongBaseError(adapter.source, metadata.base, theirs, base_fingerprint)
+
+
+def check_possible_base(adapter: Adapter, fingerprints: Sequence[str]) -> None:
+    """As `check_base`, for a base that has several fingerprints, or none in float16.
+
+    Where they cannot be compared, a warning says so.
+    """
+    theirs = adapter.lora.base_fingerprint
+    if not theirs:
+        logger.warning("%s does not say its base's fingerprint: unverified", adapter.source)
+    elif not fingerprints:
+        logger.warning("%s: a model in float16 has no fingerprint: unverified", adapter.source)
+    elif theirs not in fingerprints:
+        check_base(adapter, fingerprints[0])

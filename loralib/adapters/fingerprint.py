@@ -1,12 +1,12 @@
 """Fingerprints of a base's weights, by which an adapter knows its base."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .families import backbone_prefixes
+from .families import backbone_prefixes, in_known_backbone
 
 # Parts of names of what is trained in a base, and of what not every model has. Files record
 # fingerprints, so this can never change.
@@ -42,3 +42,52 @@ def fingerprint(tensors: Mapping[str, Tensor], backbones: Iterable[str] | None =
         digest.update(f"{name} {tuple(tensor.shape)} ".encode())
         digest.update(sample.contiguous().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def fingerprint_without(model: nn.Module, trained: Collection[str]) -> str | None:
+    """The fingerprint of a model's matrices but for some that are trained, by their names.
+
+    None in float16, in which weights are rounded and have another fingerprint than where they came
+    from.
+    """
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in trained}
+    if any(tensor.dtype == torch.float16 for tensor in state.values()):
+        return None
+    return fingerprint(state)
+
+
+def possible_fingerprints(
+    model: nn.Module, adapted: Collection[str], brought: Collection[str]
+) -> list[str]:
+    """The fingerprints by which an adapter may know a model as its base; none in float16.
+
+    Of a registered family it is that of the backbone. Other names do not tell backbone from head:
+    the backbone is all but what the adapter brings besides LoRA; or all but the top modules with
+    that, and with the last projection; or the top modules with what is adapted; or all.
+
+    Args:
+        model: with LoRA or without.
+        adapted: the names of the modules that the adapter adapts.
+        brought: the names of the tensors that it brings besides.
+    """
+    state = model.state_dict()
+    if any(in_known_backbone(name) for name in state):
+        state = {name: tensor for name, tensor in state.items() if in_known_backbone(name)}
+    if any(tensor.dtype == torch.float16 for tensor in state.values()):
+        return []
+    tops = {name.partition(".")[0] for name in adapted}
+    heads = {name.partition(".")[0] for name in (*brought, last_projection(model))} - tops
+    parts = [
+        {name for name in state if name.partition(".")[0] not in heads},
+        {name for name in state if name not in brought},
+        {name for name in state if name.partition(".")[0] in tops},
+        set(state),
+    ]
+    found = [fingerprint({name: state[name] for name in names}) for names in parts]
+    return [each for each in dict.fromkeys(found) if each != fingerprint({})]
+
+
+def last_projection(model: nn.Module) -> str:
+    """The name of a model's last linear layer: in a classifier, the one that makes the logits."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return names[-1] if names else ""

@@ -1,17 +1,26 @@
-"""Copies an adapter into a model that has its layers, after all checks."""
+"""Copies an adapter into a model, after all checks.
+
+`load_into` takes a model that was built with the layers, `load_adapter` any model: it adds them.
+"""
 
 from collections.abc import Collection, Iterable, Mapping
+from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, MissingLayersError
+from ..initialization import starts_from_weight
+from ..inject import LayerSettings, adapt
 from ..layers import LoRALayer, MergedLinear
-from ..nn.positions import lora_reaches_positions
+from ..nn.positions import lora_reaches_positions, shared_projections
 from .adapter import LORA, Adapter, adapter_tensors, base_biases, trained_with
-from .checks import check_base, check_finite, check_positions
+from .checks import check_base, check_finite, check_positions, check_possible_base
+from .deltas import AdaptedWeight, adapted_modules, slices_of
 from .families import backbone_prefixes, enabled_slices
+from .fingerprint import possible_fingerprints
+from .formats import read_adapter
 from .metadata import LoraMetadata, usual
 from .names import are_targets, lora_targets
 
@@ -223,3 +232,163 @@ def _check_shapes(
                 hint = ": a base of another size"
         raise CheckpointError(f"{adapter.source}: {name} is {shapes}{hint}")
     return skipped
+
+
+# ------------------------------------------------------------------------------------------------
+# Any model
+# ------------------------------------------------------------------------------------------------
+
+
+def load_adapter(
+    model: nn.Module,
+    source: str | PathLike,
+    *,
+    lora_alpha: float | None = None,
+    revision: str | None = None,
+    cache_dir: str | None = None,
+    token: str | bool | None = None,
+) -> tuple[str, ...]:
+    """Gives a model the adapter of any format, and the LoRA layers that it needs.
+
+    What the adapter brings can be trained on: its LoRA, and the head and biases that it holds
+    besides, which replace the model's. If the model had no LoRA, the rest is frozen.
+
+    Args:
+        model: the base, plain or with LoRA layers of the adapter's own settings.
+        source: a file, a folder, or the name of a repository on the hub; see `read_adapter`.
+        lora_alpha: the alpha that it was trained with, where it does not say it.
+        revision, cache_dir, token: for the hub, as in `read_adapter`.
+
+    Returns:
+        The names of the adapted modules, in the model's order.
+
+    Raises:
+        WrongBaseError: it was trained on another base.
+        CheckpointError: there is no such adapter, it is damaged, or it does not fit the model.
+        ValueError, UnsupportedLayerError: a module cannot be adapted, as for `add_lora`. In all
+            cases the model is left as it was.
+        OSError: the hub cannot be reached.
+    """
+    adapter = read_adapter(
+        source, lora_alpha=lora_alpha, revision=revision, cache_dir=cache_dir, token=token
+    )
+    weights = adapted_modules(model, adapter)
+    besides = {name: t for name, t in adapter.tensors.items() if LORA.part not in name}
+    present = lora_layers(model)
+    settings = _settings_of(adapter, weights)
+    _check_present(adapter, present, settings)
+    _check_besides(model, adapter, besides)
+    if shared_projections(model) & weights.keys():
+        check_positions(adapter, _would_reach_positions(model, weights))
+    check_possible_base(adapter, possible_fingerprints(model, weights, besides))
+    missing = {name: own for name, own in settings.items() if name not in present}
+    _add_layers(model, weights, missing)
+    if not present:
+        for name, parameter in model.named_parameters():
+            if LORA.part not in name:
+                parameter.requires_grad = False
+    _copy(model, adapter)
+    return tuple(name for name in lora_layers(model) if name in weights)
+
+
+def _settings_of(
+    adapter: Adapter, weights: Mapping[str, AdaptedWeight]
+) -> dict[str, LayerSettings]:
+    """What the layers of an adapter are built with, by module."""
+    metadata, settings = adapter.lora, {}
+    for name, adapted in weights.items():
+        stacked = len(adapted.delta.B) != adapted.delta.out_features
+        dropout = metadata.dropout or 0.0
+        settings[name] = LayerSettings(
+            r=metadata.rank_of(name),
+            lora_alpha=metadata.alpha_of(name),
+            lora_dropout=0.0 if _takes_no_dropout(name, weights) else dropout,
+            variant=metadata.variant or "lora",
+            initialization=metadata.initialization or "default",
+            freeze_A=metadata.freeze_A or False,
+            enable_lora=slices_of(adapter, name) if stacked else (True,),
+        )
+    return settings
+
+
+def _takes_no_dropout(name: str, weights: Mapping[str, AdaptedWeight]) -> bool:
+    """Embeddings and attentions drop no part of an update's input; nor do attentions' out_proj."""
+    attentions = {
+        id(adapted.module.out_proj)
+        for adapted in weights.values()
+        if isinstance(adapted.module, nn.MultiheadAttention)
+    }
+    module = weights[name].module
+    return isinstance(module, nn.Embedding | nn.MultiheadAttention) or id(module) in attentions
+
+
+def _check_present(
+    adapter: Adapter, present: Mapping[str, LoRALayer], settings: Mapping[str, LayerSettings]
+) -> None:
+    """Checks that the LoRA that a model has is what the adapter was trained in."""
+    for name, layer in present.items():
+        if name not in settings:
+            raise CheckpointError(
+                f"{adapter.source}: does not adapt {name}, which has LoRA here: remove_lora first"
+            )
+        needed = settings[name]
+        pairs = {
+            "rank": (needed.r, layer.r),
+            "alpha": (needed.lora_alpha, layer.lora_alpha),
+            "variant": (needed.variant, layer.variant),
+            "initialization": tuple(
+                each if starts_from_weight(each) else "default"
+                for each in (needed.initialization, layer.initialization)
+            ),
+            "enable_lora": (needed.enable_lora, tuple(getattr(layer, "enable_lora", (True,)))),
+        }
+        for what, (theirs, ours) in pairs.items():
+            if theirs != ours:
+                difference = trained_with(what, theirs, ours)
+                raise CheckpointError(f"{adapter.source}: {difference} ({name}): remove_lora first")
+
+
+def _check_besides(model: nn.Module, adapter: Adapter, besides: Mapping[str, Tensor]) -> None:
+    """Checks that what an adapter brings besides LoRA is in the model, in its shape."""
+    state = model.state_dict()
+    unknown = sorted(besides.keys() - state.keys())
+    if unknown:
+        listed = ", ".join(unknown[:4]) + (", …" if len(unknown) > 4 else "")
+        raise CheckpointError(f"{adapter.source}: has, unknown to the model, {listed}")
+    differing = [
+        f"{name} is {tuple(tensor.shape)} in the file, {tuple(state[name].shape)} in the model"
+        for name, tensor in sorted(besides.items())
+        if tensor.shape != state[name].shape
+    ]
+    if differing:
+        raise CheckpointError(f"{adapter.source}: {'; '.join(differing[:4])}")
+
+
+def _would_reach_positions(model: nn.Module, adapted: Collection[str]) -> bool:
+    """Whether LoRA in these projections, which positions share, would reach positions."""
+    name = min(shared_projections(model) & set(adapted))
+    owner: Any = model.get_submodule(name.rpartition(".")[0])
+    return owner.lora_positions
+
+
+def _add_layers(
+    model: nn.Module, weights: Mapping[str, AdaptedWeight], settings: Mapping[str, LayerSettings]
+) -> None:
+    """Adapts the modules of these names; of an attention's separate projections, the attention."""
+    by_module = {}
+    for name, own in settings.items():
+        is_own = weights[name].name in ("weight", "in_proj_weight")
+        by_module[name if is_own else name.rpartition(".")[0]] = own
+    if by_module:
+        # An adapter is of the module that it names, whatever else has its weight.
+        adapt(model, by_module, untie=True)
+
+
+@torch.no_grad()
+def _copy(model: nn.Module, adapter: Adapter) -> None:
+    """Copies all tensors of an adapter into a model that has their names and shapes."""
+    state, parameters = model.state_dict(), dict(model.named_parameters())
+    for name, tensor in adapter.tensors.items():
+        state[name].copy_(tensor)
+        if LORA.part not in name and name in parameters:
+            parameters[name].requires_grad = True

@@ -418,7 +418,7 @@ def _blocks(B: Tensor, enabled: tuple[bool, ...]) -> Tensor | None:
         for block in range(count)
         if (index, block) not in places
     ]
-    if any(other.any() or other.signbit().any() for other in others):
+    if any(other.any() for other in others):
         return None
     return torch.cat([grid[index, :, block] for index, block in places]).contiguous()
 

@@ -1,7 +1,6 @@
 """An adapter prepared for a bank: checked against the model, its tensors on the devices."""
 
 import copy
-import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,14 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..adapters.adapter import LORA, Adapter
-from ..adapters.checks import check_base, check_finite
+from ..adapters.checks import check_finite, check_possible_base
 from ..adapters.deltas import PARTS, AdaptedWeight, adapted_modules, out_in
 from ..adapters.families import in_known_backbone
-from ..adapters.fingerprint import fingerprint
+from ..adapters.fingerprint import fingerprint, last_projection, possible_fingerprints
 from ..errors import CheckpointError, NeedsMergingError
 from ..functional import Delta
-
-logger = logging.getLogger(__name__)
 
 
 class DeviceDelta:
@@ -128,7 +125,7 @@ def fingerprint_of(model: nn.Module) -> str | None:
     """The fingerprint of a model's backbone; None if it is of no registered family, or in float16.
 
     (In float16 a weight is rounded, and has another fingerprint than where it came from.) For
-    other families see `_possible_fingerprints`.
+    other families see `possible_fingerprints`.
     """
     state = model.state_dict()
     of_backbone = [state[name].dtype for name in state if in_known_backbone(name)]
@@ -150,9 +147,10 @@ def prepare(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) ->
     _check_called(modules, model, adapter.source)
     _check_metadata(adapter)
     tensors = _head_tensors(adapter, modules)
-    _check_base(model, adapter, base_fingerprint, modules, tensors)
+    known = [base_fingerprint] if base_fingerprint else None
+    check_possible_base(adapter, known or possible_fingerprints(model, modules, tensors))
     check_finite(adapter)
-    last = _last_projection(model)
+    last = last_projection(model)
     heads = {
         top: _head(model, top, tensors, last, adapter.source)
         for top in sorted({name.partition(".")[0] for name in tensors})
@@ -189,47 +187,6 @@ def _check_metadata(adapter: Adapter) -> None:
         raise NeedsMergingError(source, f"was trained with {switches} as well")
 
 
-def _check_base(
-    model: nn.Module,
-    adapter: Adapter,
-    base_fingerprint: str | None,
-    adapted: Collection[str],
-    head: Collection[str],
-) -> None:
-    """Refuses an adapter of another base, and warns where that cannot be verified."""
-    theirs = adapter.lora.base_fingerprint
-    ours = [base_fingerprint] if base_fingerprint else _possible_fingerprints(model, adapted, head)
-    if not theirs:
-        logger.warning("%s does not say its base's fingerprint: unverified", adapter.source)
-    elif not ours:
-        logger.warning("%s: a model in float16 has no fingerprint: unverified", adapter.source)
-    elif theirs not in ours:
-        check_base(adapter, ours[0])
-
-
-def _possible_fingerprints(
-    model: nn.Module, adapted: Collection[str], head: Collection[str]
-) -> list[str]:
-    """The fingerprints that a model of no registered family may have; none in float16.
-
-    Its names do not tell backbone from head. The backbone is all but the head: what an adapter
-    brings (by its tensors' names), and the last projection. Or it is the top modules that hold what
-    the adapter adapts; or the complete model.
-    """
-    state = model.state_dict()
-    if any(tensor.dtype == torch.float16 for tensor in state.values()):
-        return []
-    tops = {name.partition(".")[0] for name in adapted}
-    heads = {name.partition(".")[0] for name in (*head, _last_projection(model))} - tops
-    parts = [
-        {name for name in state if name.partition(".")[0] not in heads},
-        {name for name in state if name.partition(".")[0] in tops},
-        set(state),
-    ]
-    found = [fingerprint({name: state[name] for name in names}) for names in parts]
-    return [each for each in found if each != fingerprint({})]
-
-
 def _head_tensors(adapter: Adapter, adapted: Collection[str]) -> dict[str, Tensor]:
     """An adapter's tensors that belong to its head.
 
@@ -246,12 +203,6 @@ def _head_tensors(adapter: Adapter, adapted: Collection[str]) -> dict[str, Tenso
         if module.partition(".")[0] in tops:
             raise NeedsMergingError(adapter.source, f"adapts {module}, and brings that as a head")
     return rest
-
-
-def _last_projection(model: nn.Module) -> str:
-    """The name of a model's last linear layer: in a classifier, the one that makes the logits."""
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    return names[-1] if names else ""
 
 
 def _head(
@@ -285,7 +236,7 @@ def _head(
     weight = theirs.get(f"{last}.weight")
     if weight is not None and weight.dim() == 2 and weight.numel():
         projection = head.get_submodule(last.removeprefix(top).removeprefix("."))
-        assert isinstance(projection, nn.Linear)  # see `_last_projection`
+        assert isinstance(projection, nn.Linear)  # see `last_projection`
         _set_outputs(projection, len(weight))
     for name, needed in head.state_dict(prefix=start).items():
         if theirs[name].shape != needed.shape:

@@ -1,0 +1,166 @@
+"""An adapter of a model that has LoRA layers, whatever model it is: taken out of it, and written.
+
+lora.save_adapter(model, "my_adapter")                   a folder that PEFT opens too
+lora.save_adapter(model, "my_adapter.safetensors")       one file, with all that is known
+"""
+
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..adapted_layers import AdaptedProjection
+from ..errors import CheckpointError, NeedsMergingError
+from ..layers import Conv1d, Conv2d, Conv3d, LoRALayer
+from .adapter import LORA, Adapter, base_biases, lora_metadata
+from .fingerprint import fingerprint_without
+from .formats import format_of_name, write_adapter
+from .loading import lora_layers, lora_settings
+from .metadata import LoraMetadata
+
+
+def save_adapter(
+    model: nn.Module,
+    path: str | os.PathLike,
+    format: str | None = None,
+    *,
+    base: str | None = None,
+    task: str | None = None,
+    labels: Sequence[str] | None = None,
+) -> list[str]:
+    """Writes what is trained of a model with LoRA layers: see `adapter_of`.
+
+    Args:
+        model: this project's own, one that `add_lora` has adapted, or any other with LoRA layers.
+        path: a file, ``.safetensors`` for this project's format and ``.bin`` or ``.pt`` for the
+            release's; without such a suffix a folder in PEFT's.
+        format: of `loralib.adapters.formats.FORMATS`, where the name does not say it.
+        base: the base's name or path, for the metadata; by default what the model's config says.
+        task: the name of the task that it was trained for.
+        labels: what the outputs of its head stand for.
+
+    Returns:
+        What a user has to know of the result, a line each, as `write_adapter` does.
+
+    Raises:
+        ValueError: the model has no LoRA layers, or is sharded.
+        NeedsMergingError: the format cannot express the adapter.
+        CheckpointError: the adapter is not sound; or there is something at `path` already.
+    """
+    path = Path(path)
+    if format is None:
+        format = format_of_name(path) if path.suffix else "peft"
+    adapter = adapter_of(model, base=base, task=task, labels=labels)
+    if format == "peft":
+        _check_peft_adapts(unwrapped(model), adapter.source)
+    return write_adapter(path, adapter, format)
+
+
+def adapter_of(
+    model: nn.Module,
+    *,
+    base: str | None = None,
+    task: str | None = None,
+    labels: Sequence[str] | None = None,
+) -> Adapter:
+    """What is trained of a model: its LoRA, and the parameters that are trained besides.
+
+    Of a module whose parameters are trained, such as a head, everything is taken, buffers as well;
+    of one whose bias alone is trained, the bias. The tensors share their memory with the model's.
+
+    Raises:
+        ValueError: the model has no LoRA layers, or is sharded.
+        CheckpointError: its LoRA layers are of several kinds, which no file holds.
+    """
+    model = unwrapped(model)
+    layers = lora_layers(model)
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no LoRA to save")
+    state = model.state_dict()
+    _check_layers(layers)
+    _check_whole(state)
+    besides = _trained_besides(model, state)
+    tensors = {n: t.detach() for n, t in state.items() if LORA.part in n or n in besides}
+    settings: dict[str, Any] = lora_settings(model)
+    seen = lora_metadata(tensors, settings["rank"], settings["alpha"])
+    metadata = LoraMetadata(
+        **settings,
+        dropout=_dropout(layers) or None,
+        bias=seen.bias,
+        base=base or _name_in_config(model),
+        base_fingerprint=fingerprint_without(model, besides),
+        task=task,
+        labels=None if labels is None else tuple(labels),
+    )
+    return Adapter(tensors, metadata, source=type(model).__name__)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model that DDP or `torch.compile` has wrapped."""
+    for inner in ("module", "_orig_mod"):
+        kind = type(model).__name__
+        if kind in ("DistributedDataParallel", "OptimizedModule") and hasattr(model, inner):
+            return unwrapped(getattr(model, inner))
+    return model
+
+
+def _check_layers(layers: dict[str, LoRALayer]) -> None:
+    for name, layer in layers.items():
+        if isinstance(layer, Conv1d | Conv2d | Conv3d):
+            raise CheckpointError(
+                f"{name} is a loralib {type(layer).__name__}, whose factors are in the release's "
+                "shapes, which no adapter format describes: save them with lora_state_dict, or let "
+                "add_lora adapt a plain convolution"
+            )
+
+
+def _check_whole(state: dict[str, Tensor]) -> None:
+    for name, tensor in state.items():
+        if hasattr(tensor, "full_tensor"):
+            raise ValueError(
+                f"{name} is sharded over several processes: gather the model before it is saved"
+            )
+
+
+def _trained_besides(model: nn.Module, state: Collection[str]) -> set[str]:
+    """The names of what is trained besides LoRA, and of what belongs to it."""
+    trained = {n for n, p in model.named_parameters() if p.requires_grad and LORA.part not in n}
+    biases = base_biases(trained)
+    owners = {name.rpartition(".")[0] for name in trained - biases}
+    return biases | {
+        name for name in state if name.rpartition(".")[0] in owners and LORA.part not in name
+    }
+
+
+def _dropout(layers: dict[str, LoRALayer]) -> float:
+    """The dropout of the layers that have any: embeddings and attentions have none."""
+    return max(getattr(layer.lora_dropout, "p", 0.0) for layer in layers.values())
+
+
+def _name_in_config(model: nn.Module) -> str | None:
+    """What upstream's models have the name of their checkpoint under."""
+    name = getattr(getattr(model, "config", None), "_name_or_path", None)
+    return name if isinstance(name, str) and name else None
+
+
+def _check_peft_adapts(model: nn.Module, source: str) -> None:
+    """Refuses layers that PEFT would adapt in another way, where tensors do not show it."""
+    for name, layer in lora_layers(model).items():
+        reason = _not_as_in_peft(model, name, layer)
+        if reason:
+            raise NeedsMergingError(source, f"{name} is {reason}")
+
+
+def _not_as_in_peft(model: nn.Module, name: str, layer: LoRALayer) -> str | None:
+    owner: Any = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(layer, AdaptedProjection):
+        return "of an nn.MultiheadAttention with inputs of several sizes, which PEFT does not adapt"
+    if isinstance(owner, nn.MultiheadAttention) and getattr(owner, "r", 0) == 0:
+        return "adapted without its nn.MultiheadAttention, which PEFT does not do"
+    if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) and (
+        layer.groups > 1 or layer.padding_mode != "zeros" or set(layer.dilation) != {1}
+    ):
+        return "a convolution with groups, dilation or a padding_mode, which PEFT's lora_A has not"
+    return None
