@@ -154,7 +154,8 @@ def adapt(
         untie: as for `add_lora`.
 
     Returns:
-        The names of the modules that have an update now: these, and the out_proj of attentions.
+        The names of the modules that have an update now: these, and the out_proj of attentions. An
+        attention of separate projections has its updates in modules `q_proj`, `k_proj`, `v_proj`.
 
     Raises:
         ValueError, UnsupportedLayerError: as for `add_lora`.
@@ -166,6 +167,7 @@ def adapt(
         _check_module(name, module, settings[name])
     if not untie:
         _check_tied(model, modules)
+    had_update = set(_names_of_updates(model))
     for name, module in modules.items():
         _builder(module)(module, settings[name])
     for name in modules:
@@ -173,7 +175,7 @@ def adapt(
         if isinstance(owner, nn.MultiheadAttention) and not isinstance(owner, LoRALayer):
             _turn(owner, MultiheadAttention, LayerSettings(r=0, lora_alpha=1))
     leave_fast_path(model)
-    return tuple(modules)
+    return tuple(name for name in _names_of_updates(model) if name not in had_update)
 
 
 def remove_lora(model: nn.Module) -> tuple[str, ...]:
@@ -196,12 +198,18 @@ def remove_lora(model: nn.Module) -> tuple[str, ...]:
     for name, layer in layers.items():
         if not was_turned(layer) and not isinstance(layer, AdaptedProjection):
             raise ValueError(f"{name} was built as a LoRA layer, not adapted by add_lora")
-    adapted = tuple(name for name, layer in layers.items() if layer.r > 0)
+    adapted = _names_of_updates(model)
     for layer in layers.values():
         if was_turned(layer):
             turn_back(layer)
     take_fast_path(model)
     return adapted
+
+
+def _names_of_updates(model: nn.Module) -> tuple[str, ...]:
+    """The names of a model's LoRA layers that have an update, in the model's order."""
+    modules = model.named_modules()
+    return tuple(name for name, layer in modules if isinstance(layer, LoRALayer) and layer.r > 0)
 
 
 # ------------------------------------------------------------------------------------------------
