@@ -18,6 +18,7 @@ from loralib.layers import LoRALayer
 
 @pytest.fixture
 def model():
+    torch.manual_seed(0)
     return AnyModel()
 
 
@@ -26,7 +27,7 @@ def change(model):
     """Gives all updates values as training would."""
     for name, parameter in model.named_parameters():
         if name.endswith(("lora_A", "lora_B")):
-            parameter.add_(0.1 * torch.randn_like(parameter))
+            parameter.add_(0.3 * torch.randn_like(parameter))
         if name.endswith("magnitude_vector"):
             parameter.mul_(1 + 0.2 * torch.rand_like(parameter))
 
@@ -78,7 +79,7 @@ def test_a_model_and_back(model, kind, variant, initialization):
     change(model)
     changed = results(model)
     assert_same(changed, [changed[0], changed[1], changed[0], changed[0], changed[1]], **close)
-    assert not torch.allclose(changed[0], expected[0], atol=1e-3)
+    assert not torch.allclose(changed[0], expected[0], atol=1e-4)
     merged = lora.merge(copy.deepcopy(model))
     assert_same(results(merged), changed, atol=1e-4, rtol=1e-4)
     assert [(n, type(m)) for n, m in merged.named_modules()] == [

@@ -1,0 +1,133 @@
+"""Targets: which modules of a model a name, a glob, an expression, a layer means."""
+
+import re
+
+import pytest
+from any_models import AnyModel
+from torch import nn
+
+from loralib.inject import is_linear
+from loralib.targets import by_pattern, find, layer_of, layers_of_words, matches, pattern_of_words
+
+BLOCK = ("q_proj", "v_proj", "c_attn", "up", "down")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return AnyModel()
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "meant"),
+    [
+        ("q_proj", "layers.0.q_proj", True),
+        ("q_proj", "q_proj", True),
+        ("q_proj", "layers.0.xq_proj", False),
+        ("0.q_proj", "layers.0.q_proj", True),
+        ("0.q_proj", "layers.10.q_proj", False),
+        ("layers.*.q_proj", "layers.10.q_proj", True),
+        ("layers.*.q_proj", "model.layers.10.q_proj", True),
+        ("[qv]_proj", "layers.0.v_proj", True),
+        ("[qv]_proj", "layers.0.k_proj", False),
+        ("Q_PROJ", "layers.0.q_proj", False),
+        (re.compile(r"layers\.\d\.(q|v)_proj"), "layers.3.v_proj", True),
+        (re.compile(r"q_proj"), "layers.3.q_proj", False),
+        (re.compile(r".*q_proj"), "layers.3.q_proj", True),
+    ],
+)
+def test_what_a_target_means(target, name, meant):
+    assert matches(name, target) is meant
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [("layers.3.q", 3), ("h.11.attn.0", 11), ("head", None), ("layer1.conv", None), ("0", 0)],
+)
+def test_a_module_s_layer(name, layer):
+    assert layer_of(name) == layer
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"targets": "q_proj"}, [f"layers.{i}.q_proj" for i in range(3)]),
+        ({"targets": ["up", "q_proj"], "layers": [1]}, ["layers.1.q_proj", "layers.1.up"]),
+        ({"targets": "*_proj", "layers": range(2, 3)}, ["layers.2.q_proj", "layers.2.v_proj"]),
+        ({"targets": "*_proj", "exclude": "layers.[01].*"}, ["layers.2.q_proj", "layers.2.v_proj"]),
+        ({"targets": ["head", "head"]}, ["head"]),
+        (
+            {"targets": "all-linear", "exclude": ["encoder.*", "up", "down"]},
+            [f"layers.{i}.{name}" for i in range(3) for name in BLOCK[:3]],
+        ),
+    ],
+)
+def test_modules_in_the_model_s_order(model, arguments, expected):
+    assert find(model, is_linear=is_linear, **arguments) == expected
+
+
+def test_all_linear_layers_but_the_head(model):
+    encoder = ("self_attn", "self_attn.out_proj", "linear1", "linear2")
+    assert find(model, "all-linear", is_linear=is_linear) == [
+        *(f"layers.{i}.{name}" for i in range(3) for name in BLOCK),
+        *(f"encoder.layers.{i}.{name}" for i in range(2) for name in encoder),
+    ]
+    plain = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    assert find(plain, "all-linear") == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"targets": "qproj"}, r"'qproj' matches no module of the model; it has .*q_proj"),
+        ({"targets": ["q_proj", "zzz"]}, r"'zzz' matches no module of the model; it has "),
+        ({"targets": re.compile("q_proj")}, r"'q_proj' matches no module"),
+        ({"targets": "q_proj", "exclude": "kproj"}, r"'kproj' matches no module"),
+        (
+            {"targets": "q_proj", "exclude": "*_proj"},
+            r"matches only modules that are left out",
+        ),
+        ({"targets": "q_proj", "layers": [0, 3]}, r"has no layer 3; its numbers are 0 to 2"),
+        ({"targets": ()}, r"no target is given"),
+    ],
+)
+def test_what_matches_nothing(model, arguments, message):
+    with pytest.raises(ValueError, match=message) as error:
+        find(model, **arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_without_layers_says_so():
+    with pytest.raises(ValueError, match="no layer 0; its numbers are none"):
+        find(nn.ModuleDict({"a": nn.Linear(2, 2)}), "a", layers=[0])
+
+
+def test_values_by_pattern():
+    names = ["layers.0.q", "layers.0.v", "layers.1.q"]
+    values = by_pattern(names, {"layers.0.*": 2, "q": 4}, 8)
+    assert values == {"layers.0.q": 2, "layers.0.v": 2, "layers.1.q": 4}
+    with pytest.raises(ValueError, match="the pattern 'k' matches none of the adapted modules"):
+        by_pattern(names, {"k": 1}, 8)
+
+
+# ---- on a command line ----
+
+
+def test_patterns_of_words():
+    words = ["query=4", "layer.*.value=2", "a=b=3"]
+    assert pattern_of_words("--rank", int, words) == {"query": 4, "layer.*.value": 2, "a=b": 3}
+    assert pattern_of_words("--alpha", float, ["q=0.5"]) == {"q": 0.5}
+
+
+@pytest.mark.parametrize(
+    "words", [["query"], ["=4"], ["query=four"], ["query=1.5"], ["q=1", "q=1"]]
+)
+def test_words_that_are_no_pattern(words):
+    with pytest.raises(ValueError, match=r"^--rank"):
+        pattern_of_words("--rank", int, words)
+
+
+def test_layers_of_words():
+    assert layers_of_words("--layers", ["6-8", "0", "7"]) == [0, 6, 7, 8]
+    for word in ("8-6", "a", "-1", "1.5", ""):
+        with pytest.raises(ValueError, match=r"^--layers"):
+            layers_of_words("--layers", [word])
