@@ -212,7 +212,7 @@ def test_attention_with_separate_projections():
     q, k, v = torch.randn(2, 3, 8), torch.randn(2, 5, 6), torch.randn(2, 5, 4)
     base, (expected, weights) = bits(model), attention(q, k, v)
     names = lora.add_lora(model, "attention", r=2, variant="dora")
-    assert names == ("attention", "attention.out_proj")
+    assert set(names) == {f"attention.{name}_proj" for name in ("q", "k", "v", "out")}
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
     assert {f"attention.{x}_proj.lora_A" for x in "qkv"} <= trained
     found = attention(q, k, v)
