@@ -17,8 +17,9 @@ PEFT one of rank 2r in blocks, with the same scaling, alpha / r = 2 alpha / 2r:
 Ranks and alphas that differ between modules are `rank_pattern` and `alpha_pattern` on both sides:
 PEFT's keys are regular expressions for the end of a module's name, ours full names. An embedding's
 halves are called ``lora_embedding_A`` and ``lora_embedding_B``; the magnitudes of a convolution are
-(1, out, 1, …); what belongs to the output projection of an `nn.MultiheadAttention` is under
-``base_layer.out_proj``, and has the attention's own rank and alpha.
+(1, out, 1, …). What belongs to the output projection of an `nn.MultiheadAttention` is under
+``base_layer.out_proj``, and has the attention's own rank and alpha; PEFT merges that update twice
+(0.21.2 does), so that B of the same function is here twice what it is there.
 
 PEFT's settings beyond that which change what is computed are refused by name.
 """
@@ -83,6 +84,8 @@ _VARIANTS = {
 _CLASSIFIER = "classifier"
 # What follows the name of an `nn.MultiheadAttention` in its output projection's.
 _OUT_PROJ = ".out_proj"
+# How often PEFT adds an update to an attention's output projection; a power of 2 rounds nothing.
+_TIMES_ADDED = 2
 # Initializations that leave the base's weights as they are; others, such as "pissa", change them.
 _HARMLESS_INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 
@@ -128,6 +131,9 @@ def read(
         raise CheckpointError(f"{source}: none of its {len(tensors)} tensors is LoRA's")
     _check_ranks(config, pairs, source, config_path)
     _check_complete(config, tensors, pairs, source)
+    for module in pairs:
+        if _attention_of(module, pairs):
+            tensors[f"{module}.lora_B"] = _TIMES_ADDED * tensors[f"{module}.lora_B"]
     use_dora = bool(config.get("use_dora"))
     variant = _VARIANTS[bool(config.get("use_rslora")), use_dora]
     alphas = {module: _by_pattern(config, "lora_alpha", module, pairs) for module in pairs}
@@ -493,8 +499,13 @@ def as_peft_computes(adapter: Adapter) -> tuple[Adapter, list[str]]:
             "of twice the rank: the same sums"
         )
         adapter = _without_start(adapter)
-    metadata, slices = adapter.lora, {}
-    for module, delta in deltas_of(adapter).items():
+    metadata, slices, deltas = adapter.lora, {}, deltas_of(adapter)
+    if any(_attention_of(module, deltas) for module in deltas):
+        remarks.append(
+            "PEFT adds the update of an nn.MultiheadAttention's out_proj twice (0.21.2 does): its "
+            "lora_B is halved in the file, so that the sums are the same there"
+        )
+    for module, delta in deltas.items():
         if len(delta.B) == delta.out_features:
             continue
         slices[module] = slices_of(adapter, module)
@@ -548,6 +559,7 @@ def tensors_of(adapter: Adapter) -> dict[str, Tensor]:
     for module, delta in deltas.items():
         A, B = (adapter.tensors[f"{module}.lora_{ab}"] for ab in "AB")
         B = _joined_B(delta) if len(B) != delta.out_features else B
+        B = B / _TIMES_ADDED if _attention_of(module, deltas) else B
         half = "lora_embedding_{}" if module in embeddings else "lora_{}.weight"
         place = _place(module, deltas, of_lora=True)
         named[f"{place}.{half.format('A')}"], named[f"{place}.{half.format('B')}"] = A, B
