@@ -250,6 +250,8 @@ def what_forbids(adapter: Adapter, format: str) -> str | None:
     if format == "release" and adapter.metadata is not None:
         for what in _NOT_IN_RELEASE:
             value = getattr(adapter.metadata, what, None)
+            if isinstance(value, Mapping) and value:
+                return f"its LoRA has a {what} of its own, which this format cannot say"
             if value and value not in _WITHOUT_EFFECT:
                 return f"its LoRA is of the {what} {plain(value)}, which this format cannot say"
     if format == "peft" and isinstance(adapter.metadata, LoraMetadata):

@@ -506,7 +506,7 @@ def as_peft_computes(adapter: Adapter) -> tuple[Adapter, list[str]]:
             "lora_B is halved in the file, so that the sums are the same there"
         )
     for module, delta in deltas.items():
-        if len(delta.B) == delta.out_features:
+        if not _is_of_slices(delta):
             continue
         slices[module] = slices_of(adapter, module)
         parts, rank, alpha = len(delta.starts), *_strength(metadata, module)
@@ -558,7 +558,7 @@ def tensors_of(adapter: Adapter) -> dict[str, Tensor]:
             named[f"{_place(module, deltas)}.{last}" if module else name] = tensor
     for module, delta in deltas.items():
         A, B = (adapter.tensors[f"{module}.lora_{ab}"] for ab in "AB")
-        B = _joined_B(delta) if len(B) != delta.out_features else B
+        B = _joined_B(delta) if _is_of_slices(delta) else B
         B = B / _TIMES_ADDED if _attention_of(module, deltas) else B
         half = "lora_embedding_{}" if module in embeddings else "lora_{}.weight"
         place = _place(module, deltas, of_lora=True)
@@ -589,6 +589,11 @@ def _refuse_embeddings(adapter: Adapter, modules: Iterable[str]) -> None:
                 f"{adapter.source}: {module} seems to be an embedding, which PEFT adapts in "
                 "another way: say so in its metadata (embeddings)"
             )
+
+
+def _is_of_slices(delta: Delta) -> bool:
+    """Whether it is stacked, or of one slice of the output."""
+    return len(delta.starts) > 1 or len(delta.B) != delta.out_features
 
 
 def _joined_B(delta: Delta) -> Tensor:
