@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from loralib.training.optimizer import AdamW, decay_groups
-from loralib.utils import parameter_groups
+from loralib.utils import with_lora_plus
 
 logger = logging.getLogger(__name__)
 
@@ -69,15 +69,11 @@ def create_adam_optimizer(model: nn.Module, args: argparse.Namespace) -> AdamW:
     Raises:
         ValueError: nothing in the model is to be trained, or a flag is out of its range.
     """
-    if args.lora_plus_ratio == 1:
-        groups = decay_groups(model, args.weight_decay, args.no_decay_bias)
-    else:
-        # Of LoRA, with which no bias and no norm is trained.
-        groups = parameter_groups(model, args.lr, args.lora_plus_ratio, args.weight_decay)
+    groups = decay_groups(model, args.weight_decay, args.no_decay_bias)
     if not groups:
         raise ValueError("the model has nothing to train: all its parameters are frozen")
     return AdamW(
-        groups,
+        with_lora_plus(model, groups, args.lr, args.lora_plus_ratio),
         lr=args.lr,
         betas=(args.adam_beta1, args.adam_beta2),
         eps=args.adam_epislon,

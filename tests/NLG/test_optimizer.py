@@ -212,6 +212,7 @@ def test_help_says_what_is_refused(capsys):
 def test_defaults_of_the_flags():
     assert vars(parse()) == {
         "lr": 1e-5,
+        "lora_plus_ratio": 1.0,
         "weight_decay": 0.01,
         "correct_bias": False,
         "adam_epislon": 1e-6,
