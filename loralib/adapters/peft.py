@@ -18,8 +18,8 @@ Ranks and alphas that differ between modules are `rank_pattern` and `alpha_patte
 PEFT's keys are regular expressions for the end of a module's name, ours full names. An embedding's
 halves are called ``lora_embedding_A`` and ``lora_embedding_B``; the magnitudes of a convolution are
 (1, out, 1, …). What belongs to the output projection of an `nn.MultiheadAttention` is under
-``base_layer.out_proj``, and has the attention's own rank and alpha; PEFT merges that update twice
-(0.21.2 does), so that B of the same function is here twice what it is there.
+``base_layer.out_proj``, and has the attention's own rank and alpha; PEFT adds that update twice (up
+to 0.21), so that B of the same function is here twice what it is there.
 
 PEFT's settings beyond that which change what is computed are refused by name.
 """
@@ -131,9 +131,10 @@ def read(
         raise CheckpointError(f"{source}: none of its {len(tensors)} tensors is LoRA's")
     _check_ranks(config, pairs, source, config_path)
     _check_complete(config, tensors, pairs, source)
-    for module in pairs:
-        if _attention_of(module, pairs):
-            tensors[f"{module}.lora_B"] = _TIMES_ADDED * tensors[f"{module}.lora_B"]
+    if _adds_twice(config):
+        for module in pairs:
+            if _attention_of(module, pairs):
+                tensors[f"{module}.lora_B"] = _TIMES_ADDED * tensors[f"{module}.lora_B"]
     use_dora = bool(config.get("use_dora"))
     variant = _VARIANTS[bool(config.get("use_rslora")), use_dora]
     alphas = {module: _by_pattern(config, "lora_alpha", module, pairs) for module in pairs}
@@ -362,6 +363,16 @@ def _attention_of(module: str, modules: Collection[str]) -> str | None:
     return owner if owner != module and owner in modules else None
 
 
+def _adds_twice(config: Mapping[str, Any]) -> bool:
+    """Whether the PEFT that wrote this adds the update of an attention's out_proj twice.
+
+    0.21 does, as do those before; a correction is proposed there. This project's own folders, which
+    say no version, are written for it.
+    """
+    version = re.match(r"0\.(\d+)", str(config.get("peft_version") or "0.21"))
+    return version is not None and int(version[1]) <= 21
+
+
 def names_in_model(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     """PEFT's tensors under the names that the base model has for them.
 
@@ -502,7 +513,7 @@ def as_peft_computes(adapter: Adapter) -> tuple[Adapter, list[str]]:
     metadata, slices, deltas = adapter.lora, {}, deltas_of(adapter)
     if any(_attention_of(module, deltas) for module in deltas):
         remarks.append(
-            "PEFT adds the update of an nn.MultiheadAttention's out_proj twice (0.21.2 does): its "
+            "PEFT up to 0.21 adds the update of an nn.MultiheadAttention's out_proj twice: its "
             "lora_B is halved in the file, so that the sums are the same there"
         )
     for module, delta in deltas.items():
