@@ -81,8 +81,9 @@ def leave_fast_path(model: nn.Module) -> None:
     """Lets PyTorch's encoders call their children, where these have LoRA."""
     for module in model.modules():
         for kind, (name, off) in _FAST_PATH.items():
-            has_lora = any(isinstance(child, LoRALayer) for child in module.modules())
-            if isinstance(module, kind) and has_lora and "_fast_path" not in vars(module):
+            if not isinstance(module, kind) or "_fast_path" in vars(module):
+                continue
+            if any(isinstance(child, LoRALayer) for child in module.modules()):
                 vars(module)["_fast_path"] = getattr(module, name)
                 setattr(module, name, off)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .in_place import merge_in_place
+from .in_place import leave_fast_path, merge_in_place
 from .layers import Embedding, LoRALayer
 from .nn.positions import lora_reaches_positions, unshare_positions
 
@@ -29,7 +29,8 @@ def check_bias(bias: str) -> None:
 def mark_only_lora_as_trainable(model: nn.Module, bias: str = "none") -> None:
     """Freezes every parameter without `lora_` in its name, then unfreezes biases as asked.
 
-    A model without LoRA parameters is frozen entirely, with a warning in the log.
+    A model without LoRA parameters is frozen entirely, with a warning in the log. PyTorch's own
+    encoders call their layers from then on, see in_place.py.
 
     Args:
         model: changed in place.
@@ -44,6 +45,7 @@ def mark_only_lora_as_trainable(model: nn.Module, bias: str = "none") -> None:
         if "lora_" not in name:
             parameter.requires_grad = False
     train_biases(model, bias)
+    leave_fast_path(model)
     if not any("lora_" in name for name, _ in model.named_parameters()):
         logger.warning(
             "%s has no LoRA parameters: all of it that is not a bias asked for is frozen now",

@@ -440,3 +440,20 @@ def test_nothing_to_remove(model):
         lora.remove_lora(model)
     with pytest.raises(ValueError, match="0 was built as a LoRA layer"):
         lora.remove_lora(nn.Sequential(lora.Linear(4, 4, r=2)))
+
+
+# ---- PyTorch's own encoder, in evaluation ----
+
+
+def test_layers_that_were_put_in_by_hand_are_not_passed_over():
+    """PyTorch's encoder computes with its children's weights where it can: without an update."""
+    model = AnyModel()
+    plain = model.encoder.layers[0].linear1
+    model.encoder.layers[0].linear1 = lora.Linear(8, 16, r=2)
+    model.encoder.layers[0].linear1.load_state_dict(plain.state_dict(), strict=False)
+    lora.mark_only_lora_as_trainable(model)
+    change(model)
+    found = results(model)
+    assert_same(found, [found[2], found[4], found[2], found[2], found[4]], atol=1e-5, rtol=1e-5)
+    merged = results(lora.merge(model))
+    assert_same(merged, found, atol=1e-5, rtol=1e-5)
