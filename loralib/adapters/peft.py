@@ -570,7 +570,7 @@ def tensors_of(adapter: Adapter) -> dict[str, Tensor]:
     for module, delta in deltas.items():
         A, B = (adapter.tensors[f"{module}.lora_{ab}"] for ab in "AB")
         B = _joined_B(delta) if _is_of_slices(delta) else B
-        B = B / _TIMES_ADDED if _attention_of(module, deltas) else B
+        B = _divided(B, module, adapter.source) if _attention_of(module, deltas) else B
         half = "lora_embedding_{}" if module in embeddings else "lora_{}.weight"
         place = _place(module, deltas, of_lora=True)
         named[f"{place}.{half.format('A')}"], named[f"{place}.{half.format('B')}"] = A, B
@@ -580,6 +580,21 @@ def tensors_of(adapter: Adapter) -> dict[str, Tensor]:
             shape = (1, len(magnitude), *[1] * (A.dim() - 2)) if is_kernel else magnitude.shape
             named[f"{place}.{MAGNITUDE}"] = magnitude.view(shape)
     return named
+
+
+def _divided(B: Tensor, module: str, source: str) -> Tensor:
+    """B as PEFT holds it, which adds it several times.
+
+    Raises:
+        CheckpointError: values are too small to be divided in their dtype.
+    """
+    divided = B / _TIMES_ADDED
+    if not torch.equal(divided * _TIMES_ADDED, B):
+        raise CheckpointError(
+            f"{source}: lora_B of {module} has values that cannot be halved in {B.dtype}, as PEFT "
+            "needs it: write it in float32"
+        )
+    return divided
 
 
 def _place(module: str, adapted: Collection[str], of_lora: bool = False) -> str:

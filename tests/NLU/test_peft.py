@@ -1,5 +1,6 @@
 """PEFT's adapters of RoBERTa and DeBERTa-v2: PEFT's logits, its files, and what is refused."""
 
+import itertools
 import json
 import re
 import shutil
@@ -23,9 +24,8 @@ from transformers.configuration_utils import targets_of_modules
 
 PEFT = maker.PeftFixture()
 CASES = [case for case in maker.CASES if maker.family_of(case) != "gpt2"]
-# Their ranks or scalings differ from what the paper has, and are evened out.
-EVENED = ["roberta_rslora", "roberta_patterns", "roberta_rslora_patterns"]
-KEPT = [case for case in CASES if case not in EVENED]
+# Their ranks and alphas differ between modules.
+PATTERNS = ["roberta_patterns", "roberta_rslora_patterns"]
 # This project's models have LoRA in every layer.
 EVERY_LAYER = [case for case in CASES if case != "roberta_one_layer"]
 WEIGHTS = WEIGHTS_NAMES[0]
@@ -72,6 +72,9 @@ def open_with_layers(base, adapter):
         lora_r=adapter.metadata.rank,
         lora_alpha=adapter.metadata.alpha,
         lora_targets=targets_of_modules(adapter.metadata.targets),
+        lora_variant=adapter.metadata.variant or "lora",
+        lora_rank_pattern=adapter.metadata.rank_pattern,
+        lora_alpha_pattern=adapter.metadata.alpha_pattern,
         **(
             {}
             if adapter.metadata.positions is None
@@ -151,10 +154,14 @@ def test_the_logits_tell(folder, folded, bases, case):
     base = AutoModelForSequenceClassification.from_pretrained(bases[maker.family_of(case)])
     assert (logits_of(base) - theirs).abs().max() > 0.1
     adapter = read_adapter(folder(case))
-    doubled = replace(adapter, metadata=replace(adapter.metadata, alpha=2 * adapter.metadata.alpha))
+    alphas = {name: 2 * alpha for name, alpha in (adapter.metadata.alpha_pattern or {}).items()}
+    twice = replace(adapter.metadata, alpha=2 * adapter.metadata.alpha, alpha_pattern=alphas)
+    doubled = replace(adapter, metadata=twice)
     assert (logits_of(folded(case, doubled)) - theirs).abs().max() > 0.1
     tensors = dict(adapter.tensors)
-    first, second, *_ = (n for n in tensors if re.search(r"(query|value)(_proj)?\.lora_B", n))
+    names = [n for n in tensors if re.search(r"(query|value)(_proj)?\.lora_B", n)]
+    pairs = itertools.combinations(names, 2)
+    first, second = next(pair for pair in pairs if len({tensors[n].shape for n in pair}) == 1)
     tensors[first], tensors[second] = tensors[second], tensors[first]
     exchanged = replace(adapter, tensors=tensors)
     assert (logits_of(folded(case, exchanged)) - theirs).abs().max() > 0.01
@@ -201,19 +208,38 @@ def test_an_alpha_that_is_given(folder, refusal):
     assert "trained with alpha 10, but lora_alpha is 16" in message
 
 
-def test_evened_tensors(folder):
-    """Each update's product is PEFT's: B A times the module's own alpha over its own rank."""
-    case = "roberta_patterns"
-    adapter, theirs = read_adapter(folder(case)), PEFT.tensors(case)
-    assert adapter.metadata.rank == 5
+def test_ranks_and_alphas_by_module(folder):
+    """As PEFT matches its patterns: of those that fit, the first."""
+    metadata = read_adapter(folder("roberta_patterns")).metadata
     layer = "roberta.encoder.layer.{}.attention.self.{}"
     own = {(0, "query"): (10, 2), (0, "value"): (3, 5), (1, "query"): (5, 4), (1, "value"): (7, 5)}
-    for place, (alpha, rank) in own.items():
+    for place, strength in own.items():
         name = layer.format(*place)
-        B, A = (theirs[f"{PREFIX}{name}.lora_{ab}.weight"] for ab in "BA")
-        assert B.shape[1] == rank
-        ours = adapter.tensors[f"{name}.lora_B"] @ adapter.tensors[f"{name}.lora_A"]
-        close(ours * adapter.metadata.alpha / 5, B @ A * alpha / rank)
+        assert (metadata.alpha_of(name), metadata.rank_of(name)) == strength
+    assert metadata.variant is None
+    assert read_adapter(folder("roberta_rslora_patterns")).metadata.variant == "rslora"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layers"),
+    [
+        (r"layer\.0\..*", {0}),
+        (r".*\.1\..*query|value", {1}),  # and every value, which is looked for here below
+        ("query", {0, 1}),
+        (r"encoder.layer.[01].attention.self.query", {0, 1}),
+        ("uery", set()),
+        (r"^encoder.*query", set()),
+        (r"quer", set()),
+    ],
+)
+def test_a_pattern_is_an_expression_for_the_end_of_a_name(folder, pattern, layers):
+    metadata = read_adapter(folder(alpha_pattern={pattern: 3})).metadata
+    found = {
+        layer
+        for layer in (0, 1)
+        if metadata.alpha_of(f"roberta.encoder.layer.{layer}.attention.self.query") == 3
+    }
+    assert found == layers
 
 
 @pytest.mark.parametrize("case", ["roberta_query_value", "deberta_query_value"])
@@ -276,7 +302,19 @@ def pefts_own_copies(name):
     return ".original_module." in name or ".modules_to_save." in name
 
 
-@pytest.mark.parametrize("case", KEPT)
+def by_module(config, setting, modules):
+    """PEFT's rule: the first pattern counts that fits the end of a name, after a dot."""
+    patterns = config[{"r": "rank_pattern", "lora_alpha": "alpha_pattern"}[setting]].items()
+    return {
+        name: next(
+            (value for key, value in patterns if re.match(rf"(.*\.)?({key})$", name)),
+            config[setting],
+        )
+        for name in modules
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_what_was_read_is_written_as_pefts(folder, tmp_path, case):
     theirs, path = PEFT.config(case), tmp_path / "out"
     write_adapter(path, read_adapter(folder(case)), "peft")
@@ -285,9 +323,14 @@ def test_what_was_read_is_written_as_pefts(folder, tmp_path, case):
     assert_same_bits(load_file(path / WEIGHTS), expected)
 
     ours = json.loads((path / CONFIG_NAME).read_text())
-    equal = ("peft_type", "task_type", "r", "lora_alpha", "lora_dropout", "bias", "fan_in_fan_out")
-    for name in (*equal, "use_rslora", "base_model_name_or_path", "revision"):
+    equal = ("peft_type", "task_type", "lora_dropout", "bias", "fan_in_fan_out", "use_rslora")
+    for name in (*equal, "use_dora", "base_model_name_or_path", "revision"):
         assert ours[name] == theirs[name], name
+    modules = adapted_modules(expected)
+    for name in ("r", "lora_alpha"):
+        assert by_module(ours, name, modules) == by_module(theirs, name, modules)
+        if case not in PATTERNS:
+            assert ours[name] == theirs[name]
     if case not in ("roberta_all_targets", "roberta_one_layer"):  # whose names are longer
         assert set(ours["target_modules"]) == set(theirs["target_modules"])
     head = {name for name in expected if "lora_" not in name and name.endswith("weight")}
@@ -306,26 +349,16 @@ def test_written_settings_name_the_adapted_modules(folder, tmp_path, bases, case
     assert modules_that(ours, names) == adapted_modules(PEFT.tensors(case))
 
 
-@pytest.mark.parametrize("case", EVENED)
-def test_what_was_evened_is_written_plainly(folder, folded, with_layers, tmp_path, case):
-    write_adapter(tmp_path / "out", read_adapter(folder(case)), "peft")
-    config = json.loads((tmp_path / "out" / CONFIG_NAME).read_text())
-    assert config["use_rslora"] is False
-    assert not config.get("rank_pattern")
-    assert not config.get("alpha_pattern")
-    again = read_adapter(tmp_path / "out")
-    for load in (folded, with_layers):
-        close(logits_of(load(case, again)), PEFT.logits(case))
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_a_tour_of_the_forms_keeps_every_bit(folder, tmp_path, case):
     first = read_adapter(folder(case))
     write_adapter(tmp_path / "1.safetensors", first)
     lora = read_adapter(tmp_path / "1.safetensors")
     assert (lora.format, lora.metadata) == ("lora", first.metadata)
-    release = lora
-    if first.metadata.positions is None:  # else it computes something else there, see below
+    release, metadata = lora, first.metadata
+    by_module = metadata.rank_pattern or metadata.alpha_pattern
+    # Else it computes something else there.
+    if metadata.positions is None and metadata.variant is None and not by_module:
         write_adapter(tmp_path / "2.bin", lora)
         assert read_adapter(tmp_path / "2.bin").metadata is None
         release = read_adapter(tmp_path / "2.bin", lora_alpha=first.metadata.alpha)
@@ -337,7 +370,7 @@ def test_a_tour_of_the_forms_keeps_every_bit(folder, tmp_path, case):
     for adapter in (lora, release, peft, last):
         assert_same_bits(adapter.tensors, first.tensors)
     # The release's format loses the rest.
-    for name in ("rank", "alpha", "targets", "bias"):
+    for name in ("rank", "alpha", "rank_pattern", "alpha_pattern", "variant", "targets", "bias"):
         assert getattr(last.metadata, name) == getattr(first.metadata, name)
 
 
@@ -361,7 +394,8 @@ def test_pefts_folder_keeps_what_is_known(folder, tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"use_dora": True}, "use_dora is True, which is not LoRA as the paper has it"),
+        ({"use_dora": True}, "query.lora_magnitude_vector, which LoRA of the variant dora"),
+        ({"use_dora": "yes"}, "use_dora is 'yes'"),
         ({"lora_bias": True}, "lora_bias is True, which is not LoRA as the paper has it"),
         ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication is [[0, 2], [1, 2]], which"),
         ({"trainable_token_indices": [5]}, "trainable_token_indices is [5], which"),
@@ -384,8 +418,9 @@ def test_pefts_folder_keeps_what_is_known(folder, tmp_path):
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
         ({"rank_pattern": [1]}, "rank_pattern is [1]"),
         ({"alpha_pattern": {"query": -1}}, "alpha_pattern is {'query': -1}"),
-        ({"alpha_pattern": {r"layer\.0\..*": 3}}, r"a regular expression, 'layer\.0\..*'; only"),
-        ({"alpha_pattern": {"query|value": 3}}, "a regular expression, 'query|value'; only"),
+        ({"alpha_pattern": {"(query": 3}}, "alpha_pattern is {'(query': 3}"),
+        ({"rank_pattern": {"query": 2}}, "its rank is 4 (roberta.encoder.layer.0.attention.self.q"),
+        ({"rank_pattern": {"query": 0}}, "rank_pattern is {'query': 0}"),
         ({"base_model_name_or_path": 5}, "base_model_name_or_path is 5"),
         ({"revision": ["main"]}, "revision is ['main']"),
     ],
@@ -462,7 +497,7 @@ def put(name, tensor):
         ),
         (
             put(f"{QUERY}.lora_magnitude_vector", torch.ones(32)),
-            "query.lora_magnitude_vector is not the name of a low-rank update",
+            "query.lora_magnitude_vector, which LoRA of the variant lora and the initialization",
         ),
         (
             put(f"{PREFIX}roberta.embeddings.word_embeddings.weight", torch.ones(48, 32)),

@@ -1,0 +1,203 @@
+"""Adapters of any model: saved from it, in every format, and loaded into a plain copy."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from any_models import CASES
+from compare import assert_same_bits
+
+import loralib as lora
+from loralib.adapters.deltas import merge_into
+from loralib.errors import NeedsMergingError
+
+VARIANTS = ("lora", "rslora", "dora", "rslora+dora")
+INITIALIZATIONS = ("default", "orthogonal", "pissa", "olora")
+KINDS = [
+    *((variant, "default") for variant in VARIANTS),
+    *(("lora", initialization) for initialization in INITIALIZATIONS[1:]),
+    ("rslora+dora", "pissa"),
+]
+TABLE = [(name, *kind) for name, kind in itertools.product(CASES, KINDS)]
+
+
+def close(ours, theirs):
+    """Within float32's rounding of sums of at most some hundred terms of about 1."""
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def outputs(model, case):
+    with torch.no_grad():
+        return model(*case.inputs)
+
+
+def trained_names(model):
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize(("name", "variant", "initialization"), TABLE)
+def test_a_file_holds_all_of_it(tmp_path, name, variant, initialization):
+    """A plain copy that loads it is the same model, to the bit, and is trained on alike."""
+    case = CASES[name]
+    model = case.adapted(variant=variant, initialization=initialization)
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    plain = case.build()
+    before = {n: tensor.clone() for n, tensor in plain.state_dict().items()}
+    weights = dict(plain.named_parameters())
+    adapted = lora.load_adapter(plain, tmp_path / "a.safetensors")
+    assert_same_bits(plain.state_dict(), model.state_dict())
+    assert torch.equal(outputs(plain, case), outputs(model, case))
+    assert trained_names(plain) == trained_names(model)
+    assert all(plain.get_parameter(n) is weight for n, weight in weights.items())
+    frozen = before.keys() - trained_names(model)
+    assert_same_bits({n: plain.state_dict()[n] for n in frozen}, {n: before[n] for n in frozen})
+    halves = {name for name in model.state_dict() if name.endswith(".lora_A")}
+    assert {f"{name}.lora_A" for name in adapted} == halves
+    # And once more from the copy.
+    lora.save_adapter(plain, tmp_path / "b.safetensors")
+    files = [(tmp_path / f"{name}.safetensors").read_bytes() for name in "ab"]
+    assert files[0] == files[1]
+
+
+@pytest.mark.parametrize(("name", "variant", "initialization"), TABLE)
+def test_merged_and_in_a_bank_it_computes_the_same(tmp_path, name, variant, initialization):
+    case = CASES[name]
+    model = case.adapted(variant=variant, initialization=initialization)
+    expected = outputs(model, case)
+    assert (outputs(case.build(), case) - expected).abs().max() > 1e-2
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    adapter = lora.read_adapter(tmp_path / "a.safetensors")
+    merged = case.build()
+    merge_into(merged, adapter)
+    close(outputs(merged, case), expected)
+    close(outputs(lora.merge(model), case), expected)
+    plain = case.build()
+    bank = lora.AdapterBank(plain)
+    if not case.in_bank:
+        with pytest.raises(NeedsMergingError):
+            bank.add("a", adapter)
+        return
+    bank.add("a", adapter)
+    with bank.use("a"):
+        close(outputs(plain, case), expected)
+    other = case.adapted(variant=variant, initialization=initialization)
+    for parameter in other.parameters():
+        parameter.data.mul_(0.9 if parameter.requires_grad else 1)
+    lora.save_adapter(other, tmp_path / "b.safetensors")
+    bank.add("b", lora.read_adapter(tmp_path / "b.safetensors"))
+    with bank.use(["a", "b", "a"]):
+        mixed = outputs(plain, case)
+    close(mixed[[0, 2]], expected[[0, 2]])
+    close(mixed[1], outputs(other, case)[1])
+
+
+@pytest.mark.parametrize(("name", "variant", "initialization"), TABLE)
+def test_pefts_folder_and_back(tmp_path, name, variant, initialization):
+    """The same metadata and tensors; but a start is joined to what was trained."""
+    case = CASES[name]
+    model = case.adapted(variant=variant, initialization=initialization)
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    held = lora.read_adapter(tmp_path / "a.safetensors")
+    if not case.of_peft or ("dora" in variant and not case.of_peft_with_dora):
+        with pytest.raises(NeedsMergingError, match="merge it into its base"):
+            lora.save_adapter(model, tmp_path / "peft")
+        assert not (tmp_path / "peft").exists()
+        return
+    lora.save_adapter(model, tmp_path / "peft")
+    back = lora.read_adapter(tmp_path / "peft")
+    plain = case.build()
+    lora.load_adapter(plain, tmp_path / "peft")
+    if not held.lora.has_start:
+        assert back.metadata == held.metadata
+        assert_same_bits(back.tensors, held.tensors)
+        assert_same_bits(plain.state_dict(), model.state_dict())
+        assert torch.equal(outputs(plain, case), outputs(model, case))
+    else:
+        assert back.lora.initialization is None
+        assert back.lora.rank == 2 * held.lora.rank
+        close(outputs(plain, case), outputs(model, case))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_state_dict_of_lora_alone_is_read_with_its_alpha(tmp_path, name):
+    """What `lora_state_dict` gives, in a file of torch: of what it can say."""
+    case = CASES[name]
+    model = case.adapted()
+    torch.save(lora.lora_state_dict(model), tmp_path / "a.pt")
+    plain = case.build()
+    if name in ("linear", "kernels", "groups", "separate", "attention"):
+        lora.load_adapter(plain, tmp_path / "a.pt", lora_alpha=3)
+        assert torch.equal(outputs(plain, case), outputs(model, case))
+    elif name in ("patterns", "embedding", "slices", "a slice"):
+        before = copy.deepcopy(plain.state_dict())
+        with pytest.raises(ValueError, match=r"a\.pt"):
+            lora.load_adapter(plain, tmp_path / "a.pt", lora_alpha=3)
+        assert_same_bits(plain.state_dict(), before)
+    else:  # the head and the biases are left out
+        lora.load_adapter(plain, tmp_path / "a.pt", lora_alpha=3)
+        assert torch.equal(plain.layers[1]["out"].lora_B, model.layers[1]["out"].lora_B)
+
+
+def test_frozen_halves_stay_frozen(tmp_path):
+    case = CASES["linear"]
+    model = case.adapted(freeze_A=True)
+    for path in ("a.safetensors", "peft"):
+        lora.save_adapter(model, tmp_path / path)
+        plain = case.build()
+        lora.load_adapter(plain, tmp_path / path)
+        assert trained_names(plain) == trained_names(model)
+        assert all(name.endswith("lora_B") for name in trained_names(plain))
+
+
+def test_what_the_metadata_say(tmp_path):
+    model = CASES["patterns"].adapted(variant="dora", lora_dropout=0.25)
+    model.config = type("Config", (), {"_name_or_path": "some/base"})()
+    lora.save_adapter(model, tmp_path / "a.safetensors", task="mnli", labels=["x", "y", "z"])
+    metadata = lora.read_adapter(tmp_path / "a.safetensors").lora
+    assert (metadata.rank, metadata.rank_pattern) == (2, {"layers.0.out": 4})
+    alphas = {"layers.0.out": 3, "layers.1.out": 7, "words": 1}
+    assert {name: metadata.alpha_of(name) for name in alphas} == alphas
+    assert (metadata.variant, metadata.embeddings) == ("dora", ("words",))
+    assert (metadata.base, metadata.task, metadata.labels) == ("some/base", "mnli", ("x", "y", "z"))
+    assert metadata.dropout == 0.25
+    assert metadata.base_fingerprint
+    lora.save_adapter(model, tmp_path / "b.safetensors", base="other/base")
+    assert lora.read_adapter(tmp_path / "b.safetensors").lora.base == "other/base"
+    half = CASES["linear"].adapted().half()
+    lora.save_adapter(half, tmp_path / "c.safetensors")
+    assert lora.read_adapter(tmp_path / "c.safetensors").lora.base_fingerprint is None
+
+
+def test_a_path_without_suffix_is_pefts_folder(tmp_path):
+    model = CASES["linear"].adapted()
+    lora.save_adapter(model, tmp_path / "a")
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    lora.save_adapter(model, tmp_path / "b.safetensors")
+    lora.save_adapter(model, tmp_path / "c", "lora")
+    assert (tmp_path / "c" / "pytorch_model_lora.safetensors").is_file()
+    lost = lora.save_adapter(model, tmp_path / "d.pt")
+    assert any(line.startswith("not in this format: alpha 3") for line in lost)
+
+
+def test_a_compiled_model_is_saved_by_its_own_names(tmp_path):
+    model = CASES["linear"].adapted()
+    lora.save_adapter(torch.compile(model), tmp_path / "a.safetensors")
+    lora.save_adapter(model, tmp_path / "b.safetensors")
+    compiled, own = (lora.read_adapter(tmp_path / f"{name}.safetensors") for name in "ab")
+    assert_same_bits(compiled.tensors, own.tensors)
+    assert compiled.metadata == own.metadata
+
+
+def test_a_rank_beyond_a_dimension_is_loaded(tmp_path):
+    """As PEFT allows it, and as a start that is joined to what was trained may make it."""
+    case = CASES["attention"]
+    model = case.adapted(initialization="pissa")
+    lora.save_adapter(model, tmp_path / "peft")
+    plain = case.build()
+    lora.load_adapter(plain, tmp_path / "peft")
+    assert plain.last.lora_B.shape == (3, 4)
+    close(outputs(plain, case), outputs(model, case))
