@@ -163,6 +163,7 @@ def _check_metadata(
 
 def _check_lora_settings(adapter: Adapter, theirs: LoraMetadata, ours: LoraMetadata) -> None:
     """Checks all that changes what a model computes with the adapter's tensors."""
+    both = theirs, ours
     by_module = any((theirs.rank_pattern, theirs.alpha_pattern))
     by_module = by_module or any((ours.rank_pattern, ours.alpha_pattern))
     adapted = {name.rpartition(".")[0] for name in adapter.tensors if LORA.part in name}
@@ -180,12 +181,17 @@ def _check_lora_settings(adapter: Adapter, theirs: LoraMetadata, ours: LoraMetad
     for setting, said, built in (
         ("variant", theirs.variant, ours.variant),
         ("initialization", _start_of(theirs), _start_of(ours)),
-        # Files of earlier versions do not say what follows.
+        # Files of earlier versions do not say it.
         ("embeddings", theirs.embeddings, theirs.embeddings and ours.embeddings),
-        ("slices", theirs.slices, theirs.slices and ours.slices),
     ):
         if said != built:
             raise CheckpointError(f"{adapter.source}: {trained_with(setting, said, built)}")
+    for module in sorted(adapted):
+        slices = [(each.slices or {}).get(module) or enabled_slices(module) for each in both]
+        # Nor this, where no family says it.
+        if slices[0] and slices[0] != slices[1]:
+            difference = trained_with(f"slices of {module}", *map(list, slices))
+            raise CheckpointError(f"{adapter.source}: {difference}")
 
 
 def _start_of(metadata: LoraMetadata) -> str | None:

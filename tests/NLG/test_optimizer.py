@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import loralib as lora
 import optimizer as optimizer_module
 from loralib.training.optimizer import AdamW
 from optimizer import (
@@ -77,6 +78,39 @@ def test_no_group_is_empty():
 def test_a_frozen_model_is_an_error():
     with pytest.raises(ValueError, match="nothing to train"):
         create_adam_optimizer(Small().requires_grad_(False), parse())
+
+
+@pytest.mark.parametrize("freeze_A", [False, True])
+def test_lora_plus_trains_B_faster_at_every_step(freeze_A):
+    flags = "--lr 0.1 --lora_plus_ratio 3 --weight_decay 0.2 --max_step 8 --warmup_step 2"
+    model = nn.Sequential(
+        lora.Linear(4, 3, r=2, variant="dora", freeze_A=freeze_A), lora.Linear(3, 3, r=1)
+    )
+    lora.mark_only_lora_as_trainable(model)
+    optimizer = create_adam_optimizer(model, parse(*flags.split()))
+    scheduler = create_optimizer_scheduler(optimizer, parse(*flags.split()))
+    usual, faster = optimizer.param_groups
+    assert [name.rpartition(".")[2] for name in names_in(model, faster)] == ["lora_B", "lora_B"]
+    assert all(not name.endswith("lora_B") for name in names_in(model, usual))
+    assert len(usual["params"]) == (2 if freeze_A else 3)
+    assert [group["weight_decay"] for group in (usual, faster)] == [0.2, 0.2]
+    for step in range(10):
+        scheduler.step()
+        assert scheduler.lr == usual["lr"] == 0.1 * linear(step, 2, 8)
+        assert faster["lr"] == pytest.approx(3 * usual["lr"], rel=1e-15, abs=0)
+    scheduler.load_state_dict({"step": 4, "lr": 0.05})
+    assert (usual["lr"], faster["lr"]) == (0.05, pytest.approx(0.15, rel=1e-15))
+
+
+def test_lora_plus_where_B_alone_is_trained():
+    flags = "--lr 0.1 --lora_plus_ratio 16 --max_step 8 --scheduler constant"
+    model = lora.Linear(4, 3, r=2, freeze_A=True)
+    lora.mark_only_lora_as_trainable(model)
+    optimizer = create_adam_optimizer(model, parse(*flags.split()))
+    scheduler = create_optimizer_scheduler(optimizer, parse(*flags.split()))
+    (group,) = optimizer.param_groups
+    scheduler.step()
+    assert (scheduler.lr, group["lr"]) == (0.1, pytest.approx(1.6, rel=1e-15))
 
 
 def rates(scheduler, count: int) -> list[float]:

@@ -13,7 +13,9 @@ import torch
 
 import gpt2_ft
 from loralib.io.tensors import read_tensors
+from loralib.layers import LoRALayer
 from loralib.training.locks import sole_use
+from model import own_tensors
 from optimizer import Scheduler
 from run_state import read_run
 
@@ -42,7 +44,15 @@ RUNS = {
     ),
     "new lora on every projection": (
         "--lora_targets query value key attention_output mlp_up mlp_down --max_step 8"
-        " --save_interval 3 --lora_dropout 0.2 --lr 0.01 --eval_interval 5"
+        " --save_interval 3 --lora_dropout 0.2 --lr 0.01 --eval_interval 5 --lora_plus_ratio 3"
+    ),
+    "new dora from pissa": (
+        "--lora_variant dora --lora_init pissa --lora_rank_pattern h.0.*=3 --max_step 8"
+        " --save_interval 3 --lora_dropout 0.2 --lr 0.01 --eval_interval 5 --lora_plus_ratio 16"
+    ),
+    "new lora with a frozen A": (
+        "--lora_variant rslora --lora_init orthogonal --lora_freeze_A --lora_alpha_pattern h.1.*=3"
+        " --lora_plus_ratio 0.7 --bf16 --max_step 8 --save_interval 3 --lora_dropout 0.2 --lr 0.01"
     ),
 }
 
@@ -234,6 +244,18 @@ def killed(tiny, tmp_path, monkeypatch):
             "--init_checkpoint {folder}/base.pt --lora_targets mlp_up key",
             "--lora_targets query value, not key mlp_up",
         ),
+        ("--init_checkpoint {folder}/base.pt --lora_variant dora", "--lora_variant lora, not dora"),
+        ("--init_checkpoint {folder}/base.pt --lora_init olora", "--lora_init default, not olora"),
+        ("--init_checkpoint {folder}/base.pt --lora_freeze_A", "--lora_freeze_A False, not True"),
+        ("--lora_plus_ratio 16", "--lora_plus_ratio 1.0, not 16.0"),
+        (
+            "--init_checkpoint {folder}/base.pt --lora_rank_pattern h.0.*=1",
+            "--lora_rank_pattern None, not h.0.*=1",
+        ),
+        (
+            "--init_checkpoint {folder}/base.pt --lora_alpha_pattern c_attn=1 h.0.*=2",
+            "--lora_alpha_pattern None, not c_attn=1 h.0.*=2",
+        ),
     ],
 )
 def test_another_run_is_not_resumed(tiny, killed, error_of, files_of, more, named):
@@ -251,11 +273,32 @@ def _other_base(folder: Path) -> None:
     torch.save({"model_state_dict": tensors, "metadata": metadata}, folder / "other.pt")
 
 
+@pytest.mark.parametrize("name", ["new dora from pissa", "new lora with a frozen A"])
+def test_what_lora_started_from_is_resumed_too(tiny, tmp_path, monkeypatch, result_of, name):
+    """Another library may decompose weights, and draw numbers, in another way."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    gpt2_ft.main(arguments(tiny, name, whole))
+    argv = arguments(tiny, name, killed)
+    run_until(argv, STEP, 7, monkeypatch)
+    original = LoRALayer.reset_lora_parameters
+
+    def other(layer):
+        original(layer)
+        for name, tensor in own_tensors(layer).items():
+            if name.startswith("lora_A"):
+                tensor.data.neg_()
+
+    monkeypatch.setattr(LoRALayer, "reset_lora_parameters", other)
+    gpt2_ft.main([*argv, "--resume"])
+    assert result_of(killed) == result_of(whole)
+
+
 def test_a_run_of_an_older_version_is_resumed(tiny, killed, result_of, tmp_path):
     """It did not say what could not be chosen."""
     path = Path(killed[killed.index("--work_dir") + 1]) / "resume.pt"
     state = torch.load(path, weights_only=True)
-    del state["run"]["--lora_targets"]
+    for flag in ("targets", "variant", "init", "freeze_A", "plus_ratio", "rank_pattern"):
+        del state["run"][f"--lora_{flag}"]
     torch.save(state, path)
     gpt2_ft.main([*killed, "--resume"])
     gpt2_ft.main(arguments(tiny, "lora", tmp_path / "whole"))

@@ -68,6 +68,26 @@ CALLS = {
             "--lora_targets needs LoRA: add --lora_dim",
         ),
         (
+            "--train_data {good}/encoded.jsonl --lora_plus_ratio 0",
+            "--lora_plus_ratio has to be above 0, but is 0.0",
+        ),
+        (
+            "--train_data {good}/encoded.jsonl --lora_plus_ratio nan",
+            "--lora_plus_ratio has to be above 0, but is nan",
+        ),
+        (
+            "--train_data {good}/encoded.jsonl --lora_rank_pattern mlp_up=8",
+            "the pattern 'mlp.c_fc' matches none of the adapted modules: transformer.h.0.attn.c_",
+        ),
+        (
+            "--train_data {good}/encoded.jsonl --lora_alpha_pattern mlp_up",
+            "--lora_alpha_pattern: 'mlp_up' is not a target, '=' and a number, such as value=4",
+        ),
+        (
+            "--train_data {good}/encoded.jsonl --lora_dim 999",
+            "the rank of transformer.h.0.attn.c_attn, 999, is larger than n_embd, 128",
+        ),
+        (
             "--train_data {good}/encoded.jsonl --lora_dropout 2",
             "--lora_dropout has to be at most 1, but is 2.0",
         ),

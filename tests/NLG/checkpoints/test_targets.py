@@ -14,7 +14,8 @@ from family import TARGETS, enabled_slices, in_order, targets_of
 from gpt2_ft_arguments import parse_args
 from loralib.adapters.deltas import merge_into
 from loralib.adapters.formats import read_adapter, write_adapter
-from loralib.errors import NeedsMergingError
+from loralib.adapters.loading import load_into
+from loralib.errors import CheckpointError, NeedsMergingError
 from model import GPT2LMModel
 
 ALL = tuple(TARGETS)
@@ -244,6 +245,19 @@ def test_a_release_s_file_has_query_and_value_alone(file_on, tmp_path, targets):
 
 
 # ---- refused ----
+
+
+@pytest.mark.parametrize(
+    ("trained", "built"),
+    [(("query", "value"), ("query", "key")), (("query", "key"), ("query", "value"))],
+)
+def test_a_model_with_lora_on_other_slices_of_the_same_shape(file_on, open_on, trained, built):
+    model, base = open_on(built)
+    before = {name: tensor.clone() for name, tensor in parameters(model).items()}
+    adapter = read_adapter(file_on(trained))
+    with pytest.raises(CheckpointError, match=r"trained with slices of transformer\.h\.0\.attn"):
+        load_into(model, adapter, base.fingerprint)
+    assert_same_bits(parameters(model), before)
 
 
 def test_what_contradicts_the_file(file_on, trained_on, base_path, tmp_path):
