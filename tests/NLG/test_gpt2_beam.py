@@ -176,7 +176,11 @@ def test_base_and_lora_apart_are_the_whole_model(decode, files):
     assert decode("--lora_path", files / "old.pt", "--lora_alpha", 32) == texts
 
 
-def test_lora_on_every_projection(decode, files, tmp_path):
+@pytest.mark.parametrize(
+    ("variant", "initialization", "formats"),
+    [("lora", "default", ("safetensors", "peft")), ("rslora+dora", "olora", ("safetensors",))],
+)
+def test_lora_on_every_projection(decode, files, tmp_path, variant, initialization, formats):
     """What is decoded with base and LoRA apart, in any format, is what both in one file give."""
     args = argparse.Namespace(
         model_card="gpt2.xs",
@@ -184,6 +188,8 @@ def test_lora_on_every_projection(decode, files, tmp_path):
         lora_dim=4,
         lora_alpha=32,
         lora_targets=list(TARGETS),
+        lora_variant=variant,
+        lora_init=initialization,
     )
     model, base = open_model(args)
     torch.manual_seed(3)
@@ -198,9 +204,10 @@ def test_lora_on_every_projection(decode, files, tmp_path):
     assert texts != decode()
     assert decode("--init_checkpoint", tmp_path / "whole.pt") == texts
     adapter = read_adapter(tmp_path / "lora.pt")
-    write_adapter(tmp_path / "lora.safetensors", adapter)
-    write_adapter(tmp_path / "peft", adapter, "peft")
-    for name in ("lora.pt", "lora.safetensors", "peft"):
+    write_adapter(tmp_path / "safetensors", adapter, "lora")
+    if "peft" in formats:
+        write_adapter(tmp_path / "peft", adapter, "peft")
+    for name in ("lora.pt", *formats):
         assert decode("--lora_path", tmp_path / name) == texts
 
 

@@ -191,10 +191,15 @@ def test_a_killed_process_leaves_what_to_resume(
 
 
 @pytest.mark.distributed
-def test_three_processes_of_which_one_is_killed(launch_tiny, tiny, tmp_path, error_of, result_of):
+@pytest.mark.parametrize("lora", ["", "--lora_variant dora --lora_init pissa --lora_plus_ratio 4"])
+def test_three_processes_of_which_one_is_killed(
+    launch_tiny, tiny, tmp_path, error_of, result_of, lora
+):
     """With three, the order in which gradients are summed matters, too."""
     more = "--train_batch_size 2 --max_epoch 5 --correct_bias --lora_dropout 0.2 --lr 0.01"
     more += " --grad_acc 2 --save_interval 3 --eval_interval 4"
+    if lora:
+        more += f" --init_checkpoint {tiny.base} {lora}"
     whole, killed = (tiny.flags(tmp_path / name, *more.split()) for name in ("whole", "killed"))
     result = launch_tiny("torch.distributed.launch", whole, killed, kill_in_step=6, processes=3)
     assert result.returncode != 0
