@@ -57,7 +57,7 @@ def history(out: Path, key: str) -> list[float]:
 
 
 def lora_of(folder: Path) -> dict[str, torch.Tensor]:
-    return read_tensors(folder / "pytorch_model_lora.bin")[0]
+    return read_tensors(folder / "pytorch_model_lora.safetensors")[0]
 
 
 def assert_same_run(first: Path, second: Path, tolerance: float) -> None:
@@ -91,6 +91,14 @@ def assert_same_run(first: Path, second: Path, tolerance: float) -> None:
             # Six batches an epoch: two of them are left over for the second one.
             ["--gradient_accumulation_steps", 4, "--evaluation_strategy", "epoch"],
         ),
+        (
+            "torchrun",
+            [
+                *("--lora_variant", "dora", "--lora_init", "pissa", "--lora_rank_pattern"),
+                *("value=2", "--lora_plus_ratio", 4, "--evaluation_strategy", "epoch"),
+            ],
+        ),
+        ("torchrun", ["--lora_freeze_A", "--evaluation_strategy", "epoch"]),
     ],
 )
 def test_two_processes_train_as_one_with_twice_the_batch(

@@ -120,6 +120,15 @@ def test_predict(run, tiny_base, tiny_glue, tmp_path, name):
     assert [a["label"] for a in answers[:-1]] == [line.split("\t")[1] for line in expected]
 
 
+@EACH
+def test_merged_into_its_base(glue, run, tiny_base, tiny_glue, tmp_path, name):
+    """A plain model that evaluates as the adapter does."""
+    merged = [str(run(name)), str(tmp_path / "merged"), "--to", "merged", "--base", str(tiny_base)]
+    importlib.import_module("convert").main(merged)
+    glue(*on_rte(tiny_glue, "--do_eval", "--output_dir", "again"), base=tmp_path / "merged")
+    assert results(tmp_path / "again") == pytest.approx(results(run(name)), abs=1e-5)
+
+
 SHOWN = {
     "dora": {"variant": "dora"},
     "both": {"variant": "rslora+dora", "start": "orthogonal"},
