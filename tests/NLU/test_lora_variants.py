@@ -95,12 +95,18 @@ def test_gradient_checkpointing_gives_the_same_gradients(made, family, name):
     assert_same_bits(*gradients)
 
 
-@pytest.mark.parametrize("reached", [False, True])
-def test_dora_where_positions_share_the_projection(bases, reached):
+@pytest.mark.parametrize("name", ["dora", "pissa"])
+def test_where_positions_share_the_projection(bases, name):
     """On contents alone, positions see the frozen weight; on both, the adapted one."""
-    given = {**settings_of("dora"), "lora_targets": ["query", "key"], "lora_positions": reached}
-    model = train(build(bases["deberta"], **given))
-    close(logits_of(lora.merge(model)), logits_of(train(build(bases["deberta"], **given))))
+    settings = {**settings_of(name), "lora_targets": ["query", "key"]}
+    models = [
+        build(bases["deberta"], **settings, lora_positions=reached) for reached in (False, True)
+    ]
+    models[1].load_state_dict(train(models[0]).state_dict())
+    logits = [logits_of(model) for model in models]
+    assert (logits[0] - logits[1]).abs().max() > 1e-3
+    for model, expected in zip(models, logits, strict=True):
+        close(logits_of(lora.merge(model)), expected)
 
 
 # ---- files ----
