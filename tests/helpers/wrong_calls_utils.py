@@ -88,6 +88,16 @@ CALLS = {
             "empty: File exists",
         ),
     ],
+    "utils/ablations.py": [
+        (
+            "--quickstart_dir nowhere",
+            "nowhere/base: no such folder; quickstart.sh makes it: run that first",
+        ),
+        (
+            "--seeds 1 1",
+            "--seeds: an interval needs two seeds at least",
+        ),
+    ],
     "utils/download_glue_data.py": [
         ("--tasks nothing", "unknown task 'nothing' (known: CoLA, "),
         ("--base_url ftp://nowhere", "'ftp://nowhere' is not an http or https address"),

@@ -7,24 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from scipy import stats
 
 from loralib.io.atomic import atomic_write
+from reproduction.intervals import CONFIDENCE, half_width
 from reproduction.plan import Row
 from reproduction.runs import Run, Tree, problem_of, run_of
 
 RESULTS_NAME, PICTURE_NAME = "results.md", "learning_curves.png"
-CONFIDENCE = 0.95
 
 
 def with_interval(values: Sequence[float]) -> str:
     """The median and, of two or more values, half of their mean's confidence interval."""
     text = f"{statistics.median(values):.1f}"
-    if len(values) == 1:
-        return text
-    deviation = statistics.stdev(values) / math.sqrt(len(values))
-    half = stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * deviation
-    return f"{text}±{half:.1f}"
+    return text if len(values) == 1 else f"{text}±{half_width(values):.1f}"
 
 
 class Cell:

@@ -1,0 +1,140 @@
+"""The paper's ablations in small: which projections (table 5), which rank (table 6), which variant.
+
+    bash quickstart.sh                                     makes the base and its task
+    OMP_NUM_THREADS=1 python utils/ablations.py            trains on them, some 280 times
+
+    OUTPUT_DIR/ablations.md       a table a question
+    OUTPUT_DIR/ablations.png      the same as a picture
+    OUTPUT_DIR/runs.jsonl         a finished run a line; the same command continues after them
+
+A row of the tables is one choice of run_glue.py's flags, and trains as run_glue.py does. All else
+is equal between rows, but for the learning rate, which every row chooses for itself: each one of
+--learning_rates is tried once on four fifths of the training set, and the loss on the last fifth
+decides. Then a row is trained on the full training set, once a seed, and measured on the
+development set.
+"""
+
+import argparse
+import logging
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from loralib.training import process
+from reproduction.ablation_report import TABLE_NAME, Outcome, Settings, import_figure, write_report
+from reproduction.ablation_rows import HEAD_ALONE, QUESTIONS, Row
+from reproduction.ablation_runs import Experiment, Results, Runs, Trial
+
+LEARNING_RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+RUNS_NAME = "runs.jsonl"
+
+
+def choose_rate(row: Row, rates: Sequence[float], result: Callable[[Trial], Results]) -> float:
+    """The learning rate with the least loss on the fifth of the training set that is left out."""
+    if len(rates) == 1:
+        return rates[0]
+    return min(rates, key=lambda rate: result(Trial(row, rate, seed=0, tuning=True)).loss)
+
+
+def measure(
+    experiment: Experiment,
+    runs: Runs,
+    rows: Mapping[str, Row],
+    rates: Sequence[float],
+    seeds: Sequence[int],
+) -> dict[str, Outcome]:
+    """The rows' outcomes, by the same keys; only what is not in `runs` is run."""
+    tried = len(rates) if len(rates) > 1 else 0
+    with tqdm(total=len(rows) * (tried + len(seeds)), unit="run", disable=None) as progress:
+
+        def result(trial: Trial) -> Results:
+            found = runs.result(experiment, trial)
+            progress.update()
+            return found
+
+        chosen = {key: choose_rate(row, rates, result) for key, row in rows.items()}
+        results: dict[str, list[Results]] = {key: [] for key in rows}
+        for seed in seeds:  # outside: what is cut off has all rows with the first seeds
+            for key, row in rows.items():
+                results[key].append(result(Trial(row, chosen[key], seed, tuning=False)))
+    return {key: Outcome(chosen[key], results[key]) for key in rows}
+
+
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add(
+        "--quickstart_dir",
+        type=Path,
+        default=Path("quickstart_output"),
+        help="folder with the base and the task, as quickstart.sh makes it (default: %(default)s)",
+    )
+    add(
+        "--output_dir",
+        type=Path,
+        default=Path("output", "ablations"),
+        help="folder for the tables, the picture and the runs (default: %(default)s)",
+    )
+    add(
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=[0, 1, 2, 3, 4],
+        help="one run a row each, two seeds at least (default: 0 to 4)",
+    )
+    add(
+        "--learning_rates",
+        nargs="+",
+        type=float,
+        default=LEARNING_RATES,
+        help="those that a row chooses from; a single one is the same for all rows (default: "
+        f"{' '.join(map(str, LEARNING_RATES))})",
+    )
+    add(
+        "--num_train_epochs",
+        type=float,
+        default=2.0,
+        help="passes over the training set (default: 2, after which the rows still differ)",
+    )
+    args = parser.parse_args(argv)
+    args.seeds, args.learning_rates = (
+        list(dict.fromkeys(values)) for values in (args.seeds, args.learning_rates)
+    )
+    if len(args.seeds) < 2:
+        raise ValueError("--seeds: an interval needs two seeds at least")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs what is not run yet, and reports."""
+    argv = sys.argv[1:] if argv is None else argv
+    args = parse_args(argv)
+    logging.basicConfig(level=logging.ERROR)  # every run would warn that its head is new
+    import_figure()
+    experiment = Experiment(args.quickstart_dir, args.num_train_epochs, args.output_dir)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    runs = Runs(args.output_dir / RUNS_NAME)
+    rows = {row.key: row for row in (HEAD_ALONE, *(r for q in QUESTIONS for r in q.rows))}
+    outcomes = measure(experiment, runs, rows, args.learning_rates, args.seeds)
+    settings = Settings(
+        command=shlex.join(["python", "utils/ablations.py", *argv]),
+        epochs=args.num_train_epochs,
+        rates=args.learning_rates,
+        labels=[example["label"] for example in experiment.development],
+    )
+    write_report(args.output_dir, outcomes, settings)
+    print(args.output_dir / TABLE_NAME)
+
+
+if __name__ == "__main__":
+    process.run(main, report=lambda line: print(line, file=sys.stderr))

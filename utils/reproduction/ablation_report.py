@@ -1,0 +1,234 @@
+"""The results of utils/ablations.py: a Markdown table a question, and a picture."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from loralib.io.atomic import atomic_write
+from reproduction.ablation_rows import ALPHA, HEAD_ALONE, QUESTIONS, Question, Row
+from reproduction.ablation_runs import Results
+from reproduction.intervals import CONFIDENCE, half_width
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+TABLE_NAME, PICTURE_NAME = "ablations.md", "ablations.png"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A row's runs.
+
+    Args:
+        learning_rate: of all of them.
+        runs: the results, one a seed; at least two.
+    """
+
+    learning_rate: float
+    runs: Sequence[Results]
+
+    @property
+    def accuracies(self) -> list[float]:
+        """Of each seed, in percent."""
+        return [100 * run.accuracy for run in self.runs]
+
+    @property
+    def mean(self) -> float:
+        """Of the accuracies."""
+        return statistics.mean(self.accuracies)
+
+    @property
+    def half(self) -> float:
+        """Half of the mean's interval."""
+        return half_width(self.accuracies)
+
+    def cells(self) -> list[str]:
+        """Those of the table, but for the row's name and its rank."""
+        seconds = statistics.mean(run.seconds for run in self.runs)
+        return [
+            f"{self.mean:.1f} ± {self.half:.1f}",
+            f"{self.runs[0].lora_parameters:,}",
+            f"{self.learning_rate:g}",
+            f"{seconds:.1f}",
+        ]
+
+
+Outcomes = Mapping[str, Outcome]
+"""By the keys of rows."""
+
+
+def table(question: Question, outcomes: Outcomes) -> list[str]:
+    """A question's lines."""
+    lines = [
+        f"## {question.title}\n",
+        "| | r | accuracy, % | LoRA's parameters | learning rate | seconds |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in question.rows:
+        lines.append(f"| {' | '.join([row.name, str(row.rank), *outcomes[row.key].cells()])} |")
+    return [*lines, ""]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the rows were trained.
+
+    Args:
+        command: what was run.
+        epochs: passes over the training set.
+        rates: the learning rates to choose from; one alone is every row's.
+        labels: those of the development set.
+    """
+
+    command: str
+    epochs: float
+    rates: Sequence[float]
+    labels: Sequence[int]
+
+
+def report(outcomes: Outcomes, settings: Settings) -> str:
+    """All tables, with how they were made and what they mean.
+
+    Args:
+        outcomes: of every row of every question, and of `HEAD_ALONE`.
+        settings: of all of them.
+    """
+    lines = [
+        "# The paper's ablations in small\n",
+        f"```bash\nbash quickstart.sh\n{settings.command}\n```\n",
+        *_introduction(outcomes[HEAD_ALONE.key], settings),
+        f"![accuracies with their intervals]({PICTURE_NAME})\n",
+    ]
+    for question in QUESTIONS:
+        lines += table(question, outcomes)
+    return "\n".join([*lines, *_limits(outcomes, settings)]) + "\n"
+
+
+def _introduction(head: Outcome, settings: Settings) -> list[str]:
+    labels = settings.labels
+    majority = max(labels.count(label) for label in set(labels)) / len(labels)
+    rates = ", ".join(f"{rate:g}" for rate in settings.rates)
+    chosen = f"All rows have the learning rate {rates}."
+    if len(settings.rates) > 1:
+        chosen = (
+            f"A row's learning rate is the one of {rates} that had the least loss on a fifth of "
+            "the training set, after training on the rest of it, once each."
+        )
+    return [
+        f"trains the quickstart's base on its task, {settings.epochs:g} passes each time, and "
+        f"measures the accuracy on the {len(labels)} sentences of the development set. Given is "
+        f"the mean over {len(head.runs)} seeds, ± half of its {100 * CONFIDENCE:.0f} % confidence "
+        f"interval (Student's t). {chosen} LoRA's alpha is {ALPHA} throughout. Seconds are the "
+        "processor's, for one training.\n",
+        f"Always saying the more frequent label gives {100 * majority:.1f} %. Training the head "
+        f"alone, without LoRA, gives {head.mean:.1f} ± {head.half:.1f} (learning rate "
+        f"{head.learning_rate:g}); the head, {head.runs[0].parameters:,} parameters, is trained in "
+        "all rows.\n",
+    ]
+
+
+def _limits(outcomes: Outcomes, settings: Settings) -> list[str]:
+    count = len(settings.labels)
+    half = 196 * (0.9 * 0.1 / count) ** 0.5  # of the normal approximation's interval
+    return [
+        "## What this shows, and what it does not\n",
+        "- The base has two layers, and the sentences come from one small grammar. With a large "
+        "model and real text the order of the rows may be another. The paper's tables 5 and 6 are "
+        "of GPT-3 with 175 billion parameters, on WikiSQL and MultiNLI.",
+        f"- Training ends after {settings.epochs:g} passes, while the rows still differ: the "
+        "figures say how fast a row learns as much as how well it does in the end.",
+        "- Learning rates are chosen, if at all, from few, by one run each, so they are not always "
+        "the best. One rate for all favours the rows whose scaling it suits: with one alpha, that "
+        "of r = 1 is 64 times that of r = 64, and rsLoRA and LoRA+ take larger steps by design.",
+        "- The intervals are those of seeds: of new weights, the order of the data, and dropout. "
+        "They say nothing of another base or of other sentences: by sampling alone, an accuracy "
+        f"of 90 % on {count} sentences is known to ±{half:.1f}. That error is shared by the rows, "
+        "which all answer the same sentences.",
+        f"- Of {len(outcomes)} rows, some look better or worse than they are by chance.",
+    ]
+
+
+def import_figure() -> type[Figure]:
+    """Matplotlib's `Figure`.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(
+            "the picture needs matplotlib: pip install -r utils/requirements.txt"
+        ) from error
+    return Figure
+
+
+def draw(outcomes: Outcomes) -> Figure:
+    """A panel a question: means with their intervals, and the head alone as a line."""
+    figure = import_figure()(figsize=(13, 4.2), layout="constrained")
+    panels = figure.subplots(1, len(QUESTIONS))
+    for panel, question in zip(panels, QUESTIONS, strict=True):
+        panel.set_title(question.title, fontsize="medium")
+        head = outcomes[HEAD_ALONE.key].mean
+        line = {"color": "gray", "linestyle": "--", "linewidth": 1}
+        if question.over_rank:
+            panel.axhline(head, label=HEAD_ALONE.name, **line)
+            _draw_curves(panel, question.rows, outcomes)
+        else:
+            panel.axvline(head, label=HEAD_ALONE.name, **line)
+            _draw_points(panel, question.rows, outcomes)
+        panel.grid(alpha=0.3)
+    return figure
+
+
+def _draw_points(panel: Axes, rows: Sequence[Row], outcomes: Outcomes) -> None:
+    """A row of the table a line, from top to bottom."""
+    found = [outcomes[row.key] for row in rows]
+    places = range(len(rows))
+    panel.errorbar(
+        [outcome.mean for outcome in found],
+        places,
+        xerr=[outcome.half for outcome in found],
+        fmt="o",
+        capsize=3,
+    )
+    panel.set_yticks(places, [f"{row.name} (r = {row.rank})" for row in rows])
+    panel.invert_yaxis()
+    panel.set_xlabel("accuracy, %")
+    panel.legend(fontsize="small")
+
+
+def _draw_curves(panel: Axes, rows: Sequence[Row], outcomes: Outcomes) -> None:
+    """Rows of one name a curve; side by side, so that no interval hides another."""
+    names = list(dict.fromkeys(row.name for row in rows))
+    for number, name in enumerate(names):
+        own = [row for row in rows if row.name == name]
+        found = [outcomes[row.key] for row in own]
+        aside = 2 ** (0.12 * (number - (len(names) - 1) / 2))
+        panel.errorbar(
+            [row.rank * aside for row in own],
+            [outcome.mean for outcome in found],
+            yerr=[outcome.half for outcome in found],
+            fmt="o-",
+            capsize=3,
+            label=name,
+        )
+    ranks = sorted({row.rank for row in rows})
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(ranks, [str(rank) for rank in ranks])
+    panel.set_xlabel("rank r")
+    panel.set_ylabel("accuracy, %")
+    panel.legend(fontsize="small")
+
+
+def write_report(out: Path, outcomes: Outcomes, settings: Settings) -> None:
+    """Writes tables and picture into a folder."""
+    with atomic_write(out / TABLE_NAME) as temporary:
+        temporary.write_text(report(outcomes, settings), encoding="utf-8")
+    with atomic_write(out / PICTURE_NAME) as temporary:
+        draw(outcomes).savefig(temporary, format="png", dpi=100)
