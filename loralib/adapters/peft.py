@@ -306,7 +306,9 @@ def _check_complete(
     modules: Iterable[str],
     source: str,
 ) -> None:
-    """Checks that each module is adapted in the same layers, and that a saved head is there.
+    """Checks that a registered family's modules are adapted in the same layers, and the head.
+
+    In other models, such as those of an encoder and a decoder, numbers may well differ.
 
     Raises:
         CheckpointError: some tensors are missing.
@@ -314,7 +316,7 @@ def _check_complete(
     layers: dict[str, set[int]] = {}
     for module in modules:
         number = re.search(r"\.(\d+)\.", module)
-        if number:
+        if number and in_known_backbone(module):
             kind = module[: number.start()] + module[number.end() - 1 :]
             layers.setdefault(kind, set()).add(int(number[1]))
     everywhere = set().union(*layers.values())
