@@ -1,5 +1,7 @@
 """The Trainer on variants of LoRA: what it updates, at what rates, and what it resumes."""
 
+import json
+
 import pytest
 import torch
 from compare import assert_same_bits
@@ -79,6 +81,26 @@ def test_a_run_is_resumed_with_its_own_settings(make, tmp_path, before, model, s
     with pytest.raises(CheckpointError, match=message) as caught:
         other.train(checkpoint)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_from_before_there_were_variants(make, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 5}
+    whole = make(**settings)
+    whole.train()
+    folder = tmp_path / "out" / "checkpoint-5"
+    arguments = torch.load(folder / "training_args.bin", weights_only=True)
+    del arguments["lora_plus_ratio"]
+    torch.save(arguments, folder / "training_args.bin")
+    values = json.loads((folder / "config.json").read_text())
+    new = [name for name in values if name.startswith(("lora_layers", "lora_variant", "lora_init"))]
+    new += ["lora_freeze_A", "lora_rank_pattern", "lora_alpha_pattern"]
+    assert len(new) == 6
+    kept = {name: value for name, value in values.items() if name not in new}
+    (folder / "config.json").write_text(json.dumps(kept))
+    resumed = make(output_dir=str(tmp_path / "second"), **settings)
+    resumed.train(str(folder))
+    assert_same_bits(resumed.model.state_dict(), whole.model.state_dict())
 
 
 # ---- LoRA+ ----
