@@ -129,6 +129,17 @@ def test_merged_into_its_base(glue, run, tiny_base, tiny_glue, tmp_path, name):
     assert results(tmp_path / "again") == pytest.approx(results(run(name)), abs=1e-5)
 
 
+@EACH
+def test_peft_s_folder(glue, run, tiny_glue, tmp_path, name):
+    """Evaluates as the run's own files do; nothing but the folder says how."""
+    importlib.import_module("convert").main(
+        [str(run(name)), str(tmp_path / "peft"), "--to", "peft"]
+    )
+    flags = ["--do_eval", "--apply_lora", "--lora_path", "peft", "--output_dir", "again"]
+    glue(*on_rte(tiny_glue, *flags))
+    assert results(tmp_path / "again") == pytest.approx(results(run(name)), abs=1e-5)
+
+
 SHOWN = {
     "dora": {"variant": "dora"},
     "both": {"variant": "rslora+dora", "start": "orthogonal"},
