@@ -14,8 +14,10 @@ import pytest
 import torch
 from adapter_files import (
     DTYPES,
+    MODULES,
     TARGETS,
     adapter_of,
+    drawn,
     listing,
     peft_folder,
     refused,
@@ -42,6 +44,8 @@ class Row:
         name: of the row.
         family: as in adapter_files; "plain" is a model of no registered family.
         positions: the metadata's.
+        said: what the metadata say besides, such as the variant.
+        tensors: the shapes of the adapter's tensors that are not the family's.
         base: settings of the base's model.
         lora: settings of the model with LoRA.
     """
@@ -49,13 +53,23 @@ class Row:
     name: str
     family: str
     positions: bool | None = None
+    said: tuple[tuple[str, object], ...] = ()
+    tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
     base: tuple[tuple[str, object], ...] = ()
     lora: tuple[tuple[str, object], ...] = ()
 
     def adapter(self, dtype=torch.float32):
         """With all metadata; among its values are a negative zero and subnormal numbers."""
         adapter = adapter_of(self.family, dtype)
-        return replace(adapter, metadata=replace(adapter.metadata, positions=self.positions))
+        metadata = replace(adapter.metadata, positions=self.positions, **dict(self.said))
+        own = {name: drawn(*shape, dtype=dtype) for name, shape in self.tensors}
+        return replace(adapter, tensors={**adapter.tensors, **own}, metadata=metadata)
+
+
+MAGNITUDES = tuple((f"{module}.lora_magnitude_vector", (6,)) for module in MODULES["roberta"])
+QUERY = MODULES["roberta"][0]
+PATTERNS = (("rank_pattern", {QUERY: 3}), ("alpha_pattern", {QUERY: 0.75}))
+OF_RANK_3 = ((f"{QUERY}.lora_A", (3, 6)), (f"{QUERY}.lora_B", (6, 3)))
 
 
 ROWS = (
@@ -65,6 +79,30 @@ ROWS = (
     Row("deberta-unshared", "deberta", base=(("share_att_key", False),)),
     Row("gpt2", "gpt2"),
     Row("any-model", "plain"),
+    Row("rslora", "roberta", said=(("variant", "rslora"),), lora=(("lora_variant", "rslora"),)),
+    Row(
+        "dora",
+        "roberta",
+        said=(("variant", "dora"),),
+        tensors=MAGNITUDES,
+        lora=(("lora_variant", "dora"),),
+    ),
+    Row(
+        "rslora+dora",
+        "roberta",
+        said=(("variant", "rslora+dora"), ("freeze_A", True)),
+        tensors=MAGNITUDES,
+        lora=(("lora_variant", "rslora+dora"), ("lora_freeze_A", True)),
+    ),
+    Row(
+        "patterns",
+        "roberta",
+        said=PATTERNS,
+        tensors=OF_RANK_3,
+        lora=(("lora_rank_pattern", {QUERY: 3}), ("lora_alpha_pattern", {QUERY: 0.75})),
+    ),
+    Row("embedding", "plain", said=(("embeddings", ("last",)),)),
+    Row("slices", "plain", said=(("slices", {"last": (True, False)}),)),
 )
 CONTENTS = "its LoRA does not reach positions, as in the release"
 POSITIONS = "its LoRA reaches positions (lora_positions), the release's does not"
@@ -73,6 +111,14 @@ FORBIDDEN = {
     ("deberta-contents", "peft"): CONTENTS,
     ("deberta-positions", "release"): POSITIONS,
     ("any-model", "merged"): NO_FAMILY,
+    ("rslora", "release"): "its LoRA is of the variant rslora, which this format cannot say",
+    ("dora", "release"): "its LoRA is of the variant dora, which this format cannot say",
+    ("rslora+dora", "release"): "its LoRA is of the variant rslora+dora, which this format cannot",
+    ("patterns", "release"): "its LoRA has a rank_pattern of its own, which this format cannot say",
+    ("embedding", "release"): "its LoRA is of the embeddings last, which this format cannot say",
+    ("embedding", "merged"): NO_FAMILY,
+    ("slices", "release"): "its LoRA has a slices of its own, which this format cannot say",
+    ("slices", "merged"): NO_FAMILY,
 }
 KEPT = [
     (row, format)

@@ -161,8 +161,13 @@ class AdaptedWeight:
         return self.module.get_parameter(self.name)
 
     def merged(self) -> Tensor:
-        """The weight with the delta merged into it, a new tensor."""
-        return merge(self.weight, self.delta, partial(out_in, self.module))
+        """The weight with the delta merged into it, a new tensor.
+
+        The result does not depend on how a file's tensors lie in memory, by which products are
+        rounded differently: they are copied.
+        """
+        copied = self.delta.to(self.weight.device, copy=True)
+        return merge(self.weight, copied, partial(out_in, self.module))
 
 
 def adapted_module(model: nn.Module, name: str, adapter: Adapter) -> tuple[nn.Module, str]:
