@@ -87,3 +87,150 @@ def test_an_alpha_that_is_not_above_0(tmp_path, alpha):
     write_tensors(path, tensors, {**metadata, "digest": checksum(tensors, metadata)})
     with pytest.raises(CheckpointError, match="alpha"):
         read_adapter(path)
+
+
+# ---- what differs between modules, and between variants ----
+
+FULL = LoraMetadata(
+    rank=2,
+    alpha=4,
+    targets=("query", "value"),
+    variant="rslora+dora",
+    rank_pattern={"layer.0.query": 3, "layer.0.value": 2},
+    alpha_pattern={"layer.0.value": 0.5},
+    initialization="pissa",
+    freeze_A=True,
+    embeddings=("words",),
+    slices={"layer.1.qkv": [True, False]},
+)
+
+
+def test_fields_of_variants_and_patterns(tmp_path):
+    metadata = FULL.to_metadata()
+    assert {key: json.loads(metadata[key]) for key in metadata.keys() - {"targets", "bias"}} == {
+        "rank": 2,
+        "alpha": 4,
+        "variant": "rslora+dora",
+        "rank_pattern": {"layer.0.query": 3},
+        "alpha_pattern": {"layer.0.value": 0.5},
+        "initialization": "pissa",
+        "freeze_A": True,
+        "embeddings": ["words"],
+        "slices": {"layer.1.qkv": [True, False]},
+    }
+    assert LoraMetadata.from_metadata(metadata, tmp_path) == FULL
+    assert FULL.slices == {"layer.1.qkv": (True, False)}
+
+
+def test_ranks_and_alphas_of_modules():
+    assert FULL.rank_pattern == {"layer.0.query": 3}
+    assert [FULL.rank_of(f"layer.0.{name}") for name in ("query", "value")] == [3, 2]
+    assert [FULL.alpha_of(f"layer.0.{name}") for name in ("query", "value")] == [4, 0.5]
+    assert (FULL.rank_of("layer.1.query"), FULL.alpha_of("layer.1.query")) == (2, 4)
+
+
+def test_of_two_spellings_the_shorter_is_kept():
+    plain = LoraMetadata(rank=2, alpha=4, targets=("query",))
+    spelled = LoraMetadata(
+        rank=2,
+        alpha=4,
+        targets=("query",),
+        variant="lora",
+        rank_pattern={"a.query": 2},
+        alpha_pattern={},
+        initialization="default",
+        freeze_A=False,
+        embeddings=(),
+        slices={},
+    )
+    assert spelled == plain
+    assert spelled.to_metadata() == plain.to_metadata()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rank_pattern", {"query": 0}),
+        ("rank_pattern", {"query": 2.5}),
+        ("rank_pattern", {"query": True}),
+        ("rank_pattern", {"query": None}),
+        ("rank_pattern", [3]),
+        ("rank_pattern", 3),
+        ("alpha_pattern", {"query": 0}),
+        ("alpha_pattern", {"query": "3"}),
+        ("alpha_pattern", {"query": float("nan")}),
+        ("alpha_pattern", "query"),
+        ("initialization", "svd"),
+        ("initialization", ["pissa"]),
+        ("initialization", 1),
+        ("freeze_A", "yes"),
+        ("freeze_A", 1),
+        ("embeddings", "words"),
+        ("embeddings", [1]),
+        ("embeddings", 3),
+        ("slices", {"query": True}),
+        ("slices", {"query": []}),
+        ("slices", {"query": [False, False]}),
+        ("slices", {"query": [1, 0]}),
+        ("slices", [True]),
+        ("variant", "qlora"),
+    ],
+)
+def test_fields_of_a_wrong_type(tmp_path, field, value):
+    metadata = INFO.to_metadata() | {field: json.dumps(value)}
+    path, tensors = tmp_path / "a.safetensors", tiny_adapter().tensors
+    save_file(tensors, path, metadata | {"digest": checksum(tensors, metadata)})
+    with pytest.raises(CheckpointError, match=r"a\.safetensors: ") as caught:
+        read_adapter(path)
+    assert "\n" not in str(caught.value)
+
+
+QUERY = "roberta.layer.0.query"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rank_pattern": {QUERY: 3}}, f"says rank 3 in {QUERY}, its tensors have 2"),
+        (
+            {"rank_pattern": {"query": 2, "x": 3}},
+            "says rank_pattern of x, its tensors have no such",
+        ),
+        ({"alpha_pattern": {"x": 3}}, "says alpha_pattern of x, its tensors have no such update"),
+        ({"embeddings": ["words"]}, "says embeddings of words, its tensors have no such update"),
+        ({"slices": {"qkv": [True, False]}}, "says slices of qkv, its tensors have no such update"),
+        (
+            {"variant": "dora"},
+            f"lacks {QUERY}.lora_magnitude_vector, which LoRA of the variant dor",
+        ),
+        (
+            {"initialization": "olora"},
+            f"lacks {QUERY}.lora_A_start, which LoRA of the variant lora",
+        ),
+    ],
+)
+def test_fields_that_the_tensors_contradict(tmp_path, changes, message):
+    """Neither read nor written."""
+    values = {key: json.dumps(value) for key, value in changes.items()}
+    metadata = INFO.to_metadata() | values
+    path, tensors = tmp_path / "a.safetensors", tiny_adapter().tensors
+    save_file(tensors, path, metadata | {"digest": checksum(tensors, metadata)})
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        read_adapter(path)
+    wrong = LoraMetadata.from_metadata(metadata, path)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        write_adapter(tmp_path / "b.safetensors", Adapter(tensors, wrong))
+    assert not (tmp_path / "b.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["lora_magnitude_vector", "lora_A_start", "lora_B_start", "lora_C"]
+)
+@pytest.mark.parametrize("metadata", [INFO, None])
+def test_tensors_that_the_metadata_do_not_say(tmp_path, name, metadata):
+    tensors = {**tiny_adapter().tensors, f"{QUERY}.{name}": torch.ones(8)}
+    said = metadata.to_metadata() if metadata else {}
+    digest = {"digest": checksum(tensors, said)} if metadata else {}
+    save_file(tensors, tmp_path / "a.safetensors", said | digest)
+    with pytest.raises(CheckpointError, match=f"{QUERY}.{name}"):
+        read_adapter(tmp_path / "a.safetensors")
