@@ -1,0 +1,231 @@
+"""PEFT's format beyond plain linear layers: what its files hold, by its own names and shapes."""
+
+import json
+import math
+import re
+
+import pytest
+import torch
+from adapted_models import CASES
+from adapter_files import peft_folder, refused
+from compare import assert_same_bits
+from safetensors.torch import load_file
+
+import loralib as lora
+from loralib.adapters.formats import read_adapter, write_adapter
+
+PREFIX = "base_model.model."
+
+
+def saved(tmp_path, name, **settings):
+    """A model of `adapted_models`, and PEFT's config and tensors of its adapter."""
+    model = CASES[name].adapted(**settings)
+    lora.save_adapter(model, tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    tensors = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    named = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+    assert len(named) == len(tensors)
+    return model, config, named
+
+
+@pytest.mark.parametrize(
+    ("variant", "flags"),
+    [
+        ("lora", (False, False)),
+        ("rslora", (True, False)),
+        ("dora", (False, True)),
+        ("rslora+dora", (True, True)),
+    ],
+)
+def test_variants_are_flags(tmp_path, variant, flags):
+    _, config, tensors = saved(tmp_path, "linear", variant=variant)
+    assert (config["use_rslora"], config["use_dora"]) == flags
+    assert (config["r"], config["lora_alpha"]) == (2, 3)
+    assert config["rank_pattern"] == config["alpha_pattern"] == {}
+    assert any(name.endswith(".lora_magnitude_vector") for name in tensors) == flags[1]
+    assert read_adapter(tmp_path / "a").lora.variant == (None if variant == "lora" else variant)
+
+
+def test_an_embeddings_names(tmp_path):
+    model, config, tensors = saved(tmp_path, "embedding", variant="dora")
+    own = {name.removeprefix("words."): t for name, t in tensors.items() if "words" in name}
+    assert_same_bits(
+        own,
+        {
+            "lora_embedding_A": model.words.lora_A.detach(),
+            "lora_embedding_B": model.words.lora_B.detach(),
+            "lora_magnitude_vector": model.words.lora_magnitude_vector.detach(),
+        },
+    )
+    assert set(config["target_modules"]) == {"words", "layers.0.out", "layers.1.out"}
+
+
+def test_a_convolutions_shapes(tmp_path):
+    _, _, tensors = saved(tmp_path, "kernels", variant="dora")
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        "line.lora_A.weight": (2, 4, 3),
+        "line.lora_B.weight": (6, 2, 1),
+        "line.lora_magnitude_vector": (1, 6, 1),
+        "plane.lora_A.weight": (2, 2, 3, 2),
+        "plane.lora_B.weight": (6, 2, 1, 1),
+        "plane.lora_magnitude_vector": (1, 6, 1, 1),
+        "space.lora_A.weight": (2, 2, 2, 2, 2),
+        "space.lora_B.weight": (4, 2, 1, 1, 1),
+        "space.lora_magnitude_vector": (1, 4, 1, 1, 1),
+    }
+
+
+def test_an_attentions_names(tmp_path):
+    """PEFT adapts in_proj and out_proj as one, and adds out_proj's update twice: half of its B."""
+    model, config, tensors = saved(tmp_path, "attention")
+    out_proj = "attention.base_layer.out_proj"
+    assert_same_bits(
+        tensors,
+        {
+            "attention.lora_A.weight": model.attention.lora_A.detach(),
+            "attention.lora_B.weight": model.attention.lora_B.detach(),
+            f"{out_proj}.lora_A.weight": model.attention.out_proj.lora_A.detach(),
+            f"{out_proj}.lora_B.weight": model.attention.out_proj.lora_B.detach() / 2,
+            "last.lora_A.weight": model.last.lora_A.detach(),
+            "last.lora_B.weight": model.last.lora_B.detach(),
+        },
+    )
+    assert config["target_modules"] == ["attention", "last"]
+
+
+@pytest.mark.parametrize(("version", "times"), [("0.18.1", 2), ("0.21.2", 2), ("0.22.0", 1)])
+def test_out_proj_as_the_version_that_wrote_it_adds_it(tmp_path, version, times):
+    _, config, tensors = saved(tmp_path, "attention")
+    folder = peft_folder(
+        tmp_path / "b",
+        {PREFIX + name: tensor for name, tensor in tensors.items()},
+        **config | {"peft_version": version},
+    )
+    B = tensors["attention.base_layer.out_proj.lora_B.weight"]
+    assert torch.equal(read_adapter(folder).tensors["attention.out_proj.lora_B"], times * B)
+
+
+@pytest.mark.parametrize("initialization", ["pissa", "olora"])
+@pytest.mark.parametrize(("variant", "alpha"), [("lora", 6), ("rslora", 3 * math.sqrt(2))])
+def test_a_start_is_joined(tmp_path, initialization, variant, alpha):
+    """(A, A0) and (B, -B0), of twice the rank and the same scaling, as PEFT converts it."""
+    model, config, tensors = saved(
+        tmp_path, "linear", initialization=initialization, variant=variant
+    )
+    assert config["r"] == 4
+    assert math.isclose(config["lora_alpha"], alpha)
+    assert config["init_lora_weights"] is True
+    layer = model.layers[0]["out"]
+    A, B = (tensors[f"layers.0.out.lora_{half}.weight"] for half in "AB")
+    assert torch.equal(A, torch.cat([layer.lora_A, layer.lora_A_start]))
+    assert torch.equal(B, torch.cat([layer.lora_B, -layer.lora_B_start], dim=1))
+
+
+def test_a_users_remarks(tmp_path):
+    model = CASES["attention"].adapted(initialization="pissa", freeze_A=True)
+    remarks = lora.save_adapter(model, tmp_path / "a")
+    for part in ("out_proj twice", "from the start of pissa", "freeze_A"):
+        assert any(part in remark for remark in remarks)
+
+
+def test_ranks_and_alphas_by_full_names(tmp_path):
+    _, config, _ = saved(tmp_path, "patterns")
+    ranks = {"layers.0.out": 4, "layers.1.out": 2, "words": 2}
+    alphas = {"layers.0.out": 3, "layers.1.out": 7, "words": 1}
+    for expected, usual, pattern in (
+        (ranks, "r", "rank_pattern"),
+        (alphas, "lora_alpha", "alpha_pattern"),
+    ):
+        found = {
+            module: next(
+                (v for key, v in config[pattern].items() if re.match(rf"(.*\.)?({key})$", module)),
+                config[usual],
+            )
+            for module in expected
+        }
+        assert found == expected
+
+
+def test_a_name_that_ends_as_another_does(tmp_path):
+    """PEFT's pattern for ``out`` would mean ``layers.0.out`` as well."""
+    tensors = {
+        f"{PREFIX}{module}.lora_{half}.weight": torch.ones(shape)
+        for module, rank in (("out", 1), ("layers.0.out", 2), ("layers.1.out", 2))
+        for half, shape in (("A", (rank, 4)), ("B", (5, rank)))
+    }
+    folder = peft_folder(tmp_path / "a", tensors, rank_pattern={"^out": 1}, target_modules=["out"])
+    adapter = read_adapter(folder)
+    assert adapter.lora.rank_pattern == {"out": 1}
+    write_adapter(tmp_path / "b", adapter, "peft")
+    again = read_adapter(tmp_path / "b")
+    assert again.metadata == adapter.metadata
+    assert_same_bits(again.tensors, adapter.tensors)
+    config = json.loads((tmp_path / "b" / "adapter_config.json").read_text())
+    assert config["rank_pattern"] == {"^out": 1}
+
+
+def test_slices_are_blocks_among_zeros(tmp_path):
+    model, config, tensors = saved(tmp_path, "slices")
+    layer = model.layers[1]["qkv"]
+    B = torch.zeros(24, 4)
+    B[:8, :2], B[16:, 2:] = layer.lora_B[:8], layer.lora_B[8:]
+    assert torch.equal(tensors["layers.1.qkv.lora_A.weight"], layer.lora_A)
+    assert torch.equal(tensors["layers.1.qkv.lora_B.weight"], B)
+    ranks = {"r": config["r"], **config["rank_pattern"]}
+    assert sorted(ranks.values()) == [2, 2, 4] or sorted(ranks.values()) == [2, 4, 4]
+
+
+# ---- PEFT's own files ----
+
+
+def test_the_frozen_weight_of_an_embedding_is_left_out(tmp_path, caplog):
+    """PEFT writes it with the update of an embedding of upstream's models."""
+    _, config, tensors = saved(tmp_path, "embedding")
+    named = {PREFIX + name: tensor for name, tensor in tensors.items()}
+    named[f"{PREFIX}words.base_layer.weight"] = torch.ones(11, 8)
+    adapter = read_adapter(peft_folder(tmp_path / "b", named, **config))
+    assert "words.base_layer.weight is left out: it is the base's own weight" in caplog.text
+    assert adapter.tensors.keys() == read_adapter(tmp_path / "a").tensors.keys()
+    assert adapter.lora.embeddings == ("words",)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "parts"),
+    [
+        ("lora_magnitude_vector", None, ["lacks layers.0.out.lora_magnitude_vector"]),
+        ("lora_magnitude_vector", torch.ones(9), ["is (9,), (8,) belongs to its module"]),
+        ("lora_magnitude_vector", torch.full((8,), torch.nan), ["are not finite"]),
+        ("lora_B.weight", torch.ones(8, 3), ["do not belong together"]),
+        ("lora_A.weight", torch.ones(2, 8, 1), ["do not belong together"]),
+    ],
+)
+def test_damaged_parts(tmp_path, name, changed, parts):
+    _, config, tensors = saved(tmp_path, "linear", variant="dora")
+    named = {PREFIX + key: tensor for key, tensor in tensors.items()}
+    named[f"{PREFIX}layers.0.out.{name}"] = changed
+    named = {key: tensor for key, tensor in named.items() if tensor is not None}
+    folder = peft_folder(tmp_path / "b", named, **config)
+    refused(lambda: read_adapter(folder), folder, *parts)
+
+
+def test_settings_that_do_not_say_dora(tmp_path):
+    _, config, tensors = saved(tmp_path, "linear", variant="dora")
+    named = {PREFIX + name: tensor for name, tensor in tensors.items()}
+    folder = peft_folder(tmp_path / "b", named, **config | {"use_dora": False})
+    refused(lambda: read_adapter(folder), folder, "holds", "lora_magnitude_vector")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"use_rslora": True}, "was written with variant dora, adapter_config.json says rslora+d"),
+        ({"lora_alpha": 5}, "was written with alpha 3, adapter_config.json says 5 now"),
+        ({"r": 3}, "its rank is 2"),
+        ({"rank_pattern": {"out": 3}}, "its rank is 2 (layers.0.out), adapter_config.json says 3"),
+        ({"alpha_pattern": {"layers.1.out": 5}}, "was written with alpha 3"),
+    ],
+)
+def test_settings_that_were_changed_after_writing(tmp_path, changed, message):
+    _, config, _ = saved(tmp_path, "linear", variant="dora")
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config | changed))
+    refused(lambda: read_adapter(tmp_path / "a"), tmp_path / "a", message)
