@@ -331,9 +331,10 @@ def _with_output_projections(
     """The settings with those of attentions' out_proj, next to their own."""
     complete: dict[str, LayerSettings] = {}
     for name, own in settings.items():
-        complete.setdefault(name, own)
+        complete[name] = own
         if isinstance(model.get_submodule(name), nn.MultiheadAttention):
-            complete.setdefault(f"{name}.out_proj", own)
+            out_proj = f"{name}.out_proj"
+            complete[out_proj] = settings.get(out_proj, own)
     return complete
 
 

@@ -346,7 +346,7 @@ def _check_present(
                 each if starts_from_weight(each) else "default"
                 for each in (needed.initialization, layer.initialization)
             ),
-            "enable_lora": (needed.enable_lora, tuple(getattr(layer, "enable_lora", (True,)))),
+            "enable_lora": (list(needed.enable_lora), list(getattr(layer, "enable_lora", [True]))),
         }
         for what, (theirs, ours) in pairs.items():
             if theirs != ours:

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..adapted_layers import AdaptedProjection
 from ..errors import CheckpointError, NeedsMergingError
 from ..layers import Conv1d, Conv2d, Conv3d, LoRALayer
 from .adapter import LORA, Adapter, base_biases, lora_metadata
@@ -155,7 +154,7 @@ def _check_peft_adapts(model: nn.Module, source: str) -> None:
 
 def _not_as_in_peft(model: nn.Module, name: str, layer: LoRALayer) -> str | None:
     owner: Any = model.get_submodule(name.rpartition(".")[0])
-    if isinstance(layer, AdaptedProjection):
+    if isinstance(owner, nn.MultiheadAttention) and not owner._qkv_same_embed_dim:
         return "of an nn.MultiheadAttention with inputs of several sizes, which PEFT does not adapt"
     if isinstance(owner, nn.MultiheadAttention) and getattr(owner, "r", 0) == 0:
         return "adapted without its nn.MultiheadAttention, which PEFT does not do"

@@ -1,0 +1,322 @@
+"""What `load_adapter` and `save_adapter` refuse, before anything is changed."""
+
+import logging
+import re
+
+import pytest
+import torch
+from adapted_models import CASES, Words
+from compare import assert_same_bits
+from torch import nn
+
+import loralib as lora
+from loralib.adapters.adapter import Adapter
+from loralib.errors import CheckpointError, NeedsMergingError, WrongBaseError
+
+WORDS = CASES["head"]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """``saved(case, **settings)``: the file of a model's adapter."""
+
+    def save(name="head", **settings):
+        path = tmp_path / f"{name}.safetensors"
+        path.unlink(missing_ok=True)
+        lora.save_adapter(CASES[name].adapted(**settings), path)
+        return path
+
+    return save
+
+
+def refused(model, path, *parts, kind=CheckpointError, **arguments):
+    """`load_adapter` raises one line that holds all of `parts`, and the model stays as it was."""
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    classes = [type(module) for module in model.modules()]
+    trained = [parameter.requires_grad for parameter in model.parameters()]
+    with pytest.raises(kind) as caught:
+        lora.load_adapter(model, path, **arguments)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+    assert_same_bits(model.state_dict(), before)
+    assert [type(module) for module in model.modules()] == classes
+    assert [parameter.requires_grad for parameter in model.parameters()] == trained
+
+
+def changed(**modules):
+    """The plain model with other modules."""
+    model = WORDS.build()
+    for name, module in modules.items():
+        model.set_submodule(name.replace("__", "."), module)
+    return model
+
+
+# ---- another model ----
+
+
+@pytest.mark.parametrize(
+    ("model", "parts"),
+    [
+        (changed(layers=nn.ModuleList()), ["the model has no layers.0.out to be adapted"]),
+        (
+            changed(layers__0__out=nn.Linear(9, 8)),
+            ["the delta of layers.0.out is (8, 8)", "weight is (8, 9)", "base of another size"],
+        ),
+        (
+            changed(layers__1__out=nn.Embedding(8, 8)),
+            ["layers.1.out is not a linear layer of the model"],
+        ),
+        (
+            changed(layers__1__out=nn.Conv1d(8, 8, 1)),
+            ["layers.1.out is not a linear layer of the model"],
+        ),
+        (
+            changed(score=nn.Linear(8, 4)),
+            [
+                "score.bias is (3,) in the file, (4,) in the model",
+                "score.weight is (3, 8)",
+                "(4, 8)",
+            ],
+        ),
+        (changed(score=nn.Identity()), ["has, unknown to the model, score.bias, score.weight"]),
+        (changed(layers__0__out=nn.Identity()), ["layers.0.out is not a linear layer"]),
+    ],
+)
+def test_a_model_of_other_modules(saved, model, parts):
+    refused(model, saved(), *parts)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "parts"),
+    [
+        ("embedding", nn.Embedding(12, 8), ["words is (8, 11)", "(8, 12)"]),
+        ("embedding", nn.Linear(8, 11), ["words is not an embedding of the model"]),
+    ],
+)
+def test_an_embedding_of_another_kind(saved, name, module, parts):
+    refused(changed(words=module), saved(name), *parts)
+
+
+def test_kernels_of_another_shape(saved):
+    model = CASES["kernels"].build()
+    model.plane = nn.Conv2d(2, 6, (2, 3), stride=2, bias=False)  # of as many elements
+    refused(model, saved("kernels"), "plane is (6, 2, 3, 2)", "weight is (6, 2, 2, 3)")
+    model.plane = nn.Conv3d(2, 6, 3)
+    refused(model, saved("kernels"), "plane is not a convolution in 2-D")
+    model.plane = nn.ConvTranspose2d(6, 2, (3, 2))
+    refused(model, saved("kernels"), "plane is not a convolution in 2-D")
+
+
+def test_another_base(saved):
+    other = WORDS.build(seed=5)
+    refused(other, saved(), "another base than the one given", kind=WrongBaseError)
+    model = WORDS.build()
+    model.layers[0]["qkv"].weight.data[0, 0] += 1
+    refused(model, saved(), "another base", kind=WrongBaseError)
+
+
+def test_the_head_may_be_another_before(saved):
+    """The adapter brings its own."""
+    model, path = WORDS.build(), saved()
+    nn.init.ones_(model.score.weight)
+    nn.init.ones_(model.norm.running_mean)
+    lora.load_adapter(model, path)
+    trained = WORDS.adapted()
+    assert_same_bits(model.state_dict(), trained.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_base_in_another_precision(saved, caplog, dtype):
+    model = WORDS.build().to(dtype)
+    lora.load_adapter(model, saved())
+    assert not caplog.records
+    assert model.layers[0]["out"].lora_A.dtype == torch.promote_types(dtype, torch.float32)
+
+
+def test_what_is_unverified_is_said(saved, tmp_path, caplog):
+    lora.load_adapter(WORDS.build().half(), saved())
+    assert "a model in float16 has no fingerprint: unverified" in caplog.text
+    caplog.clear()
+    torch.save(lora.lora_state_dict(WORDS.adapted()), tmp_path / "a.pt")
+    with caplog.at_level(logging.WARNING):
+        lora.load_adapter(WORDS.build(), tmp_path / "a.pt", lora_alpha=3)
+    assert "does not say its base's fingerprint: unverified" in caplog.text
+
+
+# ---- a model with LoRA ----
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"r": 3}, ["trained with rank 2, the model was built with 3 (layers.0.out)"]),
+        ({"lora_alpha": 4}, ["trained with alpha 3, the model was built with 4 (layers.0.out)"]),
+        ({"variant": "dora"}, ["trained with variant lora, the model was built with dora"]),
+        ({"initialization": "olora"}, ["trained with initialization default", "with olora"]),
+        ({"targets": "qkv"}, ["does not adapt layers.0.qkv", "remove_lora first"]),
+        (
+            {"enable_lora": {"out": [True, False]}},
+            ["trained with enable_lora [True], ", "[True, False]"],
+        ),
+        (
+            {"rank_pattern": {"layers.1.*": 4}},
+            ["trained with rank 2, the model was built with 4 (layers.1.out)"],
+        ),
+    ],
+)
+def test_layers_of_other_settings(saved, settings, parts):
+    refused(WORDS.adapted(**settings), saved(), *parts)
+
+
+def test_layers_of_the_same_settings(saved):
+    model = WORDS.adapted()
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    path = saved()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.zero_()
+    assert lora.load_adapter(model, path) == ("layers.0.out", "layers.1.out")
+    assert_same_bits(model.state_dict(), expected)
+
+
+def test_some_of_the_layers(saved):
+    """What has no LoRA yet gets it; what is trained besides stays so."""
+    model, path = WORDS.build(), saved()
+    lora.add_lora(model, "layers.1.out", r=2, lora_alpha=3, modules_to_train="words")
+    lora.load_adapter(model, path)
+    assert_same_bits(model.state_dict(), WORDS.adapted().state_dict())
+    assert model.words.weight.requires_grad
+
+
+def test_layers_that_were_built(tmp_path):
+    """A model made of this library's layers is as good as an adapted one."""
+    built = nn.Sequential(lora.Linear(4, 5, r=2, lora_alpha=3), nn.Linear(5, 2))
+    lora.mark_only_lora_as_trainable(built)
+    nn.init.ones_(built[0].lora_B)
+    lora.save_adapter(built, tmp_path / "a.safetensors")
+    plain = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
+    plain.load_state_dict(built.state_dict(), strict=False)
+    assert lora.load_adapter(plain, tmp_path / "a.safetensors") == ("0",)
+    assert_same_bits(plain.state_dict(), built.state_dict())
+
+
+# ---- files ----
+
+
+def test_no_such_file(tmp_path):
+    refused(WORDS.build(), tmp_path / "a.safetensors", "no such checkpoint file")
+
+
+def test_an_unknown_alpha(saved, tmp_path):
+    torch.save(lora.lora_state_dict(WORDS.adapted()), tmp_path / "a.pt")
+    refused(WORDS.build(), tmp_path / "a.pt", "give it as lora_alpha")
+    refused(WORDS.build(), saved(), "trained with alpha 3, but lora_alpha is 4", lora_alpha=4)
+
+
+def test_a_module_that_cannot_be_adapted(saved):
+    class Own(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    model = changed(layers__1__out=Own(8, 8))
+    model.load_state_dict(WORDS.build().state_dict())
+    refused(model, saved(), "layers.1.out", "which has no LoRA layer", kind=TypeError)
+
+
+# ---- saving ----
+
+
+def test_a_model_without_lora(tmp_path):
+    with pytest.raises(ValueError, match="Words has no LoRA to save"):
+        lora.save_adapter(Words(), tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (lora.Conv2d(2, 3, 3, r=2), "0 is a loralib Conv2d, whose factors are in the release's"),
+        (lora.Linear(4, 4, r=2, variant="dora"), "of several kinds"),
+        (lora.Linear(4, 4, r=2, freeze_A=True), "of several kinds"),
+    ],
+)
+def test_layers_that_no_format_describes(tmp_path, layer, message):
+    model = nn.Sequential(layer, lora.Linear(4, 4, r=2))
+    with pytest.raises(CheckpointError, match=message):
+        lora.save_adapter(model, tmp_path / "a.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"variant": "dora"}, "of the variant dora"),
+        ({"variant": "rslora"}, "of the variant rslora"),
+        ({"initialization": "pissa"}, "of the initialization pissa"),
+        ({"rank_pattern": {"layers.0.out": 4}}, "a rank_pattern of its own"),
+        ({"alpha_pattern": {"layers.0.out": 4}}, "a alpha_pattern of its own"),
+        ({"targets": "words"}, "of the embeddings words"),
+        ({"targets": "qkv", "enable_lora": {"qkv": [True, False, True]}}, "a slices of its own"),
+    ],
+)
+def test_what_the_releases_format_cannot_say(tmp_path, settings, message):
+    model = WORDS.adapted(**settings)
+    with pytest.raises(NeedsMergingError, match=re.escape(message)):
+        lora.save_adapter(model, tmp_path / "a.bin")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("groups", {}, "conv is a convolution with groups, dilation or a padding_mode"),
+        ("separate", {}, "is of an nn.MultiheadAttention with inputs of several sizes"),
+        ("attention", {"targets": "out_proj"}, "is adapted without its nn.MultiheadAttention"),
+        ("attention", {"variant": "dora"}, "an nn.MultiheadAttention, for which PEFT has no DoRA"),
+        ("own out_proj", {}, "attention.out_proj has another rank or alpha than attention"),
+        ("attention", {"bias": "lora_only"}, "attention.in_proj_bias, a bias that PEFT does not"),
+        ("slices", {"variant": "dora"}, "the magnitudes of layers.0.qkv are those of slices"),
+    ],
+)
+def test_what_peft_does_not_have(tmp_path, name, settings, message):
+    model = CASES[name].adapted(**settings)
+    with pytest.raises(NeedsMergingError, match=re.escape(message)):
+        lora.save_adapter(model, tmp_path / "a")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_parameter_of_the_model_itself(tmp_path):
+    model = WORDS.adapted()
+    model.scale = nn.Parameter(torch.ones(2))
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    assert "scale" in lora.read_adapter(tmp_path / "a.safetensors").tensors
+    with pytest.raises(NeedsMergingError, match="scale, a parameter of the model itself"):
+        lora.save_adapter(model, tmp_path / "a")
+
+
+def test_a_weight_that_is_trained_and_adapted(tmp_path):
+    """It is a full model's: LoRA alone does not say what is trained."""
+    model = WORDS.adapted()
+    model.layers[0]["out"].weight.requires_grad = True
+    with pytest.raises(CheckpointError, match=r"holds a full model.*layers\.0\.out\.weight"):
+        lora.save_adapter(model, tmp_path / "a.safetensors")
+
+
+def test_existing_folders_are_not_written_over(tmp_path):
+    model = WORDS.adapted()
+    lora.save_adapter(model, tmp_path / "a")
+    with pytest.raises((CheckpointError, OSError), match="a"):
+        lora.save_adapter(model, tmp_path / "a")
+
+
+def test_halves_that_half_precision_cannot_halve(tmp_path):
+    """PEFT needs half of out_proj's B; its smallest number in float16 has none."""
+    model = CASES["attention"].adapted()
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    adapter = lora.read_adapter(tmp_path / "a.safetensors")
+    tensors = {name: tensor.half() for name, tensor in adapter.tensors.items()}
+    tensors["attention.out_proj.lora_B"][0, 0] = 2.0**-24
+    with pytest.raises(CheckpointError, match=r"cannot be halved in torch\.float16"):
+        lora.write_adapter(tmp_path / "b", Adapter(tensors, adapter.metadata), "peft")
+    assert not (tmp_path / "b").exists()
