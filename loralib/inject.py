@@ -144,7 +144,10 @@ def add_lora(
 
 
 def adapt(
-    model: nn.Module, settings: Mapping[str, LayerSettings], untie: bool = False
+    model: nn.Module,
+    settings: Mapping[str, LayerSettings],
+    untie: bool = False,
+    any_rank: bool = False,
 ) -> tuple[str, ...]:
     """Adapts exactly these modules of a model, and freezes their weights.
 
@@ -152,6 +155,7 @@ def adapt(
         model: changed in place.
         settings: by the names of the modules.
         untie: as for `add_lora`.
+        any_rank: ranks may be larger than a dimension of their weight, as they are in some files.
 
     Returns:
         The names of the modules that have an update now: these, and the out_proj of attentions. An
@@ -165,6 +169,8 @@ def adapt(
     modules = {name: model.get_submodule(name) for name in settings}
     for name, module in modules.items():
         _check_module(name, module, settings[name])
+        if not any_rank:
+            _check_rank(name, module, settings[name])
     if not untie:
         _check_tied(model, modules)
     had_update = set(_names_of_updates(model))
@@ -373,10 +379,24 @@ def _weight_names(module: nn.Module) -> tuple[str, ...]:
     return ("weight",)
 
 
-def _check_settings(name: str, module: nn.Module, weight: Tensor, own: LayerSettings) -> None:
+def _out_in(module: nn.Module, weight: Tensor) -> tuple[int, int]:
+    """The sizes of a weight as a matrix (out, in)."""
     out, inner = weight.shape[0], weight[0].numel()
-    if _is_conv1d(module):
-        out, inner = inner, out
+    return (inner, out) if _is_conv1d(module) else (out, inner)
+
+
+def _check_rank(name: str, module: nn.Module, own: LayerSettings) -> None:
+    for part in _weight_names(module):
+        weight = module._parameters.get(part)
+        if weight is not None:
+            out, inner = _out_in(module, weight)
+            smallest = min(out // len(own.enable_lora), inner)
+            if own.r > smallest:
+                raise ValueError(f"r = {own.r} is larger than a dimension of {name}: {smallest}")
+
+
+def _check_settings(name: str, module: nn.Module, weight: Tensor, own: LayerSettings) -> None:
+    out, _ = _out_in(module, weight)
     slices = len(own.enable_lora)
     if slices > 1 and not (isinstance(module, nn.Linear) or _is_conv1d(module)):
         raise ValueError(f"{name} is not a linear layer, whose slices enable_lora could mean")
@@ -387,9 +407,6 @@ def _check_settings(name: str, module: nn.Module, weight: Tensor, own: LayerSett
         )
     if not isinstance(own.r, int) or own.r < 1:
         raise ValueError(f"r, the rank, has to be an integer of at least 1, got {own.r!r} ({name})")
-    smallest = min(out // slices, inner)
-    if own.r > smallest:
-        raise ValueError(f"r = {own.r} is larger than a dimension of {name}: {smallest}")
     if not own.lora_alpha > 0:
         raise ValueError(f"lora_alpha has to be above 0, got {own.lora_alpha!r} ({name})")
     if isinstance(module, nn.MultiheadAttention) and own.lora_dropout:

@@ -138,6 +138,11 @@ def _slices(adapter: Adapter, module: str, count: int, rows: int) -> tuple[tuple
     return starts, width * len(enabled)
 
 
+def is_of_slices(delta: Delta) -> bool:
+    """Whether a delta is stacked, or of one slice of the output."""
+    return len(delta.starts) > 1 or len(delta.B) != delta.out_features
+
+
 # ---- plain models ----
 
 

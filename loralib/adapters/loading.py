@@ -17,7 +17,7 @@ from ..layers import LoRALayer, MergedLinear
 from ..nn.positions import lora_reaches_positions, shared_projections
 from .adapter import LORA, Adapter, adapter_tensors, base_biases, trained_with
 from .checks import check_base, check_finite, check_positions, check_possible_base
-from .deltas import AdaptedWeight, adapted_modules, slices_of
+from .deltas import AdaptedWeight, adapted_modules, is_of_slices, slices_of
 from .families import backbone_prefixes, enabled_slices
 from .fingerprint import possible_fingerprints
 from .formats import read_adapter
@@ -303,7 +303,6 @@ def _settings_of(
     """What the layers of an adapter are built with, by module."""
     metadata, settings = adapter.lora, {}
     for name, adapted in weights.items():
-        stacked = len(adapted.delta.B) != adapted.delta.out_features
         dropout = metadata.dropout or 0.0
         settings[name] = LayerSettings(
             r=metadata.rank_of(name),
@@ -312,7 +311,7 @@ def _settings_of(
             variant=metadata.variant or "lora",
             initialization=metadata.initialization or "default",
             freeze_A=metadata.freeze_A or False,
-            enable_lora=slices_of(adapter, name) if stacked else (True,),
+            enable_lora=slices_of(adapter, name) if is_of_slices(adapted.delta) else (True,),
         )
     return settings
 
@@ -386,8 +385,9 @@ def _add_layers(
         is_own = weights[name].name in ("weight", "in_proj_weight")
         by_module[name if is_own else name.rpartition(".")[0]] = own
     if by_module:
-        # An adapter is of the module that it names, whatever else has its weight.
-        adapt(model, by_module, untie=True)
+        # An adapter is of the module that it names, whatever else has its weight, and PEFT's may
+        # have any rank.
+        adapt(model, by_module, untie=True, any_rank=True)
 
 
 @torch.no_grad()

@@ -47,6 +47,7 @@ from .deltas import (
     START_A,
     START_B,
     deltas_of,
+    is_of_slices,
     lora_pairs,
     ranks_of,
     slices_of,
@@ -519,7 +520,7 @@ def as_peft_computes(adapter: Adapter) -> tuple[Adapter, list[str]]:
             "lora_B is halved in the file, so that the sums are the same there"
         )
     for module, delta in deltas.items():
-        if not _is_of_slices(delta):
+        if not is_of_slices(delta):
             continue
         slices[module] = slices_of(adapter, module)
         parts, rank, alpha = len(delta.starts), *_strength(metadata, module)
@@ -571,7 +572,7 @@ def tensors_of(adapter: Adapter) -> dict[str, Tensor]:
             named[f"{_place(module, deltas)}.{last}" if module else name] = tensor
     for module, delta in deltas.items():
         A, B = (adapter.tensors[f"{module}.lora_{ab}"] for ab in "AB")
-        B = _joined_B(delta) if _is_of_slices(delta) else B
+        B = _joined_B(delta) if is_of_slices(delta) else B
         B = _divided(B, module, adapter.source) if _attention_of(module, deltas) else B
         half = "lora_embedding_{}" if module in embeddings else "lora_{}.weight"
         place = _place(module, deltas, of_lora=True)
@@ -617,11 +618,6 @@ def _refuse_embeddings(adapter: Adapter, modules: Iterable[str]) -> None:
                 f"{adapter.source}: {module} seems to be an embedding, which PEFT adapts in "
                 "another way: say so in its metadata (embeddings)"
             )
-
-
-def _is_of_slices(delta: Delta) -> bool:
-    """Whether it is stacked, or of one slice of the output."""
-    return len(delta.starts) > 1 or len(delta.B) != delta.out_features
 
 
 def _joined_B(delta: Delta) -> Tensor:

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from any_models import CASES
+from adapted_models import CASES
 from compare import assert_same_bits
 
 import loralib as lora
@@ -129,7 +129,7 @@ def test_a_state_dict_of_lora_alone_is_read_with_its_alpha(tmp_path, name):
     if name in ("linear", "kernels", "groups", "separate", "attention"):
         lora.load_adapter(plain, tmp_path / "a.pt", lora_alpha=3)
         assert torch.equal(outputs(plain, case), outputs(model, case))
-    elif name in ("patterns", "embedding", "slices", "a slice"):
+    elif name in ("patterns", "embedding", "slices", "every slice", "a slice"):
         before = copy.deepcopy(plain.state_dict())
         with pytest.raises(ValueError, match=r"a\.pt"):
             lora.load_adapter(plain, tmp_path / "a.pt", lora_alpha=3)
