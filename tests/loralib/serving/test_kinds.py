@@ -1,0 +1,110 @@
+"""Banks on embeddings and convolutions, and with variants."""
+
+import pytest
+import torch
+from adapted_models import CASES
+from compare import assert_same_bits
+from torch import nn
+
+import loralib as lora
+from loralib.errors import NeedsMergingError
+
+KINDS = ("linear", "patterns", "embedding", "head", "slices", "a slice", "kernels", "groups")
+
+
+def adapter(tmp_path, name, **settings):
+    path = tmp_path / f"{len(list(tmp_path.iterdir()))}.safetensors"
+    lora.save_adapter(CASES[name].adapted(**settings), path)
+    return lora.read_adapter(path)
+
+
+def outputs(model, case, dtype=None):
+    inputs = [x.to(dtype) if x.is_floating_point() else x for x in case.inputs]
+    with torch.no_grad():
+        return model(*inputs)
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+@pytest.mark.parametrize("name", KINDS)
+def test_outside_of_a_block_the_model_is_the_plain_one(tmp_path, name, variant):
+    case = CASES[name]
+    plain = case.build()
+    before = {n: tensor.clone() for n, tensor in plain.state_dict().items()}
+    expected = outputs(plain, case)
+    bank = lora.AdapterBank(plain)
+    bank.add("a", adapter(tmp_path, name, variant=variant))
+    with bank.use("a"):
+        adapted = outputs(plain, case)
+    assert (adapted - expected).abs().max() > 1e-2
+    assert torch.equal(outputs(plain, case), expected)
+    assert_same_bits(plain.state_dict(), before)
+    bank.close()
+    assert torch.equal(outputs(plain, case), expected)
+
+
+@pytest.mark.parametrize("variant", ["lora", "rslora+dora"])
+@pytest.mark.parametrize("name", ["linear", "embedding", "kernels"])
+def test_a_mixed_batch_in_bfloat16(tmp_path, name, variant):
+    """Each row as with its adapter alone: of variants that differ as well."""
+    case = CASES[name]
+    plain = case.build().bfloat16()
+    bank = lora.AdapterBank(plain)
+    bank.add("a", adapter(tmp_path, name, variant=variant))
+    bank.add("b", adapter(tmp_path, name, lora_alpha=7))
+    alone = {}
+    for key in "ab":
+        with bank.use(key):
+            alone[key] = outputs(plain, case, torch.bfloat16)
+    assert alone["a"].dtype == torch.bfloat16
+    with bank.use(["b", "a", "b"]):
+        mixed = outputs(plain, case, torch.bfloat16)
+    for row, key in enumerate("bab"):
+        torch.testing.assert_close(mixed[row], alone[key][row], rtol=0.05, atol=0.05)
+    assert (alone["a"] - alone["b"]).abs().max() > 0.2
+
+
+def test_the_gain_is_that_of_the_base_it_was_added_to(tmp_path):
+    """DoRA's norms are computed once; they are those of the layer in its own evaluation mode."""
+    case = CASES["linear"]
+    model = case.adapted(variant="dora")
+    plain = case.build()
+    bank = lora.AdapterBank(plain)
+    bank.add("a", adapter(tmp_path, "linear", variant="dora"))
+    delta = bank._adapters["a"].deltas["layers.0.out"]
+    layer = model.layers[0]["out"]
+    gain = layer._delta().gain(layer.weight).detach()
+    torch.testing.assert_close(delta._delta.known_gain, gain)
+
+
+@pytest.mark.parametrize("name", ["attention", "own out_proj"])
+def test_an_attention_is_refused(tmp_path, name):
+    bank = lora.AdapterBank(CASES[name].build())
+    with pytest.raises(NeedsMergingError, match=r"attention.*; merge it into its base$"):
+        bank.add("a", adapter(tmp_path, name))
+    assert bank.names == ()
+
+
+def test_a_forward_of_its_own_is_refused(tmp_path):
+    """Its output is more than the rows that an update is added to."""
+
+    class Scaled(nn.Embedding):
+        def forward(self, ids):
+            return super().forward(ids) * 3
+
+    plain = CASES["embedding"].build()
+    scaled = Scaled(11, 8)
+    scaled.load_state_dict(plain.words.state_dict())
+    plain.words = scaled
+    bank = lora.AdapterBank(plain)
+    with pytest.raises(NeedsMergingError, match="words, a Scaled with a forward of its own"):
+        bank.add("a", adapter(tmp_path, "embedding"))
+    assert bank.names == ()
+
+
+def test_another_number_of_rows(tmp_path):
+    case = CASES["embedding"]
+    plain = case.build()
+    bank = lora.AdapterBank(plain)
+    bank.add("a", adapter(tmp_path, "embedding"))
+    with bank.use(["a", "a"]), pytest.raises(ValueError, match="adapters are named for 2 rows"):
+        outputs(plain, case)
