@@ -17,10 +17,15 @@ def with_lora(
     case: Case,
     variant: str = "lora",
     adapter: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> nn.Module:
-    """The case's model adapted, with the tensors given, or with values that show."""
-    model = case.build()
+    """The case's model adapted, with the tensors given, or with values that show.
+
+    Args:
+        dtype: of the base.
+    """
+    model = case.build().to(dtype)
     lora.add_lora(model, case.targets, r=R, lora_alpha=ALPHA, variant=variant, **settings)
     if adapter is None:
         lora_ = (item for item in model.named_parameters() if "lora_" in item[0])

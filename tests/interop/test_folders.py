@@ -1,0 +1,203 @@
+"""Adapters as folders: PEFT's own that are loaded here, and this project's that PEFT opens."""
+
+import warnings
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from models import BY_NAME, CASES, VARIANTS, Case, output_of
+from ours import assert_close, assert_same_bits, bits_of, with_lora
+from safetensors.torch import load_file
+from theirs import ALPHA, SETTINGS, adapter_of, with_peft
+from torch import Tensor, nn
+
+import loralib as lora
+from loralib.errors import CheckpointError
+
+IN_PEFT = [(case, variant) for case in CASES for variant in case.in_peft]
+ALL = [(case, variant) for case in CASES for variant in VARIANTS]
+# What PEFT computes from its own files is not what they say; see theirs.py.
+COUNTS_TWICE = ("attention", "attention_length_first", "encoder", "encoder_length_first")
+PATTERNS = {
+    "rank_pattern": {"v_proj": 2, "layers.1.self_attn.q_proj": 6},
+    "alpha_pattern": {"v_proj": 5, "layers.1.self_attn.q_proj": 3},
+}
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """An adapter's tensors as PEFT names them; its copy of an embedding's base is none of them."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+    return {name: t for name, t in tensors.items() if not name.endswith(".base_layer.weight")}
+
+
+def opened_by_peft(case: Case, folder: Path) -> nn.Module:
+    """PEFT's model of a folder, which has to say nothing about it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", message=".*fan_in_fan_out")
+        return peft.PeftModel.from_pretrained(case.build(), folder, is_trainable=True)
+
+
+def assert_same_tensors(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        flat = name.endswith("lora_magnitude_vector")
+        assert torch.equal(*((t.flatten() if flat else t) for t in (ours[name], tensor))), name
+
+
+@pytest.mark.parametrize(("case", "variant"), IN_PEFT, ids=str)
+def test_pefts_own_folder_is_loaded_and_written_again(case: Case, variant: str, tmp_path: Path):
+    theirs = with_peft(case, variant)
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = case.build()
+    before = bits_of(model)
+    names = lora.load_adapter(model, tmp_path / "theirs")
+    assert len(names) == case.adapted
+    assert_same_bits(model, before)
+    assert_same_tensors(adapter_of(model), adapter_of(theirs))
+    with torch.no_grad():
+        output = output_of(model, case.batch())
+        assert_close(output_of(model.eval(), case.batch()), output)
+        if case.name not in COUNTS_TWICE:
+            assert_close(output, output_of(theirs, case.batch()))
+
+    lora.save_adapter(model, tmp_path / "ours")
+    assert_same_tensors(tensors_of(tmp_path / "ours"), tensors_of(tmp_path / "theirs"))
+    again = case.build()
+    assert lora.load_adapter(again, tmp_path / "ours") == names
+    assert_same_tensors(adapter_of(again), adapter_of(theirs))
+
+
+@pytest.mark.parametrize(("case", "variant"), IN_PEFT, ids=str)
+def test_peft_opens_what_add_lora_has_made(case: Case, variant: str, tmp_path: Path):
+    model = with_lora(case, variant)
+    said = lora.save_adapter(model, tmp_path / "ours")
+    assert not any("normalized" in line for line in said)
+    theirs = opened_by_peft(case, tmp_path / "ours")
+    config = theirs.peft_config["default"]
+    assert {"use_rslora": config.use_rslora, "use_dora": config.use_dora} == {
+        "use_rslora": False,
+        "use_dora": False,
+        **SETTINGS[variant],
+    }
+    assert_same_tensors(adapter_of(model), adapter_of(theirs))
+    if case.name not in COUNTS_TWICE:
+        with torch.no_grad():
+            output = output_of(model, case.batch())
+            assert_close(output_of(theirs, case.batch()), output)
+            merged = theirs.merge_and_unload()
+            assert_close(
+                output_of(merged, case.batch()), output_of(lora.merge(model), case.batch())
+            )
+    theirs = opened_by_peft(case, tmp_path / "ours")
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert_same_tensors(tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "ours"))
+
+
+@pytest.mark.parametrize(("case", "variant"), ALL, ids=str)
+def test_a_file_of_this_project_holds_every_adapter(case: Case, variant: str, tmp_path: Path):
+    model = with_lora(case, variant)
+    lora.save_adapter(model, tmp_path / "adapter.safetensors")
+    again = case.build()
+    before = bits_of(again)
+    names = lora.load_adapter(again, tmp_path / "adapter.safetensors")
+    assert len(names) == case.adapted
+    assert_same_bits(again, before)
+    assert_same_tensors(adapter_of(again), adapter_of(model))
+    again.requires_grad_(False)  # PyTorch's attention takes another kernel for what is trained
+    model.requires_grad_(False)
+    with torch.no_grad():
+        assert torch.equal(output_of(again, case.batch()), output_of(model, case.batch()))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_releases_file_holds_plain_lora(case: Case, tmp_path: Path):
+    model = with_lora(case)
+    if any(isinstance(layer, lora.Embedding) for layer in model.modules()):
+        with pytest.raises(CheckpointError, match="embeddings"):
+            lora.save_adapter(model, tmp_path / "adapter.pt")
+        return
+    lora.save_adapter(model, tmp_path / "adapter.pt")
+    again = case.build()
+    lora.load_adapter(again, tmp_path / "adapter.pt", lora_alpha=ALPHA)
+    assert_same_tensors(adapter_of(again), adapter_of(model))
+    with torch.no_grad():
+        assert_close(output_of(again, case.batch()), output_of(model, case.batch()))
+    with pytest.raises(CheckpointError, match="does not say with what alpha"):
+        lora.load_adapter(case.build(), tmp_path / "adapter.pt")
+    with pytest.raises(CheckpointError, match="variant dora, which this format cannot say"):
+        lora.save_adapter(with_lora(case, "dora"), tmp_path / "dora.pt")
+
+
+@pytest.mark.parametrize("name", ["timm_resnext", "other_convolutions", "attention_of_other_sizes"])
+def test_what_peft_cannot_compute_is_refused(name: str, tmp_path: Path):
+    case = BY_NAME[name]
+    with pytest.raises(CheckpointError, match="PEFT") as error:
+        lora.save_adapter(with_lora(case), tmp_path / "ours")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_patterns_are_pefts(variant: str, tmp_path: Path):
+    case = BY_NAME["qwen2"]
+    theirs = with_peft(case, variant, **PATTERNS)
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = case.build()
+    lora.load_adapter(model, tmp_path / "theirs")
+    ours = with_lora(case, variant, adapter_of(theirs), **PATTERNS)
+    lora.save_adapter(ours, tmp_path / "ours")
+    opened = opened_by_peft(case, tmp_path / "ours")
+    with torch.no_grad():
+        output = output_of(theirs, case.batch())
+        for other in (model, ours, opened):
+            assert_same_tensors(adapter_of(other), adapter_of(theirs))
+            assert_close(output_of(other, case.batch()), output)
+
+
+@pytest.mark.parametrize("initialization", ["pissa", "olora", "orthogonal"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "convolutions"])
+def test_a_start_made_of_the_weights_reaches_peft(
+    name: str, variant: str, initialization: str, tmp_path: Path
+):
+    case = BY_NAME[name]
+    model = with_lora(case, variant, initialization=initialization)
+    lora.save_adapter(model, tmp_path / "ours")
+    theirs = opened_by_peft(case, tmp_path / "ours")
+    again = case.build()
+    lora.load_adapter(again, tmp_path / "ours")
+    with torch.no_grad():
+        output = output_of(model, case.batch())
+        assert_close(output_of(theirs, case.batch()), output)
+        assert_close(output_of(again, case.batch()), output)
+
+
+def test_a_trained_head_and_biases_come_along(tmp_path: Path):
+    case = BY_NAME["bert"]
+    model = with_lora(case, "dora", modules_to_train="classifier", bias="lora_only")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and "lora_" not in name:
+                parameter.add_(1)
+    lora.save_adapter(model, tmp_path / "ours")
+    theirs = opened_by_peft(case, tmp_path / "ours")
+    again = case.build()
+    lora.load_adapter(again, tmp_path / "ours")
+    with torch.no_grad():
+        output = output_of(model, case.batch())
+        assert torch.equal(output_of(again, case.batch()), output)
+        assert_close(output_of(theirs, case.batch()), output)
+
+
+def test_an_adapter_of_another_model_is_refused_in_one_line(tmp_path: Path):
+    with_peft(BY_NAME["qwen2"]).save_pretrained(tmp_path / "qwen2")
+    for name in ("t5", "bert", "encoder"):
+        model = BY_NAME[name].build()
+        before = bits_of(model)
+        with pytest.raises(CheckpointError, match="q_proj") as error:
+            lora.load_adapter(model, tmp_path / "qwen2")
+        assert "\n" not in str(error.value)
+        assert_same_bits(model, before)
+        assert not adapter_of(model)

@@ -1,0 +1,131 @@
+"""What training is made of: checkpointing, compilation, device maps, several processes."""
+
+import accelerate
+import pytest
+import torch
+from models import BY_NAME, output_of, train
+from ours import R, assert_close, step, with_lora
+from theirs import adapter_of
+from torch import nn
+from two_processes import UNITS, WRAPPERS, batches_of, take_steps, train_all_on_two
+
+import loralib as lora
+
+PLAIN_AND_DORA = pytest.mark.parametrize("variant", ["lora", "dora"])
+COMPILED = ["qwen2", "gpt2", "bert", "vit", "timm_resnet", "attention", "encoder"]
+CHECKPOINTED = ["llama", "gpt2", "bert", "t5", "vit"]
+
+
+# ------------------------------------------------------------------------------------------------
+# Checkpointing
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CHECKPOINTED)
+@pytest.mark.parametrize("reentrant", [False, True])
+@PLAIN_AND_DORA
+def test_gradient_checkpointing_gives_the_same_gradients(name: str, variant: str, reentrant: bool):
+    case = BY_NAME[name]
+    model = with_lora(case, variant, lora_dropout=0.3 if "embed" not in str(case.targets) else 0.0)
+    torch.manual_seed(0)
+    output, grads = step(model, case.batch())
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:  # whose segments need an input that has a gradient
+        model.enable_input_require_grads()
+    torch.manual_seed(0)
+    own_output, own_grads = step(train(model), case.batch())
+    assert_close(own_output, output)
+    assert own_grads.keys() == grads.keys()
+    for tensor_name, grad in grads.items():
+        assert_close(own_grads[tensor_name], grad, what=tensor_name)
+
+
+# ------------------------------------------------------------------------------------------------
+# Compilation
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COMPILED)
+@PLAIN_AND_DORA
+def test_compiled_models_give_the_same(name: str, variant: str):
+    case = BY_NAME[name]
+    model = with_lora(case, variant)
+    output, grads = step(model, case.batch())
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    own_output, _ = step(compiled, case.batch())
+    assert_close(own_output, output)
+    for name, grad in grads.items():
+        assert_close(model.get_parameter(name).grad, grad, what=name)
+    with torch.no_grad():
+        assert_close(output_of(compiled.eval(), case.batch()), output)
+
+
+def test_a_compiled_model_is_refused():
+    model = nn.Sequential(nn.Linear(4, 4))
+    for wrapped in (torch.compile(model), nn.DataParallel(model)):
+        with pytest.raises(
+            ValueError, match=r"\(OptimizedModule|DataParallel\): adapt the model before"
+        ):
+            lora.add_lora(wrapped, "0", r=2)
+    model.compile()
+    with pytest.raises(ValueError, match="compiled already"):
+        lora.add_lora(model, "0", r=2)
+
+
+# ------------------------------------------------------------------------------------------------
+# Device maps
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "resnet", "convolutions"])
+@PLAIN_AND_DORA
+@torch.no_grad()
+def test_an_adapted_model_is_dispatched_by_accelerate(name: str, variant: str, tmp_path):
+    case = BY_NAME[name]
+    model = with_lora(case, variant).eval()
+    output = output_of(model, case.batch())
+    accelerate.cpu_offload(model, execution_device="cpu")
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    for _ in range(2):
+        assert_close(output_of(model, case.batch()), output)
+
+
+def test_a_model_that_is_dispatched_already_is_refused():
+    case = BY_NAME["qwen2"]
+    model = accelerate.cpu_offload(case.build(), execution_device="cpu")
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(
+        TypeError, match="q_proj has a forward of its own, as a device map's hooks"
+    ) as error:
+        lora.add_lora(model, case.targets, r=R)
+    assert "\n" not in str(error.value)
+    assert [type(module) for module in model.modules()] == classes
+
+
+# ------------------------------------------------------------------------------------------------
+# Several processes
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=WRAPPERS)
+def trained_on_two(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    return train_all_on_two(request.param, ["lora", "dora"], folder)
+
+
+@pytest.mark.parametrize("name", UNITS)
+@PLAIN_AND_DORA
+def test_two_processes_train_as_one(name: str, variant: str, trained_on_two):
+    case = BY_NAME[name]
+    alone = with_lora(case, variant)
+    take_steps(alone, batches_of(case))
+    adapter, output = trained_on_two[f"{name} {variant}"]
+    expected = adapter_of(alone)
+    start = adapter_of(with_lora(case, variant))
+    assert adapter.keys() == expected.keys()
+    for tensor_name, tensor in expected.items():
+        moved = (tensor - start[tensor_name]).detach()
+        assert_close(adapter[tensor_name] - start[tensor_name], moved, 1e-4, tensor_name)
+    with torch.no_grad():
+        assert_close(output, output_of(alone.eval(), case.batch()))
