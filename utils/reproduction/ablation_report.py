@@ -197,7 +197,9 @@ def _draw_points(panel: Axes, rows: Sequence[Row], outcomes: Outcomes) -> None:
         fmt="o",
         capsize=3,
     )
-    panel.set_yticks(places, [f"{row.name} (r = {row.rank})" for row in rows])
+    is_one_rank = len({row.rank for row in rows}) == 1  # which the title says
+    names = [row.name if is_one_rank else f"{row.name} (r = {row.rank})" for row in rows]
+    panel.set_yticks(places, names)
     panel.invert_yaxis()
     panel.set_xlabel("accuracy, %")
     panel.legend(fontsize="small")
@@ -231,4 +233,4 @@ def write_report(out: Path, outcomes: Outcomes, settings: Settings) -> None:
     with atomic_write(out / TABLE_NAME) as temporary:
         temporary.write_text(report(outcomes, settings), encoding="utf-8")
     with atomic_write(out / PICTURE_NAME) as temporary:
-        draw(outcomes).savefig(temporary, format="png", dpi=100)
+        draw(outcomes).savefig(temporary, format="png", dpi=100, pil_kwargs={"optimize": True})

@@ -189,6 +189,20 @@ def test_the_picture_shows_means_and_intervals(monkeypatch):
         assert 50 in (dashed.get_xdata()[0], dashed.get_ydata()[0])
 
 
+def test_the_picture_names_ranks_where_they_differ():
+    rows = [HEAD_ALONE, *(row for question in QUESTIONS for row in question.rows)]
+    points, curves, variants = draw({row.key: outcome(0.5, 0.5) for row in rows}).axes
+    assert points.get_yticklabels()[-1].get_text() == "all four (r = 2)"
+    names = [label.get_text() for label in variants.get_yticklabels()]
+    assert names == [row.name for row in QUESTIONS[2].rows]
+    assert [curve.get_label() for curve in curves.containers] == [
+        "query",
+        "query, value",
+        "all four",
+    ]
+    assert list(curves.get_xticks()) == [1, 2, 4, 8, 64]
+
+
 @pytest.mark.parametrize(
     ("rates", "said"),
     [
