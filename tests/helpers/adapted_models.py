@@ -145,6 +145,13 @@ CASES = {
         of_peft_with_dora=False,
         in_bank=False,
     ),
+    "own out_proj": Case(
+        Attending,
+        (_draw(3, 4, 8), _draw(3, 5, 8)),
+        {"targets": ["attention", "out_proj"], "alpha_pattern": {"out_proj": 5}},
+        of_peft=False,
+        in_bank=False,
+    ),
     "separate": Case(
         lambda: Attending(6),
         (_draw(3, 4, 8), _draw(3, 5, 6)),
