@@ -37,6 +37,7 @@ from loralib.adapters.checks import check_base
 from loralib.adapters.deltas import adapted_modules, lora_pairs, merge_into, rank_of
 from loralib.adapters.families import Family, family_of, registered
 from loralib.adapters.formats import FORMATS, format_of_name, read_adapter, write_adapter
+from loralib.adapters.names import within_layer
 from loralib.adapters.soundness import check_lora
 from loralib.errors import (
     AlphaError,
@@ -355,6 +356,7 @@ def describe(adapter: Adapter) -> dict[str, str]:
         "variant": metadata.variant,
         "start": metadata.initialization,
         "targets": f"{plain(metadata.targets)}, in {len(pairs)} modules",
+        "slices": _updated(metadata.slices),
         "dropout": metadata.dropout,
         "biases": metadata.bias,
         "positions": None if metadata.positions is None else _REACHED[metadata.positions],
@@ -376,6 +378,15 @@ def _exceptions(pattern: Mapping[str, float] | None) -> str:
     counts = Counter((pattern or {}).values())
     listed = ", ".join(f"{value:g} in {count} modules" for value, count in sorted(counts.items()))
     return f", but {listed}" if listed else ""
+
+
+def _updated(slices: Mapping[str, tuple[bool, ...]] | None) -> str | None:
+    """Which slices of modules' outputs have an update, for people."""
+    listed = {
+        f"{within_layer(module)} {', '.join('yes' if on else 'no' for on in enabled)}"
+        for module, enabled in (slices or {}).items()
+    }
+    return "; ".join(sorted(listed)) or None
 
 
 # ------------------------------------------------------------------------------------------------

@@ -524,6 +524,8 @@ def as_peft_computes(adapter: Adapter) -> tuple[Adapter, list[str]]:
             continue
         slices[module] = slices_of(adapter, module)
         parts, rank, alpha = len(delta.starts), *_strength(metadata, module)
+        if parts == 1:
+            continue
         remarks.append(
             f"{parts} updates of rank {rank} in one {module.rpartition('.')[2]} are, for PEFT, one "
             f"of rank {parts * rank} and alpha {_joined_alpha(metadata, alpha, parts):g}: the same "

@@ -218,6 +218,25 @@ def test_other_formats_keep_every_bit(file_on, base_path, tmp_path, targets, for
     assert args.lora_targets == targets
 
 
+@pytest.mark.parametrize(
+    ("targets", "told"),
+    [
+        (("key",), []),
+        (
+            ("query", "key"),
+            [
+                "2 updates of rank 2 in one c_attn are, for PEFT, one of rank 4 and alpha 12: "
+                "the same sums"
+            ],
+        ),
+        (("mlp_up", "mlp_down"), []),
+    ],
+)
+def test_of_stacked_updates_a_user_is_told(file_on, tmp_path, targets, told):
+    remarks = write_adapter(tmp_path / "out", read_adapter(file_on(targets)), "peft")
+    assert [remark for remark in remarks if "updates" in remark] == told
+
+
 @by_targets
 def test_merged_into_the_base_it_is_the_same(file_on, trained_on, base_path, targets):
     plain, _ = open_model(parse("--init_checkpoint", base_path))

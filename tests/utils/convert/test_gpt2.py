@@ -9,7 +9,8 @@ import torch
 from conversions import OUT, close, make_base, plain_logits, seed, train, tree
 from safetensors.torch import save_file
 
-from loralib.adapters.formats import write_adapter
+from loralib.adapters.deltas import deltas_of
+from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.io.tensors import read_tensors
 
 
@@ -64,7 +65,8 @@ def test_a_file_of_no_known_card(failure, trained, tmp_path, lacking):
     assert ("give the folder of the model" if lacking == "all cards" else "wte.weight is") in line
 
 
-# PEFT's adapters of GPT-2 that its layers here, and the release's, have no place for.
+# PEFT's adapters of GPT-2 that the release's layers have no place for; of all of c_attn as one, nor
+# have those here.
 FOREIGN = {
     "all of c_attn": {"attn.c_attn": (16, 48)},
     "the attention's c_proj": {"attn.c_proj": (16, 16)},
@@ -102,13 +104,25 @@ def test_foreign_adapters_merge(convert, trained, tmp_path, modules):
     assert plain_logits(tmp_path / "out", "gpt2").isfinite().all()
 
 
-@pytest.mark.parametrize("format", ["lora", "release"])
-@pytest.mark.parametrize("modules", FOREIGN)
+@pytest.mark.parametrize(
+    ("modules", "format"),
+    [*((modules, "release") for modules in FOREIGN), ("all of c_attn", "lora"), ("both", "lora")],
+)
 def test_foreign_adapters_have_no_other_format(failure, tmp_path, modules, format):
     foreign_adapter(tmp_path / "in", FOREIGN[modules])
     for target in (OUT[format], "folder"):
         line = failure(tmp_path / "in", tmp_path / target, "--to", format)
         assert line.endswith("merge it into its base (--to merged)")
+
+
+@pytest.mark.parametrize("modules", ["the attention's c_proj", "the MLP"])
+def test_foreign_adapters_of_other_layers_are_ours_as_well(convert, tmp_path, modules):
+    sums = foreign_adapter(tmp_path / "in", FOREIGN[modules])
+    convert(tmp_path / "in", tmp_path / "out.safetensors", "--to", "lora")
+    deltas = deltas_of(read_adapter(tmp_path / "out.safetensors"))
+    assert {f"{name}.weight" for name in deltas} == sums.keys()
+    for name, delta in deltas.items():
+        close(delta.product().t(), sums[f"{name}.weight"].float(), terms=5)
 
 
 def test_a_merged_gpt2_says_that_its_head_is_its_embedding(convert, tmp_path):
