@@ -142,7 +142,10 @@ def read_base(path: str | None) -> Base:
 
 
 def open_model(
-    args: argparse.Namespace, lora_path: str | None = None, lora_dropout: float = 0.0
+    args: argparse.Namespace,
+    lora_path: str | None = None,
+    lora_dropout: float = 0.0,
+    new_lora: bool = True,
 ) -> tuple[GPT2LMModel, Base]:
     """The model that the flags of `add_model_params` ask for, and the base it stands on.
 
@@ -150,6 +153,7 @@ def open_model(
         args: LoRA's flags, where not given, are set to what the files say.
         lora_path: an adapter of any format, see loralib.adapters.formats.
         lora_dropout: dropout on the update's input.
+        new_lora: whether LoRA that no file brings is initialized, see `load_base`.
 
     Raises:
         CheckpointError: a file cannot be read, does not fit the other or the flags.
@@ -178,7 +182,8 @@ def open_model(
         model = GPT2LMModel(config)
     else:
         _check_patterns(args, config, base)
-        model = load_base(config, base.tensors, args.init_checkpoint, new_lora=adapter is None)
+        new_lora = new_lora and adapter is None
+        model = load_base(config, base.tensors, args.init_checkpoint, new_lora)
     if adapter is not None and has_layers:
         load_into(model, adapter, base.fingerprint, GPT2.of_base)
     elif adapter is not None:

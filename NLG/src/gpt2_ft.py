@@ -95,7 +95,7 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
 
     # ---- model, the same in all processes ----
     set_seed(args.random_seed)
-    model, base = open_model(args, lora_dropout=args.lora_dropout)
+    model, base = open_model(args, lora_dropout=args.lora_dropout, new_lora=resumed is None)
     check_fits(args, model.config)
     choose_trained(model, args.lora_dim)
     model.to(device)

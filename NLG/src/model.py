@@ -516,8 +516,8 @@ def load_base(
         tensors: a complete base under its canonical names, with all LoRA tensors or none (they
             are then newly initialized).
         source: names the file in errors.
-        new_lora: whether LoRA tensors that the file lacks are initialized; not where an adapter
-            brings them next, because it may take long.
+        new_lora: whether LoRA tensors that the file lacks are initialized; not where an adapter or
+            a run's state brings them next, because decomposing weights may take minutes.
 
     Raises:
         CheckpointError: tensors are missing, unknown or of another shape, or not finite numbers.
