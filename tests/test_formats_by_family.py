@@ -114,10 +114,10 @@ FORBIDDEN = {
     ("rslora", "release"): "its LoRA is of the variant rslora, which this format cannot say",
     ("dora", "release"): "its LoRA is of the variant dora, which this format cannot say",
     ("rslora+dora", "release"): "its LoRA is of the variant rslora+dora, which this format cannot",
-    ("patterns", "release"): "its LoRA has a rank_pattern of its own, which this format cannot say",
+    ("patterns", "release"): "its metadata has rank_pattern, which this format cannot say",
     ("embedding", "release"): "its LoRA is of the embeddings last, which this format cannot say",
     ("embedding", "merged"): NO_FAMILY,
-    ("slices", "release"): "its LoRA has a slices of its own, which this format cannot say",
+    ("slices", "release"): "its metadata has slices, which this format cannot say",
     ("slices", "merged"): NO_FAMILY,
 }
 KEPT = [

@@ -13,9 +13,10 @@ A package with a model of its own registers the model's family, in one place nex
     )
 
 This library names no model. An adapter of a family that is not registered is handled as one of any
-model: all its modules are taken for linear layers with one low-rank update each, and what belongs
-to the base is told from the adapter itself. Where that is not enough, as for stacked updates, it is
-refused.
+model: its modules are taken for linear layers with one low-rank update each, but for what its
+metadata (embeddings, slices) and its shapes (convolutions) say, and what belongs to the base is
+told from the adapter itself. Where that is not enough, as for stacked updates of unknown slices, it
+is refused.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,13 +1,13 @@
 """The formats that an adapter has on disk: which one a file is, reading it, writing another.
 
-    format    what it is                                            alpha, base, task, labels
+    format    what it is                                            variant, alphas, base, task
     lora      this project's: safetensors, with a `LoraMetadata`    yes
               and a checksum in the metadata
-    release   microsoft/LoRA's: a dict of tensors saved by torch;   no; for GPT-2, if this project
-              for GPT-2 in another dict, under model_state_dict,    wrote the file
+    release   microsoft/LoRA's: a dict of tensors saved by torch;   no; for GPT-2, all but variants,
+              for GPT-2 in another dict, under model_state_dict,    if this project wrote it
               its names beginning with "module."
-    peft      PEFT's: a folder of adapter_config.json and           alpha and base; task and
-              adapter_model.safetensors, see peft.py                labels if this project wrote it
+    peft      PEFT's: a folder of adapter_config.json and           variant, alphas, base; more if
+              adapter_model.safetensors, see peft.py                this project wrote it
     plain     what `lora_state_dict` gives of any model, saved by   no
               torch
 
@@ -251,7 +251,7 @@ def what_forbids(adapter: Adapter, format: str) -> str | None:
         for what in _NOT_IN_RELEASE:
             value = getattr(adapter.metadata, what, None)
             if isinstance(value, Mapping) and value:
-                return f"its LoRA has a {what} of its own, which this format cannot say"
+                return f"its metadata has {what}, which this format cannot say"
             if value and value not in _WITHOUT_EFFECT:
                 return f"its LoRA is of the {what} {plain(value)}, which this format cannot say"
     if format == "peft" and isinstance(adapter.metadata, LoraMetadata):

@@ -256,7 +256,9 @@ def test_a_release_s_file_has_query_and_value_alone(file_on, tmp_path, targets):
         return
     in_attention = [name for name in targets if TARGETS[name] == "attn.c_attn"]
     slices_are_others = in_attention and tuple(in_attention) != DEFAULT
-    says = "a slices of its own" if slices_are_others else "where the release's GPT-2 has no LoRA"
+    says = (
+        "has slices, which this" if slices_are_others else "where the release's GPT-2 has no LoRA"
+    )
     with pytest.raises(NeedsMergingError, match=says) as caught:
         write_adapter(path, adapter, "release")
     assert "\n" not in str(caught.value)

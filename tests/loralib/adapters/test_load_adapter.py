@@ -254,10 +254,10 @@ def test_layers_that_no_format_describes(tmp_path, layer, message):
         ({"variant": "dora"}, "of the variant dora"),
         ({"variant": "rslora"}, "of the variant rslora"),
         ({"initialization": "pissa"}, "of the initialization pissa"),
-        ({"rank_pattern": {"layers.0.out": 4}}, "a rank_pattern of its own"),
-        ({"alpha_pattern": {"layers.0.out": 4}}, "a alpha_pattern of its own"),
+        ({"rank_pattern": {"layers.0.out": 4}}, "has rank_pattern, which"),
+        ({"alpha_pattern": {"layers.0.out": 4}}, "has alpha_pattern, which"),
         ({"targets": "words"}, "of the embeddings words"),
-        ({"targets": "qkv", "enable_lora": {"qkv": [True, False, True]}}, "a slices of its own"),
+        ({"targets": "qkv", "enable_lora": {"qkv": [True, False, True]}}, "has slices, which"),
     ],
 )
 def test_what_the_releases_format_cannot_say(tmp_path, settings, message):
