@@ -24,6 +24,7 @@ to 0.21), so that B of the same function is here twice what it is there.
 PEFT's settings beyond that which change what is computed are refused by name.
 """
 
+import functools
 import json
 import logging
 import math
@@ -280,7 +281,7 @@ def _is_pattern(value: Any, is_sound: Callable[[Any], bool]) -> bool:
 
 def _is_expression(text: str) -> bool:
     try:
-        re.compile(_end_of_name(text))
+        _end_of_name(text)
     except (re.error, RecursionError, OverflowError):
         return False
     return True
@@ -347,14 +348,15 @@ def _by_pattern(
     """A module's rank or alpha: that of the first pattern which matches, as in PEFT."""
     name = _attention_of(module, modules) or module
     for pattern, value in (config.get(_PATTERNS[setting]) or {}).items():
-        if re.match(_end_of_name(pattern), name):
+        if _end_of_name(pattern).match(name):
             return value
     return config[setting]
 
 
-def _end_of_name(pattern: str) -> str:
+@functools.lru_cache(maxsize=4096)
+def _end_of_name(pattern: str) -> re.Pattern[str]:
     """The expression that PEFT makes of a pattern's key: for a name, or its end after a dot."""
-    return rf"(.*\.)?({pattern})$"
+    return re.compile(rf"(.*\.)?({pattern})$")
 
 
 def _attention_of(module: str, modules: Collection[str]) -> str | None:
@@ -675,7 +677,7 @@ def _pattern(values: Mapping[str, float], modules: Collection[str]) -> dict[str,
     """
     return {
         f"^{re.escape(module)}"
-        if any(other != module and re.match(_end_of_name(module), other) for other in modules)
+        if any(other != module and _end_of_name(module).match(other) for other in modules)
         else module: _as_int(value)
         for module, value in values.items()
     }
