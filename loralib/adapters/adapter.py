@@ -8,7 +8,7 @@ formats.py.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
@@ -106,6 +106,8 @@ class Adapter:
         source: the file or folder that it was read from; what errors call it.
         kind: what it is.
         format: the format that it had on disk, see `loralib.adapters.formats`.
+        base_weights: what its file also holds of the base, by the base's names: not the adapter's,
+            but what it was trained with.
     """
 
     tensors: dict[str, Tensor]
@@ -113,6 +115,7 @@ class Adapter:
     source: str = "adapter"
     kind: Kind = LORA
     format: str | None = None
+    base_weights: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def lora(self) -> LoraMetadata:

@@ -20,7 +20,7 @@ compared where a file has them: torch's archives and our own safetensors do.
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,10 +140,11 @@ def _fetch_first(source: str, names: Iterable[str], where: Mapping[str, Any]) ->
 
 def _read_peft(path: Path, kind: Kind) -> Adapter:
     weights = peft.weights_of(path)
-    tensors, metadata = read_checked(weights, kind)
-    tensors = canonical_names(peft.names_in_model(tensors, str(weights)), str(weights))
+    held, metadata = read_checked(weights, kind)
+    tensors = canonical_names(peft.names_in_model(held, str(weights)), str(weights))
     known = LoraMetadata.from_metadata(metadata, weights)
-    return peft.read(path.with_name(peft.CONFIG_NAME), tensors, weights, known)
+    adapter = peft.read(path.with_name(peft.CONFIG_NAME), tensors, weights, known)
+    return replace(adapter, base_weights=peft.base_weights(held))
 
 
 _PEFT = Foreign("PEFT", (peft.CONFIG_NAME,), peft.WEIGHTS_NAMES, _read_peft)

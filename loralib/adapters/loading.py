@@ -284,6 +284,7 @@ def load_adapter(
     settings = _settings_of(adapter, weights)
     _check_present(adapter, present, settings)
     _check_besides(model, adapter, besides)
+    _check_base_weights(model, adapter)
     if shared_projections(model) & weights.keys():
         check_positions(adapter, _would_reach_positions(model, weights))
     check_possible_base(adapter, possible_fingerprints(model, weights, besides))
@@ -367,6 +368,24 @@ def _check_besides(model: nn.Module, adapter: Adapter, besides: Mapping[str, Ten
     ]
     if differing:
         raise CheckpointError(f"{adapter.source}: {'; '.join(differing[:4])}")
+
+
+def _check_base_weights(model: nn.Module, adapter: Adapter) -> None:
+    """Checks that what an adapter's file holds of its base is the model's, in either's dtype."""
+    state = model.state_dict()
+    for name, theirs in adapter.base_weights.items():
+        ours = state.get(name)
+        if ours is None or ours.shape != theirs.shape or not _same_when_rounded(theirs, ours):
+            raise CheckpointError(
+                f"{adapter.source}: was trained with another {name} than the model's, which it "
+                "holds as well: give it the base that has that weight"
+            )
+
+
+def _same_when_rounded(one: Tensor, other: Tensor) -> bool:
+    """Whether these are the same in the dtype of one of them."""
+    one = one.to(other.device)
+    return any(torch.equal(one.to(dtype), other.to(dtype)) for dtype in (one.dtype, other.dtype))
 
 
 def _would_reach_positions(model: nn.Module, adapted: Collection[str]) -> bool:

@@ -84,6 +84,8 @@ _VARIANTS = {
 }
 # The head that PEFT itself saves as one module, where the task is its SEQ_CLS.
 _CLASSIFIER = "classifier"
+# What follows the name of an adapted module in that of its frozen weight.
+_BASE_WEIGHT = ".base_layer.weight"
 # What follows the name of an `nn.MultiheadAttention` in its output projection's.
 _OUT_PROJ = ".out_proj"
 # How often PEFT adds an update to an attention's output projection; a power of 2 rounds nothing.
@@ -378,6 +380,15 @@ def _adds_twice(config: Mapping[str, Any]) -> bool:
     return version is not None and int(version[1]) <= 21
 
 
+def base_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What PEFT has written of the base, an adapted embedding's weight, by the base's names."""
+    return {
+        name.removeprefix(PREFIX).removesuffix(_BASE_WEIGHT) + ".weight": tensor
+        for name, tensor in tensors.items()
+        if name.endswith(_BASE_WEIGHT)
+    }
+
+
 def names_in_model(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     """PEFT's tensors under the names that the base model has for them.
 
@@ -392,7 +403,7 @@ def names_in_model(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tens
         if ".original_module." in name:
             continue
         # With an adapted embedding PEFT also writes the frozen weight.
-        if name.endswith(".base_layer.weight"):
+        if name.endswith(_BASE_WEIGHT):
             logger.warning("%s: %s is left out: it is the base's own weight", source, name)
             continue
         own = name.removeprefix(PREFIX)
