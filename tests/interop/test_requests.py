@@ -1,0 +1,150 @@
+"""What users ask add_lora for in models of other libraries, and what it has to refuse."""
+
+import pytest
+import torch
+from models import BY_NAME, Case, output_of
+from ours import ALPHA, R, assert_close, assert_same_bits, bits_of, step, with_lora
+from theirs import adapter_of, with_peft
+from torch import nn
+
+import loralib as lora
+import transformers
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral", "gpt2", "bert", "t5"])
+def test_all_linear_means_what_it_means_to_peft(name: str):
+    case = BY_NAME[name]
+    case = Case(case.name, case.make, case.batch, "all-linear", 0, case.task)
+    ours, theirs = adapter_of(with_lora(case)), adapter_of(with_peft(case))
+    # For PEFT all that is not the head's last layer; here what is in the numbered layers.
+    assert ours.keys() == {name for name in theirs if not name.startswith("bert.pooler.")}
+
+
+@pytest.mark.parametrize("name", ["wte", "lm_head"])
+def test_tied_weights_are_refused_unless_they_may_be_untied(name: str):
+    case = BY_NAME["gpt2"]
+    model = case.build()
+    before = bits_of(model)
+    with pytest.raises(ValueError, match=r"shares its weight with .* or say untie=True") as error:
+        lora.add_lora(model, name, r=R)
+    assert "\n" not in str(error.value)
+    assert_same_bits(model, before)
+    assert not adapter_of(model)
+
+    assert len(lora.add_lora(model, name, r=R, untie=True)) == 1
+    with torch.no_grad():
+        for parameter in adapter_of(model).values():
+            parameter.add_(0.1)
+        output = output_of(model, case.batch())
+        assert_close(output_of(lora.merge(model), case.batch()), output)
+
+
+def test_a_fused_projection_is_adapted_by_slices():
+    case = BY_NAME["gpt2"]
+    model = case.build()
+    names = lora.add_lora(
+        model, "c_attn", r=R, lora_alpha=ALPHA, enable_lora={"c_attn": [True, False, True]}
+    )
+    layer = model.get_submodule(names[0])
+    width = layer.out_features // 3
+    assert layer.lora_A.shape == (2 * R, layer.in_features)
+    assert layer.lora_B.shape == (2 * width, R)
+    x = torch.randn(4, layer.in_features)
+    with torch.no_grad():
+        before = layer(x)
+        layer.lora_B.normal_()
+        moved = (layer(x) - before).abs().amax(0).unflatten(0, (3, -1)).amax(1)
+    assert moved[0] > 0.01
+    assert moved[1] == 0
+    assert moved[2] > 0.01
+
+
+def test_an_adapted_model_generates():
+    case = BY_NAME["llama"]
+    model = with_lora(case).eval()
+    ids = case.batch()["input_ids"][:1]
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    generated = model.generate(ids, **settings)
+    merged = lora.merge(model)
+    assert torch.equal(merged.generate(ids, **settings), generated)
+    # What the cache of keys and values gives is what the whole sequence gives.
+    with torch.no_grad():
+        said = model(input_ids=generated[:, :-1]).logits.argmax(-1)[0, ids.shape[1] - 1 :]
+    assert torch.equal(said, generated[0, ids.shape[1] :])
+
+
+def test_targets_are_added_to_what_is_there():
+    case = BY_NAME["attention"]
+    model = case.build()
+    assert lora.add_lora(model, "last", r=R) == ("last",)
+    assert lora.add_lora(model, "attention", r=2) == ("attention", "attention.out_proj")
+    assert {name: p.shape[0] for name, p in adapter_of(model).items() if name[-1] == "A"} == {
+        "attention.lora_A": 2,
+        "attention.out_proj.lora_A": 2,
+        "last.lora_A": R,
+    }
+    for again in ("last", "attention", "attention.out_proj"):
+        with pytest.raises(ValueError, match="has LoRA already: remove_lora first, or exclude it"):
+            lora.add_lora(model, again, r=2)
+    _, grads = step(model, case.batch())
+    assert grads.keys() == adapter_of(model).keys()
+
+
+def test_an_output_projection_is_adapted_alone():
+    case = BY_NAME["attention"]
+    model = case.build()
+    assert lora.add_lora(model, "out_proj", r=R) == ("attention.out_proj",)
+    with torch.no_grad():
+        before = output_of(model, case.batch())
+        model.attention.out_proj.lora_B.normal_()
+        output = output_of(model, case.batch())
+        assert (output - before).abs().max() > 0.01
+        assert_close(output_of(model.eval(), case.batch()), output)
+        assert_close(output_of(lora.merge(model), case.batch()), output)
+    assert type(model.attention) is nn.MultiheadAttention
+
+
+def test_a_model_is_loaded_with_a_device_map(tmp_path):
+    case = BY_NAME["qwen2"]
+    case.build().save_pretrained(tmp_path)
+    for device_map in ("cpu", {"": "cpu"}):
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map)
+        assert len(lora.add_lora(model, case.targets, r=R)) == case.adapted
+        _, grads = step(model, case.batch())
+        assert grads.keys() == adapter_of(model).keys()
+
+
+def test_what_save_pretrained_writes_of_a_merged_model_is_the_model(tmp_path):
+    case = BY_NAME["gpt2"]
+    model = lora.merge(with_lora(case, "dora"))
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert_close(output_of(again, case.batch()), output_of(model, case.batch()))
+
+
+UNSUPPORTED = {
+    "a norm": ("llama", "input_layernorm", "LlamaRMSNorm, which has no LoRA layer: exclude it"),
+    "a block": ("bert", "attention.self", "which has no LoRA layer: exclude it"),
+}
+
+
+@pytest.mark.parametrize(("name", "target", "expected"), UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_what_has_no_lora_layer_is_named(name: str, target: str, expected: str):
+    model = BY_NAME[name].build()
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(lora.UnsupportedLayerError, match=expected) as error:
+        lora.add_lora(model, ["all-linear", target], r=2)
+    assert "\n" not in str(error.value)
+    assert [type(module) for module in model.modules()] == kinds
+
+
+def test_quantized_layers_are_named():
+    quantized = nn.Sequential(torch.ao.nn.quantized.dynamic.Linear(8, 8))
+    with pytest.raises(lora.UnsupportedLayerError, match=r"quantized.*: exclude it"):
+        lora.add_lora(quantized, "0", r=2)
+
+
+def test_near_names_are_listed():
+    with pytest.raises(ValueError, match=r"'qproj' matches no module .*; it has .*q_proj"):
+        lora.add_lora(BY_NAME["llama"].build(), "qproj", r=2)
