@@ -30,7 +30,7 @@ __version__ = "0.2.0"
 # Names of the heavier modules, and where they are.
 _LAZY = {
     "AdapterBank": ".serving.bank",
-    "UnsupportedLayerError": ".inject",
+    "UnsupportedLayerError": ".errors",
     "add_lora": ".inject",
     "remove_lora": ".inject",
     "load_adapter": ".adapters.loading",

@@ -150,6 +150,10 @@ class DiskFullError(OSError):
         )
 
 
+class UnsupportedLayerError(TypeError):
+    """A module that is to be adapted, and that there is no LoRA layer for."""
+
+
 class TrainingError(RuntimeError):
     """A run that cannot continue. The message is one line."""
 

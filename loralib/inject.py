@@ -27,14 +27,11 @@ from .adapted_layers import (
     AdaptedProjection,
     MultiheadAttention,
 )
+from .errors import UnsupportedLayerError
 from .in_place import leave_fast_path, take_fast_path, turn_back, turn_into, was_turned
 from .layers import Embedding, Linear, LoRALayer, MergedLinear
 from .targets import Target, by_pattern, find
 from .utils import check_bias, train_biases
-
-
-class UnsupportedLayerError(TypeError):
-    """A module that is to be adapted, and that there is no LoRA layer for."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,11 +15,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..errors import CheckpointError, TrainingError
+from ..errors import CheckpointError, TrainingError, UnsupportedLayerError
 
 logger = logging.getLogger(__name__)
 
-EXPECTED_ERRORS = (CheckpointError, TrainingError, OSError, ValueError, torch.OutOfMemoryError)
+EXPECTED_ERRORS = (
+    *(CheckpointError, TrainingError, UnsupportedLayerError),
+    *(OSError, ValueError, torch.OutOfMemoryError),
+)
 
 
 def set_up_device(*, tf32: bool = False, deterministic: bool = False) -> None:

@@ -96,6 +96,7 @@ BAD = {
     "no such model": (["--model", "/no/such/folder"], "/no/such/folder"),
     "no such text": (["--text", "/no/such/text"], "/no/such/text: No such file or directory"),
     "no such target": (["--targets", "q_prj"], "'q_prj' matches no module of the model; it has "),
+    "no linear layer": (["--targets", "norm"], "LlamaRMSNorm, which has no LoRA layer"),
     "no such variant": (["--variant", "qlora"], "unknown variant 'qlora' of LoRA"),
     "rank": (["--r", "0"], "r, the rank, has to be an integer of at least 1, got 0"),
     "alpha": (["--lora_alpha", "-1"], "lora_alpha has to be above 0"),
