@@ -31,6 +31,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .nn import products
+
 _Own = TypeVar("_Own", bound="Delta")
 _OwnDora = TypeVar("_OwnDora", bound="DoraDelta")
 
@@ -214,8 +216,8 @@ class DoraDelta(Delta):
         self, x: Tensor, dropped: Tensor | None, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         """As for `Delta`, with the rows of the sum multiplied by the gain."""
-        out = super().linear(x, dropped, weight, None) * self.gain(weight).to(x.dtype)
-        return out if bias is None else out.add_(bias)
+        out, gain = super().linear(x, dropped, weight, None), self.gain(weight).to(x.dtype)
+        return out * gain if bias is None else torch.addcmul(bias, out, gain)
 
     def add_to(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         """As for `Delta`."""
@@ -345,7 +347,7 @@ class _LowRankLinear(torch.autograd.Function):
         scaling: float,
         starts: tuple[int, ...],
     ) -> Tensor:
-        out = F.linear(x, weight, bias)
+        out = products.linear(x, weight, bias)
         z = F.linear(x if dropped is None else dropped, A).mul_(scaling)
         # z is scaled already, because the gradient of B needs it so.
         Delta(A, B, 1.0, starts).expand_into(out, z)
@@ -376,7 +378,7 @@ class _LowRankLinear(torch.autograd.Function):
         )
         grad_x = grad_dropped = grad_weight = grad_bias = grad_A = grad_B = None
         if needs[0]:
-            grad_x = grad @ weight
+            grad_x = products.linear(grad, weight.t())
             if not ctx.has_dropped:
                 grad_x.addmm_(grad_z, A)
         if needs[1]:
