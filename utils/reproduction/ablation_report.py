@@ -183,6 +183,13 @@ def draw(outcomes: Outcomes) -> Figure:
             panel.axvline(head, label=HEAD_ALONE.name, **line)
             _draw_points(panel, question.rows, outcomes)
         panel.grid(alpha=0.3)
+    entries = {
+        label: handle
+        for panel in panels
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    # Below the panels, where it hides nothing.
+    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=len(entries))
     return figure
 
 
@@ -202,7 +209,6 @@ def _draw_points(panel: Axes, rows: Sequence[Row], outcomes: Outcomes) -> None:
     panel.set_yticks(places, names)
     panel.invert_yaxis()
     panel.set_xlabel("accuracy, %")
-    panel.legend(fontsize="small")
 
 
 def _draw_curves(panel: Axes, rows: Sequence[Row], outcomes: Outcomes) -> None:
@@ -225,7 +231,6 @@ def _draw_curves(panel: Axes, rows: Sequence[Row], outcomes: Outcomes) -> None:
     panel.set_xticks(ranks, [str(rank) for rank in ranks])
     panel.set_xlabel("rank r")
     panel.set_ylabel("accuracy, %")
-    panel.legend(fontsize="small")
 
 
 def write_report(out: Path, outcomes: Outcomes, settings: Settings) -> None:
