@@ -7,7 +7,7 @@ pass of its own. Here both are oneDNN's linear layer, which PyTorch has for its 
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 # Multiplications from which on it pays: the first product of a shape takes 0.3 ms more.
 _LARGE = 2**28
@@ -43,6 +43,8 @@ def _suits_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return (
         _HAS_ONEDNN
         and is_faster
+        # Subclasses, such as sharded tensors, have operators of their own.
+        and {type(x), type(weight)} <= {Tensor, nn.Parameter}
         and x.device.type == "cpu"
         and x.is_contiguous()
         and len(x) * weight.numel() >= _LARGE
