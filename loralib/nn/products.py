@@ -49,5 +49,5 @@ def _suits_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and x.is_contiguous()
         and len(x) * weight.numel() >= _LARGE
         and not torch.is_grad_enabled()
-        and torch.backends.mkldnn.enabled
+        and bool(torch.backends.mkldnn.enabled)
     )

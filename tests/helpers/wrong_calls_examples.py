@@ -15,6 +15,16 @@ COMMON = {
     PREDICT: "--model_name_or_path {good}/base a={good}/lora.safetensors --output_file out.jsonl",
 }
 CALLS = {
+    "examples/any_model.py": [
+        (
+            "--model {good}/base --text {bad}/nowhere.txt --epochs 0",
+            "--epochs must be at least 1, not 0",
+        ),
+        (
+            "--model {good}/base --text {bad}/nowhere.txt",
+            "nowhere.txt: No such file or directory",
+        ),
+    ],
     GLUE: [
         (
             "{rte} --model_name_or_path {bad}/string_heads",
