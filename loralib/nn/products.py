@@ -14,7 +14,7 @@ _LARGE = 2**28
 
 
 def _has_onednn() -> bool:
-    """Whether PyTorch has oneDNN's linear layer for dense tensors, and a processor that it suits."""
+    """Whether PyTorch has oneDNN's linear layer, and a processor that it suits."""
     is_fast = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     return is_fast and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
