@@ -1,7 +1,7 @@
 """The paper's ablations in small: which projections (table 5), which rank (table 6), which variant.
 
     bash quickstart.sh                                     makes the base and its task
-    OMP_NUM_THREADS=1 python utils/ablations.py            trains on them, some 280 times
+    OMP_NUM_THREADS=1 python utils/ablations.py            trains on them, some 300 times
 
     OUTPUT_DIR/ablations.md       a table a question
     OUTPUT_DIR/ablations.png      the same as a picture
@@ -28,7 +28,7 @@ from reproduction.ablation_report import TABLE_NAME, Outcome, Settings, import_f
 from reproduction.ablation_rows import HEAD_ALONE, QUESTIONS, Row
 from reproduction.ablation_runs import Experiment, Results, Runs, Trial
 
-LEARNING_RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+LEARNING_RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 RUNS_NAME = "runs.jsonl"
 
 

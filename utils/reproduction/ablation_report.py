@@ -142,15 +142,28 @@ def _limits(outcomes: Outcomes, settings: Settings) -> list[str]:
         "of GPT-3 with 175 billion parameters, on WikiSQL and MultiNLI.",
         f"- Training ends after {settings.epochs:g} passes, while the rows still differ: the "
         "figures say how fast a row learns as much as how well it does in the end.",
-        "- Learning rates are chosen, if at all, from few, by one run each, so they are not always "
-        "the best. One rate for all favours the rows whose scaling it suits: with one alpha, that "
-        "of r = 1 is 64 times that of r = 64, and rsLoRA and LoRA+ take larger steps by design.",
+        f"- {_about_rates(outcomes, settings.rates)}",
         "- The intervals are those of seeds: of new weights, the order of the data, and dropout. "
         "They say nothing of another base or of other sentences: by sampling alone, an accuracy "
         f"of 90 % on {count} sentences is known to ±{half:.1f}. That error is shared by the rows, "
         "which all answer the same sentences.",
         f"- Of {len(outcomes)} rows, some look better or worse than they are by chance.",
     ]
+
+
+def _about_rates(outcomes: Outcomes, rates: Sequence[float]) -> str:
+    if len(rates) == 1:
+        return (
+            "One learning rate for all favours the rows whose scaling it suits: with one alpha, "
+            "that of r = 1 is 64 times that of r = 64, and rsLoRA and LoRA+ take larger steps."
+        )
+    ends = {min(rates), max(rates)}
+    rows = {row.key: row for question in QUESTIONS for row in question.rows}
+    at_ends = [str(row) for key, row in rows.items() if outcomes[key].learning_rate in ends]
+    return (
+        "A learning rate is chosen from few, by one run each, and may not be the best. Chosen at "
+        f"an end, beyond which a better one may be: {'; '.join(at_ends) or 'none'}."
+    )
 
 
 def import_figure() -> type[Figure]:
@@ -205,7 +218,7 @@ def _draw_points(panel: Axes, rows: Sequence[Row], outcomes: Outcomes) -> None:
         capsize=3,
     )
     is_one_rank = len({row.rank for row in rows}) == 1  # which the title says
-    names = [row.name if is_one_rank else f"{row.name} (r = {row.rank})" for row in rows]
+    names = [row.name if is_one_rank else str(row) for row in rows]
     panel.set_yticks(places, names)
     panel.invert_yaxis()
     panel.set_xlabel("accuracy, %")

@@ -32,6 +32,9 @@ class Row:
         """LoRA's r; None without LoRA."""
         return self.flags.get("lora_r")
 
+    def __str__(self) -> str:
+        return f"{self.name} (r = {self.rank})"
+
 
 @dataclass(frozen=True)
 class Question:
