@@ -31,7 +31,7 @@ from .errors import UnsupportedLayerError
 from .in_place import leave_fast_path, take_fast_path, turn_back, turn_into, was_turned
 from .layers import Embedding, Linear, LoRALayer, MergedLinear
 from .targets import Target, by_pattern, find
-from .utils import check_bias, train_biases
+from .utils import check_bias, check_whole, train_biases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,8 +191,9 @@ def remove_lora(model: nn.Module) -> tuple[str, ...]:
 
     Raises:
         ValueError: the model has no LoRA; or it was built with LoRA layers, which `merge` can make
-            plain.
+            plain; or its parameters are sharded over several processes.
     """
+    check_whole(dict(model.named_parameters()), "LoRA is removed")
     layers: dict[str, Any] = {
         name: module for name, module in model.named_modules() if isinstance(module, LoRALayer)
     }

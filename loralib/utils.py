@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -184,7 +184,9 @@ def merge(module: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: a subclass of `LoRALayer` in another package does not say how to merge it.
+        ValueError: the parameters are sharded over several processes.
     """
+    check_whole(dict(module.named_parameters()), "LoRA is merged")
     if isinstance(module, LoRALayer):
         return module.merged_layer()
     merge_in_place(module)
@@ -199,3 +201,19 @@ def merge(module: nn.Module) -> nn.Module:
     for name, layer in layers.items():
         module.set_submodule(name, merged[layer])
     return module
+
+
+def check_whole(tensors: Mapping[str, Tensor], what: str) -> None:
+    """Checks that no tensor is sharded over several processes, as FSDP2 shards a model's.
+
+    Args:
+        what: for which they have to be whole, such as "LoRA is merged".
+
+    Raises:
+        ValueError: one is.
+    """
+    for name, tensor in tensors.items():
+        if hasattr(tensor, "full_tensor"):
+            raise ValueError(
+                f"{name} is sharded over several processes: gather the model before {what}"
+            )

@@ -9,10 +9,11 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import CheckpointError, NeedsMergingError
 from ..layers import Conv1d, Conv2d, Conv3d, LoRALayer
+from ..utils import check_whole
 from .adapter import LORA, Adapter, base_biases, lora_metadata
 from .fingerprint import fingerprint_without
 from .formats import format_of_name, write_adapter
@@ -79,7 +80,7 @@ def adapter_of(
         raise ValueError(f"{type(model).__name__} has no LoRA to save")
     state = model.state_dict()
     _check_layers(layers)
-    _check_whole(state)
+    check_whole(state, "it is saved")
     besides = _trained_besides(model, state)
     tensors = {n: t.detach() for n, t in state.items() if LORA.part in n or n in besides}
     settings: dict[str, Any] = lora_settings(model)
@@ -112,14 +113,6 @@ def _check_layers(layers: dict[str, LoRALayer]) -> None:
                 f"{name} is a loralib {type(layer).__name__}, whose factors are in the release's "
                 "shapes, which no adapter format describes: save them with lora_state_dict, or let "
                 "add_lora adapt a plain convolution"
-            )
-
-
-def _check_whole(state: dict[str, Tensor]) -> None:
-    for name, tensor in state.items():
-        if hasattr(tensor, "full_tensor"):
-            raise ValueError(
-                f"{name} is sharded over several processes: gather the model before it is saved"
             )
 
 
