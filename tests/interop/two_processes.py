@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torchvision_operators  # noqa: F401
@@ -11,7 +12,7 @@ from models import BY_NAME, Batch, Case, output_of, train
 from ours import bits_of, with_lora
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -103,10 +104,24 @@ def _train_one(
     take_steps(wrapped, [batches_of(case)[rank]])
     with torch.no_grad():
         output = output_of(wrapped.eval(), case.batch())
+    if isinstance(model, FSDPModule):
+        check_refusals(case, model)
     state = {name: whole(tensor) for name, tensor in model.state_dict().items()}
     for name, tensor in before.items():
         assert torch.equal(state[name], tensor), name
     return {name: tensor for name, tensor in state.items() if "lora_" in name}, output
+
+
+def check_refusals(case: Case, model: nn.Module) -> None:
+    """Asserts that what FSDP2 would not notice, or undo, is refused in one line."""
+    for change in (
+        lora.merge,
+        lora.remove_lora,
+        lambda model: lora.add_lora(model, case.targets),
+        lambda model: lora.save_adapter(model, "never_written"),
+    ):
+        with pytest.raises(ValueError, match=r"^[^\n]* (sharded|wrapped) [^\n]*$"):
+            change(model)
 
 
 def whole(tensor: Tensor) -> Tensor:
