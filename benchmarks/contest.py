@@ -2,8 +2,9 @@
 
 A benchmark is a `Benchmark`: its flags, and a function that says who runs what on which batches;
 `main` does the rest. Each contestant runs in a fresh process, ``workers/NAME_ours.py`` in this
-environment or ``workers/NAME_peers.py`` in that of the peers. They take turns, in an order that
-rotates from round to round, on the same batches, so that a busy machine slows all.
+environment, ``workers/NAME_peers.py`` in that of the peers or ``workers/NAME_loralib.py``, which
+has this project's `loralib` besides. They take turns, in an order that rotates from round to round,
+on the same batches, so that a busy machine slows all.
 """
 
 import argparse
@@ -36,7 +37,7 @@ class Contestant:
 
     Args:
         name: what the row is called.
-        worker: "ours" or "peers".
+        worker: "ours" or "peers"; or "loralib", this project's layers in the peers' environment.
         weights: dtype that (frozen) weights are held in.
         autocast: dtype of the products, where it is another.
     """
@@ -92,13 +93,13 @@ class Measurement:
 
     Args:
         contestants: all that take part; those of the peers are left out without `--peers_python`.
-        baselines: by dtype, the ones that times are divided by.
+        baseline_of: the contestant that another one's times are divided by.
         plan_of: what each of them runs.
         columns: of the table.
     """
 
     contestants: Sequence[Contestant]
-    baselines: Mapping[str, Contestant]
+    baseline_of: Callable[[Any], Contestant]
     plan_of: PlanOf
     columns: Columns
 
@@ -132,6 +133,7 @@ class Benchmark:
         rounds: how many there are by default.
         flags: of its own.
         measure: the parsed flags -> who runs what.
+        needs_peers: whether nobody can run without the peers' environment.
     """
 
     name: str
@@ -140,6 +142,12 @@ class Benchmark:
     rounds: int
     flags: Sequence[CountFlag]
     measure: Callable[[argparse.Namespace], Measurement]
+    needs_peers: bool = False
+
+
+def by_dtype(baselines: Mapping[str, Contestant]) -> Callable[[Contestant], Contestant]:
+    """The `Measurement.baseline_of` by which contestants of one dtype have one baseline."""
+    return lambda contestant: baselines[contestant.dtype]
 
 
 def half_dtypes(device: str) -> list[str]:
@@ -170,9 +178,15 @@ def compete(name: str, measurement: Measurement, args: argparse.Namespace) -> in
         The exit status: 1 where a contestant failed.
     """
     load = os.getloadavg()[0]
-    runners = [one for one in measurement.contestants if one.worker == "ours" or args.peers_python]
+    chosen = [one for one in measurement.contestants if args.only in one.name]
+    wanted = {*chosen, *map(measurement.baseline_of, chosen)}
+    runners = [
+        one
+        for one in measurement.contestants
+        if one in wanted and (one.worker == "ours" or args.peers_python)
+    ]
     results, failed = take_turns(name, runners, measurement.plan_of, args)
-    rows = table(results, measurement.baselines, measurement.columns)
+    rows = table(results, measurement.baseline_of, measurement.columns)
     print(rows, machine(results, load), sep="\n\n")
     for contestant, why in failed.items():
         print(f"- failed: {contestant.name}, {contestant.precision}: {why}")
@@ -222,6 +236,8 @@ def run_worker(python: str, name: str, plan: dict) -> dict:
     given_path = environment.pop("PYTHONPATH", None)
     if plan["worker"] == "ours":  # for peers it may lead to this project's transformers
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(NLG), given_path]))
+    elif plan["worker"] == "loralib":
+        environment["PYTHONPATH"] = str(ROOT.parent)
     if plan["threads"]:
         environment["OMP_NUM_THREADS"] = str(plan["threads"])
     with tempfile.TemporaryDirectory() as folder:
@@ -241,13 +257,12 @@ def run_worker(python: str, name: str, plan: dict) -> dict:
 # ------------------------------------------------------------------------------------------------
 
 
-def table(results: Results, baselines: Mapping[str, Contestant], columns: Columns) -> str:
+def table(results: Results, baseline_of: Callable[[Any], Contestant], columns: Columns) -> str:
     """The Markdown table of all whose baseline ran to the end."""
     titles = ["contestant", "precision", columns.time, "times ours", *columns.counts]
     titles += ["GFLOP/s", "peak GiB"]
     rule = f"|---|---|{'---:|' * (len(titles) - 2)}"
-    ours = {dtype: results.get(one) for dtype, one in baselines.items()}
-    rows = [(one, runs, ours[one.dtype], columns) for one, runs in results.items()]
+    rows = [(one, runs, results.get(baseline_of(one)), columns) for one, runs in results.items()]
     return "\n".join([_line(titles), rule, *(_line(_cells(*row)) for row in rows if row[2])])
 
 
@@ -324,12 +339,15 @@ def parse(benchmark: Benchmark, argv: list[str] | None) -> argparse.Namespace:
     add("--threads", type=positive, help="CPU threads; without: as many as torch takes")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="where to compute (%(default)s)")
     add("--quick", action="store_true", help="a tiny shape, to check that the script works")
+    add("--only", metavar="TEXT", default="", help="TEXT in the names of those that run")
     add("--json", type=Path, metavar="OUT", help="also write every timed batch's seconds to OUT")
     for flag in benchmark.flags:
         add(*flag.names, type=positive, default=flag.default, help=f"{flag.help} (%(default)s)")
     args = parser.parse_args(argv)
     if (args.data_dir is None) != (args.vocab is None):
         parser.error("--data_dir and --vocab go together")
+    if benchmark.needs_peers and not args.peers_python:
+        parser.error("--peers_python is needed: all models here are upstream's")
     if args.peers_python and not shutil.which(args.peers_python):
         parser.error(f"--peers_python: {args.peers_python} is not a program")
     return args

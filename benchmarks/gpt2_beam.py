@@ -145,7 +145,9 @@ def measure(args: argparse.Namespace) -> contest.Measurement:
             "computed tokens": lambda contestant, entry: work(contestant, entry).tokens,
         },
     )
-    return contest.Measurement(contestants(args.device), baselines(args.device), plan_of, columns)
+    return contest.Measurement(
+        contestants(args.device), contest.by_dtype(baselines(args.device)), plan_of, columns
+    )
 
 
 BENCHMARK = contest.Benchmark(

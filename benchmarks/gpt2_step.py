@@ -54,7 +54,9 @@ def measure(args: argparse.Namespace) -> contest.Measurement:
         computed,
         lambda who, batch: gflop(who, batch, shape),
     )
-    return contest.Measurement(contestants(args.device), baselines(args.device), plan_of, table)
+    return contest.Measurement(
+        contestants(args.device), contest.by_dtype(baselines(args.device)), plan_of, table
+    )
 
 
 BENCHMARK = contest.Benchmark(

@@ -56,6 +56,12 @@ def peers(measured: str) -> list[Contestant]:
     return [Contestant(name, "peers", **fields, weights=dtype) for dtype in ("float32", HALF)]
 
 
+def in_upstream(measured: str) -> list[Contestant]:
+    """This project's bank on upstream's model, in all precisions."""
+    name, fields = f"loralib in upstream's model, {measured}", MEASURED[measured]
+    return [Contestant(name, "loralib", **fields, weights=dtype) for dtype in ("float32", HALF)]
+
+
 def baselines() -> dict[str, Contestant]:
     """This project's plain batch, by dtype, which all others are compared with."""
     return {one.dtype: one for one in ours("plain batch")}
@@ -63,7 +69,11 @@ def baselines() -> dict[str, Contestant]:
 
 def contestants() -> list[Contestant]:
     """All that take part."""
-    return [one for side in (ours, peers) for measured in MEASURED for one in side(measured)]
+    adapted = [measured for measured, fields in MEASURED.items() if fields]
+    return [
+        *(one for side in (ours, peers) for measured in MEASURED for one in side(measured)),
+        *(one for measured in adapted for one in in_upstream(measured)),
+    ]
 
 
 def make_entry(contestant: Contestant, lengths: list[int], switches: int) -> dict:
@@ -109,7 +119,7 @@ def measure(args: argparse.Namespace) -> contest.Measurement:
             "computed": lambda contestant, entry: sum(computed(contestant, entry)),
         },
     )
-    return contest.Measurement(contestants(), baselines(), plan_of, columns)
+    return contest.Measurement(contestants(), contest.by_dtype(baselines()), plan_of, columns)
 
 
 BENCHMARK = contest.Benchmark(

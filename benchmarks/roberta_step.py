@@ -60,7 +60,9 @@ def measure(args: argparse.Namespace) -> contest.Measurement:
     table = columns(
         "ms per real token", sum, sum, computed, lambda who, batch: gflop(who, batch, shape)
     )
-    return contest.Measurement(contestants(args.device), baselines(args.device), plan_of, table)
+    return contest.Measurement(
+        contestants(args.device), contest.by_dtype(baselines(args.device)), plan_of, table
+    )
 
 
 BENCHMARK = contest.Benchmark(

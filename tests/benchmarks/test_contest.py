@@ -16,7 +16,14 @@ def columns(contest):
 
 
 def flags(**given):
-    about = {"rounds": 3, "threads": 1, "device": "cpu", "json": None, "peers_python": "there"}
+    about = {
+        "rounds": 3,
+        "threads": 1,
+        "device": "cpu",
+        "only": "",
+        "json": None,
+        "peers_python": "there",
+    }
     return argparse.Namespace(**{**about, **given})
 
 
@@ -42,7 +49,7 @@ def test_what_failed_is_named_and_not_run_again(contest, runners, fake_worker, c
 
     plans = fake_worker(seconds_of)
     ours = {"float32": runners[0]}
-    measurement = contest.Measurement(runners, ours, plan_of, columns(contest))
+    measurement = contest.Measurement(runners, contest.by_dtype(ours), plan_of, columns(contest))
     assert contest.compete("x", measurement, flags()) == 1
     printed = capsys.readouterr().out
     assert "- failed: b, float32: no memory" in printed
@@ -57,7 +64,9 @@ def test_no_row_without_its_baseline(contest, runners, fake_worker, capsys):
     fake_worker(lambda plan: 1)
     half = contest.Contestant("half", "ours", weights="bfloat16")
     ours = {"float32": runners[0], "bfloat16": contest.Contestant("absent", "ours")}
-    measurement = contest.Measurement([*runners, half], ours, plan_of, columns(contest))
+    measurement = contest.Measurement(
+        [*runners, half], contest.by_dtype(ours), plan_of, columns(contest)
+    )
     assert contest.compete("x", measurement, flags()) == 0
     assert "half" not in capsys.readouterr().out
 

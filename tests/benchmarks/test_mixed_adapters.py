@@ -49,15 +49,18 @@ def test_quick_run_of_this_project_alone(script, read_table, monkeypatch, capsys
 
 
 def test_table_of_known_times(script, fake_worker, read_table, capsys):
-    """Adapters cost this project 1 % each, PEFT 10 %; 1,000 switches take it 20 ms, PEFT 2 s."""
+    """Adapters cost this project 1 % each, PEFT 10 %; 1,000 switches take it 20 ms, PEFT 2 s.
+
+    Upstream's model takes 4 s.
+    """
 
     def seconds_of(plan):
-        is_ours = plan["worker"] == "ours"
+        is_ours, is_bank = plan["worker"] == "ours", plan["worker"] != "peers"
         if plan["way"] == "switch":
-            return 0.02 if is_ours else 2
+            return 0.02 if is_bank else 2
         if is_ours:
             return (1 if plan["autocast"] else 2) * (1 + plan["adapters"] / 100)
-        return 4 * (1 + plan["adapters"] / 10)
+        return 4 * (1 + plan["adapters"] / (100 if is_bank else 10))
 
     plans = fake_worker(seconds_of)
     flags = ["--rounds", "2", "--steps", "4", "--peers_python", sys.executable]
@@ -67,6 +70,7 @@ def test_table_of_known_times(script, fake_worker, read_table, capsys):
     }
     times = {name: (row["ms per batch or switch"], row["times ours"]) for name, row in rows.items()}
     ours, half = "this project", "bfloat16 weights + autocast"
+    in_upstream = "loralib in upstream's model"
     assert times == {
         (f"{ours}, plain batch", "float32"): ("2000", "1.00"),
         (f"{ours}, plain batch", half): ("1000", "1.00"),
@@ -88,6 +92,14 @@ def test_table_of_known_times(script, fake_worker, read_table, capsys):
         ("PEFT, 16 adapters", "bfloat16 weights"): ("1.04e+04", "10.40"),
         ("PEFT, a switch", "float32"): ("2", "0.001"),
         ("PEFT, a switch", "bfloat16 weights"): ("2", "0.002"),
+        (f"{in_upstream}, 1 adapter", "float32"): ("4040", "2.02"),
+        (f"{in_upstream}, 1 adapter", "bfloat16 weights"): ("4040", "4.04"),
+        (f"{in_upstream}, 4 adapters", "float32"): ("4160", "2.08"),
+        (f"{in_upstream}, 4 adapters", "bfloat16 weights"): ("4160", "4.16"),
+        (f"{in_upstream}, 16 adapters", "float32"): ("4640", "2.32"),
+        (f"{in_upstream}, 16 adapters", "bfloat16 weights"): ("4640", "4.64"),
+        (f"{in_upstream}, a switch", "float32"): ("0.02", "1e-05"),
+        (f"{in_upstream}, a switch", "bfloat16 weights"): ("0.02", "2e-05"),
     }
     of_rounds = [plan["batches"] for plan in plans if plan["name"] == "this project, plain batch"]
     first, second = of_rounds[0], of_rounds[-1]
