@@ -64,11 +64,22 @@ def starts_from_weight(name: str) -> bool:
 
 
 def from_weight(name: str, weight: Tensor, rank: int, scaling: float) -> tuple[Tensor, Tensor]:
-    """A (rank, in) and B (out, rank), made of a weight (out, in); in float32 or wider."""
+    """A (rank, in) and B (out, rank), made of a weight (out, in); in float32 or wider.
+
+    Raises:
+        ValueError: the weight has fewer factors; or a scaling has no square root to divide by.
+    """
+    if rank > min(weight.shape):
+        raise ValueError(
+            f"a weight of {tuple(weight.shape)} has no {rank} factors for the initialization "
+            f"{name}: choose a smaller rank"
+        )
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
     if name == "olora":
         Q, R = torch.linalg.qr(wide)
         return R[:rank], Q[:, :rank]
+    if not scaling > 0:
+        raise ValueError(f"lora_alpha has to be above 0 for the initialization {name}")
     U, S, Vh = torch.linalg.svd(wide, full_matrices=False)
     root = (S[:rank] / scaling).sqrt()
     return root[:, None] * Vh[:rank], U[:, :rank] * root

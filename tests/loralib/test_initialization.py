@@ -157,3 +157,15 @@ def test_with_A_frozen_gradients_are_not_differentiated_again_in_silence():
     x = torch.randn(5, 12, requires_grad=True)
     with pytest.raises(RuntimeError, match="cannot be differentiated again"):
         torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("name", FROM_WEIGHT)
+def test_a_weight_without_so_many_factors(name):
+    with pytest.raises(ValueError, match=rf"\(6, 4\) has no 5 factors .* {name}: choose a smaller"):
+        lora.Linear(4, 6, r=5, initialization=name)
+
+
+@pytest.mark.parametrize("alpha", [0, -1])
+def test_singular_values_are_not_divided_by_nothing(alpha):
+    with pytest.raises(ValueError, match="lora_alpha has to be above 0 for the initialization pi"):
+        lora.Linear(4, 6, r=2, lora_alpha=alpha, initialization="pissa")
