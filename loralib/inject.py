@@ -13,6 +13,7 @@ again: names in the state dict stay, and `….lora_A`, `….lora_B` come with th
     nn.MultiheadAttention         MultiheadAttention              of in_proj; out_proj is a Linear
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -113,6 +114,7 @@ def add_lora(
     check_bias(bias)
     names = find(model, targets, exclude=exclude, layers=layers, is_linear=is_linear)
     trained = find(model, modules_to_train) if modules_to_train else []
+    _check_trained(trained, [*names, *_names_of_updates(model)])
     ranks = by_pattern(names, rank_pattern or {}, r)
     alphas = by_pattern(names, alpha_pattern or {}, lora_alpha)
     slices = by_pattern(names, enable_lora or {}, (True,))
@@ -166,6 +168,7 @@ def adapt(
     modules = {name: model.get_submodule(name) for name in settings}
     for name, module in modules.items():
         _check_module(name, module, settings[name])
+        _check_dropout(model, name, settings[name])
         if not any_rank:
             _check_rank(name, module, settings[name])
     if not untie:
@@ -244,9 +247,15 @@ def _builder(module: nn.Module) -> Callable[[Any, LayerSettings], None]:
         return _adapt_linear
     for plain, build in _BUILDERS.items():
         # A subclass is as good, unless it computes in its own way, as quantized layers do.
-        if issubclass(kind, plain) and kind.forward is plain.forward:
+        if issubclass(kind, plain) and computes_as(kind, plain):
             return build
     raise UnsupportedLayerError(f"{kind.__module__}.{kind.__qualname__}, which has no LoRA layer")
+
+
+def computes_as(kind: type[nn.Module], plain: type[nn.Module]) -> bool:
+    """Whether a subclass of one of PyTorch's layers leaves it how it computes."""
+    methods = ("forward", "_conv_forward")
+    return all(getattr(kind, each, None) is getattr(plain, each, None) for each in methods)
 
 
 def _adapt_linear(module: Any, settings: LayerSettings) -> None:
@@ -383,6 +392,17 @@ def _out_in(module: nn.Module, weight: Tensor) -> tuple[int, int]:
     return (inner, out) if _is_conv1d(module) else (out, inner)
 
 
+def _check_trained(trained: Collection[str], adapted: Collection[str]) -> None:
+    """Checks that no module that is trained as it is contains one that is adapted."""
+    for whole in trained:
+        for name in adapted:
+            if f"{name}.".startswith(f"{whole}."):
+                raise ValueError(
+                    f"{whole} cannot be trained as it is while {name} is adapted, whose weight is "
+                    "frozen: leave one of them out"
+                )
+
+
 def _check_rank(name: str, module: nn.Module, own: LayerSettings) -> None:
     for part in _weight_names(module):
         weight = module._parameters.get(part)
@@ -405,16 +425,22 @@ def _check_settings(name: str, module: nn.Module, weight: Tensor, own: LayerSett
         )
     if not isinstance(own.r, int) or own.r < 1:
         raise ValueError(f"r, the rank, has to be an integer of at least 1, got {own.r!r} ({name})")
-    if not own.lora_alpha > 0:
+    if not 0 < own.lora_alpha < math.inf:
         raise ValueError(f"lora_alpha has to be above 0, got {own.lora_alpha!r} ({name})")
-    if isinstance(module, nn.MultiheadAttention) and own.lora_dropout:
-        raise ValueError(
-            f"{name} is an nn.MultiheadAttention, whose update takes no dropout: set lora_dropout "
-            "to 0, or exclude it"
-        )
     if isinstance(module, nn.Embedding):
         Embedding.check_update(module.max_norm, own.freeze_A, own.initialization)
     LoRALayer(**{**own.of_layer(), "merge_weights": False})  # its own checks of the settings
+
+
+def _check_dropout(model: nn.Module, name: str, own: LayerSettings) -> None:
+    """Checks that the projections of an attention, which takes their weights, have no dropout."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    for module, what in ((model.get_submodule(name), "is"), (owner, "belongs to")):
+        if isinstance(module, nn.MultiheadAttention) and own.lora_dropout:
+            raise ValueError(
+                f"{name} {what} an nn.MultiheadAttention, whose update takes no dropout: set "
+                "lora_dropout to 0, or exclude it"
+            )
 
 
 def _check_tied(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:

@@ -44,7 +44,7 @@ ROOMS = {
         ),
         *("targets", "utils"),
     },
-    "serving": {"adapters", "errors", "functional", "io", "layers", "nn", "utils"},
+    "serving": {"adapters", "errors", "functional", "inject", "io", "layers", "nn", "utils"},
 }
 
 

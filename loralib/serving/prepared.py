@@ -16,6 +16,7 @@ from ..adapters.families import in_known_backbone
 from ..adapters.fingerprint import fingerprint, last_projection, possible_fingerprints
 from ..errors import CheckpointError, NeedsMergingError
 from ..functional import Delta
+from ..inject import computes_as
 
 
 class DeviceDelta:
@@ -172,9 +173,9 @@ def _check_called(modules: Mapping[str, AdaptedWeight], model: nn.Module, source
             raise NeedsMergingError(source, f"adapts {name}, an nn.MultiheadAttention, within it")
         kind = type(adapted.module)
         for plain in (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d):
-            if issubclass(kind, plain) and kind.forward is not plain.forward:
+            if issubclass(kind, plain) and not computes_as(kind, plain):
                 raise NeedsMergingError(
-                    source, f"adapts {name}, a {kind.__name__} with a forward of its own"
+                    source, f"adapts {name}, a {kind.__name__}, which computes in a way of its own"
                 )
 
 

@@ -326,6 +326,13 @@ class Quantized(nn.Linear):
         return F.linear(x, self.weight.round(), self.bias)
 
 
+class Centered(nn.Conv1d):
+    """A convolution that computes with another weight than its own."""
+
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(x, weight - weight.mean(), bias)
+
+
 def put(layer):
     model = AnyModel()
     model.layers[1].q_proj = layer
@@ -369,6 +376,7 @@ WRONG = {
     "no rank": (AnyModel, {"r": 0}, "an integer of at least 1, got 0"),
     "half a rank": (AnyModel, {"r": 1.5}, "an integer of at least 1, got 1.5"),
     "alpha": (AnyModel, {"lora_alpha": -1}, "lora_alpha has to be above 0"),
+    "infinite alpha": (AnyModel, {"lora_alpha": float("inf")}, "lora_alpha has to be above 0"),
     "dropout": (AnyModel, {"lora_dropout": 1.5}, "between 0 and 1"),
     "variant": (AnyModel, {"variant": "qlora"}, "unknown variant 'qlora'"),
     "initialization": (AnyModel, {"initialization": "eva"}, "unknown initialization 'eva'"),
@@ -385,10 +393,25 @@ WRONG = {
     "dropout of attention": (
         AnyModel,
         {"targets": "self_attn", "lora_dropout": 0.1},
-        "takes no dropout",
+        "self_attn is an .* takes no dropout",
+    ),
+    "dropout of out_proj": (
+        AnyModel,
+        {"targets": "out_proj", "lora_dropout": 0.1},
+        "out_proj belongs to an .* takes no dropout",
+    ),
+    "trained and adapted": (
+        AnyModel,
+        {"modules_to_train": "layers.1"},
+        "layers.1 cannot be trained as it is while layers.1.q_proj is adapted",
     ),
     "frozen zeros": (AnyModel, {"targets": "embed", "freeze_A": True}, "A at zero"),
     "quantized": (lambda: put(Quantized(8, 8)), {}, r"layers.1.q_proj is a .*Quantized, which has"),
+    "own convolution": (
+        lambda: put(Centered(8, 8, 1)),
+        {"targets": "layers.1.q_proj"},
+        r"layers.1.q_proj is a .*Centered, which has no LoRA layer",
+    ),
     "lazy": (lambda: put(nn.LazyLinear(8)), {}, "layers.1.q_proj has no weight that is a plain"),
     "weight norm": (
         lambda: put(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))),

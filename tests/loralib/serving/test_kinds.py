@@ -1,5 +1,7 @@
 """Banks on embeddings and convolutions, and with variants."""
 
+import copy
+
 import pytest
 import torch
 from adapted_models import CASES
@@ -96,9 +98,26 @@ def test_a_forward_of_its_own_is_refused(tmp_path):
     scaled.load_state_dict(plain.words.state_dict())
     plain.words = scaled
     bank = lora.AdapterBank(plain)
-    with pytest.raises(NeedsMergingError, match="words, a Scaled with a forward of its own"):
+    with pytest.raises(NeedsMergingError, match="words, a Scaled, which computes in a way of"):
         bank.add("a", adapter(tmp_path, "embedding"))
     assert bank.names == ()
+
+
+def test_a_convolution_of_another_weight_is_refused(tmp_path):
+    class Centered(nn.Conv1d):
+        def _conv_forward(self, x, weight, bias):
+            return super()._conv_forward(x, weight - weight.mean(), bias)
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv1d(2, 4, 3))
+    model = copy.deepcopy(plain)
+    lora.add_lora(model, "0", r=2)
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    plain[0] = Centered(2, 4, 3)
+    plain[0].load_state_dict(model[0].state_dict(), strict=False)
+    bank = lora.AdapterBank(plain)
+    with pytest.raises(NeedsMergingError, match="0, a Centered, which computes in a way of its"):
+        bank.add("a", lora.read_adapter(tmp_path / "a.safetensors"))
 
 
 def test_another_number_of_rows(tmp_path):
