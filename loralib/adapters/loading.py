@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, MissingLayersError
-from ..initialization import starts_from_weight
+from ..initialization import deferring_start, starts_from_weight
 from ..inject import LayerSettings, adapt
 from ..layers import LoRALayer, MergedLinear
 from ..nn.positions import lora_reaches_positions, shared_projections
@@ -281,7 +281,7 @@ def load_adapter(
     weights = adapted_modules(model, adapter)
     besides = {name: t for name, t in adapter.tensors.items() if LORA.part not in name}
     present = lora_layers(model)
-    settings = _settings_of(adapter, weights)
+    settings = _settings_of(model, adapter, weights)
     _check_present(adapter, present, settings)
     _check_besides(model, adapter, besides)
     _check_base_weights(model, adapter)
@@ -299,7 +299,7 @@ def load_adapter(
 
 
 def _settings_of(
-    adapter: Adapter, weights: Mapping[str, AdaptedWeight]
+    model: nn.Module, adapter: Adapter, weights: Mapping[str, AdaptedWeight]
 ) -> dict[str, LayerSettings]:
     """What the layers of an adapter are built with, by module."""
     metadata, settings = adapter.lora, {}
@@ -308,7 +308,7 @@ def _settings_of(
         settings[name] = LayerSettings(
             r=metadata.rank_of(name),
             lora_alpha=metadata.alpha_of(name),
-            lora_dropout=0.0 if _takes_no_dropout(name, weights) else dropout,
+            lora_dropout=0.0 if _takes_no_dropout(model, name, weights) else dropout,
             variant=metadata.variant or "lora",
             initialization=metadata.initialization or "default",
             freeze_A=metadata.freeze_A or False,
@@ -317,15 +317,11 @@ def _settings_of(
     return settings
 
 
-def _takes_no_dropout(name: str, weights: Mapping[str, AdaptedWeight]) -> bool:
+def _takes_no_dropout(model: nn.Module, name: str, weights: Mapping[str, AdaptedWeight]) -> bool:
     """Embeddings and attentions drop no part of an update's input; nor do attentions' out_proj."""
-    attentions = {
-        id(adapted.module.out_proj)
-        for adapted in weights.values()
-        if isinstance(adapted.module, nn.MultiheadAttention)
-    }
-    module = weights[name].module
-    return isinstance(module, nn.Embedding | nn.MultiheadAttention) or id(module) in attentions
+    module, owner = weights[name].module, model.get_submodule(name.rpartition(".")[0])
+    takes_weights = any(isinstance(each, nn.MultiheadAttention) for each in (module, owner))
+    return isinstance(module, nn.Embedding) or takes_weights
 
 
 def _check_present(
@@ -406,7 +402,8 @@ def _add_layers(
     if by_module:
         # An adapter is of the module that it names, whatever else has its weight, and PEFT's may
         # have any rank.
-        adapt(model, by_module, untie=True, any_rank=True)
+        with deferring_start():  # the adapter brings what would be made of the weights
+            adapt(model, by_module, untie=True, any_rank=True)
 
 
 @torch.no_grad()

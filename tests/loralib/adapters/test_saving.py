@@ -7,6 +7,7 @@ import pytest
 import torch
 from adapted_models import CASES
 from compare import assert_same_bits
+from torch import nn
 
 import loralib as lora
 from loralib.adapters.deltas import merge_into
@@ -203,4 +204,25 @@ def test_a_rank_beyond_a_dimension_is_loaded(tmp_path):
     plain = case.build()
     lora.load_adapter(plain, tmp_path / "peft")
     assert plain.last.lora_B.shape == (3, 4)
+    close(outputs(plain, case), outputs(model, case))
+
+
+def test_an_attention_without_dropout_beside_layers_with_it(tmp_path):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2), "up": nn.Linear(8, 8)})
+    plain = copy.deepcopy(model)
+    lora.add_lora(model, "up", r=2, lora_dropout=0.5)
+    lora.add_lora(model, "out_proj", r=2)
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    lora.load_adapter(plain, tmp_path / "a.safetensors")
+    assert plain["up"].lora_dropout.p == 0.5
+    assert isinstance(plain["attn"].out_proj.lora_dropout, nn.Identity)
+
+
+def test_weights_are_not_decomposed_for_an_adapter_that_is_loaded(tmp_path, monkeypatch):
+    case = CASES["linear"]
+    model, plain = case.adapted(initialization="pissa"), case.build()
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    monkeypatch.delattr(torch.linalg, "svd")
+    lora.load_adapter(plain, tmp_path / "a.safetensors")
     close(outputs(plain, case), outputs(model, case))
