@@ -82,7 +82,9 @@ def adapter_of(
     _check_layers(layers)
     check_whole(state, "it is saved")
     besides = _trained_besides(model, state)
-    tensors = {n: t.detach() for n, t in state.items() if LORA.part in n or n in besides}
+    second = _second_names(model)
+    updates = {n for n in state if LORA.part in n and n.rpartition(".")[0] not in second}
+    tensors = {n: t.detach() for n, t in state.items() if n in updates | besides}
     settings: dict[str, Any] = lora_settings(model)
     seen = lora_metadata(tensors, settings["rank"], settings["alpha"])
     metadata = LoraMetadata(
@@ -124,6 +126,12 @@ def _trained_besides(model: nn.Module, state: Collection[str]) -> set[str]:
     return biases | {
         name for name in state if name.rpartition(".")[0] in owners and LORA.part not in name
     }
+
+
+def _second_names(model: nn.Module) -> set[str]:
+    """The names of modules that have another one, which comes first in the model."""
+    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    return names - {name for name, _ in model.named_modules()}
 
 
 def _dropout(layers: dict[str, LoRALayer]) -> float:

@@ -226,3 +226,17 @@ def test_weights_are_not_decomposed_for_an_adapter_that_is_loaded(tmp_path, monk
     monkeypatch.delattr(torch.linalg, "svd")
     lora.load_adapter(plain, tmp_path / "a.safetensors")
     close(outputs(plain, case), outputs(model, case))
+
+
+def test_a_module_of_two_names_is_saved_once(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    model.add_module("again", model[0])
+    plain = copy.deepcopy(model)
+    assert lora.add_lora(model, "0", r=2) == ("0",)
+    nn.init.normal_(model[0].lora_B)
+    for path in ("a.safetensors", "peft"):
+        lora.save_adapter(model, tmp_path / path)
+        loaded = copy.deepcopy(plain)
+        assert lora.load_adapter(loaded, tmp_path / path) == ("0",)
+        assert torch.equal(loaded.again.lora_B, model[0].lora_B)
