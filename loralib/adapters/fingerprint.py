@@ -50,7 +50,8 @@ def fingerprint_without(model: nn.Module, trained: Collection[str]) -> str | Non
     None in float16, in which weights are rounded and have another fingerprint than where they came
     from.
     """
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in trained}
+    names = _with_tied(model, trained)
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in names}
     if any(tensor.dtype == torch.float16 for tensor in state.values()):
         return None
     return fingerprint(state)
@@ -79,12 +80,19 @@ def possible_fingerprints(
     heads = {name.partition(".")[0] for name in (*brought, last_projection(model))} - tops
     parts = [
         {name for name in state if name.partition(".")[0] not in heads},
-        {name for name in state if name not in brought},
+        {name for name in state if name not in _with_tied(model, brought)},
         {name for name in state if name.partition(".")[0] in tops},
         set(state),
     ]
     found = [fingerprint({name: state[name] for name in names}) for names in parts]
     return [each for each in dict.fromkeys(found) if each != fingerprint({})]
+
+
+def _with_tied(model: nn.Module, names: Collection[str]) -> set[str]:
+    """These names of tensors, and the others that a model has for the same tensors."""
+    state = model.state_dict(keep_vars=True)
+    meant = {id(state[name]) for name in names if name in state}
+    return {name for name, tensor in state.items() if id(tensor) in meant}
 
 
 def last_projection(model: nn.Module) -> str:

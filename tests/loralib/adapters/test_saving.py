@@ -11,7 +11,7 @@ from torch import nn
 
 import loralib as lora
 from loralib.adapters.deltas import merge_into
-from loralib.errors import NeedsMergingError
+from loralib.errors import NeedsMergingError, WrongBaseError
 
 VARIANTS = ("lora", "rslora", "dora", "rslora+dora")
 INITIALIZATIONS = ("default", "orthogonal", "pissa", "olora")
@@ -240,3 +240,21 @@ def test_a_module_of_two_names_is_saved_once(tmp_path):
         loaded = copy.deepcopy(plain)
         assert lora.load_adapter(loaded, tmp_path / path) == ("0",)
         assert torch.equal(loaded.again.lora_B, model[0].lora_B)
+
+
+def test_a_trained_head_is_no_part_of_the_base_that_it_is_tied_to(tmp_path):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"embed": nn.Embedding(11, 8), "up": nn.Linear(8, 8)})
+    model["head"] = nn.Linear(8, 11, bias=False)
+    model["head"].weight = model["embed"].weight
+    plain = copy.deepcopy(model)
+    lora.add_lora(model, "up", r=2, modules_to_train="head")
+    nn.init.normal_(model["head"].weight)
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    lora.load_adapter(plain, tmp_path / "a.safetensors")
+    assert torch.equal(plain["embed"].weight, model["head"].weight)
+    other = copy.deepcopy(plain)
+    lora.remove_lora(other)
+    nn.init.normal_(other["up"].weight)
+    with pytest.raises(WrongBaseError):
+        lora.load_adapter(other, tmp_path / "a.safetensors")
