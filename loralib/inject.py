@@ -29,6 +29,7 @@ from .adapted_layers import (
     MultiheadAttention,
 )
 from .errors import UnsupportedLayerError
+from .functional import variant_of
 from .in_place import leave_fast_path, take_fast_path, turn_back, turn_into, was_turned
 from .layers import Embedding, Linear, LoRALayer, MergedLinear
 from .targets import Target, by_pattern, find
@@ -107,8 +108,10 @@ def add_lora(
 
     Raises:
         ValueError: a target or a pattern matches nothing, or a module that has LoRA already; a
-            setting is out of its range; a rank is larger than a dimension of its weight; a weight
-            is tied; the model is wrapped (DDP, FSDP, compile) or its tensors are inference tensors.
+            setting is out of its range; a rank is larger than a dimension of its weight; DoRA is
+            for a weight with rows of zeros; a module is both adapted and in modules_to_train; a
+            weight is tied; the model is wrapped (DDP, FSDP, compile) or its tensors are inference
+            tensors.
         UnsupportedLayerError: there is no LoRA layer for such a module. Nothing is changed then.
     """
     check_bias(bias)
@@ -171,6 +174,7 @@ def adapt(
         _check_dropout(model, name, settings[name])
         if not any_rank:
             _check_rank(name, module, settings[name])
+            _check_rows(name, module, settings[name])
     if not untie:
         _check_tied(model, modules)
     had_update = set(_names_of_updates(model))
@@ -411,6 +415,23 @@ def _check_rank(name: str, module: nn.Module, own: LayerSettings) -> None:
             smallest = min(out // len(own.enable_lora), inner)
             if own.r > smallest:
                 raise ValueError(f"r = {own.r} is larger than a dimension of {name}: {smallest}")
+
+
+def _check_rows(name: str, module: nn.Module, own: LayerSettings) -> None:
+    """Checks that the weight's rows have a direction, if DoRA is to adapt it."""
+    if not variant_of(own.variant).has_magnitude:
+        return
+    is_in_out = isinstance(module, nn.Embedding) or _is_conv1d(module)
+    for part in _weight_names(module):
+        weight = module._parameters.get(part)
+        if weight is None or weight.is_meta:
+            continue
+        rows = weight.detach().t() if is_in_out else weight.detach().flatten(1)
+        if not rows.any(dim=1).all():
+            raise ValueError(
+                f"{name} has rows of zeros in its {part}, which have no direction for "
+                f"{own.variant}: exclude it, or choose another variant"
+            )
 
 
 def _check_settings(name: str, module: nn.Module, weight: Tensor, own: LayerSettings) -> None:

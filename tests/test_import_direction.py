@@ -30,7 +30,9 @@ ROOMS = {
     "utils": {"functional", "in_place", "layers", "nn"},
     "adapted_layers": {"functional", "layers"},
     "targets": set(),
-    "inject": {"adapted_layers", "errors", "in_place", "layers", "targets", "utils"},
+    "inject": {
+        *("adapted_layers", "errors", "functional", "in_place", "layers", "targets", "utils"),
+    },
     "adapters": {
         *(
             "adapted_layers",

@@ -339,6 +339,12 @@ def put(layer):
     return model
 
 
+def with_a_zero_row():
+    layer = nn.Linear(8, 8)
+    nn.init.zeros_(layer.weight[3])
+    return put(layer)
+
+
 def with_own_forward():
     model = AnyModel()
     module = model.layers[1].q_proj
@@ -417,6 +423,11 @@ WRONG = {
         lambda: put(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))),
         {},
         "layers.1.q_proj has no weight that is a plain parameter",
+    ),
+    "no direction": (
+        with_a_zero_row,
+        {"variant": "dora"},
+        "layers.1.q_proj has rows of zeros in its weight, which have no direction for dora",
     ),
     "own forward": (with_own_forward, {}, "layers.1.q_proj has a forward of its own"),
     "tied": (tied, {"targets": "embed"}, "embed shares its weight with head; .* untie=True"),
