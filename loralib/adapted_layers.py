@@ -139,7 +139,9 @@ class MultiheadAttention(LoRALayer, nn.MultiheadAttention):
     `k_proj` and `v_proj` have one each. out_proj is a `Linear` of this library.
 
     PyTorch's attention takes weights, so that the merged ones are computed in each forward pass:
-    r multiplications for each of their elements. Dropout on an update's input is not possible.
+    r multiplications for each of their elements. They are in the base's dtype: in half precision,
+    updates that are small beside the weight are rounded away. Dropout on an update's input is not
+    possible.
 
     Shapes:
         in_proj_weight (3·embed, embed), lora_A (r, embed), lora_B (3·embed, r).

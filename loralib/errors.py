@@ -63,8 +63,9 @@ class WrongBaseError(CheckpointError):
     def __init__(self, source: str, base: str | None, expected: str, found: str):
         self.base, self.expected, self.found = base, expected, found
         super().__init__(
-            f"{source}: was trained on another base than the one given: '{base}' (fingerprint "
-            f"{expected}), not one of fingerprint {found}; give that one"
+            f"{source}: was trained on another base than the one given: "
+            f"{repr(base) if base else 'one of unknown name'} (fingerprint {expected}), not one of "
+            f"fingerprint {found}; give that one"
         )
 
 

@@ -4,6 +4,7 @@ A module changes its class and gets the attributes of the new one. It stays the 
 its tensors, hooks and names stay as well, and so does whatever refers to it.
 """
 
+import copy
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -59,6 +60,13 @@ def merge_in_place(model: nn.Module) -> None:
     for owner, name, parameter in merged:
         setattr(owner, name, parameter)
     take_fast_path(model)
+
+
+def merged_copy(layer: nn.Module) -> nn.Module:
+    """The plain module that a turned layer was, with the update merged into its weight."""
+    copied = copy.deepcopy(layer)
+    merge_in_place(copied)
+    return copied
 
 
 def _merged_parameter(layer: LoRALayer) -> nn.Parameter:

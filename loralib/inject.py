@@ -32,8 +32,8 @@ from .errors import UnsupportedLayerError
 from .functional import variant_of
 from .in_place import leave_fast_path, take_fast_path, turn_back, turn_into, was_turned
 from .layers import Embedding, Linear, LoRALayer, MergedLinear
-from .targets import Target, by_pattern, find
-from .utils import check_bias, check_whole, train_biases
+from .targets import Target, by_pattern, find, is_any
+from .utils import check_bias, check_whole, freeze_base, train_biases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def add_lora(
     Args:
         model: any model of PyTorch's layers. In half precision the updates are float32.
         targets: which modules; see `loralib.targets`. An `nn.MultiheadAttention` is adapted with
-            its out_proj.
+            its out_proj, unless that is excluded.
         r: rank of the updates.
         lora_alpha: the updates are scaled by lora_alpha / r, or as the variant has it.
         lora_dropout: dropout on the updates' input.
@@ -103,6 +103,9 @@ def add_lora(
             embedding and its head: the update belongs to that module alone. By default that is
             refused, because merging it unties the two.
 
+    Weights that are loaded into the model later need `start_from_weights` after it, where the
+    variant or the initialization is made of weights.
+
     Returns:
         The names of the adapted modules. A second call adds others, and leaves what is trained.
 
@@ -116,6 +119,7 @@ def add_lora(
     """
     check_bias(bias)
     names = find(model, targets, exclude=exclude, layers=layers, is_linear=is_linear)
+    names = _with_output_projections(model, names, exclude)
     trained = find(model, modules_to_train) if modules_to_train else []
     _check_trained(trained, [*names, *_names_of_updates(model)])
     ranks = by_pattern(names, rank_pattern or {}, r)
@@ -136,9 +140,7 @@ def add_lora(
     is_first = not any(isinstance(module, LoRALayer) for module in model.modules())
     adapted = adapt(model, settings, untie=untie)
     if is_first:
-        for name, parameter in model.named_parameters():
-            if "lora_" not in name:
-                parameter.requires_grad = False
+        freeze_base(model)
     train_biases(model, bias)
     for name in trained:
         model.get_submodule(name).requires_grad_(True)
@@ -160,14 +162,13 @@ def adapt(
         any_rank: ranks may be larger than a dimension of their weight, as they are in some files.
 
     Returns:
-        The names of the modules that have an update now: these, and the out_proj of attentions. An
-        attention of separate projections has its updates in modules `q_proj`, `k_proj`, `v_proj`.
+        The names of the modules that have an update now. An attention of separate projections has
+        its updates in modules `q_proj`, `k_proj`, `v_proj`.
 
     Raises:
         ValueError, UnsupportedLayerError: as for `add_lora`.
     """
     _check_model(model)
-    settings = _with_output_projections(model, settings)
     modules = {name: model.get_submodule(name) for name in settings}
     for name, module in modules.items():
         _check_module(name, module, settings[name])
@@ -245,15 +246,33 @@ def _builder(module: nn.Module) -> Callable[[Any, LayerSettings], None]:
         UnsupportedLayerError: nothing does.
     """
     kind = type(module)
-    if kind is nn.MultiheadAttention:
+    if kind is nn.MultiheadAttention or _is_without_update(module):
         return _adapt_attention
     if _is_conv1d(module):
         return _adapt_linear
     for plain, build in _BUILDERS.items():
-        # A subclass is as good, unless it computes in its own way, as quantized layers do.
-        if issubclass(kind, plain) and computes_as(kind, plain):
+        # A subclass is as good, unless it computes in its own way, as quantized layers do, or the
+        # model uses what it has besides.
+        if issubclass(kind, plain) and computes_as(kind, plain) and not _of_its_own(kind, plain):
             return build
     raise UnsupportedLayerError(f"{kind.__module__}.{kind.__qualname__}, which has no LoRA layer")
+
+
+def _is_without_update(module: nn.Module) -> bool:
+    """Whether this is an attention of which out_proj alone has an update so far."""
+    is_adapted = isinstance(module, MultiheadAttention) and module.r == 0
+    return is_adapted and "q_proj" not in module._modules
+
+
+# What a subclass of a plain layer may define without being missed in a LoRA layer.
+_HARMLESS = {"reset_parameters", "extra_repr"}
+
+
+def _of_its_own(kind: type[nn.Module], plain: type[nn.Module]) -> set[str]:
+    """The attributes and methods that a subclass of a plain layer adds to it."""
+    between = kind.__mro__[: kind.__mro__.index(plain)]
+    names = {name for each in between for name in vars(each) if not name.startswith("__")}
+    return names - _HARMLESS - vars(plain).keys()
 
 
 def computes_as(kind: type[nn.Module], plain: type[nn.Module]) -> bool:
@@ -308,7 +327,8 @@ _BUILDERS: dict[type[nn.Module], Callable[[Any, LayerSettings], None]] = {
 
 
 def _turn(module: nn.Module, kind: type[Any], settings: LayerSettings) -> None:
-    turn_into(module, kind)
+    if not was_turned(module):
+        turn_into(module, kind)
     LoRALayer.__init__(module, **settings.of_layer())  # type: ignore[arg-type]
     module.train(module.training)
 
@@ -343,16 +363,17 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _with_output_projections(
-    model: nn.Module, settings: Mapping[str, LayerSettings]
-) -> dict[str, LayerSettings]:
-    """The settings with those of attentions' out_proj, next to their own."""
-    complete: dict[str, LayerSettings] = {}
-    for name, own in settings.items():
-        complete[name] = own
-        if isinstance(model.get_submodule(name), nn.MultiheadAttention):
-            out_proj = f"{name}.out_proj"
-            complete[out_proj] = settings.get(out_proj, own)
-    return complete
+    model: nn.Module, names: Iterable[str], exclude: Target | Iterable[Target]
+) -> list[str]:
+    """The names with those of attentions' out_proj after their own, where not left out."""
+    complete: dict[str, None] = {}
+    for name in names:
+        complete[name] = None
+        out_proj = f"{name}.out_proj"
+        is_attention = isinstance(model.get_submodule(name), nn.MultiheadAttention)
+        if is_attention and not is_any(out_proj, exclude):
+            complete[out_proj] = None
+    return list(complete)
 
 
 def _check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:

@@ -29,6 +29,11 @@ def matches(name: str, target: Target) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
+def is_any(name: str, targets: Target | Iterable[Target]) -> bool:
+    """Whether a module's name is meant by one of these targets."""
+    return any(matches(name, target) for target in _as_tuple(targets))
+
+
 def layer_of(name: str) -> int | None:
     """The number of the layer that a module belongs to: the first number in its name."""
     found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .in_place import leave_fast_path, merge_in_place
+from .in_place import leave_fast_path, merge_in_place, merged_copy, was_turned
 from .layers import Embedding, LoRALayer
 from .nn.positions import lora_reaches_positions, unshare_positions
 
@@ -41,9 +41,7 @@ def mark_only_lora_as_trainable(model: nn.Module, bias: str = "none") -> None:
         ValueError: `bias` is none of these.
     """
     check_bias(bias)
-    for name, parameter in model.named_parameters():
-        if "lora_" not in name:
-            parameter.requires_grad = False
+    freeze_base(model)
     train_biases(model, bias)
     leave_fast_path(model)
     if not any("lora_" in name for name, _ in model.named_parameters()):
@@ -51,6 +49,20 @@ def mark_only_lora_as_trainable(model: nn.Module, bias: str = "none") -> None:
             "%s has no LoRA parameters: all of it that is not a bias asked for is frozen now",
             type(model).__name__,
         )
+
+
+def freeze_base(model: nn.Module) -> None:
+    """Freezes every parameter without `lora_` in its name, and the A of layers with `freeze_A`.
+
+    Gradients that they have are dropped: an optimizer that holds them would still follow those.
+    """
+    frozen = [parameter for name, parameter in model.named_parameters() if "lora_" not in name]
+    for layer in model.modules():
+        if isinstance(layer, LoRALayer) and layer.r > 0 and layer.freeze_A:
+            frozen.append(layer.lora_A)
+    for parameter in frozen:
+        parameter.requires_grad = False
+        parameter.grad = None
 
 
 def train_biases(model: nn.Module, bias: str) -> None:
@@ -188,7 +200,7 @@ def merge(module: nn.Module) -> nn.Module:
     """
     check_whole(dict(module.named_parameters()), "LoRA is merged")
     if isinstance(module, LoRALayer):
-        return module.merged_layer()
+        return merged_copy(module) if was_turned(module) else module.merged_layer()
     merge_in_place(module)
     layers = {
         name: layer

@@ -49,6 +49,8 @@ _NOT_IN_RELEASE = (
 _WITHOUT_EFFECT = ("orthogonal",)
 
 _SUFFIXES = {"lora": (".safetensors",), "release": (".bin", ".pt")}
+# What a file's name ends in, where it tells the format.
+SUFFIXES = tuple(suffix for suffixes in _SUFFIXES.values() for suffix in suffixes)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from ..initialization import deferring_start, starts_from_weight
 from ..inject import LayerSettings, adapt
 from ..layers import LoRALayer, MergedLinear
 from ..nn.positions import lora_reaches_positions, shared_projections
+from ..utils import freeze_base
 from .adapter import LORA, Adapter, adapter_tensors, base_biases, trained_with
 from .checks import check_base, check_finite, check_positions, check_possible_base
 from .deltas import AdaptedWeight, adapted_modules, is_of_slices, slices_of
@@ -291,9 +292,7 @@ def load_adapter(
     missing = {name: own for name, own in settings.items() if name not in present}
     _add_layers(model, weights, missing)
     if not present:
-        for name, parameter in model.named_parameters():
-            if LORA.part not in name:
-                parameter.requires_grad = False
+        freeze_base(model)
     _copy(model, adapter)
     return tuple(name for name in lora_layers(model) if name in weights)
 

@@ -4,6 +4,7 @@ lora.save_adapter(model, "my_adapter")                   a folder that PEFT open
 lora.save_adapter(model, "my_adapter.safetensors")       one file, with all that is known
 """
 
+import logging
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -16,9 +17,11 @@ from ..layers import Conv1d, Conv2d, Conv3d, LoRALayer
 from ..utils import check_whole
 from .adapter import LORA, Adapter, base_biases, lora_metadata
 from .fingerprint import fingerprint_without
-from .formats import format_of_name, write_adapter
+from .formats import SUFFIXES, format_of_name, write_adapter
 from .loading import lora_layers, lora_settings
 from .metadata import LoraMetadata
+
+logger = logging.getLogger(__name__)
 
 
 def save_adapter(
@@ -51,11 +54,11 @@ def save_adapter(
     """
     path = Path(path)
     if format is None:
-        format = format_of_name(path) if path.suffix else "peft"
+        format = format_of_name(path) if path.suffix in SUFFIXES else "peft"
     adapter = adapter_of(model, base=base, task=task, labels=labels)
     if format == "peft":
         _check_peft_adapts(unwrapped(model), adapter.source)
-    return write_adapter(path, adapter, format)
+    return write_adapter(path, adapter, format) + _left_behind(unwrapped(model), adapter)
 
 
 def adapter_of(
@@ -97,6 +100,24 @@ def adapter_of(
         labels=None if labels is None else tuple(labels),
     )
     return Adapter(tensors, metadata, source=type(model).__name__)
+
+
+def _left_behind(model: nn.Module, adapter: Adapter) -> list[str]:
+    """What training mode changes of a model and an adapter does not hold: running statistics."""
+    normed = [
+        name
+        for name, module in model.named_modules()
+        if getattr(module, "running_mean", None) is not None
+        and f"{name}.running_mean" not in adapter.tensors
+    ]
+    if not normed:
+        return []
+    remark = (
+        f"the running statistics of {len(normed)} modules ({normed[0]}, …), which training "
+        "changes, are not held: keep these in eval(), or name them in modules_to_train"
+    )
+    logger.warning("%s: %s", adapter.source, remark)
+    return [remark]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

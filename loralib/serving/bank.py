@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..adapters.adapter import Adapter
 from ..adapters.loading import lora_layers
+from ..layers import LoRALayer
 from ..nn.routing import Routing, in_effect, routed, slices
 from .prepared import PreparedAdapter, fingerprint_of, prepare
 
@@ -37,7 +38,7 @@ class AdapterBank:
     """LoRA adapters of one model, for inference.
 
     Args:
-        model: a plain model, on the device and in the dtype that it will have.
+        model: a plain model, on the device, in the dtype and with the weights that it will have.
 
     Rows of a batch are the first dimension of what its layers are given, or their tokens are packed
     (packing.py). Outside of `use` the model computes as it did before. Its parameters, buffers and
@@ -186,6 +187,8 @@ class _Hook:
         routing = in_effect()
         if routing is None or routing.key is not self.key:
             return out
+        if isinstance(module, LoRALayer) and module.r > 0:
+            raise ValueError(f"{self.module} has got LoRA of its own since: remove_lora first")
         return self.act(self.module, routing, *args, out)
 
 

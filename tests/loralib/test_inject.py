@@ -418,11 +418,11 @@ WRONG = {
         {"targets": "layers.1.q_proj"},
         r"layers.1.q_proj is a .*Centered, which has no LoRA layer",
     ),
-    "lazy": (lambda: put(nn.LazyLinear(8)), {}, "layers.1.q_proj has no weight that is a plain"),
+    "lazy": (lambda: put(nn.LazyLinear(8)), {}, "layers.1.q_proj is a .*LazyLinear, which has no"),
     "weight norm": (
         lambda: put(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))),
         {},
-        "layers.1.q_proj has no weight that is a plain parameter",
+        "layers.1.q_proj is a .*ParametrizedLinear, which has no LoRA layer",
     ),
     "no direction": (
         with_a_zero_row,
