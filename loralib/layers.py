@@ -228,7 +228,7 @@ class LoRALayer:
             ):
                 lora.copy_(start.copy_(made.view(start.shape)))
         if variant_of(self.variant).has_magnitude:
-            # With B A not zero, as the merged weight has them: the update starts as zero.
+            # The update starts as zero, so that these are the norms of the adapted weight.
             norms = [torch.linalg.vector_norm(W, dim=1, dtype=_wide(W)) for W in parts]
             self.lora_magnitude_vector.copy_(torch.cat(norms))
 

@@ -20,6 +20,8 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
+pytestmark = pytest.mark.slow
+
 KINDS = {
     "roberta": (RobertaConfig, RobertaForSequenceClassification),
     "deberta": (DebertaV2Config, DebertaV2ForSequenceClassification),

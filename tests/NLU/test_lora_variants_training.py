@@ -12,6 +12,8 @@ from loralib.adapters.formats import read_adapter
 from loralib.errors import CheckpointError
 from transformers import TrainerCallback
 
+pytestmark = pytest.mark.slow
+
 IN_ALL = pytest.mark.parametrize("name", VARIANTS)
 
 

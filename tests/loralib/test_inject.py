@@ -52,6 +52,7 @@ def bits(model):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("initialization", INITIALIZATIONS)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kind", TARGETS)

@@ -18,6 +18,8 @@ from loralib.adapters.loading import load_into
 from loralib.errors import CheckpointError, NeedsMergingError
 from model import GPT2LMModel
 
+pytestmark = pytest.mark.slow
+
 ALL = tuple(TARGETS)
 DEFAULT = ("query", "value")
 CASES = (

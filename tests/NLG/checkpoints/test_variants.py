@@ -19,6 +19,8 @@ from loralib.adapters.loading import lora_layers
 from loralib.errors import NeedsMergingError
 from model import GPT2LMModel, own_tensors
 
+pytestmark = pytest.mark.slow
+
 DEFAULT, ALL = ("query", "value"), tuple(TARGETS)
 SETTINGS = {
     "lora": "",

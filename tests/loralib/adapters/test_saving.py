@@ -13,6 +13,8 @@ import loralib as lora
 from loralib.adapters.deltas import merge_into
 from loralib.errors import NeedsMergingError, WrongBaseError
 
+pytestmark = pytest.mark.slow
+
 VARIANTS = ("lora", "rslora", "dora", "rslora+dora")
 INITIALIZATIONS = ("default", "orthogonal", "pissa", "olora")
 KINDS = [
