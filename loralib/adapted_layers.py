@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .functional import Delta
-from .layers import LoRALayer, _cast, _compute_dtype
+from .layers import LoRALayer, _cast
+from .nn.products import product_dtype
 
 
 class _AdaptedConv(LoRALayer):
@@ -48,7 +49,7 @@ class _AdaptedConv(LoRALayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, in_channels, …) -> (batch, out_channels, …)."""
-        dtype = _compute_dtype(x)
+        dtype = product_dtype(x)
         x, bias = x.to(dtype), _cast(self.bias, dtype)
         merged = self._merged_weight()
         if merged is not None:

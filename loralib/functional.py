@@ -347,7 +347,7 @@ class _LowRankLinear(torch.autograd.Function):
         scaling: float,
         starts: tuple[int, ...],
     ) -> Tensor:
-        out = products.linear(x, weight, bias)
+        out = products.product(x, weight, bias)
         z = F.linear(x if dropped is None else dropped, A).mul_(scaling)
         # z is scaled already, because the gradient of B needs it so.
         Delta(A, B, 1.0, starts).expand_into(out, z)
@@ -378,7 +378,7 @@ class _LowRankLinear(torch.autograd.Function):
         )
         grad_x = grad_dropped = grad_weight = grad_bias = grad_A = grad_B = None
         if needs[0]:
-            grad_x = products.linear(grad, weight.t())
+            grad_x = products.product(grad, weight.t())
             if not ctx.has_dropped:
                 grad_x.addmm_(grad_z, A)
         if needs[1]:

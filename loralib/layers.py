@@ -58,6 +58,7 @@ from .initialization import (
     starts_from_weight,
 )
 from .nn.dropout import Dropout
+from .nn.products import linear, product_dtype
 
 
 class LoRALayer:
@@ -267,18 +268,6 @@ class LoRALayer:
         return {**self.__dict__, "_merged_copy": None}
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that a matrix product with x has: autocast's where it is on, else x's own."""
-    device = x.device.type
-    if (
-        torch.amp.is_autocast_available(device)
-        and torch.is_autocast_enabled(device)
-        and x.dtype != torch.float64
-    ):
-        return torch.get_autocast_dtype(device)
-    return x.dtype
-
-
 def _wide(tensor: Tensor) -> torch.dtype:
     """The tensor's dtype, or float32 if that is wider."""
     return torch.promote_types(tensor.dtype, torch.float32)
@@ -345,6 +334,11 @@ class _SlicedLinear(LoRALayer, nn.Linear):
             self._transpose_weight()
         self.reset_lora_parameters()
 
+    @property
+    def matrix(self) -> Tensor:
+        """The frozen weight, (out, in)."""
+        return self._as_matrix(self.weight)
+
     def _as_matrix(self, weight: Tensor) -> Tensor:
         """The weight as (out, in), however it is held."""
         return weight.t() if self.fan_in_fan_out else weight
@@ -352,12 +346,12 @@ class _SlicedLinear(LoRALayer, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """(…, in_features) -> (…, out_features)."""
         if self.r == 0:
-            return F.linear(x, self._as_matrix(self.weight), self.bias)
-        dtype = _compute_dtype(x)
+            return linear(x, self._as_matrix(self.weight), self.bias)
+        dtype = product_dtype(x)
         merged = self._merged_weight()
         if merged is not None:
             weight, bias = self._as_matrix(merged).to(dtype), _cast(self.bias, dtype)
-            return F.linear(x.to(dtype), weight, bias)
+            return linear(x.to(dtype), weight, bias)
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
         dropped = self.lora_dropout(rows)
         out = self._delta(dtype).linear(
@@ -712,7 +706,7 @@ class _ConvNd(LoRALayer, nn.Module):
         """(batch, in_channels, …) -> (batch, out_channels, …)."""
         if self.r == 0:
             return self.conv(x)
-        dtype = _compute_dtype(x)
+        dtype = product_dtype(x)
         x, bias = x.to(dtype), _cast(self.conv.bias, dtype)
         merged = self._merged_weight()
         if merged is not None:

@@ -19,7 +19,8 @@ failed=0
 for number in "${!runs[@]}"; do
     [ "${ONLY:-$((number + 1))}" = "$((number + 1))" ] || continue
     read -r aten onednn mkl threads more <<<"${runs[$number]}"
-    settings=(OMP_NUM_THREADS="$threads" PYTHONPATH="tests/helpers${PYTHONPATH:+:$PYTHONPATH}")
+    # Where there are more threads than cores, one that waits must not keep the others from working.
+    settings=(OMP_NUM_THREADS="$threads" OMP_WAIT_POLICY=passive PYTHONPATH="tests/helpers${PYTHONPATH:+:$PYTHONPATH}")
     [ "$aten" = - ] || settings+=(ATEN_CPU_CAPABILITY="$aten")
     [ "$onednn" = - ] || settings+=(ONEDNN_MAX_CPU_ISA="$onednn")
     [ "$mkl" = - ] || settings+=(MKL_CBWR="$mkl")

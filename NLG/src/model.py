@@ -32,6 +32,7 @@ from loralib.initialization import check_initialization, deferring_start, starts
 from loralib.io.settings import Count, Index, NotNegative, Positive, Share, check_settings
 from loralib.nn.norm import LayerNorm
 from loralib.nn.packing import PackedRows, attend
+from loralib.nn.products import linear, product
 from loralib.targets import by_pattern
 from loralib.utils import start_from_weights
 
@@ -167,9 +168,14 @@ class Conv1D(nn.Module):
         self.weight = nn.Parameter(torch.empty(in_features, out_features))
         self.bias = nn.Parameter(torch.empty(out_features))
 
+    @property
+    def matrix(self) -> Tensor:
+        """The weight, (out, in)."""
+        return self.weight.t()
+
     def forward(self, x: Tensor) -> Tensor:
         """(…, in_features) -> (…, out_features)."""
-        return F.linear(x, self.weight.t(), self.bias)
+        return linear(x, self.matrix, self.bias)
 
 
 def projection(
@@ -424,7 +430,7 @@ class _HeadLoss(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=torch.float32)
         for start in range(0, len(hidden), _TARGETS_AT_ONCE):
             part = slice(start, start + _TARGETS_AT_ONCE)
-            logits = hidden[part] @ weight.t()
+            logits = product(hidden[part], weight)
             factor = mask[part, None].float()
             loss, gradient = _cross_entropy(logits, targets[part, None], label_smooth)
             total += (loss * factor).sum()
@@ -432,7 +438,7 @@ class _HeadLoss(torch.autograd.Function):
                 continue
             gradient = torch.mul(gradient, factor * ctx.scale, out=logits)
             if need_hidden:
-                grad_hidden[part] = gradient @ weight
+                grad_hidden[part] = product(gradient, weight.t())
             if need_weight:
                 grad_weight.addmm_(gradient.float().t(), hidden[part].float())
         ctx.dtype = hidden.dtype

@@ -2,13 +2,16 @@
 
 PyTorch's CPU generator takes about 5 ns for one Bernoulli number: dropping elements of a
 1120 × 768 activation then costs as much as multiplying it by a 768 × 768 matrix in bfloat16.
-Here one random 64-bit number decides four elements, through its four 16-bit lanes:
+Here one random 64-bit number decides eight elements, through its eight bytes. With k, the number of
+values of 16 bits that drop an element, in two digits of base 256,
 
-    kept   =  lane >= k - 2^15,    k = round(p · 2^16),    lane uniform on [-2^15, 2^15)
-    output =  x · 2^16 / (2^16 - k)  where kept,  0 elsewhere
+    k = round(p · 2^16) = 256 · high + low
+    dropped  =  byte < high,  or  byte = high  and  the byte before it < low
+    output   =  x · 2^16 / (2^16 - k)  where kept,  0 elsewhere
 
 so p is rounded to a multiple of 2^-16 (0.1 becomes 0.100006), and kept elements are scaled by the
-probability that is really used: the mean of the output is exactly x. Masks are int8, with all
+probability that is really used: the mean of the output is exactly x. The second digit is looked at
+in one of 256 cases, in which alone two elements share a random byte. Masks are int8, with all
 bits set where an element is kept: PyTorch's arithmetic on integers is vectorised on CPUs, that on
 bool is not, and the mask can be laid over the bits of a floating-point number.
 
@@ -25,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_LANES = 2**16  # the values of a 16-bit lane
+_VALUES = 2**16  # that p is a share of
 _SAME_SIZE_INTEGER = {
     torch.float64: torch.int64,
     torch.float32: torch.int32,
@@ -40,8 +43,8 @@ def _check_probability(p: float) -> None:
 
 
 def _dropped_values(p: float) -> int:
-    """How many of a lane's 2^16 values drop an element (never all of them)."""
-    return min(round(p * _LANES), _LANES - 1)
+    """How many of 2^16 values drop an element (never all of them)."""
+    return min(round(p * _VALUES), _VALUES - 1)
 
 
 def keep_mask(shape: Sequence[int], p: float) -> Tensor:
@@ -56,9 +59,14 @@ def keep_mask(shape: Sequence[int], p: float) -> Tensor:
     """
     count = math.prod(shape)
     # The bounds are spelled out because random_() alone leaves the sign bit of an int64 zero.
-    numbers = torch.empty((count + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
-    lanes = numbers.view(torch.int16)[:count].view(shape)
-    return lanes.ge_(_dropped_values(p) - _LANES // 2).neg_().to(torch.int8)
+    numbers = torch.empty((count + 7) // 8, dtype=torch.int64).random_(-(2**63), None)
+    drawn = numbers.view(torch.int8)
+    high, low = divmod(_dropped_values(p), 256)
+    # 1 where the byte `high` itself drops. Bytes are signed here: they begin at -128.
+    tie = drawn.roll(1).lt_(low - 128)
+    # Two forms of drawn >= high - 128 + tie, because that number has to be a byte as well.
+    kept = drawn.ge_(tie.add_(high - 128)) if high < 128 else drawn.gt_(tie.add_(high - 129))
+    return kept.neg_()[:count].view(shape)
 
 
 def apply_mask(x: Tensor, mask: Tensor, p: float) -> Tensor:
@@ -75,9 +83,9 @@ def apply_mask(x: Tensor, mask: Tensor, p: float) -> Tensor:
     Returns:
         A new tensor of x's shape and dtype.
     """
-    scaled = x * (_LANES / (_LANES - _dropped_values(p)))
-    scaled.view(_SAME_SIZE_INTEGER[x.dtype]).bitwise_and_(mask)
-    return scaled
+    integer = _SAME_SIZE_INTEGER[x.dtype]
+    kept = mask.to(integer).bitwise_and_(x.contiguous().view(integer)).view(x.dtype)
+    return kept.mul_(_VALUES / (_VALUES - _dropped_values(p)))
 
 
 class _ApplyMask(torch.autograd.Function):

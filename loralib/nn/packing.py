@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dropout import dropout
+from .plain import is_plain
 from .routing import note_tokens
+from .row_attention import attend_rows
 
 
 class PackedRows:
@@ -108,8 +109,26 @@ def attend(
     Returns:
         The same shape as `query`.
     """
-    attend_to = _attend_padded if query.is_cuda or _padding_is_cheap(rows, heads) else _attend_rows
+    if _trains_on_cpu(query, key, value, dropout_p):
+        return attend_rows(query, key, value, rows.lengths, heads, dropout_p, causal)
+    attend_to = (
+        _attend_padded if query.is_cuda or _padding_is_cheap(rows, heads) else _attend_one_by_one
+    )
     return attend_to(query, key, value, rows, heads, dropout_p, causal)
+
+
+def _trains_on_cpu(query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> bool:
+    """Whether attention is recorded, or has dropout, where `attend_rows` can compute it."""
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    return (
+        query.device.type == "cpu"
+        and query.dtype == key.dtype == value.dtype
+        and (recorded or dropout_p > 0)
+        and dropout_p < 1
+        and not is_plain()
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+    )
 
 
 def _padding_is_cheap(rows: PackedRows, heads: int) -> bool:
@@ -122,7 +141,7 @@ def _padding_is_cheap(rows: PackedRows, heads: int) -> bool:
     return wasted < 20_000 * count
 
 
-def _attend_rows(
+def _attend_one_by_one(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -175,21 +194,6 @@ def _attention(
     causal: bool = False,
 ) -> Tensor:
     """Attention of (batch, heads, length, dim); `mask` is False where no token may look."""
-    if query.is_cuda or (dropout_p == 0 and not _is_slow_fused(query)):
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=dropout_p, is_causal=causal
-        )
-    scores = (query * query.shape[-1] ** -0.5) @ key.transpose(2, 3)
-    if causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    return dropout(scores.softmax(dim=-1), dropout_p, training=True) @ value
-
-
-def _is_slow_fused(query: Tensor) -> bool:
-    """Whether PyTorch's fused attention is slower on a CPU than its parts.
-
-    Its backward pass in half precision is five times slower (without AMX), and it has no dropout.
-    """
-    return query.dtype in (torch.bfloat16, torch.float16) and query.requires_grad
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout_p, is_causal=causal
+    )

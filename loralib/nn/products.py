@@ -1,28 +1,115 @@
-"""x Wᵀ + b of large matrices, outside of autograd.
+"""x Wᵀ + b of large matrices, in the fastest way that PyTorch has on this processor.
 
-On a CPU, PyTorch multiplies float32 matrices with MKL, whose kernels take about a tenth longer on
-AMD's processors than oneDNN's, and in half precision it writes the bias to the result first, in a
-pass of its own. Here both are oneDNN's linear layer, which PyTorch has for its own compiler.
+On a CPU there are several, and which of them is the fastest depends on the processor, the shape and
+the dtype: MKL's kernels for float32, for instance, are a tenth slower than oneDNN's on AMD's
+processors, and on Intel's with AMX, weights in oneDNN's own layout are multiplied twice as fast.
+
+    plain     F.linear
+    onednn    oneDNN's linear layer, which PyTorch has for its own compiler
+    blocks    F.linear on blocks of rows, whose intermediate results stay in the cache
+    packed    oneDNN's, with a copy of the frozen weight in its layout: twice the memory
+
+Where nothing was measured, "onednn" is taken where it is known to be good. A training script
+measures all of them on its frozen weights before its first step (`measure`). Ways differ in the
+order in which they add, and so in rounding: a run keeps what was chosen in its checkpoints, and
+resumes with it (`choices`, `use_choices`).
 """
+
+import platform
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
-# Multiplications from which on it pays: the first product of a shape takes 0.3 ms more.
-_LARGE = 2**28
+from .plain import is_plain
 
-
-def _has_onednn() -> bool:
-    """Whether PyTorch has oneDNN's linear layer, and a processor that it suits."""
-    is_fast = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-    return is_fast and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+# ---- products that autograd records ----
 
 
-_HAS_ONEDNN = _has_onednn()
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that a matrix product with x has: autocast's where it is on, else x's own."""
+    device = x.device.type
+    if (
+        torch.amp.is_autocast_available(device)
+        and torch.is_autocast_enabled(device)
+        and x.dtype != torch.float64
+    ):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`, to rounding; fast where the weight is frozen.
+
+    Args:
+        x: (…, in).
+        weight: (out, in).
+        bias: (out,); it may be trained.
+
+    Returns:
+        (…, out), in x's dtype or autocast's.
+    """
+    if weight.requires_grad or x.device.type != "cpu" or not _is_ordinary(x, weight):
+        return F.linear(x, weight, bias)
+    dtype = product_dtype(x)
+    rows = x.reshape(-1, x.shape[-1]).to(dtype)
+    cast_bias = None if bias is None else bias.to(dtype)
+    out = _FrozenLinear.apply(rows, weight.to(dtype), cast_bias)
+    return out.view(*x.shape[:-1], len(weight))
+
+
+@runtime_checkable
+class HasMatrix(Protocol):
+    """A layer that computes `linear` with `matrix`, (out, in), and `bias`."""
+
+    bias: nn.Parameter | None
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight, (out, in), however it is held."""
+
+
+class Linear(nn.Linear):
+    """`nn.Linear`, to rounding; fast while its weight is frozen."""
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight, (out, in)."""
+        return self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, in_features) -> (…, out_features)."""
+        return linear(x, self.weight, self.bias)
+
+
+class _FrozenLinear(torch.autograd.Function):
+    """`linear` of (rows, in), all of one dtype: gradients of the input and the bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        of_x, _, of_bias = ctx.needs_input_grad
+        grad_x = product(grad, weight.t()) if of_x else None
+        return grad_x, None, grad.sum(0) if of_bias else None
+
+
+# ---- products outside of autograd ----
+
+# Multiplications from which on it pays: the first product of a shape takes oneDNN 0.3 ms more.
+_LARGE = 2**28
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` of matrices, to rounding; not recorded by autograd where gradients are off.
 
     Args:
@@ -33,21 +120,191 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         (rows, out).
     """
-    if torch.compiler.is_compiling() or not _suits_onednn(x, weight, bias):
+    if not _is_ordinary(x, weight) or not _is_large(x, weight):
         return F.linear(x, weight, bias)
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    way = _chosen.get(_key(x, weight, bias)) or _usual(x, bias)
+    return _WAYS[way](x, weight, bias)
 
 
-def _suits_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    is_faster = x.dtype is torch.float32 or (x.dtype is torch.bfloat16 and bias is not None)
+def _is_ordinary(x: Tensor, weight: Tensor) -> bool:
+    """Whether fast ways are on, and know these tensors: no subclasses, no tracing."""
     return (
-        _HAS_ONEDNN
-        and is_faster
-        # Subclasses, such as sharded tensors, have operators of their own.
-        and {type(x), type(weight)} <= {Tensor, nn.Parameter}
-        and x.device.type == "cpu"
+        {type(x), type(weight)} <= {Tensor, nn.Parameter}
+        and not is_plain()
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+    )
+
+
+def _is_large(x: Tensor, weight: Tensor) -> bool:
+    return (
+        x.device.type == "cpu"
+        and x.dtype in (torch.float32, torch.bfloat16)
         and x.is_contiguous()
         and len(x) * weight.numel() >= _LARGE
         and not torch.is_grad_enabled()
         and bool(torch.backends.mkldnn.enabled)
     )
+
+
+# ---- the ways ----
+
+_BLOCK = 432  # rows
+
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out = x.new_empty(len(x), len(weight))
+    for rows, result in zip(x.split(_BLOCK), out.split(_BLOCK), strict=True):
+        if bias is None:
+            torch.mm(rows, weight.t(), out=result)
+        else:
+            torch.addmm(bias, rows, weight.t(), out=result)
+    return out
+
+
+def _with_packed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    owner = _owner(weight)
+    return _onednn(x, weight if owner is None else _packed(owner, weight), bias)
+
+
+_WAYS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
+    "plain": F.linear,
+    "onednn": _onednn,
+    "blocks": _in_blocks,
+    "packed": _with_packed,
+}
+
+# By weight: its version, and its copies by shape and order (the backward pass has its transpose).
+_packed_copies: Any = WeakTensorKeyDictionary()
+
+
+def _owner(weight: Tensor) -> Tensor | None:
+    """The frozen parameter that a weight is, or is a view of; None where it is something else."""
+    if weight.is_inference():
+        return None
+    owner = weight if weight._base is None else weight._base
+    return owner if isinstance(owner, nn.Parameter) and not owner.requires_grad else None
+
+
+def _packed(owner: Tensor, weight: Tensor) -> Tensor:
+    """The weight in oneDNN's layout; made when it is first asked for, and when it has changed."""
+    stamp = (owner._version, owner.data_ptr())
+    if owner not in _packed_copies or _packed_copies[owner][0] != stamp:
+        _packed_copies[owner] = (stamp, {})
+    copies = _packed_copies[owner][1]
+    order = (weight.shape, weight.stride())
+    if order not in copies:
+        copies[order] = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+    return copies[order]
+
+
+def _has_onednn(dtype: torch.dtype) -> bool:
+    """Whether PyTorch has oneDNN's linear layer for this dtype on this processor."""
+    has_it = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return has_it and (dtype is torch.float32 or _has_avx512())
+
+
+def _has_avx512() -> bool:
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+
+
+# ---- the choice ----
+
+_ROWS = 1024
+_TRIALS = 3
+# How much of the best time so far a way may take to be preferred, for what it costs otherwise.
+_WORTH = {"plain": 1.0, "onednn": 0.97, "blocks": 0.95, "packed": 0.85}
+
+_chosen: dict[str, str] = {}
+
+
+def machine() -> str:
+    """What the choice depends on beside the product: processor, PyTorch, number of threads."""
+    return f"{_processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # not Linux
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{next(names, platform.processor())} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def choices() -> dict[str, Any]:
+    """The ways chosen so far, and the machine that they were chosen on; made of text."""
+    return {"machine": machine(), "ways": dict(_chosen)}
+
+
+def use_choices(state: Mapping[str, Any]) -> None:
+    """Takes the place of what was chosen; what another machine chose is left to be measured."""
+    _chosen.clear()
+    if state.get("machine") == machine():
+        _chosen.update({key: way for key, way in state["ways"].items() if way in _WAYS})
+
+
+@torch.no_grad()
+def measure(weights: Iterable[tuple[Tensor, Tensor | None]], dtype: torch.dtype) -> None:
+    """Chooses the fastest way for products with these weights and with their transposes.
+
+    What has been chosen stays. Each kind of product takes about a tenth of a second.
+
+    Args:
+        weights: frozen weights, (out, in), and the biases of their layers.
+        dtype: what products are computed in.
+    """
+    for weight, bias in weights:
+        cast, own = weight.to(dtype), None if bias is None else bias.to(dtype)
+        for matrix, added in ((cast, own), (cast.t(), None)):
+            x = torch.rand(_ROWS, matrix.shape[1]).to(dtype)
+            if not _is_ordinary(x, matrix) or not _is_large(x, matrix):
+                continue
+            key = _key(x, matrix, added)
+            if key not in _chosen:
+                _chosen[key] = _fastest(x, matrix, added)
+
+
+def _usual(x: Tensor, bias: Tensor | None) -> str:
+    """The way where nothing was measured.
+
+    In half precision, PyTorch's own writes the bias to the result first, in a pass of its own.
+    """
+    is_faster = x.dtype is torch.float32 or bias is not None
+    return "onednn" if is_faster and _has_avx512() and _has_onednn(x.dtype) else "plain"
+
+
+def _key(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
+    """A kind of product, such as ``bfloat16 768 -> 3072 + bias``."""
+    out, inputs = weight.shape
+    ending = ("" if bias is None else " + bias") + ("" if weight.is_contiguous() else " transposed")
+    return f"{str(x.dtype).removeprefix('torch.')} {inputs} -> {out}{ending}"
+
+
+def _fastest(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
+    names = ["plain", "blocks"]
+    if _has_onednn(x.dtype):
+        names += ["onednn"] if _owner(weight) is None else ["onednn", "packed"]
+    best, least = "plain", float("inf")
+    for name in sorted(names, key=list(_WAYS).index):
+        seconds = _seconds(_WAYS[name], x, weight, bias)
+        if seconds < _WORTH[name] * least:
+            best, least = name, seconds
+    owner = _owner(weight)
+    if owner is not None and best != "packed":
+        _packed_copies.pop(owner, None)
+    return best
+
+
+def _seconds(way: Callable, x: Tensor, weight: Tensor, bias: Tensor | None) -> float:
+    way(x, weight, bias)
+    times = []
+    for _ in range(_TRIALS):
+        start = time.perf_counter()
+        way(x, weight, bias)
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -4,12 +4,17 @@ A frozen weight is only ever multiplied with, so it is held once, in the precisi
 What is trained, and the optimizer's state, stay in float32: the updates are too small for half.
 """
 
+import json
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from ..nn import products
+
+_PRODUCTS = "products"  # in a state, beside the scaler's entries
 
 
 def compute_dtype(fp16: bool, bf16: bool) -> torch.dtype:
@@ -70,13 +75,16 @@ class Precision:
         return self.scaler.get_scale() >= scale
 
     def state_dict(self) -> dict:
-        """The scaler's state; empty but in float16."""
-        return self.scaler.state_dict()
+        """The scaler's state, empty but in float16, and how products are computed."""
+        # As text, because runs of one model may have chosen for more or fewer kinds of products.
+        return {**self.scaler.state_dict(), _PRODUCTS: json.dumps(products.choices())}
 
     def load_state_dict(self, state: dict) -> None:
-        """Puts the scaler where `state_dict` found it."""
-        if state:
-            self.scaler.load_state_dict(state)
+        """Puts the scaler and the products where `state_dict` found them."""
+        scaler = {name: value for name, value in state.items() if name != _PRODUCTS}
+        if scaler:
+            self.scaler.load_state_dict(scaler)
+        products.use_choices(json.loads(state[_PRODUCTS]))
 
 
 def has_apex() -> bool:

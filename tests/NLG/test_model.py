@@ -128,7 +128,7 @@ def test_loss_without_gradients_is_the_same(build, label_smooth):
     model, batch = train_only(build(**LORA), "lora"), draw_batch("clm")
     expected = model(*batch, label_smooth)
     with torch.no_grad():
-        assert torch.equal(model.eval()(*batch, label_smooth), expected)
+        close_by_size(model.eval()(*batch, label_smooth), expected)
 
 
 def test_the_gradient_is_linear_in_the_loss_s(build):

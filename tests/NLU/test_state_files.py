@@ -73,9 +73,6 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_files(make_trainer, checkpoint, name, damage):
     DAMAGES[damage](checkpoint / name)
-    if (name, damage) == ("scaler.pt", "no keys"):  # as it is where nothing is scaled
-        assert make_trainer(gradient_accumulation_steps=2).train(str(checkpoint)).global_step > 3
-        return
     refused(make_trainer, checkpoint, name)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import loralib as lora
 from loralib.initialization import deferring_start
 from loralib.nn.norm import LayerNorm
+from loralib.nn.products import Linear
 
 from .activations import ACT2FN
 from .configuration_utils import ADAPTER_TYPES, PretrainedConfig
@@ -43,7 +44,7 @@ def projection(
         in_features, out_features: its widths.
     """
     if target not in placed:
-        return nn.Linear(in_features, out_features)
+        return Linear(in_features, out_features)
     with deferring_start():  # the model has weights to start from when it is complete
         return lora.Linear(
             in_features,

@@ -7,9 +7,17 @@ import torch
 import torch.nn.functional as F
 from compare import assert_close_to_rounding
 
-from loralib.nn.packing import PackedRows, _attend_padded, _attend_rows, attend
+from loralib.nn.packing import PackedRows, _attend_one_by_one, _attend_padded, attend
+from loralib.nn.plain import plain
+from loralib.nn.row_attention import attend_rows
 
-PATHS = (attend, _attend_rows, _attend_padded)
+
+def trained(query, key, value, rows, heads, dropout_p, causal=False):
+    """What training on a CPU takes."""
+    return attend_rows(query, key, value, rows.lengths, heads, dropout_p, causal)
+
+
+PATHS = (attend, trained, _attend_one_by_one, _attend_padded)
 HEADS = 2
 HALVES = [torch.bfloat16, torch.float16]
 # A score of 4 columns, and the softmax and the mean of up to 10 values.
@@ -80,12 +88,12 @@ def test_padding_is_no_part_of_a_gradient(qkv):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "path"), [([30] * 16, "_attend_padded"), ([9, 200, 3], "_attend_rows")]
+    ("lengths", "path"), [([30] * 16, "_attend_padded"), ([9, 200, 3], "_attend_one_by_one")]
 )
 def test_rows_of_very_different_length_are_not_padded(monkeypatch, lengths, path):
     called = []
     packing = importlib.import_module("loralib.nn.packing")
-    for name in ("_attend_rows", "_attend_padded"):
+    for name in ("_attend_one_by_one", "_attend_padded"):
         monkeypatch.setattr(packing, name, lambda *_, name=name: called.append(name))
     rows = PackedRows((torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long())
     x = torch.zeros(sum(lengths), 24)
@@ -113,35 +121,44 @@ def test_rows_of_one_token(path, causal):
     close(path(q, k, v, rows, HEADS, 0.0, causal), v)
 
 
-@pytest.mark.parametrize("path", [_attend_rows, _attend_padded])
 @pytest.mark.parametrize("one_query", [False, True])
-def test_dropout_by_its_own_masks(drawn_masks, qkv, path, one_query):
-    rows, q, k, v = qkv
-    queries = q[rows.first] if one_query else q
-    torch.manual_seed(1)
-    ours = path(queries, k, v, rows, HEADS, 0.3)
-    # (batch, heads, queries, keys), or one such for each row
-    masks = drawn_masks
-    if path is _attend_padded:
-        masks = [mask[i : i + 1] for mask in drawn_masks for i in range(3)]
-    places = [torch.arange(5), torch.tensor([0]), torch.tensor([0, 1, 3])]
-    expected, start = [], 0
-    for row, (length, place, keep) in enumerate(zip(rows.lengths, places, masks, strict=True)):
-        part = slice(start, start + length)
-        if path is _attend_padded:
-            keep = keep[..., place] if one_query else keep[:, :, place][..., place]
-        row_queries = queries[row : row + 1] if one_query else queries[part]
-        expected.append(plain_attention(row_queries, k[part], v[part], keep[0]))
-        start += length
-    assert any((mask == 0).any() for mask in masks)
-    close(ours, torch.cat(expected))
+def test_dropout_by_its_own_masks(drawn_masks, qkv, one_query):
+    """Output and gradients."""
+    rows, *tensors = qkv
+    found = []
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    queries = leaves[0][rows.first] if one_query else leaves[0]
+    weights = torch.randn(len(queries), 8)
+    ours = trained(queries, *leaves[1:], rows, HEADS, 0.3)
+    (ours * weights).sum().backward()
+    found.append([ours, *(leaf.grad for leaf in leaves)])
+
+    (drawn,) = drawn_masks
+    assert (drawn == 0).any()
+    of_queries = [1, 1, 1] if one_query else rows.lengths
+    sizes = [HEADS * n * m for n, m in zip(of_queries, rows.lengths, strict=True)]
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    queries = leaves[0][rows.first] if one_query else leaves[0]
+    parts = zip(
+        queries.split(of_queries),
+        *(leaf.split(rows.lengths) for leaf in leaves[1:]),
+        drawn.split(sizes),
+        strict=True,
+    )
+    expected = torch.cat(
+        [plain_attention(q, k, v, m.view(HEADS, len(q), len(k))) for q, k, v, m in parts]
+    )
+    (expected * weights).sum().backward()
+    found.append([expected, *(leaf.grad for leaf in leaves)])
+    for own, reference in zip(*found, strict=True):
+        close(own, reference, 3 * TERMS)
 
 
 def test_dropout_keeps_the_mean(qkv):
     rows, q, k, v = qkv
     torch.manual_seed(0)
     expected = attend(q, k, v, rows, HEADS, 0.0)
-    for path in (_attend_rows, _attend_padded):
+    for path in (trained, _attend_one_by_one, _attend_padded):
         mean = sum(path(q, k, v, rows, HEADS, 0.2) for _ in range(800)) / 800
         assert (mean - expected).abs().max() < 0.12
 
@@ -149,12 +166,13 @@ def test_dropout_keeps_the_mean(qkv):
 def test_paths_have_the_same_gradients(qkv):
     rows, *tensors = qkv
     gradients = []
-    for path in (_attend_rows, _attend_padded):
+    for path in (trained, _attend_one_by_one, _attend_padded):
         leaves = [t.clone().requires_grad_() for t in tensors]
         path(*leaves, rows, HEADS, 0.0).square().sum().backward()
         gradients.append([leaf.grad for leaf in leaves])
-    for ours, theirs in zip(*gradients, strict=True):
-        close(ours, theirs, 3 * TERMS)
+    for ours, *others in zip(*gradients, strict=True):
+        for theirs in others:
+            close(ours, theirs, 3 * TERMS)
 
 
 # ---- causal ----
@@ -194,12 +212,12 @@ def test_a_causal_token_does_not_see_what_follows(ragged, path):
             assert torch.equal(after[some], before[some])
 
 
-# ---- half precision, whose attention is computed in parts where it is trained ----
+# ---- half precision ----
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("path", [_attend_rows, _attend_padded])
+@pytest.mark.parametrize("path", [trained, _attend_one_by_one, _attend_padded])
 def test_half_precision_is_the_formula_but_for_rounding(ragged, path, causal, dtype):
     rows, *tensors = ragged
     halves = [t.to(dtype) for t in tensors]
@@ -219,18 +237,21 @@ def test_half_precision_is_the_formula_but_for_rounding(ragged, path, causal, dt
         close(path(*halves, rows, HEADS, 0.0, causal), out, 1, dtype)
 
 
+# ---- which path ----
+
+
 @pytest.mark.parametrize(
-    ("dtype", "is_trained", "dropout_p", "fused"),
+    ("is_trained", "dropout_p", "is_plain", "fused"),
     [
-        (torch.float32, True, 0.0, True),
-        (torch.float32, True, 0.1, False),
-        (torch.bfloat16, True, 0.0, False),
-        (torch.bfloat16, False, 0.0, True),
-        (torch.float16, True, 0.0, False),
+        (True, 0.0, False, False),
+        (True, 0.1, False, False),
+        (False, 0.1, False, False),
+        (False, 0.0, False, True),
+        (True, 0.1, True, True),
     ],
 )
-def test_what_is_slow_on_a_cpu_is_not_fused(
-    monkeypatch, ragged, dtype, is_trained, dropout_p, fused
+def test_pytorchs_own_attention_predicts_and_is_plain(
+    monkeypatch, ragged, is_trained, dropout_p, is_plain, fused
 ):
     rows, *tensors = ragged
     called = []
@@ -238,6 +259,7 @@ def test_what_is_slow_on_a_cpu_is_not_fused(
     monkeypatch.setattr(
         F, "scaled_dot_product_attention", lambda *a, **b: called.append(1) or whole(*a, **b)
     )
-    leaves = [t.to(dtype).requires_grad_(is_trained) for t in tensors]
-    attend(*leaves, rows, HEADS, dropout_p)
+    leaves = [t.requires_grad_(is_trained) for t in tensors]
+    with plain(is_plain):
+        attend(*leaves, rows, HEADS, dropout_p)
     assert bool(called) == fused

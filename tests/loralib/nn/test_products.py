@@ -1,10 +1,15 @@
 """Products of large matrices: the same numbers whoever computes them, and gradients where asked."""
 
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
+from compare import assert_close_to_rounding
 
+import loralib as lora
 from loralib.nn import products
+from loralib.nn.plain import plain
 
 # A product of the first is left to F.linear; the second is large.
 SIZES = [(5, 16, 24), (320, 1024, 832)]
@@ -26,7 +31,7 @@ def make(size, dtype, with_bias):
 def test_it_is_the_product_to_rounding(size, dtype, with_bias, transposed):
     x, weight, bias = make(size, dtype, with_bias)
     given = weight.t().contiguous().t() if transposed else weight
-    out = products.linear(x, given, bias)
+    out = products.product(x, given, bias)
     assert (out.dtype, out.is_contiguous()) == (dtype, True)
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     error = (out.double() - exact).abs().max() / exact.abs().max()
@@ -37,16 +42,134 @@ def test_it_is_the_product_to_rounding(size, dtype, with_bias, transposed):
 def test_inputs_that_are_not_contiguous():
     x, weight, bias = make(SIZES[1], torch.float32, with_bias=True)
     wide = torch.cat([x, x], dim=1)[:, : x.shape[1]]
-    torch.testing.assert_close(products.linear(wide, weight, bias), F.linear(x, weight, bias))
+    torch.testing.assert_close(products.product(wide, weight, bias), F.linear(x, weight, bias))
     row = x[:1].expand(len(x), -1)  # as the gradient of a sum is
-    torch.testing.assert_close(products.linear(row, weight, bias), F.linear(row, weight, bias))
+    torch.testing.assert_close(products.product(row, weight, bias), F.linear(row, weight, bias))
 
 
 def test_gradients_are_recorded_where_they_are_on():
     x, weight, bias = (tensor.requires_grad_() for tensor in make(SIZES[1], torch.float32, True))
     leaves, grad = (x, weight, bias), torch.randn(len(x), len(weight))
-    found = torch.autograd.grad(products.linear(x, weight, bias), leaves, grad)
+    found = torch.autograd.grad(products.product(x, weight, bias), leaves, grad)
     for ours, theirs in zip(
         found, torch.autograd.grad(F.linear(x, weight, bias), leaves, grad), strict=True
     ):
         torch.testing.assert_close(ours, theirs)
+
+
+# ---- ways ----
+
+LAYERS = {
+    "linear": lambda: products.Linear(1024, 832),
+    "lora": lambda: lora.Linear(1024, 832, r=4),
+    "transposed": lambda: lora.Linear(1024, 832, r=4, fan_in_fan_out=True),
+}
+
+
+@pytest.fixture
+def no_choices():
+    """Nothing is chosen, before and after."""
+    before = products.choices()
+    products.use_choices({})
+    yield
+    products.use_choices(before)
+
+
+@pytest.fixture(params=list(products._WAYS))
+def one_way(request, monkeypatch, no_choices):
+    """Every large product is computed in this way."""
+    if request.param in ("onednn", "packed") and not products._has_onednn(torch.float32):
+        pytest.skip("PyTorch is built without oneDNN here")
+    monkeypatch.setattr(products, "_usual", lambda *_: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_every_way_has_the_plain_results_and_gradients(one_way, layer):
+    layer, found = LAYERS[layer](), []
+    layer.weight.requires_grad = False
+    x, weights = torch.randn(320, 1024), torch.randn(320, 832)
+    if hasattr(layer, "lora_B"):
+        torch.nn.init.normal_(layer.lora_B)
+    for is_plain in (False, True):
+        layer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        with plain(is_plain):
+            out = layer(leaf)
+            (out * weights).sum().backward()
+        grads = [p.grad for p in layer.parameters() if p.requires_grad]
+        found.append([out.detach(), leaf.grad, *grads])
+    assert len(found[0]) == (5 if hasattr(layer, "lora_B") else 3)
+    for ours, theirs in zip(*found, strict=True):
+        assert_close_to_rounding(ours, theirs, 1024 + 832)
+
+
+def test_a_trained_weight_gets_its_gradient():
+    layer, x = products.Linear(1024, 832), torch.randn(320, 1024)
+    layer(x).sum().backward()
+    assert_close_to_rounding(layer.weight.grad, x.sum(0).expand(832, -1), 320)
+
+
+def test_a_packed_copy_follows_its_weight(monkeypatch, no_choices):
+    if not products._has_onednn(torch.float32):
+        pytest.skip("PyTorch is built without oneDNN here")
+    monkeypatch.setattr(products, "_usual", lambda *_: "packed")
+    layer, x = products.Linear(1024, 832).requires_grad_(False), torch.randn(320, 1024)
+    layer(x)
+    for change in (
+        lambda: layer.weight.mul_(2),
+        lambda: layer.load_state_dict({"weight": torch.randn(832, 1024), "bias": torch.ones(832)}),
+        lambda: setattr(layer.weight, "data", torch.randn(832, 1024)),
+    ):
+        change()
+        expected = F.linear(x, layer.weight, layer.bias)
+        assert_close_to_rounding(layer(x), expected, 1024)
+
+
+def test_a_copy_goes_with_its_weight(monkeypatch, no_choices):
+    if not products._has_onednn(torch.float32):
+        pytest.skip("PyTorch is built without oneDNN here")
+    monkeypatch.setattr(products, "_usual", lambda *_: "packed")
+    layer = products.Linear(1024, 832).requires_grad_(False)
+    layer(torch.randn(320, 1024))
+    before = len(products._packed_copies)
+    del layer
+    gc.collect()
+    assert len(products._packed_copies) == before - 1
+
+
+# ---- the choice ----
+
+
+def test_the_fastest_is_chosen(monkeypatch, no_choices):
+    times = {"plain": 3.0, "onednn": 2.0, "blocks": 1.0, "packed": 0.9}
+    ways = {way: name for name, way in products._WAYS.items()}
+    monkeypatch.setattr(products, "_seconds", lambda way, *_: times[ways[way]])
+    layer = products.Linear(1024, 832).requires_grad_(False)
+    weights = [(layer.weight, layer.bias)]
+    products.measure(weights, torch.float32)
+    # Not "packed": it is not so much faster that it repays the memory.
+    expected = {
+        "float32 1024 -> 832 + bias": "blocks",
+        "float32 832 -> 1024 transposed": "blocks",
+    }
+    assert products.choices()["ways"] == expected
+    times["packed"] = 0.1
+    products.measure(weights, torch.float32)
+    assert products.choices()["ways"] == expected, "what has been chosen stays"
+
+
+def test_small_products_and_plain_runs_are_not_measured(no_choices):
+    small, large = torch.randn(16, 16), torch.randn(832, 1024)
+    products.measure([(small, None)], torch.float32)
+    with plain():
+        products.measure([(large, None)], torch.float32)
+    assert not products.choices()["ways"]
+
+
+def test_choices_of_another_machine_are_not_taken(no_choices):
+    own = {"machine": products.machine(), "ways": {"a": "plain", "b": "of a later version"}}
+    products.use_choices(own)
+    assert products.choices()["ways"] == {"a": "plain"}
+    products.use_choices({**own, "machine": "another"})
+    assert not products.choices()["ways"]

@@ -40,6 +40,7 @@ from torch import Tensor, nn
 import loralib as lora
 from loralib.nn.norm import LayerNorm
 from loralib.nn.packing import PackedRows
+from loralib.nn.products import Linear, linear
 from loralib.nn.routing import for_each_segment
 
 from ...activations import ACT2FN
@@ -223,9 +224,9 @@ class DisentangledSelfAttention(nn.Module):
         self.share_att_key, self.lora_positions = config.share_att_key, config.lora_positions
         self.pos_dropout = lora.Dropout(config.hidden_dropout_prob)
         if self.c2p and not self.share_att_key:
-            self.pos_key_proj = nn.Linear(width, width)
+            self.pos_key_proj = Linear(width, width)
         if self.p2c and not self.share_att_key:
-            self.pos_query_proj = nn.Linear(width, width)
+            self.pos_query_proj = Linear(width, width)
 
     @property
     def shared_with_positions(self) -> tuple[str, ...]:
@@ -247,7 +248,7 @@ class DisentangledSelfAttention(nn.Module):
             return self.get_submodule(f"pos_{name}")
         shared = self.get_submodule(name)
         if isinstance(shared, lora.Linear) and not self.lora_positions:
-            return partial(F.linear, weight=shared.weight, bias=shared.bias)
+            return partial(linear, weight=shared.weight, bias=shared.bias)
         return shared
 
     def forward(self, hidden: Tensor, queries: Tensor, batch: Batch) -> Tensor:

@@ -1,0 +1,159 @@
+"""Attention within rows of packed tokens, for training on a CPU: row by row, without padding.
+
+    S = Q Kᵀ / √d      P = softmax(S)      D = dropout(P)      O = D V      of a row and a head
+
+It is one operation for autograd, which keeps of it Q, K, V, P and one byte an element for what was
+dropped. A row's matrices are small enough for the processor's cache, from where the next operation
+takes them; and no call is spent on views that are to be recorded.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import dropout as dropouts
+
+
+def attend_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Sequence[int],
+    heads: int,
+    dropout_p: float,
+    causal: bool,
+) -> Tensor:
+    """softmax(q kᵀ / √d) v within each row, over `heads` slices of the hidden dimension.
+
+    Args:
+        query: (tokens, hidden), or (rows, hidden) for one query a row; on a CPU.
+        key, value: (tokens, hidden), of the same dtype.
+        lengths: the rows' tokens.
+        heads: number of heads; divides hidden.
+        dropout_p: dropout on the attention probabilities, below 1.
+        causal: a token looks at itself and at those before it; needs a query for every token.
+
+    Returns:
+        The same shape as `query`.
+    """
+    return _RowAttention.apply(query, key, value, tuple(lengths), heads, dropout_p, causal)
+
+
+class _RowAttention(torch.autograd.Function):
+    """`attend_rows`; its docstring explains the arguments."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: tuple[int, ...],
+        heads: int,
+        dropout_p: float,
+        causal: bool,
+    ) -> Tensor:
+        ctx.rows = rows = _Rows(lengths, heads, one_query=len(query) != len(key))
+        ctx.dropout_p, scale = dropout_p, (query.shape[1] // heads) ** -0.5
+        probabilities, out = query.new_empty(sum(rows.sizes)), torch.empty_like(query)
+        mask = dropouts.keep_mask(probabilities.shape, dropout_p) if dropout_p > 0 else None
+        rows_of_out = rows.of_queries(out)
+        for q, k, v, p, keep, o in zip(
+            rows.of_queries(query),
+            rows.of_keys(key),
+            rows.of_keys(value),
+            rows.of_scores(probabilities),
+            rows.of_mask(mask),
+            rows_of_out,
+            strict=True,
+        ):
+            # In float32: PyTorch's softmax of half precision takes three times as long.
+            scores = torch.bmm(q.contiguous(), k.contiguous().transpose(1, 2)).float().mul_(scale)
+            if causal:
+                scores.masked_fill_(_later(scores), float("-inf"))
+            p.copy_(torch.softmax(scores, dim=-1))
+            o.copy_(torch.bmm(_dropped(p, keep, dropout_p), v.contiguous()))
+        ctx.save_for_backward(query, key, value, probabilities, mask)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, probabilities, mask = ctx.saved_tensors
+        rows, dropout_p = ctx.rows, ctx.dropout_p
+        grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
+        for q, k, v, p, keep, g, grad_q, grad_k, grad_v in zip(
+            rows.of_queries(query),
+            rows.of_keys(key),
+            rows.of_keys(value),
+            rows.of_scores(probabilities),
+            rows.of_mask(mask),
+            rows.of_queries(grad),
+            rows.of_queries(grads[0]),
+            rows.of_keys(grads[1]),
+            rows.of_keys(grads[2]),
+            strict=True,
+        ):
+            g = g.contiguous()
+            grad_v.copy_(torch.bmm(_dropped(p, keep, dropout_p).transpose(1, 2), g))
+            grad_p = _dropped(torch.bmm(g, v.contiguous().transpose(1, 2)), keep, dropout_p)
+            grad_s = _softmax_gradient(grad_p, p).mul_(ctx.scale)
+            grad_q.copy_(torch.bmm(grad_s, k.contiguous()))
+            grad_k.copy_(torch.bmm(grad_s.transpose(1, 2), q.contiguous()))
+        return *grads, None, None, None, None
+
+
+class _Rows:
+    """Tensors of packed tokens as one view a row, by head.
+
+    Args:
+        lengths: the rows' tokens.
+        heads: number of heads.
+        one_query: a row has one query, not one for each token.
+
+    Attributes:
+        sizes: numbers of scores, of all heads, in each row.
+    """
+
+    def __init__(self, lengths: tuple[int, ...], heads: int, one_query: bool):
+        self.lengths, self.heads = lengths, heads
+        self.queries = (1,) * len(lengths) if one_query else lengths
+        self.sizes = [heads * n * m for n, m in zip(self.queries, lengths, strict=True)]
+
+    def of_queries(self, x: Tensor) -> Iterator[Tensor]:
+        """(queries, hidden) -> for each row (heads, queries, d)."""
+        return (self._by_head(row) for row in x.split(self.queries))
+
+    def of_keys(self, x: Tensor) -> Iterator[Tensor]:
+        """(tokens, hidden) -> for each row (heads, keys, d)."""
+        return (self._by_head(row) for row in x.split(self.lengths))
+
+    def of_scores(self, x: Tensor) -> Iterator[Tensor]:
+        """(scores of all rows,) -> for each row (heads, queries, keys)."""
+        shapes = zip(x.split(self.sizes), self.queries, self.lengths, strict=True)
+        return (row.view(self.heads, n, m) for row, n, m in shapes)
+
+    def of_mask(self, mask: Tensor | None) -> Iterator[Tensor | None]:
+        """As `of_scores`; None for each row without dropout."""
+        return iter([None] * len(self.lengths)) if mask is None else self.of_scores(mask)
+
+    def _by_head(self, row: Tensor) -> Tensor:
+        return row.unflatten(1, (self.heads, -1)).transpose(0, 1)
+
+
+def _later(scores: Tensor) -> Tensor:
+    """Where (…, n, n) scores are those of a token and a later one."""
+    return torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(1)
+
+
+def _dropped(x: Tensor, keep: Tensor | None, p: float) -> Tensor:
+    return x if keep is None else dropouts.apply_mask(x, keep, p)
+
+
+def _softmax_gradient(grad: Tensor, p: Tensor) -> Tensor:
+    """p ⊙ (grad - Σ grad ⊙ p), the gradient of what a softmax gave p for."""
+    weighted = grad * p
+    return weighted.addcmul_(p, weighted.sum(dim=-1, keepdim=True), value=-1)
