@@ -29,7 +29,7 @@ from torch import Tensor
 from ..errors import AlphaError, CheckpointError, NeedsMergingError
 from ..io.hub import resolve_file
 from ..io.tensors import same_tensor, write_tensors, write_wrapped_tensors
-from . import peft
+from . import peft, peft_reading, peft_writing
 from .adapter import LORA, Adapter, Foreign, Kind, plain
 from .canonical import canonical_names
 from .checksums import read_checked, with_checksum
@@ -141,12 +141,12 @@ def _fetch_first(source: str, names: Iterable[str], where: Mapping[str, Any]) ->
 
 
 def _read_peft(path: Path, kind: Kind) -> Adapter:
-    weights = peft.weights_of(path)
+    weights = peft_reading.weights_of(path)
     held, metadata = read_checked(weights, kind)
-    tensors = canonical_names(peft.names_in_model(held, str(weights)), str(weights))
+    tensors = canonical_names(peft_reading.names_in_model(held, str(weights)), str(weights))
     known = LoraMetadata.from_metadata(metadata, weights)
-    adapter = peft.read(path.with_name(peft.CONFIG_NAME), tensors, weights, known)
-    return replace(adapter, base_weights=peft.base_weights(held))
+    adapter = peft_reading.read(path.with_name(peft.CONFIG_NAME), tensors, weights, known)
+    return replace(adapter, base_weights=peft_reading.base_weights(held))
 
 
 _PEFT = Foreign("PEFT", (peft.CONFIG_NAME,), peft.WEIGHTS_NAMES, _read_peft)
@@ -213,8 +213,13 @@ def write_adapter(
         CheckpointError: the adapter is not sound, or the name does not fit the format. Nothing is
             written.
     """
+    format = format or format_of_name(Path(path))
+    return [*_unchecked(adapter, format), *write_checked_adapter(path, adapter, format)]
+
+
+def write_checked_adapter(path: str | os.PathLike, adapter: Adapter, format: str) -> list[str]:
+    """As `write_adapter`, for an adapter whose model is known to have such layers."""
     path = Path(path)
-    format = format or format_of_name(path)
     if format not in FORMATS:
         raise ValueError(f"unknown format '{format}' (known: {', '.join(FORMATS)})")
     _check_sound(adapter, format)
@@ -258,7 +263,7 @@ def what_forbids(adapter: Adapter, format: str) -> str | None:
             if value and value not in _WITHOUT_EFFECT:
                 return f"its LoRA is of the {what} {plain(value)}, which this format cannot say"
     if format == "peft" and isinstance(adapter.metadata, LoraMetadata):
-        reason = peft.what_forbids(adapter)
+        reason = peft_writing.what_forbids(adapter)
         if reason:
             return reason
     if format == "release" and reached:
@@ -317,18 +322,20 @@ def _known(adapter: Adapter) -> AdapterMetadata:
 
 def _write_lora(path: Path, adapter: Adapter) -> list[str]:
     write_tensors(path, adapter.tensors, with_checksum(adapter.tensors, _known(adapter)))
-    return _unchecked(adapter)
+    return []
 
 
-def _unchecked(adapter: Adapter) -> list[str]:
+def _unchecked(adapter: Adapter, format: str) -> list[str]:
     """What LoRA's tensors cannot tell of the layers of a model of no registered family."""
-    if adapter.kind is not LORA or any(in_known_backbone(name) for name in adapter.tensors):
+    is_known = adapter.kind is not LORA or any(in_known_backbone(name) for name in adapter.tensors)
+    if is_known or format == "release":
         return []
-    return [
+    remark = (
         "of no registered family: its modules are taken for linear layers, or what its shapes and "
-        "its metadata (embeddings, slices) say; and a weight that the model uses in several places "
-        "is adapted in all of them by PEFT"
-    ]
+        "its metadata (embeddings, slices) say"
+    )
+    of_peft = "; and a weight that the model uses in several places is adapted in all of them"
+    return [remark + of_peft if format == "peft" else remark]
 
 
 def _write_release(path: Path, adapter: Adapter) -> list[str]:
@@ -363,11 +370,12 @@ def _lost(metadata: AdapterMetadata | None, kept: Iterable[str]) -> list[str]:
 
 
 def _write_peft(path: Path, adapter: Adapter) -> list[str]:
-    adapter, remarks = peft.as_peft_computes(adapter)
+    adapter, remarks = peft_writing.as_peft_computes(adapter)
     metadata = adapter.lora
-    tensors = peft.tensors_of(adapter)
-    remarks += _unchecked(adapter)
-    peft.write(path, peft.config_of(adapter), tensors, with_checksum(tensors, metadata))
+    tensors = peft_writing.tensors_of(adapter)
+    peft_writing.write(
+        path, peft_writing.config_of(adapter), tensors, with_checksum(tensors, metadata)
+    )
     unseen = [
         name
         for name in ("base_fingerprint", "task", "labels", "trained_with", "freeze_A")

@@ -20,7 +20,7 @@ from adapter_files import (
 from compare import assert_same_bits
 from safetensors.torch import load_file
 
-from loralib.adapters import peft
+from loralib.adapters import peft_writing
 from loralib.adapters.adapter import Adapter, lora_metadata
 from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.adapters.metadata import LoraMetadata
@@ -133,7 +133,7 @@ def test_a_failed_write_of_pefts_settings_leaves_nothing_behind(tmp_path, monkey
     def fail(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(peft.json, "dumps", fail)
+    monkeypatch.setattr(peft_writing.json, "dumps", fail)
     info = LoraMetadata(rank=2, alpha=3, targets=("query", "value"))
     with pytest.raises(KeyboardInterrupt):
         write_adapter(tmp_path / "a", replace(adapter_of("roberta"), metadata=info), "peft")

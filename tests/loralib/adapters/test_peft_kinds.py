@@ -105,6 +105,27 @@ def test_out_proj_as_the_version_that_wrote_it_adds_it(tmp_path, version, times)
     assert torch.equal(read_adapter(folder).tensors["attention.out_proj.lora_B"], times * B)
 
 
+def test_folders_say_of_which_version_they_are_where_it_matters(tmp_path):
+    """A later PEFT, which takes its own version where none is said, keeps the one that is said."""
+    model, config, tensors = saved(tmp_path, "attention")
+    assert config["peft_version"] == "0.21.0"
+    folder = peft_folder(
+        tmp_path / "b",
+        {PREFIX + name: tensor for name, tensor in tensors.items()},
+        **{"peft_version": "0.22.0", **config},
+    )
+    own = {name: t.detach() for name, t in model.state_dict().items() if "lora_" in name}
+    for path in (tmp_path / "a", folder):
+        assert_same_bits(read_adapter(path).tensors, own)
+        again = CASES["attention"].build()
+        lora.load_adapter(again, path)
+        state = again.state_dict()
+        assert_same_bits({name: t for name, t in state.items() if "lora_" in name}, own)
+    # One that is older than this setting would refuse the folder.
+    lora.save_adapter(CASES["linear"].adapted(), tmp_path / "c")
+    assert "peft_version" not in json.loads((tmp_path / "c" / "adapter_config.json").read_text())
+
+
 @pytest.mark.parametrize("initialization", ["pissa", "olora"])
 @pytest.mark.parametrize(("variant", "alpha"), [("lora", 6), ("rslora", 3 * math.sqrt(2))])
 def test_a_start_is_joined(tmp_path, initialization, variant, alpha):

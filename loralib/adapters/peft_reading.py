@@ -1,0 +1,397 @@
+"""Reading PEFT's folders; peft.py says what is in them."""
+
+import json
+import logging
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, first_line
+from ..functional import variant_of
+from ..io.tensors import same_tensor
+from .adapter import LORA, Adapter, base_biases, lora_metadata
+from .deltas import MAGNITUDE, lora_pairs, ranks_of
+from .families import enabled_slices, family_of, in_known_backbone
+from .metadata import LoraMetadata, is_alpha, is_dropout, is_rank, usual
+from .peft import (
+    CONFIG_NAME,
+    PREFIX,
+    TIMES_ADDED,
+    VARIANT_OF_FLAGS,
+    WEIGHTS_NAMES,
+    as_int,
+    attention_of,
+    end_of_name,
+    magnitude_of,
+)
+
+logger = logging.getLogger(__name__)
+
+# Settings that do not change what a trained adapter computes, or that its tensors show.
+_WITHOUT_EFFECT = {
+    *("auto_mapping", "inference_mode", "peft_version", "task_type", "runtime_config"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("fan_in_fan_out", "bias", "modules_to_save", "ensure_weight_tying"),
+    *("eva_config", "megatron_core", "qalora_group_size"),
+}
+_READ = {
+    *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
+    *("rank_pattern", "alpha_pattern"),
+    *("init_lora_weights", "base_model_name_or_path", "revision"),
+}
+# What follows the name of an adapted module in that of its frozen weight.
+_BASE_WEIGHT = ".base_layer.weight"
+# Initializations that leave the base's weights as they are; others, such as "pissa", change them.
+_HARMLESS_INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+def weights_of(path: Path) -> Path:
+    """The weights of the folder that `path`, its config or its weights, lies in.
+
+    Raises:
+        CheckpointError: config or weights are missing.
+    """
+    if not path.with_name(CONFIG_NAME).is_file():
+        raise CheckpointError(f"{path}: PEFT's {CONFIG_NAME} is missing next to it")
+    found = [file for name in WEIGHTS_NAMES if (file := path.with_name(name)).is_file()]
+    if not found:
+        raise CheckpointError(f"{path}: {' or '.join(WEIGHTS_NAMES)} is missing next to it")
+    return found[0]
+
+
+def read(
+    config_path: Path, tensors: Mapping[str, Tensor], weights: Path, known: LoraMetadata | None
+) -> Adapter:
+    """The adapter that PEFT's config and tensors are.
+
+    Args:
+        config_path: its config.
+        tensors: its weights, under their canonical names.
+        weights: the file that they are from.
+        known: what this project wrote into the metadata of the weights, where it wrote them.
+
+    Raises:
+        CheckpointError: they are damaged, do not belong together, or are not LoRA as the paper
+            has it; or the config says another rank, alpha or variant than `known`.
+    """
+    config, source = _read_config(config_path), str(weights)
+    tensors, embeddings = _as_ours(tensors, source)
+    pairs = lora_pairs(tensors, source)
+    if not pairs:
+        raise CheckpointError(f"{source}: none of its {len(tensors)} tensors is LoRA's")
+    _check_ranks(config, pairs, source, config_path)
+    _check_complete(config, tensors, pairs, source)
+    if _adds_twice(config):
+        for module in pairs:
+            if attention_of(module, pairs):
+                tensors[f"{module}.lora_B"] = TIMES_ADDED * tensors[f"{module}.lora_B"]
+    use_dora = bool(config.get("use_dora"))
+    variant = VARIANT_OF_FLAGS[bool(config.get("use_rslora")), use_dora]
+    alphas = {module: _by_pattern(config, "lora_alpha", module, pairs) for module in pairs}
+    slices = {} if use_dora else {m: own for m in pairs if (own := _known_slices(known, m))}
+    blocks = _blocks_of_all(pairs, slices)
+    for module, B in blocks.items():
+        tensors[f"{module}.lora_B"] = B
+        alphas[module] = as_int(variant_of(variant).scale(alphas[module], sum(slices[module])))
+    rank, ranks = usual(ranks_of(tensors, source))
+    alpha, others = usual(alphas)
+    metadata = lora_metadata(tensors, rank, alpha)
+    metadata = replace(
+        metadata,
+        rank_pattern=ranks,
+        alpha_pattern=others,
+        variant=variant,
+        embeddings=embeddings,
+        slices={m: slices[m] for m in blocks if slices[m] != enabled_slices(m)},
+        initialization="orthogonal" if config.get("init_lora_weights") == "orthogonal" else None,
+        # What PEFT adapts is adapted wherever it is used.
+        positions=None if metadata.positions is None else True,
+        dropout=config.get("lora_dropout") or None,
+        base=config.get("base_model_name_or_path"),
+        base_revision=config.get("revision"),
+    )
+    if known is not None:
+        metadata = _with_known(metadata, known, pairs, source)
+    return Adapter(tensors, metadata, source, format="peft")
+
+
+def _as_ours(
+    tensors: Mapping[str, Tensor], source: str
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """The tensors as this project calls and shapes them; the names of adapted embeddings."""
+    ours: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        own = re.sub(r"\.lora_embedding_([AB])$", r".lora_\1", name)
+        if own in ours:
+            raise CheckpointError(f"{source}: holds {own} under two names")
+        ours[own] = magnitude_of(tensor) if name.endswith(MAGNITUDE) else tensor
+    embeddings = {name.rpartition(".")[0] for name in tensors if ".lora_embedding_" in name}
+    return ours, tuple(sorted(embeddings))
+
+
+def _check_ranks(
+    config: Mapping[str, Any],
+    pairs: Mapping[str, tuple[Tensor, Tensor]],
+    source: str,
+    config_path: Path,
+) -> None:
+    """Checks that updates are not stacked, and have the ranks that the settings say."""
+    for module, (A, B) in pairs.items():
+        if len(A) != B.shape[1]:
+            raise CheckpointError(
+                f"{source}: {module} has a lora_A of rank {len(A)} and a lora_B of rank "
+                f"{B.shape[1]}"
+            )
+        said = _by_pattern(config, "r", module, pairs)
+        if B.shape[1] != said:
+            raise CheckpointError(
+                f"{source}: its rank is {B.shape[1]} ({module}), {config_path.name} says {said}"
+            )
+
+
+def _with_known(
+    read: LoraMetadata, known: LoraMetadata, modules: Iterable[str], source: str
+) -> LoraMetadata:
+    """What this project wrote into the metadata of PEFT's weights, if the config says the same.
+
+    Raises:
+        CheckpointError: the config says another variant, rank or alpha.
+    """
+    own: dict[str, Any] = {n: getattr(read, n) for n in ("base", "base_revision", "slices")}
+    pairs: list[tuple[str, object, object]] = [("variant", known.variant, read.variant)]
+    for module in modules:
+        if _is_joined(module, read, known):
+            own |= {name: getattr(read, name) for name in _OF_RANKS}
+            continue
+        pairs.append(("rank", known.rank_of(module), read.rank_of(module)))
+        alphas = known.alpha_of(module), read.alpha_of(module)
+        if not math.isclose(*alphas):
+            pairs.append(("alpha", *alphas))
+    for what, before, now in pairs:
+        if before != now:
+            raise CheckpointError(
+                f"{source}: was written with {what} {before}, {CONFIG_NAME} says {now} now"
+            )
+    return replace(known, **own)
+
+
+def _is_joined(module: str, read: LoraMetadata, known: LoraMetadata) -> bool:
+    """Whether updates that were stacked are one of a higher rank, as nothing says their slices."""
+    times, rest = divmod(read.rank_of(module), known.rank_of(module))
+    if times < 2 or rest or family_of([module]) is not None:
+        return False
+    scalings = [
+        metadata.delta.scale(metadata.alpha_of(module), metadata.rank_of(module))
+        for metadata in (read, known)
+    ]
+    return math.isclose(*scalings)
+
+
+_OF_RANKS = ("rank", "alpha", "rank_pattern", "alpha_pattern")
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not PEFT's settings ({first_line(error)})") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: not PEFT's settings (no JSON object)")
+    for name, is_sound in _SOUND.items():
+        if not is_sound(config.get(name)):
+            raise CheckpointError(f"{path}: {name} is {_shown(config.get(name))}")
+    if config.get("init_lora_weights", True) not in _HARMLESS_INITIALIZATIONS:
+        raise CheckpointError(
+            f"{path}: init_lora_weights is {_shown(config['init_lora_weights'])}, which changes "
+            "the base's weights; let PEFT convert the adapter to plain LoRA"
+        )
+    for name, value in config.items():
+        if name not in _READ | _WITHOUT_EFFECT and value:
+            raise CheckpointError(
+                f"{path}: {name} is {_shown(value)}, which is not LoRA as the paper has it; merge "
+                "it with PEFT"
+            )
+    return config
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def _is_pattern(value: Any, is_sound: Callable[[Any], bool]) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, dict) and all(
+        _is_expression(key) and is_sound(item) for key, item in value.items()
+    )
+
+
+def _is_expression(text: str) -> bool:
+    try:
+        end_of_name(text)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return True
+
+
+_SOUND: dict[str, Callable[[Any], bool]] = {
+    "peft_type": lambda value: value == "LORA",
+    "r": is_rank,
+    "lora_alpha": is_alpha,
+    "lora_dropout": lambda value: value is None or is_dropout(value),
+    "use_rslora": lambda value: value is None or isinstance(value, bool),
+    "use_dora": lambda value: value is None or isinstance(value, bool),
+    "rank_pattern": lambda value: _is_pattern(value, is_rank),
+    "alpha_pattern": lambda value: _is_pattern(value, is_alpha),
+    "base_model_name_or_path": lambda value: value is None or isinstance(value, str),
+    "revision": lambda value: value is None or isinstance(value, str),
+    "init_lora_weights": lambda value: value is None or isinstance(value, bool | str),
+}
+
+
+def _check_complete(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    modules: Iterable[str],
+    source: str,
+) -> None:
+    """Checks that a registered family's modules are adapted in the same layers, and the head.
+
+    In other models, such as those of an encoder and a decoder, numbers may well differ.
+
+    Raises:
+        CheckpointError: some tensors are missing.
+    """
+    layers: dict[str, set[int]] = {}
+    for module in modules:
+        number = re.search(r"\.(\d+)\.", module)
+        if number and in_known_backbone(module):
+            kind = module[: number.start()] + module[number.end() - 1 :]
+            layers.setdefault(kind, set()).add(int(number[1]))
+    everywhere = set().union(*layers.values())
+    for kind, numbers in layers.items():
+        # A pattern of full names may choose layers for each module.
+        if numbers != everywhere and not _names_layers(config):
+            missing = min(everywhere - numbers)
+            raise CheckpointError(f"{source}: lacks the update of {kind} in layer {missing}")
+    saved = config.get("modules_to_save")
+    if saved and not any(LORA.part not in name for name in tensors.keys() - base_biases(tensors)):
+        raise CheckpointError(f"{source}: lacks what {CONFIG_NAME} says is saved: {_shown(saved)}")
+
+
+def _names_layers(config: Mapping[str, Any]) -> bool:
+    """Whether the settings say module by module what is adapted, so that layers may differ."""
+    targets = config.get("target_modules")
+    in_full = isinstance(targets, str) or any(re.search(r"\.\d+\.", str(t)) for t in targets or ())
+    return in_full or bool(config.get("exclude_modules"))
+
+
+_PATTERNS = {"r": "rank_pattern", "lora_alpha": "alpha_pattern"}
+
+
+def _by_pattern(
+    config: Mapping[str, Any], setting: str, module: str, modules: Collection[str]
+) -> Any:
+    """A module's rank or alpha: that of the first pattern which matches, as in PEFT."""
+    name = attention_of(module, modules) or module
+    for pattern, value in (config.get(_PATTERNS[setting]) or {}).items():
+        if end_of_name(pattern).match(name):
+            return value
+    return config[setting]
+
+
+def _adds_twice(config: Mapping[str, Any]) -> bool:
+    """Whether the PEFT that wrote this adds the update of an attention's out_proj twice.
+
+    0.21 does, as do those before, of which those up to 0.17 say no version; a correction is
+    proposed there. This project's own folders are written as 0.21's.
+    """
+    version = re.match(r"0\.(\d+)", str(config.get("peft_version") or "0.21"))
+    return version is not None and int(version[1]) <= 21
+
+
+def base_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What PEFT has written of the base, an adapted embedding's weight, by the base's names."""
+    return {
+        name.removeprefix(PREFIX).removesuffix(_BASE_WEIGHT) + ".weight": tensor
+        for name, tensor in tensors.items()
+        if name.endswith(_BASE_WEIGHT)
+    }
+
+
+def names_in_model(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """PEFT's tensors under the names that the base model has for them.
+
+    Raises:
+        CheckpointError: some are not PEFT's, or two have one name.
+    """
+    named: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if not name.startswith(PREFIX):
+            raise CheckpointError(f"{source}: {name} is not a name that PEFT gives")
+        # With biases PEFT also writes a head's own copy of them, and those of the head before.
+        if ".original_module." in name:
+            continue
+        # With an adapted embedding PEFT also writes the frozen weight.
+        if name.endswith(_BASE_WEIGHT):
+            logger.warning("%s: %s is left out: it is the base's own weight", source, name)
+            continue
+        own = name.removeprefix(PREFIX)
+        own = re.sub(r"\.modules_to_save\.(?:[^.]+\.)?", ".", own)
+        own = re.sub(r"\.lora_([AB])\.weight$", r".lora_\1", own)
+        own = re.sub(r"\.base_layer\.(?=bias$|out_proj\.)", ".", own)
+        if own in named and not same_tensor(named[own], tensor):
+            raise CheckpointError(f"{source}: holds {own} under two names")
+        named[own] = tensor
+    return named
+
+
+def _known_slices(known: LoraMetadata | None, module: str) -> tuple[bool, ...]:
+    own = (known.slices if known else None) or {}
+    return own.get(module) or enabled_slices(module)
+
+
+def _blocks_of_all(
+    pairs: Mapping[str, tuple[Tensor, Tensor]], slices: Mapping[str, tuple[bool, ...]]
+) -> dict[str, Tensor]:
+    """B of the modules that stack several updates, see the module's head: its blocks, stacked.
+
+    Empty where some B does not consist of such blocks: each update then stays one of its module's
+    full output.
+    """
+    found = {}
+    for module, enabled in slices.items():
+        blocks = _blocks(pairs[module][1], enabled)
+        if blocks is None:
+            return {}
+        found[module] = blocks
+    return found
+
+
+def _blocks(B: Tensor, enabled: tuple[bool, ...]) -> Tensor | None:
+    """(out, rank) in blocks -> the blocks one below the other; None if others are not zero."""
+    count = sum(enabled)
+    if not count or B.shape[1] % count or len(B) % len(enabled):
+        return None
+    grid = B.unflatten(1, (count, -1)).unflatten(0, (len(enabled), -1))
+    places = [(index, block) for block, index in enumerate(_indices(enabled))]
+    others = [
+        grid[index, :, block]
+        for index in range(len(enabled))
+        for block in range(count)
+        if (index, block) not in places
+    ]
+    if any(other.any() for other in others):
+        return None
+    return torch.cat([grid[index, :, block] for index, block in places]).contiguous()
+
+
+def _indices(enabled: tuple[bool, ...]) -> list[int]:
+    return [index for index, on in enumerate(enabled) if on]

@@ -1,0 +1,293 @@
+"""Writing PEFT's folders; peft.py says what is in them."""
+
+import json
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..functional import Delta, joined_with_start
+from ..io.atomic import atomic_write_folder
+from ..io.tensors import write_tensors
+from .adapter import LORA, Adapter, base_biases
+from .deltas import (
+    MAGNITUDE,
+    START_A,
+    START_B,
+    deltas_of,
+    is_of_slices,
+    lora_pairs,
+    ranks_of,
+    slices_of,
+)
+from .families import family_of, in_known_backbone
+from .metadata import LoraMetadata, usual
+from .names import AMBIGUOUS
+from .peft import (
+    CONFIG_NAME,
+    OUT_PROJ,
+    PREFIX,
+    TIMES_ADDED,
+    VARIANT_OF_FLAGS,
+    WEIGHTS_NAMES,
+    as_int,
+    attention_of,
+    end_of_name,
+    magnitude_for,
+)
+
+# The head that PEFT itself saves as one module, where the task is its SEQ_CLS.
+_CLASSIFIER = "classifier"
+# Folders with an attention are written as this version's. PEFT takes its own version where none is
+# said, and keeps this one when it saves the adapter again.
+_VERSION = "0.21.0"
+
+
+def write(
+    path: str | os.PathLike,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+) -> None:
+    """Writes PEFT's folder, atomically.
+
+    Raises:
+        CheckpointError: there is something at `path`.
+    """
+    with atomic_write_folder(path) as folder:
+        write_tensors(folder / WEIGHTS_NAMES[0], tensors, metadata)
+        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+        (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
+
+
+def what_forbids(adapter: Adapter) -> str | None:
+    """Why PEFT cannot hold an adapter; None where it can."""
+    metadata, modules = adapter.lora, ranks_of(adapter.tensors, adapter.source)
+    pairs = lora_pairs(adapter.tensors, adapter.source)
+    for module, (A, B) in pairs.items():
+        attention = attention_of(module, modules)
+        is_of_slices = len(A) > B.shape[1] or module in (metadata.slices or {})
+        if metadata.has_magnitude and is_of_slices:
+            return f"the magnitudes of {module} are those of slices, PEFT's of the complete output"
+        if metadata.has_magnitude and attention:
+            return f"adapts {attention}, an nn.MultiheadAttention, for which PEFT has no DoRA"
+        if attention and _strength(metadata, module) != _strength(metadata, attention):
+            return f"{module} has another rank or alpha than {attention}, which PEFT adapts as one"
+    for name in adapter.tensors:
+        module, _, last = name.rpartition(".")
+        if module in modules and last == "in_proj_bias":
+            return f"brings {name}, a bias that PEFT does not save"
+        if not module:
+            return f"brings {name}, a parameter of the model itself: PEFT saves modules"
+    return None
+
+
+def _strength(metadata: LoraMetadata, module: str) -> tuple[int, float]:
+    return metadata.rank_of(module), metadata.alpha_of(module)
+
+
+def as_peft_computes(adapter: Adapter) -> tuple[Adapter, list[str]]:
+    """The adapter in the terms that PEFT has for it; what a user has to know of that, a line each.
+
+    An update that is counted from a start is a plain one of twice the rank, as in PEFT's own
+    conversion. What slices stacked updates reach is in the metadata, so that they can be told again
+    from what PEFT holds.
+    """
+    remarks = []
+    if adapter.lora.has_start:
+        remarks.append(
+            f"the update from the start of {adapter.lora.initialization} is, for PEFT, plain LoRA "
+            "of twice the rank: the same sums"
+        )
+        adapter = _without_start(adapter)
+    metadata, slices, deltas = adapter.lora, {}, deltas_of(adapter)
+    if any(attention_of(module, deltas) for module in deltas):
+        remarks.append(
+            "PEFT up to 0.21 adds the update of an nn.MultiheadAttention's out_proj twice: its "
+            "lora_B is halved in the file, so that the sums are the same there"
+        )
+    for module, delta in deltas.items():
+        if not is_of_slices(delta):
+            continue
+        slices[module] = slices_of(adapter, module)
+        parts, rank, alpha = len(delta.starts), *_strength(metadata, module)
+        if parts == 1:
+            continue
+        remarks.append(
+            f"{parts} updates of rank {rank} in one {module.rpartition('.')[2]} are, for PEFT, one "
+            f"of rank {parts * rank} and alpha {_joined_alpha(metadata, alpha, parts):g}: the same "
+            "sums"
+        )
+    return replace(adapter, metadata=replace(metadata, slices=slices)), sorted(set(remarks))
+
+
+def _without_start(adapter: Adapter) -> Adapter:
+    """The adapter with plain LoRA of twice the rank in place of what is counted from a start."""
+    metadata, tensors = adapter.lora, dict(adapter.tensors)
+    for module, rank in ranks_of(tensors, adapter.source).items():
+        names = [f"{module}.{half}" for half in ("lora_A", "lora_B", START_A, START_B)]
+        A, B, A0, B0 = (tensors.pop(name) for name in names)
+        joined = joined_with_start(A, B, A0, B0, len(A) // rank)
+        tensors[names[0]], tensors[names[1]] = joined
+    ranks, alphas = metadata.rank_pattern or {}, metadata.alpha_pattern or {}
+    plain = replace(
+        metadata,
+        rank=2 * metadata.rank,
+        alpha=_joined_alpha(metadata, metadata.alpha, 2),
+        rank_pattern={module: 2 * rank for module, rank in ranks.items()},
+        alpha_pattern={m: _joined_alpha(metadata, alpha, 2) for m, alpha in alphas.items()},
+        initialization=None,
+    )
+    return replace(adapter, tensors=tensors, metadata=plain)
+
+
+def _joined_alpha(metadata: LoraMetadata, alpha: float, parts: int) -> float:
+    """The alpha by which an update of `parts` times the rank is scaled as its parts are."""
+    return as_int(alpha / metadata.delta.scale(1.0, parts))
+
+
+def tensors_of(adapter: Adapter) -> dict[str, Tensor]:
+    """The tensors of an adapter, as `as_peft_computes` gives it, as PEFT names and holds them.
+
+    Raises:
+        CheckpointError: PEFT has no such updates.
+    """
+    named, deltas = {}, deltas_of(adapter)
+    embeddings = adapter.lora.embeddings or ()
+    _refuse_embeddings(adapter, deltas.keys() - set(embeddings))
+    for name, tensor in adapter.tensors.items():
+        module, _, last = name.rpartition(".")
+        if LORA.part not in name:
+            named[f"{_place(module, deltas)}.{last}" if module else name] = tensor
+    for module, delta in deltas.items():
+        A, B = (adapter.tensors[f"{module}.lora_{ab}"] for ab in "AB")
+        B = _joined_B(delta) if is_of_slices(delta) else B
+        B = _divided(B, module, adapter.source) if attention_of(module, deltas) else B
+        half = "lora_embedding_{}" if module in embeddings else "lora_{}.weight"
+        place = _place(module, deltas, of_lora=True)
+        named[f"{place}.{half.format('A')}"], named[f"{place}.{half.format('B')}"] = A, B
+        magnitude = adapter.tensors.get(f"{module}.{MAGNITUDE}")
+        if magnitude is not None:
+            named[f"{place}.{MAGNITUDE}"] = magnitude_for(magnitude, A)
+    return named
+
+
+def _divided(B: Tensor, module: str, source: str) -> Tensor:
+    """B as PEFT holds it, which adds it several times.
+
+    Raises:
+        CheckpointError: values are too small to be divided in their dtype.
+    """
+    divided = B / TIMES_ADDED
+    if not torch.equal(divided * TIMES_ADDED, B):
+        raise CheckpointError(
+            f"{source}: lora_B of {module} has values that cannot be halved in {B.dtype}, as PEFT "
+            "needs it: write it in float32"
+        )
+    return divided
+
+
+def _place(module: str, adapted: Collection[str], of_lora: bool = False) -> str:
+    """What PEFT's names of a module's tensors begin with: of LoRA's, or of the module's own."""
+    attention = attention_of(module, adapted)
+    inner = f"{attention}.base_layer{OUT_PROJ}" if attention else module
+    of_base = module in adapted and not of_lora
+    return f"{PREFIX}{inner}.base_layer" if of_base else f"{PREFIX}{inner}"
+
+
+def _refuse_embeddings(adapter: Adapter, modules: Iterable[str]) -> None:
+    """Refuses what older files do not say: that a module is an embedding."""
+    for module in sorted(modules):
+        last = module.rpartition(".")[2]
+        is_kernel = adapter.tensors[f"{module}.lora_A"].dim() > 2
+        if not is_kernel and re.search(r"(?:^|_)(?:embed(?:ding)?s?|embed_tokens|wte|wpe)$", last):
+            raise CheckpointError(
+                f"{adapter.source}: {module} seems to be an embedding, which PEFT adapts in "
+                "another way: say so in its metadata (embeddings)"
+            )
+
+
+def _joined_B(delta: Delta) -> Tensor:
+    """B of one update of the whole output: the blocks of stacked ones, and zeros."""
+    joined = delta.B.new_zeros(delta.out_features, len(delta.A))
+    for block in delta.blocks():
+        joined[block.columns, block.rows] = block.B
+    return joined
+
+
+def config_of(adapter: Adapter) -> dict[str, Any]:
+    """PEFT's settings for an adapter, as `as_peft_computes` gives it."""
+    metadata, family = adapter.lora, family_of(adapter.tensors)
+    parts = {module: len(delta.starts) for module, delta in deltas_of(adapter).items()}
+    targets = {module for module in parts if attention_of(module, parts) is None}
+    rank, ranks = usual({m: parts[m] * metadata.rank_of(m) for m in parts if m in targets})
+    alpha, alphas = usual(
+        {m: _joined_alpha(metadata, metadata.alpha_of(m), parts[m]) for m in parts if m in targets}
+    )
+    as_one = (_CLASSIFIER, *(family.head if family else ()))
+    head = {
+        first if (first := name.partition(".")[0]) in as_one else name.rpartition(".")[0]
+        for name in adapter.tensors.keys() - base_biases(adapter.tensors)
+        if LORA.part not in name
+    }
+    task = family.peft_task if family else None
+    has_attention = len(targets) < len(parts)
+    told = {name: flags for flags, name in VARIANT_OF_FLAGS.items()}
+    use_rslora, use_dora = told[metadata.variant or "lora"]
+    return {
+        "peft_type": "LORA",
+        "task_type": task or ("SEQ_CLS" if _CLASSIFIER in head else None),
+        "base_model_name_or_path": metadata.base,
+        "revision": metadata.base_revision,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": as_int(alpha),
+        "rank_pattern": _pattern(ranks, targets),
+        "alpha_pattern": _pattern(alphas, targets),
+        "lora_dropout": metadata.dropout or 0.0,
+        **_targets(targets),
+        "modules_to_save": sorted(head) or None,
+        "bias": metadata.bias,
+        "fan_in_fan_out": family is not None and family.fan_in_fan_out,
+        "init_lora_weights": True,
+        "use_rslora": use_rslora,
+        "use_dora": use_dora,
+        # Older versions, which do not know this setting, would refuse the folder or warn of it.
+        **({"peft_version": _VERSION} if has_attention else {}),
+    }
+
+
+def _pattern(values: Mapping[str, float], modules: Collection[str]) -> dict[str, float]:
+    """How PEFT is told the rank or alpha of some of the adapted modules: by names, where none of
+    them is the end of another's.
+    """
+    return {
+        f"^{re.escape(module)}"
+        if any(other != module and end_of_name(module).match(other) for other in modules)
+        else module: as_int(value)
+        for module, value in values.items()
+    }
+
+
+def _targets(modules: Iterable[str]) -> dict[str, list]:
+    """How PEFT is told which modules are adapted.
+
+    By the last part of their names and the layers, where that is enough; by their full names where
+    several modules of a layer are called so, or not all are adapted in the same layers.
+    """
+    layers: dict[str, set[int]] = {}
+    for module in modules:
+        number = re.search(r"\.(\d+)\.", module)
+        last = module.rpartition(".")[2]
+        if number is None or not in_known_backbone(module) or last in AMBIGUOUS:
+            return {"target_modules": sorted(modules)}
+        layers.setdefault(last, set()).add(int(number[1]))
+    first, *others = layers.values()
+    if any(numbers != first for numbers in others):
+        return {"target_modules": sorted(modules)}
+    return {"target_modules": sorted(layers), "layers_to_transform": sorted(first)}
