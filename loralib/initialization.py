@@ -90,11 +90,11 @@ def orthogonal(A: Tensor, B: Tensor, r: int) -> None:
     """Initializes the stacked A (r·e, …) and B (width·e, …) so that the product of each pair is 0.
 
     The rows of a random orthogonal r × r matrix are dealt out in turn: A's rows lie in the space of
-    one half, B's in that of the other.
+    one half, B's in that of the other. It is computed in float32 or wider.
     """
     rows_A, rows_B = A.flatten(1), B.flatten(1)
-    rank = rows_B.shape[1]
+    rank, wide = rows_B.shape[1], torch.promote_types(A.dtype, torch.float32)
     for pair_A, pair_B in zip(rows_A.split(rank), rows_B.chunk(len(rows_A) // rank), strict=True):
-        basis = nn.init.orthogonal_(rows_A.new_empty(rank, rank, dtype=torch.float32))
+        basis = nn.init.orthogonal_(rows_A.new_empty(rank, rank, dtype=wide))
         for factor, half in ((pair_A.t(), basis[0::2]), (pair_B, basis[1::2])):
-            factor.copy_(0.1 * torch.randn(len(factor), len(half), device=A.device) @ half)
+            factor.copy_(0.1 * half.new_empty(len(factor), len(half)).normal_() @ half)

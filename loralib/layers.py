@@ -511,7 +511,8 @@ class Embedding(LoRALayer, nn.Embedding):
         merge_weights: evaluation mode looks rows up in the merged weight.
         variant, initialization, freeze_A: of the update, as for `LoRALayer`.
         **kwargs: for `nn.Embedding` (padding_idx, scale_grad_by_freq, sparse, device, dtype, …).
-            The row at padding_idx gives A no gradient; sparse is for W's gradient, A's is dense.
+            The row at padding_idx gives A and magnitudes no gradient; sparse is for W's gradient,
+            A's is dense.
 
     Shapes:
         weight (num_embeddings, embedding_dim), lora_A (r, num_embeddings), lora_B (embedding_dim,
@@ -599,6 +600,9 @@ class Embedding(LoRALayer, nn.Embedding):
         replace(delta, B=delta.B.to(out.dtype)).expand_into(out, z.to(out.dtype))
         gain = delta.gain(self._as_matrix(self.weight))
         if gain is not None:
+            if self.padding_idx is not None:
+                is_padding = (ids == self.padding_idx)[:, None]
+                gain = torch.where(is_padding, gain.detach(), gain)
             out = out * gain.to(out.dtype)
         return out.view(*x.shape, self.embedding_dim)
 

@@ -103,3 +103,26 @@ def test_it_follows_a_weight_that_is_loaded_later():
 def test_the_releases_factors_of_a_kernel_cannot_have_it(build):
     with pytest.raises(ValueError, match="no row for each output channel"):
         build(4, 4, 3, r=2, variant="dora")
+
+
+def test_an_embeddings_padding_row_gives_magnitudes_no_gradient():
+    """As if the adapted weight were an `nn.Embedding`'s: its row at padding_idx gets none."""
+    settings = {"padding_idx": 1, "variant": "dora", "dtype": torch.float64}
+    layer = lora.Embedding(7, 5, r=2, lora_alpha=3, **settings)
+    with torch.no_grad():
+        layer.weight[1] = 0.7
+        layer.lora_A[:, 2:].normal_()
+    rows = torch.tensor([[0, 1, 4], [1, 6, 1]])
+    names = ("lora_A", "lora_B", "lora_magnitude_vector")
+    leaves = [layer.get_parameter(name) for name in names]
+    total = layer.weight.t() + layer.scaling * layer.lora_B @ layer.lora_A
+    norms = total.detach().norm(dim=1, keepdim=True)
+    adapted = layer.lora_magnitude_vector[:, None] * total / norms
+    expected = F.embedding(rows, adapted.t(), padding_idx=1)
+    out = layer.train()(rows)
+    torch.testing.assert_close(out, expected)
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, leaves, grad)
+    for ours, theirs in zip(found, torch.autograd.grad(expected, leaves, grad), strict=True):
+        assert theirs.any()
+        torch.testing.assert_close(ours, theirs)

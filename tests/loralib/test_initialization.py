@@ -105,6 +105,15 @@ def test_orthogonal_factors_have_no_product():
         assert torch.linalg.matrix_rank(B) == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_orthogonal_factors_are_exact_in_their_dtype(dtype):
+    layer = lora.Linear(12, 8, r=4, initialization="orthogonal", dtype=dtype)
+    assert layer.lora_A.dtype == dtype
+    # Each element of the product is a sum of r terms, rounded in this dtype.
+    largest = layer.lora_B.norm(dim=1).max() * layer.lora_A.norm(dim=0).max()
+    assert (layer.lora_B @ layer.lora_A).abs().max() <= 64 * torch.finfo(dtype).eps * largest
+
+
 @pytest.mark.parametrize("name", FROM_WEIGHT)
 def test_it_follows_a_weight_that_is_loaded_later(name):
     layer = lora.Linear(12, 8, r=2, initialization=name)
