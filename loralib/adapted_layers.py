@@ -32,7 +32,6 @@ class _AdaptedConv(LoRALayer):
     bias: nn.Parameter | None
     groups: int
     _conv_forward: Any
-    _convolve: Any
 
     def _add_update(self, dtype: torch.dtype | None = None) -> None:
         """Creates the parameters of the update."""
@@ -56,38 +55,44 @@ class _AdaptedConv(LoRALayer):
             return self._conv_forward(x, merged.to(dtype), bias)
         weight, delta = self.weight.to(dtype), self._delta(dtype)
         out = self._conv_forward(x, weight, None)
-        out = out + self._update_of(self.lora_dropout(x), delta, weight.shape)
+        out = out + convolved_update(self, self.lora_dropout(x), delta)
         per_channel = (-1, *[1] * (weight.dim() - 2))
         gain = delta.gain(self._as_matrix(weight))
         if gain is not None:
             out = out * gain.to(dtype).view(per_channel)
         return out if bias is None else out + bias.view(per_channel)
 
-    def _update_of(self, x: Tensor, delta: Delta, kernel: torch.Size) -> Tensor:
-        """The update's part of the result."""
-        if self.groups > 1:
-            return self._conv_forward(x, delta.product().view(kernel), None)
-        z = self._conv_forward(x, delta.A.view(-1, *kernel[1:]), None)
-        B = delta.scaling * delta.B
-        return self._convolve(z, B.view(*B.shape, *[1] * (len(kernel) - 2)))
-
 
 class AdaptedConv1d(_AdaptedConv, nn.Conv1d):
     """`nn.Conv1d` with a low-rank update, as `_AdaptedConv` describes."""
-
-    _convolve = staticmethod(F.conv1d)
 
 
 class AdaptedConv2d(_AdaptedConv, nn.Conv2d):
     """`nn.Conv2d` with a low-rank update, as `_AdaptedConv` describes."""
 
-    _convolve = staticmethod(F.conv2d)
-
 
 class AdaptedConv3d(_AdaptedConv, nn.Conv3d):
     """`nn.Conv3d` with a low-rank update, as `_AdaptedConv` describes."""
 
-    _convolve = staticmethod(F.conv3d)
+
+_POINTWISE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+def convolved_update(conv: Any, x: Tensor, delta: Delta) -> Tensor:
+    """What an update adds to a convolution's result: s · conv(conv(x, A), B), without a gain.
+
+    Args:
+        conv: the convolution, plain or adapted.
+        x: (batch, in_channels, …), of the delta's dtype.
+        delta: A (r, in/groups·k·…), B (out, r).
+    """
+    kernel = conv.weight.shape
+    if conv.groups > 1:
+        return conv._conv_forward(x, delta.product().view(kernel), None)
+    z = conv._conv_forward(x, delta.A.view(-1, *kernel[1:]), None)
+    dimensions = len(kernel) - 2
+    B = (delta.scaling * delta.B).unflatten(1, (-1, *[1] * dimensions))
+    return _POINTWISE[dimensions](z, B)
 
 
 class AdaptedProjection(LoRALayer, nn.Module):
@@ -105,18 +110,18 @@ class AdaptedProjection(LoRALayer, nn.Module):
         LoRALayer.__init__(self, **settings)
 
     @property
-    def owner(self) -> nn.Module:
+    def base(self) -> nn.Module:
         """The attention."""
         return self._owner[0]
 
     @property
     def frozen_weight(self) -> nn.Parameter:
-        """The owner's weight."""
-        return self.owner.get_parameter(self.frozen_name)
+        """The attention's."""
+        return self.base.get_parameter(self.frozen_name)
 
     @property
     def base_bias(self) -> None:
-        """The bias is the owner's."""
+        """The bias is the attention's."""
         return None
 
     def _as_matrix(self, weight: Tensor) -> Tensor:

@@ -5,60 +5,85 @@ its tensors, hooks and names stay as well, and so does whatever refers to it.
 """
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from .adapted_layers import AdaptedProjection
 from .layers import LoRALayer
 
 
-class _Before(NamedTuple):
-    kind: type[nn.Module]
-    names: frozenset[str]
+class _Turned(NamedTuple):
+    """What a turned module remembers: its class before, and the attributes that it got since."""
+
+    before: type[nn.Module]
+    added: frozenset[str]
+
+
+@contextmanager
+def turning(module: nn.Module) -> Iterator[None]:
+    """Within this block a module is turned, and gets the attributes that `turn_back` takes away.
+
+    Those that somebody sets on it later are theirs, and stay.
+    """
+    names = _names(module)
+    yield
+    turned = vars(module)["_turned"]
+    added = turned.added | (_names(module) - names)
+    vars(module)["_turned"] = turned._replace(added=added)
 
 
 def turn_into(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Makes a module one of another class; the caller adds what that class needs."""
-    before = _Before(type(module), frozenset().union(*_attributes(module)))
+    """Makes a module one of another class, in a `turning` block that adds what that class needs."""
+    vars(module)["_turned"] = _Turned(type(module), frozenset())
     module.__class__ = kind
-    vars(module)["_before"] = before
 
 
 def turn_back(module: nn.Module) -> None:
-    """Undoes `turn_into`: the class, and everything that was added since."""
-    before = vars(module)["_before"]
+    """Undoes what was done in `turning` blocks: the class, and the attributes."""
+    turned = vars(module)["_turned"]
     for attributes in _attributes(module):
-        for name in attributes.keys() - before.names:
+        for name in attributes.keys() & turned.added:
             del attributes[name]
-    module.__class__ = before.kind
+    module.__class__ = turned.before
 
 
 def was_turned(module: nn.Module) -> bool:
     """Whether this module is a LoRA layer that was a plain one before."""
-    return "_before" in vars(module)
+    return "_turned" in vars(module)
+
+
+def is_in_place(module: nn.Module) -> bool:
+    """Whether this module is a LoRA layer that came into its model by `add_lora`."""
+    return was_turned(module) or isinstance(module, AdaptedProjection)
 
 
 def _attributes(module: nn.Module) -> tuple[dict, ...]:
     return vars(module), module._parameters, module._buffers, module._modules
 
 
+def _names(module: nn.Module) -> frozenset[str]:
+    return frozenset().union(*_attributes(module))
+
+
 def merge_in_place(model: nn.Module) -> None:
     """Turns a model's modules back; each gets a new weight, with its update merged into it."""
-    layers: list[Any] = [
-        module
-        for module in model.modules()
-        if isinstance(module, LoRALayer) and (was_turned(module) or hasattr(module, "owner"))
-    ]
+    layers: list[Any] = [m for m in model.modules() if is_in_place(m)]
     merged = [
-        (getattr(layer, "owner", layer), layer.frozen_name, _merged_parameter(layer))
-        for layer in layers
-        if layer.r > 0
+        (layer.base, layer.frozen_name, _merged_parameter(layer)) for layer in layers if layer.r > 0
     ]
-    for layer in layers:
-        if was_turned(layer):
-            turn_back(layer)
-    for owner, name, parameter in merged:
-        setattr(owner, name, parameter)
+    turn_all_back(model)
+    for base, name, parameter in merged:
+        setattr(base, name, parameter)
+
+
+def turn_all_back(model: nn.Module) -> None:
+    """Turns a model's modules back, and lets its encoders take their fast path again."""
+    for module in list(model.modules()):
+        if was_turned(module):
+            turn_back(module)
     take_fast_path(model)
 
 

@@ -14,7 +14,7 @@ again: names in the state dict stay, and `….lora_A`, `….lora_B` come with th
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -30,9 +30,16 @@ from .adapted_layers import (
 )
 from .errors import UnsupportedLayerError
 from .functional import variant_of
-from .in_place import leave_fast_path, take_fast_path, turn_back, turn_into, was_turned
+from .in_place import (
+    is_in_place,
+    leave_fast_path,
+    turn_all_back,
+    turn_into,
+    turning,
+    was_turned,
+)
 from .layers import Embedding, Linear, LoRALayer, MergedLinear
-from .targets import Target, by_pattern, find, is_any
+from .targets import Target, as_targets, by_pattern, find, first_names, is_any
 from .utils import check_bias, check_whole, freeze_base, train_biases
 
 
@@ -68,7 +75,7 @@ def add_lora(
     lora_dropout: float = 0.0,
     *,
     exclude: Target | Iterable[Target] = (),
-    layers: Collection[int] | None = None,
+    layers: Iterable[int] | None = None,
     rank_pattern: Mapping[str, int] | None = None,
     alpha_pattern: Mapping[str, float] | None = None,
     bias: str = "none",
@@ -82,7 +89,8 @@ def add_lora(
     """Gives modules of a model a low-rank update each, in place, and freezes the rest.
 
     Args:
-        model: any model of PyTorch's layers. In half precision the updates are float32.
+        model: any model of PyTorch's layers. In half precision the updates are float32. A module
+            that it uses in several places has one update, and goes by the first of its names.
         targets: which modules; see `loralib.targets`. An `nn.MultiheadAttention` is adapted with
             its out_proj, unless that is excluded.
         r: rank of the updates.
@@ -111,17 +119,19 @@ def add_lora(
 
     Raises:
         ValueError: a target or a pattern matches nothing, or a module that has LoRA already; a
-            setting is out of its range; a rank is larger than a dimension of its weight; DoRA is
-            for a weight with rows of zeros; a module is both adapted and in modules_to_train; a
-            weight is tied; the model is wrapped (DDP, FSDP, compile) or its tensors are inference
-            tensors.
+            setting is of another type than it has to be, or out of its range; a rank is larger than
+            a dimension of its weight; DoRA is for a weight with rows of zeros; a module is both
+            adapted and in modules_to_train; a weight is tied; the model is wrapped (DDP, FSDP,
+            compile) or its tensors are inference tensors.
         UnsupportedLayerError: there is no LoRA layer for such a module. Nothing is changed then.
     """
     check_bias(bias)
+    exclude = as_targets(exclude, "exclude")
+    to_train = as_targets(modules_to_train, "modules_to_train")
     names = find(model, targets, exclude=exclude, layers=layers, is_linear=is_linear)
     names = _with_output_projections(model, names, exclude)
-    trained = find(model, modules_to_train) if modules_to_train else []
-    _check_trained(trained, [*names, *_names_of_updates(model)])
+    trained = find(model, to_train) if to_train else []
+    _check_trained(model, trained, [*names, *_names_of_updates(model)])
     ranks = by_pattern(names, rank_pattern or {}, r)
     alphas = by_pattern(names, alpha_pattern or {}, lora_alpha)
     slices = by_pattern(names, enable_lora or {}, (True,))
@@ -133,7 +143,7 @@ def add_lora(
             variant=variant,
             initialization=initialization,
             freeze_A=freeze_A,
-            enable_lora=tuple(map(bool, slices[name])),
+            enable_lora=_as_flags(slices[name], name),
         )
         for name in names
     }
@@ -169,6 +179,7 @@ def adapt(
         ValueError, UnsupportedLayerError: as for `add_lora`.
     """
     _check_model(model)
+    settings = _by_first_name(model, settings)
     modules = {name: model.get_submodule(name) for name in settings}
     for name, module in modules.items():
         _check_module(name, module, settings[name])
@@ -180,11 +191,13 @@ def adapt(
         _check_tied(model, modules)
     had_update = set(_names_of_updates(model))
     for name, module in modules.items():
-        _builder(module)(module, settings[name])
+        with turning(module):
+            _builder(module)(module, settings[name])
     for name in modules:
         owner = model.get_submodule(name.rpartition(".")[0])
         if isinstance(owner, nn.MultiheadAttention) and not isinstance(owner, LoRALayer):
-            _turn(owner, MultiheadAttention, LayerSettings(r=0, lora_alpha=1))
+            with turning(owner):
+                _turn(owner, MultiheadAttention, LayerSettings(r=0, lora_alpha=1))
     leave_fast_path(model)
     return tuple(name for name in _names_of_updates(model) if name not in had_update)
 
@@ -192,29 +205,33 @@ def adapt(
 def remove_lora(model: nn.Module) -> tuple[str, ...]:
     """Makes a model the plain one that it was before `add_lora`; the updates are dropped.
 
-    Weights have the bits that they had, and stay frozen.
+    Weights have the bits that they had, and stay frozen. What was set on a module since stays, too.
+
+    Args:
+        model: changed in place; also a part of a model, such as one of its blocks.
 
     Returns:
         The names of the modules that were adapted.
 
     Raises:
-        ValueError: the model has no LoRA; or it was built with LoRA layers, which `merge` can make
-            plain; or its parameters are sharded over several processes.
+        ValueError: the model has no LoRA; it is itself one adapted layer; it was built with LoRA
+            layers, which `merge` can make plain; or its parameters are sharded over several
+            processes.
     """
+    if isinstance(model, LoRALayer) and model.r > 0:
+        raise ValueError(
+            f"{type(model).__name__} is one adapted layer: give the model that it is part of, or "
+            "the block"
+        )
     check_whole(dict(model.named_parameters()), "LoRA is removed")
-    layers: dict[str, Any] = {
-        name: module for name, module in model.named_modules() if isinstance(module, LoRALayer)
-    }
+    layers = {n: each for n, each in model.named_modules() if isinstance(each, LoRALayer)}
     if not layers:
         raise ValueError("the model has no LoRA to remove")
-    for name, layer in layers.items():
-        if not was_turned(layer) and not isinstance(layer, AdaptedProjection):
+    for name in layers:
+        if not is_in_place(model.get_submodule(name)):
             raise ValueError(f"{name} was built as a LoRA layer, not adapted by add_lora")
     adapted = _names_of_updates(model)
-    for layer in layers.values():
-        if was_turned(layer):
-            turn_back(layer)
-    take_fast_path(model)
+    turn_all_back(model)
     return adapted
 
 
@@ -362,8 +379,30 @@ def _check_model(model: nn.Module) -> None:
             raise ValueError(f"{name} is an inference tensor, which cannot be trained: copy it")
 
 
+def _by_first_name(
+    model: nn.Module, settings: Mapping[str, LayerSettings]
+) -> dict[str, LayerSettings]:
+    """The settings by the first names of the modules, which may have several."""
+    first, own = first_names(model), dict[str, LayerSettings]()
+    for name, of_module in settings.items():
+        if own.setdefault(first.get(name, name), of_module) != of_module:
+            raise ValueError(
+                f"{name} is one module with {first[name]}, which is to be adapted in another way"
+            )
+    return own
+
+
+def _as_flags(enabled: Any, name: str) -> tuple[bool, ...]:
+    """A module's enable_lora as a tuple."""
+    if isinstance(enabled, str) or not isinstance(enabled, Sequence):
+        raise ValueError(
+            f"enable_lora has to be a list for {name}, such as [True, False, True], got {enabled!r}"
+        )
+    return tuple(map(bool, enabled))
+
+
 def _with_output_projections(
-    model: nn.Module, names: Iterable[str], exclude: Target | Iterable[Target]
+    model: nn.Module, names: Iterable[str], exclude: Iterable[Target]
 ) -> list[str]:
     """The names with those of attentions' out_proj after their own, where not left out."""
     complete: dict[str, None] = {}
@@ -417,11 +456,13 @@ def _out_in(module: nn.Module, weight: Tensor) -> tuple[int, int]:
     return (inner, out) if _is_conv1d(module) else (out, inner)
 
 
-def _check_trained(trained: Collection[str], adapted: Collection[str]) -> None:
-    """Checks that no module that is trained as it is contains one that is adapted."""
+def _check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[str]) -> None:
+    """Checks that no module that is trained as it is has the weight of one that is adapted."""
+    frozen = {name: set(model.get_submodule(name).parameters(recurse=False)) for name in adapted}
     for whole in trained:
-        for name in adapted:
-            if f"{name}.".startswith(f"{whole}."):
+        parts = set(model.get_submodule(whole).parameters())
+        for name, own in frozen.items():
+            if own & parts:
                 raise ValueError(
                     f"{whole} cannot be trained as it is while {name} is adapted, whose weight is "
                     "frozen: leave one of them out"
@@ -467,8 +508,10 @@ def _check_settings(name: str, module: nn.Module, weight: Tensor, own: LayerSett
         )
     if not isinstance(own.r, int) or own.r < 1:
         raise ValueError(f"r, the rank, has to be an integer of at least 1, got {own.r!r} ({name})")
-    if not 0 < own.lora_alpha < math.inf:
+    if not isinstance(own.lora_alpha, int | float) or not 0 < own.lora_alpha < math.inf:
         raise ValueError(f"lora_alpha has to be above 0, got {own.lora_alpha!r} ({name})")
+    if not isinstance(own.lora_dropout, int | float):
+        raise ValueError(f"lora_dropout has to be a probability, got {own.lora_dropout!r}")
     if isinstance(module, nn.Embedding):
         Embedding.check_update(module.max_norm, own.freeze_A, own.initialization)
     LoRALayer(**{**own.of_layer(), "merge_weights": False})  # its own checks of the settings

@@ -8,6 +8,7 @@ re.compile(r"layers\\.\\d+\\.mlp")    a regular expression over the complete nam
 
 import difflib
 import fnmatch
+import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeVar
@@ -31,7 +32,77 @@ def matches(name: str, target: Target) -> bool:
 
 def is_any(name: str, targets: Target | Iterable[Target]) -> bool:
     """Whether a module's name is meant by one of these targets."""
-    return any(matches(name, target) for target in _as_tuple(targets))
+    return any(matches(name, target) for target in as_targets(targets))
+
+
+def as_targets(targets: Target | Iterable[Target], what: str = "targets") -> tuple[Target, ...]:
+    """One target or several, which may come from an iterator, as a tuple.
+
+    Args:
+        targets: what somebody gave.
+        what: they are called in errors.
+
+    Raises:
+        ValueError: they are something else.
+    """
+    if isinstance(targets, str | re.Pattern):
+        return (targets,)
+    several = tuple(targets) if isinstance(targets, Iterable) else (targets,)
+    for target in several:
+        if not isinstance(target, str | re.Pattern):
+            raise ValueError(
+                f"{what} has to be a module's name, a pattern or a list of these, got "
+                f"{_shown(target)}"
+            )
+    return several
+
+
+def as_layers(layers: Iterable[int]) -> tuple[int, ...]:
+    """The numbers of layers, which may come from an iterator, as a tuple.
+
+    Raises:
+        ValueError: they are something else.
+    """
+    try:
+        return tuple(map(operator.index, layers))
+    except TypeError:
+        raise ValueError(
+            f"layers has to be a list of numbers such as [0, 1] or range(6, 12), got "
+            f"{_shown(layers)}"
+        ) from None
+
+
+def _shown(value: object) -> str:
+    """A value in one short line."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Every name of a model's modules -> the first name of that module, in the model's order.
+
+    A module that is used in several places has several names; state dicts list its tensors under
+    each, and the parameters of a model are called by the first.
+    """
+    first: dict[nn.Module, str] = {}
+    modules = model.named_modules(remove_duplicate=False)
+    return {name: first.setdefault(module, name) for name, module in modules if name}
+
+
+def other_places(model: nn.Module) -> dict[str, str]:
+    """The first names of modules that a model uses in several places -> the name in another one.
+
+    A second name by which only a block around the module is called is no other place.
+    """
+    found: dict[str, str] = {}
+    for name, first in first_names(model).items():
+        if name == first:
+            continue
+        (owner, _, last), (first_owner, _, first_last) = name.rpartition("."), first.rpartition(".")
+        is_same = model.get_submodule(owner) is model.get_submodule(first_owner)
+        if last != first_last or not is_same:
+            found.setdefault(first, name)
+    return found
 
 
 def layer_of(name: str) -> int | None:
@@ -45,13 +116,14 @@ def find(
     targets: Target | Iterable[Target],
     *,
     exclude: Target | Iterable[Target] = (),
-    layers: Collection[int] | None = None,
+    layers: Iterable[int] | None = None,
     is_linear: Callable[[nn.Module], bool] = lambda module: isinstance(module, nn.Linear),
 ) -> list[str]:
     """The names of the modules that are meant, in the model's order.
 
     Args:
-        model: any model.
+        model: any model. A module that it has under several names is meant by each of them, and
+            returned by the first.
         targets: one or several; each of them has to match at least one module.
         exclude: what is left out, in the same notation.
         layers: numbers of the layers to keep to; modules outside of layers are not meant then.
@@ -59,12 +131,14 @@ def find(
 
     Raises:
         ValueError: a target, an exclusion or a layer matches no module; the message lists near
-            names.
+            names. Or a module is meant by one of its names and left out by another.
     """
-    names = [name for name, _ in model.named_modules() if name]
-    left_out = _left_out(names, _as_tuple(exclude), layers)
+    first = first_names(model)
+    names = list(first)
+    layers = None if layers is None else as_layers(layers)
+    left_out = _left_out(names, as_targets(exclude, "exclude"), layers)
     meant: set[str] = set()
-    for target in _as_tuple(targets):
+    for target in as_targets(targets):
         if target == ALL_LINEAR:
             found = set(all_linear(model, is_linear)) - left_out
         else:
@@ -74,7 +148,22 @@ def find(
         meant |= found
     if not meant:
         raise ValueError("no target is given")
-    return [name for name in names if name in meant]
+    _check_names_agree(first, meant, left_out)
+    firsts = {first[name] for name in meant}
+    return [name for name in names if name in firsts]
+
+
+def _check_names_agree(
+    first: Mapping[str, str], meant: Iterable[str], left_out: Iterable[str]
+) -> None:
+    """Checks that no module is meant by one of its names and left out by another."""
+    others = {first[name]: name for name in left_out}
+    for name in sorted(meant):
+        if first[name] in others:
+            raise ValueError(
+                f"{name} is one module with {others[first[name]]}, which is left out: leave out "
+                "both or neither"
+            )
 
 
 def all_linear(model: nn.Module, is_linear: Callable[[nn.Module], bool]) -> list[str]:
@@ -94,9 +183,14 @@ def by_pattern(
     """For each name the value of the first pattern that it matches, as for ranks by module.
 
     Raises:
-        ValueError: a pattern matches none of the names.
+        ValueError: a pattern matches none of the names; or these are not patterns with values.
     """
     names = list(names)
+    if not isinstance(patterns, Mapping):
+        raise ValueError(
+            "values by pattern have to be a dict of targets and values, such as {'q_proj': …}, got "
+            f"{_shown(patterns)}"
+        )
     for pattern in patterns:
         if not any(matches(name, pattern) for name in names):
             raise ValueError(
@@ -106,10 +200,6 @@ def by_pattern(
         name: next((v for pattern, v in patterns.items() if matches(name, pattern)), default)
         for name in names
     }
-
-
-def _as_tuple(targets: Target | Iterable[Target]) -> tuple[Target, ...]:
-    return (targets,) if isinstance(targets, str | re.Pattern) else tuple(targets)
 
 
 def _left_out(

@@ -26,7 +26,7 @@ ROOMS = {
     "functional": {"nn"},
     "initialization": set(),
     "layers": {"functional", "initialization", "nn"},
-    "in_place": {"layers"},
+    "in_place": {"adapted_layers", "layers"},
     "utils": {"functional", "in_place", "layers", "nn"},
     "adapted_layers": {"functional", "layers", "nn"},
     "targets": set(),
@@ -46,7 +46,10 @@ ROOMS = {
         ),
         *("targets", "utils"),
     },
-    "serving": {"adapters", "errors", "functional", "inject", "io", "layers", "nn", "utils"},
+    "serving": {
+        *("adapted_layers", "adapters", "errors", "functional", "inject", "io", "layers", "nn"),
+        "utils",
+    },
 }
 
 

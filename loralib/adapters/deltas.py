@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from ..functional import Delta, joined_with_start, merge
 from ..nn.positions import shared_projections, unshare_positions
+from ..targets import other_places
 from .adapter import LORA, Adapter
 from .checks import check_positions
 from .families import enabled_slices
@@ -232,12 +233,18 @@ def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, AdaptedWeig
     """The weights of a plain model that an adapter adapts, and what it adds, by module's name.
 
     Raises:
-        CheckpointError: as `deltas_of`; or the model lacks such a module, or has it in another
-            shape.
+        CheckpointError: as `deltas_of`; or the model lacks such a module, has it in another shape,
+            or in several places, of which PEFT has adapted one alone.
     """
     modules = {}
+    others = other_places(model) if adapter.format == "peft" else {}
     for name, delta in deltas_of(adapter).items():
         module, weight = adapted_module(model, name, adapter)
+        if name in others or name in others.values():
+            raise CheckpointError(
+                f"{adapter.source}: adapts {name}, which the model uses in several places, and "
+                "PEFT has adapted one of them alone: load it with PEFT"
+            )
         adapted = AdaptedWeight(module, weight, delta)
         kernel = adapter.tensors[f"{name}.lora_A"].shape[1:]
         theirs = (delta.out_features, *(kernel if len(kernel) > 1 else [delta.in_features]))

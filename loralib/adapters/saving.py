@@ -14,10 +14,11 @@ from torch import nn
 
 from ..errors import CheckpointError, NeedsMergingError
 from ..layers import Conv1d, Conv2d, Conv3d, LoRALayer
+from ..targets import other_places
 from ..utils import check_whole
 from .adapter import LORA, Adapter, base_biases, lora_metadata
 from .fingerprint import fingerprint_without
-from .formats import SUFFIXES, format_of_name, write_adapter
+from .formats import SUFFIXES, format_of_name, write_checked_adapter
 from .loading import lora_layers, lora_settings
 from .metadata import LoraMetadata
 
@@ -58,7 +59,7 @@ def save_adapter(
     adapter = adapter_of(model, base=base, task=task, labels=labels)
     if format == "peft":
         _check_peft_adapts(unwrapped(model), adapter.source)
-    return write_adapter(path, adapter, format) + _left_behind(unwrapped(model), adapter)
+    return write_checked_adapter(path, adapter, format) + _left_behind(unwrapped(model), adapter)
 
 
 def adapter_of(
@@ -168,8 +169,11 @@ def _name_in_config(model: nn.Module) -> str | None:
 
 def _check_peft_adapts(model: nn.Module, source: str) -> None:
     """Refuses layers that PEFT would adapt in another way, where tensors do not show it."""
+    others = other_places(model)
     for name, layer in lora_layers(model).items():
         reason = _not_as_in_peft(model, name, layer)
+        if name in others:
+            reason = f"{others[name]} as well, of which PEFT adapts one alone"
         if reason:
             raise NeedsMergingError(source, f"{name} is {reason}")
 

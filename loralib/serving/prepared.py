@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..adapted_layers import convolved_update
 from ..adapters.adapter import LORA, Adapter
 from ..adapters.checks import check_finite, check_possible_base
 from ..adapters.deltas import PARTS, AdaptedWeight, adapted_modules, out_in
@@ -82,20 +83,11 @@ class ConvolutionDelta(DeviceDelta):
         scaled_bias = None if gain is None or module.bias is None else module.bias.view(per_channel)
         if scaled_bias is not None:
             out.sub_(scaled_bias)
-        self._add_product(out, x.to(out.dtype), delta)
+        out.add_(convolved_update(module, x.to(out.dtype), delta))
         if gain is not None:
             out.mul_(gain.to(out.dtype).view(per_channel))
         if scaled_bias is not None:
             out.add_(scaled_bias)
-
-    def _add_product(self, out: Tensor, x: Tensor, delta: Delta) -> None:
-        module, kernel = self.module, self.module.weight.shape
-        if module.groups > 1:
-            out.add_(module._conv_forward(x, delta.product().view(kernel), None))
-            return
-        z = module._conv_forward(x, delta.A.view(-1, *kernel[1:]), None).flatten(2)
-        B = delta.B.expand(len(z), -1, -1)
-        out.view(*out.shape[:2], -1).baddbmm_(B, z, alpha=delta.scaling)
 
 
 def device_delta(adapted: AdaptedWeight, positions: bool) -> DeviceDelta:

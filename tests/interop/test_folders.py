@@ -1,5 +1,6 @@
 """Adapters as folders: PEFT's own that are loaded here, and this project's that PEFT opens."""
 
+import copy
 import warnings
 from pathlib import Path
 
@@ -87,6 +88,21 @@ def test_peft_opens_what_add_lora_has_made(case: Case, variant: str, tmp_path: P
     theirs = opened_by_peft(case, tmp_path / "ours")
     theirs.save_pretrained(tmp_path / "theirs")
     assert_same_tensors(tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "ours"))
+    again = case.build()
+    lora.load_adapter(again, tmp_path / "theirs")
+    assert_same_tensors(adapter_of(again), adapter_of(model))
+
+
+def test_a_module_in_two_places_is_not_loaded(tmp_path: Path):
+    """PEFT adapts it in the first of them alone."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    model.add_module("again", model[0])
+    theirs = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(target_modules=["0"]))
+    inner = theirs.base_model.model
+    assert inner[0].base_layer is inner.again
+    theirs.save_pretrained(tmp_path / "theirs")
+    with pytest.raises(CheckpointError, match="adapts 0, which the model uses in several places"):
+        lora.load_adapter(model, tmp_path / "theirs")
 
 
 @pytest.mark.parametrize(("case", "variant"), ALL, ids=str)

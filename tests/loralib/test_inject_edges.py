@@ -7,6 +7,7 @@ from torch import nn
 
 import loralib as lora
 from loralib.adapters.saving import adapter_of
+from loralib.inject import LayerSettings, adapt
 
 
 class Scaled(nn.Linear):
@@ -130,3 +131,159 @@ def test_a_bank_notices_lora_that_came_after_it():
     model(ids())
     with bank.use("one"), pytest.raises(ValueError, match="q_proj has got LoRA of its own since"):
         model(ids())
+
+
+# ---- modules under two names ----
+
+
+class Shared(nn.Module):
+    """A linear layer that is used in two places."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(4, 4)}) for _ in range(2))
+        self.layers[1]["down"] = self.layers[0]["up"]
+
+    def forward(self, x):
+        return self.layers[1]["down"](torch.tanh(self.layers[1]["up"](self.layers[0]["up"](x))))
+
+
+def test_a_module_under_two_names_is_adapted_once():
+    model = Shared()
+    assert lora.add_lora(model, "down", r=2) == ("layers.0.up",)
+    assert model.layers[1]["down"] is model.layers[0]["up"]
+    assert names_of(model) == ["layers.0.up"]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert [p.shape for p in trained] == [(2, 4), (4, 2)]
+    assert lora.remove_lora(model) == ("layers.0.up",)
+    assert lora.add_lora(model, ["up", "down"], r=2) == ("layers.0.up", "layers.1.up")
+    x = torch.ones(1, 4)
+    with torch.no_grad():
+        for layer in (model.layers[0]["up"], model.layers[1]["up"]):
+            layer.lora_B.add_(0.5)
+    expected = model(x)
+    torch.testing.assert_close(lora.merge(model)(x), expected)
+
+
+@pytest.mark.parametrize("settings", [{"layers": [1]}, {"exclude": "layers.0.up"}])
+def test_a_module_that_is_meant_under_one_name_and_left_out_under_another(settings):
+    message = "layers.1.down is one module with layers.0.up, which is left out"
+    with pytest.raises(ValueError, match=message):
+        lora.add_lora(Shared(), ["down"], r=2, **settings)
+
+
+def test_two_settings_for_one_module():
+    ranks = {"layers.0.up": 1, "layers.1.down": 2}
+    settings = {name: LayerSettings(r=rank, lora_alpha=1) for name, rank in ranks.items()}
+    with pytest.raises(ValueError, match=r"layers.1.down is one module with layers.0.up"):
+        adapt(Shared(), settings)
+    same = dict.fromkeys(settings, LayerSettings(r=1, lora_alpha=1))
+    assert adapt(Shared(), same) == ("layers.0.up",)
+
+
+def test_what_is_trained_as_it_is_cannot_hold_an_adapted_module_under_another_name():
+    model = Shared()
+    with pytest.raises(ValueError, match=r"layers.1 cannot be trained .* while layers.0.up is ad"):
+        lora.add_lora(model, "0.up", r=2, modules_to_train="layers.1")
+
+
+# ---- what is given ----
+
+
+def test_iterators_are_lists():
+    model = AnyModel()
+    names = lora.add_lora(
+        model,
+        (name for name in ("q_proj", "v_proj", "self_attn")),
+        r=2,
+        exclude=(name for name in ("layers.0.q_proj", "out_proj")),
+        layers=(number for number in (0, 1)),
+        modules_to_train=(name for name in ("head",)),
+        rank_pattern={"q_proj": 1},
+    )
+    attentions = tuple(f"encoder.layers.{i}.self_attn" for i in range(2))
+    assert names == ("layers.0.v_proj", "layers.1.q_proj", "layers.1.v_proj", *attentions)
+    assert model.head.weight.requires_grad
+    assert lora.add_lora(AnyModel(), "q_proj", modules_to_train=iter(()))
+
+
+WRONG_TYPES = {
+    "targets": (
+        {"targets": None},
+        "targets has to be a module's name, a pattern or a list of these, got None",
+    ),
+    "a target": ({"targets": ["q_proj", 3]}, "targets has to be .* or a list of these, got 3"),
+    "a module": ({"targets": nn.Linear(2, 2)}, r"targets has to be .* got Linear\(in_features=2"),
+    "modules": ({"targets": nn.ModuleList([nn.Linear(2, 2)])}, r"targets has to be .* got Linear"),
+    "exclude": ({"exclude": 1}, "exclude has to be .* got 1"),
+    "layers": ({"layers": 0}, r"layers has to be a list of numbers such as \[0, 1\] .* got 0"),
+    "a layer": ({"layers": ["0"]}, r"layers has to be a list of numbers .* got \['0'\]"),
+    "to train": ({"modules_to_train": 1}, "modules_to_train has to be .* got 1"),
+    "ranks": ({"rank_pattern": 4}, "have to be a dict of targets and values, such as .* got 4"),
+    "slices": ({"enable_lora": [True, False]}, r"have to be a dict .* got \[True, False\]"),
+    "a slice": ({"enable_lora": {"q_proj": 2}}, "has to be a list for layers.0.q_proj, .* got 2"),
+    "alpha": ({"lora_alpha": "16"}, "lora_alpha has to be above 0, got '16'"),
+    "dropout": ({"lora_dropout": "0.1"}, "lora_dropout has to be a probability, got '0.1'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_TYPES)
+def test_what_is_of_another_type_is_said_in_one_line(case):
+    settings, message = WRONG_TYPES[case]
+    model = AnyModel()
+    with pytest.raises(ValueError, match=message) as error:
+        lora.add_lora(model, **{"targets": "q_proj", **settings})
+    assert "\n" not in str(error.value)
+    assert not names_of(model)
+
+
+# ---- remove_lora ----
+
+
+def test_what_was_set_since_stays():
+    model, x = AnyModel(), torch.ones(2, 8)
+    layer, attention = model.layers[0].q_proj, model.encoder.layers[0].self_attn
+    before = [{*vars(module)} for module in (layer, attention)]
+    lora.add_lora(model, ["encoder.layers.0.self_attn.out_proj", "q_proj"], r=2)
+    attention.note = "first"
+    lora.add_lora(model, "encoder.layers.0.self_attn", r=2, exclude="out_proj")
+    layer.note, layer.scale = "mine", nn.Parameter(torch.ones(1))
+    layer.register_buffer("seen", torch.zeros(1))
+    for mode in (True, False):
+        model.train(mode)(ids()).sum().backward()
+        with torch.no_grad():
+            model(ids())
+    lora.remove_lora(model)
+    assert [{*vars(module)} for module in (layer, attention)] == [
+        each | {"note"} for each in before
+    ]
+    assert (layer.note, attention.note) == ("mine", "first")
+    assert [name for name, _ in layer.named_parameters()] == ["weight", "bias", "scale"]
+    assert "seen" in layer.state_dict()
+    assert layer(x).shape == (2, 8)
+    lora.add_lora(model, "q_proj", r=2)
+    assert "note" in vars(lora.merge(model).layers[0].q_proj)
+
+
+def test_one_adapted_layer_is_no_model():
+    model = AnyModel()
+    lora.add_lora(model, ["q_proj", "self_attn"], r=2)
+    for layer in (model.layers[0].q_proj, model.encoder.layers[0].self_attn.out_proj):
+        with pytest.raises(ValueError, match="Linear is one adapted layer: give the model that it"):
+            lora.remove_lora(layer)
+    assert lora.remove_lora(model.layers[0]) == ("q_proj",)
+    assert "layers.0.q_proj" not in names_of(model)
+    assert "layers.1.q_proj" in names_of(model)
+
+
+def test_an_attention_of_which_a_part_is_adapted_is_a_model():
+    attention = nn.MultiheadAttention(8, 2)
+    lora.add_lora(attention, "out_proj", r=2)
+    assert lora.remove_lora(attention) == ("out_proj",)
+    assert type(attention) is nn.MultiheadAttention
+
+
+def test_a_file_of_this_project_says_nothing_of_peft(tmp_path):
+    model = AnyModel()
+    lora.add_lora(model, "q_proj", r=2)
+    assert lora.save_adapter(model, tmp_path / "a.safetensors") == []

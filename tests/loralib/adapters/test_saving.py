@@ -11,7 +11,7 @@ from torch import nn
 
 import loralib as lora
 from loralib.adapters.deltas import merge_into
-from loralib.errors import NeedsMergingError, WrongBaseError
+from loralib.errors import CheckpointError, NeedsMergingError, WrongBaseError
 
 pytestmark = pytest.mark.slow
 
@@ -237,11 +237,32 @@ def test_a_module_of_two_names_is_saved_once(tmp_path):
     plain = copy.deepcopy(model)
     assert lora.add_lora(model, "0", r=2) == ("0",)
     nn.init.normal_(model[0].lora_B)
-    for path in ("a.safetensors", "peft"):
-        lora.save_adapter(model, tmp_path / path)
-        loaded = copy.deepcopy(plain)
-        assert lora.load_adapter(loaded, tmp_path / path) == ("0",)
-        assert torch.equal(loaded.again.lora_B, model[0].lora_B)
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    loaded = copy.deepcopy(plain)
+    assert lora.load_adapter(loaded, tmp_path / "a.safetensors") == ("0",)
+    assert torch.equal(loaded.again.lora_B, model[0].lora_B)
+
+
+def test_a_module_in_two_places_is_not_pefts(tmp_path):
+    """PEFT puts its layer into the first of them; one within a block of two names it does adapt."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    plain = copy.deepcopy(model)
+    plain.add_module("again", plain[0])
+    lora.add_lora(model, "0", r=2)
+    lora.save_adapter(model, tmp_path / "theirs")
+    with pytest.raises(CheckpointError, match="adapts 0, which the model uses in several places"):
+        lora.load_adapter(plain, tmp_path / "theirs")
+    lora.add_lora(plain, "0", r=2)
+    with pytest.raises(CheckpointError, match="0 is again as well, of which PEFT adapts one alone"):
+        lora.save_adapter(plain, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+    blocks = nn.ModuleDict({"a": nn.ModuleDict({"up": nn.Linear(8, 8)})})
+    blocks["b"] = blocks["a"]
+    lora.add_lora(blocks, "b.up", r=2)
+    lora.save_adapter(blocks, tmp_path / "blocks")
+    again = copy.deepcopy(blocks)
+    lora.remove_lora(again)
+    assert lora.load_adapter(again, tmp_path / "blocks") == ("a.up",)
 
 
 def test_a_trained_head_is_no_part_of_the_base_that_it_is_tied_to(tmp_path):
