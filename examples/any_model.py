@@ -22,6 +22,15 @@ from loralib.training import process
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def check_upstream() -> None:
+    """Checks that it is upstream's Transformers that is installed."""
+    if not hasattr(transformers, "AutoModelForCausalLM"):
+        raise ValueError(
+            "this needs upstream's Transformers, and installed is the fork in NLU/, which goes by "
+            "the same name: in another environment, pip install transformers -e ."
+        )
+
+
 def load_blocks(args: argparse.Namespace) -> tuple[Tensor, Tensor]:
     """The text's tokens in blocks of one length, for training and held out: (blocks, length)."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
@@ -82,6 +91,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Adapts the model, saves what it has learned, and loads that into the base again."""
     args = parse(argv)
+    check_upstream()
     torch.manual_seed(args.seed)
     training, held_out = load_blocks(args)
 
