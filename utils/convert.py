@@ -22,7 +22,6 @@ a format cannot hold is listed. Existing files are never overwritten.
 import argparse
 import math
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -353,8 +352,9 @@ def describe(adapter: Adapter) -> dict[str, str]:
         "alpha": "not said; --lora_alpha says it"
         if adapter.metadata is None
         else f"{metadata.alpha:g}{_exceptions(metadata.alpha_pattern)}",
-        "variant": metadata.variant,
-        "start": metadata.initialization,
+        "variant": metadata.variant or (adapter.metadata and "lora"),
+        "initialization": metadata.initialization or (adapter.metadata and "default"),
+        "freeze_A": "A is frozen, B alone was trained" if metadata.freeze_A else None,
         "targets": f"{plain(metadata.targets)}, in {len(pairs)} modules",
         "slices": _updated(metadata.slices),
         "dropout": metadata.dropout,
@@ -374,10 +374,17 @@ def describe(adapter: Adapter) -> dict[str, str]:
 
 
 def _exceptions(pattern: Mapping[str, float] | None) -> str:
-    """The other values that some modules have, and how many of them, for people."""
-    counts = Counter((pattern or {}).values())
-    listed = ", ".join(f"{value:g} in {count} modules" for value, count in sorted(counts.items()))
-    return f", but {listed}" if listed else ""
+    """The other values that some modules have, and which these are, for people."""
+    modules: dict[float, list[str]] = {}
+    for module, value in sorted((pattern or {}).items()):
+        modules.setdefault(value, []).append(module)
+    listed = [f"{value:g} in {_listed(names)}" for value, names in sorted(modules.items())]
+    return f", but {'; '.join(listed)}" if listed else ""
+
+
+def _listed(names: Sequence[str], most: int = 4) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown}, … ({len(names)} modules)"
 
 
 def _updated(slices: Mapping[str, tuple[bool, ...]] | None) -> str | None:
@@ -530,7 +537,7 @@ def show(first: str, said: Mapping[str, str], remarks: Sequence[str] = ()) -> No
     """Prints what an adapter is, and what a user has to know of it."""
     print(first)
     for name, value in said.items():
-        print(f"  {name:<12} {value}")
+        print(f"  {name:<14} {value}")
     for remark in remarks:
         print(f"  note: {remark}")
 

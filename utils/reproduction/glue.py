@@ -8,9 +8,8 @@ from pathlib import Path
 from types import ModuleType
 
 from loralib.adapters.families import in_known_backbone
-from loralib.io.tensors import read_tensors
 from reproduction.programs import atomic_folder, make
-from reproduction.runs import ROOT, Figures, Run, Tree, read_json, run_of
+from reproduction.runs import ROOT, Figures, Run, Tree, read_json, run_of, trained_sizes
 from transformers.models import registry  # noqa: F401 - registers the families of checkpoints
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -136,7 +135,7 @@ class Glue(Tree):
         """How many parameters a finished run has trained; empty where its checkpoints are gone."""
         sizes: dict[str, int] = {}
         for path in run.output.glob("pytorch_model_*.safetensors"):
-            sizes |= {name: tensor.numel() for name, tensor in read_tensors(path)[0].items()}
+            sizes |= trained_sizes(path)
         if not sizes:
             return ""
         adapted = sum(size for name, size in sizes.items() if in_known_backbone(name))

@@ -3,9 +3,8 @@
 import json
 from collections.abc import Mapping
 
-from loralib.io.tensors import read_tensors
 from reproduction.programs import atomic_folder, make
-from reproduction.runs import ROOT, Figures, Run, Tree, read_json
+from reproduction.runs import ROOT, Figures, Run, Tree, read_json, trained_sizes
 
 
 class Nlg(Tree):
@@ -84,8 +83,8 @@ class Nlg(Tree):
         paths = sorted(run.output.glob("model.*.pt"), key=lambda path: path.stat().st_size)
         if not paths:
             return ""
-        tensors = read_tensors(paths[0])[0]
-        return f"{sum(t.numel() for name, t in tensors.items() if 'lora_' in name):,}"
+        sizes = trained_sizes(paths[0])
+        return f"{sum(size for name, size in sizes.items() if 'lora_' in name):,}"
 
     def make_small(self) -> None:
         """Makes a small corpus, encoded, and a small base, where they are not there yet."""

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from loralib.adapters.deltas import START_A, START_B
+from loralib.adapters.metadata import LoraMetadata
+from loralib.io.tensors import read_tensors
+
 ROOT = Path(__file__).resolve().parents[2]
 """The project's folder."""
 
@@ -55,6 +59,18 @@ def run_of(out: Path, recipe: str, seed: int) -> Run:
 def read_json(path: Path) -> Any:
     """A JSON file's content."""
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def trained_sizes(path: Path) -> dict[str, int]:
+    """How many values the trained tensors of a checkpoint's file have, by name.
+
+    Of LoRA, a frozen A is not trained, nor is what A and B started as; a full model's file also
+    holds the base.
+    """
+    tensors, fields = read_tensors(path)
+    metadata = LoraMetadata.from_metadata(fields, path)
+    frozen = (START_A, START_B, *(["lora_A"] if metadata and metadata.freeze_A else []))
+    return {name: t.numel() for name, t in tensors.items() if not name.endswith(frozen)}
 
 
 class Tree(ABC):

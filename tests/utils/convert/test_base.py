@@ -65,6 +65,28 @@ def test_info_of_what_was_trained_with_others_and_of_any_model(convert, trained,
     assert (said["format"], said["targets"]) == ("plain", "mine, in 1 modules")
 
 
+def test_info_of_how_it_was_trained(convert, trained, tmp_path):
+    given = trained["roberta"].adapter
+    write_adapter(tmp_path / "a.safetensors", given)
+    said = convert(tmp_path / "a.safetensors", "--info")
+    assert (said["variant"], said["initialization"]) == ("lora", "default")
+    assert "freeze_A" not in said
+    modules = [f"roberta.encoder.layer.{i}.attention.self.query" for i in range(2)]
+    metadata = replace(
+        given.metadata,
+        variant="rslora",
+        initialization="orthogonal",
+        freeze_A=True,
+        alpha_pattern={modules[0]: 8, modules[1]: 2.5},
+    )
+    write_adapter(tmp_path / "b.safetensors", replace(given, metadata=metadata))
+    said = convert(tmp_path / "b.safetensors", "--info")
+    assert (said["variant"], said["initialization"]) == ("rslora", "orthogonal")
+    assert said["freeze_A"] == "A is frozen, B alone was trained"
+    assert said["alpha"] == f"6, but 2.5 in {modules[1]}; 8 in {modules[0]}"
+    assert ", but" not in said["rank"]
+
+
 @pytest.mark.parametrize("format", ["lora", "peft", "merged"])
 @pytest.mark.parametrize("folder", [True, False])
 def test_alpha_is_asked_for(failure, trained, tmp_path, format, folder):

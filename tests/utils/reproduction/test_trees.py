@@ -7,6 +7,7 @@ import torch
 from made_up_runs import finish_glue, finish_nlg, log_of, write_json
 from safetensors.torch import save_file
 
+from loralib.adapters.metadata import LoraMetadata
 from reproduction.glue import Glue
 from reproduction.nlg import Nlg
 from reproduction.runs import run_of
@@ -222,3 +223,25 @@ def test_parameters_trained(glue, nlg, out):
         assert nlg.trained(run) == "8,192"
     (run.output / "model.1000.pt").unlink()
     assert nlg.trained(run) == "8,192"
+
+
+@pytest.mark.parametrize("freeze_A", [True, False])
+def test_a_frozen_A_and_a_start_are_not_trained(glue, nlg, out, freeze_A):
+    metadata = LoraMetadata(
+        rank=2, alpha=4, targets=("query",), initialization="pissa", freeze_A=freeze_A
+    ).to_metadata()
+    sizes = {"lora_A": 14, "lora_A_start": 14, "lora_B": 10, "lora_B_start": 10}
+    tensors = {
+        f"roberta.encoder.layer.0.attention.self.query.{n}": torch.ones(s) for n, s in sizes.items()
+    }
+    run = run_of(out, "roberta_base_rte", 0)
+    run.output.mkdir(parents=True)
+    file = run.output / "pytorch_model_lora.safetensors"
+    save_file({**tensors, "classifier.dense.weight": torch.zeros(3)}, file, metadata)
+    assert glue.trained(run) == f"{10 if freeze_A else 24} + 3 in the head"
+
+    run = run_of(out, "e2e_gpt2_md", 110)
+    run.output.mkdir(parents=True)
+    state = {f"module.transformer.h.0.attn.c_attn.{n}": torch.ones(s) for n, s in sizes.items()}
+    torch.save({"model_state_dict": state, "metadata": metadata}, run.output / "model.1000.pt")
+    assert nlg.trained(run) == ("10" if freeze_A else "24")
