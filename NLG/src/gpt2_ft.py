@@ -121,7 +121,8 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
     warm_up_ddp(ddp_model, lambda: loss_of(ddp_model, one_token_batch()).backward())
 
     # ---- where the run is ----
-    identity = identity_of(args, dist_env, scheduler.max_step, base.fingerprint)
+    max_step = scheduler.max_step
+    identity = identity_of(args, model.config, dist_env, max_step, base.fingerprint)
     parts = {"optimizer": optimizer, "scheduler": scheduler, "precision": precision}
     place = {"step": 0, "epoch": 0, "batches_done": 0, "best_ppl": math.inf}
     if resumed is None:

@@ -31,7 +31,7 @@ from loralib.training.resume import (
     read_state,
     restore,
 )
-from model import own_tensors
+from model import GPT2Config, own_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ _WAY_OUT = "remove it to start the run over"
 # What decides the bits that a run ends with: a resumed run has to have the same.
 _SAME_IN_A_RUN = (
     *("model_card", "lora_dim", "lora_alpha", "lora_targets", "lora_dropout", "lora_variant"),
-    *("lora_init", "lora_freeze_A", "lora_rank_pattern", "lora_alpha_pattern", "lora_plus_ratio"),
+    *("lora_init", "lora_freeze_A", "lora_plus_ratio"),
     *("obj", "seq_len", "label_smooth"),
     *("train_batch_size", "grad_acc", "clip", "fp16", "bf16", "tf32", "random_seed"),
     *("lr", "weight_decay", "correct_bias", "adam_epislon", "no_decay_bias"),
@@ -58,18 +58,29 @@ _BEFORE = {
 
 
 def identity_of(
-    args: argparse.Namespace, dist_env: DistEnv, max_step: int, base: str | None
+    args: argparse.Namespace,
+    config: GPT2Config,
+    dist_env: DistEnv,
+    max_step: int,
+    base: str | None,
 ) -> dict[str, Any]:
     """What has to be the same for a run to resume, by name.
 
     Args:
         args: the flags.
+        config: the model's, which says what patterns mean: they can be written in several ways.
         dist_env: this process.
         max_step: at which the learning rate's schedule ends.
         base: the fingerprint of the model that the run starts from.
     """
+    patterns = {
+        f"--{name}": " ".join(f"{module}={value}" for module, value in pattern.items()) or None
+        for name in ("lora_rank_pattern", "lora_alpha_pattern")
+        for pattern in [getattr(config, name)]
+    }
     return {
         **{f"--{name}": _as_written(getattr(args, name)) for name in _SAME_IN_A_RUN},
+        **patterns,
         "number of processes": dist_env.world_size,
         "last step": max_step,
         "training data": hashlib.sha256(Path(args.train_data).read_bytes()).hexdigest(),

@@ -255,11 +255,12 @@ def killed(tiny, tmp_path, monkeypatch):
         ("--lora_plus_ratio 16", "--lora_plus_ratio 1.0, not 16.0"),
         (
             "--init_checkpoint {folder}/base.pt --lora_rank_pattern h.0.*=1",
-            "--lora_rank_pattern None, not h.0.*=1",
+            "--lora_rank_pattern None, not transformer.h.0.attn.c_attn=1",
         ),
         (
             "--init_checkpoint {folder}/base.pt --lora_alpha_pattern c_attn=1 h.0.*=2",
-            "--lora_alpha_pattern None, not c_attn=1 h.0.*=2",
+            "--lora_alpha_pattern None, not transformer.h.0.attn.c_attn=1.0 "
+            "transformer.h.1.attn.c_attn=1.0",
         ),
     ],
 )
@@ -308,6 +309,19 @@ def test_a_run_of_an_older_version_is_resumed(tiny, killed, result_of, tmp_path)
     gpt2_ft.main([*killed, "--resume"])
     gpt2_ft.main(arguments(tiny, "lora", tmp_path / "whole"))
     assert result_of(path.parent) == result_of(tmp_path / "whole")
+
+
+def test_patterns_that_say_the_same_are_the_same_run(tiny, tmp_path, monkeypatch, result_of):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    patterns = ("h.0.*=1", "h.1.attn.c_attn=2 c_attn=1")
+    runs = [
+        [*arguments(tiny, "new lora", folder), "--lora_rank_pattern", *pattern.split()]
+        for folder, pattern in zip((killed, whole), patterns, strict=True)
+    ]
+    run_until(runs[0], STEP, 7, monkeypatch)
+    gpt2_ft.main(runs[1])
+    gpt2_ft.main([*arguments(tiny, "new lora", killed), "--resume", *runs[1][-3:]])
+    assert result_of(killed) == result_of(whole)
 
 
 def test_a_gpu_s_run_on_a_cpu_says_so(killed, caplog):
