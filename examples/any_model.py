@@ -1,6 +1,6 @@
 """LoRA in a language model of another library, upstream's Transformers, in three calls of loralib.
 
-    pip install transformers && pip install -e .    # in an environment without the fork in NLU/
+    pip install transformers -e .    # in an environment without the fork in NLU/
     python examples/any_model.py --model HuggingFaceTB/SmolLM2-135M --text my_text.txt
 
 It trains on nine tenths of the text, saves the adapter as a folder that PEFT opens as well, loads

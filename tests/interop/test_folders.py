@@ -79,7 +79,8 @@ def test_peft_opens_what_add_lora_has_made(case: Case, variant: str, tmp_path: P
         "use_dora": False,
         **SETTINGS[variant],
     }
-    assert_same_tensors(adapter_of(model), as_meant(adapter_of(theirs), "lora_B"))
+    adapter = adapter_of(model)
+    assert_same_tensors(adapter, as_meant(adapter_of(theirs), "lora_B"))
     with torch.no_grad():
         output = output_of(model, case.batch())
         assert_close(output_of(theirs, case.batch()), output)
@@ -90,7 +91,7 @@ def test_peft_opens_what_add_lora_has_made(case: Case, variant: str, tmp_path: P
     assert_same_tensors(tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "ours"))
     again = case.build()
     lora.load_adapter(again, tmp_path / "theirs")
-    assert_same_tensors(adapter_of(again), adapter_of(model))
+    assert_same_tensors(adapter_of(again), adapter)
 
 
 def test_a_module_in_two_places_is_not_loaded(tmp_path: Path):
