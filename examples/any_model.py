@@ -22,13 +22,15 @@ from loralib.training import process
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def check_upstream() -> None:
-    """Checks that it is upstream's Transformers that is installed."""
+def check(output_dir: Path) -> None:
+    """Checks that it is upstream's Transformers that is installed, and that no adapter is there."""
     if not hasattr(transformers, "AutoModelForCausalLM"):
         raise ValueError(
             "this needs upstream's Transformers, and installed is the fork in NLU/, which goes by "
             "the same name: in another environment, pip install transformers -e ."
         )
+    if output_dir.is_file() or (output_dir.is_dir() and any(output_dir.iterdir())):
+        raise ValueError(f"{output_dir}: exists already: give another --output_dir")
 
 
 def load_blocks(args: argparse.Namespace) -> tuple[Tensor, Tensor]:
@@ -91,7 +93,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Adapts the model, saves what it has learned, and loads that into the base again."""
     args = parse(argv)
-    check_upstream()
+    check(args.output_dir)
     torch.manual_seed(args.seed)
     training, held_out = load_blocks(args)
 

@@ -353,7 +353,7 @@ def describe(adapter: Adapter) -> dict[str, str]:
         if adapter.metadata is None
         else f"{metadata.alpha:g}{_exceptions(metadata.alpha_pattern)}",
         "variant": metadata.variant or (adapter.metadata and "lora"),
-        "initialization": metadata.initialization or (adapter.metadata and "default"),
+        "initialization": metadata.initialization,
         "freeze_A": "A is frozen, B alone was trained" if metadata.freeze_A else None,
         "targets": f"{plain(metadata.targets)}, in {len(pairs)} modules",
         "slices": _updated(metadata.slices),

@@ -126,12 +126,15 @@ def test_counts_are_at_least_one(script, base, text, tmp_path, capsys, name):
     assert f"--{name} must be at least 1, not 0" in capsys.readouterr().err
 
 
-def test_an_adapter_is_not_written_over(script, base, text, tmp_path):
+def test_an_adapter_is_not_written_over(script, base, text, tmp_path, capsys):
     out = tmp_path / "adapter"
     script.main(command(base, text, out, "--epochs", "1"))
     before = {file.name: file.read_bytes() for file in out.iterdir()}
+    capsys.readouterr()
     lines: list[str] = []
     with pytest.raises(SystemExit):
         process.run(lambda: script.main(command(base, text, out)), report=lines.append)
+    assert "exists already: give another --output_dir" in lines[0]
     assert len(lines) == 1
+    assert capsys.readouterr().out == ""  # it is said before the training
     assert {file.name: file.read_bytes() for file in out.iterdir()} == before

@@ -69,8 +69,8 @@ def test_info_of_how_it_was_trained(convert, trained, tmp_path):
     given = trained["roberta"].adapter
     write_adapter(tmp_path / "a.safetensors", given)
     said = convert(tmp_path / "a.safetensors", "--info")
-    assert (said["variant"], said["initialization"]) == ("lora", "default")
-    assert "freeze_A" not in said
+    assert said["variant"] == "lora"
+    assert not {"initialization", "freeze_A"} & said.keys()
     modules = [f"roberta.encoder.layer.{i}.attention.self.query" for i in range(2)]
     metadata = replace(
         given.metadata,
