@@ -175,11 +175,10 @@ class _Search:
     def _read_prompts(self) -> Tensor:
         """Fills the cache; the logits after each prompt, (prompts, 1, vocabulary)."""
         ids = torch.nn.utils.rnn.pad_sequence(self.ids, batch_first=True).to(self.places.device)
-        along = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        rows = PackedRows(along < self.lengths[:, None])
+        rows = PackedRows.from_lengths([len(prompt) for prompt in self.ids]).to(ids.device).routed()
         last = rows.first + self.lengths - 1
         reading = self.cache.reading(rows)
-        hidden = self.model.transformer(rows.pack(ids), rows.pack(along), reading, last)
+        hidden = self.model.transformer(rows.pack(ids), rows.positions, reading, last)
         return self.model.lm_head(hidden)[:, None]
 
     def _read_last_tokens(self) -> Tensor:

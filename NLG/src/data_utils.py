@@ -8,7 +8,9 @@ same shifted by one, and the mask tells where the target counts:
     target   c2  c3  d1  d2  d3   0
     mask      0   0   1   1   1   0          with the joint objective  1  1  1  1  1  0
 
-all cut to the sequence length. A batch is padded to its longest row, not to the sequence length.
+all cut to the sequence length. A batch is padded to its longest row, not to the sequence length,
+and says itself where the tokens are that its loss needs: in a causal model, those up to the last
+target of each row.
 """
 
 import logging
@@ -24,6 +26,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from exp_utils import read_json_lines
 from gpu import DistEnv
+from loralib.nn.packing import PackedRows
 from loralib.training import process
 
 logger = logging.getLogger(__name__)
@@ -153,7 +156,11 @@ def _ids_of(row: dict[str, Any], vocab_size: int, where: str) -> tuple[list[int]
     return row["context"], row["completion"]
 
 
-def collate(rows: Sequence[Row]) -> dict[str, Tensor]:
+# What a batch has by name: tensors, and where its tokens are.
+Batch = dict[str, Any]
+
+
+def collate(rows: Sequence[Row]) -> Batch:
     """Puts rows of one dataset together.
 
     Args:
@@ -161,7 +168,8 @@ def collate(rows: Sequence[Row]) -> dict[str, Tensor]:
 
     Returns:
         `input` and `target`, int64, and `mask`, float32, each (rows, the longest row's length),
-        padded with 0.
+        padded with 0; and `packed_rows`, a `PackedRows` of each row's tokens up to its last target,
+        or of the first token of a row that has none, with the targets.
     """
     shape = len(rows), max(row.length for row in rows)
     inputs = torch.zeros(shape, dtype=torch.int64)
@@ -172,15 +180,17 @@ def collate(rows: Sequence[Row]) -> dict[str, Tensor]:
         last = len(tokens) - 1
         targets[index, :last] = tokens[1:]
         mask[index, first:last] = 1
-    return {"input": inputs, "target": targets, "mask": mask}
+    needed = [len(row.tokens) - 1 if row.first < len(row.tokens) - 1 else 1 for row in rows]
+    packed_rows = PackedRows.from_lengths(needed, shape[1]).with_targets(mask)
+    return {"input": inputs, "target": targets, "mask": mask, "packed_rows": packed_rows}
 
 
-def one_token_batch() -> dict[str, Tensor]:
+def one_token_batch() -> Batch:
     """The smallest batch that has a target."""
     return collate([Row(torch.zeros(2, dtype=torch.int32), length=1, first=0)])
 
 
-def count_tokens(batch: dict[str, Tensor]) -> int:
+def count_tokens(batch: Batch) -> int:
     """How many positions of a batch are at or before their row's last target: all but padding."""
     return int(batch["mask"].flip(1).cumsum(1).count_nonzero())
 
@@ -203,7 +213,7 @@ def batches_per_epoch(dataset: FT_Dataset, dist_env: DistEnv) -> int:
 
 def batches_from(
     dataset: FT_Dataset, dist_env: DistEnv, seed: int, step: int, pin: bool = False
-) -> Iterator[dict[str, Tensor]]:
+) -> Iterator[Batch]:
     """This process's batches from a step on, epoch after epoch, endlessly.
 
     Step n of a run is the n-th batch, so that the place in the data follows from the step.
@@ -226,7 +236,7 @@ def training_batches(
     epoch: int,
     skip: int = 0,
     pin: bool = False,
-) -> Iterator[dict[str, Tensor]]:
+) -> Iterator[Batch]:
     """This process's batches of one epoch, shuffled, all of full size.
 
     The order is `torch.utils.data.DistributedSampler`'s. It depends on seed and epoch alone, and
@@ -252,7 +262,7 @@ def training_batches(
     return _batches(dataset, order, pin)
 
 
-def validation_batches(dataset: FT_Dataset, dist_env: DistEnv) -> Iterator[dict[str, Tensor]]:
+def validation_batches(dataset: FT_Dataset, dist_env: DistEnv) -> Iterator[Batch]:
     """This process's share of the file's examples: every world_size-th, in their order.
 
     Each example is in exactly one batch of one process. The random ones that fill up the last
@@ -265,9 +275,7 @@ def validation_batches(dataset: FT_Dataset, dist_env: DistEnv) -> Iterator[dict[
     return _batches(dataset, range(dist_env.rank, dataset.num_examples, dist_env.world_size))
 
 
-def _batches(
-    dataset: FT_Dataset, order: Sequence[int], pin: bool = False
-) -> Iterator[dict[str, Tensor]]:
+def _batches(dataset: FT_Dataset, order: Sequence[int], pin: bool = False) -> Iterator[Batch]:
     for start in range(0, len(order), dataset.batch_size):
         batch = collate([dataset[index] for index in order[start : start + dataset.batch_size]])
-        yield {name: tensor.pin_memory() if pin else tensor for name, tensor in batch.items()}
+        yield {name: part.pin_memory() if pin else part for name, part in batch.items()}

@@ -27,6 +27,7 @@ from tqdm.auto import tqdm
 import loralib as lora
 from checkpoints import Base, open_model, save_model
 from data_utils import (
+    Batch,
     FT_Dataset,
     batches_from,
     batches_per_epoch,
@@ -112,11 +113,11 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
     settings = {"init_sync": model.config.lora_is_made_of_weights}
     ddp_model = wrap_ddp(model, device, dist_env.world_size, **settings)
 
-    def loss_of(network: nn.Module, batch: dict[str, Tensor], label_smooth: float = 0.0) -> Tensor:
-        names = ("input", "target", "mask")
-        tensors = [batch[name].to(device, non_blocking=True) for name in names]
+    def loss_of(network: nn.Module, batch: Batch, label_smooth: float = 0.0) -> Tensor:
+        names = ("input", "target", "mask", "packed_rows")
+        *tensors, rows = (batch[name].to(device, non_blocking=True) for name in names)
         with precision.autocast():
-            return network(*tensors, label_smooth)
+            return network(*tensors, label_smooth, rows)
 
     warm_up_ddp(ddp_model, lambda: loss_of(ddp_model, one_token_batch()).backward())
 
@@ -235,7 +236,7 @@ def create_precision(
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    loss_of: Callable[[nn.Module, dict[str, Tensor]], Tensor],
+    loss_of: Callable[[nn.Module, Batch], Tensor],
     data: FT_Dataset,
     dist_env: DistEnv,
 ) -> float:

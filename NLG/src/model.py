@@ -332,6 +332,7 @@ class GPT2LMModel(nn.Module):
         lm_labels: Tensor | None = None,
         lm_mask: Tensor | None = None,
         label_smooth: float = 0.0,
+        packed_rows: PackedRows | None = None,
     ) -> Tensor:
         """Logits of a batch; or, with labels, its loss.
 
@@ -343,6 +344,9 @@ class GPT2LMModel(nn.Module):
             lm_labels: (batch, length), the token that follows each.
             lm_mask: (batch, length), 1 where the label counts, 0 elsewhere.
             label_smooth: ε; none if at most 0.0001.
+            packed_rows: where the tokens are that are needed, and their targets, as data_utils.py
+                makes it on the CPU; without it, they are found in the mask, which takes waiting for
+                its device.
 
         Returns:
             (batch, length, vocabulary); or a scalar, float32.
@@ -355,19 +359,18 @@ class GPT2LMModel(nn.Module):
             raise ValueError(
                 f"a row has {length} tokens, the model has positions for {self.config.n_positions}"
             )
-        if lm_labels is None:
-            needed = torch.ones_like(input_ids)
+        if packed_rows is not None:
+            rows = packed_rows.routed()
+        elif lm_labels is None:
+            rows = PackedRows.from_lengths([length] * batch).to(input_ids.device).routed()
         else:
-            # What follows a row's last target cannot change its loss.
-            needed = lm_mask.flip(1).cumsum(1).flip(1)
-            needed[:, 0] = 1
-        rows = PackedRows(needed)
-        ids = rows.pack(input_ids)
-        positions = rows.pack(torch.arange(length, device=ids.device).expand(batch, length))
+            rows = _needed_rows(lm_mask).routed()
+        ids, positions = rows.pack(input_ids), rows.positions
         if lm_labels is None:
             return rows.pad(self.lm_head(self.transformer(ids, positions, self._within(rows))))
-        mask = rows.pack(lm_mask)
-        keep = mask.nonzero().squeeze(1)
+        if rows.targets is None:
+            rows = rows.with_targets(lm_mask)
+        mask, keep = rows.pack(lm_mask), rows.targets
         hidden = self.transformer(ids, positions, self._within(rows), keep)
         epsilon = label_smooth if label_smooth > 0.0001 else 0.0
         total = head_loss(
@@ -378,6 +381,13 @@ class GPT2LMModel(nn.Module):
     def _within(self, rows: PackedRows) -> Attend:
         heads = self.config.n_head
         return lambda _, query, key, value: attend(query, key, value, rows, heads, causal=True)
+
+
+def _needed_rows(lm_mask: Tensor) -> PackedRows:
+    """The tokens up to each row's last target, after which none can change its loss."""
+    needed = lm_mask.flip(1).cumsum(1).flip(1)
+    needed[:, 0] = 1
+    return PackedRows(needed)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -51,6 +51,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.adapter_kinds import KINDS
+from transformers.data.data_collator import PackedCollator
 from transformers.utils.cli import (
     check_vocabulary,
     choose_length,
@@ -366,7 +367,7 @@ def compute_logits(
     bank: AdapterBank,
     adapters: Sequence[str],
     rows: Sequence[Mapping[str, list[int]]],
-    collate: DataCollatorWithPadding,
+    collate: Callable[[list[Any]], Mapping[str, Any]],
     precision: Precision,
     batch_size: int,
 ) -> list[np.ndarray]:
@@ -386,7 +387,7 @@ def compute_logits(
     with tqdm(total=len(rows), desc="predicting", unit="rows", disable=None) as bar:
         for chosen in batches(lengths, adapters, batch_size):
             inputs = collate([rows[index] for index in chosen])
-            inputs = {name: tensor.to(precision.device_type) for name, tensor in inputs.items()}
+            inputs = {name: part.to(precision.device_type) for name, part in inputs.items()}
             with bank.use([adapters[index] for index in chosen]), precision.autocast():
                 output = model(**inputs)["logits"].float().cpu().numpy()
             for index, row in zip(chosen, output, strict=True):
@@ -445,7 +446,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     bank, labels = fill_bank(model, adapters, args.model_name_or_path)
     logger.info("%d lines for %d adapters, on %s", len(lines), len(adapters), device)
     chosen = [line["adapter"] for line in lines]
-    collate = DataCollatorWithPadding(tokenizer)
+    collate = PackedCollator(DataCollatorWithPadding(tokenizer))
     logits = compute_logits(model, bank, chosen, rows, collate, precision, args.batch_size)
     answers = (
         {**line, **answer(row, labels[line["adapter"]]), **({TRUNCATED: True} if is_cut else {})}

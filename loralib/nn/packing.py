@@ -13,59 +13,159 @@ Where rows have adapters of their own, routing.py is told where their tokens are
 """
 
 import copy
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .plain import is_plain
-from .routing import note_tokens
+from .routing import note_tokens, slices
 from .row_attention import attend_rows
 
 
 class PackedRows:
     """Where the real tokens of a padded batch are.
 
+    Made on the CPU, when a batch is collated, it travels with the batch, and a model's forward pass
+    waits for no device; of a mask that is on a device, it waits for that once.
+
     Args:
         attention_mask: (batch, length); zero where there is padding. Padding may be anywhere but
             in a row's first position, since that is the token that a classifier reads.
 
     Attributes:
-        index: (tokens,), positions of the real tokens in the flattened batch.
+        shape: (batch, length).
         lengths: tokens a row.
+        spans: columns up to each row's last token; its length where padding is on the right.
+        index: (tokens,), positions of the real tokens in the flattened batch.
+        positions: (tokens,), the column that each stands in.
         first: (batch,), position of each row's first token among the packed ones.
-        segments: of rows that share an adapter; one of all rows in most cases.
+        offsets: (batch + 1,), int32: the same, and the number of all tokens; the cumulative
+            lengths that kernels for rows of several lengths take.
+        targets: (targets,), positions among the packed tokens of those with a target, in their
+            order; None where it is not known, see `with_targets`.
+        segments: of rows that share an adapter, see `routed`; one of all rows in most cases.
 
     Raises:
-        ValueError: the mask is not two-dimensional, or a row's first position is masked; or
-            adapters are named for another number of rows.
+        ValueError: the mask is not two-dimensional, or a row's first position is masked.
     """
+
+    _TENSORS = ("index", "positions", "first", "offsets", "targets")
 
     def __init__(self, attention_mask: Tensor):
         if attention_mask.dim() != 2:
             raise ValueError(
                 f"attention_mask must be (batch, length), not {tuple(attention_mask.shape)}"
             )
-        mask = attention_mask != 0
+        mask = attention_mask.cpu() != 0
         if not bool(mask[:, 0].all()):
             raise ValueError("attention_mask hides the first token of a row; pad on the right")
         self.shape = mask.shape
-        self.index = mask.flatten().nonzero().squeeze(1)
+        row, self.positions = mask.nonzero(as_tuple=True)
+        self.index = row * mask.shape[1] + self.positions
         lengths = mask.sum(dim=1)
+        ends = lengths.cumsum(0)
+        self.first = ends - lengths
+        self.offsets = F.pad(ends, (1, 0)).int()
         self.lengths: list[int] = lengths.tolist()
-        self.first = lengths.cumsum(0) - lengths
-        self.segments = note_tokens(self.lengths)
+        self.spans: list[int] = (self.positions[ends - 1] + 1).tolist()
+        self.targets: Tensor | None = None
+        self.segments = slices([len(self.lengths)])
+        self._move(lambda tensor: tensor.to(attention_mask.device))
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int], length: int | None = None) -> "PackedRows":
+        """Rows of these lengths, at least 1 each, padded on the right; on the CPU.
+
+        Args:
+            lengths: tokens a row.
+            length: columns of the batch; as many as the longest row has where not given.
+        """
+        columns = torch.arange(max(lengths) if length is None else length)
+        return cls(columns < torch.tensor(lengths)[:, None])
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max(self.lengths)
+
+    # ---- on its way to the model ----
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "PackedRows":
+        """The same on a device."""
+        return self._moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "PackedRows":
+        """The same in pinned memory, from which it reaches a GPU without waiting."""
+        return self._moved(Tensor.pin_memory)
+
+    def with_targets(self, is_target: Tensor) -> "PackedRows":
+        """The same rows, with `targets` known.
+
+        Args:
+            is_target: (batch, length), where a token has one; on the rows' device, which should be
+                the CPU: another one is waited for.
+        """
+        rows = copy.copy(self)
+        rows.targets = self.pack(is_target).nonzero().squeeze(1)
+        return rows
+
+    def routed(self) -> "PackedRows":
+        """The same rows in the segments that the bank in effect divides them into.
+
+        A model's forward pass calls this before its first layer, so that the bank knows which
+        tokens are whose; see routing.py.
+
+        Raises:
+            ValueError: adapters are named for another number of rows.
+        """
+        rows = copy.copy(self)
+        rows.segments = note_tokens(self.lengths)
+        return rows
+
+    def _moved(self, move: Callable[[Tensor], Tensor]) -> "PackedRows":
+        rows = copy.copy(self)
+        rows._move(move)
+        return rows
+
+    def _move(self, move: Callable[[Tensor], Tensor]) -> None:
+        for name in self._TENSORS:
+            tensor = getattr(self, name)
+            setattr(self, name, None if tensor is None else move(tensor))
+
+    # ---- other batches of the same rows ----
 
     def part(self, segment: slice) -> "PackedRows":
         """Some of the rows, start … stop, as a batch of their own of the same length."""
-        start = sum(self.lengths[: segment.start])
+        start, stop = (sum(self.lengths[:row]) for row in (segment.start, segment.stop))
         part = copy.copy(self)
-        part.lengths = self.lengths[segment]
+        part.lengths, part.spans = self.lengths[segment], self.spans[segment]
         part.shape = torch.Size((len(part.lengths), self.shape[1]))
-        part.index = self.index[start : start + sum(part.lengths)] - segment.start * self.shape[1]
+        part.index = self.index[start:stop] - segment.start * self.shape[1]
+        part.positions = self.positions[start:stop]
         part.first = self.first[segment] - start
-        part.segments = (slice(0, len(part.lengths)),)
+        part.offsets = self.offsets[segment.start : segment.stop + 1] - start
+        part.targets = None
+        part.segments = slices([len(part.lengths)])
         return part
+
+    def twice(self) -> "PackedRows":
+        """A batch of these rows, and of the same again below them."""
+        rows = copy.copy(self)
+        count, tokens = len(self.lengths), len(self.index)
+        rows.lengths, rows.spans = self.lengths * 2, self.spans * 2
+        rows.shape = torch.Size((2 * count, self.shape[1]))
+        rows.index = torch.cat([self.index, self.index + self.shape.numel()])
+        rows.positions = self.positions.repeat(2)
+        rows.first = torch.cat([self.first, self.first + tokens])
+        rows.offsets = torch.cat([self.offsets, self.offsets[1:] + tokens])
+        if self.targets is not None:
+            rows.targets = torch.cat([self.targets, self.targets + tokens])
+        rows.segments = slices([2 * count])
+        return rows
+
+    # ---- tensors ----
 
     def pack(self, x: Tensor) -> Tensor:
         """(batch, length, …) -> (tokens, …).

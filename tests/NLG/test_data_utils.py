@@ -88,6 +88,20 @@ def test_rows_are_the_releases_but_for_the_padding(write, seq_len, joint_lm):
     assert batch["mask"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("joint_lm", [False, True])
+@pytest.mark.parametrize("seq_len", [3, 6, 64])
+def test_a_batch_knows_the_tokens_that_its_loss_needs(write, seq_len, joint_lm):
+    """Those up to each row's last target, as its mask says; of a row that has none, the first."""
+    dataset = FT_Dataset(write(*random_examples(12), ([1, 2, 3, 4], [5])), 13, seq_len, joint_lm)
+    batch = collate(list(dataset))
+    rows, mask = batch["packed_rows"], batch["mask"]
+    last = [max(row.nonzero().flatten().tolist(), default=0) for row in mask]
+    assert rows.shape == mask.shape
+    assert rows.lengths == rows.spans == [position + 1 for position in last]
+    assert torch.equal(rows.pack(mask).nonzero().flatten(), rows.targets)
+    assert len(rows.targets) == mask.count_nonzero()
+
+
 def test_a_batch_is_as_long_as_its_longest_row(write):
     dataset = FT_Dataset(write(([1], [2]), ([3], [4]), ([5, 6], [7, 8])), 1, 512)
     assert collate([dataset[0], dataset[1]])["input"].shape == (2, 2)
@@ -253,4 +267,5 @@ def test_validation_has_each_example_once(write, world_size):
 def test_pinned_batches(write):
     dataset = FT_Dataset(write(*random_examples(8)), 4, 16)
     for batch in training_batches(dataset, process(), 1, 1, pin=True):
-        assert all(tensor.is_pinned() for tensor in batch.values())
+        rows = batch.pop("packed_rows")
+        assert all(tensor.is_pinned() for tensor in (*batch.values(), rows.index, rows.targets))

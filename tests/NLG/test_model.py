@@ -3,13 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import assert_close_to_rounding
+from compare import assert_close_to_rounding, assert_same_bits
 from plain_gpt2 import MASKS, ROWS, draw_batch, plain_gradients, plain_logits, train_only
 from safetensors.torch import load_file
 
 import loralib as lora
 import model as model_module
 from loralib.errors import CheckpointError
+from loralib.nn.packing import PackedRows
 from loralib.training.precision import Precision, hold_frozen_in
 from model import (
     MODEL_CARDS,
@@ -121,6 +122,45 @@ def test_loss_and_gradients(monkeypatch, build, kind, what, label_smooth, at_onc
     for name, gradient in gradients.items():
         assert gradient.abs().max() > 1e-5
         close_by_size(model.get_parameter(name).grad, gradient)
+
+
+def packed(batch):
+    """What data_utils.py says of a batch's tokens."""
+    mask = batch[2]
+    last = [max(row.nonzero().flatten().tolist(), default=0) for row in mask]
+    return PackedRows.from_lengths([n + 1 for n in last], mask.shape[1]).with_targets(mask)
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_a_batch_that_knows_its_tokens_has_the_same_bits(build, kind):
+    model, batch = train_only(build(**LORA), "all"), draw_batch(kind)
+    found = []
+    for rows in (None, packed(batch)):
+        model.zero_grad()
+        loss = model(*batch, 0.1, rows)
+        loss.backward()
+        found.append({"loss": loss, **{n: p.grad for n, p in model.named_parameters()}})
+    assert_same_bits(*found)
+
+
+def test_rows_that_know_no_targets(build):
+    model, batch = build(**LORA), draw_batch("clm")
+    rows = packed(batch)
+    rows.targets = None
+    assert torch.equal(model(*batch, packed_rows=rows), model(*batch))
+
+
+@pytest.mark.parametrize("what", ["lora", "all"])
+def test_no_value_of_a_tensor_is_asked_for(build, what):
+    """On the meta device there are none, so that any waiting for a device would be an error."""
+    model, batch = train_only(build(**LORA), what).to("meta"), draw_batch("clm")
+    rows = packed(batch).to("meta")
+    ids = rows.pack(batch[0].to("meta"))
+    hidden = model.transformer(ids, rows.positions, model._within(rows), rows.targets)
+    assert hidden.shape == (batch[2].count_nonzero(), model.config.n_embd)
+    hidden.sum().backward()
+    trained = (p for p in model.transformer.parameters() if p.requires_grad)
+    assert all(p.grad.is_meta for p in trained)
 
 
 @pytest.mark.parametrize("label_smooth", [0.0, 0.1])

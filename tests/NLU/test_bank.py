@@ -352,13 +352,15 @@ def test_parts_of_packed_rows():
 def test_segments_of_packed_rows(task):
     bank, mask = task.bank("ab"), make_batch(4)["attention_mask"]
     with bank.use(["a", "a", "b", "a"]):
-        assert PackedRows(mask).segments == (slice(0, 2), slice(2, 3), slice(3, 4))
+        rows = PackedRows(mask)
+        assert rows.segments == (slice(0, 4),)
+        assert rows.routed().segments == (slice(0, 2), slice(2, 3), slice(3, 4))
     for names in ("a", ["a"] * 4):
         with bank.use(names):
-            assert PackedRows(mask).segments == (slice(0, 4),)
+            assert rows.routed().segments == (slice(0, 4),)
     wrong = pytest.raises(ValueError, match=r"^the batch has 4 rows, adapters are named for 3$")
     with wrong, bank.use(["a", "b", "a"]):
-        PackedRows(mask)
+        rows.routed()
 
 
 # ---- the base, and what is refused ----

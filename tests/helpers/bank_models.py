@@ -110,7 +110,7 @@ class Packed(nn.Module):
         self.classifier = Head(trained.labels or 3)
 
     def forward(self, ids, mask):
-        rows = PackedRows(mask)
+        rows = PackedRows(mask).routed()
         x = self.transformer["wte"](rows.pack(ids))
         for block in self.transformer["h"]:
             x = block(x, rows)

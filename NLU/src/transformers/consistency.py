@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from loralib.nn.packing import PackedRows
+
 from .configuration_utils import PretrainedConfig
 from .modeling_outputs import SequenceClassifierOutput
 from .modeling_utils import PreTrainedModel, classification_loss
@@ -52,7 +54,12 @@ def check(config: PretrainedConfig) -> None:
 
 
 def two_passes(
-    model: PreTrainedModel, labels: Tensor, input_ids: Tensor, *others: Tensor | None, show: bool
+    model: PreTrainedModel,
+    labels: Tensor,
+    input_ids: Tensor,
+    *others: Tensor | None,
+    packed_rows: PackedRows | None,
+    show: bool,
 ) -> SequenceClassifierOutput:
     """A classifier's output: the loss of both passes, and the first one's logits and states.
 
@@ -61,13 +68,14 @@ def two_passes(
         labels: (batch,), classes.
         input_ids: (batch, length).
         others: (batch, length), the arguments of its forward that follow; None where not given.
+        packed_rows: of both passes, see `PackedRows.twice`; None where not given.
         show: with all hidden states.
     """
     check(model.config)
     second = hide_tokens(input_ids, model.config)
     given = [torch.cat([input_ids, second])]
     given += [None if other is None else torch.cat([other, other]) for other in others]
-    output = model(*given, output_hidden_states=show, return_dict=True)
+    output = model(*given, output_hidden_states=show, return_dict=True, packed_rows=packed_rows)
     logits = output.logits.chunk(2)
     states = output.hidden_states
     return SequenceClassifierOutput(

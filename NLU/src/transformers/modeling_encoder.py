@@ -14,7 +14,6 @@ adapters.py.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -170,6 +169,7 @@ class EncoderModel(PreTrainedModel):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
+        packed_rows: PackedRows | None = None,
         first_only: bool = False,
         all_states: bool = False,
     ) -> tuple[list[Tensor], PackedRows]:
@@ -182,10 +182,12 @@ class EncoderModel(PreTrainedModel):
                 has no token types.
             position_ids: (batch, length), absolute positions; the embeddings' `position_ids` where
                 not given. Without effect in a model that has none.
+            packed_rows: where the mask's tokens are, made on the CPU when the batch was collated;
+                the mask is then not read, and no device waited for.
             first_only: the last state is (batch, hidden), each row's first token.
             all_states: every layer's state, not the last one's alone.
         """
-        rows = PackedRows(torch.ones_like(input_ids) if attention_mask is None else attention_mask)
+        rows = _rows_of(input_ids, attention_mask, packed_rows).routed()
         embedded = self.embeddings(rows, input_ids, token_type_ids, position_ids)
         return self.encoder(embedded, rows, first_only, all_states), rows
 
@@ -197,11 +199,12 @@ class EncoderModel(PreTrainedModel):
         position_ids: Tensor | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        packed_rows: PackedRows | None = None,
     ) -> BaseModelOutputWithPooling | BaseModelOutput | tuple:
         """Hidden states of every token; arguments as in `encode`."""
         show = self._wants_states(output_hidden_states)
         states, rows = self.encode(
-            input_ids, attention_mask, token_type_ids, position_ids, all_states=show
+            input_ids, attention_mask, token_type_ids, position_ids, packed_rows, all_states=show
         )
         last, shown = rows.pad(states[-1]), _padded(states, rows, show)
         if self.pooler is None:
@@ -227,6 +230,7 @@ class EncoderForMaskedLM(PreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         targets_only: bool | None = None,
+        packed_rows: PackedRows | None = None,
     ) -> MaskedLMOutput | tuple:
         """Logits (batch, length, vocabulary) and, with `labels`, the mean loss over the targets.
 
@@ -236,26 +240,28 @@ class EncoderForMaskedLM(PreTrainedModel):
         Args:
             labels: (batch, length), token ids; -100 where there is no target.
             targets_only: whether logits are of the targets alone; by default in training only.
+            packed_rows: as in `EncoderModel.encode`; its targets, where known, are the labels'.
             others: as in `EncoderModel.encode`.
         """
         show = self._wants_states(output_hidden_states)
         states, rows = self.base_model.encode(
-            input_ids, attention_mask, token_type_ids, position_ids, all_states=show
+            input_ids, attention_mask, token_type_ids, position_ids, packed_rows, all_states=show
         )
         hidden, shown = states[-1], _padded(states, rows, show)
         if labels is None:
             return self._as_asked(
                 MaskedLMOutput(None, rows.pad(self.logits_of(hidden)), shown), return_dict
             )
-        labels = rows.pack(labels)
-        is_target = labels != -100
+        labels, targets = rows.pack(labels), rows.targets
+        if targets is None:
+            targets = (labels != -100).nonzero().squeeze(1)
         if self.training if targets_only is None else targets_only:
-            logits = of_targets = self.logits_of(hidden[is_target])
+            logits = of_targets = self.logits_of(hidden[targets])
         else:
             of_all = self.logits_of(hidden)
-            logits, of_targets = rows.pad(of_all), of_all[is_target]
-        loss = F.cross_entropy(of_targets.float(), labels[is_target], reduction="sum")
-        loss = loss / is_target.sum().clamp(min=1)  # a batch may have no target
+            logits, of_targets = rows.pad(of_all), of_all[targets]
+        loss = F.cross_entropy(of_targets.float(), labels[targets], reduction="sum")
+        loss = loss / max(len(targets), 1)  # a batch may have no target
         return self._as_asked(MaskedLMOutput(loss, logits, shown), return_dict)
 
 
@@ -275,6 +281,7 @@ class EncoderForSequenceClassification(PreTrainedModel):
         labels: Tensor | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        packed_rows: PackedRows | None = None,
     ) -> SequenceClassifierOutput | tuple:
         """Logits (batch, labels) and, with `labels` (batch,), the mean loss.
 
@@ -284,13 +291,28 @@ class EncoderForSequenceClassification(PreTrainedModel):
         show = self._wants_states(output_hidden_states)
         given = (input_ids, attention_mask, token_type_ids, position_ids)
         if labels is not None and consistency.is_on(self):
-            output = consistency.two_passes(self, labels, *given, show=show)
+            twice = None if packed_rows is None else packed_rows.twice()
+            output = consistency.two_passes(self, labels, *given, packed_rows=twice, show=show)
             return self._as_asked(output, return_dict)
-        states, rows = self.base_model.encode(*given, first_only=not show, all_states=show)
+        states, rows = self.base_model.encode(
+            *given, packed_rows, first_only=not show, all_states=show
+        )
         logits = self.logits_of(states[-1][rows.first] if show else states[-1])
         loss = None if labels is None else classification_loss(logits, labels)
         output = SequenceClassifierOutput(loss, logits, _padded(states, rows, show))
         return self._as_asked(output, return_dict)
+
+
+def _rows_of(
+    input_ids: Tensor, attention_mask: Tensor | None, packed_rows: PackedRows | None
+) -> PackedRows:
+    """Where the tokens of a batch are; as it says itself, as its mask says, or everywhere."""
+    if packed_rows is not None:
+        return packed_rows
+    if attention_mask is not None:
+        return PackedRows(attention_mask)
+    batch, length = input_ids.shape
+    return PackedRows.from_lengths([length] * batch, length).to(input_ids.device)
 
 
 def _padded(states: list[Tensor], rows: PackedRows, show: bool) -> tuple[Tensor, ...] | None:

@@ -10,7 +10,7 @@ import inspect
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from loralib.errors import TrainingError
+from loralib.nn.packing import PackedRows
 from loralib.training import watch
 from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
 from loralib.training.distributed import gather_objects, sum_over_processes
@@ -31,7 +32,11 @@ from loralib.training.product_choices import choose_products
 from loralib.training.resume import first_not_finite
 from loralib.utils import with_lora_plus
 
-from .data.data_collator import DataCollatorWithPadding, default_data_collator
+from .data.data_collator import (
+    DataCollatorWithPadding,
+    PackedCollator,
+    default_data_collator,
+)
 from .integrations import reporting_callbacks
 from .modeling_utils import PreTrainedModel
 from .optimization import Adafactor, AdamW, get_scheduler
@@ -65,8 +70,10 @@ from .trainer_pt_utils import (
     loss_of,
     memory_metrics,
     one_or_all,
+    overrides,
     predictions_of,
     smoothed_loss,
+    takes_packed_rows,
 )
 from .trainer_utils import (
     EvalPrediction,
@@ -163,12 +170,22 @@ class Trainer:
         return DataLoader(
             self._used_columns(dataset),
             batch_sampler=batches,
-            collate_fn=self.data_collator,
+            collate_fn=self._collator(),
             # By default the loader uses dropout's generator, once an epoch and at every resume.
             generator=torch.Generator().manual_seed(self.args.seed + self.state.global_step),
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
         )
+
+    def _collator(self) -> Callable[[list[Any]], Mapping[str, Any]]:
+        """What makes a batch; with `packed_rows`, where nobody else's code gets to see it."""
+        if takes_packed_rows(self.model) and self._has_own_step():
+            return PackedCollator(self.data_collator)
+        return self.data_collator
+
+    def _has_own_step(self) -> bool:
+        """Whether no subclass does something of its own with a batch."""
+        return not overrides(self, Trainer, ("training_step", "compute_loss", "prediction_step"))
 
     def _used_columns(self, dataset: Dataset) -> Dataset:
         """The set without the columns that the model's forward does not take."""
@@ -195,10 +212,12 @@ class Trainer:
             lengths,
         )
 
-    def _to_device(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def _to_device(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         device = self.args.device
         return {
-            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            name: value.to(device, non_blocking=True)
+            if isinstance(value, Tensor | PackedRows)
+            else value
             for name, value in inputs.items()
         }
 
@@ -248,7 +267,7 @@ class Trainer:
             self._wrapped.train()
             example = self._used_columns(self.train_dataset)[0]
             with self.precision.autocast():
-                inputs = self._to_device(self.data_collator([example]))
+                inputs = self._to_device(self._collator()([example]))
                 self.compute_loss(self._wrapped, inputs).backward()
 
         warm_up_ddp(self._wrapped, backward)

@@ -3,6 +3,7 @@
 The order of the data, the parts of what a model returns, and gathering from all processes.
 """
 
+import inspect
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -115,6 +116,17 @@ class EvaluationBatches:
     def __iter__(self) -> Iterator[list[int]]:
         for start in range(0, len(self.indices), self.batch_size):
             yield self.indices[start : start + self.batch_size]
+
+
+def takes_packed_rows(model: nn.Module) -> bool:
+    """Whether a model's forward asks for a batch's `PackedRows`."""
+    return "packed_rows" in inspect.signature(model.forward).parameters
+
+
+def overrides(instance: Any, owner: type, names: Iterable[str]) -> bool:
+    """Whether an instance of `owner` has another method of one of these names."""
+    methods = ((getattr(instance, name), getattr(owner, name)) for name in names)
+    return any(getattr(own, "__func__", own) is not plain for own, plain in methods)
 
 
 def loss_of(outputs: Any) -> Tensor:

@@ -68,7 +68,7 @@ def test_rows_that_cannot_be_told(bank, model, model_class):
         with bank.use("a"):
             assert layer(x).shape[:-1] == x.shape[:-1]
     with refuses(ValueError, "named for 3 rows of 7 tokens"), bank.use(["a", "b", "a"]):
-        PackedRows(make_batch([2, 4, 1])["mask"])
+        PackedRows(make_batch([2, 4, 1])["mask"]).routed()
         layer(torch.randn(6, WIDTH))
 
 

@@ -4,12 +4,14 @@ Each entry of a batch is filled into one array allocated for it, row by row.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from loralib.nn.packing import PackedRows
 
 from ..tokenization_utils_base import PreTrainedTokenizerBase, to_tensor
 
@@ -134,6 +136,34 @@ class DataCollatorForLanguageModeling:
         masked = input_ids.masked_fill(number < 0.8, self.tokenizer.mask_token_id)
         others = torch.randint(len(self.tokenizer), input_ids.shape, generator=self.generator)
         return torch.where((number >= 0.8) & (number < 0.9), others, masked), labels
+
+
+@dataclass(frozen=True)
+class PackedCollator:
+    """A collator whose batches say as well where their tokens are, for models that ask for it.
+
+    To the batch comes ``packed_rows``, a `loralib.nn.packing.PackedRows` of its attention mask, or
+    of all tokens where there is none; it is made here, on the CPU, so that no model has to wait for
+    a device to learn it. With ``labels`` of each token, it holds which of them are targets.
+
+    Args:
+        collator: makes a batch of a list of examples.
+    """
+
+    collator: Callable[[list[Any]], Mapping[str, Any]]
+
+    def __call__(self, features: list[Any]) -> dict[str, Any]:
+        """The collator's batch, and its `packed_rows`.
+
+        Raises:
+            ValueError: padding is where no model of this package takes it; see `PackedRows`.
+        """
+        batch = dict(self.collator(features))
+        ids, mask, labels = (batch.get(name) for name in ("input_ids", "attention_mask", "labels"))
+        rows = PackedRows(torch.ones_like(ids) if mask is None else mask)
+        if isinstance(labels, Tensor) and labels.shape == ids.shape:
+            rows = rows.with_targets(labels != IGNORED_LABEL)
+        return {**batch, "packed_rows": rows}
 
 
 def _split_labels(

@@ -81,12 +81,10 @@ class DebertaV2Embeddings(nn.Module):
         Raises:
             ValueError: a token stands where the model has no position.
         """
-        length = rows.shape[1]
-        columns = rows.index % length
         known = self.position_embeddings.num_embeddings
-        if length > known and int(columns.max()) >= known:
-            raise too_long(int(columns.max()) + 1, known)
-        return columns
+        if max(rows.spans) > known:
+            raise too_long(max(rows.spans), known)
+        return rows.positions
 
     def forward(
         self,
@@ -189,10 +187,7 @@ class Batch:
         """
         rows, (count, longest) = self.rows, self.rows.shape
         wasted = heads * (count * longest**2 - sum(length**2 for length in rows.lengths))
-        if wasted < 8_000 * count:
-            return True
-        last = rows.index[rows.first + torch.tensor(rows.lengths) - 1] % longest
-        return (last + 1).tolist() != rows.lengths
+        return wasted < 8_000 * count or rows.spans != rows.lengths
 
 
 class DisentangledSelfAttention(nn.Module):

@@ -49,16 +49,18 @@ class RobertaEmbeddings(nn.Module):
         self.dropout = lora.Dropout(config.hidden_dropout_prob)
 
     def position_ids(self, input_ids: Tensor) -> Tensor:
-        """(batch, length): padding_idx + 1, + 2, … on tokens; padding_idx on padding.
-
-        Raises:
-            ValueError: a row has more tokens than the model has positions.
-        """
+        """(batch, length): padding_idx + 1, + 2, … on tokens; padding_idx on padding."""
         real = input_ids.ne(self.padding_idx).long()
-        longest = self.position_embeddings.num_embeddings - self.padding_idx - 1
-        if input_ids.shape[1] > longest and int(real.sum(1).max()) > longest:
-            raise too_long(int(real.sum(1).max()), longest)
         return real.cumsum(dim=1) * real + self.padding_idx
+
+    def _check_length(self, rows: PackedRows, position_ids: Tensor) -> None:
+        """Checks that there is an embedding for each token's position."""
+        longest = self.position_embeddings.num_embeddings - self.padding_idx - 1
+        if max(rows.spans) <= longest:
+            return  # without waiting for a device
+        tokens = int(rows.pack(position_ids).max()) - self.padding_idx
+        if tokens > longest:
+            raise too_long(tokens, longest)
 
     def forward(
         self,
@@ -67,9 +69,14 @@ class RobertaEmbeddings(nn.Module):
         token_type_ids: Tensor | None,
         position_ids: Tensor | None,
     ) -> Tensor:
-        """Ids, each (batch, length) -> (tokens, hidden)."""
+        """Ids, each (batch, length) -> (tokens, hidden).
+
+        Raises:
+            ValueError: a row has more tokens than the model has positions.
+        """
         if position_ids is None:
             position_ids = self.position_ids(input_ids)
+            self._check_length(rows, position_ids)
         if token_type_ids is None:
             token_type_ids = torch.zeros_like(input_ids)
         embedded = (

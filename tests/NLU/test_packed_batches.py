@@ -1,0 +1,285 @@
+"""Batches that say themselves where their tokens are: the same bits, and nobody else's loss."""
+
+import pytest
+import torch
+from compare import assert_same_bits
+from torch import nn
+from trainer_runs import make_data, trained, without_runtimes
+
+from loralib.nn.packing import PackedRows
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorWithPadding,
+    RobertaTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    consistency,
+    default_data_collator,
+)
+from transformers.data.data_collator import PackedCollator
+from transformers.trainer_pt_utils import takes_packed_rows
+
+FAMILIES = ("roberta", "deberta")
+HOLES = torch.tensor([[1] * 11, [1] * 4 + [0] * 7, [1, 1, 0, 1, 1, 1, 0, 0, 1, 0, 0], [1] * 11])
+
+
+@pytest.fixture
+def tokenizer(tiny_base):
+    return RobertaTokenizerFast.from_pretrained(tiny_base)
+
+
+def step(model, **inputs):
+    """The loss, the logits and the gradients of a batch, by name; random numbers from one seed."""
+    torch.manual_seed(3)
+    model.zero_grad()
+    output = model(**inputs)
+    output.loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": output.loss, "logits": output.logits, **gradients}
+
+
+# ---- models ----
+
+
+@pytest.mark.parametrize("mask", ["padded", "holes", "none"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_bits_with_and_without(make_classifier, batch, family, mask):
+    model = make_classifier(family, num_labels=3, pad_token_id=1).train()
+    if mask == "none":
+        del batch["attention_mask"]
+    elif mask == "holes":
+        batch["attention_mask"] = HOLES
+    rows = PackedRows(batch.get("attention_mask", torch.ones(4, 11)))
+    assert_same_bits(step(model, **batch, packed_rows=rows), step(model, **batch))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_states_and_the_backbone(make_classifier, batch, family):
+    model = make_classifier(family)
+    del batch["labels"]
+    rows = PackedRows(batch["attention_mask"])
+    for module in (model, model.base_model):
+        outputs = [
+            module(**batch, output_hidden_states=True, **given)
+            for given in ({}, {"packed_rows": rows})
+        ]
+        states = [dict(enumerate(output.hidden_states)) for output in outputs]
+        assert_same_bits(*states)
+
+
+@pytest.mark.parametrize("settings", [{"reg_loss_wgt": 1.0}, {"masking_prob": 0.4}])
+def test_two_passes(make_classifier, batch, settings):
+    settings |= {"unk_token_id": 3, "special_token_ids": [0, 1, 2]}
+    model = make_classifier("roberta", num_labels=3, **settings).train()
+    assert consistency.is_on(model)
+    rows = PackedRows(batch["attention_mask"])
+    assert_same_bits(step(model, **batch, packed_rows=rows), step(model, **batch))
+
+
+@pytest.mark.parametrize("targets_only", [None, False])
+def test_masked_language_models_take_the_targets(mlm_batch, targets_only):
+    model, batch = mlm_batch
+    rows = PackedRows(batch["attention_mask"]).with_targets(batch["labels"] != -100)
+    given = {**batch, "targets_only": targets_only}
+    assert_same_bits(step(model, **given, packed_rows=rows), step(model, **given))
+
+
+@pytest.fixture(params=FAMILIES)
+def mlm_batch(request, batch):
+    """A model with its language-model head, in training, and a batch with three targets."""
+    from two_predictions import make_mlm
+
+    model = make_mlm(request.param).train()
+    vocabulary = model.config.vocab_size
+    ids = batch["input_ids"] % (vocabulary - 3) + 3
+    ids = ids.masked_fill(batch["attention_mask"] == 0, model.config.pad_token_id)
+    labels = torch.full_like(ids, -100)
+    for place in ((0, 3), (2, 1), (2, 8)):
+        labels[place] = ids[place]
+    return model, {**batch, "input_ids": ids, "labels": labels}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_value_of_a_tensor_is_asked_for(make_classifier, batch, family, training):
+    """On the meta device there are none, so that any waiting for a device would be an error."""
+    settings = {"apply_lora": True, "lora_r": 2, "lora_alpha": 4}
+    model = make_classifier(family, **settings).train(training).base_model.to("meta")
+    rows = PackedRows(batch.pop("attention_mask"))
+    (hidden,), seen = model.encode(batch["input_ids"].to("meta"), packed_rows=rows.to("meta"))
+    assert hidden.shape == (31, 32)
+    assert seen.pad(hidden).shape == (4, 11, 32)
+    hidden.sum().backward()
+    assert all(p.grad.is_meta for n, p in model.named_parameters() if "lora_" in n)
+
+
+def test_rows_of_another_batch(make_classifier, batch):
+    rows = PackedRows(batch["attention_mask"][:, :10])
+    with pytest.raises(ValueError, match=r"mask is \(4, 10\), the batch is \(4, 11\)"):
+        make_classifier("roberta", num_labels=3)(**batch, packed_rows=rows)
+
+
+# ---- the collator ----
+
+
+def test_a_collator_s_batch_and_its_rows(tokenizer):
+    features = [{"input_ids": [0] * n, "attention_mask": [1] * n, "label": 1} for n in (3, 5)]
+    plain = DataCollatorWithPadding(tokenizer)
+    packed = PackedCollator(plain)(features)
+    rows = packed.pop("packed_rows")
+    assert_same_bits(packed, plain(features))
+    assert (rows.lengths, rows.shape, rows.targets) == ([3, 5], (2, 5), None)
+
+
+def test_a_batch_without_a_mask_is_all_tokens():
+    batch = PackedCollator(default_data_collator)([{"input_ids": [4, 5, 6]}] * 2)
+    assert batch["packed_rows"].lengths == [3, 3]
+
+
+def test_targets_are_the_labels(tokenizer):
+    torch.manual_seed(0)
+    collator = PackedCollator(DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.5))
+    batch = collator([list(range(5, 5 + n)) for n in (9, 4, 7)])
+    labels, rows = batch["labels"], batch["packed_rows"]
+    assert 0 < len(rows.targets) < 20
+    assert torch.equal(rows.pack(labels)[rows.targets], labels[labels != -100])
+
+
+def test_padding_on_the_left_is_an_error_in_words(tokenizer):
+    tokenizer.padding_side = "left"
+    collator = PackedCollator(DataCollatorWithPadding(tokenizer))
+    with pytest.raises(ValueError, match="hides the first token of a row; pad on the right"):
+        collator([{"input_ids": [5] * n} for n in (3, 5)])
+
+
+# ---- the Trainer ----
+
+
+class Around(nn.Module):
+    """A module that passes to a classifier what it knows."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, attention_mask, labels=None):
+        return self.model(input_ids, attention_mask, labels=labels)
+
+
+def noted(model) -> list[dict]:
+    """What a model's forward is called with from here on, by name."""
+    calls = []
+    model.register_forward_pre_hook(
+        lambda module, given, named: calls.append(named), with_kwargs=True
+    )
+    return calls
+
+
+def use_both_loops(trainer) -> None:
+    trainer.train()
+    trainer.evaluate()
+    trainer.predict([{n: v for n, v in row.items() if n != "label"} for row in make_data(3)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_trainer_s_batches_bring_their_rows(make_trainer, workers):
+    trainer = make_trainer(max_steps=2, dataloader_num_workers=workers)
+    calls = noted(trainer.model)
+    use_both_loops(trainer)
+    assert len(calls) == 2 + 2 + 1
+    for named in calls:
+        assert named["packed_rows"].lengths == named["attention_mask"].sum(1).tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"bf16": True}, {"label_smoothing_factor": 0.1}])
+def test_training_has_the_same_bits_without(make_trainer, monkeypatch, settings):
+    runs = []
+    for takes in (takes_packed_rows, lambda model: False):
+        monkeypatch.setattr("transformers.trainer.takes_packed_rows", takes)
+        trainer = make_trainer(dropout=0.1, logging_steps=1, **settings)
+        calls = noted(trainer.model)
+        trainer.train()
+        assert ("packed_rows" in calls[0]) == (takes is takes_packed_rows)
+        trainer.evaluate()
+        runs.append((trained(trainer.model), without_runtimes(trainer.state.log_history)))
+    (first, first_log), (second, second_log) = runs
+    assert_same_bits(first, second)
+    assert first_log == second_log
+
+
+def twice_as_many_rows(kind):
+    """A Trainer that does something of its own with every entry of a batch, in one of its steps."""
+
+    class Doubling(Trainer):
+        pass
+
+    def doubled(inputs):
+        return {name: torch.cat([part, part]) for name, part in inputs.items()}
+
+    if kind == "compute_loss":
+
+        def compute_loss(self, model, inputs, return_outputs=False):
+            return Trainer.compute_loss(self, model, doubled(inputs), return_outputs)
+
+        Doubling.compute_loss = compute_loss
+    elif kind == "training_step":
+
+        def training_step(self, inputs, *others):
+            return Trainer.training_step(self, doubled(inputs), *others)
+
+        Doubling.training_step = training_step
+    else:
+
+        def prediction_step(self, inputs, *others):
+            loss, *both = Trainer.prediction_step(self, doubled(inputs), *others)
+            halves = (tuple(part.chunk(2)[0] for part in parts) for parts in both)
+            return loss, *halves
+
+        Doubling.prediction_step = prediction_step
+    return Doubling
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["training_step", "prediction_step", "compute_loss"])
+def test_whoever_changes_batches_gets_tensors_alone(make_trainer, kind):
+    trainer = make_trainer(kind=twice_as_many_rows(kind), max_steps=2, prediction_loss_only=True)
+    calls = noted(trainer.model)
+    trainer.train()
+    trainer.evaluate()
+    assert {len(named["labels"]) for named in calls} & {8, 16, 18}
+    assert all("packed_rows" not in named for named in calls)
+
+
+@pytest.mark.slow
+def test_a_method_of_one_trainer_counts_too(make_trainer):
+    trainer = make_trainer(max_steps=1)
+    whole = trainer.compute_loss
+
+    def compute_loss(model, inputs, return_outputs=False):
+        return whole(model, {name: part[:2] for name, part in inputs.items()}, return_outputs)
+
+    trainer.compute_loss = compute_loss
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [Around, nn.DataParallel])
+def test_other_modules_get_what_they_know(make_model, tokenizer, tmp_path, wrap):
+    model = make_model()
+    calls = noted(model)
+    args = TrainingArguments(
+        str(tmp_path), report_to=["none"], disable_tqdm=True, max_steps=2, save_strategy="no"
+    )
+    trainer = Trainer(
+        wrap(model),
+        args,
+        train_dataset=make_data(9),
+        eval_dataset=make_data(5),
+        data_collator=DataCollatorWithPadding(tokenizer),
+    )
+    use_both_loops(trainer)
+    assert len(calls) == 4
+    assert all("packed_rows" not in named for named in calls)
