@@ -36,6 +36,7 @@ from .data.data_collator import (
     DataCollatorWithPadding,
     PackedCollator,
     default_data_collator,
+    only_pads,
 )
 from .integrations import reporting_callbacks
 from .modeling_utils import PreTrainedModel
@@ -65,8 +66,9 @@ from .trainer_pt_utils import (
     EvaluationBatches,
     TrainingBatches,
     check_rows,
-    column_of,
     gather_in_order,
+    lengths_at_hand,
+    lengths_of,
     loss_of,
     memory_metrics,
     one_or_all,
@@ -201,7 +203,7 @@ class Trainer:
             raise ValueError("Trainer: training needs a train_dataset")
         lengths = None
         if self.args.group_by_length:
-            lengths = [len(ids) for ids in column_of(self.train_dataset, "input_ids")]
+            lengths = lengths_of(self.train_dataset)
         return TrainingBatches(
             len(self.train_dataset),
             self.args.train_batch_size,
@@ -598,7 +600,11 @@ class Trainer:
             raise ValueError("the set to evaluate is empty")
         start = time.time()
         share = EvaluationBatches(
-            len(dataset), args.per_device_eval_batch_size, args.world_size, args.process_index
+            len(dataset),
+            args.per_device_eval_batch_size,
+            args.world_size,
+            args.process_index,
+            self._lengths_to_sort_by(dataset),
         )
         self.model.eval()
         in_half = all_in_half(self.model) if args.fp16_full_eval else nullcontext()
@@ -628,6 +634,16 @@ class Trainer:
                 metrics[f"{prefix}_{name.removeprefix(f'{prefix}_')}"] = value
         metrics.update(speed_metrics(prefix, start, len(dataset)))
         return PredictionOutput(*gathered, metrics)
+
+    def _lengths_to_sort_by(self, dataset: Dataset) -> list[int] | None:
+        """The examples' lengths, where an evaluation makes batches of about one length; else None.
+
+        That is where no number changes by more than rounding: each example has a loss of its own,
+        and the collator does nothing but pad.
+        """
+        if not (only_pads(self.data_collator) and self._has_own_step()):
+            return None
+        return lengths_at_hand(dataset, {"label", "label_ids", *self.label_names})
 
     def prediction_step(
         self, inputs: dict[str, Any], prediction_loss_only: bool = False

@@ -104,10 +104,26 @@ class EvaluationBatches:
         count: examples in the set.
         batch_size: examples a batch.
         world_size, rank: number of processes, and this one's.
+        lengths: the examples' lengths; where given, they come from the longest to the shortest, so
+            that a batch has examples of about one length. What does not fit into memory then shows
+            in the first batch.
+
+    Attributes:
+        indices: of this process's examples, in the order of its batches.
     """
 
-    def __init__(self, count: int, batch_size: int, world_size: int = 1, rank: int = 0):
-        self.indices = list(range(rank, count, world_size))
+    def __init__(
+        self,
+        count: int,
+        batch_size: int,
+        world_size: int = 1,
+        rank: int = 0,
+        lengths: Sequence[int] | None = None,
+    ):
+        order = list(range(count))
+        if lengths is not None:
+            order.sort(key=lambda index: -lengths[index])
+        self.indices = order[rank::world_size]
         self.batch_size = batch_size
 
     def __len__(self) -> int:
@@ -216,11 +232,50 @@ def one_or_all(arrays: tuple[np.ndarray, ...]) -> np.ndarray | tuple[np.ndarray,
     return arrays[0] if len(arrays) == 1 else arrays or None
 
 
-def column_of(dataset: Dataset, name: str) -> Iterable[Any]:
-    """One entry of every example."""
-    if hasattr(dataset, "column_names"):
-        return dataset[name]
-    return (dataset[row][name] for row in range(len(dataset)))
+def lengths_of(dataset: Dataset) -> list[int]:
+    """The tokens of every example.
+
+    Raises:
+        KeyError: the examples have no ``input_ids``.
+    """
+    if _is_table(dataset):
+        from pyarrow.compute import list_value_length  # the table is one of its
+
+        return list_value_length(dataset.with_format("arrow")["input_ids"][:]).to_pylist()
+    return [len(dataset[row]["input_ids"]) for row in range(len(dataset))]
+
+
+def lengths_at_hand(dataset: Dataset, label_names: Iterable[str]) -> list[int] | None:
+    """The tokens of every example, where an evaluation may choose its order by them.
+
+    That is where they are known without reading example by example, which may be slow or random,
+    and where an example has one label at most: the mean loss then is that of the examples, whatever
+    batches they are in.
+
+    Args:
+        dataset: its examples are dicts.
+        label_names: the entries that are labels.
+
+    Returns:
+        None where not.
+    """
+    if _is_table(dataset):
+        if "input_ids" not in dataset.column_names:
+            return None
+        first = dataset.with_format(None)[0]
+    elif isinstance(dataset, list | tuple) and all(
+        isinstance(row, Mapping) and "input_ids" in row for row in dataset
+    ):
+        first = dataset[0]
+    else:
+        return None
+    has_several = any(np.ndim(first[name]) > 0 for name in label_names if name in first)
+    return None if has_several else lengths_of(dataset)
+
+
+def _is_table(dataset: Dataset) -> bool:
+    """Whether a set is one of the `datasets` library's."""
+    return hasattr(dataset, "column_names") and hasattr(dataset, "with_format")
 
 
 def join_rows(parts: Sequence[Tensor]) -> Tensor:

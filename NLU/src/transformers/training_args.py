@@ -145,7 +145,7 @@ class TrainingArguments:
     deepspeed: str | None = flag(None, "refused: nothing to shard")
     label_smoothing_factor: float = flag(0.0, "share of each label spread over all labels")
     adafactor: bool = flag(False, "Adafactor instead of AdamW")
-    group_by_length: bool = flag(False, "batches of texts of about the same length")
+    group_by_length: bool = flag(False, "train on batches of texts of about the same length")
     report_to: list[str] | None = flag(
         None, "where to log: tensorboard, wandb, all or none (default: all that are installed)"
     )

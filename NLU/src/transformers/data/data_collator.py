@@ -166,6 +166,11 @@ class PackedCollator:
         return {**batch, "packed_rows": rows}
 
 
+def only_pads(collator: Any) -> bool:
+    """Whether a collator makes the same rows of an example in any batch, but for padding."""
+    return collator is default_data_collator or type(collator) is DataCollatorWithPadding
+
+
 def _split_labels(
     features: Sequence[Any],
 ) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:

@@ -1,0 +1,276 @@
+"""Evaluation in batches of about one length: what is sorted, what is not, and the same results."""
+
+import numpy as np
+import pytest
+import torch
+from compare import rounding
+from datasets import Dataset
+from encoder_options import ENCODER_TERMS
+from trainer_runs import collate, make_data
+
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorWithPadding,
+    RobertaTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
+from transformers.trainer_pt_utils import EvaluationBatches, gather_in_order, lengths_of
+
+COUNT, BATCH = 23, 4
+
+
+class Lazy(torch.utils.data.Dataset):
+    """A set that notes which examples are read."""
+
+    def __init__(self, rows):
+        self.rows, self.read = rows, []
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return self.rows[index]
+
+
+KINDS = {"list": list, "tuple": tuple, "table": Dataset.from_list}
+
+
+@pytest.fixture
+def tokenizer(tiny_base):
+    return RobertaTokenizerFast.from_pretrained(tiny_base)
+
+
+@pytest.fixture
+def make(make_model, tokenizer, tmp_path):
+    """A Trainer that pads; its `lengths` are those of the batches that its model has computed."""
+
+    def make(kind=Trainer, data_collator=None):
+        args = TrainingArguments(
+            str(tmp_path),
+            report_to=["none"],
+            disable_tqdm=True,
+            per_device_eval_batch_size=BATCH,
+            save_strategy="no",
+        )
+        trainer = kind(
+            make_model(),
+            args,
+            data_collator or DataCollatorWithPadding(tokenizer),
+            compute_metrics=accuracy,
+        )
+        trainer.lengths = []
+        trainer.model.register_forward_pre_hook(
+            lambda module, given, named: trainer.lengths.append(
+                named["attention_mask"].sum(1).tolist()
+            ),
+            with_kwargs=True,
+        )
+        return trainer
+
+    return make
+
+
+def accuracy(prediction):
+    right = prediction.predictions.argmax(1) == prediction.label_ids
+    return {"accuracy": float(right.mean())}
+
+
+def tokens(rows):
+    return [len(row["input_ids"]) for row in rows]
+
+
+def in_order(rows):
+    """Lengths by batch where the order stays."""
+    lengths = tokens(rows)
+    return [lengths[start : start + BATCH] for start in range(0, len(lengths), BATCH)]
+
+
+def by_length(rows):
+    """Lengths by batch from the longest to the shortest."""
+    lengths = sorted(tokens(rows), reverse=True)
+    return [lengths[start : start + BATCH] for start in range(0, len(lengths), BATCH)]
+
+
+# ---- the order ----
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 30])
+def test_each_example_once_from_the_longest_on(world_size):
+    lengths = tokens(make_data(COUNT))
+    shares = [
+        EvaluationBatches(COUNT, BATCH, world_size, rank, lengths) for rank in range(world_size)
+    ]
+    assert sorted(i for share in shares for batch in share for i in batch) == list(range(COUNT))
+    for share in shares:
+        assert [i for batch in share for i in batch] == share.indices
+        found = [lengths[i] for i in share.indices]
+        assert found == sorted(found, reverse=True)
+    # The n-th batches of all processes are of about one length as well.
+    firsts = [lengths[share.indices[0]] for share in shares if share.indices]
+    assert firsts == sorted(lengths, reverse=True)[:world_size]
+
+
+def test_examples_of_one_length_stay_where_they_are():
+    assert EvaluationBatches(7, 2, 1, 0, [5] * 7).indices == list(range(7))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_rows_of_all_processes_come_in_the_set_s_order(monkeypatch, world_size):
+    """Of each process a share; of one that has no example, nothing."""
+    lengths = tokens(make_data(COUNT))
+    shares = []
+    for rank in range(world_size):
+        indices = EvaluationBatches(COUNT, BATCH, world_size, rank, lengths).indices
+        shares.append((indices, (np.array(indices) * 10,)))
+    monkeypatch.setattr(
+        "transformers.trainer_pt_utils.gather_objects", lambda own, world_size: [*shares, ([], ())]
+    )
+    (found,) = gather_in_order(*shares[0], world_size)
+    assert found.tolist() == [10 * index for index in range(COUNT)]
+
+
+def test_lengths_of_a_table_are_those_of_its_rows():
+    rows = make_data(COUNT)
+    table = Dataset.from_list(rows)
+    assert lengths_of(table) == lengths_of(rows) == tokens(rows)
+    chosen = table.select([7, 3, 3, 20]).with_format("torch", columns=["label"])
+    assert lengths_of(chosen) == [tokens(rows)[i] for i in (7, 3, 3, 20)]
+    assert lengths_of(Dataset.from_dict({"input_ids": [[1], [1, 2]]}).shuffle(seed=1)) in (
+        [1, 2],
+        [2, 1],
+    )
+    with pytest.raises(KeyError, match="input_ids"):
+        lengths_of([{"x": 1}])
+
+
+# ---- what is sorted, with equal results ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_are_those_of_any_order(make, kind):
+    rows = make_data(COUNT)
+    trainer, plain = make(), make(data_collator=collate)
+    found = trainer.predict(KINDS[kind](rows))
+    assert trainer.lengths == by_length(rows)
+    trainer.lengths.clear()
+    expected = plain.predict(rows)
+    assert plain.lengths == in_order(rows)
+    np.testing.assert_allclose(
+        found.predictions,
+        expected.predictions,
+        rtol=0,
+        atol=rounding(torch.from_numpy(expected.predictions), ENCODER_TERMS),
+    )
+    assert np.array_equal(found.label_ids, expected.label_ids)
+    assert found.metrics["eval_accuracy"] == expected.metrics["eval_accuracy"]
+    loss = expected.metrics["eval_loss"]
+    assert found.metrics["eval_loss"] == pytest.approx(loss, abs=rounding(loss, ENCODER_TERMS))
+    evaluated = trainer.evaluate(KINDS[kind](rows))
+    assert evaluated["eval_loss"] == found.metrics["eval_loss"]
+    assert evaluated["eval_accuracy"] == found.metrics["eval_accuracy"]
+
+
+@pytest.mark.slow
+def test_unlabelled_rows_are_sorted_as_well(make):
+    bare = [{n: v for n, v in row.items() if n != "label"} for row in make_data(COUNT)]
+    trainer = make()
+    found = trainer.predict(bare).predictions
+    assert trainer.lengths == by_length(bare)
+    assert np.array_equal(found, make().predict(make_data(COUNT)).predictions)
+
+
+@pytest.mark.slow
+def test_each_row_has_the_logits_that_it_has_alone(make, make_model):
+    rows = make_data(COUNT)
+    found = make().predict(rows).predictions
+    model = make_model().eval()
+    for row, logits in zip(rows, found, strict=True):
+        with torch.no_grad():
+            alone = model(torch.tensor([row["input_ids"]])).logits[0]
+        torch.testing.assert_close(
+            torch.from_numpy(logits), alone, rtol=0, atol=rounding(alone, ENCODER_TERMS)
+        )
+
+
+# ---- what is not ----
+
+
+@pytest.mark.slow
+def test_a_set_that_reads_its_examples_is_read_once_in_its_order(make):
+    rows = Lazy(make_data(COUNT))
+    trainer = make()
+    trainer.predict(rows)
+    assert rows.read == list(range(COUNT))
+    assert trainer.lengths == in_order(rows.rows)
+
+
+@pytest.mark.slow
+def test_examples_without_ids_stay_in_order(make_model, tokenizer, tmp_path):
+    """Texts that a transform turns into ids as they are read."""
+    rows = make_data(COUNT)
+    table = Dataset.from_dict({"row": list(range(COUNT))})
+    table.set_transform(lambda batch: {n: [rows[i][n] for i in batch["row"]] for n in rows[0]})
+    args = TrainingArguments(
+        str(tmp_path), report_to=["none"], disable_tqdm=True, remove_unused_columns=False
+    )
+    trainer = Trainer(make_model(), args, DataCollatorWithPadding(tokenizer))
+    assert trainer.predict(table).label_ids.tolist() == [row["label"] for row in rows]
+
+
+class Weighting(Trainer):
+    """The loss depends on which examples are in a batch together."""
+
+    def compute_loss(self, model, inputs, return_outputs=False):
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        loss = loss * inputs["labels"].float().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.slow
+def test_a_loss_of_one_s_own_sees_the_batches_that_it_always_saw(make):
+    trainer = make(Weighting)
+    trainer.evaluate(make_data(COUNT))
+    assert trainer.lengths == in_order(make_data(COUNT))
+
+
+def several(rows):
+    """Examples with a label for each token."""
+    return [{**row, "label": row["input_ids"]} for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "is_sorted"),
+    [
+        (list, lambda rows: rows, True),
+        (Dataset.from_list, lambda rows: rows, True),
+        (list, several, False),
+        (Dataset.from_list, several, False),
+        (list, lambda rows: [{"x": row["input_ids"]} for row in rows], False),
+        (list, lambda rows: [row["input_ids"] for row in rows], False),
+        (Lazy, lambda rows: rows, False),
+    ],
+)
+def test_where_lengths_decide(make, kind, change, is_sorted):
+    lengths = make()._lengths_to_sort_by(kind(change(make_data(COUNT))))
+    assert lengths == (tokens(make_data(COUNT)) if is_sorted else None)
+
+
+def test_collators_that_do_more_than_pad(make, tokenizer):
+    class Own(DataCollatorWithPadding):
+        pass
+
+    rows = make_data(COUNT)
+    assert make(data_collator=default_data_collator)._lengths_to_sort_by(rows) == tokens(rows)
+    for collator in (collate, Own(tokenizer), DataCollatorForLanguageModeling(tokenizer)):
+        assert make(data_collator=collator)._lengths_to_sort_by(rows) is None
+
+
+def test_an_empty_set_and_one_without_a_length_are_refused_as_ever(make):
+    with pytest.raises(ValueError, match="is empty"):
+        make().evaluate([])
+    with pytest.raises(TypeError):
+        make().evaluate(iter(make_data(3)))
