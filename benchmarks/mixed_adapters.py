@@ -93,9 +93,8 @@ def gflop(contestant: Contestant, entry: dict, shape: dict) -> float:
     """Billions of multiplications and additions in a batch, by the formula of README.md."""
     if contestant.way == "switch":
         return 0.0
-    # A step that trains every weight passes through all 3 times: forward, to inputs, to weights.
-    step = steps.Contestant(contestant.name, contestant.worker, full=True)
-    return roberta_step.gflop(step, entry["lengths"], shape) / step.passes
+    tokens, is_ours = computed(contestant, entry), contestant.worker == "ours"
+    return roberta_step.arithmetic(tokens, shape, 1, 1, is_ours)
 
 
 def measure(args: argparse.Namespace) -> contest.Measurement:

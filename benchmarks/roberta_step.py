@@ -36,12 +36,27 @@ def computed(contestant: Contestant, batch: list[int]) -> list[int]:
 
 def gflop(contestant: Contestant, batch: list[int], shape: dict) -> float:
     """Billions of multiplications and additions in a step, by the formula of README.md."""
+    tokens, is_ours = computed(contestant, batch), contestant.worker == "ours"
+    return arithmetic(tokens, shape, contestant.passes, 3, is_ours)
+
+
+def arithmetic(
+    tokens: list[int], shape: dict, passes: int, attention_passes: int, first_only: bool
+) -> float:
+    """The formula of README.md.
+
+    Args:
+        tokens: computed ones of each row.
+        shape: the model's.
+        passes: through the weights.
+        attention_passes: through attention.
+        first_only: the last layer is computed for the first token, but for keys and values.
+    """
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
     weights = 4 * hidden**2 + 2 * hidden * shape["intermediate_size"]
-    tokens = computed(contestant, batch)
-    linear = 2 * weights * contestant.passes * sum(tokens)
-    attention = 4 * hidden * 3 * sum(n**2 for n in tokens)
-    if contestant.worker == "ours":
+    linear = 2 * weights * passes * sum(tokens)
+    attention = 4 * hidden * attention_passes * sum(n**2 for n in tokens)
+    if first_only:
         # In the last layer, only keys and values are computed for every token.
         layers -= 1 - 2 * hidden**2 / weights
     return layers * (linear + attention) / 1e9

@@ -25,14 +25,19 @@ def count_tokens(data_dir: Path, vocab: Path) -> list[int]:
         data_dir: a folder of GLUE's.
         vocab: a folder with a byte-level BPE.
     """
+    pairs, tokenizer = read_pairs(data_dir), open_vocab(vocab)
+    # <s> A </s></s> B </s>
+    counts = (sum(len(tokenizer.encode(text).ids) for text in pair) + 4 for pair in pairs)
+    return [min(count, LONGEST) for count in counts]
+
+
+def read_pairs(data_dir: Path) -> list[list[str]]:
+    """The pairs of texts in `data_dir`/RTE/train.tsv."""
     train = data_dir / "RTE" / "train.tsv"
     if not train.is_file():
         sys.exit(f"{train} is missing: --data_dir takes a folder of GLUE")
-    tokenizer = open_vocab(vocab)
-    rows = [line.split("\t") for line in train.read_text(encoding="utf-8").split("\n")[1:] if line]
-    # <s> A </s></s> B </s>
-    counts = (sum(len(tokenizer.encode(text).ids) for text in row[1:3]) + 4 for row in rows)
-    return [min(count, LONGEST) for count in counts]
+    lines = train.read_text(encoding="utf-8").split("\n")[1:]
+    return [line.split("\t")[1:3] for line in lines if line]
 
 
 def draw_batches(lengths: list[int], count: int, seed: int, rows: int = BATCH) -> list[list[int]]:

@@ -11,15 +11,20 @@ FILES = [("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")]
 
 
 def open_vocab(folder: Path) -> "ByteLevelBPETokenizer":
-    """The tokenizer in a folder.
+    """The tokenizer in a folder; see `vocab_files`."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    return ByteLevelBPETokenizer(*map(str, vocab_files(folder)))
+
+
+def vocab_files(folder: Path) -> tuple[Path, Path]:
+    """A tokenizer's vocabulary and its merges.
 
     Args:
         folder: has RoBERTa's vocab.json and merges.txt, or GPT-2's encoder.json and vocab.bpe,
             which split text in the same way.
     """
-    from tokenizers import ByteLevelBPETokenizer
-
     pairs = [(folder / a, folder / b) for a, b in FILES if (folder / a).is_file()]
     if not pairs:
         sys.exit(f"{folder} has neither vocab.json nor encoder.json: --vocab takes their folder")
-    return ByteLevelBPETokenizer(*map(str, pairs[0]))
+    return pairs[0]

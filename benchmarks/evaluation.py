@@ -1,0 +1,161 @@
+"""What evaluating and predicting cost a text: this project, PEFT on upstream's Transformers.
+
+    python benchmarks/evaluation.py --peers_python .venv-peers/bin/python
+
+RoBERTa-base's shape with random weights, sets of pairs of texts as long as RTE's, LoRA of rank 8 on
+query and value: the Trainer's evaluation of a tokenized set, and what predict.py does from texts to
+answers, with four adapters. The peers compute rows from the longest to the shortest, as this
+project does by itself. `contestants` lists who takes part, workers/ has what they do. Prints
+Markdown; README.md says how to read it.
+"""
+
+import argparse
+import random
+import string
+import sys
+from dataclasses import dataclass
+
+import contest
+import roberta_step
+from rte_lengths import QUANTILES, count_tokens, read_pairs
+from vocab import vocab_files
+
+ROWS, ADAPTERS = 32, 4
+WARMUP = 1
+HALF = "bfloat16"  # prediction has no other, on a GPU either
+WORKS = ("evaluation", "predict.py")
+
+# A pair of texts, and the tokens of its row.
+Row = tuple[list[str], int]
+
+
+@dataclass(frozen=True)
+class Contestant(contest.Contestant):
+    """One row of the table.
+
+    Args:
+        work: one of `WORKS`.
+        order: of a peer's rows, "by length" or "as it comes".
+    """
+
+    work: str = WORKS[0]
+    order: str = "by length"
+
+
+def ours(work: str) -> list[Contestant]:
+    """This project in all its precisions."""
+    in_each = ({}, {"weights": HALF, "autocast": HALF})
+    return [
+        Contestant(f"this project, {work}", "ours", **precision, work=work) for precision in in_each
+    ]
+
+
+def peers(work: str, order: str = "by length") -> list[Contestant]:
+    """PEFT in each natural precision."""
+    in_each = ({}, {"weights": HALF}, {"weights": HALF, "autocast": HALF}, {"autocast": HALF})
+    name = f"PEFT, {work}, {order}"
+    return [Contestant(name, "peers", **precision, work=work, order=order) for precision in in_each]
+
+
+def contestants() -> list[Contestant]:
+    """All that take part; one who does not sort in the quickest precisions alone."""
+    sorted_ones = [one for work in WORKS for side in (ours, peers) for one in side(work)]
+    return sorted_ones + peers(WORKS[0], "as it comes")[:2]
+
+
+def baseline_of(contestant: Contestant) -> Contestant:
+    """This project in the same work and dtype."""
+    return next(one for one in ours(contestant.work) if one.dtype == contestant.dtype)
+
+
+# ------------------------------------------------------------------------------------------------
+# Sets
+# ------------------------------------------------------------------------------------------------
+
+
+def read_rows(args: argparse.Namespace) -> list[Row]:
+    """RTE's pairs; without its file, letters that are as many tokens as its quantiles say."""
+    if args.data_dir:
+        pairs = read_pairs(args.data_dir)
+        return list(zip(pairs, count_tokens(args.data_dir, args.vocab), strict=True))
+    return [(made_up(length), length) for length in QUANTILES]
+
+
+def made_up(length: int) -> list[str]:
+    """Two texts of letters, each of which is a token, in a row of `length` with 4 special ones."""
+    rng = random.Random(length)
+    letters = "".join(rng.choices(string.ascii_letters, k=length - 4))
+    middle = max(1, len(letters) * 3 // 4)
+    return [letters[:middle], letters[middle:]]
+
+
+def make_entry(rows: list[Row]) -> dict:
+    """What is timed at once: a set, whose texts have the adapters in turn."""
+    pairs, lengths = zip(*rows, strict=True)
+    adapters = [f"task{number % ADAPTERS}" for number in range(len(rows))]
+    return {"pairs": list(pairs), "lengths": list(lengths), "adapters": adapters}
+
+
+def computed(contestant: Contestant, entry: dict) -> list[int]:
+    """Tokens computed for each row: the real ones here, the padded ones elsewhere."""
+    lengths = entry["lengths"]
+    if contestant.worker == "ours":
+        return lengths
+    groups = {"": lengths}
+    if contestant.work == "predict.py":
+        named = list(zip(entry["adapters"], lengths, strict=True))
+        groups = {key: [n for name, n in named if name == key] for key, _ in named}
+    padded = []
+    for group in groups.values():
+        order = sorted(group, reverse=True) if contestant.order == "by length" else group
+        for start in range(0, len(order), ROWS):
+            batch = order[start : start + ROWS]
+            padded += [max(batch)] * len(batch)
+    return padded
+
+
+def gflop(contestant: Contestant, entry: dict, shape: dict) -> float:
+    """Billions of multiplications and additions in a set, by the formula of README.md."""
+    tokens, is_ours = computed(contestant, entry), contestant.worker == "ours"
+    return roberta_step.arithmetic(tokens, shape, 1, 1, is_ours)
+
+
+def measure(args: argparse.Namespace) -> contest.Measurement:
+    """Who runs what, with these flags."""
+    rows = read_rows(args)
+    shape = roberta_step.QUICK if args.quick else roberta_step.ROBERTA_BASE
+    vocab = list(map(str, vocab_files(args.vocab))) if args.vocab else None
+
+    def plan_of(contestant: Contestant, number: int) -> dict:
+        rng = random.Random(number)
+        sets = [make_entry(rng.choices(rows, k=args.texts)) for _ in range(WARMUP + args.steps)]
+        settings = {"shape": shape, "rank": 8, "alpha": 16, "rows": ROWS, "vocab": vocab}
+        return {**settings, "warmup": WARMUP, "batches": sets}
+
+    columns = contest.Columns(
+        time="ms per text",
+        unit=1e3,
+        per=lambda entry: len(entry["pairs"]),
+        gflop=lambda contestant, entry: gflop(contestant, entry, shape),
+        counts={
+            "real tokens": lambda _, entry: sum(entry["lengths"]),
+            "computed": lambda contestant, entry: sum(computed(contestant, entry)),
+        },
+    )
+    return contest.Measurement(contestants(), baseline_of, plan_of, columns)
+
+
+BENCHMARK = contest.Benchmark(
+    name="evaluation",
+    description=__doc__,
+    data_help="a folder of GLUE, for RTE's texts; without: letters, by quantiles of its lengths",
+    rounds=3,
+    flags=[
+        contest.CountFlag(("--steps",), 2, "timed sets a turn"),
+        contest.CountFlag(("--texts",), 256, "texts in a set"),
+    ],
+    measure=measure,
+)
+
+if __name__ == "__main__":
+    sys.exit(contest.main(BENCHMARK))
