@@ -215,13 +215,12 @@ class Trainer:
         )
 
     def _to_device(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        device = self.args.device
-        return {
-            name: value.to(device, non_blocking=True)
-            if isinstance(value, Tensor | PackedRows)
-            else value
-            for name, value in inputs.items()
-        }
+        def moved(value: Any) -> Any:
+            if isinstance(value, Tensor | PackedRows):
+                return value.to(self.args.device, non_blocking=True)
+            return value
+
+        return {name: moved(value) for name, value in inputs.items()}
 
     # ---- optimizer ----
 
