@@ -21,8 +21,8 @@ from loralib.training.optimizer import AdamW
 from model import GPT2Config, GPT2LMModel
 
 
-def make_batch(plan: dict, index: int, lengths: list[list[int]]) -> dict[str, Tensor]:
-    """A batch as gpt2_ft.py has it: input, target and mask, each (rows, width)."""
+def make_batch(plan: dict, index: int, lengths: list[list[int]]) -> Batch:
+    """A batch as gpt2_ft.py has it: input, target and mask, each (rows, width), and its tokens."""
     rows = draw_rows(plan, index, lengths)
     return collate([Row(tokens, len(tokens), context - 1) for tokens, context in rows])
 
@@ -36,7 +36,8 @@ def make_step(plan: dict) -> Step:
     make_optimizer = partial(AdamW, lr=LEARNING_RATE, weight_decay=0.01)
 
     def loss_of(batch: Batch) -> Tensor:
-        return model(batch["input"], batch["target"], batch["mask"], LABEL_SMOOTH)
+        tensors = (batch["input"], batch["target"], batch["mask"])
+        return model(*tensors, LABEL_SMOOTH, batch["packed_rows"])
 
     return training_step(plan, model, make_optimizer, loss_of, NO_CLIPPING)
 

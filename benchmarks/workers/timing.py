@@ -36,8 +36,8 @@ def run(
     Args:
         make_step: plan -> a function that does the work on one batch, and returns what has to be
             finite, such as the loss.
-        make_batch: plan, number of the batch, its entry in the plan -> the batch, of which tensors
-            are brought to the device.
+        make_batch: plan, number of the batch, its entry in the plan -> the batch, of which tensors,
+            and whatever else moves as they do, are brought to the device.
         versions: of the packages measured, by name; torch's is added.
 
     Raises:
@@ -71,7 +71,7 @@ def run(
 
 
 def _brought_to(device: torch.device, part: Any) -> Any:
-    return part.to(device) if isinstance(part, Tensor) else part
+    return part.to(device) if hasattr(part, "to") else part
 
 
 def _wait_for(device: torch.device) -> None:

@@ -75,6 +75,11 @@ def in_effect() -> Routing | None:
     return _in_effect.get()
 
 
+def is_by_row() -> bool:
+    """Whether rows have adapters of their own in this thread: their order then matters."""
+    return (routing := _in_effect.get()) is not None and routing.rows is not None
+
+
 @contextmanager
 def routed(routing: Routing) -> Iterator[None]:
     """Puts `routing` into effect; the innermost block's counts.

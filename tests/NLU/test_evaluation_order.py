@@ -8,6 +8,8 @@ from datasets import Dataset
 from encoder_options import ENCODER_TERMS
 from trainer_runs import collate, make_data
 
+from loralib.adapters.adapter import Adapter, lora_metadata
+from loralib.serving.bank import AdapterBank
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorWithPadding,
@@ -47,7 +49,7 @@ def tokenizer(tiny_base):
 def make(make_model, tokenizer, tmp_path):
     """A Trainer that pads; its `lengths` are those of the batches that its model has computed."""
 
-    def make(kind=Trainer, data_collator=None):
+    def make(model=None, kind=Trainer, data_collator=None):
         args = TrainingArguments(
             str(tmp_path),
             report_to=["none"],
@@ -56,7 +58,7 @@ def make(make_model, tokenizer, tmp_path):
             save_strategy="no",
         )
         trainer = kind(
-            make_model(),
+            make_model() if model is None else model,
             args,
             data_collator or DataCollatorWithPadding(tokenizer),
             compute_metrics=accuracy,
@@ -76,6 +78,10 @@ def make(make_model, tokenizer, tmp_path):
 def accuracy(prediction):
     right = prediction.predictions.argmax(1) == prediction.label_ids
     return {"accuracy": float(right.mean())}
+
+
+def allowed(logits):
+    return rounding(torch.from_numpy(logits), ENCODER_TERMS)
 
 
 def tokens(rows):
@@ -163,7 +169,7 @@ def test_results_are_those_of_any_order(make, kind):
         found.predictions,
         expected.predictions,
         rtol=0,
-        atol=rounding(torch.from_numpy(expected.predictions), ENCODER_TERMS),
+        atol=allowed(expected.predictions),
     )
     assert np.array_equal(found.label_ids, expected.label_ids)
     assert found.metrics["eval_accuracy"] == expected.metrics["eval_accuracy"]
@@ -221,6 +227,39 @@ def test_examples_without_ids_stay_in_order(make_model, tokenizer, tmp_path):
     assert trainer.predict(table).label_ids.tolist() == [row["label"] for row in rows]
 
 
+def make_adapter(model, seed):
+    """LoRA of rank 2 on all queries, and a head."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {f"classifier.{name}": t for name, t in model.classifier.state_dict().items()}
+    for name, module in model.named_modules():
+        if name.endswith("query"):
+            tensors[f"{name}.lora_A"] = torch.empty(2, module.in_features)
+            tensors[f"{name}.lora_B"] = torch.empty(module.out_features, 2)
+    tensors = {n: torch.randn(t.shape, generator=generator) / 4 for n, t in tensors.items()}
+    return Adapter(tensors, lora_metadata(tensors, 2, 4))
+
+
+@pytest.mark.slow
+def test_rows_with_adapters_of_their_own_stay_in_order(make, make_model):
+    """A bank's `use` names them by row: the fifth row of a set has the fifth adapter named."""
+    rows = make_data(BATCH)
+    trainer = make(make_model(lora=False))
+    bank = AdapterBank(trainer.model)
+    for seed, name in enumerate("abcd"):
+        bank.add(name, make_adapter(trainer.model, seed))
+    with bank.use(list("abcd")):
+        found = trainer.predict(rows).predictions
+    assert trainer.lengths == in_order(rows)
+    for row, name, logits in zip(rows, "abcd", found, strict=True):
+        with bank.use(name):
+            alone = trainer.predict([row]).predictions[0]
+        np.testing.assert_allclose(logits, alone, rtol=0, atol=allowed(alone))
+    with bank.use("a"):
+        trainer.lengths.clear()
+        trainer.predict(rows)
+    assert trainer.lengths == by_length(rows)
+
+
 class Weighting(Trainer):
     """The loss depends on which examples are in a batch together."""
 
@@ -232,7 +271,7 @@ class Weighting(Trainer):
 
 @pytest.mark.slow
 def test_a_loss_of_one_s_own_sees_the_batches_that_it_always_saw(make):
-    trainer = make(Weighting)
+    trainer = make(kind=Weighting)
     trainer.evaluate(make_data(COUNT))
     assert trainer.lengths == in_order(make_data(COUNT))
 

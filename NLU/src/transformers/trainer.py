@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from loralib.errors import TrainingError
 from loralib.nn.packing import PackedRows
+from loralib.nn.routing import is_by_row
 from loralib.training import watch
 from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
 from loralib.training.distributed import gather_objects, sum_over_processes
@@ -638,9 +639,10 @@ class Trainer:
         """The examples' lengths, where an evaluation makes batches of about one length; else None.
 
         That is where no number changes by more than rounding: each example has a loss of its own,
-        and the collator does nothing but pad.
+        and the collator does nothing but pad. A bank that has an adapter for each row needs the
+        set's order.
         """
-        if not (only_pads(self.data_collator) and self._has_own_step()):
+        if is_by_row() or not (only_pads(self.data_collator) and self._has_own_step()):
             return None
         return lengths_at_hand(dataset, {"label", "label_ids", *self.label_names})
 
