@@ -105,6 +105,14 @@ def test_rows_of_very_different_length_are_not_padded(monkeypatch, lengths, path
 
 
 @pytest.mark.parametrize("path", PATHS)
+def test_float64_is_exact(qkv, path):
+    rows, *tensors = qkv
+    leaves = [t.double().requires_grad_() for t in tensors]
+    ours = path(*leaves, rows, HEADS, 0.0)
+    close(ours, plain_rows(*leaves, rows), TERMS, torch.float64)
+
+
+@pytest.mark.parametrize("path", PATHS)
 def test_attention_stays_within_rows(qkv, path):
     rows, q, k, v = qkv
     ours = path(q, k, v, rows, HEADS, 0.0)
