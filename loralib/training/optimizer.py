@@ -92,9 +92,12 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     # PyTorch decorates these to keep torch.compile out, and the decorator imports the compiler: a
-    # second before the first step of every run. Without it they do the same.
+    # second before the first step of every run, or at its first checkpoint. Without it they do the
+    # same.
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+    state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
+    _load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what `state_dict` returned: the averages, the steps, the groups' settings.
@@ -104,7 +107,7 @@ class AdamW(torch.optim.Optimizer):
         """
         if not all("correct_bias" in group for group in state_dict["param_groups"]):
             raise ValueError("the state is another optimizer's, not that of loralib's AdamW")
-        super().load_state_dict(state_dict)
+        self._load_state_dict(state_dict)
         for p, state in self.state.items():
             for name in ("exp_avg", "exp_avg_sq"):
                 if getattr(state.get(name), "shape", None) != p.shape:
