@@ -16,9 +16,11 @@ sum, and an adapter still fits every copy of its base.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 INITIALIZATIONS = ("default", "orthogonal", "pissa", "olora")
 _FROM_WEIGHT = ("pissa", "olora")
@@ -43,6 +45,23 @@ def deferring_start() -> Iterator[None]:
 def start_is_deferred() -> bool:
     """Whether this is called within a `deferring_start` block."""
     return _deferred.get()
+
+
+class NoInitialization(TorchFunctionMode):
+    """Within this block, random initialization does nothing: tensors stay uninitialized.
+
+    For models that are built to be loaded into. On the meta device it saves more than the random
+    numbers: there, PyTorch imports its compiler to draw them, which takes a second.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Leaves out what `torch.nn.init` does."""
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
 
 
 def check_initialization(name: str, r: int) -> None:

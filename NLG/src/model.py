@@ -28,7 +28,12 @@ from family import DEFAULT_TARGETS, GPT2, TARGETS, enabled_slices, in_order
 from loralib.adapters.loading import lora_layers
 from loralib.errors import CheckpointError
 from loralib.functional import variant_of
-from loralib.initialization import check_initialization, deferring_start, starts_from_weight
+from loralib.initialization import (
+    NoInitialization,
+    check_initialization,
+    deferring_start,
+    starts_from_weight,
+)
 from loralib.io.settings import Count, Index, NotNegative, Positive, Share, check_settings
 from loralib.nn.norm import LayerNorm
 from loralib.nn.packing import PackedRows, attend
@@ -538,7 +543,7 @@ def load_base(
     Raises:
         CheckpointError: tensors are missing, unknown or of another shape, or not finite numbers.
     """
-    with torch.device("meta"), deferring_start():
+    with torch.device("meta"), NoInitialization(), deferring_start():
         model = GPT2LMModel(config)
     expected = own_tensors(model)
     _check_base(expected, tensors, source)

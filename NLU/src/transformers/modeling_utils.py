@@ -12,14 +12,13 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from loralib.adapters.adapter import LORA, Adapter, Kind, adapter_tensors
 from loralib.adapters.checks import check_together
 from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.loading import load_into, lora_layers, lora_settings
 from loralib.errors import CheckpointError
-from loralib.initialization import deferring_start
+from loralib.initialization import NoInitialization, deferring_start
 from loralib.io.hub import resolve_file
 from loralib.io.tensors import read_tensors, write_tensors
 from loralib.layers import LoRALayer
@@ -277,7 +276,7 @@ class PreTrainedModel(nn.Module):
                 raise CheckpointError(
                     f"{name}: its {CONFIG_NAME} says {kind.switch}, its weights hold none"
                 )
-        with torch.device("cpu"), _NoInitialization(), deferring_start():
+        with torch.device("cpu"), NoInitialization(), deferring_start():
             model = cls(config, *model_args, **own)
         info = model.load_checkpoint(tensors, name)
         return (model.eval(), info) if output_loading_info else model.eval()
@@ -470,19 +469,6 @@ class PreTrainedModel(nn.Module):
         write_tensors(folder / name, self.full_state_dict())
         for other in set(WEIGHTS_NAMES) - {name}:
             (folder / other).unlink(missing_ok=True)
-
-
-class _NoInitialization(TorchFunctionMode):
-    """Within this block, random initialization does nothing: tensors stay uninitialized.
-
-    Unlike a model on the meta device, one that is built this way has its memory, and PyTorch does
-    not spend a second on importing its compiler.
-    """
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if getattr(func, "__module__", None) == nn.init.__name__:
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **(kwargs or {}))
 
 
 def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
