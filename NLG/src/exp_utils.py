@@ -115,6 +115,8 @@ class MetricsLog:
     def __init__(self, work_dir: str | os.PathLike, after_step: int, is_main: bool = True):
         self.path = Path(work_dir, METRICS_NAME)
         self.is_main = is_main
+        self._after_step = after_step
+        self._has_tensorboard = importlib.util.find_spec("tensorboard") is not None
         self._writer = None
         if not is_main:
             return
@@ -122,10 +124,6 @@ class MetricsLog:
         if after_step > 0 and self.path.is_file():
             kept = [row for row in _sound_lines(self.path) if row["step"] <= after_step]
         write_json_lines(self.path, kept)
-        if importlib.util.find_spec("tensorboard"):
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(Path(work_dir, "runs"), purge_step=after_step + 1)
 
     def write(self, step: int, **figures: float) -> None:
         """Adds a line."""
@@ -133,10 +131,19 @@ class MetricsLog:
             return
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **figures}) + "\n")
-        if self._writer is not None:
-            for name, value in figures.items():
-                self._writer.add_scalar(name, value, step)
-            self._writer.flush()
+        if self._has_tensorboard:
+            self._show(step, figures)
+
+    def _show(self, step: int, figures: dict[str, float]) -> None:
+        """Adds figures to TensorBoard's file; the first ones open it, which takes seconds."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            folder = self.path.with_name("runs")
+            self._writer = SummaryWriter(folder, purge_step=self._after_step + 1)
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
 
 
 def _sound_lines(path: Path) -> list[dict[str, Any]]:
