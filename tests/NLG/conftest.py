@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from gpt2_trial import Trial
+from launches import under_launcher
 from places import HELPERS, ROOT
 
 NLG = ROOT / "NLG"
@@ -96,15 +97,20 @@ def one_process(monkeypatch):
 
 @pytest.fixture(scope="session")
 def launch():
-    """Runs a script on several processes: ``launch(module, script, *arguments)``."""
+    """Runs a script on several processes: ``launch(module, script, *arguments)``.
 
-    def run(module: str, *command: object, processes: int = 2) -> subprocess.CompletedProcess:
+    With `forks`, they are forks of the launcher; see `under_launcher`.
+    """
+
+    def run(
+        module: str, *command: object, processes: int = 2, forks: bool = False
+    ) -> subprocess.CompletedProcess:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
         flags = [f"--nproc_per_node={processes}", f"--master_port={port}"]
         return subprocess.run(
-            [sys.executable, "-m", module, *flags, *map(str, command)],
+            under_launcher(module, *flags, *command, tree="NLG" if forks else None),
             capture_output=True,
             text=True,
             timeout=120,
@@ -125,7 +131,7 @@ def launch_tiny(launch, tmp_path):
         calls[-1]["kill_in_step"] = kill_in_step
         (tmp_path / "calls.json").write_text(json.dumps(calls))
         script = HELPERS / "tiny_gpt2_ft.py"
-        return launch(module, script, tmp_path / "calls.json", processes=processes)
+        return launch(module, script, tmp_path / "calls.json", processes=processes, forks=True)
 
     return run
 

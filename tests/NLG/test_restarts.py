@@ -28,7 +28,7 @@ def whole(_tiny_trial, tmp_path_factory):
             path = folder / "whole.json"
             argv = _tiny_trial.flags(folder / "whole", *SETTINGS.split())
             path.write_text(json.dumps([{"argv": argv, "kill_in_step": None}]))
-            result = launch(processes, TINY, path)
+            result = launch(processes, TINY, path, tree="NLG")
             assert result.returncode == 0, result.stderr
             runs[processes] = folder / "whole"
         return runs[processes]
@@ -51,17 +51,18 @@ def calls(tiny, tmp_path):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("processes", "rank", "at", "count"),
+    ("processes", "rank", "at", "count", "forks"),
     [
-        (3, 1, "beat", 11),  # in a step, or an evaluation
-        (3, 0, "sync", 6),  # while a checkpoint is written
-        (1, 0, "beat", 30),
+        (3, 1, "beat", 11, True),  # in a step, or an evaluation
+        (3, 0, "sync", 6, True),  # while a checkpoint is written
+        (1, 0, "beat", 30, False),
     ],
     ids=["rank 1 in a step", "rank 0 in a write", "alone"],
 )
-def test_a_killed_process(calls, whole, tmp_path, processes, rank, at, count):
+def test_a_killed_process(calls, whole, tmp_path, processes, rank, at, count, forks):
     mark = tmp_path / "killed"
-    result = launch(processes, *killed(mark, rank, at, count), TINY, calls("out"))
+    command = [*killed(mark, rank, at, count), TINY, calls("out")]
+    result = launch(processes, *command, tree="NLG" if forks else None)
     assert result.returncode == 0, result.stderr
     assert mark.exists()
     assert "Traceback" not in result.stderr
@@ -85,12 +86,12 @@ def test_a_killed_process(calls, whole, tmp_path, processes, rank, at, count):
 @pytest.mark.distributed
 def test_an_error_is_not_resumed_over(calls, tiny, tmp_path):
     """A restart of what was refused is refused again: it is no part of the run that is there."""
-    done = launch(1, TINY, calls("out"))
+    done = launch(1, TINY, calls("out"), tree="NLG")
     assert done.returncode == 0, done.stderr
     argv = tiny.flags(tmp_path / "out", *SETTINGS.split(), "--lr", "0.5")
     path = tmp_path / "other.json"
     path.write_text(json.dumps([{"argv": argv, "kill_in_step": None}]))
-    refused = launch(1, TINY, path, restarts=1)
+    refused = launch(1, TINY, path, restarts=1, tree="NLG")
     assert refused.returncode != 0
     assert refused.stderr.count("holds models of another run") == 2
 
@@ -103,7 +104,7 @@ def test_a_process_that_hangs(calls, tmp_path):
     (tmp_path / "out.json").write_text(json.dumps(call))
     mark = tmp_path / "stopped"
     kill = killed(mark, 1, "beat", 9, signal="SIGSTOP")
-    result = launch(3, *kill, TINY, tmp_path / "out.json", restarts=0)
+    result = launch(3, *kill, TINY, tmp_path / "out.json", restarts=0, tree="NLG")
     assert mark.exists()
     assert result.stderr.count("process 1 of 3 hangs: nothing for 15 s") == 1
     assert result.returncode != 0
@@ -126,7 +127,7 @@ def test_machines_that_do_not_share_the_folder(calls, tiny, tmp_path):
         f"sys.argv = [{str(TINY)!r}, path]\n"
         f"runpy.run_path({str(TINY)!r}, run_name='__main__')\n"
     )
-    result = launch(2, script, restarts=0)
+    result = launch(2, script, restarts=0, tree="NLG")
     assert result.returncode != 0
     assert "is not the same folder for process 1 (on " in result.stderr
     assert result.stderr.count("Traceback") == 1  # the launcher's own

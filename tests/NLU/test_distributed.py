@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launches import under_launcher
 from places import HELPERS
 
 from loralib.io.tensors import read_tensors
@@ -17,7 +18,6 @@ from transformers.trainer_utils import list_checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "text-classification" / "run_glue.py"
-LAUNCHERS = {"launch": "torch.distributed.launch", "torchrun": "torch.distributed.run"}
 
 
 def free_port() -> int:
@@ -26,11 +26,11 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def launch(launcher: str, *command: object) -> subprocess.CompletedProcess:
+def launch(launcher: str, *command: object, forks: bool = True) -> subprocess.CompletedProcess:
     """Runs a script on two processes, as the release's recipes do or as torchrun does."""
     flags = ["--nproc_per_node=2", f"--master_port={free_port()}"]
     return subprocess.run(
-        [sys.executable, "-m", LAUNCHERS[launcher], *flags, *map(str, command)],
+        under_launcher(launcher, *flags, *command, tree="NLU" if forks else None),
         capture_output=True,
         text=True,
         timeout=240,
@@ -83,30 +83,30 @@ def assert_same_run(first: Path, second: Path, tolerance: float) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("launcher", "more"),
+    ("forks", "more"),
     [
-        ("launch", ["--evaluation_strategy", "steps", "--eval_steps", 3]),
+        (False, ["--evaluation_strategy", "steps", "--eval_steps", 3]),
         (
-            "torchrun",
+            True,
             # Six batches an epoch: two of them are left over for the second one.
             ["--gradient_accumulation_steps", 4, "--evaluation_strategy", "epoch"],
         ),
         (
-            "torchrun",
+            True,
             [
                 *("--lora_variant", "dora", "--lora_init", "pissa", "--lora_rank_pattern"),
                 *("value=2", "--lora_plus_ratio", 4, "--evaluation_strategy", "epoch"),
             ],
         ),
-        ("torchrun", ["--lora_freeze_A", "--evaluation_strategy", "epoch"]),
+        (True, ["--lora_freeze_A", "--evaluation_strategy", "epoch"]),
     ],
 )
 def test_two_processes_train_as_one_with_twice_the_batch(
-    run_glue, steady_base, tiny_glue, tmp_path, launcher, more
+    run_glue, steady_base, tiny_glue, tmp_path, forks, more
 ):
-    result = launch(
-        launcher, SCRIPT, *arguments(steady_base, tiny_glue, tmp_path / "two", 4, *more)
-    )
+    launcher = "torch.distributed.run" if forks else "torch.distributed.launch"
+    given = arguments(steady_base, tiny_glue, tmp_path / "two", 4, *more)
+    result = launch(launcher, SCRIPT, *given, forks=forks)
     assert result.returncode == 0, result.stderr
     run_glue.main(arguments(steady_base, tiny_glue, tmp_path / "one", 8, *more))
     assert_same_run(tmp_path / "two", tmp_path / "one", 1e-5)
@@ -134,7 +134,7 @@ def worked(tiny_base, steady_base, tiny_glue, tmp_path_factory) -> Path:
     ]
     (folder / "calls.json").write_text(json.dumps(calls))
     worker = HELPERS / "two_processes.py"
-    result = launch("torchrun", worker, folder / "calls.json", folder / "results.json")
+    result = launch("torch.distributed.run", worker, folder / "calls.json", folder / "results.json")
     assert result.returncode == 0, result.stderr
     return folder
 
@@ -189,7 +189,7 @@ def test_half_precision_and_batches_by_length(worked):
 @pytest.mark.distributed
 def test_a_bad_flag_ends_both_processes_with_a_line_each(tiny_base, tiny_glue, tmp_path):
     given = arguments(tiny_base, tiny_glue, tmp_path / "out", 4, "--max_train_samples", 0)
-    result = launch("torchrun", SCRIPT, *given)
+    result = launch("torch.distributed.run", SCRIPT, *given)
     assert result.returncode == 1
     lines = [line for line in result.stderr.splitlines() if "run_glue.py: error" in line]
     message = "the train set holds no examples"

@@ -31,7 +31,8 @@ def whole(tiny_base, tiny_glue, tmp_path_factory):
     def run(processes: int) -> Path:
         if processes not in runs:
             runs[processes] = tmp_path_factory.mktemp("whole") / "out"
-            result = launch(processes, SCRIPT, *arguments(tiny_base, tiny_glue, runs[processes]))
+            command = [SCRIPT, *arguments(tiny_base, tiny_glue, runs[processes])]
+            result = launch(processes, *command, tree="NLU")
             assert result.returncode == 0, result.stderr
         return runs[processes]
 
@@ -58,20 +59,20 @@ def assert_same_run(out: Path, expected: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("processes", "rank", "at", "count"),
+    ("processes", "rank", "at", "count", "forks"),
     [
-        (3, 0, "beat", 8),  # in the second epoch, behind an evaluation
-        (3, 2, "beat", 6),  # in the evaluation of the first
-        (3, 0, "sync", 28),  # while the second checkpoint is written
-        (1, 0, "beat", 20),
+        (3, 0, "beat", 8, True),  # in the second epoch, behind an evaluation
+        (3, 2, "beat", 6, True),  # in the evaluation of the first
+        (3, 0, "sync", 28, True),  # while the second checkpoint is written
+        (1, 0, "beat", 20, False),
     ],
     ids=["rank 0 in a step", "rank 2 in an evaluation", "rank 0 in a write", "alone"],
 )
-def test_a_killed_process(whole, tiny_base, tiny_glue, tmp_path, processes, rank, at, count):
+def test_a_killed_process(whole, tiny_base, tiny_glue, tmp_path, processes, rank, at, count, forks):
     mark = tmp_path / "killed"
     out = tmp_path / "out"
-    kill = killed(mark, rank, at, count)
-    result = launch(processes, *kill, SCRIPT, *arguments(tiny_base, tiny_glue, out))
+    command = [*killed(mark, rank, at, count), SCRIPT, *arguments(tiny_base, tiny_glue, out)]
+    result = launch(processes, *command, tree="NLU" if forks else None)
     assert result.returncode == 0, result.stderr
     assert mark.exists()
     assert "Traceback" not in result.stderr

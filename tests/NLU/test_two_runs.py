@@ -1,11 +1,10 @@
 """Two runs of the scripts into one output folder: the second ends at once, and touches nothing."""
 
 import os
-import subprocess
-import sys
 
 import pytest
-from glue_runs import common, failure, lora_of, on_rte
+from glue_runs import SCRIPT, common, failure, lora_of, on_rte
+from launches import launch
 from trainer_runs import largest_difference
 
 from loralib.training.locks import sole_use
@@ -49,18 +48,15 @@ def test_several_processes(tiny_base, tiny_glue, tmp_path):
     """One of them asks for the folder, and all end; it is free for the next attempt."""
     out = tmp_path / "out"
     out.mkdir()
-    script = "examples/text-classification/run_glue.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [script, *common(tiny_base), *on_rte(tiny_glue, out)]
-    command = list(map(str, command))
-    call = {"capture_output": True, "text": True, "timeout": 300}
+    command = [2, SCRIPT, *common(tiny_base), *on_rte(tiny_glue, out)]
+    call = {"launcher": "torch.distributed.run", "restarts": 0, "tree": "NLU"}
     with sole_use(out):
-        ended = subprocess.run(command, **call)
+        ended = launch(*command, **call)
     assert ended.returncode != 0
     assert "run_glue.py: error" in ended.stderr
     assert f"another run is writing there (process {os.getpid()} on " in ended.stderr
     assert list(out.iterdir()) == []
-    ended = subprocess.run(command, **call)
+    ended = launch(*command, **call)
     assert ended.returncode == 0, ended.stderr
     assert largest_difference(lora_of(out), lora_of(out / "checkpoint-4")) > 0
 
