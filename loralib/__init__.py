@@ -8,70 +8,76 @@ Replace a layer by its namesake here, freeze the rest, train, and save the small
     lora.mark_only_lora_as_trainable(model)
     torch.save(lora.lora_state_dict(model), "lora.pt")
 
-The layers need torch alone. What needs more is imported when it is first asked for.
+The layers need torch alone. Each name's module is imported when the name is first asked for, so
+that what needs no layer, such as an error or an atomic write, does not wait for torch either. The
+names are listed twice: as imports for type checkers, and with their modules for `__getattr__`.
 
 The head of `loralib.layers` explains the layers, with a diagram.
 """
 
-import importlib
+# ruff: noqa: F401 - the imports are for type checkers alone
 
-from .layers import Conv1d, Conv2d, Conv3d, Embedding, Linear, LoRALayer, MergedLinear
-from .nn.dropout import Dropout, dropout
-from .utils import (
-    lora_state_dict,
-    mark_only_lora_as_trainable,
-    merge,
-    parameter_groups,
-    start_from_weights,
-)
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .adapters.formats import read_adapter, write_adapter
+    from .adapters.loading import load_adapter
+    from .adapters.saving import save_adapter
+    from .errors import UnsupportedLayerError
+    from .inject import add_lora, remove_lora
+    from .layers import Conv1d, Conv2d, Conv3d, Embedding, Linear, LoRALayer, MergedLinear
+    from .nn.dropout import Dropout, dropout
+    from .serving.bank import AdapterBank
+    from .utils import (
+        lora_state_dict,
+        mark_only_lora_as_trainable,
+        merge,
+        parameter_groups,
+        start_from_weights,
+    )
 
 __version__ = "0.2.0"
 
-# Names of the heavier modules, and where they are.
-_LAZY = {
-    "AdapterBank": ".serving.bank",
+# Public name -> its module.
+_MODULE_OF = {
+    "read_adapter": ".adapters.formats",
+    "write_adapter": ".adapters.formats",
+    "load_adapter": ".adapters.loading",
+    "save_adapter": ".adapters.saving",
     "UnsupportedLayerError": ".errors",
     "add_lora": ".inject",
     "remove_lora": ".inject",
-    "load_adapter": ".adapters.loading",
-    "save_adapter": ".adapters.saving",
-    "read_adapter": ".adapters.formats",
-    "write_adapter": ".adapters.formats",
+    "Conv1d": ".layers",
+    "Conv2d": ".layers",
+    "Conv3d": ".layers",
+    "Embedding": ".layers",
+    "Linear": ".layers",
+    "LoRALayer": ".layers",
+    "MergedLinear": ".layers",
+    "Dropout": ".nn.dropout",
+    "dropout": ".nn.dropout",
+    "AdapterBank": ".serving.bank",
+    "lora_state_dict": ".utils",
+    "mark_only_lora_as_trainable": ".utils",
+    "merge": ".utils",
+    "parameter_groups": ".utils",
+    "start_from_weights": ".utils",
 }
 
-__all__ = [
-    "AdapterBank",
-    "Conv1d",
-    "Conv2d",
-    "Conv3d",
-    "Dropout",
-    "Embedding",
-    "Linear",
-    "LoRALayer",
-    "MergedLinear",
-    "UnsupportedLayerError",
-    "add_lora",
-    "dropout",
-    "load_adapter",
-    "lora_state_dict",
-    "mark_only_lora_as_trainable",
-    "merge",
-    "parameter_groups",
-    "read_adapter",
-    "remove_lora",
-    "save_adapter",
-    "start_from_weights",
-    "write_adapter",
-]
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> object:
-    """Imports the module of a name that was not asked for before."""
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LAZY[name], __name__), name)
-    globals()[name] = value
-    return value
+    """Imports the module of a name that was not asked for before, or the module of that name."""
+    if name in _MODULE_OF:
+        value = getattr(importlib.import_module(_MODULE_OF[name], __name__), name)
+        globals()[name] = value
+        return value
+    if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -26,6 +26,7 @@ from checkpoints import add_model_params, open_model
 from exp_utils import read_json_lines, run, write_json_lines
 from gpu import DistEnv, add_gpu_params, start
 from loralib.training import process, watch
+from loralib.training.determinism import set_up_device
 from loralib.training.distributed import gather_objects
 from model import GPT2LMModel
 
@@ -252,7 +253,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     settings = settings_of(args)
     dist_env = start(args)
-    process.set_up_device(tf32=args.tf32)
+    set_up_device(tf32=args.tf32)
     process.set_up_logging()
     path = os.path.join(args.work_dir, args.output_file)
     if dist_env.is_main:

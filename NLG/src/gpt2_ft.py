@@ -41,6 +41,7 @@ from gpu import DistEnv, start
 from loralib.errors import TrainingError
 from loralib.training import watch
 from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
+from loralib.training.determinism import set_dropout_seed, set_seed, set_up_device
 from loralib.training.distributed import sum_over_processes
 from loralib.training.launch import find_launch
 from loralib.training.output import output_folder
@@ -51,7 +52,7 @@ from loralib.training.precision import (
     has_apex,
     hold_frozen_in,
 )
-from loralib.training.process import set_dropout_seed, set_seed, set_up_device, set_up_logging
+from loralib.training.process import set_up_logging
 from loralib.training.product_choices import choose_products
 from optimizer import create_adam_optimizer, create_optimizer_scheduler
 from run_state import (

@@ -21,8 +21,8 @@ from gpu import DistEnv
 from loralib.errors import CheckpointError
 from loralib.io.likeness import check_like
 from loralib.io.tensors import write_torch
+from loralib.training.determinism import rng_state, set_rng_state
 from loralib.training.distributed import barrier, gather_objects
-from loralib.training.process import rng_state, set_rng_state
 from loralib.training.resume import (
     Stateful,
     check_same_run,

@@ -38,8 +38,8 @@ from loralib.adapters.formats import read_adapter
 from loralib.io.atomic import atomic_write, check_writable
 from loralib.io.encoding import refuse_utf16
 from loralib.serving.bank import AdapterBank
+from loralib.training.determinism import set_up_device
 from loralib.training.precision import Precision, hold_frozen_in
-from loralib.training.process import set_up_device
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,

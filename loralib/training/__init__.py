@@ -1,6 +1,7 @@
 """What both training loops stand on; each module needs only those above it.
 
-process      a script's process: PyTorch's settings, seeds, logging, its errors and its end
+process      a script's process: its logging, its errors and its end
+determinism  PyTorch's settings, seeds, and the states of random generators
 watch        processes that hang end the run
 distributed  how processes find each other; barriers, gathers and sums
 launch       an attempt knows that a launcher has started the run before

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .process import rng_state, set_rng_state
+from .determinism import rng_state, set_rng_state
 
 
 def wrap_ddp(model: nn.Module, device: torch.device, world_size: int, **settings: Any) -> nn.Module:

@@ -1,114 +1,19 @@
-"""A script's process: PyTorch's settings, its seeds, its errors as one line, its orderly end."""
+"""A script's process: its logging, its errors as one line, its orderly end.
+
+PyTorch, which takes a second to import, is not imported here: some scripts need none.
+"""
 
 import atexit
 import logging
 import os
-import random
 import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
-
-import numpy as np
-import torch
-import torch.distributed as dist
+from typing import NoReturn
 
 from ..errors import CheckpointError, TrainingError, UnsupportedLayerError
-
-logger = logging.getLogger(__name__)
-
-EXPECTED_ERRORS = (
-    *(CheckpointError, TrainingError, UnsupportedLayerError),
-    *(OSError, ValueError, torch.OutOfMemoryError),
-)
-
-
-def set_up_device(*, tf32: bool = False, deterministic: bool = False) -> None:
-    """Sets what PyTorch would otherwise decide by itself on a GPU; called before computing there.
-
-    cuDNN's attention is switched off: it makes a plan for every new shape, which takes longer than
-    the attention itself where batches are as long as their longest row.
-
-    Args:
-        tf32: let float32 products and convolutions run in TensorFloat-32, with 10 bits of mantissa
-            for 23; by default neither does. PyTorch's own default is convolutions alone.
-        deterministic: PyTorch's deterministic mode: the same bits from the same run on the same
-            GPU. It stays on where it is on already.
-    """
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    # These names are known to all versions from 2.6 on, and set those of the later fp32_precision
-    # as well; after the reverse, reading these raises an error, which torch.compile runs into.
-    torch.backends.cuda.matmul.allow_tf32 = tf32
-    torch.backends.cudnn.allow_tf32 = tf32
-    if deterministic:
-        # cuBLAS needs a workspace of its own for it, known before its first use. The other size
-        # that NVIDIA names, :16:8, is too small for the fast kernels of large products.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-
-
-def set_seed(seed: int) -> None:
-    """Seeds Python, NumPy and PyTorch on all devices; for weights, which all processes share."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
-def set_dropout_seed(seed: int, process: int) -> None:
-    """Seeds PyTorch for training: dropout differs between processes."""
-    torch.manual_seed(seed + process)
-
-
-def _uses_gpu(device: torch.device | None) -> bool:
-    return torch.cuda.is_available() if device is None else device.type == "cuda"
-
-
-def rng_state(device: torch.device | None = None) -> dict[str, Any]:
-    """The state of all generators that `set_seed` seeds, in a format that loads weights-only.
-
-    Args:
-        device: where the run computes, by default on a GPU where there is one; a run on the CPU
-            has no state of a GPU's generator.
-    """
-    kind, keys, position, has_gauss, gauss = np.random.get_state()
-    version, internal, gauss_next = random.getstate()
-    state: dict[str, Any] = {
-        "python": (version, list(internal), gauss_next),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys, np.int64)), position, has_gauss, gauss),
-        "torch": torch.get_rng_state(),
-    }
-    if _uses_gpu(device):
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> None:
-    """Puts the generators where `rng_state` found them.
-
-    A state of a run on the CPU has nothing for a GPU's generator, and the reverse. Such a run
-    resumes with that generator as it is, and the main process warns.
-
-    Args:
-        state: what `rng_state` returned.
-        device: where the run computes now; as for `rng_state`.
-    """
-    version, internal, gauss_next = state["python"]
-    random.setstate((version, tuple(internal), gauss_next))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
-    on_gpu = _uses_gpu(device)
-    if on_gpu and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
-    elif on_gpu != ("cuda" in state) and rank() == 0:
-        places = ("a CPU", "a GPU")
-        logger.warning(
-            "resumes, but not bit-exact: the checkpoint was written on %s, and this run computes "
-            "on %s, which has other random numbers",
-            *(places if on_gpu else reversed(places)),
-        )
 
 
 def started(pid: int) -> str:
@@ -161,7 +66,7 @@ def run(
     try:
         main()
         _leave_group()
-    except EXPECTED_ERRORS as error:
+    except _expected_errors() as error:
         if os.environ.get("LORA_DEBUG") == "1":
             raise
         _report(error, report)
@@ -176,6 +81,19 @@ def run(
         _end(1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _expected_errors() -> tuple[type[Exception], ...]:
+    """Errors that a user can mend; one of them is PyTorch's, if that has been imported."""
+    ours = (CheckpointError, TrainingError, UnsupportedLayerError)
+    torch = sys.modules.get("torch")
+    return (*ours, OSError, ValueError, *((torch.OutOfMemoryError,) if torch else ()))
+
+
+def _is_in_group() -> bool:
+    """Whether this is one of several processes that PyTorch has joined."""
+    dist = sys.modules.get("torch.distributed")
+    return dist is not None and dist.is_initialized()
 
 
 def _report(error: Exception, report: Callable[[str], None]) -> None:
@@ -198,12 +116,12 @@ def is_lost_peer(error: RuntimeError) -> bool:
     """
     text = str(error).lower()
     marks = ("connection closed by peer", "connection reset by peer", "broken pipe", "timed out")
-    return dist.is_initialized() and any(mark in text for mark in marks)
+    return _is_in_group() and any(mark in text for mark in marks)
 
 
 def _end(status: int) -> None:
     """Ends the process; at once where it is one of a group, whose others wait for it."""
-    if dist.is_initialized():
+    if _is_in_group():
         end_at_once(status)
     sys.exit(status)
 
@@ -222,8 +140,10 @@ def _leave_group() -> None:
     Gloo's threads and the interpreter's end race each other, and now and then the process aborts
     although nothing is left to do. So what is to run at exit is run, and the end is left out.
     """
-    if not dist.is_initialized():
+    if not _is_in_group():
         return
+    import torch.distributed as dist
+
     from .watch import stop_watching  # which needs this module
 
     stop_watching()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, first_line
 from ..io.likeness import check_like
-from .process import rng_state
+from .determinism import rng_state
 
 
 class Stateful(Protocol):

@@ -1,60 +1,93 @@
-"""What `import loralib` brings along: torch, and nothing else that is installed."""
+"""What `import loralib` brings along, step by step: nothing, then torch, then a heavy room."""
 
+import ast
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-LIST_MODULES = "import json, sys; print(json.dumps(sorted(sys.modules)))"
+import loralib
 
-
-def modules_after(statement):
-    """The names in `sys.modules` once a new interpreter has run a statement."""
-    command = [sys.executable, "-c", f"{statement}\n{LIST_MODULES}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return set(json.loads(done.stdout.splitlines()[-1]))
-
-
-def packages(modules):
-    return {name.partition(".")[0] for name in modules}
+# What a new interpreter does, one step after the other.
+STEPS = {
+    "no layer": "import loralib; from loralib.io import atomic, encoding, hub; "
+    "from loralib.training import process",
+    "torch": "import torch",
+    "layers": "loralib.Linear",
+    "training": "from loralib.training.optimizer import AdamW\n"
+    "layer = loralib.Linear(3, 2, r=1)\n"
+    "optimizer = AdamW(layer.parameters())\n"
+    "layer(torch.ones(1, 3)).sum().backward()\n"
+    "optimizer.step()\n"
+    "optimizer.zero_grad()\n"
+    "optimizer.load_state_dict(optimizer.state_dict())",
+    "bank": "loralib.AdapterBank",
+}
 
 
 @pytest.fixture(scope="module")
-def torch_modules():
-    return modules_after("import torch")
+def added():
+    """Of each step, the names that it adds to `sys.modules`."""
+    lists = "".join(f"{step}\nprint(json.dumps(sorted(sys.modules)))\n" for step in STEPS.values())
+    command = [sys.executable, "-c", f"import json, sys\n{lists}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    seen = [set(json.loads(line)) for line in done.stdout.splitlines()]
+    before = [set(), *seen]
+    return {
+        step: after - before[n] for n, (step, after) in enumerate(zip(STEPS, seen, strict=True))
+    }
+
+
+def packages(modules):
+    return {name.partition(".")[0] for name in modules} - sys.stdlib_module_names
+
+
+def test_type_checkers_and_python_have_the_same_names():
+    tree = ast.parse(Path(loralib.__file__).read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    listed = {
+        alias.name: "." * node.level + node.module for node in block.body for alias in node.names
+    }
+    assert listed == loralib._MODULE_OF
+
+
+@pytest.mark.parametrize("name", [*loralib.__all__, "layers", "utils", "functional"])
+def test_names_can_be_imported(name):
+    assert getattr(loralib, name) is not None
+
+
+def test_a_name_that_is_not_there():
+    with pytest.raises(AttributeError, match="module 'loralib' has no attribute 'Transformer'"):
+        _ = loralib.Transformer
+    assert not hasattr(loralib, "_nothing")
 
 
 @pytest.mark.slow
-def test_import_loralib_needs_torch_alone(torch_modules):
-    added = modules_after("import loralib") - torch_modules
-    assert "loralib.layers" in added
-    assert packages(added) - sys.stdlib_module_names == {"loralib"}
+def test_what_needs_no_layer_does_not_wait_for_torch(added):
+    assert "loralib.training.process" in added["no layer"]
+    assert not {"torch", "numpy"} & packages(added["no layer"])
 
 
 @pytest.mark.slow
-def test_import_loralib_imports_no_heavy_room(torch_modules):
-    added = modules_after("import loralib") - torch_modules
+def test_the_layers_need_torch_alone(added):
+    assert "loralib.layers" in added["layers"]
+    assert packages(added["layers"]) == {"loralib"}
+
+
+@pytest.mark.slow
+def test_the_layers_import_no_heavy_room(added):
     rooms = {"adapters", "io", "serving", "training"}
-    assert not {name for name in added if name.split(".")[1:2] and name.split(".")[1] in rooms}
+    names = [name.split(".")[1] for name in added["layers"] if name.startswith("loralib.")]
+    assert not rooms & set(names)
 
 
 @pytest.mark.slow
-def test_a_heavy_name_is_imported_when_it_is_asked_for():
-    modules = modules_after("import loralib; loralib.AdapterBank")
-    assert "loralib.serving.bank" in modules
+def test_a_heavy_name_is_imported_when_it_is_asked_for(added):
+    assert "loralib.serving.bank" in added["bank"]
 
 
 @pytest.mark.slow
-def test_the_layers_are_built_trained_and_resumed_without_the_compiler():
-    statement = (
-        "import loralib as lora, torch\n"
-        "from loralib.training.optimizer import AdamW\n"
-        "layer = lora.Linear(3, 2, r=1)\n"
-        "optimizer = AdamW(layer.parameters())\n"
-        "layer(torch.ones(1, 3)).sum().backward()\n"
-        "optimizer.step()\n"
-        "optimizer.zero_grad()\n"
-        "optimizer.load_state_dict(optimizer.state_dict())"
-    )
-    assert not {"torch._dynamo", "sympy"} & modules_after(statement)
+def test_the_layers_are_built_trained_and_resumed_without_the_compiler(added):
+    assert not {"torch._dynamo", "sympy"} & set().union(*added.values())

@@ -17,7 +17,7 @@ from .utils import logging
 
 if TYPE_CHECKING:
     from loralib.errors import TrainingError
-    from loralib.training.process import set_seed
+    from loralib.training.determinism import set_seed
 
     from .configuration_utils import PretrainedConfig
     from .data.data_collator import (
@@ -77,7 +77,7 @@ except PackageNotFoundError:
 # Public name -> its module.
 _MODULE_OF = {
     "TrainingError": "loralib.errors",
-    "set_seed": "loralib.training.process",
+    "set_seed": "loralib.training.determinism",
     "PretrainedConfig": ".configuration_utils",
     "DataCollatorForLanguageModeling": ".data.data_collator",
     "DataCollatorWithPadding": ".data.data_collator",

@@ -25,10 +25,10 @@ from loralib.nn.packing import PackedRows
 from loralib.nn.routing import is_by_row
 from loralib.training import watch
 from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
+from loralib.training.determinism import set_dropout_seed, set_seed, set_up_device
 from loralib.training.distributed import gather_objects, sum_over_processes
 from loralib.training.optimizer import decay_groups
 from loralib.training.precision import ApexPrecision, Precision, all_in_half, hold_frozen_in
-from loralib.training.process import set_dropout_seed, set_seed, set_up_device
 from loralib.training.product_choices import choose_products
 from loralib.training.resume import first_not_finite
 from loralib.utils import with_lora_plus

@@ -26,9 +26,9 @@ from loralib.errors import TrainingError
 from loralib.io.atomic import replace_folder
 from loralib.io.likeness import check_like
 from loralib.io.tensors import write_torch
+from loralib.training.determinism import rng_state, set_rng_state
 from loralib.training.distributed import gather_objects
 from loralib.training.precision import Precision
-from loralib.training.process import rng_state, set_rng_state
 from loralib.training.resume import (
     check_same_run,
     damage_named,

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from loralib.errors import CheckpointError, TrainingError
-from loralib.training.process import rank, rng_state, run, set_rng_state, set_seed, set_up_device
+from loralib.training.determinism import rng_state, set_rng_state, set_seed, set_up_device
+from loralib.training.process import rank, run
 
 ROOT = Path(__file__).resolve().parents[3]
 

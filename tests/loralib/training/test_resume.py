@@ -8,8 +8,8 @@ from torch import nn
 
 from loralib.errors import CheckpointError
 from loralib.io.tensors import write_torch
+from loralib.training.determinism import rng_state
 from loralib.training.optimizer import AdamW
-from loralib.training.process import rng_state
 from loralib.training.resume import (
     DamagedStateError,
     check_same_run,
