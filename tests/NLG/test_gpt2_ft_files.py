@@ -363,3 +363,19 @@ def test_the_script_itself_ends_with_one_line(trial, tmp_path):
     line, end = result.stderr.split("\n")
     assert line.startswith(f"gpt2_ft.py: error: {data}:2: not JSON")
     assert end == ""
+
+
+def test_a_run_is_without_heavy_imports(trial, tmp_path):
+    """From the base to a checkpoint; TensorBoard comes with the first figures."""
+    argv = trial.flags(tmp_path / "run", "--max_step", 2, "--log_interval", 100)
+    code = (
+        "import json, runpy, sys\n"
+        f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
+        f"sys.argv = {[str(SCRIPT), *argv]}\n"
+        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
+        "print(json.dumps([*sys.modules]))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (tmp_path / "run" / "model.2.pt").is_file(), result.stderr
+    heavy = {"datasets", "pandas", "scipy", "sympy", "tensorboard", "torch._dynamo"}
+    assert not heavy & {*json.loads(result.stdout.splitlines()[-1])}
