@@ -63,6 +63,10 @@ class Tree:
 
 def glue_tree(folder: Path) -> Tree:
     """run_glue.py on two layers, with a checkpoint every other step and an evaluation an epoch."""
+    # The script imports these when it needs them: each process would, anew.
+    import datasets  # noqa: F401
+    import sklearn.metrics  # noqa: F401
+
     script = load(ROOT / "examples" / "text-classification" / "run_glue.py")
     base, data = folder / "base", folder / "rows.csv"
     make_base(base)
