@@ -53,7 +53,6 @@ from transformers.adapter_kinds import PATHS
 from transformers.configuration_utils import ADAPTER_TYPES, LORA_TARGETS, targets_of_modules
 from transformers.data.metrics import classification_metrics, regression_metrics
 from transformers.data.processors import GlueTask, glue_task, load_glue_split
-from transformers.data.table import Table
 from transformers.data.text_files import (
     LABEL,
     TEXT_KEYS,
@@ -243,7 +242,7 @@ class TextData:
         task: the GLUE task, None for one's own files.
     """
 
-    splits: dict[str, Dataset | Table]
+    splits: dict[str, Dataset]
     text_keys: tuple[str, ...]
     labels: tuple[str, ...]
     task: GlueTask | None = None
@@ -268,12 +267,11 @@ def load_glue(
     data_args: DataTrainingArguments, splits: list[str], cache_dir: str | None
 ) -> TextData:
     """A GLUE task, from its TSV files or from the hub."""
+    from datasets import load_dataset
+
     task = glue_task(data_args.task_name)
     keys = tuple(key for key in task.text_keys if key)
     if data_args.data_dir is None:
-        from datasets import load_dataset
-
-        hide_data_bars()
         if task.name == "mnli-mm":
             raise ValueError("--task_name mnli evaluates on mnli-mm as well; give that")
         loaded = load_dataset(HUB_GLUE, task.name, cache_dir=cache_dir)
@@ -283,14 +281,16 @@ def load_glue(
     return TextData(sets, keys, task.label_words, task)
 
 
-def _from_tsv(task: GlueTask, data_dir: str, split: str) -> Table:
+def _from_tsv(task: GlueTask, data_dir: str, split: str) -> Dataset:
+    from datasets import Dataset
+
     examples = load_glue_split(task.name, data_dir, split)
     texts = zip(task.text_keys, ("text_a", "text_b"), strict=True)
     columns = {key: [getattr(e, part) for e in examples] for key, part in texts if key}
     if examples[0].label is not None:
         number = task.label_words.index if task.label_words else float
         columns["label"] = [number(example.label) for example in examples]
-    return Table(columns)
+    return Dataset.from_dict(columns)
 
 
 def load_own_files(
@@ -303,7 +303,6 @@ def load_own_files(
         splits: which of them are needed.
         known_labels: the classes of a model that is already trained; they keep their order.
     """
-    hide_data_bars()
     files = {
         "train": data_args.train_file,
         "validation": data_args.validation_file,
@@ -393,7 +392,7 @@ def _number_labels(data: Dataset, labels: tuple[str, ...], path: str) -> Dataset
 
 def tokenize(
     data: TextData, tokenizer: PreTrainedTokenizerBase, data_args: DataTrainingArguments
-) -> dict[str, Dataset | Table]:
+) -> dict[str, Dataset]:
     """The splits with token ids instead of texts, cut to the sizes asked for."""
     limits = {
         "train": data_args.max_train_samples,
@@ -418,10 +417,13 @@ def tokenize(
             texts = texts.select(range(min(limit, len(texts))))
         if len(texts) == 0:
             raise ValueError(f"the {split} set holds no examples")
-        settings = {"remove_columns": list(keys), "desc": f"tokenizing {split}"}
-        if not isinstance(texts, Table):
-            settings |= {"batched": True, "load_from_cache_file": not data_args.overwrite_cache}
-        encoded = texts.map(encode, **settings)
+        encoded = texts.map(
+            encode,
+            batched=True,
+            remove_columns=list(data.text_keys),
+            load_from_cache_file=not data_args.overwrite_cache,
+            desc=f"tokenizing {split}",
+        )
         cut[split] = (sum(encoded[CUT]), len(encoded))
         tokenized[split] = encoded.remove_columns(CUT)
     report_cut(cut, length)
@@ -668,7 +670,7 @@ def _predictions(logits: np.ndarray, data: TextData) -> np.ndarray:
     return logits[:, 0] if data.is_regression else logits.argmax(axis=1)
 
 
-def evaluate(trainer: Trainer, splits: dict[str, Dataset | Table]) -> None:
+def evaluate(trainer: Trainer, splits: dict[str, Dataset]) -> None:
     """Evaluates every validation split; a second one's metrics end in ``_mm``, as MNLI's do."""
     results: dict[str, float] = {}
     for split in (name for name in splits if name.startswith("validation")):
@@ -682,7 +684,7 @@ def evaluate(trainer: Trainer, splits: dict[str, Dataset | Table]) -> None:
     trainer.save_metrics("eval", results)
 
 
-def predict(trainer: Trainer, splits: dict[str, Dataset | Table], data: TextData) -> None:
+def predict(trainer: Trainer, splits: dict[str, Dataset], data: TextData) -> None:
     """Writes ``test_results_<task>.txt`` for every test split."""
     for split in (name for name in splits if name.startswith("test")):
         unlabelled = splits[split].remove_columns({"label"} & set(splits[split].column_names))
@@ -719,6 +721,7 @@ def fine_tune(
     model_args: ModelArguments, data_args: DataTrainingArguments, args: TrainingArguments
 ) -> None:
     """Loads, trains, evaluates, predicts; as far as the flags ask for it."""
+    hide_data_bars()
     checkpoint = find_checkpoint(args)
     logger.info("computing on %s, %s process(es)", args.device, args.world_size)
     adapters = read_adapters(model_args)

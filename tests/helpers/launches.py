@@ -11,7 +11,7 @@ FORKED = Path(__file__).with_name("forked_processes.py")
 # What a process of a run needs that takes long to import; DDP needs the compiler.
 IMPORTS = {
     "NLG": ("torch._dynamo", "loralib.training.ddp"),
-    "NLU": ("torch._dynamo", "loralib.training.ddp", "tokenizers", "transformers.trainer"),
+    "NLU": ("torch._dynamo", "loralib.training.ddp", "datasets", "transformers.trainer"),
 }
 
 
