@@ -44,6 +44,7 @@ from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
 from loralib.training.determinism import set_dropout_seed, set_seed, set_up_device
 from loralib.training.distributed import sum_over_processes
 from loralib.training.launch import find_launch
+from loralib.training.losses import PendingLosses
 from loralib.training.output import output_folder
 from loralib.training.precision import (
     ApexPrecision,
@@ -54,7 +55,7 @@ from loralib.training.precision import (
 )
 from loralib.training.process import set_up_logging
 from loralib.training.product_choices import choose_products
-from optimizer import create_adam_optimizer, create_optimizer_scheduler
+from optimizer import Scheduler, create_adam_optimizer, create_optimizer_scheduler
 from run_state import (
     RESUME_NAME,
     begin_run,
@@ -156,6 +157,7 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
         disable=not dist_env.is_main or None,  # None: where there is no terminal
     )
     model.train()
+    losses = PendingLosses()
     tokens, since, resume_is_due = 0, time.perf_counter(), False
     for step in bar:
         batch = next(batches)
@@ -164,12 +166,9 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
         with sync_gradients(ddp_model, due=update_is_due):
             loss = loss_of(ddp_model, batch, args.label_smooth)
             precision.backward(loss / args.grad_acc)
-        loss = loss.item()
-        if not math.isfinite(loss):
-            raise TrainingError(
-                f"the loss of step {step} is {loss} at learning rate {scheduler.lr:.3g}: "
-                "that step is not saved; try a lower --lr"
-            )
+        losses.add(step, loss)
+        if losses.are_due:
+            check_losses(losses, scheduler)
         if update_is_due:
             precision.step(optimizer, trained, args.clip)
             optimizer.zero_grad()
@@ -177,12 +176,14 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
         watch.beat()
 
         if step % args.log_interval == 0:
+            check_losses(losses, scheduler)
             speed = tokens / (time.perf_counter() - since)
             tokens, since = 0, time.perf_counter()
-            show_step(bar, step, loss, scheduler.lr)
-            metrics.write(step, loss=loss, lr=scheduler.lr, tokens_per_second=speed)
+            show_step(bar, step, losses.last, scheduler.lr)
+            metrics.write(step, loss=losses.last, lr=scheduler.lr, tokens_per_second=speed)
 
         if step % args.eval_interval == 0:
+            check_losses(losses, scheduler)
             begun = time.perf_counter()
             valid_loss = evaluate(model, loss_of, valid_data, dist_env)
             if not math.isfinite(valid_loss):
@@ -194,15 +195,18 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
             since += time.perf_counter() - begun  # evaluation does not count towards the speed
 
         if step < last_step and (step % args.save_interval == 0 or step % epoch_steps == 0):
+            check_losses(losses, scheduler)
             write_model(args, dist_env, step, model, base, lora_only=args.lora_dim > 0)
             resume_is_due = True
         if resume_is_due and update_is_due:  # no gradients are pending
+            check_losses(losses, scheduler)
             epoch, batches_done = divmod(step, epoch_steps)
             place = {"step": step, "epoch": epoch, "batches_done": batches_done}
             place["best_ppl"] = best_ppl
             write_run(work_dir, dist_env, identity, place, model, parts)
             resume_is_due = False
 
+    check_losses(losses, scheduler)
     write_model(args, dist_env, step, model, base, lora_only=args.save_lora_only)
     write_finished(work_dir, dist_env, identity, step)
 
@@ -234,6 +238,20 @@ def create_precision(
     return Precision(dtype, device.type)
 
 
+def check_losses(losses: PendingLosses, scheduler: Scheduler) -> None:
+    """Reads the losses that no one has read yet.
+
+    Raises:
+        TrainingError: one is not finite.
+    """
+    for step, loss in losses.read():
+        if not math.isfinite(loss):
+            raise TrainingError(
+                f"the loss of step {step} is {loss} at learning rate "
+                f"{scheduler.lr_at(step - 1):.3g}: that step is not saved; try a lower --lr"
+            )
+
+
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
@@ -243,14 +261,15 @@ def evaluate(
 ) -> float:
     """The mean loss over all targets of the validation data, on every process."""
     model.eval()
-    total = torch.zeros(2, dtype=torch.float64)
+    total, count = torch.zeros((), dtype=torch.float64, device=dist_env.device), 0.0
     for batch in validation_batches(data, dist_env):
-        count = float(batch["mask"].sum())
-        mean = loss_of(model, batch).item()  # the model adds 0.0001 to the count
-        total += torch.tensor([mean * (count + 0.0001), count], dtype=torch.float64)
+        targets = float(batch["mask"].sum())
+        total += loss_of(model, batch).double() * (targets + 0.0001)  # the model adds that as well
+        count += targets
         watch.beat()
     model.train()
-    loss, count = sum_over_processes(total.to(dist_env.device), dist_env.world_size).tolist()
+    both = torch.stack([total, torch.full_like(total, count)])
+    loss, count = sum_over_processes(both, dist_env.world_size).tolist()
     return loss / count
 
 

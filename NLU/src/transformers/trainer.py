@@ -298,7 +298,7 @@ class Trainer:
             max_steps = math.ceil(args.num_train_epochs * steps_an_epoch)
             epochs = math.ceil(args.num_train_epochs)
         self.control = TrainerControl()
-        self._progress = Progress(args.device)
+        self._progress = Progress()
         self.create_optimizer_and_scheduler(max_steps)
         self._wrap()
         if args.device.type == "cpu":
@@ -422,8 +422,7 @@ class Trainer:
     def _update(self) -> None:
         """Applies the gradients that have been added up."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        if self.args.device.type == "cpu":
-            # On a GPU, reading the loss would make the CPU wait for it at every step.
+        if self._progress.pending.are_due:
             self._check_finite()
         if self.precision.step(self.optimizer, parameters, self.args.max_grad_norm):
             self.lr_scheduler.step()
@@ -432,7 +431,8 @@ class Trainer:
         self._progress.step = self.state.global_step
 
     def _check_finite(self) -> None:
-        step = int(self._progress.first_bad_step)
+        self._progress.read_losses()
+        step = self._progress.first_bad_step
         if step >= 0:
             self._give_up(f"the loss is not finite at step {step + 1}")
 
@@ -447,8 +447,9 @@ class Trainer:
         last = f"the last checkpoint is {kept}" if kept else "no checkpoint was saved before"
         raise TrainingError(f"{why}; {last}; try a lower --learning_rate")
 
-    def _mean_loss(self, total: Tensor, steps: int) -> float:
-        summed = sum_over_processes(total, self.args.world_size)
+    def _mean_loss(self, total: float, steps: int) -> float:
+        own = torch.tensor(total, dtype=torch.float64, device=self.args.device)
+        summed = sum_over_processes(own, self.args.world_size)
         return summed.item() / self.args.world_size / steps
 
     def _log_evaluate_save(self) -> None:
@@ -464,7 +465,7 @@ class Trainer:
                 "loss": round(self._mean_loss(self._progress.loss_since_log, steps), 4),
                 "learning_rate": self.lr_scheduler.get_last_lr()[0],
             }
-            self._progress.loss_since_log.zero_()
+            self._progress.loss_since_log = 0.0
             self._progress.logged_step = self.state.global_step
             self.log(logs)
         metrics = None

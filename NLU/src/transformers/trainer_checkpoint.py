@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -28,6 +27,7 @@ from loralib.io.likeness import check_like
 from loralib.io.tensors import write_torch
 from loralib.training.determinism import rng_state, set_rng_state
 from loralib.training.distributed import gather_objects
+from loralib.training.losses import PendingLosses
 from loralib.training.precision import Precision
 from loralib.training.resume import (
     check_same_run,
@@ -90,32 +90,39 @@ class Progress:
     Attributes:
         epoch, batches: full passes done, and batches done in the current one.
         step: updates done; logged_step: at the last log.
-        loss_since_log, loss_total: sums, on the device.
-        first_bad_step: the first step with a loss that is not finite, or -1; on the device.
+        loss_since_log, loss_total: sums of the losses that have been read.
+        first_bad_step: the first step with a loss that is not finite, of those that have been read,
+            or -1.
+        pending: the losses that have not been read yet.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self) -> None:
         self.epoch = self.batches = self.step = self.logged_step = 0
-        self.loss_since_log = torch.zeros((), dtype=torch.float64, device=device)
-        self.loss_total = torch.zeros((), dtype=torch.float64, device=device)
-        self.first_bad_step = torch.full((), -1, device=device)
+        self.loss_since_log = self.loss_total = 0.0
+        self.first_bad_step = -1
+        self.pending = PendingLosses()
 
     def add(self, loss: Tensor) -> None:
         """Takes a batch's part of its update's loss."""
-        bad = ~loss.isfinite() & (self.first_bad_step < 0)
-        self.first_bad_step = torch.where(bad, self.step, self.first_bad_step)
-        self.loss_since_log += loss
-        self.loss_total += loss
+        self.pending.add(self.step, loss)
+
+    def read_losses(self) -> None:
+        """Adds up the pending losses; waits for the last one."""
+        for step, loss in self.pending.read():
+            if not math.isfinite(loss) and self.first_bad_step < 0:
+                self.first_bad_step = step
+            self.loss_since_log += loss
+            self.loss_total += loss
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, as plain values."""
-        return {name: v.item() if isinstance(v, Tensor) else v for name, v in vars(self).items()}
+        self.read_losses()
+        return {name: value for name, value in vars(self).items() if name != "pending"}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Puts the loop where `state_dict` found it."""
         for name, value in state.items():
-            own = getattr(self, name)
-            setattr(self, name, torch.full_like(own, value) if isinstance(own, Tensor) else value)
+            setattr(self, name, value)
 
 
 @dataclass(frozen=True)
