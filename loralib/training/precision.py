@@ -69,10 +69,13 @@ class Precision:
         if max_norm > 0:
             self.scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(parameters, max_norm)
-        scale = self.scaler.get_scale()
+        updates: list[bool] = []
+        # The scaler has to wait for the device; to ask it for its scale would be another wait.
+        hook = optimizer.register_step_post_hook(lambda *_: updates.append(True))
         self.scaler.step(optimizer)
+        hook.remove()
         self.scaler.update()
-        return self.scaler.get_scale() >= scale
+        return bool(updates)
 
     def state_dict(self) -> dict:
         """The scaler's state, empty but in float16, and how products are computed."""
