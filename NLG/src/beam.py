@@ -167,7 +167,8 @@ class _Search:
         while True:
             self._grow(logits)
             self._close()
-            self._drop_finished()
+            if self._should_read():
+                self._drop_finished()
             if not len(self.places):
                 return [self.found[place] for place in range(len(self.found))]
             logits = self._read_last_tokens()
@@ -212,6 +213,15 @@ class _Search:
         self.best_length.masked_fill_(better, length)
         self.best_text[:, :length] = torch.where(better[:, None], text, self.best_text[:, :length])
         self.sums.masked_fill_(closed, _NEVER)
+
+    def _should_read(self) -> bool:
+        """Whether to find out which searches are over, for which the CPU waits for the device.
+
+        On a GPU only where it has to wait in any case. What a search that is over computes until
+        then changes nothing.
+        """
+        is_last = self.history.shape[2] == self.settings.eval_len
+        return is_last or self.cache.is_full or self.places.device.type == "cpu"
 
     def _drop_finished(self) -> None:
         """Drops finished prompts from the batch, once that is worth a copy of the cache."""
@@ -401,13 +411,15 @@ def best_candidates(logits: Tensor, sums: Tensor, count: int) -> tuple[Tensor, T
     return found, beam.expand_as(tokens).flatten(1).gather(1, at), tokens.flatten(1).gather(1, at)
 
 
-# The C library returns larger blocks of memory to the system, and requests them each step.
+# On a CPU, the C library returns larger blocks of memory to the system, and requests them each
+# step.
 _ROWS_AT_ONCE = 16
 
 
 def _largest_probability(logits: Tensor) -> Tensor:
     """The maximum of softmax(logits), (prompts, beams, 1)."""
-    parts = logits.flatten(0, 1).split(_ROWS_AT_ONCE)
+    rows = logits.flatten(0, 1)
+    parts = rows.split(_ROWS_AT_ONCE) if rows.device.type == "cpu" else [rows]
     largest = torch.cat([part.softmax(dim=1).amax(dim=1) for part in parts])
     return largest.view(*logits.shape[:2], 1)
 
