@@ -68,11 +68,14 @@ class Routing:
 
 
 _in_effect: ContextVar[Routing | None] = ContextVar("routing", default=None)
+# Whether there has been a routing in this process. Without one nobody asks the variable, by which
+# torch.compile cannot see.
+_was_in_use = False
 
 
 def in_effect() -> Routing | None:
     """The routing of the block that runs in this thread."""
-    return _in_effect.get()
+    return _in_effect.get() if _was_in_use else None
 
 
 def is_by_row() -> bool:
@@ -87,9 +90,11 @@ def routed(routing: Routing) -> Iterator[None]:
     Raises:
         ValueError: it is within a block of another key, which would end up without effect.
     """
-    outer = _in_effect.get()
+    global _was_in_use
+    outer = in_effect()
     if outer is not None and outer.key is not routing.key:
         raise ValueError("another bank's adapters are in use: leave that block first")
+    _was_in_use = True
     token = _in_effect.set(routing)
     try:
         yield
@@ -114,7 +119,7 @@ def note_tokens(lengths: Sequence[int]) -> tuple[slice, ...]:
     Raises:
         ValueError: adapters are named for another number of rows.
     """
-    routing = _in_effect.get()
+    routing = in_effect()
     if routing is None or routing.rows is None:
         return slices([len(lengths)])
     named = routing.rows[-1].stop
@@ -139,7 +144,7 @@ def for_each_segment(layer: nn.Module, x: Tensor) -> list[Tensor]:
     Returns:
         For each segment (n, out); one where there is no routing, or one adapter has all rows.
     """
-    routing = _in_effect.get()
+    routing = in_effect()
     if routing is None:
         return [layer(x)]
     with routed(replace(routing, positions=True)):

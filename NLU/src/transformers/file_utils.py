@@ -52,8 +52,10 @@ class ModelOutput(OrderedDict):
     def _put_in_order(self) -> None:
         declared = list(getattr(self, "__dataclass_fields__", ()))
         places = {name: place for place, name in enumerate(declared)}
-        for name in sorted(self, key=lambda name: places.get(name, len(declared))):
-            super().move_to_end(name)
+        order = sorted(self, key=lambda name: places.get(name, len(declared)))
+        if order != list(self):  # as a rule they come in order; torch.compile cannot move them
+            for name in order:
+                super().move_to_end(name)
 
     def __setitem__(self, key: str, value: Any) -> None:
         setattr(self, key, value)

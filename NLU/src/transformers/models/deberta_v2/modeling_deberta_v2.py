@@ -386,7 +386,12 @@ def skew(scores: Tensor, columns: int) -> Tensor:
     A view of `scores`, or of a copy that is contiguous.
     """
     n, width = scores.shape[-2:]
+    if n == 1:
+        return scores
     scores = scores.contiguous()
+    if torch.compiler.is_compiling():  # the same; the compiler knows nothing of storages
+        flat = scores.flatten(-2)[..., n - 1 : n - 1 + n * (width - 1)]
+        return flat.unflatten(-1, (n, width - 1))[..., :columns]
     start = scores.storage_offset() + n - 1
     strides = (*scores.stride()[:-2], width - 1, 1)
     return scores.as_strided((*scores.shape[:-1], columns), strides, start)
