@@ -8,7 +8,8 @@ tokens one by one (projections, norms, feed-forward) is done here on the tokens 
     d e . .    pack
     f g h i   ----->   lengths 3, 2, 4
 
-Only attention looks at rows: it takes them one at a time, or pads them again where that is cheaper.
+Only attention looks at rows: on a GPU by a kernel that is told where they end, on a CPU one at a
+time, or all of them padded again where that is cheaper.
 Where rows have adapters of their own, routing.py is told where their tokens are.
 """
 
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import flash
 from .plain import is_plain
 from .routing import note_tokens, slices
 from .row_attention import attend_rows
@@ -209,11 +211,15 @@ def attend(
     Returns:
         The same shape as `query`.
     """
-    if _trains_on_cpu(query, key, value, dropout_p):
+    if flash.suits(query, heads):
+        attend_to = _attend_packed
+    elif _trains_on_cpu(query, key, value, dropout_p):
         return attend_rows(query, key, value, rows.lengths, heads, dropout_p, causal)
-    attend_to = (
-        _attend_padded if query.is_cuda or _padding_is_cheap(rows, heads) else _attend_one_by_one
-    )
+    elif query.is_cuda or torch.compiler.is_compiling() or _padding_is_cheap(rows, heads):
+        # A graph that is compiled for any number of tokens has no loop over rows.
+        attend_to = _attend_padded
+    else:
+        attend_to = _attend_one_by_one
     return attend_to(query, key, value, rows, heads, dropout_p, causal)
 
 
@@ -239,6 +245,25 @@ def _padding_is_cheap(rows: PackedRows, heads: int) -> bool:
     count, longest = len(rows.lengths), max(rows.lengths)
     wasted = heads * (count * longest**2 - sum(length**2 for length in rows.lengths))
     return wasted < 20_000 * count
+
+
+def _attend_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: PackedRows,
+    heads: int,
+    dropout_p: float,
+    causal: bool,
+) -> Tensor:
+    """All rows at once, by a kernel that needs no padding."""
+    ends, longest = rows.offsets, rows.longest
+    if len(query) == len(key):
+        ends_of_queries, queries = ends, longest
+    else:
+        ends_of_queries, queries = torch.arange(len(ends), dtype=ends.dtype, device=ends.device), 1
+    both = (ends_of_queries, ends), (queries, longest)
+    return flash.attend(query, key, value, *both, heads, dropout_p, causal)
 
 
 def _attend_one_by_one(

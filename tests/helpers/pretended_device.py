@@ -1,0 +1,502 @@
+"""A GPU that is not there: tensors that say they are on ``cuda:0``, and compute on the CPU.
+
+    with PretendedGpu() as gpu:
+        model.to("cuda:0")
+        ...
+    assert gpu.waits == [] and gpu.launches.total() < 100
+
+What a program does on it is noted as on a real one:
+
+    waits      what makes the CPU wait for the device: reading a value, a size that depends on
+               values, a copy to the CPU, a copy from memory that is not pinned
+    launches   the operations of PyTorch that compute something, by name; views compute nothing, and
+               one that takes a list of tensors counts once, as it is launched for all of them
+
+An operation on tensors of both devices is an error, as on a GPU; numbers (tensors without a
+dimension) on the CPU may take part. PyTorch's attention kernels for GPUs are computed here by their
+formula. Autocast is the CPU's: what it multiplies in half precision is the same.
+
+Underneath, PyTorch takes these tensors for the CPU's, because it keeps no graph of gradients for a
+device that is not there. What it decides by device below Python is decided here, in `_FUNCTIONS`.
+"""
+
+import contextlib
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from places import ROOT
+from torch import Tensor
+from torch.nn.utils import clip_grad
+from torch.overrides import TorchFunctionMode
+from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+GPU = torch.device("cuda", 0)
+
+aten = torch.ops.aten
+
+# Memory is taken, and nothing is computed.
+_NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_NO_KERNEL |= {"_unsafe_view", "detach", "lift_fresh", "_local_scalar_dense", "item", "set_data"}
+# Whose result has a size that depends on values, or is a value.
+_WAITING = {"_local_scalar_dense", "item", "nonzero", "masked_select", "equal", "is_nonzero"}
+_WAITING |= {"unique_dim", "_unique2", "unique_consecutive", "allclose"}
+
+
+class OnGpu(Tensor):
+    """A tensor on the pretended device."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    device = property(lambda self: GPU)
+    is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return compute(func, args, kwargs or {})
+
+
+def on_cpu(value: Any) -> Any:
+    """The same with the CPU's tensors, which share their memory with those of the device."""
+    if not isinstance(value, OnGpu):
+        return value
+    with torch._C._DisableTorchDispatch():
+        return Tensor._make_subclass(Tensor, value)
+
+
+def on_gpu(value: Any) -> Any:
+    """The same with tensors of the device, which share their memory with those of the CPU."""
+    if not isinstance(value, Tensor) or isinstance(value, OnGpu):
+        return value
+    return Tensor._make_subclass(OnGpu, value)
+
+
+def compute(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """An operation of PyTorch on tensors of the device."""
+    own: dict[int, Tensor] = {}
+
+    def bare(value: Any) -> Any:
+        if not isinstance(value, OnGpu):
+            return value
+        plain = on_cpu(value)
+        own[id(plain)] = value
+        return plain
+
+    args, kwargs = tree_map(bare, (args, kwargs))
+    kernel = _KERNELS.get(func, func)
+    # What was changed in place is returned as it came in.
+    return tree_map(lambda value: own.get(id(value), on_gpu(value)), kernel(*args, **kwargs))
+
+
+class PretendedGpu:
+    """The device, within a ``with`` block.
+
+    Attributes:
+        waits: what the CPU waited for, each with the project's line that made it wait.
+        launches: how often each operation was launched.
+    """
+
+    def __init__(self) -> None:
+        self.waits: list[str] = []
+        self.launches: Counter[str] = Counter()
+        self._pinned: dict[int, Any] = {}
+
+    def __enter__(self) -> "PretendedGpu":
+        self._stack = contextlib.ExitStack()
+        for owner, name, value in _settings(self):
+            self._stack.enter_context(mock.patch.object(owner, name, value))
+        swap = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        self._stack.callback(torch.__future__.set_swap_module_params_on_conversion, swap)
+        self._stack.enter_context(_Functions(self))
+        self._stack.enter_context(_Operations(self))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def wait(self, what: str) -> None:
+        """Notes that the CPU waits for the device, and where in the project."""
+        ours = (str(ROOT / "loralib"), str(ROOT / "NLU"), str(ROOT / "NLG"))
+        frames = [f for f in traceback.extract_stack() if f.filename.startswith(ours)]
+        where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "a test"
+        self.waits.append(f"{what} in {where}")
+
+    # ---- copies from device to device ----
+
+    def pin(self, x: Tensor) -> Tensor:
+        """A copy in memory from which the device copies without the CPU."""
+        pinned = x.clone()
+        storage = pinned.untyped_storage()
+        self._pinned[storage.data_ptr()] = storage  # held, so that its address stays its own
+        return pinned
+
+    def is_pinned(self, x: Tensor) -> bool:
+        """Whether a tensor of the CPU is in such memory."""
+        return x.numel() == 0 or x.untyped_storage().data_ptr() in self._pinned
+
+    def move(self, x: Tensor, device: torch.device, non_blocking: bool) -> Tensor:
+        """A copy on the other device."""
+        if x.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError("gradients do not pass from device to device here")
+        if isinstance(x, OnGpu):
+            if not non_blocking:
+                self.wait("a copy to the CPU")
+            return on_cpu(x.detach()).clone()
+        if not (non_blocking and self.is_pinned(x)):
+            self.wait("a copy to the device, not from pinned memory")
+        return on_gpu(x.detach().clone())
+
+
+class _Operations(TorchDispatchMode):
+    """Notes operations, and computes those of the device."""
+
+    def __init__(self, gpu: PretendedGpu):
+        super().__init__()
+        self.gpu = gpu
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        ours = [x for x in tensors if isinstance(x, OnGpu)]
+        target = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
+        wanted = target is not None and target.type == "cuda"
+        if not ours and not wanted:
+            return func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if name == "copy_":
+            return self._copy(*args, **kwargs)
+        theirs = [x for x in tensors if not isinstance(x, OnGpu) and x.dim() > 0]
+        if theirs:
+            raise RuntimeError(f"{func}: tensors of {GPU} and of the CPU together")
+        self._note(func, name, args)
+        if wanted:
+            kwargs["device"] = torch.device("cpu")
+            kwargs.pop("pin_memory", None)
+        return tree_map(on_gpu, compute(func, args, kwargs))
+
+    def _copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if isinstance(target, OnGpu) != isinstance(source, OnGpu) and source.dim() > 0:
+            source = self.gpu.move(source.detach(), target.device, non_blocking)
+        self.gpu.launches["copy_"] += 1
+        on_cpu(target).copy_(on_cpu(source))
+        return target
+
+    def _note(self, func: Any, name: str, args: tuple) -> None:
+        masks = name in ("index", "index_put", "index_put_") and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        if name in _WAITING or masks or (func is aten.repeat_interleave.Tensor):
+            self.gpu.wait(name)
+        if not func.is_view and name not in _NO_KERNEL:
+            self.gpu.launches[name] += 1
+
+
+class _Functions(TorchFunctionMode):
+    """Decides by device what PyTorch decides before an operation is one."""
+
+    def __init__(self, gpu: PretendedGpu):
+        super().__init__()
+        self.gpu = gpu
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        special = _FUNCTIONS.get(func)
+        if special is None:
+            return func(*args, **(kwargs or {}))
+        return special(self.gpu, func, *args, **(kwargs or {}))
+
+
+# ---- functions ----
+
+
+def _to(gpu: PretendedGpu, func: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    copy = kwargs.pop("copy", False)
+    if args and isinstance(args[0], Tensor):
+        args = (args[0].device, args[0].dtype, *args[1:])
+    device, dtype, non_blocking, layout = torch._C._nn._parse_to(*args, **kwargs)
+    if device is not None and (device.type == "cuda") != isinstance(x, OnGpu):
+        x, copy = gpu.move(x, device, non_blocking), False
+    settings = {} if layout is None else {"memory_format": layout}
+    if dtype in (None, x.dtype) and not copy and not settings:
+        return x
+    return func(x, x.dtype if dtype is None else dtype, copy=copy, **settings)
+
+
+def _cpu(gpu: PretendedGpu, func: Callable, x: Tensor) -> Tensor:
+    return gpu.move(x, torch.device("cpu"), False) if isinstance(x, OnGpu) else x
+
+
+def _read(gpu: PretendedGpu, func: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(x, OnGpu):
+        gpu.wait(func.__name__)
+    return func(on_cpu(x), *args, **kwargs)
+
+
+def _pin(gpu: PretendedGpu, func: Callable, x: Tensor, *args: Any) -> Tensor:
+    if isinstance(x, OnGpu):
+        raise RuntimeError("only tensors of the CPU can be pinned")
+    return gpu.pin(x)
+
+
+def _new(gpu: PretendedGpu, func: Callable, *args: Any, device: Any = None, **more: Any) -> Tensor:
+    made = func(*args, **more)
+    if device is None or torch.device(device).type == "cpu":
+        return made
+    return gpu.move(made.detach(), GPU, False).requires_grad_(made.requires_grad)
+
+
+def _dropout(gpu: PretendedGpu, func: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if not isinstance(x, OnGpu):
+        return func(x, *args, **kwargs)
+    p, training, *_ = (*args, *kwargs.values(), True)  # F.dropout(x, p, training), as all call it
+    return torch.native_dropout(x, p, training)[0] if training and p > 0 else x
+
+
+def _attention(
+    gpu: PretendedGpu,
+    func: Callable,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """The kernel that PyTorch takes on a GPU: without a mask in half precision, flash attention."""
+    settings = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+    if not isinstance(query, OnGpu):
+        return func(query, key, value, attn_mask, **settings)
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+        query, key, value = (x.to(dtype) for x in (query, key, value))
+    width = query.shape[-1]
+    if attn_mask is None and query.dtype in _HALF and width % 8 == 0 and width <= 256:
+        return aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, scale=scale
+        )[0]
+    bias = attn_mask
+    if bias is not None and bias.dtype is torch.bool:
+        bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(~bias, float("-inf"))
+    if bias is not None:
+        bias = bias.to(query.dtype).expand(*query.shape[:3], key.shape[2])
+    return aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+    )[0]
+
+
+_HALF = (torch.float16, torch.bfloat16)
+_FUNCTIONS: dict[Any, Callable] = {
+    Tensor.to: _to,
+    Tensor.cpu: _cpu,
+    Tensor.cuda: lambda gpu, func, x: _to(gpu, Tensor.to, x, GPU),
+    Tensor.tolist: _read,
+    Tensor.numpy: _read,
+    Tensor.__array__: _read,
+    Tensor.__repr__: lambda gpu, func, x, **_: func(on_cpu(x)),
+    Tensor.pin_memory: _pin,
+    Tensor.is_pinned: lambda gpu, func, x, *_: not isinstance(x, OnGpu) and gpu.is_pinned(x),
+    torch.tensor: _new,
+    torch.as_tensor: _new,
+    F.dropout: _dropout,
+    torch.dropout: _dropout,
+    F.scaled_dot_product_attention: _attention,
+}
+
+# ---- kernels of a GPU that a CPU has not ----
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """softmax(q kᵀ · scale + bias) v of (…, heads, length, dim), and its gradients.
+
+    In float32, or wider where they are.
+
+    Dropout's mask follows from the seed, so that the backward pass has the same.
+    """
+
+    bias: Tensor | None
+    scale: float | None
+    causal: bool
+    dropout_p: float
+    seed: int
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value, dtype = _wide(query), _wide(key), _wide(value), query.dtype
+        weights, factors = self._weights(query, key)
+        return ((weights * factors) @ value).to(dtype)
+
+    def backward(self, grad: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The gradients of query, key, value and bias."""
+        grad, query, key, value = map(_wide, (grad, *inputs))
+        weights, factors = self._weights(query, key)
+        of_value = (weights * factors).transpose(-1, -2) @ grad
+        of_weights = grad @ value.transpose(-1, -2) * factors
+        mean = (of_weights * weights).sum(-1, keepdim=True)
+        of_scores = weights * (of_weights - mean)
+        scale = self._scale(query)
+        of_query, of_key = of_scores @ key * scale, of_scores.transpose(-1, -2) @ query * scale
+        parts = (of_query, of_key, of_value, of_scores)
+        return tuple(part.to(inputs[0].dtype) for part in parts)
+
+    def _scale(self, query: Tensor) -> float:
+        return query.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+    def _weights(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """The probabilities, and what dropout multiplies them with."""
+        scores = query @ key.transpose(-1, -2) * self._scale(query)
+        if self.bias is not None:
+            scores = scores + _wide(self.bias)
+        if self.causal:
+            visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+            scores = scores.masked_fill(~visible, float("-inf"))
+        factors = torch.ones_like(scores)
+        if self.dropout_p > 0:
+            random = torch.Generator().manual_seed(self.seed)
+            kept = torch.rand(scores.shape, generator=random) >= self.dropout_p
+            factors = kept / (1 - self.dropout_p)
+        return scores.softmax(dim=-1), factors
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _flash(query, key, value, dropout_p=0.0, is_causal=False, debug=False, *, scale=None):
+    _check_flash(query, key, value)
+    seed = torch.randint(2**31, (2,))
+    out = _Attention(None, scale, is_causal, dropout_p, int(seed[0])).forward(query, key, value)
+    lengths = (query.shape[2], key.shape[2])
+    return out, out[..., 0].float(), None, None, *lengths, seed, seed[0], out[:0]
+
+
+def _flash_backward(
+    grad, query, key, value, out, lse, cu_q, cu_k, max_q, max_k, p, causal, seed, _, *, scale=None
+):
+    attention = _Attention(None, scale, causal, p, int(seed[0]))
+    return attention.backward(grad, query, key, value)[:3]
+
+
+def _efficient(query, key, value, bias, compute_lse, dropout_p=0.0, causal=False, *, scale=None):
+    seed = torch.randint(2**31, (2,))
+    out = _Attention(bias, scale, causal, dropout_p, int(seed[0])).forward(query, key, value)
+    return out, out[..., 0].float(), seed[0], seed[1]
+
+
+def _efficient_backward(
+    grad, query, key, value, bias, out, lse, seed, _, p, mask, causal=False, *, scale=None
+):
+    found = _Attention(bias, scale, causal, p, int(seed)).backward(grad, query, key, value)
+    return tuple(x if wanted else None for x, wanted in zip(found, mask, strict=True))
+
+
+def _varlen(query, key, value, cu_q, cu_k, max_q, max_k, p, causal, debug, *, scale=None):
+    """Flash attention of (tokens, heads, dim), within the rows that `cu_q` and `cu_k` delimit."""
+    _check_flash(query, key, value)
+    for ends, tensor, longest in ((cu_q, query, max_q), (cu_k, key, max_k)):
+        lengths = ends.diff().tolist()
+        if ends.dtype != torch.int32 or not ends.is_contiguous() or int(ends[-1]) != len(tensor):
+            raise RuntimeError("cumulative lengths are int32, contiguous, and cover all tokens")
+        if min(lengths) < 0 or max(lengths) > longest:
+            raise RuntimeError("a row is longer than the longest")
+    seed = torch.randint(2**31, (2,))
+    found = [
+        _Attention(None, scale, causal, p, int(seed[0]) + row).forward(*parts)
+        for row, parts in enumerate(_rows((query, key, value), (cu_q, cu_k, cu_k)))
+    ]
+    out = torch.cat([each.transpose(0, 1) for each in found])
+    return out, out[..., 0].float().t(), seed, seed[0], out[:0]
+
+
+def _varlen_backward(
+    grad, query, key, value, out, lse, cu_q, cu_k, max_q, max_k, p, causal, seed, _, *, scale=None
+):
+    found = [
+        _Attention(None, scale, causal, p, int(seed[0]) + row).backward(*parts)[:3]
+        for row, parts in enumerate(_rows((grad, query, key, value), (cu_q, cu_q, cu_k, cu_k)))
+    ]
+    return tuple(
+        torch.cat([x.transpose(0, 1) for x in parts]) for parts in zip(*found, strict=True)
+    )
+
+
+def _rows(tensors: Iterable[Tensor], ends: Iterable[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """Row after row of (tokens, heads, dim), as (heads, length, dim)."""
+    parts = [x.split(cu.diff().tolist()) for x, cu in zip(tensors, ends, strict=True)]
+    for row in zip(*parts, strict=True):
+        yield tuple(x.transpose(0, 1) for x in row)
+
+
+def _check_flash(*inputs: Tensor) -> None:
+    for x in inputs:
+        if x.dtype not in _HALF or x.shape[-1] % 8 or x.shape[-1] > 256 or x.stride(-1) != 1:
+            raise RuntimeError(f"flash attention takes no {tuple(x.shape)} of {x.dtype}")
+
+
+_KERNELS: dict[Any, Callable] = {
+    aten._flash_attention_forward.default: _varlen,
+    aten._flash_attention_backward.default: _varlen_backward,
+    aten._scaled_dot_product_flash_attention.default: _flash,
+    aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_efficient_attention.default: _efficient,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+}
+
+# ---- what PyTorch says of its devices ----
+
+
+def _by_device(lists: list[list[Tensor]]) -> dict[Any, Any]:
+    found = _foreach_utils._group_tensors_by_device_and_dtype(lists)
+    if not any(isinstance(x, OnGpu) for x in lists[0]):
+        return found
+    return {(GPU, dtype): group for (_, dtype), group in found.items()}
+
+
+class _Autocast:
+    """`torch.autocast`, where a GPU's is the CPU's as well."""
+
+    def __init__(self, device_type: str, *args: Any, **kwargs: Any):
+        names = ("cuda", "cpu") if device_type == "cuda" else (device_type,)
+        self._parts = [_autocast(name, *args, **kwargs) for name in names]
+
+    def __enter__(self) -> None:
+        for part in self._parts:
+            part.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for part in reversed(self._parts):
+            part.__exit__(*error)
+
+
+_autocast = torch.autocast
+
+
+def _settings(gpu: PretendedGpu) -> Iterator[tuple[Any, str, Any]]:
+    """What is replaced for as long as the device is there: owner, name, value."""
+    yield torch, "autocast", _Autocast
+    yield torch.accelerator, "is_available", lambda: True
+    yield torch.backends.cuda, "is_flash_attention_available", lambda: True
+    yield clip_grad, "_group_tensors_by_device_and_dtype", _by_device
+    yield _foreach_utils, "_foreach_supported_types", [Tensor, OnGpu]
+    for name, value in {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "is_bf16_supported": lambda *_: True,
+        "get_device_properties": lambda *_: SimpleNamespace(major=9, minor=0),
+        "max_memory_allocated": lambda *_: 0,
+        "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": lambda *_: None,
+        "synchronize": lambda *_: gpu.wait("synchronize"),
+    }.items():
+        yield torch.cuda, name, value

@@ -1,0 +1,194 @@
+"""The pretended GPU itself: what it notes, what it refuses, and its kernels for attention."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compare import assert_close_to_rounding
+from pretended_device import OnGpu, PretendedGpu, on_cpu
+from torch import nn
+
+TERMS = 100
+
+
+@pytest.fixture
+def gpu():
+    with PretendedGpu() as gpu:
+        yield gpu
+
+
+@pytest.fixture
+def x(gpu):
+    made = torch.arange(4.0, device="cuda:0")
+    gpu.launches.clear()
+    return made
+
+
+# ---- what it says ----
+
+
+def test_a_tensor_says_where_it_is(x):
+    assert (x.device, x.is_cuda, x.is_cpu) == (torch.device("cuda", 0), True, False)
+    assert (x + 1).is_cuda
+    assert torch.zeros_like(x).is_cuda
+    assert x[1:].is_cuda
+    assert on_cpu(x).device.type == "cpu"
+    assert on_cpu(x).data_ptr() == x.data_ptr()
+
+
+def test_a_module_moves_with_its_tied_weights(gpu):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    before = model[0].weight
+    model.to("cuda:0")
+    assert model[0].weight is model[1].weight is before
+    assert isinstance(before, nn.Parameter)
+    model(torch.ones(2, 3, device="cuda:0")).sum().backward()
+    assert isinstance(before.grad, OnGpu)
+
+
+def test_nothing_is_left_behind():
+    before = (torch.autocast, torch.cuda.is_available(), torch.cuda._lazy_init)
+    with PretendedGpu():
+        assert torch.cuda.is_available()
+    assert (torch.autocast, torch.cuda.is_available(), torch.cuda._lazy_init) == before
+    assert not torch.__future__.get_swap_module_params_on_conversion()
+
+
+# ---- what it notes ----
+
+WAITING = {
+    "item": lambda x: x[0].item(),
+    "bool": lambda x: bool(x[0]),
+    "int": lambda x: int(x[0]),
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "to the cpu": lambda x: x.to("cpu"),
+    "numpy": lambda x: x.numpy(),
+    "nonzero": lambda x: x.nonzero(),
+    "mask": lambda x: x[x > 1],
+    "assigned mask": lambda x: x.index_put_((x > 1,), x.new_zeros(2)),
+    "equal": lambda x: torch.equal(x, x),
+    "a list": lambda x: torch.tensor([1.0], device=x.device),
+    "not pinned": lambda x: torch.ones(3).to(x.device, non_blocking=True),
+    "blocking": lambda x: torch.ones(3).pin_memory().to(x.device),
+    "copied in": lambda x: x.copy_(torch.ones(4)),
+    "copied out": lambda x: torch.ones(4).copy_(x),
+    "synchronize": lambda x: torch.cuda.synchronize(),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("case", WAITING)
+def test_what_waits(gpu, x, case, inference):
+    with torch.inference_mode(inference):
+        WAITING[case](x)
+    assert len(gpu.waits) >= 1
+
+
+LAUNCHED = {
+    "sum": (lambda x: x + x, 1),
+    "in place": (lambda x: x.mul_(2), 1),
+    "views": (lambda x: x.view(2, 2).t()[0].unsqueeze(0).expand(3, -1).detach(), 0),
+    "memory": (lambda x: torch.empty_like(x), 0),
+    "zeros": (lambda x: x.new_zeros(3), 1),
+    "list": (lambda x: torch._foreach_mul_([x, x, x], 2.0), 1),
+    "dropout": (lambda x: F.dropout(x, 0.5), 1),
+    "no dropout": (lambda x: F.dropout(x, 0.5, False), 0),
+    "no cast": (lambda x: x.to("cuda:0").float(), 0),
+    "cast": (lambda x: x.to(torch.bfloat16), 1),
+    "pinned": (lambda x: torch.ones(3).pin_memory().to(x.device, non_blocking=True), 0),
+    "of the CPU": (lambda x: torch.ones(3) + 1, 0),
+}
+
+
+@pytest.mark.parametrize("case", LAUNCHED)
+def test_what_is_launched(gpu, x, case):
+    run, expected = LAUNCHED[case]
+    run(x)
+    assert gpu.launches.total() == expected
+    assert gpu.waits == []
+
+
+def test_a_wait_names_its_line(gpu, x):
+    from loralib.training.resume import first_not_finite
+
+    first_not_finite([("x", x)])
+    assert len(gpu.waits) == 1
+    assert "loralib/training/resume.py:" in gpu.waits[0].replace("\\", "/")
+
+
+def test_both_devices_at_once_are_an_error(gpu, x):
+    with pytest.raises(RuntimeError, match="tensors of cuda:0 and of the CPU together"):
+        x + torch.ones(4)
+    with pytest.raises(RuntimeError, match="together"):
+        F.linear(x, torch.ones(2, 4))
+    assert (x + torch.tensor(1.0)).tolist() == [1, 2, 3, 4]
+
+
+# ---- attention ----
+
+
+def inputs(*shape, count=3, dtype=torch.float32):
+    torch.manual_seed(2)
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(count)]
+
+
+def gradients(out, of):
+    torch.manual_seed(4)
+    return torch.autograd.grad(out, of, torch.randn(out.shape, dtype=out.dtype).to(out.device))
+
+
+@pytest.mark.parametrize(("biased", "causal"), [(False, False), (False, True), (True, False)])
+def test_padded_attention_is_the_cpus(gpu, biased, causal):
+    given = inputs(2, 3, 5, 8)
+    given += inputs(2, 3, 5, 5, count=1) if biased else []
+    expected = F.scaled_dot_product_attention(*given, is_causal=causal)
+    ours = [x.detach().to("cuda:0").requires_grad_() for x in given]
+    out = F.scaled_dot_product_attention(*ours, is_causal=causal)
+    assert_close_to_rounding(on_cpu(out), expected, TERMS)
+    for own, theirs in zip(gradients(out, ours), gradients(expected, given), strict=True):
+        assert_close_to_rounding(on_cpu(own), theirs, TERMS)
+
+
+@pytest.mark.parametrize("lengths", [[3], [2, 5, 1]])
+def test_packed_attention_is_that_of_each_row(gpu, lengths):
+    dtype = torch.bfloat16
+    given = inputs(sum(lengths), 3, 8, dtype=dtype)
+    rows = zip(*(x.float().split(lengths) for x in given), strict=True)
+    one_by_one = [
+        F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in row)).transpose(0, 1)
+        for row in rows
+    ]
+    expected = torch.cat(one_by_one).to(dtype)
+    ours = [x.detach().to("cuda:0").requires_grad_() for x in given]
+    ends = torch.tensor([0, *lengths]).cumsum(0).int().to("cuda:0")
+    longest = max(lengths)
+    flash = torch.ops.aten._flash_attention_forward
+    out = flash(*ours, ends, ends, longest, longest, 0.0, False, False)[0]
+    assert_close_to_rounding(on_cpu(out), expected, 4, dtype)
+    for own, theirs in zip(gradients(out, ours), gradients(expected, given), strict=True):
+        assert_close_to_rounding(on_cpu(own), theirs, 4, dtype)
+
+
+def test_dropped_probabilities_are_the_same_in_both_directions(gpu):
+    """The output is linear in v: with q and k at zero, its gradient is what is left of it."""
+    q = torch.zeros(1, 1, 6, 8, device="cuda:0")
+    v = torch.eye(6, 8, device="cuda:0")[None, None].requires_grad_()
+    out = F.scaled_dot_product_attention(q, q, v, dropout_p=0.5)
+    kept = on_cpu(out)[0, 0, :, :6]
+    assert set((kept * 3).unique().tolist()) == {0.0, 1.0}
+    (gradient,) = torch.autograd.grad(out[..., 0].sum(), v)
+    assert_close_to_rounding(on_cpu(gradient)[0, 0, :, 0], kept.sum(0), TERMS)
+
+
+@pytest.mark.parametrize("damage", ["dtype", "int64", "short", "longest", "width"])
+def test_what_the_kernel_does_not_take(gpu, damage):
+    dtype = torch.float32 if damage == "dtype" else torch.bfloat16
+    q = torch.zeros(5, 2, 12 if damage == "width" else 8, dtype=dtype, device="cuda:0")
+    ends = torch.tensor([0, 2, 4 if damage == "short" else 5])
+    ends = (ends if damage == "int64" else ends.int()).to("cuda:0")
+    longest = 2 if damage == "longest" else 3
+    with pytest.raises(RuntimeError):
+        torch.ops.aten._flash_attention_forward(
+            q, q, q, ends, ends, longest, longest, 0.0, False, False
+        )
