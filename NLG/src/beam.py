@@ -238,15 +238,8 @@ class _Search:
         count = len(over)
         if not (8 * sum(over) >= count or self.cache.is_full):
             return
-        for place, is_over, text, size in zip(
-            self.places.tolist(),
-            over,
-            self.best_text.tolist(),
-            self.best_length.tolist(),
-            strict=True,
-        ):
-            if is_over:
-                self.found[place] = text[:size]
+        if any(over):
+            self._note_found(over)
         kept = torch.tensor(
             [row for row in range(count) if not over[row]],
             dtype=torch.int64,
@@ -256,6 +249,14 @@ class _Search:
             setattr(self, name, getattr(self, name)[kept])
         if len(kept):
             self.cache.keep(kept)
+
+    def _note_found(self, over: list[bool]) -> None:
+        """Takes over the best texts of the searches that are over."""
+        columns = (self.places, self.best_text, self.best_length)
+        rows = zip(over, *(column.tolist() for column in columns), strict=True)
+        for is_over, place, text, size in rows:
+            if is_over:
+                self.found[place] = text[:size]
 
 
 class TreeCache:

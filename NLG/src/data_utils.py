@@ -272,7 +272,8 @@ def validation_batches(dataset: FT_Dataset, dist_env: DistEnv) -> Iterator[Batch
         dataset: what to evaluate on.
         dist_env: this process.
     """
-    return _batches(dataset, range(dist_env.rank, dataset.num_examples, dist_env.world_size))
+    share = range(dist_env.rank, dataset.num_examples, dist_env.world_size)
+    return _batches(dataset, share, pin=dist_env.device.type == "cuda")
 
 
 def _batches(dataset: FT_Dataset, order: Sequence[int], pin: bool = False) -> Iterator[Batch]:

@@ -123,4 +123,10 @@ def check_same_run(
 
 def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
     """The name of the first tensor that holds a value that is not finite, if there is one."""
-    return next((name for name, tensor in tensors if not tensor.isfinite().all()), None)
+    names, found = [], []
+    for name, tensor in tensors:
+        names.append(name)
+        found.append(tensor.isfinite().all())
+    # All are read at once: on a GPU each would be waited for.
+    are_finite = torch.stack(found).tolist() if found else []
+    return next((name for name, sound in zip(names, are_finite, strict=True) if not sound), None)
