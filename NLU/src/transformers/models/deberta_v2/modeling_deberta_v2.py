@@ -160,7 +160,7 @@ class Batch:
         heads: attention heads.
 
     Attributes:
-        mask: (batch, 1, 1, length), False on padding; None without padding.
+        padding: (batch, 1, 1, length), True on padding; None without padding.
         by_row: attention is computed row by row.
         first: as in `PackedRows`.
         segments: of rows that share an adapter (see loralib/nn/routing.py), each as a batch; none
@@ -170,10 +170,14 @@ class Batch:
     def __init__(self, rows: PackedRows, relative: RelativePositions | None, heads: int):
         self.rows, self.first = rows, rows.first
         self.relative = relative
-        self.mask = None
+        self.padding = None
         if len(rows.index) < rows.shape.numel():
-            self.mask = rows.pad(torch.ones_like(rows.index, dtype=torch.bool))[:, None, None, :]
-        self.by_row = not rows.index.is_cuda and not self._padding_is_cheap(heads)
+            real = rows.pad(torch.ones_like(rows.index, dtype=torch.bool))
+            self.padding = ~real[:, None, None, :]
+        # On a GPU one kernel takes all rows, and a graph that is compiled for any number of tokens
+        # has no loop over them.
+        at_once = rows.index.is_cuda or torch.compiler.is_compiling()
+        self.by_row = not at_once and not self._padding_is_cheap(heads)
         self.segments: list[Batch] = []
         if len(rows.segments) > 1:
             parts = map(rows.part, rows.segments)
@@ -317,8 +321,9 @@ class DisentangledSelfAttention(nn.Module):
         """All rows at once, over the padded batch."""
         rows = batch.rows
         if len(q) != len(k):
-            return self._attend(q[:, None], rows.pad(k), rows.pad(v), positions, batch.mask)[:, 0]
-        return rows.pack(self._attend(*map(rows.pad, (q, k, v)), positions, batch.mask))
+            q, k, v = q[:, None], rows.pad(k), rows.pad(v)
+            return self._attend(q, k, v, positions, batch.padding)[:, 0]
+        return rows.pack(self._attend(*map(rows.pad, (q, k, v)), positions, batch.padding))
 
     def _attend(
         self,
@@ -326,15 +331,15 @@ class DisentangledSelfAttention(nn.Module):
         key: Tensor,
         value: Tensor,
         positions: _Positions,
-        mask: Tensor | None,
+        padding: Tensor | None,
     ) -> Tensor:
         """Attention of (batch, queries, hidden) to (batch, keys, hidden)."""
         query, key, value = (x.unflatten(2, (self.heads, -1)) for x in (query, key, value))
         bias = _position_scores(query, key, *positions)
-        if bias is not None and mask is not None:
-            bias = bias.masked_fill(~mask, float("-inf"))
-        elif bias is None:
-            bias = mask
+        if bias is not None and padding is not None:
+            bias = bias.masked_fill(padding, float("-inf"))
+        elif padding is not None:
+            bias = ~padding
         parts = (x.transpose(1, 2) for x in (query, key, value))
         dropout_p = self.dropout_p if self.training else 0.0
         return _attention(*parts, bias, self.scale, dropout_p).transpose(1, 2).flatten(2)
@@ -480,6 +485,7 @@ class DebertaV2Encoder(Encoder):
         if config.norm_rel_ebd == "layer_norm":
             self.LayerNorm = LayerNorm(width, eps=config.layer_norm_eps)
         self.conv = ConvLayer(config) if config.conv_kernel_size > 0 else None
+        self._rows_of_distances: Tensor | None = None
 
     def relative_positions(self, length: int) -> RelativePositions | None:
         """The distances within rows of `length` columns; None where no term uses them."""
@@ -490,7 +496,20 @@ class DebertaV2Encoder(Encoder):
         embeddings = self.rel_embeddings.weight[rows[0] : rows[-1] + 1]
         if config.norm_rel_ebd == "layer_norm":
             embeddings = self.LayerNorm(embeddings)
-        return RelativePositions(embeddings, torch.tensor(rows, device=embeddings.device) - rows[0])
+        return RelativePositions(embeddings, self._rows_on_device(length) - rows[0])
+
+    def _rows_on_device(self, length: int) -> Tensor:
+        """What `relative_rows` gives for a length: part of a table that is copied there once."""
+        config, device = self.config, self.rel_embeddings.weight.device
+        table = self._rows_of_distances
+        if table is None or table.device != device or len(table) < 2 * length - 1:
+            longest = max(length, config.max_position_embeddings)
+            rows = relative_rows(longest, config.position_buckets, config.furthest)
+            with torch.inference_mode(False):  # training uses it as well
+                table = torch.tensor(rows, device=device)
+            self._rows_of_distances = table
+        middle = len(table) // 2
+        return table[middle - length + 1 : middle + length]
 
     def describe(self, rows: PackedRows) -> Batch:
         """What every layer is told of a batch; computed once a forward."""

@@ -1,0 +1,181 @@
+"""GPT-2 on a pretended GPU: steps and beams that do not wait for it, and the CPU's numbers."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from compare import assert_close_to_rounding, rounding
+from pretended_device import OnGpu, PretendedGpu, on_cpu
+
+import gpt2_ft
+import loralib as lora
+from beam import BeamSettings, TreeCache, search
+from data_utils import Row, collate
+from loralib.training.precision import Precision, hold_frozen_in
+from model import GPT2Config, GPT2LMModel
+
+# Of a step of two blocks, forward and backward, with bfloat16's casts and the optimizer.
+LAUNCHES = 160
+# Additions that follow one another in a small model.
+TERMS = 400
+
+
+@pytest.fixture
+def gpu():
+    with PretendedGpu() as gpu:
+        yield gpu
+
+
+@pytest.fixture
+def steps(gpu, monkeypatch):
+    """What each step of gpt2_ft.py asked of the device, from the end of the one before it."""
+    found = []
+
+    def note():
+        found.append((list(gpu.waits), gpu.launches.total()))
+        gpu.waits.clear()
+        gpu.launches.clear()
+
+    monkeypatch.setattr(gpt2_ft.watch, "beat", note)
+    return found
+
+
+# ---- training ----
+
+
+def test_no_step_waits(tiny, tmp_path, steps):
+    """Four batches an epoch, at whose end a checkpoint is written."""
+    more = "--bf16 --log_interval 100 --clip 1.0 --label_smooth 0.1 --grad_acc 2"
+    gpt2_ft.main(tiny.flags(tmp_path, "--max_step", 8, *more.split()))
+    assert len(steps) == 8
+    for number, (waits, launches) in enumerate(steps):
+        if number % 4 != 0:
+            assert waits == []
+            assert launches <= LAUNCHES
+
+
+def test_a_log_waits_once(tiny, tmp_path, steps):
+    gpt2_ft.main(tiny.flags(tmp_path, *["--max_step", "4", "--bf16", "--log_interval", "1"]))
+    assert [len(waits) for waits, _ in steps[1:]] == [1, 1, 1]
+
+
+def test_a_validation_waits_once(tiny, tmp_path, gpu, monkeypatch):
+    """However many batches it has."""
+    waits = []
+
+    def evaluate(*given):
+        gpu.waits.clear()
+        loss = _evaluate(*given)
+        waits.append(list(gpu.waits))
+        return loss
+
+    _evaluate = gpt2_ft.evaluate
+    monkeypatch.setattr(gpt2_ft, "evaluate", evaluate)
+    more = "--max_step 2 --bf16 --eval_interval 1"
+    for size in (1, 7):
+        gpt2_ft.main(tiny.flags(tmp_path / str(size), *more.split(), "--valid_batch_size", size))
+    assert [len(each) for each in waits] == [1] * 4
+
+
+def test_a_loss_that_is_no_number_is_not_saved(tiny, tmp_path, gpu, error_of):
+    """The rate explodes at the fifth step; the loss of the sixth is read in the eighth."""
+    rates = "--scheduler cycle --i_steps 0,3,4,12 --i_lrs 0.01,0.01,1e30,1e30 --log_interval 100"
+    error = error_of(tiny.flags(tmp_path, *rates.split()))
+    assert "the loss of step 6 is nan at learning rate 1e+30: that step is not saved" in error
+    assert [path.name for path in tmp_path.glob("model.*")] == ["model.4.pt"]
+
+
+def losses_of(work_dir: Path) -> list[float]:
+    lines = (work_dir / "metrics.jsonl").read_text().splitlines()
+    return [row.get("loss", row.get("valid_loss")) for row in map(json.loads, lines)]
+
+
+def test_a_run_has_the_cpus_losses(tiny, tmp_path):
+    more = ["--max_step", "4", "--lr", "1e-4", "--eval_interval", "2"]
+    gpt2_ft.main(tiny.flags(tmp_path / "cpu", *more))
+    with PretendedGpu():
+        gpt2_ft.main(tiny.flags(tmp_path / "gpu", *more))
+    ours, theirs = losses_of(tmp_path / "gpu"), losses_of(tmp_path / "cpu")
+    assert len(theirs) == 6
+    assert ours == pytest.approx(theirs, abs=1e-3)
+
+
+def small_model(**settings) -> GPT2LMModel:
+    torch.manual_seed(3)
+    shape = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 30, "n_positions": 40}
+    model = GPT2LMModel(GPT2Config(**shape, **settings))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+@pytest.mark.parametrize(("dtype", "terms"), [(torch.float32, TERMS), (torch.bfloat16, 16)])
+def test_losses_and_gradients_are_the_cpus(dtype, terms):
+    """Rows of several lengths, of which one has no target."""
+    expected = small_model(lora_attn_dim=2)
+    lora.mark_only_lora_as_trainable(expected)
+    model = copy.deepcopy(expected)
+    rows = [
+        Row(torch.randint(30, (n + 1,)).int(), n, first) for n, first in ((9, 3), (4, 0), (7, 7))
+    ]
+    batch = collate(rows)
+    names = ("input", "target", "mask", "packed_rows")
+
+    def loss_of(network, device, **how):
+        if dtype is not torch.float32:
+            hold_frozen_in(network, dtype)
+        *tensors, packed = (batch[name].to(device, **how) for name in names)
+        with Precision(dtype, device).autocast():
+            loss = network(*tensors, packed_rows=packed)
+        loss.backward()
+        return loss
+
+    theirs = loss_of(expected, "cpu")
+    with PretendedGpu():
+        ours = loss_of(model.to("cuda:0"), "cuda")
+    assert_close_to_rounding(on_cpu(ours), theirs, terms, dtype)
+    for (name, own), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert (own.grad is None) == (other.grad is None), name
+        if own.grad is not None:
+            assert isinstance(own.grad, OnGpu)
+            allowed = rounding(0, terms, dtype, float(other.grad.norm()))
+            assert (on_cpu(own.grad) - other.grad).norm() <= allowed, name
+
+
+# ---- beam search ----
+
+PROMPTS = [[3, 9], [5], [1, 20, 7, 7, 12, 4, 26], [17, 2, 2, 8], [11]]
+
+
+@pytest.mark.parametrize("length_penalty", [0.8, -0.5])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_beams_are_the_cpus(gpu, beams, length_penalty):
+    settings = BeamSettings(
+        beam=beams,
+        eval_len=20,
+        length_penalty=length_penalty,
+        no_repeat_ngram_size=2,
+        repetition_penalty=1.1,
+        min_length=2,
+        eos_token_ids=(3, 7, 12, 15, 28),
+    )
+    model = small_model().double().eval()
+    expected = search(model, PROMPTS, settings)
+    assert len({len(text) for text in expected}) > 1
+    assert search(model.to("cuda:0"), PROMPTS, settings) == expected
+
+
+def test_beam_search_waits_when_its_cache_is_full(gpu):
+    """Every `TreeCache.ROOM` steps: for scores, the size of the copy, and what goes into it."""
+    model = small_model().eval().to("cuda:0")
+    counts = []
+    for copies in (0, 1, 3):
+        length = TreeCache.ROOM * (copies + 1)
+        settings = BeamSettings(beam=3, eval_len=length, eos_token_ids=(29,), min_length=length)
+        gpu.waits.clear()
+        search(model, PROMPTS, settings)
+        counts.append(len(gpu.waits))
+    assert counts == [counts[0] + 3 * copies for copies in (0, 1, 3)]

@@ -1,0 +1,207 @@
+"""The Trainer on a pretended GPU: steps that never wait for it, few launches, the CPU's numbers."""
+
+import math
+
+import pytest
+import torch
+from compare import assert_close_to_rounding, rounding
+from encoder_options import ENCODER_TERMS
+from pretended_device import OnGpu, PretendedGpu, on_cpu
+
+from loralib.errors import TrainingError
+from loralib.training.precision import Precision, hold_frozen_in
+from transformers import RobertaConfig, RobertaForMaskedLM, Trainer, TrainerCallback
+from transformers.data.data_collator import PackedCollator
+
+FAMILIES = ("roberta", "deberta")
+LORA = {"apply_lora": True, "lora_r": 4, "lora_alpha": 8}
+STEADY = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+# Of an update of two layers, forward and backward, with bfloat16's casts and the optimizer.
+LAUNCHES = {"roberta": 180, "deberta": 240}
+
+
+class Steps(TrainerCallback):
+    """What each update asked of the device, from the end of the one before it."""
+
+    def __init__(self, gpu):
+        self.gpu, self.waits, self.launches = gpu, [], []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._start_over()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.waits.append(list(self.gpu.waits))
+        self.launches.append(self.gpu.launches.total())
+        self._start_over()
+
+    def _start_over(self):
+        self.gpu.waits.clear()
+        self.gpu.launches.clear()
+
+
+@pytest.fixture
+def gpu():
+    with PretendedGpu() as gpu:
+        yield gpu
+
+
+@pytest.fixture
+def model_of(make_classifier):
+    def make(family, **settings):
+        settings = {"num_labels": 2, "pad_token_id": 1, **LORA, **settings}
+        model = make_classifier(family, **settings)
+        model.train_only(("lora",))
+        return model
+
+    return make
+
+
+def loss_of(gpu, model, batch, dtype):
+    """The loss of a batch as the Trainer computes it there."""
+    if dtype is not torch.float32:
+        hold_frozen_in(model, dtype)
+    model.to("cuda:0")
+    gpu.waits.clear()
+    gpu.launches.clear()
+    packed = PackedCollator(lambda _: batch)([])
+    inputs = {name: x.pin_memory().to("cuda:0", non_blocking=True) for name, x in packed.items()}
+    with Precision(dtype, "cuda").autocast():
+        return model(**inputs).loss
+
+
+# ---- waits and launches ----
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_update_waits(make_trainer, model_of, gpu, family):
+    steps = Steps(gpu)
+    make_trainer(model_of(family), callbacks=[steps], bf16=True, max_grad_norm=1.0).train()
+    assert len(steps.waits) == 10
+    assert not any(steps.waits[1:])
+    # DeBERTa's table of distances is copied once.
+    assert len(steps.waits[0]) == (family == "deberta")
+    assert max(steps.launches[1:]) <= LAUNCHES[family]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_is_one_kernel_in_each_direction(model_of, gpu, batch, family):
+    model = model_of(family, num_labels=3).train()
+    loss_of(gpu, model, batch, torch.bfloat16).backward()
+    name = {"roberta": "flash_attention", "deberta": "scaled_dot_product_efficient_attention"}
+    forward = {"roberta": "_forward", "deberta": ""}
+    assert gpu.launches[f"_{name[family]}{forward[family]}"] == 2  # layers
+    assert gpu.launches[f"_{name[family]}_backward"] == 2
+    padded = {"index_copy", "masked_fill", "_softmax", "baddbmm"} & gpu.launches.keys()
+    assert family == "deberta" or not padded
+
+
+def test_float16_waits_for_the_scaler_alone(make_trainer, model_of, gpu):
+    steps = Steps(gpu)
+    make_trainer(model_of("roberta"), callbacks=[steps], fp16=True, max_grad_norm=1.0).train()
+    for waits in steps.waits:
+        assert len(waits) == 1
+        assert waits[0].startswith("_local_scalar_dense in ")
+        assert "precision.py" in waits[0]
+
+
+def test_accumulation_and_adafactor_do_not_wait(make_trainer, model_of, gpu):
+    steps = Steps(gpu)
+    more = {"gradient_accumulation_steps": 2, "adafactor": True, "label_smoothing_factor": 0.1}
+    make_trainer(model_of("roberta"), callbacks=[steps], bf16=True, **more).train()
+    assert steps.waits == [[]] * len(steps.waits)
+
+
+def test_consistency_training_does_not_wait(make_trainer, model_of, gpu):
+    steps = Steps(gpu)
+    model = model_of("roberta", reg_loss_wgt=1.0)
+    make_trainer(model, callbacks=[steps], bf16=True).train()
+    assert steps.waits == [[]] * len(steps.waits)
+
+
+def test_a_masked_language_model_does_not_wait(gpu, batch):
+    config = RobertaConfig(60, 32, 2, 4, 48, max_position_embeddings=40, type_vocab_size=1)
+    model = RobertaForMaskedLM(config).train()
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    loss_of(gpu, model, {**batch, "labels": labels}, torch.bfloat16).backward()
+    assert gpu.waits == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_evaluation_waits_as_often_for_many_batches(make_trainer, model_of, gpu, family):
+    waits = []
+    for size in (9, 4, 1):
+        trainer = make_trainer(
+            model_of(family),
+            bf16=True,
+            per_device_eval_batch_size=size,
+            compute_metrics=lambda prediction: {},
+        )
+        trainer.evaluate()
+        gpu.waits.clear()
+        trainer.evaluate()
+        waits.append(len(gpu.waits))
+    assert waits == [waits[0]] * 3
+
+
+# ---- numbers ----
+
+
+# bfloat16 rounds activations: about eight times a layer, there and back.
+@pytest.mark.parametrize(("dtype", "terms"), [(torch.float32, ENCODER_TERMS), (torch.bfloat16, 16)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_and_gradients_are_the_cpus(model_of, batch, family, dtype, terms):
+    settings = {"num_labels": 3, **STEADY}
+    expected = model_of(family, **settings).train()
+    if dtype is not torch.float32:
+        hold_frozen_in(expected, dtype)
+    with Precision(dtype, "cpu").autocast():
+        loss = expected(**batch).loss
+    loss.backward()
+    model = model_of(family, **settings).train()
+    with PretendedGpu() as gpu:
+        ours = loss_of(gpu, model, batch, dtype)
+        ours.backward()
+    assert_close_to_rounding(on_cpu(ours), loss, terms, dtype)
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    theirs = {n: p.grad for n, p in expected.named_parameters() if p.grad is not None}
+    assert gradients.keys() == theirs.keys()
+    for name, gradient in gradients.items():
+        assert isinstance(gradient, OnGpu)
+        expected = theirs[name].norm()
+        assert (on_cpu(gradient) - theirs[name]).norm() <= rounding(0, terms, dtype, expected)
+
+
+# ---- losses that are read late ----
+
+
+class Diverging(Trainer):
+    """Its fifth batch has no loss."""
+
+    seen = 0
+
+    def compute_loss(self, model, inputs, return_outputs=False):
+        self.seen += 1
+        loss = super().compute_loss(model, inputs, return_outputs)
+        return loss * math.nan if self.seen == 5 else loss
+
+
+@pytest.mark.parametrize("last", [5, 7, 10])
+def test_a_loss_that_is_not_finite_ends_the_run(make_trainer, model_of, gpu, tmp_path, last):
+    trainer = make_trainer(model_of("roberta"), kind=Diverging, bf16=True, max_steps=last)
+    with pytest.raises(TrainingError, match="the loss is not finite at step 5; no checkpoint"):
+        trainer.train()
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_logs_are_the_cpus(make_trainer, model_of):
+    def losses(device=None):
+        trainer = make_trainer(model_of("roberta", **STEADY), logging_steps=3, learning_rate=1e-4)
+        assert (trainer.args.device.type == "cuda") == (device is not None)
+        trainer.train()
+        return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+    expected = losses()
+    with PretendedGpu() as gpu:
+        ours = losses(gpu)
+    assert ours == pytest.approx(expected, abs=1e-3)
+    assert len(ours) == 3
