@@ -20,7 +20,7 @@ from data_utils import (
 
 
 def process(rank: int = 0, world_size: int = 1) -> SimpleNamespace:
-    return SimpleNamespace(rank=rank, world_size=world_size)
+    return SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"))
 
 
 def full_padding(context, completion, seq_len, joint_lm):

@@ -34,6 +34,7 @@ import loralib as lora
 from loralib.adapters.adapter import Adapter
 from loralib.adapters.deltas import deltas_of
 from loralib.adapters.metadata import LoraMetadata
+from loralib.nn import routing
 from loralib.nn.routing import Routing, for_each_segment, in_effect
 from loralib.serving.prepared import DeviceDelta
 
@@ -52,6 +53,19 @@ def test_a_batch_with_one_adapter_is_that_of_a_model_of_its_own(bank, model, mod
     close(ours, model_of(model_class, name)(**batch))
     assert ours.shape == (3, TRAINED[name].labels or 3)
     assert ours.shape != model(**batch).shape or (ours - model(**batch)).abs().max() > 0.01
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_model_that_was_compiled_before_takes_adapters(bank, model, monkeypatch):
+    """The graph that is made while no process has named an adapter does not stay."""
+    monkeypatch.setattr(routing, "_was_in_use", False)
+    torch.compiler.reset()
+    batch, compiled = make_batch([4, 6, 1]), torch.compile(model, backend="eager")
+    close(compiled(**batch), model(**batch))
+    for names in ("a", ["a", "b", "a"]):
+        with bank.use(names):
+            close(compiled(**batch), model(**batch))
 
 
 def test_names_and_labels(model, model_class):
