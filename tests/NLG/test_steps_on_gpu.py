@@ -56,11 +56,20 @@ def test_no_step_waits(tiny, tmp_path, steps):
             assert launches <= LAUNCHES
 
 
+def test_float16_waits_for_the_scaler_alone(tiny, tmp_path, steps):
+    gpt2_ft.main(tiny.flags(tmp_path, *"--max_step 3 --fp16 --log_interval 100".split()))
+    for waits, _ in steps[1:]:
+        assert len(waits) == 1
+        assert waits[0].startswith("_local_scalar_dense in ")
+        assert "precision.py" in waits[0]
+
+
 def test_a_log_waits_once(tiny, tmp_path, steps):
     gpt2_ft.main(tiny.flags(tmp_path, *["--max_step", "4", "--bf16", "--log_interval", "1"]))
     assert [len(waits) for waits, _ in steps[1:]] == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_validation_waits_once(tiny, tmp_path, gpu, monkeypatch):
     """However many batches it has."""
     waits = []
@@ -79,6 +88,7 @@ def test_a_validation_waits_once(tiny, tmp_path, gpu, monkeypatch):
     assert [len(each) for each in waits] == [1] * 4
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_is_not_saved(tiny, tmp_path, gpu, error_of):
     """The rate explodes at the fifth step; the loss of the sixth is read in the eighth."""
     rates = "--scheduler cycle --i_steps 0,3,4,12 --i_lrs 0.01,0.01,1e30,1e30 --log_interval 100"
@@ -92,6 +102,7 @@ def losses_of(work_dir: Path) -> list[float]:
     return [row.get("loss", row.get("valid_loss")) for row in map(json.loads, lines)]
 
 
+@pytest.mark.slow
 def test_a_run_has_the_cpus_losses(tiny, tmp_path):
     more = ["--max_step", "4", "--lr", "1e-4", "--eval_interval", "2"]
     gpt2_ft.main(tiny.flags(tmp_path / "cpu", *more))
@@ -150,6 +161,7 @@ def test_losses_and_gradients_are_the_cpus(dtype, terms):
 PROMPTS = [[3, 9], [5], [1, 20, 7, 7, 12, 4, 26], [17, 2, 2, 8], [11]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length_penalty", [0.8, -0.5])
 @pytest.mark.parametrize("beams", [1, 3])
 def test_beams_are_the_cpus(gpu, beams, length_penalty):
@@ -168,6 +180,7 @@ def test_beams_are_the_cpus(gpu, beams, length_penalty):
     assert search(model.to("cuda:0"), PROMPTS, settings) == expected
 
 
+@pytest.mark.slow
 def test_beam_search_waits_when_its_cache_is_full(gpu):
     """Every `TreeCache.ROOM` steps: for scores, the size of the copy, and what goes into it."""
     model = small_model().eval().to("cuda:0")

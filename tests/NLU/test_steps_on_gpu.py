@@ -104,6 +104,7 @@ def test_float16_waits_for_the_scaler_alone(make_trainer, model_of, gpu):
         assert "precision.py" in waits[0]
 
 
+@pytest.mark.slow
 def test_accumulation_and_adafactor_do_not_wait(make_trainer, model_of, gpu):
     steps = Steps(gpu)
     more = {"gradient_accumulation_steps": 2, "adafactor": True, "label_smoothing_factor": 0.1}
@@ -111,6 +112,7 @@ def test_accumulation_and_adafactor_do_not_wait(make_trainer, model_of, gpu):
     assert steps.waits == [[]] * len(steps.waits)
 
 
+@pytest.mark.slow
 def test_consistency_training_does_not_wait(make_trainer, model_of, gpu):
     steps = Steps(gpu)
     model = model_of("roberta", reg_loss_wgt=1.0)
@@ -126,6 +128,7 @@ def test_a_masked_language_model_does_not_wait(gpu, batch):
     assert gpu.waits == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_evaluation_waits_as_often_for_many_batches(make_trainer, model_of, gpu, family):
     waits = []
@@ -185,6 +188,7 @@ class Diverging(Trainer):
         return loss * math.nan if self.seen == 5 else loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", [5, 7, 10])
 def test_a_loss_that_is_not_finite_ends_the_run(make_trainer, model_of, gpu, tmp_path, last):
     trainer = make_trainer(model_of("roberta"), kind=Diverging, bf16=True, max_steps=last)
@@ -193,6 +197,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(make_trainer, model_of, gpu, tmp
     assert list((tmp_path / "out").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_logs_are_the_cpus(make_trainer, model_of):
     def losses(device=None):
         trainer = make_trainer(model_of("roberta", **STEADY), logging_steps=3, learning_rate=1e-4)

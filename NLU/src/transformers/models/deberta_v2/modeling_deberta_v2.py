@@ -145,10 +145,12 @@ class RelativePositions:
     Args:
         embeddings: (rows, hidden), the rows of the relative positions' embedding that occur.
         rows: (2 · length - 1,), which of them each distance has, from 1 - length to length - 1.
+        reversed_rows: the same from length - 1 to 1 - length.
     """
 
     embeddings: Tensor
     rows: Tensor
+    reversed_rows: Tensor
 
 
 class Batch:
@@ -285,7 +287,7 @@ class DisentangledSelfAttention(nn.Module):
         embeddings = self.pos_dropout(relative.embeddings)
         if self.c2p:
             project = self._position_projection("key_proj")
-            keys = self._of_distances(project, embeddings, relative.rows.flip(0))
+            keys = self._of_distances(project, embeddings, relative.reversed_rows)
         if self.p2c:
             project = self._position_projection("query_proj")
             queries = self._of_distances(project, embeddings, relative.rows)
@@ -496,7 +498,8 @@ class DebertaV2Encoder(Encoder):
         embeddings = self.rel_embeddings.weight[rows[0] : rows[-1] + 1]
         if config.norm_rel_ebd == "layer_norm":
             embeddings = self.LayerNorm(embeddings)
-        return RelativePositions(embeddings, self._rows_on_device(length) - rows[0])
+        of_distances = self._rows_on_device(length) - rows[0]
+        return RelativePositions(embeddings, of_distances, of_distances.flip(0))
 
     def _rows_on_device(self, length: int) -> Tensor:
         """What `relative_rows` gives for a length: part of a table that is copied there once."""
