@@ -71,9 +71,8 @@ class Precision:
             nn.utils.clip_grad_norm_(parameters, max_norm)
         updates: list[bool] = []
         # The scaler has to wait for the device; to ask it for its scale would be another wait.
-        hook = optimizer.register_step_post_hook(lambda *_: updates.append(True))
-        self.scaler.step(optimizer)
-        hook.remove()
+        with optimizer.register_step_post_hook(lambda *_: updates.append(True)):
+            self.scaler.step(optimizer)
         self.scaler.update()
         return bool(updates)
 

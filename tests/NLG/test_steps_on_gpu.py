@@ -57,7 +57,7 @@ def test_no_step_waits(tiny, tmp_path, steps):
 
 
 def test_float16_waits_for_the_scaler_alone(tiny, tmp_path, steps):
-    gpt2_ft.main(tiny.flags(tmp_path, *"--max_step 3 --fp16 --log_interval 100".split()))
+    gpt2_ft.main(tiny.flags(tmp_path, *["--max_step", "3", "--fp16", "--log_interval", "100"]))
     for waits, _ in steps[1:]:
         assert len(waits) == 1
         assert waits[0].startswith("_local_scalar_dense in ")

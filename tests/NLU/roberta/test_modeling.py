@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from roberta_cases import CASES, KINDS, LABELS, LORA, NO_DROPOUT, close, real
 
-from loralib.nn.packing import _attend_padded, _attend_rows
+from loralib.nn.packing import _attend_one_by_one, _attend_padded
 from transformers import (
     AutoModelForSequenceClassification,
     RobertaConfig,
@@ -153,7 +153,7 @@ def test_too_long_a_text(build):
 def test_whole_model_by_either_path(monkeypatch, upstream, build, arguments):
     model, given = build("classifier"), arguments("holes")
     roberta = importlib.import_module("transformers.models.roberta.modeling_roberta")
-    for path in (_attend_rows, _attend_padded):
+    for path in (_attend_one_by_one, _attend_padded):
         monkeypatch.setattr(roberta, "attend", path)
         close(model(**given).logits, upstream["outputs/classifier/holes/logits"])
 

@@ -25,7 +25,6 @@ Source: DeBERTa, arXiv 2006.03654, section 3, with version 2's buckets, shared p
 convolution; LoRA, arXiv 2106.09685, section 4.2.
 """
 
-import functools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -107,7 +106,6 @@ class DebertaV2Embeddings(nn.Module):
 # ---- disentangled attention ----
 
 
-@functools.lru_cache(maxsize=1024)
 def relative_rows(length: int, buckets: int, furthest: int) -> tuple[int, ...]:
     """Rows of the relative positions' embedding for distances from 1 - length to length - 1.
 
@@ -120,9 +118,12 @@ def relative_rows(length: int, buckets: int, furthest: int) -> tuple[int, ...]:
     Returns:
         2 · length - 1 rows, ascending.
     """
+    return tuple(_row(distance, buckets, furthest) for distance in range(1 - length, length))
+
+
+def _row(distance: int, buckets: int, furthest: int) -> int:
     span = buckets if buckets > 0 else furthest
-    rows = (span + _bucket(distance, buckets, furthest) for distance in range(1 - length, length))
-    return tuple(min(max(row, 0), 2 * span - 1) for row in rows)
+    return min(max(span + _bucket(distance, buckets, furthest), 0), 2 * span - 1)
 
 
 def _bucket(distance: int, buckets: int, furthest: int) -> int:
@@ -494,11 +495,14 @@ class DebertaV2Encoder(Encoder):
         config = self.config
         if not config.relative_attention or not config.pos_att_type:
             return None
-        rows = relative_rows(length, config.position_buckets, config.furthest)
-        embeddings = self.rel_embeddings.weight[rows[0] : rows[-1] + 1]
+        first, last = (
+            _row(distance, config.position_buckets, config.furthest)
+            for distance in (1 - length, length - 1)
+        )
+        embeddings = self.rel_embeddings.weight[first : last + 1]
         if config.norm_rel_ebd == "layer_norm":
             embeddings = self.LayerNorm(embeddings)
-        of_distances = self._rows_on_device(length) - rows[0]
+        of_distances = self._rows_on_device(length) - first
         return RelativePositions(embeddings, of_distances, of_distances.flip(0))
 
     def _rows_on_device(self, length: int) -> Tensor:
