@@ -56,6 +56,18 @@ def test_no_step_waits(tiny, tmp_path, steps):
             assert launches <= LAUNCHES
 
 
+@pytest.mark.gpu
+def test_no_step_waits_on_a_gpu(tiny, tmp_path, monkeypatch):
+    """From the first step to the third and last, a wait for a real GPU is an error."""
+    modes = iter(["error", "error", "default"])
+    beat = lambda: torch.cuda.set_sync_debug_mode(next(modes))  # noqa: E731
+    monkeypatch.setattr(gpt2_ft.watch, "beat", beat)
+    try:
+        gpt2_ft.main(tiny.flags(tmp_path, "--max_step", 3, "--bf16", "--log_interval", 100))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_float16_waits_for_the_scaler_alone(tiny, tmp_path, steps):
     gpt2_ft.main(tiny.flags(tmp_path, *["--max_step", "3", "--fp16", "--log_interval", "100"]))
     for waits, _ in steps[1:]:

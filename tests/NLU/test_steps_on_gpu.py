@@ -83,6 +83,24 @@ def test_no_update_waits(make_trainer, model_of, gpu, family):
     assert max(steps.launches[1:]) <= LAUNCHES[family]
 
 
+class NoWaits(TrainerCallback):
+    """From the first update to the last, a wait for a real GPU is an error."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        is_last = state.global_step == state.max_steps
+        torch.cuda.set_sync_debug_mode("default" if is_last else "error")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_update_waits_on_a_gpu(make_trainer, model_of, family):
+    trainer = make_trainer(model_of(family), callbacks=[NoWaits()], bf16=True, max_grad_norm=1.0)
+    try:
+        trainer.train()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_is_one_kernel_in_each_direction(model_of, gpu, batch, family):
     model = model_of(family, num_labels=3).train()

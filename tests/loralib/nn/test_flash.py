@@ -34,12 +34,11 @@ def attended(inputs, device, **how):
     leaves = [x.clone().to(device).requires_grad_() for x in inputs]
     out = attend(*leaves, rows, HEADS, **how)
     found = torch.autograd.grad(out.float().square().sum(), leaves)
-    return [on_cpu(x.detach()) for x in (out, *found)]
+    return [on_cpu(x.detach()).cpu() for x in (out, *found)]
 
 
-def assert_same(inputs, gpu, **how):
+def assert_same(inputs, **how):
     expected = attended([x.float() for x in inputs], "cpu", **how)
-    gpu.launches.clear()
     for ours, theirs in zip(attended(inputs, "cuda:0", **how), expected, strict=True):
         allowed = rounding(0, TERMS, inputs[0].dtype, float(theirs.abs().max()))
         torch.testing.assert_close(ours.float(), theirs, rtol=0, atol=allowed)
@@ -50,10 +49,18 @@ def assert_same(inputs, gpu, **how):
 def test_one_kernel_without_padding(gpu, dtype, how):
     one_query = how.get("one_query", False)
     inputs = drawn(dtype, one_query=one_query)
-    assert_same(inputs, gpu, causal=how.get("causal", False))
+    assert_same(inputs, causal=how.get("causal", False))
     assert gpu.launches["_flash_attention_forward"] == 1
     assert gpu.launches["_flash_attention_backward"] == 1
     assert gpu.launches["index_copy"] == gpu.launches["index_select"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("how", [{}, {"causal": True}, {"one_query": True}])
+def test_on_a_gpu(dtype, how):
+    inputs = drawn(dtype, one_query=how.get("one_query", False))
+    assert_same(inputs, causal=how.get("causal", False))
 
 
 def test_dropout_is_the_kernels(gpu):
@@ -92,7 +99,7 @@ def _not_built(monkeypatch):
 def test_padded_where_there_is_no_kernel(gpu, monkeypatch, dtype, width, change, how):
     if change is not None:
         change(monkeypatch)
-    assert_same(drawn(dtype, width), gpu, **how)
+    assert_same(drawn(dtype, width), **how)
     assert gpu.launches["_flash_attention_forward"] == 0
     fused = [name for name in gpu.launches if name.startswith("_scaled_dot_product")]
     assert len(fused) == 2  # there and back

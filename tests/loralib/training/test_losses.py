@@ -1,0 +1,52 @@
+"""Losses that stay on a device until they are read."""
+
+import math
+
+import pytest
+import torch
+from pretended_device import PretendedGpu
+
+from loralib.training.losses import PendingLosses
+
+
+def add(losses, values, device="cpu", start=1):
+    for step, value in enumerate(values, start=start):
+        losses.add(step, torch.full((), value, device=device, requires_grad=True))
+
+
+def test_on_a_cpu_each_is_due():
+    losses = PendingLosses()
+    assert (losses.are_due, losses.read()) == (False, [])
+    assert math.isnan(losses.last)
+    add(losses, [0.5])
+    assert losses.are_due
+    assert losses.read() == [(1, 0.5)]
+    assert (losses.last, losses.are_due, losses.read()) == (0.5, False, [])
+    assert losses.last == 0.5
+
+
+def test_on_a_gpu_all_are_read_at_once():
+    with PretendedGpu() as gpu:
+        losses = PendingLosses()
+        add(losses, [0.5, math.inf, 2.0], "cuda:0", start=7)
+        assert (losses.are_due, gpu.waits) == (False, [])
+        assert losses.read() == [(7, 0.5), (8, math.inf), (9, 2.0)]
+        assert len(gpu.waits) == 1
+        assert losses.last == 2.0
+
+
+def test_they_are_due_before_they_become_too_many(monkeypatch):
+    monkeypatch.setattr(PendingLosses, "_MOST", 3)
+    with PretendedGpu():
+        losses = PendingLosses()
+        add(losses, [1.0, 1.0], "cuda:0")
+        assert not losses.are_due
+        add(losses, [1.0], "cuda:0")
+        assert losses.are_due
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_loss_is_read_as_it_is(dtype):
+    losses = PendingLosses()
+    losses.add(1, torch.tensor(0.1, dtype=dtype))
+    assert losses.read() == [(1, float(torch.tensor(0.1, dtype=dtype)))]
