@@ -364,7 +364,7 @@ def test_two_processes_write_what_one_does(decode, files, tmp_path, launch):
     alone = decode("--lora_path", files / "lora.pt", "--batch_size", 1)
     more = ["--lora_path", files / "lora.pt", "--batch_size", 1, "--output_file", "two.jsonl"]
     command = flags(files, tmp_path, files / "data.jsonl", *more)
-    result = launch("torch.distributed.run", SCRIPT, *command)
+    result = launch("torch.distributed.run", SCRIPT, *command, forks=True)
     assert result.returncode == 0, result.stderr
     assert read(tmp_path / "two.jsonl") == alone
     assert "7 contexts, 4 of them distinct" in result.stderr

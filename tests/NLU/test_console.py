@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from glue_runs import common, on_rte
+from launches import launch
 
 from transformers import TrainingArguments
 
@@ -13,11 +14,11 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "text-classification
 
 
 def run(arguments: list, processes: int = 1) -> subprocess.CompletedProcess:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command = [*(launcher if processes > 1 else []), SCRIPT, *arguments]
-    return subprocess.run(
-        [sys.executable, *map(str, command)], capture_output=True, text=True, timeout=300
-    )
+    if processes > 1:
+        settings = {"launcher": "torch.distributed.run", "restarts": 0, "tree": "NLU"}
+        return launch(processes, SCRIPT, *arguments, **settings)
+    command = [sys.executable, SCRIPT, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.distributed

@@ -62,21 +62,23 @@ def test_a_name_that_is_not_carried_says_so():
     assert not hasattr(transformers, "__no_such_thing__")
 
 
+PATHS = [
+    "trainer.Trainer",
+    "modeling_utils.PreTrainedModel",
+    "models.roberta.modeling_roberta.RobertaModel",
+    "models.auto.configuration_auto.AutoConfig",
+    "data.metrics.glue_compute_metrics",
+    "utils.logging.get_logger",
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "path",
-    [
-        "trainer.Trainer",
-        "modeling_utils.PreTrainedModel",
-        "models.roberta.modeling_roberta.RobertaModel",
-        "models.auto.configuration_auto.AutoConfig",
-        "data.metrics.glue_compute_metrics",
-        "utils.logging.get_logger",
-    ],
-)
-def test_modules_are_there_as_attributes(path):
-    done = run_python(f"import transformers; print(transformers.{path}.__name__)")
-    assert done.stdout.strip() == path.rpartition(".")[2]
+def test_modules_are_there_as_attributes():
+    """Of a package that has been imported, and nothing else of it: a process for each."""
+    show = "if os.fork() == 0:\n    print(transformers.{}.__name__, flush=True)\n    os._exit(0)"
+    lines = [f"{show.format(path)}\nos.wait()" for path in PATHS]
+    done = run_python("\n".join(["import os, torch, transformers", *lines]))
+    assert done.stdout.split() == [path.rpartition(".")[2] for path in PATHS], done.stderr
 
 
 # ---- what is imported, and when ----
