@@ -392,12 +392,11 @@ def test_a_model_without_trainable_parameters(make_trainer, make_model):
 
 
 def test_training_learns_and_leaves_frozen_weights_alone(make_trainer, make_model):
-    model = make_model(0.1)
+    model, data = make_model(0.1), make_data(64)
     frozen = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
-    trainer = make_trainer(
-        model, train=make_data(64), num_train_epochs=12, logging_strategy="epoch"
-    )
+    trainer = make_trainer(model, train=data, num_train_epochs=40)
+    before = trainer.evaluate(data)["eval_loss"]
     trainer.train()
-    losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
-    assert losses[-1] < losses[0] / 2
+    # Without dropout, so that not much is left to chance.
+    assert trainer.evaluate(data)["eval_loss"] < before / 2
     assert_same_bits(frozen, {n: p for n, p in model.named_parameters() if not p.requires_grad})
