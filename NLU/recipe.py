@@ -26,7 +26,8 @@ environment variables:
 
 Flags of run_glue.py follow the recipe's own, and override them: another
 --learning_rate, --data_dir for GLUE's files in a folder instead of the hub, --output_dir,
---overwrite_output_dir False to resume a run that was stopped. For all of them:
+--overwrite_output_dir False to resume a run that was stopped; --estimate only says what the
+recipe would take. For all of them:
   python {script} --help
 """
 
@@ -62,6 +63,14 @@ class Recipe:
         flags = {**self.flags, "output_dir": self.flags.get("output_dir", self.output_dir)}
         own = [part for name, value in flags.items() for part in _flag(name, value)]
         return [*own, *extra]
+
+    def estimate(self, nproc: int, extra: Sequence[str] = ()) -> list[str]:
+        """The command that says what the recipe takes on so many devices, in one process."""
+        return [
+            "python",
+            _shown(SCRIPT),
+            *self.arguments(["--estimate_devices", str(nproc), *extra]),
+        ]
 
     def command(self, nproc: int, extra: Sequence[str] = (), port: str | None = None) -> list[str]:
         """The full command, ``python`` first, to be run where the user is."""
@@ -291,14 +300,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     args, extra = parse(sys.argv[1:] if argv is None else argv)
     try:
         recipe, nproc = chosen(args)
-        if not args.print:
+        estimated = "--estimate" in extra
+        if not args.print and not estimated:
             check_start(recipe, extra)
             if "NPROC" not in os.environ:
                 check_gpus(recipe, extra)
     except (OSError, ValueError) as error:
         sys.exit(f"{args.recipe}.sh: error: {error}")
     environment = read_environment()
-    command = recipe.command(nproc, extra, os.environ.get("MASTER_PORT"))
+    if estimated:
+        command = recipe.estimate(nproc, extra)
+    else:
+        command = recipe.command(nproc, extra, os.environ.get("MASTER_PORT"))
     print(written_out(environment, command), flush=True)
     if args.print:
         return

@@ -9,6 +9,7 @@ setup(
     license="MIT",
     package_dir={"": "src"},
     packages=find_packages("src"),
+    package_data={"": ["published/*.json"]},
     python_requires=">=3.10",
     install_requires=[
         "loralib>=0.2.0",

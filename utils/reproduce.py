@@ -3,6 +3,7 @@
     python utils/reproduce.py "roberta-base LoRA"             a row of a table: all its recipes
     python utils/reproduce.py roberta_base_rte --seeds 0 1    a recipe of NLU/ or NLG/
     python utils/reproduce.py e2e_gpt2_md -- --bf16           flags for the recipe, after its own
+    python utils/reproduce.py "roberta-base LoRA" --estimate  only what each recipe would take
 
 Each run is the recipe itself, a program of its own that writes into a folder of its own:
 
@@ -35,7 +36,7 @@ from loralib.training import process
 from reproduction.glue import Glue
 from reproduction.nlg import Nlg
 from reproduction.plan import SMALL_SEEDS, check_settings, choose, plan_runs, read_rows
-from reproduction.programs import execute
+from reproduction.programs import execute, show_estimate
 from reproduction.report import RESULTS_NAME, write_report
 from reproduction.runs import Run, Tree, problem_of
 
@@ -86,9 +87,17 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="a trial, in minutes on a CPU and offline: a few steps of the same recipes on a small "
         "base and small data that it makes; SST-2 on RoBERTa, and E2E",
     )
+    add(
+        "--estimate",
+        action="store_true",
+        help="print what a run of each recipe would take on this machine (parameters, memory, "
+        "arithmetic, time), and train nothing",
+    )
     argv = list(argv)
     cut = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:cut])
+    if args.estimate and args.small:
+        raise ValueError("--estimate is of the recipes themselves: leave out --small")
     if args.output_dir is None:
         args.output_dir = Path("output", "reproduce_small" if args.small else "reproduce")
     flags = argv[cut + 1 :]
@@ -119,6 +128,24 @@ def execute_all(
         after_each()
 
 
+def estimate_all(runs: Sequence[tuple[Tree, Run]], flags: Sequence[str]) -> None:
+    """Shows what each recipe says of what it takes; its seeds take the same.
+
+    Raises:
+        TrainingError: a recipe ended with an error, which it has shown.
+    """
+    recipes: dict[str, tuple[Tree, Run]] = {}
+    for tree, run in runs:
+        recipes.setdefault(run.recipe, (tree, run))
+    failed = []
+    for tree, run in recipes.values():
+        print(f"\n## {run.recipe}\n", flush=True)
+        if show_estimate(tree, run, flags):
+            failed.append(run.recipe)
+    if failed:
+        raise process.TrainingError(f"no estimate of {', '.join(failed)}: see above")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs what is asked for and not done yet, and reports.
 
@@ -131,6 +158,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     out = args.output_dir.absolute()
     rows = read_rows([Glue(out, args.small), Nlg(out, args.small)])
     runs = plan_runs(choose(args.names, rows), rows, args.seeds, out)
+    if args.estimate:
+        estimate_all(runs, flags)
+        return
     variables = {name: os.environ[name] for name in DECISIVE if os.environ.get(name)}
     settings = {"small": args.small, "flags": flags, "environment": variables}
     check_settings(out, settings)

@@ -10,6 +10,7 @@ card=$1
 shift
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
     echo "Trains, decodes and scores; flags go to the training: python NLG/src/gpt2_ft.py --help."
+    echo "--estimate only says what the training would take."
     echo "Variables: NPROC (processes), SEED, RUN_DIR (folder to write to), MASTER_PORT."
     exit 0
 fi
@@ -25,6 +26,10 @@ base=pretrained_checkpoints/$name-pytorch_model.bin vocab=vocab data=data
 if [ -n "${TRIAL_DIR:-}" ]; then
     card=xs base=$TRIAL_DIR/base.pt vocab=$TRIAL_DIR/vocab data=$TRIAL_DIR/data
 fi
+
+# With --estimate, the training says what it would take, in one process, and nothing else is run.
+estimate=
+case " $* " in *" --estimate "*) estimate=1 ;; esac
 
 # out_of CORPUS: the run's folder; other seeds than the release's have folders of their own.
 out_of() {
@@ -47,6 +52,7 @@ need() {
 
 # need_inputs CORPUS FOLDER: the base, the vocabulary and the encoded data.
 need_inputs() {
+    if [ -n "$estimate" ]; then return; fi
     need "$base" "bash download_pretrained_checkpoints.sh $name"
     need "$vocab/encoder.json" "bash download_data.sh vocab"
     for split in train valid test test_formatted; do
@@ -56,6 +62,9 @@ need_inputs() {
 
 # launch SCRIPT FLAGS…: runs a script on NPROC processes.
 launch() {
+    if [ -n "$estimate" ]; then
+        exec python "$1" --estimate_devices "$NPROC" "${@:2}"
+    fi
     python -m torch.distributed.launch --nproc_per_node="$NPROC" \
         --master_port "${MASTER_PORT:-29500}" "$@"
 }

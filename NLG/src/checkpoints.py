@@ -170,14 +170,7 @@ def open_model(
         _check_base_alone(base)
     _set_lora(args, adapter or base, lora_path or args.init_checkpoint)
     has_layers = adapter is None or _has_layers(adapter)
-    config = config_of(
-        args.model_card,
-        lora_attn_dim=args.lora_dim if has_layers else 0,
-        lora_attn_alpha=args.lora_alpha,
-        lora_dropout=lora_dropout,
-        **{name: getattr(args, name) for name in _FLAGS if name not in ("lora_dim", "lora_alpha")},
-        **_patterns(args, adapter or base),
-    )
+    config = _config(args, adapter or base, lora_dropout, args.lora_dim if has_layers else 0)
     if args.init_checkpoint is None:
         model = GPT2LMModel(config)
     else:
@@ -190,6 +183,26 @@ def open_model(
         check_base(adapter, base.fingerprint)
         merge_into(model, adapter)
     return model, base
+
+
+def config_of_flags(args: argparse.Namespace, lora_dropout: float) -> GPT2Config:
+    """The shape that `open_model` gives a model whose files say nothing of their LoRA."""
+    nothing = Base({})
+    _set_lora(args, nothing, None)
+    return _config(args, nothing, lora_dropout, args.lora_dim)
+
+
+def _config(
+    args: argparse.Namespace, file: Adapter | Base, lora_dropout: float, rank: int
+) -> GPT2Config:
+    return config_of(
+        args.model_card,
+        lora_attn_dim=rank,
+        lora_attn_alpha=args.lora_alpha,
+        lora_dropout=lora_dropout,
+        **{name: getattr(args, name) for name in _FLAGS if name not in ("lora_dim", "lora_alpha")},
+        **_patterns(args, file),
+    )
 
 
 def _has_layers(adapter: Adapter) -> bool:

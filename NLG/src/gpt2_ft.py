@@ -16,7 +16,7 @@ import argparse
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -25,12 +25,14 @@ from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
 import loralib as lora
-from checkpoints import Base, open_model, save_model
+from checkpoints import Base, config_of_flags, open_model, save_model
 from data_utils import (
     Batch,
     FT_Dataset,
+    Row,
     batches_from,
     batches_per_epoch,
+    collate,
     count_tokens,
     one_token_batch,
     validation_batches,
@@ -43,6 +45,7 @@ from loralib.training import watch
 from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
 from loralib.training.determinism import set_dropout_seed, set_seed, set_up_device
 from loralib.training.distributed import sum_over_processes
+from loralib.training.estimate import Estimate, Plan, Training, estimate, typical_and_largest
 from loralib.training.launch import find_launch
 from loralib.training.losses import PendingLosses
 from loralib.training.output import output_folder
@@ -55,6 +58,7 @@ from loralib.training.precision import (
 )
 from loralib.training.process import set_up_logging
 from loralib.training.product_choices import choose_products
+from model import GPT2LMModel
 from optimizer import Scheduler, create_adam_optimizer, create_optimizer_scheduler
 from run_state import (
     RESUME_NAME,
@@ -75,6 +79,11 @@ def main(argv: list[str] | None = None) -> None:
     dist_env = start(args)
     set_up_device(tf32=args.tf32, deterministic=args.use_deterministic_algorithms)
     set_up_logging()
+    if args.estimate:
+        taken = estimate_run(args, dist_env)
+        if dist_env.is_main:
+            print(taken)
+        return
     files = ("model.*.pt", RESUME_NAME, METRICS_NAME)
     with output_folder(args.work_dir, dist_env.rank, dist_env.world_size, files):
         train(args, dist_env)
@@ -115,12 +124,7 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
     settings = {"init_sync": model.config.lora_is_made_of_weights}
     ddp_model = wrap_ddp(model, device, dist_env.world_size, **settings)
 
-    def loss_of(network: nn.Module, batch: Batch, label_smooth: float = 0.0) -> Tensor:
-        names = ("input", "target", "mask", "packed_rows")
-        *tensors, rows = (batch[name].to(device, non_blocking=True) for name in names)
-        with precision.autocast():
-            return network(*tensors, label_smooth, rows)
-
+    loss_of = loss_function(precision, device)
     warm_up_ddp(ddp_model, lambda: loss_of(ddp_model, one_token_batch()).backward())
 
     # ---- where the run is ----
@@ -211,6 +215,18 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
     write_finished(work_dir, dist_env, identity, step)
 
 
+def loss_function(precision: Precision, device: torch.device) -> Callable[..., Tensor]:
+    """(model, batch, ε of label smoothing = 0) -> the batch's loss."""
+
+    def loss_of(network: nn.Module, batch: Batch, label_smooth: float = 0.0) -> Tensor:
+        names = ("input", "target", "mask", "packed_rows")
+        *tensors, rows = (batch[name].to(device, non_blocking=True) for name in names)
+        with precision.autocast():
+            return network(*tensors, label_smooth, rows)
+
+    return loss_of
+
+
 def choose_trained(model: nn.Module, lora_dim: int) -> None:
     """Marks what is trained: LoRA's part or, without one, all of a model."""
     if lora_dim > 0:
@@ -271,6 +287,71 @@ def evaluate(
     both = torch.stack([total, torch.full_like(total, count)])
     loss, count = sum_over_processes(both, dist_env.world_size).tolist()
     return loss / count
+
+
+def estimate_run(args: argparse.Namespace, dist_env: DistEnv) -> Estimate:
+    """What the training takes. The data is read if it is there, weights are not.
+
+    Without data, and with --estimate_length, all rows have one length and are targets throughout.
+    """
+    device, precise = dist_env.device, argparse.Namespace(**vars(args))
+    # float16 takes the memory of bfloat16, and has a scaler that decides by the gradients' values.
+    precise.fp16, precise.bf16 = False, args.fp16 or args.bf16
+    config = config_of_flags(args, args.lora_dropout)
+    check_fits(args, config)
+    data = estimated_data(args)
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(args.random_seed))
+    batches = order.split(args.train_batch_size)
+    lengths = [data[index].length for index in range(len(data))]
+    devices = args.estimate_devices or dist_env.world_size
+    if args.max_step is None and args.max_epoch is not None and isinstance(data, FT_Dataset):
+        args.max_step = math.ceil(args.max_epoch * data.num_batches / devices)
+
+    def build(layers: int | None) -> Training:
+        return training_of(
+            GPT2LMModel(config.with_layers(layers or config.n_layer)), precise, device
+        )
+
+    plan = Plan(
+        build,
+        lambda rows: collate([data[index] for index in rows]),
+        *typical_and_largest([batch.tolist() for batch in batches], lengths),
+        batches=args.grad_acc,
+        updates=None if args.max_step is None else args.max_step // args.grad_acc,
+        device=device,
+        dtype=compute_dtype(args.fp16, args.bf16),
+        devices=devices,
+        rate=args.estimate_rate,
+    )
+    return estimate(plan)
+
+
+def estimated_data(args: argparse.Namespace) -> Sequence[Row]:
+    """The training data or, where it is not there or not asked for, a batch of equal rows."""
+    length, path = args.estimate_length, args.train_data
+    if length is None and Path(path).is_file():
+        jlm = args.obj == "jlm"
+        return FT_Dataset(path, args.train_batch_size, args.seq_len, jlm, args.random_seed)
+    length = min(length or args.seq_len, args.seq_len)
+    return [Row(torch.zeros(length + 1, dtype=torch.int32), length, 0)] * args.train_batch_size
+
+
+def training_of(model: nn.Module, args: argparse.Namespace, device: torch.device) -> Training:
+    """What a step is made of; see `train`."""
+    choose_trained(model, args.lora_dim)
+    optimizer = create_adam_optimizer(model, args)
+    precision = create_precision(args, model, optimizer, device)
+    loss_of = loss_function(precision, device)
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def add_gradients(batch: Batch) -> None:
+        precision.backward(loss_of(model, batch, args.label_smooth) / args.grad_acc)
+
+    def update() -> None:
+        precision.step(optimizer, trained, args.clip)
+        optimizer.zero_grad()
+
+    return Training(model, optimizer, add_gradients, update)
 
 
 def show_step(bar: tqdm, step: int, loss: float, lr: float) -> None:

@@ -6,6 +6,7 @@ import os
 
 from checkpoints import add_lora_params, add_model_params
 from gpu import add_gpu_params
+from loralib.training.estimate import rate_of
 from model import GPT2Config
 from optimizer import add_optimizer_params
 
@@ -13,6 +14,7 @@ _MANY = 2**62
 _RANGES = {
     **dict.fromkeys(("grad_acc", "log_interval", "eval_interval", "save_interval"), (1, _MANY)),
     **dict.fromkeys(("max_step", "max_epoch"), (1, _MANY)),
+    **dict.fromkeys(("estimate_devices", "estimate_length"), (1, _MANY)),
     **dict.fromkeys(("lora_dropout", "label_smooth"), (0, 1)),
     **dict.fromkeys(("clip", "lora_alpha"), (0, 1e30)),
     "random_seed": (0, _MANY),
@@ -34,6 +36,7 @@ def parse_args(argv: list[str] | None = None, description: str | None = None) ->
     )
     _add_training_params(parser)
     _add_output_params(parser)
+    _add_estimate_params(parser)
     add_model_params(parser)
     add_lora_params(parser)
     add_optimizer_params(parser)
@@ -45,6 +48,7 @@ def parse_args(argv: list[str] | None = None, description: str | None = None) ->
         if value is not None and not least <= value <= most:
             bound = f"at most {most:g}" if value > most else f"at least {least:g}"
             raise ValueError(f"--{flag} has to be {bound}, but is {value}")
+    _check_estimate(args)
     if not 0 < args.lora_plus_ratio < math.inf:
         raise ValueError(f"--lora_plus_ratio has to be above 0, but is {args.lora_plus_ratio}")
     return args
@@ -87,12 +91,51 @@ def _add_output_params(parser: argparse.ArgumentParser) -> None:
     add("--resume", action="store_true", help="resume the run in --work_dir that was killed")
 
 
+def _add_estimate_params(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("before a run").add_argument
+    add(
+        "--estimate",
+        action="store_true",
+        help="print how many parameters are trained, the memory of a device, arithmetic and time, "
+        "and exit without training; needs no weights",
+    )
+    add(
+        "--estimate_devices",
+        type=int,
+        help="devices that the run is to have; default: those that it has here",
+    )
+    add(
+        "--estimate_rate",
+        metavar="GFLOPS",
+        help="operations a second of a device, in GFLOP/s; default: measured, in steps of two "
+        "blocks here",
+    )
+    add(
+        "--estimate_length",
+        type=int,
+        help="tokens of each example, instead of those of the data; default, where the data is not "
+        "there: --seq_len",
+    )
+
+
 def _add_params_without_effect(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("accepted as in the release, where they have no effect")
     group.add_argument("--roll_interval", type=int, default=-1)
     group.add_argument("--roll_lr", type=float, default=0.00001)
     group.add_argument("--roll_step", type=int, default=100)
     group.add_argument("--eval_epoch", type=int, default=1)
+
+
+def _check_estimate(args: argparse.Namespace) -> None:
+    """Checks the flags of --estimate; a rate becomes a number."""
+    for flag in ("estimate_devices", "estimate_rate", "estimate_length"):
+        if getattr(args, flag) is not None and not args.estimate:
+            raise ValueError(f"--{flag} needs --estimate")
+    if args.estimate_rate is not None:
+        try:
+            args.estimate_rate = rate_of(args.estimate_rate)
+        except ValueError as error:
+            raise ValueError(f"--estimate_rate {error}") from error
 
 
 def check_fits(args: argparse.Namespace, config: GPT2Config) -> None:

@@ -16,7 +16,7 @@ sections 4.2 and 5.4.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -118,6 +118,12 @@ class GPT2Config:
     def alpha_of(self, module: str) -> float:
         """The alpha of a linear layer's update."""
         return self.lora_alpha_pattern.get(module, self.lora_attn_alpha)
+
+    def with_layers(self, n_layer: int) -> "GPT2Config":
+        """The same with so many blocks; another number of them has one rank and alpha for all."""
+        if n_layer == self.n_layer:
+            return self
+        return replace(self, n_layer=n_layer, lora_rank_pattern=None, lora_alpha_pattern=None)
 
     def _resolved(self, pattern: Mapping[str, Any], usual: float) -> dict[str, Any]:
         """What of a pattern is not the usual, by the full names of the layers."""

@@ -15,7 +15,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,7 @@ from transformers import (
     set_seed,
 )
 from transformers.hf_argparser import flag
+from transformers.trainer_estimate import EstimateArguments, estimate_run
 from transformers.utils.cli import (
     DEFAULT_LENGTH,
     check_room,
@@ -120,6 +121,22 @@ def new_config(model_args: ModelArguments, vocab_size: int, max_length: int) -> 
     )
 
 
+def choose_shape(
+    model_args: ModelArguments, data_args: DataArguments
+) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, int]:
+    """The model's settings, its tokenizer, and how many tokens lines are cut to."""
+    length = data_args.max_seq_length
+    if model_args.model_name_or_path:
+        config = AutoConfig.from_pretrained(model_args.model_name_or_path)
+        tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, config=config)
+        check_vocabulary(tokenizer, config)
+        return config, tokenizer, choose_length(length, config, tokenizer, is_pair=False)
+    length = DEFAULT_LENGTH if length is None else length
+    tokenizer = learn_tokenizer(data_args.train_file, model_args.vocab_size, length)
+    check_room(length, tokenizer, is_pair=False)
+    return new_config(model_args, len(tokenizer), length), tokenizer, length
+
+
 def check_text(path: str) -> None:
     """Refuses a file that is not there, holds no text, or none in UTF-8.
 
@@ -184,9 +201,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     set_up_logging()
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = HfArgumentParser(
-        (ModelArguments, DataArguments, TrainingArguments), description=__doc__.split("\n")[0]
+        (ModelArguments, DataArguments, TrainingArguments, EstimateArguments),
+        description=__doc__.split("\n")[0],
     )
-    model_args, data_args, args = parser.parse_args_into_dataclasses(argv)
+    model_args, data_args, args, asked = parser.parse_args_into_dataclasses(argv)
+    if asked.estimate:
+        estimate(model_args, data_args, args, asked)
+        return
     with sole_use_of_output(args):
         train(model_args, data_args, args)
 
@@ -201,18 +222,11 @@ def train(model_args: ModelArguments, data_args: DataArguments, args: TrainingAr
         check_text(file)
 
     set_seed(args.seed)
-    length = data_args.max_seq_length
+    config, tokenizer, length = choose_shape(model_args, data_args)
     if model_args.model_name_or_path:
-        config = AutoConfig.from_pretrained(model_args.model_name_or_path)
-        tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, config=config)
-        check_vocabulary(tokenizer, config)
-        length = choose_length(length, config, tokenizer, is_pair=False)
         model = AutoModelForMaskedLM.from_pretrained(model_args.model_name_or_path, config=config)
     else:
-        length = DEFAULT_LENGTH if length is None else length
-        tokenizer = learn_tokenizer(data_args.train_file, model_args.vocab_size, length)
-        check_room(length, tokenizer, is_pair=False)
-        model = AutoModelForMaskedLM.from_config(new_config(model_args, len(tokenizer), length))
+        model = AutoModelForMaskedLM.from_config(config)
     sets = read_sets(data_args, tokenizer, length)
     trainer = Trainer(
         model,
@@ -235,6 +249,31 @@ def train(model_args: ModelArguments, data_args: DataArguments, args: TrainingAr
         metrics["perplexity"] = perplexity(metrics["eval_loss"])
         trainer.log_metrics("eval", metrics)
         trainer.save_metrics("eval", metrics)
+
+
+def estimate(
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    args: TrainingArguments,
+    asked: EstimateArguments,
+) -> None:
+    """Prints what training would take; reads the text, and no weights."""
+    if asked.estimate_length is not None:
+        raise ValueError("--estimate_length: lines are as long as those of --train_file")
+    hide_data_bars()
+    check_text(data_args.train_file)
+    config, tokenizer, length = choose_shape(model_args, data_args)
+    lines = replace(data_args, validation_file=None)
+    taken = estimate_run(
+        AutoModelForMaskedLM.from_config,
+        config,
+        args,
+        asked,
+        read_sets(lines, tokenizer, length)["train"],
+        DataCollatorForLanguageModeling(tokenizer, mlm_probability=data_args.mlm_probability),
+    )
+    if args.is_main_process:
+        print(taken)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ file: run_glue.py settings.json.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,7 +63,15 @@ from transformers.data.text_files import (
     take_columns,
 )
 from transformers.hf_argparser import flag
+from transformers.trainer_estimate import (
+    EqualRows,
+    EstimateArguments,
+    estimate_run,
+    published_settings,
+)
 from transformers.utils.cli import (
+    DEFAULT_LENGTH,
+    check_length,
     check_vocabulary,
     choose_length,
     cut_rows,
@@ -642,9 +651,21 @@ def build_model(
             f"{model_args.model_name_or_path} has no trained {min(untrained)}, …: there is nothing "
             "to evaluate; give --lora_path, or a model that is trained for the task"
         )
+    train_adapted(model)
+    return model
+
+
+def train_adapted(model: PreTrainedModel) -> None:
+    """Freezes a model except what it is adapted by and the head; all of it is trained else."""
     kinds = model.adapted_by
     if kinds:
         model.train_only(kind.part for kind in kinds)
+
+
+def new_model(config: PretrainedConfig) -> PreTrainedModel:
+    """A model without trained weights, frozen except what is to be trained."""
+    model = AutoModelForSequenceClassification.from_config(config)
+    train_adapted(model)
     return model
 
 
@@ -704,36 +725,58 @@ def main(argv: Sequence[str] | None = None) -> None:
     set_up_logging()
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = HfArgumentParser(
-        (ModelArguments, DataTrainingArguments, TrainingArguments),
+        (ModelArguments, DataTrainingArguments, TrainingArguments, EstimateArguments),
         description=__doc__.split("\n")[0],
     )
     # What a launcher adds is in the environment, too.
     given = [arg for arg in argv if not arg.startswith(("--local_rank=", "--local-rank="))]
     if len(given) == 1 and given[0].endswith(".json"):
-        model_args, data_args, args = parser.parse_json_file(given[0])
+        model_args, data_args, args, asked = parser.parse_json_file(given[0])
     else:
-        model_args, data_args, args = parser.parse_args_into_dataclasses(argv)
+        model_args, data_args, args, asked = parser.parse_args_into_dataclasses(argv)
+    if asked.estimate:
+        estimate(model_args, data_args, args, asked)
+        return
     with sole_use_of_output(args):
         fine_tune(model_args, data_args, args)
 
 
-def fine_tune(
-    model_args: ModelArguments, data_args: DataTrainingArguments, args: TrainingArguments
-) -> None:
-    """Loads, trains, evaluates, predicts; as far as the flags ask for it."""
-    hide_data_bars()
-    checkpoint = find_checkpoint(args)
-    logger.info("computing on %s, %s process(es)", args.device, args.world_size)
-    adapters = read_adapters(model_args)
-    check_arguments(model_args, args, adapters)
+@dataclass
+class Prepared:
+    """What a run's model is made and trained on.
 
+    Args:
+        config: the model's settings for this run.
+        data: the texts.
+        tokenizer: the model's.
+        datasets: the texts by split, as token ids.
+    """
+
+    config: PretrainedConfig
+    data: TextData
+    tokenizer: PreTrainedTokenizerBase
+    datasets: dict[str, Dataset]
+
+    def collator(self, data_args: DataTrainingArguments) -> Callable[[list], dict[str, Any]]:
+        """What makes batches."""
+        padded = data_args.pad_to_max_length
+        return default_data_collator if padded else DataCollatorWithPadding(self.tokenizer)
+
+
+def prepare(
+    model_args: ModelArguments,
+    data_args: DataTrainingArguments,
+    args: TrainingArguments,
+    adapters: Sequence[Adapter],
+    splits: list[str],
+) -> Prepared:
+    """Reads settings, data and tokenizer, and checks that they belong together."""
     config = load_config(model_args)
     keep_to_layers(model_args, config, adapters)
     if args.cls_dropout is not None and not hasattr(config, "cls_dropout"):
         raise ValueError(f"--cls_dropout: a {config.model_type} model has no such dropout")
     info = next((adapter.metadata for adapter in adapters if adapter.metadata), None)
     known = known_labels(config, info)
-    splits = needed_splits(glue_task(data_args.task_name) if data_args.task_name else None, args)
     if data_args.task_name:
         data = load_glue(data_args, splits, model_args.cache_dir)
     else:
@@ -759,19 +802,32 @@ def fine_tune(
         settings["special_token_ids"] = tokenizer.all_special_ids
     config = load_config(model_args, num_labels=len(names), **settings)
     consistency.check(config)
-    datasets = tokenize(data, tokenizer, data_args)
+    return Prepared(config, data, tokenizer, tokenize(data, tokenizer, data_args))
+
+
+def fine_tune(
+    model_args: ModelArguments, data_args: DataTrainingArguments, args: TrainingArguments
+) -> None:
+    """Loads, trains, evaluates, predicts; as far as the flags ask for it."""
+    hide_data_bars()
+    checkpoint = find_checkpoint(args)
+    logger.info("computing on %s, %s process(es)", args.device, args.world_size)
+    adapters = read_adapters(model_args)
+    check_arguments(model_args, args, adapters)
+    splits = needed_splits(glue_task(data_args.task_name) if data_args.task_name else None, args)
+    prepared = prepare(model_args, data_args, args, adapters, splits)
+    datasets = prepared.datasets
     set_seed(args.seed)
-    model = build_model(model_args, config, adapters, args.do_train)
-    padding = DataCollatorWithPadding(tokenizer)
+    model = build_model(model_args, prepared.config, adapters, args.do_train)
     evaluated = [name for name in datasets if name.startswith("validation")]
     trainer = Trainer(
         model,
         args,
-        default_data_collator if data_args.pad_to_max_length else padding,
+        prepared.collator(data_args),
         train_dataset=datasets.get("train"),
         eval_dataset=datasets[evaluated[0]] if evaluated else None,
-        tokenizer=tokenizer,
-        compute_metrics=metrics_for(data),
+        tokenizer=prepared.tokenizer,
+        compute_metrics=metrics_for(prepared.data),
     )
     if args.do_train:
         metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
@@ -783,7 +839,81 @@ def fine_tune(
     if args.do_eval:
         evaluate(trainer, datasets)
     if args.do_predict:
-        predict(trainer, datasets, data)
+        predict(trainer, datasets, prepared.data)
+
+
+# ------------------------------------------------------------------------------------------------
+# Before a run
+# ------------------------------------------------------------------------------------------------
+
+
+def estimate(
+    model_args: ModelArguments,
+    data_args: DataTrainingArguments,
+    args: TrainingArguments,
+    asked: EstimateArguments,
+) -> None:
+    """Prints what training would take.
+
+    Data in files is read, for the lengths of its texts. Weights are not, nor data on the hub.
+    """
+    if not args.do_train:
+        raise ValueError("--estimate says what training takes: add --do_train")
+    if model_args.config_name is None:
+        model_args.config_name = published_settings(model_args.model_name_or_path)
+    _leave_out_missing(model_args)
+    adapters = read_adapters(model_args)
+    check_arguments(model_args, args, adapters)
+    if asked.estimate_length is None and (data_args.data_dir or data_args.train_file):
+        hide_data_bars()
+        prepared = prepare(model_args, data_args, args, adapters, ["train"])
+        config, dataset = prepared.config, prepared.datasets["train"]
+        collator, counted = prepared.collator(data_args), True
+    else:
+        keep_to_layers(model_args, load_config(model_args), adapters)
+        config, dataset, counted = _without_data(model_args, data_args, args, asked)
+        collator = default_data_collator
+    taken = estimate_run(new_model, config, args, asked, dataset, collator, counted)
+    if args.is_main_process:
+        print(taken)
+
+
+def _leave_out_missing(model_args: ModelArguments) -> None:
+    """Takes back the flags of trained weights that are not there yet: others say their shape."""
+    for path in PATHS.values():
+        name = getattr(model_args, path)
+        if name is not None and not os.path.exists(name):
+            logger.warning("--%s %s is not there: its rank and targets are the flags'", path, name)
+            setattr(model_args, path, None)
+
+
+def _without_data(
+    model_args: ModelArguments,
+    data_args: DataTrainingArguments,
+    args: TrainingArguments,
+    asked: EstimateArguments,
+) -> tuple[PretrainedConfig, EqualRows, bool]:
+    """What an estimate takes for a run whose data is not read: texts of one length.
+
+    Returns:
+        The model's settings, the texts, and whether there are as many as in the training set.
+    """
+    task = glue_task(data_args.task_name) if data_args.task_name else None
+    settings: dict[str, Any] = {"num_labels": task.num_labels if task else 2}
+    if args.cls_dropout is not None:
+        settings["cls_dropout"] = args.cls_dropout
+    if model_args.masking_prob > 0:  # which tokens are hidden changes nothing
+        settings |= {"unk_token_id": 0, "special_token_ids": [1]}
+    config = load_config(model_args, **settings)
+    length = asked.estimate_length or data_args.max_seq_length
+    length = length or min(DEFAULT_LENGTH, config.longest_sequence or DEFAULT_LENGTH)
+    check_length(config, length)
+    count = task.train_examples if task else None
+    if count is not None and data_args.max_train_samples is not None:
+        count = min(count, data_args.max_train_samples)
+    label = 0.0 if config.num_labels == 1 else 0
+    rows = EqualRows(count or args.train_batch_size, length, label)
+    return config, rows, count is not None
 
 
 if __name__ == "__main__":

@@ -11,4 +11,5 @@ resume       what a run resumes from: checked when it is read
 ddp          a model on several processes
 precision    float32, bfloat16 and float16
 optimizer    AdamW, and what decays
+estimate     what a run takes, before it begins
 """

@@ -158,7 +158,8 @@ def test_the_published_model_takes_texts_as_long_as_the_recipe_s(name):
 
 def parsed(run_glue, arguments: list[str]) -> dict:
     """run_glue.py's settings by name."""
-    types = (run_glue.ModelArguments, run_glue.DataTrainingArguments, run_glue.TrainingArguments)
+    names = ("ModelArguments", "DataTrainingArguments", "TrainingArguments", "EstimateArguments")
+    types = [getattr(run_glue, name) for name in names]
     settings = run_glue.HfArgumentParser(types).parse_args_into_dataclasses(arguments)
     return {name: value for part in settings for name, value in vars(part).items()}
 
@@ -238,6 +239,20 @@ def test_the_last_flag_counts(run_glue, started, monkeypatch):
     assert (settings["learning_rate"], settings["overwrite_output_dir"]) == (1e-3, False)
     assert environment["PYTHONHASHSEED"] == "0"
     assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_an_estimate_is_one_process_s_for_the_recipe_s_devices(run_glue, started, monkeypatch):
+    """Without the GPUs and the weights that the recipe itself needs."""
+    monkeypatch.setattr(recipe, "gpu_count", lambda: 0)
+    for nproc, flags in ((8, []), (2, ["--estimate_devices", "2"])):
+        recipe.main(["deberta_v2_xxlarge_rte", "--estimate", *flags])
+        words, _ = started.pop()
+        assert "-m" not in words
+        assert Path(words[1]).resolve() == recipe.SCRIPT
+        settings = parsed(run_glue, words[2:])
+        assert settings["estimate"]
+        assert settings["estimate_devices"] == nproc
+        assert settings["lora_path"] == "mnli/pytorch_model_lora.bin"
 
 
 # ---- processes ----

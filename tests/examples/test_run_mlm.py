@@ -52,3 +52,19 @@ def test_files_of_results(run):
     assert trained["train_samples"] == 40
     assert trained["train_loss"] > 0
     assert json.loads((out / "all_results.json").read_text()) == {**trained, **results}
+
+
+def test_an_estimate(script, tmp_path, capsys):
+    """Of a new model on 40 lines: the vocabulary is learned, and nothing is written."""
+    (tmp_path / "lines.txt").write_text("the dog sees a warm house\n" * 40)
+    argv = ["--train_file", str(tmp_path / "lines.txt"), "--output_dir", str(tmp_path / "out")]
+    shape = "--hidden_size 16 --num_hidden_layers 1 --num_attention_heads 2 --vocab_size 300 "
+    shape += "--intermediate_size 16 --no_cuda --num_train_epochs 2"
+    argv += ["--do_train", *shape.split(), "--estimate", "--estimate_rate", "1"]
+    script.main(argv)
+    said = capsys.readouterr().out
+    assert "updates                 10\n" in said  # of 8 lines each
+    assert "(100.00 %)" in said
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="--estimate_length"):
+        script.main([*argv, "--estimate_length", "5"])

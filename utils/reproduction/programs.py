@@ -83,6 +83,12 @@ def execute(tree: Tree, run: Run, flags: Sequence[str]) -> None:
             run.error.write_text(f"{error}\n", encoding="utf-8")
 
 
+def show_estimate(tree: Tree, run: Run, flags: Sequence[str]) -> int:
+    """Lets a recipe print what a run takes; its exit status."""
+    command, variables = tree.command(run)
+    return subprocess.run([*command, *flags, "--estimate"], env=environment(variables)).returncode
+
+
 def _run_program(command: list[str], variables: dict[str, str], log: TextIO, lock: int) -> int:
     """Its exit status; when this program is stopped, so is that one."""
     program = subprocess.Popen(

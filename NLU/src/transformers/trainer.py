@@ -125,7 +125,9 @@ class Trainer:
         set_seed(args.seed)
         self.args = args
         set_up_device(tf32=args.tf32, deterministic=args.use_deterministic_algorithms)
-        self.model = model.to(args.device)
+        held = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+        # Tensors without memory, see trainer_estimate.py, cannot be moved to where they are.
+        self.model = model if held == {args.device} else model.to(args.device)
         self.tokenizer = tokenizer
         default_collator = (
             DataCollatorWithPadding(tokenizer) if tokenizer else default_data_collator
@@ -291,12 +293,8 @@ class Trainer:
         if args.evaluation_strategy is not IntervalStrategy.NO and self.eval_dataset is None:
             raise ValueError("--evaluation_strategy needs a set to evaluate on: add --do_eval")
         batches = self._training_batches()
-        steps_an_epoch = max(len(batches) // args.gradient_accumulation_steps, 1)
-        if args.max_steps > 0:
-            max_steps, epochs = args.max_steps, math.ceil(args.max_steps / steps_an_epoch)
-        else:
-            max_steps = math.ceil(args.num_train_epochs * steps_an_epoch)
-            epochs = math.ceil(args.num_train_epochs)
+        max_steps = args.updates_of(len(batches))
+        epochs = math.ceil(max_steps / args.updates_an_epoch(len(batches)))
         self.control = TrainerControl()
         self._progress = Progress()
         self.create_optimizer_and_scheduler(max_steps)

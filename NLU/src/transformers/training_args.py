@@ -298,6 +298,16 @@ class TrainingArguments:
         """Examples a step on this process."""
         return self.per_device_train_batch_size
 
+    def updates_an_epoch(self, batches: int) -> int:
+        """How many updates an epoch of so many batches, on each process, makes."""
+        return max(batches // self.gradient_accumulation_steps, 1)
+
+    def updates_of(self, batches: int) -> int:
+        """How many updates a run makes whose epochs have so many batches, on each process."""
+        if self.max_steps > 0:
+            return self.max_steps
+        return math.ceil(self.num_train_epochs * self.updates_an_epoch(batches))
+
     @property
     def compute_dtype(self) -> torch.dtype:
         """The precision that matrices are multiplied in."""

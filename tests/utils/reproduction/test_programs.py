@@ -114,3 +114,12 @@ def test_what_a_run_leaves_behind_keeps_its_folder(nlg, run, program, tmp_path):
         except ValueError:  # it is still ending
             time.sleep(0.05)
     assert run.log.read_text() == "again\n"
+
+
+def test_an_estimate_is_what_the_recipe_says(nlg, run, program, capfd):
+    program("echo seed $SEED, flags $*")
+    assert programs.show_estimate(nlg, run, ["--bf16"]) == 0
+    assert capfd.readouterr().out == "seed 110, flags --bf16 --estimate\n"
+    assert not run.folder.exists()
+    program("exit 3")
+    assert programs.show_estimate(nlg, run, []) == 3

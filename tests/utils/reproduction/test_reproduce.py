@@ -171,3 +171,26 @@ def test_told_to_end_it_ends_with_its_table(out, tmp_path):
     assert "- E2E: unfinished, the same command resumes it" in printed
     with programs.lock_folder(run_of(out, "e2e_gpt2_md", 1)):
         pass
+
+
+def test_estimates_are_of_each_recipe_once(called, out, monkeypatch, capsys):
+    asked = []
+
+    def show(tree, run, flags):
+        asked.append((run.recipe, list(flags)))
+        return int(run.recipe == "roberta_base_qqp")
+
+    monkeypatch.setattr(reproduce, "show_estimate", show)
+    arguments = ["--output_dir", str(out), "--estimate", "--", "--bf16"]
+    reproduce.main(["roberta_base_sst2", "e2e_gpt2_md", *arguments])
+    assert sorted(asked) == [("e2e_gpt2_md", ["--bf16"]), ("roberta_base_sst2", ["--bf16"])]
+    assert "## e2e_gpt2_md" in capsys.readouterr().out
+    with pytest.raises(RuntimeError, match="no estimate of roberta_base_qqp: see above"):
+        reproduce.main(["roberta_base_qqp", *arguments])
+    assert called == []
+    assert not out.exists()
+
+
+def test_a_trial_is_not_estimated(called, out):
+    with pytest.raises(ValueError, match="leave out --small"):
+        reproduce.main(["roberta_base_sst2", "--small", "--estimate"])

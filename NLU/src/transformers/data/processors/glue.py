@@ -33,6 +33,7 @@ class GlueTask:
         files: the file of each split.
         headless: the column names of splits whose files have no header.
         spellings: other lower-case names that the task goes by.
+        train_examples: rows of the training set; None without one.
     """
 
     name: str
@@ -44,6 +45,7 @@ class GlueTask:
     files: Mapping[str, str] = field(default_factory=lambda: _FILES)
     headless: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     spellings: tuple[str, ...] = ()
+    train_examples: int | None = None
 
     @property
     def output_mode(self) -> str:
@@ -63,6 +65,7 @@ _COLA = GlueTask(
     text_keys=("sentence", None),
     text_columns=("sentence", None),
     headless={"train": _COLA_COLUMNS, "validation": _COLA_COLUMNS},
+    train_examples=8_551,
 )
 _SST2 = GlueTask(
     name="sst2",
@@ -70,6 +73,7 @@ _SST2 = GlueTask(
     text_keys=("sentence", None),
     text_columns=("sentence", None),
     spellings=("sst-2", "sst"),
+    train_examples=67_349,
 )
 _MRPC = GlueTask(
     name="mrpc",
@@ -77,6 +81,7 @@ _MRPC = GlueTask(
     text_keys=("sentence1", "sentence2"),
     text_columns=("#1 String", "#2 String"),
     label_column="Quality",
+    train_examples=3_668,
 )
 _STSB = GlueTask(
     name="stsb",
@@ -86,6 +91,7 @@ _STSB = GlueTask(
     label_column="score",
     label_words=(),
     spellings=("sts-b", "sts"),
+    train_examples=5_749,
 )
 _QQP = GlueTask(
     name="qqp",
@@ -93,6 +99,7 @@ _QQP = GlueTask(
     text_keys=("question1", "question2"),
     text_columns=("question1", "question2"),
     label_column="is_duplicate",
+    train_examples=363_846,
 )
 _MNLI = GlueTask(
     name="mnli",
@@ -108,6 +115,7 @@ _MNLI = GlueTask(
         "test_matched": "test_matched.tsv",
         "test_mismatched": "test_mismatched.tsv",
     },
+    train_examples=392_702,
 )
 _MNLI_MM = replace(
     _MNLI,
@@ -125,6 +133,7 @@ _QNLI = GlueTask(
     text_keys=("question", "sentence"),
     text_columns=("question", "sentence"),
     label_words=_ENTAILMENT,
+    train_examples=104_743,
 )
 _RTE = GlueTask(
     name="rte",
@@ -132,12 +141,14 @@ _RTE = GlueTask(
     text_keys=("sentence1", "sentence2"),
     text_columns=("sentence1", "sentence2"),
     label_words=_ENTAILMENT,
+    train_examples=2_490,
 )
 _WNLI = GlueTask(
     name="wnli",
     folder="WNLI",
     text_keys=("sentence1", "sentence2"),
     text_columns=("sentence1", "sentence2"),
+    train_examples=635,
 )
 _AX = replace(
     _MNLI,
@@ -145,6 +156,7 @@ _AX = replace(
     folder="diagnostic",
     files={"test": "diagnostic.tsv"},
     spellings=("diagnostic",),
+    train_examples=None,
 )
 
 GLUE_TASKS: dict[str, GlueTask] = {

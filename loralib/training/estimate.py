@@ -1,0 +1,452 @@
+"""What training takes, counted before it begins: memory by kind, arithmetic, time.
+
+The loop's own step runs on PyTorch's fake tensors, which have a shape, a dtype and a device, but no
+memory. What it would hold and multiply is counted on the way, so the figures follow the code:
+
+    weights, without memory --.
+                              +--> forward, backward, update --> most bytes held at once: memory
+    a batch of token ids -----'                              --> matrix products: arithmetic
+
+Batches are real, and what is made of them alone stays so, because models decide by lengths and
+masks what they compute. Counted are tensors: what libraries need besides, for packing matrices or
+in caches, is not known before it is used.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from weakref import finalize
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:  # else imported where it is used: it takes a second, and few runs use it
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+_Batch = TypeVar("_Batch")
+
+# Layers that a rate is measured on: all layers are alike, and the head is computed as well.
+LAYERS_TIMED = 2
+# Seconds that steps are timed for.
+_TIMED = 2.0
+
+
+@dataclass(frozen=True)
+class Training(Generic[_Batch]):
+    """A training loop's parts.
+
+    Args:
+        model: what is trained, frozen weights in the precision that they are held in.
+        optimizer: of its trained parameters.
+        add_gradients: a batch's forward and backward pass.
+        update: applies the gradients and drops them.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    add_gradients: Callable[[_Batch], None]
+    update: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on a device.
+
+    Args:
+        weights: parameters and buffers, as they are held.
+        gradients: of the trained parameters.
+        optimizer: its state.
+        activations: what forward and backward pass hold besides, where that is most.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a batch takes.
+
+    Args:
+        parameters, trained: how many the model has, and how many of them are trained.
+        memory: while it is computed.
+        operations: multiplications and additions of its matrix products, forward and backward.
+    """
+
+    parameters: int
+    trained: int
+    memory: Memory
+    operations: int
+
+
+# ---- counting ----
+
+
+def cost_of_batch(
+    build: Callable[[], Training[_Batch]], batch: _Batch, device: torch.device, passes: int = 1
+) -> Cost:
+    """What a batch takes, in a run that has made an update before.
+
+    Args:
+        build: makes the loop's parts.
+        batch: a real one.
+        device: where it would be computed.
+        passes: batches whose gradients make an update; of more than one, gradients are held while
+            the next one is computed.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, torch.device(device):
+        training = build()
+        _make_state(training.optimizer)
+    parameters, trained = list(training.model.parameters()), _trained(training.optimizer)
+    own = [*parameters, *training.model.buffers()]
+    state = tree_leaves(list(training.optimizer.state.values()))
+    count = min(passes, 2)
+    counter, live = _Operations(), LiveBytes([own, state], fake)
+    with counter, live:
+        for _ in range(count):
+            training.add_gradients(batch)
+        training.update()
+    weights, averages = (sum(_storages(tensors).values()) for tensors in (own, state))
+    gradients = sum(p.numel() * p.element_size() for p in trained)
+    memory = Memory(weights, gradients, averages, max(live.peak - gradients, 0))
+    numbers = sum(p.numel() for p in parameters), sum(p.numel() for p in trained)
+    return Cost(*numbers, memory=memory, operations=counter.total // count)
+
+
+def _trained(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _make_state(optimizer: Optimizer) -> None:
+    """Lets the optimizer make its state, which it does at its first update."""
+    for parameter in _trained(optimizer):
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _storages(values: Any) -> dict[int, int]:
+    """The memory of the tensors in some values: by its address, its bytes."""
+    tensors = (value for value in tree_leaves(values) if isinstance(value, Tensor))
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage._cdata: storage.nbytes() for storage in storages}
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that are made within its block and still held.
+
+    Args:
+        before: tensors, in any nesting, that are held already: what they share memory with is not
+            counted.
+        fake: makes large tensors that depend on no other, such as random numbers, without memory;
+            small ones may be what a model decides by.
+
+    Attributes:
+        held: bytes now.
+        peak: the most so far.
+    """
+
+    _SMALL = 2**16
+
+    def __init__(self, before: Any = (), fake: "FakeTensorMode | None" = None):
+        super().__init__()
+        self.fake = fake
+        self.held = self.peak = 0
+        self._known = {*_storages(before)}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.index.Tensor:
+            args = (args[0], [index for given in args[1] for index in _numbers(given)])
+        out = self._large(func, args, kwargs)
+        if out is None:
+            out = func(*args, **kwargs)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._note(tensor.untyped_storage())
+        return out
+
+    def _large(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+        """The tensor without memory, where it is a large one that is made of no other."""
+        if self.fake is None or any(isinstance(x, Tensor) for x in tree_leaves((args, kwargs))):
+            return None
+        with self.fake:
+            out = func(*args, **kwargs)
+        return out if isinstance(out, Tensor) and out.numel() > self._SMALL else None
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.held += storage.nbytes()
+        self.peak = max(self.peak, self.held)
+        finalize(storage, self._drop, key, storage.nbytes()).atexit = False
+
+    def _drop(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.held -= size
+
+
+def _numbers(index: Tensor | None) -> Sequence[Tensor | None]:
+    """A mask as the numbers of what it selects, which say how many there are."""
+    if index is None or index.dtype not in (torch.bool, torch.uint8):
+        return [index]
+    return index.nonzero().unbind(1)
+
+
+class _Operations(TorchDispatchMode):
+    """Counts multiplications and additions within its block, by PyTorch's formulas.
+
+    PyTorch's own `FlopCounterMode` does so by module, and for that holds on to what a checkpointed
+    layer has computed, which is not held without it.
+    """
+
+    def __init__(self) -> None:
+        from torch.utils.flop_counter import flop_registry
+
+        super().__init__()
+        self.formulas = {**flop_registry, **_of_a_cpu()}
+        self.total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        formula = self.formulas.get(func._overloadpacket)
+        if formula is not None:
+            self.total += formula(*args, **kwargs, out_val=out)
+        return out
+
+
+def _of_a_cpu() -> dict[Any, Callable[..., int]]:
+    """Formulas for operations that PyTorch has none for."""
+    from torch.utils.flop_counter import sdpa_flop_count
+
+    def product(_: Tensor, a: Tensor, b: Tensor, **__: Any) -> int:
+        return 2 * a.shape[0] * a.shape[1] * b.shape[1]
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+        return sdpa_flop_count(q.shape, k.shape, v.shape)
+
+    def backward(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any, **___: Any) -> int:
+        # The scores once more, and the gradients of queries, keys, probabilities and values.
+        return 5 * sdpa_flop_count(q.shape, k.shape, v.shape) // 2
+
+    return {
+        torch.ops.aten.addmm_: product,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
+    }
+
+
+# ---- the rate ----
+
+
+def rate_of(text: str) -> float:
+    """Operations a second, of text in GFLOP/s.
+
+    Raises:
+        ValueError: it is not a number above 0.
+    """
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not 0 < rate < math.inf:
+        raise ValueError(f"has to be a number of GFLOP/s above 0, not {text}")
+    return 1e9 * rate
+
+
+def measure_rate(
+    build: Callable[[], Training[_Batch]], batch: _Batch, device: torch.device
+) -> float:
+    """Operations a second of a training step on this machine; some seconds.
+
+    Args:
+        build: makes the loop's parts, for a model of `LAYERS_TIMED` layers.
+        batch: a real one.
+        device: where to compute.
+    """
+    operations = cost_of_batch(build, batch, device).operations
+    with torch.device(device):
+        training = build()
+
+    def step() -> None:
+        training.add_gradients(batch)
+        training.update()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    step()  # the first one also makes what later ones have
+    begun, steps, seconds = time.perf_counter(), 0, 0.0
+    while steps == 0 or seconds < _TIMED:
+        step()
+        steps, seconds = steps + 1, time.perf_counter() - begun
+    return operations * steps / seconds
+
+
+# ---- the whole run ----
+
+
+class Rows(NamedTuple):
+    """The rows of a batch, by their numbers, and how many tokens they have together."""
+
+    numbers: Sequence[int]
+    tokens: int
+
+
+def typical_and_largest(
+    batches: Iterable[Sequence[int]], lengths: Sequence[int]
+) -> tuple[Rows, Rows]:
+    """The batch that is closest to the mean in its tokens, and the one of most tokens.
+
+    Args:
+        batches: the numbers of their rows.
+        lengths: tokens of each row.
+    """
+    each = [Rows(batch, sum(lengths[row] for row in batch)) for batch in batches]
+    mean = sum(rows.tokens for rows in each) / len(each)
+    typical = min(each, key=lambda rows: abs(rows.tokens - mean))
+    return typical, max(each, key=lambda rows: rows.tokens)
+
+
+@dataclass(frozen=True)
+class Plan(Generic[_Batch]):
+    """How a run trains.
+
+    Args:
+        build: makes the loop's parts; for a model of so many layers, or None for all of its own.
+        batch_of: makes a batch of rows.
+        typical, largest: of its batches.
+        batches: that make an update, on each device.
+        updates: of the run; None where it is not known.
+        device: where a process computes.
+        dtype: the precision of its products.
+        devices: how many there are.
+        rate: operations a second, of each; None to measure this one's.
+    """
+
+    build: Callable[[int | None], Training[_Batch]]
+    batch_of: Callable[[Sequence[int]], _Batch]
+    typical: Rows
+    largest: Rows
+    batches: int
+    updates: int | None
+    device: torch.device
+    dtype: torch.dtype
+    devices: int
+    rate: float | None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run takes; as text, a table.
+
+    Args:
+        plan: how it trains.
+        parameters, trained: how many there are, and are trained.
+        memory: on a device, with the largest batch.
+        operations: of a typical batch.
+        rate: operations a second, of each device.
+    """
+
+    plan: Plan[Any]
+    parameters: int
+    trained: int
+    memory: Memory
+    operations: int
+    rate: float
+
+    def __str__(self) -> str:
+        groups = (self._about(), self._of_memory(), self._of_time())
+        return "\n\n".join(
+            "\n".join(f"{name:<24}{value}".rstrip() for name, value in rows) for rows in groups
+        )
+
+    def _about(self) -> list[tuple[str, str]]:
+        plan, share = self.plan, 100 * self.trained / self.parameters
+        dtype = str(plan.dtype).removeprefix("torch.")
+        rows, tokens = len(plan.typical.numbers), plan.typical.tokens
+        return [
+            ("parameters", f"{self.parameters:,}"),
+            ("trained", f"{self.trained:,} ({share:.2f} %)"),
+            ("computed in", f"{dtype}, on {plan.device.type}"),
+            ("devices", f"{plan.devices:,}"),
+            ("an update", f"{plan.batches * plan.devices:,} batches, {plan.batches:,} a device"),
+            ("a batch", f"{rows:,} rows; {tokens:,} tokens, at most {plan.largest.tokens:,}"),
+        ]
+
+    def _of_memory(self) -> list[tuple[str, str]]:
+        memory = self.memory
+        kinds = ("weights", "gradients", "optimizer", "activations", "total")
+        named = [(f"  {kind}", f"{getattr(memory, kind) / 2**30:10.3f} GiB") for kind in kinds]
+        return [("memory a device", ""), *named]
+
+    def _of_time(self) -> list[tuple[str, str]]:
+        plan, operations = self.plan, self.operations * self.plan.batches
+        source = "measured here" if plan.rate is None else "given"
+        rows = [
+            ("rate of a device", f"{self.rate / 1e9:,.0f} GFLOP/s ({source})"),
+            ("arithmetic an update", f"{operations * plan.devices / 1e12:,.3f} TFLOP"),
+            ("time an update", in_words(operations / self.rate)),
+        ]
+        if plan.updates is None:
+            return rows
+        every = operations * plan.updates
+        return [
+            *rows,
+            ("updates", f"{plan.updates:,}"),
+            ("arithmetic of the run", f"{every * plan.devices / 1e15:,.3f} PFLOP"),
+            ("time of the run", in_words(every / self.rate)),
+        ]
+
+
+def estimate(plan: Plan[Any]) -> Estimate:
+    """What a run takes: memory by its largest batch, arithmetic and time by a typical one.
+
+    The time is that of training alone, without evaluations, checkpoints and start.
+    """
+    typical, largest = (plan.batch_of(rows.numbers) for rows in (plan.typical, plan.largest))
+    whole = partial(plan.build, None)
+    cost = cost_of_batch(whole, largest, plan.device, plan.batches)
+    operations = cost.operations
+    if plan.typical.tokens < plan.largest.tokens:
+        operations = cost_of_batch(whole, typical, plan.device).operations
+    memory = cost.memory
+    if plan.devices > 1:
+        # DDP holds them a second time, in the buckets in which they are summed.
+        memory = replace(memory, gradients=2 * memory.gradients)
+    rate = plan.rate
+    if rate is None:
+        rate = measure_rate(partial(plan.build, LAYERS_TIMED), typical, plan.device)
+    return Estimate(plan, cost.parameters, cost.trained, memory, operations, rate)
+
+
+def in_words(seconds: float) -> str:
+    """A time such as "0.41 s", "3 min 20 s", "5 h 1 min" or "12 d 3 h"."""
+    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+    for (unit, size), (smaller, part) in pairwise(units):
+        if seconds >= size:
+            return f"{seconds // size:,.0f} {unit} {seconds % size // part:.0f} {smaller}"
+    return f"{seconds:.3g} s"

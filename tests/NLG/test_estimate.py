@@ -1,0 +1,172 @@
+"""gpt2_ft.py --estimate: what it says, against what steps take, and what is refused."""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from measured_memory import measured_peak
+from places import ROOT
+
+import gpt2_ft
+from data_utils import Row, collate
+from loralib.training.estimate import cost_of_batch
+from model import GPT2Config, GPT2LMModel
+
+CPU = torch.device("cpu")
+SHAPE = {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 600, "n_positions": 128}
+RANKS = {"LoRA": 4, "all of it": 0}
+
+
+def flags(*more: str) -> argparse.Namespace:
+    data = ("--train_data", "x", "--valid_data", "x", "--init_checkpoint", "x", "--max_step", "9")
+    return gpt2_ft.parse_args([*data, *more])
+
+
+def batch_of(lengths: list[int]) -> dict[str, torch.Tensor]:
+    """Rows of so many positions, the second half of which are targets."""
+    rows = (torch.randint(600, (length + 1,), dtype=torch.int32) for length in lengths)
+    return collate([Row(row, len(row) - 1, len(row) // 2) for row in rows])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("half", [(), ("--bf16",)], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("rank", RANKS.values(), ids=RANKS)
+@pytest.mark.parametrize("lengths", [[100, 90, 12, 3], [40] * 8], ids=["rows", "padded"])
+def test_memory_is_what_a_step_takes(tmp_path, rank, half, lengths):
+    """To a tenth; it is what PyTorch's allocator has held, but for operations' own buffers."""
+    args = flags("--lora_dim", str(rank), "--label_smooth", "0.1", *half)
+    config = GPT2Config(**SHAPE, lora_attn_dim=rank, lora_dropout=0.1)
+
+    def build():
+        return gpt2_ft.training_of(GPT2LMModel(config), args, CPU)
+
+    batch = batch_of(lengths)
+    measured = measured_peak(build(), batch, tmp_path)
+    assert cost_of_batch(build, batch, CPU).memory.total == pytest.approx(measured, rel=0.1)
+
+
+def test_arithmetic_is_the_formula_s():
+    """Each weight once forward, to its inputs and to itself; the head's to targets alone."""
+    config = GPT2Config(**SHAPE)
+    rows, length, width = 8, 20, SHAPE["n_embd"]
+    taken = cost_of_batch(
+        lambda: gpt2_ft.training_of(GPT2LMModel(config), flags("--lora_dim", "0"), CPU),
+        batch_of([length] * rows),
+        CPU,
+    )
+    targets = rows * (length - (length + 1) // 2)
+    tokens, blocks = rows * length, SHAPE["n_layer"]
+    # The last block computes no more than queries, keys and values but for targets.
+    weights = width**2 * ((12 * blocks - 9) * tokens + 9 * targets)
+    weights += width * SHAPE["vocab_size"] * targets
+    attention = blocks * rows * length**2 * width * 2
+    # q kᵀ and p v; backward, the gradients of both factors of both, and perhaps q kᵀ once more.
+    assert (taken.operations - 3 * 2 * weights) / attention in (6, 7)
+
+
+# ---- the script ----
+
+
+@pytest.fixture
+def said(tiny, tmp_path, capsys):
+    """What it prints, by the first words of its lines."""
+
+    def run(*more: object, rate: str = "100") -> dict[str, str]:
+        argv = tiny.flags(tmp_path / "run", *more, "--estimate", "--estimate_rate", rate)
+        gpt2_ft.main(argv)
+        assert not (tmp_path / "run").exists()
+        lines = capsys.readouterr().out.strip().splitlines()
+        return {line[:24].strip(): line[24:].strip() for line in lines if line}
+
+    return run
+
+
+def test_a_run_on_data(said, tiny):
+    figures = said("--max_epoch", 3, "--init_checkpoint", "not_there.pt")
+    lora = 2 * (2 * 2 * 16 + 2 * 16 * 2)  # A and B of query and value, in two blocks
+    assert figures["trained"].startswith(f"{lora:,} ")
+    assert figures["updates"] == "12"  # of 14 rows, 4 at a time, three times
+    assert figures["a batch"].startswith("4 rows; ")
+    assert figures["rate of a device"] == "100 GFLOP/s (given)"
+
+
+def test_accumulation_and_more_devices(said):
+    figures = said("--max_epoch", 6, "--grad_acc", 2, "--estimate_devices", 3)
+    assert figures["an update"] == "6 batches, 2 a device"
+    assert figures["updates"] == "4"  # 24 batches on three devices, two an update
+
+
+def test_without_data_rows_are_as_long_as_can_be(said):
+    figures = said("--train_data", "not_there.jsonl", "--max_step", 5)
+    assert figures["a batch"] == "4 rows; 48 tokens, at most 48"
+    assert figures["updates"] == "5"
+
+
+def test_rows_of_one_length_have_no_known_end(said):
+    figures = said("--estimate_length", 5, "--max_epoch", 5)
+    assert figures["a batch"] == "4 rows; 20 tokens, at most 20"
+    assert "updates" not in figures
+
+
+def test_float16_without_a_gpu(said):
+    assert said("--max_step", 5, "--fp16")["computed in"] == "float16, on cpu"
+
+
+def test_a_rate_is_measured_in_steps_of_two_blocks(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("loralib.training.estimate._TIMED", 0.0)
+    gpt2_ft.main(tiny.flags(tmp_path / "run", "--max_step", 5, "--estimate"))
+    assert "GFLOP/s (measured here)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_a_shape_with_another_number_of_blocks(blocks):
+    config = GPT2Config(**SHAPE, lora_attn_dim=4, lora_rank_pattern={"h.3.attn.c_attn": 2})
+    other = config.with_layers(blocks)
+    assert (other.n_layer, other.lora_rank_pattern) == (blocks, {})
+    assert config.with_layers(4) is config
+
+
+@pytest.mark.slow
+def test_a_recipe_needs_no_files():
+    script, flags = ROOT / "NLG" / "e2e_gpt2_md.sh", "--estimate --estimate_rate 9 "
+    flags += "--estimate_length 4"
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", script, *flags.split()],
+        env={**os.environ, "PATH": path, "NPROC": "3"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    # r = 4, query and value of 24 blocks, 1024 wide.
+    assert f"trained                 {24 * 2 * 4 * 2 * 1024:,} " in done.stdout
+    assert "devices                 3\n" in done.stdout
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--estimate", "--estimate_rate", "0"], "a number of GFLOP/s above 0, not 0"),
+        (["--estimate", "--estimate_rate", "fast"], "--estimate_rate has to be a number of GFLOP"),
+        (["--estimate", "--estimate_devices", "0"], "--estimate_devices has to be at least 1"),
+        (["--estimate", "--estimate_length", "0"], "--estimate_length has to be at least 1"),
+        (["--estimate_rate", "5"], "--estimate_rate needs --estimate"),
+        (["--estimate_length", "5"], "--estimate_length needs --estimate"),
+    ],
+)
+def test_bad_input(more, said):
+    with pytest.raises(ValueError, match=said):
+        flags(*more)
+
+
+def test_a_row_longer_than_the_model(tiny, tmp_path):
+    argv = tiny.flags(tmp_path / "run", "--estimate", "--seq_len", "999", "--max_step", "1")
+    with pytest.raises(ValueError, match="--seq_len 999: the model has 32 positions"):
+        gpt2_ft.main(argv)

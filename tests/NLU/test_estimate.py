@@ -1,0 +1,269 @@
+"""--estimate: what is said of a run, against what its steps take, and what is refused."""
+
+import re
+
+import pytest
+import torch
+from glue_runs import LORA, common, failure
+from measured_memory import measured_peak
+
+from loralib.training.estimate import cost_of_batch
+from transformers import (
+    AutoConfig,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    DebertaV2Config,
+    RobertaConfig,
+    TrainingArguments,
+)
+from transformers.trainer_estimate import published_settings, training_of
+
+CPU = torch.device("cpu")
+SMALL = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "max_position_embeddings": 130,
+}
+RELATIVE = {
+    "relative_attention": True,
+    "position_buckets": 16,
+    "pos_att_type": "p2c|c2p",
+    "share_att_key": True,
+    "norm_rel_ebd": "layer_norm",
+    "position_biased_input": False,
+    "conv_kernel_size": 3,
+}
+SHAPES = {
+    "roberta": RobertaConfig(**SMALL),
+    "roberta with LoRA": RobertaConfig(**SMALL, apply_lora=True, lora_r=4, lora_alpha=8),
+    "DoRA, dropout": RobertaConfig(
+        **SMALL, apply_lora=True, lora_r=4, lora_alpha=8, lora_variant="dora", lora_dropout=0.1
+    ),
+    "recomputed": RobertaConfig(**SMALL, gradient_checkpointing=True),
+    "R-Drop": RobertaConfig(**SMALL, apply_lora=True, lora_r=4, lora_alpha=8, reg_loss_wgt=1.0),
+    "adapters": RobertaConfig(**SMALL, apply_adapter=True, adapter_size=8),
+    "deberta with LoRA": DebertaV2Config(
+        **SMALL, **RELATIVE, apply_lora=True, lora_r=4, lora_alpha=8
+    ),
+}
+
+
+def classifier(config):
+    model = AutoModelForSequenceClassification.from_config(config)
+    if model.adapted_by:
+        model.train_only(kind.part for kind in model.adapted_by)
+    return model
+
+
+def batch_of(lengths: list[int]) -> dict[str, torch.Tensor]:
+    mask = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
+    for row, length in enumerate(lengths):
+        mask[row, :length] = 1
+    ids = torch.randint(5, 300, mask.shape).where(mask == 1, 1)
+    labels = torch.arange(len(lengths)) % 2
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [[100, 90, 12, 3], [40] * 8], ids=["rows", "padded"])
+@pytest.mark.parametrize(
+    ("shape", "half"),
+    [*((shape, False) for shape in SHAPES), ("roberta with LoRA", True), ("R-Drop", True)],
+)
+def test_memory_is_what_a_step_takes(tmp_path, shape, half, lengths):
+    """To a tenth; it is what PyTorch's allocator has held, but for operations' own buffers."""
+    settings = {"report_to": ["none"], "no_cuda": True, "bf16": half}
+    args = TrainingArguments(output_dir=str(tmp_path), **settings)
+
+    def build():
+        return training_of(classifier(SHAPES[shape]), args, None)
+
+    batch = batch_of(lengths)
+    measured = measured_peak(build(), batch, tmp_path)
+    assert cost_of_batch(build, batch, CPU).memory.total == pytest.approx(measured, rel=0.1)
+
+
+def test_memory_of_masked_language_modelling(tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path), report_to=["none"], no_cuda=True)
+
+    def build():
+        return training_of(AutoModelForMaskedLM.from_config(SHAPES["roberta"]), args, None)
+
+    batch = batch_of([60, 40, 40, 5])
+    targets = torch.rand(batch["input_ids"].shape) < 0.2
+    batch["labels"] = batch["input_ids"].where(targets, -100)
+    measured = measured_peak(build(), batch, tmp_path)
+    assert cost_of_batch(build, batch, CPU).memory.total == pytest.approx(measured, rel=0.1)
+
+
+def test_arithmetic_is_the_formula_s(tmp_path):
+    """Each weight once forward and once to its inputs, LoRA's and the head's to themselves too."""
+    args = TrainingArguments(output_dir=str(tmp_path), report_to=["none"], no_cuda=True)
+    config = RobertaConfig(**{**SMALL, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0})
+    rows, width, inner = 8, SMALL["hidden_size"], SMALL["intermediate_size"]
+    taken = cost_of_batch(
+        lambda: training_of(classifier(config), args, None), batch_of([1] * rows), CPU
+    )
+    layers = SMALL["num_hidden_layers"]
+    weights = layers * (4 * width**2 + 2 * width * inner) + width**2 + 2 * width
+    attention = layers * rows * width * 2
+    # q kᵀ and p v; backward, the gradients of both factors of both, and perhaps q kᵀ once more.
+    assert (taken.operations - 3 * 2 * rows * weights) / attention in (6, 7)
+
+
+# ---- run_glue.py ----
+
+
+@pytest.fixture
+def said(run_glue, tmp_path, capsys):
+    """What run_glue.py prints with --estimate, by the first words of its lines."""
+
+    def run(*arguments: object, rate: str = "100") -> dict[str, str]:
+        flags = ["--do_train", "--output_dir", tmp_path / "out", "--estimate", "--no_cuda"]
+        run_glue.main([str(word) for word in (*arguments, *flags, "--estimate_rate", rate)])
+        assert not (tmp_path / "out").exists()
+        lines = capsys.readouterr().out.strip().splitlines()
+        return {line[:24].strip(): line[24:].strip() for line in lines if line}
+
+    return run
+
+
+def test_a_run_on_data(said, tiny_base, tiny_glue):
+    data = ["--task_name", "rte", "--data_dir", tiny_glue, "--num_train_epochs", 2]
+    figures = said(*common(tiny_base), *data, *LORA)
+    lora, head = 2 * 2 * 4 * (32 + 32), 32 * 32 + 32 + 2 * 32 + 2
+    assert figures["trained"].startswith(f"{lora + head:,} ")
+    assert figures["updates"] == "12"  # of 45 rows, 8 at a time, twice
+    assert figures["a batch"].startswith("8 rows; ")
+    assert figures["rate of a device"] == "100 GFLOP/s (given)"
+
+
+def test_more_devices_make_fewer_updates(said, tiny_base, tiny_glue):
+    data = ["--task_name", "rte", "--data_dir", tiny_glue, "--num_train_epochs", 2]
+    figures = said(*common(tiny_base), *data, *LORA, "--estimate_devices", 3)
+    assert figures["updates"] == "4"
+    assert figures["an update"] == "3 batches, 1 a device"
+
+
+def test_rows_of_one_length(said, tiny_base):
+    figures = said(*common(tiny_base), "--task_name", "cola", "--estimate_length", 9)
+    assert figures["a batch"] == "8 rows; 72 tokens, at most 72"
+    assert figures["updates"] == f"{3 * -(-8551 // 8):,}"
+
+
+def test_own_files_of_a_length_have_no_known_end(said, tiny_base):
+    own = [*common(tiny_base), "--train_file", "not_there.csv", "--estimate_length", 9]
+    assert "updates" not in said(*own)
+    assert said(*own, "--max_steps", 7)["updates"] == "7"
+
+
+def test_weights_that_are_not_there_yet_are_not_needed(said, tiny_base):
+    figures = said(
+        *common(tiny_base), "--task_name", "rte", *LORA, "--lora_path", "mnli/not_there.bin"
+    )
+    assert int(figures["parameters"].replace(",", "")) > 0
+
+
+@pytest.mark.parametrize("half", ["--fp16", "--bf16"])
+def test_half_precision(said, tiny_base, half):
+    """float16 as well, where there is no GPU to train with it."""
+    full = said(*common(tiny_base), *LORA, "--task_name", "rte")
+    figures = said(*common(tiny_base), *LORA, "--task_name", "rte", half)
+    assert figures["computed in"].startswith({"--fp16": "float16", "--bf16": "bfloat16"}[half])
+    assert gib(figures["weights"]) <= gib(full["weights"])
+
+
+def gib(text: str) -> float:
+    return float(re.fullmatch(r"([\d.]+) GiB", text)[1])
+
+
+def test_a_rate_is_measured_in_steps_of_two_layers(said, run_glue, tiny_base, monkeypatch):
+    made = []
+
+    def new_model(config):
+        made.append(config.num_hidden_layers)
+        return classifier(config)
+
+    monkeypatch.setattr(run_glue, "new_model", new_model)
+    monkeypatch.setattr("loralib.training.estimate._TIMED", 0.0)
+    monkeypatch.setattr("loralib.training.estimate.LAYERS_TIMED", 1)
+    arguments = [
+        *common(tiny_base),
+        *LORA,
+        "--lora_layers",
+        "1",
+        "--task_name",
+        "rte",
+        "--do_train",
+    ]
+    arguments += ["--output_dir", "out", "--estimate", "--estimate_length", 5, "--no_cuda"]
+    run_glue.main([str(word) for word in arguments])
+    # All layers on paper; one on paper, for its arithmetic, and one in truth.
+    assert made == [2, 1, 1]
+
+
+PUBLISHED = {
+    "roberta-base": (["--lora_r", 8, "--lora_alpha", 16], 124_647_170, 12 * 2 * 8 * 2 * 768),
+    "roberta-large": (["--lora_r", 8, "--lora_alpha", 16], 355_361_794, 24 * 2 * 8 * 2 * 1024),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_s_shape_needs_no_files(said, name):
+    rank, base, lora = PUBLISHED[name]
+    figures = said(
+        *("--model_name_or_path", name, "--task_name", "rte", "--apply_lora", *rank),
+        *("--estimate_length", 4),
+    )
+    assert figures["parameters"] == f"{base + lora:,}"
+
+
+def test_the_shape_of_deberta_v2_xxlarge():
+    config = AutoConfig.from_pretrained(published_settings("microsoft/deberta-v2-xxlarge"))
+    with torch.device("meta"):
+        count = AutoModelForSequenceClassification.from_config(config).num_parameters()
+    width, layers, span = 1536, 48, 2 * 256
+    layer = 12 * width**2 + 13 * width
+    convolution = 3 * width**2 + 3 * width
+    embeddings = (128_100 + span) * width + 4 * width
+    head = width**2 + width + 2 * width + 2
+    assert count == embeddings + layers * layer + convolution + head
+
+
+def test_a_folder_of_a_published_name_is_itself(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert published_settings("roberta-base") is not None
+    (tmp_path / "roberta-base").mkdir()
+    assert published_settings("roberta-base") is None
+    assert published_settings("roberta-huge") is None
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--estimate", "--estimate_rate", "0"], "a number of GFLOP/s above 0, not 0"),
+        (["--estimate", "--estimate_rate", "fast"], "--estimate_rate has to be a number of GFLOP"),
+        (["--estimate", "--estimate_rate=-3"], "above 0, not -3"),
+        (["--estimate", "--estimate_devices", "0"], "--estimate_devices must be at least 1, not 0"),
+        (["--estimate", "--estimate_length", "0"], "--estimate_length must be at least 1, not 0"),
+        (["--estimate", "--estimate_length", "999"], "999: the model has 64 positions"),
+        (["--estimate_rate", "5"], "--estimate_rate needs --estimate"),
+        (["--estimate_devices", "5"], "--estimate_devices needs --estimate"),
+        (["--estimate", "--do_train", "False", "--do_eval"], "add --do_train"),
+        (["--estimate", "--lora_r", "4"], "--lora_r needs --apply_lora"),
+    ],
+)
+def test_bad_input(run_glue, tiny_base, tmp_path, monkeypatch, capsys, flags, said):
+    arguments = [*common(tiny_base), "--task_name", "rte", "--do_train"]
+    line = failure(
+        run_glue, [*arguments, "--output_dir", tmp_path / "out", *flags], monkeypatch, capsys
+    )
+    assert said in line
+    assert not (tmp_path / "out").exists()
