@@ -12,6 +12,7 @@ batch or, in models that lay tokens end to end (packing.py), as a slice of the t
 act by it. Without one, everything here does nothing.
 """
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -68,14 +69,21 @@ class Routing:
 
 
 _in_effect: ContextVar[Routing | None] = ContextVar("routing", default=None)
-# Whether there has been a routing in this process. Without one nobody asks the variable, by which
+# The blocks of `routed` in all threads. While there is none, nobody asks the variable, into which
 # torch.compile cannot see.
-_was_in_use = False
+_blocks = 0
+_blocks_lock = threading.Lock()
 
 
 def in_effect() -> Routing | None:
     """The routing of the block that runs in this thread."""
-    return _in_effect.get() if _was_in_use else None
+    return _in_effect.get() if _blocks else None
+
+
+def _count_blocks(change: int) -> None:
+    global _blocks
+    with _blocks_lock:
+        _blocks += change
 
 
 def is_by_row() -> bool:
@@ -90,16 +98,16 @@ def routed(routing: Routing) -> Iterator[None]:
     Raises:
         ValueError: it is within a block of another key, which would end up without effect.
     """
-    global _was_in_use
     outer = in_effect()
     if outer is not None and outer.key is not routing.key:
         raise ValueError("another bank's adapters are in use: leave that block first")
-    _was_in_use = True
+    _count_blocks(1)
     token = _in_effect.set(routing)
     try:
         yield
     finally:
         _in_effect.reset(token)
+        _count_blocks(-1)
 
 
 def slices(lengths: Sequence[int]) -> tuple[slice, ...]:
