@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from pretended_device import PretendedGpu
 from torch import nn
 
 from loralib.training.optimizer import AdamW
@@ -156,6 +157,24 @@ def test_a_gradient_scaler_skips_an_overflow(device):
         scaler.update(8.0)
     assert scaled.state[ours[0]]["step"] == 2
     torch.testing.assert_close(ours[0], plain[0], rtol=1e-12, atol=0)
+
+
+def test_an_update_is_as_many_launches_for_any_number_of_tensors():
+    counts = []
+    for number in (2, 30):
+        params = tensors(*[(3, 2)] * number)
+        with PretendedGpu() as gpu:
+            ours = [nn.Parameter(p.detach().to("cuda:0")) for p in params]
+            for p in ours:
+                p.grad = torch.ones_like(p)
+            optimizer = AdamW(ours, weight_decay=0.1)
+            optimizer.step()
+            gpu.waits.clear()
+            gpu.launches.clear()
+            optimizer.step()
+            counts.append(gpu.launches.total())
+            assert gpu.waits == []
+    assert counts == [7, 7]
 
 
 def test_sparse_gradients_are_refused():
