@@ -21,9 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import flash
-from .plain import is_plain
 from .routing import note_tokens, slices
-from .row_attention import attend_rows
+from .row_attention import attend_rows, trains_on_cpu
 
 
 class PackedRows:
@@ -213,7 +212,7 @@ def attend(
     """
     if flash.suits(query, heads):
         attend_to = _attend_packed
-    elif _trains_on_cpu(query, key, value, dropout_p):
+    elif trains_on_cpu(query, key, value, dropout_p=dropout_p):
         return attend_rows(query, key, value, rows.lengths, heads, dropout_p, causal)
     elif query.is_cuda or torch.compiler.is_compiling() or _padding_is_cheap(rows, heads):
         # A graph that is compiled for any number of tokens has no loop over rows.
@@ -221,20 +220,6 @@ def attend(
     else:
         attend_to = _attend_one_by_one
     return attend_to(query, key, value, rows, heads, dropout_p, causal)
-
-
-def _trains_on_cpu(query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> bool:
-    """Whether attention is recorded, or has dropout, where `attend_rows` can compute it."""
-    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    return (
-        query.device.type == "cpu"
-        and query.dtype == key.dtype == value.dtype
-        and (recorded or dropout_p > 0)
-        and dropout_p < 1
-        and not is_plain()
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
-    )
 
 
 def _padding_is_cheap(rows: PackedRows, heads: int) -> bool:

@@ -14,6 +14,27 @@ import torch
 from torch import Tensor
 
 from . import dropout as dropouts
+from .distances import DistanceTerm
+from .plain import is_plain
+
+
+def trains_on_cpu(*tensors: Tensor | None, dropout_p: float) -> bool:
+    """Whether attention is recorded, or has dropout, where `attend_rows` can compute it.
+
+    Args:
+        tensors: queries, keys, values, and the terms of distances that there are.
+        dropout_p: dropout on the attention probabilities.
+    """
+    given = [x for x in tensors if x is not None]
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    return (
+        all(x.device.type == "cpu" and x.dtype == given[0].dtype for x in given)
+        and (recorded or dropout_p > 0)
+        and dropout_p < 1
+        and not is_plain()
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+    )
 
 
 def attend_rows(
@@ -23,9 +44,12 @@ def attend_rows(
     lengths: Sequence[int],
     heads: int,
     dropout_p: float,
-    causal: bool,
+    causal: bool = False,
+    scale: float | None = None,
+    c2p: Tensor | None = None,
+    p2c: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q kᵀ / √d) v within each row, over `heads` slices of the hidden dimension.
+    """softmax(scale · q kᵀ + distances' scores) v within each row, over `heads` slices of hidden.
 
     Args:
         query: (tokens, hidden), or (rows, hidden) for one query a row; on a CPU.
@@ -34,11 +58,17 @@ def attend_rows(
         heads: number of heads; divides hidden.
         dropout_p: dropout on the attention probabilities, below 1.
         causal: a token looks at itself and at those before it; needs a query for every token.
+        scale: 1 / √d where not given.
+        c2p: (2 · length - 1, hidden), what a query is multiplied with for the distances key - query
+            from 1 - length to length - 1, of rows that may be shorter than `length`.
+        p2c: the same, what a key is multiplied with for the distances query - key.
 
     Returns:
         The same shape as `query`.
     """
-    return _RowAttention.apply(query, key, value, tuple(lengths), heads, dropout_p, causal)
+    rows = _Rows(tuple(lengths), heads, one_query=len(query) != len(key))
+    scale = (query.shape[1] // heads) ** -0.5 if scale is None else scale
+    return _RowAttention.apply(query, key, value, c2p, p2c, rows, dropout_p, scale, causal)
 
 
 class _RowAttention(torch.autograd.Function):
@@ -50,41 +80,48 @@ class _RowAttention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        lengths: tuple[int, ...],
-        heads: int,
+        c2p: Tensor | None,
+        p2c: Tensor | None,
+        rows: "_Rows",
         dropout_p: float,
+        scale: float,
         causal: bool,
     ) -> Tensor:
-        ctx.rows = rows = _Rows(lengths, heads, one_query=len(query) != len(key))
-        ctx.dropout_p, scale = dropout_p, (query.shape[1] // heads) ** -0.5
+        ctx.rows, ctx.dropout_p, ctx.scale = rows, dropout_p, scale
+        of_queries, of_keys = (_term(distances, rows.heads) for distances in (c2p, p2c))
         probabilities, out = query.new_empty(sum(rows.sizes)), torch.empty_like(query)
         mask = dropouts.keep_mask(probabilities.shape, dropout_p) if dropout_p > 0 else None
-        rows_of_out = rows.of_queries(out)
         for q, k, v, p, keep, o in zip(
             rows.of_queries(query),
             rows.of_keys(key),
             rows.of_keys(value),
             rows.of_scores(probabilities),
             rows.of_mask(mask),
-            rows_of_out,
+            rows.of_queries(out),
             strict=True,
         ):
-            scores = torch.bmm(q.contiguous(), k.contiguous().transpose(1, 2))
+            q, k = q.contiguous(), k.contiguous()
+            scores = torch.bmm(q, k.transpose(1, 2))
             # Not in half precision, whose softmax takes PyTorch three times as long.
             scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).mul_(scale)
+            if of_queries is not None:
+                scores.add_(of_queries.scores(q, k.shape[1]))
+            if of_keys is not None:
+                scores.add_(of_keys.scores(k, q.shape[1]).transpose(1, 2))
             if causal:
                 scores.masked_fill_(_later(scores), float("-inf"))
             p.copy_(torch.softmax(scores, dim=-1))
             o.copy_(torch.bmm(_dropped(p, keep, dropout_p), v.contiguous()))
-        ctx.save_for_backward(query, key, value, probabilities, mask)
-        ctx.scale = scale
+        ctx.save_for_backward(query, key, value, c2p, p2c, probabilities, mask)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, probabilities, mask = ctx.saved_tensors
+        query, key, value, c2p, p2c, probabilities, mask = ctx.saved_tensors
         rows, dropout_p = ctx.rows, ctx.dropout_p
+        of_queries = _term(c2p, rows.heads, ctx.needs_input_grad[3])
+        of_keys = _term(p2c, rows.heads, ctx.needs_input_grad[4])
         grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
         for q, k, v, p, keep, g, grad_q, grad_k, grad_v in zip(
             rows.of_queries(query),
@@ -98,13 +135,31 @@ class _RowAttention(torch.autograd.Function):
             rows.of_keys(grads[2]),
             strict=True,
         ):
-            g = g.contiguous()
+            q, k, g = q.contiguous(), k.contiguous(), g.contiguous()
             grad_v.copy_(torch.bmm(_dropped(p, keep, dropout_p).transpose(1, 2), g))
             grad_p = _dropped(torch.bmm(g, v.contiguous().transpose(1, 2)), keep, dropout_p)
-            grad_s = _softmax_gradient(grad_p, p).mul_(ctx.scale)
-            grad_q.copy_(torch.bmm(grad_s, k.contiguous()))
-            grad_k.copy_(torch.bmm(grad_s.transpose(1, 2), q.contiguous()))
-        return *grads, None, None, None, None
+            grad_s = _softmax_gradient(grad_p, p)
+            if of_queries is not None:
+                from_c2p = of_queries.backward(q, grad_s)
+            if of_keys is not None:
+                from_p2c = of_keys.backward(k, grad_s.transpose(1, 2))
+            grad_s.mul_(ctx.scale)
+            grad_q.copy_(torch.bmm(grad_s, k))
+            grad_k.copy_(torch.bmm(grad_s.transpose(1, 2), q))
+            if of_queries is not None:
+                grad_q.add_(from_c2p)
+            if of_keys is not None:
+                grad_k.add_(from_p2c)
+        of_distances = (_gradient(term) for term in (of_queries, of_keys))
+        return *grads, *of_distances, None, None, None, None
+
+
+def _term(distances: Tensor | None, heads: int, is_trained: bool = False) -> DistanceTerm | None:
+    return None if distances is None else DistanceTerm(distances, heads, is_trained)
+
+
+def _gradient(term: DistanceTerm | None) -> Tensor | None:
+    return None if term is None else term.gradient()
 
 
 class _Rows:

@@ -6,16 +6,8 @@ content queries Q and keys K, and P, projected embeddings of the distance i - j:
     score(i, j)  =  ( Q_i · K_j  +  Q_i · P_key(i - j)  +  P_query(i - j) · K_j ) / √(d (1 + terms))
                        content            "c2p"                    "p2c"
 
-Each position term is one product with all distances that occur, and then a view of its result, in
-which every row starts one element before the row above it (`skew`):
-
-    key - query   -2  -1   0   1   2                        key  0  1  2
-    query 0        .   .   a   b   c                             a  b  c
-    query 1        .   d   e   f   .         ----->              d  e  f
-    query 2        g   h   i   .   .                             g  h  i
-
-Nothing is gathered by an index as large as the scores, and gradients are summed in one order. What
-depends on distances alone is computed once a forward, see `Batch`.
+Each position term is one product with all distances that occur, and a view of its result: see
+loralib/nn/distances.py. What depends on distances alone is computed once a forward, see `Batch`.
 
 This file goes from the ids to a head's logits. What RoBERTa has as well, the layers around
 attention and the forward passes, is in modeling_encoder.py. The encoder works on packed tokens,
@@ -37,10 +29,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import loralib as lora
+from loralib.nn.distances import skew
 from loralib.nn.norm import LayerNorm
 from loralib.nn.packing import PackedRows
 from loralib.nn.products import Linear, linear
 from loralib.nn.routing import for_each_segment
+from loralib.nn.row_attention import attend_rows, trains_on_cpu
 
 from ...activations import ACT2FN
 from ...adapters import projection
@@ -164,7 +158,8 @@ class Batch:
 
     Attributes:
         padding: (batch, 1, 1, length), True on padding; None without padding.
-        by_row: attention is computed row by row.
+        is_dense: no row has padding between its tokens, so that its length says its distances.
+        by_row: attention is computed row by row where nothing is trained.
         first: as in `PackedRows`.
         segments: of rows that share an adapter (see loralib/nn/routing.py), each as a batch; none
             where there is but one.
@@ -177,6 +172,7 @@ class Batch:
         if len(rows.index) < rows.shape.numel():
             real = rows.pad(torch.ones_like(rows.index, dtype=torch.bool))
             self.padding = ~real[:, None, None, :]
+        self.is_dense = rows.spans == rows.lengths
         # On a GPU one kernel takes all rows, and a graph that is compiled for any number of tokens
         # has no loop over them.
         at_once = rows.index.is_cuda or torch.compiler.is_compiling()
@@ -189,12 +185,11 @@ class Batch:
     def _padding_is_cheap(self, heads: int) -> bool:
         """Whether attention over padding costs less than taking rows one by one.
 
-        On a CPU a row costs about 0.5 ms of calls, a score about 60 ns, forward and backward.
-        Rows with padding between their tokens have other distances than their length says.
+        On a CPU a row costs about 0.5 ms of calls, a score about 60 ns.
         """
         rows, (count, longest) = self.rows, self.rows.shape
         wasted = heads * (count * longest**2 - sum(length**2 for length in rows.lengths))
-        return wasted < 8_000 * count or rows.spans != rows.lengths
+        return wasted < 8_000 * count or not self.is_dense
 
 
 class DisentangledSelfAttention(nn.Module):
@@ -305,6 +300,10 @@ class DisentangledSelfAttention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, positions: _Positions, batch: Batch
     ) -> Tensor:
         """Attention within rows that share an adapter; `batch` is theirs."""
+        dropout_p = self.dropout_p if self.training else 0.0
+        if batch.is_dense and trains_on_cpu(q, k, v, *positions, dropout_p=dropout_p):
+            settings = {"scale": self.scale, "c2p": positions[0], "p2c": positions[1]}
+            return attend_rows(q, k, v, batch.rows.lengths, self.heads, dropout_p, **settings)
         attend = self._attend_rows if batch.by_row else self._attend_padded
         return attend(q, k, v, positions, batch)
 
@@ -386,23 +385,6 @@ def _products(content: Tensor, positions: Tensor) -> Tensor:
     by_head = positions.view(-1, heads, dim).permute(1, 2, 0)
     products = content.reshape(-1, heads, dim).transpose(0, 1) @ by_head
     return products.unflatten(1, (batch, tokens))
-
-
-def skew(scores: Tensor, columns: int) -> Tensor:
-    """(…, n, n + columns - 1) -> (…, n, columns): out[…, i, j] = scores[…, i, n - 1 - i + j].
-
-    A view of `scores`, or of a copy that is contiguous.
-    """
-    n, width = scores.shape[-2:]
-    if n == 1:
-        return scores
-    scores = scores.contiguous()
-    if torch.compiler.is_compiling():  # the same; the compiler knows nothing of storages
-        flat = scores.flatten(-2)[..., n - 1 : n - 1 + n * (width - 1)]
-        return flat.unflatten(-1, (n, width - 1))[..., :columns]
-    start = scores.storage_offset() + n - 1
-    strides = (*scores.stride()[:-2], width - 1, 1)
-    return scores.as_strided((*scores.shape[:-1], columns), strides, start)
 
 
 def _attention(

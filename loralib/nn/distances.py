@@ -1,0 +1,80 @@
+"""Scores that a token's content gives to the distances to other tokens.
+
+Of a row with n tokens that look at m others, one product with all distances that occur, and then a
+view of its result, in which every row starts one element before the row above it (`skew`):
+
+    key - query   -2  -1   0   1   2                        key  0  1  2
+    query 0        .   .   a   b   c                             a  b  c
+    query 1        .   d   e   f   .         ----->              d  e  f
+    query 2        g   h   i   .   .                             g  h  i
+
+Nothing is gathered by an index as large as the scores, and gradients are summed in one order.
+"""
+
+import torch
+from torch import Tensor
+
+
+def skew(scores: Tensor, columns: int) -> Tensor:
+    """(…, n, n + columns - 1) -> (…, n, columns): out[…, i, j] = scores[…, i, n - 1 - i + j].
+
+    A view of `scores`, or of a copy that is contiguous.
+    """
+    n, width = scores.shape[-2:]
+    if n == 1:
+        return scores
+    scores = scores.contiguous()
+    if torch.compiler.is_compiling():  # the same; the compiler knows nothing of storages
+        flat = scores.flatten(-2)[..., n - 1 : n - 1 + n * (width - 1)]
+        return flat.unflatten(-1, (n, width - 1))[..., :columns]
+    start = scores.storage_offset() + n - 1
+    strides = (*scores.stride()[:-2], width - 1, 1)
+    return scores.as_strided((*scores.shape[:-1], columns), strides, start)
+
+
+class DistanceTerm:
+    """The scores of tokens with distances, row by row, with their gradients; without autograd.
+
+    Args:
+        distances: (2 · length - 1, hidden), of the distances other - token from 1 - length to
+            length - 1; on a CPU.
+        heads: number of heads; divides hidden.
+        is_trained: whether `distances` need a gradient.
+    """
+
+    def __init__(self, distances: Tensor, heads: int, is_trained: bool):
+        self._vectors = distances.unflatten(1, (heads, -1)).transpose(0, 1).contiguous()
+        # Many rows add to it, so in half precision it is summed in float32.
+        sums = torch.promote_types(distances.dtype, torch.float32)
+        self._gradient = torch.zeros_like(self._vectors, dtype=sums) if is_trained else None
+
+    def scores(self, content: Tensor, others: int) -> Tensor:
+        """A row's content, (heads, n, d), -> scores (heads, n, others)."""
+        vectors = self._vectors[:, self._which(content, others)]
+        return skew(torch.bmm(content, vectors.transpose(1, 2)), others)
+
+    def backward(self, content: Tensor, grad: Tensor) -> Tensor:
+        """The gradient of a row's content; that of the distances is added to their sum.
+
+        Args:
+            content: (heads, n, d), which `scores` was called with.
+            grad: (heads, n, others), the scores' gradient.
+        """
+        heads, n, others = grad.shape
+        which = self._which(content, others)
+        by_distance = grad.new_zeros(heads, n, n + others - 1)
+        skew(by_distance, others).copy_(grad)
+        if self._gradient is not None:
+            self._gradient[:, which] += torch.bmm(by_distance.transpose(1, 2), content)
+        return torch.bmm(by_distance, self._vectors[:, which])
+
+    def gradient(self) -> Tensor | None:
+        """The gradient of the distances, in their shape and dtype; None if they need none."""
+        if self._gradient is None:
+            return None
+        return self._gradient.transpose(0, 1).flatten(1).to(self._vectors.dtype)
+
+    def _which(self, content: Tensor, others: int) -> slice:
+        """The distances that occur between so many tokens."""
+        zero = self._vectors.shape[1] // 2
+        return slice(zero - content.shape[1] + 1, zero + others)
