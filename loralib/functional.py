@@ -373,9 +373,9 @@ class _LowRankLinear(torch.autograd.Function):
                 raise RuntimeError("gradients with lora_A frozen cannot be differentiated again")
             z = F.linear(lora_input, A) * ctx.scaling
         # On CPUs these products take half the time or less in the layouts chosen here.
-        grad_z = ctx.scaling * torch.cat(
+        grad_z = _joined(
             [F.linear(grad[:, block.columns], block.B.t().contiguous()) for block in blocks], dim=1
-        )
+        ).mul(ctx.scaling)
         grad_x = grad_dropped = grad_weight = grad_bias = grad_A = grad_B = None
         if needs[0]:
             grad_x = products.product(grad, weight.t())
@@ -390,7 +390,12 @@ class _LowRankLinear(torch.autograd.Function):
         if needs[4]:
             grad_A = grad_z.t() @ lora_input
         if needs[5]:
-            grad_B = torch.cat(
-                [(z[:, block.rows].t() @ grad[:, block.columns]).t() for block in blocks]
+            grad_B = _joined(
+                [(z[:, block.rows].t() @ grad[:, block.columns]).t() for block in blocks], dim=0
             )
         return grad_x, grad_dropped, grad_weight, grad_bias, grad_A, grad_B, None, None
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    """`torch.cat`, without a copy where there is but one part."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
