@@ -11,6 +11,7 @@ steps. Prints Markdown; README.md says how to read it.
 
 import argparse
 import sys
+from collections.abc import Callable
 
 import contest
 from rte_lengths import QUANTILES, count_tokens, draw_batches
@@ -41,7 +42,12 @@ def gflop(contestant: Contestant, batch: list[int], shape: dict) -> float:
 
 
 def arithmetic(
-    tokens: list[int], shape: dict, passes: int, attention_passes: int, first_only: bool
+    tokens: list[int],
+    shape: dict,
+    passes: int,
+    attention_passes: int,
+    first_only: bool,
+    distances: int = 0,
 ) -> float:
     """The formula of README.md.
 
@@ -51,11 +57,12 @@ def arithmetic(
         passes: through the weights.
         attention_passes: through attention.
         first_only: the last layer is computed for the first token, but for keys and values.
+        distances: pairs of a token and a distance that are multiplied in a pass through attention.
     """
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
     weights = 4 * hidden**2 + 2 * hidden * shape["intermediate_size"]
     linear = 2 * weights * passes * sum(tokens)
-    attention = 4 * hidden * attention_passes * sum(n**2 for n in tokens)
+    attention = attention_passes * hidden * (4 * sum(n**2 for n in tokens) + 2 * distances)
     if first_only:
         # In the last layer, only keys and values are computed for every token.
         layers -= 1 - 2 * hidden**2 / weights
@@ -64,8 +71,25 @@ def arithmetic(
 
 def measure(args: argparse.Namespace) -> contest.Measurement:
     """Who runs what, with these flags."""
-    lengths = count_tokens(args.data_dir, args.vocab) if args.data_dir else QUANTILES
     shape = QUICK if args.quick else ROBERTA_BASE
+    return measure_shape(args, shape, contestants(args.device), gflop)
+
+
+def measure_shape(
+    args: argparse.Namespace,
+    shape: dict,
+    taking_part: list[Contestant],
+    gflop: Callable[[Contestant, list[int], dict], float],
+) -> contest.Measurement:
+    """Who runs what on batches of RTE's lengths.
+
+    Args:
+        args: the flags.
+        shape: the model's.
+        taking_part: the contestants.
+        gflop: contestant, batch, shape -> billions of multiplications and additions in a step.
+    """
+    lengths = count_tokens(args.data_dir, args.vocab) if args.data_dir else QUANTILES
 
     def plan_of(contestant: Contestant, number: int) -> dict:
         batches = draw_batches(lengths, WARMUP + args.steps, seed=number)
@@ -76,7 +100,7 @@ def measure(args: argparse.Namespace) -> contest.Measurement:
         "ms per real token", sum, sum, computed, lambda who, batch: gflop(who, batch, shape)
     )
     return contest.Measurement(
-        contestants(args.device), contest.by_dtype(baselines(args.device)), plan_of, table
+        taking_part, contest.by_dtype(baselines(args.device)), plan_of, table
     )
 
 

@@ -1,4 +1,4 @@
-"""Batches of roberta_step.py. Its plan has, besides timing.py's,
+"""Batches of roberta_step.py and deberta_step.py. Their plan has, besides timing.py's,
 
 batches    lengths of the rows of each        rank, alpha    LoRA's
 pad_to     tokens a row, null for the         full           train every weight, no LoRA
@@ -10,7 +10,7 @@ from torch import Tensor
 
 LEARNING_RATE = 5e-4
 MAX_GRAD_NORM = 1.0
-PADDING_ID = 1
+PADDING_ID = 1  # RoBERTa's; elsewhere the mask alone says what is padding
 
 
 def make_batch(plan: dict, index: int, lengths: list[int]) -> dict[str, Tensor]:

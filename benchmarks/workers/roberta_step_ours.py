@@ -1,36 +1,8 @@
-"""A training step of this project's RoBERTa, as its Trainer makes it: LoRA, or every weight."""
+"""A training step of this project's RoBERTa."""
 
-from functools import partial
+from our_encoder import run_steps
 
-import roberta_rows
-from our_training import training_step
-from roberta_rows import LEARNING_RATE, MAX_GRAD_NORM
-from timing import Batch, Step, run
-from torch.optim import AdamW
-
-import transformers
-from loralib.nn.packing import PackedRows
 from transformers import RobertaConfig, RobertaForSequenceClassification
 
-
-def make_batch(plan: dict, index: int, lengths: list[int]) -> Batch:
-    """A batch as the Trainer's loader makes it: where its tokens are as well."""
-    batch = roberta_rows.make_batch(plan, index, lengths)
-    return {**batch, "packed_rows": PackedRows(batch["attention_mask"])}
-
-
-def make_step(plan: dict) -> Step:
-    """The step that `plan` asks for."""
-    lora = {} if plan["full"] else {"lora_r": plan["rank"], "lora_alpha": plan["alpha"]}
-    config = RobertaConfig(**plan["shape"], apply_lora=not plan["full"], **lora)
-    model = RobertaForSequenceClassification(config)
-    if not plan["full"]:
-        model.train_only(("lora",))
-    make_optimizer = partial(AdamW, lr=LEARNING_RATE, fused=True)
-    return training_step(
-        plan, model, make_optimizer, lambda batch: model(**batch).loss, MAX_GRAD_NORM
-    )
-
-
 if __name__ == "__main__":
-    run(make_step, make_batch, {"this project": transformers.__version__})
+    run_steps(RobertaConfig, RobertaForSequenceClassification)

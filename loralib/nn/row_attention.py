@@ -25,16 +25,12 @@ def trains_on_cpu(*tensors: Tensor | None, dropout_p: float) -> bool:
         tensors: queries, keys, values, and the terms of distances that there are.
         dropout_p: dropout on the attention probabilities.
     """
+    if is_plain() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
     given = [x for x in tensors if x is not None]
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    return (
-        all(x.device.type == "cpu" and x.dtype == given[0].dtype for x in given)
-        and (recorded or dropout_p > 0)
-        and dropout_p < 1
-        and not is_plain()
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
-    )
+    computable = all(x.device.type == "cpu" and x.dtype == given[0].dtype for x in given)
+    return computable and (recorded or dropout_p > 0) and dropout_p < 1
 
 
 def attend_rows(

@@ -158,7 +158,6 @@ class Batch:
 
     Attributes:
         padding: (batch, 1, 1, length), True on padding; None without padding.
-        is_dense: no row has padding between its tokens, so that its length says its distances.
         by_row: attention is computed row by row where nothing is trained.
         first: as in `PackedRows`.
         segments: of rows that share an adapter (see loralib/nn/routing.py), each as a batch; none
@@ -172,7 +171,6 @@ class Batch:
         if len(rows.index) < rows.shape.numel():
             real = rows.pad(torch.ones_like(rows.index, dtype=torch.bool))
             self.padding = ~real[:, None, None, :]
-        self.is_dense = rows.spans == rows.lengths
         # On a GPU one kernel takes all rows, and a graph that is compiled for any number of tokens
         # has no loop over them.
         at_once = rows.index.is_cuda or torch.compiler.is_compiling()
@@ -181,6 +179,11 @@ class Batch:
         if len(rows.segments) > 1:
             parts = map(rows.part, rows.segments)
             self.segments = [Batch(part, relative, heads) for part in parts]
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether no row has padding between its tokens, so that its length says its distances."""
+        return self.rows.spans == self.rows.lengths
 
     def _padding_is_cheap(self, heads: int) -> bool:
         """Whether attention over padding costs less than taking rows one by one.
@@ -301,7 +304,7 @@ class DisentangledSelfAttention(nn.Module):
     ) -> Tensor:
         """Attention within rows that share an adapter; `batch` is theirs."""
         dropout_p = self.dropout_p if self.training else 0.0
-        if batch.is_dense and trains_on_cpu(q, k, v, *positions, dropout_p=dropout_p):
+        if trains_on_cpu(q, k, v, *positions, dropout_p=dropout_p) and batch.is_dense:
             settings = {"scale": self.scale, "c2p": positions[0], "p2c": positions[1]}
             return attend_rows(q, k, v, batch.rows.lengths, self.heads, dropout_p, **settings)
         attend = self._attend_rows if batch.by_row else self._attend_padded

@@ -1,0 +1,8 @@
+"""A LoRA step of PEFT on upstream's DeBERTa-v2. Runs in the environment of requirements-peers.txt."""
+
+from peer_encoder import run_steps
+
+from transformers import DebertaV2Config
+
+if __name__ == "__main__":
+    run_steps(DebertaV2Config, targets=["query_proj", "value_proj"], head=["pooler", "classifier"])

@@ -1,0 +1,44 @@
+"""A training step of this project's encoders, as its Trainer makes it: LoRA, or every weight."""
+
+from functools import partial
+
+import roberta_rows
+from our_training import training_step
+from roberta_rows import LEARNING_RATE, MAX_GRAD_NORM
+from timing import Batch, Step, run
+from torch.optim import AdamW
+
+import transformers
+from loralib.nn.packing import PackedRows
+from transformers import PretrainedConfig, PreTrainedModel
+
+
+def run_steps(config_class: type[PretrainedConfig], model_class: type[PreTrainedModel]) -> None:
+    """Measures the steps of a classifier; see timing.py.
+
+    Args:
+        config_class: takes the plan's shape.
+        model_class: takes such a config.
+    """
+    make = partial(make_step, config_class, model_class)
+    run(make, make_batch, {"this project": transformers.__version__})
+
+
+def make_batch(plan: dict, index: int, lengths: list[int]) -> Batch:
+    """A batch as the Trainer's loader makes it: where its tokens are as well."""
+    batch = roberta_rows.make_batch(plan, index, lengths)
+    return {**batch, "packed_rows": PackedRows(batch["attention_mask"])}
+
+
+def make_step(
+    config_class: type[PretrainedConfig], model_class: type[PreTrainedModel], plan: dict
+) -> Step:
+    """The step that `plan` asks for."""
+    lora = {} if plan["full"] else {"lora_r": plan["rank"], "lora_alpha": plan["alpha"]}
+    model = model_class(config_class(**plan["shape"], apply_lora=not plan["full"], **lora))
+    if not plan["full"]:
+        model.train_only(("lora",))
+    make_optimizer = partial(AdamW, lr=LEARNING_RATE, fused=True)
+    return training_step(
+        plan, model, make_optimizer, lambda batch: model(**batch).loss, MAX_GRAD_NORM
+    )

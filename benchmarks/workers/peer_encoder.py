@@ -1,0 +1,47 @@
+"""A LoRA step of PEFT on upstream's encoders. Runs in the environment of requirements-peers.txt.
+
+Only the modules whose names end in _peers or begin with peer_, and upstream.py, import upstream
+packages.
+"""
+
+from functools import partial
+
+import torch
+from peer_training import training_step
+from peft import LoraConfig, get_peft_model
+from roberta_rows import LEARNING_RATE, MAX_GRAD_NORM, make_batch
+from timing import Step, run
+from upstream import versions
+
+from transformers import AutoModelForSequenceClassification, PretrainedConfig
+
+
+def run_steps(config_class: type[PretrainedConfig], targets: list[str], head: list[str]) -> None:
+    """Measures the steps of a classifier; see timing.py.
+
+    Args:
+        config_class: takes the plan's shape.
+        targets: the names of the modules that LoRA is on.
+        head: the modules that are trained as well.
+    """
+    run(partial(make_step, config_class, targets, head), make_batch, versions())
+
+
+def make_step(
+    config_class: type[PretrainedConfig], targets: list[str], head: list[str], plan: dict
+) -> Step:
+    """The step that `plan` asks for; attention and the adapters' dtype are PEFT's defaults."""
+    model = AutoModelForSequenceClassification.from_config(
+        config_class(**plan["shape"]), dtype=getattr(torch, plan["weights"])
+    )
+    lora = LoraConfig(
+        task_type="SEQ_CLS",
+        r=plan["rank"],
+        lora_alpha=plan["alpha"],
+        target_modules=targets,
+        modules_to_save=head,
+    )
+    model = get_peft_model(model, lora)
+    return training_step(
+        plan, model, lambda batch: model(**batch).loss, LEARNING_RATE, MAX_GRAD_NORM
+    )
