@@ -1,4 +1,4 @@
-"""A LoRA step of PEFT on upstream's DeBERTa-v2. Runs in the environment of requirements-peers.txt."""
+"""A LoRA step of PEFT on upstream's DeBERTa-v2, in the environment of requirements-peers.txt."""
 
 from peer_encoder import run_steps
 

@@ -20,6 +20,7 @@ from loralib.adapters.fingerprint import fingerprint
 from loralib.errors import CheckpointError
 from loralib.nn import packing
 from loralib.nn.packing import PackedRows
+from loralib.nn.plain import plain
 from loralib.nn.routing import Routing
 from transformers.configuration_utils import LORA_TARGETS
 
@@ -235,6 +236,21 @@ def test_debertas_of_all_kinds(make_classifier, variant, names, path):
     bank, batch = task.bank(), make_batch(len(names), path)
     expected = row_by_row(bank, task.base, names, batch)
     close_to_rows(mixed_logits(bank, task.base, names, batch), expected)
+
+
+@pytest.mark.parametrize("variant", [{}, *VARIANTS.values()], ids=["shared", *VARIANTS])
+def test_gradients_of_a_mixed_batch_are_the_plain_paths(make_classifier, variant):
+    """Each segment has distances of its own."""
+    task = Task(make_classifier, "deberta", **variant)
+    bank, batch, found = task.bank(), make_batch(5), []
+    embeddings = task.base.base_model.embeddings.word_embeddings.weight
+    for is_plain in (True, False):
+        with plain(is_plain), bank.use(list("bacbd")):
+            states = task.base.base_model(**batch).last_hidden_state
+        (grad,) = torch.autograd.grad(states.square().sum(), embeddings)
+        found.append((states, grad))
+    for theirs, ours in zip(*found, strict=True):
+        close(ours, theirs)
 
 
 @torch.no_grad()

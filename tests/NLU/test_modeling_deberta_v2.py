@@ -21,10 +21,12 @@ from deberta_cases import (
     literal_logits,
     literal_rows,
 )
+from encoder_options import ENCODER_TERMS
 from safetensors.torch import load_file
 
 import loralib as lora
 from loralib.nn.packing import PackedRows
+from loralib.nn.plain import plain
 from loralib.training.precision import Precision, all_in_half, hold_frozen_in
 from transformers import (
     AutoModelForSequenceClassification,
@@ -160,7 +162,8 @@ ADAPTED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("adapted", ADAPTED.values(), ids=ADAPTED)
 @pytest.mark.parametrize("variant", LITERAL)
-def test_losses_and_gradients_of_the_literal_formulas(variant, adapted, path):
+@pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "fast"])
+def test_losses_and_gradients_of_the_literal_formulas(is_plain, variant, adapted, path):
     settings = {**adapted, **NO_DROPOUT, **LITERAL[variant]}
     model = build("classifier", variant, **settings).double()
     reference = copy.deepcopy(model)
@@ -168,7 +171,8 @@ def test_losses_and_gradients_of_the_literal_formulas(variant, adapted, path):
         each.train_only(("lora",) if adapted else ("",))
         each.train()
     case = {**CASES["holes" if path == "padded" else "padded"], "token_type_ids": INPUTS["types"]}
-    loss = model(**case, labels=INPUTS["classes"]).loss
+    with plain(is_plain):
+        loss = model(**case, labels=INPUTS["classes"]).loss
     # The model takes its loss in float32, so gradients are exact to that.
     expected = F.cross_entropy(literal_logits(reference, case).float(), INPUTS["classes"])
     close(loss, expected, 1)
@@ -182,6 +186,33 @@ def test_losses_and_gradients_of_the_literal_formulas(variant, adapted, path):
     query = "deberta.encoder.layer.0.attention.self.query_proj."
     assert (query + ("lora_A" if adapted else "weight")) in names
     assert model.get_parameter(query + "lora_B" if adapted else query + "weight").grad.norm() > 1e-4
+
+
+@pytest.mark.parametrize("adapted", ADAPTED.values(), ids=ADAPTED)
+@pytest.mark.parametrize("variant", ["xxlarge", "own both buckets conv norm"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_training_computes_what_the_plain_path_does(monkeypatch, dtype, variant, adapted):
+    """Logits and all gradients, the last layer's with one query a row."""
+    calls, attend = [], MODELING.attend_rows
+    monkeypatch.setattr(MODELING, "attend_rows", lambda *a, **b: calls.append(a) or attend(*a, **b))
+    found = []
+    for is_plain in (True, False):
+        model = build("classifier", variant, **adapted, **NO_DROPOUT).train()
+        model.train_only(("lora",) if adapted else ("",))
+        in_half = dtype == torch.bfloat16
+        model.to(torch.float32 if in_half else dtype)
+        with plain(is_plain), torch.autocast("cpu", dtype, enabled=in_half):
+            logits = model(**CASES["padded"]).logits
+        F.cross_entropy(logits, INPUTS["classes"]).backward()
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found.append({"logits": logits, **grads})
+        assert len(calls) == (0 if is_plain else model.config.num_hidden_layers)
+    theirs, ours = found
+    assert ours.keys() == theirs.keys()
+    # Forward and backward; what small gradients are summed from is as large as the large ones.
+    terms, largest = 2 * ENCODER_TERMS, max(tensor.abs().max().item() for tensor in theirs.values())
+    for name, tensor in theirs.items():
+        assert_close_to_rounding(ours[name], tensor, terms, dtype, largest)
 
 
 @pytest.mark.parametrize(("buckets", "furthest"), [(-1, 6), (8, 24), (6, 12), (256, 512), (7, 40)])
@@ -198,13 +229,6 @@ def test_texts_longer_than_the_distances_known(path):
     model = build("classifier", **NO_DROPOUT)
     ids = torch.randint(3, 48, (2, 50), generator=torch.Generator().manual_seed(1))
     close(model(ids).logits, literal_logits(model, {"input_ids": ids}))
-
-
-def test_skew():
-    scores = torch.arange(2 * 3 * 6.0).view(2, 3, 6)
-    skewed = MODELING.skew(scores, 4)
-    assert skewed[1].tolist() == [[20, 21, 22, 23], [25, 26, 27, 28], [30, 31, 32, 33]]
-    assert torch.equal(MODELING.skew(scores.transpose(0, 1)[1:], 5)[1, 1], scores[1, 2, :5])
 
 
 # ---- padding ----
@@ -323,9 +347,9 @@ def test_lora_is_not_merged_and_can_be(path):
     assert torch.equal(model.eval()(**given).logits, evaluated)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name])
-    plain = lora.merge(copy.deepcopy(model))
-    assert not any(isinstance(module, lora.LoRALayer) for module in plain.modules())
-    close(plain(**given).logits, evaluated)
+    merged = lora.merge(copy.deepcopy(model))
+    assert not any(isinstance(module, lora.LoRALayer) for module in merged.modules())
+    close(merged(**given).logits, evaluated)
 
 
 def test_seed_gives_the_weights_and_lora_those_of_the_release():

@@ -1,0 +1,136 @@
+"""Attention of packed rows to distances: against the formula, element by element."""
+
+import pytest
+import torch
+from compare import assert_close_to_rounding
+
+from loralib.nn.distances import skew
+from loralib.nn.row_attention import attend_rows
+
+HEADS, DIM, LONGEST = 2, 4, 9
+LENGTHS = (6, 1, 9, 4)
+SCALE = 0.3
+SETTINGS = {"lengths": LENGTHS, "heads": HEADS, "scale": SCALE}
+# A score of three terms over 4 columns, a softmax and a mean of up to 9, a gradient over all rows.
+TERMS = 3 * 4 + 9 + 9 + 20
+TERM_NAMES = [("c2p", "p2c"), ("c2p",), ("p2c",)]
+
+
+def test_skew():
+    scores = torch.arange(2 * 3 * 6.0).view(2, 3, 6)
+    skewed = skew(scores, 4)
+    assert skewed[1].tolist() == [[20, 21, 22, 23], [25, 26, 27, 28], [30, 31, 32, 33]]
+    assert torch.equal(skew(scores.transpose(0, 1)[1:], 5)[1, 1], scores[1, 2, :5])
+
+
+def literal(query, key, value, keep=None, c2p=None, p2c=None):
+    """Attention of every row; `keep` scales the probabilities of all rows, laid end to end."""
+    out, done = [], 0
+    one_query = len(query) == len(LENGTHS)
+    queries = query.split([1] * len(LENGTHS) if one_query else LENGTHS)
+    for q, k, v in zip(queries, key.split(LENGTHS), value.split(LENGTHS), strict=True):
+        heads = []
+        distance = torch.arange(len(k)) - torch.arange(len(q))[:, None]  # key - query
+        for head in range(HEADS):
+            part = slice(head * DIM, (head + 1) * DIM)
+            scores = SCALE * q[:, part] @ k[:, part].T
+            if c2p is not None:
+                far = c2p[:, part][LONGEST - 1 + distance]
+                scores = scores + torch.einsum("id,ijd->ij", q[:, part], far)
+            if p2c is not None:
+                far = p2c[:, part][LONGEST - 1 - distance]
+                scores = scores + torch.einsum("jd,ijd->ij", k[:, part], far)
+            weights = scores.softmax(dim=1)
+            if keep is not None:
+                weights = weights * keep[done : done + weights.numel()].view_as(weights)
+                done += weights.numel()
+            heads.append(weights @ v[:, part])
+        out.append(torch.cat(heads, dim=1))
+    return torch.cat(out)
+
+
+def draw(dtype, terms, one_query):
+    """Query, key, value and the terms of distances, by name."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, distances = sum(LENGTHS), 2 * LONGEST - 1
+    counts = {"query": len(LENGTHS) if one_query else tokens, "key": tokens, "value": tokens}
+    counts |= dict.fromkeys(terms, distances)
+    return {
+        name: torch.randn(count, HEADS * DIM, generator=generator).to(dtype)
+        for name, count in counts.items()
+    }
+
+
+def with_gradients(attend, tensors, weights):
+    """The output, and the gradients by name."""
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
+    out = attend(**leaves)
+    (out * weights).sum().backward()
+    return {"out": out, **{name: leaf.grad for name, leaf in leaves.items()}}
+
+
+@pytest.mark.parametrize("one_query", [False, True])
+@pytest.mark.parametrize("terms", TERM_NAMES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_output_and_gradients_are_the_formula(dtype, terms, one_query):
+    tensors = draw(dtype, terms, one_query)
+    weights = torch.randn(len(tensors["query"]), HEADS * DIM, dtype=dtype)
+    ours, theirs = (
+        with_gradients(attend, tensors, weights)
+        for attend in (
+            lambda **given: attend_rows(**given, **SETTINGS, dropout_p=0.0),
+            literal,
+        )
+    )
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert_close_to_rounding(ours[name], tensor, TERMS, dtype)
+        assert name == "out" or tensor.abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("one_query", [False, True])
+def test_dropout_by_its_own_masks(drawn_masks, one_query):
+    tensors = draw(torch.float32, ("c2p", "p2c"), one_query)
+    weights = torch.randn(len(tensors["query"]), HEADS * DIM)
+    ours = with_gradients(
+        lambda **given: attend_rows(**given, **SETTINGS, dropout_p=0.3), tensors, weights
+    )
+    (drawn,) = drawn_masks
+    assert (drawn == 0).any()
+    theirs = with_gradients(lambda **given: literal(**given, keep=drawn), tensors, weights)
+    for name, tensor in theirs.items():
+        assert_close_to_rounding(ours[name], tensor, TERMS)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("one_query", [False, True])
+def test_half_precision_is_the_formula_but_for_rounding(one_query, dtype):
+    tensors = draw(dtype, ("c2p", "p2c"), one_query)
+    weights = torch.randn(len(tensors["query"]), HEADS * DIM).to(dtype)
+    ours = with_gradients(
+        lambda **given: attend_rows(**given, **SETTINGS, dropout_p=0.0), tensors, weights
+    )
+    exact = {name: tensor.double() for name, tensor in tensors.items()}
+    theirs = with_gradients(literal, exact, weights.double())
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == dtype
+        assert_close_to_rounding(ours[name].double(), tensor, 8, dtype)
+
+
+def test_frozen_distances_have_no_gradient():
+    tensors = draw(torch.float32, ("c2p", "p2c"), one_query=False)
+    tensors["key"].requires_grad_()
+    tensors["p2c"].requires_grad_()
+    attend_rows(**tensors, **SETTINGS, dropout_p=0.0).sum().backward()
+    assert tensors["p2c"].grad.abs().max() > 1e-2
+    assert [name for name, tensor in tensors.items() if tensor.grad is not None] == ["key", "p2c"]
+
+
+def test_rows_may_be_shorter_than_the_distances_known():
+    tensors = draw(torch.float32, ("c2p", "p2c"), one_query=False)
+    known = {
+        name: tensor[3:-3] if len(tensor) == 17 else tensor for name, tensor in tensors.items()
+    }
+    rows = {"lengths": (6, 1, 6, 6, 1), "heads": HEADS, "scale": SCALE, "dropout_p": 0.0}
+    whole = attend_rows(**tensors, **rows)
+    assert_close_to_rounding(attend_rows(**known, **rows), whole, TERMS)
