@@ -11,8 +11,13 @@ view of its result, in which every row starts one element before the row above i
 Nothing is gathered by an index as large as the scores, and gradients are summed in one order.
 """
 
+import math
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
+
+_BLOCK = 64  # tokens; blocks of 48 to 128 take about as long
 
 
 def skew(scores: Tensor, columns: int) -> Tensor:
@@ -48,25 +53,37 @@ class DistanceTerm:
         sums = torch.promote_types(distances.dtype, torch.float32)
         self._gradient = torch.zeros_like(self._vectors, dtype=sums) if is_trained else None
 
-    def scores(self, content: Tensor, others: int) -> Tensor:
-        """A row's content, (heads, n, d), -> scores (heads, n, others)."""
-        vectors = self._vectors[:, self._which(content, others)]
-        return skew(torch.bmm(content, vectors.transpose(1, 2)), others)
+    def add_scores(self, content: Tensor, scores: Tensor) -> None:
+        """Adds a row's scores.
+
+        Args:
+            content: (heads, n, d).
+            scores: (heads, n, others), changed in place.
+        """
+        for tokens, which in self._blocks(*scores.shape[1:]):
+            vectors = self._vectors[:, which].transpose(1, 2)
+            products = torch.bmm(content[:, tokens], vectors)
+            # Converted first: an addition that does both, of rows to columns, takes longer.
+            scores[:, tokens].add_(skew(products, scores.shape[2]).to(scores.dtype))
 
     def backward(self, content: Tensor, grad: Tensor) -> Tensor:
         """The gradient of a row's content; that of the distances is added to their sum.
 
         Args:
-            content: (heads, n, d), which `scores` was called with.
+            content: (heads, n, d), as `add_scores` was given it.
             grad: (heads, n, others), the scores' gradient.
         """
-        heads, n, others = grad.shape
-        which = self._which(content, others)
-        by_distance = grad.new_zeros(heads, n, n + others - 1)
-        skew(by_distance, others).copy_(grad)
-        if self._gradient is not None:
-            self._gradient[:, which] += torch.bmm(by_distance.transpose(1, 2), content)
-        return torch.bmm(by_distance, self._vectors[:, which])
+        parts = []
+        for tokens, which in self._blocks(*grad.shape[1:]):
+            some, vectors = grad[:, tokens], self._vectors[:, which]
+            by_distance = grad.new_zeros(*some.shape[:2], vectors.shape[1])
+            skew(by_distance, grad.shape[2]).copy_(some)
+            if self._gradient is not None:
+                self._gradient[:, which] += torch.bmm(
+                    by_distance.transpose(1, 2), content[:, tokens]
+                )
+            parts.append(torch.bmm(by_distance, vectors))
+        return torch.cat(parts, dim=1)
 
     def gradient(self) -> Tensor | None:
         """The gradient of the distances, in their shape and dtype; None if they need none."""
@@ -74,7 +91,12 @@ class DistanceTerm:
             return None
         return self._gradient.transpose(0, 1).flatten(1).to(self._vectors.dtype)
 
-    def _which(self, content: Tensor, others: int) -> slice:
-        """The distances that occur between so many tokens."""
-        zero = self._vectors.shape[1] // 2
-        return slice(zero - content.shape[1] + 1, zero + others)
+    def _blocks(self, n: int, others: int) -> Iterator[tuple[slice, slice]]:
+        """Parts of a row's n tokens, each with the distances from its tokens to the others.
+
+        n tokens have n - 1 more distances than there are others, which is a waste in long rows.
+        """
+        zero, size = self._vectors.shape[1] // 2, math.ceil(n / math.ceil(n / _BLOCK))
+        for start in range(0, n, size):
+            stop = min(start + size, n)
+            yield slice(start, stop), slice(zero - stop + 1, zero + others - start)

@@ -101,9 +101,9 @@ class _RowAttention(torch.autograd.Function):
             # Not in half precision, whose softmax takes PyTorch three times as long.
             scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).mul_(scale)
             if of_queries is not None:
-                scores.add_(of_queries.scores(q, k.shape[1]))
+                of_queries.add_scores(q, scores)
             if of_keys is not None:
-                scores.add_(of_keys.scores(k, q.shape[1]).transpose(1, 2))
+                of_keys.add_scores(k, scores.transpose(1, 2))
             if causal:
                 scores.masked_fill_(_later(scores), float("-inf"))
             p.copy_(torch.softmax(scores, dim=-1))
@@ -132,9 +132,9 @@ class _RowAttention(torch.autograd.Function):
             strict=True,
         ):
             q, k, g = q.contiguous(), k.contiguous(), g.contiguous()
-            grad_v.copy_(torch.bmm(_dropped(p, keep, dropout_p).transpose(1, 2), g))
-            grad_p = _dropped(torch.bmm(g, v.contiguous().transpose(1, 2)), keep, dropout_p)
-            grad_s = _softmax_gradient(grad_p, p)
+            dropped = _dropped(p, keep, dropout_p)
+            grad_v.copy_(torch.bmm(dropped.transpose(1, 2), g))
+            grad_s = _softmax_gradient(torch.bmm(g, v.contiguous().transpose(1, 2)), p, dropped)
             if of_queries is not None:
                 from_c2p = of_queries.backward(q, grad_s)
             if of_keys is not None:
@@ -205,7 +205,13 @@ def _dropped(x: Tensor, keep: Tensor | None, p: float) -> Tensor:
     return x if keep is None else dropouts.apply_mask(x, keep, p)
 
 
-def _softmax_gradient(grad: Tensor, p: Tensor) -> Tensor:
-    """p ⊙ (grad - Σ grad ⊙ p), the gradient of what a softmax gave p for."""
-    weighted = grad * p
-    return weighted.addcmul_(p, weighted.sum(dim=-1, keepdim=True), value=-1)
+def _softmax_gradient(grad: Tensor, p: Tensor, dropped: Tensor) -> Tensor:
+    """D ⊙ grad - p Σ D ⊙ grad, the gradient of what a softmax gave p for.
+
+    Args:
+        grad: of D, which is p after dropout.
+        p: (…, n, m), rows that sum to 1.
+        dropped: D.
+    """
+    weighted = grad.mul_(dropped)
+    return weighted.sub_(p * weighted.sum(dim=-1, keepdim=True))
