@@ -97,6 +97,8 @@ def literal_attention(config, attention, x, embeddings, mask, drop):
         rows = literal_rows(length, config.position_buckets, config.furthest)
     heads = []
     keep = drop.mask(config.attention_probs_dropout_prob)
+    if keep is not None:
+        keep = keep.view(config.num_attention_heads, length, length)
     for head in range(config.num_attention_heads):
         part = slice(head * dim, (head + 1) * dim)
         scores = q[:, part] @ k[:, part].T
@@ -110,7 +112,7 @@ def literal_attention(config, attention, x, embeddings, mask, drop):
             scores = scores + torch.einsum("ijd,jd->ij", queries, k[:, part])
         scores = scores / math.sqrt(dim * (1 + len(config.pos_att_type)))
         weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=1)
-        heads.append((weights if keep is None else weights * keep[0, head]) @ v[:, part])
+        heads.append((weights if keep is None else weights * keep[head]) @ v[:, part])
     return torch.cat(heads, dim=1)
 
 
