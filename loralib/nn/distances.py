@@ -13,6 +13,7 @@ Nothing is gathered by an index as large as the scores, and gradients are summed
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -48,10 +49,21 @@ class DistanceTerm:
     """
 
     def __init__(self, distances: Tensor, heads: int, is_trained: bool):
-        self._vectors = distances.unflatten(1, (heads, -1)).transpose(0, 1).contiguous()
+        self._by_head = distances.unflatten(1, (heads, -1))
+        self._zero = len(distances) // 2
         # Many rows add to it, so in half precision it is summed in float32.
         sums = torch.promote_types(distances.dtype, torch.float32)
         self._gradient = torch.zeros_like(self._vectors, dtype=sums) if is_trained else None
+
+    @cached_property
+    def _vectors(self) -> Tensor:
+        """(heads, distances, d)."""
+        return self._by_head.transpose(0, 1).contiguous()
+
+    @cached_property
+    def _columns(self) -> Tensor:
+        """(heads, d, distances), which half precision is multiplied with in two thirds the time."""
+        return self._by_head.permute(1, 2, 0).contiguous()
 
     def add_scores(self, content: Tensor, scores: Tensor) -> None:
         """Adds a row's scores.
@@ -61,8 +73,7 @@ class DistanceTerm:
             scores: (heads, n, others), changed in place.
         """
         for tokens, which in self._blocks(*scores.shape[1:]):
-            vectors = self._vectors[:, which].transpose(1, 2)
-            products = torch.bmm(content[:, tokens], vectors)
+            products = torch.bmm(content[:, tokens], self._columns[:, :, which])
             # Converted first: an addition that does both, of rows to columns, takes longer.
             scores[:, tokens].add_(skew(products, scores.shape[2]).to(scores.dtype))
 
@@ -89,14 +100,14 @@ class DistanceTerm:
         """The gradient of the distances, in their shape and dtype; None if they need none."""
         if self._gradient is None:
             return None
-        return self._gradient.transpose(0, 1).flatten(1).to(self._vectors.dtype)
+        return self._gradient.transpose(0, 1).flatten(1).to(self._by_head.dtype)
 
     def _blocks(self, n: int, others: int) -> Iterator[tuple[slice, slice]]:
         """Parts of a row's n tokens, each with the distances from its tokens to the others.
 
         n tokens have n - 1 more distances than there are others, which is a waste in long rows.
         """
-        zero, size = self._vectors.shape[1] // 2, math.ceil(n / math.ceil(n / _BLOCK))
+        zero, size = self._zero, math.ceil(n / math.ceil(n / _BLOCK))
         for start in range(0, n, size):
             stop = min(start + size, n)
             yield slice(start, stop), slice(zero - stop + 1, zero + others - start)

@@ -2,9 +2,10 @@
 
     S = Q Kᵀ / √d      P = softmax(S)      D = dropout(P)      O = D V      of a row and a head
 
-It is one operation for autograd, which keeps of it Q, K, V, P and one byte an element for what was
-dropped. A row's matrices are small enough for the processor's cache, from where the next operation
-takes them; and no call is spent on views that are to be recorded.
+To S may be added what the distances between tokens score; see distances.py. All is one operation
+for autograd, which keeps of it Q, K, V, P and one byte an element for what was dropped. A row's
+matrices are small enough for the processor's cache, from where the next operation takes them; and
+no call is spent on views that are to be recorded.
 """
 
 from collections.abc import Iterator, Sequence
