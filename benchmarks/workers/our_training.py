@@ -7,6 +7,7 @@ from timing import Batch, Step
 from torch import Tensor, nn
 
 from loralib.training.precision import Precision, hold_frozen_in
+from loralib.training.product_choices import choose_products
 
 
 def training_step(
@@ -28,6 +29,8 @@ def training_step(
     model.to(plan["device"]).train()
     hold_frozen_in(model, getattr(torch, plan["weights"]))
     precision = Precision(getattr(torch, plan["autocast"] or "float32"), plan["device"])
+    if plan["device"] == "cpu":
+        choose_products(model, precision.dtype, world_size=1)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = make_optimizer(trained)
 
