@@ -176,9 +176,16 @@ def compete(name: str, measurement: Measurement, args: argparse.Namespace) -> in
 
     Returns:
         The exit status: 1 where a contestant failed.
+
+    Raises:
+        SystemExit: ``--only`` names nobody.
     """
     load = os.getloadavg()[0]
-    chosen = [one for one in measurement.contestants if args.only in one.name]
+    labels = {one: f"{one.name}, {one.precision}" for one in measurement.contestants}
+    chosen = [one for one, label in labels.items() if args.only in label]
+    if not chosen:
+        known = "; ".join(labels.values())
+        sys.exit(f"--only {args.only}: no contestant is called so, of {known}")
     wanted = {*chosen, *map(measurement.baseline_of, chosen)}
     runners = [
         one
@@ -339,7 +346,12 @@ def parse(benchmark: Benchmark, argv: list[str] | None) -> argparse.Namespace:
     add("--threads", type=positive, help="CPU threads; without: as many as torch takes")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="where to compute (%(default)s)")
     add("--quick", action="store_true", help="a tiny shape, to check that the script works")
-    add("--only", metavar="TEXT", default="", help="TEXT in the names of those that run")
+    add(
+        "--only",
+        metavar="TEXT",
+        default="",
+        help="TEXT in their names or precisions",
+    )
     add("--json", type=Path, metavar="OUT", help="also write every timed batch's seconds to OUT")
     for flag in benchmark.flags:
         add(*flag.names, type=positive, default=flag.default, help=f"{flag.help} (%(default)s)")

@@ -71,6 +71,23 @@ def test_no_row_without_its_baseline(contest, runners, fake_worker, capsys):
     assert "half" not in capsys.readouterr().out
 
 
+def test_only_some_run_by_name_or_precision(contest, runners, fake_worker, capsys):
+    plans = fake_worker(lambda plan: 1)
+    half = contest.Contestant("half", "ours", weights="bfloat16")
+    measurement = contest.Measurement(
+        [*runners, half],
+        contest.by_dtype({"float32": runners[0], "bfloat16": half}),
+        plan_of,
+        columns(contest),
+    )
+    for only, names in (("c", "ac"), ("bfloat16", ["half"])):
+        plans.clear()
+        assert contest.compete("x", measurement, flags(only=only, rounds=1)) == 0
+        assert [plan["name"] for plan in plans] == list(names)
+    with pytest.raises(SystemExit, match="--only d: no contestant is called so, of a, float32; b"):
+        contest.compete("x", measurement, flags(only="d"))
+
+
 @pytest.mark.parametrize(
     ("script", "why"),
     [
