@@ -142,8 +142,8 @@ def test_peft_s_folder(glue, run, tiny_glue, tmp_path, name):
 
 SHOWN = {
     "dora": {"variant": "dora"},
-    "both": {"variant": "rslora+dora", "start": "orthogonal"},
-    "olora": {"variant": "dora", "start": "olora"},
+    "both": {"variant": "rslora+dora", "initialization": "orthogonal"},
+    "olora": {"variant": "dora", "initialization": "olora"},
     "patterns": {"rank": "2 in", "alpha": "2.5 in"},
 }
 
