@@ -16,6 +16,9 @@ from data_utils import Row, collate
 from loralib.training.estimate import cost_of_batch
 from model import GPT2Config, GPT2LMModel
 
+# Steps on fake tensors take a second each.
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SHAPE = {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 600, "n_positions": 128}
 RANKS = {"LoRA": 4, "all of it": 0}

@@ -18,6 +18,9 @@ from transformers import (
 )
 from transformers.trainer_estimate import published_settings, training_of
 
+# Steps on fake tensors take a second each.
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SMALL = {
     "vocab_size": 300,

@@ -391,6 +391,7 @@ def test_a_model_without_trainable_parameters(make_trainer, make_model):
         make_trainer(model).train()
 
 
+@pytest.mark.slow
 def test_training_learns_and_leaves_frozen_weights_alone(make_trainer, make_model):
     model, data = make_model(0.1), make_data(64)
     frozen = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
