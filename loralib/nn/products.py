@@ -242,9 +242,9 @@ def choices() -> dict[str, Any]:
 
 
 def use_choices(state: Mapping[str, Any]) -> None:
-    """Takes the place of what was chosen; what another machine chose is left to be measured."""
-    _chosen.clear()
-    if state.get("machine") == machine():
+    """Takes the place of what was chosen, unless another machine chose it."""
+    if state["machine"] == machine():
+        _chosen.clear()
         _chosen.update({key: way for key, way in state["ways"].items() if way in _WAYS})
 
 
@@ -255,13 +255,16 @@ def measure(weights: Iterable[tuple[Tensor, Tensor | None]], dtype: torch.dtype)
     What has been chosen stays. Each kind of product takes about a tenth of a second.
 
     Args:
-        weights: frozen weights, (out, in), and the biases of their layers.
+        weights: frozen weights, (out, in), parameters or views of them ("packed" is for no other),
+            and the biases of their layers.
         dtype: what products are computed in.
     """
+    # Its own, so that a run that measures draws the same numbers later as one that need not.
+    generator = torch.Generator().manual_seed(0)
     for weight, bias in weights:
         cast, own = weight.to(dtype), None if bias is None else bias.to(dtype)
         for matrix, added in ((cast, own), (cast.t(), None)):
-            x = torch.rand(_ROWS, matrix.shape[1]).to(dtype)
+            x = torch.rand(_ROWS, matrix.shape[1], generator=generator).to(dtype)
             if not _is_ordinary(x, matrix) or not _is_large(x, matrix):
                 continue
             key = _key(x, matrix, added)

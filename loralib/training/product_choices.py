@@ -44,7 +44,7 @@ def _frozen(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
     """The frozen matrices that `products.linear` multiplies with, each with its bias."""
     layers = [module for module in model.modules() if isinstance(module, products.HasMatrix)]
     matrices = [(layer.matrix, layer.bias) for layer in layers]
-    return [(matrix.detach(), bias) for matrix, bias in matrices if not matrix.requires_grad]
+    return [(matrix, bias) for matrix, bias in matrices if not matrix.requires_grad]
 
 
 def _cache_path() -> Path:

@@ -67,12 +67,9 @@ LAYERS = {
 
 
 @pytest.fixture
-def no_choices():
-    """Nothing is chosen, before and after."""
-    before = products.choices()
-    products.use_choices({})
-    yield
-    products.use_choices(before)
+def no_choices(monkeypatch):
+    """Nothing is chosen yet."""
+    monkeypatch.setattr(products, "_chosen", {})
 
 
 @pytest.fixture(params=list(products._WAYS))
@@ -171,5 +168,13 @@ def test_choices_of_another_machine_are_not_taken(no_choices):
     own = {"machine": products.machine(), "ways": {"a": "plain", "b": "of a later version"}}
     products.use_choices(own)
     assert products.choices()["ways"] == {"a": "plain"}
-    products.use_choices({**own, "machine": "another"})
-    assert not products.choices()["ways"]
+    products.use_choices({"machine": "another", "ways": {"a": "blocks", "c": "plain"}})
+    assert products.choices()["ways"] == {"a": "plain"}
+
+
+def test_measuring_draws_no_numbers_of_the_run(no_choices):
+    weight = torch.randn(832, 1024)
+    before = torch.get_rng_state()
+    products.measure([(weight, None)], torch.float32)
+    assert products.choices()["ways"]
+    assert torch.equal(torch.get_rng_state(), before)

@@ -17,12 +17,10 @@ KEYS = {"float32 512 -> 1024 + bias", "float32 1024 -> 512 transposed"}
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """The file that choices are kept in; nothing is chosen, before and after."""
+    """The file that choices are kept in; nothing is chosen yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    before = products.choices()
-    products.use_choices({})
-    yield tmp_path / "loralib" / "products.json"
-    products.use_choices(before)
+    monkeypatch.setattr(products, "_chosen", {})
+    return tmp_path / "loralib" / "products.json"
 
 
 @pytest.fixture
@@ -52,10 +50,19 @@ def test_a_machine_is_measured_once(cache, measured):
     assert set(measured) == KEYS
     assert products.choices()["ways"] == dict.fromkeys(KEYS, "plain")
     assert json.loads(cache.read_text()) == {products.machine(): dict.fromkeys(KEYS, "plain")}
-    products.use_choices({})
+    products._chosen.clear()
     choose_products(model(), torch.float32, world_size=1)
     assert len(measured) == len(KEYS)
     assert products.choices()["ways"] == dict.fromkeys(KEYS, "plain")
+
+
+def test_a_frozen_weight_may_be_packed(cache, monkeypatch):
+    if not products._has_onednn(torch.float32):
+        pytest.skip("PyTorch is built without oneDNN here")
+    ways = {way: name for name, way in products._WAYS.items()}
+    monkeypatch.setattr(products, "_seconds", lambda way, *_: float(ways[way] != "packed"))
+    choose_products(model(), torch.float32, world_size=1)
+    assert products.choices()["ways"] == dict.fromkeys(KEYS, "packed")
 
 
 def test_what_other_machines_chose_is_kept(cache, measured):
@@ -87,7 +94,7 @@ def test_choices_are_part_of_a_checkpoint(cache, dtype):
     products.use_choices(chosen)
     before = Precision(dtype, "cpu")
     state = before.state_dict()
-    products.use_choices({})
+    products._chosen.clear()
     after = Precision(dtype, "cpu")
     after.load_state_dict(state)
     assert products.choices() == chosen
