@@ -1,8 +1,8 @@
 """The package's loggers: all below ``transformers``, so that one call sets their level.
 
-The level is WARNING, or that of the environment's TRANSFORMERS_VERBOSITY: debug, info, warning, error
-or critical. Where the root logger has handlers, they show the messages; else a handler of the package
-does, on standard error.
+The level is WARNING, or that of the environment's TRANSFORMERS_VERBOSITY: debug, info, warning,
+error or critical. Where the root logger has handlers, they show the messages; else a handler of the
+package does, on standard error.
 """
 
 import logging
