@@ -16,7 +16,7 @@ class Carried:
         family: what the library needs to know of its adapters.
         package: the folder's package, in which the classes are, as ``module.Class``.
         config: its settings.
-        tokenizer: its tokenizer.
+        tokenizer, tokenizer_fast: its tokenizers: of ids alone, and with their alignment.
         base: what its models have in common.
         backbone, masked_lm, sequence_classification: its models.
     """
@@ -25,6 +25,7 @@ class Carried:
     package: str
     config: str
     tokenizer: str
+    tokenizer_fast: str
     base: str
     backbone: str
     masked_lm: str
@@ -36,7 +37,15 @@ class Carried:
         return getattr(importlib.import_module(f".{module}", self.package), name)
 
 
-_ROLES = ("config", "tokenizer", "base", "backbone", "masked_lm", "sequence_classification")
+_ROLES = (
+    "config",
+    "tokenizer",
+    "tokenizer_fast",
+    "base",
+    "backbone",
+    "masked_lm",
+    "sequence_classification",
+)
 
 # By model type, in the order of registration.
 CARRIED: dict[str, Carried] = {}
