@@ -161,7 +161,8 @@ class QuestionAnsweringPipeline(Pipeline):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         answers: list[Answer] = []
-        for example, parts in self._parts(examples, max_seq_len, doc_stride):
+        limits = (max_seq_len, doc_stride)
+        for example, parts in self._parts(examples, *limits, handle_impossible_answer):
             found: list[Answer] = []
             no_answer = 1.0
             for part in parts:
@@ -173,9 +174,13 @@ class QuestionAnsweringPipeline(Pipeline):
         return answers[0] if len(answers) == 1 else answers
 
     def _parts(
-        self, examples: list[SquadExample], max_seq_len: int, doc_stride: int
+        self, examples: list[SquadExample], max_seq_len: int, doc_stride: int, may_be_none: bool
     ) -> Iterator[tuple[SquadExample, list["_Part"]]]:
-        """Each example with the parts of its text, in their order."""
+        """Each example with the parts of its text, in their order.
+
+        The softmax is over the text's tokens; where there may be no answer, over the first one as
+        well, which stands for that.
+        """
         limit = max_seq_len if self.longest is None else min(max_seq_len, self.longest)
         encoded = self.tokenizer(
             [example.question_text for example in examples],
@@ -190,8 +195,7 @@ class QuestionAnsweringPipeline(Pipeline):
         for number, (start, end) in enumerate(said):
             encoding = encoded.encodings[number]
             possible = np.array([each == 1 for each in encoding.sequence_ids])
-            # The first token's probability is that of "no answer".
-            possible |= np.array(encoding.ids) == self.tokenizer.cls_token_id
+            possible[0] = may_be_none
             probabilities = (
                 softmax(np.where(possible, logits, _IMPOSSIBLE)) for logits in (start, end)
             )
@@ -239,8 +243,10 @@ class QuestionAnsweringPipeline(Pipeline):
         for first, last, score in spans:
             if score > 0:
                 begin, after = part.word(first)[0], part.word(last)[1]
-                answer = {"score": float(score), "start": begin, "end": after}
-                answers.append({**answer, "answer": text[begin:after]})
+                answer = text[begin:after].lstrip()  # in SentencePiece, a word has the space before
+                begin = after - len(answer)
+                values = {"score": float(score), "start": begin, "end": after, "answer": answer}
+                answers.append(values)
         return answers
 
 

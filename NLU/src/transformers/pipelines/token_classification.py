@@ -1,6 +1,7 @@
 """Token classification: a text -> its named entities, token by token or put together."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import numpy as np
@@ -26,6 +27,35 @@ class Entity(TypedDict, total=False):
     start: int | None
     end: int | None
     is_subword: bool
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A text's row.
+
+    Args:
+        text, ids: the text and its tokens.
+        is_special: 1 for each token that is not text.
+        offsets: the tokens' characters, None where they are not known.
+        words: the index of each token's word, None likewise.
+    """
+
+    text: str
+    ids: list[int]
+    is_special: Sequence[int]
+    offsets: Offsets | None
+    words: Sequence[int | None] | None
+
+    def place(self, index: int) -> tuple[int, int] | tuple[None, None]:
+        """A token's characters, without the space that SentencePiece puts before a word."""
+        if self.offsets is None:
+            return None, None
+        start, end = map(int, self.offsets[index])
+        return end - len(self.text[start:end].lstrip()), end
+
+    def goes_on(self, index: int) -> bool:
+        """Whether a token is a later one of its word."""
+        return self.words is not None and self.words[index] == self.words[index - 1]
 
 
 class TokenClassificationArgumentHandler(ArgumentHandler):
@@ -54,8 +84,9 @@ class TokenClassificationPipeline(Pipeline):
     Args:
         ignore_labels: labels that are no entity.
         grouped_entities: put tokens of one entity together.
-        ignore_subwords: within a group, a word's later tokens belong to its first one, whatever
-            their label, and do not count in the score. Needs a fast tokenizer.
+        ignore_subwords: within a group, a word's later tokens belong to the one before, whatever
+            their label, and do not count in the score. (4.4 took some of RoBERTa's first tokens for
+            later ones.) Needs a fast tokenizer.
         others: see `Pipeline`.
 
     Raises:
@@ -101,20 +132,22 @@ class TokenClassificationPipeline(Pipeline):
             ValueError: there is no text, or something is not a text.
         """
         texts, offsets = self._args_parser(inputs, **kwargs)
+        is_fast = self.tokenizer.is_fast
         encoded = self.encode(
-            texts, return_special_tokens_mask=True, return_offsets_mapping=self.tokenizer.is_fast
+            texts, return_special_tokens_mask=True, return_offsets_mapping=is_fast
         )
         offsets = offsets or encoded.get("offset_mapping") or [None] * len(texts)
         answers = []
         rows = rows_of(encoded)
         for number, (logits,) in enumerate(self.forward(rows)):
-            entities = self._entities(
+            tokens = Tokens(
                 texts[number],
                 rows[number]["input_ids"],
-                softmax(logits),
                 encoded["special_tokens_mask"][number],
                 offsets[number],
+                encoded.encodings[number].word_ids if is_fast else None,
             )
+            entities = self._entities(tokens, softmax(logits))
             answers.append(self.group_entities(entities) if self.grouped_entities else entities)
         return answers[0] if len(answers) == 1 else answers
 
@@ -123,33 +156,17 @@ class TokenClassificationPipeline(Pipeline):
         logits = output.logits.float().cpu().numpy()
         return ([row[:length] for row, length in zip(logits, lengths, strict=True)],)
 
-    def _entities(
-        self,
-        text: str,
-        ids: list[int],
-        scores: np.ndarray,
-        is_special: Sequence[int],
-        offsets: Offsets | None,
-    ) -> list[Entity]:
-        """A text's tokens that have an entity's label.
-
-        Args:
-            text, ids: the text and its tokens.
-            scores: (tokens, labels).
-            is_special: 1 for each token that is not text.
-            offsets: the tokens' characters.
-        """
+    def _entities(self, tokens: "Tokens", scores: np.ndarray) -> list[Entity]:
+        """A text's tokens that have an entity's label; `scores` are (tokens, labels)."""
         entities: list[Entity] = []
-        best = scores.argmax(axis=-1)
-        for index, label in enumerate(best.tolist()):
+        for index, label in enumerate(scores.argmax(axis=-1).tolist()):
             name = self.model.config.id2label[label]
-            if name in self.ignore_labels or is_special[index]:
+            if name in self.ignore_labels or tokens.is_special[index]:
                 continue
-            start, end = (None, None) if offsets is None else map(int, offsets[index])
-            word = self.tokenizer.convert_ids_to_tokens(ids[index])
-            is_subword = start is not None and len(text[start:end]) != len(word)
-            if ids[index] == self.tokenizer.unk_token_id and start is not None:
-                word, is_subword = text[start:end], False
+            start, end = tokens.place(index)
+            word = self.tokenizer.convert_ids_to_tokens(tokens.ids[index])
+            if tokens.ids[index] == self.tokenizer.unk_token_id and start is not None:
+                word = tokens.text[start:end]
             entity: Entity = {
                 "word": word,
                 "score": scores[index, label].item(),
@@ -159,7 +176,7 @@ class TokenClassificationPipeline(Pipeline):
                 "end": end,
             }
             if self.grouped_entities and self.ignore_subwords:
-                entity["is_subword"] = is_subword
+                entity["is_subword"] = tokens.goes_on(index)
             entities.append(entity)
         return entities
 
@@ -174,24 +191,22 @@ class TokenClassificationPipeline(Pipeline):
         return [self.group_sub_entities(group) for group in groups]
 
     def _continues(self, last: Entity, entity: Entity) -> bool:
+        if entity["index"] != last["index"] + 1:
+            return False
         if self.ignore_subwords and entity["is_subword"]:
             return True
         begins = entity["entity"].split("-")[0] == "B"
-        is_next = entity["index"] == last["index"] + 1
-        return is_next and not begins and _kind(entity) == _kind(last)
+        return not begins and _kind(entity) == _kind(last)
 
     def group_sub_entities(self, entities: list[Entity]) -> Entity:
         """One entity of several tokens, which follow one another; its score is their mean."""
-        counted = [
-            entity["score"]
-            for entity in entities
-            if not (self.ignore_subwords and entity["is_subword"])
-        ]
+        first, *others = entities
+        counted = [e for e in others if not (self.ignore_subwords and e["is_subword"])]
         return {
-            "entity_group": _kind(entities[0]),
-            "score": float(np.mean(counted)) if counted else float("nan"),
+            "entity_group": _kind(first),
+            "score": float(np.mean([entity["score"] for entity in (first, *counted)])),
             "word": self.tokenizer.convert_tokens_to_string([each["word"] for each in entities]),
-            "start": entities[0]["start"],
+            "start": first["start"],
             "end": entities[-1]["end"],
         }
 
