@@ -350,7 +350,20 @@ def test_numbers_that_are_too_small(make, name):
         make("roberta", "question-answering")(QUESTION, CONTEXT, **{name: 0})
 
 
+def test_a_question_that_leaves_no_room(make):
+    with pytest.raises(ValueError, match=r"question 1 has \d+ tokens, which leaves no room"):
+        make("roberta", "question-answering")(["who", QUESTION * 9], CONTEXT)
+
+
 # ---- long texts, batches ----
+
+
+def test_a_question_is_answered_the_same_beside_a_longer_one(make):
+    """However little room that has left for its own text."""
+    ask = make("roberta", "question-answering")
+    both = ask(["who", "where is the dog of Ben Lee"], CONTEXT, max_seq_len=48)
+    assert same(both[0], ask("who", CONTEXT, max_seq_len=48))
+    assert same(both[1], ask("where is the dog of Ben Lee", CONTEXT, max_seq_len=48))
 
 
 @pytest.mark.parametrize("task", ["sentiment-analysis", "ner"])
@@ -429,6 +442,11 @@ def test_models_by_their_folder(tokenizers, models, tmp_path, family, task):
     ours = maker.answer(name, opened.model, opened.tokenizer)
     assert same(ours, maker.answer(name, pipe.model, pipe.tokenizer))
     assert (opened.framework, opened.device, opened.task) == ("pt", torch.device("cpu"), task)
+
+
+def test_question_answering_opens_a_fast_tokenizer(make, tmp_path):
+    make("roberta", "question-answering").save_pretrained(tmp_path)
+    assert pipeline("question-answering", tmp_path, use_fast=False).tokenizer.is_fast
 
 
 @pytest.mark.parametrize("family", FAMILIES)
