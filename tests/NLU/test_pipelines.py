@@ -11,6 +11,7 @@ import pytest
 import torch
 from adapted_encoders import settings_of
 
+from loralib import AdapterBank
 from transformers import (
     DebertaV2Tokenizer,
     DebertaV2TokenizerFast,
@@ -460,6 +461,28 @@ def test_adapters_are_in_effect(tokenizers, family):
     assert [answer["score"] for answer in answers] == pytest.approx(expected, rel=1e-4)
     plain = pipeline("ner", maker.build_model(family, "ner"), tokenizer=tokenizers[family])
     assert plain("a song") != answers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_text_with_an_adapter_of_its_own(tokenizers, family):
+    """A bank's, named in the texts' order, which their lengths do not change."""
+    base_model = maker.build_model(family, "sentiment-analysis")
+    bank = AdapterBank(base_model)
+    for seed, name in enumerate("ab"):
+        adapted = maker.build_model(family, "sentiment-analysis", **settings_of(["lora"]))
+        torch.manual_seed(seed)
+        for parameter_name, parameter in adapted.named_parameters():
+            if "lora_" in parameter_name:
+                parameter.data.normal_()
+        bank.add(name, adapted.adapter())
+    classify = pipeline("sentiment-analysis", base_model, tokenizer=tokenizers[family])
+    alone = []
+    for text, name in zip(maker.TEXTS, "abba", strict=True):
+        with bank.use(name):
+            alone += classify(text)
+    with bank.use(list("abba")):
+        assert same(classify(maker.TEXTS), alone)
+    assert not same(classify(maker.TEXTS), alone)
 
 
 def test_tasks_that_are_not_here(models):
