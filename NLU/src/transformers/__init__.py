@@ -65,6 +65,7 @@ if TYPE_CHECKING:
         CharSpan,
         PreTrainedTokenizerBase,
         SpecialTokensMixin,
+        TensorType,
         TokenSpan,
     )
     from .tokenization_utils_fast import PreTrainedTokenizerFast
@@ -131,6 +132,7 @@ _MODULE_OF = {
     "CharSpan": ".tokenization_utils_base",
     "PreTrainedTokenizerBase": ".tokenization_utils_base",
     "SpecialTokensMixin": ".tokenization_utils_base",
+    "TensorType": ".tokenization_utils_base",
     "TokenSpan": ".tokenization_utils_base",
     "PreTrainedTokenizerFast": ".tokenization_utils_fast",
     "Trainer": ".trainer",

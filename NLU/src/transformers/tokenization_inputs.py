@@ -16,8 +16,25 @@ class TruncationStrategy(str, Enum):
     DO_NOT_TRUNCATE = "do_not_truncate"
 
 
+class PaddingStrategy(str, Enum):
+    """Up to what rows are filled; a call's ``padding``."""
+
+    LONGEST = "longest"
+    MAX_LENGTH = "max_length"
+    DO_NOT_PAD = "do_not_pad"
+
+
+class TensorType(str, Enum):
+    """What tensors a call makes, its ``return_tensors``; TensorFlow's and JAX's are refused."""
+
+    PYTORCH = "pt"
+    TENSORFLOW = "tf"
+    NUMPY = "np"
+    JAX = "jax"
+
+
 TRUNCATION_STRATEGIES = tuple(each.value for each in TruncationStrategy)
-PADDING_STRATEGIES = ("longest", "max_length", "do_not_pad")
+PADDING_STRATEGIES = tuple(each.value for each in PaddingStrategy)
 
 
 class Inputs(NamedTuple):

@@ -31,8 +31,10 @@ from .tokenization_inputs import (
     PADDING_STRATEGIES,
     TRUNCATION_STRATEGIES,
     Inputs,
+    PaddingStrategy,  # noqa: F401 - these three are importable from here, too
     RowSettings,
-    TruncationStrategy,  # noqa: F401 - importable from here, too
+    TensorType,  # noqa: F401
+    TruncationStrategy,  # noqa: F401
     check_stride,
     inputs_of_batch,
     inputs_of_call,

@@ -22,6 +22,7 @@ from ...tokenization_utils_fast import TOKENIZER_FILE, TokenizersBackend, read_t
 
 VOCAB_FILE = "vocab.json"
 MERGES_FILE = "merges.txt"
+VOCAB_FILES_NAMES = {"vocab_file": VOCAB_FILE, "merges_file": MERGES_FILE}
 
 
 class RobertaBackend(TokenizersBackend):
@@ -164,10 +165,7 @@ class RobertaTokenizer(RobertaBackend, PreTrainedTokenizer):
         settings: as in `RobertaBackend`.
     """
 
-    vocab_files = (
-        {"vocab_file": VOCAB_FILE, "merges_file": MERGES_FILE},
-        {"tokenizer_file": TOKENIZER_FILE},
-    )
+    vocab_files = (VOCAB_FILES_NAMES, {"tokenizer_file": TOKENIZER_FILE})
 
     def _encode(
         self,
