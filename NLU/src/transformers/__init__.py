@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
     from .configuration_utils import PretrainedConfig
     from .data.data_collator import (
+        DataCollator,
         DataCollatorForLanguageModeling,
+        DataCollatorForTokenClassification,
+        DataCollatorForWholeWordMask,
         DataCollatorWithPadding,
         default_data_collator,
     )
@@ -57,7 +60,17 @@ if TYPE_CHECKING:
     )
     from .models.roberta.tokenization_roberta import RobertaTokenizer
     from .models.roberta.tokenization_roberta_fast import RobertaTokenizerFast
-    from .optimization import AdamW, get_scheduler
+    from .optimization import (
+        Adafactor,
+        AdamW,
+        get_constant_schedule,
+        get_constant_schedule_with_warmup,
+        get_cosine_schedule_with_warmup,
+        get_cosine_with_hard_restarts_schedule_with_warmup,
+        get_linear_schedule_with_warmup,
+        get_polynomial_decay_schedule_with_warmup,
+        get_scheduler,
+    )
     from .tokenization_utils import PreTrainedTokenizer
     from .tokenization_utils_base import (
         AddedToken,
@@ -65,7 +78,6 @@ if TYPE_CHECKING:
         CharSpan,
         PreTrainedTokenizerBase,
         SpecialTokensMixin,
-        TensorType,
         TokenSpan,
     )
     from .tokenization_utils_fast import PreTrainedTokenizerFast
@@ -90,7 +102,10 @@ _MODULE_OF = {
     "TrainingError": "loralib.errors",
     "set_seed": "loralib.training.determinism",
     "PretrainedConfig": ".configuration_utils",
+    "DataCollator": ".data.data_collator",
     "DataCollatorForLanguageModeling": ".data.data_collator",
+    "DataCollatorForTokenClassification": ".data.data_collator",
+    "DataCollatorForWholeWordMask": ".data.data_collator",
     "DataCollatorWithPadding": ".data.data_collator",
     "default_data_collator": ".data.data_collator",
     "glue_compute_metrics": ".data.metrics",
@@ -124,7 +139,14 @@ _MODULE_OF = {
     "RobertaPreTrainedModel": ".models.roberta.modeling_roberta",
     "RobertaTokenizer": ".models.roberta.tokenization_roberta",
     "RobertaTokenizerFast": ".models.roberta.tokenization_roberta_fast",
+    "Adafactor": ".optimization",
     "AdamW": ".optimization",
+    "get_constant_schedule": ".optimization",
+    "get_constant_schedule_with_warmup": ".optimization",
+    "get_cosine_schedule_with_warmup": ".optimization",
+    "get_cosine_with_hard_restarts_schedule_with_warmup": ".optimization",
+    "get_linear_schedule_with_warmup": ".optimization",
+    "get_polynomial_decay_schedule_with_warmup": ".optimization",
     "get_scheduler": ".optimization",
     "PreTrainedTokenizer": ".tokenization_utils",
     "AddedToken": ".tokenization_utils_base",
@@ -132,7 +154,6 @@ _MODULE_OF = {
     "CharSpan": ".tokenization_utils_base",
     "PreTrainedTokenizerBase": ".tokenization_utils_base",
     "SpecialTokensMixin": ".tokenization_utils_base",
-    "TensorType": ".tokenization_utils_base",
     "TokenSpan": ".tokenization_utils_base",
     "PreTrainedTokenizerFast": ".tokenization_utils_fast",
     "Trainer": ".trainer",

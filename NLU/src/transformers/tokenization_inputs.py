@@ -3,34 +3,18 @@
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, NamedTuple
 
+from .file_utils import ExplicitEnum, PaddingStrategy
 
-class TruncationStrategy(str, Enum):
+
+class TruncationStrategy(ExplicitEnum):
     """What is cut where a row is too long; a call's ``truncation``."""
 
     LONGEST_FIRST = "longest_first"
     ONLY_FIRST = "only_first"
     ONLY_SECOND = "only_second"
     DO_NOT_TRUNCATE = "do_not_truncate"
-
-
-class PaddingStrategy(str, Enum):
-    """Up to what rows are filled; a call's ``padding``."""
-
-    LONGEST = "longest"
-    MAX_LENGTH = "max_length"
-    DO_NOT_PAD = "do_not_pad"
-
-
-class TensorType(str, Enum):
-    """What tensors a call makes, its ``return_tensors``; TensorFlow's and JAX's are refused."""
-
-    PYTORCH = "pt"
-    TENSORFLOW = "tf"
-    NUMPY = "np"
-    JAX = "jax"
 
 
 TRUNCATION_STRATEGIES = tuple(each.value for each in TruncationStrategy)

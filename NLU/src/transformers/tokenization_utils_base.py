@@ -20,6 +20,7 @@ import torch
 from tokenizers import AddedToken  # noqa: F401 - importable from here, too
 
 from .batch_encoding import BatchEncoding, CharSpan, Encoding, TokenSpan, to_tensor  # noqa: F401
+from .file_utils import ExplicitEnum, PaddingStrategy, TensorType  # noqa: F401
 from .special_tokens import ADDITIONAL, ROLES, Token
 from .tokenization_files import (
     ADDED_TOKENS_FILE,  # noqa: F401
@@ -31,10 +32,8 @@ from .tokenization_inputs import (
     PADDING_STRATEGIES,
     TRUNCATION_STRATEGIES,
     Inputs,
-    PaddingStrategy,  # noqa: F401 - these three are importable from here, too
     RowSettings,
-    TensorType,  # noqa: F401
-    TruncationStrategy,  # noqa: F401
+    TruncationStrategy,  # noqa: F401 - importable from here, too
     check_stride,
     inputs_of_batch,
     inputs_of_call,
