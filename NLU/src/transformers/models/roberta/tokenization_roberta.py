@@ -182,6 +182,15 @@ class RobertaTokenizer(RobertaBackend, PreTrainedTokenizer):
 
         return super()._encode(spaced if add_prefix_space else inputs_of, *positional, **settings)
 
+    def _decode(
+        self,
+        ids: list[int],
+        skip_special_tokens: bool,
+        spaces_between_special_tokens: bool = False,
+    ) -> str:
+        # 4.4.2 puts spaces there by default, which its encoding takes away; ids have theirs here.
+        return super()._decode(ids, skip_special_tokens, spaces_between_special_tokens)
+
     def _ids_of(self, texts: list[str]) -> list[list[int]]:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
