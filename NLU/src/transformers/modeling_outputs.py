@@ -14,10 +14,12 @@ class BaseModelOutput(ModelOutput):
     Args:
         last_hidden_state: (batch, length, hidden); zeros where the batch has padding.
         hidden_states: the embeddings' and each layer's output, shaped the same, where asked for.
+        attentions: each layer's probabilities, (batch, heads, length, length), where asked for.
     """
 
     last_hidden_state: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
 
 
 @dataclass(eq=False)
@@ -27,6 +29,7 @@ class BaseModelOutputWithPooling(ModelOutput):
     last_hidden_state: Tensor | None = None
     pooler_output: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
 
 
 @dataclass(eq=False)
@@ -36,6 +39,7 @@ class SequenceClassifierOutput(ModelOutput):
     loss: Tensor | None = None
     logits: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
 
 
 @dataclass(eq=False)
@@ -46,9 +50,10 @@ class MaskedLMOutput(ModelOutput):
         loss: mean cross-entropy over the positions whose label is not -100.
         logits: (batch, length, vocabulary). In training with labels, or where `targets_only` asks
             for it, (targets, vocabulary): those of the positions with a label, row by row.
-        hidden_states: as in `BaseModelOutput`.
+        hidden_states, attentions: as in `BaseModelOutput`.
     """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
