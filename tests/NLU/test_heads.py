@@ -167,6 +167,9 @@ def test_auto_classes(family, head):
     end = maker.HEADS[head][0]
     auto = getattr(transformers, f"AutoModel{end}")
     assert type(auto.from_config(model.config)) is type(model)
+    mapping = getattr(transformers, f"MODEL_FOR_{head.upper()}_MAPPING")
+    assert mapping[type(model.config)] is type(model)
+    assert len(mapping) == sum(other == head for _, other in TRAINED)
 
 
 @pytest.mark.parametrize("end", ["ForMultipleChoice", "ForCausalLM"])
