@@ -140,10 +140,10 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin, TokenEmbeddingsMixin):
                 cannot follow.
         """
         for name, layer in lora_layers(self).items():
-            if layer.variant == "dora" and name.endswith("attention.output.dense"):
+            if hasattr(layer, "lora_magnitude_vector") and name.endswith("attention.output.dense"):
                 raise ValueError(
-                    f"prune_heads: DoRA on {name} scales rows by all heads' columns; merge it first "
-                    "(loralib.merge), or prune before it is added"
+                    f"prune_heads: DoRA on {name} scales rows by all heads' columns: merge it "
+                    "first (loralib.merge), or prune before it is added"
                 )
         self._take_out_heads(heads_to_prune)
         self._forget_base()
