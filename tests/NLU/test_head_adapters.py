@@ -292,3 +292,24 @@ def test_metadata_that_is_damaged(field, value, tmp_path):
     damaged = replace(adapter, metadata=replace(adapter.metadata, **{field: value}))
     with pytest.raises(CheckpointError, match=rf"^adapter: {field} .* in its metadata$"):
         write_adapter(tmp_path / "a.safetensors", damaged)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_vocabulary_of_its_own(tie, tmp_path):
+    """It belongs to the head, and to its adapter; one that is tied is the base's."""
+    model = adapted("roberta", "causal_lm", **LORA, tie_word_embeddings=tie)
+    adapter = model.adapter()
+    assert ("lm_head.decoder.weight" in adapter.tensors) == (not tie)
+    assert "lm_head.decoder.bias" not in adapter.tensors
+    write_adapter(tmp_path / "a.safetensors", adapter)
+    read = read_adapter(tmp_path / "a.safetensors")
+    again = adapted("roberta", "causal_lm", **LORA, tie_word_embeddings=tie)
+    assert other_head(again).load_adapters([read]) == []
+    assert_same_bits(again.state_dict(), model.state_dict())
+    if not tie:
+        write_adapter(tmp_path / "a", adapter, "peft")
+        assert_same_bits(read_adapter(tmp_path / "a").tensors, adapter.tensors)
+        with pytest.raises(
+            CheckpointError, match=r"unknown to the model,.* lm_head.decoder.weight"
+        ):
+            adapted("roberta", "causal_lm", **LORA).load_adapters([read])

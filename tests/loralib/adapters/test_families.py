@@ -138,8 +138,12 @@ def test_a_heads_part_of_the_backbone(with_heads):
     assert [families.top_module(name) for name in (LAYER[0], *POOL, *OUT)] == [
         *("model", "model.pool", "out", "out")
     ]
-    state = dict.fromkeys([*LAYER, *OUT, *POOL, "lm.decoder.weight"], torch.ones(1))
+    state = dict.fromkeys([*LAYER, *OUT, *POOL], torch.ones(1))
     assert adapter_tensors(state).keys() == {LAYER[0], *OUT, *POOL}
+    tied = dict.fromkeys(["model.embed.weight", "lm.decoder.weight"], torch.ones(1))
+    assert adapter_tensors(state | tied).keys() == {LAYER[0], *OUT, *POOL}
+    untied = {**tied, "lm.decoder.weight": torch.ones(1)}
+    assert "lm.decoder.weight" in adapter_tensors(state | untied)
     assert with_heads.unused_by_head([*LAYER, *LM, *POOL]) == {*POOL}
     assert with_heads.unused_by_head([*LAYER, *OUT, *POOL]) == set()
 
