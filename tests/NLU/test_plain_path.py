@@ -12,6 +12,7 @@ from encoder_options import ENCODER_TERMS
 from safetensors.torch import load_file
 
 from loralib.nn.packing import PackedRows
+from transformers import AutoModelForSequenceClassification
 
 FAMILIES = tuple(maker.FAMILIES)
 CASES = [(family, case) for family, cases in maker.CASES.items() for case in cases]
@@ -183,10 +184,14 @@ def test_places_in_the_tuple(family, kind):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_as_the_settings_say(family):
+def test_as_the_settings_say(family, tmp_path):
     model, given = model_and_batch(family, output_attentions=True)
     assert len(model(**given).attentions) == 2
     assert model(**given, output_attentions=False).attentions is None
+    model.save_pretrained(tmp_path)
+    for again in ({}, {"output_attentions": False}):
+        model = AutoModelForSequenceClassification.from_pretrained(tmp_path, **again)
+        assert (model(**given).attentions is None) == bool(again)
     model, _ = model_and_batch(family, torchscript=True)
     assert isinstance(model(**given), tuple)
     assert model(**given, return_dict=True).logits.shape == (3, 3)
@@ -236,7 +241,22 @@ def test_two_passes_of_embeddings(family):
         model.train()(**given, labels=LABELS["classifier"])
 
 
+def test_a_backbone_without_a_pooler_leaves_its_place():
+    model, given = model_and_batch("roberta", "mlm", "left")
+    output = model.roberta(**given, **SHOW)
+    assert output.pooler_output is None
+    last, pooled, states, attentions = model.roberta(**given, **SHOW, return_dict=False)
+    assert pooled is None
+    assert torch.equal(last, output.last_hidden_state)
+    assert (len(states), len(attentions)) == (3, 2)
+
+
 # ---- what is refused ----
+
+
+def test_relative_positions_of_roberta():
+    with pytest.raises(ValueError, match="position_embedding_type is 'relative_key'"):
+        maker.build("roberta", "backbone", position_embedding_type="relative_key")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -12,7 +12,7 @@ modeling_plain.py. The layers' projections, with LoRA and bottleneck adapters, a
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -236,8 +236,12 @@ class EncoderModel(PreTrainedModel):
             hidden).
         encoder: an `Encoder`.
         pooler: (batch, hidden), of the first tokens -> the same; None where the model has none.
+
+    Class attributes:
+        may_pool: the family's backbones have a pooler, as a rule, and their output a place for it.
     """
 
+    may_pool: ClassVar[bool] = False
     embeddings: nn.Module
     encoder: Encoder
     pooler: nn.Module | None
@@ -344,11 +348,14 @@ class EncoderModel(PreTrainedModel):
         )
         states = encoded.hidden_states
         last = encoded.rows.pad(encoded.last) if states is None else states[-1]
-        if self.pooler is None:
+        if not self.may_pool:
             return self._as_asked(BaseModelOutput(last, *encoded.shown), return_dict)
-        pooled = self.pooler(encoded.first)
+        pooled = None if self.pooler is None else self.pooler(encoded.first)
         output = BaseModelOutputWithPooling(last, pooled, *encoded.shown)
-        return self._as_asked(output, return_dict)
+        asked = self._as_asked(output, return_dict)
+        if isinstance(asked, tuple) and pooled is None:  # whose place upstream leaves
+            return (last, None, *asked[1:])
+        return asked
 
 
 def _one_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:

@@ -35,10 +35,23 @@ from .configuration_roberta import RobertaConfig
 
 
 class RobertaEmbeddings(nn.Module):
-    """Word + position + token-type embeddings, normalized."""
+    """Word + position + token-type embeddings, normalized.
+
+    Args:
+        config: the model's settings.
+
+    Raises:
+        ValueError: they ask for relative positions.
+    """
 
     def __init__(self, config: RobertaConfig):
         super().__init__()
+        kind = getattr(config, "position_embedding_type", "absolute")
+        if kind != "absolute":
+            raise ValueError(
+                f"position_embedding_type is '{kind}': this package's RoBERTa has absolute ones "
+                "alone; upstream's transformers has others, in an environment of its own"
+            )
         pad = config.pad_token_id
         self.padding_idx = pad
         width = config.hidden_size
@@ -179,6 +192,8 @@ class RobertaModel(RobertaPreTrainedModel, EncoderModel):
         config: its settings.
         add_pooling_layer: with the pooler of BERT, which no head of this package uses.
     """
+
+    may_pool = True
 
     def __init__(self, config: RobertaConfig, add_pooling_layer: bool = True):
         super().__init__(config)
