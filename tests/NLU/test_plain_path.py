@@ -127,6 +127,16 @@ def test_padding_on_the_left_is_as_on_the_right_to_a_masked_lm(family):
     close(ours[left["attention_mask"] == 1], expected[right["attention_mask"] == 1])
 
 
+@pytest.mark.parametrize("of", [torch.bool, torch.float32, lambda mask: 3 * mask])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_masks_of_any_type(family, of):
+    model, given = model_and_batch(family, "backbone", "left")
+    expected = dict(enumerate(model(**given, **SHOW).hidden_states))
+    mask = given["attention_mask"]
+    given["attention_mask"] = mask.to(of) if isinstance(of, torch.dtype) else of(mask)
+    assert_same_bits(dict(enumerate(model(**given, **SHOW).hidden_states)), expected)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_of_padding_alone_changes_no_other_row(family):
     model, given = model_and_batch(family)

@@ -289,7 +289,9 @@ class EncoderModel(PreTrainedModel):
         show_attentions = self._wants_attentions(output_attentions)
         given = _one_of(input_ids, inputs_embeds)
         rows = _place(given, attention_mask, head_mask, packed_rows, show_attentions)
-        plain = self._plain(rows, given, head_mask) if isinstance(rows, PaddedRows) else None
+        plain = None
+        if isinstance(rows, PaddedRows):
+            plain = self._plain(rows, given, head_mask, is_shown=show_attentions)
         embedded = self.embeddings(
             rows,
             input_ids,
@@ -314,12 +316,12 @@ class EncoderModel(PreTrainedModel):
             self.encoder.layer[layer].attention.prune_heads(heads)
 
     def _plain(
-        self, rows: PaddedRows, given: Tensor, head_mask: Tensor | None
+        self, rows: PaddedRows, given: Tensor, head_mask: Tensor | None, is_shown: bool
     ) -> list[PlainAttention]:
         """For every layer, what its attention is told on the plain path."""
         masks = self.get_head_mask(head_mask, self.config.num_hidden_layers)
         seen = visible(rows.mask, getattr(self.config, "is_decoder", False), given)
-        return [PlainAttention(rows, seen, head_mask=mask) for mask in masks]
+        return [PlainAttention(rows, seen, head_mask=mask, is_shown=is_shown) for mask in masks]
 
     def forward(
         self,
