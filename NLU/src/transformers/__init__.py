@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
     from .configuration_utils import PretrainedConfig
     from .data.data_collator import (
+        DataCollator,
         DataCollatorForLanguageModeling,
+        DataCollatorForTokenClassification,
+        DataCollatorForWholeWordMask,
         DataCollatorWithPadding,
         default_data_collator,
     )
@@ -49,7 +52,7 @@ if TYPE_CHECKING:
         AutoModelForSequenceClassification,
         AutoModelForTokenClassification,
     )
-    from .models.auto.tokenization_auto import AutoTokenizer
+    from .models.auto.tokenization_auto import TOKENIZER_MAPPING, AutoTokenizer
     from .models.deberta_v2.configuration_deberta_v2 import DebertaV2Config
     from .models.deberta_v2.modeling_deberta_v2 import (
         DebertaV2ForMaskedLM,
@@ -74,7 +77,17 @@ if TYPE_CHECKING:
     )
     from .models.roberta.tokenization_roberta import RobertaTokenizer
     from .models.roberta.tokenization_roberta_fast import RobertaTokenizerFast
-    from .optimization import AdamW, get_scheduler
+    from .optimization import (
+        Adafactor,
+        AdamW,
+        get_constant_schedule,
+        get_constant_schedule_with_warmup,
+        get_cosine_schedule_with_warmup,
+        get_cosine_with_hard_restarts_schedule_with_warmup,
+        get_linear_schedule_with_warmup,
+        get_polynomial_decay_schedule_with_warmup,
+        get_scheduler,
+    )
     from .tokenization_utils import PreTrainedTokenizer
     from .tokenization_utils_base import (
         AddedToken,
@@ -106,7 +119,10 @@ _MODULE_OF = {
     "TrainingError": "loralib.errors",
     "set_seed": "loralib.training.determinism",
     "PretrainedConfig": ".configuration_utils",
+    "DataCollator": ".data.data_collator",
     "DataCollatorForLanguageModeling": ".data.data_collator",
+    "DataCollatorForTokenClassification": ".data.data_collator",
+    "DataCollatorForWholeWordMask": ".data.data_collator",
     "DataCollatorWithPadding": ".data.data_collator",
     "default_data_collator": ".data.data_collator",
     "glue_compute_metrics": ".data.metrics",
@@ -136,6 +152,7 @@ _MODULE_OF = {
     "AutoModelForQuestionAnswering": ".models.auto.modeling_auto",
     "AutoModelForSequenceClassification": ".models.auto.modeling_auto",
     "AutoModelForTokenClassification": ".models.auto.modeling_auto",
+    "TOKENIZER_MAPPING": ".models.auto.tokenization_auto",
     "AutoTokenizer": ".models.auto.tokenization_auto",
     "DebertaV2Config": ".models.deberta_v2.configuration_deberta_v2",
     "DebertaV2ForMaskedLM": ".models.deberta_v2.modeling_deberta_v2",
@@ -157,7 +174,14 @@ _MODULE_OF = {
     "RobertaPreTrainedModel": ".models.roberta.modeling_roberta",
     "RobertaTokenizer": ".models.roberta.tokenization_roberta",
     "RobertaTokenizerFast": ".models.roberta.tokenization_roberta_fast",
+    "Adafactor": ".optimization",
     "AdamW": ".optimization",
+    "get_constant_schedule": ".optimization",
+    "get_constant_schedule_with_warmup": ".optimization",
+    "get_cosine_schedule_with_warmup": ".optimization",
+    "get_cosine_with_hard_restarts_schedule_with_warmup": ".optimization",
+    "get_linear_schedule_with_warmup": ".optimization",
+    "get_polynomial_decay_schedule_with_warmup": ".optimization",
     "get_scheduler": ".optimization",
     "PreTrainedTokenizer": ".tokenization_utils",
     "AddedToken": ".tokenization_utils_base",
