@@ -212,7 +212,7 @@ class PreTrainedTokenizerBase(RowsOfIds, Padding, TokenizerFiles):
 
         Raises:
             NotImplementedError: offsets are asked of a tokenizer that is not fast.
-            TypeError: `text` holds something that is not text, or not a word.
+            NotTextError: `text` holds something that is not text, or not a word.
             ValueError: `max_length` has no room for the special tokens, or more than them and
                 `stride`, or is not a multiple of `pad_to_multiple_of`, or the rows make no tensor.
         """

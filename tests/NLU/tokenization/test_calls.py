@@ -247,6 +247,7 @@ def test_what_is_not_text(tiny, arguments, settings, message):
     tokenizer = RobertaTokenizerFast.from_pretrained(tiny, add_prefix_space=True)
     with pytest.raises(TypeError, match=message) as error:
         tokenizer(*arguments, **settings)
+    assert isinstance(error.value, ValueError)  # which scripts tell in one line
     assert "\n" not in str(error.value)
 
 
