@@ -29,7 +29,7 @@ from loralib.training.determinism import set_dropout_seed, set_seed, set_up_devi
 from loralib.training.distributed import gather_objects, sum_over_processes
 from loralib.training.optimizer import decay_groups
 from loralib.training.precision import ApexPrecision, Precision, all_in_half, hold_frozen_in
-from loralib.training.product_choices import choose_products
+from loralib.training.product_choices import choose_products, frozen_weights
 from loralib.training.resume import first_not_finite
 from loralib.utils import with_lora_plus
 
@@ -302,7 +302,7 @@ class Trainer:
         self.create_optimizer_and_scheduler(max_steps)
         self._wrap()
         if args.device.type == "cpu":
-            choose_products(self.model, args.compute_dtype, args.world_size)
+            choose_products(frozen_weights(self.model), args.compute_dtype, args.world_size)
         set_dropout_seed(args.seed, args.process_index)
         self._warm_up()
         self._begin(resume_from_checkpoint, batches)
