@@ -422,6 +422,8 @@ def _without_padding(last: Tensor, rows: PaddedRows) -> tuple[Tensor, AnyRows, T
 class EncoderForMaskedLM(PreTrainedModel):
     """A backbone with the language-model head that it is pretrained with."""
 
+    head: ClassVar[str | None] = "masked_lm"
+
     def logits_of(self, hidden: Tensor) -> Tensor:
         """The head: (…, hidden) -> (…, vocabulary)."""
         raise NotImplementedError
@@ -483,6 +485,8 @@ class EncoderForMaskedLM(PreTrainedModel):
 
 class EncoderForSequenceClassification(PreTrainedModel):
     """A backbone with a classifier, or with one label a regressor, on the first token."""
+
+    head: ClassVar[str | None] = "sequence_classification"
 
     def logits_of(self, first: Tensor) -> Tensor:
         """The head: (batch, hidden), of the first tokens -> (batch, labels)."""

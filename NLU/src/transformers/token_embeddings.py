@@ -3,6 +3,7 @@
 ids ── input embeddings (rows, hidden) ─> …… hidden ── output embeddings, the same rows ─> logits
 """
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ class TokenEmbeddingsMixin:
         tied_weights: parameters that are another one's tensor: name -> the other's name.
     """
 
-    tied_weights: ClassVar[dict[str, str]] = {}
+    tied_weights: ClassVar[Mapping[str, str]] = {}
 
     base_model: Any
     base_fingerprint: str | None
@@ -74,7 +75,7 @@ class TokenEmbeddingsMixin:
     def tied(self) -> dict[str, str]:
         """Of `tied_weights` those that are one tensor, as the settings say."""
         if self.config.tie_word_embeddings and not self.config.torchscript:
-            return self.tied_weights
+            return dict(self.tied_weights)
         return {name: kept for name, kept in self.tied_weights.items() if not kept.endswith(_WORDS)}
 
     @property
