@@ -19,6 +19,7 @@ from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.io.tensors import read_tensors
 from loralib.training.locks import LOCK_NAME
+from transformers import HfArgumentParser
 from transformers.modeling_utils import read_weights
 from transformers.trainer_utils import list_checkpoints
 from transformers.utils.cli import check_length
@@ -92,7 +93,7 @@ def parse(run_glue, text: str) -> dict:
     """The settings of a command line, by name."""
     types = (run_glue.ModelArguments, run_glue.DataTrainingArguments, run_glue.TrainingArguments)
     arguments = f"--model_name_or_path m --task_name rte --output_dir o {text}".split()
-    parts = run_glue.HfArgumentParser(types).parse_args_into_dataclasses(arguments)
+    parts = HfArgumentParser(types).parse_args_into_dataclasses(arguments)
     return {name: value for part in parts for name, value in vars(part).items()}
 
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from tqdm.auto import tqdm
 
@@ -116,6 +117,7 @@ def choose_length(
     config: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
     is_pair: bool,
+    usual: int = DEFAULT_LENGTH,
 ) -> int:
     """The number of tokens that texts are cut to: --max_seq_length, or what fits the model.
 
@@ -124,13 +126,14 @@ def choose_length(
         config: the model's settings.
         tokenizer: its tokenizer.
         is_pair: there are pairs of texts.
+        usual: the length where the flag was not given and the model takes so many.
 
     Raises:
         ValueError: the model has fewer positions, or special tokens leave no room in them.
     """
     if given is None:
-        length = min(DEFAULT_LENGTH, config.longest_sequence or DEFAULT_LENGTH)
-        if length < DEFAULT_LENGTH:
+        length = min(usual, config.longest_sequence or usual)
+        if length < usual:
             logger.info("the model has %d positions: longer texts are cut to that", length)
     else:
         check_length(config, length := given)
@@ -162,9 +165,10 @@ def check_room(length: int, tokenizer: PreTrainedTokenizerBase, is_pair: bool) -
 
 def cut_rows(
     tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[Sequence[str]],
+    texts: Sequence[Sequence[Any]],
     masks: Sequence[Sequence[int]],
     length: int,
+    **how: Any,
 ) -> list[bool]:
     """Whether each row's texts were longer than what was kept of them.
 
@@ -173,6 +177,7 @@ def cut_rows(
         texts: one list of texts, or two of as many: the first and the second of each pair.
         masks: each row's attention mask, 1 for a token and 0 for padding.
         length: the most tokens that a row has.
+        how: how the rows were made, beyond that, such as ``is_split_into_words=True``.
     """
     # A row that is not full was not cut. The others are encoded again with room for one more token:
     # those that were cut fill it.
@@ -186,6 +191,7 @@ def cut_rows(
                 *([column[row] for row in full] for column in texts),
                 truncation=True,
                 max_length=length + 1,
+                **how,
             )
         finally:
             tokenizer.model_max_length = known
