@@ -14,7 +14,13 @@ from pathlib import Path
 from torch import Tensor
 
 from ..errors import AlphaError
-from .families import backbone_prefixes, in_known_backbone, may_share_positions
+from .families import (
+    backbone_prefixes,
+    family_of,
+    in_backbone,
+    in_known_backbone,
+    may_share_positions,
+)
 from .metadata import AdapterMetadata, LoraMetadata
 from .names import lora_targets
 
@@ -128,6 +134,18 @@ class Adapter:
             raise AlphaError(self.source)
         return self.metadata
 
+    @property
+    def head(self) -> str | None:
+        """What its head does, a key of `Family.heads`: as its metadata says, or its names.
+
+        None where it is unknown, or there is no head.
+        """
+        if self.metadata is not None and self.metadata.head is not None:
+            return self.metadata.head
+        family = family_of(self.tensors)
+        names = [name for name in self.tensors if not self.kind.holds(name, backbone_prefixes())]
+        return family.head_of(names) if family else None
+
 
 def adapter_tensors(
     state_dict: Mapping[str, Tensor],
@@ -145,7 +163,7 @@ def adapter_tensors(
     return {
         name: tensor
         for name, tensor in state_dict.items()
-        if kind.holds(name, starts) or not name.startswith(starts)
+        if kind.holds(name, starts) or not in_backbone(name, starts)
     }
 
 

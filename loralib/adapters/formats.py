@@ -381,6 +381,8 @@ def _write_peft(path: Path, adapter: Adapter) -> list[str]:
         for name in ("base_fingerprint", "task", "labels", "trained_with", "freeze_A")
         if getattr(metadata, name) is not None
     ]
+    if metadata.head is not None and metadata.head not in peft.TASK_OF_HEAD:
+        unseen.append("head")
     if unseen:
         remarks.append(f"in the metadata, where PEFT does not look: {', '.join(unseen)}")
     return remarks

@@ -181,9 +181,9 @@ class PackedRows:
         # Its backward pass adds in place; that of x[index] is five times slower on a CPU.
         return x.flatten(0, 1).index_select(0, self.index)
 
-    def pad(self, x: Tensor) -> Tensor:
-        """(tokens, …) -> (batch, length, …), zeros where there is padding."""
-        padded = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[1:])
+    def pad(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """(tokens, …) -> (batch, length, …), `fill` where there is padding."""
+        padded = x.new_full((self.shape[0] * self.shape[1], *x.shape[1:]), fill)
         return padded.index_copy(0, self.index, x).unflatten(0, self.shape)
 
 
@@ -204,12 +204,14 @@ def attend(
         rows: which tokens make a row.
         heads: number of heads; divides hidden.
         dropout_p: dropout on the attention probabilities.
-        causal: a token looks at itself and at those before it; needs padding on the right only, a
-            query for every token, and no dropout.
+        causal: a token looks at itself and at those before it in its row.
 
     Returns:
         The same shape as `query`.
     """
+    if causal and len(query) != len(key):  # each row's first token, which sees itself alone
+        key, value = (x.index_select(0, rows.first) for x in (key, value))
+        rows = PackedRows.from_lengths([1] * len(query)).to(query.device)
     if flash.suits(query, heads):
         attend_to = _attend_packed
     elif trains_on_cpu(query, key, value, dropout_p=dropout_p):
@@ -280,6 +282,8 @@ def _attend_padded(
     causal: bool = False,
 ) -> Tensor:
     """All rows at once, over the padded batch."""
+    if causal and rows.spans != rows.lengths:  # what is later is told by columns
+        rows = PackedRows.from_lengths(rows.lengths).to(query.device)
     one_query = len(query) != len(key)
     query = query[:, None] if one_query else rows.pad(query)
     q, k, v = (_by_head(part, heads) for part in (query, rows.pad(key), rows.pad(value)))

@@ -13,7 +13,7 @@ from ..adapted_layers import convolved_update
 from ..adapters.adapter import LORA, Adapter
 from ..adapters.checks import check_finite, check_possible_base
 from ..adapters.deltas import PARTS, AdaptedWeight, adapted_modules, out_in
-from ..adapters.families import in_known_backbone
+from ..adapters.families import in_known_backbone, top_module
 from ..adapters.fingerprint import fingerprint, last_projection, possible_fingerprints
 from ..errors import CheckpointError, NeedsMergingError
 from ..functional import Delta
@@ -146,7 +146,7 @@ def prepare(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) ->
     last = last_projection(model)
     heads = {
         top: _head(model, top, tensors, last, adapter.source)
-        for top in sorted({name.partition(".")[0] for name in tensors})
+        for top in sorted({top_module(name) for name in tensors})
     }
     positions = adapter.lora.positions is not False
     deltas = {name: device_delta(adapted, positions) for name, adapted in modules.items()}
@@ -191,9 +191,9 @@ def _head_tensors(adapter: Adapter, adapted: Collection[str]) -> dict[str, Tenso
     for name in rest:
         if LORA.part in name or in_known_backbone(name):
             raise NeedsMergingError(adapter.source, f"{name} belongs neither to LoRA nor to a head")
-    tops = {name.partition(".")[0] for name in rest}
+    tops = {top_module(name) for name in rest}
     for module in adapted:
-        if module.partition(".")[0] in tops:
+        if top_module(module) in tops:
             raise NeedsMergingError(adapter.source, f"adapts {module}, and brings that as a head")
     return rest
 
@@ -213,7 +213,7 @@ def _head(
     Raises:
         CheckpointError: they are not the module's tensors, or of other shapes.
     """
-    module = dict(model.named_children()).get(top)
+    module = dict(model.named_modules()).get(top)
     if module is None:
         raise CheckpointError(f"{source}: the model has no '{top}' to take a head's tensors")
     start = f"{top}."

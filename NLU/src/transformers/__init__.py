@@ -35,22 +35,32 @@ if TYPE_CHECKING:
     from .models.auto.configuration_auto import AutoConfig
     from .models.auto.modeling_auto import (
         AutoModel,
+        AutoModelForCausalLM,
         AutoModelForMaskedLM,
+        AutoModelForMultipleChoice,
+        AutoModelForQuestionAnswering,
         AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
     )
     from .models.auto.tokenization_auto import AutoTokenizer
     from .models.deberta_v2.configuration_deberta_v2 import DebertaV2Config
     from .models.deberta_v2.modeling_deberta_v2 import (
         DebertaV2ForMaskedLM,
+        DebertaV2ForQuestionAnswering,
         DebertaV2ForSequenceClassification,
+        DebertaV2ForTokenClassification,
         DebertaV2Model,
         DebertaV2PreTrainedModel,
     )
     from .models.deberta_v2.tokenization_deberta_v2 import DebertaV2Tokenizer
     from .models.roberta.configuration_roberta import RobertaConfig
     from .models.roberta.modeling_roberta import (
+        RobertaForCausalLM,
         RobertaForMaskedLM,
+        RobertaForMultipleChoice,
+        RobertaForQuestionAnswering,
         RobertaForSequenceClassification,
+        RobertaForTokenClassification,
         RobertaModel,
         RobertaPreTrainedModel,
     )
@@ -96,18 +106,28 @@ _MODULE_OF = {
     "PreTrainedModel": ".modeling_utils",
     "AutoConfig": ".models.auto.configuration_auto",
     "AutoModel": ".models.auto.modeling_auto",
+    "AutoModelForCausalLM": ".models.auto.modeling_auto",
     "AutoModelForMaskedLM": ".models.auto.modeling_auto",
+    "AutoModelForMultipleChoice": ".models.auto.modeling_auto",
+    "AutoModelForQuestionAnswering": ".models.auto.modeling_auto",
     "AutoModelForSequenceClassification": ".models.auto.modeling_auto",
+    "AutoModelForTokenClassification": ".models.auto.modeling_auto",
     "AutoTokenizer": ".models.auto.tokenization_auto",
     "DebertaV2Config": ".models.deberta_v2.configuration_deberta_v2",
     "DebertaV2ForMaskedLM": ".models.deberta_v2.modeling_deberta_v2",
+    "DebertaV2ForQuestionAnswering": ".models.deberta_v2.modeling_deberta_v2",
     "DebertaV2ForSequenceClassification": ".models.deberta_v2.modeling_deberta_v2",
+    "DebertaV2ForTokenClassification": ".models.deberta_v2.modeling_deberta_v2",
     "DebertaV2Model": ".models.deberta_v2.modeling_deberta_v2",
     "DebertaV2PreTrainedModel": ".models.deberta_v2.modeling_deberta_v2",
     "DebertaV2Tokenizer": ".models.deberta_v2.tokenization_deberta_v2",
     "RobertaConfig": ".models.roberta.configuration_roberta",
+    "RobertaForCausalLM": ".models.roberta.modeling_roberta",
     "RobertaForMaskedLM": ".models.roberta.modeling_roberta",
+    "RobertaForMultipleChoice": ".models.roberta.modeling_roberta",
+    "RobertaForQuestionAnswering": ".models.roberta.modeling_roberta",
     "RobertaForSequenceClassification": ".models.roberta.modeling_roberta",
+    "RobertaForTokenClassification": ".models.roberta.modeling_roberta",
     "RobertaModel": ".models.roberta.modeling_roberta",
     "RobertaPreTrainedModel": ".models.roberta.modeling_roberta",
     "RobertaTokenizerFast": ".models.roberta.tokenization_roberta_fast",

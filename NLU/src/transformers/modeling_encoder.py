@@ -12,7 +12,7 @@ adapters.py.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -217,6 +217,8 @@ class EncoderModel(PreTrainedModel):
 class EncoderForMaskedLM(PreTrainedModel):
     """A backbone with the language-model head that it is pretrained with."""
 
+    head: ClassVar[str | None] = "masked_lm"
+
     def logits_of(self, hidden: Tensor) -> Tensor:
         """The head: (…, hidden) -> (…, vocabulary)."""
         raise NotImplementedError
@@ -268,6 +270,8 @@ class EncoderForMaskedLM(PreTrainedModel):
 
 class EncoderForSequenceClassification(PreTrainedModel):
     """A backbone with a classifier, or with one label a regressor, on the first token."""
+
+    head: ClassVar[str | None] = "sequence_classification"
 
     def logits_of(self, first: Tensor) -> Tensor:
         """The head: (batch, hidden), of the first tokens -> (batch, labels)."""

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loralib.adapters.adapter import LORA, Adapter, Kind, adapter_tensors
+from loralib.adapters.adapter import LORA, Adapter, Kind, adapter_tensors, trained_with
 from loralib.adapters.checks import check_together
+from loralib.adapters.families import in_backbone
 from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.loading import load_into, lora_layers, lora_settings
 from loralib.errors import CheckpointError
@@ -36,6 +37,7 @@ from .file_utils import (
     ModelOutput,
 )
 from .loading_arguments import refuse_unknown, split_arguments
+from .models.registry import CARRIED
 from .utils import logging
 
 logger = logging.get_logger(__name__)
@@ -64,11 +66,13 @@ class PreTrainedModel(nn.Module):
         config_class: the model's `PretrainedConfig`.
         base_model_prefix: name of the backbone within a model with a head.
         tied_weights: parameters that are another one's tensor: name -> the other's name.
+        head: what its head does, a key of `Family.heads`; None for a backbone.
     """
 
     config_class: ClassVar[type[PretrainedConfig]] = PretrainedConfig
     base_model_prefix: ClassVar[str] = ""
     tied_weights: ClassVar[dict[str, str]] = {}
+    head: ClassVar[str | None] = None
 
     def __init__(self, config: PretrainedConfig):
         super().__init__()
@@ -148,10 +152,10 @@ class PreTrainedModel(nn.Module):
         What is outside the backbone, the head, is trained in any case; LoRA's A is not where the
         settings freeze it.
         """
-        prefix = self._prefix(self.state_dict())
-        parts = tuple(parts)
+        prefix, parts = self._prefix(self.state_dict()), tuple(parts)
         for name, parameter in self.named_parameters():
-            trained = not name.startswith(prefix) or any(part in name for part in parts)
+            is_base = in_backbone(name, (prefix,))
+            trained = not is_base or any(part in name for part in parts)
             parameter.requires_grad_(trained)
         for layer in lora_layers(self).values():
             if layer.freeze_A:
@@ -182,12 +186,21 @@ class PreTrainedModel(nn.Module):
             base_revision=config.base_revision,
             base_fingerprint=self.base_fingerprint,
             task=config.finetuning_task,
-            labels=tuple(config.id2label[index] for index in sorted(config.id2label)),
+            head=self.head,
+            labels=self._labels(),
             trained_with=tuple(o.switch for o in self.adapted_by if o is not kind) or None,
         )
         state = {name: t for name, t in self.state_dict().items() if name not in self.tied_weights}
         tensors = adapter_tensors(state, [self._prefix(state)], kind)
         return Adapter(tensors, metadata, kind=kind)
+
+    def _labels(self) -> tuple[str, ...] | None:
+        """What the head's outputs stand for; None where that is not labels."""
+        heads = CARRIED[self.config.model_type].family.heads
+        if self.head is None or heads[self.head].labels is None:
+            return None
+        names = self.config.id2label
+        return tuple(names[index] for index in sorted(names))
 
     def _settings_of(self, kind: Kind) -> dict[str, Any]:
         """What the model was built with, by the names that the kind's metadata has for it."""
@@ -214,6 +227,8 @@ class PreTrainedModel(nn.Module):
             CheckpointError: they do not fit the model, or each other.
         """
         check_together(adapters)
+        for adapter in adapters:
+            self._check_head(adapter)
         state = self.state_dict()
         backbones = [self._prefix(state)]
         # PEFT's adapters of a model whose head is trained already may bring none.
@@ -227,6 +242,12 @@ class PreTrainedModel(nn.Module):
                 )
             }
         return sorted(skipped)
+
+    def _check_head(self, adapter: Adapter) -> None:
+        """Checks that an adapter's head, where its metadata says it, does what the model's does."""
+        theirs = adapter.metadata and adapter.metadata.head
+        if theirs and self.head and theirs != self.head:
+            raise CheckpointError(f"{adapter.source}: {trained_with('head', theirs, self.head)}")
 
     # ---- loading ----
 

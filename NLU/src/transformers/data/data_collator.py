@@ -160,7 +160,8 @@ class PackedCollator:
         """
         batch = dict(self.collator(features))
         ids, mask, labels = (batch.get(name) for name in ("input_ids", "attention_mask", "labels"))
-        rows = PackedRows(torch.ones_like(ids) if mask is None else mask)
+        mask = torch.ones_like(ids) if mask is None else mask
+        rows = PackedRows(mask.flatten(0, -2))  # of multiple choice, each choice is a row
         if isinstance(labels, Tensor) and labels.shape == ids.shape:
             rows = rows.with_targets(labels != IGNORED_LABEL)
         return {**batch, "packed_rows": rows}

@@ -52,7 +52,40 @@ class AutoModelForMaskedLM(_AutoModel):
     role = "masked_lm"
 
 
+class AutoModelForCausalLM(_AutoModel):
+    """A backbone with a language-model head for the next token."""
+
+    role = "causal_lm"
+
+
 class AutoModelForSequenceClassification(_AutoModel):
     """A backbone with a classification or regression head."""
 
     role = "sequence_classification"
+
+
+class AutoModelForTokenClassification(_AutoModel):
+    """A backbone with a classifier on every token."""
+
+    role = "token_classification"
+
+
+class AutoModelForQuestionAnswering(_AutoModel):
+    """A backbone with a head for the start and the end of an answer."""
+
+    role = "question_answering"
+
+
+class AutoModelForMultipleChoice(_AutoModel):
+    """A backbone with a head that scores choices."""
+
+    role = "multiple_choice"
+
+
+def auto_model_for(head: str) -> type[_AutoModel]:
+    """The Auto class of a head, such as "token_classification".
+
+    Raises:
+        KeyError: there is none.
+    """
+    return {each.role: each for each in _AutoModel.__subclasses__()}[head]

@@ -1,6 +1,6 @@
 """DeBERTa-v2: what the Auto classes and adapters need to know of it."""
 
-from loralib.adapters.families import Family
+from loralib.adapters.families import Family, Head
 
 from ..registry import carry
 
@@ -10,8 +10,12 @@ DEBERTA_V2 = carry(
         title="DeBERTa-v2",
         backbone="deberta.",
         layers="deberta.encoder.layer.",
-        head=("pooler",),
-        logits="classifier",
+        heads={
+            "sequence_classification": Head(("classifier", "pooler"), labels="classifier"),
+            "token_classification": Head(("classifier",), labels="classifier"),
+            "question_answering": Head(("qa_outputs",)),
+            "masked_lm": Head(("cls",)),
+        },
         shared_with_positions=("attention.self.query_proj", "attention.self.key_proj"),
         # In the release's first files the low-rank layers stood next to the projections.
         old_names={
@@ -27,4 +31,6 @@ DEBERTA_V2 = carry(
     backbone="modeling_deberta_v2.DebertaV2Model",
     masked_lm="modeling_deberta_v2.DebertaV2ForMaskedLM",
     sequence_classification="modeling_deberta_v2.DebertaV2ForSequenceClassification",
+    token_classification="modeling_deberta_v2.DebertaV2ForTokenClassification",
+    question_answering="modeling_deberta_v2.DebertaV2ForQuestionAnswering",
 )

@@ -47,6 +47,7 @@ from ...modeling_encoder import (
     EncoderModel,
     too_long,
 )
+from ...modeling_heads import EncoderForQuestionAnswering, EncoderForTokenClassification
 from ...modeling_utils import PreTrainedModel
 from .configuration_deberta_v2 import DebertaV2Config
 
@@ -655,3 +656,24 @@ class DebertaV2ForSequenceClassification(
         pooled = self.pooler(first)
         with torch.autocast(pooled.device.type, enabled=False):
             return self.classifier(self.dropout(pooled))
+
+
+class DebertaV2ForTokenClassification(DebertaV2PreTrainedModel, EncoderForTokenClassification):
+    """DeBERTa-v2 with a classifier on every token."""
+
+    def __init__(self, config: DebertaV2Config):
+        super().__init__(config)
+        self.deberta = DebertaV2Model(config)
+        self.dropout = lora.Dropout(config.hidden_dropout_prob)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.init_weights()
+
+
+class DebertaV2ForQuestionAnswering(DebertaV2PreTrainedModel, EncoderForQuestionAnswering):
+    """DeBERTa-v2 that finds where an answer starts and ends."""
+
+    def __init__(self, config: DebertaV2Config):
+        super().__init__(config)
+        self.deberta = DebertaV2Model(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.init_weights()

@@ -1,6 +1,6 @@
 """RoBERTa: what the Auto classes and adapters need to know of it."""
 
-from loralib.adapters.families import Family
+from loralib.adapters.families import Family, Head
 
 from ..registry import carry
 
@@ -10,7 +10,14 @@ ROBERTA = carry(
         title="RoBERTa",
         backbone="roberta.",
         layers="roberta.encoder.layer.",
-        logits="classifier.out_proj",
+        heads={
+            "sequence_classification": Head(("classifier",), labels="classifier.out_proj"),
+            "token_classification": Head(("classifier",), labels="classifier"),
+            "question_answering": Head(("qa_outputs",)),
+            "multiple_choice": Head(("classifier", "roberta.pooler")),
+            "masked_lm": Head(("lm_head",)),
+            "causal_lm": Head(("lm_head",)),
+        },
         tokenizer_files=("vocab.json", "merges.txt"),
     ),
     package=__package__,
@@ -19,5 +26,9 @@ ROBERTA = carry(
     base="modeling_roberta.RobertaPreTrainedModel",
     backbone="modeling_roberta.RobertaModel",
     masked_lm="modeling_roberta.RobertaForMaskedLM",
+    causal_lm="modeling_roberta.RobertaForCausalLM",
     sequence_classification="modeling_roberta.RobertaForSequenceClassification",
+    token_classification="modeling_roberta.RobertaForTokenClassification",
+    question_answering="modeling_roberta.RobertaForQuestionAnswering",
+    multiple_choice="modeling_roberta.RobertaForMultipleChoice",
 )

@@ -28,8 +28,17 @@ from ...modeling_encoder import (
     EncoderModel,
     too_long,
 )
+from ...modeling_heads import (
+    EncoderForCausalLM,
+    EncoderForMultipleChoice,
+    EncoderForQuestionAnswering,
+    EncoderForTokenClassification,
+)
 from ...modeling_utils import PreTrainedModel
+from ...utils import logging
 from .configuration_roberta import RobertaConfig
+
+logger = logging.get_logger(__name__)
 
 
 class RobertaEmbeddings(nn.Module):
@@ -95,6 +104,7 @@ class RobertaSelfAttention(nn.Module):
         width = config.hidden_size
         self.heads = config.num_attention_heads
         self.dropout_p = config.attention_probs_dropout_prob
+        self.causal = config.is_decoder
         self.query = projection(config, placed, "query", width, width)
         self.key = projection(config, placed, "key", width, width)
         self.value = projection(config, placed, "value", width, width)
@@ -103,7 +113,7 @@ class RobertaSelfAttention(nn.Module):
         """What `queries` gather from `hidden`; see `attend` for shapes."""
         dropout_p = self.dropout_p if self.training else 0.0
         q, k, v = self.query(queries), self.key(hidden), self.value(hidden)
-        return attend(q, k, v, rows, self.heads, dropout_p)
+        return attend(q, k, v, rows, self.heads, dropout_p, self.causal)
 
 
 class RobertaLayer(EncoderLayer):
@@ -144,11 +154,16 @@ class RobertaModel(RobertaPreTrainedModel, EncoderModel):
 
     Args:
         config: its settings.
-        add_pooling_layer: with the pooler of BERT, which no head of this package uses.
+        add_pooling_layer: with the pooler of BERT, which multiple choice uses.
+
+    Raises:
+        ValueError: the settings ask for attention to an encoder's states.
     """
 
     def __init__(self, config: RobertaConfig, add_pooling_layer: bool = True):
         super().__init__(config)
+        if getattr(config, "add_cross_attention", False):
+            raise ValueError("add_cross_attention: this package's decoders have none")
         self.embeddings = RobertaEmbeddings(config)
         self.encoder = RobertaEncoder(config)
         self.pooler = RobertaPooler(config) if add_pooling_layer else None
@@ -170,16 +185,37 @@ class RobertaLMHead(nn.Module):
         return self.decoder(self.layer_norm(F.gelu(self.dense(hidden))))
 
 
+_TIED = {
+    "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
+    "lm_head.decoder.bias": "lm_head.bias",
+}
+
+
 class RobertaForMaskedLM(RobertaPreTrainedModel, EncoderForMaskedLM):
     """RoBERTa with the head that it is pretrained with."""
 
-    tied_weights: ClassVar[dict[str, str]] = {
-        "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
-        "lm_head.decoder.bias": "lm_head.bias",
-    }
+    tied_weights: ClassVar[dict[str, str]] = _TIED
 
     def __init__(self, config: RobertaConfig):
         super().__init__(config)
+        self.roberta = RobertaModel(config, add_pooling_layer=False)
+        self.lm_head = RobertaLMHead(config)
+        self.init_weights()
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """(…, hidden) -> (…, vocabulary)."""
+        return self.lm_head(hidden)
+
+
+class RobertaForCausalLM(RobertaPreTrainedModel, EncoderForCausalLM):
+    """RoBERTa that predicts the next token; a decoder with `is_decoder` in its settings."""
+
+    tied_weights: ClassVar[dict[str, str]] = _TIED
+
+    def __init__(self, config: RobertaConfig):
+        super().__init__(config)
+        if not config.is_decoder:
+            logger.warning("without is_decoder in its settings, tokens see those that follow them")
         self.roberta = RobertaModel(config, add_pooling_layer=False)
         self.lm_head = RobertaLMHead(config)
         self.init_weights()
@@ -220,3 +256,35 @@ class RobertaForSequenceClassification(RobertaPreTrainedModel, EncoderForSequenc
     def logits_of(self, first: Tensor) -> Tensor:
         """(batch, hidden), of the first tokens -> (batch, labels)."""
         return self.classifier(first)
+
+
+class RobertaForTokenClassification(RobertaPreTrainedModel, EncoderForTokenClassification):
+    """RoBERTa with a classifier on every token."""
+
+    def __init__(self, config: RobertaConfig):
+        super().__init__(config)
+        self.roberta = RobertaModel(config, add_pooling_layer=False)
+        self.dropout = lora.Dropout(config.hidden_dropout_prob)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.init_weights()
+
+
+class RobertaForQuestionAnswering(RobertaPreTrainedModel, EncoderForQuestionAnswering):
+    """RoBERTa that finds where an answer starts and ends."""
+
+    def __init__(self, config: RobertaConfig):
+        super().__init__(config)
+        self.roberta = RobertaModel(config, add_pooling_layer=False)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.init_weights()
+
+
+class RobertaForMultipleChoice(RobertaPreTrainedModel, EncoderForMultipleChoice):
+    """RoBERTa that scores choices; its pooler is trained with the head."""
+
+    def __init__(self, config: RobertaConfig):
+        super().__init__(config)
+        self.roberta = RobertaModel(config)
+        self.dropout = lora.Dropout(config.hidden_dropout_prob)
+        self.classifier = nn.Linear(config.hidden_size, 1)
+        self.init_weights()
