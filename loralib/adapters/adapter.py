@@ -143,8 +143,7 @@ class Adapter:
         if self.metadata is not None and self.metadata.head is not None:
             return self.metadata.head
         family = family_of(self.tensors)
-        names = [name for name in self.tensors if not self.kind.holds(name, backbone_prefixes())]
-        return family.head_of(names) if family else None
+        return family.head_of(self.tensors) if family else None
 
 
 def adapter_tensors(
@@ -154,16 +153,20 @@ def adapter_tensors(
 ) -> dict[str, Tensor]:
     """The part of a full state dict that an adapter file holds: LoRA, and all outside the backbone.
 
+    What a registered family ties to another tensor is left out.
+
     Args:
         state_dict: the full one.
         backbones: names that start so belong to the base; None for those of registered families.
         kind: whose tensors to take in the place of LoRA's.
     """
     starts = backbone_prefixes() if backbones is None else tuple(backbones)
+    family = family_of(state_dict)
+    tied = family.tied if family else {}
     return {
         name: tensor
         for name, tensor in state_dict.items()
-        if kind.holds(name, starts) or not in_backbone(name, starts)
+        if kind.holds(name, starts) or not (in_backbone(name, starts) or name in tied)
     }
 
 

@@ -219,26 +219,35 @@ def _head(
     start = f"{top}."
     theirs = {name: t for name, t in tensors.items() if f"{name}.".startswith(start)}
     ours = module.state_dict(prefix=start).keys()
+    state = model.state_dict(keep_vars=True)
+    of_others = {id(t): t for name, t in state.items() if not name.startswith(start)}
+    brought = {id(state[name]) for name in theirs.keys() & ours}
+    # No file needs to hold what is another tensor as well, as a vocabulary's projection is.
+    tied = {name for name in ours if id(state[name]) in of_others.keys() | brought}
     for what, names in (
-        ("lacks", ours - theirs.keys()),
+        ("lacks", ours - theirs.keys() - tied),
         ("has, unknown to the model,", theirs.keys() - ours),
     ):
         if names:
             raise CheckpointError(f"{source}: {what} {min(names)} in the head that it brings")
-    head = copy.deepcopy(module).eval()
+    head = copy.deepcopy(module, {**of_others}).eval()
     weight = theirs.get(f"{last}.weight")
     if weight is not None and weight.dim() == 2 and weight.numel():
         projection = head.get_submodule(last.removeprefix(top).removeprefix("."))
         assert isinstance(projection, nn.Linear)  # see `last_projection`
         _set_outputs(projection, len(weight))
-    for name, needed in head.state_dict(prefix=start).items():
+    held = head.state_dict(prefix=start)
+    for name, needed in ((name, held[name]) for name in theirs):
         if theirs[name].shape != needed.shape:
             raise CheckpointError(
                 f"{source}: {name} is {tuple(theirs[name].shape)} in the file, "
                 f"{tuple(needed.shape)} is needed"
             )
-    head.load_state_dict({name.removeprefix(start): tensor for name, tensor in theirs.items()})
-    return head.requires_grad_(False)
+    head.load_state_dict({n.removeprefix(start): t for n, t in theirs.items()}, strict=False)
+    for parameter in head.parameters():
+        if id(parameter) not in of_others:
+            parameter.requires_grad_(False)
+    return head
 
 
 def _set_outputs(layer: nn.Linear, outputs: int) -> None:

@@ -76,6 +76,11 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return loss / (labels != IGNORED).sum().clamp(min=1)
 
 
+def _real(rows: PackedRows) -> Tensor:
+    """(batch, length), False where there is padding."""
+    return rows.pad(torch.ones_like(rows.index, dtype=torch.bool))
+
+
 def in_own_precision(layer: nn.Linear, x: Tensor) -> Tensor:
     """A head's last product without autocast: it is cheap, and logits keep its precision."""
     with torch.autocast(x.device.type, enabled=False):
@@ -200,7 +205,7 @@ def _loss_of(logits: Tensor, positions: Tensor, rows: PackedRows) -> Tensor:
     """
     columns = positions.flatten().clamp(0, logits.shape[1])
     # The last column, of what is beyond the batch, is of no token.
-    is_token = F.pad(rows.pad(torch.ones_like(rows.index, dtype=torch.bool)), (0, 1))
+    is_token = F.pad(_real(rows), (0, 1))
     is_there = is_token.gather(1, columns[:, None])[:, 0]
     return mean_loss(logits, columns.masked_fill(~is_there, IGNORED))
 
@@ -344,8 +349,7 @@ class EncoderForCausalLM(PreTrainedModel):
 
 def _next_of(labels: Tensor, rows: PackedRows) -> Tensor:
     """(batch, length), of each column the label of the next; -100 where that is no token."""
-    is_token = rows.pad(torch.ones_like(rows.index, dtype=torch.bool))
-    return F.pad(labels.masked_fill(~is_token, IGNORED)[:, 1:], (0, 1), value=IGNORED)
+    return F.pad(labels.masked_fill(~_real(rows), IGNORED)[:, 1:], (0, 1), value=IGNORED)
 
 
 def _refuse(asked: dict[str, Any]) -> None:

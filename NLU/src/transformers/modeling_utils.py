@@ -71,7 +71,7 @@ class PreTrainedModel(nn.Module):
 
     config_class: ClassVar[type[PretrainedConfig]] = PretrainedConfig
     base_model_prefix: ClassVar[str] = ""
-    tied_weights: ClassVar[dict[str, str]] = {}
+    tied_weights: ClassVar[Mapping[str, str]] = {}
     head: ClassVar[str | None] = None
 
     def __init__(self, config: PretrainedConfig):
@@ -187,10 +187,11 @@ class PreTrainedModel(nn.Module):
             base_fingerprint=self.base_fingerprint,
             task=config.finetuning_task,
             head=self.head,
+            is_decoder=self._is_decoder or None,
             labels=self._labels(),
             trained_with=tuple(o.switch for o in self.adapted_by if o is not kind) or None,
         )
-        state = {name: t for name, t in self.state_dict().items() if name not in self.tied_weights}
+        state = self.state_dict()
         tensors = adapter_tensors(state, [self._prefix(state)], kind)
         return Adapter(tensors, metadata, kind=kind)
 
@@ -243,11 +244,22 @@ class PreTrainedModel(nn.Module):
             }
         return sorted(skipped)
 
+    @property
+    def _is_decoder(self) -> bool:
+        """Whether tokens see those before them alone."""
+        return getattr(self.config, "is_decoder", False)
+
     def _check_head(self, adapter: Adapter) -> None:
         """Checks that an adapter's head, where its metadata says it, does what the model's does."""
-        theirs = adapter.metadata and adapter.metadata.head
-        if theirs and self.head and theirs != self.head:
-            raise CheckpointError(f"{adapter.source}: {trained_with('head', theirs, self.head)}")
+        metadata = adapter.metadata
+        if metadata is None or metadata.head is None or self.head is None:
+            return
+        for what, theirs, ours in (
+            ("head", metadata.head, self.head),
+            ("is_decoder", bool(metadata.is_decoder), self._is_decoder),
+        ):
+            if theirs != ours:
+                raise CheckpointError(f"{adapter.source}: {trained_with(what, theirs, ours)}")
 
     # ---- loading ----
 

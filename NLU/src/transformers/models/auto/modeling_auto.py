@@ -86,6 +86,9 @@ def auto_model_for(head: str) -> type[_AutoModel]:
     """The Auto class of a head, such as "token_classification".
 
     Raises:
-        KeyError: there is none.
+        ValueError: there is none.
     """
-    return {each.role: each for each in _AutoModel.__subclasses__()}[head]
+    known = {each.role: each for each in _AutoModel.__subclasses__()}
+    if head not in known:
+        raise ValueError(f"unknown head '{head}' (known: {', '.join(known)})")
+    return known[head]

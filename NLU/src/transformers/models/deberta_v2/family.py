@@ -22,6 +22,10 @@ DEBERTA_V2 = carry(
             r"\.(query|value)_lora_a\.weight$": r".\1_proj.lora_A",
             r"\.(query|value)_lora_b\.weight$": r".\1_proj.lora_B",
         },
+        tied={
+            "cls.predictions.decoder.weight": "deberta.embeddings.word_embeddings.weight",
+            "cls.predictions.decoder.bias": "cls.predictions.bias",
+        },
         tokenizer_files=("spm.model",),
     ),
     package=__package__,

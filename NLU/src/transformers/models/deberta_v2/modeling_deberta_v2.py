@@ -50,6 +50,7 @@ from ...modeling_encoder import (
 from ...modeling_heads import EncoderForQuestionAnswering, EncoderForTokenClassification
 from ...modeling_utils import PreTrainedModel
 from .configuration_deberta_v2 import DebertaV2Config
+from .family import DEBERTA_V2
 
 
 class DebertaV2Embeddings(nn.Module):
@@ -602,10 +603,7 @@ class DebertaV2OnlyMLMHead(nn.Module):
 class DebertaV2ForMaskedLM(DebertaV2PreTrainedModel, EncoderForMaskedLM):
     """DeBERTa-v2 with the head that it is pretrained with."""
 
-    tied_weights: ClassVar[dict[str, str]] = {
-        "cls.predictions.decoder.weight": "deberta.embeddings.word_embeddings.weight",
-        "cls.predictions.decoder.bias": "cls.predictions.bias",
-    }
+    tied_weights: ClassVar[Mapping[str, str]] = DEBERTA_V2.family.tied
 
     def __init__(self, config: DebertaV2Config):
         super().__init__(config)

@@ -18,6 +18,10 @@ ROBERTA = carry(
             "masked_lm": Head(("lm_head",)),
             "causal_lm": Head(("lm_head",)),
         },
+        tied={
+            "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
+            "lm_head.decoder.bias": "lm_head.bias",
+        },
         tokenizer_files=("vocab.json", "merges.txt"),
     ),
     package=__package__,

@@ -37,6 +37,7 @@ from ...modeling_heads import (
 from ...modeling_utils import PreTrainedModel
 from ...utils import logging
 from .configuration_roberta import RobertaConfig
+from .family import ROBERTA
 
 logger = logging.get_logger(__name__)
 
@@ -185,16 +186,10 @@ class RobertaLMHead(nn.Module):
         return self.decoder(self.layer_norm(F.gelu(self.dense(hidden))))
 
 
-_TIED = {
-    "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
-    "lm_head.decoder.bias": "lm_head.bias",
-}
-
-
 class RobertaForMaskedLM(RobertaPreTrainedModel, EncoderForMaskedLM):
     """RoBERTa with the head that it is pretrained with."""
 
-    tied_weights: ClassVar[dict[str, str]] = _TIED
+    tied_weights: ClassVar[Mapping[str, str]] = ROBERTA.family.tied
 
     def __init__(self, config: RobertaConfig):
         super().__init__(config)
@@ -210,7 +205,7 @@ class RobertaForMaskedLM(RobertaPreTrainedModel, EncoderForMaskedLM):
 class RobertaForCausalLM(RobertaPreTrainedModel, EncoderForCausalLM):
     """RoBERTa that predicts the next token; a decoder with `is_decoder` in its settings."""
 
-    tied_weights: ClassVar[dict[str, str]] = _TIED
+    tied_weights: ClassVar[Mapping[str, str]] = ROBERTA.family.tied
 
     def __init__(self, config: RobertaConfig):
         super().__init__(config)
