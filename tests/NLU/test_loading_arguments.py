@@ -116,7 +116,6 @@ def test_what_the_file_has_is_kept_and_can_be_set(folder, owner):
         ("from_tf", False, True, "convert it with upstream's transformers"),
         ("proxies", {}, {"https": "http://proxy:1"}, "HTTPS_PROXY"),
         ("mirror", None, "tuna", "HF_ENDPOINT"),
-        ("output_attentions", False, True, "no model of this fork returns them"),
         ("torch_dtype", None, torch.float16, "call .to(dtype)"),
         ("torch_dtype", None, "auto", "call .to(dtype)"),
         ("resume_download", True, None, None),

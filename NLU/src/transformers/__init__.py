@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
     from .configuration_utils import PretrainedConfig
     from .data.data_collator import (
+        DataCollator,
         DataCollatorForLanguageModeling,
+        DataCollatorForTokenClassification,
+        DataCollatorForWholeWordMask,
         DataCollatorWithPadding,
         default_data_collator,
     )
@@ -65,7 +68,17 @@ if TYPE_CHECKING:
         RobertaPreTrainedModel,
     )
     from .models.roberta.tokenization_roberta_fast import RobertaTokenizerFast
-    from .optimization import AdamW, get_scheduler
+    from .optimization import (
+        Adafactor,
+        AdamW,
+        get_constant_schedule,
+        get_constant_schedule_with_warmup,
+        get_cosine_schedule_with_warmup,
+        get_cosine_with_hard_restarts_schedule_with_warmup,
+        get_linear_schedule_with_warmup,
+        get_polynomial_decay_schedule_with_warmup,
+        get_scheduler,
+    )
     from .tokenization_utils_base import BatchEncoding, PreTrainedTokenizerBase
     from .tokenization_utils_fast import PreTrainedTokenizerFast
     from .trainer import Trainer
@@ -89,7 +102,10 @@ _MODULE_OF = {
     "TrainingError": "loralib.errors",
     "set_seed": "loralib.training.determinism",
     "PretrainedConfig": ".configuration_utils",
+    "DataCollator": ".data.data_collator",
     "DataCollatorForLanguageModeling": ".data.data_collator",
+    "DataCollatorForTokenClassification": ".data.data_collator",
+    "DataCollatorForWholeWordMask": ".data.data_collator",
     "DataCollatorWithPadding": ".data.data_collator",
     "default_data_collator": ".data.data_collator",
     "glue_compute_metrics": ".data.metrics",
@@ -131,7 +147,14 @@ _MODULE_OF = {
     "RobertaModel": ".models.roberta.modeling_roberta",
     "RobertaPreTrainedModel": ".models.roberta.modeling_roberta",
     "RobertaTokenizerFast": ".models.roberta.tokenization_roberta_fast",
+    "Adafactor": ".optimization",
     "AdamW": ".optimization",
+    "get_constant_schedule": ".optimization",
+    "get_constant_schedule_with_warmup": ".optimization",
+    "get_cosine_schedule_with_warmup": ".optimization",
+    "get_cosine_with_hard_restarts_schedule_with_warmup": ".optimization",
+    "get_linear_schedule_with_warmup": ".optimization",
+    "get_polynomial_decay_schedule_with_warmup": ".optimization",
     "get_scheduler": ".optimization",
     "BatchEncoding": ".tokenization_utils_base",
     "PreTrainedTokenizerBase": ".tokenization_utils_base",
