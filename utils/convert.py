@@ -288,7 +288,7 @@ def _outputs(adapter: Adapter) -> int | None:
     """How many labels the head that an adapter brings has; None where it brings none."""
     family = family_of(adapter.tensors)
     head = family.heads.get(adapter.head or "") if family else None
-    logits = adapter.tensors.get(f"{head.labels}.weight") if head else None
+    logits = adapter.tensors.get(f"{head.logits}.weight") if head and head.labelled else None
     return None if logits is None else len(logits)
 
 

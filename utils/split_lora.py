@@ -110,7 +110,7 @@ def describe(
 def _labels(checkpoint: Checkpoint, head: str | None) -> tuple[str, ...] | None:
     """What the outputs of a checkpoint's head stand for; None where that is not labels."""
     family = family_of(checkpoint.tensors)
-    if family and head and family.heads[head].labels is None:
+    if family and head and not family.heads[head].labelled:
         return None
     names = checkpoint.config.get("id2label") or {}
     return tuple(names[number] for number in sorted(names, key=int))
@@ -206,6 +206,9 @@ def extract(source: Path, kind: Kind = LORA) -> Adapter:
     if kind is BITFIT and checkpoint.config and not checkpoint.config.get(kind.switch):
         raise CheckpointError(f"{source}: its {CONFIG_NAME} does not say that biases were trained")
     part = adapter_tensors(checkpoint.tensors, kind=kind)
+    if family := family_of(part):
+        for name in family.unused_by_head(part):
+            del part[name]
     if not any(kind.holds(tensor, backbone_prefixes()) for tensor in part):
         raise CheckpointError(f"{source}: holds no {kind.name} weights")
     return Adapter(part, describe(checkpoint, part, kind), str(source), kind)

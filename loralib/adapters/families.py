@@ -9,8 +9,9 @@ A package with a model of its own registers the model's family, in one place nex
             backbone="roberta.",
             layers="roberta.encoder.layer.",
             heads={
-                "sequence_classification": Head(("classifier",), labels="classifier.out_proj"),
-                "question_answering": Head(("qa_outputs",)),
+                "sequence_classification": Head(
+                    ("classifier",), "classifier.out_proj", labelled=True
+                ),
             },
         )
     )
@@ -35,12 +36,13 @@ class Head:
     Args:
         modules: its modules, by full name. They are outside the backbone, but for such as a pooler
             that no other head uses.
-        labels: the module that has an output for each of the task's labels; None where outputs are
-            no labels.
+        logits: the module that makes the logits; None where it is tied to the backbone's.
+        labelled: the task names its labels, and there is a logit for each.
     """
 
     modules: tuple[str, ...]
-    labels: str | None = None
+    logits: str | None = None
+    labelled: bool = False
 
     def holds(self, name: str) -> bool:
         """Whether a tensor of this name belongs to it."""
@@ -49,8 +51,8 @@ class Head:
     def is_of(self, names: Collection[str]) -> bool:
         """Whether these tensors, of a head, are one of this kind."""
         has_all = all(any(name.startswith(f"{m}.") for name in names) for m in self.modules)
-        is_labelled = self.labels is None or f"{self.labels}.weight" in names
-        return has_all and is_labelled and all(map(self.holds, names))
+        has_logits = self.logits is None or f"{self.logits}.weight" in names
+        return has_all and has_logits and all(map(self.holds, names))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +110,13 @@ class Family:
         """
         of_head = {name for name in names if not in_backbone(name, (self.backbone,))}
         return next((kind for kind, head in self.heads.items() if head.is_of(of_head)), None)
+
+    def unused_by_head(self, names: Collection[str]) -> set[str]:
+        """Those of these tensors that are a head's within the backbone, but no part of this one.
+
+        An early checkpoint of a classifier holds such a pooler.
+        """
+        return set() if self.head_of(names) else {name for name in names if head_within(name)}
 
 
 _REGISTERED: dict[str, Family] = {}

@@ -354,7 +354,10 @@ def _write_release(path: Path, adapter: Adapter) -> list[str]:
         write_wrapped_tensors(path, named, metadata)
         return []
     write_tensors(path, adapter.tensors)
-    return _lost(adapter.metadata, kept=("rank", "targets", "bias", "positions"))
+    kept = ["rank", "targets", "bias", "positions"]
+    if replace(adapter, metadata=None).head == adapter.head:  # its tensors say it
+        kept.append("head")
+    return _lost(adapter.metadata, kept)
 
 
 def _lost(metadata: AdapterMetadata | None, kept: Iterable[str]) -> list[str]:

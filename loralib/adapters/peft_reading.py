@@ -176,6 +176,7 @@ def _with_known(
         CheckpointError: the config says another variant, rank or alpha.
     """
     own: dict[str, Any] = {n: getattr(read, n) for n in ("base", "base_revision", "slices")}
+    own["head"] = known.head or read.head
     pairs: list[tuple[str, object, object]] = [("variant", known.variant, read.variant)]
     if known.head and read.head:
         pairs.append(("head", known.head, read.head))

@@ -198,7 +198,7 @@ class PreTrainedModel(nn.Module):
     def _labels(self) -> tuple[str, ...] | None:
         """What the head's outputs stand for; None where that is not labels."""
         heads = CARRIED[self.config.model_type].family.heads
-        if self.head is None or heads[self.head].labels is None:
+        if self.head is None or not heads[self.head].labelled:
             return None
         names = self.config.id2label
         return tuple(names[index] for index in sorted(names))

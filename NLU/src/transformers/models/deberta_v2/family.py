@@ -11,9 +11,9 @@ DEBERTA_V2 = carry(
         backbone="deberta.",
         layers="deberta.encoder.layer.",
         heads={
-            "sequence_classification": Head(("classifier", "pooler"), labels="classifier"),
-            "token_classification": Head(("classifier",), labels="classifier"),
-            "question_answering": Head(("qa_outputs",)),
+            "sequence_classification": Head(("classifier", "pooler"), "classifier", labelled=True),
+            "token_classification": Head(("classifier",), "classifier", labelled=True),
+            "question_answering": Head(("qa_outputs",), "qa_outputs"),
             "masked_lm": Head(("cls",)),
         },
         shared_with_positions=("attention.self.query_proj", "attention.self.key_proj"),
