@@ -68,6 +68,8 @@ def same(model, state):
     ],
 )
 def test_an_unknown_argument_is_refused(folder, owner, name, near):
+    if owner in TOKENIZERS and near is None:
+        pytest.skip("tokenizers take other tokenizers' settings, as in 4.4.2, and say so")
     with pytest.raises(TypeError, match=f"has no setting {name} that") as caught:
         owner.from_pretrained(folder, **{name: "cpu"})
     assert str(caught.value).endswith(f" (did you mean {near}?)" if near else "could set")

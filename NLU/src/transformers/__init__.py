@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         DebertaV2PreTrainedModel,
     )
     from .models.deberta_v2.tokenization_deberta_v2 import DebertaV2Tokenizer
+    from .models.deberta_v2.tokenization_deberta_v2_fast import DebertaV2TokenizerFast
     from .models.roberta.configuration_roberta import RobertaConfig
     from .models.roberta.modeling_roberta import (
         RobertaForCausalLM,
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
         RobertaModel,
         RobertaPreTrainedModel,
     )
+    from .models.roberta.tokenization_roberta import RobertaTokenizer
     from .models.roberta.tokenization_roberta_fast import RobertaTokenizerFast
     from .optimization import (
         Adafactor,
@@ -79,7 +81,15 @@ if TYPE_CHECKING:
         get_polynomial_decay_schedule_with_warmup,
         get_scheduler,
     )
-    from .tokenization_utils_base import BatchEncoding, PreTrainedTokenizerBase
+    from .tokenization_utils import PreTrainedTokenizer
+    from .tokenization_utils_base import (
+        AddedToken,
+        BatchEncoding,
+        CharSpan,
+        PreTrainedTokenizerBase,
+        SpecialTokensMixin,
+        TokenSpan,
+    )
     from .tokenization_utils_fast import PreTrainedTokenizerFast
     from .trainer import Trainer
     from .trainer_callback import (
@@ -137,6 +147,7 @@ _MODULE_OF = {
     "DebertaV2Model": ".models.deberta_v2.modeling_deberta_v2",
     "DebertaV2PreTrainedModel": ".models.deberta_v2.modeling_deberta_v2",
     "DebertaV2Tokenizer": ".models.deberta_v2.tokenization_deberta_v2",
+    "DebertaV2TokenizerFast": ".models.deberta_v2.tokenization_deberta_v2_fast",
     "RobertaConfig": ".models.roberta.configuration_roberta",
     "RobertaForCausalLM": ".models.roberta.modeling_roberta",
     "RobertaForMaskedLM": ".models.roberta.modeling_roberta",
@@ -146,6 +157,7 @@ _MODULE_OF = {
     "RobertaForTokenClassification": ".models.roberta.modeling_roberta",
     "RobertaModel": ".models.roberta.modeling_roberta",
     "RobertaPreTrainedModel": ".models.roberta.modeling_roberta",
+    "RobertaTokenizer": ".models.roberta.tokenization_roberta",
     "RobertaTokenizerFast": ".models.roberta.tokenization_roberta_fast",
     "Adafactor": ".optimization",
     "AdamW": ".optimization",
@@ -156,8 +168,13 @@ _MODULE_OF = {
     "get_linear_schedule_with_warmup": ".optimization",
     "get_polynomial_decay_schedule_with_warmup": ".optimization",
     "get_scheduler": ".optimization",
+    "PreTrainedTokenizer": ".tokenization_utils",
+    "AddedToken": ".tokenization_utils_base",
     "BatchEncoding": ".tokenization_utils_base",
+    "CharSpan": ".tokenization_utils_base",
     "PreTrainedTokenizerBase": ".tokenization_utils_base",
+    "SpecialTokensMixin": ".tokenization_utils_base",
+    "TokenSpan": ".tokenization_utils_base",
     "PreTrainedTokenizerFast": ".tokenization_utils_fast",
     "Trainer": ".trainer",
     "EarlyStoppingCallback": ".trainer_callback",

@@ -28,10 +28,11 @@ class AutoTokenizer:
         Args:
             name_or_path: a folder or a hub repository.
             config: its model's settings; read from `name_or_path` where not given.
-            use_fast: accepted as upstream has it; each tokenizer has one implementation here, which
-                gives the ids of both of upstream's.
+            use_fast: the tokenizer whose tokens know their words and characters; False for the one
+                that gives the same ids alone.
             arguments: as in `PreTrainedTokenizerBase.from_pretrained`.
         """
         source = name_or_path if config is None else config
-        tokenizer_class = carried_of(source, split_arguments(arguments)[0]).load("tokenizer")
+        role = "tokenizer_fast" if use_fast else "tokenizer"
+        tokenizer_class = carried_of(source, split_arguments(arguments)[0]).load(role)
         return tokenizer_class.from_pretrained(name_or_path, **arguments)

@@ -31,6 +31,7 @@ DEBERTA_V2 = carry(
     package=__package__,
     config="configuration_deberta_v2.DebertaV2Config",
     tokenizer="tokenization_deberta_v2.DebertaV2Tokenizer",
+    tokenizer_fast="tokenization_deberta_v2_fast.DebertaV2TokenizerFast",
     base="modeling_deberta_v2.DebertaV2PreTrainedModel",
     backbone="modeling_deberta_v2.DebertaV2Model",
     masked_lm="modeling_deberta_v2.DebertaV2ForMaskedLM",
