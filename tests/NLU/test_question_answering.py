@@ -1,16 +1,19 @@
 """From answers in texts to tokens, and from logits to answers."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
+from transformers import AutoTokenizer
 from transformers.data.question_answering import (
     Answer,
     Candidate,
     Span,
     answers_of,
     positions_of,
+    rows_of,
 )
 
 NONE = [-1, -1]
@@ -48,6 +51,54 @@ def test_the_smallest_range_of_tokens_that_covers_an_answer(words, tokens):
 )
 def test_a_row_without_the_whole_answer_has_none(span, offsets):
     assert positions_of(span, offsets) == (0, 0)
+
+
+# ---- texts as rows ----
+
+TEXT_OF_PARTS = "the warm dog sees a cold river near this quiet house and the cat runs"
+
+
+@pytest.fixture(params=["tiny_base", "tiny_deberta_base"])
+def tokenizer(request):
+    return AutoTokenizer.from_pretrained(request.getfixturevalue(request.param))
+
+
+@pytest.mark.parametrize(("length", "stride"), [(40, 5), (16, 3), (16, 0), (12, 4)])
+def test_the_rows_of_a_text_hold_all_of_it(tokenizer, length, stride):
+    texts = [TEXT_OF_PARTS, "a dog"]
+    questions = ["the cat", "this"]
+    spans = [Span(*range_of(texts[0], "quiet house")), None]
+    rows = rows_of(tokenizer, questions, texts, spans, length, stride)
+    assert set(map(len, rows["input_ids"])) <= {*range(length + 1)}
+    whole = [[offset for offset in offsets if offset != NONE] for offsets in rows["offsets"]]
+    for example, text in enumerate(texts):
+        parts = [part for part, of in zip(whole, rows["example"], strict=True) if of == example]
+        covered = {place for part in parts for start, end in part for place in range(start, end)}
+        assert covered >= {place for place, letter in enumerate(text) if letter != " "}
+        for one, next_one in pairwise(parts):
+            assert one[len(one) - stride :] == next_one[:stride]
+    for row, example in enumerate(rows["example"]):
+        first, last = rows["start_positions"][row], rows["end_positions"][row]
+        offsets = rows["offsets"][row]
+        if first == 0:
+            assert last == 0
+        else:
+            found = texts[example][offsets[first][0] : offsets[last][1]]
+            assert (example, found.strip()) == (0, "quiet house")
+    # Without a stride, or with a short one, an answer may fall apart.
+    assert length < 40 or max(rows["start_positions"]) > 0
+
+
+def range_of(text: str, words: str) -> tuple[int, int]:
+    start = text.index(words)
+    return start, start + len(words)
+
+
+def test_rows_of_one_length(tokenizer):
+    rows = rows_of(tokenizer, ["a"], ["the dog"], None, 20, 3, pad_to_max_length=True)
+    assert [len(row) for row in rows["input_ids"] + rows["offsets"]] == [20, 20]
+    assert rows["offsets"][0][-1] == NONE
+    assert "start_positions" not in rows
 
 
 # ---- logits as answers ----
@@ -90,8 +141,8 @@ def test_candidates_are_among_the_best_starts_and_ends():
     """As many as are kept: of one each, an end before the start leaves none."""
     best = {"start": (7, 1.0), "end": (3, 1.0)}
     (answer,) = answers_of([TEXT], [0], [OFFSETS], *logits_of(9, **best), n_best_size=1)
-    assert answer == Answer("", ())
-    assert answer.as_rows() == []
+    assert answer == Answer("", (Candidate("", 0.0, 0.0),))
+    assert [row["probability"] for row in answer.as_rows()] == [1]
 
 
 def test_question_and_padding_are_no_answers():

@@ -137,7 +137,7 @@ class Answer:
 
     Args:
         text: the answer, "" for none.
-        best: the n best candidates, the best one first.
+        best: the n best candidates, the best one first; no answer where there is none.
         null_odds: the score of no answer less that of the best candidate that is one; None where
             there always is an answer.
     """
@@ -149,7 +149,7 @@ class Answer:
     def as_rows(self) -> list[dict[str, Any]]:
         """The candidates for a file, with their probabilities among each other."""
         scores = np.array([each.score for each in self.best])
-        shares = np.exp(scores - scores.max()) if len(scores) else scores
+        shares = np.exp(scores - scores.max())
         return [
             {
                 "text": each.text,
@@ -207,7 +207,8 @@ def answers_of(
     for candidates, none in zip(found, null, strict=True):
         best = sorted(candidates, key=lambda each: -each.score)[:n_best_size]
         if not may_be_none:
-            answers.append(Answer(best[0].text if best else "", tuple(best)))
+            best = best or [none]
+            answers.append(Answer(best[0].text, tuple(best)))
         else:
             answers.append(_or_none(best, none, n_best_size, null_score_diff_threshold))
     return answers

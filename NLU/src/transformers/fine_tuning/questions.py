@@ -20,7 +20,8 @@ from loralib.io.encoding import refuse_utf16_file
 from ..data.metrics.squad_metrics import squad_metrics, squad_v2_metrics
 from ..data.question_answering import Answer, Span
 from ..data.text_files import read_table
-from ..tokenization_utils_base import PreTrainedTokenizerBase, write_json
+from ..tokenization_files import write_json
+from ..tokenization_utils_base import PreTrainedTokenizerBase
 from .data_sets import Table
 
 if TYPE_CHECKING:
@@ -198,20 +199,17 @@ def check_room(table: Table, tokenizer: PreTrainedTokenizerBase, length: int, st
     Raises:
         ValueError: there is such a question.
     """
-    special = tokenizer.num_special_tokens_to_add(True)
-    names = table.rows["question"]
-    # No token is without a character, or more than one for each of its bytes.
-    lengths = {
-        row: len(tokenizer(text, add_special_tokens=False)["input_ids"])
-        for row, text in enumerate(names)
-        if len(text.encode()) + special + stride >= length
-    }
-    for row, tokens in lengths.items():
-        if tokens + special + stride >= length:
+    room = length - stride - tokenizer.num_special_tokens_to_add(True)
+    for row, question in enumerate(table.rows["question"]):
+        # Only a question of many bytes can be one of many tokens.
+        if len(question.encode()) + 1 < room:
+            continue
+        ids = tokenizer(question, add_special_tokens=False, truncation=True, max_length=length)
+        if len(ids["input_ids"]) >= room:
             raise table.wrong(
                 row,
-                f"its question has {tokens} tokens: of --max_seq_length {length} these, {special} "
-                f"special ones and --doc_stride {stride} leave none for its text",
+                f"its question takes {room} tokens or more: --max_seq_length {length}, less "
+                f"--doc_stride {stride}, has no room for its text",
             )
 
 
