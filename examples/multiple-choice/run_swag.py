@@ -138,7 +138,7 @@ def tokenize(
             num_proc=data_args.preprocessing_num_workers,
             desc=f"tokenizing {split}",
         )
-        cut[split] = (sum(encoded[CUT]), len(encoded) * len(endings))
+        cut[split] = (sum(encoded[CUT][:]), len(encoded) * len(endings))
         datasets[split] = encoded.remove_columns(CUT)
     report_cut(cut, length)
     return datasets

@@ -219,7 +219,7 @@ def answer(
     parts = prepared.parts[split]
     return answers_of(
         [asked.context for asked in prepared.questions[split]],
-        parts[EXAMPLE],
+        parts[EXAMPLE][:],
         parts[OFFSETS],
         *logits,
         n_best_size=data_args.n_best_size,

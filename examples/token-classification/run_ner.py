@@ -187,8 +187,8 @@ def tokenize(
             num_proc=data_args.preprocessing_num_workers,
             desc=f"tokenizing {split}",
         )
-        cut[split] = (sum(encoded[CUT]), len(encoded))
-        firsts[split] = list(encoded[FIRSTS])
+        cut[split] = (sum(encoded[CUT][:]), len(encoded))
+        firsts[split] = encoded[FIRSTS][:]
         datasets[split] = encoded.remove_columns([CUT, FIRSTS])
     report_cut(cut, length)
     return datasets, firsts

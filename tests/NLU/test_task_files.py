@@ -353,6 +353,24 @@ def test_splits_and_limits(tmp_path):
     assert "this run needs --test_file" in error_of(load_tables, flags, ["test"], None)
 
 
+def test_a_data_set_that_is_a_program(tmp_path):
+    """Such were many of the hub's; today's `datasets` runs none."""
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "old.py").write_text("raise AssertionError\n")
+    flags = HubDataArguments(dataset_name=str(tmp_path / "old"))
+    message = error_of(load_tables, flags, ["train"], None)
+    assert "scripts are no longer supported" in message
+    assert message.endswith("; give it in files")
+
+
+def test_a_data_set_without_a_split(tmp_path):
+    (tmp_path / "set").mkdir()
+    write(tmp_path / "set" / "train.json", [{"a": "b"}])
+    flags = HubDataArguments(dataset_name=str(tmp_path / "set"))
+    message = error_of(load_tables, flags, ["validation"], str(tmp_path / "cache"))
+    assert message.endswith("set has no validation set, but train: give --validation_file")
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

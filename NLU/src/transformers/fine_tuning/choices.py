@@ -62,7 +62,7 @@ def check_choices(tables: Mapping[str, Table]) -> Choices:
 
 def _is_labelled(table: Table) -> bool:
     """Whether a test set has labels, and not the hub's -1 in their place."""
-    return LABEL in table.rows.column_names and -1 not in table.rows[LABEL]
+    return LABEL in table.rows.column_names and -1 not in table.column(LABEL)
 
 
 def _endings(table: Table) -> tuple[str, ...]:
@@ -78,7 +78,7 @@ def _endings(table: Table) -> tuple[str, ...]:
 
 
 def _check_endings(table: Table, endings: tuple[str, ...]) -> None:
-    columns = [table.rows[name] for name in endings]
+    columns = [table.column(name) for name in endings]
     for row, texts in enumerate(zip(*columns, strict=True)):
         given = [name for name, text in zip(endings, texts, strict=True) if text not in (None, "")]
         if len(given) < len(endings):
@@ -93,7 +93,7 @@ def _check_endings(table: Table, endings: tuple[str, ...]) -> None:
 def _with_numbers(table: Table, count: int) -> Table:
     """The table with whole numbers as labels."""
     numbers = []
-    for row, label in enumerate(table.rows[LABEL]):
+    for row, label in enumerate(table.column(LABEL)):
         number = int(label) if isinstance(label, str) and label.isdecimal() else label
         if type(number) is not int or not 0 <= number < count:
             raise table.wrong(

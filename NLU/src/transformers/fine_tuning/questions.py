@@ -125,13 +125,13 @@ def _questions(split: str, table: Table, may_have_none: bool) -> list[Question]:
     for name in COLUMNS:
         table.check_strings(name)
     names = _names(table)
-    texts = list(zip(names, *(table.rows[name] for name in COLUMNS), strict=True))
+    texts = list(zip(names, *(table.column(name) for name in COLUMNS), strict=True))
     if split == "test" and ANSWERS not in table.rows.column_names:
         return [Question(*three) for three in texts]
     table.check_columns([ANSWERS])
     table = table.decoded(ANSWERS)
     questions, moved = [], []
-    for row, (three, answers) in enumerate(zip(texts, table.rows[ANSWERS], strict=True)):
+    for row, (three, answers) in enumerate(zip(texts, table.column(ANSWERS), strict=True)):
         asked = Question(*three, *_answers(table, row, three[-1], answers))
         if not asked.answers and not may_have_none and split != "test":
             raise table.wrong(
@@ -152,7 +152,7 @@ def _names(table: Table) -> list[str]:
     """The questions' ids; their numbers where there are none."""
     if "id" not in table.rows.column_names:
         return [str(row) for row in range(len(table.rows))]
-    names = [str(name) for name in table.rows["id"]]
+    names = [str(name) for name in table.column("id")]
     seen: dict[str, int] = {}
     for row, name in enumerate(names):
         if name in seen:
@@ -200,7 +200,7 @@ def check_room(table: Table, tokenizer: PreTrainedTokenizerBase, length: int, st
         ValueError: there is such a question.
     """
     room = length - stride - tokenizer.num_special_tokens_to_add(True)
-    for row, question in enumerate(table.rows["question"]):
+    for row, question in enumerate(table.column("question")):
         # Only a question of many bytes can be one of many tokens.
         if len(question.encode()) + 1 < room:
             continue

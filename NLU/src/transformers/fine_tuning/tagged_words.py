@@ -85,7 +85,7 @@ def check_sentences(
 def _has_no_tags(table: Table, name: str) -> bool:
     """Whether a test set's tags are absent, or hidden, as the hub has them: -1."""
     return name not in table.rows.column_names or any(
-        isinstance(tags, list) and -1 in tags for tags in table.rows[name]
+        isinstance(tags, list) and -1 in tags for tags in table.column(name)
     )
 
 
@@ -96,7 +96,7 @@ def _usual(table: Table, name: str, place: int) -> str:
 
 
 def _check_words(table: Table, name: str) -> None:
-    for row, words in enumerate(table.rows[name]):
+    for row, words in enumerate(table.column(name)):
         if not isinstance(words, list):
             raise table.wrong(row, f"its {name} is not a list of words ({_quoted(words)})")
         if not words:
@@ -108,7 +108,7 @@ def _check_words(table: Table, name: str) -> None:
 
 
 def _check_counts(table: Table, words: str, tags: str) -> None:
-    both = zip(table.rows[words], table.rows[tags], strict=True)
+    both = zip(table.column(words), table.column(tags), strict=True)
     for row, (row_words, row_tags) in enumerate(both):
         if not isinstance(row_tags, list):
             raise table.wrong(row, f"its {tags} is not a list of tags ({_quoted(row_tags)})")
@@ -138,7 +138,7 @@ def _labels(tables: Mapping[str, Table], known: Sequence[str]) -> tuple[str, ...
     named = _names_in(train.rows.features)
     if named:
         return tuple(known) if {*named} <= {*known} else named
-    found = {str(tag) for tags in train.rows[TAGS] for tag in tags}
+    found = {str(tag) for tags in train.column(TAGS) for tag in tags}
     if found <= set(known):
         return tuple(known)
     of_numbers = all(tag.isdecimal() for tag in found)
@@ -156,7 +156,7 @@ def _number(table: Table, labels: tuple[str, ...]) -> Table:
     named = _names_in(table.rows.features)
     numbers = {label: number for number, label in enumerate(labels)}
     numbered = []
-    for row, tags in enumerate(table.rows[TAGS]):
+    for row, tags in enumerate(table.column(TAGS)):
         words = [named[tag] if named else str(tag) for tag in tags]
         for place, word in enumerate(words, start=1):
             if word not in numbers:
