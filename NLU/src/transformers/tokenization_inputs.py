@@ -3,13 +3,12 @@
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, NamedTuple
 
-import numpy as np
+from .file_utils import ExplicitEnum, PaddingStrategy
 
 
-class TruncationStrategy(str, Enum):
+class TruncationStrategy(ExplicitEnum):
     """What is cut where a row is too long; a call's ``truncation``."""
 
     LONGEST_FIRST = "longest_first"
@@ -19,7 +18,7 @@ class TruncationStrategy(str, Enum):
 
 
 TRUNCATION_STRATEGIES = tuple(each.value for each in TruncationStrategy)
-PADDING_STRATEGIES = ("longest", "max_length", "do_not_pad")
+PADDING_STRATEGIES = tuple(each.value for each in PaddingStrategy)
 
 
 class Inputs(NamedTuple):
@@ -264,28 +263,3 @@ def check_stride(
             f"stride={stride} is not smaller than the {room} tokens that max_length={max_length} "
             f"leaves beside {rest}: take a smaller stride or a larger max_length"
         )
-
-
-# -- Rows ------------------------------------------------------------------------------------------
-
-
-def rows_by_column(encoded: Any) -> tuple[bool, dict[str, Any]]:
-    """Whether these are several rows, and their entries as lists of rows."""
-    if not hasattr(encoded, "keys"):
-        rows = list(encoded)
-        first = rows[0] if rows else {}
-        return True, {name: [row[name] for row in rows] for name in first}
-    ids = next(iter(encoded.values()), ())
-    if len(ids) and np.ndim(ids[0]) == 0:
-        return False, {name: [row] for name, row in encoded.items()}
-    return True, dict(encoded)
-
-
-def filled(rows: Sequence[Any], length: int, value: int, side: str) -> np.ndarray:
-    """`rows` in one array (rows, length), filled up with `value`."""
-    whole = np.full((len(rows), length), value, dtype=np.int64)
-    for target, row in zip(whole, rows, strict=True):
-        start = length - len(row) if side == "left" else 0
-        # A tensor is made an array first: assigned as it is, older NumPys warn of its copy.
-        target[start : start + len(row)] = np.asarray(row, dtype=np.int64)
-    return whole

@@ -6,11 +6,12 @@ alone (`tokenization_utils.py`).
 
     text ─ _encode_batch ─> rows of ids, cut to max_length ─ pad ─> rows of one length ─> tensors
 
-Its files are in `tokenization_files.py`, the roles of its special tokens in `special_tokens.py`.
+Its files are in `tokenization_files.py`, the roles of its special tokens in `special_tokens.py`,
+the frame of a row in `tokenization_rows.py`, filling up in `tokenization_padding.py`.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,8 @@ import torch
 from tokenizers import AddedToken  # noqa: F401 - importable from here, too
 
 from .batch_encoding import BatchEncoding, CharSpan, Encoding, TokenSpan, to_tensor  # noqa: F401
-from .special_tokens import ADDITIONAL, ROLES, SpecialTokensMixin, Token
+from .file_utils import ExplicitEnum, PaddingStrategy, TensorType  # noqa: F401
+from .special_tokens import ADDITIONAL, ROLES, Token
 from .tokenization_files import (
     ADDED_TOKENS_FILE,  # noqa: F401
     SPECIAL_TOKENS_MAP_FILE,  # noqa: F401
@@ -33,15 +35,14 @@ from .tokenization_inputs import (
     RowSettings,
     TruncationStrategy,  # noqa: F401 - importable from here, too
     check_stride,
-    cut_lengths,
-    filled,
     inputs_of_batch,
     inputs_of_call,
     inputs_of_one,
-    rows_by_column,
     strategy,
     with_present_names,
 )
+from .tokenization_padding import Padding
+from .tokenization_rows import RowsOfIds, as_list
 from .utils import logging
 
 logger = logging.get_logger(__name__)
@@ -50,10 +51,8 @@ logger = logging.get_logger(__name__)
 VERY_LARGE_INTEGER = int(1e30)
 LARGE_INTEGER = int(1e20)
 
-_TEXT, _SECOND_TEXT = -1, -2  # ids that stand for a text's tokens in a frame
 
-
-class PreTrainedTokenizerBase(SpecialTokensMixin, TokenizerFiles):
+class PreTrainedTokenizerBase(RowsOfIds, Padding, TokenizerFiles):
     """From text to ids and back, for one vocabulary.
 
     Its attributes of the same names can be set later.
@@ -163,46 +162,6 @@ class PreTrainedTokenizerBase(SpecialTokensMixin, TokenizerFiles):
         """The tokens beyond the vocabulary's own, with their ids."""
         return {token: i for token, i in self.get_vocab().items() if i >= self.vocab_size}
 
-    # -- The frame ---------------------------------------------------------------------------------
-
-    def build_inputs_with_special_tokens(
-        self, token_ids_0: list[int], token_ids_1: list[int] | None = None
-    ) -> list[int]:
-        """A text's ids, or a pair's, in the model's frame; here without one."""
-        return token_ids_0 + (token_ids_1 or [])
-
-    def create_token_type_ids_from_sequences(
-        self, token_ids_0: list[int], token_ids_1: list[int] | None = None
-    ) -> list[int]:
-        """The token types of the row that `build_inputs_with_special_tokens` makes."""
-        return [0] * len(token_ids_0) + [1] * len(token_ids_1 or [])
-
-    def num_special_tokens_to_add(self, pair: bool = False) -> int:
-        """How many special tokens frame a text, or a pair of texts."""
-        return len(self.build_inputs_with_special_tokens([], [] if pair else None))
-
-    def get_special_tokens_mask(
-        self,
-        token_ids_0: Sequence[int],
-        token_ids_1: Sequence[int] | None = None,
-        already_has_special_tokens: bool = False,
-    ) -> list[int]:
-        """1 for each special token of a row, 0 for the others.
-
-        Args:
-            token_ids_0: a text's ids; with `already_has_special_tokens`, a whole row's.
-            token_ids_1: the second text's.
-            already_has_special_tokens: the ids are a whole row's: each special token counts.
-        """
-        if already_has_special_tokens:
-            if token_ids_1 is not None:
-                raise ValueError("a row that already has its special tokens has no token_ids_1")
-            special = set(self.all_special_ids)
-            return [int(index in special) for index in as_list(token_ids_0)]
-        pair = None if token_ids_1 is None else [_TEXT] * len(token_ids_1)
-        row = self.build_inputs_with_special_tokens([_TEXT] * len(token_ids_0), pair)
-        return [int(index != _TEXT) for index in row]
-
     # -- From text to ids --------------------------------------------------------------------------
 
     def __call__(
@@ -258,7 +217,7 @@ class PreTrainedTokenizerBase(SpecialTokensMixin, TokenizerFiles):
                 `stride`, or is not a multiple of `pad_to_multiple_of`, or the rows make no tensor.
         """
         return self._encode(
-            inputs_of_call(text, text_pair, is_split_into_words),
+            partial(inputs_of_call, text, text_pair),
             add_special_tokens,
             padding,
             truncation,
@@ -269,51 +228,17 @@ class PreTrainedTokenizerBase(SpecialTokensMixin, TokenizerFiles):
         )
 
     def encode_plus(
-        self,
-        text: Any,
-        text_pair: Any = None,
-        add_special_tokens: bool = True,
-        padding: Any = False,
-        truncation: Any = False,
-        max_length: int | None = None,
-        stride: int = 0,
-        is_split_into_words: bool = False,
-        **settings: Any,
+        self, text: Any, text_pair: Any = None, *positional: Any, **settings: Any
     ) -> BatchEncoding:
         """A call for one text, or one pair."""
-        return self._encode(
-            inputs_of_one(text, text_pair, is_split_into_words),
-            add_special_tokens,
-            padding,
-            truncation,
-            max_length,
-            stride,
-            is_split_into_words,
-            **settings,
-        )
+        return self._encode(partial(inputs_of_one, text, text_pair), *positional, **settings)
 
     def batch_encode_plus(
-        self,
-        batch_text_or_text_pairs: Any,
-        add_special_tokens: bool = True,
-        padding: Any = False,
-        truncation: Any = False,
-        max_length: int | None = None,
-        stride: int = 0,
-        is_split_into_words: bool = False,
-        **settings: Any,
+        self, batch_text_or_text_pairs: Any, *positional: Any, **settings: Any
     ) -> BatchEncoding:
         """A call for a list of texts, or of pairs."""
-        return self._encode(
-            inputs_of_batch(batch_text_or_text_pairs, is_split_into_words),
-            add_special_tokens,
-            padding,
-            truncation,
-            max_length,
-            stride,
-            is_split_into_words,
-            **settings,
-        )
+        inputs = partial(inputs_of_batch, batch_text_or_text_pairs)
+        return self._encode(inputs, *positional, **settings)
 
     def encode(
         self, text: Any, text_pair: Any = None, *positional: Any, **settings: Any
@@ -338,9 +263,9 @@ class PreTrainedTokenizerBase(SpecialTokensMixin, TokenizerFiles):
             prepend_batch_axis: but with this.
             positional, settings: as in a call, from `add_special_tokens` on.
         """
-        seconds = None if pair_ids is None else [list(pair_ids)]
+        inputs = Inputs([list(ids)], None if pair_ids is None else [list(pair_ids)], batched=False)
         row = self._encode(
-            Inputs([list(ids)], seconds, batched=False),
+            lambda _: inputs,
             *positional,
             make_rows=self._rows_of_ids,
             **settings,
@@ -349,7 +274,7 @@ class PreTrainedTokenizerBase(SpecialTokensMixin, TokenizerFiles):
 
     def _encode(
         self,
-        inputs: Inputs,
+        inputs_of: Callable[[bool], Inputs],
         add_special_tokens: bool = True,
         padding: Any = False,
         truncation: Any = False,
@@ -372,21 +297,14 @@ class PreTrainedTokenizerBase(SpecialTokensMixin, TokenizerFiles):
         """A call; for the settings see there.
 
         Args:
-            inputs: what rows are made of.
+            inputs_of: gives what rows are made of, when told whether texts come as words.
             make_rows: makes them instead of `_encode_batch`.
         """
+        inputs = inputs_of(is_split_into_words)
         padding, truncation = with_present_names(padding, truncation, max_length, deprecated)
         truncation = strategy("truncation", truncation, TRUNCATION_STRATEGIES)
         padding = strategy("padding", padding, PADDING_STRATEGIES)
-        if max_length is not None and truncation == padding == "":
-            self._warn_once("max_length without truncation: rows are cut, as with truncation=True")
-            truncation = TRUNCATION_STRATEGIES[0]
-        if pad_to_multiple_of is not None and not padding:
-            self._warn_once("pad_to_multiple_of without padding: rows are not padded")
-        if max_length is not None and padding == PADDING_STRATEGIES[0] and not truncation:
-            self._warn_once(
-                "max_length with padding to the longest row, without truncation: it does nothing"
-            )
+        truncation = self._warned_of(padding, truncation, max_length, pad_to_multiple_of)
         limit = self._limit(max_length, "truncation") if truncation else None
         self._check_room(
             limit,
@@ -394,18 +312,12 @@ class PreTrainedTokenizerBase(SpecialTokensMixin, TokenizerFiles):
             stride if return_overflowing_tokens else 0,
             pad_to_multiple_of if padding else None,
         )
-        asked = {
-            self.model_input_names[0]: True,
-            "token_type_ids": return_token_type_ids,
-            "attention_mask": return_attention_mask,
-            "special_tokens_mask": return_special_tokens_mask,
-            "offset_mapping": return_offsets_mapping,
-        }
-        columns = [
-            name
-            for name, wanted in asked.items()
-            if wanted or (wanted is None and name in self.model_input_names)
-        ]
+        columns = self._columns(
+            token_type_ids=return_token_type_ids,
+            attention_mask=return_attention_mask,
+            special_tokens_mask=return_special_tokens_mask,
+            offset_mapping=return_offsets_mapping,
+        )
         settings = RowSettings(
             columns,
             add_special_tokens,
@@ -431,6 +343,27 @@ class PreTrainedTokenizerBase(SpecialTokensMixin, TokenizerFiles):
             kept = ("length",) if encodings is not None else ()
             data = {name: rows if name in kept else rows[0] for name, rows in data.items()}
         return BatchEncoding(data, encodings, return_tensors)
+
+    def _columns(self, **asked: bool | None) -> list[str]:
+        """The entries that are asked for, or that the model takes where None; the ids first."""
+        names = self.model_input_names
+        wanted = [name for name, yes in asked.items() if yes or (yes is None and name in names)]
+        return [names[0], *wanted]
+
+    def _warned_of(
+        self, padding: str, truncation: str, max_length: int | None, multiple: int | None
+    ) -> str:
+        """The truncation that holds, after warnings of settings that may not be meant."""
+        if max_length is not None and truncation == padding == "":
+            self._warn_once("max_length without truncation: rows are cut, as with truncation=True")
+            return TRUNCATION_STRATEGIES[0]
+        if multiple is not None and not padding:
+            self._warn_once("pad_to_multiple_of without padding: rows are not padded")
+        if max_length is not None and padding == PADDING_STRATEGIES[0] and not truncation:
+            self._warn_once(
+                "max_length with padding to the longest row, without truncation: it does nothing"
+            )
+        return truncation
 
     def _check_room(self, limit: int | None, frame: int, stride: int, multiple: int | None) -> None:
         """Refuses rows that are cut to fewer tokens than they need, or to a length of no use."""
@@ -482,227 +415,6 @@ class PreTrainedTokenizerBase(SpecialTokensMixin, TokenizerFiles):
         if self.verbose and not self.deprecation_warnings.get(about or message):
             self.deprecation_warnings[about or message] = True
             logger.warning(message)
-
-    # -- Rows of ids -------------------------------------------------------------------------------
-
-    def _rows_of_ids(
-        self,
-        firsts: list[list[int]],
-        seconds: list[list[int]] | None,
-        settings: RowSettings,
-    ) -> tuple[dict[str, list[Any]], None]:
-        """Rows of texts whose ids are known, cut and framed."""
-        if "offset_mapping" in settings.columns:
-            raise NotImplementedError(
-                "return_offsets_mapping: ids alone have no place in a text; take a fast "
-                "tokenizer, as AutoTokenizer gives it with use_fast=True, and call it on the text"
-            )
-        columns = list(settings.columns)
-        if settings.overflow:
-            columns += ["overflowing_tokens", "num_truncated_tokens"]
-        rows: dict[str, list[Any]] = {name: [] for name in columns}
-        pairs = seconds if seconds is not None else [None] * len(firsts)
-        framed = settings.add_special_tokens
-        frame = self.num_special_tokens_to_add(seconds is not None) if framed else 0
-        for first, second in zip(firsts, pairs, strict=True):
-            excess = 0
-            if settings.max_length is not None:
-                excess = len(first) + len(second or ()) + frame - settings.max_length
-                first, second, cut = self.truncate_sequences(
-                    first, second, excess, settings.truncation, settings.stride
-                )
-            row = self._row(first, second, framed, settings.columns)
-            if settings.overflow:
-                row["overflowing_tokens"] = cut if excess > 0 else []
-                row["num_truncated_tokens"] = excess
-            for name in columns:
-                rows[name].append(row[name])
-        return rows, None
-
-    def _row(
-        self,
-        first: list[int],
-        second: list[int] | None,
-        framed: bool,
-        columns: Sequence[str],
-    ) -> dict[str, Any]:
-        """The entries of one row."""
-        if framed:
-            ids = self.build_inputs_with_special_tokens(first, second)
-        else:
-            ids = first + (second or [])
-        row: dict[str, Any] = {columns[0]: ids}
-        for name in columns[1:]:
-            if name == "attention_mask":
-                row[name] = [1] * len(ids)
-            elif name == "token_type_ids" and framed:
-                row[name] = self.create_token_type_ids_from_sequences(first, second)
-            elif name == "token_type_ids":
-                row[name] = [0] * len(first) + [1] * len(second or ())
-            elif framed:
-                row[name] = self.get_special_tokens_mask(first, second)
-            else:
-                row[name] = [0] * len(ids)
-        return row
-
-    def truncate_sequences(
-        self,
-        ids: list[int],
-        pair_ids: list[int] | None = None,
-        num_tokens_to_remove: int = 0,
-        truncation_strategy: Any = "longest_first",
-        stride: int = 0,
-    ) -> tuple[list[int], list[int] | None, list[int]]:
-        """Cuts a text's ids, or a pair's.
-
-        Args:
-            ids, pair_ids: of each text, without special tokens.
-            num_tokens_to_remove: from both in all.
-            truncation_strategy: as in a call.
-            stride: how many kept tokens come with those that are cut off.
-
-        Returns:
-            What is kept of each text, and what is cut off, with the stride, of one after the other.
-
-        Raises:
-            ValueError: the text to be cut is too short for that.
-        """
-        how = strategy("truncation_strategy", truncation_strategy, TRUNCATION_STRATEGIES)
-        if num_tokens_to_remove <= 0 or not how:
-            return ids, pair_ids, []
-        room = len(ids) + len(pair_ids or ()) - num_tokens_to_remove
-        lengths = cut_lengths(len(ids), None if pair_ids is None else len(pair_ids), how, room)
-        first, overflow = self._cut(ids, lengths[0], stride)
-        if pair_ids is None:
-            return first, None, overflow
-        second, more = self._cut(pair_ids, lengths[1], stride)
-        return first, second, overflow + more
-
-    def _cut(self, ids: list[int], length: int, stride: int) -> tuple[list[int], list[int]]:
-        """The `length` ids that are kept, and the rest with the last `stride` of these."""
-        if len(ids) <= length:
-            return ids, []
-        if self.truncation_side == "left":
-            start = len(ids) - length
-            return ids[start:], ids[: start + stride]
-        return ids[:length], ids[max(length - stride, 0) :]
-
-    # -- Padding -----------------------------------------------------------------------------------
-
-    def pad(
-        self,
-        encoded_inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-        padding: Any = True,
-        max_length: int | None = None,
-        pad_to_multiple_of: int | None = None,
-        return_attention_mask: bool | None = None,
-        return_tensors: Any = None,
-        verbose: bool = True,
-    ) -> BatchEncoding:
-        """Fills encoded rows up to one length.
-
-        Args:
-            encoded_inputs: what calls returned: a list of rows' dicts, or a dict of lists of rows,
-                or of one row. Values may be lists, arrays or tensors.
-            padding, max_length, pad_to_multiple_of, return_tensors: as in a call.
-            return_attention_mask: add an attention mask where there is none; by default, if the
-                model takes one.
-            verbose: accepted as upstream has it.
-
-        Returns:
-            The entries of the rows: those that hold a value per token padded, others as they are.
-
-        Raises:
-            ValueError: there is no padding token, or a row is longer than `max_length`.
-        """
-        is_batch, data = rows_by_column(encoded_inputs)
-        main = self.model_input_names[0]
-        ids = data.get(main)
-        if ids is None:
-            raise ValueError(f"rows to pad need {main!r}; they have {sorted(data)}")
-        if return_attention_mask is None:
-            return_attention_mask = "attention_mask" in self.model_input_names
-        if return_attention_mask and "attention_mask" not in data:
-            data["attention_mask"] = [[1] * len(row) for row in ids]
-        length = self._padded_length(ids, padding, max_length, pad_to_multiple_of)
-        if length is not None:
-            data = self._padded(data, length, as_arrays=return_tensors is not None)
-        if not is_batch:
-            data = {name: rows[0] for name, rows in data.items()}
-        return BatchEncoding(data, tensor_type=return_tensors)
-
-    def _padded(
-        self, data: Mapping[str, Any], length: int | None, as_arrays: bool
-    ) -> dict[str, Any]:
-        """The entries of rows, with those that hold a value per token filled up to `length`."""
-        padded = dict(data)
-        if length is None:
-            return padded
-        values = {
-            self.model_input_names[0]: self.pad_token_id,
-            "token_type_ids": self.pad_token_type_id,
-            "attention_mask": 0,
-            "special_tokens_mask": 1,
-        }
-        for name, value in values.items():
-            if name in padded:
-                rows = filled(padded[name], length, value, self.padding_side)
-                padded[name] = rows if as_arrays else rows.tolist()
-        if "offset_mapping" in padded:
-            left = self.padding_side == "left"
-            padded["offset_mapping"] = [
-                [(0, 0)] * (length - len(row)) + row
-                if left
-                else row + [(0, 0)] * (length - len(row))
-                for row in map(list, padded["offset_mapping"])
-            ]
-        return padded
-
-    def _padded_encodings(self, encodings: Any, length: int | None) -> Any:
-        """The rows' encodings filled up to `length`; when they are first asked for, if so made."""
-        if encodings is None or length is None:
-            return encodings
-        if callable(encodings):
-            return partial(self._made_and_padded, encodings, length)
-        for encoding in encodings:
-            if len(encoding) < length:
-                encoding.pad(
-                    length,
-                    direction=self.padding_side,
-                    pad_id=self.pad_token_id,
-                    pad_token=self.pad_token,
-                )
-        return encodings
-
-    def _made_and_padded(self, make: Callable[[], list[Encoding]], length: int) -> list[Encoding]:
-        return self._padded_encodings(make(), length)
-
-    def _padded_length(
-        self,
-        rows: Sequence[Sequence[int]],
-        padding: Any,
-        max_length: int | None,
-        pad_to_multiple_of: int | None,
-    ) -> int | None:
-        padding = strategy("padding", padding, PADDING_STRATEGIES)
-        longest = max(map(len, rows), default=0)
-        if padding == "max_length":
-            length = self._limit(max_length, "padding")
-        else:
-            length = longest if padding else None
-        if length is None:
-            return None
-        if self.pad_token is None:
-            raise ValueError("the tokenizer has no padding token: set tokenizer.pad_token")
-        if length < longest:
-            raise ValueError(
-                f"a row of {longest} tokens cannot be padded to {length}: pass truncation=True"
-            )
-        if pad_to_multiple_of is not None:
-            if pad_to_multiple_of < 1:
-                raise ValueError(f"pad_to_multiple_of is at least 1, not {pad_to_multiple_of}")
-            length = -(-length // pad_to_multiple_of) * pad_to_multiple_of
-        return length
 
     # -- Between tokens, ids and text --------------------------------------------------------------
 
@@ -814,8 +526,3 @@ class PreTrainedTokenizerBase(SpecialTokensMixin, TokenizerFiles):
 
     @abstractmethod
     def _decode(self, ids: list[int], skip_special_tokens: bool, **settings: Any) -> str: ...
-
-
-def as_list(ids: Any) -> list[int]:
-    """Ids given as an int, a sequence, an array or a tensor."""
-    return np.atleast_1d(np.asarray(ids, dtype=np.int64)).tolist()

@@ -6,12 +6,13 @@ from typing import Any
 
 from ...encoded_row import EncodedRow, Piece, windows
 from ...tokenization_inputs import RowSettings, check_stride, cut_lengths
-from ...tokenization_utils_fast import columns_of
+from ...tokenization_utils_fast import PreTrainedTokenizerFast, columns_of
 from .tokenization_deberta_v2 import DebertaV2Tokenizer
 
 _FIRST, _SECOND = -1, -2  # stand for the texts' tokens in a frame
 
 
+@PreTrainedTokenizerFast.register  # for code that asks by isinstance whether a tokenizer is fast
 class DebertaV2TokenizerFast(DebertaV2Tokenizer):
     """The ids of `DebertaV2Tokenizer`, with the alignment of tokens, words and characters.
 

@@ -5,7 +5,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
@@ -22,6 +22,7 @@ from ...tokenization_utils_fast import TOKENIZER_FILE, TokenizersBackend, read_t
 
 VOCAB_FILE = "vocab.json"
 MERGES_FILE = "merges.txt"
+VOCAB_FILES_NAMES = {"vocab_file": VOCAB_FILE, "merges_file": MERGES_FILE}
 
 
 class RobertaBackend(TokenizersBackend):
@@ -164,18 +165,22 @@ class RobertaTokenizer(RobertaBackend, PreTrainedTokenizer):
         settings: as in `RobertaBackend`.
     """
 
-    vocab_files = (
-        {"vocab_file": VOCAB_FILE, "merges_file": MERGES_FILE},
-        {"tokenizer_file": TOKENIZER_FILE},
-    )
+    vocab_files = (VOCAB_FILES_NAMES, {"tokenizer_file": TOKENIZER_FILE})
 
     def _encode(
-        self, inputs: Inputs, *positional: Any, add_prefix_space: bool = False, **settings: Any
+        self,
+        inputs_of: Callable[[bool], Inputs],
+        *positional: Any,
+        add_prefix_space: bool = False,
+        **settings: Any,
     ) -> BatchEncoding:
-        if add_prefix_space:
-            firsts, seconds, batched = inputs
-            inputs = Inputs(_spaced(firsts), seconds and _spaced(seconds), batched)
-        return super()._encode(inputs, *positional, **settings)
+        def spaced(words: bool) -> Inputs:
+            firsts, seconds, batched = inputs_of(words)
+            if words:  # they have their spaces
+                return Inputs(firsts, seconds, batched)
+            return Inputs(_spaced(firsts), seconds and _spaced(seconds), batched)
+
+        return super()._encode(spaced if add_prefix_space else inputs_of, *positional, **settings)
 
     def _ids_of(self, texts: list[str]) -> list[list[int]]:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)

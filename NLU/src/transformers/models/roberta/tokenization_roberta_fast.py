@@ -5,7 +5,7 @@ from typing import Any
 from ...batch_encoding import Encoding
 from ...tokenization_inputs import RowSettings
 from ...tokenization_utils_fast import TOKENIZER_FILE, PreTrainedTokenizerFast
-from .tokenization_roberta import MERGES_FILE, VOCAB_FILE, RobertaBackend
+from .tokenization_roberta import VOCAB_FILES_NAMES, RobertaBackend
 
 
 class RobertaTokenizerFast(RobertaBackend, PreTrainedTokenizerFast):
@@ -16,10 +16,7 @@ class RobertaTokenizerFast(RobertaBackend, PreTrainedTokenizerFast):
             ``add_prefix_space=True``.
     """
 
-    vocab_files = (
-        {"tokenizer_file": TOKENIZER_FILE},
-        {"vocab_file": VOCAB_FILE, "merges_file": MERGES_FILE},
-    )
+    vocab_files = ({"tokenizer_file": TOKENIZER_FILE}, VOCAB_FILES_NAMES)
 
     def _encode_batch(
         self, firsts: list[Any], seconds: list[Any] | None, settings: RowSettings
