@@ -25,7 +25,7 @@ from .deltas import (
     ranks_of,
     slices_of,
 )
-from .families import family_of, in_known_backbone
+from .families import family_of, in_known_backbone, top_module
 from .metadata import LoraMetadata, usual
 from .names import AMBIGUOUS
 from .peft import (
@@ -85,6 +85,16 @@ def what_forbids(adapter: Adapter) -> str | None:
             return f"brings {name}, a bias that PEFT does not save"
         if not module:
             return f"brings {name}, a parameter of the model itself: PEFT saves modules"
+    return _tied_head(adapter)
+
+
+def _tied_head(adapter: Adapter) -> str | None:
+    """Why PEFT cannot hold a head of which a part is the base's; None where there is none."""
+    family = family_of(adapter.tensors)
+    tops = {top_module(name) for name in adapter.tensors if LORA.part not in name}
+    for name, kept in (family.tied if family else {}).items():
+        if top_module(name) in tops and in_known_backbone(kept):
+            return f"brings {top_module(name)}, whose {name} is the base's {kept}: PEFT saves both"
     return None
 
 

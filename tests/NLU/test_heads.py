@@ -134,12 +134,42 @@ def test_outputs(family, head):
         close(bare[name], output[name])
 
 
+@pytest.mark.parametrize(("family", "head"), PAIRS)
+def test_attentions(family, head):
+    """With them the plain path is taken, which gives the same numbers."""
+    model, arguments = build(family, head), given(head)
+    expected = model(**arguments)
+    output = model(**arguments, output_attentions=True)
+    assert list(output) == [*expected, "attentions"]
+    assert [each.shape for each in output.attentions] == [(4, 4, 18, 18)] * 2
+    for name in ("loss", *logits_of(head)):
+        close(real(output[name], arguments), real(expected[name], arguments))
+    if model.config.model_type == "roberta" and head == "causal_lm":
+        assert all(not each.triu(1).any() for each in output.attentions)
+
+
+@pytest.mark.parametrize(("family", "head"), PAIRS)
+def test_embeddings_as_inputs(family, head):
+    model, arguments = build(family, head), given(head)
+    words = model.base_model.embeddings.word_embeddings
+    embedded = {**arguments, "inputs_embeds": words(arguments["input_ids"])}
+    if family == "roberta":  # whose positions are told by ids
+        first = model.config.pad_token_id + 1
+        columns = torch.arange(first, first + arguments["input_ids"].shape[-1])
+        embedded["position_ids"] = columns.expand_as(arguments["input_ids"])
+    del embedded["input_ids"]
+    close(model(**embedded).loss, model(**arguments).loss)
+
+
 @pytest.mark.parametrize(("family", "head"), TRAINED)
 def test_auto_classes(family, head):
     model = build(family, head)
     end = maker.HEADS[head][0]
     auto = getattr(transformers, f"AutoModel{end}")
     assert type(auto.from_config(model.config)) is type(model)
+    mapping = getattr(transformers, f"MODEL_FOR_{head.upper()}_MAPPING")
+    assert mapping[type(model.config)] is type(model)
+    assert len(mapping) == sum(other == head for _, other in TRAINED)
 
 
 @pytest.mark.parametrize("end", ["ForMultipleChoice", "ForCausalLM"])

@@ -37,6 +37,13 @@ if TYPE_CHECKING:
     from .modeling_utils import PreTrainedModel
     from .models.auto.configuration_auto import AutoConfig
     from .models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_MASKED_LM_MAPPING,
+        MODEL_FOR_MULTIPLE_CHOICE_MAPPING,
+        MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+        MODEL_MAPPING,
         AutoModel,
         AutoModelForCausalLM,
         AutoModelForMaskedLM,
@@ -131,6 +138,13 @@ _MODULE_OF = {
     "is_wandb_available": ".integrations",
     "PreTrainedModel": ".modeling_utils",
     "AutoConfig": ".models.auto.configuration_auto",
+    "MODEL_FOR_CAUSAL_LM_MAPPING": ".models.auto.modeling_auto",
+    "MODEL_FOR_MASKED_LM_MAPPING": ".models.auto.modeling_auto",
+    "MODEL_FOR_MULTIPLE_CHOICE_MAPPING": ".models.auto.modeling_auto",
+    "MODEL_FOR_QUESTION_ANSWERING_MAPPING": ".models.auto.modeling_auto",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING": ".models.auto.modeling_auto",
+    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING": ".models.auto.modeling_auto",
+    "MODEL_MAPPING": ".models.auto.modeling_auto",
     "AutoModel": ".models.auto.modeling_auto",
     "AutoModelForCausalLM": ".models.auto.modeling_auto",
     "AutoModelForMaskedLM": ".models.auto.modeling_auto",

@@ -10,7 +10,7 @@ What families share, as in modeling_encoder.py, which has the heads of pretraini
 Heads run on packed tokens; logits are padded at last, and a loss sees no padding.
 """
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from loralib.nn.packing import PackedRows
 
+from .modeling_encoder import Encoded
 from .modeling_outputs import (
     CausalLMOutputWithCrossAttentions,
     MultipleChoiceModelOutput,
@@ -28,41 +29,6 @@ from .modeling_utils import PreTrainedModel
 
 # The label of what has no part in a loss.
 IGNORED = -100
-
-
-class Encoded(NamedTuple):
-    """What a backbone has made of a batch.
-
-    Args:
-        last: (tokens, hidden), the last layer's output; (batch, hidden) of first tokens alone.
-        rows: where the tokens are in the batch.
-        shown: every layer's output and attention, for the model's output; None if not asked for.
-    """
-
-    last: Tensor
-    rows: PackedRows
-    shown: tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]
-
-
-def encode(
-    model: PreTrainedModel,
-    output_attentions: bool | None,
-    output_hidden_states: bool | None,
-    first_only: bool = False,
-    **given: Any,
-) -> Encoded:
-    """A model's backbone on a batch.
-
-    Args:
-        model: a backbone with a head.
-        output_attentions, output_hidden_states: what its output shows, as asked.
-        first_only: the last layer is computed for each row's first token alone.
-        given: the other arguments of `EncoderModel.encode`, by name.
-    """
-    show = model._wants_states(output_hidden_states)
-    given = {name: value for name, value in given.items() if value is not None}
-    states, rows = model.base_model.encode(**given, first_only=first_only, all_states=show)
-    return Encoded(states[-1], rows, (tuple(map(rows.pad, states)) if show else None, None))
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -76,9 +42,9 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return loss / (labels != IGNORED).sum().clamp(min=1)
 
 
-def _real(rows: PackedRows) -> Tensor:
+def _real(encoded: Encoded) -> Tensor:
     """(batch, length), False where there is padding."""
-    return rows.pad(torch.ones_like(rows.index, dtype=torch.bool))
+    return encoded.rows.pad(encoded.last.new_ones(len(encoded.last), dtype=torch.bool), fill=False)
 
 
 def in_own_precision(layer: nn.Linear, x: Tensor) -> Tensor:
@@ -119,17 +85,16 @@ class EncoderForTokenClassification(PreTrainedModel):
                 in any case.
             others: as in `EncoderModel.encode`.
         """
-        encoded = encode(
-            self,
-            output_attentions,
-            output_hidden_states,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            head_mask=head_mask,
-            inputs_embeds=inputs_embeds,
-            packed_rows=packed_rows,
+        encoded = self.base_model.encode(
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            head_mask,
+            inputs_embeds,
+            packed_rows,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
         )
         logits, rows = in_own_precision(self.classifier, self.dropout(encoded.last)), encoded.rows
         loss = None if labels is None else mean_loss(logits, rows.pack(labels))
@@ -174,38 +139,38 @@ class EncoderForQuestionAnswering(PreTrainedModel):
                 part of its text. One below 0 is taken for 0.
             others: as in `EncoderModel.encode`.
         """
-        encoded = encode(
-            self,
-            output_attentions,
-            output_hidden_states,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            head_mask=head_mask,
-            inputs_embeds=inputs_embeds,
-            packed_rows=packed_rows,
+        encoded = self.base_model.encode(
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            head_mask,
+            inputs_embeds,
+            packed_rows,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
         )
         logits, rows = in_own_precision(self.qa_outputs, encoded.last), encoded.rows
         start, end = (rows.pad(column, fill=float("-inf")) for column in logits.unbind(1))
         loss = None
         if start_positions is not None and end_positions is not None:
-            loss = (_loss_of(start, start_positions, rows) + _loss_of(end, end_positions, rows)) / 2
+            real = _real(encoded)
+            loss = (_loss_of(start, start_positions, real) + _loss_of(end, end_positions, real)) / 2
         output = QuestionAnsweringModelOutput(loss, start, end, *encoded.shown)
         return self._as_asked(output, return_dict)
 
 
-def _loss_of(logits: Tensor, positions: Tensor, rows: PackedRows) -> Tensor:
+def _loss_of(logits: Tensor, positions: Tensor, real: Tensor) -> Tensor:
     """Mean cross-entropy of where answers start or end.
 
     Args:
         logits: (batch, length), -inf at padding.
         positions: (batch,) or (batch, 1), columns.
-        rows: where the tokens are.
+        real: (batch, length), what `_real` says.
     """
     columns = positions.flatten().clamp(0, logits.shape[1])
     # The last column, of what is beyond the batch, is of no token.
-    is_token = F.pad(_real(rows), (0, 1))
+    is_token = F.pad(real, (0, 1))
     is_there = is_token.gather(1, columns[:, None])[:, 0]
     return mean_loss(logits, columns.masked_fill(~is_there, IGNORED))
 
@@ -252,22 +217,19 @@ class EncoderForMultipleChoice(PreTrainedModel):
             shape = None if first is None else tuple(first.shape)
             raise ValueError(f"multiple choice takes (batch, choices, length, …), not {shape}")
         choices = first.shape[1]
-        show = self._wants_states(output_hidden_states)
-        encoded = encode(
-            self,
-            output_attentions,
-            output_hidden_states,
-            first_only=not show,
-            input_ids=_choices_as_rows(input_ids),
-            attention_mask=_choices_as_rows(attention_mask),
-            token_type_ids=_choices_as_rows(token_type_ids),
-            position_ids=_choices_as_rows(position_ids),
-            head_mask=head_mask,
-            inputs_embeds=_choices_as_rows(inputs_embeds),
-            packed_rows=packed_rows,
+        encoded = self.base_model.encode(
+            _choices_as_rows(input_ids),
+            _choices_as_rows(attention_mask),
+            _choices_as_rows(token_type_ids),
+            _choices_as_rows(position_ids),
+            head_mask,
+            _choices_as_rows(inputs_embeds),
+            packed_rows,
+            first_only=True,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
         )
-        of_first = encoded.last[encoded.rows.first] if show else encoded.last
-        pooled = self.dropout(self.base_model.pooler(of_first))
+        pooled = self.dropout(self.base_model.pooler(encoded.last))
         logits = in_own_precision(self.classifier, pooled).view(-1, choices)
         loss = None if labels is None else mean_loss(logits, labels.flatten())
         output = MultipleChoiceModelOutput(loss, logits, *encoded.shown)
@@ -325,20 +287,23 @@ class EncoderForCausalLM(PreTrainedModel):
             {"encoder_hidden_states": encoder_hidden_states, "past_key_values": past_key_values}
             | {"encoder_attention_mask": encoder_attention_mask, "use_cache": use_cache or None}
         )
-        encoded = encode(
-            self,
-            output_attentions,
-            output_hidden_states,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            head_mask=head_mask,
-            inputs_embeds=inputs_embeds,
-            packed_rows=packed_rows,
+        encoded = self.base_model.encode(
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            head_mask,
+            inputs_embeds,
+            packed_rows,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
         )
         logits, rows = self.logits_of(encoded.last), encoded.rows
-        loss = None if labels is None else mean_loss(logits, rows.pack(_next_of(labels, rows)))
+        loss = (
+            None
+            if labels is None
+            else mean_loss(logits, rows.pack(_next_of(labels, _real(encoded))))
+        )
         output = CausalLMOutputWithCrossAttentions(loss, rows.pad(logits), *encoded.shown)
         return self._as_asked(output, return_dict)
 
@@ -347,9 +312,9 @@ class EncoderForCausalLM(PreTrainedModel):
         _refuse({"generate": True})
 
 
-def _next_of(labels: Tensor, rows: PackedRows) -> Tensor:
+def _next_of(labels: Tensor, real: Tensor) -> Tensor:
     """(batch, length), of each column the label of the next; -100 where that is no token."""
-    return F.pad(labels.masked_fill(~_real(rows), IGNORED)[:, 1:], (0, 1), value=IGNORED)
+    return F.pad(labels.masked_fill(~real, IGNORED)[:, 1:], (0, 1), value=IGNORED)
 
 
 def _refuse(asked: dict[str, Any]) -> None:

@@ -38,6 +38,7 @@ from .file_utils import (
 )
 from .loading_arguments import refuse_unknown, split_arguments
 from .models.registry import CARRIED
+from .module_utils import ModuleUtilsMixin
 from .utils import logging
 
 logger = logging.get_logger(__name__)
@@ -59,7 +60,7 @@ _ADDED = {
 }
 
 
-class PreTrainedModel(nn.Module):
+class PreTrainedModel(nn.Module, ModuleUtilsMixin):
     """A model that is read from and written to a folder or the hub.
 
     Class attributes:
@@ -137,14 +138,14 @@ class PreTrainedModel(nn.Module):
         """Whether a forward returns every layer's output: as asked, or else as the settings say."""
         return self.config.output_hidden_states if asked is None else asked
 
+    def _wants_attentions(self, asked: bool | None) -> bool:
+        """Whether a forward returns attention's probabilities: likewise."""
+        return self.config.output_attentions if asked is None else asked
+
     def _as_asked(self, output: ModelOutput, return_dict: bool | None) -> ModelOutput | tuple:
         """The output or its tuple: as asked, or else as the settings say."""
-        as_dict = self.config.return_dict if return_dict is None else return_dict
+        as_dict = self.config.use_return_dict if return_dict is None else return_dict
         return output if as_dict else output.to_tuple()
-
-    def num_parameters(self, only_trainable: bool = False) -> int:
-        """How many values the parameters hold, tied ones counted once."""
-        return sum(p.numel() for p in self.parameters() if p.requires_grad or not only_trainable)
 
     def train_only(self, parts: Iterable[str]) -> None:
         """Freezes the backbone except parameters with one of `parts` in their name.

@@ -280,11 +280,7 @@ class PackedCollator:
     collator: Callable[[list[Any]], Mapping[str, Any]]
 
     def __call__(self, features: list[Any]) -> dict[str, Any]:
-        """The collator's batch, and its `packed_rows`.
-
-        Raises:
-            ValueError: padding is where no model of this package takes it; see `PackedRows`.
-        """
+        """The collator's batch, and its `packed_rows`."""
         batch = dict(self.collator(features))
         ids, mask, labels = (batch.get(name) for name in ("input_ids", "attention_mask", "labels"))
         mask = torch.ones_like(ids) if mask is None else mask

@@ -16,9 +16,9 @@ class Carried:
     Args:
         family: what the library needs to know of its adapters.
         package: the folder's package, in which the classes are.
-        classes: by role, as ``module.Class``: "config", "tokenizer" (of ids alone) and
-            "tokenizer_fast" (with their alignment), "base" (what its models have in common),
-            "backbone", and a model for each of the family's heads.
+        classes: by role, as ``module.Class``: "config", "tokenizer" and "tokenizer_fast" (of ids
+            alone, and with their alignment), "base" (what its models have in common), "backbone",
+            and a model for each of the family's heads.
     """
 
     family: Family

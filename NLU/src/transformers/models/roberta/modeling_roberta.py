@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 import loralib as lora
 from loralib.nn.norm import LayerNorm
-from loralib.nn.packing import PackedRows, attend
+from loralib.nn.packing import attend
 
 from ...adapters import projection
 from ...lora_placement import Placed, by_layer
 from ...modeling_encoder import (
+    AnyRows,
     Encoder,
     EncoderForMaskedLM,
     EncoderForSequenceClassification,
@@ -34,6 +35,7 @@ from ...modeling_heads import (
     EncoderForQuestionAnswering,
     EncoderForTokenClassification,
 )
+from ...modeling_plain import PlainAttention
 from ...modeling_utils import PreTrainedModel
 from ...utils import logging
 from .configuration_roberta import RobertaConfig
@@ -58,12 +60,12 @@ class RobertaEmbeddings(nn.Module):
         self.LayerNorm = LayerNorm(width, eps=config.layer_norm_eps)
         self.dropout = lora.Dropout(config.hidden_dropout_prob)
 
-    def position_ids(self, input_ids: Tensor) -> Tensor:
-        """(batch, length): padding_idx + 1, + 2, … on tokens; padding_idx on padding."""
-        real = input_ids.ne(self.padding_idx).long()
-        return real.cumsum(dim=1) * real + self.padding_idx
+    def create_position_ids_from_inputs_embeds(self, inputs_embeds: Tensor) -> Tensor:
+        """(batch, length, hidden) -> (batch, length): padding_idx + 1, + 2, … in every column."""
+        columns = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)
+        return (columns + self.padding_idx + 1).expand(inputs_embeds.shape[:2])
 
-    def _check_length(self, rows: PackedRows, position_ids: Tensor) -> None:
+    def _check_length(self, rows: AnyRows, position_ids: Tensor) -> None:
         """Checks that there is an embedding for each token's position."""
         longest = self.position_embeddings.num_embeddings - self.padding_idx - 1
         if max(rows.spans) <= longest:
@@ -74,27 +76,49 @@ class RobertaEmbeddings(nn.Module):
 
     def forward(
         self,
-        rows: PackedRows,
-        input_ids: Tensor,
-        token_type_ids: Tensor | None,
-        position_ids: Tensor | None,
+        rows: AnyRows,
+        input_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        """Ids, each (batch, length) -> (tokens, hidden).
+        """Ids, each (batch, length), or embeddings (batch, length, hidden) -> (tokens, hidden).
 
         Raises:
             ValueError: a row has more tokens than the model has positions.
         """
         if position_ids is None:
-            position_ids = self.position_ids(input_ids)
+            if input_ids is not None:
+                position_ids = create_position_ids_from_input_ids(input_ids, self.padding_idx)
+            else:
+                position_ids = self.create_position_ids_from_inputs_embeds(inputs_embeds)
             self._check_length(rows, position_ids)
         if token_type_ids is None:
-            token_type_ids = torch.zeros_like(input_ids)
+            token_type_ids = torch.zeros_like(position_ids)
+        if input_ids is not None:
+            words = self.word_embeddings(rows.pack(input_ids))
+        else:
+            words = rows.pack(inputs_embeds)
         embedded = (
-            self.word_embeddings(rows.pack(input_ids))
+            words
             + self.token_type_embeddings(rows.pack(token_type_ids))
             + self.position_embeddings(rows.pack(position_ids))
         )
         return self.dropout(self.LayerNorm(embedded))
+
+
+def create_position_ids_from_input_ids(
+    input_ids: Tensor, padding_idx: int, past_key_values_length: int = 0
+) -> Tensor:
+    """(batch, length): padding_idx + 1, + 2, … on tokens; padding_idx on padding.
+
+    Args:
+        input_ids: (batch, length).
+        padding_idx: the id of padding.
+        past_key_values_length: tokens before these.
+    """
+    real = input_ids.ne(padding_idx).long()
+    return (real.cumsum(dim=1) + past_key_values_length) * real + padding_idx
 
 
 class RobertaSelfAttention(nn.Module):
@@ -110,10 +134,19 @@ class RobertaSelfAttention(nn.Module):
         self.key = projection(config, placed, "key", width, width)
         self.value = projection(config, placed, "value", width, width)
 
-    def forward(self, hidden: Tensor, queries: Tensor, rows: PackedRows) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        queries: Tensor,
+        rows: AnyRows,
+        plain: PlainAttention | None = None,
+    ) -> Tensor:
         """What `queries` gather from `hidden`; see `attend` for shapes."""
         dropout_p = self.dropout_p if self.training else 0.0
         q, k, v = self.query(queries), self.key(hidden), self.value(hidden)
+        if plain is not None:
+            scale = (q.shape[1] // self.heads) ** -0.5
+            return plain.attend(q, k, v, self.heads, dropout_p, scale)
         return attend(q, k, v, rows, self.heads, dropout_p, self.causal)
 
 
