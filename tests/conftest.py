@@ -1,4 +1,4 @@
-"""What all tests share: a home of their own for downloads and caches, one thread each, no GPU.
+"""What all tests share: folders of their own for downloads and caches, one thread each, no GPU.
 
 A test that is about a GPU is marked `gpu`; `pytest -m gpu` runs those alone, and hides none.
 """
@@ -22,6 +22,7 @@ _HOME = tempfile.TemporaryDirectory(prefix="lora-tests-")
 for _name in [name for name in os.environ if name.startswith(("HF_", "TRANSFORMERS_"))]:
     del os.environ[_name]
 os.environ["HF_HOME"] = _HOME.name
+os.environ["XDG_CACHE_HOME"] = _HOME.name
 # Tests are small: more threads only wait for each other, most of all with several processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

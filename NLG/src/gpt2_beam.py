@@ -25,9 +25,11 @@ from beam import BeamSettings, search
 from checkpoints import add_model_params, open_model
 from exp_utils import read_json_lines, run, write_json_lines
 from gpu import DistEnv, add_gpu_params, start
+from loralib.nn.products import use_products
 from loralib.training import process, watch
 from loralib.training.determinism import set_up_device
 from loralib.training.distributed import gather_objects
+from loralib.training.product_choices import choose_products, frozen_weights
 from model import GPT2LMModel
 
 logger = logging.getLogger(__name__)
@@ -151,7 +153,20 @@ def model_to_decode(args: argparse.Namespace, dist_env: DistEnv) -> GPT2LMModel:
             f"--seq_len {args.seq_len}: the model has {model.config.n_positions} positions"
         )
     dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
-    return lora.merge(model).to(dist_env.device, dtype).eval()
+    return lora.merge(model).to(dist_env.device, dtype).eval().requires_grad_(False)
+
+
+def prepare_products(model: GPT2LMModel, beams: int, world_size: int) -> None:
+    """Chooses how the search multiplies with the model's weights, all of which are frozen.
+
+    Args:
+        model: on a CPU.
+        beams: how many are searched at once, of all prompts of a batch.
+        world_size: number of processes, which all have to call this.
+    """
+    use_products(model)
+    dtype = model.transformer.wte.weight.dtype
+    choose_products(frozen_weights(model), dtype, world_size, beams, backward=False)
 
 
 def read_prompts(path: str, longest: int, vocab_size: int) -> list[Prompt]:
@@ -261,6 +276,8 @@ def main(argv: list[str] | None = None) -> None:
     model = model_to_decode(args, dist_env)
     longest = args.seq_len - args.eval_len
     prompts = read_prompts(args.data, longest, model.config.vocab_size)
+    if dist_env.device.type == "cpu":
+        prepare_products(model, args.batch_size * settings.beam, dist_env.world_size)
     texts = decode(model, prompts, settings, args.batch_size, dist_env)
     if not dist_env.is_main:
         return

@@ -57,7 +57,7 @@ from loralib.training.precision import (
     hold_frozen_in,
 )
 from loralib.training.process import set_up_logging
-from loralib.training.product_choices import choose_products
+from loralib.training.product_choices import choose_products, frozen_weights
 from model import GPT2LMModel
 from optimizer import Scheduler, create_adam_optimizer, create_optimizer_scheduler
 from run_state import (
@@ -119,7 +119,7 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
     scheduler = create_optimizer_scheduler(optimizer, args)
     precision = create_precision(args, model, optimizer, device)
     if device.type == "cpu":
-        choose_products(model, precision.dtype, dist_env.world_size)
+        choose_products(frozen_weights(model), precision.dtype, dist_env.world_size)
     # All processes have the same model, but for the last bits of what is computed from weights.
     settings = {"init_sync": model.config.lora_is_made_of_weights}
     ddp_model = wrap_ddp(model, device, dist_env.world_size, **settings)

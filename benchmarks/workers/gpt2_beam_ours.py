@@ -7,14 +7,18 @@ from torch import Tensor
 
 import loralib as lora
 from beam import BeamSettings, search
+from gpt2_beam import prepare_products
 from model import GPT2Config, GPT2LMModel
 
 
 def make_step(plan: dict) -> Step:
     """The search that `plan` asks for."""
-    model = GPT2LMModel(GPT2Config(**plan["shape"])).eval()
+    model = GPT2LMModel(GPT2Config(**plan["shape"])).eval().requires_grad_(False)
     model.to(plan["device"], getattr(torch, plan["weights"]))
     asked = plan["search"]
+    if plan["device"] == "cpu":
+        prompts = max(len(set(map(tuple, entry["prompts"]))) for entry in plan["batches"])
+        prepare_products(model, prompts * asked["beam"], world_size=1)
 
     def step(batch: Batch) -> Tensor:
         settings = BeamSettings(

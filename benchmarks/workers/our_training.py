@@ -7,7 +7,7 @@ from timing import Batch, Step
 from torch import Tensor, nn
 
 from loralib.training.precision import Precision, hold_frozen_in
-from loralib.training.product_choices import choose_products
+from loralib.training.product_choices import choose_products, frozen_weights
 
 
 def training_step(
@@ -30,7 +30,7 @@ def training_step(
     hold_frozen_in(model, getattr(torch, plan["weights"]))
     precision = Precision(getattr(torch, plan["autocast"] or "float32"), plan["device"])
     if plan["device"] == "cpu":
-        choose_products(model, precision.dtype, world_size=1)
+        choose_products(frozen_weights(model), precision.dtype, world_size=1)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = make_optimizer(trained)
 

@@ -9,10 +9,11 @@ processors, and on Intel's with AMX, weights in oneDNN's own layout are multipli
     blocks    F.linear on blocks of rows, whose intermediate results stay in the cache
     packed    oneDNN's, with a copy of the frozen weight in its layout: twice the memory
 
-Where nothing was measured, "onednn" is taken where it is known to be good. A training script
-measures all of them on its frozen weights before its first step (`measure`). Ways differ in the
-order in which they add, and so in rounding: a run keeps what was chosen in its checkpoints, and
-resumes with it (`choices`, `use_choices`).
+Where nothing was measured, "onednn" is taken where it is known to be good. Training scripts and
+beam search measure all of them on their frozen weights before the first step (`measure`), for about
+as many rows as they will have: with few rows, most of the time goes into bringing the weight into
+another layout. Ways differ in the order in which they add, and so in rounding: a run keeps what was
+chosen in its checkpoints, and resumes with it (`choices`, `use_choices`).
 """
 
 import platform
@@ -55,7 +56,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         (…, out), in x's dtype or autocast's.
     """
-    if weight.requires_grad or x.device.type != "cpu" or not _is_ordinary(x, weight):
+    is_trained = weight.requires_grad and torch.is_grad_enabled()
+    if is_trained or x.device.type != "cpu" or not _is_ordinary(x, weight):
         return F.linear(x, weight, bias)
     dtype = product_dtype(x)
     rows = x.reshape(-1, x.shape[-1]).to(dtype)
@@ -88,6 +90,17 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
+def use_products(model: nn.Module) -> None:
+    """Makes `Linear`s of a model's plain linear layers, in place; the parameters stay the same."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is nn.Linear:
+                has_bias = child.bias is not None
+                layer = Linear(child.in_features, child.out_features, has_bias, device="meta")
+                layer.weight, layer.bias = child.weight, child.bias
+                setattr(module, name, layer.train(child.training))
+
+
 class _FrozenLinear(torch.autograd.Function):
     """`linear` of (rows, in), all of one dtype: gradients of the input and the bias."""
 
@@ -106,8 +119,13 @@ class _FrozenLinear(torch.autograd.Function):
 
 # ---- products outside of autograd ----
 
-# Multiplications from which on it pays: the first product of a shape takes oneDNN 0.3 ms more.
+# Multiplications from which on it pays: the first product of a shape takes oneDNN 0.3 ms more, and
+# in training nearly every batch has a number of rows of its own.
 _LARGE = 2**28
+# Products of fewer rows are measured by themselves. Beam search, which has them, keeps the number
+# of its rows for many steps.
+_FEW = 256
+_LARGE_OF_FEW = 2**24
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -121,9 +139,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         (rows, out).
     """
-    if not _is_ordinary(x, weight) or not _is_large(x, weight):
+    if not _is_ordinary(x, weight) or not _has_ways(x, weight):
         return F.linear(x, weight, bias)
-    way = _chosen.get(_key(x, weight, bias)) or _usual(x, bias)
+    way = _chosen.get(_key(x, weight, bias)) or _usual(x, weight, bias)
     return _WAYS[way](x, weight, bias)
 
 
@@ -137,12 +155,13 @@ def _is_ordinary(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _is_large(x: Tensor, weight: Tensor) -> bool:
+def _has_ways(x: Tensor, weight: Tensor) -> bool:
+    """Whether the product is large enough, and of a kind that there is a choice for."""
     return (
         x.device.type == "cpu"
         and x.dtype in (torch.float32, torch.bfloat16)
         and x.is_contiguous()
-        and len(x) * weight.numel() >= _LARGE
+        and len(x) * weight.numel() >= (_LARGE_OF_FEW if len(x) < _FEW else _LARGE)
         and not torch.is_grad_enabled()
         and bool(torch.backends.mkldnn.enabled)
     )
@@ -215,7 +234,7 @@ def _has_avx512() -> bool:
 
 # ---- the choice ----
 
-_ROWS = 1024
+MANY_ROWS = 1024
 _ROUNDS = 5
 # How much of the best time so far a way may take to be preferred, for what it costs otherwise.
 _WORTH = {"onednn": 0.97, "blocks": 0.95, "packed": 0.85}
@@ -250,8 +269,13 @@ def use_choices(state: Mapping[str, Any]) -> None:
 
 
 @torch.no_grad()
-def measure(weights: Iterable[tuple[Tensor, Tensor | None]], dtype: torch.dtype) -> None:
-    """Chooses the fastest way for products with these weights and with their transposes.
+def measure(
+    weights: Iterable[tuple[Tensor, Tensor | None]],
+    dtype: torch.dtype,
+    rows: int = MANY_ROWS,
+    backward: bool = True,
+) -> None:
+    """Chooses the fastest way for products with these weights.
 
     What has been chosen stays. Each kind of product takes a third of a second.
 
@@ -259,33 +283,39 @@ def measure(weights: Iterable[tuple[Tensor, Tensor | None]], dtype: torch.dtype)
         weights: frozen weights, (out, in), parameters or views of them ("packed" is for no other),
             and the biases of their layers.
         dtype: what products are computed in.
+        rows: how many rows will be multiplied at once, about.
+        backward: for products with the weights' transposes as well.
     """
     # Its own, so that a run that measures draws the same numbers later as one that need not.
     generator = torch.Generator().manual_seed(0)
     for weight, bias in weights:
         cast, own = weight.to(dtype), None if bias is None else bias.to(dtype)
-        for matrix, added in ((cast, own), (cast.t(), None)):
-            x = torch.rand(_ROWS, matrix.shape[1], generator=generator).to(dtype)
-            if not _is_ordinary(x, matrix) or not _is_large(x, matrix):
+        for matrix, added in ((cast, own), (cast.t(), None)) if backward else ((cast, own),):
+            x = torch.rand(rows, matrix.shape[1], generator=generator).to(dtype)
+            if not _is_ordinary(x, matrix) or not _has_ways(x, matrix):
                 continue
             key = _key(x, matrix, added)
             if key not in _chosen:
                 _chosen[key] = _fastest(x, matrix, added)
 
 
-def _usual(x: Tensor, bias: Tensor | None) -> str:
+def _usual(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
     """The way where nothing was measured.
 
     In half precision, PyTorch's own writes the bias to the result first, in a pass of its own.
     """
     is_faster = x.dtype is torch.float32 or bias is not None
-    return "onednn" if is_faster and _has_avx512() and _has_onednn(x.dtype) else "plain"
+    is_large = len(x) * weight.numel() >= _LARGE
+    return (
+        "onednn" if is_large and is_faster and _has_avx512() and _has_onednn(x.dtype) else "plain"
+    )
 
 
 def _key(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
     """A kind of product, such as ``bfloat16 768 -> 3072 + bias``."""
     out, inputs = weight.shape
     ending = ("" if bias is None else " + bias") + ("" if weight.is_contiguous() else " transposed")
+    ending += ", few rows" if len(x) < _FEW else ""
     return f"{str(x.dtype).removeprefix('torch.')} {inputs} -> {out}{ending}"
 
 

@@ -6,17 +6,24 @@ To S may be added what the distances between tokens score; see distances.py. All
 for autograd, which keeps of it Q, K, V, P and one byte an element for what was dropped. A row's
 matrices are small enough for the processor's cache, from where the next operation takes them; and
 no call is spent on views that are to be recorded.
+
+In half precision a row's matrices are filled up with zeros to a multiple of 16 tokens: oneDNN
+compiles a kernel for each size that it meets, which takes a processor with AMX seven times as long
+as the product.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import dropout as dropouts
 from .distances import DistanceTerm
 from .plain import is_plain
+
+_STEP = 16  # tokens
 
 
 def trains_on_cpu(*tensors: Tensor | None, dropout_p: float) -> bool:
@@ -63,7 +70,10 @@ def attend_rows(
     Returns:
         The same shape as `query`.
     """
-    rows = _Rows(tuple(lengths), heads, one_query=len(query) != len(key))
+    # Distances have sizes of their own.
+    is_filled = query.dtype in (torch.bfloat16, torch.float16) and c2p is None and p2c is None
+    step = _STEP if is_filled else 1
+    rows = _Rows(tuple(lengths), heads, one_query=len(query) != len(key), step=step)
     scale = (query.shape[1] // heads) ** -0.5 if scale is None else scale
     return _RowAttention.apply(query, key, value, c2p, p2c, rows, dropout_p, scale, causal)
 
@@ -97,8 +107,8 @@ class _RowAttention(torch.autograd.Function):
             rows.of_queries(out),
             strict=True,
         ):
-            q, k = q.contiguous(), k.contiguous()
-            scores = torch.bmm(q, k.transpose(1, 2))
+            q, k = rows.filled(q), rows.filled(k)
+            scores = torch.bmm(q, k.transpose(1, 2))[:, : p.shape[1], : p.shape[2]]
             # Not in half precision, whose softmax takes PyTorch three times as long.
             scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).mul_(scale)
             if of_queries is not None:
@@ -108,7 +118,8 @@ class _RowAttention(torch.autograd.Function):
             if causal:
                 scores.masked_fill_(_later(scores), float("-inf"))
             p.copy_(torch.softmax(scores, dim=-1))
-            o.copy_(torch.bmm(_dropped(p, keep, dropout_p), v.contiguous()))
+            dropped = rows.filled(_dropped(p, keep, dropout_p), both=True)
+            o.copy_(torch.bmm(dropped, rows.filled(v))[:, : o.shape[1]])
         ctx.save_for_backward(query, key, value, c2p, p2c, probabilities, mask)
         return out
 
@@ -132,17 +143,20 @@ class _RowAttention(torch.autograd.Function):
             rows.of_keys(grads[2]),
             strict=True,
         ):
-            q, k, g = q.contiguous(), k.contiguous(), g.contiguous()
-            dropped = _dropped(p, keep, dropout_p)
-            grad_v.copy_(torch.bmm(dropped.transpose(1, 2), g))
-            grad_s = _softmax_gradient(torch.bmm(g, v.contiguous().transpose(1, 2)), p, dropped)
+            q, k, g = rows.filled(q), rows.filled(k), rows.filled(g)
+            dropped = rows.filled(_dropped(p, keep, dropout_p), both=True)
+            grad_v.copy_(torch.bmm(dropped.transpose(1, 2), g)[:, : v.shape[1]])
+            # Zero beyond the row's tokens, because g is.
+            grad_s = torch.bmm(g, rows.filled(v).transpose(1, 2))
+            inside = grad_s[:, : p.shape[1], : p.shape[2]]
+            _to_softmax_gradient(inside, p, dropped[:, : p.shape[1], : p.shape[2]])
             if of_queries is not None:
                 from_c2p = of_queries.backward(q, grad_s)
             if of_keys is not None:
                 from_p2c = of_keys.backward(k, grad_s.transpose(1, 2))
             grad_s.mul_(ctx.scale)
-            grad_q.copy_(torch.bmm(grad_s, k))
-            grad_k.copy_(torch.bmm(grad_s.transpose(1, 2), q))
+            grad_q.copy_(torch.bmm(grad_s, k)[:, : grad_q.shape[1]])
+            grad_k.copy_(torch.bmm(grad_s.transpose(1, 2), q)[:, : grad_k.shape[1]])
             if of_queries is not None:
                 grad_q.add_(from_c2p)
             if of_keys is not None:
@@ -166,13 +180,14 @@ class _Rows:
         lengths: the rows' tokens.
         heads: number of heads.
         one_query: a row has one query, not one for each token.
+        step: numbers of tokens are rounded up to multiples of it where they are multiplied.
 
     Attributes:
         sizes: numbers of scores, of all heads, in each row.
     """
 
-    def __init__(self, lengths: tuple[int, ...], heads: int, one_query: bool):
-        self.lengths, self.heads = lengths, heads
+    def __init__(self, lengths: tuple[int, ...], heads: int, one_query: bool, step: int):
+        self.lengths, self.heads, self.step = lengths, heads, step
         self.queries = (1,) * len(lengths) if one_query else lengths
         self.sizes = [heads * n * m for n, m in zip(self.queries, lengths, strict=True)]
 
@@ -193,6 +208,14 @@ class _Rows:
         """As `of_scores`; None for each row without dropout."""
         return iter([None] * len(self.lengths)) if mask is None else self.of_scores(mask)
 
+    def filled(self, x: Tensor, both: bool = False) -> Tensor:
+        """(heads, n, m), contiguous, with zeros up to a multiple of `step` of n; of m if `both`."""
+        _, n, m = x.shape
+        fill_n, fill_m = -n % self.step, -m % self.step if both else 0
+        if not (fill_n or fill_m):
+            return x.contiguous()
+        return F.pad(x, (0, fill_m, 0, fill_n))
+
     def _by_head(self, row: Tensor) -> Tensor:
         return row.unflatten(1, (self.heads, -1)).transpose(0, 1)
 
@@ -206,13 +229,13 @@ def _dropped(x: Tensor, keep: Tensor | None, p: float) -> Tensor:
     return x if keep is None else dropouts.apply_mask(x, keep, p)
 
 
-def _softmax_gradient(grad: Tensor, p: Tensor, dropped: Tensor) -> Tensor:
-    """D ⊙ grad - p Σ D ⊙ grad, the gradient of what a softmax gave p for.
+def _to_softmax_gradient(grad: Tensor, p: Tensor, dropped: Tensor) -> None:
+    """D ⊙ grad - p Σ D ⊙ grad, the gradient of what a softmax gave p for, in place.
 
     Args:
-        grad: of D, which is p after dropout.
+        grad: of D, which is p after dropout; it becomes the gradient.
         p: (…, n, m), rows that sum to 1.
         dropped: D.
     """
     weighted = grad.mul_(dropped)
-    return weighted.sub_(p * weighted.sum(dim=-1, keepdim=True))
+    weighted.sub_(p * weighted.sum(dim=-1, keepdim=True))

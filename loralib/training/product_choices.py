@@ -7,7 +7,9 @@ so that the next run need not measure, and adds in the same order.
 import json
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -19,20 +21,30 @@ from .process import rank
 
 logger = logging.getLogger(__name__)
 
+# A matrix, (out, in), and the bias of its layer.
+FrozenWeight: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
-def choose_products(model: nn.Module, dtype: torch.dtype, world_size: int) -> None:
+
+def choose_products(
+    weights: Sequence[FrozenWeight],
+    dtype: torch.dtype,
+    world_size: int,
+    rows: int = products.MANY_ROWS,
+    backward: bool = True,
+) -> None:
     """Chooses how to multiply with a model's frozen weights; on a CPU, before the first step.
 
     Args:
-        model: the same in all processes.
+        weights: `frozen_weights` of the model; the same in all processes.
         dtype: what products are computed in.
         world_size: number of processes, which all have to call this.
+        rows, backward: as for `products.measure`.
     """
     if rank() == 0:
         path = _cache_path()
         known = _read(path)
         products.use_choices({"machine": products.machine(), "ways": known})
-        products.measure(_frozen(model), dtype)
+        products.measure(weights, dtype, rows, backward)
         if products.choices()["ways"] != known:
             _write(path)
     if world_size > 1:
@@ -40,7 +52,7 @@ def choose_products(model: nn.Module, dtype: torch.dtype, world_size: int) -> No
         products.use_choices(gather_objects(products.choices(), world_size)[0])
 
 
-def _frozen(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+def frozen_weights(model: nn.Module) -> list[FrozenWeight]:
     """The frozen matrices that `products.linear` multiplies with, each with its bias."""
     layers = [module for module in model.modules() if isinstance(module, products.HasMatrix)]
     matrices = [(layer.matrix, layer.bias) for layer in layers]

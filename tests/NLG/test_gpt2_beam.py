@@ -18,6 +18,7 @@ from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.adapters.metadata import LoraMetadata
 from loralib.errors import CheckpointError
 from loralib.io.tensors import read_tensors
+from loralib.nn import products
 from model import GPT2LMModel, canonical_names, config_of
 
 pytestmark = pytest.mark.slow
@@ -379,3 +380,20 @@ def test_an_error_is_one_line(files, tmp_path, monkeypatch, capsys, one_process)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("gpt2_beam.py: error: ")
     assert "--lora_path" in line
+
+
+@pytest.mark.parametrize("way", ["onednn", "packed"])
+def test_texts_are_the_same_however_products_are_computed(decode, tmp_path, monkeypatch, way):
+    if not products._has_onednn(torch.float32):
+        pytest.skip("PyTorch is built without oneDNN here")
+    usual = decode()
+    compute, used = products._WAYS[way], set()
+    monkeypatch.setattr(products, "_chosen", {})
+    monkeypatch.setattr(products, "_LARGE_OF_FEW", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(products, "_fastest", lambda *_: way)
+    monkeypatch.setitem(
+        products._WAYS, way, lambda *given: used.add(given[1].shape) or compute(*given)
+    )
+    assert decode() == usual
+    assert used == {(3 * 128, 128), (128, 128), (4 * 128, 128), (128, 4 * 128), (50257, 128)}

@@ -37,7 +37,7 @@ def test_results(trained):
     assert results(trained)["eval_samples"] == 13
     train = json.loads((trained / "train_results.json").read_text())
     expected = {"train_runtime", "train_samples_per_second", "train_loss", "train_samples"}
-    assert expected | {"epoch", "train_mem_cpu_peak"} == train.keys()
+    assert expected | {"epoch", "total_flos", "train_mem_cpu_peak"} == train.keys()
     assert (train["epoch"], train["train_samples"]) == (2.0, 45)
     everything = json.loads((trained / "all_results.json").read_text())
     assert everything == train | json.loads((trained / "eval_results.json").read_text())

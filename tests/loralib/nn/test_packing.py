@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import assert_close_to_rounding
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from loralib.nn.packing import PackedRows, _attend_one_by_one, _attend_padded, attend
 from loralib.nn.plain import plain
@@ -129,14 +130,16 @@ def test_rows_of_one_token(path, causal):
     close(path(q, k, v, rows, HEADS, 0.0, causal), v)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("one_query", [False, True])
-def test_dropout_by_its_own_masks(drawn_masks, qkv, one_query):
+def test_dropout_by_its_own_masks(drawn_masks, qkv, one_query, dtype):
     """Output and gradients."""
     rows, *tensors = qkv
+    tensors = [t.to(dtype) for t in tensors]
     found = []
     leaves = [t.clone().requires_grad_() for t in tensors]
     queries = leaves[0][rows.first] if one_query else leaves[0]
-    weights = torch.randn(len(queries), 8)
+    weights = torch.randn(len(queries), 8).to(dtype)
     ours = trained(queries, *leaves[1:], rows, HEADS, 0.3)
     (ours * weights).sum().backward()
     found.append([ours, *(leaf.grad for leaf in leaves)])
@@ -145,7 +148,7 @@ def test_dropout_by_its_own_masks(drawn_masks, qkv, one_query):
     assert (drawn == 0).any()
     of_queries = [1, 1, 1] if one_query else rows.lengths
     sizes = [HEADS * n * m for n, m in zip(of_queries, rows.lengths, strict=True)]
-    leaves = [t.clone().requires_grad_() for t in tensors]
+    leaves = [t.double().requires_grad_() for t in tensors]
     queries = leaves[0][rows.first] if one_query else leaves[0]
     parts = zip(
         queries.split(of_queries),
@@ -158,8 +161,10 @@ def test_dropout_by_its_own_masks(drawn_masks, qkv, one_query):
     )
     (expected * weights).sum().backward()
     found.append([expected, *(leaf.grad for leaf in leaves)])
+    # In half precision sums are made in float32; what is held in between is rounded to half.
+    terms = 3 * TERMS if dtype is torch.float32 else 4
     for own, reference in zip(*found, strict=True):
-        close(own, reference, 3 * TERMS)
+        close(own.double(), reference, terms, dtype)
 
 
 def test_dropout_keeps_the_mean(qkv):
@@ -243,6 +248,30 @@ def test_half_precision_is_the_formula_but_for_rounding(ragged, path, causal, dt
         close(leaf.grad.double(), reference.grad, 4, dtype)
     with torch.no_grad():
         close(path(*halves, rows, HEADS, 0.0, causal), out, 1, dtype)
+
+
+class Sizes(TorchDispatchMode):
+    """Notes the sizes of the matrices that are multiplied."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.bmm.default:
+            self.seen |= {*args[0].shape[1:], *args[1].shape[1:]}
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_half_precision_multiplies_matrices_of_few_sizes(dtype):
+    lengths = [17, 3, 30, 40, 33]
+    q, k, v = torch.randn(3, sum(lengths), 8).to(dtype).requires_grad_().unbind()
+    with Sizes() as sizes:
+        attend_rows(q, k, v, lengths, HEADS, 0.1).sum().backward()
+    width = 8 // HEADS
+    wanted = {*lengths} if dtype is torch.float32 else {16, 32, 48}
+    assert sizes.seen == {width, *wanted}
 
 
 # ---- which path ----

@@ -156,6 +156,43 @@ def test_the_fastest_is_chosen(monkeypatch, no_choices):
     assert products.choices()["ways"] == expected, "what has been chosen stays"
 
 
+def test_few_rows_have_a_choice_of_their_own(monkeypatch, no_choices):
+    asked = []
+    monkeypatch.setattr(products, "_fastest", lambda x, *_: asked.append(len(x)) or "blocks")
+    weights = [(torch.randn(832, 1024), None)]
+    products.measure(weights, torch.float32, rows=100, backward=False)
+    products.measure(weights, torch.float32, backward=False)
+    assert asked == [100, products.MANY_ROWS]
+    few, many = "float32 1024 -> 832, few rows", "float32 1024 -> 832"
+    assert products.choices()["ways"] == {few: "blocks", many: "blocks"}
+    used = []
+    monkeypatch.setitem(products._WAYS, "blocks", lambda *given: used.append(given[0].shape[0]))
+    with torch.no_grad():
+        for rows in (100, 320):
+            products.product(torch.randn(rows, 1024), *weights[0])
+    assert used == [100, 320]
+
+
+def test_a_model_takes_over_these_products():
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 5),
+        torch.nn.Sequential(torch.nn.Linear(5, 3, bias=False), torch.nn.ReLU()),
+    ).eval()
+    parameters, x = list(model.parameters()), torch.randn(2, 4)
+    expected = model(x)
+    products.use_products(model)
+    assert [type(layer) for layer in (model[0], model[1][0])] == [products.Linear] * 2
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert not model[0].training
+    assert torch.equal(model(x), expected)
+
+
+def test_a_weight_that_could_be_trained_is_frozen_where_gradients_are_off(one_way):
+    layer, x = products.Linear(1024, 832), torch.randn(320, 1024)
+    with torch.inference_mode():
+        assert_close_to_rounding(layer(x), F.linear(x, layer.weight, layer.bias), 1024)
+
+
 def test_small_products_and_plain_runs_are_not_measured(no_choices):
     small, large = torch.randn(16, 16), torch.randn(832, 1024)
     products.measure([(small, None)], torch.float32)

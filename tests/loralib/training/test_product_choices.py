@@ -9,7 +9,7 @@ from torch import nn
 import loralib as lora
 from loralib.nn import products
 from loralib.training.precision import Precision
-from loralib.training.product_choices import choose_products
+from loralib.training.product_choices import choose_products, frozen_weights
 from loralib.training.resume import restore
 
 KEYS = {"float32 512 -> 1024 + bias", "float32 1024 -> 512 transposed"}
@@ -46,12 +46,12 @@ def model():
 
 
 def test_a_machine_is_measured_once(cache, measured):
-    choose_products(model(), torch.float32, world_size=1)
+    choose_products(frozen_weights(model()), torch.float32, world_size=1)
     assert set(measured) == KEYS
     assert products.choices()["ways"] == dict.fromkeys(KEYS, "plain")
     assert json.loads(cache.read_text()) == {products.machine(): dict.fromkeys(KEYS, "plain")}
     products._chosen.clear()
-    choose_products(model(), torch.float32, world_size=1)
+    choose_products(frozen_weights(model()), torch.float32, world_size=1)
     assert len(measured) == len(KEYS)
     assert products.choices()["ways"] == dict.fromkeys(KEYS, "plain")
 
@@ -61,14 +61,14 @@ def test_a_frozen_weight_may_be_packed(cache, monkeypatch):
         pytest.skip("PyTorch is built without oneDNN here")
     ways = {way: name for name, way in products._WAYS.items()}
     monkeypatch.setattr(products, "_seconds", lambda way, *_: float(ways[way] != "packed"))
-    choose_products(model(), torch.float32, world_size=1)
+    choose_products(frozen_weights(model()), torch.float32, world_size=1)
     assert products.choices()["ways"] == dict.fromkeys(KEYS, "packed")
 
 
 def test_what_other_machines_chose_is_kept(cache, measured):
     cache.parent.mkdir()
     cache.write_text(json.dumps({"another": {"key": "packed"}}))
-    choose_products(model(), torch.float32, world_size=1)
+    choose_products(frozen_weights(model()), torch.float32, world_size=1)
     written = json.loads(cache.read_text())
     assert written == {"another": {"key": "packed"}, products.machine(): products.choices()["ways"]}
 
@@ -76,14 +76,14 @@ def test_what_other_machines_chose_is_kept(cache, measured):
 def test_a_damaged_cache_is_written_anew(cache, measured, caplog):
     cache.parent.mkdir()
     cache.write_text("{")
-    choose_products(model(), torch.float32, world_size=1)
+    choose_products(frozen_weights(model()), torch.float32, world_size=1)
     assert f"{cache} cannot be read" in caplog.text
     assert json.loads(cache.read_text()).keys() == {products.machine()}
 
 
 def test_without_a_place_to_write_the_run_goes_ahead(cache, measured, caplog):
     cache.parent.write_text("a file where a folder should be")
-    choose_products(model(), torch.float32, world_size=1)
+    choose_products(frozen_weights(model()), torch.float32, world_size=1)
     assert f"{cache} cannot be" in caplog.text
     assert products.choices()["ways"].keys() == KEYS
 
