@@ -161,12 +161,24 @@ def adapter_tensors(
         kind: whose tensors to take in the place of LoRA's.
     """
     starts = backbone_prefixes() if backbones is None else tuple(backbones)
-    family = family_of(state_dict)
-    tied = family.tied if family else {}
+    tied = _tied(state_dict)
     return {
         name: tensor
         for name, tensor in state_dict.items()
         if kind.holds(name, starts) or not (in_backbone(name, starts) or name in tied)
+    }
+
+
+def _tied(state_dict: Mapping[str, Tensor]) -> set[str]:
+    """Of a model's state the names of tensors that its family has under another one."""
+    family = family_of(state_dict)
+    pairs = family.tied.items() if family else ()
+    return {
+        name
+        for name, kept in pairs
+        if name in state_dict
+        and kept in state_dict
+        and state_dict[name].data_ptr() == state_dict[kept].data_ptr()
     }
 
 

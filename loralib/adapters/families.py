@@ -75,6 +75,7 @@ class Family:
         shared_with_positions: projections of a layer that positions may share with contents, see
             `loralib.nn.positions`.
         tied: tensors that are another one, and no file needs to hold -> the other's name.
+        may_untie: a model can also have some of these as tensors of their own.
         old_names: regular expressions of names in earlier files -> what takes their place.
         wrapped_in_release: the release's scripts wrote such models as they were wrapped in DDP, and
             in a larger dict: names begin with ``module.``, under ``model_state_dict``.
@@ -92,6 +93,7 @@ class Family:
     stacked: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
     shared_with_positions: tuple[str, ...] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
+    may_untie: bool = False
     old_names: Mapping[str, str] = field(default_factory=dict)
     wrapped_in_release: bool = False
     fan_in_fan_out: bool = False

@@ -93,7 +93,7 @@ def _tied_head(adapter: Adapter) -> str | None:
     family = family_of(adapter.tensors)
     tops = {top_module(name) for name in adapter.tensors if LORA.part not in name}
     for name, kept in (family.tied if family else {}).items():
-        if top_module(name) in tops and in_known_backbone(kept):
+        if top_module(name) in tops and name not in adapter.tensors and in_known_backbone(kept):
             return f"brings {top_module(name)}, whose {name} is the base's {kept}: PEFT saves both"
     return None
 

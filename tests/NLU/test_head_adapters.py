@@ -22,6 +22,7 @@ import loralib as lora
 from loralib.adapters.deltas import merge_into
 from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.errors import CheckpointError, NeedsMergingError
+from loralib.serving.prepared import prepare
 from transformers.adapter_kinds import BITFIT, BOTTLENECK
 from transformers.models.auto.modeling_auto import auto_model_for
 
@@ -263,3 +264,52 @@ def test_a_bank_gives_what_a_model_of_its_own_gives(family, head):
     for name in logits_of(head):
         assert torch.equal(plain(**arguments)[name], before[name])
     assert all(parameter.requires_grad for parameter in plain.parameters())
+
+
+def test_a_bank_shares_what_a_head_has_of_the_base():
+    """A vocabulary is held once, and the base's parameters stay as they are."""
+    plain, adapter = (
+        build("roberta", "causal_lm"),
+        adapted("roberta", "causal_lm", **LORA).adapter(),
+    )
+    words = plain.roberta.embeddings.word_embeddings.weight
+    for source in (adapter, replace(adapter, source="other")):
+        head = prepare(plain, source, None).heads["lm_head"]
+        assert head.decoder.weight is words
+        assert head.decoder.bias is head.bias
+        assert head.bias is not plain.lm_head.bias
+        assert {name for name, p in head.named_parameters() if p.requires_grad} == {
+            "decoder.weight"
+        }
+    assert words.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("head", ["token_classification"]), ("is_decoder", "yes")]
+)
+def test_metadata_that_is_damaged(field, value, tmp_path):
+    adapter = adapted(*TRAINED[0], **LORA).adapter()
+    damaged = replace(adapter, metadata=replace(adapter.metadata, **{field: value}))
+    with pytest.raises(CheckpointError, match=rf"^adapter: {field} .* in its metadata$"):
+        write_adapter(tmp_path / "a.safetensors", damaged)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_vocabulary_of_its_own(tie, tmp_path):
+    """It belongs to the head, and to its adapter; one that is tied is the base's."""
+    model = adapted("roberta", "causal_lm", **LORA, tie_word_embeddings=tie)
+    adapter = model.adapter()
+    assert ("lm_head.decoder.weight" in adapter.tensors) == (not tie)
+    assert "lm_head.decoder.bias" not in adapter.tensors
+    write_adapter(tmp_path / "a.safetensors", adapter)
+    read = read_adapter(tmp_path / "a.safetensors")
+    again = adapted("roberta", "causal_lm", **LORA, tie_word_embeddings=tie)
+    assert other_head(again).load_adapters([read]) == []
+    assert_same_bits(again.state_dict(), model.state_dict())
+    if not tie:
+        write_adapter(tmp_path / "a", adapter, "peft")
+        assert_same_bits(read_adapter(tmp_path / "a").tensors, adapter.tensors)
+        with pytest.raises(
+            CheckpointError, match=r"unknown to the model,.* lm_head.decoder.weight"
+        ):
+            adapted("roberta", "causal_lm", **LORA).load_adapters([read])

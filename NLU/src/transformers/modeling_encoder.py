@@ -33,6 +33,7 @@ from .modeling_outputs import (
 )
 from .modeling_plain import PaddedRows, PlainAttention, needs_padded_batch, visible
 from .modeling_utils import PreTrainedModel, classification_loss
+from .pruning import keep_columns, keep_rows, places_of_heads
 
 AnyRows = PackedRows | PaddedRows
 
@@ -61,6 +62,8 @@ class EncoderAttention(nn.Module):
     ):
         super().__init__()
         self.self = self_attention
+        # What is left of the heads, by their numbers in the whole layer.
+        self.heads = list(range(config.num_attention_heads))
         self.output = SubLayerOutput(config, placed, "attention_output", config.hidden_size)
 
     def forward(
@@ -68,6 +71,18 @@ class EncoderAttention(nn.Module):
     ) -> Tensor:
         """The residual stream at `queries`, attention added."""
         return self.output(self.self(hidden, queries, batch, plain), queries)
+
+    def prune_heads(self, heads: Iterable[int]) -> None:
+        """Takes heads out, by the numbers that they had in the whole layer; see pruning.py."""
+        left = [head for head in self.heads if head not in heads]
+        if left == self.heads:
+            return
+        dim = len(self.self.query.weight) // self.self.heads
+        kept = places_of_heads((self.heads.index(head) for head in left), dim)
+        for layer in (self.self.query, self.self.key, self.self.value):
+            keep_rows(layer, kept)
+        keep_columns(self.output.dense, kept)
+        self.heads, self.self.heads = left, len(left)
 
 
 class EncoderLayer(nn.Module):
@@ -257,8 +272,8 @@ class EncoderModel(PreTrainedModel):
                 `input_ids`.
             packed_rows: where the mask's tokens are, made on the CPU when the batch was collated;
                 the mask is then not read, and no device waited for.
-            first_only: the caller reads each row's first position alone: `Encoded.last` is (batch,
-                hidden).
+            first_only: the caller reads each row's first position alone, and `Encoded.last` is
+                (batch, hidden).
             output_attentions, output_hidden_states: what of `Encoded` is filled in; as the settings
                 say where None.
 
@@ -289,6 +304,10 @@ class EncoderModel(PreTrainedModel):
         states = None if shown is None else tuple(shown)
         attentions = tuple(each.probabilities for each in plain) if show_attentions else None
         return Encoded(last, rows, states, attentions, starts)
+
+    def _prune_heads(self, heads_to_prune: Mapping[int, Iterable[int]]) -> None:
+        for layer, heads in heads_to_prune.items():
+            self.encoder.layer[layer].attention.prune_heads(heads)
 
     def _plain(
         self, rows: PaddedRows, given: Tensor, head_mask: Tensor | None

@@ -178,6 +178,8 @@ def _loss_of(logits: Tensor, positions: Tensor, real: Tensor) -> Tensor:
 class EncoderForMultipleChoice(PreTrainedModel):
     """A backbone that scores each of a row's choices, by its first token.
 
+    To the backbone, and to a bank of adapters, each choice is a row.
+
     Attributes:
         dropout, classifier: the head, behind the backbone's pooler, which belongs to it.
     """

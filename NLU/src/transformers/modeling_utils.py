@@ -5,7 +5,7 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.loading import load_into, lora_layers, lora_settings
 from loralib.errors import CheckpointError
 from loralib.initialization import NoInitialization, deferring_start
+from loralib.io.atomic import atomic_write
 from loralib.io.hub import resolve_file
 from loralib.io.tensors import read_tensors, write_tensors
 from loralib.layers import LoRALayer
@@ -39,6 +40,8 @@ from .file_utils import (
 from .loading_arguments import refuse_unknown, split_arguments
 from .models.registry import CARRIED
 from .module_utils import ModuleUtilsMixin
+from .pruning import heads_by_layer
+from .token_embeddings import TokenEmbeddingsMixin
 from .utils import logging
 
 logger = logging.get_logger(__name__)
@@ -60,19 +63,17 @@ _ADDED = {
 }
 
 
-class PreTrainedModel(nn.Module, ModuleUtilsMixin):
+class PreTrainedModel(nn.Module, ModuleUtilsMixin, TokenEmbeddingsMixin):
     """A model that is read from and written to a folder or the hub.
 
     Class attributes:
         config_class: the model's `PretrainedConfig`.
         base_model_prefix: name of the backbone within a model with a head.
-        tied_weights: parameters that are another one's tensor: name -> the other's name.
         head: what its head does, a key of `Family.heads`; None for a backbone.
     """
 
     config_class: ClassVar[type[PretrainedConfig]] = PretrainedConfig
     base_model_prefix: ClassVar[str] = ""
-    tied_weights: ClassVar[Mapping[str, str]] = {}
     head: ClassVar[str | None] = None
 
     def __init__(self, config: PretrainedConfig):
@@ -90,10 +91,12 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin):
         return getattr(self, self.base_model_prefix, self)
 
     def init_weights(self) -> None:
-        """Initializes all weights, and ties those that are tied."""
+        """Initializes all weights, ties those that are tied, and takes pruned heads out."""
         with deferring_start():
             self.apply(self._init_weights)
         self.tie_weights()
+        if self.config.pruned_heads:
+            self._take_out_heads(self.config.pruned_heads)
         start_from_weights(self)
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -128,11 +131,43 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin):
         """A hook for families that initialize A or B in another way than the layer does."""
         layer.reset_parameters()
 
-    def tie_weights(self) -> None:
-        """Makes every tied parameter the tensor that it is tied to."""
-        for name, source in self.tied_weights.items():
-            owner, _, attribute = name.rpartition(".")
-            setattr(self.get_submodule(owner), attribute, self.get_parameter(source))
+    def prune_heads(self, heads_to_prune: Mapping[int, Iterable[int]]) -> None:
+        """Takes attention heads out for good; see pruning.py. `config.pruned_heads` notes them.
+
+        Args:
+            heads_to_prune: by layer, the numbers that heads had in the whole model; those that are
+                gone already may be among them.
+
+        Raises:
+            NotImplementedError: the family's heads cannot be pruned.
+            ValueError: there is no such layer or head, a layer would have none left, or its LoRA
+                cannot follow.
+        """
+        for name, layer in lora_layers(self).items():
+            if hasattr(layer, "lora_magnitude_vector") and name.endswith("attention.output.dense"):
+                raise ValueError(
+                    f"prune_heads: DoRA on {name} scales rows by all heads' columns: merge it "
+                    "first (loralib.merge), or prune before it is added"
+                )
+        self._take_out_heads(heads_to_prune)
+        self._forget_base()
+
+    def _take_out_heads(self, heads_to_prune: Mapping[int, Iterable[int]]) -> None:
+        """As `prune_heads`, of a model whose LoRA has yet to start, too."""
+        config = self.config
+        numbers = (config.num_hidden_layers, config.num_attention_heads)
+        asked = heads_by_layer(heads_to_prune, *numbers)
+        pruned = heads_by_layer(config.pruned_heads, *numbers)
+        for layer, heads in asked.items():
+            pruned[layer] = sorted({*pruned.get(layer, ()), *heads})
+            if len(pruned[layer]) == config.num_attention_heads:
+                raise ValueError(f"prune_heads: layer {layer} would have no head left")
+        self.base_model._prune_heads(asked)
+        config.pruned_heads = pruned
+
+    def _prune_heads(self, heads_to_prune: Mapping[int, Iterable[int]]) -> None:
+        """A family's way to take heads out of a backbone's layers, counted from the first."""
+        raise NotImplementedError(f"{type(self).__name__}: its attention heads cannot be pruned")
 
     def _wants_states(self, asked: bool | None) -> bool:
         """Whether a forward returns every layer's output: as asked, or else as the settings say."""
@@ -192,7 +227,7 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin):
             labels=self._labels(),
             trained_with=tuple(o.switch for o in self.adapted_by if o is not kind) or None,
         )
-        state = self.state_dict()
+        state = {name: t for name, t in self.state_dict().items() if name not in self.tied}
         tensors = adapter_tensors(state, [self._prefix(state)], kind)
         return Adapter(tensors, metadata, kind=kind)
 
@@ -363,7 +398,7 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin):
         """
         own = self.state_dict()
         matched = self._join_tied(self._match_names(tensors, own), source)
-        missing = own.keys() - matched.keys() - self.tied_weights.keys()
+        missing = own.keys() - matched.keys() - self.tied.keys() - self.cloned.keys()
         self._check_missing(missing, source)
         fitting = self._drop_foreign(matched, own, source)
         for name, tensor in fitting.items():
@@ -375,6 +410,7 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin):
         with torch.no_grad():
             for name, tensor in fitting.items():
                 own[name].copy_(tensor)
+        self._copy_clones(matched)
         if any(LORA.part in name for name in missing):
             # A new update may start from the weights that are here only now.
             start_from_weights(self)
@@ -388,6 +424,13 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin):
             "unexpected_keys": sorted(n for n in left_out if not n.endswith(_POSITION_IDS)),
             "error_msgs": [],
         }
+
+    def _copy_clones(self, read: Mapping[str, Tensor]) -> None:
+        """Gives clones that a checkpoint did not have the values of what they are clones of."""
+        with torch.no_grad():
+            for name, source in self.cloned.items():
+                if name not in read:
+                    self.get_parameter(name).copy_(self.get_parameter(source))
 
     def _prefix(self, names: Iterable[str]) -> str:
         """What a backbone tensor's name starts with: nothing where there is no head."""
@@ -416,7 +459,7 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin):
     def _join_tied(self, tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
         """Leaves one of the tensors that are tied, under the name that they are tied to."""
         tensors = dict(tensors)
-        for name, kept in self.tied_weights.items():
+        for name, kept in self.tied.items():
             if name in tensors:
                 tied = tensors.pop(name)
                 if not torch.equal(tied, tensors.setdefault(kept, tied)):
@@ -430,7 +473,7 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin):
         prefix = self._prefix(own)
         groups = {kind.name: {name for name in own if kind.part in name} for kind in _ADDED}
         head = {name for name in own if prefix and not name.startswith(prefix)}
-        groups["head"] = head.difference(self.tied_weights, *groups.values())
+        groups["head"] = head.difference(self.tied, self.cloned, *groups.values())
         groups["pooler"] = {name for name in own if name.startswith(f"{prefix}pooler.")}
         for what, names in groups.items():
             if names and names <= missing:
@@ -467,7 +510,7 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin):
 
     def _initialize(self, missing: set[str]) -> None:
         """Initializes the modules that own a missing tensor; loading overwrites the others."""
-        missing = missing | {tied for tied, kept in self.tied_weights.items() if kept in missing}
+        missing = missing | {tied for tied, kept in self.tied.items() if kept in missing}
         for name in sorted({name.rpartition(".")[0] for name in missing}):
             self._init_weights(self.get_submodule(name))
 
@@ -485,22 +528,43 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin):
             held, read = state[name], self._read_tensors[name]
             if held.dtype != read.dtype and torch.equal(read.to(held.dtype), held.cpu()):
                 state[name] = read
-        return {name: state[self.tied_weights.get(name, name)] for name in state}
+        return {name: state[self.tied.get(name, name)] for name in state}
 
-    def save_pretrained(self, folder: str | os.PathLike, safe_serialization: bool = False) -> None:
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        save_config: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None,
+        save_function: Callable[[dict[str, Tensor], Path], None] | None = None,
+        *,
+        safe_serialization: bool = False,
+    ) -> None:
         """Writes ``config.json`` and the weights, as ``pytorch_model.bin`` or as safetensors.
 
         Weights of another format that the folder held are removed: they would be read instead.
+
+        Args:
+            save_directory: the folder; it is made where there is none.
+            save_config: write ``config.json`` as well.
+            state_dict: tensors to write instead of the model's.
+            save_function: called with the tensors and the file's path, in the place of writing.
+            safe_serialization: write ``model.safetensors``.
         """
-        folder = Path(folder)
+        folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         if self.config.apply_lora and not lora_layers(self):  # it was merged
             self.config = copy.copy(self.config)
             self.config.apply_lora = False
         self.config.architectures = [type(self).__name__]
-        self.config.save_pretrained(folder)
+        if save_config:
+            self.config.save_pretrained(folder)
         name = SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME
-        write_tensors(folder / name, self.full_state_dict())
+        tensors = self.full_state_dict() if state_dict is None else dict(state_dict)
+        if save_function is None:
+            write_tensors(folder / name, tensors)
+        else:
+            with atomic_write(folder / name) as path:
+                save_function(tensors, path)
         for other in set(WEIGHTS_NAMES) - {name}:
             (folder / other).unlink(missing_ok=True)
 

@@ -88,10 +88,10 @@ class ModuleUtilsMixin:
         return (~seen).to(self.dtype) * HIDDEN
 
     def invert_attention_mask(self, encoder_attention_mask: Tensor) -> Tensor:
-        """As `get_extended_attention_mask`, of an encoder's mask: every token may look."""
+        """As `get_extended_attention_mask`, for attention to an encoder: -10⁹, in float16 -10⁴."""
         seen = visible(encoder_attention_mask, causal=False, like=encoder_attention_mask)
         assert seen is not None
-        return (~seen).to(self.dtype) * HIDDEN
+        return (~seen).to(self.dtype) * (HIDDEN if self.dtype == torch.float16 else -1e9)
 
     def get_head_mask(
         self,

@@ -26,6 +26,7 @@ DEBERTA_V2 = carry(
             "cls.predictions.decoder.weight": "deberta.embeddings.word_embeddings.weight",
             "cls.predictions.decoder.bias": "cls.predictions.bias",
         },
+        may_untie=True,  # tie_word_embeddings
         tokenizer_files=("spm.model",),
     ),
     package=__package__,

@@ -19,7 +19,7 @@ convolution; LoRA, arXiv 2106.09685, section 4.2.
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -529,6 +529,9 @@ class DebertaV2Encoder(Encoder):
     def _rows_on_device(self, length: int) -> Tensor:
         """What `relative_rows` gives for a length: part of a table that is copied there once."""
         config, device = self.config, self.rel_embeddings.weight.device
+        if torch.jit.is_tracing():  # whose tensors are not to be kept
+            rows = relative_rows(length, config.position_buckets, config.furthest)
+            return torch.tensor(rows, device=device)
         table = self._rows_of_distances
         if table is None or table.device != device or len(table) < 2 * length - 1:
             longest = max(length, config.max_position_embeddings)
@@ -541,7 +544,10 @@ class DebertaV2Encoder(Encoder):
 
     def describe(self, rows: AnyRows) -> Batch:
         """What every layer is told of a batch; computed once a forward."""
-        relative = self.relative_positions(rows.shape[1])
+        # A recorded graph is for batches of any length.
+        tracing = torch.jit.is_tracing()
+        length = self.config.max_position_embeddings if tracing else rows.shape[1]
+        relative = self.relative_positions(length)
         return Batch(rows, relative, self.config.num_attention_heads)
 
     def after_layer(self, index: int, seen: Tensor, output: Tensor, rows: AnyRows) -> Tensor:
@@ -592,6 +598,9 @@ class DebertaV2Model(DebertaV2PreTrainedModel, EncoderModel):
         self.encoder = DebertaV2Encoder(config)
         self.pooler = None  # the classifier has one
         self.init_weights()
+
+    def _prune_heads(self, heads_to_prune: Mapping[int, Iterable[int]]) -> None:
+        raise NotImplementedError("prune_heads: DeBERTa-v2's heads cannot be pruned, as upstream's")
 
     def _plain(
         self, rows: PaddedRows, given: Tensor, head_mask: Tensor | None

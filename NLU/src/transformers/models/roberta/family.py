@@ -22,6 +22,7 @@ ROBERTA = carry(
             "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
             "lm_head.decoder.bias": "lm_head.bias",
         },
+        may_untie=True,  # tie_word_embeddings
         tokenizer_files=("vocab.json", "merges.txt"),
     ),
     package=__package__,
