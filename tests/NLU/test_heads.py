@@ -172,6 +172,22 @@ def test_auto_classes(family, head):
     assert len(mapping) == sum(other == head for _, other in TRAINED)
 
 
+@pytest.mark.parametrize("family", maker.FAMILIES)
+def test_answers_on_a_model_of_other_labels(family, tmp_path):
+    """Upstream reads as many outputs as there are labels: settings are saved that say two."""
+    classifier = build(family, "token_classification", num_labels=5)
+    classifier.save_pretrained(tmp_path / "base")
+    auto = transformers.AutoModelForQuestionAnswering
+    model = auto.from_pretrained(tmp_path / "base", config=classifier.config)
+    assert model.config.num_labels == model.base_model.config.num_labels == 2
+    assert classifier.config.num_labels == 5
+    model.save_pretrained(tmp_path / "own")
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "own").num_labels == 2
+    arguments = given("question_answering")
+    again = auto.from_pretrained(tmp_path / "own")
+    assert torch.equal(again(**arguments).loss, model(**arguments).loss)
+
+
 @pytest.mark.parametrize("end", ["ForMultipleChoice", "ForCausalLM"])
 def test_what_a_family_does_not_have(end):
     config = build("deberta", "token_classification").config

@@ -82,7 +82,7 @@ def test_a_setting_that_is_misspelt(folder, owner):
         owner.from_pretrained(folder, hiden_dropout_prob=0.5, nmu_labels=3)
 
 
-@EVERY
+@pytest.mark.parametrize("owner", [*CONFIGS, *MODELS])
 def test_a_file_s_word_of_itself_is_no_setting(folder, owner):
     with pytest.raises(TypeError, match="has no setting model_type, transformers_version"):
         owner.from_pretrained(folder, transformers_version="5", model_type="roberta")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from adapted_encoders import settings_of
 
+from loralib import AdapterBank
 from transformers import (
     DebertaV2Tokenizer,
     DebertaV2TokenizerFast,
@@ -350,7 +351,20 @@ def test_numbers_that_are_too_small(make, name):
         make("roberta", "question-answering")(QUESTION, CONTEXT, **{name: 0})
 
 
+def test_a_question_that_leaves_no_room(make):
+    with pytest.raises(ValueError, match=r"question 1 has \d+ tokens, which leaves no room"):
+        make("roberta", "question-answering")(["who", QUESTION * 9], CONTEXT)
+
+
 # ---- long texts, batches ----
+
+
+def test_a_question_is_answered_the_same_beside_a_longer_one(make):
+    """However little room that has left for its own text."""
+    ask = make("roberta", "question-answering")
+    both = ask(["who", "where is the dog of Ben Lee"], CONTEXT, max_seq_len=48)
+    assert same(both[0], ask("who", CONTEXT, max_seq_len=48))
+    assert same(both[1], ask("where is the dog of Ben Lee", CONTEXT, max_seq_len=48))
 
 
 @pytest.mark.parametrize("task", ["sentiment-analysis", "ner"])
@@ -431,6 +445,11 @@ def test_models_by_their_folder(tokenizers, models, tmp_path, family, task):
     assert (opened.framework, opened.device, opened.task) == ("pt", torch.device("cpu"), task)
 
 
+def test_question_answering_opens_a_fast_tokenizer(make, tmp_path):
+    make("roberta", "question-answering").save_pretrained(tmp_path)
+    assert pipeline("question-answering", tmp_path, use_fast=False).tokenizer.is_fast
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_are_in_effect(tokenizers, family):
     """LoRA in the model that is given; the same as its logits."""
@@ -442,6 +461,28 @@ def test_adapters_are_in_effect(tokenizers, family):
     assert [answer["score"] for answer in answers] == pytest.approx(expected, rel=1e-4)
     plain = pipeline("ner", maker.build_model(family, "ner"), tokenizer=tokenizers[family])
     assert plain("a song") != answers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_text_with_an_adapter_of_its_own(tokenizers, family):
+    """A bank's, named in the texts' order, which their lengths do not change."""
+    base_model = maker.build_model(family, "sentiment-analysis")
+    bank = AdapterBank(base_model)
+    for seed, name in enumerate("ab"):
+        adapted = maker.build_model(family, "sentiment-analysis", **settings_of(["lora"]))
+        torch.manual_seed(seed)
+        for parameter_name, parameter in adapted.named_parameters():
+            if "lora_" in parameter_name:
+                parameter.data.normal_()
+        bank.add(name, adapted.adapter())
+    classify = pipeline("sentiment-analysis", base_model, tokenizer=tokenizers[family])
+    alone = []
+    for text, name in zip(maker.TEXTS, "abba", strict=True):
+        with bank.use(name):
+            alone += classify(text)
+    with bank.use(list("abba")):
+        assert same(classify(maker.TEXTS), alone)
+    assert not same(classify(maker.TEXTS), alone)
 
 
 def test_tasks_that_are_not_here(models):

@@ -166,7 +166,7 @@ class PretrainedConfig:
         output_attentions: bool = False,
         torchscript: bool = False,
         tie_word_embeddings: bool = True,
-        pruned_heads: dict[int, list] | None = None,
+        pruned_heads: dict[int, list[int]] | None = None,
         gradient_checkpointing: bool = False,
         finetuning_task: str | None = None,
         pad_token_id: Index | None = None,

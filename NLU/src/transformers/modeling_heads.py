@@ -10,6 +10,7 @@ What families share, as in modeling_encoder.py, which has the heads of pretraini
 Heads run on packed tokens; logits are padded at last, and a loss sees no padding.
 """
 
+import copy
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from loralib.nn.packing import PackedRows
 
+from .configuration_utils import PretrainedConfig
 from .modeling_encoder import Encoded
 from .modeling_outputs import (
     CausalLMOutputWithCrossAttentions,
@@ -115,6 +117,12 @@ class EncoderForQuestionAnswering(PreTrainedModel):
 
     head: ClassVar[str | None] = "question_answering"
     qa_outputs: nn.Linear
+
+    def __init__(self, config: PretrainedConfig):
+        if config.num_labels != 2:  # upstream's heads have as many outputs as that
+            config = copy.deepcopy(config)
+            config.num_labels = 2
+        super().__init__(config)
 
     def forward(
         self,

@@ -140,8 +140,10 @@ class SpecialTokensMixin:
         """The special tokens, each once, as they were given."""
         roles = self.special_tokens_map_extended
         additional = roles.pop(ADDITIONAL, [])
-        tokens = {text_of(token): token for token in reversed([*roles.values(), *additional])}
-        return list(reversed(tokens.values()))
+        tokens: dict[str, Token] = {}
+        for token in [*roles.values(), *additional]:
+            tokens.setdefault(text_of(token), token)
+        return list(tokens.values())
 
     @property
     def all_special_tokens(self) -> list[str]:

@@ -21,7 +21,7 @@ from tokenizers import AddedToken  # noqa: F401 - importable from here, too
 
 from .batch_encoding import BatchEncoding, CharSpan, Encoding, TokenSpan, to_tensor  # noqa: F401
 from .file_utils import ExplicitEnum, PaddingStrategy, TensorType  # noqa: F401
-from .special_tokens import ADDITIONAL, ROLES, Token
+from .special_tokens import ADDITIONAL, ROLES, SpecialTokensMixin, Token  # noqa: F401
 from .tokenization_files import (
     ADDED_TOKENS_FILE,  # noqa: F401
     SPECIAL_TOKENS_MAP_FILE,  # noqa: F401

@@ -83,7 +83,8 @@ def pipeline(
         tokenizer: a tokenizer, or where it is, if not with the model.
         framework: "pt", the only one there is.
         revision: branch, tag or commit of a model on the hub.
-        use_fast: open the fast tokenizer.
+        use_fast: open the fast tokenizer; for question answering it is opened in any case, since
+            the other one, of the same ids, knows no places in a text.
         model_kwargs: further arguments of the model's `from_pretrained`.
         kwargs: those of the task's class, such as `device` or `top_k`.
 
@@ -110,7 +111,8 @@ def pipeline(
     if tokenizer is None:
         raise ValueError(f"pipeline('{task}') cannot know the model's tokenizer: give tokenizer=")
     if isinstance(tokenizer, str | os.PathLike):
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer, use_fast=use_fast, **where)
+        fast = use_fast or name == "question-answering"
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer, use_fast=fast, **where)
     if isinstance(model, str | os.PathLike):
         arguments = {**where, **(model_kwargs or {})}
         model = SUPPORTED_TASKS[name]["pt"].from_pretrained(model, config=config, **arguments)

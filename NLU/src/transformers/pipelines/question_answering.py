@@ -141,7 +141,8 @@ class QuestionAnsweringPipeline(Pipeline):
         Args:
             args: see `QuestionAnsweringArgumentHandler`.
             topk: answers to a question.
-            doc_stride: tokens that neighbouring parts of a text share, at most half of a part.
+            doc_stride: tokens that neighbouring parts of a text share; half of a part where a part
+                has no more than these.
             max_answer_len: tokens of an answer at most.
             max_seq_len: tokens of the question with a part; at most those the model takes.
             max_question_len: without effect, as in 4.4 with a fast tokenizer: only texts are cut.
@@ -181,27 +182,46 @@ class QuestionAnsweringPipeline(Pipeline):
         The softmax is over the text's tokens; where there may be no answer, over the first one as
         well, which stands for that.
         """
-        limit = max_seq_len if self.longest is None else min(max_seq_len, self.longest)
-        encoded = self.tokenizer(
-            [example.question_text for example in examples],
-            [example.context_text for example in examples],
-            truncation="only_second",
-            max_length=limit,
-            stride=min(doc_stride, limit // 2),
-            return_overflowing_tokens=True,
-        )
-        said = self.forward(rows_of(encoded))
+        windows = list(self._windows(examples, max_seq_len, doc_stride))
+        said = self.forward([row for _, row, _ in windows])
         parts: list[list[_Part]] = [[] for _ in examples]
-        for number, (start, end) in enumerate(said):
-            encoding = encoded.encodings[number]
+        for (number, _, encoding), (start, end) in zip(windows, said, strict=True):
             possible = np.array([each == 1 for each in encoding.sequence_ids])
             possible[0] = may_be_none
             probabilities = (
                 softmax(np.where(possible, logits, _IMPOSSIBLE)) for logits in (start, end)
             )
-            example = encoded["overflow_to_sample_mapping"][number]
-            parts[example].append(_Part(encoding, *probabilities))
+            parts[number].append(_Part(encoding, *probabilities))
         yield from zip(examples, parts, strict=True)
+
+    def _windows(
+        self, examples: list[SquadExample], max_seq_len: int, doc_stride: int
+    ) -> Iterator[tuple[int, dict[str, list[int]], Encoding]]:
+        """The rows of each question with the parts of its text: the example's number, row, tokens.
+
+        Raises:
+            ValueError: a question leaves no room for a text.
+        """
+        limit = max_seq_len if self.longest is None else min(max_seq_len, self.longest)
+        frame = self.tokenizer.num_special_tokens_to_add(pair=True)
+        for number, example in enumerate(examples):
+            length = len(self.tokenizer.tokenize(example.question_text))
+            room = limit - frame - length
+            if room < 1:
+                raise ValueError(
+                    f"question {number} has {length} tokens, which leaves no room for its text "
+                    f"among {limit}"
+                )
+            encoded = self.tokenizer(
+                [example.question_text],
+                [example.context_text],
+                truncation="only_second",
+                max_length=limit,
+                stride=doc_stride if doc_stride < room else room // 2,
+                return_overflowing_tokens=True,
+            )
+            for row, encoding in zip(rows_of(encoded), encoded.encodings, strict=True):
+                yield number, row, encoding
 
     def by_row(self, output: ModelOutput, lengths: list[int]) -> tuple[list[np.ndarray], ...]:
         """A batch's logits of start and end, row by row, without padding."""

@@ -731,6 +731,6 @@ class DebertaV2ForQuestionAnswering(DebertaV2PreTrainedModel, EncoderForQuestion
 
     def __init__(self, config: DebertaV2Config):
         super().__init__(config)
-        self.deberta = DebertaV2Model(config)
+        self.deberta = DebertaV2Model(self.config)
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.init_weights()

@@ -59,6 +59,8 @@ class DebertaV2Tokenizer(PreTrainedTokenizer):
     def __init__(
         self,
         vocab_file: str | os.PathLike,
+        do_lower_case: bool = False,
+        split_by_punct: bool = False,
         *,
         bos_token: Token = "[CLS]",
         eos_token: Token = "[SEP]",
@@ -67,8 +69,6 @@ class DebertaV2Tokenizer(PreTrainedTokenizer):
         pad_token: Token = "[PAD]",
         cls_token: Token = "[CLS]",
         mask_token: Token = "[MASK]",
-        do_lower_case: bool = False,
-        split_by_punct: bool = False,
         added_tokens: Mapping[int, Token] | None = None,
         **settings: Any,
     ):

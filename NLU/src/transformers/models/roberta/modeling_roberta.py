@@ -302,7 +302,7 @@ class RobertaForQuestionAnswering(RobertaPreTrainedModel, EncoderForQuestionAnsw
 
     def __init__(self, config: RobertaConfig):
         super().__init__(config)
-        self.roberta = RobertaModel(config, add_pooling_layer=False)
+        self.roberta = RobertaModel(self.config, add_pooling_layer=False)
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.init_weights()
 

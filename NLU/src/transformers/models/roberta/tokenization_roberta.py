@@ -6,6 +6,7 @@
 import json
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
@@ -19,6 +20,9 @@ from ...tokenization_files import prefixed, write_json
 from ...tokenization_inputs import Inputs
 from ...tokenization_utils import PreTrainedTokenizer
 from ...tokenization_utils_fast import TOKENIZER_FILE, TokenizersBackend, read_tokenizer_file
+from ...utils import logging
+
+logger = logging.get_logger(__name__)
 
 VOCAB_FILE = "vocab.json"
 MERGES_FILE = "merges.txt"
@@ -141,6 +145,23 @@ class RobertaBackend(TokenizersBackend):
         """Zeros: RoBERTa has one token type."""
         return [0] * len(self.build_inputs_with_special_tokens(token_ids_0, token_ids_1))
 
+    def _save_tokens(
+        self, folder: Path, legacy_format: bool | None, prefix: str | None
+    ) -> tuple[str, ...]:
+        flagged = [
+            token.content
+            for token in self._tokenizer.get_added_tokens_decoder().values()
+            if not token.special and (token.lstrip or token.rstrip or token.single_word)
+        ]
+        if flagged and (legacy_format or not self.is_fast):
+            logger.warning(
+                "that added tokens take spaces along, or are whole words, is in %s alone, which "
+                "the fast tokenizer writes: %s",
+                TOKENIZER_FILE,
+                ", ".join(flagged),
+            )
+        return super()._save_tokens(folder, legacy_format, prefix)
+
     def save_vocabulary(
         self, save_directory: str | os.PathLike, filename_prefix: str | None = None
     ) -> tuple[str, ...]:
@@ -181,6 +202,15 @@ class RobertaTokenizer(RobertaBackend, PreTrainedTokenizer):
             return Inputs(_spaced(firsts), seconds and _spaced(seconds), batched)
 
         return super()._encode(spaced if add_prefix_space else inputs_of, *positional, **settings)
+
+    def _decode(
+        self,
+        ids: list[int],
+        skip_special_tokens: bool,
+        spaces_between_special_tokens: bool = False,
+    ) -> str:
+        # 4.4.2 puts spaces there by default, which its encoding takes away; ids have theirs here.
+        return super()._decode(ids, skip_special_tokens, spaces_between_special_tokens)
 
     def _ids_of(self, texts: list[str]) -> list[list[int]]:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
