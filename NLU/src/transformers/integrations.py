@@ -128,11 +128,6 @@ def reporting_callbacks(args: TrainingArguments) -> list[type[TrainerCallback]]:
 # ------------------------------------------------------------------------------------------------
 
 
-def default_hp_search_backend() -> HPSearchBackend | None:
-    """What a search runs on where nothing else is asked for; None where it is not installed."""
-    return HPSearchBackend.OPTUNA if is_optuna_available() else None
-
-
 def check_hp_search_backend(backend: str | HPSearchBackend | None) -> None:
     """Checks that a search can run on what is asked for, or by default on optuna.
 

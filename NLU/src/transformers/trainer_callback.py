@@ -291,9 +291,13 @@ class CallbackHandler(TrainerCallback):
         Returns:
             `control`, or what the last callback that returned another has put in its place.
         """
-        there = {name: value for name, value in vars(self).items() if name != "callbacks"}
+        nothing = getattr(TrainerCallback, event, None)
         for callback in self.callbacks:
-            result = getattr(callback, event)(args, state, control, **there, **about)
+            method = getattr(callback, event)
+            if getattr(method, "__func__", method) is nothing:
+                continue  # most events of a step concern nobody
+            there = {name: value for name, value in vars(self).items() if name != "callbacks"}
+            result = method(args, state, control, **there, **about)
             control = control if result is None else result
         return control
 
