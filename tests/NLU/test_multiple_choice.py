@@ -5,6 +5,7 @@ from tokenizers import Tokenizer, models
 
 from transformers import PreTrainedTokenizerFast
 from transformers.data.multiple_choice import DataCollatorForMultipleChoice
+from transformers.trainer_data import lengths_of
 
 PAD = 1
 
@@ -42,3 +43,12 @@ def test_padding_as_for_other_collators(tokenizer):
 def test_examples_of_several_numbers_of_choices(tokenizer):
     with pytest.raises(ValueError, match="examples of 1 to 2 choices make no batch"):
         DataCollatorForMultipleChoice(tokenizer)([example([5]), example([5], [6])])
+
+
+def test_an_example_is_as_long_as_all_its_choices():
+    """For batches of about one length, and for estimates."""
+    from datasets import Dataset
+
+    rows = [example([5], [6, 7, 8]), example([9, 9], [4])]
+    assert lengths_of(rows) == lengths_of(Dataset.from_list(rows)) == [4, 3]
+    assert lengths_of([{"input_ids": []}, {"input_ids": [1]}]) == [0, 1]

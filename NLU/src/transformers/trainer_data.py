@@ -296,16 +296,21 @@ def used_columns(dataset: Dataset, model: nn.Module, label_names: Iterable[str])
 
 
 def lengths_of(dataset: Dataset) -> list[int]:
-    """The tokens of every example.
+    """The tokens of every example; those of all its choices, where it has several rows.
 
     Raises:
         KeyError: the examples have no ``input_ids``.
     """
     if _is_table(dataset):
-        from pyarrow.compute import list_value_length  # the table is one of its
+        import pyarrow  # the table is one of its
+        from pyarrow.compute import list_value_length
 
-        return list_value_length(dataset.with_format("arrow")["input_ids"][:]).to_pylist()
-    return [len(dataset[row]["input_ids"]) for row in range(len(dataset))]
+        ids = dataset.with_format("arrow")["input_ids"][:]
+        if not pyarrow.types.is_nested(ids.type.value_type):
+            return list_value_length(ids).to_pylist()
+        return [sum(map(len, choices)) for choices in ids.to_pylist()]
+    each = (dataset[row]["input_ids"] for row in range(len(dataset)))
+    return [sum(map(len, ids)) if len(ids) and np.ndim(ids[0]) else len(ids) for ids in each]
 
 
 def lengths_at_hand(dataset: Dataset, label_names: Iterable[str]) -> list[int] | None:
