@@ -132,7 +132,7 @@ def prepare(
     config = load_task_config(model_args, args, adapters)
     tables = load_tables(data_args, splits, model_args.cache_dir, read_questions)
     questions = check_questions(tables, data_args.version_2_with_negative)
-    tokenizer = open_tokenizer(model_args, config, padding_side="right")
+    tokenizer = open_tokenizer(model_args, config, aligned=True, padding_side="right")
     choose_rows(data_args, config, tokenizer)
     for table in tables.values():
         check_room(table, tokenizer, data_args.max_seq_length, data_args.doc_stride)

@@ -127,7 +127,7 @@ def prepare(
     origin.check_task(data_args.task_name, args.do_train)
     origin.check_labels(data.labels, args.do_train)
 
-    tokenizer = open_tokenizer(model_args, config, padding_side="right")
+    tokenizer = open_tokenizer(model_args, config, aligned=True, padding_side="right")
     if not getattr(tokenizer, "add_prefix_space", True):
         # Else the words of a sentence, given one by one, would be tokens of a text's first word.
         tokenizer = open_tokenizer(model_args, config, padding_side="right", add_prefix_space=True)

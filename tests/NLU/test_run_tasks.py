@@ -342,6 +342,7 @@ def test_a_question_that_is_too_long(call, tmp_path):
         ("qa", ["--n_best_size", 0], "--n_best_size must be at least 1, not 0"),
         ("qa", ["--null_score_diff_threshold", 1], "needs --version_2_with_negative"),
         ("ner", ["--cls_dropout", 0.1], "--cls_dropout is the dropout of a classifier of texts"),
+        ("qa", ["--no_use_fast_tokenizer"], "only a fast tokenizer knows which words and char"),
         ("swag", ["--lora_path", "nowhere.bin"], "nowhere.bin: no such checkpoint file"),
         ("ner", ["--do_train", False], "nothing to do"),
         ("swag", ["--do_eval"], "this run needs --validation_file"),

@@ -262,13 +262,27 @@ def origin_of(
 
 
 def open_tokenizer(
-    model_args: AdaptedModelArguments, config: PretrainedConfig, **settings: Any
+    model_args: AdaptedModelArguments,
+    config: PretrainedConfig,
+    aligned: bool = False,
+    **settings: Any,
 ) -> PreTrainedTokenizerBase:
     """The model's tokenizer, or the one that --tokenizer_name names.
 
+    Args:
+        model_args: name it.
+        config: the model's settings.
+        aligned: it has to know which words and characters its tokens are of.
+        settings: the tokenizer's, over those in its files.
+
     Raises:
-        ValueError: it has tokens that the model does not have.
+        ValueError: it has tokens that the model does not have, or does not know what they are of.
     """
+    if aligned and not model_args.use_fast_tokenizer:
+        raise ValueError(
+            "--use_fast_tokenizer False: only a fast tokenizer knows which words and characters "
+            "its tokens are of; leave it out"
+        )
     tokenizer = AutoTokenizer.from_pretrained(
         model_args.tokenizer_name or model_args.model_name_or_path,
         config=config,
