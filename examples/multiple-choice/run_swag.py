@@ -40,7 +40,14 @@ from transformers.fine_tuning.adapted_model import (
     open_tokenizer,
 )
 from transformers.fine_tuning.arguments import AdaptedModelArguments, HubDataArguments
-from transformers.fine_tuning.choices import BEGINNING, CONTEXT, LABEL, Choices, check_choices
+from transformers.fine_tuning.choices import (
+    BEGINNING,
+    CONTEXT,
+    LABEL,
+    Choices,
+    check_choices,
+    read_choices,
+)
 from transformers.fine_tuning.data_sets import load_tables
 from transformers.fine_tuning.script import (
     Prepared,
@@ -88,7 +95,7 @@ def prepare(
 ) -> Prepared:
     """Reads settings, data and tokenizer, and checks that they belong together."""
     config = load_task_config(model_args, args, adapters)
-    choices = check_choices(load_tables(data_args, splits, model_args.cache_dir))
+    choices = check_choices(load_tables(data_args, splits, model_args.cache_dir, read_choices))
     tokenizer = open_tokenizer(model_args, config)
     data_args.max_seq_length = length = choose_length(
         data_args.max_seq_length, config, tokenizer, is_pair=True, usual=LONGEST

@@ -73,7 +73,7 @@ def test_lora_files(trained, tiny_base, where):
         "targets": ["query", "value"],
         "bias": "none",
         "task": "rte",
-            "head": "sequence_classification",
+        "head": "sequence_classification",
         "labels": ["entailment", "not_entailment"],
         "base": str(tiny_base),
         "base_fingerprint": fingerprint(base),

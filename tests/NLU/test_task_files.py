@@ -9,7 +9,7 @@ from glue_runs import write
 from transformers.data.question_answering import Span
 from transformers.data.text_files import read_table
 from transformers.fine_tuning.arguments import HubDataArguments
-from transformers.fine_tuning.choices import check_choices
+from transformers.fine_tuning.choices import check_choices, read_choices
 from transformers.fine_tuning.data_sets import Table, load_tables
 from transformers.fine_tuning.questions import Question, check_questions, read_questions
 from transformers.fine_tuning.tagged_words import TAGS, WORDS, check_sentences
@@ -298,6 +298,15 @@ def test_choices(tmp_path, suffix, count):
     rows = read.tables["train"].rows
     assert rows.column_names == ["sent1", "sent2", *read.endings, "label"]
     assert rows["label"][:] == [1, 0]
+
+
+def test_texts_that_look_like_numbers(tmp_path):
+    table = table_of(tmp_path / "train.csv", [choice(ending1="007", ending2="1.50")], read_choices)
+    row = check_choices({"train": table}).tables["train"].rows[0]
+    assert (row["ending1"], row["ending2"]) == ("007", "1.50")
+    asked = {"id": "012", "question": "7", "context": "13 and 7", "answers": answers(("13", 0))}
+    read = questions(table_of(tmp_path / "asked.csv", [asked], read_questions))
+    assert read == [Question("012", "7", "13 and 7", ("13",), Span(0, 2))]
 
 
 BAD_CHOICES = {

@@ -9,11 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from ..data.text_files import read_table
 from .data_sets import Table
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 CONTEXT, BEGINNING, LABEL = "sent1", "sent2", "label"
 _ENDING = re.compile(r"ending(\d+)")
+_MOST_ENDINGS = 100
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,15 @@ class Choices:
 
     tables: dict[str, Table]
     endings: tuple[str, ...]
+
+
+def read_choices(path: str) -> Dataset:
+    """The rows of a file; a CSV's texts stay texts where they look like numbers.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_table`.
+    """
+    return read_table(path, (CONTEXT, BEGINNING, *(f"ending{n}" for n in range(_MOST_ENDINGS))))
 
 
 def check_choices(tables: Mapping[str, Table]) -> Choices:

@@ -59,7 +59,7 @@ def read_questions(path: str) -> Dataset:
     """
     whole = None if path.endswith(".csv") else _object_in(path)
     if whole is None:
-        return read_table(path)
+        return read_table(path, ("id", *COLUMNS))
     from datasets import Dataset
 
     data = whole["data"]
