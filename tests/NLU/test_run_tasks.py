@@ -1,5 +1,6 @@
 """run_ner.py, run_qa.py and run_swag.py from their command lines to their scores and files."""
 
+import dataclasses
 import json
 import random
 import shutil
@@ -305,6 +306,30 @@ def test_a_test_set_without_labels(call, tmp_path):
     flags = ["--train_file", train, "--test_file", test, "--do_train", "--do_predict"]
     out = call("swag", "out", *flags, "--max_steps", 1)
     assert results(out, "test").keys() == {"test_samples"}
+
+
+# ---- flags ----
+
+OF_ALL = "train_file validation_file overwrite_cache preprocessing_num_workers pad_to_max_length "
+OF_ALL += "max_train_samples max_val_samples"
+OF_4_4 = {
+    "ner": "task_name dataset_name dataset_config_name test_file max_test_samples label_all_tokens "
+    "return_entity_level_metrics",
+    "qa": "dataset_name dataset_config_name max_seq_length version_2_with_negative "
+    "null_score_diff_threshold doc_stride n_best_size max_answer_length",
+    "swag": "max_seq_length",
+}
+
+
+@pytest.mark.parametrize("task", SCRIPTS)
+def test_every_flag_of_4_4_is_there(scripts, task):
+    known = {field.name for field in dataclasses.fields(scripts[task].DataTrainingArguments)}
+    assert {*OF_ALL.split(), *OF_4_4[task].split()} <= known
+    ours = {field.name for field in dataclasses.fields(scripts[task].AdaptedModelArguments)}
+    glue = load_script("examples/text-classification/run_glue.py").ModelArguments
+    theirs = {field.name for field in dataclasses.fields(glue)}
+    only_glue = {"apply_rdrop", "apply_cutoff", "reg_loss_wgt", "masking_prob"}
+    assert theirs - ours == only_glue
 
 
 # ---- what does not go together ----
