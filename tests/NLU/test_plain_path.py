@@ -12,6 +12,7 @@ from encoder_options import ENCODER_TERMS
 from safetensors.torch import load_file
 
 from loralib.nn.packing import PackedRows
+from transformers import AutoModelForSequenceClassification
 
 FAMILIES = tuple(maker.FAMILIES)
 CASES = [(family, case) for family, cases in maker.CASES.items() for case in cases]
@@ -126,6 +127,16 @@ def test_padding_on_the_left_is_as_on_the_right_to_a_masked_lm(family):
     close(ours[left["attention_mask"] == 1], expected[right["attention_mask"] == 1])
 
 
+@pytest.mark.parametrize("of", [torch.bool, torch.float32, lambda mask: 3 * mask])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_masks_of_any_type(family, of):
+    model, given = model_and_batch(family, "backbone", "left")
+    expected = dict(enumerate(model(**given, **SHOW).hidden_states))
+    mask = given["attention_mask"]
+    given["attention_mask"] = mask.to(of) if isinstance(of, torch.dtype) else of(mask)
+    assert_same_bits(dict(enumerate(model(**given, **SHOW).hidden_states)), expected)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_of_padding_alone_changes_no_other_row(family):
     model, given = model_and_batch(family)
@@ -183,10 +194,14 @@ def test_places_in_the_tuple(family, kind):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_as_the_settings_say(family):
+def test_as_the_settings_say(family, tmp_path):
     model, given = model_and_batch(family, output_attentions=True)
     assert len(model(**given).attentions) == 2
     assert model(**given, output_attentions=False).attentions is None
+    model.save_pretrained(tmp_path)
+    for again in ({}, {"output_attentions": False}):
+        model = AutoModelForSequenceClassification.from_pretrained(tmp_path, **again)
+        assert (model(**given).attentions is None) == bool(again)
     model, _ = model_and_batch(family, torchscript=True)
     assert isinstance(model(**given), tuple)
     assert model(**given, return_dict=True).logits.shape == (3, 3)
@@ -236,7 +251,22 @@ def test_two_passes_of_embeddings(family):
         model.train()(**given, labels=LABELS["classifier"])
 
 
+def test_a_backbone_without_a_pooler_leaves_its_place():
+    model, given = model_and_batch("roberta", "mlm", "left")
+    output = model.roberta(**given, **SHOW)
+    assert output.pooler_output is None
+    last, pooled, states, attentions = model.roberta(**given, **SHOW, return_dict=False)
+    assert pooled is None
+    assert torch.equal(last, output.last_hidden_state)
+    assert (len(states), len(attentions)) == (3, 2)
+
+
 # ---- what is refused ----
+
+
+def test_relative_positions_of_roberta():
+    with pytest.raises(ValueError, match="position_embedding_type is 'relative_key'"):
+        maker.build("roberta", "backbone", position_embedding_type="relative_key")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -76,7 +76,7 @@ if TYPE_CHECKING:
         AutoModelForSequenceClassification,
         AutoModelForTokenClassification,
     )
-    from .models.auto.tokenization_auto import AutoTokenizer
+    from .models.auto.tokenization_auto import TOKENIZER_MAPPING, AutoTokenizer
     from .models.deberta_v2.configuration_deberta_v2 import DebertaV2Config
     from .models.deberta_v2.modeling_deberta_v2 import (
         DebertaV2ForMaskedLM,
@@ -208,6 +208,7 @@ _MODULE_OF = {
     "AutoModelForQuestionAnswering": ".models.auto.modeling_auto",
     "AutoModelForSequenceClassification": ".models.auto.modeling_auto",
     "AutoModelForTokenClassification": ".models.auto.modeling_auto",
+    "TOKENIZER_MAPPING": ".models.auto.tokenization_auto",
     "AutoTokenizer": ".models.auto.tokenization_auto",
     "DebertaV2Config": ".models.deberta_v2.configuration_deberta_v2",
     "DebertaV2ForMaskedLM": ".models.deberta_v2.modeling_deberta_v2",

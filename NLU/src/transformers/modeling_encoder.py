@@ -236,8 +236,12 @@ class EncoderModel(PreTrainedModel):
             hidden).
         encoder: an `Encoder`.
         pooler: (batch, hidden), of the first tokens -> the same; None where the model has none.
+
+    Class attributes:
+        may_pool: the family's backbones have a pooler, as a rule, and their output a place for it.
     """
 
+    may_pool: ClassVar[bool] = False
     embeddings: nn.Module
     encoder: Encoder
     pooler: nn.Module | None
@@ -285,7 +289,9 @@ class EncoderModel(PreTrainedModel):
         show_attentions = self._wants_attentions(output_attentions)
         given = _one_of(input_ids, inputs_embeds)
         rows = _place(given, attention_mask, head_mask, packed_rows, show_attentions)
-        plain = self._plain(rows, given, head_mask) if isinstance(rows, PaddedRows) else None
+        plain = None
+        if isinstance(rows, PaddedRows):
+            plain = self._plain(rows, given, head_mask, is_shown=show_attentions)
         embedded = self.embeddings(
             rows,
             input_ids,
@@ -310,12 +316,12 @@ class EncoderModel(PreTrainedModel):
             self.encoder.layer[layer].attention.prune_heads(heads)
 
     def _plain(
-        self, rows: PaddedRows, given: Tensor, head_mask: Tensor | None
+        self, rows: PaddedRows, given: Tensor, head_mask: Tensor | None, is_shown: bool
     ) -> list[PlainAttention]:
         """For every layer, what its attention is told on the plain path."""
         masks = self.get_head_mask(head_mask, self.config.num_hidden_layers)
         seen = visible(rows.mask, getattr(self.config, "is_decoder", False), given)
-        return [PlainAttention(rows, seen, head_mask=mask) for mask in masks]
+        return [PlainAttention(rows, seen, head_mask=mask, is_shown=is_shown) for mask in masks]
 
     def forward(
         self,
@@ -344,11 +350,14 @@ class EncoderModel(PreTrainedModel):
         )
         states = encoded.hidden_states
         last = encoded.rows.pad(encoded.last) if states is None else states[-1]
-        if self.pooler is None:
+        if not self.may_pool:
             return self._as_asked(BaseModelOutput(last, *encoded.shown), return_dict)
-        pooled = self.pooler(encoded.first)
+        pooled = None if self.pooler is None else self.pooler(encoded.first)
         output = BaseModelOutputWithPooling(last, pooled, *encoded.shown)
-        return self._as_asked(output, return_dict)
+        asked = self._as_asked(output, return_dict)
+        if isinstance(asked, tuple) and pooled is None:  # whose place upstream leaves
+            return (last, None, *asked[1:])
+        return asked
 
 
 def _one_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ heads, a mask for each pair of tokens, rows whose first position is padding (a c
 all the same), and graphs that `torch.jit.trace` records for other sizes of batches.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -95,13 +95,15 @@ class PaddedRows:
     def pad(self, x: Tensor, fill: float | None = None) -> Tensor:
         """(batch · length, …) -> (batch, length, …), at padding as it is or, if given, `fill`."""
         padded = x.view(*self.shape, *x.shape[1:])
-        if fill is None or not self._has_padding:
+        if fill is None or self.mask is None or self.mask.dim() != 2:
             return padded
         return padded.masked_fill((self.mask == 0).view(*self.shape, *[1] * (x.dim() - 1)), fill)
 
     def hide_padding(self, x: Tensor) -> Tensor:
         """(batch · length, hidden) with zeros at padding."""
-        return x if not self._has_padding else x * self.mask.flatten()[:, None].to(x.dtype)
+        if self.mask is None or self.mask.dim() != 2:
+            return x
+        return x * (self.mask != 0).flatten()[:, None].to(x.dtype)
 
     def show(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """As `PackedRows.show`: padding is shown as zeros, and x keeps it."""
@@ -111,13 +113,9 @@ class PaddedRows:
 
     def without_padding(self) -> PackedRows:
         """Where the tokens are that are not padding."""
-        if self._has_padding:
+        if self.mask is not None and self.mask.dim() == 2:
             return PackedRows(self.mask)
         return PackedRows.from_lengths(self.lengths).to(self._device)
-
-    @property
-    def _has_padding(self) -> bool:
-        return self.mask is not None and self.mask.dim() == 2
 
 
 def _check_mask(shape: tuple[int, int], mask: Tensor | None) -> None:
@@ -158,16 +156,19 @@ class PlainAttention:
         blank: tokens that see nothing gather zeros, rather than of all alike.
         head_mask: (1 or batch, heads, 1 or queries, 1 or keys), what probabilities are multiplied
             with; None for ones.
+        is_shown: the probabilities are asked for.
 
     Attributes:
-        probabilities: (batch, heads, queries, keys), of the layer that was computed last.
+        probabilities: (batch, heads, queries, keys), once the layer has been computed; None where
+            nobody asks for them.
     """
 
     rows: PaddedRows
     seen: Tensor | None
     blank: bool = False
     head_mask: Tensor | None = None
-    probabilities: Tensor | None = None
+    is_shown: bool = False
+    probabilities: Tensor | None = field(default=None, init=False)
 
     def attend(
         self,
@@ -207,7 +208,8 @@ class PlainAttention:
             probabilities = lora.dropout(probabilities, dropout_p, training=True)
         if self.head_mask is not None:
             probabilities = probabilities * self._mask_of(heads).to(probabilities.dtype)
-        self.probabilities = probabilities
+        if self.is_shown:
+            self.probabilities = probabilities
         return self.rows.pack((probabilities @ v).transpose(1, 2).flatten(2))
 
     def by_head(self, x: Tensor, heads: int) -> Tensor:

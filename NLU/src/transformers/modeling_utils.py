@@ -79,6 +79,7 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin, TokenEmbeddingsMixin):
     def __init__(self, config: PretrainedConfig):
         super().__init__()
         self.config = config
+        self.name_or_path = config.name_or_path
         # Of the base's weights as they were read; see loralib.adapters.fingerprint.
         self.base_fingerprint: str | None = None
         self._read_tensors: dict[str, Tensor] = {}

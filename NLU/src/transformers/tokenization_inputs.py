@@ -21,6 +21,13 @@ TRUNCATION_STRATEGIES = tuple(each.value for each in TruncationStrategy)
 PADDING_STRATEGIES = tuple(each.value for each in PaddingStrategy)
 
 
+class NotTextError(TypeError, ValueError):
+    """Something that is not text, or not a word, in a call or in the data that it is given.
+
+    A TypeError, as in 4.4.2, and for scripts a ValueError: of a user's data, told in one line.
+    """
+
+
 class Inputs(NamedTuple):
     """Texts, texts as words, or ids of texts, of which rows are made.
 
@@ -65,7 +72,7 @@ def inputs_of_call(text: Any, text_pair: Any, words: bool) -> Inputs:
     """What `text` and `text_pair` of a call stand for: one text, or a batch.
 
     Raises:
-        TypeError: something that is not text, or not a word.
+        NotTextError: something that is not text, or not a word.
         ValueError: a text and a list, or lists of several lengths.
     """
     text = text if isinstance(text, str) else _listed("text", text)
@@ -93,7 +100,7 @@ def inputs_of_batch(batch: Any, words: bool) -> Inputs:
     """A batch of texts, or of pairs of them.
 
     Raises:
-        TypeError: something that is not text, or not a word.
+        NotTextError: something that is not text, or not a word.
         ValueError: pairs among single texts, or rows of three.
     """
     rows = _listed("text", batch)
@@ -124,7 +131,7 @@ def _holds_texts(value: Any) -> bool:
 
 def _listed(name: str, value: Any) -> list[Any]:
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise TypeError(f"{name} is a text or a list of texts, not {type(value).__name__}")
+        raise NotTextError(f"{name} is a text or a list of texts, not {type(value).__name__}")
     return list(value)
 
 
@@ -136,7 +143,7 @@ def _checked(name: str, texts: list[Any], words: bool) -> list[Any]:
         if not isinstance(each, str):
             hint = "; for words pass is_split_into_words=True" if _is_words(each) else ""
             kind = type(each).__name__
-            raise TypeError(f"{name} {index} is {kind} ({each!r:.40}), not a text{hint}")
+            raise NotTextError(f"{name} {index} is {kind} ({each!r:.40}), not a text{hint}")
     return texts
 
 
@@ -146,14 +153,14 @@ def _is_words(value: Any) -> bool:
 
 def _checked_words(name: str, row: Any) -> list[str]:
     if isinstance(row, str) or not isinstance(row, Iterable):
-        raise TypeError(
+        raise NotTextError(
             f"{name} is {type(row).__name__} ({row!r:.40}), not a list of words, which "
             "is_split_into_words=True asks for"
         )
     row = list(row)
     for place, word in enumerate(row):
         if not isinstance(word, str):
-            raise TypeError(
+            raise NotTextError(
                 f"{name}: word {place} is {type(word).__name__} ({word!r:.40}), not a string: "
                 "make it one, or leave it out"
             )

@@ -44,8 +44,8 @@ class Padding(SpecialTokensMixin):
         Raises:
             ValueError: there is no padding token, or a row is longer than `max_length`.
         """
-        is_batch, data = _by_column(encoded_inputs)
         main = self.model_input_names[0]
+        is_batch, data = _by_column(encoded_inputs, main)
         ids = data.get(main)
         if ids is None:
             raise ValueError(f"rows to pad need {main!r}; they have {sorted(data)}")
@@ -138,13 +138,13 @@ class Padding(SpecialTokensMixin):
         """The length in tokens that rows are cut or padded to; None where nothing sets one."""
 
 
-def _by_column(encoded: Any) -> tuple[bool, dict[str, Any]]:
-    """Whether these are several rows, and their entries as lists of rows."""
+def _by_column(encoded: Any, main: str) -> tuple[bool, dict[str, Any]]:
+    """Whether these are several rows, and their entries as lists of rows; `main` is the ids'."""
     if not isinstance(encoded, Mapping):
         rows = list(encoded)
         first = rows[0] if rows else {}
         return True, {name: [row[name] for row in rows] for name in first}
-    ids = next(iter(encoded.values()), ())
+    ids = encoded.get(main, ())
     if len(ids) and np.ndim(ids[0]) == 0:
         return False, {name: [row] for name, row in encoded.items()}
     return True, dict(encoded)

@@ -212,7 +212,7 @@ class PreTrainedTokenizerBase(RowsOfIds, Padding, TokenizerFiles):
 
         Raises:
             NotImplementedError: offsets are asked of a tokenizer that is not fast.
-            TypeError: `text` holds something that is not text, or not a word.
+            NotTextError: `text` holds something that is not text, or not a word.
             ValueError: `max_length` has no room for the special tokens, or more than them and
                 `stride`, or is not a multiple of `pad_to_multiple_of`, or the rows make no tensor.
         """
@@ -244,7 +244,8 @@ class PreTrainedTokenizerBase(RowsOfIds, Padding, TokenizerFiles):
         self, text: Any, text_pair: Any = None, *positional: Any, **settings: Any
     ) -> list[int] | torch.Tensor | np.ndarray:
         """The ids alone of one text, or of one pair; the settings are those of a call."""
-        return self.encode_plus(text, text_pair, *positional, **settings)["input_ids"]
+        row = self.encode_plus(text, text_pair, *positional, **settings)
+        return row[self.model_input_names[0]]
 
     def prepare_for_model(
         self,
@@ -264,12 +265,7 @@ class PreTrainedTokenizerBase(RowsOfIds, Padding, TokenizerFiles):
             positional, settings: as in a call, from `add_special_tokens` on.
         """
         inputs = Inputs([list(ids)], None if pair_ids is None else [list(pair_ids)], batched=False)
-        row = self._encode(
-            lambda _: inputs,
-            *positional,
-            make_rows=self._rows_of_ids,
-            **settings,
-        )
+        row = self._encode(lambda _: inputs, *positional, make_rows=self._rows_of_ids, **settings)
         return row.convert_to_tensors(return_tensors, prepend_batch_axis)
 
     def _encode(

@@ -8,9 +8,12 @@ import make_token_alignment_fixture as maker
 import pytest
 
 from transformers import (
+    TOKENIZER_MAPPING,
     AddedToken,
+    DebertaV2Config,
     DebertaV2Tokenizer,
     DebertaV2TokenizerFast,
+    RobertaConfig,
     RobertaTokenizer,
     RobertaTokenizerFast,
     SpecialTokensMixin,
@@ -237,6 +240,11 @@ def test_names_of_files_can_begin_alike(tokenizer, tmp_path):
 
 
 # ---- Settings ----
+
+
+def test_the_tokenizers_of_each_model():
+    assert TOKENIZER_MAPPING[RobertaConfig] == tuple(ROBERTA)
+    assert TOKENIZER_MAPPING[DebertaV2Config] == tuple(DEBERTA)
 
 
 def test_settings_that_made_it(tokenizer, open_one):

@@ -184,6 +184,15 @@ def test_pad_takes_rows_in_any_form(tokenizer, format):
     assert one == {"input_ids": [8, PAD, PAD], "attention_mask": [1, 0, 0]}
 
 
+def test_pad_finds_the_ids_wherever_they_are(tokenizer):
+    rows = {"label": [1, 0], "input_ids": [[5, 6, 7], [8]]}
+    assert tokenizer.pad(rows)["input_ids"] == [[5, 6, 7], [8, PAD, PAD]]
+    tokenizer.model_input_names = ["inputs", "attention_mask"]
+    renamed = {"label": [1, 0], "inputs": [[5, 6, 7], [8]]}
+    assert tokenizer.pad(renamed)["inputs"] == [[5, 6, 7], [8, PAD, PAD]]
+    assert tokenizer(["q", "zqx"], padding=True)["inputs"][0][-1] == PAD
+
+
 def test_pad_gives_what_a_padded_call_gives(tokenizer):
     texts = list(maker.STRINGS)
     rows = [tokenizer(text, return_special_tokens_mask=True) for text in texts]
@@ -238,6 +247,7 @@ def test_what_is_not_text(tiny, arguments, settings, message):
     tokenizer = RobertaTokenizerFast.from_pretrained(tiny, add_prefix_space=True)
     with pytest.raises(TypeError, match=message) as error:
         tokenizer(*arguments, **settings)
+    assert isinstance(error.value, ValueError)  # which scripts tell in one line
     assert "\n" not in str(error.value)
 
 

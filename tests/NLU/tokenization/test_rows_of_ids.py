@@ -6,6 +6,7 @@ import make_token_alignment_fixture as maker
 import numpy as np
 import pytest
 import torch
+from tokenizers import pre_tokenizers
 
 from transformers import (
     DebertaV2Tokenizer,
@@ -224,6 +225,15 @@ def test_a_space_before_the_text(folders):
     assert plain.encode(" rain", add_prefix_space=True) == plain.encode(" rain")
     with pytest.raises(ValueError, match="errors='strict'"):
         RobertaTokenizer.from_pretrained(folders["roberta"], errors="strict")
+
+
+def test_letters_of_bytes(folders):
+    plain = RobertaTokenizer.from_pretrained(folders["roberta"])
+    assert sorted(plain.byte_encoder) == list(range(256))
+    assert sorted(plain.byte_decoder) == sorted(pre_tokenizers.ByteLevel.alphabet())
+    text = "naïve \U0001f600\x00"
+    letters = "".join(plain.tokenize(text))
+    assert bytes(plain.byte_decoder[letter] for letter in letters) == text.encode()
 
 
 def test_spaces_between_added_tokens(plain):

@@ -603,7 +603,7 @@ class DebertaV2Model(DebertaV2PreTrainedModel, EncoderModel):
         raise NotImplementedError("prune_heads: DeBERTa-v2's heads cannot be pruned, as upstream's")
 
     def _plain(
-        self, rows: PaddedRows, given: Tensor, head_mask: Tensor | None
+        self, rows: PaddedRows, given: Tensor, head_mask: Tensor | None, is_shown: bool
     ) -> list[PlainAttention]:
         """As in `EncoderModel`; padding looks at nothing, as it does upstream."""
         if head_mask is not None:
@@ -616,7 +616,7 @@ class DebertaV2Model(DebertaV2PreTrainedModel, EncoderModel):
         if seen is not None:
             seen = seen & seen.transpose(2, 3)
         layers = range(self.config.num_hidden_layers)
-        return [PlainAttention(rows, seen, blank=True) for _ in layers]
+        return [PlainAttention(rows, seen, blank=True, is_shown=is_shown) for _ in layers]
 
 
 class DebertaV2PredictionHeadTransform(nn.Module):

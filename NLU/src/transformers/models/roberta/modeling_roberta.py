@@ -45,10 +45,23 @@ logger = logging.get_logger(__name__)
 
 
 class RobertaEmbeddings(nn.Module):
-    """Word + position + token-type embeddings, normalized."""
+    """Word + position + token-type embeddings, normalized.
+
+    Args:
+        config: the model's settings.
+
+    Raises:
+        ValueError: they ask for relative positions.
+    """
 
     def __init__(self, config: RobertaConfig):
         super().__init__()
+        kind = getattr(config, "position_embedding_type", "absolute")
+        if kind != "absolute":
+            raise ValueError(
+                f"position_embedding_type is '{kind}': this package's RoBERTa has absolute ones "
+                "alone; upstream's transformers has others, in an environment of its own"
+            )
         pad = config.pad_token_id
         self.padding_idx = pad
         width = config.hidden_size
@@ -193,6 +206,8 @@ class RobertaModel(RobertaPreTrainedModel, EncoderModel):
     Raises:
         ValueError: the settings ask for attention to an encoder's states.
     """
+
+    may_pool = True
 
     def __init__(self, config: RobertaConfig, add_pooling_layer: bool = True):
         super().__init__(config)

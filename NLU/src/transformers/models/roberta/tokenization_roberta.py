@@ -188,6 +188,21 @@ class RobertaTokenizer(RobertaBackend, PreTrainedTokenizer):
 
     vocab_files = (VOCAB_FILES_NAMES, {"tokenizer_file": TOKENIZER_FILE})
 
+    @property
+    def byte_encoder(self) -> dict[int, str]:
+        """The letter that each byte is in the vocabulary: "Ġ" for a space."""
+        # Bytes that are visible as a Latin-1 letter are that letter, others those from 256 on.
+        visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+        hidden = [byte for byte in range(256) if byte not in visible]
+        return {byte: chr(byte) for byte in visible} | {
+            byte: chr(256 + place) for place, byte in enumerate(hidden)
+        }
+
+    @property
+    def byte_decoder(self) -> dict[str, int]:
+        """The byte that each letter of the vocabulary stands for."""
+        return {letter: byte for byte, letter in self.byte_encoder.items()}
+
     def _encode(
         self,
         inputs_of: Callable[[bool], Inputs],
