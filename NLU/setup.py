@@ -26,5 +26,5 @@ setup(
         "tokenizers>=0.22",
         "tqdm",
     ],
-    extras_require={"tensorboard": ["tensorboard"]},
+    extras_require={"tensorboard": ["tensorboard"], "optuna": ["optuna"]},
 )

@@ -18,7 +18,8 @@ from transformers import (
     TrainingArguments,
     default_data_collator,
 )
-from transformers.trainer_pt_utils import EvaluationBatches, gather_in_order, lengths_of
+from transformers.trainer_data import EvaluationBatches, lengths_of
+from transformers.trainer_evaluation import gather_in_order
 
 COUNT, BATCH = 23, 4
 
@@ -132,7 +133,8 @@ def test_rows_of_all_processes_come_in_the_set_s_order(monkeypatch, world_size):
         indices = EvaluationBatches(COUNT, BATCH, world_size, rank, lengths).indices
         shares.append((indices, (np.array(indices) * 10,)))
     monkeypatch.setattr(
-        "transformers.trainer_pt_utils.gather_objects", lambda own, world_size: [*shares, ([], ())]
+        "transformers.trainer_evaluation.gather_objects",
+        lambda own, world_size: [*shares, ([], ())],
     )
     (found,) = gather_in_order(*shares[0], world_size)
     assert found.tolist() == [10 * index for index in range(COUNT)]
@@ -311,5 +313,5 @@ def test_collators_that_do_more_than_pad(make, tokenizer):
 def test_an_empty_set_and_one_without_a_length_are_refused_as_ever(make):
     with pytest.raises(ValueError, match="is empty"):
         make().evaluate([])
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError, match="has no length"):
         make().evaluate(iter(make_data(3)))

@@ -103,7 +103,14 @@ def test_importing_the_package_registers_its_families():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "script", ["text-classification/run_glue.py", "language-modeling/run_mlm.py"]
+    "script",
+    [
+        "text-classification/run_glue.py",
+        "language-modeling/run_mlm.py",
+        "token-classification/run_ner.py",
+        "question-answering/run_qa.py",
+        "multiple-choice/run_swag.py",
+    ],
 )
 @pytest.mark.parametrize("flags", [["--help"], ["--no_such_flag"]])
 def test_the_command_line_is_answered_without_heavy_imports(script, flags):

@@ -17,7 +17,7 @@ from transformers import (
     default_data_collator,
 )
 from transformers.data.data_collator import PackedCollator
-from transformers.trainer_pt_utils import takes_packed_rows
+from transformers.trainer_data import takes_packed_rows
 
 FAMILIES = ("roberta", "deberta")
 HOLES = torch.tensor([[1] * 11, [1] * 4 + [0] * 7, [1, 1, 0, 1, 1, 1, 0, 0, 1, 0, 0], [1] * 11])
@@ -199,7 +199,7 @@ def test_the_trainer_s_batches_bring_their_rows(make_trainer, workers):
 def test_training_has_the_same_bits_without(make_trainer, monkeypatch, settings):
     runs = []
     for takes in (takes_packed_rows, lambda model: False):
-        monkeypatch.setattr("transformers.trainer.takes_packed_rows", takes)
+        monkeypatch.setattr("transformers.trainer_evaluation.takes_packed_rows", takes)
         trainer = make_trainer(dropout=0.1, logging_steps=1, **settings)
         calls = noted(trainer.model)
         trainer.train()
@@ -228,16 +228,15 @@ def twice_as_many_rows(kind):
         Doubling.compute_loss = compute_loss
     elif kind == "training_step":
 
-        def training_step(self, inputs, *others):
-            return Trainer.training_step(self, doubled(inputs), *others)
+        def training_step(self, model, inputs):
+            return Trainer.training_step(self, model, doubled(inputs))
 
         Doubling.training_step = training_step
     else:
 
-        def prediction_step(self, inputs, *others):
-            loss, *both = Trainer.prediction_step(self, doubled(inputs), *others)
-            halves = (tuple(part.chunk(2)[0] for part in parts) for parts in both)
-            return loss, *halves
+        def prediction_step(self, model, inputs, *others):
+            loss, *both = Trainer.prediction_step(self, model, doubled(inputs), *others)
+            return loss, *(part if part is None else part.chunk(2)[0] for part in both)
 
         Doubling.prediction_step = prediction_step
     return Doubling

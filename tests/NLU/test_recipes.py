@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from transformers import HfArgumentParser
+
 ROOT = Path(__file__).resolve().parents[2]
 NLU = ROOT / "NLU"
 FACTS = ROOT.parent / "shared" / "facts"
@@ -160,7 +162,7 @@ def parsed(run_glue, arguments: list[str]) -> dict:
     """run_glue.py's settings by name."""
     names = ("ModelArguments", "DataTrainingArguments", "TrainingArguments", "EstimateArguments")
     types = [getattr(run_glue, name) for name in names]
-    settings = run_glue.HfArgumentParser(types).parse_args_into_dataclasses(arguments)
+    settings = HfArgumentParser(types).parse_args_into_dataclasses(arguments)
     return {name: value for part in settings for name, value in vars(part).items()}
 
 

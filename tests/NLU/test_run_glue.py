@@ -19,6 +19,7 @@ from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.io.tensors import read_tensors
 from loralib.training.locks import LOCK_NAME
+from transformers import HfArgumentParser
 from transformers.modeling_utils import read_weights
 from transformers.trainer_utils import list_checkpoints
 from transformers.utils.cli import check_length
@@ -36,7 +37,7 @@ def test_results(trained):
     assert results(trained)["eval_samples"] == 13
     train = json.loads((trained / "train_results.json").read_text())
     expected = {"train_runtime", "train_samples_per_second", "train_loss", "train_samples"}
-    assert expected | {"epoch", "train_mem_cpu_peak"} == train.keys()
+    assert expected | {"epoch", "total_flos", "train_mem_cpu_peak"} == train.keys()
     assert (train["epoch"], train["train_samples"]) == (2.0, 45)
     everything = json.loads((trained / "all_results.json").read_text())
     assert everything == train | json.loads((trained / "eval_results.json").read_text())
@@ -72,6 +73,7 @@ def test_lora_files(trained, tiny_base, where):
         "targets": ["query", "value"],
         "bias": "none",
         "task": "rte",
+        "head": "sequence_classification",
         "labels": ["entailment", "not_entailment"],
         "base": str(tiny_base),
         "base_fingerprint": fingerprint(base),
@@ -92,7 +94,7 @@ def parse(run_glue, text: str) -> dict:
     """The settings of a command line, by name."""
     types = (run_glue.ModelArguments, run_glue.DataTrainingArguments, run_glue.TrainingArguments)
     arguments = f"--model_name_or_path m --task_name rte --output_dir o {text}".split()
-    parts = run_glue.HfArgumentParser(types).parse_args_into_dataclasses(arguments)
+    parts = HfArgumentParser(types).parse_args_into_dataclasses(arguments)
     return {name: value for part in parts for name, value in vars(part).items()}
 
 

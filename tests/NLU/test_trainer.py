@@ -19,7 +19,7 @@ from transformers import (
     get_scheduler,
 )
 from transformers.optimization import Adafactor
-from transformers.trainer_pt_utils import EvaluationBatches, TrainingBatches
+from transformers.trainer_data import EvaluationBatches, TrainingBatches
 
 
 def sgd(model, rate: float = 1.0):
@@ -265,7 +265,7 @@ def test_label_smoothing_needs_classes(make_trainer, make_model):
     trainer = make_trainer(
         make_model(num_labels=1), train=make_data(8, scores=True), label_smoothing_factor=0.1
     )
-    with pytest.raises(TrainingError, match="label_smoothing_factor needs class labels"):
+    with pytest.raises(TrainingError, match="label smoothing needs class labels"):
         trainer.train()
 
 

@@ -315,7 +315,7 @@ class Summary(Net):
     ],
 )
 def test_smoothing_what_cannot_be_smoothed(make, model, settings, message):
-    with pytest.raises((ValueError, TrainingError), match=f"label_smoothing_factor .*{message}"):
+    with pytest.raises((ValueError, TrainingError), match=f"label.smoothing.*{message}"):
         make(model(), label_smoothing_factor=0.1, **settings).train()
 
 

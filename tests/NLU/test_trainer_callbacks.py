@@ -81,7 +81,7 @@ def test_what_falls_on_an_epoch_s_end(arguments, settings, asked):
 def test_what_another_callback_asked_for_stands(arguments):
     flow, state = callbacks.DefaultFlowCallback(), TrainerState(global_step=1, max_steps=10)
     for event in (flow.on_step_end, flow.on_epoch_end):
-        control = TrainerControl(True, True, True, True)
+        control = TrainerControl(True, False, True, True, True)
         event(arguments(), state, control)
         assert requests(control) == {LOG, EVALUATE, SAVE, STOP}
 
@@ -118,7 +118,7 @@ def test_a_run_and_its_evaluation(bars, arguments):
         progress.on_step_end(args, state, None)
         assert run.n == state.global_step
     for _ in range(2):
-        progress.on_prediction_step(args, state, None, num_batches=5)
+        progress.on_prediction_step(args, state, None, eval_dataloader=range(5))
     evaluation = bars[1]
     assert (evaluation.n, evaluation.total, evaluation.leave) == (2, 5, False)
     progress.on_log(args, state, None, logs={"loss": 0.25})
@@ -126,7 +126,7 @@ def test_a_run_and_its_evaluation(bars, arguments):
     progress.on_evaluate(args, state, None)
     assert evaluation.disable  # closed
     assert not run.disable
-    progress.on_prediction_step(args, state, None, num_batches=4)
+    progress.on_prediction_step(args, state, None, eval_dataloader=range(4))
     assert (len(bars), bars[2].n, bars[2].total) == (3, 1, 4)
     progress.on_predict(args, state, None)
     progress.on_train_end(args, state, None)
@@ -135,7 +135,7 @@ def test_a_run_and_its_evaluation(bars, arguments):
 
 def test_an_evaluation_without_a_run_stays_on_the_screen(bars, arguments):
     args, state, progress = arguments(), TrainerState(), callbacks.ProgressCallback()
-    progress.on_prediction_step(args, state, None, num_batches=1)
+    progress.on_prediction_step(args, state, None, eval_dataloader=range(1))
     progress.on_log(args, state, None, logs={"eval_loss": 0.5})
     progress.on_evaluate(args, state, None)
     (bar,) = bars
@@ -148,7 +148,7 @@ def test_other_processes_show_nothing(bars, arguments):
     state = TrainerState(max_steps=8, is_world_process_zero=False)
     progress.on_train_begin(args, state, None)
     progress.on_step_end(args, state, None)
-    progress.on_prediction_step(args, state, None, num_batches=5)
+    progress.on_prediction_step(args, state, None, eval_dataloader=range(5))
     progress.on_log(args, state, None, logs={})
     progress.on_evaluate(args, state, None)
     progress.on_train_end(args, state, None)

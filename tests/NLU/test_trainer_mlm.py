@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from compare import rounding
 from places import HELPERS
 
-from transformers.trainer_pt_utils import Collector, gather_in_order, join_rows
+from transformers.trainer_evaluation import Collector, gather_in_order
+from transformers.trainer_pt_utils import join_rows
 
 SCRIPT = HELPERS / "two_predictions.py"
 FAMILIES = ["roberta", "deberta"]

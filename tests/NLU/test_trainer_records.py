@@ -13,7 +13,7 @@ from transformers.integrations import (
 
 def reporters(trainer) -> list[type]:
     kinds = (TensorBoardCallback, WandbCallback)
-    return [type(c) for c in trainer.callbacks.callbacks if isinstance(c, kinds)]
+    return [type(c) for c in trainer.callback_handler.callbacks if isinstance(c, kinds)]
 
 
 INSTALLED = [
@@ -57,13 +57,13 @@ def test_two_runs_have_the_same_records(make_trainer, tmp_path):
 def test_memory_figures_are_in_the_results(make_trainer, skip):
     seen = []
     trainer = make_trainer(skip_memory_metrics=skip)
-    trainer.callbacks.callbacks[0].on_evaluate = lambda *args, metrics, **about: seen.append(
+    trainer.callback_handler.callbacks[0].on_evaluate = lambda *args, metrics, **about: seen.append(
         dict(metrics)
     )
     results = [
         (trainer.train().metrics, "train"),
         (trainer.evaluate(), "eval"),
-        (trainer.predict(make_data(3), "test").metrics, "test"),
+        (trainer.predict(make_data(3), metric_key_prefix="test").metrics, "test"),
     ]
     for metrics, split in results:
         assert (f"{split}_mem_cpu_peak" in metrics) is not skip

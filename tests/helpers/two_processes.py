@@ -41,11 +41,11 @@ class Counting(Trainer):
                 self.summed.append(self.batch)
             return allreduce_hook(group, bucket)
 
-        self._wrapped.register_comm_hook(None, hook)
+        self.model_wrapped.register_comm_hook(None, hook)
 
-    def training_step(self, inputs, weight, update):
+    def training_step(self, model, inputs):
         self.batch += 1
-        return super().training_step(inputs, weight, update)
+        return super().training_step(model, inputs)
 
 
 def batches_with_all_reduce(folder: str) -> list[int]:

@@ -3,6 +3,9 @@
 GLUE = "examples/text-classification/run_glue.py"
 MLM = "examples/language-modeling/run_mlm.py"
 PREDICT = "examples/text-classification/predict.py"
+NER = "examples/token-classification/run_ner.py"
+QA = "examples/question-answering/run_qa.py"
+SWAG = "examples/multiple-choice/run_swag.py"
 LOOP = "examples/plain_pytorch_loop.py"
 SMALL_DATA = "examples/make_small_data.py"
 SMALL_E2E = "examples/make_small_e2e.py"
@@ -12,6 +15,9 @@ OWN = "--apply_lora --lora_r 2 --lora_alpha 4 --train_file {bad}/"
 COMMON = {
     GLUE: "--model_name_or_path {good}/base --output_dir out --do_train",
     MLM: "--output_dir out --do_train",
+    **dict.fromkeys(
+        (NER, QA, SWAG), "--model_name_or_path {good}/base --output_dir out --do_train"
+    ),
     PREDICT: "--model_name_or_path {good}/base a={good}/lora.safetensors --output_file out.jsonl",
 }
 CALLS = {
@@ -276,6 +282,71 @@ CALLS = {
         (
             "--input_file {good}/texts.jsonl a={bad}/damaged.pt",
             "two adapters have the name 'a'",
+        ),
+    ],
+    NER: [
+        (
+            "--train_file {bad}/tags.json",
+            "tags.json: row 1: has 2 words in tokens, but 1 tags in ner_tags",
+        ),
+        (
+            "--train_file {good}/tags.json --validation_file {bad}/unknown_tag.json --do_eval",
+            "unknown_tag.json: row 1: tag 2: unknown tag 'B-LOC' (expected B-PER, O)",
+        ),
+        (
+            "--train_file {good}/tags.json --text_column_name words",
+            "tags.json: has no column 'words', but tokens, ner_tags; --text_column_name and "
+            "--label_column_name say others",
+        ),
+        (
+            "--train_file {bad}/latin",
+            "latin: its name must end in .csv, .json or .jsonl",
+        ),
+        (
+            "--train_file {good}/tags.json --max_seq_length 0",
+            "--max_seq_length 0: the model has 32 positions",
+        ),
+        (
+            "--dataset_name {good}/nowhere",
+            "nowhere",
+        ),
+        (
+            "--train_file {good}/tags.json --apply_lora --lora_r 4",
+            "give --lora_alpha",
+        ),
+    ],
+    QA: [
+        (
+            "--train_file {bad}/span.json",
+            "span.json: row 1: its answer 'Ann' at character 6 is outside its context, which has 8 "
+            "characters",
+        ),
+        (
+            "--train_file {bad}/unanswered.json",
+            "unanswered.json: row 1: has no answer; --version_2_with_negative is for sets with "
+            "such questions",
+        ),
+        (
+            "--train_file {bad}/three.csv",
+            "three.csv: has no column 'question', but a, b, c, label",
+        ),
+        (
+            "--train_file {bad}/span.json --max_answer_length 0",
+            "--max_answer_length must be at least 1, not 0",
+        ),
+    ],
+    SWAG: [
+        (
+            "--train_file {bad}/endings.json",
+            "endings.json: row 2: has 2 endings, others have 3: ending2 is empty",
+        ),
+        (
+            "--train_file {bad}/three.csv",
+            "three.csv: needs columns ending0, ending1 and so on, two at least; has a, b, c, label",
+        ),
+        (
+            "--output_dir out",
+            "give --dataset_name, or --train_file / --validation_file / --test_file",
         ),
     ],
     LOOP: [

@@ -65,6 +65,7 @@ def write_good(folder: Path) -> Path:
     write_lines(
         folder / "train.json", [{"text": t, "label": n % 2} for n, t in enumerate(SENTENCES)]
     )
+    write_lines(folder / "tags.json", [{"tokens": ["Ann", "ran"], "ner_tags": ["B-PER", "O"]}] * 2)
     rows = [{"context": text, "completion": text} for text in SENTENCES]
     write_lines(folder / "formatted.jsonl", rows)
     write_lines(folder / "encoded.jsonl", [{"context": [1, 2], "completion": [3, 4]}] * 4)
@@ -120,6 +121,19 @@ TEXTS = {
     "blank.csv": "text,label\na,1\nb,\n",
     "object.json": '{"text": {"a": "b"}, "label": 1}\n{"text": {"a": "c"}, "label": 0}\n',
     "list.json": '{"text": "a", "label": 1}\n{"text": ["a"], "label": 0}\n',
+    "tags.json": '{"tokens": ["Ann", "ran"], "ner_tags": ["O"]}\n',
+    "unknown_tag.json": '{"tokens": ["in", "Paris"], "ner_tags": ["O", "B-LOC"]}\n',
+    "span.json": (
+        '{"question": "Who?", "context": "Ann ran.", '
+        '"answers": {"text": ["Ann"], "answer_start": [6]}}\n'
+    ),
+    "unanswered.json": (
+        '{"question": "Who?", "context": "Ann ran.", "answers": {"text": [], "answer_start": []}}\n'
+    ),
+    "endings.json": (
+        '{"sent1": "a", "sent2": "b", "ending0": "c", "ending1": "d", "ending2": "e", "label": 0}\n'
+        '{"sent1": "a", "sent2": "b", "ending0": "c", "ending1": "d", "label": 0}\n'
+    ),
     "empty": "",
     "blank_lines": "\n\n",
     "broken.jsonl": '{"text": \n',

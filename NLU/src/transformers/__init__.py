@@ -53,7 +53,11 @@ if TYPE_CHECKING:
         is_torch_tpu_available,
     )
     from .hf_argparser import HfArgumentParser
-    from .integrations import is_tensorboard_available, is_wandb_available
+    from .integrations import (
+        is_optuna_available,
+        is_tensorboard_available,
+        is_wandb_available,
+    )
     from .modeling_utils import PreTrainedModel
     from .models.auto.configuration_auto import AutoConfig
     from .models.auto.modeling_auto import (
@@ -129,11 +133,15 @@ if TYPE_CHECKING:
     from .tokenization_utils_fast import PreTrainedTokenizerFast
     from .trainer import Trainer
     from .trainer_callback import (
+        DefaultFlowCallback,
         EarlyStoppingCallback,
+        PrinterCallback,
+        ProgressCallback,
         TrainerCallback,
         TrainerControl,
         TrainerState,
     )
+    from .trainer_pt_utils import torch_distributed_zero_first
     from .trainer_utils import EvalPrediction, EvaluationStrategy, IntervalStrategy, SchedulerType
     from .training_args import TrainingArguments
 
@@ -181,6 +189,7 @@ _MODULE_OF = {
     "is_torch_available": ".file_utils",
     "is_torch_tpu_available": ".file_utils",
     "HfArgumentParser": ".hf_argparser",
+    "is_optuna_available": ".integrations",
     "is_tensorboard_available": ".integrations",
     "is_wandb_available": ".integrations",
     "PreTrainedModel": ".modeling_utils",
@@ -246,10 +255,14 @@ _MODULE_OF = {
     "TokenSpan": ".tokenization_utils_base",
     "PreTrainedTokenizerFast": ".tokenization_utils_fast",
     "Trainer": ".trainer",
+    "DefaultFlowCallback": ".trainer_callback",
     "EarlyStoppingCallback": ".trainer_callback",
+    "PrinterCallback": ".trainer_callback",
+    "ProgressCallback": ".trainer_callback",
     "TrainerCallback": ".trainer_callback",
     "TrainerControl": ".trainer_callback",
     "TrainerState": ".trainer_callback",
+    "torch_distributed_zero_first": ".trainer_pt_utils",
     "EvalPrediction": ".trainer_utils",
     "EvaluationStrategy": ".trainer_utils",
     "IntervalStrategy": ".trainer_utils",

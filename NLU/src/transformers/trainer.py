@@ -2,43 +2,38 @@
 
 A step is: batch → loss → gradients → (at the end of an accumulation) clip, update, schedule. What
 happens around it, logs and bars and the decision when to evaluate, is in trainer_callback.py;
-checkpoints and resuming are in trainer_checkpoint.py, the order of the data in trainer_pt_utils.py,
-and what both training loops of this project stand on, in loralib.training.
+checkpoints and resuming are in trainer_checkpoint.py, the order of the data in trainer_data.py, and
+what both training loops of this project stand on, in loralib.training. The Trainer's other methods
+are in the classes that it is made of: loaders, evaluations, searches for hyperparameters, records.
 """
 
 import inspect
 import math
 import os
+import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from loralib.errors import TrainingError
-from loralib.nn.packing import PackedRows
-from loralib.nn.routing import is_by_row
 from loralib.training import watch
 from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
 from loralib.training.determinism import set_dropout_seed, set_seed, set_up_device
-from loralib.training.distributed import gather_objects, sum_over_processes
+from loralib.training.distributed import gather_objects
 from loralib.training.optimizer import decay_groups
-from loralib.training.precision import ApexPrecision, Precision, all_in_half, hold_frozen_in
+from loralib.training.precision import ApexPrecision, Precision, hold_frozen_in
 from loralib.training.product_choices import choose_products, frozen_weights
 from loralib.training.resume import first_not_finite
 from loralib.utils import with_lora_plus
 
-from .data.data_collator import (
-    DataCollatorWithPadding,
-    PackedCollator,
-    default_data_collator,
-    only_pads,
-)
+from .data.data_collator import DataCollatorWithPadding, default_data_collator
 from .integrations import reporting_callbacks
 from .modeling_utils import PreTrainedModel
 from .optimization import Adafactor, AdamW, get_scheduler
@@ -53,7 +48,6 @@ from .trainer_callback import (
     TrainerState,
 )
 from .trainer_checkpoint import (
-    TRAINER_STATE_NAME,
     Checkpoints,
     Progress,
     RunState,
@@ -61,73 +55,78 @@ from .trainer_checkpoint import (
     note_best,
     outdated_checkpoints,
 )
-from .trainer_checks import check_model
-from .trainer_pt_utils import (
-    Collector,
-    EvaluationBatches,
-    TrainingBatches,
-    check_rows,
-    gather_in_order,
-    lengths_at_hand,
-    lengths_of,
-    loss_of,
-    memory_metrics,
-    one_or_all,
-    overrides,
-    predictions_of,
-    smoothed_loss,
-    takes_packed_rows,
-)
+from .trainer_checks import check_data, check_model
+from .trainer_data import TrainingPasses, label_names_of, length_of, overrides
+from .trainer_evaluation import TrainerEvaluation, loss_of
+from .trainer_pt_utils import LabelSmoother
+from .trainer_records import TrainerRecords
+from .trainer_search import TrainerSearch
 from .trainer_utils import (
     EvalPrediction,
     IntervalStrategy,
-    PredictionOutput,
     TrainOutput,
     get_last_checkpoint,
-    log_metrics,
-    save_metrics,
     speed_metrics,
 )
 from .training_args import TrainingArguments
 from .utils import logging
 
+DEFAULT_CALLBACKS = [DefaultFlowCallback]
+DEFAULT_PROGRESS_CALLBACK = ProgressCallback
+
 logger = logging.get_logger(__name__)
 
 
-class Trainer:
+class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
     """Trains and evaluates a model.
 
     Args:
         model: what to train; parameters with ``requires_grad`` off stay as they are. Any module
             will do whose forward takes a batch by name, labels included, and returns a dict with
             "loss" or a tuple that begins with the loss.
-        args: the settings.
+        args: the settings; by default those of ``TrainingArguments("tmp_trainer")``.
         data_collator: makes a batch of a list of examples; pads to the longest where not given.
-        train_dataset, eval_dataset: sized, indexable sets of dicts.
+        train_dataset: a sized, indexable set of dicts; or one that can only be iterated over, which
+            needs ``args.max_steps`` where it has no length.
+        eval_dataset: a set with a length.
         tokenizer: pads, and is saved with the model.
+        model_init: makes the model in place of `model`, anew for each `train`; called without
+            arguments, or with the trial of a search, None where there is none.
         compute_metrics: `EvalPrediction` -> metrics by name.
         callbacks: added to the default ones.
         optimizers: an optimizer and a schedule to use instead of those that `args` ask for.
+
+    Attributes:
+        model_wrapped: the model as the loop calls it, through DDP where there are several
+            processes.
+        state, control: see `TrainerState`, `TrainerControl`.
+        callback_handler: calls the callbacks.
+        label_smoother: smooths labels, where `args` ask for it.
+
+    Raises:
+        RuntimeError: there is neither a model nor a `model_init`, or what goes with one alone.
+        ValueError: a setting does not fit the model or the data.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        args: TrainingArguments,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
         data_collator: Callable[[list[Any]], dict[str, Tensor]] | None = None,
         train_dataset: Dataset | None = None,
         eval_dataset: Dataset | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        model_init: Callable[..., nn.Module] | None = None,
         compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
         callbacks: list[TrainerCallback | type[TrainerCallback]] | None = None,
         optimizers: tuple[Optimizer | None, Any] = (None, None),
     ):
+        if args is None:
+            args = TrainingArguments("tmp_trainer")
+            logger.info("no TrainingArguments were given: writing into %s", args.output_dir)
         set_seed(args.seed)
         self.args = args
         set_up_device(tf32=args.tf32, deterministic=args.use_deterministic_algorithms)
-        held = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-        # Tensors without memory, see trainer_estimate.py, cannot be moved to where they are.
-        self.model = model if held == {args.device} else model.to(args.device)
         self.tokenizer = tokenizer
         default_collator = (
             DataCollatorWithPadding(tokenizer) if tokenizer else default_data_collator
@@ -137,151 +136,230 @@ class Trainer:
         self.eval_dataset = eval_dataset
         self.compute_metrics = compute_metrics
         self.optimizer, self.lr_scheduler = optimizers
-        self.label_names = ["labels"] if args.label_names is None else args.label_names
-        self.state = TrainerState(is_world_process_zero=args.is_main_process)
+        self._made: dict[str, Any] = {}  # the optimizer and schedule that `train` has made
+        self._weight = 1.0  # of this process's loss among the processes' in a batch
+        self.state = self._new_state()
         self.control = TrainerControl()
         self.checkpoints = Checkpoints(args)
-        self._wrapped: nn.Module = self.model
-        check_model(self.model, args, self.label_names)
-        if args.gradient_checkpointing:
-            model.config.gradient_checkpointing = True
+        smoothing = args.label_smoothing_factor
+        self.label_smoother = LabelSmoother(smoothing) if smoothing else None
+        check_data(train_dataset, eval_dataset, args)
+        self.model_init = model_init
+        self.callback_handler = CallbackHandler(
+            [*DEFAULT_CALLBACKS, *reporting_callbacks(args), *(callbacks or [])],
+            tokenizer=tokenizer,
+            optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
+        )
+        self.add_callback(PrinterCallback if args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK)
+        self.precision = Precision(args.compute_dtype, args.device.type)
+        self._use_model(self._first_model(model))
         if args.is_main_process:
             # Now, so that a folder that cannot be written to is found before the training.
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-        self.precision = Precision(args.compute_dtype, args.device.type)
-        self.uses_apex = args.use_apex
-        in_half = args.compute_dtype is not torch.float32 and not self.uses_apex
+        self.control = self.callback_handler.on_init_end(args, self.state, self.control)
+
+    def _new_state(self) -> TrainerState:
+        return TrainerState(
+            is_local_process_zero=self.is_local_process_zero(),
+            is_world_process_zero=self.is_world_process_zero(),
+        )
+
+    # ---- the model ----
+
+    def _first_model(self, model: nn.Module | None) -> nn.Module:
+        if self.model_init is None:
+            if model is None:
+                raise RuntimeError("Trainer: needs a model or a model_init")
+            return model
+        if self.optimizer is not None or self.lr_scheduler is not None:
+            raise RuntimeError(
+                "Trainer: optimizers are of one model, and model_init makes several: leave one "
+                "out, or override create_optimizer_and_scheduler"
+            )
+        if model is not None:
+            warnings.warn(
+                "Trainer: has a model and a model_init; train takes the latter's",
+                FutureWarning,
+                stacklevel=3,
+            )
+            return model
+        return self.call_model_init()
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """A new model from `model_init`.
+
+        Args:
+            trial: given to `model_init` where it takes one argument, or needs one.
+
+        Raises:
+            RuntimeError: it needs more than one argument, or returns no model.
+        """
+        arguments = inspect.signature(self.model_init).parameters.values()
+        needed = sum(argument.default is argument.empty for argument in arguments)
+        if needed > 1:
+            raise RuntimeError("model_init takes no argument, or a trial; not more")
+        takes_trial = needed == 1 or len(arguments) == 1
+        model = self.model_init(trial) if takes_trial else self.model_init()
+        if model is None:
+            raise RuntimeError("model_init returned None, not a model")
+        return model
+
+    def _use_model(self, model: nn.Module) -> None:
+        """Makes a model the one that is trained: on the device, in the precision of its products.
+
+        Raises:
+            ValueError: it cannot follow a setting.
+        """
+        args = self.args
+        held = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+        # Tensors without memory, see trainer_estimate.py, cannot be moved to where they are.
+        self.model = model if held == {args.device} else model.to(args.device)
+        self.model_wrapped: nn.Module = self.model
+        self.callback_handler.model = self.model
+        self.label_names = args.label_names
+        if self.label_names is None:
+            self.label_names = label_names_of(self.model)
+        check_model(self.model, args, self.label_names)
+        if args.gradient_checkpointing:
+            model.config.gradient_checkpointing = True
+        self.use_apex = args.use_apex
+        in_half = args.compute_dtype is not torch.float32 and not self.use_apex
         if in_half and isinstance(model, PreTrainedModel):
             # Other models' layers may not support it, and are left to autocast.
             hold_frozen_in(model, args.compute_dtype)
-        shown = PrinterCallback if args.disable_tqdm else ProgressCallback
-        self.callbacks = CallbackHandler(
-            [DefaultFlowCallback, *reporting_callbacks(args), *(callbacks or []), shown],
-            model=self.model,
-            tokenizer=tokenizer,
-        )
+
+    @property
+    def use_amp(self) -> bool:
+        """Whether float16 goes through PyTorch's autocast, and gradients through `scaler`."""
+        return self.precision.dtype is torch.float16
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler:
+        """Scales losses in float16; does nothing in other precisions."""
+        return self.precision.scaler
+
+    # ---- callbacks ----
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Adds a callback, or one of a class."""
-        self.callbacks.add(callback)
+        self.callback_handler.add_callback(callback)
+
+    def pop_callback(
+        self, callback: TrainerCallback | type[TrainerCallback]
+    ) -> TrainerCallback | None:
+        """Takes out a callback, or the first one of a class, and returns it; None for none."""
+        return self.callback_handler.pop_callback(callback)
+
+    def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Takes out a callback, or the first one of a class."""
+        self.callback_handler.remove_callback(callback)
+
+    def _call(self, event: str, *about: Any) -> None:
+        """Tells the callbacks of an event of a run, and takes what they ask for."""
+        handler = self.callback_handler
+        handler.optimizer, handler.lr_scheduler = self.optimizer, self.lr_scheduler
+        self.control = getattr(handler, event)(self.args, self.state, self.control, *about)
+
+    # ---- processes ----
+
+    def is_local_process_zero(self) -> bool:
+        """Whether this is its machine's first process."""
+        return self.args.local_rank in (-1, 0)
 
     def is_world_process_zero(self) -> bool:
         """Whether this is the process that writes."""
         return self.args.is_main_process
 
-    # ---- data ----
-
-    def _loader(self, dataset: Dataset, batches: Any) -> DataLoader:
-        return DataLoader(
-            self._used_columns(dataset),
-            batch_sampler=batches,
-            collate_fn=self._collator(),
-            # By default the loader uses dropout's generator, once an epoch and at every resume.
-            generator=torch.Generator().manual_seed(self.args.seed + self.state.global_step),
-            num_workers=self.args.dataloader_num_workers,
-            pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
-        )
-
-    def _collator(self) -> Callable[[list[Any]], Mapping[str, Any]]:
-        """What makes a batch; with `packed_rows`, where nobody else's code gets to see it."""
-        if takes_packed_rows(self.model) and self._has_own_step():
-            return PackedCollator(self.data_collator)
-        return self.data_collator
-
-    def _has_own_step(self) -> bool:
-        """Whether no subclass does something of its own with a batch."""
-        return not overrides(self, Trainer, ("training_step", "compute_loss", "prediction_step"))
-
-    def _used_columns(self, dataset: Dataset) -> Dataset:
-        """The set without the columns that the model's forward does not take."""
-        if not (self.args.remove_unused_columns and hasattr(dataset, "remove_columns")):
-            return dataset
-        taken = {*inspect.signature(self.model.forward).parameters, "label", "label_ids"}
-        taken.update(self.label_names)
-        unused = [name for name in dataset.column_names if name not in taken]
-        return dataset.remove_columns(unused)
-
-    def _training_batches(self) -> TrainingBatches:
-        if self.train_dataset is None:
-            raise ValueError("Trainer: training needs a train_dataset")
-        lengths = None
-        if self.args.group_by_length:
-            lengths = lengths_of(self.train_dataset)
-        return TrainingBatches(
-            len(self.train_dataset),
-            self.args.train_batch_size,
-            self.args.seed,
-            self.args.world_size,
-            self.args.process_index,
-            self.args.dataloader_drop_last,
-            lengths,
-        )
-
-    def _to_device(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        def moved(value: Any) -> Any:
-            if isinstance(value, Tensor | PackedRows):
-                return value.to(self.args.device, non_blocking=True)
-            return value
-
-        return {name: moved(value) for name, value in inputs.items()}
-
     # ---- optimizer ----
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Makes the optimizer and the schedule, where they were not given."""
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps)
+
+    def create_optimizer(self) -> None:
+        """Makes the optimizer, where it was not given.
+
+        Raises:
+            ValueError: the model has nothing to train.
+        """
+        if self.optimizer is not None:
+            return
         args = self.args
-        if self.optimizer is None:
-            groups = decay_groups(self.model, args.weight_decay)
-            if not groups:
-                raise ValueError("the model has no trainable parameters")
-            groups = with_lora_plus(self.model, groups, args.learning_rate, args.lora_plus_ratio)
-            if args.adafactor:
-                self.optimizer = Adafactor(
-                    groups, lr=args.learning_rate, scale_parameter=False, relative_step=False
-                )
-            else:
-                self.optimizer = AdamW(
-                    groups,
-                    lr=args.learning_rate,
-                    betas=(args.adam_beta1, args.adam_beta2),
-                    eps=args.adam_epsilon,
-                )
-        if self.lr_scheduler is None:
-            warmup = args.warmup_steps
-            if warmup <= 0:
-                warmup = math.ceil(num_training_steps * args.warmup_ratio)
-            self.lr_scheduler = get_scheduler(
-                args.lr_scheduler_type, self.optimizer, warmup, num_training_steps
+        groups = decay_groups(self.model, args.weight_decay)
+        if not groups:
+            raise ValueError("the model has no trainable parameters")
+        groups = with_lora_plus(self.model, groups, args.learning_rate, args.lora_plus_ratio)
+        if args.adafactor:
+            self.optimizer = Adafactor(
+                groups, lr=args.learning_rate, scale_parameter=False, relative_step=False
             )
+        else:
+            self.optimizer = AdamW(
+                groups,
+                lr=args.learning_rate,
+                betas=(args.adam_beta1, args.adam_beta2),
+                eps=args.adam_epsilon,
+            )
+
+    def create_scheduler(self, num_training_steps: int) -> None:
+        """Makes the schedule over so many updates, where it was not given."""
+        if self.lr_scheduler is not None:
+            return
+        warmup = self.args.warmup_steps
+        if warmup <= 0:
+            warmup = math.ceil(num_training_steps * self.args.warmup_ratio)
+        self.lr_scheduler = get_scheduler(
+            self.args.lr_scheduler_type, self.optimizer, warmup, num_training_steps
+        )
+
+    def _prepare_optimizer(self, max_steps: int) -> None:
+        """Makes an optimizer and a schedule for this run, where they are not the user's."""
+        for name, made in self._made.items():
+            if getattr(self, name) is made:  # by an earlier run, whose schedule has ended
+                setattr(self, name, None)
+        own = [n for n in ("optimizer", "lr_scheduler") if getattr(self, n) is None]
+        self.create_optimizer_and_scheduler(max_steps)
+        self._made = {name: getattr(self, name) for name in own}
 
     def _wrap(self) -> None:
         """The model as the loop calls it: through DDP where there are several processes."""
         args = self.args
-        if self.uses_apex:
+        if self.use_apex:
             self.precision = ApexPrecision(self.model, self.optimizer, args.fp16_opt_level)
-        self._wrapped = wrap_ddp(
+        self.model_wrapped = wrap_ddp(
             self.model,
             args.device,
             args.world_size,
             find_unused_parameters=bool(args.ddp_find_unused_parameters),
         )
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, passes: TrainingPasses) -> None:
         """Lets DDP lay out the gradients; see `warm_up_ddp`."""
 
         def backward() -> None:
-            self._wrapped.train()
-            example = self._used_columns(self.train_dataset)[0]
+            self.model_wrapped.train()
+            inputs = self._prepare_inputs(passes.example())
             with self.precision.autocast():
-                inputs = self._to_device(self._collator()([example]))
-                self.compute_loss(self._wrapped, inputs).backward()
+                self.compute_loss(self.model_wrapped, inputs).backward()
 
-        warm_up_ddp(self._wrapped, backward)
+        warm_up_ddp(self.model_wrapped, backward)
 
     # ---- training ----
 
-    def train(self, resume_from_checkpoint: str | None = None) -> TrainOutput:
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        **kwargs: Any,
+    ) -> TrainOutput:
         """Trains the model; from a checkpoint's folder on, where one is given.
+
+        Args:
+            resume_from_checkpoint: the folder; True for the last one in ``args.output_dir``.
+            trial: of a search, see `hyperparameter_search`.
+            kwargs: "model_path", the old name of `resume_from_checkpoint`.
 
         Returns:
             The updates made, the mean loss over them, and the run's metrics.
@@ -292,41 +370,54 @@ class Trainer:
         """
         args = self.args
         start = time.time()
-        if args.evaluation_strategy is not IntervalStrategy.NO and self.eval_dataset is None:
-            raise ValueError("--evaluation_strategy needs a set to evaluate on: add --do_eval")
-        batches = self._training_batches()
-        max_steps = args.updates_of(len(batches))
-        epochs = math.ceil(max_steps / args.updates_an_epoch(len(batches)))
-        self.control = TrainerControl()
+        checkpoint = self._checkpoint_to_resume(kwargs.pop("model_path", resume_from_checkpoint))
+        if kwargs:
+            raise TypeError(f"train() got an unexpected argument: {', '.join(kwargs)}")
+        self.state, self.control = self._new_state(), TrainerControl()
         self._progress = Progress()
-        self.create_optimizer_and_scheduler(max_steps)
+        self._set_up_trial(trial)
+        if self.model_init is not None:
+            set_seed(args.seed)
+            self._use_model(self.call_model_init(trial))
+            self.optimizer = self.lr_scheduler = None
+        self._name_trial()
+        if args.evaluation_strategy is not IntervalStrategy.NO and self._cannot_evaluate():
+            raise ValueError("--evaluation_strategy needs a set to evaluate on: add --do_eval")
+        passes = self._training_passes()
+        max_steps, epochs = self._updates_and_epochs(passes.length)
+        self._prepare_optimizer(max_steps)
         self._wrap()
         if args.device.type == "cpu":
             choose_products(frozen_weights(self.model), args.compute_dtype, args.world_size)
         set_dropout_seed(args.seed, args.process_index)
-        self._warm_up()
-        self._begin(resume_from_checkpoint, batches)
+        self._warm_up(passes)
+        self._begin(checkpoint, passes)
         self.state.max_steps, self.state.num_train_epochs = max_steps, epochs
         steps_before = self.state.global_step
-        self._log_run_size(len(self.train_dataset), max_steps)
+        self._log_run_size(passes.examples, max_steps)
 
         self._call("on_train_begin")
         self.control.should_training_stop |= steps_before >= max_steps
         for epoch in range(self._progress.epoch, epochs):
             if self.control.should_training_stop:
                 break
-            self._train_epoch(epoch, batches)
+            self._train_epoch(epoch, passes)
         # DDP keeps a reference to the process group.
-        self._wrapped = self.model
+        self.model_wrapped = self.model
         self._check_finite()
         self._check_weights()
         if args.load_best_model_at_end:
             self._load_best()
+        return self._summary(start, steps_before)
 
-        steps = self.state.global_step
+    def _summary(self, start: float, steps_before: int) -> TrainOutput:
+        """Logs and returns what a run has done since it was started or resumed."""
+        args, steps = self.args, self.state.global_step
         loss = self._mean_loss(self._progress.loss_total, max(steps, 1))
-        samples = (steps - steps_before) * batches.step_size * args.gradient_accumulation_steps
-        metrics = speed_metrics("train", start, samples)
+        an_update = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
+        metrics = speed_metrics("train", start, (steps - steps_before) * an_update)
+        self._store_flos()
+        metrics["total_flos"] = self.state.total_flos
         metrics["train_loss"] = loss
         self.log(dict(metrics))
         self._call("on_train_end")
@@ -334,7 +425,46 @@ class Trainer:
         metrics["epoch"] = round(self.state.epoch or 0.0, 2)
         return TrainOutput(steps, loss, metrics)
 
-    def _begin(self, checkpoint: str | None, batches: TrainingBatches) -> None:
+    def _checkpoint_to_resume(self, asked: str | bool | None) -> str | None:
+        """The folder to resume from.
+
+        Raises:
+            ValueError: the last one is asked for, and there is none.
+        """
+        if asked is not True:
+            return asked or None
+        found = get_last_checkpoint(self.args.output_dir)
+        if found is None:
+            raise ValueError(f"{self.args.output_dir} has no checkpoint to resume from")
+        return found
+
+    def _updates_and_epochs(self, length: int | None) -> tuple[int, int]:
+        """How many updates and passes a run makes whose passes have so many batches.
+
+        Raises:
+            ValueError: nobody knows how many they have, and the settings do not say.
+        """
+        args = self.args
+        if length is not None:
+            updates = args.updates_of(length)
+            return updates, math.ceil(updates / args.updates_an_epoch(length))
+        if args.max_steps <= 0:
+            raise ValueError("the training set has no length: give --max_steps")
+        return args.max_steps, sys.maxsize
+
+    def _cannot_evaluate(self) -> bool:
+        return self.eval_dataset is None and not overrides(
+            self, Trainer, ("evaluate", "get_eval_dataloader")
+        )
+
+    def _training_passes(self) -> TrainingPasses:
+        """The run's batches; made by the Trainer's own loader, they say where their tokens are."""
+        loader = self.callback_handler.train_dataloader = self.get_train_dataloader()
+        if not overrides(self, Trainer, ("get_train_dataloader",)):
+            loader.collate_fn = self._collator()
+        return TrainingPasses(loader, self.args.seed, self.args.device)
+
+    def _begin(self, checkpoint: str | None, passes: TrainingPasses) -> None:
         """Resumes from a checkpoint, or begins a new run; the launcher is told that it has begun.
 
         Raises:
@@ -352,52 +482,70 @@ class Trainer:
             now = identities(args)
             args.launch.begin({name: now[name] for name in self.checkpoints.outdated})
         if checkpoint:
-            self.state = self.checkpoints.resume(checkpoint, self._run_state(), len(batches))
+            steps = passes.length or sys.maxsize
+            self.state = self.checkpoints.resume(checkpoint, self._run_state(), steps)
 
-    def _train_epoch(self, epoch: int, batches: TrainingBatches) -> None:
-        args = self.args
-        batches.epoch = epoch
+    def _train_epoch(self, epoch: int, passes: TrainingPasses) -> None:
+        args, progress = self.args, self._progress
         # Where a run resumes in the middle of its epoch: the batches that it has seen.
-        batches.skip = 0 if args.ignore_data_skip else self._progress.batches
-        loader = self._loader(self.train_dataset, batches)
+        skip = 0 if args.ignore_data_skip else progress.batches
+        before = self.state.global_step
+        # As many as a pass has, or is counted as where nobody knows.
+        length = passes.length or self.state.max_steps * args.gradient_accumulation_steps
         self._call("on_epoch_begin")
-        for index, inputs in enumerate(loader, start=batches.skip):
+        batches, progress.epoch_rng = passes.begin(epoch, skip, before, progress.epoch_rng)
+        for index, inputs in enumerate(batches, start=skip):
             # A set shorter than an accumulation makes its one update at its end. Else, what is left
             # over at the end of an epoch goes into the next one's first update, as in the release.
             update = (index + 1) % args.gradient_accumulation_steps == 0 or (
-                index + 1 == len(batches) <= args.gradient_accumulation_steps
+                index + 1 == passes.length and passes.length <= args.gradient_accumulation_steps
             )
-            self._progress.add(self.training_step(inputs, batches.weight(index), update))
-            self._progress.batches = index + 1
+            if index % args.gradient_accumulation_steps == 0:
+                self._call("on_step_begin")
+            self._add_gradients(inputs, passes.weight(index), update)
+            progress.batches = index + 1
             if update:
                 self._update()
-                self.state.epoch = epoch + (index + 1) / len(batches)
+                self.state.epoch = epoch + (index + 1) / length
                 self._call("on_step_end")
                 self._log_evaluate_save()
-            if self.control.should_training_stop:
+            else:
+                self._call("on_substep_end")
+            if self.control.should_training_stop or self.control.should_epoch_stop:
                 break
-        if self._progress.batches == len(batches):
-            self._progress.epoch, self._progress.batches = epoch + 1, 0
+        else:
+            if skip == 0 and self.state.global_step == before:
+                passes.check_one_update(progress.batches)
+            progress.epoch, progress.batches = epoch + 1, 0
+        if progress.batches == passes.length or self.control.should_epoch_stop:
+            progress.epoch, progress.batches = epoch + 1, 0
         self._call("on_epoch_end")
         self._log_evaluate_save()
 
-    def training_step(self, inputs: dict[str, Any], weight: float, update: bool) -> Tensor:
+    def _add_gradients(self, inputs: dict[str, Any], weight: float, update: bool) -> None:
+        """Computes a batch; its gradients are summed over processes where an update follows."""
+        self._weight = weight
+        with sync_gradients(self.model_wrapped, due=update):
+            loss = self.training_step(self.model_wrapped, inputs)
+        watch.beat()
+        self._progress.add(loss)
+        self._progress.flos += self.floating_point_ops(inputs)
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Adds one batch's gradients; returns its part of the update's loss, detached.
 
         Args:
+            model: `model_wrapped`.
             inputs: the batch.
-            weight: of this process's loss among the processes'; see `TrainingBatches.weight`.
-            update: whether an update follows, for which gradients are summed over processes.
         """
         if not self.model.training:
             # After an evaluation. Not at every step: it walks over all modules.
-            self._wrapped.train()
-        with sync_gradients(self._wrapped, due=update):
-            with self.precision.autocast():
-                loss = self.compute_loss(self._wrapped, self._to_device(inputs))
-            loss = loss * (weight / self.args.gradient_accumulation_steps)
-            self.precision.backward(loss)
-        watch.beat()
+            model.train()
+        inputs = self._prepare_inputs(inputs)
+        with self.precision.autocast():
+            loss = self.compute_loss(model, inputs)
+        loss = loss * (self._weight / self.args.gradient_accumulation_steps)
+        self.precision.backward(loss)
         return loss.detach()
 
     def compute_loss(
@@ -409,15 +557,21 @@ class Trainer:
             TrainingError: the model returned none, or nothing to smooth labels with.
         """
         if self._smooths(inputs):
-            smoothing = self.args.label_smoothing_factor
-            loss, outputs = smoothed_loss(model, inputs, self.label_names[0], smoothing)
+            name = self.label_names[0]
+            outputs = model(**{key: value for key, value in inputs.items() if key != name})
+            loss = self.label_smoother(outputs, inputs[name])
         else:
             outputs = model(**inputs)
             loss = loss_of(outputs)
         return (loss, outputs) if return_outputs else loss
 
     def _smooths(self, inputs: dict[str, Any]) -> bool:
-        return self.args.label_smoothing_factor > 0 and self.label_names[0] in inputs
+        return self.label_smoother is not None and self.label_names[0] in inputs
+
+    def _has_own_step(self) -> bool:
+        """Whether no subclass does something of its own with a batch."""
+        steps = ("training_step", "compute_loss", "prediction_step", "_prepare_inputs")
+        return not overrides(self, Trainer, steps)
 
     def _update(self) -> None:
         """Applies the gradients that have been added up."""
@@ -447,18 +601,12 @@ class Trainer:
         last = f"the last checkpoint is {kept}" if kept else "no checkpoint was saved before"
         raise TrainingError(f"{why}; {last}; try a lower --learning_rate")
 
-    def _mean_loss(self, total: float, steps: int) -> float:
-        own = torch.tensor(total, dtype=torch.float64, device=self.args.device)
-        summed = sum_over_processes(own, self.args.world_size)
-        return summed.item() / self.args.world_size / steps
-
     def _log_evaluate_save(self) -> None:
         """Does what callbacks have asked for."""
-        control = self.control
-        if control.should_evaluate and self.args.load_best_model_at_end:
+        if self.control.should_evaluate and self.args.load_best_model_at_end:
             # Whatever asked for the evaluation: the best model has to have a checkpoint.
-            control.should_save = True
-        if control.should_log and self.state.global_step > self._progress.logged_step:
+            self.control.should_save = True
+        if self.control.should_log and self.state.global_step > self._progress.logged_step:
             self._check_finite()
             steps = self.state.global_step - self._progress.logged_step
             logs = {
@@ -469,44 +617,15 @@ class Trainer:
             self._progress.logged_step = self.state.global_step
             self.log(logs)
         metrics = None
-        if control.should_evaluate or control.should_save:
+        if self.control.should_evaluate or self.control.should_save:
             self._check_finite()
-        if control.should_evaluate:
+        if self.control.should_evaluate:
             metrics = self.evaluate()
-        if control.should_save:
+            self._report_to_hp_search(metrics)
+        if self.control.should_save:
             self._check_weights()
             self._save_checkpoint(metrics)
             self._call("on_save")
-        control.should_log = control.should_evaluate = control.should_save = False
-
-    def log(self, logs: dict[str, float]) -> None:
-        """Records `logs`, with the epoch and the step, and shows them."""
-        epoch, step = self.state.epoch, self.state.global_step
-        shown = dict(logs) if epoch is None else {**logs, "epoch": round(epoch, 2)}
-        self.state.log_history.append(shown | {"step": step})
-        self._call("on_log", logs=shown)
-
-    def _call(self, event: str, **about: Any) -> None:
-        self.callbacks.call(
-            event,
-            self.args,
-            self.state,
-            self.control,
-            optimizer=self.optimizer,
-            lr_scheduler=self.lr_scheduler,
-            **about,
-        )
-
-    def _log_run_size(self, examples: int, max_steps: int) -> None:
-        args = self.args
-        update = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
-        parameters = list(self.model.parameters())
-        trained = sum(p.numel() for p in parameters if p.requires_grad)
-        logger.info(
-            f"training {trained:,} of {sum(p.numel() for p in parameters):,} parameters on "
-            f"{examples:,} examples: {max_steps:,} updates of {update} examples, from update "
-            f"{self.state.global_step:,} on"
-        )
 
     # ---- checkpoints and results ----
 
@@ -516,26 +635,12 @@ class Trainer:
             folder = Path(output_dir or self.args.output_dir)
             self.checkpoints.save_model(folder, self.model, self.tokenizer)
 
-    def save_state(self) -> None:
-        """Writes ``trainer_state.json`` into the output folder."""
-        if self.args.is_main_process:
-            self.state.save_to_json(Path(self.args.output_dir, TRAINER_STATE_NAME))
-
-    def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
-        """Logs metrics, one a line."""
-        if self.args.is_main_process:
-            log_metrics(split, metrics)
-
-    def save_metrics(self, split: str, metrics: dict[str, float]) -> None:
-        """Writes ``<split>_results.json``, and adds to ``all_results.json``."""
-        if self.args.is_main_process:
-            save_metrics(self.args.output_dir, split, metrics)
-
     def _save_checkpoint(self, metrics: dict[str, float] | None) -> None:
         """Writes ``checkpoint-<step>``, with the evaluation's metrics if there was one."""
         if metrics is not None:
             folder = self.checkpoints.folder(self.state.global_step)
             note_best(self.state, self.args, metrics, folder)
+        self._store_flos()
         self.checkpoints.write(self._run_state(), self.save_model)
 
     def _run_state(self) -> RunState:
@@ -547,7 +652,7 @@ class Trainer:
             self.precision,
             self._progress,
             self.state,
-            len(self.train_dataset),
+            length_of(self.train_dataset) or 0,
         )
 
     def _load_best(self) -> None:
@@ -562,111 +667,3 @@ class Trainer:
             return
         logger.info("ending with the best model, %s", best)
         self.checkpoints.load_weights(best, self.model)
-
-    # ---- evaluation ----
-
-    def evaluate(
-        self, eval_dataset: Dataset | None = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """The loss and the metrics on a set, each name with the prefix; logged.
-
-        Without `compute_metrics`, predictions are not gathered.
-        """
-        dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
-        if dataset is None:
-            raise ValueError("Trainer: evaluating needs an eval_dataset")
-        loss_only = self.args.prediction_loss_only or self.compute_metrics is None
-        metrics = self._evaluation_loop(dataset, metric_key_prefix, loss_only).metrics
-        self.log(dict(metrics))
-        metrics.update(self._memory_metrics(metric_key_prefix))
-        self._call("on_evaluate", metrics=metrics)
-        return metrics
-
-    def predict(self, test_dataset: Dataset, metric_key_prefix: str = "eval") -> PredictionOutput:
-        """The model's predictions on a set and, where it has labels, its metrics.
-
-        Predictions are what the model returns besides the loss; see `EvalPrediction`.
-        """
-        loss_only = self.args.prediction_loss_only
-        output = self._evaluation_loop(test_dataset, metric_key_prefix, loss_only, "predicting")
-        output.metrics.update(self._memory_metrics(metric_key_prefix))
-        self._call("on_predict", metrics=output.metrics)
-        return output
-
-    def _evaluation_loop(
-        self, dataset: Dataset, prefix: str, loss_only: bool, what: str = "evaluating"
-    ) -> PredictionOutput:
-        args = self.args
-        if len(dataset) == 0:
-            raise ValueError("the set to evaluate is empty")
-        start = time.time()
-        share = EvaluationBatches(
-            len(dataset),
-            args.per_device_eval_batch_size,
-            args.world_size,
-            args.process_index,
-            self._lengths_to_sort_by(dataset),
-        )
-        self.model.eval()
-        in_half = all_in_half(self.model) if args.fp16_full_eval else nullcontext()
-        predictions = Collector(args.eval_accumulation_steps)
-        labels = Collector(args.eval_accumulation_steps)
-        # The sum of the losses and how many examples they are of.
-        losses = torch.zeros(2, dtype=torch.float64, device=args.device)
-        with torch.no_grad(), in_half, self.precision.autocast():
-            for indices, inputs in zip(share, self._loader(dataset, share), strict=True):
-                loss, *rows = self.prediction_step(self._to_device(inputs), loss_only)
-                if loss is not None:
-                    one = torch.ones_like(loss, dtype=torch.float64)
-                    losses += len(indices) * torch.stack([loss.double(), one])
-                for collector, batch in zip((predictions, labels), rows, strict=True):
-                    check_rows(batch, len(indices))
-                    collector.add(batch)
-                watch.beat()
-                self._call("on_prediction_step", num_batches=len(share), what=what)
-        total, count = sum_over_processes(losses, args.world_size).tolist()
-        metrics = {} if count == 0 else {f"{prefix}_loss": total / count}
-        gathered = [
-            one_or_all(gather_in_order(share.indices, collector.arrays(), args.world_size))
-            for collector in (predictions, labels)
-        ]
-        if self.compute_metrics and gathered[0] is not None and gathered[1] is not None:
-            for name, value in self.compute_metrics(EvalPrediction(*gathered)).items():
-                metrics[f"{prefix}_{name.removeprefix(f'{prefix}_')}"] = value
-        metrics.update(speed_metrics(prefix, start, len(dataset)))
-        return PredictionOutput(*gathered, metrics)
-
-    def _lengths_to_sort_by(self, dataset: Dataset) -> list[int] | None:
-        """The examples' lengths, where an evaluation makes batches of about one length; else None.
-
-        That is where no number changes by more than rounding: each example has a loss of its own,
-        and the collator does nothing but pad. A bank that has an adapter for each row needs the
-        set's order.
-        """
-        if is_by_row() or not (only_pads(self.data_collator) and self._has_own_step()):
-            return None
-        return lengths_at_hand(dataset, {"label", "label_ids", *self.label_names})
-
-    def prediction_step(
-        self, inputs: dict[str, Any], prediction_loss_only: bool = False
-    ) -> tuple[Tensor | None, tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """A batch's loss (where it has all labels), predictions and labels.
-
-        With `prediction_loss_only` there are no predictions and no labels, and a masked-language
-        model computes the logits of its targets alone.
-        """
-        if any(inputs.get(name) is None for name in self.label_names):
-            outputs = self.model(**inputs)
-            predictions = () if prediction_loss_only else predictions_of(outputs, with_loss=False)
-            return None, predictions, ()
-        if prediction_loss_only:
-            if "targets_only" in inspect.signature(self.model.forward).parameters:
-                inputs = {**inputs, "targets_only": True}
-            return self.compute_loss(self.model, inputs).detach(), (), ()
-        loss, outputs = self.compute_loss(self.model, inputs, return_outputs=True)
-        predictions = predictions_of(outputs, with_loss=not self._smooths(inputs))
-        return loss.detach(), predictions, tuple(inputs[name] for name in self.label_names)
-
-    def _memory_metrics(self, split: str) -> dict[str, int]:
-        """Peak memory, where it is asked for. Not for the log: it differs from run to run."""
-        return {} if self.args.skip_memory_metrics else memory_metrics(split, self.args.device)

@@ -3,18 +3,36 @@
 import json
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
 from loralib.errors import CheckpointError
 from loralib.io.atomic import atomic_write
 from loralib.io.likeness import check_like
 
+from .tokenization_utils_base import PreTrainedTokenizerBase
+from .trainer_data import length_of
 from .trainer_utils import IntervalStrategy
 from .training_args import TrainingArguments
+from .utils import logging
+
+logger = logging.get_logger(__name__)
+
+
+# What the first checkpoints of this package do not have.
+_LATER = (
+    "total_flos",
+    "is_local_process_zero",
+    "is_hyper_param_search",
+    "trial_name",
+    "trial_params",
+)
 
 
 @dataclass
@@ -26,118 +44,262 @@ class TrainerState:
         global_step: updates so far.
         max_steps: updates in all.
         num_train_epochs: passes in all.
+        total_flos: floating-point operations so far; see `Trainer.floating_point_ops`.
         log_history: all log records.
         best_metric: the best evaluation so far, by metric_for_best_model.
         best_model_checkpoint: its checkpoint's folder.
+        is_local_process_zero: whether this process is its machine's first one.
         is_world_process_zero: whether this process is the main one.
+        is_hyper_param_search: whether the run is a trial of a search.
+        trial_name: the trial's name.
+        trial_params: what was chosen for it.
     """
 
     epoch: float | None = None
     global_step: int = 0
     max_steps: int = 0
     num_train_epochs: int = 0
+    total_flos: float = 0.0
     log_history: list[dict[str, float]] = field(default_factory=list)
     best_metric: float | None = None
     best_model_checkpoint: str | None = None
+    is_local_process_zero: bool = True
     is_world_process_zero: bool = True
+    is_hyper_param_search: bool = False
+    trial_name: str | None = None
+    trial_params: dict[str, Any] | None = None
 
-    def save_to_json(self, path: str | os.PathLike) -> None:
+    def save_to_json(self, json_path: str | os.PathLike) -> None:
         """Writes the state."""
-        with atomic_write(path) as temporary:
+        with atomic_write(json_path) as temporary:
             temporary.write_text(json.dumps(asdict(self), indent=2, sort_keys=True) + "\n")
 
     @classmethod
-    def load_from_json(cls, path: str | os.PathLike) -> "TrainerState":
+    def load_from_json(cls, json_path: str | os.PathLike) -> "TrainerState":
         """Reads what `save_to_json` wrote.
 
         Raises:
             CheckpointError: the file is missing or damaged.
         """
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            values = json.loads(Path(json_path).read_text(encoding="utf-8"))
+            check_like(values, {})
+            # A checkpoint may be older than these.
+            values = {**{name: getattr(cls(), name) for name in _LATER}, **values}
             check_like(values, asdict(cls()))
-            filled = {"epoch": 0.0, "best_metric": 0.0, "best_model_checkpoint": ""}
+            filled = {
+                "epoch": 0.0,
+                "best_metric": 0.0,
+                "best_model_checkpoint": "",
+                "trial_name": "",
+                "trial_params": {},
+            }
             known = {name: like for name, like in filled.items() if values[name] is not None}
             check_like(values, known)
             for record in values["log_history"]:
                 check_like(record, {"step": 0}, "an entry of 'log_history'")
             return cls(**values)
         except (ValueError, TypeError, OSError) as error:
-            raise CheckpointError(f"{path}: not a trainer's state ({error})") from error
+            raise CheckpointError(f"{json_path}: not a trainer's state ({error})") from error
 
 
 @dataclass
 class TrainerControl:
-    """What callbacks ask the Trainer for at its next opportunity."""
+    """What callbacks ask the Trainer for at its next opportunity.
+
+    Attributes:
+        should_training_stop: end the run.
+        should_epoch_stop: end this pass over the training set, and begin the next.
+        should_save, should_evaluate, should_log: do so after this step.
+    """
 
     should_training_stop: bool = False
-    should_log: bool = False
-    should_evaluate: bool = False
+    should_epoch_stop: bool = False
     should_save: bool = False
+    should_evaluate: bool = False
+    should_log: bool = False
 
 
 class TrainerCallback:
-    """Base class: one method an event, each of which may change `control`.
+    """Base class: one method an event, each of which may change `control`, or return another.
 
-    All take the arguments, the state, the control, and by name what the event is about: model,
-    optimizer, lr_scheduler, and for the log and evaluation events logs or metrics.
+    All take the arguments, the state, the control, and by name what there is: model, tokenizer,
+    optimizer, lr_scheduler, train_dataloader, eval_dataloader, and for the log and evaluation
+    events logs or metrics.
     """
 
-    def on_train_begin(self, args, state, control, **kwargs) -> None:
+    def on_init_end(self, args, state, control, **kwargs):
+        """The Trainer is made."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
         """Training begins."""
 
-    def on_train_end(self, args, state, control, **kwargs) -> None:
+    def on_train_end(self, args, state, control, **kwargs):
         """Training has ended."""
 
-    def on_epoch_begin(self, args, state, control, **kwargs) -> None:
+    def on_epoch_begin(self, args, state, control, **kwargs):
         """A pass over the training set begins."""
 
-    def on_epoch_end(self, args, state, control, **kwargs) -> None:
+    def on_epoch_end(self, args, state, control, **kwargs):
         """A pass over the training set has ended."""
 
-    def on_step_end(self, args, state, control, **kwargs) -> None:
+    def on_step_begin(self, args, state, control, **kwargs):
+        """The first batch of an update comes."""
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        """A batch was computed, and more are to come before the update."""
+
+    def on_step_end(self, args, state, control, **kwargs):
         """An update was made."""
 
-    def on_prediction_step(self, args, state, control, **kwargs) -> None:
-        """A batch of `num_batches` was computed; `what` is evaluating, or predicting."""
+    def on_prediction_step(self, args, state, control, **kwargs):
+        """A batch of `eval_dataloader` was computed, of the loop of this `description`."""
 
-    def on_evaluate(self, args, state, control, **kwargs) -> None:
+    def on_evaluate(self, args, state, control, **kwargs):
         """An evaluation has ended; `metrics` are its results."""
 
-    def on_predict(self, args, state, control, **kwargs) -> None:
-        """A prediction has ended."""
+    def on_predict(self, args, state, control, **kwargs):
+        """A prediction has ended; `metrics` are its results."""
 
-    def on_log(self, args, state, control, **kwargs) -> None:
+    def on_log(self, args, state, control, **kwargs):
         """`logs` were recorded."""
 
-    def on_save(self, args, state, control, **kwargs) -> None:
+    def on_save(self, args, state, control, **kwargs):
         """A checkpoint was written."""
 
 
-class CallbackHandler:
-    """Calls every callback, in the order in which they were added."""
+class CallbackHandler(TrainerCallback):
+    """Calls every callback, in the order in which they were added.
 
-    def __init__(self, callbacks: list[TrainerCallback | type[TrainerCallback]], **around: Any):
+    Args:
+        callbacks: callbacks, or classes of them.
+        model, tokenizer, optimizer, lr_scheduler: what callbacks are given by name.
+
+    Attributes:
+        train_dataloader, eval_dataloader: likewise, where there are any.
+    """
+
+    def __init__(
+        self,
+        callbacks: Iterable[TrainerCallback | type[TrainerCallback]],
+        model: nn.Module | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        optimizer: Optimizer | None = None,
+        lr_scheduler: Any = None,
+    ):
         self.callbacks: list[TrainerCallback] = []
-        self.around = around
+        self.model, self.tokenizer = model, tokenizer
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
+        self.train_dataloader: Any = None
+        self.eval_dataloader: Any = None
         for callback in callbacks:
-            self.add(callback)
+            self.add_callback(callback)
 
-    def add(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Adds a callback, or one of a class."""
-        self.callbacks.append(callback() if isinstance(callback, type) else callback)
+        added = callback() if isinstance(callback, type) else callback
+        if any(type(there) is type(added) for there in self.callbacks):
+            logger.warning(
+                "there is a %s among the callbacks already; those in effect: %s",
+                type(added),
+                ", ".join(type(there).__name__ for there in self.callbacks),
+            )
+        self.callbacks.append(added)
 
-    def call(
+    def pop_callback(
+        self, callback: TrainerCallback | type[TrainerCallback]
+    ) -> TrainerCallback | None:
+        """Takes out a callback, or the first one of a class, and returns it; None for none."""
+        for there in self.callbacks:
+            if there is callback or type(there) is callback:
+                self.callbacks.remove(there)
+                return there
+        return None
+
+    def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Takes out a callback, or the first one of a class."""
+        self.pop_callback(callback)
+
+    def on_init_end(self, args, state, control):
+        """The Trainer is made."""
+        return self.call_event("on_init_end", args, state, control)
+
+    def on_train_begin(self, args, state, control):
+        """Training begins; nothing asks for its end yet."""
+        control.should_training_stop = False
+        return self.call_event("on_train_begin", args, state, control)
+
+    def on_train_end(self, args, state, control):
+        """Training has ended."""
+        return self.call_event("on_train_end", args, state, control)
+
+    def on_epoch_begin(self, args, state, control):
+        """A pass begins; nothing asks for its end yet."""
+        control.should_epoch_stop = False
+        return self.call_event("on_epoch_begin", args, state, control)
+
+    def on_epoch_end(self, args, state, control):
+        """A pass has ended."""
+        return self.call_event("on_epoch_end", args, state, control)
+
+    def on_step_begin(self, args, state, control):
+        """An update's first batch comes; what was asked for at the one before is done."""
+        control.should_log = control.should_evaluate = control.should_save = False
+        return self.call_event("on_step_begin", args, state, control)
+
+    def on_substep_end(self, args, state, control):
+        """A batch was computed that no update follows."""
+        return self.call_event("on_substep_end", args, state, control)
+
+    def on_step_end(self, args, state, control):
+        """An update was made."""
+        return self.call_event("on_step_end", args, state, control)
+
+    def on_prediction_step(self, args, state, control, **about):
+        """A batch was computed in an evaluation or a prediction."""
+        return self.call_event("on_prediction_step", args, state, control, **about)
+
+    def on_evaluate(self, args, state, control, metrics):
+        """An evaluation has ended, and is no longer asked for."""
+        control.should_evaluate = False
+        return self.call_event("on_evaluate", args, state, control, metrics=metrics)
+
+    def on_predict(self, args, state, control, metrics):
+        """A prediction has ended."""
+        return self.call_event("on_predict", args, state, control, metrics=metrics)
+
+    def on_log(self, args, state, control, logs):
+        """`logs` were recorded, and are no longer asked for."""
+        control.should_log = False
+        return self.call_event("on_log", args, state, control, logs=logs)
+
+    def on_save(self, args, state, control):
+        """A checkpoint was written, and is no longer asked for."""
+        control.should_save = False
+        return self.call_event("on_save", args, state, control)
+
+    def call_event(
         self,
         event: str,
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
         **about: Any,
-    ) -> None:
-        """Tells all callbacks of `event`, such as ``on_step_end``."""
+    ) -> TrainerControl:
+        """Tells all callbacks of `event`, such as ``on_step_end``.
+
+        Returns:
+            `control`, or what the last callback that returned another has put in its place.
+        """
+        nothing = getattr(TrainerCallback, event, None)
         for callback in self.callbacks:
-            getattr(callback, event)(args, state, control, **self.around, **about)
+            method = getattr(callback, event)
+            if getattr(method, "__func__", method) is nothing:
+                continue  # most events of a step concern nobody
+            there = {name: value for name, value in vars(self).items() if name != "callbacks"}
+            result = method(args, state, control, **there, **about)
+            control = control if result is None else result
+        return control
 
 
 # What callbacks can ask for -> the arguments that say on what occasion, and at which steps.
@@ -151,7 +313,7 @@ _OCCASIONS = {
 class DefaultFlowCallback(TrainerCallback):
     """Logs, evaluates, saves and stops when the arguments say so."""
 
-    def on_step_end(self, args, state, control, **kwargs) -> None:
+    def on_step_end(self, args, state, control, **kwargs) -> TrainerControl:
         """Asks for what falls on this step."""
         step = state.global_step
         for request, (strategy, interval) in _OCCASIONS.items():
@@ -159,11 +321,13 @@ class DefaultFlowCallback(TrainerCallback):
                 _ask(control, request, step % getattr(args, interval) == 0)
         _ask(control, "should_log", args.logging_first_step and step == 1)
         _ask(control, "should_training_stop", step >= state.max_steps)
+        return control
 
-    def on_epoch_end(self, args, state, control, **kwargs) -> None:
+    def on_epoch_end(self, args, state, control, **kwargs) -> TrainerControl:
         """Asks for what falls on an epoch's end."""
         for request, (strategy, _) in _OCCASIONS.items():
             _ask(control, request, getattr(args, strategy) is IntervalStrategy.EPOCH)
+        return control
 
 
 def _ask(control: TrainerControl, request: str, due: bool) -> None:
@@ -177,6 +341,8 @@ class ProgressCallback(TrainerCallback):
     def __init__(self) -> None:
         # The bars on the screen by what they show.
         self._bars: dict[str, tqdm] = {}
+        # What the bar over an evaluation shows, while there is one.
+        self._evaluated: str | None = None
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         """Opens the run's bar, at the step that it resumes from."""
@@ -189,13 +355,15 @@ class ProgressCallback(TrainerCallback):
             bar.update(state.global_step - bar.n)
 
     def on_prediction_step(
-        self, args, state, control, num_batches: int = 0, what: str = "evaluating", **kwargs
+        self, args, state, control, eval_dataloader=None, description="evaluating", **kwargs
     ) -> None:
         """Moves the evaluation's bar on by a batch, opening it before the first."""
-        if what not in self._bars:
-            self._open(state, what, num_batches, "batch")
-        if what in self._bars:
-            self._bars[what].update()
+        if self._evaluated != description:
+            self._close(self._evaluated)
+            self._evaluated = description
+            self._open(state, description, length_of(eval_dataloader), "batch")
+        if description in self._bars:
+            self._bars[description].update()
 
     def on_log(self, args, state, control, logs: dict[str, float] | None = None, **kwargs) -> None:
         """Shows a record above the run's bar; its last, the summary, is for `log_metrics`."""
@@ -204,8 +372,8 @@ class ProgressCallback(TrainerCallback):
 
     def on_evaluate(self, args, state, control, **kwargs) -> None:
         """Closes the evaluation's bar."""
-        self._close("evaluating")
-        self._close("predicting")
+        self._close(self._evaluated)
+        self._evaluated = None
 
     on_predict = on_evaluate
 
@@ -213,14 +381,17 @@ class ProgressCallback(TrainerCallback):
         """Closes the run's bar."""
         self._close("training")
 
-    def _open(self, state: TrainerState, what: str, total: int, unit: str, done: int = 0) -> None:
+    def _open(
+        self, state: TrainerState, what: str, total: int | None, unit: str, done: int = 0
+    ) -> None:
         """Puts a bar on the screen; one that comes up below another is wiped off at its end."""
+        self._close(what)
         if state.is_world_process_zero:
             self._bars[what] = tqdm(
                 desc=what, total=total, initial=done, unit=unit, leave=not self._bars
             )
 
-    def _close(self, what: str) -> None:
+    def _close(self, what: str | None) -> None:
         if what in self._bars:
             self._bars.pop(what).close()
 
@@ -254,16 +425,16 @@ class EarlyStoppingCallback(TrainerCallback):
     """
 
     def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float = 0.0):
-        self.patience = early_stopping_patience
-        self.threshold = early_stopping_threshold
+        self.early_stopping_patience = early_stopping_patience
+        self.early_stopping_threshold = early_stopping_threshold
         self.best: float | None = None
-        self.evaluations_since = 0
+        self.early_stopping_patience_counter = 0  # evaluations since the best
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         """Checks the arguments, and recounts the evaluations of a run that is resumed."""
         if not args.load_best_model_at_end:
             raise ValueError("EarlyStoppingCallback needs --load_best_model_at_end")
-        self.best, self.evaluations_since = None, 0
+        self.best, self.early_stopping_patience_counter = None, 0
         for record in state.log_history:
             self._count(args, record)
         if self.best is not None:
@@ -277,7 +448,7 @@ class EarlyStoppingCallback(TrainerCallback):
         self._stop(control)
 
     def _stop(self, control: TrainerControl) -> None:
-        if self.evaluations_since >= self.patience:
+        if self.early_stopping_patience_counter >= self.early_stopping_patience:
             control.should_training_stop = True
 
     def _count(self, args: TrainingArguments, metrics: dict[str, float]) -> None:
@@ -286,7 +457,7 @@ class EarlyStoppingCallback(TrainerCallback):
             return
         gain = 0.0 if self.best is None else value - self.best
         gain = gain if args.greater_is_better else -gain
-        if not math.isnan(value) and (self.best is None or gain > self.threshold):
-            self.best, self.evaluations_since = value, 0
+        if not math.isnan(value) and (self.best is None or gain > self.early_stopping_threshold):
+            self.best, self.early_stopping_patience_counter = value, 0
         else:
-            self.evaluations_since += 1
+            self.early_stopping_patience_counter += 1

@@ -93,14 +93,19 @@ class Progress:
         loss_since_log, loss_total: sums of the losses that have been read.
         first_bad_step: the first step with a loss that is not finite, of those that have been read,
             or -1.
+        flos: operations of this process that the Trainer's state does not count yet.
         pending: the losses that have not been read yet.
+        epoch_rng: the state of the random generators at the beginning of this pass, where its
+            batches come from them.
     """
 
     def __init__(self) -> None:
         self.epoch = self.batches = self.step = self.logged_step = 0
         self.loss_since_log = self.loss_total = 0.0
         self.first_bad_step = -1
+        self.flos = 0
         self.pending = PendingLosses()
+        self.epoch_rng: dict[str, Any] | None = None
 
     def add(self, loss: Tensor) -> None:
         """Takes a batch's part of its update's loss."""
@@ -117,7 +122,8 @@ class Progress:
     def state_dict(self) -> dict[str, Any]:
         """All of it, as plain values."""
         self.read_losses()
-        return {name: value for name, value in vars(self).items() if name != "pending"}
+        aside = ("flos", "pending", "epoch_rng")
+        return {name: value for name, value in vars(self).items() if name not in aside}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Puts the loop where `state_dict` found it."""
@@ -229,11 +235,13 @@ class Checkpoints:
             for name, parameter in run.model.named_parameters()
             if parameter.grad is not None
         }
+        begun = run.progress.epoch_rng
         return {
             "progress": run.progress.state_dict(),
             "pending_gradients": pending,
             "layout": self._layout(run),
             "rng": rng_state(self.args.device),
+            **({} if begun is None else {"epoch_rng": begun}),
         }
 
     def _layout(self, run: RunState) -> dict[str, int]:
@@ -266,6 +274,7 @@ class Checkpoints:
         path = Path(folder)
         with _damage_named(path / TRAINER_STATE_NAME):
             state = TrainerState.load_from_json(path / TRAINER_STATE_NAME)
+        state.is_local_process_zero = self.args.local_rank in (-1, 0)
         state.is_world_process_zero = self.args.is_main_process
         self._check_same_run(path, run.model)
         best = state.best_model_checkpoint
@@ -315,6 +324,7 @@ class Checkpoints:
             processes = range(before["processes"])
             own = _mean_state([self._read_process_state(path, n, run) for n in processes])
         run.progress.load_state_dict(own["progress"])
+        run.progress.epoch_rng = own.get("epoch_rng")
         if before != now:
             differ = [name for name in now if before[name] != now[name]]
             logger.warning(
@@ -335,6 +345,8 @@ class Checkpoints:
         with _damage_named(path):
             example = self._process_state(run)
             own = read_state(path, {**example, "pending_gradients": {}, "rng": like_rng_state()})
+            if "epoch_rng" in own:
+                check_like(own["epoch_rng"], like_rng_state(), "'epoch_rng'")
             for name, gradient in own["pending_gradients"].items():
                 check_like(gradient, run.model.get_parameter(name).detach().cpu(), f"'{name}'")
             return own

@@ -1,7 +1,8 @@
-"""Settings that a model cannot follow, refused before the training."""
+"""Settings that a model or a set cannot follow, refused before the training."""
 
 import inspect
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
@@ -9,8 +10,28 @@ from loralib.adapters.loading import lora_layers
 
 from . import consistency
 from .modeling_utils import PreTrainedModel
+from .trainer_data import is_iterable_only, length_of
 from .trainer_weights import adapted_by
 from .training_args import TrainingArguments
+
+
+def check_data(train: Any, evaluated: Any, args: TrainingArguments) -> None:
+    """Refuses sets without a length or an index where one is needed.
+
+    Args:
+        train: the training set, or None.
+        evaluated: the set to evaluate, or None.
+        args: the settings.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if train is not None and length_of(train) is None and args.max_steps <= 0:
+        raise ValueError("the train_dataset has no length: give --max_steps")
+    if train is not None and args.group_by_length and is_iterable_only(train):
+        raise ValueError("--group_by_length needs a train_dataset whose examples have an index")
+    if evaluated is not None and length_of(evaluated) is None:
+        raise ValueError("the set to evaluate has no length: give one that has, such as a list")
 
 
 def check_model(model: nn.Module, args: TrainingArguments, label_names: Sequence[str]) -> None:

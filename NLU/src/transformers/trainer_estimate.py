@@ -27,7 +27,7 @@ from .configuration_utils import PretrainedConfig
 from .hf_argparser import flag
 from .modeling_utils import PreTrainedModel
 from .trainer import Trainer
-from .trainer_pt_utils import TrainingBatches, lengths_of
+from .trainer_data import TrainingBatches, lengths_of
 from .training_args import TrainingArguments
 
 # The paper's models -> the family that has their settings.
@@ -181,7 +181,7 @@ def training_of(
     optimizer = trainer.optimizer
 
     def add_gradients(batch: dict[str, Tensor]) -> None:
-        trainer.training_step(batch, weight=1.0, update=True)
+        trainer.training_step(trainer.model, batch)
 
     def update() -> None:
         trained = [p for group in optimizer.param_groups for p in group["params"]]

@@ -1,170 +1,435 @@
-"""What the Trainer needs of PyTorch.
+"""PyTorch helpers of the Trainer under upstream's names, for the loops that users write themselves.
 
-The order of the data, the parts of what a model returns, and gathering from all processes.
+Tensors in lists and tuples, gathering them from all processes, the order of examples, label
+smoothing, metrics for people to read.
 """
 
-import inspect
 import math
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from loralib.errors import TrainingError
-from loralib.training.distributed import gather_objects
 
 from .data.data_collator import IGNORED_LABEL
 
+# ------------------------------------------------------------------------------------------------
+# Tensors in lists and tuples
+# ------------------------------------------------------------------------------------------------
 
-class TrainingBatches:
-    """Batches of indices for one process, in an order that all processes agree on.
 
-    A pass over the data is a permutation, cut into steps of batch_size × world_size examples; a
-    process takes every world_size-th example of a step. So N processes of batch size b take the
-    steps of one process of batch size N·b, whatever the number of examples.
+def _nested(function: Callable[..., Any], first: Any, *others: Any) -> Any:
+    """`function` of tensors or arrays, or of those at each place of lists and tuples of them."""
+    if isinstance(first, list | tuple):
+        return type(first)(_nested(function, *parts) for parts in zip(first, *others, strict=True))
+    return function(first, *others)
+
+
+def nested_detach(tensors: Any) -> Any:
+    """Tensors without their graph."""
+    return _nested(lambda tensor: tensor.detach(), tensors)
+
+
+def nested_numpify(tensors: Any) -> Any:
+    """Tensors as arrays; those in bfloat16, which NumPy does not know, in float32."""
+
+    def as_array(tensor: Tensor) -> np.ndarray:
+        tensor = tensor.detach().cpu()
+        return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
+
+    return _nested(as_array, tensors)
+
+
+def nested_truncate(tensors: Any, limit: int) -> Any:
+    """The first `limit` rows."""
+    return _nested(lambda tensor: tensor[:limit], tensors)
+
+
+def nested_concat(tensors: Any, new_tensors: Any, padding_index: int = IGNORED_LABEL) -> Any:
+    """Rows of `new_tensors` below those of `tensors`; what is shorter is filled up.
 
     Args:
-        count: examples in the set.
-        batch_size: examples a step on each process.
-        seed: of the permutation, together with `epoch`.
-        world_size, rank: number of processes, and this one's.
-        drop_last: leave out a last step that is not full.
-        lengths: the examples' lengths; where given, a step has examples of about one length.
+        tensors, new_tensors: tensors or arrays (rows, …), or lists or tuples of them, of one kind.
+        padding_index: what rows are filled up with.
 
-    Attributes:
-        epoch: the pass that is iterated over.
-        skip: steps to leave out at its beginning, for a run that resumes in its middle.
+    Raises:
+        TypeError: they differ in kind.
+    """
+    if type(tensors) is not type(new_tensors):
+        raise TypeError(
+            f"a {type(tensors).__name__} and a {type(new_tensors).__name__} cannot be concatenated"
+        )
+
+    def join(first: Any, second: Any) -> Any:
+        if isinstance(first, Tensor):
+            return join_rows([first, second], padding_index)
+        parts = [torch.from_numpy(np.asarray(part)) for part in (first, second)]
+        return join_rows(parts, padding_index).numpy()
+
+    return _nested(join, tensors, new_tensors)
+
+
+def nested_new_like(arrays: Any, num_samples: int, padding_index: int = IGNORED_LABEL) -> Any:
+    """Arrays of `num_samples` rows that hold the padding alone, otherwise as `arrays`."""
+    return _nested(
+        lambda array: np.full_like(array, padding_index, shape=(num_samples, *array.shape[1:])),
+        arrays,
+    )
+
+
+def nested_expand_like(arrays: Any, new_seq_length: int, padding_index: int = IGNORED_LABEL) -> Any:
+    """Arrays (rows, length, …) with rows filled up to `new_seq_length`."""
+
+    def expand(array: np.ndarray) -> np.ndarray:
+        shape = (len(array), new_seq_length, *array.shape[2:])
+        wide = np.full_like(array, padding_index, shape=shape)
+        wide[:, : array.shape[1]] = array
+        return wide
+
+    return _nested(expand, arrays)
+
+
+def join_rows(parts: Sequence[Tensor], padding_index: int = IGNORED_LABEL) -> Tensor:
+    """Tensors (rows, …), one below the other; `padding_index` fills up what is shorter."""
+    sizes = {part.shape[1:] for part in parts}
+    if len(sizes) > 1:
+        longest = [max(size) for size in zip(*sizes, strict=True)]
+        parts = [_filled_up(part, longest, padding_index) for part in parts]
+    return torch.cat(list(parts))
+
+
+def _filled_up(part: Tensor, sizes: Sequence[int], padding_index: int) -> Tensor:
+    filled = part.new_full((len(part), *sizes), padding_index)
+    filled[(slice(None), *map(slice, part.shape[1:]))] = part
+    return filled
+
+
+# ------------------------------------------------------------------------------------------------
+# Several processes
+# ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def torch_distributed_zero_first(local_rank: int) -> Iterator[None]:
+    """The machine's first process does what is in the block before the others.
+
+    Args:
+        local_rank: this process's number on its machine; -1 where it is the only one.
+    """
+    if local_rank not in (-1, 0):
+        dist.barrier()
+    yield
+    if local_rank == 0:
+        dist.barrier()
+
+
+def distributed_concat(tensor: Any, num_total_examples: int | None = None) -> Any:
+    """Every process's rows, by rank, on every process.
+
+    Args:
+        tensor: (rows, …), of one shape on all processes, or a list or tuple of such.
+        num_total_examples: leave out rows after these, which fill up the last process's share.
     """
 
-    # Steps within which examples are sorted, so that grouping leaves enough randomness.
-    _STEPS_A_GROUP = 50
+    def gather(part: Tensor) -> Tensor:
+        shares = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+        dist.all_gather(shares, part.contiguous())
+        return torch.cat(shares)[:num_total_examples]
+
+    return _nested(gather, tensor)
+
+
+def distributed_broadcast_scalars(
+    scalars: list[int | float], num_total_examples: int | None = None
+) -> Tensor:
+    """Every process's numbers, by rank, on every process; see `distributed_concat`."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return distributed_concat(torch.tensor(scalars, device=device), num_total_examples)
+
+
+class DistributedTensorGatherer:
+    """Puts together on the CPU what `SequentialDistributedSampler`'s processes computed.
+
+    Args:
+        world_size: how many processes there are.
+        num_samples: examples in the set.
+        make_multiple_of: of which every process's share is a multiple, such as a batch.
+        padding_index: what rows are filled up with.
+    """
 
     def __init__(
         self,
-        count: int,
+        world_size: int,
+        num_samples: int,
+        make_multiple_of: int | None = None,
+        padding_index: int = IGNORED_LABEL,
+    ):
+        self.world_size, self.num_samples = world_size, num_samples
+        self.padding_index = padding_index
+        unit = world_size * (make_multiple_of or 1)
+        self.total_samples = math.ceil(num_samples / unit) * unit
+        self._steps: list[Any] = []
+
+    def add_arrays(self, arrays: Any) -> None:
+        """Takes a step's arrays: as many rows of the first process, then of the second, …"""
+        if arrays is not None:
+            self._steps.append(arrays)
+
+    def finalize(self) -> Any:
+        """All rows in the set's order; None where no array was added.
+
+        Raises:
+            TrainingError: there are more or fewer rows than the processes' shares have.
+        """
+        if not self._steps:
+            return None
+        return _nested(self._whole, *self._steps)
+
+    def _whole(self, *steps: np.ndarray) -> np.ndarray:
+        shares = [np.split(step, self.world_size) for step in steps]
+        by_process = [torch.from_numpy(part) for rank in zip(*shares, strict=True) for part in rank]
+        rows = join_rows(by_process, self.padding_index).numpy()
+        if not self.num_samples <= len(rows) <= self.total_samples:
+            raise TrainingError(
+                f"{len(rows)} rows were added; {self.num_samples} examples make "
+                f"{self.total_samples} on {self.world_size} processes"
+            )
+        return rows[: self.num_samples]
+
+
+def _rank_and_size(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """How many processes there are and which this is, as far as that is not given."""
+    replicas = dist.get_world_size() if num_replicas is None else num_replicas
+    return replicas, dist.get_rank() if rank is None else rank
+
+
+# ------------------------------------------------------------------------------------------------
+# The order of examples
+# ------------------------------------------------------------------------------------------------
+
+
+class SequentialDistributedSampler(Sampler[int]):
+    """A process's share of a set: a run of examples that follow one another, as long as all others.
+
+    The last share is filled up with the set's first examples.
+
+    Args:
+        dataset: has a length.
+        num_replicas, rank: number of processes, and this one's; by default the group's.
+        batch_size: where given, shares are multiples of it.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        batch_size: int | None = None,
+    ):
+        self.dataset, self.batch_size = dataset, batch_size
+        self.num_replicas, self.rank = _rank_and_size(num_replicas, rank)
+        unit = batch_size or 1
+        self.num_samples = math.ceil(len(dataset) / (self.num_replicas * unit)) * unit
+        self.total_size = self.num_samples * self.num_replicas
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        count, start = len(self.dataset), self.rank * self.num_samples
+        return (index % count for index in range(start, start + self.num_samples))
+
+
+def sorted_by_length(order: Sequence[int], lengths: Sequence[int], size: int) -> list[list[int]]:
+    """An order cut into groups of `size`, each from its longest example to its shortest."""
+    groups = [order[start : start + size] for start in range(0, len(order), size)]
+    return [sorted(group, key=lambda index: -lengths[index]) for group in groups]
+
+
+def get_length_grouped_indices(
+    lengths: Sequence[int],
+    batch_size: int,
+    mega_batch_mult: int | None = None,
+    generator: torch.Generator | None = None,
+) -> list[int]:
+    """A random order in which examples that follow one another are of about one length.
+
+    The longest example of all is the first: what does not fit into memory then shows at once.
+
+    Args:
+        lengths: of the examples.
+        batch_size: examples a batch.
+        mega_batch_mult: batches within which examples are sorted; at most 50, and a quarter of all,
+            where not given.
+        generator: of the order.
+    """
+    if mega_batch_mult is None:
+        mega_batch_mult = max(1, min(len(lengths) // (batch_size * 4), 50))
+    order = torch.randperm(len(lengths), generator=generator).tolist()
+    groups = sorted_by_length(order, lengths, mega_batch_mult * batch_size)
+    if groups:
+        longest = max(groups, key=lambda group: lengths[group[0]])
+        groups[0][0], longest[0] = longest[0], groups[0][0]
+    return [index for group in groups for index in group]
+
+
+def _lengths(dataset: Dataset | None, lengths: Sequence[int] | None) -> list[int]:
+    """The lengths that were given, or those of the examples' ``input_ids``."""
+    if lengths is not None:
+        return list(lengths)
+    examples = (dataset[index] for index in range(len(dataset)))
+    try:
+        return [len(example["input_ids"]) for example in examples]
+    except (TypeError, KeyError, IndexError) as error:
+        raise ValueError("the examples have no 'input_ids': give their lengths") from error
+
+
+class LengthGroupedSampler(Sampler[int]):
+    """The order of `get_length_grouped_indices`, another one in each pass.
+
+    Args:
+        dataset: its examples have ``input_ids``, where `lengths` are not given.
+        batch_size: examples a batch.
+        lengths: of the examples.
+    """
+
+    def __init__(
+        self, dataset: Dataset | None, batch_size: int, lengths: Sequence[int] | None = None
+    ):
+        self.batch_size, self.lengths = batch_size, _lengths(dataset, lengths)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(get_length_grouped_indices(self.lengths, self.batch_size))
+
+
+class DistributedLengthGroupedSampler(Sampler[int]):
+    """A process's share of `get_length_grouped_indices`' order: every num_replicas-th example.
+
+    Shares are of one size: the first examples fill up the last ones, or, with `drop_last`, the last
+    examples are left out.
+
+    Args:
+        dataset, batch_size, lengths: as for `LengthGroupedSampler`.
+        num_replicas, rank: number of processes, and this one's; by default the group's.
+        seed: of the order, together with the pass.
+        drop_last: see above.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset | None,
         batch_size: int,
-        seed: int,
-        world_size: int = 1,
-        rank: int = 0,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        seed: int = 0,
         drop_last: bool = False,
         lengths: Sequence[int] | None = None,
     ):
-        if count < 1:
-            raise ValueError("the training set is empty")
-        self.count, self.seed, self.lengths = count, seed, lengths
-        self.world_size, self.rank = world_size, rank
-        self.step_size = batch_size * world_size
-        self.steps = count // self.step_size if drop_last else math.ceil(count / self.step_size)
-        if self.steps == 0:
-            raise ValueError(
-                f"the training set has {count} examples, a step takes {self.step_size}, and "
-                "--dataloader_drop_last leaves out the only one"
-            )
-        self.epoch = 0
-        self.skip = 0
+        self.num_replicas, self.rank = _rank_and_size(num_replicas, rank)
+        self.batch_size, self.lengths = batch_size, _lengths(dataset, lengths)
+        self.seed, self.drop_last, self.epoch = seed, drop_last, 0
+        share = len(self.lengths) / self.num_replicas
+        self.num_samples = math.floor(share) if drop_last else math.ceil(share)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the pass, which has an order of its own."""
+        self.epoch = epoch
 
     def __len__(self) -> int:
-        return self.steps
+        return self.num_samples
 
-    def __iter__(self) -> Iterator[list[int]]:
-        order = self._order()
-        for step in range(self.skip, self.steps):
-            examples = order[step * self.step_size : (step + 1) * self.step_size]
-            # A process without an example in the last step computes some other one, because
-            # the others wait for its part in the sum of gradients. `weight` makes that part zero.
-            yield examples[self.rank :: self.world_size] or examples[:1]
-
-    def weight(self, step: int) -> float:
-        """What to multiply this process's mean loss with in a step.
-
-        The mean over processes of the losses so weighted is the mean over the step's examples.
-        """
-        size = min(self.step_size, self.count - step * self.step_size)
-        return len(range(self.rank, size, self.world_size)) * self.world_size / size
-
-    def _order(self) -> list[int]:
+    def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = torch.randperm(self.count, generator=generator).tolist()
-        if self.lengths is None:
-            return order
-        size = self.step_size * max(1, min(self._STEPS_A_GROUP, self.steps // 4))
-        groups = [order[start : start + size] for start in range(0, self.count, size)]
-        return [i for group in groups for i in sorted(group, key=lambda i: -self.lengths[i])]
+        order = get_length_grouped_indices(self.lengths, self.batch_size, generator=generator)
+        total = self.num_samples * self.num_replicas
+        order = [order[place % len(order)] for place in range(total)] if order else []
+        return iter(order[self.rank :: self.num_replicas])
 
 
-class EvaluationBatches:
-    """Batches of indices for one process's share of a set, each example in one share.
+class IterableDatasetShard(IterableDataset):
+    """A process's share of a set that can only be iterated over.
+
+    Of every batch_size × num_processes examples, the process of rank 0 takes the first batch_size,
+    and so on. What is left at the end is filled up with the set's first examples, unless there is
+    one process alone, or, with `drop_last`, left out.
 
     Args:
-        count: examples in the set.
-        batch_size: examples a batch.
-        world_size, rank: number of processes, and this one's.
-        lengths: the examples' lengths; where given, they come from the longest to the shortest, so
-            that a batch has examples of about one length. What does not fit into memory then shows
-            in the first batch.
+        dataset: is in the same order on all processes; its ``set_epoch``, or the seed of its
+            ``generator`` where it has one, is set by the pass.
+        batch_size: examples a batch on each process.
+        drop_last: see above.
+        num_processes, process_index: number of processes, and this one's.
+        seed: of the generator, together with the pass.
 
     Attributes:
-        indices: of this process's examples, in the order of its batches.
+        num_examples: that the last pass has read.
     """
 
     def __init__(
         self,
-        count: int,
-        batch_size: int,
-        world_size: int = 1,
-        rank: int = 0,
-        lengths: Sequence[int] | None = None,
+        dataset: Any,
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        seed: int = 0,
     ):
-        order = list(range(count))
-        if lengths is not None:
-            order.sort(key=lambda index: -lengths[index])
-        self.indices = order[rank::world_size]
-        self.batch_size = batch_size
+        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
+        self.num_processes, self.process_index = num_processes, process_index
+        self.seed, self.epoch, self.num_examples = seed, 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the pass, which may have an order of its own."""
+        self.epoch = epoch
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        return math.ceil(len(self.indices) / self.batch_size)
+        if self.num_processes == 1 and not self.drop_last:
+            return len(self.dataset)
+        steps = len(self.dataset) / (self.batch_size * self.num_processes)
+        return (math.floor(steps) if self.drop_last else math.ceil(steps)) * self.batch_size
 
-    def __iter__(self) -> Iterator[list[int]]:
-        for start in range(0, len(self.indices), self.batch_size):
-            yield self.indices[start : start + self.batch_size]
-
-
-def takes_packed_rows(model: nn.Module) -> bool:
-    """Whether a model's forward asks for a batch's `PackedRows`."""
-    return "packed_rows" in inspect.signature(model.forward).parameters
-
-
-def overrides(instance: Any, owner: type, names: Iterable[str]) -> bool:
-    """Whether an instance of `owner` has another method of one of these names."""
-    methods = ((getattr(instance, name), getattr(owner, name)) for name in names)
-    return any(getattr(own, "__func__", own) is not plain for own, plain in methods)
-
-
-def loss_of(outputs: Any) -> Tensor:
-    """The loss in what a model returned: a dict's entry of that name, or a tuple's first item.
-
-    Raises:
-        TrainingError: there is none, or it is not one number.
-    """
-    loss = None
-    if isinstance(outputs, Mapping):
-        loss = outputs.get("loss")
-    elif isinstance(outputs, tuple | list) and outputs:
-        loss = outputs[0]
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise TrainingError(
-            "the model returned no loss: with labels, its forward has to give one number, as "
-            "'loss' in a dict or as a tuple's first item"
-        )
-    return loss.reshape(())
+    def __iter__(self) -> Iterator[Any]:
+        generator = getattr(self.dataset, "generator", None)
+        if not hasattr(self.dataset, "set_epoch") and isinstance(generator, torch.Generator):
+            generator.manual_seed(self.seed + self.epoch)
+        start = self.process_index * self.batch_size
+        own = slice(start, start + self.batch_size)
+        step: list[Any] = []
+        first: list[Any] = []  # the examples of the first step
+        self.num_examples = 0
+        for example in self.dataset:
+            self.num_examples += 1
+            step.append(example)
+            if len(step) == self.batch_size * self.num_processes:
+                yield from step[own]
+                first, step = first or step, []
+        if step and not self.drop_last:
+            if self.num_processes > 1:
+                filling, missing = first or step, self.batch_size * self.num_processes - len(step)
+                step += filling * math.ceil(missing / len(filling))
+            yield from step[own]
 
 
-def predictions_of(outputs: Any, with_loss: bool) -> tuple[Tensor, ...]:
+# ------------------------------------------------------------------------------------------------
+# Losses and parameters
+# ------------------------------------------------------------------------------------------------
+
+
+def predictions_of(outputs: Any, with_loss: bool, but: Sequence[str] = ()) -> tuple[Tensor, ...]:
     """The tensors in what a model returned, without the loss; half precision as float32.
 
     What has no rows (a number, a tuple of hidden states) is left out.
@@ -172,9 +437,10 @@ def predictions_of(outputs: Any, with_loss: bool) -> tuple[Tensor, ...]:
     Args:
         outputs: a dict, a tuple or one tensor.
         with_loss: whether a tuple begins with the loss.
+        but: a dict's entries to leave out.
     """
     if isinstance(outputs, Mapping):
-        parts = [value for name, value in outputs.items() if name != "loss"]
+        parts = [value for name, value in outputs.items() if name not in ("loss", *but)]
     elif isinstance(outputs, tuple | list):
         parts = list(outputs[1:] if with_loss else outputs)
     else:
@@ -184,169 +450,71 @@ def predictions_of(outputs: Any, with_loss: bool) -> tuple[Tensor, ...]:
     return tuple(part.float() if part.dtype in in_half else part for part in rows)
 
 
-def smoothed_loss(
-    model: nn.Module, inputs: Mapping[str, Any], name: str, smoothing: float
-) -> tuple[Tensor, Any]:
-    """The cross-entropy of smoothed class labels, and what the model returned without them.
+@dataclass
+class LabelSmoother:
+    """The cross-entropy of class labels of which a share is spread over all classes.
 
     Args:
-        model: returns logits first of all when it is called without labels.
-        inputs: a batch.
-        name: of its labels.
-        smoothing: the share of each label that is spread over all classes.
-
-    Raises:
-        TrainingError: the labels are numbers, or there are no logits for them.
+        epsilon: the share.
+        ignore_index: the label of what does not count.
     """
-    labels = inputs[name]
-    if labels.is_floating_point():
-        raise TrainingError("--label_smoothing_factor needs class labels, not numbers")
-    outputs = model(**{key: value for key, value in inputs.items() if key != name})
-    logits = next(iter(predictions_of(outputs, with_loss=False)), None)
-    if logits is None or logits.shape[:-1].numel() != labels.numel():
-        raise TrainingError(
-            f"--label_smoothing_factor needs a model that, called without {name}, first of all "
-            f"returns logits: {name} have the shape {tuple(labels.shape)}, and what it returns "
-            f"has {'no rows' if logits is None else tuple(logits.shape)}"
-        )
-    logits, labels = logits.float().flatten(0, -2), labels.flatten()
-    return F.cross_entropy(logits, labels, label_smoothing=smoothing), outputs
 
+    epsilon: float = 0.1
+    ignore_index: int = IGNORED_LABEL
 
-def check_rows(batch: tuple[Tensor, ...], count: int) -> None:
-    """Checks that predictions can be told apart by example.
+    def __call__(self, model_output: Any, labels: Tensor) -> Tensor:
+        """The mean over the labels that count.
 
-    Raises:
-        TrainingError: a tensor has not `count` rows.
-    """
-    for part in batch:
-        if len(part) != count:
+        Args:
+            model_output: logits (…, classes), or first of all in a dict or a tuple without a loss.
+            labels: (…).
+
+        Raises:
+            TrainingError: the labels are numbers, or there are no logits for them.
+        """
+        if labels.is_floating_point():
+            raise TrainingError("label smoothing needs class labels, not numbers")
+        logits = next(iter(predictions_of(model_output, with_loss=False)), None)
+        if logits is None or logits.shape[:-1].numel() != labels.numel():
             raise TrainingError(
-                f"the model returned {len(part)} rows for {count} examples, in a tensor of the "
-                f"shape {tuple(part.shape)}: predictions need a row for each example"
+                "label smoothing needs a model that, called without labels, first of all returns "
+                f"logits: the labels have the shape {tuple(labels.shape)}, and what it returns "
+                f"has {'no rows' if logits is None else tuple(logits.shape)}"
             )
+        return F.cross_entropy(
+            logits.float().flatten(0, -2),
+            labels.flatten(),
+            ignore_index=self.ignore_index,
+            label_smoothing=self.epsilon,
+        )
 
 
-def one_or_all(arrays: tuple[np.ndarray, ...]) -> np.ndarray | tuple[np.ndarray, ...] | None:
-    """A single array by itself, several as they are, and None for none."""
-    return arrays[0] if len(arrays) == 1 else arrays or None
+def get_parameter_names(model: nn.Module, forbidden_layer_types: Sequence[type]) -> list[str]:
+    """Names of a model's parameters but those within layers of these types."""
+    names = []
+    for name, child in model.named_children():
+        if not isinstance(child, tuple(forbidden_layer_types)):
+            inner = get_parameter_names(child, forbidden_layer_types)
+            names += [f"{name}.{parameter}" for parameter in inner]
+    return [*names, *model._parameters]
 
 
-def lengths_of(dataset: Dataset) -> list[int]:
-    """The tokens of every example.
-
-    Raises:
-        KeyError: the examples have no ``input_ids``.
-    """
-    if _is_table(dataset):
-        from pyarrow.compute import list_value_length  # the table is one of its
-
-        return list_value_length(dataset.with_format("arrow")["input_ids"][:]).to_pylist()
-    return [len(dataset[row]["input_ids"]) for row in range(len(dataset))]
+# ------------------------------------------------------------------------------------------------
+# Metrics for people
+# ------------------------------------------------------------------------------------------------
 
 
-def lengths_at_hand(dataset: Dataset, label_names: Iterable[str]) -> list[int] | None:
-    """The tokens of every example, where an evaluation may choose its order by them.
-
-    That is where they are known without reading example by example, which may be slow or random,
-    and where an example has one label at most: the mean loss then is that of the examples, whatever
-    batches they are in.
-
-    Args:
-        dataset: its examples are dicts.
-        label_names: the entries that are labels.
-
-    Returns:
-        None where not.
-    """
-    if _is_table(dataset):
-        if "input_ids" not in dataset.column_names:
-            return None
-        first = dataset.with_format(None)[0]
-    elif isinstance(dataset, list | tuple) and all(
-        isinstance(row, Mapping) and "input_ids" in row for row in dataset
-    ):
-        first = dataset[0]
-    else:
-        return None
-    has_several = any(np.ndim(first[name]) > 0 for name in label_names if name in first)
-    return None if has_several else lengths_of(dataset)
+def metrics_format(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics as they are logged: memory in MiB, times in hours, operations in units of 2³⁰."""
+    return {name: _readable(name, value) for name, value in metrics.items()}
 
 
-def _is_table(dataset: Dataset) -> bool:
-    """Whether a set is one of the `datasets` library's."""
-    return hasattr(dataset, "column_names") and hasattr(dataset, "with_format")
-
-
-def join_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Tensors (rows, …), one below the other; -100 fills up what is shorter than the longest."""
-    sizes = {part.shape[1:] for part in parts}
-    if len(sizes) > 1:
-        longest = [max(size) for size in zip(*sizes, strict=True)]
-        parts = [_filled_up(part, longest) for part in parts]
-    return torch.cat(list(parts))
-
-
-def _filled_up(part: Tensor, sizes: Sequence[int]) -> Tensor:
-    filled = part.new_full((len(part), *sizes), IGNORED_LABEL)
-    filled[(slice(None), *map(slice, part.shape[1:]))] = part
-    return filled
-
-
-class Collector:
-    """One process's tensors of an evaluation, batch after batch.
-
-    Args:
-        steps: batches after which what is there moves to the CPU; only at the end where None.
-    """
-
-    def __init__(self, steps: int | None = None):
-        self.steps = steps
-        self._on_device: list[tuple[Tensor, ...]] = []
-        self._on_cpu: list[tuple[Tensor, ...]] = []
-
-    def add(self, batch: tuple[Tensor, ...]) -> None:
-        """Takes a batch's tensors, (rows, …) each, as many as every batch has."""
-        self._on_device.append(batch)
-        if self.steps is not None and len(self._on_device) >= self.steps:
-            self._move()
-
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        """All rows of each, as `join_rows` joins them."""
-        self._move()
-        return tuple(join_rows(parts).numpy() for parts in zip(*self._on_cpu, strict=True))
-
-    def _move(self) -> None:
-        if self._on_device:
-            joined = (join_rows(parts) for parts in zip(*self._on_device, strict=True))
-            self._on_cpu.append(tuple(part.cpu() for part in joined))
-            self._on_device = []
-
-
-def gather_in_order(
-    indices: list[int], arrays: tuple[np.ndarray, ...], world_size: int
-) -> tuple[np.ndarray, ...]:
-    """Each array with the rows of all processes, row i being the one with index i.
-
-    They are the same on every process. Rows of several lengths are filled up as in `join_rows`.
-    """
-    shares = [share for share in gather_objects((indices, arrays), world_size) if share[1]]
-    order = np.argsort([index for share in shares for index in share[0]])
-    whole = zip(*(share[1] for share in shares), strict=True)
-    return tuple(
-        join_rows([torch.from_numpy(part) for part in parts]).numpy()[order] for parts in whole
-    )
-
-
-def memory_metrics(split: str, device: torch.device) -> dict[str, int]:
-    """Peak memory so far, in bytes: this process's on the CPU and, where used, on the GPU."""
-    metrics = {}
-    if sys.platform != "win32":
-        import resource
-
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        metrics[f"{split}_mem_cpu_peak"] = peak * unit
-    if device.type == "cuda":
-        metrics[f"{split}_mem_gpu_peak"] = torch.cuda.max_memory_allocated(device)
-    return metrics
+def _readable(name: str, value: Any) -> Any:
+    if "_mem_" in name:
+        return f"{value / 2**20:,.1f} MiB"
+    if name.endswith("_runtime"):
+        seconds, hundredths = divmod(int(value * 100), 100)
+        return f"{timedelta(seconds=seconds)}.{hundredths:02d}"
+    if name == "total_flos":
+        return f"{int(value) >> 30}GF"
+    return round(value, 4) if isinstance(value, float) else value

@@ -1,25 +1,25 @@
-"""Small things around the Trainer: names of checkpoints, what an evaluation returns, results."""
+"""Small things around the Trainer: names of checkpoints, what it returns, results, searches."""
 
 import json
 import os
 import re
+import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from loralib.io.atomic import atomic_write
 from loralib.io.likeness import check_like
+from loralib.training.determinism import set_seed  # noqa: F401 - upstream has it here
 
 from .utils import logging
 
 logger = logging.get_logger(__name__)
-
-# Metrics in bytes, which people read in a larger unit.
-_IN_BYTES = ("_mem_cpu_peak", "_mem_gpu_peak")
 
 PREFIX_CHECKPOINT_DIR = "checkpoint"
 _CHECKPOINT = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
@@ -47,6 +47,13 @@ class SchedulerType(str, Enum):
     CONSTANT_WITH_WARMUP = "constant_with_warmup"
 
 
+class HPSearchBackend(str, Enum):
+    """What searches for hyperparameters."""
+
+    OPTUNA = "optuna"
+    RAY = "ray"
+
+
 class EvalPrediction(NamedTuple):
     """What `compute_metrics` is given: predictions and labels of the full set, in its order.
 
@@ -72,6 +79,50 @@ class TrainOutput(NamedTuple):
     global_step: int
     training_loss: float
     metrics: dict[str, float]
+
+
+class BestRun(NamedTuple):
+    """What `Trainer.hyperparameter_search` returns: the best trial, its objective, its choices."""
+
+    run_id: str
+    objective: float
+    hyperparameters: dict[str, Any]
+
+
+def default_compute_objective(metrics: Mapping[str, float]) -> float:
+    """What a search compares: the sum of an evaluation's metrics, or the loss where that is all.
+
+    Times, speeds, memory and the epoch are no metrics.
+    """
+    aside = ("_runtime", "_samples_per_second")
+    scores = {
+        name: value
+        for name, value in metrics.items()
+        if name not in ("eval_loss", "epoch") and not name.endswith(aside) and "_mem_" not in name
+    }
+    return sum(scores.values()) if scores else metrics["eval_loss"]
+
+
+def default_hp_space_optuna(trial: Any) -> dict[str, float]:
+    """What a search with optuna varies, where nothing else is asked for: 4.4.2's ranges."""
+    return {
+        "learning_rate": trial.suggest_float("learning_rate", 1e-6, 1e-4, log=True),
+        "num_train_epochs": trial.suggest_int("num_train_epochs", 1, 5),
+        "seed": trial.suggest_int("seed", 1, 40),
+        "per_device_train_batch_size": trial.suggest_categorical(
+            "per_device_train_batch_size", [4, 8, 16, 32, 64]
+        ),
+    }
+
+
+default_hp_space: dict[HPSearchBackend, Callable[[Any], dict[str, float]]] = {
+    HPSearchBackend.OPTUNA: default_hp_space_optuna
+}
+
+
+def is_main_process(local_rank: int) -> bool:
+    """Whether this is its machine's first process; `local_rank` is -1 where it is the only one."""
+    return local_rank in (-1, 0)
 
 
 def list_checkpoints(folder: str | os.PathLike) -> list[str]:
@@ -103,27 +154,36 @@ def speed_metrics(split: str, start: float, num_samples: int | None = None) -> d
     return {f"{split}_{name}": v for name, v in {"runtime": round(seconds, 4), **speed}.items()}
 
 
-def log_metrics(split: str, metrics: dict[str, float]) -> None:
-    """Logs metrics, one a line."""
-    logger.info("***** %s metrics *****", split)
-    for name in sorted(metrics):
-        value = metrics[name]
-        shown = f"{value / 2**20:,.1f} MiB" if name.endswith(_IN_BYTES) else value
-        logger.info("  %s = %s", name, shown)
+def memory_metrics(split: str, device: torch.device) -> dict[str, int]:
+    """Peak memory so far, in bytes: this process's on the CPU and, where used, on the GPU."""
+    metrics = {}
+    if sys.platform != "win32":
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        metrics[f"{split}_mem_cpu_peak"] = peak * unit
+    if device.type == "cuda":
+        metrics[f"{split}_mem_gpu_peak"] = torch.cuda.max_memory_allocated(device)
+    return metrics
 
 
-def save_metrics(folder: str | os.PathLike, split: str, metrics: dict[str, float]) -> None:
-    """Writes ``<split>_results.json``, and adds to ``all_results.json``."""
-    everything = Path(folder, "all_results.json")
-    # Training comes first in a run: what was there before is of another one.
-    begins = split == "train" or not everything.is_file()
-    so_far = {} if begins else _read_results(everything)
-    for path, values in (
-        (Path(folder, f"{split}_results.json"), metrics),
-        (everything, {**so_far, **metrics}),
-    ):
-        with atomic_write(path) as temporary:
-            temporary.write_text(json.dumps(values, indent=4, sort_keys=True) + "\n")
+def save_metrics(
+    folder: str | os.PathLike, split: str, metrics: dict[str, float], combined: bool = True
+) -> None:
+    """Writes ``<split>_results.json`` and, with `combined`, adds to ``all_results.json``."""
+    _write_results(Path(folder, f"{split}_results.json"), metrics)
+    if combined:
+        everything = Path(folder, "all_results.json")
+        # Training comes first in a run: what was there before is of another one.
+        begins = split == "train" or not everything.is_file()
+        so_far = {} if begins else _read_results(everything)
+        _write_results(everything, {**so_far, **metrics})
+
+
+def _write_results(path: Path, results: dict[str, float]) -> None:
+    with atomic_write(path) as temporary:
+        temporary.write_text(json.dumps(results, indent=4, sort_keys=True) + "\n")
 
 
 def _read_results(path: Path) -> dict[str, float]:

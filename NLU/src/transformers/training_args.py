@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
-from enum import EnumMeta
+from enum import Enum, EnumMeta
 from functools import cached_property
 from typing import Any, get_type_hints
 
@@ -35,6 +35,18 @@ _NO_MEANING_HERE = {
 }
 
 
+# Where logs can go; and what 4.4.2 knows besides.
+_REPORTERS = ("tensorboard", "wandb")
+_NOT_CARRIED = ("azure_ml", "comet_ml", "mlflow")
+
+
+class ParallelMode(Enum):
+    """How a run uses what computes: one device, or a device for each of several processes."""
+
+    NOT_PARALLEL = "not_parallel"
+    DISTRIBUTED = "distributed"
+
+
 def default_logdir() -> str:
     """A folder for TensorBoard, named by time and machine."""
     return f"runs/{datetime.now():%b%d_%H-%M-%S}_{platform.node()}"
@@ -49,6 +61,7 @@ _DEFAULTS: dict[str, Callable[["TrainingArguments"], Any]] = {
     "run_name": lambda args: args.output_dir,
     "metric_for_best_model": lambda args: "loss" if args.load_best_model_at_end else None,
     "greater_is_better": lambda args: _is_a_score(args.metric_for_best_model),
+    "report_to": lambda args: ["all"],
 }
 
 
@@ -186,8 +199,10 @@ class TrainingArguments:
         for name, hint in get_type_hints(type(self)).items():
             if isinstance(hint, EnumMeta):
                 setattr(self, name, hint(getattr(self, name)))
+        if isinstance(self.report_to, str):
+            self.report_to = [self.report_to]
         self._fill_defaults()
-        self._check()
+        self.check()
 
     def _fill_defaults(self) -> None:
         for split in ("train", "eval"):
@@ -202,7 +217,12 @@ class TrainingArguments:
         if self.local_rank == -1 and "LOCAL_RANK" in os.environ:
             self.local_rank = int(os.environ["LOCAL_RANK"])
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Checks the settings, also after one was changed.
+
+        Raises:
+            ValueError: one is out of its range, or two do not go together.
+        """
         for name in (
             "per_device_train_batch_size",
             "per_device_eval_batch_size",
@@ -230,11 +250,12 @@ class TrainingArguments:
             raise ValueError("--fp16 and --bf16 are two precisions: give one")
         if self.load_best_model_at_end:
             self._save_at_evaluations()
-        unknown = set(self.report_to or ()) - {"all", "none", "tensorboard", "wandb"}
+        unknown = set(self.report_to or ()) - {"all", "none", *_REPORTERS}
         if unknown:
-            raise ValueError(
-                f"--report_to knows tensorboard, wandb, all, none; not {unknown.pop()}"
-            )
+            name = min(unknown)
+            add = ": add a TrainerCallback for it" if name in _NOT_CARRIED else ""
+            known = ", ".join(_REPORTERS)
+            raise ValueError(f"--report_to knows {known}, all, none; not {name}{add}")
 
     def _save_at_evaluations(self) -> None:
         """Makes every evaluation save a checkpoint, as in 4.4.2."""
@@ -294,9 +315,30 @@ class TrainingArguments:
         barrier(self.world_size)
 
     @property
+    def parallel_mode(self) -> ParallelMode:
+        """Whether the run has several processes, or may have: a launcher has started it."""
+        one = self.local_rank == -1
+        return ParallelMode.NOT_PARALLEL if one else ParallelMode.DISTRIBUTED
+
+    @property
+    def n_gpu(self) -> int:
+        """The GPUs that this process uses: 0 or 1, because several go with a process each."""
+        return int(self.device.type == "cuda")
+
+    @property
+    def place_model_on_device(self) -> bool:
+        """Whether the Trainer moves the model to its device; it always does."""
+        return True
+
+    @property
     def train_batch_size(self) -> int:
         """Examples a step on this process."""
         return self.per_device_train_batch_size
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Examples a batch on this process in evaluations."""
+        return self.per_device_eval_batch_size
 
     def updates_an_epoch(self, batches: int) -> int:
         """How many updates an epoch of so many batches, on each process, makes."""
@@ -334,7 +376,7 @@ class TrainingArguments:
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain values, which JSON and weights-only torch files can hold."""
         return {
-            name: value.value if isinstance(value, IntervalStrategy | SchedulerType) else value
+            name: value.value if isinstance(value, Enum) else value
             for name, value in vars(self).items()
             if name in self.__dataclass_fields__ and name != "launch"
         }
@@ -342,3 +384,10 @@ class TrainingArguments:
     def to_json_string(self) -> str:
         """The settings as JSON."""
         return json.dumps(self.to_dict(), indent=2)
+
+    def to_sanitized_dict(self) -> dict[str, bool | int | float | str]:
+        """The settings for a table of hyperparameters: what is not a number or a text as a text."""
+        sizes = {"train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
+        settings = {**self.to_dict(), **sizes}
+        plain = (bool, int, float, str)
+        return {n: v if isinstance(v, plain) else str(v) for n, v in settings.items()}

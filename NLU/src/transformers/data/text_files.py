@@ -1,7 +1,8 @@
 """The user's CSV and JSON-lines files: what is in them, and which columns are texts and labels.
 
 `read_table` refuses what cannot be read as it was meant; `choose_columns` says which columns a run
-takes, and `take_columns` takes them out under the names ``text``, ``text_pair`` and ``label``.
+takes, and `take_columns` takes them out under the names ``text``, ``text_pair`` and ``label``. Of
+such tables, `label_names` and `number_labels` make classes of words.
 """
 
 from __future__ import annotations
@@ -235,3 +236,60 @@ def _check_labels(data: Dataset, path: str, name: str) -> None:
 def is_score(data: Dataset) -> bool:
     """Whether the labels of a table, as `take_columns` makes it, are scores rather than classes."""
     return str(getattr(data.features[LABEL], "dtype", "")).startswith("float")
+
+
+def check_varied(train: Dataset, path: str) -> None:
+    """Refuses a training set with one label: there is nothing in it to tell apart.
+
+    Raises:
+        ValueError: it is such a set.
+    """
+    from datasets import ClassLabel
+
+    labels = train.unique(LABEL)
+    if len(labels) < 2:
+        feature = train.features[LABEL]
+        only = feature.int2str(labels[0]) if isinstance(feature, ClassLabel) else labels[0]
+        raise ValueError(
+            f"{path}: all {len(train)} rows have the label '{only}'; training needs at least two "
+            "labels"
+        )
+
+
+def label_names(train: Dataset | None, known: Sequence[str]) -> tuple[str, ...]:
+    """The classes in the model's order, or, where the training set has others, sorted.
+
+    Args:
+        train: the training set, as `take_columns` makes it; None where there is none.
+        known: the classes that the model was trained for.
+    """
+    if train is None:
+        return tuple(known)
+    values = train.unique(LABEL)
+    if {str(value) for value in values} <= set(known):
+        return tuple(known)
+    return tuple(str(value) for value in sorted(values))
+
+
+def number_labels(data: Dataset, labels: tuple[str, ...], path: str) -> Dataset:
+    """The table with classes as numbers.
+
+    Raises:
+        ValueError: a row has another class; or none are known.
+    """
+    from datasets import ClassLabel
+
+    if not labels:
+        raise ValueError(
+            f"{path}: the model does not name its labels; give the --train_file that it was "
+            "trained on as well"
+        )
+    numbers = {label: number for number, label in enumerate(labels)}
+    words = [str(label) for label in data[LABEL]]
+    for row, word in enumerate(words):
+        if word not in numbers:
+            raise ValueError(
+                f"{path}: row {row + 1}: unknown label '{word}' (expected {', '.join(labels)})"
+            )
+    numbered = data.remove_columns(LABEL).add_column(LABEL, [numbers[word] for word in words])
+    return numbered.cast_column(LABEL, ClassLabel(names=list(labels)))

@@ -117,6 +117,7 @@ def choose_length(
     config: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
     is_pair: bool,
+    usual: int = DEFAULT_LENGTH,
 ) -> int:
     """The number of tokens that texts are cut to: --max_seq_length, or what fits the model.
 
@@ -125,13 +126,14 @@ def choose_length(
         config: the model's settings.
         tokenizer: its tokenizer.
         is_pair: there are pairs of texts.
+        usual: the length where the flag was not given and the model takes so many.
 
     Raises:
         ValueError: the model has fewer positions, or special tokens leave no room in them.
     """
     if given is None:
-        length = min(DEFAULT_LENGTH, config.longest_sequence or DEFAULT_LENGTH)
-        if length < DEFAULT_LENGTH:
+        length = min(usual, config.longest_sequence or usual)
+        if length < usual:
             logger.info("the model has %d positions: longer texts are cut to that", length)
     else:
         check_length(config, length := given)

@@ -1,0 +1,107 @@
+"""Scores of tagged words: whole entities, as the CoNLL tasks count them, and words.
+
+An entity is a run of words of one type: B-PER I-PER. How tags make entities is conlleval's rule
+(Tjong Kim Sang and De Meulder 2003, the shared task of CoNLL), which reads every scheme of B, I, E
+and S, and takes an I- that follows nothing as a beginning. seqeval's default mode is the same.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+OUTSIDE = "O"
+# The prefix of a tag, and the type where it has one.
+_TAG = re.compile(r"([BIES])(?:-(.+))?")
+
+
+class Entity(NamedTuple):
+    """Words that belong together.
+
+    Args:
+        type: such as "PER"; "_" where tags are prefixes alone.
+        start, end: the first word, and the one after the last.
+    """
+
+    type: str
+    start: int
+    end: int
+
+
+def entities_of(tags: Sequence[str]) -> list[Entity]:
+    """The entities in one row of tags, in their order.
+
+    Tags without a prefix, such as parts of speech, are types: words of one tag in a row are one.
+    """
+    found: list[Entity] = []
+    before = (OUTSIDE, "")
+    for index, tag in enumerate(tags):
+        prefix, kind = _parts(tag)
+        if prefix != OUTSIDE:
+            if kind == before[1] and before[0] in "BI" and prefix in "IE":
+                found[-1] = found[-1]._replace(end=index + 1)
+            else:
+                found.append(Entity(kind, index, index + 1))
+        before = (prefix, kind)
+    return found
+
+
+def _parts(tag: str) -> tuple[str, str]:
+    """A tag's prefix and type."""
+    if tag == OUTSIDE:
+        return OUTSIDE, ""
+    match = _TAG.fullmatch(tag)
+    return (match[1], match[2] or "_") if match else ("I", tag)
+
+
+def entity_metrics(
+    predictions: Sequence[Sequence[str]], labels: Sequence[Sequence[str]]
+) -> dict[str, float | dict[str, float]]:
+    """Precision, recall and F1 of entities, of each type and overall; and the words' accuracy.
+
+    An entity counts as found where type, beginning and end are those of a true one. What is
+    undefined, such as the precision of a type that is never predicted, is 0.
+
+    Args:
+        predictions: the tags of each row.
+        labels: the true ones.
+
+    Returns:
+        By type ``precision``, ``recall``, ``f1`` and ``number`` (of true entities); and
+        ``overall_precision``, ``overall_recall``, ``overall_f1``, ``overall_accuracy``.
+
+    Raises:
+        ValueError: a row has another number of predictions than of labels, or there are no words.
+    """
+    right, found, true = Counter(), Counter(), Counter()
+    for row, (ours, theirs) in enumerate(zip(predictions, labels, strict=True)):
+        if len(ours) != len(theirs):
+            raise ValueError(f"row {row}: {len(ours)} predictions for {len(theirs)} labels")
+        mine, real = set(entities_of(ours)), set(entities_of(theirs))
+        found.update(entity.type for entity in mine)
+        true.update(entity.type for entity in real)
+        right.update(entity.type for entity in mine & real)
+    words = sum(map(len, labels))
+    if not words:
+        raise ValueError("there are no words to score")
+    scores: dict[str, float | dict[str, float]] = {
+        kind: {**_scores(right[kind], found[kind], true[kind]), "number": true[kind]}
+        for kind in sorted(found | true)
+    }
+    overall = _scores(*(sum(counts.values()) for counts in (right, found, true)))
+    scores.update({f"overall_{name}": value for name, value in overall.items()})
+    same = sum(
+        mine == real
+        for ours, theirs in zip(predictions, labels, strict=True)
+        for mine, real in zip(ours, theirs, strict=True)
+    )
+    return {**scores, "overall_accuracy": same / words}
+
+
+def _scores(right: int, found: int, true: int) -> dict[str, float]:
+    """Precision, recall and F1 of counts."""
+    return {
+        "precision": right / found if found else 0.0,
+        "recall": right / true if true else 0.0,
+        "f1": 2 * right / (found + true) if found + true else 0.0,
+    }

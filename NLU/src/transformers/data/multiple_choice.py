@@ -1,0 +1,60 @@
+"""Questions with several choices: a batch of as many rows as there are choices in all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..tokenization_utils_base import PreTrainedTokenizerBase, to_tensor
+from .data_collator import DataCollatorWithPadding
+
+
+@dataclass
+class DataCollatorForMultipleChoice:
+    """Pads the choices of all examples to one length, and stacks them.
+
+    Args:
+        tokenizer, padding, max_length, pad_to_multiple_of: as for `DataCollatorWithPadding`.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    padding: bool | str = True
+    max_length: int | None = None
+    pad_to_multiple_of: int | None = None
+
+    def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        """The batch: tensors (examples, choices, tokens), and ``labels`` (examples,).
+
+        Args:
+            features: examples, each entry of which is a list of one row a choice; and ``label``,
+                the number of the right one, where it is known.
+
+        Raises:
+            ValueError: examples have several numbers of choices.
+        """
+        labels = [row[name] for row in features for name in ("label", "labels") if name in row]
+        counts = {len(row["input_ids"]) for row in features}
+        if len(counts) > 1:
+            raise ValueError(
+                f"examples of {min(counts)} to {max(counts)} choices make no batch: all need as "
+                "many"
+            )
+        names = [name for name in features[0] if name not in ("label", "labels")]
+        choices = [
+            {name: row[name][choice] for name in names}
+            for row in features
+            for choice in range(len(row["input_ids"]))
+        ]
+        pad = DataCollatorWithPadding(
+            self.tokenizer, self.padding, self.max_length, self.pad_to_multiple_of
+        )
+        batch = {
+            name: rows.view(len(features), -1, rows.shape[-1])
+            for name, rows in pad(choices).items()
+        }
+        if labels:
+            batch["labels"] = to_tensor("label", labels)
+        return batch

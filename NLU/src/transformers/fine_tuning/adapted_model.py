@@ -1,0 +1,347 @@
+"""The model that a script trains or evaluates, and what it is adapted by.
+
+Flags and adapters' files together say how: `check_arguments` fills in what a file says of itself,
+`load_config` makes settings of it, `build_model` the model, frozen except what is to be trained.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from loralib.adapters.adapter import LORA, Adapter, base_biases, plain
+from loralib.adapters.deltas import lora_pairs
+from loralib.adapters.formats import read_adapter
+from loralib.errors import AlphaError
+from loralib.targets import layer_of, layers_of_words, pattern_of_words
+
+from ..adapter_kinds import PATHS
+from ..configuration_utils import PretrainedConfig, targets_of_modules
+from ..modeling_utils import PreTrainedModel
+from ..models.auto.configuration_auto import AutoConfig
+from ..models.auto.tokenization_auto import AutoTokenizer
+from ..tokenization_utils_base import PreTrainedTokenizerBase
+from ..training_args import TrainingArguments
+from ..utils.cli import check_vocabulary
+from .arguments import AdaptedModelArguments
+
+logger = logging.getLogger(__name__)
+
+# The flags that say how a model is adapted, by the switch that they need.
+ADAPTATIONS = {
+    "apply_lora": (
+        *("lora_r", "lora_alpha", "lora_rank_pattern", "lora_alpha_pattern"),
+        *("lora_targets", "lora_layers", "lora_positions"),
+        *("lora_variant", "lora_init", "lora_freeze_A", "lora_dropout"),
+    ),
+    "apply_adapter": ("adapter_type", "adapter_size"),
+    "apply_bitfit": (),
+}
+# What words of the command line are as settings.
+FROM_WORDS: dict[str, Callable[[list[str]], Any]] = {
+    "lora_layers": partial(layers_of_words, "--lora_layers"),
+    "lora_rank_pattern": partial(pattern_of_words, "--lora_rank_pattern", int),
+    "lora_alpha_pattern": partial(pattern_of_words, "--lora_alpha_pattern", float),
+}
+# Those that a file of trained weights answers: its metadata's field -> flag.
+FROM_METADATA = {
+    "rank": "lora_r",
+    "alpha": "lora_alpha",
+    "targets": "lora_targets",
+    "positions": "lora_positions",
+    "variant": "lora_variant",
+    "initialization": "lora_init",
+    "freeze_A": "lora_freeze_A",
+    "rank_pattern": "lora_rank_pattern",
+    "alpha_pattern": "lora_alpha_pattern",
+    "adapter_type": "adapter_type",
+    "adapter_size": "adapter_size",
+}
+
+
+def read_adapters(model_args: AdaptedModelArguments) -> list[Adapter]:
+    """The files that the flags name: of LoRA, of adapters, of biases."""
+    given = ((kind, getattr(model_args, path)) for kind, path in PATHS.items())
+    where = {"cache_dir": model_args.cache_dir, "token": model_args.use_auth_token}
+    where["lora_alpha"] = model_args.lora_alpha
+    return [read_adapter(path, kind, **where) for kind, path in given if path]
+
+
+def check_arguments(
+    model_args: AdaptedModelArguments, args: TrainingArguments, adapters: Sequence[Adapter]
+) -> None:
+    """Fills in what LoRA and adapter files say of themselves, and refuses flags that clash."""
+    if not (args.do_train or args.do_eval or args.do_predict):
+        raise ValueError("nothing to do: give --do_train, --do_eval or --do_predict")
+    paths = {kind.switch: path for kind, path in PATHS.items()}
+    for switch, names in ADAPTATIONS.items():
+        for name in (paths[switch], *names):
+            if getattr(model_args, name) is not None and not getattr(model_args, switch):
+                raise ValueError(f"--{name} needs --{switch}")
+    for adapter in adapters:
+        if adapter.kind is LORA and adapter.metadata is None:
+            raise AlphaError(adapter.source)
+        if adapter.metadata is None or adapter.metadata.base_fingerprint is None:
+            base = model_args.model_name_or_path
+            logger.warning("%s does not say its base: unverified: %s", adapter.source, base)
+        if args.do_train and adapter.kind is LORA and base_biases(adapter.tensors):
+            raise ValueError(
+                f"{adapter.source}: brings biases of the base, which LoRA training would leave out "
+                "of its files; merge it with its base to continue from there (utils/convert.py)"
+            )
+        _fill_in(model_args, adapter)
+
+
+def _fill_in(model_args: AdaptedModelArguments, adapter: Adapter) -> None:
+    """Sets the flags that were not given to what an adapter says of itself."""
+    for field_name, flag_name in FROM_METADATA.items():
+        value = getattr(adapter.metadata, field_name, None)
+        if value is None or getattr(model_args, flag_name) is not None:
+            continue
+        if field_name == "targets":
+            value = _targets_of(adapter)
+        elif isinstance(value, Mapping):
+            value = [f"{module}={number}" for module, number in value.items()]
+        setattr(model_args, flag_name, value)
+
+
+def _targets_of(adapter: Adapter) -> list[str]:
+    """What --lora_targets would be for an adapter."""
+    try:
+        targets = targets_of_modules(adapter.lora.targets)
+    except ValueError as error:
+        raise ValueError(
+            f"{adapter.source}: adapts {plain(adapter.lora.targets)}, which this script has no "
+            "LoRA layers for; utils/convert.py can merge it with its base"
+        ) from error
+    modules = list(lora_pairs(adapter.tensors, adapter.source))
+    # Where a target is not adapted in all layers that are, the modules have to be named.
+    return targets if len(modules) == len(targets) * len(_layers_of(adapter)) else modules
+
+
+def _layers_of(adapter: Adapter) -> set[int | None]:
+    return {layer_of(module) for module in lora_pairs(adapter.tensors, adapter.source)}
+
+
+def leave_out_missing(model_args: AdaptedModelArguments) -> None:
+    """Takes back the flags of trained weights that are not there yet: others say their shape."""
+    for path in PATHS.values():
+        name = getattr(model_args, path)
+        if name is not None and not os.path.exists(name):
+            logger.warning("--%s %s is not there: its rank and targets are the flags'", path, name)
+            setattr(model_args, path, None)
+
+
+def keep_to_layers(
+    model_args: AdaptedModelArguments, config: PretrainedConfig, adapters: Sequence[Adapter]
+) -> None:
+    """Sets --lora_layers, if it was not given, to the layers of a model that an adapter adapts."""
+    for adapter in adapters:
+        if adapter.kind is LORA and model_args.lora_layers is None:
+            layers = _layers_of(adapter)
+            if layers < {*range(config.num_hidden_layers)}:
+                model_args.lora_layers = [str(layer) for layer in sorted(layers)]
+
+
+def load_config(model_args: AdaptedModelArguments, **settings: Any) -> PretrainedConfig:
+    """The model's settings, with how it is adapted, and others of this run."""
+    # Of this run, not of the model that it starts from, which may have been trained so.
+    settings = {"reg_loss_wgt": 0.0, "masking_prob": 0.0, **settings}
+    for switch, names in ADAPTATIONS.items():
+        if getattr(model_args, switch):
+            given = {name: getattr(model_args, name) for name in names}
+            settings.update(
+                {
+                    name: FROM_WORDS.get(name, lambda value: value)(value)
+                    for name, value in given.items()
+                    if value is not None
+                }
+            )
+            settings[switch] = True
+    config, unknown = AutoConfig.from_pretrained(
+        model_args.config_name or model_args.model_name_or_path,
+        return_unused_kwargs=True,
+        **_where(model_args),
+        **settings,
+    )
+    for name in unknown:
+        raise ValueError(
+            f"a {config.model_type} model has no setting {name}, which a flag or an adapter's file "
+            "asks for"
+        )
+    for switch in ADAPTATIONS:
+        if getattr(config, switch) and not getattr(model_args, switch):
+            logger.warning(
+                "%s was made with --%s, and stays so; begin with its base to train it otherwise",
+                *(model_args.model_name_or_path, switch),
+            )
+    return config
+
+
+def _where(model_args: AdaptedModelArguments) -> dict[str, Any]:
+    return {
+        "cache_dir": model_args.cache_dir,
+        "revision": model_args.model_revision,
+        "use_auth_token": model_args.use_auth_token,
+    }
+
+
+def load_task_config(
+    model_args: AdaptedModelArguments, args: TrainingArguments, adapters: Sequence[Adapter]
+) -> PretrainedConfig:
+    """The settings of the model that a run begins with; for tasks other than classifying texts.
+
+    Raises:
+        ValueError: --cls_dropout, which these heads do not have.
+    """
+    if args.cls_dropout is not None:
+        raise ValueError("--cls_dropout is the dropout of a classifier of texts: leave it out")
+    config = load_config(model_args)
+    keep_to_layers(model_args, config, adapters)
+    return config
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a run begins with, where that was trained for a task.
+
+    Args:
+        source: the adapter's file, or the model's name.
+        labels: names of its classes in their order; none where it does not name them.
+        task: what it was trained for, if it says so.
+    """
+
+    source: str
+    labels: tuple[str, ...]
+    task: str | None
+
+    def check_task(self, task: str | None, training: bool) -> None:
+        """Refuses to evaluate a head on another task; training may begin with it.
+
+        Raises:
+            ValueError: it is another one.
+        """
+        if not task or not self.task or task == self.task:
+            return
+        if not training:
+            raise ValueError(f"{self.source} was trained for {self.task}, not for {task}")
+        logger.warning(
+            "%s was trained for %s: training on %s begins there", self.source, self.task, task
+        )
+
+    def check_labels(self, labels: tuple[str, ...], training: bool) -> None:
+        """Refuses to evaluate a head on classes that it was not trained for.
+
+        Raises:
+            ValueError: they are others, or in another order.
+        """
+        if self.labels and labels and self.labels != labels and not training:
+            raise ValueError(
+                f"{self.source} was trained for the labels {', '.join(self.labels)}; "
+                f"the data has {', '.join(labels)}"
+            )
+
+
+def origin_of(
+    model_args: AdaptedModelArguments, config: PretrainedConfig, adapters: Sequence[Adapter]
+) -> Origin:
+    """What a run begins with: the first adapter where there is one, else the model."""
+    info = next((adapter.metadata for adapter in adapters if adapter.metadata), None)
+    names = tuple(config.id2label[number] for number in sorted(config.id2label))
+    if info is not None and info.labels:
+        names = info.labels
+    return Origin(
+        source=adapters[0].source if adapters else model_args.model_name_or_path,
+        labels=() if names[0].startswith("LABEL_") else names,
+        task=info.task if info else config.finetuning_task,
+    )
+
+
+def open_tokenizer(
+    model_args: AdaptedModelArguments,
+    config: PretrainedConfig,
+    aligned: bool = False,
+    **settings: Any,
+) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, or the one that --tokenizer_name names.
+
+    Args:
+        model_args: name it.
+        config: the model's settings.
+        aligned: it has to know which words and characters its tokens are of.
+        settings: the tokenizer's, over those in its files.
+
+    Raises:
+        ValueError: it has tokens that the model does not have, or does not know what they are of.
+    """
+    if aligned and not model_args.use_fast_tokenizer:
+        raise ValueError(
+            "--use_fast_tokenizer False: only a fast tokenizer knows which words and characters "
+            "its tokens are of; leave it out"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(
+        model_args.tokenizer_name or model_args.model_name_or_path,
+        config=config,
+        use_fast=model_args.use_fast_tokenizer,
+        **settings,
+        **_where(model_args),
+    )
+    check_vocabulary(tokenizer, config)
+    return tokenizer
+
+
+def build_model(
+    auto_class: Any,
+    model_args: AdaptedModelArguments,
+    config: PretrainedConfig,
+    adapters: Sequence[Adapter],
+    training: bool,
+) -> PreTrainedModel:
+    """The model, with the adapters in it, and frozen except what is to be trained.
+
+    Args:
+        auto_class: of the task's head, such as `AutoModelForSequenceClassification`.
+        model_args: name the model.
+        config: its settings.
+        adapters: what it begins with, if anything.
+        training: it is to be trained, and may get a new head.
+
+    Raises:
+        ValueError: there is nothing to evaluate: the head is not trained.
+    """
+    model = auto_class.from_pretrained(
+        model_args.model_name_or_path, config=config, **_where(model_args)
+    )
+    new = model.load_adapters(adapters, new_head=training)
+    for adapter in adapters:
+        own = adapter.tensors.keys() - set(new)
+        logger.info("loaded %s tensors from %s", len(own), adapter.source)
+    if new:
+        source = adapters[0].source
+        logger.warning("%s is for another task: newly initialized are %s", source, ", ".join(new))
+    untrained = model.newly_initialized.difference(*(adapter.tensors for adapter in adapters))
+    if untrained and not training:
+        raise ValueError(
+            f"{model_args.model_name_or_path} has no trained {min(untrained)}, …: there is nothing "
+            "to evaluate; give --lora_path, or a model that is trained for the task"
+        )
+    train_adapted(model)
+    return model
+
+
+def train_adapted(model: PreTrainedModel) -> None:
+    """Freezes a model except what it is adapted by and the head; all of it is trained else."""
+    kinds = model.adapted_by
+    if kinds:
+        model.train_only(kind.part for kind in kinds)
+
+
+def untrained_model(auto_class: Any, config: PretrainedConfig) -> PreTrainedModel:
+    """A model without trained weights, frozen except what is to be trained."""
+    model = auto_class.from_config(config)
+    train_adapted(model)
+    return model

@@ -1,0 +1,148 @@
+"""The flags that the tasks' scripts share: the model and how it is adapted, and the data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from loralib.functional import VARIANTS
+from loralib.initialization import INITIALIZATIONS
+
+from ..configuration_utils import ADAPTER_TYPES, LORA_TARGETS
+from ..hf_argparser import flag
+
+
+@dataclass
+class AdaptedModelArguments:
+    """The model, and how it is adapted."""
+
+    model_name_or_path: str = field(metadata={"help": "a model's folder, or its name on the hub"})
+    config_name: str | None = flag(None, "folder or name of the settings, if not the model's")
+    tokenizer_name: str | None = flag(None, "folder or name of the tokenizer, if not the model's")
+    cache_dir: str | None = flag(None, "where to keep what is downloaded")
+    use_fast_tokenizer: bool = flag(True, "both values give the same ids")
+    model_revision: str = flag("main", "branch, tag or commit on the hub")
+    use_auth_token: bool = flag(False, "use the token of `hf auth login`, for private models")
+    apply_lora: bool = flag(False, "train LoRA and the head; the model itself stays as it is")
+    lora_alpha: int | None = flag(None, "the LoRA update is scaled by lora_alpha / lora_r")
+    lora_r: int | None = flag(None, "rank of the LoRA update")
+    lora_path: str | None = flag(
+        None,
+        "a LoRA adapter to start from or to evaluate: .bin or .safetensors, a folder with one, a "
+        "folder of PEFT's, or the name of a repository on the hub",
+    )
+    lora_targets: list[str] | None = flag(
+        None,
+        f"the projections that LoRA adapts (default: query value): {', '.join(LORA_TARGETS)}, of "
+        "which intermediate and output are the feed-forward part's, up and down; ends of modules' "
+        "names; globs; or all-linear",
+    )
+    lora_layers: list[str] | None = flag(
+        None,
+        "the layers that LoRA adapts: numbers from 0 on and ranges such as 6-11 (default: all)",
+    )
+    lora_rank_pattern: list[str] | None = flag(
+        None,
+        "other ranks than lora_r, as target=rank …, such as value=4 layer.0.*=16; of several that "
+        "match a module the first one counts",
+    )
+    lora_alpha_pattern: list[str] | None = flag(
+        None, "other alphas than lora_alpha, as target=alpha …, likewise"
+    )
+    lora_variant: str | None = flag(
+        None,
+        "of the update (default: lora): rslora scales it by lora_alpha / √lora_r (arXiv "
+        "2312.03732), dora trains magnitude and direction apart (arXiv 2402.09353)",
+        choices=list(VARIANTS),
+    )
+    lora_init: str | None = flag(
+        None,
+        "where A and B start (default: A at random, B at zero): pissa at the weight's largest "
+        "singular values (arXiv 2404.02948), olora at its QR factors (arXiv 2406.01775), "
+        "orthogonal at random with B A = 0",
+        choices=list(INITIALIZATIONS),
+    )
+    lora_freeze_A: bool | None = flag(
+        None,
+        "LoRA-FA (arXiv 2308.03303): A stays as it starts, B alone is trained (default: false)",
+    )
+    lora_dropout: float | None = flag(None, "dropout on the LoRA update's input (default: 0)")
+    lora_positions: bool | None = flag(
+        None,
+        "for DeBERTa-v2: LoRA also reaches the positions that its projections share with contents, "
+        "as PEFT's does (default: false, as in the release)",
+    )
+    apply_adapter: bool = flag(False, "train bottleneck adapters and the head")
+    adapter_type: str | None = flag(
+        None,
+        "houlsby (the default) after attention and feed-forward, pfeiffer after the latter alone",
+        choices=list(ADAPTER_TYPES),
+    )
+    adapter_size: int | None = flag(None, "width of the bottleneck (default: 64)")
+    adapter_path: str | None = flag(
+        None,
+        "bottleneck adapters to start from or to evaluate: .bin or .safetensors, a folder with one "
+        "or with AdapterHub's pytorch_adapter.bin and pytorch_model_head.bin, or a repository",
+    )
+    apply_bitfit: bool = flag(False, "train the biases and the head")
+    bitfit_path: str | None = flag(None, "a file of trained biases, as lora_path is a LoRA file")
+
+
+@dataclass
+class DataArguments:
+    """What all tasks take: files of one's own, and how much of them."""
+
+    overwrite_cache: bool = flag(False, "tokenize again what an earlier run has cached")
+    max_train_samples: int | None = flag(None, "train on this many examples at most")
+    max_val_samples: int | None = flag(None, "evaluate on this many examples at most")
+    max_test_samples: int | None = flag(None, "predict this many examples at most")
+    train_file: str | None = flag(None, "CSV or JSON of your own, to train on")
+    validation_file: str | None = flag(None, "the same, to evaluate on")
+    test_file: str | None = flag(None, "the same, to predict; needs no labels")
+
+    @property
+    def files(self) -> dict[str, str | None]:
+        """The files by split."""
+        names = ("train", "validation", "test")
+        return {split: getattr(self, f"{split}_file") for split in names}
+
+    @property
+    def limits(self) -> dict[str, int | None]:
+        """The most examples by split."""
+        return {
+            "train": self.max_train_samples,
+            "validation": self.max_val_samples,
+            "test": self.max_test_samples,
+        }
+
+    def check_files(self) -> None:
+        """Refuses files of another kind by their names.
+
+        Raises:
+            ValueError: there is one.
+        """
+        for file in filter(None, self.files.values()):
+            if Path(file).suffix not in (".csv", ".json", ".jsonl"):
+                raise ValueError(f"{file}: its name must end in .csv, .json or .jsonl")
+
+
+@dataclass
+class HubDataArguments(DataArguments):
+    """Files, or a data set on the hub."""
+
+    dataset_name: str | None = flag(None, "a data set on the hub, for what no file is given for")
+    dataset_config_name: str | None = flag(None, "its configuration, where it has several")
+    preprocessing_num_workers: int | None = flag(None, "processes that tokenize (default: one)")
+    pad_to_max_length: bool = flag(
+        False, "pad every row to max_seq_length, not to the longest of its batch"
+    )
+
+    def __post_init__(self) -> None:
+        if self.dataset_name is None and not any(self.files.values()):
+            raise ValueError(
+                "give --dataset_name, or --train_file / --validation_file / --test_file"
+            )
+        self.check_files()
+        workers = self.preprocessing_num_workers
+        if workers is not None and workers < 1:
+            raise ValueError(f"--preprocessing_num_workers must be at least 1, not {workers}")

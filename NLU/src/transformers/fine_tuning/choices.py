@@ -1,0 +1,118 @@
+"""Beginnings with several endings to choose from, from files or from the hub, and their checks.
+
+A row has the columns of SWAG: sent1, the context; sent2, how each ending begins; ending0, ending1
+and so on; and label, the number of the right one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..data.text_files import read_table
+from .data_sets import Table
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+CONTEXT, BEGINNING, LABEL = "sent1", "sent2", "label"
+_ENDING = re.compile(r"ending(\d+)")
+_MOST_ENDINGS = 100
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Rows by split.
+
+    Args:
+        tables: columns are `CONTEXT`, `BEGINNING`, the endings and, where it is known, `LABEL`.
+        endings: names of the endings' columns in their order.
+    """
+
+    tables: dict[str, Table]
+    endings: tuple[str, ...]
+
+
+def read_choices(path: str) -> Dataset:
+    """The rows of a file; a CSV's texts stay texts where they look like numbers.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_table`.
+    """
+    return read_table(path, (CONTEXT, BEGINNING, *(f"ending{n}" for n in range(_MOST_ENDINGS))))
+
+
+def check_choices(tables: Mapping[str, Table]) -> Choices:
+    """The rows with what is used of them.
+
+    Args:
+        tables: by split; the test set need not have labels.
+
+    Raises:
+        ValueError: a column is absent; a row has fewer endings than another one, a text that is
+            none, or a label that is not an ending's number.
+    """
+    first = next(iter(tables.values()))
+    endings = _endings(first)
+    checked = {}
+    for split, table in tables.items():
+        labelled = split != "test" or _is_labelled(table)
+        others = _endings(table)
+        if others != endings:
+            raise ValueError(
+                f"{table.source}: has {len(others)} endings, {first.source} has {len(endings)}"
+            )
+        table.check_columns((CONTEXT, BEGINNING, *([LABEL] if labelled else [])))
+        _check_endings(table, endings)
+        for name in (CONTEXT, BEGINNING):
+            table.check_strings(name)
+        if labelled:
+            table = _with_numbers(table, len(endings))
+        names = (CONTEXT, BEGINNING, *endings, *([LABEL] if labelled else []))
+        checked[split] = table.taking({name: name for name in names})
+    return Choices(checked, endings)
+
+
+def _is_labelled(table: Table) -> bool:
+    """Whether a test set has labels, and not the hub's -1 in their place."""
+    return LABEL in table.rows.column_names and -1 not in table.column(LABEL)
+
+
+def _endings(table: Table) -> tuple[str, ...]:
+    found = sorted(
+        int(match[1]) for name in table.rows.column_names if (match := _ENDING.fullmatch(name))
+    )
+    if len(found) < 2 or found != list(range(len(found))):
+        columns = ", ".join(table.rows.column_names)
+        raise ValueError(
+            f"{table.source}: needs columns ending0, ending1 and so on, two at least; has {columns}"
+        )
+    return tuple(f"ending{number}" for number in found)
+
+
+def _check_endings(table: Table, endings: tuple[str, ...]) -> None:
+    columns = [table.column(name) for name in endings]
+    for row, texts in enumerate(zip(*columns, strict=True)):
+        given = [name for name, text in zip(endings, texts, strict=True) if text not in (None, "")]
+        if len(given) < len(endings):
+            missing = next(name for name in endings if name not in given)
+            raise table.wrong(
+                row, f"has {len(given)} endings, others have {len(endings)}: {missing} is empty"
+            )
+    for name in endings:
+        table.check_strings(name)
+
+
+def _with_numbers(table: Table, count: int) -> Table:
+    """The table with whole numbers as labels."""
+    numbers = []
+    for row, label in enumerate(table.column(LABEL)):
+        number = int(label) if isinstance(label, str) and label.isdecimal() else label
+        if type(number) is not int or not 0 <= number < count:
+            raise table.wrong(
+                row, f"its label is {label!r}; expected is an ending's number, 0 to {count - 1}"
+            )
+        numbers.append(number)
+    return table.with_column(LABEL, numbers)

@@ -1,0 +1,162 @@
+"""The examples of a run: the user's own files, or a data set on the hub.
+
+A `Table` knows where its rows come from, so that what is wrong with one can be said as
+"FILE: row 7: …". Cells of a CSV file that hold several values are JSON: ["John", "lives", "here"].
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ..data.text_files import read_table
+from .arguments import DataArguments, HubDataArguments
+
+if TYPE_CHECKING:  # else imported where data is read: --help and wrong flags need not wait for it
+    from datasets import Dataset
+
+
+@dataclass(frozen=True)
+class Table:
+    """Examples, and where they come from.
+
+    Args:
+        rows: the examples.
+        source: the file, or the data set's name and split.
+    """
+
+    rows: Dataset
+    source: str
+
+    def wrong(self, row: int, what: str) -> ValueError:
+        """The error of a row, counted from 0 here and from 1 in its message."""
+        return ValueError(f"{self.source}: row {row + 1}: {what}")
+
+    def check_columns(self, names: Sequence[str], hint: str = "") -> None:
+        """Refuses a table without one of these columns.
+
+        Raises:
+            ValueError: it has not.
+        """
+        for name in names:
+            if name not in self.rows.column_names:
+                columns = ", ".join(self.rows.column_names)
+                raise ValueError(f"{self.source}: has no column '{name}', but {columns}{hint}")
+
+    def column(self, name: str) -> list[Any]:
+        """The values of a column, by row."""
+        return self.rows[name][:]  # at once: one by one, they take fifty times as long
+
+    def with_column(self, name: str, values: Sequence[Any]) -> Table:
+        """The same with another column of this name."""
+        rows = self.rows
+        if name in rows.column_names:
+            rows = rows.remove_columns(name)
+        return replace(self, rows=rows.add_column(name, values))
+
+    def taking(self, names: Mapping[str, str]) -> Table:
+        """The columns that are named, under other names: {old: new}."""
+        rows = self.rows.select_columns(list(names))
+        # In one step, as one column's old name may be another's new one.
+        changed = {old: new for old, new in names.items() if old != new}
+        return replace(self, rows=rows.rename_columns(changed))
+
+    def decoded(self, *names: str) -> Table:
+        """The same with these columns' values taken out of their cells, where the file is CSV.
+
+        Raises:
+            ValueError: a cell is not JSON.
+        """
+        if not self.source.endswith(".csv"):
+            return self
+        table = self
+        for name in names:
+            values = [self._value(name, row, cell) for row, cell in enumerate(self.column(name))]
+            table = table.with_column(name, values)
+        return table
+
+    def _value(self, name: str, row: int, cell: Any) -> Any:
+        try:
+            return json.loads(cell)
+        except (TypeError, ValueError) as error:
+            raise self.wrong(row, f"its {name} is not JSON: {cell!s:.40}") from error
+
+    def check_strings(self, name: str) -> None:
+        """Refuses a column that does not have a text in each row.
+
+        Raises:
+            ValueError: a row has none.
+        """
+        for row, value in enumerate(self.column(name)):
+            if not isinstance(value, str):
+                raise self.wrong(row, f"its {name} is not a text ({json.dumps(value):.40})")
+
+
+def load_tables(
+    data_args: HubDataArguments,
+    splits: Sequence[str],
+    cache_dir: str | None,
+    read: Callable[[str], Dataset] = read_table,
+) -> dict[str, Table]:
+    """The splits' examples, from files where these are given, else from the hub; cut to limits.
+
+    Args:
+        data_args: name files and data set.
+        splits: "train", "validation", "test", as far as they are needed.
+        cache_dir: where to keep what is downloaded.
+        read: reads a file.
+
+    Raises:
+        ValueError: a split is needed and not to be had, or holds nothing.
+    """
+    files, tables = data_args.files, {}
+    on_hub = {split for split in splits if files[split] is None}
+    if on_hub and data_args.dataset_name is None:
+        missing = next(split for split in splits if split in on_hub)
+        raise ValueError(f"this run needs --{missing}_file")
+    loaded = _from_hub(data_args, cache_dir) if on_hub else {}
+    for split in splits:
+        if split not in on_hub:
+            tables[split] = Table(read(files[split]), files[split])
+        elif split in loaded:
+            tables[split] = Table(loaded[split], f"{data_args.dataset_name} ({split})")
+        else:
+            raise ValueError(
+                f"{data_args.dataset_name} has no {split} set, but {', '.join(loaded)}: give "
+                f"--{split}_file"
+            )
+        tables[split] = replace(
+            tables[split], rows=first_rows(tables[split].rows, split, data_args)
+        )
+    return tables
+
+
+def _from_hub(data_args: HubDataArguments, cache_dir: str | None) -> Mapping[str, Dataset]:
+    from datasets import load_dataset
+
+    name, config = data_args.dataset_name, data_args.dataset_config_name
+    try:
+        return load_dataset(name, config, cache_dir=cache_dir)
+    except RuntimeError as error:  # what the library raises for a data set that is a program
+        raise ValueError(f"--dataset_name {name}: {error}; give it in files") from error
+
+
+def first_rows(rows: Dataset, split: str, data_args: DataArguments) -> Dataset:
+    """As many rows as --max_…_samples allows.
+
+    Args:
+        rows: the set.
+        split: its name, which may have a second part, as "validation_matched" has.
+        data_args: have the limits.
+
+    Raises:
+        ValueError: none is left.
+    """
+    limit = data_args.limits[split.split("_")[0]]
+    if limit is not None:
+        rows = rows.select(range(min(limit, len(rows))))
+    if len(rows) == 0:
+        raise ValueError(f"the {split} set holds no examples")
+    return rows

@@ -1,0 +1,251 @@
+"""Questions with texts in which their answers are, from files or from the hub, and their checks.
+
+A row has the columns of SQuAD: id, question, context, and answers, {"text": ["Paris"],
+"answer_start": [17]}. A file is JSON lines of such rows, {"data": [such rows]}, SQuAD's own, or
+CSV, where the answers' cell holds JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loralib.io.encoding import refuse_utf16_file
+
+from ..data.metrics.squad_metrics import squad_metrics, squad_v2_metrics
+from ..data.question_answering import Answer, Span
+from ..data.text_files import read_table
+from ..tokenization_files import write_json
+from ..tokenization_utils_base import PreTrainedTokenizerBase
+from .data_sets import Table
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+logger = logging.getLogger(__name__)
+
+COLUMNS = ("question", "context")
+ANSWERS = "answers"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question to a text.
+
+    Args:
+        name: its id.
+        question, context: both texts.
+        answers: the texts of its answers; none where it has none, or they are not known.
+        span: where the first one is; None where there is none.
+    """
+
+    name: str
+    question: str
+    context: str
+    answers: tuple[str, ...] = ()
+    span: Span | None = None
+
+
+def read_questions(path: str) -> Dataset:
+    """The rows of a file.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_table`; or a part of SQuAD's own form is absent.
+    """
+    whole = None if path.endswith(".csv") else _object_in(path)
+    if whole is None:
+        return read_table(path, ("id", *COLUMNS))
+    from datasets import Dataset
+
+    data = whole["data"]
+    rows = list(_flat(path, data)) if data and "paragraphs" in data[0] else data
+    if not rows:
+        raise ValueError(f"{path}: holds no examples")
+    try:
+        return Dataset.from_list(rows)
+    except (ValueError, TypeError) as error:  # pyarrow's errors are among them
+        raise ValueError(f"{path}: cannot be read ({error})") from error
+
+
+def _object_in(path: str) -> dict[str, Any] | None:
+    """What a file with one object, {"data": […]}, holds; None for one of JSON lines."""
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"{path}: no such file")
+    refuse_utf16_file(path)
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            whole = json.load(file)
+    except ValueError:
+        return None  # several lines, or what read_table says is wrong
+    is_one = isinstance(whole, dict) and isinstance(whole.get("data"), list)
+    return whole if is_one and all(isinstance(each, dict) for each in whole["data"]) else None
+
+
+def _flat(path: str, articles: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The questions of SQuAD's own files: articles of paragraphs of questions."""
+    for number, article in enumerate(articles, start=1):
+        try:
+            for paragraph in article["paragraphs"]:
+                for asked in paragraph["qas"]:
+                    answers = asked.get("answers", [])
+                    yield {
+                        "id": asked["id"],
+                        "question": asked["question"],
+                        "context": paragraph["context"],
+                        ANSWERS: {
+                            "text": [answer["text"] for answer in answers],
+                            "answer_start": [answer["answer_start"] for answer in answers],
+                        },
+                    }
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path}: article {number} is not as SQuAD's are: {error}") from error
+
+
+def check_questions(tables: Mapping[str, Table], may_have_none: bool) -> dict[str, list[Question]]:
+    """The questions by split.
+
+    Args:
+        tables: by split; the test set need not have answers.
+        may_have_none: questions may have no answer.
+
+    Raises:
+        ValueError: a column is absent, an id occurs twice, a text is none, or an answer is not in
+            its text.
+    """
+    return {split: _questions(split, table, may_have_none) for split, table in tables.items()}
+
+
+def _questions(split: str, table: Table, may_have_none: bool) -> list[Question]:
+    table.check_columns(COLUMNS)
+    for name in COLUMNS:
+        table.check_strings(name)
+    names = _names(table)
+    texts = list(zip(names, *(table.column(name) for name in COLUMNS), strict=True))
+    if split == "test" and ANSWERS not in table.rows.column_names:
+        return [Question(*three) for three in texts]
+    table.check_columns([ANSWERS])
+    table = table.decoded(ANSWERS)
+    questions, moved = [], []
+    for row, (three, answers) in enumerate(zip(texts, table.column(ANSWERS), strict=True)):
+        asked = Question(*three, *_answers(table, row, three[-1], answers))
+        if not asked.answers and not may_have_none and split != "test":
+            raise table.wrong(
+                row, "has no answer; --version_2_with_negative is for sets with such questions"
+            )
+        if asked.span and asked.answers[0] != asked.context[asked.span.start : asked.span.end]:
+            moved.append(row)
+        questions.append(asked)
+    if moved:
+        logger.warning(
+            "%s: %d of %d answers differ from the text at their answer_start, row %d's first",
+            *(table.source, len(moved), len(questions), moved[0] + 1),
+        )
+    return questions
+
+
+def _names(table: Table) -> list[str]:
+    """The questions' ids; their numbers where there are none."""
+    if "id" not in table.rows.column_names:
+        return [str(row) for row in range(len(table.rows))]
+    names = [str(name) for name in table.column("id")]
+    seen: dict[str, int] = {}
+    for row, name in enumerate(names):
+        if name in seen:
+            raise table.wrong(row, f"has the id '{name}', as row {seen[name] + 1} has")
+        seen[name] = row
+    return names
+
+
+def _answers(
+    table: Table, row: int, context: str, answers: Any
+) -> tuple[tuple[str, ...], Span | None]:
+    """The texts of a row's answers, and where the first one is."""
+    texts = answers.get("text") if isinstance(answers, dict) else None
+    starts = answers.get("answer_start") if isinstance(answers, dict) else None
+    if not isinstance(texts, list) or not isinstance(starts, list):
+        shown = json.dumps(answers, ensure_ascii=False, default=str)
+        raise table.wrong(
+            row,
+            f'its {ANSWERS} are not {{"text": […], "answer_start": […]}} ({shown:.40})',
+        )
+    if len(texts) != len(starts):
+        raise table.wrong(row, f"has {len(texts)} answers, but {len(starts)} in answer_start")
+    for text, start in zip(texts, starts, strict=True):
+        if not isinstance(text, str) or not text or type(start) is not int:
+            raise table.wrong(row, f"an answer is not a text with its place ({text!r}, {start!r})")
+        if start < 0 or start + len(text) > len(context):
+            raise table.wrong(
+                row,
+                f"its answer '{text:.40}' at character {start} is outside its context, which has "
+                f"{len(context)} characters",
+            )
+    return tuple(texts), Span(starts[0], starts[0] + len(texts[0])) if texts else None
+
+
+def check_room(table: Table, tokenizer: PreTrainedTokenizerBase, length: int, stride: int) -> None:
+    """Refuses questions that leave too little room for their texts.
+
+    Args:
+        table: the questions.
+        tokenizer: of the model.
+        length: tokens of a row.
+        stride: tokens of the text that a row and the next one share.
+
+    Raises:
+        ValueError: there is such a question.
+    """
+    room = length - stride - tokenizer.num_special_tokens_to_add(True)
+    for row, question in enumerate(table.column("question")):
+        # Only a question of many bytes can be one of many tokens.
+        if len(question.encode()) + 1 < room:
+            continue
+        ids = tokenizer(question, add_special_tokens=False, truncation=True, max_length=length)
+        if len(ids["input_ids"]) >= room:
+            raise table.wrong(
+                row,
+                f"its question takes {room} tokens or more: --max_seq_length {length}, less "
+                f"--doc_stride {stride}, has no room for its text",
+            )
+
+
+def scores_of(
+    questions: Sequence[Question], answers: Sequence[Answer], may_have_none: bool
+) -> dict[str, float]:
+    """SQuAD's scores of predicted answers: those of 2.0 where questions may have none.
+
+    Args:
+        questions: with their true answers.
+        answers: one each.
+        may_have_none: questions may have no answer.
+    """
+    names = [asked.name for asked in questions]
+    predictions = {name: answer.text for name, answer in zip(names, answers, strict=True)}
+    true = {asked.name: asked.answers for asked in questions}
+    if not may_have_none:
+        return squad_metrics(predictions, true)
+    odds = {name: answer.null_odds for name, answer in zip(names, answers, strict=True)}
+    return squad_v2_metrics(predictions, true, odds)
+
+
+def write_answers(
+    folder: str | os.PathLike, stage: str, questions: Sequence[Question], answers: Sequence[Answer]
+) -> None:
+    """Writes answers by their questions' ids.
+
+    They are in ``<stage>_predictions.json``, the n best in ``<stage>_nbest_predictions.json``, and,
+    where questions may have none, how much likelier that is, in ``<stage>_null_odds.json``.
+    """
+    by_name = dict(zip((asked.name for asked in questions), answers, strict=True))
+    files: dict[str, dict[str, Any]] = {
+        "predictions": {name: answer.text for name, answer in by_name.items()},
+        "nbest_predictions": {name: answer.as_rows() for name, answer in by_name.items()},
+    }
+    if any(answer.null_odds is not None for answer in answers):
+        files["null_odds"] = {name: answer.null_odds for name, answer in by_name.items()}
+    for name, content in files.items():
+        write_json(Path(folder, f"{stage}_{name}.json"), content, indent=4)

@@ -1,0 +1,167 @@
+"""Sentences of tagged words, from files or from the hub: which columns, and what is wrong in them.
+
+A row has words and as many tags: {"tokens": ["John", "lives"], "ner_tags": ["B-PER", "O"]}.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .data_sets import Table
+
+if TYPE_CHECKING:
+    from datasets import Features
+
+logger = logging.getLogger(__name__)
+
+WORDS, TAGS = "words", "tags"
+
+
+@dataclass(frozen=True)
+class TaggedWords:
+    """Sentences by split.
+
+    Args:
+        tables: columns are `WORDS` and, but for a test set without them, `TAGS`, as numbers.
+        labels: names of the tags in the order of their numbers.
+    """
+
+    tables: dict[str, Table]
+    labels: tuple[str, ...]
+
+
+def check_sentences(
+    tables: Mapping[str, Table],
+    words: str | None,
+    tags: str | None,
+    task: str,
+    known: tuple[str, ...],
+) -> TaggedWords:
+    """Sentences with tags as numbers.
+
+    Args:
+        tables: by split; the test set need not have tags.
+        words: the words' column; where None, "tokens", or the first one.
+        tags: the tags' column; where None, <task>_tags, or the second one.
+        task: such as "ner".
+        known: the tags of a model that is already trained; they keep their order.
+
+    Raises:
+        ValueError: a column is absent; a row's words are not words, its tags are not as many, or
+            one of them is unknown.
+    """
+    first = next(iter(tables.values()))
+    words = words or _usual(first, "tokens", 0)
+    tags = tags or _usual(first, f"{task}_tags", 1)
+    sentences: dict[str, Table] = {}
+    for split, table in tables.items():
+        used = {words: WORDS, tags: TAGS}
+        if split == "test" and _has_no_tags(table, tags):
+            del used[tags]
+        table.check_columns(list(used), "; --text_column_name and --label_column_name say others")
+        table = table.decoded(*used)
+        _check_words(table, words)
+        if TAGS in used.values():
+            _check_counts(table, words, tags)
+        sentences[split] = table.taking(used)
+    labels = _labels(sentences, known)
+    logger.info(
+        "%s: words from %s%s",
+        first.source,
+        words,
+        f"; tags from {tags}: {', '.join(labels)}",
+    )
+    numbered = {
+        split: _number(table, labels) if TAGS in table.rows.column_names else table
+        for split, table in sentences.items()
+    }
+    return TaggedWords(numbered, labels)
+
+
+def _has_no_tags(table: Table, name: str) -> bool:
+    """Whether a test set's tags are absent, or hidden, as the hub has them: -1."""
+    return name not in table.rows.column_names or any(
+        isinstance(tags, list) and -1 in tags for tags in table.column(name)
+    )
+
+
+def _usual(table: Table, name: str, place: int) -> str:
+    """A column's usual name, or, where there is none, the one in its usual place."""
+    names = table.rows.column_names
+    return name if name in names or place >= len(names) else names[place]
+
+
+def _check_words(table: Table, name: str) -> None:
+    for row, words in enumerate(table.column(name)):
+        if not isinstance(words, list):
+            raise table.wrong(row, f"its {name} is not a list of words ({_quoted(words)})")
+        if not words:
+            raise table.wrong(row, f"its {name} holds no words")
+        for number, word in enumerate(words, start=1):
+            if not isinstance(word, str) or not word.strip():
+                what = "empty" if word is None or isinstance(word, str) else "not a text"
+                raise table.wrong(row, f"word {number} of its {name} is {what} ({_quoted(word)})")
+
+
+def _check_counts(table: Table, words: str, tags: str) -> None:
+    both = zip(table.column(words), table.column(tags), strict=True)
+    for row, (row_words, row_tags) in enumerate(both):
+        if not isinstance(row_tags, list):
+            raise table.wrong(row, f"its {tags} is not a list of tags ({_quoted(row_tags)})")
+        if len(row_words) != len(row_tags):
+            raise table.wrong(
+                row, f"has {len(row_words)} words in {words}, but {len(row_tags)} tags in {tags}"
+            )
+        for number, tag in enumerate(row_tags, start=1):
+            if tag is None or tag == "" or not isinstance(tag, str | int):
+                raise table.wrong(row, f"tag {number} of its {tags} is none ({_quoted(tag)})")
+
+
+def _quoted(value: Any) -> str:
+    return f"{json.dumps(value, ensure_ascii=False, default=str):.40}"
+
+
+def _labels(tables: Mapping[str, Table], known: Sequence[str]) -> tuple[str, ...]:
+    """The tags in the model's order; else in the data set's own; else those that occur, sorted."""
+    train = tables.get("train")
+    if train is None:
+        if not known:
+            raise ValueError(
+                f"{next(iter(tables.values())).source}: the model does not name its tags; give the "
+                "--train_file that it was trained on as well"
+            )
+        return tuple(known)
+    named = _names_in(train.rows.features)
+    if named:
+        return tuple(known) if {*named} <= {*known} else named
+    found = {str(tag) for tags in train.column(TAGS) for tag in tags}
+    if found <= set(known):
+        return tuple(known)
+    of_numbers = all(tag.isdecimal() for tag in found)
+    return tuple(sorted(found, key=int if of_numbers else None))
+
+
+def _names_in(features: Features) -> tuple[str, ...]:
+    """The names of a data set's tags where it has numbers for them."""
+    inner = getattr(features[TAGS], "feature", None)
+    return tuple(getattr(inner, "names", None) or ())
+
+
+def _number(table: Table, labels: tuple[str, ...]) -> Table:
+    """The table with tags as numbers."""
+    named = _names_in(table.rows.features)
+    numbers = {label: number for number, label in enumerate(labels)}
+    numbered = []
+    for row, tags in enumerate(table.column(TAGS)):
+        words = [named[tag] if named else str(tag) for tag in tags]
+        for place, word in enumerate(words, start=1):
+            if word not in numbers:
+                raise table.wrong(
+                    row, f"tag {place}: unknown tag '{word}' (expected {', '.join(labels)})"
+                )
+        numbered.append([numbers[word] for word in words])
+    return table.with_column(TAGS, numbered)

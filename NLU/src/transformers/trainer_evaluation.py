@@ -1,0 +1,394 @@
+"""The Trainer's evaluations: losses, predictions and labels of all batches and all processes."""
+
+import inspect
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from loralib.errors import TrainingError
+from loralib.nn.routing import is_by_row
+from loralib.training import watch
+from loralib.training.distributed import gather_objects, sum_over_processes
+from loralib.training.precision import Precision, all_in_half
+
+from .data.data_collator import PackedCollator, only_pads
+from .trainer_callback import CallbackHandler, TrainerControl
+from .trainer_data import Examples, length_of, lengths_at_hand, overrides, takes_packed_rows
+from .trainer_loaders import TrainerLoaders
+from .trainer_pt_utils import LabelSmoother, join_rows, predictions_of
+from .trainer_utils import EvalPrediction, PredictionOutput, memory_metrics, speed_metrics
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """The loss in what a model returned: a dict's entry of that name, or a tuple's first item.
+
+    Raises:
+        TrainingError: there is none, or it is not one number.
+    """
+    loss = None
+    if isinstance(outputs, Mapping):
+        loss = outputs.get("loss")
+    elif isinstance(outputs, tuple | list) and outputs:
+        loss = outputs[0]
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise TrainingError(
+            "the model returned no loss: with labels, its forward has to give one number, as "
+            "'loss' in a dict or as a tuple's first item"
+        )
+    return loss.reshape(())
+
+
+def one_or_all(parts: Sequence[Any]) -> Any:
+    """A single tensor or array by itself, several as a tuple, and None for none."""
+    return parts[0] if len(parts) == 1 else tuple(parts) or None
+
+
+def as_tensors(parts: Any) -> tuple[Tensor, ...]:
+    """The reverse of `one_or_all`, of tensors.
+
+    Raises:
+        TrainingError: there is something else, such as lists within lists.
+    """
+    parts = () if parts is None else (parts,) if isinstance(parts, Tensor) else parts
+    if not isinstance(parts, tuple | list) or not all(isinstance(part, Tensor) for part in parts):
+        raise TrainingError(
+            "prediction_step has to return the loss, predictions and labels, the latter two as a "
+            "tensor or a tuple of tensors each"
+        )
+    return tuple(parts)
+
+
+def rows_of(inputs: Any) -> int:
+    """How many examples a batch has: the rows of its first tensor.
+
+    Raises:
+        TrainingError: it has none.
+    """
+    values = inputs.values() if isinstance(inputs, Mapping) else inputs
+    for value in values:
+        if isinstance(value, Tensor) and value.dim() > 0:
+            return len(value)
+    raise TrainingError("a batch has no tensor with a row for each example")
+
+
+def check_rows(batch: tuple[Tensor, ...], count: int) -> None:
+    """Checks that predictions can be told apart by example.
+
+    Raises:
+        TrainingError: a tensor has not `count` rows.
+    """
+    for part in batch:
+        if len(part) != count:
+            raise TrainingError(
+                f"the model returned {len(part)} rows for {count} examples, in a tensor of the "
+                f"shape {tuple(part.shape)}: predictions need a row for each example"
+            )
+
+
+class Collector:
+    """One process's tensors of an evaluation, batch after batch.
+
+    Args:
+        steps: batches after which what is there moves to the CPU; only at the end where None.
+    """
+
+    def __init__(self, steps: int | None = None):
+        self.steps = steps
+        self._on_device: list[tuple[Tensor, ...]] = []
+        self._on_cpu: list[tuple[Tensor, ...]] = []
+
+    def add(self, batch: tuple[Tensor, ...]) -> None:
+        """Takes a batch's tensors, (rows, …) each, as many as every batch has."""
+        self._on_device.append(batch)
+        if self.steps is not None and len(self._on_device) >= self.steps:
+            self._move()
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """All rows of each, as `join_rows` joins them."""
+        self._move()
+        return tuple(join_rows(parts).numpy() for parts in zip(*self._on_cpu, strict=True))
+
+    def _move(self) -> None:
+        if self._on_device:
+            joined = (join_rows(parts) for parts in zip(*self._on_device, strict=True))
+            self._on_cpu.append(tuple(part.cpu() for part in joined))
+            self._on_device = []
+
+
+def gather_in_order(
+    indices: Sequence[int], arrays: tuple[np.ndarray, ...], world_size: int
+) -> tuple[np.ndarray, ...]:
+    """Each array with the rows of all processes, by their indices.
+
+    They are the same on every process. Rows of several lengths are filled up as in `join_rows`.
+    """
+    shares = [share for share in gather_objects((indices, arrays), world_size) if share[1]]
+    order = np.argsort([index for share in shares for index in share[0]], kind="stable")
+    whole = zip(*(share[1] for share in shares), strict=True)
+    return tuple(
+        join_rows([torch.from_numpy(part) for part in parts]).numpy()[order] for parts in whole
+    )
+
+
+class Evaluation:
+    """What the batches of one evaluation gave, and in the end those of all processes.
+
+    Args:
+        loader: makes the batches. Where its sampler has `EvaluationBatches`, their rows come in the
+            set's order. Those of any other come in the loader's, process after process, and are
+            cut to the set's length: samplers fill up the last process's share.
+        device: where the losses are.
+        world_size, rank: number of processes, and this one's.
+        accumulation_steps: see `Collector`.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        device: torch.device,
+        world_size: int,
+        rank: int,
+        accumulation_steps: int | None = None,
+    ):
+        sampler = getattr(loader, "sampler", None)
+        self._share = sampler.batches if isinstance(sampler, Examples) else None
+        self._set_length = length_of(getattr(loader, "dataset", None))
+        self._device, self._world_size, self._rank = device, world_size, rank
+        self._collectors = [Collector(accumulation_steps), Collector(accumulation_steps)]
+        self._rows: list[int] = []
+        self._losses: list[Tensor | None] = []
+
+    def add(
+        self,
+        inputs: Any,
+        loss: Tensor | None,
+        predictions: Tensor | Sequence[Tensor] | None,
+        labels: Tensor | Sequence[Tensor] | None,
+    ) -> None:
+        """Takes a batch, and what `Trainer.prediction_step` returned of it.
+
+        Raises:
+            TrainingError: predictions or labels have not a row for each example.
+        """
+        rows = rows_of(inputs) if self._share is None else self._rows_in_share()
+        self._rows.append(rows)
+        self._losses.append(None if loss is None else loss.detach().mean())
+        for collector, parts in zip(self._collectors, (predictions, labels), strict=True):
+            batch = as_tensors(parts)
+            check_rows(batch, rows)
+            collector.add(batch)
+
+    def _rows_in_share(self) -> int:
+        size, done = self._share.batch_size, len(self._rows) * self._share.batch_size
+        return min(size, self._share.examples - done)
+
+    def results(self) -> tuple[float | None, Any, Any, int]:
+        """The mean loss of the examples, predictions, labels, and how many examples there were.
+
+        All are the same on every process; None for what no batch gave.
+        """
+        counts = gather_objects(sum(self._rows), self._world_size)
+        own, total = counts[self._rank], sum(counts)
+        limit = total if self._set_length is None else self._set_length
+        if self._share is not None:
+            indices = self._share.indices[:own]  # a loader may leave out a last batch
+        else:
+            start = sum(counts[: self._rank])
+            indices = range(start, start + own)
+        gathered = [
+            gather_in_order(indices, collector.arrays(), self._world_size)
+            for collector in self._collectors
+        ]
+        predictions, labels = (one_or_all([part[:limit] for part in parts]) for parts in gathered)
+        return self._mean_loss(indices, limit), predictions, labels, min(total, limit)
+
+    def _mean_loss(self, indices: Sequence[int], limit: int) -> float | None:
+        """The mean over all examples that count, those below `limit`."""
+        counts, losses, done = [], [], 0
+        for rows, loss in zip(self._rows, self._losses, strict=True):
+            if loss is not None:
+                counts.append(sum(index < limit for index in indices[done : done + rows]))
+                losses.append(loss.double())
+            done += rows
+        values = torch.stack(losses).tolist() if losses else []
+        own = math.fsum(count * value for count, value in zip(counts, values, strict=True))
+        sums = torch.tensor([own, sum(counts)], dtype=torch.float64, device=self._device)
+        total, count = sum_over_processes(sums, self._world_size).tolist()
+        return None if count == 0 else total / count
+
+
+class TrainerEvaluation(TrainerLoaders):
+    """The part of `Trainer` that evaluates and predicts."""
+
+    control: TrainerControl
+    callback_handler: CallbackHandler
+    compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None
+    label_smoother: LabelSmoother | None
+    precision: Precision
+
+    def evaluate(
+        self,
+        eval_dataset: Dataset | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """The loss and the metrics on a set, each name with the prefix; logged.
+
+        Without `compute_metrics`, predictions are not gathered.
+
+        Args:
+            eval_dataset: by default the Trainer's.
+            ignore_keys: entries of what the model returns that are no predictions; by default its
+                configuration's ``keys_to_ignore_at_inference``.
+            metric_key_prefix: see above.
+        """
+        loader = self._evaluation_loader("get_eval_dataloader", eval_dataset)
+        loss_only = True if self.compute_metrics is None else None
+        output = self.prediction_loop(
+            loader, "evaluating", loss_only, ignore_keys, metric_key_prefix
+        )
+        metrics = output.metrics
+        self.log(dict(metrics))
+        metrics.update(self._memory_metrics(metric_key_prefix))
+        self._call("on_evaluate", metrics)
+        return metrics
+
+    def predict(
+        self,
+        test_dataset: Dataset,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> PredictionOutput:
+        """The model's predictions on a set and, where it has labels, its metrics.
+
+        Predictions are what the model returns besides the loss; see `EvalPrediction`. The arguments
+        are those of `evaluate`.
+        """
+        loader = self._evaluation_loader("get_test_dataloader", test_dataset)
+        output = self.prediction_loop(loader, "predicting", None, ignore_keys, metric_key_prefix)
+        output.metrics.update(self._memory_metrics(metric_key_prefix))
+        self._call("on_predict", output.metrics)
+        return output
+
+    def prediction_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> PredictionOutput:
+        """Computes all batches of a loader, and the metrics.
+
+        Args:
+            dataloader: this process's batches; see `Evaluation`.
+            description: what the bar on the screen shows.
+            prediction_loss_only: leave predictions and labels out; by default as ``args`` say.
+            ignore_keys, metric_key_prefix: see `evaluate`.
+        """
+        args, start = self.args, time.time()
+        loss_only = args.prediction_loss_only
+        loss_only = loss_only if prediction_loss_only is None else prediction_loss_only
+        handler = self.callback_handler
+        handler.eval_dataloader = dataloader
+        found = Evaluation(
+            dataloader,
+            args.device,
+            args.world_size,
+            args.process_index,
+            args.eval_accumulation_steps,
+        )
+        self.model.eval()
+        in_half = all_in_half(self.model) if args.fp16_full_eval else nullcontext()
+        with torch.no_grad(), in_half, self.precision.autocast():
+            for inputs in dataloader:
+                step = self.prediction_step(self.model, inputs, loss_only, ignore_keys)
+                found.add(inputs, *step)
+                watch.beat()
+                self.control = handler.on_prediction_step(
+                    args, self.state, self.control, description=description
+                )
+        handler.eval_dataloader = None
+        loss, predictions, labels, count = found.results()
+        metrics = {} if loss is None else {f"{metric_key_prefix}_loss": loss}
+        if self.compute_metrics and predictions is not None and labels is not None:
+            given = self.compute_metrics(EvalPrediction(predictions, labels))
+            for name, value in given.items():
+                metrics[f"{metric_key_prefix}_{name.removeprefix(f'{metric_key_prefix}_')}"] = value
+        metrics.update(speed_metrics(metric_key_prefix, start, count))
+        return PredictionOutput(predictions, labels, metrics)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Any, Any]:
+        """A batch's loss (where it has all labels), predictions and labels.
+
+        With `prediction_loss_only` there are no predictions and no labels, and a masked-language
+        model computes the logits of its targets alone.
+
+        Returns:
+            None for what there is not; a tuple of tensors where there are several predictions, or
+            several kinds of labels.
+        """
+        inputs = self._prepare_inputs(inputs)
+        if ignore_keys is None:
+            config = getattr(self.model, "config", None)
+            ignore_keys = getattr(config, "keys_to_ignore_at_inference", [])
+        if any(inputs.get(name) is None for name in self.label_names):
+            if prediction_loss_only:
+                return None, None, None
+            outputs = model(**inputs)
+            return None, one_or_all(predictions_of(outputs, False, ignore_keys)), None
+        if prediction_loss_only:
+            if "targets_only" in inspect.signature(self.model.forward).parameters:
+                inputs = {**inputs, "targets_only": True}
+            return self.compute_loss(model, inputs).detach(), None, None
+        # Before the loss, for which subclasses take labels out of a batch.
+        labels = [inputs[name] for name in self.label_names]
+        smooths = self._smooths(inputs)
+        loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        saw_labels = not smooths and all(name in inputs for name in self.label_names)
+        predictions = predictions_of(outputs, saw_labels, ignore_keys)
+        return loss.detach(), one_or_all(predictions), one_or_all(labels)
+
+    def _evaluation_loader(self, method: str, dataset: Dataset | None) -> Any:
+        """A subclass's own loader of this method; else batches of about one length, if allowed."""
+        if overrides(self, TrainerEvaluation, (method, "prediction_loop")):
+            return getattr(self, method)(dataset)
+        dataset = self._evaluated(self.eval_dataset if dataset is None else dataset)
+        share = self._evaluation_batches(dataset, self._lengths_to_sort_by(dataset))
+        loader = self._loader(dataset, share.batch_size, sampler=Examples(share))
+        loader.collate_fn = self._collator()
+        return loader
+
+    def _lengths_to_sort_by(self, dataset: Dataset) -> list[int] | None:
+        """The examples' lengths, where an evaluation makes batches of about one length; else None.
+
+        That is where no number changes by more than rounding: each example has a loss of its own,
+        and the collator does nothing but pad. A bank that has an adapter for each row needs the
+        set's order.
+        """
+        if is_by_row() or not (only_pads(self.data_collator) and self._has_own_step()):
+            return None
+        return lengths_at_hand(dataset, {"label", "label_ids", *self.label_names})
+
+    def _collator(self) -> Callable[[list[Any]], Mapping[str, Any]]:
+        """What makes a batch; with `packed_rows`, where nobody else's code gets to see it."""
+        if takes_packed_rows(self.model) and self._has_own_step():
+            return PackedCollator(self.data_collator)
+        return self.data_collator
+
+    def _memory_metrics(self, split: str) -> dict[str, int]:
+        """Peak memory, where it is asked for. Not for the log: it differs from run to run."""
+        return {} if self.args.skip_memory_metrics else memory_metrics(split, self.args.device)

@@ -1,0 +1,150 @@
+"""The Trainer's loaders: what its `train`, `evaluate` and `predict` iterate over."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from loralib.nn.packing import PackedRows
+
+from .trainer_callback import TrainerState
+from .trainer_checks import check_data
+from .trainer_data import (
+    EvaluationBatches,
+    Examples,
+    TrainingBatches,
+    is_iterable_only,
+    length_of,
+    lengths_of,
+    used_columns,
+)
+from .trainer_pt_utils import IterableDatasetShard
+from .training_args import TrainingArguments
+from .utils import logging
+
+logger = logging.get_logger(__name__)
+
+
+class TrainerLoaders:
+    """The part of `Trainer` that makes its loaders, and puts batches on its device."""
+
+    args: TrainingArguments
+    state: TrainerState
+    model: nn.Module
+    label_names: list[str]
+    data_collator: Callable[[list[Any]], Mapping[str, Any]]
+    train_dataset: Dataset | None
+    eval_dataset: Dataset | None
+
+    def get_train_dataloader(self) -> DataLoader:
+        """The batches of this process in a pass over `train_dataset`.
+
+        Override it for another order or other batches; those are read again by a run that resumes
+        within a pass, and have to be as many on every process.
+        """
+        if self.train_dataset is None:
+            raise ValueError("Trainer: training needs a train_dataset")
+        if not is_iterable_only(self.train_dataset):
+            batches = self._training_batches()
+            return self._loader(self.train_dataset, batches.batch_size, sampler=Examples(batches))
+        args, dataset = self.args, self.train_dataset
+        if args.dataloader_num_workers > 1 and args.is_main_process:
+            logger.warning(
+                "each of %s workers iterates over the training set: it has to share its examples "
+                "out between them, see torch.utils.data.get_worker_info",
+                args.dataloader_num_workers,
+            )
+        if args.world_size > 1 or not isinstance(dataset, IterableDataset):
+            dataset = IterableDatasetShard(
+                dataset,
+                args.train_batch_size,
+                args.dataloader_drop_last,
+                args.world_size,
+                args.process_index,
+                args.seed,
+            )
+        return self._loader(dataset, args.train_batch_size, drop_last=args.dataloader_drop_last)
+
+    def get_eval_dataloader(self, eval_dataset: Dataset | None = None) -> DataLoader:
+        """The batches of this process's share of a set, by default `eval_dataset`, in its order.
+
+        `evaluate` has batches of its own where a subclass does not override this: of examples of
+        about one length, none of them left out by ``args.dataloader_drop_last``.
+        """
+        dataset = self._evaluated(self.eval_dataset if eval_dataset is None else eval_dataset)
+        share = self._evaluation_batches(dataset, None)
+        drop_last = self.args.dataloader_drop_last
+        return self._loader(dataset, share.batch_size, sampler=Examples(share), drop_last=drop_last)
+
+    def get_test_dataloader(self, test_dataset: Dataset) -> DataLoader:
+        """As `get_eval_dataloader`, for `predict`."""
+        return TrainerLoaders.get_eval_dataloader(self, test_dataset)
+
+    def num_examples(self, dataloader: Any) -> int:
+        """The examples of a loader's set, over all processes.
+
+        Raises:
+            ValueError: it has no length.
+        """
+        count = length_of(dataloader.dataset)
+        if count is None:
+            raise ValueError("the loader's set has no length")
+        return count
+
+    def _loader(self, dataset: Dataset, batch_size: int, **settings: Any) -> DataLoader:
+        args = self.args
+        if args.remove_unused_columns:
+            dataset = used_columns(dataset, self.model, self.label_names)
+        return DataLoader(
+            dataset,
+            batch_size,
+            collate_fn=self.data_collator,
+            # By default the loader uses dropout's generator, once an epoch and at every resume.
+            generator=torch.Generator().manual_seed(args.seed + self.state.global_step),
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
+            **settings,
+        )
+
+    def _training_batches(self) -> TrainingBatches:
+        args = self.args
+        return TrainingBatches(
+            len(self.train_dataset),
+            args.train_batch_size,
+            args.seed,
+            args.world_size,
+            args.process_index,
+            args.dataloader_drop_last,
+            lengths_of(self.train_dataset) if args.group_by_length else None,
+        )
+
+    def _evaluation_batches(self, dataset: Dataset, lengths: list[int] | None) -> EvaluationBatches:
+        args = self.args
+        return EvaluationBatches(
+            len(dataset), args.eval_batch_size, args.world_size, args.process_index, lengths
+        )
+
+    def _evaluated(self, dataset: Dataset | None) -> Dataset:
+        """A set to evaluate, checked; one that can only be iterated over as a list.
+
+        Raises:
+            ValueError: there is none, or it is empty or has no length.
+        """
+        if dataset is None:
+            raise ValueError("Trainer: evaluating needs an eval_dataset")
+        check_data(None, dataset, self.args)
+        if len(dataset) == 0:
+            raise ValueError("the set to evaluate is empty")
+        return list(dataset) if is_iterable_only(dataset) else dataset
+
+    def _prepare_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """A batch with its tensors on the device."""
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, Tensor | PackedRows):
+                return value.to(self.args.device, non_blocking=True)
+            return value
+
+        return {name: moved(value) for name, value in inputs.items()}

@@ -1,0 +1,117 @@
+"""The Trainer's searches for hyperparameters: one training a trial, with optuna."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from .integrations import (
+    check_hp_search_backend,
+    hp_params,
+    report_to_optuna,
+    run_hp_search_optuna,
+)
+from .trainer_callback import TrainerState
+from .trainer_utils import (
+    BestRun,
+    HPSearchBackend,
+    default_compute_objective,
+    default_hp_space,
+)
+from .training_args import TrainingArguments
+
+
+class TrainerSearch:
+    """The part of `Trainer` that searches for hyperparameters.
+
+    Attributes:
+        objective: the last evaluation's, of the trial that is trained.
+    """
+
+    args: TrainingArguments
+    state: TrainerState
+    model_init: Callable[..., Any] | None
+    hp_name: Callable[[Any], str] | None = None
+    hp_space: Callable[[Any], dict[str, Any]] | None = None
+    compute_objective: Callable[[dict[str, float]], float] | None = None
+    objective: float | None = None
+    _trial: Any = None  # that is trained
+    _search_folder: str  # in which each trial has its own
+
+    def hyperparameter_search(
+        self,
+        hp_space: Callable[[Any], dict[str, Any]] | None = None,
+        compute_objective: Callable[[dict[str, float]], float] | None = None,
+        n_trials: int = 20,
+        direction: str = "minimize",
+        backend: str | HPSearchBackend | None = None,
+        hp_name: Callable[[Any], str] | None = None,
+        **kwargs: Any,
+    ) -> BestRun:
+        """Trains once a trial, with other settings each, and says which were best.
+
+        Each trial's checkpoints are in a folder of its own below ``args.output_dir``; afterwards
+        ``args`` have the last trial's settings. Needs a `model_init`, and optuna.
+
+        Args:
+            hp_space: optuna's trial -> settings of ``args`` by name; by default
+                `default_hp_space_optuna`.
+            compute_objective: an evaluation's metrics -> what is compared; by default
+                `default_compute_objective`.
+            n_trials: how many trials.
+            direction: "minimize" or "maximize" the objective.
+            backend: "optuna".
+            hp_name: a trial -> its name; by default "run-0", "run-1", …
+            kwargs: "timeout" in seconds; others are those of ``optuna.create_study``.
+
+        Raises:
+            RuntimeError: there is no `model_init`, or optuna is not installed.
+            ValueError: another backend is asked for, or there are several processes.
+        """
+        check_hp_search_backend(backend)
+        if self.model_init is None:
+            raise RuntimeError("hyperparameter_search needs a Trainer with a model_init")
+        if self.args.world_size > 1:
+            raise ValueError("hyperparameter_search runs on one process: start it without others")
+        self.hp_space = hp_space or default_hp_space[HPSearchBackend.OPTUNA]
+        self.compute_objective = compute_objective or default_compute_objective
+        self.hp_name = hp_name
+        self._search_folder = self.args.output_dir
+        try:
+            return run_hp_search_optuna(self, n_trials, direction, **kwargs)
+        finally:
+            self.args.output_dir, self._trial = self._search_folder, None
+
+    def _set_up_trial(self, trial: Any) -> None:
+        """Gives the settings what a trial has chosen.
+
+        Raises:
+            ValueError: there is no such setting, or it cannot have that value.
+        """
+        self._trial = trial
+        if trial is None:
+            return
+        if self.hp_space is None:
+            raise ValueError("train takes a trial from hyperparameter_search alone")
+        args = self.args
+        for name, value in self.hp_space(trial).items():
+            if not hasattr(args, name):
+                raise ValueError(f"hp_space chooses {name}, which TrainingArguments do not have")
+            before = getattr(args, name)
+            setattr(args, name, value if before is None else type(before)(value))
+        args.check()
+
+    def _name_trial(self) -> None:
+        """Notes what a trial has chosen, also for its model; it gets a folder for checkpoints."""
+        trial, state = self._trial, self.state
+        if trial is None:
+            return
+        name = f"run-{trial.number}" if self.hp_name is None else self.hp_name(trial)
+        state.is_hyper_param_search, state.trial_name = True, name
+        state.trial_params = hp_params(trial)
+        self.args.output_dir = os.path.join(self._search_folder, name)
+
+    def _report_to_hp_search(self, metrics: dict[str, float]) -> None:
+        """Tells a search of an evaluation; it may end the trial."""
+        if self._trial is not None:
+            self.objective = self.compute_objective(dict(metrics))
+            report_to_optuna(self._trial, self.state.epoch or 0, self.objective)

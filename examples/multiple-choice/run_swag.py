@@ -1,0 +1,218 @@
+"""Fine-tune RoBERTa or DeBERTa-v2, with LoRA or without, to choose among endings.
+
+    python examples/multiple-choice/run_swag.py --model_name_or_path roberta-base \
+        --dataset_name swag --dataset_config_name regular --do_train --do_eval \
+        --apply_lora --lora_r 8 --lora_alpha 16 --output_dir swag
+
+Files have SWAG's columns, of two endings or more:
+
+    {"sent1": "She opens the door.", "sent2": "Then she", "ending0": "leaves.", "ending1": "sky.",
+     "label": 0}
+
+Predictions go to test_results_swag.txt. What is trained and what is written is as in run_glue.py,
+whose flags for models and adapters this script has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loralib.adapters.adapter import Adapter
+from loralib.io.atomic import atomic_write
+from loralib.training import watch
+from transformers import (
+    AutoModelForMultipleChoice,
+    EvalPrediction,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.data.metrics import simple_accuracy
+from transformers.data.multiple_choice import DataCollatorForMultipleChoice
+from transformers.fine_tuning.adapted_model import (
+    build_model,
+    load_config,
+    load_task_config,
+    open_tokenizer,
+)
+from transformers.fine_tuning.arguments import AdaptedModelArguments, HubDataArguments
+from transformers.fine_tuning.choices import (
+    BEGINNING,
+    CONTEXT,
+    LABEL,
+    Choices,
+    check_choices,
+    read_choices,
+)
+from transformers.fine_tuning.data_sets import load_tables
+from transformers.fine_tuning.script import (
+    Prepared,
+    begin,
+    estimate_task,
+    needed_splits,
+    report,
+    start,
+    train,
+)
+from transformers.hf_argparser import flag
+from transformers.utils.cli import choose_length, cut_rows, report_cut, run
+
+if TYPE_CHECKING:  # else imported where data is read: --help and wrong flags need not wait for it
+    from datasets import Dataset
+
+# Tokens that a beginning with an ending is cut to by default.
+LONGEST = 512
+# The column that says of each row how many of its choices were cut.
+CUT = "cut"
+
+
+@dataclass
+class DataTrainingArguments(HubDataArguments):
+    """The data."""
+
+    max_seq_length: int | None = flag(
+        None,
+        "longer rows are cut to this number of tokens (default: 512, or as many as the model "
+        "takes)",
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# Data
+# ------------------------------------------------------------------------------------------------
+
+
+def prepare(
+    model_args: AdaptedModelArguments,
+    data_args: DataTrainingArguments,
+    args: TrainingArguments,
+    adapters: Sequence[Adapter],
+    splits: Sequence[str],
+) -> Prepared:
+    """Reads settings, data and tokenizer, and checks that they belong together."""
+    config = load_task_config(model_args, args, adapters)
+    choices = check_choices(load_tables(data_args, splits, model_args.cache_dir, read_choices))
+    tokenizer = open_tokenizer(model_args, config)
+    data_args.max_seq_length = length = choose_length(
+        data_args.max_seq_length, config, tokenizer, is_pair=True, usual=LONGEST
+    )
+    datasets = tokenize(choices, tokenizer, data_args)
+    padding = "max_length" if data_args.pad_to_max_length else True
+    return Prepared(
+        load_config(model_args, finetuning_task=None),
+        tokenizer,
+        datasets,
+        DataCollatorForMultipleChoice(tokenizer, padding, length),
+    )
+
+
+def tokenize(
+    choices: Choices, tokenizer: PreTrainedTokenizerBase, data_args: DataTrainingArguments
+) -> dict[str, Dataset]:
+    """The rows by split as the model takes them: each entry has a list a choice."""
+    # The cache's key is all that the function refers to: only what changes its results.
+    length, endings = data_args.max_seq_length, choices.endings
+
+    def encode(rows: dict[str, list]) -> dict[str, list]:
+        watch.beat()
+        count = len(endings)
+        contexts = [text for text in rows[CONTEXT] for _ in endings]
+        continued = [
+            f"{beginning} {ending}"
+            for beginning, *texts in zip(rows[BEGINNING], *map(rows.get, endings), strict=True)
+            for ending in texts
+        ]
+        encoded = tokenizer(contexts, continued, truncation=True, max_length=length)
+        columns: dict[str, list] = {
+            name: grouped(encoded[name], count) for name in tokenizer.model_input_names
+        }
+        cut = cut_rows(tokenizer, [contexts, continued], encoded["attention_mask"], length)
+        columns[CUT] = [sum(row) for row in grouped(cut, count)]
+        return columns
+
+    datasets, cut = {}, {}
+    for split, table in choices.tables.items():
+        texts = [CONTEXT, BEGINNING, *endings]
+        encoded = table.rows.map(
+            encode,
+            batched=True,
+            remove_columns=texts,
+            load_from_cache_file=not data_args.overwrite_cache,
+            num_proc=data_args.preprocessing_num_workers,
+            desc=f"tokenizing {split}",
+        )
+        cut[split] = (sum(encoded[CUT][:]), len(encoded) * len(endings))
+        datasets[split] = encoded.remove_columns(CUT)
+    report_cut(cut, length)
+    return datasets
+
+
+def grouped(rows: Sequence[Any], count: int) -> list[list[Any]]:
+    """Lists of `count` rows that follow each other."""
+    return [list(rows[start : start + count]) for start in range(0, len(rows), count)]
+
+
+# ------------------------------------------------------------------------------------------------
+# Run
+# ------------------------------------------------------------------------------------------------
+
+
+def compute_metrics(evaluated: EvalPrediction) -> dict[str, float]:
+    """How many choices are right."""
+    return {"accuracy": simple_accuracy(evaluated.predictions.argmax(axis=1), evaluated.label_ids)}
+
+
+def predict(trainer: Trainer, rows: Dataset) -> None:
+    """Writes test_results_swag.txt, and the accuracy where the test set has labels."""
+    output = trainer.predict(rows, metric_key_prefix="test")
+    report(trainer, "test", output.metrics, rows)
+    if trainer.is_world_process_zero():
+        chosen = output.predictions.argmax(axis=1)
+        with atomic_write(Path(trainer.args.output_dir, "test_results_swag.txt")) as temporary:
+            lines = [
+                "index\tprediction",
+                *(f"{row}\t{number}" for row, number in enumerate(chosen)),
+            ]
+            temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def fine_tune(
+    model_args: AdaptedModelArguments, data_args: DataTrainingArguments, args: TrainingArguments
+) -> None:
+    """Loads, trains, evaluates, predicts; as far as the flags ask for it."""
+    checkpoint, adapters = begin(model_args, args)
+    prepared = prepare(model_args, data_args, args, adapters, needed_splits(args))
+    set_seed(args.seed)
+    model = build_model(
+        AutoModelForMultipleChoice, model_args, prepared.config, adapters, args.do_train
+    )
+    trainer = prepared.trainer(model, args, compute_metrics)
+    if args.do_train:
+        train(trainer, checkpoint)
+    if args.do_eval:
+        report(trainer, "eval", trainer.evaluate(), trainer.eval_dataset)
+    if args.do_predict:
+        predict(trainer, prepared.datasets["test"])
+
+
+def estimate(*flags: Any) -> None:
+    """Prints what training would take, where data is not read of four endings a row."""
+
+    def example(length: int) -> dict[str, Any]:
+        ones = [[1] * length] * 4
+        return {"input_ids": ones, "attention_mask": ones, LABEL: 0}
+
+    estimate_task(AutoModelForMultipleChoice, *flags, prepare, example)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses the command line, and does what it asks for."""
+    start(argv, __doc__, (AdaptedModelArguments, DataTrainingArguments), fine_tune, estimate)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,300 @@
+"""Fine-tune RoBERTa or DeBERTa-v2, with LoRA or without, to answer questions from texts.
+
+    python examples/question-answering/run_qa.py --model_name_or_path roberta-base \
+        --dataset_name squad --do_train --do_eval \
+        --apply_lora --lora_r 8 --lora_alpha 16 --output_dir squad
+
+Files are SQuAD's own, or have a question a line, whose answers are parts of the text:
+
+    {"id": "1", "question": "Who?", "context": "Ann ran.", "answers": {"text": ["Ann"],
+     "answer_start": [0]}}
+
+Texts longer than --max_seq_length are read in parts that overlap by --doc_stride tokens. Answers go
+to eval_predictions.json and test_predictions.json, with the n best of each beside them. What is
+trained and what is written is as in run_glue.py, whose flags for models and adapters this script
+has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from loralib.adapters.adapter import Adapter
+from loralib.training import watch
+from transformers import (
+    AutoModelForQuestionAnswering,
+    DataCollatorWithPadding,
+    EvalPrediction,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.data.question_answering import EXAMPLE, OFFSETS, Answer, answers_of, rows_of
+from transformers.fine_tuning.adapted_model import (
+    build_model,
+    load_config,
+    load_task_config,
+    open_tokenizer,
+)
+from transformers.fine_tuning.arguments import AdaptedModelArguments, HubDataArguments
+from transformers.fine_tuning.data_sets import load_tables
+from transformers.fine_tuning.questions import (
+    Question,
+    check_questions,
+    check_room,
+    read_questions,
+    scores_of,
+    write_answers,
+)
+from transformers.fine_tuning.script import (
+    Prepared,
+    begin,
+    estimate_task,
+    needed_splits,
+    report,
+    start,
+    train,
+)
+from transformers.hf_argparser import flag
+from transformers.utils.cli import choose_length, run
+
+if TYPE_CHECKING:  # else imported where data is read: --help and wrong flags need not wait for it
+    from datasets import Dataset
+
+# Tokens of a row, and of what a row and the next one share, by default.
+USUAL_LENGTH, USUAL_STRIDE = 384, 128
+POSITIONS = ["start_positions", "end_positions"]
+
+
+@dataclass
+class DataTrainingArguments(HubDataArguments):
+    """The data, and what counts as an answer."""
+
+    max_seq_length: int | None = flag(
+        None,
+        "tokens of a question and a part of its text (default: 384, or as many as the model takes)",
+    )
+    doc_stride: int | None = flag(
+        None,
+        "tokens that a part of a long text and the next one share (default: 128, or a third of "
+        "max_seq_length)",
+    )
+    version_2_with_negative: bool = flag(False, "questions may have no answer, as in SQuAD 2.0")
+    null_score_diff_threshold: float = flag(
+        0.0,
+        "there is no answer where that scores higher than the best one by more than this; see "
+        "best_f1_thresh of an evaluation",
+    )
+    n_best_size: int = flag(20, "answers of a question to keep and to write")
+    max_answer_length: int = flag(30, "the most tokens of an answer")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("n_best_size", "max_answer_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be at least 1, not {getattr(self, name)}")
+        if self.null_score_diff_threshold != 0 and not self.version_2_with_negative:
+            raise ValueError("--null_score_diff_threshold needs --version_2_with_negative")
+
+
+# ------------------------------------------------------------------------------------------------
+# Data
+# ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class PreparedQuestions(Prepared):
+    """What a run's model is made and trained on.
+
+    Args:
+        questions: by split.
+        parts: by split, each row's question, and where its tokens are in the text.
+    """
+
+    questions: dict[str, list[Question]]
+    parts: dict[str, Dataset]
+
+
+def prepare(
+    model_args: AdaptedModelArguments,
+    data_args: DataTrainingArguments,
+    args: TrainingArguments,
+    adapters: Sequence[Adapter],
+    splits: Sequence[str],
+) -> PreparedQuestions:
+    """Reads settings, data and tokenizer, and checks that they belong together."""
+    config = load_task_config(model_args, args, adapters)
+    tables = load_tables(data_args, splits, model_args.cache_dir, read_questions)
+    questions = check_questions(tables, data_args.version_2_with_negative)
+    tokenizer = open_tokenizer(model_args, config, aligned=True, padding_side="right")
+    choose_rows(data_args, config, tokenizer)
+    for table in tables.values():
+        check_room(table, tokenizer, data_args.max_seq_length, data_args.doc_stride)
+    rows = {split: tokenize(split, questions[split], tokenizer, data_args) for split in splits}
+    return PreparedQuestions(
+        load_config(model_args, num_labels=2, finetuning_task=None),
+        tokenizer,
+        {split: each.remove_columns([EXAMPLE, OFFSETS]) for split, each in rows.items()},
+        DataCollatorWithPadding(tokenizer),
+        questions,
+        {split: each.select_columns([EXAMPLE, OFFSETS]) for split, each in rows.items()},
+    )
+
+
+def choose_rows(
+    data_args: DataTrainingArguments, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Sets --max_seq_length and --doc_stride to what fits the model, where they were not given.
+
+    Raises:
+        ValueError: they do not fit it, or one another.
+    """
+    data_args.max_seq_length = length = choose_length(
+        data_args.max_seq_length, config, tokenizer, is_pair=True, usual=USUAL_LENGTH
+    )
+    if data_args.doc_stride is None:
+        data_args.doc_stride = min(USUAL_STRIDE, length // 3)
+    if not 0 <= data_args.doc_stride < length:
+        raise ValueError(
+            f"--doc_stride must be from 0 to below --max_seq_length {length}, not "
+            f"{data_args.doc_stride}"
+        )
+
+
+def tokenize(
+    split: str,
+    questions: Sequence[Question],
+    tokenizer: PreTrainedTokenizerBase,
+    data_args: DataTrainingArguments,
+) -> Dataset:
+    """The rows of a split: one or several a question, with where each token is in the text."""
+    from datasets import Dataset
+
+    # The cache's key is all that the function refers to: only what changes its results.
+    length, stride = data_args.max_seq_length, data_args.doc_stride
+    padded, with_answers = data_args.pad_to_max_length, split != "test"
+
+    def encode(rows: dict[str, list], numbers: list[int]) -> dict[str, list]:
+        watch.beat()
+        texts = (rows["question"], rows["context"])
+        spans = rows["span"] if with_answers else None
+        encoded = rows_of(tokenizer, *texts, spans, length, stride, padded)
+        encoded[EXAMPLE] = [numbers[example] for example in encoded[EXAMPLE]]
+        return encoded
+
+    columns = {
+        "question": [asked.question for asked in questions],
+        "context": [asked.context for asked in questions],
+        "span": [asked.span for asked in questions],
+    }
+    return Dataset.from_dict(columns).map(
+        encode,
+        batched=True,
+        with_indices=True,
+        remove_columns=list(columns),
+        load_from_cache_file=not data_args.overwrite_cache,
+        num_proc=data_args.preprocessing_num_workers,
+        desc=f"tokenizing {split}",
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# Run
+# ------------------------------------------------------------------------------------------------
+
+
+def answer(
+    logits: tuple[np.ndarray, np.ndarray],
+    prepared: PreparedQuestions,
+    split: str,
+    data_args: DataTrainingArguments,
+) -> list[Answer]:
+    """The answers to a split's questions."""
+    parts = prepared.parts[split]
+    return answers_of(
+        [asked.context for asked in prepared.questions[split]],
+        parts[EXAMPLE][:],
+        parts[OFFSETS],
+        *logits,
+        n_best_size=data_args.n_best_size,
+        max_answer_length=data_args.max_answer_length,
+        may_be_none=data_args.version_2_with_negative,
+        null_score_diff_threshold=data_args.null_score_diff_threshold,
+    )
+
+
+def metrics_for(
+    prepared: PreparedQuestions, data_args: DataTrainingArguments, args: TrainingArguments
+) -> Callable[[EvalPrediction], dict[str, float]]:
+    """SQuAD's scores of the validation set; the last evaluation's answers are in files as well."""
+    questions = prepared.questions.get("validation", [])
+
+    def compute(evaluated: EvalPrediction) -> dict[str, float]:
+        answers = answer(evaluated.predictions, prepared, "validation", data_args)
+        if args.is_main_process:
+            write_answers(args.output_dir, "eval", questions, answers)
+        return scores_of(questions, answers, data_args.version_2_with_negative)
+
+    return compute
+
+
+def predict(
+    trainer: Trainer, prepared: PreparedQuestions, data_args: DataTrainingArguments
+) -> None:
+    """Writes the answers to the test set's questions, and their scores where it has answers."""
+    questions = prepared.questions["test"]
+    output = trainer.predict(prepared.datasets["test"], metric_key_prefix="test")
+    answers = answer(output.predictions, prepared, "test", data_args)
+    if trainer.is_world_process_zero():
+        write_answers(trainer.args.output_dir, "test", questions, answers)
+    may_have_none = data_args.version_2_with_negative
+    known = [bool(asked.answers) for asked in questions]
+    if all(known) or (any(known) and may_have_none):
+        scores = scores_of(questions, answers, may_have_none)
+        output.metrics.update({f"test_{name}": score for name, score in scores.items()})
+    report(trainer, "test", output.metrics, questions)
+
+
+def fine_tune(
+    model_args: AdaptedModelArguments, data_args: DataTrainingArguments, args: TrainingArguments
+) -> None:
+    """Loads, trains, evaluates, predicts; as far as the flags ask for it."""
+    checkpoint, adapters = begin(model_args, args)
+    args.label_names = POSITIONS
+    prepared = prepare(model_args, data_args, args, adapters, needed_splits(args))
+    set_seed(args.seed)
+    model = build_model(
+        AutoModelForQuestionAnswering, model_args, prepared.config, adapters, args.do_train
+    )
+    trainer = prepared.trainer(model, args, metrics_for(prepared, data_args, args))
+    if args.do_train:
+        train(trainer, checkpoint)
+    if args.do_eval:
+        report(trainer, "eval", trainer.evaluate(), prepared.questions["validation"])
+    if args.do_predict:
+        predict(trainer, prepared, data_args)
+
+
+def estimate(*flags: Any) -> None:
+    """Prints what training would take."""
+
+    def example(length: int) -> dict[str, Any]:
+        ones = [1] * length
+        return {"input_ids": ones, "attention_mask": ones, **dict.fromkeys(POSITIONS, 0)}
+
+    estimate_task(AutoModelForQuestionAnswering, *flags, prepare, example)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses the command line, and does what it asks for."""
+    start(argv, __doc__, (AdaptedModelArguments, DataTrainingArguments), fine_tune, estimate)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,70 @@
+"""Scores of entities against seqeval's, and by hand."""
+
+import json
+
+import pytest
+from places import FIXTURES
+
+from transformers.data.metrics.entity_metrics import Entity, entities_of, entity_metrics
+
+CASES = json.loads((FIXTURES / "entity_fixture.json").read_text())
+NAMES = ("precision", "recall", "f1", "number")
+
+
+@pytest.mark.parametrize("case", CASES, ids=[f"{n}-{c['scheme']}" for n, c in enumerate(CASES)])
+def test_scores_are_seqevals(case):
+    predictions, labels = (
+        [row.split() for row in case[name]] for name in ("predictions", "labels")
+    )
+    scores = entity_metrics(predictions, labels)
+    overall = [scores.pop(f"overall_{name}") for name in NAMES[:3]]
+    assert overall == pytest.approx(case["scores"].pop("overall"), abs=1e-12)
+    assert scores.pop("overall_accuracy") == pytest.approx(case["accuracy"], abs=1e-12)
+    ours = {kind: [values[name] for name in NAMES] for kind, values in scores.items()}
+    assert ours == {kind: pytest.approx(v, abs=1e-12) for kind, v in case["scores"].items()}
+
+
+@pytest.mark.parametrize(
+    ("tags", "entities"),
+    [
+        ("B-PER I-PER O B-LOC", [("PER", 0, 2), ("LOC", 3, 4)]),
+        ("B-PER B-PER", [("PER", 0, 1), ("PER", 1, 2)]),
+        ("I-PER I-LOC", [("PER", 0, 1), ("LOC", 1, 2)]),  # an I- that follows nothing begins
+        ("O I-PER I-PER", [("PER", 1, 3)]),
+        ("B-PER E-PER S-PER E-PER", [("PER", 0, 2), ("PER", 2, 3), ("PER", 3, 4)]),
+        ("B I O I", [("_", 0, 2), ("_", 3, 4)]),
+        ("NOUN NOUN VERB SYM", [("NOUN", 0, 2), ("VERB", 2, 3), ("SYM", 3, 4)]),
+        ("B-work-of-art", [("work-of-art", 0, 1)]),
+        ("O O", []),
+    ],
+)
+def test_entities(tags, entities):
+    assert entities_of(tags.split()) == [Entity(*each) for each in entities]
+
+
+def test_a_part_of_an_entity_is_not_found():
+    scores = entity_metrics([["B-PER", "O", "B-LOC"]], [["B-PER", "I-PER", "B-LOC"]])
+    assert scores["PER"] == {"precision": 0, "recall": 0, "f1": 0, "number": 1}
+    assert scores["LOC"] == {"precision": 1, "recall": 1, "f1": 1, "number": 1}
+    assert scores["overall_f1"] == 1 / 2
+    assert scores["overall_accuracy"] == 2 / 3
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_type_on_one_side_alone(swapped):
+    rows = [[["B-PER", "O"]], [["O", "O"]]]
+    scores = entity_metrics(*rows[:: -1 if swapped else 1])
+    assert scores["PER"] == {"precision": 0, "recall": 0, "f1": 0, "number": int(swapped)}
+
+
+@pytest.mark.parametrize(
+    ("predictions", "labels", "message"),
+    [
+        ([["O"]], [["O", "O"]], "row 0: 1 predictions for 2 labels"),
+        ([[]], [[]], "no words to score"),
+        ([["O"]], [], "shorter"),
+    ],
+)
+def test_wrong_rows(predictions, labels, message):
+    with pytest.raises(ValueError, match=message):
+        entity_metrics(predictions, labels)

@@ -1,0 +1,395 @@
+"""Files of tagged words, questions and choices: what is read of them, and what is wrong in one."""
+
+import json
+from pathlib import Path
+
+import pytest
+from glue_runs import write
+
+from transformers.data.question_answering import Span
+from transformers.data.text_files import read_table
+from transformers.fine_tuning.arguments import HubDataArguments
+from transformers.fine_tuning.choices import check_choices, read_choices
+from transformers.fine_tuning.data_sets import Table, load_tables
+from transformers.fine_tuning.questions import Question, check_questions, read_questions
+from transformers.fine_tuning.tagged_words import TAGS, WORDS, check_sentences
+
+SUFFIXES = [".csv", ".json"]
+
+
+def table_of(path: Path, rows: list[dict], read=read_table) -> Table:
+    """A file of rows, as a script reads it; in CSV, values other than strings are JSON."""
+    if path.suffix == ".csv":
+        rows = [
+            {n: v if isinstance(v, str | int) else json.dumps(v) for n, v in row.items()}
+            for row in rows
+        ]
+    return Table(read(str(write(path, rows))), str(path))
+
+
+def error_of(call, *arguments) -> str:
+    with pytest.raises(ValueError, match=r".") as raised:
+        call(*arguments)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+# ---- tagged words ----
+
+
+def sentence(words: str, tags: str, **more) -> dict:
+    return {**more, "tokens": words.split(), "ner_tags": tags.split()}
+
+
+SENTENCES = [sentence("Ann lives here", "B-PER O O"), sentence("in Paris", "O B-LOC")]
+
+
+def sentences(*tables: Table, known=(), words=None, tags=None):
+    splits = dict(zip(("train", "validation", "test"), tables, strict=False))
+    return check_sentences(splits, words, tags, "ner", known)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_sentences(tmp_path, suffix):
+    data = sentences(table_of(tmp_path / f"train{suffix}", SENTENCES))
+    assert data.labels == ("B-LOC", "B-PER", "O")
+    rows = data.tables["train"].rows
+    assert rows.column_names == [WORDS, TAGS]
+    assert rows[0] == {WORDS: ["Ann", "lives", "here"], TAGS: [1, 2, 2]}
+    assert rows[1] == {WORDS: ["in", "Paris"], TAGS: [2, 0]}
+
+
+def test_columns_of_words_and_tags_by_name_or_by_place(tmp_path):
+    rows = [{"w": r["tokens"], "t": r["ner_tags"], "tokens2": r["tokens"]} for r in SENTENCES]
+    table = table_of(tmp_path / "train.json", rows)
+    assert sentences(table).tables["train"].rows[WORDS][1] == ["in", "Paris"]
+    data = sentences(table, words="tokens2", tags="t")
+    assert data.tables["train"].rows[TAGS][1] == [2, 0]
+    message = error_of(lambda: sentences(table, words="token"))
+    assert message.startswith(f"{tmp_path}/train.json: has no column 'token', but w, t, tokens2")
+
+
+def test_a_trained_model_s_order_of_tags_is_kept(tmp_path):
+    table = table_of(tmp_path / "train.json", SENTENCES)
+    known = ("O", "B-PER", "B-LOC", "B-ORG")
+    assert sentences(table, known=known).labels == known
+    assert sentences(table, known=("O", "B-PER")).labels == ("B-LOC", "B-PER", "O")
+
+
+def test_numbers_as_tags_are_in_their_order(tmp_path):
+    rows = [{"tokens": list("abc"), "ner_tags": [10, 2, 0]}]
+    data = sentences(table_of(tmp_path / "train.json", rows))
+    assert data.labels == ("0", "2", "10")
+    assert data.tables["train"].rows[TAGS][0] == [2, 1, 0]
+
+
+def test_a_data_set_s_names_of_tags(tmp_path):
+    """As the hub has them: numbers, with their names in the set's own order."""
+    from datasets import ClassLabel, Dataset, Features, Sequence, Value
+
+    names = ["O", "B-PER", "B-LOC"]
+    features = Features(
+        {"tokens": Sequence(Value("string")), "ner_tags": Sequence(ClassLabel(names=names))}
+    )
+    rows = Dataset.from_list([{"tokens": ["Ann", "ran"], "ner_tags": [1, 0]}], features=features)
+    data = sentences(Table(rows, "hub (train)"))
+    assert data.labels == tuple(names)
+    assert data.tables["train"].rows[TAGS][0] == [1, 0]
+    hidden = Dataset.from_list([{"tokens": ["Ann", "ran"], "ner_tags": [-1, -1]}])
+    data = sentences(Table(rows, "train"), Table(rows, "validation"), Table(hidden, "test"))
+    assert data.tables["test"].rows.column_names == [WORDS]
+
+
+BAD_SENTENCES = {
+    "more tags": (
+        sentence("Ann ran", "O O O"),
+        "row 3: has 2 words in tokens, but 3 tags in ner_tags",
+    ),
+    "fewer tags": (sentence("Ann ran", "O"), "row 3: has 2 words in tokens, but 1 tags"),
+    "no words": (sentence("", ""), "row 3: its tokens holds no words"),
+    "no list": ({"tokens": None, "ner_tags": ["O"]}, "row 3: its tokens is not a list of words"),
+    "an empty word": (
+        {"tokens": ["a", " "], "ner_tags": ["O", "O"]},
+        'row 3: word 2 of its tokens is empty (" ")',
+    ),
+    "no word": ({"tokens": ["a", None], "ner_tags": ["O", "O"]}, "row 3: word 2 of its tokens is"),
+    "no tags": ({"tokens": ["a"], "ner_tags": None}, "row 3: its ner_tags is not a list of tags"),
+    "no tag": ({"tokens": ["a"], "ner_tags": [None]}, "row 3: tag 1 of its ner_tags is none"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SENTENCES)
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_wrong_sentences(tmp_path, suffix, name):
+    row, message = BAD_SENTENCES[name]
+    path = tmp_path / f"train{suffix}"
+    assert f"{path}: {message}" in error_of(sentences, table_of(path, [*SENTENCES, row]))
+
+
+def test_an_unknown_tag(tmp_path):
+    train = table_of(tmp_path / "train.json", SENTENCES)
+    dev = table_of(tmp_path / "dev.json", [SENTENCES[0], sentence("at Shell", "O B-ORG")])
+    message = f"{tmp_path}/dev.json: row 2: tag 2: unknown tag 'B-ORG' (expected B-LOC, B-PER, O)"
+    assert error_of(sentences, train, dev) == message
+
+
+def test_cells_that_are_not_json(tmp_path):
+    path = write(tmp_path / "train.csv", [{"tokens": "Ann lives", "ner_tags": '["O", "O"]'}])
+    table = Table(read_table(str(path)), str(path))
+    message = f"{path}: row 1: its tokens is not JSON: Ann lives"
+    assert error_of(sentences, table) == message
+
+
+def test_a_model_without_names_of_its_tags(tmp_path):
+    table = table_of(tmp_path / "dev.json", SENTENCES)
+    message = error_of(check_sentences, {"validation": table}, None, None, "ner", ())
+    assert message.startswith(f"{tmp_path}/dev.json: the model does not name its tags; give the --")
+
+
+# ---- questions ----
+
+CONTEXT = "Ann saw a red house in Paris."
+
+
+def question(number: int, *answers: str, context: str = CONTEXT, **changed) -> dict:
+    starts = [context.index(text) for text in answers]
+    row = {
+        "id": f"q{number}",
+        "question": "What?",
+        "context": context,
+        "answers": {"text": list(answers), "answer_start": starts},
+    }
+    return {**row, **changed}
+
+
+def questions(table: Table, split: str = "train", may_have_none: bool = False) -> list[Question]:
+    return check_questions({split: table}, may_have_none)[split]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_questions(tmp_path, suffix):
+    rows = [question(1, "Paris", "in Paris"), question(2, "Ann")]
+    read = questions(table_of(tmp_path / f"train{suffix}", rows, read_questions))
+    place = CONTEXT.index("Paris")
+    expected = Question("q1", "What?", CONTEXT, ("Paris", "in Paris"), Span(place, place + 5))
+    assert read == [expected, Question("q2", "What?", CONTEXT, ("Ann",), Span(0, 3))]
+
+
+def nested(rows: list[dict]) -> dict:
+    """Rows in the form of SQuAD's own files, a paragraph each."""
+    paragraphs = [
+        {
+            "context": row["context"],
+            "qas": [
+                {
+                    "id": row["id"],
+                    "question": row["question"],
+                    "answers": [
+                        {"text": text, "answer_start": start}
+                        for text, start in zip(*row["answers"].values(), strict=True)
+                    ],
+                }
+            ],
+        }
+        for row in rows
+    ]
+    return {"version": "v2.0", "data": [{"title": "a", "paragraphs": paragraphs}]}
+
+
+def test_squad_s_own_files(tmp_path):
+    rows = [question(1, "Paris"), question(2), question(3, "Ann")]
+    lines = table_of(tmp_path / "lines.json", rows, read_questions)
+    expected = questions(lines, may_have_none=True)
+    for name, whole in (("flat", {"data": rows}), ("nested", nested(rows))):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(whole, indent=2))
+        table = Table(read_questions(str(path)), str(path))
+        assert questions(table, may_have_none=True) == expected
+
+
+def test_a_test_set_needs_no_answers(tmp_path):
+    rows = [{"question": "Who?", "context": "Ann ran."}] * 2
+    read = questions(table_of(tmp_path / "test.csv", rows), "test")
+    assert read == [Question(name, "Who?", "Ann ran.") for name in "01"]
+    assert "has no column 'answers'" in error_of(questions, table_of(tmp_path / "t.csv", rows))
+
+
+def answers(*pairs: tuple) -> dict:
+    return {"text": [text for text, _ in pairs], "answer_start": [start for _, start in pairs]}
+
+
+BAD_QUESTIONS = {
+    "beyond the end": (
+        answers(("Paris", 25)),
+        "row 2: its answer 'Paris' at character 25 is outside its context, which has 29 characters",
+    ),
+    "before the beginning": (answers(("Ann", -1)), "row 2: its answer 'Ann' at character -1 is"),
+    "a second one": (answers(("Ann", 0), ("Paris", 99)), "row 2: its answer 'Paris' at character"),
+    "none": (answers(), "row 2: has no answer; --version_2_with_negative is for sets with such"),
+    "more places": (
+        {"text": ["Ann"], "answer_start": [0, 1]},
+        "row 2: has 1 answers, but 2 in answer_start",
+    ),
+    "an empty one": (answers(("", 0)), "row 2: an answer is not a text with its place ('', 0)"),
+    "nothing": (None, 'row 2: its answers are not {"text": […], "answer_start": […]} (null)'),
+}
+
+
+@pytest.mark.parametrize("name", BAD_QUESTIONS)
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_wrong_answers(tmp_path, suffix, name):
+    wrong, message = BAD_QUESTIONS[name]
+    path = tmp_path / f"train{suffix}"
+    table = table_of(path, [question(1, "Paris"), question(2, answers=wrong)])
+    assert f"{path}: {message}" in error_of(questions, table)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"id": "q1"}, "row 2: has the id 'q1', as row 1 has"),
+        ({"question": None}, "row 2: its question is not a text (null)"),
+        ({"context": None}, "row 2: its context is not a text (null)"),
+    ],
+)
+def test_wrong_questions(tmp_path, changed, message):
+    path = tmp_path / "train.json"
+    table = table_of(path, [question(1, "Paris"), question(2, "Ann") | changed])
+    assert error_of(questions, table) == f"{path}: {message}"
+
+
+def test_an_answer_that_is_not_quite_where_it_says(tmp_path, caplog):
+    """SQuAD's own sets are off by a character or two, at times."""
+    rows = [question(1, "Paris"), question(2, answers=answers(("Ann", 1)))]
+    read = questions(table_of(tmp_path / "train.json", rows))
+    assert read[1].span == Span(1, 4)
+    said = "1 of 2 answers differ from the text at their answer_start, row 2's first"
+    assert caplog.text.count(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("whole", "message"),
+    [
+        ({"data": []}, "holds no examples"),
+        ({"data": [{"paragraphs": [{"qas": []}]}]}, "holds no examples"),
+        ({"data": [{"paragraphs": [{"qas": [{"id": "1"}]}]}]}, "article 1 is not as SQuAD's are"),
+    ],
+)
+def test_wrong_files_of_squad_s_form(tmp_path, whole, message):
+    path = tmp_path / "train.json"
+    path.write_text(json.dumps(whole))
+    assert f"{path}: {message}" in error_of(read_questions, str(path))
+
+
+# ---- choices ----
+
+
+def choice(label: object = 1, count: int = 3, **changed) -> dict:
+    endings = {f"ending{n}": f"ending {n}" for n in range(count)}
+    return {"id": "x", "sent1": "She ran.", "sent2": "Then", **endings, "label": label, **changed}
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("count", [2, 5, 11])
+def test_choices(tmp_path, suffix, count):
+    table = table_of(tmp_path / f"train{suffix}", [choice(count=count), choice(0, count)])
+    read = check_choices({"train": table})
+    assert read.endings == tuple(f"ending{n}" for n in range(count))
+    rows = read.tables["train"].rows
+    assert rows.column_names == ["sent1", "sent2", *read.endings, "label"]
+    assert rows["label"][:] == [1, 0]
+
+
+def test_texts_that_look_like_numbers(tmp_path):
+    table = table_of(tmp_path / "train.csv", [choice(ending1="007", ending2="1.50")], read_choices)
+    row = check_choices({"train": table}).tables["train"].rows[0]
+    assert (row["ending1"], row["ending2"]) == ("007", "1.50")
+    asked = {"id": "012", "question": "7", "context": "13 and 7", "answers": answers(("13", 0))}
+    read = questions(table_of(tmp_path / "asked.csv", [asked], read_questions))
+    assert read == [Question("012", "7", "13 and 7", ("13",), Span(0, 2))]
+
+
+BAD_CHOICES = {
+    "a missing ending": (
+        choice(ending2=None),
+        "row 2: has 2 endings, others have 3: ending2 is empty",
+    ),
+    "another number": (
+        {**choice(), "ending3": "one more"},
+        "row 1: has 3 endings, others have 4: ending3 is empty",
+    ),
+    "a label beyond": (
+        choice(3),
+        "row 2: its label is 3; expected is an ending's number, 0 to 2",
+    ),
+    "a negative label": (choice(-1), "row 2: its label is -1; expected"),
+    "no label": (choice(None), "row 2: its label is None; expected"),
+    "no context": (choice(sent1=None), "row 2: its sent1 is not a text (null)"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CHOICES)
+def test_wrong_choices(tmp_path, name):
+    row, message = BAD_CHOICES[name]
+    path = tmp_path / "train.json"
+    assert f"{path}: {message}" in error_of(check_choices, {"x": table_of(path, [choice(), row])})
+
+
+def test_sets_with_other_numbers_of_endings(tmp_path):
+    train = table_of(tmp_path / "train.json", [choice()])
+    dev = table_of(tmp_path / "dev.json", [choice(count=4)])
+    message = error_of(check_choices, {"train": train, "validation": dev})
+    assert message == f"{tmp_path}/dev.json: has 4 endings, {tmp_path}/train.json has 3"
+    alone = table_of(tmp_path / "one.json", [choice(0, 1)])
+    assert "needs columns ending0, ending1 and so on" in error_of(check_choices, {"train": alone})
+
+
+# ---- where they come from ----
+
+
+def test_splits_and_limits(tmp_path):
+    rows = [{"a": str(n)} for n in range(5)]
+    files = {
+        f"{split}_file": str(write(tmp_path / f"{split}.json", rows))
+        for split in ("train", "validation")
+    }
+    flags = HubDataArguments(**files, max_train_samples=2, max_val_samples=0)
+    tables = load_tables(flags, ["train"], None)
+    assert tables["train"].rows[:] == {"a": ["0", "1"]}
+    assert "the validation set holds no examples" in error_of(
+        load_tables, flags, ["validation"], None
+    )
+    assert "this run needs --test_file" in error_of(load_tables, flags, ["test"], None)
+
+
+def test_a_data_set_that_is_a_program(tmp_path):
+    """Such were many of the hub's; today's `datasets` runs none."""
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "old.py").write_text("raise AssertionError\n")
+    flags = HubDataArguments(dataset_name=str(tmp_path / "old"))
+    message = error_of(load_tables, flags, ["train"], None)
+    assert "scripts are no longer supported" in message
+    assert message.endswith("; give it in files")
+
+
+def test_a_data_set_without_a_split(tmp_path):
+    (tmp_path / "set").mkdir()
+    write(tmp_path / "set" / "train.json", [{"a": "b"}])
+    flags = HubDataArguments(dataset_name=str(tmp_path / "set"))
+    message = error_of(load_tables, flags, ["validation"], str(tmp_path / "cache"))
+    assert message.endswith("set has no validation set, but train: give --validation_file")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({}, "give --dataset_name, or --train_file"),
+        ({"train_file": "a.txt"}, "a.txt: its name must end in .csv, .json or .jsonl"),
+        (
+            {"dataset_name": "a", "preprocessing_num_workers": 0},
+            "--preprocessing_num_workers must be at least 1, not 0",
+        ),
+    ],
+)
+def test_wrong_flags(flags, message):
+    assert message in error_of(lambda: HubDataArguments(**flags))

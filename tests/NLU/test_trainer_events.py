@@ -1,0 +1,236 @@
+"""Callbacks of the Trainer: what they are told, when, and what they can ask for."""
+
+import logging
+
+import pytest
+from small_trainers import make_line_trainer
+
+from transformers import (
+    DefaultFlowCallback,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
+from transformers.trainer_callback import CallbackHandler
+
+EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]
+
+
+class Events(TrainerCallback):
+    """Notes the events, and what was given with them by name."""
+
+    def __init__(self):
+        self.names, self.given = [], {}
+
+
+def _noted(name):
+    def event(self, args, state, control, **given):
+        self.names.append(name)
+        self.given[name] = given
+
+    return event
+
+
+for event_name in EVENTS:
+    setattr(Events, event_name, _noted(event_name))
+
+
+@pytest.fixture
+def make(tmp_path):
+    """See `make_line_trainer`; without another choice, of two batches an epoch."""
+
+    def make(kind=Trainer, **settings):
+        settings = {"per_device_train_batch_size": 10, **settings}
+        return make_line_trainer(tmp_path / "out", kind, **settings)
+
+    return make
+
+
+# ---- when ----
+
+STEP = ["on_step_begin", "on_step_end"]
+EVALUATION = [*["on_prediction_step"] * 3, "on_log", "on_evaluate"]
+END = ["on_log", "on_train_end"]
+
+
+def epoch(*events):
+    return ["on_epoch_begin", *events, "on_epoch_end"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "events"),
+    [
+        ({}, [*epoch(*STEP, *STEP)] * 2),
+        ({"logging_steps": 2}, [*epoch(*STEP, *STEP, "on_log")] * 2),
+        (
+            {"evaluation_strategy": "steps", "eval_steps": 3},
+            [*epoch(*STEP, *STEP), *epoch(*STEP, *EVALUATION, *STEP)],
+        ),
+        ({"evaluation_strategy": "epoch"}, [*epoch(*STEP, *STEP), *EVALUATION] * 2),
+        (
+            {"save_strategy": "epoch", "logging_strategy": "epoch"},
+            [*epoch(*STEP, *STEP), "on_log", "on_save"] * 2,
+        ),
+        (
+            {"logging_steps": 1, "save_strategy": "steps", "save_steps": 3, "max_steps": 3},
+            [*epoch(*STEP, "on_log", *STEP, "on_log"), *epoch(*STEP, "on_log", "on_save")],
+        ),
+        (
+            {"gradient_accumulation_steps": 2},
+            [*epoch("on_step_begin", "on_substep_end", "on_step_end")] * 2,
+        ),
+    ],
+)
+def test_events_of_a_run(make, settings, events):
+    noted = Events()
+    make(callbacks=[noted], **settings).train()
+    assert noted.names == ["on_init_end", "on_train_begin", *events, *END]
+
+
+def test_events_of_an_evaluation_and_a_prediction(make):
+    noted = Events()
+    trainer = make(callbacks=[noted])
+    trainer.evaluate()
+    assert noted.names[1:] == EVALUATION
+    noted.names.clear()
+    trainer.predict(trainer.eval_dataset)
+    assert noted.names == ["on_prediction_step"] * 3 + ["on_predict"]
+
+
+# ---- with what ----
+
+
+def test_what_comes_with_the_events(make):
+    noted = Events()
+    trainer = make(callbacks=[noted], evaluation_strategy="epoch", logging_steps=1)
+    trainer.train()
+    everywhere = {"model", "tokenizer", "optimizer", "lr_scheduler"}
+    everywhere |= {"train_dataloader", "eval_dataloader"}
+    for name, given in noted.given.items():
+        assert everywhere <= given.keys(), name
+        assert given["model"] is trainer.model
+    assert noted.given["on_init_end"]["optimizer"] is None
+    at_step = noted.given["on_step_end"]
+    assert at_step["optimizer"] is trainer.optimizer
+    assert at_step["lr_scheduler"] is trainer.lr_scheduler
+    assert len(at_step["train_dataloader"]) == 2
+    assert at_step["eval_dataloader"] is None
+    assert len(noted.given["on_prediction_step"]["eval_dataloader"]) == 3
+    assert "eval_loss" in noted.given["on_evaluate"]["metrics"]
+    assert "train_loss" in noted.given["on_log"]["logs"]
+
+
+# ---- what they ask for ----
+
+
+def asking(event, request):
+    """A callback that asks for something at an event."""
+
+    def ask(self, args, state, control, **given):
+        setattr(control, request, True)
+
+    return type("Asking", (TrainerCallback,), {event: ask})
+
+
+@pytest.mark.parametrize(
+    ("event", "request_name", "steps"),
+    [
+        ("on_step_begin", "should_training_stop", 1),
+        ("on_substep_end", "should_training_stop", 0),
+        ("on_step_end", "should_training_stop", 1),
+        ("on_epoch_begin", "should_training_stop", 1),
+        ("on_epoch_end", "should_training_stop", 2),
+        ("on_train_begin", "should_training_stop", 0),
+        ("on_step_end", "should_epoch_stop", 3),
+        ("on_epoch_end", "should_epoch_stop", 6),
+    ],
+)
+def test_stopping(make, event, request_name, steps):
+    settings = {"num_train_epochs": 3}
+    if event == "on_substep_end":
+        settings["gradient_accumulation_steps"] = 2
+    trainer = make(callbacks=[asking(event, request_name)], **settings)
+    assert trainer.train().global_step == steps
+
+
+def test_a_pass_that_was_stopped_is_not_taken_up_again(make, tmp_path):
+    """A run that resumes after it begins with the next one."""
+    settings = {"callbacks": [asking("on_step_end", "should_epoch_stop")], "num_train_epochs": 3}
+    whole = make(save_strategy="epoch", **settings)
+    whole.train()
+    assert [record["epoch"] for record in whole.state.log_history] == [2.5]
+    resumed = make(**settings)
+    assert resumed.train(str(tmp_path / "out" / "checkpoint-2")).global_step == 3
+    assert resumed.model.a.item() == whole.model.a.item()
+
+
+def test_a_callback_may_return_another_control(make):
+    class Returning(TrainerCallback):
+        def on_step_end(self, args, state, control, **given):
+            return TrainerControl(should_training_stop=state.global_step == 3)
+
+    assert make(callbacks=[Returning], num_train_epochs=9).train().global_step == 3
+
+
+def test_requests_end_where_they_are_followed(make):
+    handler = make().callback_handler
+    control = TrainerControl(True, True, True, True, True)
+    state = TrainerState(max_steps=5)
+    args = make().args
+    handler.on_log(args, state, control, {})
+    assert not control.should_log
+    handler.on_evaluate(args, state, control, {})
+    assert not control.should_evaluate
+    handler.on_save(args, state, control)
+    assert not control.should_save
+    control.should_log = control.should_evaluate = control.should_save = True
+    handler.on_epoch_begin(args, state, control)
+    assert not control.should_epoch_stop
+    handler.on_step_begin(args, state, control)
+    assert control == TrainerControl(should_training_stop=True)
+    assert handler.on_train_begin(args, state, control) is control
+    assert not control.should_training_stop
+
+
+# ---- adding and taking out ----
+
+
+def kinds(trainer):
+    return [type(callback) for callback in trainer.callback_handler.callbacks]
+
+
+def test_default_callbacks(make):
+    assert kinds(make()) == [DefaultFlowCallback, PrinterCallback]
+    assert kinds(make(disable_tqdm=False)) == [DefaultFlowCallback, ProgressCallback]
+    assert kinds(make(callbacks=[Events()])) == [DefaultFlowCallback, Events, PrinterCallback]
+
+
+@pytest.mark.parametrize("by_class", [True, False])
+def test_adding_and_taking_out(make, by_class):
+    trainer = make()
+    flow = trainer.callback_handler.callbacks[0]
+    taken = trainer.pop_callback(DefaultFlowCallback if by_class else flow)
+    assert taken is flow
+    assert kinds(trainer) == [PrinterCallback]
+    assert trainer.pop_callback(DefaultFlowCallback) is None
+    trainer.add_callback(DefaultFlowCallback if by_class else flow)
+    assert kinds(trainer) == [PrinterCallback, DefaultFlowCallback]
+    trainer.remove_callback(DefaultFlowCallback if by_class else flow)
+    trainer.remove_callback(PrinterCallback)
+    assert kinds(trainer) == []
+
+
+def test_a_run_without_default_callbacks_still_runs(make):
+    """Nothing asks for a log or for its end; it ends with its data."""
+    trainer = make()
+    trainer.remove_callback(DefaultFlowCallback)
+    assert trainer.train().global_step == 4
+
+
+def test_two_callbacks_of_a_class_are_told(caplog):
+    with caplog.at_level(logging.WARNING):
+        CallbackHandler([Events, Events()])
+    assert "Events'> among the callbacks already" in caplog.text

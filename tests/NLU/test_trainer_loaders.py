@@ -1,0 +1,318 @@
+"""What the Trainer iterates over: its loaders, a user's, and sets without an index."""
+
+import itertools
+
+import pytest
+import torch
+from compare import assert_same_bits
+from datasets import Dataset
+from small_trainers import Line, SizedStream, Stream, line_of, make_line_trainer, make_points
+from torch.utils.data import DataLoader
+from trainer_runs import Recorder, without_runtimes
+
+from transformers import Trainer, TrainingError
+
+
+@pytest.fixture
+def make(tmp_path):
+    """See `make_line_trainer`."""
+    return lambda kind=Trainer, **settings: make_line_trainer(tmp_path / "out", kind, **settings)
+
+
+def values(loader):
+    return [batch["x"].tolist() for batch in loader]
+
+
+# ---- the Trainer's own loaders ----
+
+
+def test_loaders_have_the_batches_that_they_say(make):
+    trainer = make(per_device_train_batch_size=8, per_device_eval_batch_size=2)
+    train, evaluation = trainer.get_train_dataloader(), trainer.get_eval_dataloader()
+    assert (train.batch_size, len(train), len(list(train))) == (8, 3, 3)
+    assert (evaluation.batch_size, len(evaluation), len(list(evaluation))) == (2, 5, 5)
+    assert trainer.num_examples(train) == 20
+    # The set's order, whatever `evaluate` does.
+    xs = [point["x"] for point in trainer.eval_dataset]
+    assert list(itertools.chain(*values(evaluation))) == pytest.approx(xs)
+    assert sorted(itertools.chain(*values(train))) == pytest.approx(
+        sorted(point["x"] for point in trainer.train_dataset)
+    )
+    others = make_points(3, seed=8)
+    for loader in (trainer.get_eval_dataloader(others), trainer.get_test_dataloader(others)):
+        assert len(loader) == 2
+
+
+def test_a_last_batch_that_is_not_full_is_left_out_of_loaders_alone(make):
+    trainer = make(
+        per_device_train_batch_size=8,
+        dataloader_drop_last=True,
+        compute_metrics=lambda p: {"rows": len(p.predictions)},
+    )
+    assert len(trainer.get_train_dataloader()) == 2
+    assert len(trainer.get_eval_dataloader()) == len(list(trainer.get_eval_dataloader())) == 2
+    assert trainer.evaluate()["eval_rows"] == 9
+
+
+def test_a_loader_of_the_trainer_s_gives_what_the_collator_does(make_trainer, make_model):
+    """Not what models of this package get besides: `packed_rows`."""
+    trainer = make_trainer()
+    for loader in (trainer.get_train_dataloader(), trainer.get_eval_dataloader()):
+        assert next(iter(loader)).keys() == {"input_ids", "attention_mask", "labels"}
+
+
+def test_loaders_of_sets_that_are_not_there(make):
+    trainer = make(train_dataset=None, eval_dataset=None)
+    with pytest.raises(ValueError, match="training needs a train_dataset"):
+        trainer.get_train_dataloader()
+    with pytest.raises(ValueError, match="evaluating needs an eval_dataset"):
+        trainer.get_eval_dataloader()
+
+
+# ---- sets that can only be iterated over ----
+
+
+def stepped_by_hand(batches):
+    """The line after plain gradient descent on these batches, at a rate of 0.1."""
+    a = b = 0.0
+    for batch in batches:
+        errors = [(a * p["x"] + b - p["labels"], p["x"]) for p in batch]
+        step = (sum(e * x for e, x in errors), sum(e for e, _ in errors))
+        a, b = (v - 0.2 * d / len(batch) for v, d in zip((a, b), step, strict=True))
+    return a, b
+
+
+def sgd(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
+def passes_of(stream, count):
+    """The batches of four of so many passes."""
+    for epoch in range(count):
+        stream.set_epoch(epoch)
+        rows = list(stream)
+        yield from (rows[start : start + 4] for start in range(0, len(rows), 4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "steps", "epoch"),
+    [
+        (Stream, {"max_steps": 7}, 7, 1 + 4 / 7),
+        (Stream, {"max_steps": 2}, 2, 1.0),
+        (SizedStream, {"max_steps": 7}, 7, 2 + 1 / 3),
+        (SizedStream, {}, 6, 2.0),
+        (SizedStream, {"dataloader_drop_last": True}, 4, 2.0),
+    ],
+)
+def test_training_on_a_stream(make, kind, settings, steps, epoch):
+    model = Line()
+    trainer = make(
+        model=model, train_dataset=kind(10), optimizers=sgd(model), max_grad_norm=0, **settings
+    )
+    assert trainer.train().global_step == steps
+    batches = list(passes_of(kind(10), 3))
+    if "dataloader_drop_last" in settings:
+        batches = [batch for batch in batches if len(batch) == 4]
+    assert line_of(trainer) == pytest.approx(stepped_by_hand(batches[:steps]), rel=1e-5)
+    assert trainer.state.epoch == pytest.approx(
+        2 + 1 / 7 if (kind, steps) == (Stream, 7) else epoch
+    )
+
+
+def test_any_iterable_will_do(make):
+    class Iterable:
+        def __iter__(self):
+            return iter(make_points(6))
+
+    trainer = make(train_dataset=Iterable(), max_steps=4)
+    assert values(trainer.get_train_dataloader())[1] == pytest.approx(
+        [point["x"] for point in make_points(6)[4:]]
+    )
+    assert trainer.train().global_step == 4
+
+
+def test_a_stream_of_the_datasets_library(make):
+    rows = [{**point, "more": 1} for point in make_points(10)]
+    trainer = make(train_dataset=Dataset.from_list(rows).to_iterable_dataset(), max_steps=4)
+    found = list(trainer.get_train_dataloader())
+    assert [len(batch["x"]) for batch in found] == [4, 4, 2]
+    assert found[0].keys() == {"x", "labels"}
+    assert trainer.train().global_step == 4
+
+
+def test_a_stream_with_a_length_is_evaluated(make):
+    stream = SizedStream(9)
+    stream.points = make_points(9, seed=5)
+    trainer = make(eval_dataset=stream)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(make().evaluate()["eval_loss"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"train_dataset": Stream(8)}, "train_dataset has no length: give --max_steps"),
+        (
+            {"train_dataset": SizedStream(8), "group_by_length": True},
+            "--group_by_length needs a train_dataset whose examples have an index",
+        ),
+        ({"eval_dataset": Stream(8)}, "the set to evaluate has no length: give one that has"),
+    ],
+)
+def test_streams_that_are_refused(make, settings, message):
+    with pytest.raises(ValueError, match=message):
+        make(**settings)
+
+
+def test_streams_that_are_refused_later(make):
+    trainer = make()
+    for method in (trainer.evaluate, trainer.predict):
+        with pytest.raises(ValueError, match="the set to evaluate has no length"):
+            method(Stream(3))
+
+
+def test_workers_that_each_read_a_stream(make, caplog):
+    make(train_dataset=Stream(8), max_steps=2, dataloader_num_workers=1).get_train_dataloader()
+    assert not caplog.records
+    make(train_dataset=Stream(8), max_steps=2, dataloader_num_workers=2).get_train_dataloader()
+    assert "each of 2 workers iterates over the training set" in caplog.text
+
+
+def test_a_batch_of_no_tensors(make):
+    class Own(Trainer):
+        def get_eval_dataloader(self, eval_dataset=None):
+            return [{"x": 1.0}]
+
+    with pytest.raises(TrainingError, match="no tensor with a row for each example"):
+        make(Own).evaluate()
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_stream_too_short_for_an_update_does_not_run_for_ever(make, count):
+    trainer = make(train_dataset=Stream(count), max_steps=4, gradient_accumulation_steps=2)
+    message = f"gave {min(count, 1)} batches in a pass, fewer than an update takes"
+    with pytest.raises(TrainingError, match=message):
+        trainer.train()
+
+
+# ---- a user's own loaders ----
+
+
+class Shuffled(Trainer):
+    """A Trainer whose batches come from PyTorch's random numbers, as dropout's do."""
+
+    def get_train_dataloader(self):
+        return DataLoader(
+            self.train_dataset, batch_size=4, shuffle=True, collate_fn=self.data_collator
+        )
+
+
+class Backwards(Trainer):
+    """A Trainer that evaluates from the last example to the first, in batches of two."""
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        rows = list(eval_dataset or self.eval_dataset)[::-1]
+        return DataLoader(rows, batch_size=2, collate_fn=self.data_collator)
+
+    get_test_dataloader = get_eval_dataloader
+
+
+def test_a_loader_of_one_s_own_evaluates(make):
+    seen = []
+    trainer = make(
+        Backwards, model=Line(1.0, 2.0), compute_metrics=lambda p: seen.append(p) or {"n": 1}
+    )
+    metrics = trainer.evaluate()
+    plain = make(model=Line(1.0, 2.0))
+    assert metrics["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"])
+    expected = plain.predict(plain.eval_dataset).predictions[::-1]
+    assert seen[0].predictions.tolist() == expected.tolist()
+    assert trainer.predict(trainer.eval_dataset).predictions.tolist() == expected.tolist()
+
+
+def test_a_loader_of_one_s_own_needs_no_set(make):
+    class Own(Trainer):
+        def get_train_dataloader(self):
+            return [{"x": torch.ones(2), "labels": torch.ones(2)}] * 3
+
+        def get_eval_dataloader(self, eval_dataset=None):
+            return self.get_train_dataloader()
+
+    trainer = make(Own, train_dataset=None, eval_dataset=None, evaluation_strategy="epoch")
+    assert trainer.train().global_step == 6
+    assert sum("eval_loss" in record for record in trainer.state.log_history) == 2
+
+
+# ---- resuming ----
+
+RESUMED = {
+    "stream": {"train_dataset": Stream, "max_steps": 8},
+    "sized stream": {"train_dataset": SizedStream},
+    "own loader": {"kind": Shuffled},
+    "own loader, accumulated": {"kind": Shuffled, "gradient_accumulation_steps": 2},
+    "several outputs": {"twice": True},
+}
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path, case, step):
+    def make(folder):
+        settings = dict(RESUMED[case])
+        kind, twice = settings.pop("kind", Trainer), settings.pop("twice", False)
+        if "train_dataset" in settings:
+            settings["train_dataset"] = settings["train_dataset"](11)
+        return make_line_trainer(
+            tmp_path / folder,
+            kind,
+            model=Line(dropout=0.5, twice=twice),
+            save_strategy="steps",
+            save_steps=1,
+            logging_steps=1,
+            evaluation_strategy="epoch",
+            compute_metrics=lambda p: {"first": float(p.predictions[0].sum())},
+            **settings,
+        )
+
+    whole = make("whole")
+    whole.train()
+    resumed = make("resumed")
+    resumed.train(str(tmp_path / "whole" / f"checkpoint-{step}"))
+    assert_same_bits(resumed.model.state_dict(), whole.model.state_dict())
+    first, second = (without_runtimes(t.state.log_history) for t in (whole, resumed))
+    assert first == second
+    assert first[-1]["step"] > step
+
+
+def test_the_last_checkpoint_is_found(make):
+    settings = {"save_strategy": "steps", "save_steps": 4}
+    with pytest.raises(ValueError, match="has no checkpoint to resume from"):
+        make(**settings).train(resume_from_checkpoint=True)
+    whole = make(**settings)
+    whole.train()
+    recorder = Recorder()
+    resumed = make(callbacks=[recorder], **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert len(recorder.rates) == 2
+    assert line_of(resumed) == line_of(whole)
+    with pytest.raises(TypeError, match="unexpected argument: steps"):
+        resumed.train(steps=3)
+
+
+def test_data_that_is_not_skipped(make):
+    """From the beginning of the pass in which the checkpoint is."""
+    settings = {"save_strategy": "steps", "save_steps": 2, "ignore_data_skip": True}
+    make(Shuffled, **settings).train()
+    resumed = make(Shuffled, **settings)
+    assert resumed.train(resume_from_checkpoint=True).global_step == 10
+
+
+def test_training_twice_is_two_runs(make):
+    trainer = make()
+    trainer.train()
+    first = line_of(trainer)
+    output = trainer.train()
+    assert output.global_step == 10
+    assert [record["step"] for record in trainer.state.log_history] == [10]
+    assert trainer.lr_scheduler.last_epoch == 10
+    assert line_of(trainer) != first

@@ -1,0 +1,281 @@
+"""Models from `model_init`, and searches for hyperparameters."""
+
+import importlib.util
+import random
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from small_trainers import Line, line_of, make_line_trainer
+
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import BestRun, default_hp_space_optuna
+
+NO_OPTUNA = "hyperparameter_search needs optuna: pip install optuna"
+
+
+@pytest.fixture
+def make(tmp_path):
+    """See `make_line_trainer`."""
+    return lambda **settings: make_line_trainer(tmp_path / "out", **settings)
+
+
+# ---- model_init, and what is not given ----
+
+
+def test_each_run_has_a_new_model(make):
+    plain = make(model=Line())
+    plain.train()
+    trainer = make(model_init=Line)
+    first = trainer.model
+    for seed in (42, 42, 3):
+        trainer.args.seed = seed
+        trainer.train()
+        assert trainer.model is not first
+        assert trainer.callback_handler.model is trainer.model
+        assert (line_of(trainer) == line_of(plain)) is (seed == 42)
+
+
+def test_a_new_model_is_seeded(make):
+    class Random(Line):
+        def __init__(self):
+            super().__init__(*torch.randn(2).tolist())
+
+    trainer = make(model_init=Random)
+    lines = []
+    for _ in range(2):
+        trainer.train()
+        lines.append(line_of(trainer))
+    assert lines[0] == lines[1]
+
+
+def test_model_init_may_take_the_trial(make):
+    seen = []
+    trainer = make(model_init=lambda trial: seen.append(trial) or Line())
+    trainer.train()
+    assert seen == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": None}, "needs a model or a model_init"),
+        ({"model_init": lambda: None}, "model_init returned None"),
+        ({"model_init": lambda trial, more: Line()}, "no argument, or a trial"),
+        (
+            {"model_init": Line, "optimizers": (torch.optim.SGD(Line().parameters()), None)},
+            "optimizers are of one model",
+        ),
+    ],
+)
+def test_models_that_cannot_be_made(make, settings, message):
+    with pytest.raises(RuntimeError, match=message):
+        make(**settings)
+
+
+def test_a_model_and_model_init(make):
+    with pytest.warns(FutureWarning, match="train takes the latter's"):
+        trainer = make(model=Line(5.0), model_init=Line)
+    assert trainer.model.a.item() == 5
+    trainer.train()
+    expected = make(model=Line())
+    expected.train()
+    assert line_of(trainer) == line_of(expected)
+
+
+def test_no_settings_are_those_of_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = Trainer(Line())
+    assert trainer.args.output_dir == "tmp_trainer"
+    assert trainer.args == TrainingArguments("tmp_trainer", logging_dir=trainer.args.logging_dir)
+    trainer.create_optimizer_and_scheduler(3)
+    assert trainer.lr_scheduler.get_last_lr() == [5e-5]
+
+
+# ---- searches ----
+
+
+class Pruned(Exception):
+    """What optuna raises to end a trial."""
+
+
+class Trial:
+    """Stands in for optuna's trial: chooses at random."""
+
+    def __init__(self, number, chance, worst):
+        self.number, self.chance, self.worst = number, chance, worst
+        self.params, self.reports = {}, []
+
+    def suggest_float(self, name, low, high, log=False):
+        return self.params.setdefault(name, self.chance.uniform(low, high))
+
+    def suggest_int(self, name, low, high):
+        return self.params.setdefault(name, self.chance.randint(low, high))
+
+    def suggest_categorical(self, name, choices):
+        return self.params.setdefault(name, self.chance.choice(choices))
+
+    def report(self, value, step):
+        self.reports.append((step, value))
+
+    def should_prune(self):
+        return self.worst is not None and self.reports[-1][1] > self.worst
+
+
+class Study:
+    """Stands in for optuna's study."""
+
+    def __init__(self, direction, worst=None):
+        self.direction, self.worst, self.trials, self.values = direction, worst, [], []
+
+    def optimize(self, objective, n_trials, timeout):
+        self.timeout, chance = timeout, random.Random(0)
+        for number in range(n_trials):
+            trial = Trial(number, chance, self.worst)
+            self.trials.append(trial)
+            try:
+                trial.value = objective(trial)
+            except Pruned:
+                trial.value = None
+
+    @property
+    def best_trial(self):
+        sign = 1 if self.direction == "minimize" else -1
+        done = [trial for trial in self.trials if trial.value is not None]
+        return min(done, key=lambda trial: sign * trial.value)
+
+
+@pytest.fixture
+def studies(monkeypatch):
+    """A package that stands in for optuna; the studies that it has made."""
+    made = []
+    package = types.ModuleType("optuna")
+    package.__spec__ = sys.__spec__
+    package.create_study = lambda **settings: made.append(Study(**settings)) or made[-1]
+    package.TrialPruned = Pruned
+    monkeypatch.setitem(sys.modules, "optuna", package)
+    return made
+
+
+def start(trial):
+    """A line that a trial chooses where to begin; far from 2x + 3 but at one place."""
+    begin = 0 if trial is None else trial.suggest_int("begin", -40, 4)
+    return Line(float(begin), float(begin))
+
+
+def rates(trial):
+    return {"learning_rate": trial.suggest_float("learning_rate", 0.0, 0.5)}
+
+
+def test_a_search_finds_the_best_of_its_trials(make, studies, tmp_path):
+    trainer = make(
+        model_init=start, evaluation_strategy="epoch", save_strategy="epoch", report_to=[]
+    )
+    names = []
+
+    class Names(type(trainer.callback_handler.callbacks[0])):
+        def on_train_begin(self, args, state, control, **kwargs):
+            names.append((state.is_hyper_param_search, state.trial_name, state.trial_params))
+
+    trainer.add_callback(Names)
+    best = trainer.hyperparameter_search(hp_space=rates, n_trials=4, timeout=100)
+    (study,) = studies
+    assert (study.direction, study.timeout) == ("minimize", 100)
+    values = [trial.value for trial in study.trials]
+    assert best == BestRun(str(values.index(min(values))), min(values), study.best_trial.params)
+    for trial in study.trials:
+        assert [step for step, _ in trial.reports] == [1, 2]
+        assert trial.value == trial.reports[-1][1]
+        assert (True, f"run-{trial.number}", trial.params) in names
+        folder = tmp_path / "out" / f"run-{trial.number}"
+        assert {path.name for path in folder.iterdir()} == {"checkpoint-5", "checkpoint-10"}
+    assert trainer.args.output_dir == str(tmp_path / "out")
+    # The best trial by itself.
+    alone = make(
+        model=Line(*[float(best.hyperparameters["begin"])] * 2),
+        learning_rate=best.hyperparameters["learning_rate"],
+    )
+    alone.train()
+    assert alone.evaluate()["eval_loss"] == best.objective
+
+
+def test_what_is_compared_can_be_chosen(make, studies):
+    trainer = make(model_init=Line, compute_metrics=lambda p: {"score": 1.0})
+    best = trainer.hyperparameter_search(
+        hp_space=lambda trial: {"seed": trial.suggest_int("seed", 1, 40)},
+        compute_objective=lambda metrics: metrics["eval_score"] * len(studies[0].trials),
+        n_trials=3,
+        direction="maximize",
+        backend="optuna",
+        hp_name=lambda trial: f"own-{trial.number}",
+    )
+    assert best.objective == 3
+    assert best.run_id == "2"
+    assert trainer.args.seed == best.hyperparameters["seed"]
+
+
+def test_a_trial_may_be_ended(make, studies):
+    """Its checkpoints stay, and the next one begins anew."""
+    trainer = make(
+        model_init=start, evaluation_strategy="epoch", num_train_epochs=3, disable_tqdm=False
+    )
+    trainer.hyperparameter_search(hp_space=rates, n_trials=6, worst=500.0)
+    reports = [len(trial.reports) for trial in studies[0].trials]
+    assert set(reports) == {1, 3}
+    assert all((t.value is None) == (len(t.reports) == 1) for t in studies[0].trials)
+
+
+def test_default_space():
+    trial = Trial(0, random.Random(1), None)
+    chosen = default_hp_space_optuna(trial)
+    assert chosen == trial.params
+    assert 1e-6 <= chosen["learning_rate"] <= 1e-4
+    assert 1 <= chosen["num_train_epochs"] <= 5
+    assert chosen["per_device_train_batch_size"] in (4, 8, 16, 32, 64)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("optuna") is None, reason="needs optuna")
+def test_with_optuna_itself(make, tmp_path):
+    trainer = make(model_init=start, evaluation_strategy="epoch")
+    best = trainer.hyperparameter_search(hp_space=rates, n_trials=3)
+    assert best.hyperparameters.keys() == {"begin", "learning_rate"}
+    assert best.run_id in {"0", "1", "2"}
+
+
+# ---- what goes wrong ----
+
+
+@pytest.mark.parametrize(
+    ("settings", "search", "error", "message"),
+    [
+        ({"model": Line()}, {}, RuntimeError, "needs a Trainer with a model_init"),
+        ({}, {"backend": "ray"}, ValueError, 'knows backend="optuna"; Ray is not carried'),
+        ({}, {"backend": "grid"}, ValueError, "'grid' is not a valid"),
+        ({}, {"n_jobs": 2}, ValueError, "leave n_jobs out"),
+        (
+            {},
+            {"hp_space": lambda trial: {"rate": 1}},
+            ValueError,
+            "hp_space chooses rate, which TrainingArguments do not have",
+        ),
+        (
+            {},
+            {"hp_space": lambda trial: {"learning_rate": -1}},
+            ValueError,
+            "--learning_rate must be",
+        ),
+    ],
+)
+def test_searches_that_are_refused(make, studies, settings, search, error, message):
+    trainer = make(**(settings or {"model_init": Line}))
+    with pytest.raises(error, match=message):
+        trainer.hyperparameter_search(n_trials=1, **search)
+    assert Path(trainer.args.output_dir).name == "out"
+
+
+def test_a_search_without_optuna(make, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(RuntimeError, match=NO_OPTUNA):
+        make(model_init=Line).hyperparameter_search(n_trials=1)

@@ -1,0 +1,52 @@
+"""Tags of words as labels of tokens, and back."""
+
+import numpy as np
+import pytest
+
+from transformers.data.word_labels import (
+    first_tokens,
+    label_tokens,
+    tags_of_labels,
+    tags_of_words,
+)
+
+NAMES = ["O", "B-PER", "I-PER"]
+# <s> and four words, of which the second has three tokens and the third none, </s> and padding.
+WORD_IDS = [None, 0, 1, 1, 1, 3, None, None]
+LABELS = [0, 1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("all_tokens", "expected"),
+    [
+        (False, [-100, 0, 1, -100, -100, 0, -100, -100]),
+        (True, [-100, 0, 1, 1, 1, 0, -100, -100]),
+    ],
+)
+def test_a_word_s_label_is_its_first_token_s_or_that_of_all(all_tokens, expected):
+    assert label_tokens(WORD_IDS, LABELS, all_tokens) == expected
+
+
+def test_first_tokens():
+    assert first_tokens(WORD_IDS) == {0: 1, 1: 2, 3: 5}
+    assert first_tokens([None]) == {}
+
+
+def logits_of(numbers: list[list[int]]) -> np.ndarray:
+    """(rows, tokens, labels) whose largest are at these labels."""
+    return np.eye(len(NAMES))[np.array(numbers)]
+
+
+def test_tags_where_there_are_labels():
+    logits = logits_of([[2, 0, 1, 2], [1, 1, 1, 1]])
+    labels = np.array([[-100, 0, 2, -100], [1, -100, -100, 0]])
+    predicted, true = tags_of_labels(logits, labels, NAMES)
+    assert predicted == [["O", "B-PER"], ["B-PER", "B-PER"]]
+    assert true == [["O", "I-PER"], ["B-PER", "O"]]
+
+
+def test_a_tag_for_each_word():
+    """Also where it was cut off, or has no tokens: tags and words stay side by side."""
+    logits = logits_of([[0, 0, 1, 2, 2, 2], [0, 1, 0, 0, 0, 0]])
+    tags = tags_of_words(logits, [[1, 2, -1, 5], [1]], NAMES)
+    assert tags == [["O", "B-PER", "_", "I-PER"], ["B-PER"]]
