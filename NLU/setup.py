@@ -22,7 +22,7 @@ setup(
         "safetensors>=0.4.5",
         "scikit-learn",
         "scipy",
-        "sentencepiece",
+        "sentencepiece>=0.2",
         "tokenizers>=0.22",
         "tqdm",
     ],

@@ -33,8 +33,8 @@ that needs it, made again when the tensors it came from have changed, and droppe
 (Writes that PyTorch cannot see, through `parameter.data` in the middle of evaluation, take effect
 at the next `train()` or `eval()`.) Two cases take the right-hand branch in evaluation mode as well,
 with the same result to rounding: a forward that autograd records for the sake of A, B or W, because
-the copy has no gradient, and one under `torch.compile`; `loralib.merge` makes a plain model for
-that.
+the copy has no gradient, and one under `torch.compile` or `torch.jit.trace`; `loralib.merge` makes
+a plain model for these.
 
 Layers compute in their input's dtype, or autocast's. W may be held in half precision while A, B and
 the bias stay in float32: those are cast as they are used, and get their gradients in float32.
@@ -239,7 +239,7 @@ class LoRALayer:
 
     def _merged_weight(self) -> Tensor | None:
         """The merged copy of the weight, or None where the low-rank branch has to be computed."""
-        if not self.merged or torch.compiler.is_compiling():
+        if not self.merged or torch.compiler.is_compiling() or torch.jit.is_tracing():
             return None
         sources = self._sources()
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in sources)

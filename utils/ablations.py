@@ -27,6 +27,7 @@ from loralib.training import process
 from reproduction.ablation_report import TABLE_NAME, Outcome, Settings, import_figure, write_report
 from reproduction.ablation_rows import HEAD_ALONE, QUESTIONS, Row
 from reproduction.ablation_runs import Experiment, Results, Runs, Trial
+from transformers.utils.logging import set_verbosity_error
 
 LEARNING_RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 RUNS_NAME = "runs.jsonl"
@@ -119,7 +120,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs what is not run yet, and reports."""
     argv = sys.argv[1:] if argv is None else argv
     args = parse_args(argv)
-    logging.basicConfig(level=logging.ERROR)  # every run would warn that its head is new
+    logging.basicConfig(level=logging.ERROR)
+    set_verbosity_error()  # every run would warn that its head is new
     import_figure()
     experiment = Experiment(args.quickstart_dir, args.num_train_epochs, args.output_dir)
     args.output_dir.mkdir(parents=True, exist_ok=True)

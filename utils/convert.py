@@ -51,9 +51,10 @@ from loralib.io.hub import resolve_file
 from loralib.nn.positions import shared_projections
 from loralib.training import process
 from split_lora import extract
-from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.adapter_kinds import KINDS
 from transformers.configuration_utils import OWN_SETTINGS, write_settings
+from transformers.models.auto.modeling_auto import auto_model_for
 from transformers.utils.logging import errors_only
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -69,12 +70,14 @@ WAYS_OUT = {
     WrongBaseError: "--base",
     NeedsMergingError: "--to merged",
 }
+# The head of a model for an adapter that brings none.
+DEFAULT_HEAD = "sequence_classification"
 # Formats that are folders.
 _FOLDERS = ("peft", "merged")
 # Upstream's settings of the base's own head, and its later name for torch_dtype.
 _OF_HEAD = ("num_labels", "_num_labels", "problem_type", "dtype")
 # What is still true of an adapter once it is merged.
-_OF_MERGED = ("base", "revision", "fingerprint", "task", "labels")
+_OF_MERGED = ("base", "revision", "fingerprint", "task", "head", "labels")
 _REACHED = {
     True: "reached by the update, as PEFT's are",
     False: "not reached by the update, as in the release",
@@ -145,16 +148,21 @@ def _read_encoder(family: Family, name: str, revision: str | None, adapter: Adap
             raise ValueError(
                 f"{name} was trained with --{kind.switch} itself: it is not a plain base"
             )
+    auto_model = auto_model_for(adapter.head or DEFAULT_HEAD)
     # No warning of a newly initialized head: the adapter brings one, or merging reports it.
     with errors_only():
-        model = AutoModelForSequenceClassification.from_pretrained(
-            name, revision=revision, **_labels(adapter)
-        )
+        model = auto_model.from_pretrained(name, revision=revision, **_settings_of(adapter))
     return Base(family, name, revision, model, model.base_fingerprint, settings)
 
 
+def _settings_of(adapter: Adapter) -> dict[str, object]:
+    """The settings of a model with the head that the adapter brings, where they are its own."""
+    said = adapter.metadata is not None and adapter.metadata.is_decoder
+    return {**({"is_decoder": True} if said else {}), **_labels(adapter)}
+
+
 def _labels(adapter: Adapter) -> dict[str, object]:
-    """The settings of a head as the adapter brings it; none where it brings none."""
+    """The labels of the head that the adapter brings; none where it has none."""
     count = _outputs(adapter)
     if count is None:
         return {}
@@ -210,6 +218,8 @@ def _write_encoder(folder: Path, adapter: Adapter, base: Base) -> None:
     # Merging may have given positions projections of their own.
     from_model = ("architectures", "id2label", "label2id", *settings.keys() & {"share_att_key"})
     settings |= {name: written[name] for name in from_model}
+    if adapter.metadata.is_decoder:
+        settings["is_decoder"] = True
     if adapter.metadata.task:
         settings["finetuning_task"] = adapter.metadata.task
     settings["torch_dtype"] = _name_of(next(model.parameters()).dtype)
@@ -275,9 +285,10 @@ def with_task(adapter: Adapter, task: str | None, labels: Sequence[str] | None) 
 
 
 def _outputs(adapter: Adapter) -> int | None:
-    """How many outputs the head that an adapter brings has; None where it brings none."""
+    """How many labels the head that an adapter brings has; None where it brings none."""
     family = family_of(adapter.tensors)
-    logits = adapter.tensors.get(f"{family.logits}.weight") if family else None
+    head = family.heads.get(adapter.head or "") if family else None
+    logits = adapter.tensors.get(f"{head.logits}.weight") if head and head.labelled else None
     return None if logits is None else len(logits)
 
 
@@ -367,6 +378,7 @@ def describe(adapter: Adapter) -> dict[str, str]:
         "revision": metadata.base_revision,
         "fingerprint": metadata.base_fingerprint,
         "task": metadata.task,
+        "head": adapter.head,
         "labels": plain(metadata.labels) if metadata.labels else None,
         "with": plain(metadata.trained_with) if metadata.trained_with else None,
     }

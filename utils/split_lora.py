@@ -25,7 +25,7 @@ import gpt2_folder  # noqa: F401 - registers GPT-2
 from loralib.adapters.adapter import LORA, Adapter, Kind, adapter_tensors, lora_metadata
 from loralib.adapters.canonical import canonical_names
 from loralib.adapters.deltas import ranks_of
-from loralib.adapters.families import backbone_prefixes
+from loralib.adapters.families import backbone_prefixes, family_of
 from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.formats import write_adapter
 from loralib.adapters.metadata import AdapterMetadata
@@ -35,6 +35,7 @@ from transformers.adapter_kinds import BITFIT, BOTTLENECK, KINDS
 from transformers.configuration_utils import PretrainedConfig
 from transformers.file_utils import CONFIG_NAME
 from transformers.modeling_utils import read_weights
+from transformers.models.registry import head_of_class
 
 # The metadata's fields of LoRA that settings may leave out, and the settings.
 _OF_LORA = {
@@ -90,7 +91,7 @@ def describe(
     own = _own_settings(checkpoint, part, kind)
     if own is None:
         return None
-    labels = config.get("id2label") or {}
+    head = next(map(head_of_class, config.get("architectures") or ()), None)
     has_base = len(part) < len(checkpoint.tensors)
     others = (other.switch for other in KINDS if other is not kind)
     return kind.metadata(
@@ -99,9 +100,20 @@ def describe(
         base_revision=config.get("base_revision"),
         base_fingerprint=fingerprint(checkpoint.tensors) if has_base else None,
         task=config.get("finetuning_task"),
-        labels=tuple(labels[number] for number in sorted(labels, key=int)),
+        head=head,
+        is_decoder=config.get("is_decoder") or None,
+        labels=_labels(checkpoint, head),
         trained_with=tuple(switch for switch in others if config.get(switch)) or None,
     )
+
+
+def _labels(checkpoint: Checkpoint, head: str | None) -> tuple[str, ...] | None:
+    """What the outputs of a checkpoint's head stand for; None where that is not labels."""
+    family = family_of(checkpoint.tensors)
+    if family and head and not family.heads[head].labelled:
+        return None
+    names = checkpoint.config.get("id2label") or {}
+    return tuple(names[number] for number in sorted(names, key=int))
 
 
 def _own_settings(
@@ -194,6 +206,9 @@ def extract(source: Path, kind: Kind = LORA) -> Adapter:
     if kind is BITFIT and checkpoint.config and not checkpoint.config.get(kind.switch):
         raise CheckpointError(f"{source}: its {CONFIG_NAME} does not say that biases were trained")
     part = adapter_tensors(checkpoint.tensors, kind=kind)
+    if family := family_of(part):
+        for name in family.unused_by_head(part):
+            del part[name]
     if not any(kind.holds(tensor, backbone_prefixes()) for tensor in part):
         raise CheckpointError(f"{source}: holds no {kind.name} weights")
     return Adapter(part, describe(checkpoint, part, kind), str(source), kind)

@@ -1,4 +1,4 @@
-"""Label texts for many tasks with one base: each line of the input names its LoRA adapter.
+"""Label texts, or tag words, for many tasks with one base: each line names its LoRA adapter.
 
     python examples/text-classification/predict.py --model_name_or_path roberta-base \
         rte=output/rte mnli=someone/their-peft-adapter sst2=sst2_lora.bin --lora_alpha 16 \
@@ -13,6 +13,11 @@ A line without text_pair is one text, one without adapter is for the only adapte
 keys, such as id, are carried over. A regressor gives "score" in place of label and probabilities.
 The answer to a text that was cut to --max_seq_length has "truncated": true. Without lines there are
 no answers.
+
+Adapters of token classification tag words; a word that was cut off has neither tag nor probability:
+
+    {"adapter": "ner", "tokens": ["Ada", "Lovelace", "met", "him"]}
+    {"adapter": "ner", "tokens": …, "tags": ["B-PER", "I-PER", …], "probabilities": [0.98, …]}
 
 The base is read once, and one batch holds rows of several adapters:
 
@@ -42,7 +47,6 @@ from loralib.training.determinism import set_up_device
 from loralib.training.precision import Precision, hold_frozen_in
 from transformers import (
     AutoConfig,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     DataCollatorWithPadding,
     HfArgumentParser,
@@ -52,6 +56,7 @@ from transformers import (
 )
 from transformers.adapter_kinds import KINDS
 from transformers.data.data_collator import PackedCollator
+from transformers.models.auto.modeling_auto import auto_model_for
 from transformers.utils.cli import (
     check_vocabulary,
     choose_length,
@@ -67,7 +72,9 @@ logger = logging.getLogger(__name__)
 STANDARD_STREAM = "-"
 # What the answers are called; a line of the input has none of these keys.
 TRUNCATED = "truncated"
-ANSWERS = ("label", "probabilities", "score", TRUNCATED)
+ANSWERS = ("label", "probabilities", "score", "tags", TRUNCATED)
+# What a line has for the adapters' head to read.
+INPUTS = {"sequence_classification": "text", "token_classification": "tokens"}
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -183,7 +190,9 @@ def _parse(content: bytes, names: Sequence[str]) -> dict[str, Any]:
         ) from error
     if not isinstance(line, dict):
         raise ValueError(f"is not a JSON object ({content.decode():.40})")
-    if "text" not in line:
+    if "tokens" in line:
+        _check_words(line)
+    elif "text" not in line:
         raise ValueError("has no text")
     for key in ("text", "text_pair"):
         if not isinstance(line.get(key, ""), str):
@@ -198,6 +207,32 @@ def _parse(content: bytes, names: Sequence[str]) -> dict[str, Any]:
         adapter = json.dumps(line["adapter"], ensure_ascii=False)
         raise ValueError(f"unknown adapter {adapter} (expected {', '.join(names)})")
     return line
+
+
+def _check_words(line: Mapping[str, Any]) -> None:
+    words = line["tokens"]
+    for key in ("text", "text_pair"):
+        if key in line:
+            raise ValueError(f"has both tokens and {key}")
+    if not isinstance(words, list) or not words:
+        raise ValueError(f"its tokens are not a list of words ({json.dumps(words):.40})")
+    for number, word in enumerate(words, start=1):
+        if not isinstance(word, str) or not word.strip():
+            raise ValueError(f"word {number} of its tokens is none ({json.dumps(word):.40})")
+
+
+def check_inputs(lines: Sequence[Mapping[str, Any]], head: str, source: str) -> None:
+    """Checks that each line has what the adapters' head reads.
+
+    Raises:
+        ValueError: one has not; the message has its number.
+    """
+    for number, line in enumerate(lines, start=1):
+        if INPUTS[head] not in line:
+            raise ValueError(
+                f"{'stdin' if source == STANDARD_STREAM else source}: line {number}: has no "
+                f"{INPUTS[head]}, which the adapters' {head} reads"
+            )
 
 
 def _encoded(line: Any) -> bytes:
@@ -265,15 +300,20 @@ def _where(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def load_tokenizer(args: argparse.Namespace, config: PretrainedConfig) -> PreTrainedTokenizerBase:
-    """The base's tokenizer.
+def load_tokenizer(
+    args: argparse.Namespace, config: PretrainedConfig, of_words: bool
+) -> PreTrainedTokenizerBase:
+    """The base's tokenizer; with `of_words` one that takes texts as lists of words.
 
     Raises:
         ValueError: the model lacks some of its tokens.
     """
-    tokenizer = AutoTokenizer.from_pretrained(
-        args.model_name_or_path, config=config, **_where(args)
-    )
+    where = {"config": config, **_where(args)}
+    tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, **where)
+    if of_words and not getattr(tokenizer, "add_prefix_space", True):
+        # Else each word would be taken for a text's first.
+        where["add_prefix_space"] = True
+        tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, **where)
     check_vocabulary(tokenizer, config)
     return tokenizer
 
@@ -291,6 +331,24 @@ def read_adapters(args: argparse.Namespace) -> dict[str, Adapter]:
             logger.warning("%s does not name its labels: they are LABEL_0, LABEL_1, …", source)
         adapters[name] = adapter
     return adapters
+
+
+def head_of(adapters: Mapping[str, Adapter]) -> str:
+    """The head that all adapters are for.
+
+    Raises:
+        ValueError: they are for several, or for one that is not used here.
+    """
+    heads: dict[str, str] = {}
+    for adapter in adapters.values():
+        heads.setdefault(adapter.head or next(iter(INPUTS)), adapter.source)
+    if len(heads) > 1:
+        listed = ", ".join(f"{head} ({source})" for head, source in heads.items())
+        raise ValueError(f"the adapters are for several heads: {listed}; give those of one at once")
+    ((head, source),) = heads.items()
+    if head not in INPUTS:
+        raise ValueError(f"{source}: is for {head}, here are predicted {' and '.join(INPUTS)}")
+    return head
 
 
 def fill_bank(
@@ -354,6 +412,25 @@ def tokenize(
     return rows, was_cut
 
 
+def tokenize_words(
+    lines: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> tuple[list[dict[str, list[int]]], list[bool], list[list[int | None]]]:
+    """As `tokenize`, of words; and each word's first token, None where it has none in the row."""
+    words = [line["tokens"] for line in lines]
+    if not words:
+        return [], [], []
+    how: dict[str, Any] = {"is_split_into_words": True}
+    encoded = tokenizer(words, truncation=True, max_length=max_length, **how)
+    rows = [{name: values[row] for name, values in encoded.items()} for row in range(len(words))]
+    was_cut = cut_rows(tokenizer, [words], encoded["attention_mask"], max_length, **how)
+    firsts: list[list[int | None]] = []
+    for row, of_row in enumerate(words):
+        owners = encoded.word_ids(row)
+        places = {word: place for place, word in reversed([*enumerate(owners)])}
+        firsts.append([places.get(word) for word in range(len(of_row))])
+    return rows, was_cut, firsts
+
+
 def batches(lengths: Sequence[int], adapters: Sequence[str], size: int) -> Iterator[list[int]]:
     """Indices of rows, in batches of `size`: the longest first, those of an adapter together."""
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
@@ -372,6 +449,8 @@ def compute_logits(
     batch_size: int,
 ) -> list[np.ndarray]:
     """Each row's logits, float32; those of a batch's widest head, with -inf after its own.
+
+    Of token classification they are (length, labels), of a row that is padded as its batch is.
 
     Args:
         model: the base.
@@ -413,6 +492,27 @@ def answer(logits: np.ndarray, labels: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def answer_words(
+    logits: np.ndarray, labels: Sequence[str], firsts: Sequence[int | None]
+) -> dict[str, Any]:
+    """The likeliest tag of each word, by its first token, and the probability of that tag.
+
+    Args:
+        logits: (length, labels), float32; possibly of more labels than its own.
+        labels: the tags.
+        firsts: each word's first token; None where it has none.
+    """
+    probabilities = torch.from_numpy(logits[:, : len(labels)]).softmax(1).numpy()
+    best = [None if place is None else int(probabilities[place].argmax()) for place in firsts]
+    both = list(zip(best, firsts, strict=True))
+    return {
+        "tags": [None if tag is None else labels[tag] for tag, _ in both],
+        "probabilities": [
+            None if tag is None else _shortest(probabilities[place, tag]) for tag, place in both
+        ],
+    }
+
+
 def _shortest(value: np.float32) -> float:
     """The number with the fewest digits that is this one in float32: 0.93, not 0.930000007."""
     return float(str(value))
@@ -425,10 +525,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines = read_lines(args.input_file, list(args.adapters))
     config = load_config(args)
     adapters = read_adapters(args)
-    tokenizer = load_tokenizer(args, config)
+    head = head_of(adapters)
+    check_inputs(lines, head, args.input_file)
+    of_words = INPUTS[head] == "tokens"
+    tokenizer = load_tokenizer(args, config, of_words)
     is_pair = any("text_pair" in line for line in lines)
     length = choose_length(args.max_seq_length, config, tokenizer, is_pair)
-    rows, was_cut = tokenize(lines, tokenizer, length)
+    if of_words:
+        rows, was_cut, firsts = tokenize_words(lines, tokenizer, length)
+    else:
+        rows, was_cut = tokenize(lines, tokenizer, length)
     report_cut({"the input": (sum(was_cut), len(lines))}, length)
     check_output(args.output_file, args.input_file)
 
@@ -436,9 +542,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     set_up_device(tf32=args.tf32)
     precision = Precision(torch.bfloat16 if args.bf16 else torch.float32, device.type)
     with errors_only():
-        model = AutoModelForSequenceClassification.from_pretrained(
-            args.model_name_or_path, config=config, **_where(args)
-        )
+        auto_model = auto_model_for(head)
+        model = auto_model.from_pretrained(args.model_name_or_path, config=config, **_where(args))
     model.train_only(())
     if args.bf16:
         hold_frozen_in(model, precision.dtype)
@@ -448,11 +553,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = [line["adapter"] for line in lines]
     collate = PackedCollator(DataCollatorWithPadding(tokenizer))
     logits = compute_logits(model, bank, chosen, rows, collate, precision, args.batch_size)
-    answers = (
-        {**line, **answer(row, labels[line["adapter"]]), **({TRUNCATED: True} if is_cut else {})}
-        for line, row, is_cut in zip(lines, logits, was_cut, strict=True)
+    own = [labels[name] for name in chosen]
+    if of_words:
+        answers = [answer_words(*each) for each in zip(logits, own, firsts, strict=True)]
+    else:
+        answers = [answer(*each) for each in zip(logits, own, strict=True)]
+    answered = (
+        {**line, **its_answer, **({TRUNCATED: True} if is_cut else {})}
+        for line, its_answer, is_cut in zip(lines, answers, was_cut, strict=True)
     )
-    write_lines(args.output_file, list(answers))
+    write_lines(args.output_file, list(answered))
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ class ModelArguments:
     config_name: str | None = flag(None, "folder or name of the settings, if not the model's")
     tokenizer_name: str | None = flag(None, "folder or name of the tokenizer, if not the model's")
     cache_dir: str | None = flag(None, "where to keep what is downloaded")
-    use_fast_tokenizer: bool = flag(True, "both values give the same tokenizer")
+    use_fast_tokenizer: bool = flag(True, "both values give the same ids")
     model_revision: str = flag("main", "branch, tag or commit on the hub")
     use_auth_token: bool = flag(False, "use the token of `hf auth login`, for private models")
     apply_lora: bool = flag(False, "train LoRA and the head; the model itself stays as it is")

@@ -14,7 +14,13 @@ from pathlib import Path
 from torch import Tensor
 
 from ..errors import AlphaError
-from .families import backbone_prefixes, in_known_backbone, may_share_positions
+from .families import (
+    backbone_prefixes,
+    family_of,
+    in_backbone,
+    in_known_backbone,
+    may_share_positions,
+)
 from .metadata import AdapterMetadata, LoraMetadata
 from .names import lora_targets
 
@@ -128,6 +134,17 @@ class Adapter:
             raise AlphaError(self.source)
         return self.metadata
 
+    @property
+    def head(self) -> str | None:
+        """What its head does, a key of `Family.heads`: as its metadata says, or its names.
+
+        None where it is unknown, or there is no head.
+        """
+        if self.metadata is not None and self.metadata.head is not None:
+            return self.metadata.head
+        family = family_of(self.tensors)
+        return family.head_of(self.tensors) if family else None
+
 
 def adapter_tensors(
     state_dict: Mapping[str, Tensor],
@@ -136,16 +153,32 @@ def adapter_tensors(
 ) -> dict[str, Tensor]:
     """The part of a full state dict that an adapter file holds: LoRA, and all outside the backbone.
 
+    What a registered family ties to another tensor is left out.
+
     Args:
         state_dict: the full one.
         backbones: names that start so belong to the base; None for those of registered families.
         kind: whose tensors to take in the place of LoRA's.
     """
     starts = backbone_prefixes() if backbones is None else tuple(backbones)
+    tied = _tied(state_dict)
     return {
         name: tensor
         for name, tensor in state_dict.items()
-        if kind.holds(name, starts) or not name.startswith(starts)
+        if kind.holds(name, starts) or not (in_backbone(name, starts) or name in tied)
+    }
+
+
+def _tied(state_dict: Mapping[str, Tensor]) -> set[str]:
+    """Of a model's state the names of tensors that its family has under another one."""
+    family = family_of(state_dict)
+    pairs = family.tied.items() if family else ()
+    return {
+        name
+        for name, kept in pairs
+        if name in state_dict
+        and kept in state_dict
+        and state_dict[name].data_ptr() == state_dict[kept].data_ptr()
     }
 
 

@@ -41,8 +41,11 @@ def _without_tied(tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
     if family is None:
         return tensors
     for name, kept in family.tied.items():
-        tied = tensors.pop(name, None)
-        if tied is not None and (kept not in tensors or not same_tensor(tied, tensors[kept])):
+        tied = tensors.get(name)
+        is_tied = tied is None or (kept in tensors and same_tensor(tied, tensors[kept]))
+        if is_tied:
+            tensors.pop(name, None)
+        elif not family.may_untie:
             raise CheckpointError(
                 f"{source}: brings {name}, a head of its own; {family.title}'s is {kept}"
             )

@@ -296,13 +296,29 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
         unshare_positions(model, modules)
     for adapted in modules.values():
         _replace(adapted.module, adapted.name, adapted.merged())
+    places = _places(model)
     for name, tensor in others.items():
-        owner, _, last = name.rpartition(".")
-        _replace(model.get_submodule(owner), last, tensor.to(own[name].dtype))
+        new = _like(own[name], tensor.to(own[name].dtype))
+        for place in places[id(own[name])]:
+            owner, _, last = place.rpartition(".")
+            setattr(model.get_submodule(owner), last, new)
+
+
+def _places(model: nn.Module) -> dict[int, list[str]]:
+    """All names of each parameter and buffer, of which those that are tied have several."""
+    places: dict[int, list[str]] = {}
+    for named in (model.named_parameters, model.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            places.setdefault(id(tensor), []).append(name)
+    return places
 
 
 def _replace(module: nn.Module, name: str, tensor: Tensor) -> None:
-    old = getattr(module, name)
+    setattr(module, name, _like(getattr(module, name), tensor))
+
+
+def _like(old: Tensor, tensor: Tensor) -> Tensor:
+    """A parameter, trained or not, if `old` is one."""
     if isinstance(old, nn.Parameter):
-        tensor = nn.Parameter(tensor, requires_grad=old.requires_grad)
-    setattr(module, name, tensor)
+        return nn.Parameter(tensor, requires_grad=old.requires_grad)
+    return tensor

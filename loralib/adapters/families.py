@@ -8,7 +8,11 @@ A package with a model of its own registers the model's family, in one place nex
             title="RoBERTa",
             backbone="roberta.",
             layers="roberta.encoder.layer.",
-            logits="classifier.out_proj",
+            heads={
+                "sequence_classification": Head(
+                    ("classifier",), "classifier.out_proj", labelled=True
+                ),
+            },
         )
     )
 
@@ -19,10 +23,36 @@ told from the adapter itself. Where that is not enough, as for stacked updates o
 is refused.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from .names import within_layer
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head of a family's models: what a task trains in full.
+
+    Args:
+        modules: its modules, by full name. They are outside the backbone, but for such as a pooler
+            that no other head uses.
+        logits: the module that makes the logits; None where it is tied to the backbone's.
+        labelled: the task names its labels, and there is a logit for each.
+    """
+
+    modules: tuple[str, ...]
+    logits: str | None = None
+    labelled: bool = False
+
+    def holds(self, name: str) -> bool:
+        """Whether a tensor of this name belongs to it."""
+        return any(name.startswith(f"{module}.") for module in self.modules)
+
+    def is_of(self, names: Collection[str]) -> bool:
+        """Whether these tensors, of a head, are one of this kind."""
+        has_all = all(any(name.startswith(f"{m}.") for name in names) for m in self.modules)
+        has_logits = self.logits is None or f"{self.logits}.weight" in names
+        return has_all and has_logits and all(map(self.holds, names))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +67,7 @@ class Family:
         backbone: what the names of the backbone's tensors start with; what starts otherwise belongs
             to a head.
         layers: what the names of its layers start with, up to the number.
-        head: modules beyond the backbone that a task trains in full, by their first names.
-        logits: the module of a classification head that makes the logits.
+        heads: its models' heads, by what they do, such as "token_classification".
         release_modules: the modules of a layer in which the release's models can have LoRA; None
             where its format is written for any.
         stacked: modules of a layer that compute several projections in one, as `MergedLinear` does
@@ -46,6 +75,7 @@ class Family:
         shared_with_positions: projections of a layer that positions may share with contents, see
             `loralib.nn.positions`.
         tied: tensors that are another one, and no file needs to hold -> the other's name.
+        may_untie: a model can also have some of these as tensors of their own.
         old_names: regular expressions of names in earlier files -> what takes their place.
         wrapped_in_release: the release's scripts wrote such models as they were wrapped in DDP, and
             in a larger dict: names begin with ``module.``, under ``model_state_dict``.
@@ -58,12 +88,12 @@ class Family:
     title: str
     backbone: str
     layers: str
-    head: tuple[str, ...] = ()
-    logits: str | None = None
+    heads: Mapping[str, Head] = field(default_factory=dict)
     release_modules: tuple[str, ...] | None = None
     stacked: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
     shared_with_positions: tuple[str, ...] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
+    may_untie: bool = False
     old_names: Mapping[str, str] = field(default_factory=dict)
     wrapped_in_release: bool = False
     fan_in_fan_out: bool = False
@@ -74,6 +104,21 @@ class Family:
     def of_base(self) -> tuple[str, ...]:
         """What the names of all tensors of a base start with, those that are tied included."""
         return self.backbone, *self.tied
+
+    def head_of(self, names: Iterable[str]) -> str | None:
+        """Which head these tensors are, those of the backbone left out; None if it is not clear.
+
+        Of heads that are alike it is the first.
+        """
+        of_head = {name for name in names if not in_backbone(name, (self.backbone,))}
+        return next((kind for kind, head in self.heads.items() if head.is_of(of_head)), None)
+
+    def unused_by_head(self, names: Collection[str]) -> set[str]:
+        """Those of these tensors that are a head's within the backbone, but no part of this one.
+
+        An early checkpoint of a classifier holds such a pooler.
+        """
+        return set() if self.head_of(names) else {name for name in names if head_within(name)}
 
 
 _REGISTERED: dict[str, Family] = {}
@@ -100,9 +145,32 @@ def backbone_prefixes() -> tuple[str, ...]:
     return tuple(family.backbone for family in registered())
 
 
+def in_backbone(name: str, backbones: tuple[str, ...]) -> bool:
+    """Whether a tensor's name starts as those of these backbones do, and it is not a head's."""
+    return name.startswith(backbones) and head_within(name) is None
+
+
 def in_known_backbone(name: str) -> bool:
     """Whether this is the name of a tensor in the backbone of a registered family."""
-    return name.startswith(backbone_prefixes())
+    return in_backbone(name, backbone_prefixes())
+
+
+def head_within(name: str) -> str | None:
+    """The module within a registered family's backbone that belongs to a head and has this tensor.
+
+    None for all other tensors.
+    """
+    for family in registered():
+        for head in family.heads.values():
+            for module in head.modules:
+                if module.startswith(family.backbone) and name.startswith(f"{module}."):
+                    return module
+    return None
+
+
+def top_module(name: str) -> str:
+    """A model's top module that a tensor is in; of a head within a backbone, its module."""
+    return head_within(name) or name.partition(".")[0]
 
 
 def family_of(names: Iterable[str]) -> Family | None:

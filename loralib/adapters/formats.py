@@ -354,7 +354,10 @@ def _write_release(path: Path, adapter: Adapter) -> list[str]:
         write_wrapped_tensors(path, named, metadata)
         return []
     write_tensors(path, adapter.tensors)
-    return _lost(adapter.metadata, kept=("rank", "targets", "bias", "positions"))
+    kept = ["rank", "targets", "bias", "positions"]
+    if replace(adapter, metadata=None).head == adapter.head:  # its tensors say it
+        kept.append("head")
+    return _lost(adapter.metadata, kept)
 
 
 def _lost(metadata: AdapterMetadata | None, kept: Iterable[str]) -> list[str]:
@@ -381,6 +384,8 @@ def _write_peft(path: Path, adapter: Adapter) -> list[str]:
         for name in ("base_fingerprint", "task", "labels", "trained_with", "freeze_A")
         if getattr(metadata, name) is not None
     ]
+    if metadata.head is not None and metadata.head not in peft.TASK_OF_HEAD:
+        unseen.append("head")
     if unseen:
         remarks.append(f"in the metadata, where PEFT does not look: {', '.join(unseen)}")
     return remarks

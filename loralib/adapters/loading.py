@@ -19,7 +19,7 @@ from ..utils import freeze_base
 from .adapter import LORA, Adapter, adapter_tensors, base_biases, trained_with
 from .checks import check_base, check_finite, check_positions, check_possible_base
 from .deltas import AdaptedWeight, adapted_modules, is_of_slices, slices_of
-from .families import backbone_prefixes, enabled_slices
+from .families import backbone_prefixes, enabled_slices, top_module
 from .fingerprint import possible_fingerprints
 from .formats import read_adapter
 from .metadata import LoraMetadata, usual
@@ -126,13 +126,11 @@ def load_into(
             raise MissingLayersError(adapter.source, LORA.name, LORA.switch)
         settings = lora_settings(model)
     _check_metadata(adapter, settings or {}, base_fingerprint)
-    brought = {name.partition(".")[0] for name in adapter.tensors}
+    brought = {top_module(name) for name in adapter.tensors}
     own = {
         name: tensor
         for name, tensor in own.items()
-        if adapter.kind.holds(name, starts)
-        or name not in known
-        or name.partition(".")[0] in brought
+        if adapter.kind.holds(name, starts) or name not in known or top_module(name) in brought
     }
     _check_names(adapter, own, starts)
     skipped = _check_shapes(adapter, own, starts, new_head)

@@ -27,6 +27,8 @@ class AdapterMetadata:
         base_revision: branch, tag or commit of the base, where it is on the hub.
         base_fingerprint: `fingerprint` of the base's weights.
         task: name of the task that the head was trained for.
+        head: what the head does, such as "token_classification": a key of `Family.heads`.
+        is_decoder: True where tokens saw those before them alone.
         labels: the head's label names, in the order of its outputs.
         trained_with: the switches (see `Kind`) of what was trained with this, in other files.
     """
@@ -35,6 +37,8 @@ class AdapterMetadata:
     base_revision: str | None = None
     base_fingerprint: str | None = None
     task: str | None = None
+    head: str | None = None
+    is_decoder: bool | None = None
     labels: tuple[str, ...] | None = None
     trained_with: tuple[str, ...] | None = None
 
@@ -74,10 +78,12 @@ class AdapterMetadata:
         Raises:
             CheckpointError: one is not.
         """
-        for name in ("base", "base_revision", "base_fingerprint", "task"):
+        for name in ("base", "base_revision", "base_fingerprint", "task", "head"):
             value = getattr(self, name)
             if not isinstance(value, str | None):
                 raise CheckpointError(f"{path}: {name} {value!r} in its metadata")
+        if not isinstance(self.is_decoder, bool | None):
+            raise CheckpointError(f"{path}: is_decoder {self.is_decoder!r} in its metadata")
 
 
 def _strings(value: object) -> tuple[str, ...]:

@@ -42,6 +42,13 @@ VARIANT_OF_FLAGS = {
     (False, True): "dora",
     (True, True): "rslora+dora",
 }
+# PEFT's task types, by the head that each is for.
+TASK_OF_HEAD = {
+    "sequence_classification": "SEQ_CLS",
+    "token_classification": "TOKEN_CLS",
+    "question_answering": "QUESTION_ANS",
+    "causal_lm": "CAUSAL_LM",
+}
 # What follows the name of an `nn.MultiheadAttention` in its output projection's.
 OUT_PROJ = ".out_proj"
 # How often PEFT adds an update to an attention's output projection; a power of 2 rounds nothing.

@@ -22,6 +22,7 @@ from .metadata import LoraMetadata, is_alpha, is_dropout, is_rank, usual
 from .peft import (
     CONFIG_NAME,
     PREFIX,
+    TASK_OF_HEAD,
     TIMES_ADDED,
     VARIANT_OF_FLAGS,
     WEIGHTS_NAMES,
@@ -115,10 +116,21 @@ def read(
         dropout=config.get("lora_dropout") or None,
         base=config.get("base_model_name_or_path"),
         base_revision=config.get("revision"),
+        head=_head_of_task(config.get("task_type"), tensors),
     )
     if known is not None:
         metadata = _with_known(metadata, known, pairs, source)
     return Adapter(tensors, metadata, source, format="peft")
+
+
+def _head_of_task(task: object, names: Iterable[str]) -> str | None:
+    """The head that PEFT's task type is for, in a registered family that has it."""
+    family = family_of(names)
+    heads = family.heads if family else ()
+    return next(
+        (head for head, its_task in TASK_OF_HEAD.items() if its_task == task and head in heads),
+        None,
+    )
 
 
 def _as_ours(
@@ -164,7 +176,10 @@ def _with_known(
         CheckpointError: the config says another variant, rank or alpha.
     """
     own: dict[str, Any] = {n: getattr(read, n) for n in ("base", "base_revision", "slices")}
+    own["head"] = known.head or read.head
     pairs: list[tuple[str, object, object]] = [("variant", known.variant, read.variant)]
+    if known.head and read.head:
+        pairs.append(("head", known.head, read.head))
     for module in modules:
         if _is_joined(module, read, known):
             own |= {name: getattr(read, name) for name in _OF_RANKS}

@@ -25,13 +25,14 @@ from .deltas import (
     ranks_of,
     slices_of,
 )
-from .families import family_of, in_known_backbone
+from .families import family_of, in_known_backbone, top_module
 from .metadata import LoraMetadata, usual
 from .names import AMBIGUOUS
 from .peft import (
     CONFIG_NAME,
     OUT_PROJ,
     PREFIX,
+    TASK_OF_HEAD,
     TIMES_ADDED,
     VARIANT_OF_FLAGS,
     WEIGHTS_NAMES,
@@ -41,7 +42,7 @@ from .peft import (
     magnitude_for,
 )
 
-# The head that PEFT itself saves as one module, where the task is its SEQ_CLS.
+# The head that PEFT itself saves as one module, where the task is its SEQ_CLS or TOKEN_CLS.
 _CLASSIFIER = "classifier"
 # Folders with an attention are written as this version's. PEFT takes its own version where none is
 # said, and keeps this one when it saves the adapter again.
@@ -84,6 +85,16 @@ def what_forbids(adapter: Adapter) -> str | None:
             return f"brings {name}, a bias that PEFT does not save"
         if not module:
             return f"brings {name}, a parameter of the model itself: PEFT saves modules"
+    return _tied_head(adapter)
+
+
+def _tied_head(adapter: Adapter) -> str | None:
+    """Why PEFT cannot hold a head of which a part is the base's; None where there is none."""
+    family = family_of(adapter.tensors)
+    tops = {top_module(name) for name in adapter.tensors if LORA.part not in name}
+    for name, kept in (family.tied if family else {}).items():
+        if top_module(name) in tops and name not in adapter.tensors and in_known_backbone(kept):
+            return f"brings {top_module(name)}, whose {name} is the base's {kept}: PEFT saves both"
     return None
 
 
@@ -229,19 +240,22 @@ def config_of(adapter: Adapter) -> dict[str, Any]:
     alpha, alphas = usual(
         {m: _joined_alpha(metadata, metadata.alpha_of(m), parts[m]) for m in parts if m in targets}
     )
-    as_one = (_CLASSIFIER, *(family.head if family else ()))
-    head = {
-        first if (first := name.partition(".")[0]) in as_one else name.rpartition(".")[0]
+    of_heads = family.heads.values() if family else ()
+    as_one = {_CLASSIFIER, *(module for head in of_heads for module in head.modules)}
+    saved = {
+        next(
+            (module for module in as_one if name.startswith(f"{module}.")), name.rpartition(".")[0]
+        )
         for name in adapter.tensors.keys() - base_biases(adapter.tensors)
         if LORA.part not in name
     }
-    task = family.peft_task if family else None
+    task = (family.peft_task if family else None) or TASK_OF_HEAD.get(adapter.head or "")
     has_attention = len(targets) < len(parts)
     told = {name: flags for flags, name in VARIANT_OF_FLAGS.items()}
     use_rslora, use_dora = told[metadata.variant or "lora"]
     return {
         "peft_type": "LORA",
-        "task_type": task or ("SEQ_CLS" if _CLASSIFIER in head else None),
+        "task_type": task or ("SEQ_CLS" if _CLASSIFIER in saved and not adapter.head else None),
         "base_model_name_or_path": metadata.base,
         "revision": metadata.base_revision,
         "inference_mode": True,
@@ -251,7 +265,7 @@ def config_of(adapter: Adapter) -> dict[str, Any]:
         "alpha_pattern": _pattern(alphas, targets),
         "lora_dropout": metadata.dropout or 0.0,
         **_targets(targets),
-        "modules_to_save": sorted(head) or None,
+        "modules_to_save": sorted(saved) or None,
         "bias": metadata.bias,
         "fan_in_fan_out": family is not None and family.fan_in_fan_out,
         "init_lora_weights": True,

@@ -30,7 +30,8 @@ def skew(scores: Tensor, columns: int) -> Tensor:
     if n == 1:
         return scores
     scores = scores.contiguous()
-    if torch.compiler.is_compiling():  # the same; the compiler knows nothing of storages
+    # The same; the compiler knows nothing of storages, and a traced graph of no other sizes.
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
         flat = scores.flatten(-2)[..., n - 1 : n - 1 + n * (width - 1)]
         return flat.unflatten(-1, (n, width - 1))[..., :columns]
     start = scores.storage_offset() + n - 1

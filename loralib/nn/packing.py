@@ -32,13 +32,15 @@ class PackedRows:
     waits for no device; of a mask that is on a device, it waits for that once.
 
     Args:
-        attention_mask: (batch, length); zero where there is padding. Padding may be anywhere but
-            in a row's first position, since that is the token that a classifier reads.
+        attention_mask: (batch, length); zero where there is padding, which may be anywhere.
 
     Attributes:
         shape: (batch, length).
         lengths: tokens a row.
         spans: columns up to each row's last token; its length where padding is on the right.
+        starts_hidden: whether the first position of some row is padding. Attention within packed
+            rows is not for such batches: a row may have no token at all, and what a classifier
+            reads is not among the packed tokens.
         index: (tokens,), positions of the real tokens in the flattened batch.
         positions: (tokens,), the column that each stands in.
         first: (batch,), position of each row's first token among the packed ones.
@@ -49,7 +51,7 @@ class PackedRows:
         segments: of rows that share an adapter, see `routed`; one of all rows in most cases.
 
     Raises:
-        ValueError: the mask is not two-dimensional, or a row's first position is masked.
+        ValueError: the mask is not two-dimensional.
     """
 
     _TENSORS = ("index", "positions", "first", "offsets", "targets")
@@ -60,8 +62,7 @@ class PackedRows:
                 f"attention_mask must be (batch, length), not {tuple(attention_mask.shape)}"
             )
         mask = attention_mask.cpu() != 0
-        if not bool(mask[:, 0].all()):
-            raise ValueError("attention_mask hides the first token of a row; pad on the right")
+        self.starts_hidden = not bool(mask[:, 0].all())
         self.shape = mask.shape
         row, self.positions = mask.nonzero(as_tuple=True)
         self.index = row * mask.shape[1] + self.positions
@@ -70,7 +71,8 @@ class PackedRows:
         self.first = ends - lengths
         self.offsets = F.pad(ends, (1, 0)).int()
         self.lengths: list[int] = lengths.tolist()
-        self.spans: list[int] = (self.positions[ends - 1] + 1).tolist()
+        columns = torch.arange(1, mask.shape[1] + 1)
+        self.spans: list[int] = (mask * columns).amax(dim=1).tolist()
         self.targets: Tensor | None = None
         self.segments = slices([len(self.lengths)])
         self._move(lambda tensor: tensor.to(attention_mask.device))
@@ -82,7 +84,12 @@ class PackedRows:
         Args:
             lengths: tokens a row.
             length: columns of the batch; as many as the longest row has where not given.
+
+        Raises:
+            ValueError: a row has no token.
         """
+        if min(lengths) < 1:
+            raise ValueError(f"row {lengths.index(min(lengths))} of the batch has no token")
         columns = torch.arange(max(lengths) if length is None else length)
         return cls(columns < torch.tensor(lengths)[:, None])
 
@@ -181,10 +188,19 @@ class PackedRows:
         # Its backward pass adds in place; that of x[index] is five times slower on a CPU.
         return x.flatten(0, 1).index_select(0, self.index)
 
-    def pad(self, x: Tensor) -> Tensor:
-        """(tokens, …) -> (batch, length, …), zeros where there is padding."""
-        padded = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[1:])
+    def pad(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """(tokens, …) -> (batch, length, …), `fill` where there is padding."""
+        padded = x.new_full((self.shape[0] * self.shape[1], *x.shape[1:]), fill)
         return padded.index_copy(0, self.index, x).unflatten(0, self.shape)
+
+    def hide_padding(self, x: Tensor) -> Tensor:
+        """(tokens, …) as they are, since none of them is padding."""
+        return x
+
+    def show(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`pad` of x, and x as made of it, so that what is shown is part of autograd's graph."""
+        padded = self.pad(x)
+        return padded, self.pack(padded)
 
 
 def attend(
@@ -204,12 +220,14 @@ def attend(
         rows: which tokens make a row.
         heads: number of heads; divides hidden.
         dropout_p: dropout on the attention probabilities.
-        causal: a token looks at itself and at those before it; needs padding on the right only, a
-            query for every token, and no dropout.
+        causal: a token looks at itself and at those before it in its row.
 
     Returns:
         The same shape as `query`.
     """
+    if causal and len(query) != len(key):  # each row's first token, which sees itself alone
+        key, value = (x.index_select(0, rows.first) for x in (key, value))
+        rows = PackedRows.from_lengths([1] * len(query)).to(query.device)
     if flash.suits(query, heads):
         attend_to = _attend_packed
     elif trains_on_cpu(query, key, value, dropout_p=dropout_p):
@@ -280,6 +298,8 @@ def _attend_padded(
     causal: bool = False,
 ) -> Tensor:
     """All rows at once, over the padded batch."""
+    if causal and rows.spans != rows.lengths:  # what is later is told by columns
+        rows = PackedRows.from_lengths(rows.lengths).to(query.device)
     one_query = len(query) != len(key)
     query = query[:, None] if one_query else rows.pad(query)
     q, k, v = (_by_head(part, heads) for part in (query, rows.pad(key), rows.pad(value)))

@@ -13,7 +13,7 @@ from ..adapted_layers import convolved_update
 from ..adapters.adapter import LORA, Adapter
 from ..adapters.checks import check_finite, check_possible_base
 from ..adapters.deltas import PARTS, AdaptedWeight, adapted_modules, out_in
-from ..adapters.families import in_known_backbone
+from ..adapters.families import in_known_backbone, top_module
 from ..adapters.fingerprint import fingerprint, last_projection, possible_fingerprints
 from ..errors import CheckpointError, NeedsMergingError
 from ..functional import Delta
@@ -146,7 +146,7 @@ def prepare(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) ->
     last = last_projection(model)
     heads = {
         top: _head(model, top, tensors, last, adapter.source)
-        for top in sorted({name.partition(".")[0] for name in tensors})
+        for top in sorted({top_module(name) for name in tensors})
     }
     positions = adapter.lora.positions is not False
     deltas = {name: device_delta(adapted, positions) for name, adapted in modules.items()}
@@ -191,9 +191,9 @@ def _head_tensors(adapter: Adapter, adapted: Collection[str]) -> dict[str, Tenso
     for name in rest:
         if LORA.part in name or in_known_backbone(name):
             raise NeedsMergingError(adapter.source, f"{name} belongs neither to LoRA nor to a head")
-    tops = {name.partition(".")[0] for name in rest}
+    tops = {top_module(name) for name in rest}
     for module in adapted:
-        if module.partition(".")[0] in tops:
+        if top_module(module) in tops:
             raise NeedsMergingError(adapter.source, f"adapts {module}, and brings that as a head")
     return rest
 
@@ -213,32 +213,41 @@ def _head(
     Raises:
         CheckpointError: they are not the module's tensors, or of other shapes.
     """
-    module = dict(model.named_children()).get(top)
+    module = dict(model.named_modules()).get(top)
     if module is None:
         raise CheckpointError(f"{source}: the model has no '{top}' to take a head's tensors")
     start = f"{top}."
     theirs = {name: t for name, t in tensors.items() if f"{name}.".startswith(start)}
     ours = module.state_dict(prefix=start).keys()
+    state = model.state_dict(keep_vars=True)
+    of_others = {id(t): t for name, t in state.items() if not name.startswith(start)}
+    brought = {id(state[name]) for name in theirs.keys() & ours}
+    # No file needs to hold what is another tensor as well, as a vocabulary's projection is.
+    tied = {name for name in ours if id(state[name]) in of_others.keys() | brought}
     for what, names in (
-        ("lacks", ours - theirs.keys()),
+        ("lacks", ours - theirs.keys() - tied),
         ("has, unknown to the model,", theirs.keys() - ours),
     ):
         if names:
             raise CheckpointError(f"{source}: {what} {min(names)} in the head that it brings")
-    head = copy.deepcopy(module).eval()
+    head = copy.deepcopy(module, {**of_others}).eval()
     weight = theirs.get(f"{last}.weight")
     if weight is not None and weight.dim() == 2 and weight.numel():
         projection = head.get_submodule(last.removeprefix(top).removeprefix("."))
         assert isinstance(projection, nn.Linear)  # see `last_projection`
         _set_outputs(projection, len(weight))
-    for name, needed in head.state_dict(prefix=start).items():
+    held = head.state_dict(prefix=start)
+    for name, needed in ((name, held[name]) for name in theirs):
         if theirs[name].shape != needed.shape:
             raise CheckpointError(
                 f"{source}: {name} is {tuple(theirs[name].shape)} in the file, "
                 f"{tuple(needed.shape)} is needed"
             )
-    head.load_state_dict({name.removeprefix(start): tensor for name, tensor in theirs.items()})
-    return head.requires_grad_(False)
+    head.load_state_dict({n.removeprefix(start): t for n, t in theirs.items()}, strict=False)
+    for parameter in head.parameters():
+        if id(parameter) not in of_others:
+            parameter.requires_grad_(False)
+    return head
 
 
 def _set_outputs(layer: nn.Linear, outputs: int) -> None:

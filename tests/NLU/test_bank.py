@@ -120,9 +120,9 @@ def task(make_classifier, family):
     return Task(make_classifier, family)
 
 
-@pytest.fixture(params=["rows", "padded", "holes"])
+@pytest.fixture(params=["rows", "padded", "holes", "left"])
 def path(request, monkeypatch):
-    """Attention by either path; with padding between tokens, which only one of them takes."""
+    """Attention by either path; with padding that only one of them, or the plain one, takes."""
     cheap = request.param != "rows"
     monkeypatch.setattr(DEBERTA.Batch, "_padding_is_cheap", lambda *_: cheap)
     monkeypatch.setattr(packing, "_padding_is_cheap", lambda *_: cheap)
@@ -135,6 +135,8 @@ def make_batch(rows, path="padded"):
     if path == "holes":
         mask[:, 2] = 0
         mask[0, 5:7] = 0
+    if path == "left":
+        mask = mask.flip(1)
     ids = torch.randint(5, 60, mask.shape, generator=torch.Generator().manual_seed(rows))
     return {"input_ids": ids.masked_fill(mask == 0, 1), "attention_mask": mask}
 

@@ -204,6 +204,29 @@ def test_saving_replaces_the_weights_of_another_form(tmp_path):
     assert (tmp_path / "notes.txt").read_text() == "stay"
 
 
+def test_weights_without_settings_and_by_another_function(tmp_path):
+    model, written = make(RobertaModel), []
+    model.save_pretrained(tmp_path, save_config=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["pytorch_model.bin"]
+
+    def save(tensors, path):
+        written.append(sorted(tensors))
+        torch.save(tensors, path)
+
+    state = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    model.save_pretrained(tmp_path, state_dict=state, save_function=save)
+    assert written == [sorted(state)]
+    same(RobertaModel.from_pretrained(tmp_path), state)
+
+    def fail(tensors, path):
+        path.write_bytes(b"half")
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        model.save_pretrained(tmp_path, save_function=fail)
+    same(RobertaModel.from_pretrained(tmp_path), state)
+
+
 @pytest.mark.parametrize("file_dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("format", ["bin", "safetensors", "sharded bin"])
 def test_base_keeps_its_bits_through_half_precision(tmp_path, format, file_dtype):

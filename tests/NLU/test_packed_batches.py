@@ -106,9 +106,10 @@ def test_no_value_of_a_tensor_is_asked_for(make_classifier, batch, family, train
     settings = {"apply_lora": True, "lora_r": 2, "lora_alpha": 4}
     model = make_classifier(family, **settings).train(training).base_model.to("meta")
     rows = PackedRows(batch.pop("attention_mask"))
-    (hidden,), seen = model.encode(batch["input_ids"].to("meta"), packed_rows=rows.to("meta"))
+    encoded = model.encode(batch["input_ids"].to("meta"), packed_rows=rows.to("meta"))
+    hidden = encoded.last
     assert hidden.shape == (31, 32)
-    assert seen.pad(hidden).shape == (4, 11, 32)
+    assert encoded.rows.pad(hidden).shape == (4, 11, 32)
     hidden.sum().backward()
     assert all(p.grad.is_meta for n, p in model.named_parameters() if "lora_" in n)
 
@@ -145,11 +146,12 @@ def test_targets_are_the_labels(tokenizer):
     assert torch.equal(rows.pack(labels)[rows.targets], labels[labels != -100])
 
 
-def test_padding_on_the_left_is_an_error_in_words(tokenizer):
+def test_padding_on_the_left(tokenizer):
     tokenizer.padding_side = "left"
     collator = PackedCollator(DataCollatorWithPadding(tokenizer))
-    with pytest.raises(ValueError, match="hides the first token of a row; pad on the right"):
-        collator([{"input_ids": [5] * n} for n in (3, 5)])
+    rows = collator([{"input_ids": [5] * n} for n in (3, 5)])["packed_rows"]
+    assert rows.starts_hidden
+    assert rows.index.tolist() == [2, 3, 4, 5, 6, 7, 8, 9]
 
 
 # ---- the Trainer ----

@@ -196,6 +196,7 @@ def test_what_the_settings_say(folder):
         dropout=0.1,
         base="some/base",
         base_revision="v2",
+        head="sequence_classification",
     )
     info = read_adapter(folder("roberta_bias_all", lora_dropout=0)).metadata
     assert (info.dropout, info.base_revision, info.bias) == (None, None, "all")

@@ -336,7 +336,8 @@ def test_adafactor_on_a_matrix_and_a_vector():
     torch.manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(4, 3)), torch.nn.Parameter(torch.randn(5))]
     plain = [p.detach().double() for p in parameters]
-    optimizer = Adafactor(parameters, lr=0.1, weight_decay=0.01)
+    settings = {"scale_parameter": False, "relative_step": False}
+    optimizer = Adafactor(parameters, lr=0.1, weight_decay=0.01, **settings)
     moments = [None, None]
     for step in range(1, 5):
         decay = 1 - step**-0.8

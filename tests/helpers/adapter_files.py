@@ -50,6 +50,7 @@ INFOS = {
         base_revision="main",
         base_fingerprint="0123456789abcdef",
         task="mnli" if HEADS[family] else None,
+        head="sequence_classification" if HEADS[family] else None,
         labels=("no", "yes") if HEADS[family] else None,
     )
     for family, targets in {

@@ -26,9 +26,11 @@ import transformers
 
 TOLERANCE = 1e-5
 CLASSES = {
-    "roberta": transformers.AutoModelForSequenceClassification,
-    "deberta": transformers.AutoModelForSequenceClassification,
-    "gpt2": transformers.AutoModelForCausalLM,
+    "sequence_classification": transformers.AutoModelForSequenceClassification,
+    "token_classification": transformers.AutoModelForTokenClassification,
+    "question_answering": transformers.AutoModelForQuestionAnswering,
+    "multiple_choice": transformers.AutoModelForMultipleChoice,
+    "causal_lm": transformers.AutoModelForCausalLM,
 }
 COMPLAINTS = ("missing", "unexpected", "mismatch", "newly initialized", "not used")
 
@@ -52,7 +54,7 @@ class Complaints(logging.Handler):
 
 def open_whole(case: dict[str, str], folder: Path) -> tuple[torch.nn.Module, list[str]]:
     """A model folder's model, and what its weights lack or have too much."""
-    model, report = CLASSES[case["family"]].from_pretrained(folder, output_loading_info=True)
+    model, report = CLASSES[case["head"]].from_pretrained(folder, output_loading_info=True)
     wrong = [f"{what}: {sorted(map(str, some))}" for what, some in report.items() if some]
     return model.eval(), wrong
 
@@ -93,6 +95,19 @@ def listening() -> Iterator[Complaints]:
         complaints.add(str(warning.message))
 
 
+def logits_of(model: torch.nn.Module, head: str, ids: Tensor, mask: Tensor) -> Tensor:
+    """The logits of the batch, zeros at padding; of answers, those of start and end as columns."""
+    if head == "multiple_choice":
+        pairs = {"input_ids": ids.unflatten(0, (2, 2)), "attention_mask": mask.unflatten(0, (2, 2))}
+        return model(**pairs).logits
+    output = model(input_ids=ids, attention_mask=mask)
+    if head == "question_answering":
+        logits = torch.stack([output.start_logits, output.end_logits], dim=-1)
+    else:
+        logits = output.logits
+    return logits * mask[..., None] if logits.dim() == 3 else logits
+
+
 @torch.no_grad()
 def check(case: dict[str, str], out: Path, tensors: dict[str, Tensor]) -> tuple[float, list[str]]:
     """The largest difference of the logits, and all that is wrong."""
@@ -104,9 +119,7 @@ def check(case: dict[str, str], out: Path, tensors: dict[str, Tensor]) -> tuple[
                 model, wrong = open_whole(case, out / case["folder"])
     except Exception as error:  # upstream refuses in its own ways: the other cases matter, too
         return float("nan"), [f"{type(error).__name__}: {error}"]
-    logits = model(input_ids=tensors["ids"], attention_mask=tensors["mask"]).logits
-    if logits.dim() == 3:
-        logits = logits * tensors["mask"][..., None]
+    logits = logits_of(model, case["head"], tensors["ids"], tensors["mask"])
     difference = (logits - tensors[f"logits/{case['name']}"]).abs().max().item()
     if not difference <= TOLERANCE:
         wrong.append(f"logits differ by {difference:.1e}")

@@ -10,11 +10,12 @@ in an environment of its own, with upstream's transformers (5.23 was the last on
 OUT, which has to be new, then holds
 
     bases/<family>       plain bases as upstream has them, of tests/fixtures/make_peft_fixture.py
+    bases/<family>_<head>   the same with other heads
     lora/<name>          adapters of models of this project, as its runs write them
     pefts_own/<name>     adapters as PEFT itself wrote them, of the same fixture
     peft/<name>          adapters in PEFT's format, by utils/convert.py
     merged/<name>        the same merged into their bases, by utils/convert.py
-    cases.json           for each folder of the last two its format, its base and its family
+    cases.json           for each folder of the last two its format, its base, and its head
     tensors.safetensors  the batch, and as `logits/<name>` what upstream has to compute
 
 Names that begin with "ours" are of this project's models, whose own logits are expected; names that
@@ -47,6 +48,7 @@ from loralib.adapters.formats import read_adapter, what_forbids, write_adapter
 from model import GPT2Config, load_base
 from transformers import AutoModelForSequenceClassification
 from transformers.configuration_utils import LORA_TARGETS
+from transformers.models.auto.modeling_auto import auto_model_for
 
 # Settings of LoRA. DeBERTa's reaches contents alone, which PEFT cannot hold, or positions too.
 ENCODERS = {
@@ -57,6 +59,13 @@ ENCODERS = {
     "deberta_query_value_positions": {"lora_targets": ["query", "value"], "lora_positions": True},
     "deberta_all_targets_positions": {"lora_targets": list(LORA_TARGETS), "lora_positions": True},
 }
+
+
+HEADS = (
+    *(("roberta", "token_classification"), ("deberta", "token_classification")),
+    *(("roberta", "question_answering"), ("deberta", "question_answering")),
+    *(("roberta", "multiple_choice"), ("roberta", "causal_lm")),
+)
 
 
 class Writer:
@@ -78,19 +87,22 @@ class Writer:
         for folder in ("lora", "peft", "merged"):
             (out / folder).mkdir()
 
-    def add(self, name: str, family: str, source: Path, logits: Tensor) -> None:
+    def add(
+        self, name: str, base_name: str, source: Path, logits: Tensor, head: str | None = None
+    ) -> None:
         """Converts an adapter to PEFT's format, if that can hold it, and to a merged model.
 
         Both give `logits`.
         """
         self.tensors[f"logits/{name}"] = logits.contiguous()
-        base = self.bases[family]
+        base = self.bases[base_name]
+        head = head or ("causal_lm" if base_name == "gpt2" else "sequence_classification")
         formats = ["peft"] if what_forbids(read_adapter(source), "peft") is None else []
         for format in (*formats, "merged"):
             folder = self.out / format / name
             convert.main([str(source), str(folder), "--to", format, "--base", str(base)])
-            place = {"folder": f"{format}/{name}", "base": f"bases/{family}"}
-            self.cases.append({"name": name, "format": format, "family": family, **place})
+            place = {"folder": f"{format}/{name}", "base": f"bases/{base_name}"}
+            self.cases.append({"name": name, "format": format, "head": head, **place})
 
     @torch.no_grad()
     def add_encoder(self, case: str, settings: dict[str, Any]) -> None:
@@ -104,6 +116,34 @@ class Writer:
         write_adapter(source, model.adapter())
         batch = {"input_ids": self.fixture.ids, "attention_mask": self.fixture.mask}
         self.add(f"ours_{case}", family, source, model(**batch).logits)
+
+    @torch.no_grad()
+    def add_head(self, family: str, head: str) -> None:
+        """A model with another head than a classifier's, with its LoRA and the head drawn."""
+        name, auto_model = f"{family}_{head}", auto_model_for(head)
+        settings = {"is_decoder": True} if head == "causal_lm" else {}
+        plain = auto_model.from_pretrained(self.bases[family], **settings)
+        self.bases[name] = self.out / "bases" / name
+        plain.save_pretrained(self.bases[name])
+        positions = {"lora_positions": True} if family == "deberta" else {}
+        model = auto_model.from_pretrained(
+            self.bases[name], apply_lora=True, lora_r=3, lora_alpha=12, **positions
+        )
+        trained = model.adapter().tensors
+        maker.draw(((n, p) for n, p in model.named_parameters() if n in trained), "ours")
+        source = self.out / "lora" / f"{name}.safetensors"
+        write_adapter(source, model.adapter())
+        batch = {"input_ids": self.fixture.ids, "attention_mask": self.fixture.mask}
+        if head == "multiple_choice":
+            batch = {key: value.unflatten(0, (2, 2)) for key, value in batch.items()}
+        output, is_token = model(**batch), self.fixture.mask == 1
+        if head == "question_answering":
+            logits = torch.stack([output.start_logits, output.end_logits], dim=-1)
+        else:
+            logits = output.logits
+        if logits.shape[:2] == is_token.shape:
+            logits = logits.masked_fill(~is_token[..., None], 0)
+        self.add(f"ours_{name}", name, source, logits, head)
 
     @torch.no_grad()
     def add_gpt2(self) -> None:
@@ -150,6 +190,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     writer = Writer(out)
     for case, settings in ENCODERS.items():
         writer.add_encoder(case, settings)
+    for family, head in HEADS:
+        writer.add_head(family, head)
     writer.add_gpt2()
     for case in maker.CASES:
         writer.add_pefts(case)

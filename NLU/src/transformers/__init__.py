@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
     from .configuration_utils import PretrainedConfig
     from .data.data_collator import (
+        DataCollator,
         DataCollatorForLanguageModeling,
+        DataCollatorForTokenClassification,
+        DataCollatorForWholeWordMask,
         DataCollatorWithPadding,
         default_data_collator,
     )
@@ -38,29 +41,66 @@ if TYPE_CHECKING:
     from .modeling_utils import PreTrainedModel
     from .models.auto.configuration_auto import AutoConfig
     from .models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_MASKED_LM_MAPPING,
+        MODEL_FOR_MULTIPLE_CHOICE_MAPPING,
+        MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+        MODEL_MAPPING,
         AutoModel,
+        AutoModelForCausalLM,
         AutoModelForMaskedLM,
+        AutoModelForMultipleChoice,
+        AutoModelForQuestionAnswering,
         AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
     )
-    from .models.auto.tokenization_auto import AutoTokenizer
+    from .models.auto.tokenization_auto import TOKENIZER_MAPPING, AutoTokenizer
     from .models.deberta_v2.configuration_deberta_v2 import DebertaV2Config
     from .models.deberta_v2.modeling_deberta_v2 import (
         DebertaV2ForMaskedLM,
+        DebertaV2ForQuestionAnswering,
         DebertaV2ForSequenceClassification,
+        DebertaV2ForTokenClassification,
         DebertaV2Model,
         DebertaV2PreTrainedModel,
     )
     from .models.deberta_v2.tokenization_deberta_v2 import DebertaV2Tokenizer
+    from .models.deberta_v2.tokenization_deberta_v2_fast import DebertaV2TokenizerFast
     from .models.roberta.configuration_roberta import RobertaConfig
     from .models.roberta.modeling_roberta import (
+        RobertaForCausalLM,
         RobertaForMaskedLM,
+        RobertaForMultipleChoice,
+        RobertaForQuestionAnswering,
         RobertaForSequenceClassification,
+        RobertaForTokenClassification,
         RobertaModel,
         RobertaPreTrainedModel,
     )
+    from .models.roberta.tokenization_roberta import RobertaTokenizer
     from .models.roberta.tokenization_roberta_fast import RobertaTokenizerFast
-    from .optimization import AdamW, get_scheduler
-    from .tokenization_utils_base import BatchEncoding, PreTrainedTokenizerBase
+    from .optimization import (
+        Adafactor,
+        AdamW,
+        get_constant_schedule,
+        get_constant_schedule_with_warmup,
+        get_cosine_schedule_with_warmup,
+        get_cosine_with_hard_restarts_schedule_with_warmup,
+        get_linear_schedule_with_warmup,
+        get_polynomial_decay_schedule_with_warmup,
+        get_scheduler,
+    )
+    from .tokenization_utils import PreTrainedTokenizer
+    from .tokenization_utils_base import (
+        AddedToken,
+        BatchEncoding,
+        CharSpan,
+        PreTrainedTokenizerBase,
+        SpecialTokensMixin,
+        TokenSpan,
+    )
     from .tokenization_utils_fast import PreTrainedTokenizerFast
     from .trainer import Trainer
     from .trainer_callback import (
@@ -87,7 +127,10 @@ _MODULE_OF = {
     "TrainingError": "loralib.errors",
     "set_seed": "loralib.training.determinism",
     "PretrainedConfig": ".configuration_utils",
+    "DataCollator": ".data.data_collator",
     "DataCollatorForLanguageModeling": ".data.data_collator",
+    "DataCollatorForTokenClassification": ".data.data_collator",
+    "DataCollatorForWholeWordMask": ".data.data_collator",
     "DataCollatorWithPadding": ".data.data_collator",
     "default_data_collator": ".data.data_collator",
     "glue_compute_metrics": ".data.metrics",
@@ -104,26 +147,58 @@ _MODULE_OF = {
     "is_wandb_available": ".integrations",
     "PreTrainedModel": ".modeling_utils",
     "AutoConfig": ".models.auto.configuration_auto",
+    "MODEL_FOR_CAUSAL_LM_MAPPING": ".models.auto.modeling_auto",
+    "MODEL_FOR_MASKED_LM_MAPPING": ".models.auto.modeling_auto",
+    "MODEL_FOR_MULTIPLE_CHOICE_MAPPING": ".models.auto.modeling_auto",
+    "MODEL_FOR_QUESTION_ANSWERING_MAPPING": ".models.auto.modeling_auto",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING": ".models.auto.modeling_auto",
+    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING": ".models.auto.modeling_auto",
+    "MODEL_MAPPING": ".models.auto.modeling_auto",
     "AutoModel": ".models.auto.modeling_auto",
+    "AutoModelForCausalLM": ".models.auto.modeling_auto",
     "AutoModelForMaskedLM": ".models.auto.modeling_auto",
+    "AutoModelForMultipleChoice": ".models.auto.modeling_auto",
+    "AutoModelForQuestionAnswering": ".models.auto.modeling_auto",
     "AutoModelForSequenceClassification": ".models.auto.modeling_auto",
+    "AutoModelForTokenClassification": ".models.auto.modeling_auto",
+    "TOKENIZER_MAPPING": ".models.auto.tokenization_auto",
     "AutoTokenizer": ".models.auto.tokenization_auto",
     "DebertaV2Config": ".models.deberta_v2.configuration_deberta_v2",
     "DebertaV2ForMaskedLM": ".models.deberta_v2.modeling_deberta_v2",
+    "DebertaV2ForQuestionAnswering": ".models.deberta_v2.modeling_deberta_v2",
     "DebertaV2ForSequenceClassification": ".models.deberta_v2.modeling_deberta_v2",
+    "DebertaV2ForTokenClassification": ".models.deberta_v2.modeling_deberta_v2",
     "DebertaV2Model": ".models.deberta_v2.modeling_deberta_v2",
     "DebertaV2PreTrainedModel": ".models.deberta_v2.modeling_deberta_v2",
     "DebertaV2Tokenizer": ".models.deberta_v2.tokenization_deberta_v2",
+    "DebertaV2TokenizerFast": ".models.deberta_v2.tokenization_deberta_v2_fast",
     "RobertaConfig": ".models.roberta.configuration_roberta",
+    "RobertaForCausalLM": ".models.roberta.modeling_roberta",
     "RobertaForMaskedLM": ".models.roberta.modeling_roberta",
+    "RobertaForMultipleChoice": ".models.roberta.modeling_roberta",
+    "RobertaForQuestionAnswering": ".models.roberta.modeling_roberta",
     "RobertaForSequenceClassification": ".models.roberta.modeling_roberta",
+    "RobertaForTokenClassification": ".models.roberta.modeling_roberta",
     "RobertaModel": ".models.roberta.modeling_roberta",
     "RobertaPreTrainedModel": ".models.roberta.modeling_roberta",
+    "RobertaTokenizer": ".models.roberta.tokenization_roberta",
     "RobertaTokenizerFast": ".models.roberta.tokenization_roberta_fast",
+    "Adafactor": ".optimization",
     "AdamW": ".optimization",
+    "get_constant_schedule": ".optimization",
+    "get_constant_schedule_with_warmup": ".optimization",
+    "get_cosine_schedule_with_warmup": ".optimization",
+    "get_cosine_with_hard_restarts_schedule_with_warmup": ".optimization",
+    "get_linear_schedule_with_warmup": ".optimization",
+    "get_polynomial_decay_schedule_with_warmup": ".optimization",
     "get_scheduler": ".optimization",
+    "PreTrainedTokenizer": ".tokenization_utils",
+    "AddedToken": ".tokenization_utils_base",
     "BatchEncoding": ".tokenization_utils_base",
+    "CharSpan": ".tokenization_utils_base",
     "PreTrainedTokenizerBase": ".tokenization_utils_base",
+    "SpecialTokensMixin": ".tokenization_utils_base",
+    "TokenSpan": ".tokenization_utils_base",
     "PreTrainedTokenizerFast": ".tokenization_utils_fast",
     "Trainer": ".trainer",
     "DefaultFlowCallback": ".trainer_callback",

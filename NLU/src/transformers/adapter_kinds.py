@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from loralib.adapters.adapter import LORA, Kind, plain
+from loralib.adapters.families import in_backbone
 from loralib.adapters.metadata import AdapterMetadata
 from loralib.adapters.names import within_layer
 from loralib.errors import CheckpointError
@@ -75,7 +76,7 @@ class _Bottlenecks(Kind):
 class _Biases(Kind):
     def holds(self, name: str, backbones: tuple[str, ...]) -> bool:
         """As in `Kind`; a head has biases of its own, and so have bottlenecks."""
-        return self.part in name and BOTTLENECK.part not in name and name.startswith(backbones)
+        return self.part in name and BOTTLENECK.part not in name and in_backbone(name, backbones)
 
 
 BOTTLENECK = _Bottlenecks(

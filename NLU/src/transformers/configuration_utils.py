@@ -78,6 +78,10 @@ class PretrainedConfig:
         num_labels: outputs of a classification head; `id2label` and `label2id` win over it.
         return_dict: models return a `ModelOutput` rather than a tuple.
         output_hidden_states: models also return every layer's output.
+        output_attentions: models also return every layer's attention probabilities.
+        torchscript: models return tuples, and tie no weights, for `torch.jit.trace`.
+        tie_word_embeddings: the language-model head's projection is the word embedding itself.
+        pruned_heads: by layer, the numbers of the heads that it has no longer.
         gradient_checkpointing: in training, the backward pass computes layers' activations again
             instead of keeping them: less memory, more time, the same numbers.
         finetuning_task: name of the task that the head is for.
@@ -120,6 +124,10 @@ class PretrainedConfig:
         label2id: dict[str, int] | None = None,
         return_dict: bool = True,
         output_hidden_states: bool = False,
+        output_attentions: bool = False,
+        torchscript: bool = False,
+        tie_word_embeddings: bool = True,
+        pruned_heads: dict[int, list] | None = None,
         gradient_checkpointing: bool = False,
         finetuning_task: str | None = None,
         pad_token_id: Index | None = None,
@@ -151,6 +159,11 @@ class PretrainedConfig:
     ):
         self.return_dict = return_dict
         self.output_hidden_states = output_hidden_states
+        self.output_attentions = output_attentions
+        self.torchscript = torchscript
+        self.tie_word_embeddings = tie_word_embeddings
+        # JSON has strings for numbers.
+        self.pruned_heads = {int(n): list(heads) for n, heads in (pruned_heads or {}).items()}
         self.gradient_checkpointing = gradient_checkpointing
         self.finetuning_task = finetuning_task
         self.pad_token_id = pad_token_id
@@ -213,6 +226,11 @@ class PretrainedConfig:
     def longest_sequence(self) -> int | None:
         """Tokens that a sequence can have at most; None where there is no limit."""
         return None
+
+    @property
+    def use_return_dict(self) -> bool:
+        """Whether models return a `ModelOutput`: as `return_dict` says, but in a traced graph."""
+        return self.return_dict and not self.torchscript
 
     @property
     def num_labels(self) -> int:

@@ -56,33 +56,52 @@ def check(config: PretrainedConfig) -> None:
 def two_passes(
     model: PreTrainedModel,
     labels: Tensor,
-    input_ids: Tensor,
-    *others: Tensor | None,
+    *,
     packed_rows: PackedRows | None,
-    show: bool,
+    head_mask: Tensor | None,
+    output_attentions: bool | None,
+    output_hidden_states: bool | None,
+    **given: Tensor | None,
 ) -> SequenceClassifierOutput:
-    """A classifier's output: the loss of both passes, and the first one's logits and states.
+    """A classifier's output: the loss of both passes, and what else the first one gives.
 
     Args:
         model: a classifier.
         labels: (batch,), classes.
-        input_ids: (batch, length).
-        others: (batch, length), the arguments of its forward that follow; None where not given.
-        packed_rows: of both passes, see `PackedRows.twice`; None where not given.
-        show: with all hidden states.
+        packed_rows: of one pass; None where not given.
+        head_mask, output_attentions, output_hidden_states: of its forward, for both passes.
+        given: (batch, …), the other arguments of its forward; None where not given.
+
+    Raises:
+        ValueError: tokens are to be hidden, and there are no ids.
     """
     check(model.config)
-    second = hide_tokens(input_ids, model.config)
-    given = [torch.cat([input_ids, second])]
-    given += [None if other is None else torch.cat([other, other]) for other in others]
-    output = model(*given, output_hidden_states=show, return_dict=True, packed_rows=packed_rows)
+    twice = {name: None if x is None else torch.cat([x, x]) for name, x in given.items()}
+    ids = given["input_ids"]
+    if ids is not None:
+        twice["input_ids"] = torch.cat([ids, hide_tokens(ids, model.config)])
+    elif model.config.masking_prob > 0:
+        raise ValueError("masking_prob hides tokens by their ids: give input_ids, no inputs_embeds")
+    output = model(
+        **twice,
+        head_mask=head_mask,
+        output_attentions=output_attentions,
+        output_hidden_states=output_hidden_states,
+        return_dict=True,
+        packed_rows=None if packed_rows is None else packed_rows.twice(),
+    )
     logits = output.logits.chunk(2)
-    states = output.hidden_states
     return SequenceClassifierOutput(
         consistency_loss(*logits, labels, model.config.reg_loss_wgt),
         logits[0],
-        None if states is None else tuple(state.chunk(2)[0] for state in states),
+        _first_pass(output.hidden_states),
+        _first_pass(output.attentions),
     )
+
+
+def _first_pass(shown: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
+    """Of (2 · batch, …) the first half."""
+    return None if shown is None else tuple(each.chunk(2)[0] for each in shown)
 
 
 def hide_tokens(input_ids: Tensor, config: PretrainedConfig) -> Tensor:

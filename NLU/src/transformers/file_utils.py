@@ -1,9 +1,16 @@
-"""Names of a model folder's files, and the base class of what models return."""
+"""Names of a model folder's files, which libraries there are, and the base class of outputs."""
 
 import copy
+import importlib.util
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from enum import Enum
+from functools import cached_property  # noqa: F401 - importable from here, too
 from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from loralib.io.hub import is_offline_mode, resolve_file  # noqa: F401 - importable from here, too
 
@@ -12,6 +19,132 @@ WEIGHTS_NAME = "pytorch_model.bin"
 SAFE_WEIGHTS_NAME = "model.safetensors"
 WEIGHTS_INDEX_NAME = "pytorch_model.bin.index.json"
 SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
+MODEL_CARD_NAME = "modelcard.json"
+SPIECE_UNDERLINE = SENTENCEPIECE_UNDERLINE = "▁"
+
+
+# ---- what is installed ----
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def is_torch_available() -> bool:
+    """True: this package needs PyTorch."""
+    return True
+
+
+def is_tokenizers_available() -> bool:
+    """True: this package needs tokenizers."""
+    return True
+
+
+def is_sentencepiece_available() -> bool:
+    """True: this package needs SentencePiece."""
+    return True
+
+
+def is_sklearn_available() -> bool:
+    """True: this package needs scikit-learn."""
+    return True
+
+
+def is_datasets_available() -> bool:
+    """True: this package needs datasets."""
+    return True
+
+
+def is_tf_available() -> bool:
+    """False, installed or not: this package has no TensorFlow models."""
+    return False
+
+
+def is_flax_available() -> bool:
+    """False, installed or not: this package has no Flax models."""
+    return False
+
+
+def is_torch_tpu_available() -> bool:
+    """False: this package does not train on TPUs."""
+    return False
+
+
+def is_torch_cuda_available() -> bool:
+    """Whether there is a GPU."""
+    return torch.cuda.is_available()
+
+
+def is_apex_available() -> bool:
+    """Whether apex is installed."""
+    return _is_installed("apex")
+
+
+def is_faiss_available() -> bool:
+    """Whether faiss is installed."""
+    return _is_installed("faiss")
+
+
+def is_pandas_available() -> bool:
+    """Whether pandas is installed."""
+    return _is_installed("pandas")
+
+
+def is_psutil_available() -> bool:
+    """Whether psutil is installed."""
+    return _is_installed("psutil")
+
+
+def is_py3nvml_available() -> bool:
+    """Whether py3nvml is installed."""
+    return _is_installed("py3nvml")
+
+
+# ---- values of settings ----
+
+
+class ExplicitEnum(str, Enum):
+    """Names that a setting can have; each equals its text."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        known = ", ".join(item.value for item in cls)
+        raise ValueError(f"{value!r} is not a {cls.__name__} (known: {known})")
+
+
+class PaddingStrategy(ExplicitEnum):
+    """What a tokenizer's `padding` can be."""
+
+    LONGEST = "longest"
+    MAX_LENGTH = "max_length"
+    DO_NOT_PAD = "do_not_pad"
+
+
+class TensorType(ExplicitEnum):
+    """What a tokenizer's `return_tensors` can be."""
+
+    PYTORCH = "pt"
+    NUMPY = "np"
+
+
+# ---- tensors ----
+
+
+def is_tensor(x: Any) -> bool:
+    """Whether it is a tensor or an array."""
+    return isinstance(x, Tensor | np.ndarray)
+
+
+def to_py_obj(obj: Any) -> Any:
+    """Tensors and arrays as lists of numbers, in dicts and lists as well."""
+    if isinstance(obj, Mapping):
+        return {name: to_py_obj(value) for name, value in obj.items()}
+    if isinstance(obj, list | tuple):
+        return [to_py_obj(value) for value in obj]
+    return obj.tolist() if is_tensor(obj) else obj
+
+
+# ---- outputs ----
 
 
 def _refused(method: str) -> Callable[..., NoReturn]:
@@ -34,7 +167,20 @@ class ModelOutput(OrderedDict):
     None are skipped in the dict and in the tuple. A field can be set by attribute or by entry, and
     with None be taken out again; a name that is not a field comes after the fields. All other ways
     to change a dict are refused with a TypeError.
+
+    Given alone, as the first field, a dict or pairs (name, value) are the fields' values.
     """
+
+    def __post_init__(self) -> None:
+        first, *others = self.__dataclass_fields__
+        given = getattr(self, first)
+        if isinstance(given, Tensor | None) or any(getattr(self, n) is not None for n in others):
+            return
+        values = _named(given)
+        if values is not None:
+            setattr(self, first, None)
+            for name, value in values.items():
+                setattr(self, name, value)
 
     def __getitem__(self, key: str | int | slice) -> Any:
         return super().__getitem__(key) if isinstance(key, str) else self.to_tuple()[key]
@@ -83,3 +229,13 @@ class ModelOutput(OrderedDict):
     def to_tuple(self) -> tuple:
         """The set fields, in the order of their declaration."""
         return tuple(self.values())
+
+
+def _named(given: Any) -> dict[str, Any] | None:
+    """The values in a dict or in pairs (name, value); None where they are neither."""
+    if isinstance(given, Mapping):
+        return dict(given)
+    pairs = given if isinstance(given, list | tuple) else ()
+    if pairs and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+        return dict(pairs) if all(isinstance(name, str) for name, _ in pairs) else None
+    return None

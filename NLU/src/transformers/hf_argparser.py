@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import sys
 import types
 import typing
 from argparse import Action, ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
@@ -47,7 +49,8 @@ class HfArgumentParser(ArgumentParser):
 
     A field's type, default, ``metadata["help"]`` and ``metadata["choices"]`` make its flag. A bool
     can be given bare (``--do_train``) or with a value (``--do_train False``); one that is True by
-    default also has ``--no_<flag>``.
+    default also has ``--no_<flag>``, and one without a default is True, as in 4.4. `add_argument`
+    adds more flags.
 
     Args:
         dataclass_types: one dataclass, or several whose fields do not clash.
@@ -67,16 +70,44 @@ class HfArgumentParser(ArgumentParser):
                 if field.init:
                     _add_flag(group, field, hints[field.name])
 
-    def parse_args_into_dataclasses(self, args: list[str] | None = None) -> tuple[Any, ...]:
-        """One instance of each dataclass, from `args` or the command line."""
-        values = vars(self.parse_args(args))
+    def parse_args_into_dataclasses(
+        self,
+        args: list[str] | None = None,
+        return_remaining_strings: bool = False,
+        look_for_args_file: bool = True,
+        args_filename: str | None = None,
+    ) -> tuple[Any, ...]:
+        """One instance of each dataclass, from `args` or the command line.
+
+        Args:
+            args: what to parse; the command line where not given.
+            return_remaining_strings: return what is no flag, rather than end the program.
+            look_for_args_file: flags come first from the file of the script's name with the suffix
+                ``.args``, where there is one.
+            args_filename: the file's name, where it has another one.
+
+        Returns:
+            The instances; a `Namespace` of the flags that were added to them, where there are any;
+            and the list of the remaining strings, where asked for.
+        """
+        args = sys.argv[1:] if args is None else list(args)
+        if args_filename is None and look_for_args_file and any(sys.argv[:1]):
+            args_filename = str(Path(sys.argv[0]).with_suffix(".args"))
+        if args_filename is not None and os.path.isfile(args_filename):
+            args = Path(args_filename).read_text(encoding="utf-8").split() + args
+        found, remaining = self.parse_known_args(args)
+        if remaining and not return_remaining_strings:
+            self.error(f"unrecognized arguments: {' '.join(remaining)}")
+        values = vars(found)  # what is taken out of it is taken out of `found`
         try:
-            return tuple(
-                type_(**{name: values[name] for name in _flag_names(type_)})
+            results = [
+                type_(**{name: values.pop(name) for name in _flag_names(type_)})
                 for type_ in self.dataclass_types
-            )
+            ]
         except ValueError as error:
             self.error(str(error))
+        results += [found] if values else []
+        return (*results, remaining) if return_remaining_strings else tuple(results)
 
     def parse_json_file(self, json_file: str) -> tuple[Any, ...]:
         """The same from a JSON file of values by field name."""
@@ -105,7 +136,8 @@ class HfArgumentParser(ArgumentParser):
                 args += [f"--{name}", *map(_as_text, value)]
             elif value is not None:
                 args.append(f"--{name}={_as_text(value)}")
-        return self.parse_args_into_dataclasses(args)
+        parsed = self.parse_args_into_dataclasses(args, look_for_args_file=False)
+        return parsed[: len(self.dataclass_types)]
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with `message`, in one line; all flags' usage would bury it."""
@@ -128,32 +160,36 @@ def _default(field: dataclasses.Field) -> Any:
 
 def _add_flag(group: Any, field: dataclasses.Field, hint: Any) -> None:
     hint, many = _plain_type(hint)
-    default = _default(field)
-    options: dict[str, Any] = {"help": (field.metadata.get("help") or " ").replace("%", "%%")}
-    if default is dataclasses.MISSING:
-        options["required"] = True
-    else:
-        options["default"] = default
     names = [f"--{field.name}"]
     if field.name == "local_rank":
         names.append("--local-rank")  # as torch.distributed.launch writes it today
+    options = _options(field, hint, many)
+    if hint is bool and field.default is True:
+        group.add_argument(f"--no_{field.name}", dest=field.name, action="store_false")
+    group.add_argument(*names, **options)
+
+
+def _options(field: dataclasses.Field, hint: Any, many: bool) -> dict[str, Any]:
+    """The arguments of `add_argument` for a field of a type, or of a list of that type."""
+    options: dict[str, Any] = {"type": hint}
+    if field.metadata.get("help"):
+        options["help"] = field.metadata["help"].replace("%", "%%")
+    default = _default(field)
     if hint is bool:
-        group.add_argument(*names, type=string_to_bool, nargs="?", const=True, **options)
-        if default is True:
-            group.add_argument(
-                f"--no_{field.name}", dest=field.name, action="store_false", help=f"no {field.name}"
-            )
-        return
+        default = True if default is dataclasses.MISSING else default
+        return {**options, "type": string_to_bool, "nargs": "?", "const": True, "default": default}
+    if default is dataclasses.MISSING:
+        options["required"] = True
+    else:
+        options["default"] = default.value if isinstance(default, Enum) else default
     if many:
         options["nargs"] = "+"
     if field.metadata.get("choices"):
         options["choices"] = field.metadata["choices"]
     if isinstance(hint, type) and issubclass(hint, Enum):
         options["choices"] = [item.value for item in hint]
-        hint = str
-        if isinstance(options.get("default"), Enum):
-            options["default"] = options["default"].value
-    group.add_argument(*names, type=hint, **options)
+        options["type"] = type(options["choices"][0])
+    return options
 
 
 def _plain_type(hint: Any) -> tuple[Any, bool]:

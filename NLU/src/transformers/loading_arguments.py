@@ -23,10 +23,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "proxies": ((None, {}), "name the proxy in the environment, as HTTPS_PROXY"),
     "mirror": ((None,), "name the mirror in the environment, as HF_ENDPOINT"),
-    "output_attentions": (
-        (None, False),
-        "attention probabilities are not kept: no model of this fork returns them",
-    ),
     "torch_dtype": (
         (None,),
         "weights are read in float32: call .to(dtype) on the model, or train with --bf16 or --fp16",

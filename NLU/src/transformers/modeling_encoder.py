@@ -7,13 +7,14 @@ In the order in which data flows:
     first tokens ── classifier ─> logits ── labels ─> loss       EncoderForSequenceClassification
 
 All work on packed tokens, (tokens, hidden), see loralib/nn/packing.py; batches come in and go out
-padded, (batch, length, …). The layers' projections, with LoRA and bottleneck adapters, are in
-adapters.py.
+padded, (batch, length, …). What packed tokens cannot give takes the plain path, see
+modeling_plain.py. The layers' projections, with LoRA and bottleneck adapters, are in adapters.py.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -30,7 +31,11 @@ from .modeling_outputs import (
     MaskedLMOutput,
     SequenceClassifierOutput,
 )
+from .modeling_plain import PaddedRows, PlainAttention, needs_padded_batch, visible
 from .modeling_utils import PreTrainedModel, classification_loss
+from .pruning import keep_columns, keep_rows, places_of_heads
+
+AnyRows = PackedRows | PaddedRows
 
 # ---- embeddings ----
 
@@ -49,7 +54,7 @@ class EncoderAttention(nn.Module):
     Args:
         config: the model's settings.
         placed: where they put LoRA in this layer.
-        self_attention: (hidden, queries, batch) -> what `queries` gather from `hidden`.
+        self_attention: (hidden, queries, batch, plain) -> what `queries` gather from `hidden`.
     """
 
     def __init__(
@@ -57,11 +62,27 @@ class EncoderAttention(nn.Module):
     ):
         super().__init__()
         self.self = self_attention
+        # What is left of the heads, by their numbers in the whole layer.
+        self.heads = list(range(config.num_attention_heads))
         self.output = SubLayerOutput(config, placed, "attention_output", config.hidden_size)
 
-    def forward(self, hidden: Tensor, queries: Tensor, batch: Any) -> Tensor:
+    def forward(
+        self, hidden: Tensor, queries: Tensor, batch: Any, plain: PlainAttention | None = None
+    ) -> Tensor:
         """The residual stream at `queries`, attention added."""
-        return self.output(self.self(hidden, queries, batch), queries)
+        return self.output(self.self(hidden, queries, batch, plain), queries)
+
+    def prune_heads(self, heads: Iterable[int]) -> None:
+        """Takes heads out, by the numbers that they had in the whole layer; see pruning.py."""
+        left = [head for head in self.heads if head not in heads]
+        if left == self.heads:
+            return
+        dim = len(self.self.query.weight) // self.self.heads
+        kept = places_of_heads((self.heads.index(head) for head in left), dim)
+        for layer in (self.self.query, self.self.key, self.self.value):
+            keep_rows(layer, kept)
+        keep_columns(self.output.dense, kept)
+        self.heads, self.self.heads = left, len(left)
 
 
 class EncoderLayer(nn.Module):
@@ -80,17 +101,24 @@ class EncoderLayer(nn.Module):
         self.intermediate = Intermediate(config, placed)
         self.output = SubLayerOutput(config, placed, "output", config.intermediate_size)
 
-    def forward(self, hidden: Tensor, batch: Any, first_only: bool = False) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        batch: Any,
+        first_only: bool = False,
+        plain: PlainAttention | None = None,
+    ) -> Tensor:
         """(tokens, hidden) -> the same, or (batch, hidden) with `first_only`.
 
         Args:
             hidden: the residual stream.
             batch: what `Encoder.describe` gives; ``batch.first`` are the rows' first tokens.
             first_only: compute the output of each row's first token alone.
+            plain: on the plain path, what attention is told, and where it leaves its probabilities.
         """
         # Backwards one addition; hidden[batch.first] is sorted on a GPU, and slower on a CPU.
         queries = hidden.index_select(0, batch.first) if first_only else hidden
-        attended = self.attention(hidden, queries, batch)
+        attended = self.attention(hidden, queries, batch, plain)
         return self.output(self.intermediate(attended), attended)
 
 
@@ -107,33 +135,52 @@ class Encoder(nn.Module):
         self.config = config
         self.layer = nn.ModuleList(layers)
 
-    def describe(self, rows: PackedRows) -> Any:
+    def describe(self, rows: AnyRows) -> Any:
         """What every layer is told of a batch; computed once a forward."""
         return rows
 
-    def after_layer(self, index: int, seen: Tensor, output: Tensor, rows: PackedRows) -> Tensor:
+    def after_layer(self, index: int, seen: Tensor, output: Tensor, rows: AnyRows) -> Tensor:
         """The next layer's input, where layer `index` has computed `output` of `seen`."""
         return output
 
     def forward(
-        self, hidden: Tensor, rows: PackedRows, first_only: bool = False, all_states: bool = False
-    ) -> list[Tensor]:
-        """The last layer's output or, with `all_states`, the embeddings and every layer's.
+        self,
+        hidden: Tensor,
+        rows: AnyRows,
+        first_only: bool = False,
+        shown: list[Tensor] | None = None,
+        plain: list[PlainAttention] | None = None,
+    ) -> Tensor:
+        """The last layer's output, (tokens, hidden), or (batch, hidden) with `first_only`.
 
-        With `first_only`, the last layer is computed for each row's first token alone: a
-        classifier reads nothing else, and five sixths of that layer's work is saved.
+        Args:
+            hidden: (tokens, hidden), the embeddings.
+            rows: where its tokens are.
+            first_only: the last layer is computed for each row's first token alone: a classifier
+                reads nothing else, and five sixths of that layer's work is saved.
+            shown: a list, to which the embeddings and every layer's output are appended, each
+                (batch, length, hidden); not together with `first_only`.
+            plain: on the plain path, for every layer what its attention is told.
         """
         batch = self.describe(rows)
         recompute = self.config.gradient_checkpointing and self.training
-        states = [hidden]
+        if shown is not None:
+            hidden = _show(hidden, rows, shown)
         for index, layer in enumerate(self.layer):
             first = first_only and index == len(self.layer) - 1
-            output = run_layer(layer, hidden, batch, first, recompute=recompute)
+            told = None if plain is None else plain[index]
+            output = run_layer(layer, hidden, batch, first, told, recompute=recompute)
             hidden = self.after_layer(index, hidden, output, rows)
-            states.append(hidden)
-            if not all_states:
-                del states[0]
-        return states
+            if shown is not None:
+                hidden = _show(hidden, rows, shown)
+        return hidden
+
+
+def _show(hidden: Tensor, rows: AnyRows, shown: list[Tensor]) -> Tensor:
+    """Appends a state as a batch to `shown`; returns it as made of that."""
+    padded, hidden = rows.show(hidden)
+    shown.append(padded)
+    return hidden
 
 
 def run_layer(layer: nn.Module, *inputs: Any, recompute: bool) -> Any:
@@ -151,71 +198,231 @@ def run_layer(layer: nn.Module, *inputs: Any, recompute: bool) -> Any:
 # ---- models ----
 
 
+class Encoded(NamedTuple):
+    """What a backbone has made of a batch.
+
+    Args:
+        last: (tokens, hidden), the last layer's output; (batch, hidden) with `first_only`.
+        rows: where the tokens are in the batch, whose logits ``rows.pad`` pads.
+        hidden_states: the embeddings and every layer's output, each (batch, length, hidden), zeros
+            where there is padding; None where they are not asked for.
+        attentions: every layer's probabilities, each (batch, heads, length, length); likewise.
+        starts: (batch, hidden), the last layer's output at each row's first position, where that is
+            not the row's first token; None where it is.
+    """
+
+    last: Tensor
+    rows: AnyRows
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+    starts: Tensor | None = None
+
+    @property
+    def first(self) -> Tensor:
+        """(batch, hidden), of `last` what a pooler reads: each row's first position."""
+        return self.last[self.rows.first] if self.starts is None else self.starts
+
+    @property
+    def shown(self) -> tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]:
+        """The last two fields of every model's output."""
+        return self.hidden_states, self.attentions
+
+
 class EncoderModel(PreTrainedModel):
     """A backbone.
 
     Attributes:
-        embeddings: (rows, input_ids, token_type_ids, position_ids) -> (tokens, hidden).
+        embeddings: (rows, input_ids, token_type_ids, position_ids, inputs_embeds) -> (tokens,
+            hidden).
         encoder: an `Encoder`.
         pooler: (batch, hidden), of the first tokens -> the same; None where the model has none.
+
+    Class attributes:
+        may_pool: the family's backbones have a pooler, as a rule, and their output a place for it.
     """
 
+    may_pool: ClassVar[bool] = False
     embeddings: nn.Module
     encoder: Encoder
     pooler: nn.Module | None
 
     def encode(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
+        head_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         packed_rows: PackedRows | None = None,
+        *,
         first_only: bool = False,
-        all_states: bool = False,
-    ) -> tuple[list[Tensor], PackedRows]:
-        """Hidden states on packed tokens (see `Encoder`), and where those are in the batch.
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+    ) -> Encoded:
+        """Hidden states on packed tokens, and where those are in the batch.
 
         Args:
             input_ids: (batch, length).
-            attention_mask: (batch, length), zero on padding; all ones where not given.
-            token_type_ids: (batch, length); zeros where not given. Without effect in a model that
-                has no token types.
-            position_ids: (batch, length), absolute positions; the embeddings' `position_ids` where
-                not given. Without effect in a model that has none.
+            attention_mask: (batch, length), zero on padding; all ones where not given. RoBERTa
+                takes (batch, queries, keys) as well.
+            token_type_ids: (batch, length), or (1, length) for all rows; zeros where not given.
+                Without effect in a model that has no token types.
+            position_ids: (batch, length), or (1, length), absolute positions; those that upstream
+                gives to such a batch where not given. Without effect in a model that has none.
+            head_mask: (heads,) or (layers, heads), what attention's probabilities are multiplied
+                with; RoBERTa's alone.
+            inputs_embeds: (batch, length, hidden), in the place of the word embeddings of
+                `input_ids`.
             packed_rows: where the mask's tokens are, made on the CPU when the batch was collated;
                 the mask is then not read, and no device waited for.
-            first_only: the last state is (batch, hidden), each row's first token.
-            all_states: every layer's state, not the last one's alone.
+            first_only: the caller reads each row's first position alone, and `Encoded.last` is
+                (batch, hidden).
+            output_attentions, output_hidden_states: what of `Encoded` is filled in; as the settings
+                say where None.
+
+        Raises:
+            ValueError: not exactly one of `input_ids` and `inputs_embeds` is given; or a mask is of
+                another shape.
         """
-        rows = _rows_of(input_ids, attention_mask, packed_rows).routed()
-        embedded = self.embeddings(rows, input_ids, token_type_ids, position_ids)
-        return self.encoder(embedded, rows, first_only, all_states), rows
+        show_states = self._wants_states(output_hidden_states)
+        show_attentions = self._wants_attentions(output_attentions)
+        given = _one_of(input_ids, inputs_embeds)
+        rows = _place(given, attention_mask, head_mask, packed_rows, show_attentions)
+        plain = None
+        if isinstance(rows, PaddedRows):
+            plain = self._plain(rows, given, head_mask, is_shown=show_attentions)
+        embedded = self.embeddings(
+            rows,
+            input_ids,
+            _for_every_row(token_type_ids, given),
+            _for_every_row(position_ids, given),
+            inputs_embeds,
+        )
+        shown: list[Tensor] | None = [] if show_states else None
+        all_tokens = show_states or plain is not None
+        last = self.encoder(embedded, rows, first_only and not all_tokens, shown, plain)
+        starts = None
+        if plain is not None:
+            last, rows, starts = _without_padding(last, rows)
+        if first_only and all_tokens:
+            last = last.index_select(0, rows.first) if starts is None else starts
+        states = None if shown is None else tuple(shown)
+        attentions = tuple(each.probabilities for each in plain) if show_attentions else None
+        return Encoded(last, rows, states, attentions, starts)
+
+    def _prune_heads(self, heads_to_prune: Mapping[int, Iterable[int]]) -> None:
+        for layer, heads in heads_to_prune.items():
+            self.encoder.layer[layer].attention.prune_heads(heads)
+
+    def _plain(
+        self, rows: PaddedRows, given: Tensor, head_mask: Tensor | None, is_shown: bool
+    ) -> list[PlainAttention]:
+        """For every layer, what its attention is told on the plain path."""
+        masks = self.get_head_mask(head_mask, self.config.num_hidden_layers)
+        seen = visible(rows.mask, getattr(self.config, "is_decoder", False), given)
+        return [PlainAttention(rows, seen, head_mask=mask, is_shown=is_shown) for mask in masks]
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
+        head_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         packed_rows: PackedRows | None = None,
     ) -> BaseModelOutputWithPooling | BaseModelOutput | tuple:
         """Hidden states of every token; arguments as in `encode`."""
-        show = self._wants_states(output_hidden_states)
-        states, rows = self.encode(
-            input_ids, attention_mask, token_type_ids, position_ids, packed_rows, all_states=show
+        encoded = self.encode(
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            head_mask,
+            inputs_embeds,
+            packed_rows,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
         )
-        last, shown = rows.pad(states[-1]), _padded(states, rows, show)
-        if self.pooler is None:
-            return self._as_asked(BaseModelOutput(last, shown), return_dict)
-        pooled = self.pooler(states[-1][rows.first])
-        return self._as_asked(BaseModelOutputWithPooling(last, pooled, shown), return_dict)
+        states = encoded.hidden_states
+        last = encoded.rows.pad(encoded.last) if states is None else states[-1]
+        if not self.may_pool:
+            return self._as_asked(BaseModelOutput(last, *encoded.shown), return_dict)
+        pooled = None if self.pooler is None else self.pooler(encoded.first)
+        output = BaseModelOutputWithPooling(last, pooled, *encoded.shown)
+        asked = self._as_asked(output, return_dict)
+        if isinstance(asked, tuple) and pooled is None:  # whose place upstream leaves
+            return (last, None, *asked[1:])
+        return asked
+
+
+def _one_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+    """The one of both that is given."""
+    if (input_ids is None) == (inputs_embeds is None):
+        number = "both" if inputs_embeds is not None else "neither"
+        raise ValueError(f"give either input_ids or inputs_embeds: {number} were given")
+    return inputs_embeds if input_ids is None else input_ids
+
+
+def _place(
+    given: Tensor,
+    attention_mask: Tensor | None,
+    head_mask: Tensor | None,
+    packed_rows: PackedRows | None,
+    show_attentions: bool,
+) -> AnyRows:
+    """Where the tokens of a batch are: packed or, for the plain path, where they stand.
+
+    Args:
+        given: (batch, length, …).
+        others: as in `EncoderModel.encode`.
+    """
+    if not needs_padded_batch(attention_mask, head_mask, show_attentions):
+        rows = _rows_of(given, attention_mask, packed_rows)
+        if not rows.starts_hidden:
+            return rows.routed()
+    if packed_rows is not None and (attention_mask is None or attention_mask.dim() == 2):
+        attention_mask = packed_rows.pad(torch.ones_like(packed_rows.index))
+    return PaddedRows(given, attention_mask)
+
+
+def _rows_of(
+    given: Tensor, attention_mask: Tensor | None, packed_rows: PackedRows | None
+) -> PackedRows:
+    """As a batch says itself, as its mask says, or everywhere."""
+    if packed_rows is not None:
+        return packed_rows
+    if attention_mask is not None:
+        return PackedRows(attention_mask)
+    batch, length = given.shape[:2]
+    return PackedRows.from_lengths([length] * batch, length).to(given.device)
+
+
+def _for_every_row(x: Tensor | None, given: Tensor) -> Tensor | None:
+    """(1, length) -> (batch, length); others as they are."""
+    return x if x is None or len(x) != 1 else x.expand(given.shape[0], -1)
+
+
+def _without_padding(last: Tensor, rows: PaddedRows) -> tuple[Tensor, AnyRows, Tensor]:
+    """Of the plain path's output the packed tokens, where these are, and the first positions.
+
+    A graph that is being recorded keeps padding, whose places it cannot know.
+    """
+    starts = last.index_select(0, rows.first)
+    if torch.jit.is_tracing():
+        return last, rows, starts
+    packed = rows.without_padding()
+    return packed.pack(rows.pad(last)), packed, starts
 
 
 class EncoderForMaskedLM(PreTrainedModel):
     """A backbone with the language-model head that it is pretrained with."""
+
+    head: ClassVar[str | None] = "masked_lm"
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """The head: (…, hidden) -> (…, vocabulary)."""
@@ -223,11 +430,14 @@ class EncoderForMaskedLM(PreTrainedModel):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
+        head_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         targets_only: bool | None = None,
@@ -244,16 +454,23 @@ class EncoderForMaskedLM(PreTrainedModel):
             packed_rows: as in `EncoderModel.encode`; its targets, where known, are the labels'.
             others: as in `EncoderModel.encode`.
         """
-        show = self._wants_states(output_hidden_states)
-        states, rows = self.base_model.encode(
-            input_ids, attention_mask, token_type_ids, position_ids, packed_rows, all_states=show
+        encoded = self.base_model.encode(
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            head_mask,
+            inputs_embeds,
+            packed_rows,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
         )
-        hidden, shown = states[-1], _padded(states, rows, show)
+        hidden, rows = encoded.last, encoded.rows
         if labels is None:
-            return self._as_asked(
-                MaskedLMOutput(None, rows.pad(self.logits_of(hidden)), shown), return_dict
-            )
-        labels, targets = rows.pack(labels), rows.targets
+            logits = rows.pad(self.logits_of(hidden))
+            return self._as_asked(MaskedLMOutput(None, logits, *encoded.shown), return_dict)
+        labels = rows.pack(labels)
+        targets = rows.targets if packed_rows is None else packed_rows.targets
         if targets is None:
             targets = (labels != -100).nonzero().squeeze(1)
         if self.training if targets_only is None else targets_only:
@@ -263,11 +480,13 @@ class EncoderForMaskedLM(PreTrainedModel):
             logits, of_targets = rows.pad(of_all), of_all[targets]
         loss = F.cross_entropy(of_targets.float(), labels[targets], reduction="sum")
         loss = loss / max(len(targets), 1)  # a batch may have no target
-        return self._as_asked(MaskedLMOutput(loss, logits, shown), return_dict)
+        return self._as_asked(MaskedLMOutput(loss, logits, *encoded.shown), return_dict)
 
 
 class EncoderForSequenceClassification(PreTrainedModel):
     """A backbone with a classifier, or with one label a regressor, on the first token."""
+
+    head: ClassVar[str | None] = "sequence_classification"
 
     def logits_of(self, first: Tensor) -> Tensor:
         """The head: (batch, hidden), of the first tokens -> (batch, labels)."""
@@ -275,11 +494,14 @@ class EncoderForSequenceClassification(PreTrainedModel):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
+        head_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         packed_rows: PackedRows | None = None,
@@ -289,33 +511,21 @@ class EncoderForSequenceClassification(PreTrainedModel):
         Cross-entropy, or with one label the squared error; in consistency training, that of
         consistency.py. Other arguments as in `EncoderModel.encode`.
         """
-        show = self._wants_states(output_hidden_states)
-        given = (input_ids, attention_mask, token_type_ids, position_ids)
+        given = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "token_type_ids": token_type_ids,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+            "head_mask": head_mask,
+            "packed_rows": packed_rows,
+            "output_attentions": output_attentions,
+            "output_hidden_states": output_hidden_states,
+        }
         if labels is not None and consistency.is_on(self):
-            twice = None if packed_rows is None else packed_rows.twice()
-            output = consistency.two_passes(self, labels, *given, packed_rows=twice, show=show)
-            return self._as_asked(output, return_dict)
-        states, rows = self.base_model.encode(
-            *given, packed_rows, first_only=not show, all_states=show
-        )
-        logits = self.logits_of(states[-1][rows.first] if show else states[-1])
+            return self._as_asked(consistency.two_passes(self, labels, **given), return_dict)
+        encoded = self.base_model.encode(**given, first_only=True)
+        logits = self.logits_of(encoded.last)
         loss = None if labels is None else classification_loss(logits, labels)
-        output = SequenceClassifierOutput(loss, logits, _padded(states, rows, show))
+        output = SequenceClassifierOutput(loss, logits, *encoded.shown)
         return self._as_asked(output, return_dict)
-
-
-def _rows_of(
-    input_ids: Tensor, attention_mask: Tensor | None, packed_rows: PackedRows | None
-) -> PackedRows:
-    """Where the tokens of a batch are; as it says itself, as its mask says, or everywhere."""
-    if packed_rows is not None:
-        return packed_rows
-    if attention_mask is not None:
-        return PackedRows(attention_mask)
-    batch, length = input_ids.shape
-    return PackedRows.from_lengths([length] * batch, length).to(input_ids.device)
-
-
-def _padded(states: list[Tensor], rows: PackedRows, show: bool) -> tuple[Tensor, ...] | None:
-    """All hidden states, each (batch, length, hidden); None where they are not to be shown."""
-    return tuple(map(rows.pad, states)) if show else None

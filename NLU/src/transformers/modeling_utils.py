@@ -5,7 +5,7 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,12 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loralib.adapters.adapter import LORA, Adapter, Kind, adapter_tensors
+from loralib.adapters.adapter import LORA, Adapter, Kind, adapter_tensors, trained_with
 from loralib.adapters.checks import check_together
+from loralib.adapters.families import in_backbone
 from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.loading import load_into, lora_layers, lora_settings
 from loralib.errors import CheckpointError
 from loralib.initialization import NoInitialization, deferring_start
+from loralib.io.atomic import atomic_write
 from loralib.io.hub import resolve_file
 from loralib.io.tensors import read_tensors, write_tensors
 from loralib.layers import LoRALayer
@@ -36,6 +38,10 @@ from .file_utils import (
     ModelOutput,
 )
 from .loading_arguments import refuse_unknown, split_arguments
+from .models.registry import CARRIED
+from .module_utils import ModuleUtilsMixin
+from .pruning import heads_by_layer
+from .token_embeddings import TokenEmbeddingsMixin
 from .utils import logging
 
 logger = logging.get_logger(__name__)
@@ -57,22 +63,23 @@ _ADDED = {
 }
 
 
-class PreTrainedModel(nn.Module):
+class PreTrainedModel(nn.Module, ModuleUtilsMixin, TokenEmbeddingsMixin):
     """A model that is read from and written to a folder or the hub.
 
     Class attributes:
         config_class: the model's `PretrainedConfig`.
         base_model_prefix: name of the backbone within a model with a head.
-        tied_weights: parameters that are another one's tensor: name -> the other's name.
+        head: what its head does, a key of `Family.heads`; None for a backbone.
     """
 
     config_class: ClassVar[type[PretrainedConfig]] = PretrainedConfig
     base_model_prefix: ClassVar[str] = ""
-    tied_weights: ClassVar[dict[str, str]] = {}
+    head: ClassVar[str | None] = None
 
     def __init__(self, config: PretrainedConfig):
         super().__init__()
         self.config = config
+        self.name_or_path = config.name_or_path
         # Of the base's weights as they were read; see loralib.adapters.fingerprint.
         self.base_fingerprint: str | None = None
         self._read_tensors: dict[str, Tensor] = {}
@@ -85,10 +92,12 @@ class PreTrainedModel(nn.Module):
         return getattr(self, self.base_model_prefix, self)
 
     def init_weights(self) -> None:
-        """Initializes all weights, and ties those that are tied."""
+        """Initializes all weights, ties those that are tied, and takes pruned heads out."""
         with deferring_start():
             self.apply(self._init_weights)
         self.tie_weights()
+        if self.config.pruned_heads:
+            self._take_out_heads(self.config.pruned_heads)
         start_from_weights(self)
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -123,24 +132,56 @@ class PreTrainedModel(nn.Module):
         """A hook for families that initialize A or B in another way than the layer does."""
         layer.reset_parameters()
 
-    def tie_weights(self) -> None:
-        """Makes every tied parameter the tensor that it is tied to."""
-        for name, source in self.tied_weights.items():
-            owner, _, attribute = name.rpartition(".")
-            setattr(self.get_submodule(owner), attribute, self.get_parameter(source))
+    def prune_heads(self, heads_to_prune: Mapping[int, Iterable[int]]) -> None:
+        """Takes attention heads out for good; see pruning.py. `config.pruned_heads` notes them.
+
+        Args:
+            heads_to_prune: by layer, the numbers that heads had in the whole model; those that are
+                gone already may be among them.
+
+        Raises:
+            NotImplementedError: the family's heads cannot be pruned.
+            ValueError: there is no such layer or head, a layer would have none left, or its LoRA
+                cannot follow.
+        """
+        for name, layer in lora_layers(self).items():
+            if hasattr(layer, "lora_magnitude_vector") and name.endswith("attention.output.dense"):
+                raise ValueError(
+                    f"prune_heads: DoRA on {name} scales rows by all heads' columns: merge it "
+                    "first (loralib.merge), or prune before it is added"
+                )
+        self._take_out_heads(heads_to_prune)
+        self._forget_base()
+
+    def _take_out_heads(self, heads_to_prune: Mapping[int, Iterable[int]]) -> None:
+        """As `prune_heads`, of a model whose LoRA has yet to start, too."""
+        config = self.config
+        numbers = (config.num_hidden_layers, config.num_attention_heads)
+        asked = heads_by_layer(heads_to_prune, *numbers)
+        pruned = heads_by_layer(config.pruned_heads, *numbers)
+        for layer, heads in asked.items():
+            pruned[layer] = sorted({*pruned.get(layer, ()), *heads})
+            if len(pruned[layer]) == config.num_attention_heads:
+                raise ValueError(f"prune_heads: layer {layer} would have no head left")
+        self.base_model._prune_heads(asked)
+        config.pruned_heads = pruned
+
+    def _prune_heads(self, heads_to_prune: Mapping[int, Iterable[int]]) -> None:
+        """A family's way to take heads out of a backbone's layers, counted from the first."""
+        raise NotImplementedError(f"{type(self).__name__}: its attention heads cannot be pruned")
 
     def _wants_states(self, asked: bool | None) -> bool:
         """Whether a forward returns every layer's output: as asked, or else as the settings say."""
         return self.config.output_hidden_states if asked is None else asked
 
+    def _wants_attentions(self, asked: bool | None) -> bool:
+        """Whether a forward returns attention's probabilities: likewise."""
+        return self.config.output_attentions if asked is None else asked
+
     def _as_asked(self, output: ModelOutput, return_dict: bool | None) -> ModelOutput | tuple:
         """The output or its tuple: as asked, or else as the settings say."""
-        as_dict = self.config.return_dict if return_dict is None else return_dict
+        as_dict = self.config.use_return_dict if return_dict is None else return_dict
         return output if as_dict else output.to_tuple()
-
-    def num_parameters(self, only_trainable: bool = False) -> int:
-        """How many values the parameters hold, tied ones counted once."""
-        return sum(p.numel() for p in self.parameters() if p.requires_grad or not only_trainable)
 
     def train_only(self, parts: Iterable[str]) -> None:
         """Freezes the backbone except parameters with one of `parts` in their name.
@@ -148,10 +189,10 @@ class PreTrainedModel(nn.Module):
         What is outside the backbone, the head, is trained in any case; LoRA's A is not where the
         settings freeze it.
         """
-        prefix = self._prefix(self.state_dict())
-        parts = tuple(parts)
+        prefix, parts = self._prefix(self.state_dict()), tuple(parts)
         for name, parameter in self.named_parameters():
-            trained = not name.startswith(prefix) or any(part in name for part in parts)
+            is_base = in_backbone(name, (prefix,))
+            trained = not is_base or any(part in name for part in parts)
             parameter.requires_grad_(trained)
         for layer in lora_layers(self).values():
             if layer.freeze_A:
@@ -182,12 +223,22 @@ class PreTrainedModel(nn.Module):
             base_revision=config.base_revision,
             base_fingerprint=self.base_fingerprint,
             task=config.finetuning_task,
-            labels=tuple(config.id2label[index] for index in sorted(config.id2label)),
+            head=self.head,
+            is_decoder=self._is_decoder or None,
+            labels=self._labels(),
             trained_with=tuple(o.switch for o in self.adapted_by if o is not kind) or None,
         )
-        state = {name: t for name, t in self.state_dict().items() if name not in self.tied_weights}
+        state = {name: t for name, t in self.state_dict().items() if name not in self.tied}
         tensors = adapter_tensors(state, [self._prefix(state)], kind)
         return Adapter(tensors, metadata, kind=kind)
+
+    def _labels(self) -> tuple[str, ...] | None:
+        """What the head's outputs stand for; None where that is not labels."""
+        heads = CARRIED[self.config.model_type].family.heads
+        if self.head is None or not heads[self.head].labelled:
+            return None
+        names = self.config.id2label
+        return tuple(names[index] for index in sorted(names))
 
     def _settings_of(self, kind: Kind) -> dict[str, Any]:
         """What the model was built with, by the names that the kind's metadata has for it."""
@@ -214,6 +265,8 @@ class PreTrainedModel(nn.Module):
             CheckpointError: they do not fit the model, or each other.
         """
         check_together(adapters)
+        for adapter in adapters:
+            self._check_head(adapter)
         state = self.state_dict()
         backbones = [self._prefix(state)]
         # PEFT's adapters of a model whose head is trained already may bring none.
@@ -227,6 +280,23 @@ class PreTrainedModel(nn.Module):
                 )
             }
         return sorted(skipped)
+
+    @property
+    def _is_decoder(self) -> bool:
+        """Whether tokens see those before them alone."""
+        return getattr(self.config, "is_decoder", False)
+
+    def _check_head(self, adapter: Adapter) -> None:
+        """Checks that an adapter's head, where its metadata says it, does what the model's does."""
+        metadata = adapter.metadata
+        if metadata is None or metadata.head is None or self.head is None:
+            return
+        for what, theirs, ours in (
+            ("head", metadata.head, self.head),
+            ("is_decoder", bool(metadata.is_decoder), self._is_decoder),
+        ):
+            if theirs != ours:
+                raise CheckpointError(f"{adapter.source}: {trained_with(what, theirs, ours)}")
 
     # ---- loading ----
 
@@ -329,7 +399,7 @@ class PreTrainedModel(nn.Module):
         """
         own = self.state_dict()
         matched = self._join_tied(self._match_names(tensors, own), source)
-        missing = own.keys() - matched.keys() - self.tied_weights.keys()
+        missing = own.keys() - matched.keys() - self.tied.keys() - self.cloned.keys()
         self._check_missing(missing, source)
         fitting = self._drop_foreign(matched, own, source)
         for name, tensor in fitting.items():
@@ -341,6 +411,7 @@ class PreTrainedModel(nn.Module):
         with torch.no_grad():
             for name, tensor in fitting.items():
                 own[name].copy_(tensor)
+        self._copy_clones(matched)
         if any(LORA.part in name for name in missing):
             # A new update may start from the weights that are here only now.
             start_from_weights(self)
@@ -354,6 +425,13 @@ class PreTrainedModel(nn.Module):
             "unexpected_keys": sorted(n for n in left_out if not n.endswith(_POSITION_IDS)),
             "error_msgs": [],
         }
+
+    def _copy_clones(self, read: Mapping[str, Tensor]) -> None:
+        """Gives clones that a checkpoint did not have the values of what they are clones of."""
+        with torch.no_grad():
+            for name, source in self.cloned.items():
+                if name not in read:
+                    self.get_parameter(name).copy_(self.get_parameter(source))
 
     def _prefix(self, names: Iterable[str]) -> str:
         """What a backbone tensor's name starts with: nothing where there is no head."""
@@ -382,7 +460,7 @@ class PreTrainedModel(nn.Module):
     def _join_tied(self, tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
         """Leaves one of the tensors that are tied, under the name that they are tied to."""
         tensors = dict(tensors)
-        for name, kept in self.tied_weights.items():
+        for name, kept in self.tied.items():
             if name in tensors:
                 tied = tensors.pop(name)
                 if not torch.equal(tied, tensors.setdefault(kept, tied)):
@@ -396,7 +474,7 @@ class PreTrainedModel(nn.Module):
         prefix = self._prefix(own)
         groups = {kind.name: {name for name in own if kind.part in name} for kind in _ADDED}
         head = {name for name in own if prefix and not name.startswith(prefix)}
-        groups["head"] = head.difference(self.tied_weights, *groups.values())
+        groups["head"] = head.difference(self.tied, self.cloned, *groups.values())
         groups["pooler"] = {name for name in own if name.startswith(f"{prefix}pooler.")}
         for what, names in groups.items():
             if names and names <= missing:
@@ -433,7 +511,7 @@ class PreTrainedModel(nn.Module):
 
     def _initialize(self, missing: set[str]) -> None:
         """Initializes the modules that own a missing tensor; loading overwrites the others."""
-        missing = missing | {tied for tied, kept in self.tied_weights.items() if kept in missing}
+        missing = missing | {tied for tied, kept in self.tied.items() if kept in missing}
         for name in sorted({name.rpartition(".")[0] for name in missing}):
             self._init_weights(self.get_submodule(name))
 
@@ -451,22 +529,43 @@ class PreTrainedModel(nn.Module):
             held, read = state[name], self._read_tensors[name]
             if held.dtype != read.dtype and torch.equal(read.to(held.dtype), held.cpu()):
                 state[name] = read
-        return {name: state[self.tied_weights.get(name, name)] for name in state}
+        return {name: state[self.tied.get(name, name)] for name in state}
 
-    def save_pretrained(self, folder: str | os.PathLike, safe_serialization: bool = False) -> None:
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        save_config: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None,
+        save_function: Callable[[dict[str, Tensor], Path], None] | None = None,
+        *,
+        safe_serialization: bool = False,
+    ) -> None:
         """Writes ``config.json`` and the weights, as ``pytorch_model.bin`` or as safetensors.
 
         Weights of another format that the folder held are removed: they would be read instead.
+
+        Args:
+            save_directory: the folder; it is made where there is none.
+            save_config: write ``config.json`` as well.
+            state_dict: tensors to write instead of the model's.
+            save_function: called with the tensors and the file's path, in the place of writing.
+            safe_serialization: write ``model.safetensors``.
         """
-        folder = Path(folder)
+        folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         if self.config.apply_lora and not lora_layers(self):  # it was merged
             self.config = copy.copy(self.config)
             self.config.apply_lora = False
         self.config.architectures = [type(self).__name__]
-        self.config.save_pretrained(folder)
+        if save_config:
+            self.config.save_pretrained(folder)
         name = SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME
-        write_tensors(folder / name, self.full_state_dict())
+        tensors = self.full_state_dict() if state_dict is None else dict(state_dict)
+        if save_function is None:
+            write_tensors(folder / name, tensors)
+        else:
+            with atomic_write(folder / name) as path:
+                save_function(tensors, path)
         for other in set(WEIGHTS_NAMES) - {name}:
             (folder / other).unlink(missing_ok=True)
 

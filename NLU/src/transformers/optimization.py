@@ -14,45 +14,85 @@ from loralib.training.optimizer import AdamW  # noqa: F401 - upstream has it her
 
 from .trainer_utils import SchedulerType
 
-
-def _warmed(step: int, warmup: int, after: Callable[[int], float]) -> float:
-    """A linear rise from 0 over `warmup` steps, then `after`, which counts from the rise's end."""
-    return step / max(1, warmup) if step < warmup else after(step - warmup)
-
-
-def _linear(step: int, steps: int) -> float:
-    return max(0.0, (steps - step) / max(1, steps))
+# ---- schedules ----
+# Each rises from 0 to the optimizer's rates over the first `num_warmup_steps` of all
+# `num_training_steps`. `last_epoch` is the step of a run that is continued, -1 for a new one.
 
 
-def _cosine(step: int, steps: int) -> float:
-    return max(0.0, 0.5 * (1 + math.cos(math.pi * step / max(1, steps))))
+def get_constant_schedule(optimizer: Optimizer, last_epoch: int = -1) -> LambdaLR:
+    """The optimizer's rates, from the first step on."""
+    return _schedule(optimizer, 0, _constant, last_epoch)
 
 
-def _cosine_with_restarts(step: int, steps: int) -> float:
-    # One cycle: upstream's default number of restarts, which its Trainer never changes.
-    return _cosine(step, steps) if step < steps else 0.0
+def get_constant_schedule_with_warmup(
+    optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1
+) -> LambdaLR:
+    """A linear rise, then the optimizer's rates."""
+    return _schedule(optimizer, num_warmup_steps, _constant, last_epoch)
 
 
-_POLYNOMIAL_END = 1e-7  # upstream's end rate, in absolute terms
+def get_linear_schedule_with_warmup(
+    optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, last_epoch: int = -1
+) -> LambdaLR:
+    """A linear rise, then a linear fall to 0."""
+    after = partial(_linear, steps=num_training_steps - num_warmup_steps)
+    return _schedule(optimizer, num_warmup_steps, after, last_epoch)
 
 
-def _polynomial(step: int, steps: int, lr: float) -> float:
-    """To the first power, and down to the end rate."""
-    end = _POLYNOMIAL_END
-    return end / lr if step > steps else ((lr - end) * (1 - step / max(1, steps)) + end) / lr
+def get_cosine_schedule_with_warmup(
+    optimizer: Optimizer,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    num_cycles: float = 0.5,
+    last_epoch: int = -1,
+) -> LambdaLR:
+    """A linear rise, then (1 + cos) / 2 over `num_cycles` waves; the default is a fall to 0."""
+    after = partial(_cosine, steps=num_training_steps - num_warmup_steps, cycles=num_cycles)
+    return _schedule(optimizer, num_warmup_steps, after, last_epoch)
 
 
-def _constant(step: int, steps: int) -> float:
-    return 1.0
+def get_cosine_with_hard_restarts_schedule_with_warmup(
+    optimizer: Optimizer,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    num_cycles: int = 1,
+    last_epoch: int = -1,
+) -> LambdaLR:
+    """A linear rise, then `num_cycles` falls to 0 along half a wave, each from the full rate."""
+    after = partial(_falls, steps=num_training_steps - num_warmup_steps, falls=num_cycles)
+    return _schedule(optimizer, num_warmup_steps, after, last_epoch)
 
 
-_SHAPES: dict[SchedulerType, Callable[..., float]] = {
-    SchedulerType.LINEAR: _linear,
-    SchedulerType.COSINE: _cosine,
-    SchedulerType.COSINE_WITH_RESTARTS: _cosine_with_restarts,
-    SchedulerType.POLYNOMIAL: _polynomial,
-    SchedulerType.CONSTANT: _constant,
-    SchedulerType.CONSTANT_WITH_WARMUP: _constant,
+def get_polynomial_decay_schedule_with_warmup(
+    optimizer: Optimizer,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    lr_end: float = 1e-7,
+    power: float = 1.0,
+    last_epoch: int = -1,
+) -> LambdaLR:
+    """A linear rise, then a fall to the rate `lr_end` as (1 - progress) to a power.
+
+    Raises:
+        ValueError: the optimizer's rate is not above `lr_end`.
+    """
+    lr = optimizer.defaults["lr"]
+    if lr <= lr_end:
+        raise ValueError(
+            f"the polynomial schedule ends at {lr_end}, which is not below the learning rate {lr}"
+        )
+    steps = num_training_steps - num_warmup_steps
+    after = partial(_polynomial, steps=steps, lr=lr, end=lr_end, power=power)
+    return _schedule(optimizer, num_warmup_steps, after, last_epoch)
+
+
+TYPE_TO_SCHEDULER_FUNCTION: dict[SchedulerType, Callable[..., LambdaLR]] = {
+    SchedulerType.LINEAR: get_linear_schedule_with_warmup,
+    SchedulerType.COSINE: get_cosine_schedule_with_warmup,
+    SchedulerType.COSINE_WITH_RESTARTS: get_cosine_with_hard_restarts_schedule_with_warmup,
+    SchedulerType.POLYNOMIAL: get_polynomial_decay_schedule_with_warmup,
+    SchedulerType.CONSTANT: get_constant_schedule,
+    SchedulerType.CONSTANT_WITH_WARMUP: get_constant_schedule_with_warmup,
 }
 
 
@@ -62,7 +102,7 @@ def get_scheduler(
     num_warmup_steps: int | None = None,
     num_training_steps: int | None = None,
 ) -> LambdaLR:
-    """The schedule of that name over an optimizer's rates, as upstream defines it.
+    """The schedule of that name over an optimizer's rates, with its defaults.
 
     Args:
         name: linear, cosine, cosine_with_restarts, polynomial, constant or constant_with_warmup.
@@ -74,43 +114,116 @@ def get_scheduler(
         ValueError: the schedule needs one of the numbers and does not have it.
     """
     name = SchedulerType(name)
-    needs_total = name not in (SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP)
-    if needs_total and num_training_steps is None:
-        raise ValueError(f"the {name.value} schedule needs num_training_steps")
-    if name is not SchedulerType.CONSTANT and num_warmup_steps is None:
+    schedule = TYPE_TO_SCHEDULER_FUNCTION[name]
+    if name is SchedulerType.CONSTANT:
+        return schedule(optimizer)
+    if num_warmup_steps is None:
         raise ValueError(f"the {name.value} schedule needs num_warmup_steps")
-    warmup = 0 if name is SchedulerType.CONSTANT else num_warmup_steps
-    after = partial(_SHAPES[name], steps=(num_training_steps or 0) - warmup)
-    if name is SchedulerType.POLYNOMIAL:
-        if optimizer.defaults["lr"] <= _POLYNOMIAL_END:
-            raise ValueError(
-                f"the polynomial schedule ends at {_POLYNOMIAL_END}, which is not below the "
-                f"learning rate {optimizer.defaults['lr']}"
-            )
-        after = partial(after, lr=optimizer.defaults["lr"])
-    return LambdaLR(optimizer, partial(_warmed, warmup=warmup, after=after))
+    if name is SchedulerType.CONSTANT_WITH_WARMUP:
+        return schedule(optimizer, num_warmup_steps)
+    if num_training_steps is None:
+        raise ValueError(f"the {name.value} schedule needs num_training_steps")
+    return schedule(optimizer, num_warmup_steps, num_training_steps)
+
+
+def _schedule(
+    optimizer: Optimizer, warmup: int, after: Callable[[int], float], last_epoch: int
+) -> LambdaLR:
+    # Partial functions: a scheduler of theirs can be pickled, one of closures cannot.
+    return LambdaLR(optimizer, partial(_warmed, warmup=warmup, after=after), last_epoch)
+
+
+def _warmed(step: int, warmup: int, after: Callable[[int], float]) -> float:
+    """A linear rise from 0 over `warmup` steps, then `after`, which counts from the rise's end."""
+    return step / max(1, warmup) if step < warmup else after(step - warmup)
+
+
+def _constant(step: int) -> float:
+    return 1.0
+
+
+def _linear(step: int, steps: int) -> float:
+    return max(0.0, (steps - step) / max(1, steps))
+
+
+def _cosine(step: int, steps: int, cycles: float) -> float:
+    return max(0.0, 0.5 * (1 + math.cos(2 * math.pi * cycles * step / max(1, steps))))
+
+
+def _falls(step: int, steps: int, falls: int) -> float:
+    progress = step / max(1, steps)
+    return 0.0 if progress >= 1 else 0.5 * (1 + math.cos(math.pi * (falls * progress % 1)))
+
+
+def _polynomial(step: int, steps: int, lr: float, end: float, power: float) -> float:
+    left = 0.0 if step > steps else 1 - step / max(1, steps)
+    return ((lr - end) * left**power + end) / lr
+
+
+# ---- optimizers ----
 
 
 class Adafactor(Optimizer):
-    """Adafactor at a given rate: second moments by row and column, no first moment.
+    """Adafactor: of a matrix's second moments, means over rows and over columns are kept.
 
-    `torch.optim.Adafactor` scales its rate by the size of a parameter, and so would hardly move
-    LoRA's B, which starts at zero. Here, as the release's Trainer asks for it, the rate is `lr`.
+    With gradient G of step t, β = 1 - t^decay_rate, and R, C the moving means of G² + eps[0] over
+    columns and rows:
+
+        U = G / √(R C / mean(R)),  cut to a root mean square of clip_threshold
+        W ← W - rate · (U + weight_decay · W)
+
+    `torch.optim.Adafactor` always scales its rate by a parameter's size, and so would hardly move
+    LoRA's B, which starts at zero; here that is `scale_parameter`.
 
     Args:
         params: parameters or groups of them.
-        lr: the learning rate.
+        lr: the learning rate; None with `relative_step`.
+        eps: added to squared gradients; least size of a parameter in `scale_parameter`.
+        clip_threshold: root mean square that an update is cut to.
+        decay_rate: exponent of the step in the decay of second moments.
+        beta1: decay of a moving mean of updates, which is then what is applied; None for none.
         weight_decay: decoupled decay.
+        scale_parameter: multiply the rate by the parameter's root mean square.
+        relative_step: the rate is 1 / √t, at most 0.01, rather than `lr`.
+        warmup_init: with it, the rate is at most 1e-6 · t.
 
-    Source: Shazeer and Stern, arXiv 1804.04235, algorithm 4 without relative step sizes.
+    Raises:
+        ValueError: `lr` with `relative_step`, or neither; `warmup_init` without it.
+
+    Source: Shazeer and Stern, arXiv 1804.04235, algorithms 4 to 6.
     """
 
-    _EPSILON = 1e-30  # added to squared gradients
-    _DECAY = -0.8  # exponent of the step in the decay of second moments
-    _CLIP = 1.0  # root mean square that an update is cut to
-
-    def __init__(self, params: Iterable[Any], lr: float, weight_decay: float = 0.0):
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | None = None,
+        eps: tuple[float, float] = (1e-30, 1e-3),
+        clip_threshold: float = 1.0,
+        decay_rate: float = -0.8,
+        beta1: float | None = None,
+        weight_decay: float = 0.0,
+        scale_parameter: bool = True,
+        relative_step: bool = True,
+        warmup_init: bool = False,
+    ):
+        if relative_step and lr is not None:
+            raise ValueError("Adafactor takes lr or relative_step: with lr, relative_step=False")
+        if not relative_step and lr is None:
+            raise ValueError("Adafactor without relative_step needs lr")
+        if warmup_init and not relative_step:
+            raise ValueError("Adafactor's warmup_init needs relative_step=True")
+        settings = {
+            "lr": lr,
+            "eps": eps,
+            "clip_threshold": clip_threshold,
+            "decay_rate": decay_rate,
+            "beta1": beta1,
+            "weight_decay": weight_decay,
+            "scale_parameter": scale_parameter,
+            "relative_step": relative_step,
+            "warmup_init": warmup_init,
+        }
+        super().__init__(params, settings)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
@@ -122,14 +235,15 @@ class Adafactor(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group["lr"], group["weight_decay"])
+                    self._update(parameter, group)
         return loss
 
-    def _update(self, parameter: nn.Parameter, lr: float, weight_decay: float) -> None:
+    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         state["step"] = state.get("step", 0) + 1
-        fresh = state["step"] ** self._DECAY  # weight of the new square
-        square = parameter.grad.float().square() + self._EPSILON
+        rate = _rate(group, parameter, state["step"])
+        fresh = state["step"] ** group["decay_rate"]  # weight of the new square
+        square = parameter.grad.float().square() + group["eps"][0]
         if parameter.dim() < 2:
             update = parameter.grad * _moving(state, "square", square, fresh).rsqrt()
         else:
@@ -137,8 +251,27 @@ class Adafactor(Optimizer):
             column = _moving(state, "column", square.mean(dim=-2), fresh)
             row = (row / row.mean(dim=-1, keepdim=True)).rsqrt()
             update = parameter.grad * row.unsqueeze(-1) * column.rsqrt().unsqueeze(-2)
-        update.div_((update.square().mean().sqrt() / self._CLIP).clamp(min=1.0))
-        parameter.mul_(1 - lr * weight_decay).sub_(update, alpha=lr)
+        update.div_((_root_mean_square(update) / group["clip_threshold"]).clamp(min=1.0))
+        update.mul_(rate)
+        if group["beta1"] is not None:
+            # Upstream's mean starts at zero, and so holds a small update at first.
+            mean = state.setdefault("momentum", torch.zeros_like(update))
+            update = mean.mul_(group["beta1"]).add_(update, alpha=1 - group["beta1"])
+        parameter.mul_(1 - rate * group["weight_decay"]).sub_(update)
+
+
+def _rate(group: dict[str, Any], parameter: Tensor, step: int) -> float | Tensor:
+    """Adafactor's learning rate for a parameter at a step."""
+    rate = group["lr"]
+    if group["relative_step"]:
+        rate = min(1e-6 * step if group["warmup_init"] else 1e-2, step**-0.5)
+    if group["scale_parameter"]:
+        rate = rate * _root_mean_square(parameter.float()).clamp(min=group["eps"][1])
+    return rate
+
+
+def _root_mean_square(x: Tensor) -> Tensor:
+    return x.square().mean().sqrt()
 
 
 def _moving(state: dict[str, Any], name: str, value: Tensor, fresh: float) -> Tensor:

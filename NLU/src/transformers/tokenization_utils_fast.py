@@ -5,75 +5,63 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Encoding, Tokenizer
+from tokenizers import Tokenizer
 
 from loralib.io.atomic import atomic_write
 
-from .tokenization_utils_base import (
-    SPECIAL_TOKENS_ATTRIBUTES,
-    PreTrainedTokenizerBase,
-    text_of,
-)
+from .batch_encoding import Encoding
+from .special_tokens import ADDITIONAL, ROLES, Token, as_special, text_of
+from .tokenization_files import prefixed
+from .tokenization_inputs import RowSettings, check_stride
+from .tokenization_utils_base import PreTrainedTokenizerBase
 from .utils import logging
 
 logger = logging.get_logger(__name__)
 
 TOKENIZER_FILE = "tokenizer.json"
 
-# The names that `tokenizers.Encoding` gives the rows.
+# The names that an `Encoding` gives the columns beyond the ids.
 _ENCODING_NAMES = {
-    "input_ids": "ids",
     "token_type_ids": "type_ids",
     "attention_mask": "attention_mask",
     "special_tokens_mask": "special_tokens_mask",
+    "offset_mapping": "offsets",
 }
 
 
-class PreTrainedTokenizerFast(PreTrainedTokenizerBase):
-    """A tokenizer over a `tokenizers.Tokenizer`, which holds vocabulary, splitting and framing.
+class TokenizersBackend(PreTrainedTokenizerBase):
+    """A tokenizer over a `tokenizers.Tokenizer`, which holds vocabulary and splitting.
 
     A call leaves nothing behind in the backend, so that two equal tokenizers pickle to the same
     bytes at any time: that is what `datasets` keys its caches by.
 
     Args:
-        tokenizer_object: the backend; it is taken over, not copied.
-        tokenizer_file: a ``tokenizer.json`` to read the backend from.
+        backend: it is taken over, not copied.
         added_tokens: further tokens by their ids, which continue the vocabulary's.
         settings: special tokens and the rest of `PreTrainedTokenizerBase`'s. Special tokens that
             the backend does not know as such are added; those it knows keep their flags there.
 
     Raises:
-        OSError: `tokenizer_file` cannot be read.
-        ValueError: there is no backend, or it gives an added token another id.
+        ValueError: the backend gives an added token another id.
     """
-
-    vocab_files = ({"tokenizer_file": TOKENIZER_FILE},)
-    is_fast = True
 
     def __init__(
         self,
-        tokenizer_object: Tokenizer | None = None,
-        tokenizer_file: str | os.PathLike | None = None,
-        added_tokens: Mapping[int, str | AddedToken] | None = None,
+        backend: Tokenizer,
+        added_tokens: Mapping[int, Token] | None = None,
         **settings: Any,
     ):
         super().__init__(**settings)
-        if tokenizer_object is None:
-            if tokenizer_file is None:
-                raise ValueError(f"{type(self).__name__} needs tokenizer_object or tokenizer_file")
-            tokenizer_object = read_tokenizer_file(tokenizer_file)
-        self._tokenizer = tokenizer_object
+        self._tokenizer = backend
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        roles = [settings.get(name) for name in SPECIAL_TOKENS_ATTRIBUTES]
-        roles += settings.get("additional_special_tokens") or []
-        self._add_tokens(added_tokens or {}, [token for token in roles if token is not None])
+        roles = [settings.get(name) for name in ROLES]
+        roles += settings.get(ADDITIONAL) or []
+        self._add_from_files(added_tokens or {}, [token for token in roles if token is not None])
 
-    def _add_tokens(
-        self, added: Mapping[int, str | AddedToken], roles: Sequence[str | AddedToken]
-    ) -> None:
+    def _add_from_files(self, added: Mapping[int, Token], roles: Sequence[Token]) -> None:
         """Adds what the files add, then the special tokens that are still missing."""
-        special = {text_of(token): _as_special(token) for token in roles}
+        special = {text_of(token): as_special(token) for token in roles}
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         for index, token in sorted(added.items()):
             text = text_of(token)
@@ -97,6 +85,12 @@ class PreTrainedTokenizerFast(PreTrainedTokenizerBase):
                 ", ".join(grown),
             )
 
+    def _add(self, tokens: list[Token], special: bool) -> None:
+        if special:
+            self._tokenizer.add_special_tokens([as_special(token) for token in tokens])
+        else:
+            self._tokenizer.add_tokens(tokens)
+
     @property
     def backend_tokenizer(self) -> Tokenizer:
         """The `tokenizers.Tokenizer`."""
@@ -114,6 +108,16 @@ class PreTrainedTokenizerFast(PreTrainedTokenizerBase):
         """All tokens, added ones included, with their ids."""
         return self._tokenizer.get_vocab(with_added_tokens=True)
 
+    def get_added_vocab(self) -> dict[str, int]:
+        """The tokens beyond the vocabulary's own, with their ids."""
+        decoder = self._tokenizer.get_added_tokens_decoder()
+        model = self._tokenizer.model
+        return {
+            token.content: index
+            for index, token in sorted(decoder.items())
+            if model.token_to_id(token.content) is None
+        }
+
     @property
     def all_special_tokens(self) -> list[str]:
         """The special tokens, each once; among them those that only the backend marks as such."""
@@ -121,36 +125,37 @@ class PreTrainedTokenizerFast(PreTrainedTokenizerBase):
         others = [token.content for token in marked if token.special]
         return list(dict.fromkeys([*super().all_special_tokens, *others]))
 
-    def num_special_tokens_to_add(self, pair: bool = False) -> int:
-        """How many special tokens frame a text, or a pair of texts."""
-        return self._tokenizer.num_special_tokens_to_add(pair)
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        """The text of tokens that follow one another."""
+        decoder = self._tokenizer.decoder
+        return decoder.decode(list(tokens)) if decoder is not None else " ".join(tokens)
 
-    def _encode_batch(
+    def _encodings(
         self,
-        texts: list[str],
-        pairs: list[str] | None,
-        columns: Sequence[str],
-        add_special_tokens: bool,
-        truncation: str,
-        max_length: int | None,
-    ) -> tuple[dict[str, list[list[int]]], list[Encoding]]:
-        inputs = texts if pairs is None else list(zip(texts, pairs, strict=True))
-        if truncation:
+        firsts: list[Any],
+        seconds: list[Any] | None,
+        settings: RowSettings,
+    ) -> list[Encoding]:
+        """The backend's encoding of each row."""
+        inputs = firsts if seconds is None else list(zip(firsts, seconds, strict=True))
+        if settings.truncation:
             self._tokenizer.enable_truncation(
-                max_length, strategy=truncation, direction=self.truncation_side
+                settings.max_length,
+                stride=settings.stride if settings.overflow else 0,
+                strategy=settings.truncation,
+                direction=self.truncation_side,
             )
         try:
-            encodings = self._tokenizer.encode_batch(inputs, add_special_tokens=add_special_tokens)
+            return self._tokenizer.encode_batch(
+                inputs,
+                is_pretokenized=settings.words,
+                add_special_tokens=settings.add_special_tokens,
+            )
         except Exception as error:  # the package raises no narrower class
-            how = f"truncation={truncation!r}, max_length={max_length}"
+            how = f"truncation={settings.truncation!r}, max_length={settings.max_length}"
             raise ValueError(f"the texts cannot be encoded ({how}): {error}") from error
         finally:
             self._tokenizer.no_truncation()
-        rows = {
-            name: [getattr(encoding, _ENCODING_NAMES[name]) for encoding in encodings]
-            for name in columns
-        }
-        return rows, encodings
 
     def _token_to_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
@@ -158,34 +163,101 @@ class PreTrainedTokenizerFast(PreTrainedTokenizerBase):
     def _id_to_token(self, index: int) -> str | None:
         return self._tokenizer.id_to_token(index)
 
-    def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+
+class PreTrainedTokenizerFast(TokenizersBackend):
+    """A tokenizer over a `tokenizers.Tokenizer`, whose tokens know their words and characters.
+
+    Args:
+        tokenizer_object: the backend, which frames rows as well; it is taken over, not copied.
+        tokenizer_file: a ``tokenizer.json`` to read the backend from.
+        added_tokens, settings: as in `TokenizersBackend`.
+
+    Raises:
+        OSError: `tokenizer_file` cannot be read.
+        ValueError: there is no backend, or it gives an added token another id.
+    """
+
+    vocab_files: tuple[dict[str, str], ...] = ({"tokenizer_file": TOKENIZER_FILE},)
+    is_fast = True
+
+    def __init__(
+        self,
+        tokenizer_object: Tokenizer | None = None,
+        tokenizer_file: str | os.PathLike | None = None,
+        added_tokens: Mapping[int, Token] | None = None,
+        **settings: Any,
+    ):
+        if tokenizer_object is None:
+            if tokenizer_file is None:
+                raise ValueError(f"{type(self).__name__} needs tokenizer_object or tokenizer_file")
+            tokenizer_object = read_tokenizer_file(tokenizer_file)
+        super().__init__(tokenizer_object, added_tokens, **settings)
+
+    def num_special_tokens_to_add(self, pair: bool = False) -> int:
+        """How many special tokens frame a text, or a pair of texts."""
+        return self._tokenizer.num_special_tokens_to_add(pair)
+
+    def _encode_batch(
+        self, firsts: list[Any], seconds: list[Any] | None, settings: RowSettings
+    ) -> tuple[dict[str, list[Any]], list[Encoding]]:
+        if seconds is not None and settings.overflow and settings.stride and settings.truncation:
+            self._check_strides(firsts, seconds, settings)
+        return columns_of(self._encodings(firsts, seconds, settings), settings)
+
+    def _check_strides(self, firsts: list[Any], seconds: list[Any], settings: RowSettings) -> None:
+        """Refuses pairs of which one text leaves the other no more room than the stride.
+
+        The backend would panic, which prints its stack and is not an Exception.
+        """
+        alone = RowSettings((), add_special_tokens=False, words=settings.words)
+        lengths = [map(len, self._encodings(texts, None, alone)) for texts in (firsts, seconds)]
+        frame = self.num_special_tokens_to_add(pair=True) if settings.add_special_tokens else 0
+        for index, (first, second) in enumerate(zip(*lengths, strict=True)):
+            try:
+                check_stride(
+                    settings.stride, settings.max_length, frame, first, second, settings.truncation
+                )
+            except ValueError as error:
+                raise ValueError(f"row {index}: {error}") from error
+
+    def _decode(self, ids: list[int], skip_special_tokens: bool, **_: Any) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def save_vocabulary(self, save_directory: str | os.PathLike) -> tuple[str, ...]:
-        """Writes ``tokenizer.json``, which holds all of the backend; returns its path."""
-        path = Path(save_directory, TOKENIZER_FILE)
+    def _save_tokens(
+        self, folder: Path, legacy_format: bool | None, prefix: str | None
+    ) -> tuple[str, ...]:
+        written = ()
+        if legacy_format is not False:
+            written = super()._save_tokens(folder, legacy_format, prefix)
+        if legacy_format and written:
+            return written
+        path = prefixed(folder, TOKENIZER_FILE, prefix)
         with atomic_write(path) as temporary:
             # Not by its own `save`, which does not raise OSError when the disk is full.
             temporary.write_text(self._tokenizer.to_str(pretty=True), "utf-8")
-        return (str(path),)
+        return (*written, str(path))
 
-    def _special_tokens_to_save(self) -> dict[str, Any]:
-        """The special tokens by role; those with flags as dicts, which keep these."""
-        flagged = {
-            token.content: {
-                "content": token.content,
-                "lstrip": token.lstrip,
-                "normalized": token.normalized,
-                "rstrip": token.rstrip,
-                "single_word": token.single_word,
-            }
-            for token in self._tokenizer.get_added_tokens_decoder().values()
-            if token.lstrip or token.rstrip or token.single_word
-        }
-        return {
-            role: token if isinstance(token, list) else flagged.get(token, token)
-            for role, token in self.special_tokens_map.items()
-        }
+    def save_vocabulary(
+        self, save_directory: str | os.PathLike, filename_prefix: str | None = None
+    ) -> tuple[str, ...]:
+        """Nothing: ``tokenizer.json``, which `save_pretrained` writes, holds all of it."""
+        return ()
+
+
+def columns_of(
+    encodings: list[Encoding], settings: RowSettings
+) -> tuple[dict[str, list[Any]], list[Encoding]]:
+    """The columns of rows, and the rows' encodings; with the rows of what was cut off, if asked."""
+    samples = []
+    if settings.overflow:
+        groups = [[encoding, *encoding.overflowing] for encoding in encodings]
+        encodings = [encoding for group in groups for encoding in group]
+        samples = [index for index, group in enumerate(groups) for _ in group]
+    names = [(name, _ENCODING_NAMES.get(name, "ids")) for name in settings.columns]
+    columns = {name: [getattr(each, theirs) for each in encodings] for name, theirs in names}
+    if settings.overflow:
+        columns["overflow_to_sample_mapping"] = samples
+    return columns, encodings
 
 
 def read_tokenizer_file(path: str | os.PathLike) -> Tokenizer:
@@ -198,7 +270,3 @@ def read_tokenizer_file(path: str | os.PathLike) -> Tokenizer:
         return Tokenizer.from_file(os.fspath(path))
     except Exception as error:  # the package raises no narrower class
         raise OSError(f"{path}: not a tokenizer file ({error})") from error
-
-
-def _as_special(token: str | AddedToken) -> AddedToken:
-    return token if isinstance(token, AddedToken) else AddedToken(token, special=True)

@@ -292,7 +292,9 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             raise ValueError("the model has no trainable parameters")
         groups = with_lora_plus(self.model, groups, args.learning_rate, args.lora_plus_ratio)
         if args.adafactor:
-            self.optimizer = Adafactor(groups, lr=args.learning_rate)
+            self.optimizer = Adafactor(
+                groups, lr=args.learning_rate, scale_parameter=False, relative_step=False
+            )
         else:
             self.optimizer = AdamW(
                 groups,

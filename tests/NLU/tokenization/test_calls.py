@@ -151,7 +151,7 @@ def test_word_ids_follow_the_padding(tokenizer):
     batch = tokenizer(["a", "b c"], padding=True)
     assert batch.word_ids(0) == [None, 0, None, None]
     assert batch.word_ids(1) == [None, 0, 1, None]
-    with pytest.raises(ValueError, match="encodings"):
+    with pytest.raises(ValueError, match="take a fast tokenizer"):
         BatchEncoding({"input_ids": [[0]]}).word_ids()
 
 
@@ -184,6 +184,15 @@ def test_pad_takes_rows_in_any_form(tokenizer, format):
     assert one == {"input_ids": [8, PAD, PAD], "attention_mask": [1, 0, 0]}
 
 
+def test_pad_finds_the_ids_wherever_they_are(tokenizer):
+    rows = {"label": [1, 0], "input_ids": [[5, 6, 7], [8]]}
+    assert tokenizer.pad(rows)["input_ids"] == [[5, 6, 7], [8, PAD, PAD]]
+    tokenizer.model_input_names = ["inputs", "attention_mask"]
+    renamed = {"label": [1, 0], "inputs": [[5, 6, 7], [8]]}
+    assert tokenizer.pad(renamed)["inputs"] == [[5, 6, 7], [8, PAD, PAD]]
+    assert tokenizer(["q", "zqx"], padding=True)["inputs"][0][-1] == PAD
+
+
 def test_pad_gives_what_a_padded_call_gives(tokenizer):
     texts = list(maker.STRINGS)
     rows = [tokenizer(text, return_special_tokens_mask=True) for text in texts]
@@ -203,8 +212,6 @@ def test_pad_leaves_rows_alone_when_told(tokenizer):
 @pytest.mark.parametrize(
     ("arguments", "settings", "message"),
     [
-        ((["a", None],), {}, "text 1 is NoneType"),
-        ((3,), {}, "text is a text or a list of texts, not int"),
         (("a", ["b"]), {}, "two lists of texts"),
         ((["a", "b"], ["c"]), {}, "2 texts, but 1 in text_pair"),
         (("a",), {"truncation": "shortest"}, "truncation is .*, not 'shortest'"),
@@ -222,6 +229,26 @@ def test_bad_calls(tokenizer, arguments, settings, message):
         tokenizer(*arguments, **settings)
     assert "\n" not in str(error.value)
     assert tokenizer.backend_tokenizer.truncation is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "message"),
+    [
+        ((None,), {}, "text is a text or a list of texts, not NoneType"),
+        ((3,), {}, "text is a text or a list of texts, not int"),
+        ((["a", None],), {}, r"text 1 is NoneType \(None\), not a text"),
+        ((["a", ["b", "c", "d"]], ["a", "b"]), {}, "text 1 is list .* pass is_split_into_words"),
+        ((["a", 5],), {"is_split_into_words": True}, r"text 0: word 1 is int \(5\), not a string"),
+        (([["a"], ["b", None]],), {"is_split_into_words": True}, "text 1: word 1 is NoneType"),
+        (([["a"], 7],), {"is_split_into_words": True}, "text 1 is int .*not a list of words"),
+    ],
+)
+def test_what_is_not_text(tiny, arguments, settings, message):
+    tokenizer = RobertaTokenizerFast.from_pretrained(tiny, add_prefix_space=True)
+    with pytest.raises(TypeError, match=message) as error:
+        tokenizer(*arguments, **settings)
+    assert isinstance(error.value, ValueError)  # which scripts tell in one line
+    assert "\n" not in str(error.value)
 
 
 def test_padding_needs_a_padding_token(tokenizer):
@@ -252,7 +279,7 @@ def test_bad_rows_to_pad(tokenizer, rows, message):
         (None, {"max_length": 4}, "max_length without truncation"),
         (None, {"max_length": 4, "padding": True}, "max_length .*: it does nothing"),
         (99, {"pad_to_multiple_of": 8}, "pad_to_multiple_of without padding"),
-        (4, {}, "exceed the 4 tokens"),
+        (4, {}, r"longer than the specified maximum .* \(9 > 4\): pass truncation=True"),
         (4, {"truncation": True, "max_length": 6}, "max_length=6 exceeds .*: 4"),
     ],
 )

@@ -218,12 +218,23 @@ def test_another_models_tokenizer_json(tmp_path):
 
 
 def test_bad_settings(tiny):
-    with pytest.raises(TypeError, match="RobertaTokenizerFast has no setting do_lower_case"):
-        RobertaTokenizerFast.from_pretrained(tiny, do_lower_case=True)
     with pytest.raises(ValueError, match="padding_side is 'right' or 'left', not 'top'"):
         RobertaTokenizerFast.from_pretrained(tiny, padding_side="top")
     with pytest.raises(ValueError, match="RoBERTa needs tokenizer"):
         RobertaTokenizerFast()
+
+
+def test_settings_of_other_tokenizers(tiny, warnings):
+    """4.4.2 takes them; here that they do nothing is said, where they ask for something."""
+    tokenizer = RobertaTokenizerFast.from_pretrained(tiny, do_lower_case=False)
+    assert tokenizer.init_kwargs["do_lower_case"] is False
+    assert not warnings.records
+    other = RobertaTokenizerFast.from_pretrained(tiny, do_lower_case=True)
+    assert other.init_kwargs["do_lower_case"] is True
+    assert "has no setting do_lower_case" in warnings.text
+    assert ids_of(other) == FIXTURE["strings"]["single"]
+    with pytest.raises(TypeError, match=r"padding_sid .*\(did you mean padding_side\?\)"):
+        RobertaTokenizerFast.from_pretrained(tiny, padding_sid="left")
 
 
 def test_use_fast_changes_nothing(tiny):

@@ -50,17 +50,17 @@ def test_decoding_gives_the_text_back(tokenizer, string):
     expected = string if "<mask>" not in string else None
     row = tokenizer.encode(string, add_special_tokens=False)
     if expected is not None:
-        assert tokenizer.decode(row) == expected
+        assert tokenizer.decode(row, clean_up_tokenization_spaces=False) == expected
     assert tokenizer.batch_decode([torch.tensor(row)]) == [tokenizer.decode(np.array(row))]
 
 
 def test_decoding_without_special_tokens_and_with_clean_up(tokenizer):
     text = "It is n't here , but there ."
     row = tokenizer.encode(text)
-    assert tokenizer.decode(row) == f"<s>{text}</s>"
-    assert tokenizer.decode(row, skip_special_tokens=True) == text
-    cleaned = tokenizer.decode(row, skip_special_tokens=True, clean_up_tokenization_spaces=True)
-    assert cleaned == "It isn't here, but there."
+    plain = {"clean_up_tokenization_spaces": False}
+    assert tokenizer.decode(row, **plain) == f"<s>{text}</s>"
+    assert tokenizer.decode(row, skip_special_tokens=True, **plain) == text
+    assert tokenizer.decode(row, skip_special_tokens=True) == "It isn't here, but there."
 
 
 def test_tokens_and_ids(tokenizer):
@@ -82,9 +82,8 @@ def test_special_tokens(tokenizer):
     assert ids == [CLS, SEP, UNK, SEP, PAD, CLS, VOCABULARY_SIZE - 1]
     assert sorted(tokenizer.all_special_ids) == sorted(set(ids))
     row = tokenizer.encode("a<mask>")
-    assert tokenizer.get_special_tokens_mask(row) == [1] + [0] * (len(row) - 3) + [1, 1]
-    with pytest.raises(ValueError, match="return_special_tokens_mask"):
-        tokenizer.get_special_tokens_mask(row, already_has_special_tokens=False)
+    mask = tokenizer.get_special_tokens_mask(row, already_has_special_tokens=True)
+    assert mask == [1] + [0] * (len(row) - 3) + [1, 1]
 
 
 def test_special_tokens_can_be_set(tokenizer):

@@ -14,11 +14,13 @@ from compare import assert_same_bits
 from safetensors.torch import load_file, save_file
 
 from loralib.adapters import families
+from loralib.adapters.adapter import Adapter, adapter_tensors
 from loralib.adapters.canonical import canonical_names
 from loralib.adapters.checksums import with_checksum
 from loralib.adapters.deltas import deltas_of
-from loralib.adapters.families import Family, family_of, register
+from loralib.adapters.families import Family, Head, family_of, register
 from loralib.adapters.formats import FORMATS, read_adapter, write_adapter
+from loralib.adapters.metadata import LoraMetadata
 from loralib.errors import CheckpointError, NeedsMergingError, adding_ways_out
 
 
@@ -82,6 +84,68 @@ def test_a_new_family_needs_nothing_else(unregistered, tmp_path):
     assert canonical_names({**names, "out.weight": embed.clone()}, "a").keys() == names.keys()
     for wrong in ({**names, "out.weight": other}, {**adapter.tensors, "out.weight": embed}):
         refused(lambda wrong=wrong: canonical_names(wrong, "a.bin"), "a.bin", "out.weight", "New")
+
+
+# ---- heads ----
+
+OUT, POOL, LM = ("out.weight", "out.bias"), ("model.pool.weight",), ("lm.bias", "lm.up.weight")
+LAYER = ("model.layers.0.up.lora_A", "model.layers.0.up.weight")
+
+
+@pytest.fixture
+def with_heads(unregistered):
+    return register(
+        Family(
+            name="new",
+            title="New",
+            backbone="model.",
+            layers="model.layers.",
+            heads={
+                "labels": Head(("out",), "out", labelled=True),
+                "pooled": Head(("out", "model.pool"), "out"),
+                "words": Head(("lm",)),
+            },
+            tied={"lm.decoder.weight": "model.embed.weight"},
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "head"),
+    [
+        (OUT, "labels"),
+        ((*OUT, *POOL), "pooled"),
+        (LM, "words"),
+        (("out.bias",), None),
+        (("out.up.weight",), None),
+        ((*OUT, *LM), None),
+        ((*LM, *POOL), None),
+        (("other.weight",), None),
+        ((), None),
+    ],
+)
+def test_the_head_that_tensors_are(with_heads, names, head):
+    assert with_heads.head_of([*LAYER, *names]) == head
+    tensors = dict.fromkeys([*LAYER, *names], torch.ones(1))
+    assert Adapter(tensors, None).head == head
+    said = LoraMetadata(rank=1, alpha=1, targets=("up",), head="other")
+    assert Adapter(tensors, said).head == "other"
+
+
+def test_a_heads_part_of_the_backbone(with_heads):
+    """It is trained and saved with its head, and no other head has a use for it."""
+    assert [families.in_known_backbone(name) for name in (*LAYER, *POOL)] == [True, True, False]
+    assert [families.top_module(name) for name in (LAYER[0], *POOL, *OUT)] == [
+        *("model", "model.pool", "out", "out")
+    ]
+    state = dict.fromkeys([*LAYER, *OUT, *POOL], torch.ones(1))
+    assert adapter_tensors(state).keys() == {LAYER[0], *OUT, *POOL}
+    tied = dict.fromkeys(["model.embed.weight", "lm.decoder.weight"], torch.ones(1))
+    assert adapter_tensors(state | tied).keys() == {LAYER[0], *OUT, *POOL}
+    untied = {**tied, "lm.decoder.weight": torch.ones(1)}
+    assert "lm.decoder.weight" in adapter_tensors(state | untied)
+    assert with_heads.unused_by_head([*LAYER, *LM, *POOL]) == {*POOL}
+    assert with_heads.unused_by_head([*LAYER, *OUT, *POOL]) == set()
 
 
 # ---- families that are not registered ----

@@ -55,7 +55,7 @@ def test_rows_of_lengths_are_those_of_their_mask(length):
     ("mask", "message"),
     [
         (torch.ones(3), r"must be \(batch, length\), not \(3,\)"),
-        (torch.tensor([[1, 1], [0, 1]]), "hides the first token of a row; pad on the right"),
+        (torch.ones(3, 2, 2), r"must be \(batch, length\), not \(3, 2, 2\)"),
     ],
 )
 def test_masks_that_no_model_takes(mask, message):
@@ -63,9 +63,22 @@ def test_masks_that_no_model_takes(mask, message):
         PackedRows(mask)
 
 
-def test_a_row_has_at_least_one_token():
-    with pytest.raises(ValueError, match="hides the first token"):
+def test_rows_of_lengths_have_at_least_one_token():
+    with pytest.raises(ValueError, match="row 1 of the batch has no token"):
         PackedRows.from_lengths([3, 0])
+
+
+def test_rows_whose_first_position_is_padding():
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [0, 1, 1]])
+    rows = PackedRows(mask)
+    assert rows.starts_hidden
+    assert (rows.lengths, rows.spans) == ([2, 0, 2], [2, 0, 3])
+    assert rows.first.tolist() == [0, 2, 2]
+    x = torch.arange(1.0, 10.0).view(3, 3)
+    assert rows.pack(x).tolist() == [1, 2, 8, 9]
+    assert torch.equal(rows.pad(rows.pack(x)), x * mask)
+    assert not PackedRows(HOLES).starts_hidden
+    assert PackedRows(torch.zeros(2, 3)).lengths == [0, 0]
 
 
 def test_targets_are_counted_among_the_packed_tokens():

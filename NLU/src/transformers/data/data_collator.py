@@ -6,17 +6,26 @@ Each entry of a batch is filled into one array allocated for it, row by row.
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from loralib.nn.packing import PackedRows
 
-from ..tokenization_utils_base import PreTrainedTokenizerBase, to_tensor
+from ..tokenization_utils_base import BatchEncoding, PreTrainedTokenizerBase, to_tensor
 
 # The label of a token that has no part in the loss; torch's cross-entropy skips it.
 IGNORED_LABEL = -100
+# What a token begins with where a word does, in a byte-level BPE and in SentencePiece; and where a
+# word goes on, in WordPiece.
+_WORD_STARTS, _WORD_GOES_ON = ("Ġ", "▁"), "##"
+# Whole-word masking makes at most so many targets a row, as upstream's does.
+_MOST_TARGETS = 512
+
+DataCollator = Callable[[list[Any]], Mapping[str, Any]]
 
 
 def default_data_collator(features: Sequence[Any]) -> dict[str, Tensor]:
@@ -54,17 +63,60 @@ class DataCollatorWithPadding:
     max_length: int | None = None
     pad_to_multiple_of: int | None = None
 
-    def __call__(self, features: Sequence[Any]) -> dict[str, Tensor]:
+    def __call__(self, features: Sequence[Any]) -> BatchEncoding:
         """The batch: tensors (examples, tokens), and ``labels`` for ``label`` or ``label_ids``."""
         examples, labels = _split_labels(features)
-        batch = self.tokenizer.pad(
+        batch = self._padded(examples)
+        batch.update(labels)
+        return batch
+
+    def _padded(self, examples: list[dict[str, Any]]) -> BatchEncoding:
+        return self.tokenizer.pad(
             examples,
             padding=self.padding,
             max_length=self.max_length,
             pad_to_multiple_of=self.pad_to_multiple_of,
             return_tensors="pt",
         )
-        return dict(batch) | labels
+
+
+@dataclass
+class DataCollatorForTokenClassification(DataCollatorWithPadding):
+    """Pads examples, and their tokens' labels, to one length.
+
+    Args:
+        label_pad_token_id: the label of padding; the default has no part in the loss.
+        others: see `DataCollatorWithPadding`.
+    """
+
+    label_pad_token_id: int = IGNORED_LABEL
+
+    def __call__(self, features: Sequence[Any]) -> BatchEncoding:
+        """The batch; ``labels``, of ``labels`` or ``label``, are (examples, tokens).
+
+        Raises:
+            ValueError: a row has another number of labels than of tokens.
+        """
+        examples = _as_dicts(features)
+        name = "label" if "label" in examples[0] else "labels"
+        if name not in examples[0]:
+            return self._padded(examples)
+        labels = [torch.as_tensor(row.pop(name)) for row in examples]
+        for index, (row, own) in enumerate(zip(examples, labels, strict=True)):
+            if own.shape != (len(row["input_ids"]),):
+                raise ValueError(
+                    f"row {index} of the batch has {own.numel()} labels for its "
+                    f"{len(row['input_ids'])} tokens: give each token one, "
+                    f"{self.label_pad_token_id} where it has none"
+                )
+        batch = self._padded(examples)
+        length, on_left = batch["input_ids"].shape[1], self.tokenizer.padding_side == "left"
+        filled = torch.full((len(labels), length), self.label_pad_token_id)
+        for target, own in zip(filled, labels, strict=True):
+            start = length - len(own) if on_left else 0
+            target[start : start + len(own)] = own
+        batch["labels"] = filled
+        return batch
 
 
 @dataclass
@@ -100,42 +152,117 @@ class DataCollatorForLanguageModeling:
                 f"mlm_probability is above 0 and at most 1, not {self.mlm_probability}"
             )
 
-    def __call__(self, features: Sequence[Any]) -> dict[str, Tensor]:
+    def __call__(self, features: Sequence[Any]) -> BatchEncoding:
         """The batch; ``labels`` (examples, tokens) hold ids at targets and -100 elsewhere.
 
         Args:
             features: encoded rows as dicts, or rows of ids.
         """
         examples = [row if isinstance(row, Mapping) else {"input_ids": row} for row in features]
-        batch = dict(
-            self.tokenizer.pad(
-                examples, pad_to_multiple_of=self.pad_to_multiple_of, return_tensors="pt"
-            )
+        batch = self.tokenizer.pad(
+            examples, pad_to_multiple_of=self.pad_to_multiple_of, return_tensors="pt"
         )
-        special = self._special_tokens(batch)
+        own = batch.pop("special_tokens_mask", None)
         if self.mlm:
-            batch["input_ids"], batch["labels"] = self._mask_tokens(batch["input_ids"], special)
+            batch["input_ids"], batch["labels"] = self.mask_tokens(batch["input_ids"], own)
         else:
             padding = batch["attention_mask"] == 0
             batch["labels"] = batch["input_ids"].masked_fill(padding, IGNORED_LABEL)
         return batch
 
-    def _special_tokens(self, batch: dict[str, Tensor]) -> Tensor:
-        """Where no target may be; takes the examples' own mask out of the batch."""
-        special = torch.isin(batch["input_ids"], torch.tensor(self.tokenizer.all_special_ids))
-        own = batch.pop("special_tokens_mask", None)
-        return special if own is None else special | own.bool()
+    def mask_tokens(
+        self, inputs: Tensor, special_tokens_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The ids with targets masked, and the labels; both of the shape of `inputs`.
 
-    def _mask_tokens(self, input_ids: Tensor, special: Tensor) -> tuple[Tensor, Tensor]:
-        """The ids with targets masked, and the labels; both of `input_ids`' shape."""
+        Args:
+            inputs: (examples, tokens), ids.
+            special_tokens_mask: of the same shape, where no target may be; nor is one at a token
+                that the tokenizer knows as special.
+        """
+        special = self._special(inputs, special_tokens_mask)
         # One random number a token: below p it is a target, below 0.8 p masked, and from there to
         # 0.9 p replaced.
-        number = torch.rand(input_ids.shape, generator=self.generator).div_(self.mlm_probability)
-        number.masked_fill_(special, 1.0)
-        labels = input_ids.masked_fill(number >= 1.0, IGNORED_LABEL)
-        masked = input_ids.masked_fill(number < 0.8, self.tokenizer.mask_token_id)
-        others = torch.randint(len(self.tokenizer), input_ids.shape, generator=self.generator)
+        number = torch.rand(inputs.shape, generator=self.generator).div_(self.mlm_probability)
+        return self._hidden(inputs, number.masked_fill_(special, 1.0))
+
+    def _special(self, inputs: Tensor, given: Tensor | None) -> Tensor:
+        """Where no target may be."""
+        special = torch.isin(inputs, torch.tensor(self.tokenizer.all_special_ids))
+        return special if given is None else special | given.bool()
+
+    def _hidden(self, inputs: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+        """As `mask_tokens`: a number below 1 makes a target, and how far below, what it becomes."""
+        labels = inputs.masked_fill(number >= 1.0, IGNORED_LABEL)
+        masked = inputs.masked_fill(number < 0.8, self.tokenizer.mask_token_id)
+        others = torch.randint(len(self.tokenizer), inputs.shape, generator=self.generator)
         return torch.where((number >= 0.8) & (number < 0.9), others, masked), labels
+
+
+@dataclass
+class DataCollatorForWholeWordMask(DataCollatorForLanguageModeling):
+    """Masked language modelling whose targets are whole words: all tokens of a word, or none.
+
+    A row's words are taken in random order, each if it still fits, up to `mlm_probability` of the
+    row's tokens. What becomes of a target is up to chance for each token, as in
+    `DataCollatorForLanguageModeling`. Words begin where tokens say so: with Ġ in a byte-level BPE,
+    with ▁ in SentencePiece, without ## in WordPiece; in other vocabularies each token is a word.
+
+    Args:
+        others: see `DataCollatorForLanguageModeling`.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.mlm:
+            raise ValueError("whole-word masking is masked language modelling: leave out mlm=False")
+
+    def mask_tokens(
+        self, inputs: Tensor, special_tokens_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As in `DataCollatorForLanguageModeling`."""
+        special = self._special(inputs, special_tokens_mask)
+        after_special = F.pad(special, (1, 0), value=True)[:, :-1]
+        starts = self._starts_word[inputs] | special | after_special
+        words = starts.cumsum(1).masked_fill_(special, 0)
+        lengths = (inputs != self.tokenizer.pad_token_id).sum(1).tolist()
+        targets = [
+            torch.isin(row, self._choose(row, length))
+            for row, length in zip(words, lengths, strict=True)
+        ]
+        number = torch.rand(inputs.shape, generator=self.generator)
+        return self._hidden(inputs, number.masked_fill_(~torch.stack(targets), 1.0))
+
+    def _choose(self, words: Tensor, length: int) -> Tensor:
+        """Numbers of a row's words to hide.
+
+        Args:
+            words: (tokens,), the number of each token's word, 0 for none.
+            length: tokens without padding.
+        """
+        left = min(_MOST_TARGETS, max(1, round(length * self.mlm_probability)))
+        counts = torch.bincount(words)
+        counts[0] = 0
+        numbers = counts.nonzero().squeeze(1)
+        order = numbers[torch.randperm(len(numbers), generator=self.generator)]
+        chosen = []
+        for number, count in zip(order.tolist(), counts[order].tolist(), strict=True):
+            if count <= left:
+                chosen.append(number)
+                left -= count
+        return torch.tensor(chosen, dtype=words.dtype)
+
+    @cached_property
+    def _starts_word(self) -> Tensor:
+        """For each id whether a word begins with its token."""
+        tokens = self.tokenizer.get_vocab()
+        if any(token.startswith(_WORD_STARTS) for token in tokens):
+            ids = [index for token, index in tokens.items() if token.startswith(_WORD_STARTS)]
+        else:
+            ids = [index for token, index in tokens.items() if not token.startswith(_WORD_GOES_ON)]
+        starts = torch.zeros(max(tokens.values()) + 1, dtype=torch.bool)
+        starts[ids] = True
+        return starts
 
 
 @dataclass(frozen=True)
@@ -153,21 +280,21 @@ class PackedCollator:
     collator: Callable[[list[Any]], Mapping[str, Any]]
 
     def __call__(self, features: list[Any]) -> dict[str, Any]:
-        """The collator's batch, and its `packed_rows`.
-
-        Raises:
-            ValueError: padding is where no model of this package takes it; see `PackedRows`.
-        """
+        """The collator's batch, and its `packed_rows`."""
         batch = dict(self.collator(features))
         ids, mask, labels = (batch.get(name) for name in ("input_ids", "attention_mask", "labels"))
-        rows = PackedRows(torch.ones_like(ids) if mask is None else mask)
+        mask = torch.ones_like(ids) if mask is None else mask
+        rows = PackedRows(mask.flatten(0, -2))  # of multiple choice, each choice is a row
         if isinstance(labels, Tensor) and labels.shape == ids.shape:
             rows = rows.with_targets(labels != IGNORED_LABEL)
         return {**batch, "packed_rows": rows}
 
 
 def only_pads(collator: Any) -> bool:
-    """Whether a collator makes the same rows of an example in any batch, but for padding."""
+    """Whether a collator makes the same rows of an example in any batch, but for padding.
+
+    Not of labelled tokens: a batch's loss is the mean over those, and depends on which are in it.
+    """
     return collator is default_data_collator or type(collator) is DataCollatorWithPadding
 
 
@@ -175,15 +302,24 @@ def _split_labels(
     features: Sequence[Any],
 ) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     """The examples without their labels, and ``{"labels": ...}``, empty where there are none."""
-    if not features:
-        raise ValueError("there are no examples to make a batch of")
-    examples = [_as_dict(row) for row in features]
+    examples = _as_dicts(features)
     labels = {}
     for name in ("label", "label_ids"):
         values = [row.pop(name) for row in examples if name in row]
         if values and values[0] is not None:
             labels["labels"] = to_tensor(name, values)
     return examples, labels
+
+
+def _as_dicts(features: Sequence[Any]) -> list[dict[str, Any]]:
+    """Copies of the examples, as dicts.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if not features:
+        raise ValueError("there are no examples to make a batch of")
+    return [_as_dict(row) for row in features]
 
 
 def _as_dict(row: Any) -> dict[str, Any]:

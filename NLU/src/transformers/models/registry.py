@@ -1,6 +1,7 @@
 """The families of models that this package carries: what the Auto classes and adapters ask."""
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,46 +15,52 @@ class Carried:
 
     Args:
         family: what the library needs to know of its adapters.
-        package: the folder's package, in which the classes are, as ``module.Class``.
-        config: its settings.
-        tokenizer: its tokenizer.
-        base: what its models have in common.
-        backbone, masked_lm, sequence_classification: its models.
+        package: the folder's package, in which the classes are.
+        classes: by role, as ``module.Class``: "config", "tokenizer" and "tokenizer_fast" (of ids
+            alone, and with their alignment), "base" (what its models have in common), "backbone",
+            and a model for each of the family's heads.
     """
 
     family: Family
     package: str
-    config: str
-    tokenizer: str
-    base: str
-    backbone: str
-    masked_lm: str
-    sequence_classification: str
+    classes: Mapping[str, str]
 
     def load(self, role: str) -> Any:
-        """The class of a role, such as "config"."""
-        module, _, name = getattr(self, role).partition(".")
+        """The class of a role, such as "config".
+
+        Raises:
+            ValueError: the family has none.
+        """
+        if role not in self.classes:
+            raise ValueError(f"there is no {self.family.title} for {role}, here or in 4.4")
+        module, _, name = self.classes[role].partition(".")
         return getattr(importlib.import_module(f".{module}", self.package), name)
 
-
-_ROLES = ("config", "tokenizer", "base", "backbone", "masked_lm", "sequence_classification")
 
 # By model type, in the order of registration.
 CARRIED: dict[str, Carried] = {}
 
 
-def carry(family: Family, **classes: str) -> Carried:
+def carry(family: Family, package: str, **classes: str) -> Carried:
     """Registers a family with its classes, here and in loralib; for the fields see `Carried`."""
-    carried = Carried(family=families.register(family), **classes)
+    carried = Carried(family=families.register(family), package=package, classes=classes)
     CARRIED[family.name] = carried
     return carried
 
 
 def modules_of_classes() -> dict[str, str]:
     """The names of all families' classes -> their modules, from this package's root on."""
-    classes = [
-        (carried.package.partition(".")[2], *getattr(carried, role).split("."))
+    return {
+        name: f".{carried.package.partition('.')[2]}.{module}"
         for carried in CARRIED.values()
-        for role in _ROLES
-    ]
-    return {name: f".{package}.{module}" for package, module, name in classes}
+        for module, name in (each.split(".") for each in carried.classes.values())
+    }
+
+
+def head_of_class(name: str) -> str | None:
+    """The head that models of this class have, such as "token_classification"; None for others."""
+    for carried in CARRIED.values():
+        for role, each in carried.classes.items():
+            if role in carried.family.heads and each.endswith(f".{name}"):
+                return role
+    return None

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from tqdm.auto import tqdm
 
@@ -162,9 +163,10 @@ def check_room(length: int, tokenizer: PreTrainedTokenizerBase, is_pair: bool) -
 
 def cut_rows(
     tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[Sequence[str]],
+    texts: Sequence[Sequence[Any]],
     masks: Sequence[Sequence[int]],
     length: int,
+    **how: Any,
 ) -> list[bool]:
     """Whether each row's texts were longer than what was kept of them.
 
@@ -173,6 +175,7 @@ def cut_rows(
         texts: one list of texts, or two of as many: the first and the second of each pair.
         masks: each row's attention mask, 1 for a token and 0 for padding.
         length: the most tokens that a row has.
+        how: how the rows were made, beyond that, such as ``is_split_into_words=True``.
     """
     # A row that is not full was not cut. The others are encoded again with room for one more token:
     # those that were cut fill it.
@@ -186,6 +189,7 @@ def cut_rows(
                 *([column[row] for row in full] for column in texts),
                 truncation=True,
                 max_length=length + 1,
+                **how,
             )
         finally:
             tokenizer.model_max_length = known

@@ -1,4 +1,8 @@
-"""`AutoModel…`: the model class that a checkpoint's settings call for."""
+"""`AutoModel…`: the model class that a checkpoint's settings call for.
+
+``MODEL_MAPPING``, ``MODEL_FOR_MASKED_LM_MAPPING`` and so on are what the classes go by: settings'
+class -> model's. They are made when they are first asked for, since that imports all models.
+"""
 
 import os
 from typing import Any, ClassVar
@@ -6,6 +10,7 @@ from typing import Any, ClassVar
 from ...configuration_utils import PretrainedConfig
 from ...loading_arguments import split_arguments
 from ...modeling_utils import PreTrainedModel
+from ..registry import CARRIED
 from .configuration_auto import carried_of
 
 
@@ -52,7 +57,64 @@ class AutoModelForMaskedLM(_AutoModel):
     role = "masked_lm"
 
 
+class AutoModelForCausalLM(_AutoModel):
+    """A backbone with a language-model head for the next token."""
+
+    role = "causal_lm"
+
+
 class AutoModelForSequenceClassification(_AutoModel):
     """A backbone with a classification or regression head."""
 
     role = "sequence_classification"
+
+
+class AutoModelForTokenClassification(_AutoModel):
+    """A backbone with a classifier on every token."""
+
+    role = "token_classification"
+
+
+class AutoModelForQuestionAnswering(_AutoModel):
+    """A backbone with a head for the start and the end of an answer."""
+
+    role = "question_answering"
+
+
+class AutoModelForMultipleChoice(_AutoModel):
+    """A backbone with a head that scores choices."""
+
+    role = "multiple_choice"
+
+
+def auto_model_for(head: str) -> type[_AutoModel]:
+    """The Auto class of a head, such as "token_classification".
+
+    Raises:
+        ValueError: there is none.
+    """
+    known = {each.role: each for each in _AutoModel.__subclasses__()}
+    if head not in known:
+        raise ValueError(f"unknown head '{head}' (known: {', '.join(known)})")
+    return known[head]
+
+
+_MAPPINGS = {
+    "MODEL_MAPPING": AutoModel,
+    "MODEL_FOR_MASKED_LM_MAPPING": AutoModelForMaskedLM,
+    "MODEL_FOR_CAUSAL_LM_MAPPING": AutoModelForCausalLM,
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING": AutoModelForSequenceClassification,
+    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING": AutoModelForTokenClassification,
+    "MODEL_FOR_QUESTION_ANSWERING_MAPPING": AutoModelForQuestionAnswering,
+    "MODEL_FOR_MULTIPLE_CHOICE_MAPPING": AutoModelForMultipleChoice,
+}
+
+
+def __getattr__(name: str) -> dict[type[PretrainedConfig], type[PreTrainedModel]]:
+    if name not in _MAPPINGS:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    role = _MAPPINGS[name].role
+    families = [carried for carried in CARRIED.values() if role in carried.classes]
+    mapping = {carried.load("config"): carried.load(role) for carried in families}
+    globals()[name] = mapping
+    return mapping

@@ -1,4 +1,8 @@
-"""`AutoTokenizer`: the tokenizer that a checkpoint's settings call for."""
+"""`AutoTokenizer`: the tokenizer that a checkpoint's settings call for.
+
+``TOKENIZER_MAPPING`` is what it goes by: settings' class -> (tokenizer of ids alone, fast one). It
+is made when it is first asked for, since that imports all tokenizers.
+"""
 
 import os
 from typing import Any
@@ -6,6 +10,7 @@ from typing import Any
 from ...configuration_utils import PretrainedConfig
 from ...loading_arguments import split_arguments
 from ...tokenization_utils_base import PreTrainedTokenizerBase
+from ..registry import CARRIED
 from .configuration_auto import carried_of
 
 
@@ -28,10 +33,22 @@ class AutoTokenizer:
         Args:
             name_or_path: a folder or a hub repository.
             config: its model's settings; read from `name_or_path` where not given.
-            use_fast: accepted as upstream has it; each tokenizer has one implementation here, which
-                gives the ids of both of upstream's.
+            use_fast: the tokenizer whose tokens know their words and characters; False for the one
+                that gives the same ids alone.
             arguments: as in `PreTrainedTokenizerBase.from_pretrained`.
         """
         source = name_or_path if config is None else config
-        tokenizer_class = carried_of(source, split_arguments(arguments)[0]).load("tokenizer")
+        role = "tokenizer_fast" if use_fast else "tokenizer"
+        tokenizer_class = carried_of(source, split_arguments(arguments)[0]).load(role)
         return tokenizer_class.from_pretrained(name_or_path, **arguments)
+
+
+def __getattr__(name: str) -> dict[type[PretrainedConfig], tuple[type, type]]:
+    if name != "TOKENIZER_MAPPING":
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    mapping = {
+        carried.load("config"): (carried.load("tokenizer"), carried.load("tokenizer_fast"))
+        for carried in CARRIED.values()
+    }
+    globals()[name] = mapping
+    return mapping

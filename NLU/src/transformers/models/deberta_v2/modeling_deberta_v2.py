@@ -19,7 +19,7 @@ convolution; LoRA, arXiv 2106.09685, section 4.2.
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -40,6 +40,7 @@ from ...activations import ACT2FN
 from ...adapters import projection
 from ...lora_placement import Placed, by_layer
 from ...modeling_encoder import (
+    AnyRows,
     Encoder,
     EncoderForMaskedLM,
     EncoderForSequenceClassification,
@@ -47,8 +48,11 @@ from ...modeling_encoder import (
     EncoderModel,
     too_long,
 )
+from ...modeling_heads import EncoderForQuestionAnswering, EncoderForTokenClassification
+from ...modeling_plain import PaddedRows, PlainAttention, visible
 from ...modeling_utils import PreTrainedModel
 from .configuration_deberta_v2 import DebertaV2Config
+from .family import DEBERTA_V2
 
 
 class DebertaV2Embeddings(nn.Module):
@@ -68,7 +72,7 @@ class DebertaV2Embeddings(nn.Module):
         self.LayerNorm = LayerNorm(width, eps=config.layer_norm_eps)
         self.dropout = lora.Dropout(config.hidden_dropout_prob)
 
-    def position_ids(self, rows: PackedRows) -> Tensor:
+    def columns(self, rows: AnyRows) -> Tensor:
         """(tokens,): the column of the batch that each token stands in.
 
         Raises:
@@ -81,20 +85,27 @@ class DebertaV2Embeddings(nn.Module):
 
     def forward(
         self,
-        rows: PackedRows,
-        input_ids: Tensor,
-        token_type_ids: Tensor | None,
-        position_ids: Tensor | None,
+        rows: AnyRows,
+        input_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        """Ids, each (batch, length) -> (tokens, hidden)."""
-        embedded = self.word_embeddings(rows.pack(input_ids))
+        """Ids, each (batch, length), or embeddings (batch, length, hidden) -> (tokens, hidden)."""
+        if input_ids is not None:
+            embedded = self.word_embeddings(rows.pack(input_ids))
+        else:
+            embedded = rows.pack(inputs_embeds)
         if self.position_embeddings is not None:
-            own = self.position_ids(rows) if position_ids is None else rows.pack(position_ids)
+            own = self.columns(rows) if position_ids is None else rows.pack(position_ids)
             embedded = embedded + self.position_embeddings(own)
         if self.token_type_embeddings is not None:
-            types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
-            embedded = embedded + self.token_type_embeddings(rows.pack(types))
-        return self.dropout(self.LayerNorm(embedded))
+            if token_type_ids is None:
+                types = torch.zeros_like(rows.positions)
+            else:
+                types = rows.pack(token_type_ids)
+            embedded = embedded + self.token_type_embeddings(types)
+        return self.dropout(rows.hide_padding(self.LayerNorm(embedded)))
 
 
 # ---- disentangled attention ----
@@ -162,12 +173,18 @@ class Batch:
         first: as in `PackedRows`.
         segments: of rows that share an adapter (see loralib/nn/routing.py), each as a batch; none
             where there is but one.
+    On the plain path, the last three stay empty.
     """
 
-    def __init__(self, rows: PackedRows, relative: RelativePositions | None, heads: int):
+    def __init__(self, rows: AnyRows, relative: RelativePositions | None, heads: int):
         self.rows, self.first = rows, rows.first
         self.relative = relative
-        self.padding = None
+        self.padding, self.by_row = None, False
+        self.segments: list[Batch] = []
+        if isinstance(rows, PackedRows):
+            self._describe_packed(rows, heads)
+
+    def _describe_packed(self, rows: PackedRows, heads: int) -> None:
         if len(rows.index) < rows.shape.numel():
             real = rows.pad(torch.ones_like(rows.index, dtype=torch.bool))
             self.padding = ~real[:, None, None, :]
@@ -175,10 +192,9 @@ class Batch:
         # has no loop over them.
         at_once = rows.index.is_cuda or torch.compiler.is_compiling()
         self.by_row = not at_once and not self._padding_is_cheap(heads)
-        self.segments: list[Batch] = []
         if len(rows.segments) > 1:
             parts = map(rows.part, rows.segments)
-            self.segments = [Batch(part, relative, heads) for part in parts]
+            self.segments = [Batch(part, self.relative, heads) for part in parts]
 
     @property
     def is_dense(self) -> bool:
@@ -251,19 +267,28 @@ class DisentangledSelfAttention(nn.Module):
             return partial(linear, weight=shared.weight, bias=shared.bias)
         return shared
 
-    def forward(self, hidden: Tensor, queries: Tensor, batch: Batch) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        queries: Tensor,
+        batch: Batch,
+        plain: PlainAttention | None = None,
+    ) -> Tensor:
         """What `queries` gather from `hidden`.
 
         Args:
             hidden: (tokens, hidden).
             queries: the same or, for each row's first token alone, (batch, hidden).
             batch: which tokens make a row.
+            plain: as in `EncoderLayer.forward`.
 
         Returns:
             The same shape as `queries`.
         """
         q, k, v = self.query_proj(queries), self.key_proj(hidden), self.value_proj(hidden)
         positions = self._project_positions(batch)
+        if plain is not None:
+            return self._attend_plainly(q, k, v, positions, plain)
         if not batch.segments:
             return self._attend_segment(q, k, v, positions[0], batch)
         of_keys = [len(segment.rows.index) for segment in batch.segments]
@@ -298,6 +323,17 @@ class DisentangledSelfAttention(nn.Module):
         """For each segment, the scaled projections of these rows of the embeddings."""
         projected = for_each_segment(project, embeddings)
         return [(each * self.scale).index_select(0, rows) for each in projected]
+
+    def _attend_plainly(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: list[_Positions], plain: PlainAttention
+    ) -> Tensor:
+        """All rows at once, with attention's probabilities at hand."""
+        query, key = (plain.by_head(x, self.heads) for x in (q, k))
+        parts = zip(positions, plain.rows.segments, strict=True)
+        scores = [_position_scores(query[part], key[part], *terms) for terms, part in parts]
+        of_positions = None if scores[0] is None else torch.cat(scores)
+        dropout_p = self.dropout_p if self.training else 0.0
+        return plain.attend(q, k, v, self.heads, dropout_p, self.scale, of_positions)
 
     def _attend_segment(
         self, q: Tensor, k: Tensor, v: Tensor, positions: _Positions, batch: Batch
@@ -435,7 +471,7 @@ class ConvLayer(nn.Module):
         self.dropout = lora.Dropout(config.hidden_dropout_prob)
         self.activation = ACT2FN[config.conv_act]
 
-    def forward(self, embedded: Tensor, output: Tensor, rows: PackedRows) -> Tensor:
+    def forward(self, embedded: Tensor, output: Tensor, rows: AnyRows) -> Tensor:
         """Adds the convolution of `embedded` to the first layer's `output`, and normalizes.
 
         Args:
@@ -446,7 +482,7 @@ class ConvLayer(nn.Module):
         seen = rows.pack(self.conv(rows.pad(embedded).transpose(1, 2)).transpose(1, 2))
         if len(output) != len(seen):
             seen = seen[rows.first]
-        return self.LayerNorm(output + self.activation(self.dropout(seen)))
+        return rows.hide_padding(self.LayerNorm(output + self.activation(self.dropout(seen))))
 
 
 class DebertaV2Layer(EncoderLayer):
@@ -493,6 +529,9 @@ class DebertaV2Encoder(Encoder):
     def _rows_on_device(self, length: int) -> Tensor:
         """What `relative_rows` gives for a length: part of a table that is copied there once."""
         config, device = self.config, self.rel_embeddings.weight.device
+        if torch.jit.is_tracing():  # whose tensors are not to be kept
+            rows = relative_rows(length, config.position_buckets, config.furthest)
+            return torch.tensor(rows, device=device)
         table = self._rows_of_distances
         if table is None or table.device != device or len(table) < 2 * length - 1:
             longest = max(length, config.max_position_embeddings)
@@ -503,12 +542,15 @@ class DebertaV2Encoder(Encoder):
         middle = len(table) // 2
         return table[middle - length + 1 : middle + length]
 
-    def describe(self, rows: PackedRows) -> Batch:
+    def describe(self, rows: AnyRows) -> Batch:
         """What every layer is told of a batch; computed once a forward."""
-        relative = self.relative_positions(rows.shape[1])
+        # A recorded graph is for batches of any length.
+        tracing = torch.jit.is_tracing()
+        length = self.config.max_position_embeddings if tracing else rows.shape[1]
+        relative = self.relative_positions(length)
         return Batch(rows, relative, self.config.num_attention_heads)
 
-    def after_layer(self, index: int, seen: Tensor, output: Tensor, rows: PackedRows) -> Tensor:
+    def after_layer(self, index: int, seen: Tensor, output: Tensor, rows: AnyRows) -> Tensor:
         """The layer's output; the first one's with the convolution's added."""
         if index > 0 or self.conv is None:
             return output
@@ -557,6 +599,25 @@ class DebertaV2Model(DebertaV2PreTrainedModel, EncoderModel):
         self.pooler = None  # the classifier has one
         self.init_weights()
 
+    def _prune_heads(self, heads_to_prune: Mapping[int, Iterable[int]]) -> None:
+        raise NotImplementedError("prune_heads: DeBERTa-v2's heads cannot be pruned, as upstream's")
+
+    def _plain(
+        self, rows: PaddedRows, given: Tensor, head_mask: Tensor | None, is_shown: bool
+    ) -> list[PlainAttention]:
+        """As in `EncoderModel`; padding looks at nothing, as it does upstream."""
+        if head_mask is not None:
+            raise TypeError("head_mask: DeBERTa-v2 takes none; embeddings are inputs_embeds=…")
+        if rows.mask is not None and rows.mask.dim() > 2:
+            raise ValueError(
+                f"attention_mask is {tuple(rows.mask.shape)}: DeBERTa-v2 takes (batch, length)"
+            )
+        seen = visible(rows.mask, causal=False, like=given)
+        if seen is not None:
+            seen = seen & seen.transpose(2, 3)
+        layers = range(self.config.num_hidden_layers)
+        return [PlainAttention(rows, seen, blank=True, is_shown=is_shown) for _ in layers]
+
 
 class DebertaV2PredictionHeadTransform(nn.Module):
     """What comes before the vocabulary: dense → activation → norm."""
@@ -601,10 +662,7 @@ class DebertaV2OnlyMLMHead(nn.Module):
 class DebertaV2ForMaskedLM(DebertaV2PreTrainedModel, EncoderForMaskedLM):
     """DeBERTa-v2 with the head that it is pretrained with."""
 
-    tied_weights: ClassVar[dict[str, str]] = {
-        "cls.predictions.decoder.weight": "deberta.embeddings.word_embeddings.weight",
-        "cls.predictions.decoder.bias": "cls.predictions.bias",
-    }
+    tied_weights: ClassVar[Mapping[str, str]] = DEBERTA_V2.family.tied
 
     def __init__(self, config: DebertaV2Config):
         super().__init__(config)
@@ -655,3 +713,24 @@ class DebertaV2ForSequenceClassification(
         pooled = self.pooler(first)
         with torch.autocast(pooled.device.type, enabled=False):
             return self.classifier(self.dropout(pooled))
+
+
+class DebertaV2ForTokenClassification(DebertaV2PreTrainedModel, EncoderForTokenClassification):
+    """DeBERTa-v2 with a classifier on every token."""
+
+    def __init__(self, config: DebertaV2Config):
+        super().__init__(config)
+        self.deberta = DebertaV2Model(config)
+        self.dropout = lora.Dropout(config.hidden_dropout_prob)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.init_weights()
+
+
+class DebertaV2ForQuestionAnswering(DebertaV2PreTrainedModel, EncoderForQuestionAnswering):
+    """DeBERTa-v2 that finds where an answer starts and ends."""
+
+    def __init__(self, config: DebertaV2Config):
+        super().__init__(config)
+        self.deberta = DebertaV2Model(self.config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.init_weights()

@@ -17,6 +17,7 @@ class RobertaConfig(EncoderConfig):
         others: see `EncoderConfig`.
         type_vocab_size: rows of the token-type embedding, at least 1.
         pad_token_id, bos_token_id, eos_token_id: ids of RoBERTa's vocabulary.
+        is_decoder: a token looks at itself and at those before it alone.
 
     Raises:
         ValueError: settings that no model can have.
@@ -42,6 +43,7 @@ class RobertaConfig(EncoderConfig):
         pad_token_id: Index = 1,
         bos_token_id: Index = 0,
         eos_token_id: Index = 2,
+        is_decoder: bool = False,
         **others: Any,
     ):
         super().__init__(
@@ -62,6 +64,7 @@ class RobertaConfig(EncoderConfig):
             eos_token_id=eos_token_id,
             **others,
         )
+        self.is_decoder = is_decoder
         if self.max_position_embeddings <= pad_token_id + 1:
             raise ValueError(
                 f"max_position_embeddings {self.max_position_embeddings} has no position for a "

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 import loralib as lora
 from loralib.nn.norm import LayerNorm
-from loralib.nn.packing import PackedRows, attend
+from loralib.nn.packing import attend
 
 from ...adapters import projection
 from ...lora_placement import Placed, by_layer
 from ...modeling_encoder import (
+    AnyRows,
     Encoder,
     EncoderForMaskedLM,
     EncoderForSequenceClassification,
@@ -28,15 +29,39 @@ from ...modeling_encoder import (
     EncoderModel,
     too_long,
 )
+from ...modeling_heads import (
+    EncoderForCausalLM,
+    EncoderForMultipleChoice,
+    EncoderForQuestionAnswering,
+    EncoderForTokenClassification,
+)
+from ...modeling_plain import PlainAttention
 from ...modeling_utils import PreTrainedModel
+from ...utils import logging
 from .configuration_roberta import RobertaConfig
+from .family import ROBERTA
+
+logger = logging.get_logger(__name__)
 
 
 class RobertaEmbeddings(nn.Module):
-    """Word + position + token-type embeddings, normalized."""
+    """Word + position + token-type embeddings, normalized.
+
+    Args:
+        config: the model's settings.
+
+    Raises:
+        ValueError: they ask for relative positions.
+    """
 
     def __init__(self, config: RobertaConfig):
         super().__init__()
+        kind = getattr(config, "position_embedding_type", "absolute")
+        if kind != "absolute":
+            raise ValueError(
+                f"position_embedding_type is '{kind}': this package's RoBERTa has absolute ones "
+                "alone; upstream's transformers has others, in an environment of its own"
+            )
         pad = config.pad_token_id
         self.padding_idx = pad
         width = config.hidden_size
@@ -48,12 +73,12 @@ class RobertaEmbeddings(nn.Module):
         self.LayerNorm = LayerNorm(width, eps=config.layer_norm_eps)
         self.dropout = lora.Dropout(config.hidden_dropout_prob)
 
-    def position_ids(self, input_ids: Tensor) -> Tensor:
-        """(batch, length): padding_idx + 1, + 2, … on tokens; padding_idx on padding."""
-        real = input_ids.ne(self.padding_idx).long()
-        return real.cumsum(dim=1) * real + self.padding_idx
+    def create_position_ids_from_inputs_embeds(self, inputs_embeds: Tensor) -> Tensor:
+        """(batch, length, hidden) -> (batch, length): padding_idx + 1, + 2, … in every column."""
+        columns = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)
+        return (columns + self.padding_idx + 1).expand(inputs_embeds.shape[:2])
 
-    def _check_length(self, rows: PackedRows, position_ids: Tensor) -> None:
+    def _check_length(self, rows: AnyRows, position_ids: Tensor) -> None:
         """Checks that there is an embedding for each token's position."""
         longest = self.position_embeddings.num_embeddings - self.padding_idx - 1
         if max(rows.spans) <= longest:
@@ -64,27 +89,49 @@ class RobertaEmbeddings(nn.Module):
 
     def forward(
         self,
-        rows: PackedRows,
-        input_ids: Tensor,
-        token_type_ids: Tensor | None,
-        position_ids: Tensor | None,
+        rows: AnyRows,
+        input_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        """Ids, each (batch, length) -> (tokens, hidden).
+        """Ids, each (batch, length), or embeddings (batch, length, hidden) -> (tokens, hidden).
 
         Raises:
             ValueError: a row has more tokens than the model has positions.
         """
         if position_ids is None:
-            position_ids = self.position_ids(input_ids)
+            if input_ids is not None:
+                position_ids = create_position_ids_from_input_ids(input_ids, self.padding_idx)
+            else:
+                position_ids = self.create_position_ids_from_inputs_embeds(inputs_embeds)
             self._check_length(rows, position_ids)
         if token_type_ids is None:
-            token_type_ids = torch.zeros_like(input_ids)
+            token_type_ids = torch.zeros_like(position_ids)
+        if input_ids is not None:
+            words = self.word_embeddings(rows.pack(input_ids))
+        else:
+            words = rows.pack(inputs_embeds)
         embedded = (
-            self.word_embeddings(rows.pack(input_ids))
+            words
             + self.token_type_embeddings(rows.pack(token_type_ids))
             + self.position_embeddings(rows.pack(position_ids))
         )
         return self.dropout(self.LayerNorm(embedded))
+
+
+def create_position_ids_from_input_ids(
+    input_ids: Tensor, padding_idx: int, past_key_values_length: int = 0
+) -> Tensor:
+    """(batch, length): padding_idx + 1, + 2, … on tokens; padding_idx on padding.
+
+    Args:
+        input_ids: (batch, length).
+        padding_idx: the id of padding.
+        past_key_values_length: tokens before these.
+    """
+    real = input_ids.ne(padding_idx).long()
+    return (real.cumsum(dim=1) + past_key_values_length) * real + padding_idx
 
 
 class RobertaSelfAttention(nn.Module):
@@ -95,15 +142,25 @@ class RobertaSelfAttention(nn.Module):
         width = config.hidden_size
         self.heads = config.num_attention_heads
         self.dropout_p = config.attention_probs_dropout_prob
+        self.causal = config.is_decoder
         self.query = projection(config, placed, "query", width, width)
         self.key = projection(config, placed, "key", width, width)
         self.value = projection(config, placed, "value", width, width)
 
-    def forward(self, hidden: Tensor, queries: Tensor, rows: PackedRows) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        queries: Tensor,
+        rows: AnyRows,
+        plain: PlainAttention | None = None,
+    ) -> Tensor:
         """What `queries` gather from `hidden`; see `attend` for shapes."""
         dropout_p = self.dropout_p if self.training else 0.0
         q, k, v = self.query(queries), self.key(hidden), self.value(hidden)
-        return attend(q, k, v, rows, self.heads, dropout_p)
+        if plain is not None:
+            scale = (q.shape[1] // self.heads) ** -0.5
+            return plain.attend(q, k, v, self.heads, dropout_p, scale)
+        return attend(q, k, v, rows, self.heads, dropout_p, self.causal)
 
 
 class RobertaLayer(EncoderLayer):
@@ -144,11 +201,18 @@ class RobertaModel(RobertaPreTrainedModel, EncoderModel):
 
     Args:
         config: its settings.
-        add_pooling_layer: with the pooler of BERT, which no head of this package uses.
+        add_pooling_layer: with the pooler of BERT, which multiple choice uses.
+
+    Raises:
+        ValueError: the settings ask for attention to an encoder's states.
     """
+
+    may_pool = True
 
     def __init__(self, config: RobertaConfig, add_pooling_layer: bool = True):
         super().__init__(config)
+        if getattr(config, "add_cross_attention", False):
+            raise ValueError("add_cross_attention: this package's decoders have none")
         self.embeddings = RobertaEmbeddings(config)
         self.encoder = RobertaEncoder(config)
         self.pooler = RobertaPooler(config) if add_pooling_layer else None
@@ -173,13 +237,28 @@ class RobertaLMHead(nn.Module):
 class RobertaForMaskedLM(RobertaPreTrainedModel, EncoderForMaskedLM):
     """RoBERTa with the head that it is pretrained with."""
 
-    tied_weights: ClassVar[dict[str, str]] = {
-        "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
-        "lm_head.decoder.bias": "lm_head.bias",
-    }
+    tied_weights: ClassVar[Mapping[str, str]] = ROBERTA.family.tied
 
     def __init__(self, config: RobertaConfig):
         super().__init__(config)
+        self.roberta = RobertaModel(config, add_pooling_layer=False)
+        self.lm_head = RobertaLMHead(config)
+        self.init_weights()
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """(…, hidden) -> (…, vocabulary)."""
+        return self.lm_head(hidden)
+
+
+class RobertaForCausalLM(RobertaPreTrainedModel, EncoderForCausalLM):
+    """RoBERTa that predicts the next token; a decoder with `is_decoder` in its settings."""
+
+    tied_weights: ClassVar[Mapping[str, str]] = ROBERTA.family.tied
+
+    def __init__(self, config: RobertaConfig):
+        super().__init__(config)
+        if not config.is_decoder:
+            logger.warning("without is_decoder in its settings, tokens see those that follow them")
         self.roberta = RobertaModel(config, add_pooling_layer=False)
         self.lm_head = RobertaLMHead(config)
         self.init_weights()
@@ -220,3 +299,35 @@ class RobertaForSequenceClassification(RobertaPreTrainedModel, EncoderForSequenc
     def logits_of(self, first: Tensor) -> Tensor:
         """(batch, hidden), of the first tokens -> (batch, labels)."""
         return self.classifier(first)
+
+
+class RobertaForTokenClassification(RobertaPreTrainedModel, EncoderForTokenClassification):
+    """RoBERTa with a classifier on every token."""
+
+    def __init__(self, config: RobertaConfig):
+        super().__init__(config)
+        self.roberta = RobertaModel(config, add_pooling_layer=False)
+        self.dropout = lora.Dropout(config.hidden_dropout_prob)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.init_weights()
+
+
+class RobertaForQuestionAnswering(RobertaPreTrainedModel, EncoderForQuestionAnswering):
+    """RoBERTa that finds where an answer starts and ends."""
+
+    def __init__(self, config: RobertaConfig):
+        super().__init__(config)
+        self.roberta = RobertaModel(self.config, add_pooling_layer=False)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.init_weights()
+
+
+class RobertaForMultipleChoice(RobertaPreTrainedModel, EncoderForMultipleChoice):
+    """RoBERTa that scores choices; its pooler is trained with the head."""
+
+    def __init__(self, config: RobertaConfig):
+        super().__init__(config)
+        self.roberta = RobertaModel(config)
+        self.dropout = lora.Dropout(config.hidden_dropout_prob)
+        self.classifier = nn.Linear(config.hidden_size, 1)
+        self.init_weights()

@@ -1,0 +1,225 @@
+"""The plain path: a batch is computed as it comes, padding included, attention as it is written.
+
+    A  =  dropout( softmax( Q Kᵀ / √d  -  10000 · hidden ) ) ⊙ head_mask        out = A V
+
+As a rule models compute packed tokens (loralib/nn/packing.py), and never hold A. They take this
+path, which costs upstream's time and memory, for what only upstream's way gives: A itself, masks of
+heads, a mask for each pair of tokens, rows whose first position is padding (a classifier reads it
+all the same), and graphs that `torch.jit.trace` records for other sizes of batches.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+import loralib as lora
+from loralib.nn.packing import PackedRows
+from loralib.nn.routing import note_tokens
+
+# Upstream's: small enough for float16, and far enough from any score.
+HIDDEN = -10_000.0
+
+
+def needs_padded_batch(
+    attention_mask: Tensor | None, head_mask: Tensor | None, output_attentions: bool
+) -> bool:
+    """Whether a batch takes this path for what is asked of it, wherever its padding is."""
+    return (
+        output_attentions
+        or head_mask is not None
+        or (attention_mask is not None and attention_mask.dim() > 2)
+        or torch.jit.is_tracing()
+    )
+
+
+class PaddedRows:
+    """All positions of a batch, padding included, in the words of `PackedRows`.
+
+    Sizes are those of tensors, which `torch.jit.trace` records as such.
+
+    Args:
+        like: (batch, length, …).
+        mask: (batch, length), zero on padding, or (batch, queries, keys), zero where a query may
+            not look; None without any.
+
+    Attributes:
+        shape: (batch, length).
+        segments: as in `PackedRows`.
+
+    Raises:
+        ValueError: the mask is of another batch, or has another number of dimensions.
+    """
+
+    def __init__(self, like: Tensor, mask: Tensor | None):
+        self.shape = (like.shape[0], like.shape[1])
+        self.mask = mask
+        self._device = like.device
+        if not torch.jit.is_tracing():
+            _check_mask(self.shape, mask)
+            self.segments = note_tokens(self.lengths)
+        else:  # adapters of single rows are not what a graph is made for
+            self.segments = (slice(None),)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Columns, for every row."""
+        return [int(self.shape[1])] * int(self.shape[0])
+
+    @property
+    def spans(self) -> list[int]:
+        """As `lengths`."""
+        return self.lengths
+
+    @property
+    def first(self) -> Tensor:
+        """(batch,), where each row's first position is."""
+        return torch.arange(self.shape[0], device=self._device) * self.shape[1]
+
+    @property
+    def positions(self) -> Tensor:
+        """(batch · length,), the column that each position stands in."""
+        columns = torch.arange(self.shape[1], device=self._device)
+        return columns.expand(self.shape).flatten()
+
+    def pack(self, x: Tensor) -> Tensor:
+        """(batch, length, …) -> (batch · length, …).
+
+        Raises:
+            ValueError: x is of another batch or length.
+        """
+        if not torch.jit.is_tracing() and x.shape[:2] != self.shape:
+            raise ValueError(f"the batch is {self.shape}, not {tuple(x.shape[:2])}")
+        return x.flatten(0, 1)
+
+    def pad(self, x: Tensor, fill: float | None = None) -> Tensor:
+        """(batch · length, …) -> (batch, length, …), at padding as it is or, if given, `fill`."""
+        padded = x.view(*self.shape, *x.shape[1:])
+        if fill is None or self.mask is None or self.mask.dim() != 2:
+            return padded
+        return padded.masked_fill((self.mask == 0).view(*self.shape, *[1] * (x.dim() - 1)), fill)
+
+    def hide_padding(self, x: Tensor) -> Tensor:
+        """(batch · length, hidden) with zeros at padding."""
+        if self.mask is None or self.mask.dim() != 2:
+            return x
+        return x * (self.mask != 0).flatten()[:, None].to(x.dtype)
+
+    def show(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """As `PackedRows.show`: padding is shown as zeros, and x keeps it."""
+        kept = self.hide_padding(x)
+        padded = self.pad(kept)
+        return padded, self.pack(padded) + (x - kept)
+
+    def without_padding(self) -> PackedRows:
+        """Where the tokens are that are not padding."""
+        if self.mask is not None and self.mask.dim() == 2:
+            return PackedRows(self.mask)
+        return PackedRows.from_lengths(self.lengths).to(self._device)
+
+
+def _check_mask(shape: tuple[int, int], mask: Tensor | None) -> None:
+    batch, length = shape
+    allowed = ((batch, length), (batch, length, length))
+    if mask is not None and tuple(mask.shape) not in allowed:
+        raise ValueError(
+            f"attention_mask is {tuple(mask.shape)}, the batch is {shape}: it has to be "
+            "(batch, length) or (batch, length, length)"
+        )
+
+
+def visible(mask: Tensor | None, causal: bool, like: Tensor) -> Tensor | None:
+    """Which tokens each query may look at, (batch, 1, 1 or queries, keys); None for all.
+
+    Args:
+        mask: as in `PaddedRows`.
+        causal: and none of those behind it; not where the mask has a row for each query.
+        like: (batch, length, …).
+    """
+    if mask is not None and mask.dim() == 3:
+        return mask[:, None] != 0
+    seen = None if mask is None else mask[:, None, None, :] != 0
+    if not causal:
+        return seen
+    places = torch.arange(like.shape[1], device=like.device)
+    before = (places <= places[:, None])[None, None]
+    return before if seen is None else before & seen
+
+
+@dataclass
+class PlainAttention:
+    """What a layer's attention is told on the plain path, and what it tells.
+
+    Args:
+        rows: the batch.
+        seen: what `visible` says.
+        blank: tokens that see nothing gather zeros, rather than of all alike.
+        head_mask: (1 or batch, heads, 1 or queries, 1 or keys), what probabilities are multiplied
+            with; None for ones.
+        is_shown: the probabilities are asked for.
+
+    Attributes:
+        probabilities: (batch, heads, queries, keys), once the layer has been computed; None where
+            nobody asks for them.
+    """
+
+    rows: PaddedRows
+    seen: Tensor | None
+    blank: bool = False
+    head_mask: Tensor | None = None
+    is_shown: bool = False
+    probabilities: Tensor | None = field(default=None, init=False)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        heads: int,
+        dropout_p: float,
+        scale: float,
+        position_scores: Tensor | None = None,
+    ) -> Tensor:
+        """What the queries gather; the formula is at the module's head.
+
+        Args:
+            query, key, value: (tokens, hidden).
+            heads: number of heads; divides hidden.
+            dropout_p: dropout on the probabilities.
+            scale: of Q Kᵀ.
+            position_scores: (batch, heads, queries, keys), added to the scores.
+
+        Returns:
+            (tokens, hidden).
+
+        Raises:
+            ValueError: the layer has another number of heads than their mask.
+        """
+        q, k, v = (self.by_head(x, heads).transpose(1, 2) for x in (query, key, value))
+        scores = (q * scale) @ k.transpose(2, 3)
+        if position_scores is not None:
+            scores = scores + position_scores
+        if self.seen is not None:
+            scores = scores + (1.0 - self.seen.to(scores.dtype)) * HIDDEN
+        probabilities = scores.softmax(dim=-1)
+        if self.blank and self.seen is not None:
+            probabilities = probabilities * self.seen.to(probabilities.dtype)
+        if dropout_p > 0:
+            probabilities = lora.dropout(probabilities, dropout_p, training=True)
+        if self.head_mask is not None:
+            probabilities = probabilities * self._mask_of(heads).to(probabilities.dtype)
+        if self.is_shown:
+            self.probabilities = probabilities
+        return self.rows.pack((probabilities @ v).transpose(1, 2).flatten(2))
+
+    def by_head(self, x: Tensor, heads: int) -> Tensor:
+        """(tokens, hidden) -> (batch, length, heads, dim)."""
+        return self.rows.pad(x).unflatten(2, (heads, -1))
+
+    def _mask_of(self, heads: int) -> Tensor:
+        assert self.head_mask is not None
+        if self.head_mask.shape[1] != heads:
+            raise ValueError(
+                f"head_mask is for {self.head_mask.shape[1]} heads, a layer has {heads}"
+            )
+        return self.head_mask

@@ -1,0 +1,125 @@
+"""`ModuleUtilsMixin`: what a model says of itself, and the masks that attention is made with."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .modeling_plain import HIDDEN, visible
+
+
+class ModuleUtilsMixin:
+    """Upstream's helpers of a model; a mix-in for `nn.Module`s that have a `config`."""
+
+    config: Any
+    parameters: Any
+    modules: Any
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first parameter is."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The first parameter's."""
+        return next(self.parameters()).dtype
+
+    @property
+    def dummy_inputs(self) -> dict[str, Tensor]:
+        """Arguments with which the forward pass runs, for a trial."""
+        return {"input_ids": torch.tensor([[7, 6, 0, 0, 1], [1, 2, 3, 0, 0], [0, 0, 0, 4, 5]])}
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """How many values the parameters hold, tied ones counted once.
+
+        Args:
+            only_trainable: frozen ones do not count.
+            exclude_embeddings: embeddings do not count, nor what is tied to them.
+        """
+        embeddings = {
+            id(module.weight) for module in self.modules() if isinstance(module, nn.Embedding)
+        }
+        return sum(
+            parameter.numel()
+            for parameter in self.parameters()
+            if (parameter.requires_grad or not only_trainable)
+            and not (exclude_embeddings and id(parameter) in embeddings)
+        )
+
+    def estimate_tokens(self, input_dict: Mapping[str, Any]) -> int:
+        """The elements of all tensors whose name says that they are inputs."""
+        return sum(x.numel() for name, x in input_dict.items() if "input" in name)
+
+    def floating_point_ops(
+        self, input_dict: Mapping[str, Any], exclude_embeddings: bool = True
+    ) -> int:
+        """About how many operations a forward and a backward pass take: 6 · tokens · parameters.
+
+        Source: "Scaling Laws for Neural Language Models", arXiv 2001.08361, section 2.1.
+        """
+        parameters = self.num_parameters(exclude_embeddings=exclude_embeddings)
+        return 6 * self.estimate_tokens(input_dict) * parameters
+
+    def get_extended_attention_mask(
+        self,
+        attention_mask: Tensor,
+        input_shape: Sequence[int] | None = None,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        """What upstream adds to attention's scores: 0 where a token may look, -10000 where not.
+
+        Args:
+            attention_mask: (batch, length) or (batch, queries, keys), zero where no token may look.
+            input_shape, device: of the ids; the mask's own, whatever is given.
+
+        Returns:
+            (batch, 1, 1 or queries, keys), in the model's dtype.
+        """
+        if attention_mask.dim() not in (2, 3):
+            raise ValueError(
+                "attention_mask has to be (batch, length) or (batch, queries, keys), not "
+                f"{tuple(attention_mask.shape)}"
+            )
+        causal = getattr(self.config, "is_decoder", False)
+        seen = visible(attention_mask, causal, like=attention_mask)
+        assert seen is not None
+        return (~seen).to(self.dtype) * HIDDEN
+
+    def invert_attention_mask(self, encoder_attention_mask: Tensor) -> Tensor:
+        """As `get_extended_attention_mask`, for attention to an encoder: -10⁹, in float16 -10⁴."""
+        seen = visible(encoder_attention_mask, causal=False, like=encoder_attention_mask)
+        assert seen is not None
+        return (~seen).to(self.dtype) * (HIDDEN if self.dtype == torch.float16 else -1e9)
+
+    def get_head_mask(
+        self,
+        head_mask: Tensor | None,
+        num_hidden_layers: int,
+        is_attention_chunked: bool = False,
+    ) -> Tensor | list[None]:
+        """Heads' masks by layer, (layers, 1, heads, 1, 1); a list of None where none is given.
+
+        Args:
+            head_mask: (heads,), for all layers alike, or (layers, heads); or as it is returned.
+            num_hidden_layers: how many layers there are.
+            is_attention_chunked: with one more dimension, for attention in chunks.
+
+        Raises:
+            ValueError: it has another shape.
+        """
+        if head_mask is None:
+            return [None] * num_hidden_layers
+        masks = head_mask
+        if masks.dim() == 1:
+            masks = masks.expand(num_hidden_layers, -1)
+        if masks.dim() == 2:
+            masks = masks[:, None, :, None, None]
+        if masks.dim() != 5 or len(masks) != num_hidden_layers:
+            raise ValueError(
+                f"head_mask is {tuple(head_mask.shape)}; it has to be (heads,) or (layers, heads), "
+                f"of {num_hidden_layers} layers"
+            )
+        masks = masks.to(self.dtype)
+        return masks.unsqueeze(-1) if is_attention_chunked else masks

@@ -1,0 +1,191 @@
+"""A model's word embeddings: reading them, replacing them, more or fewer rows, and what is tied.
+
+ids ── input embeddings (rows, hidden) ─> …… hidden ── output embeddings, the same rows ─> logits
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+# What a language-model head's projection is tied to; the end of its name.
+_WORDS = "embeddings.word_embeddings.weight"
+
+
+class TokenEmbeddingsMixin:
+    """Upstream's methods of word embeddings; a mix-in for `PreTrainedModel`.
+
+    Class attributes:
+        tied_weights: parameters that are another one's tensor: name -> the other's name.
+    """
+
+    tied_weights: ClassVar[Mapping[str, str]] = {}
+
+    base_model: Any
+    base_fingerprint: str | None
+    config: Any
+    get_parameter: Any
+    get_submodule: Any
+    modules: Any
+    _init_weights: Any
+
+    # ---- which modules ----
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """The word embeddings."""
+        return self.base_model.embeddings.word_embeddings
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replaces the word embeddings, and with them what is tied to them."""
+        self.base_model.embeddings.word_embeddings = value
+        self._forget_base()
+        self.tie_weights()
+
+    def get_output_embeddings(self) -> nn.Linear | None:
+        """The projection to the vocabulary; None in a model without one."""
+        name = self._output_name()
+        return None if name is None else self.get_submodule(name)
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replaces the projection to the vocabulary; its bias is the head's.
+
+        Where it is tied, `tie_weights` gives it the word embeddings' weight again.
+
+        Raises:
+            ValueError: the model has none.
+        """
+        name = self._output_name()
+        if name is None:
+            raise ValueError(f"{type(self).__name__} has no output embeddings to be replaced")
+        owner, _, attribute = name.rpartition(".")
+        setattr(self.get_submodule(owner), attribute, new_embeddings)
+        if getattr(new_embeddings, "bias", None) is not None:
+            bias = f"{name}.bias"
+            self._set_parameter(self.tied_weights.get(bias, bias), new_embeddings.bias)
+
+    def _output_name(self) -> str | None:
+        for name, source in self.tied_weights.items():
+            if source.endswith(_WORDS):
+                return name.rpartition(".")[0]
+        return None
+
+    # ---- what is tied ----
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Of `tied_weights` those that are one tensor, as the settings say."""
+        if self.config.tie_word_embeddings and not self.config.torchscript:
+            return dict(self.tied_weights)
+        return {name: kept for name, kept in self.tied_weights.items() if not kept.endswith(_WORDS)}
+
+    @property
+    def cloned(self) -> dict[str, str]:
+        """Of `tied_weights` those that are copies: a traced graph holds no tensor twice."""
+        if not (self.config.tie_word_embeddings and self.config.torchscript):
+            return {}
+        return {name: kept for name, kept in self.tied_weights.items() if name not in self.tied}
+
+    def tie_weights(self) -> None:
+        """Makes every tied parameter the tensor that it is tied to.
+
+        A bias of the vocabulary gets as many elements as that has rows, new ones zero.
+        """
+        for name, source in self.cloned.items():
+            tensor = self.get_parameter(source)
+            self._set_parameter(name, _parameter_like(tensor, tensor.detach().clone()))
+        for name, source in self.tied.items():
+            if source.endswith(_WORDS):
+                self._set_parameter(name, self.get_parameter(source))
+        self._fit_output()
+        for name, source in self.tied.items():
+            self._set_parameter(name, self.get_parameter(source))
+
+    def _fit_output(self) -> None:
+        """Gives the output embeddings' bias, and their own numbers, their weight's rows."""
+        name, output = self._output_name(), self.get_output_embeddings()
+        if name is None or not isinstance(output, nn.Linear):
+            return
+        output.out_features, output.in_features = output.weight.shape
+        source = self.tied_weights.get(f"{name}.bias", f"{name}.bias")
+        bias = self.get_parameter(source)
+        if len(bias) != output.out_features:
+            fitted = bias.new_zeros(output.out_features)
+            count = min(len(bias), len(fitted))
+            fitted[:count] = bias.detach()[:count]
+            self._set_parameter(source, _parameter_like(bias, fitted))
+
+    def _set_parameter(self, name: str, parameter: nn.Parameter) -> None:
+        owner, _, attribute = name.rpartition(".")
+        setattr(self.get_submodule(owner), attribute, parameter)
+
+    # ---- more or fewer rows ----
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None) -> nn.Embedding:
+        """Changes the number of rows of the word embeddings, and of all that has as many.
+
+        The first rows keep their values; new ones are initialized as in a new model, and are frozen
+        where the others are. `config.vocab_size` follows.
+
+        Args:
+            new_num_tokens: the rows; None changes nothing.
+
+        Returns:
+            The word embeddings.
+
+        Raises:
+            ValueError: there would be no row for the padding token.
+        """
+        old = self.get_input_embeddings()
+        if new_num_tokens is None or new_num_tokens == old.num_embeddings:
+            return old
+        if new_num_tokens <= self.config.pad_token_id:
+            raise ValueError(
+                f"resize_token_embeddings({new_num_tokens}): the padding token, "
+                f"{self.config.pad_token_id}, would have no row"
+            )
+        new = nn.Embedding(
+            new_num_tokens,
+            old.embedding_dim,
+            padding_idx=old.padding_idx,
+            device=old.weight.device,
+            dtype=old.weight.dtype,
+        )
+        self._init_weights(new)
+        new.weight = _parameter_like(old.weight, _with_first_rows_of(old.weight, new.weight))
+        self.base_model.embeddings.word_embeddings = new.train(old.training)
+        self._resize_untied_output(new_num_tokens)
+        for config in {id(c): c for c in map(_config_of, self.modules()) if c is not None}.values():
+            config.vocab_size = new_num_tokens
+        self._forget_base()
+        self.tie_weights()
+        return new
+
+    def _resize_untied_output(self, rows: int) -> None:
+        name, output = self._output_name(), self.get_output_embeddings()
+        if name is None or output is None or f"{name}.weight" in {**self.tied, **self.cloned}:
+            return
+        fresh = nn.Linear(output.weight.shape[1], rows, bias=False).to(output.weight)
+        self._init_weights(fresh)
+        output.weight = _parameter_like(
+            output.weight, _with_first_rows_of(output.weight, fresh.weight)
+        )
+
+    def _forget_base(self) -> None:
+        """The base is no longer one that was read, so adapters say nothing of it."""
+        self.base_fingerprint = self.base_model.base_fingerprint = None
+
+
+def _parameter_like(old: nn.Parameter, values: Tensor) -> nn.Parameter:
+    return nn.Parameter(values, requires_grad=old.requires_grad)
+
+
+def _with_first_rows_of(old: Tensor, new: Tensor) -> Tensor:
+    """New rows, of which the first are the old ones'."""
+    values, count = new.detach().clone(), min(len(old), len(new))
+    values[:count] = old.detach()[:count]
+    return values
+
+
+def _config_of(module: nn.Module) -> Any:
+    config = vars(module).get("config")
+    return config if hasattr(config, "vocab_size") else None

@@ -1,0 +1,262 @@
+"""`TokenizerFiles`: how tokenizers are opened and saved."""
+
+import difflib
+import inspect
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tokenizers import AddedToken
+
+from loralib.io.atomic import atomic_write
+from loralib.io.hub import resolve_file
+
+from .loading_arguments import WHERE, refuse_unknown, split_arguments
+from .special_tokens import ADDITIONAL, flags_of
+from .utils import logging
+
+logger = logging.get_logger(__name__)
+
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_TOKENS_MAP_FILE = "special_tokens_map.json"
+ADDED_TOKENS_FILE = "added_tokens.json"
+
+# What from_pretrained takes beyond a tokenizer's own settings.
+_HOW_TO_OPEN = {"use_fast", "from_slow"}
+
+_Tokenizer = TypeVar("_Tokenizer", bound="TokenizerFiles")
+
+
+class TokenizerFiles(ABC):
+    """Opening a tokenizer from files, and writing it.
+
+    A class names its vocabulary's files; everything else is in ``tokenizer_config.json``,
+    ``special_tokens_map.json`` and ``added_tokens.json``.
+    """
+
+    # Which files make a vocabulary: {constructor argument: file name}; the first complete set wins.
+    vocab_files: tuple[dict[str, str], ...] = ()
+    # Of published models whose files do not say it: the longest row, in tokens.
+    max_model_input_sizes: Mapping[str, int] = {}
+    config_names: tuple[str, ...]
+    is_fast: bool
+    _others: dict[str, Any]
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        # Upstream's names for the same.
+        cls.vocab_files_names = {
+            name: file for files in cls.vocab_files for name, file in files.items()
+        }
+        cls.pretrained_vocab_files_map = {
+            argument: {
+                name: f"https://huggingface.co/{name}/resolve/main/{file}"
+                for name in cls.max_model_input_sizes
+            }
+            for argument, file in cls.vocab_files_names.items()
+        }
+
+    @property
+    def init_kwargs(self) -> dict[str, Any]:
+        """The settings that the constructor would make this tokenizer of, in a new dict.
+
+        Files of the vocabulary are None: the tokenizer does not need them any more.
+        """
+        parameters = inspect.signature(type(self).__init__).parameters.values()
+        optional = [each.name for each in parameters if each.default is not each.empty]
+        return {
+            **dict.fromkeys(optional),
+            **dict.fromkeys(self.vocab_files_names),
+            **{name: getattr(self, name) for name in optional if hasattr(self, name)},
+            **self._config(),
+            **self._others,
+        }
+
+    def _keep_others(self, others: Mapping[str, Any]) -> None:
+        """Keeps settings that this tokenizer does not have, as 4.4.2 does: `do_lower_case`, say.
+
+        Raises:
+            TypeError: one of them is a misspelt setting of this tokenizer's.
+        """
+        known = [*self.config_names, *WHERE]
+        for name, value in others.items():
+            if difflib.get_close_matches(name, known, n=1, cutoff=0.8):
+                refuse_unknown(type(self), [name], known)
+            if value is not None and value is not False:
+                logger.warning(
+                    "%s has no setting %s: %s=%r has no effect",
+                    type(self).__name__,
+                    name,
+                    name,
+                    value,
+                )
+        self._others = dict(others)
+
+    # -- Opening -----------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(
+        cls: type[_Tokenizer], name_or_path: str | os.PathLike, **arguments: Any
+    ) -> _Tokenizer:
+        """Opens the tokenizer of a model folder or of a model on the hub.
+
+        Args:
+            name_or_path: a local folder, or a name on the hub.
+            arguments: where to look, see `loading_arguments.split_arguments`; and constructor
+                arguments that win over the files: ``model_max_length=128``.
+
+        Raises:
+            OSError: there is no such model, it has no vocabulary, or a file is damaged.
+            ValueError: what an argument asks for is not to be had.
+        """
+        name = os.fspath(name_or_path)
+        where, overrides = split_arguments(arguments)
+        overrides = {key: value for key, value in overrides.items() if key not in _HOW_TO_OPEN}
+        config = _read_json(resolve_file(name, TOKENIZER_CONFIG_FILE, **where))
+        # Files since Transformers 4.34 hold all added tokens in the configuration; older ones in
+        # two files of their own.
+        if "added_tokens_decoder" in config:
+            added = {int(index): token for index, token in config["added_tokens_decoder"].items()}
+        else:
+            config |= _read_json(resolve_file(name, SPECIAL_TOKENS_MAP_FILE, **where))
+            tokens = _read_json(resolve_file(name, ADDED_TOKENS_FILE, **where))
+            added = {index: token for token, index in tokens.items()}
+        settings = {key: _as_token(config[key]) for key in cls.config_names if key in config}
+        if name in cls.max_model_input_sizes and "model_max_length" not in settings:
+            settings["model_max_length"] = cls.max_model_input_sizes[name]
+        tokenizer = cls(
+            **{
+                **cls._vocabulary(name, overrides, where),
+                "added_tokens": {index: _as_token(token) for index, token in added.items()},
+                **settings,
+                **overrides,
+            }
+        )
+        tokenizer.name_or_path = name
+        return tokenizer
+
+    @classmethod
+    def _vocabulary(
+        cls, name: str, overrides: Mapping[str, Any], where: Mapping[str, Any]
+    ) -> dict[str, str]:
+        """The vocabulary's files by constructor arguments; none where `overrides` names them."""
+        if any(files.keys() <= overrides.keys() for files in cls.vocab_files):
+            return {}
+        for files in cls.vocab_files:
+            paths = {}
+            for argument, filename in files.items():
+                path = resolve_file(name, filename, **where)
+                if path is None:
+                    break
+                paths[argument] = str(path)
+            else:
+                return paths
+        looked_for = ", or ".join(" with ".join(files.values()) for files in cls.vocab_files)
+        raise OSError(f"'{name}' has no vocabulary: looked for {looked_for}")
+
+    # -- Saving ------------------------------------------------------------------------------------
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        legacy_format: bool | None = None,
+        filename_prefix: str | None = None,
+    ) -> tuple[str, ...]:
+        """Writes the tokenizer into a folder, each file atomically; returns the files' paths.
+
+        Args:
+            save_directory: made where it is missing.
+            legacy_format: of a fast tokenizer: True writes the files that other tokenizers read,
+                too, False ``tokenizer.json`` alone, and None both.
+            filename_prefix: what the files' names begin with, and a dash.
+        """
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        name = type(self).__name__.removesuffix("Fast")
+        contents = {
+            TOKENIZER_CONFIG_FILE: self._config() | {"tokenizer_class": name},
+            SPECIAL_TOKENS_MAP_FILE: self._special_tokens_to_save(),
+        }
+        written = []
+        for filename, content in contents.items():
+            path = prefixed(folder, filename, filename_prefix)
+            write_json(path, content, indent=2, sort_keys=True)
+            written.append(str(path))
+        return (*written, *self._save_tokens(folder, legacy_format, filename_prefix))
+
+    def _config(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in self.config_names}
+
+    def _special_tokens_to_save(self) -> dict[str, Any]:
+        """The special tokens by role; those that take spaces along as dicts, which say so."""
+
+        def saved(token: str | AddedToken) -> str | dict[str, Any]:
+            if isinstance(token, str):
+                return token
+            spaces = token.lstrip or token.rstrip or token.single_word
+            return flags_of(token) if spaces else token.content
+
+        return {
+            role: [saved(each) for each in token] if role == ADDITIONAL else saved(token)
+            for role, token in self.special_tokens_map_extended.items()
+        }
+
+    def _save_tokens(
+        self, folder: Path, legacy_format: bool | None, prefix: str | None
+    ) -> tuple[str, ...]:
+        """Writes the vocabulary, and the tokens that are added to it."""
+        written = tuple(self.save_vocabulary(folder, prefix))
+        added = self.get_added_vocab()
+        if added:
+            path = prefixed(folder, ADDED_TOKENS_FILE, prefix)
+            write_json(path, added, sort_keys=True)
+            written += (str(path),)
+        return written
+
+    @abstractmethod
+    def save_vocabulary(
+        self, save_directory: str | os.PathLike, filename_prefix: str | None = None
+    ) -> tuple[str, ...]:
+        """Writes the vocabulary's files, without added tokens; returns their paths."""
+
+
+def prefixed(folder: str | os.PathLike, filename: str, prefix: str | None) -> Path:
+    """A file in a folder; with ``prefix-`` before its name, if there is a prefix."""
+    return Path(folder, f"{prefix}-{filename}" if prefix else filename)
+
+
+def write_json(path: Path, content: Any, **format: Any) -> None:
+    """Writes a JSON file in UTF-8, atomically; `format` goes to `json.dumps`."""
+    with atomic_write(path) as temporary:
+        temporary.write_text(json.dumps(content, ensure_ascii=False, **format) + "\n", "utf-8")
+
+
+def _read_json(path: Path | None) -> dict[str, Any]:
+    """The settings in a JSON file, none where there is no file."""
+    if path is None:
+        return {}
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise OSError(f"{path}: not a JSON file ({error})") from error
+    if not isinstance(content, dict):
+        raise OSError(f"{path}: holds a {type(content).__name__}, not settings by name")
+    return content
+
+
+def _as_token(value: Any) -> Any:
+    """The token that a file spells as a dict of its text and flags; any other value as it is."""
+    if isinstance(value, list):
+        return [_as_token(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    flags = ("single_word", "lstrip", "rstrip", "normalized")
+    # Where the files do not say so, a token with flags has a special token's role.
+    return AddedToken(
+        value["content"],
+        special=value.get("special", True),
+        **{name: value[name] for name in flags if name in value},
+    )

@@ -1,0 +1,315 @@
+"""Adapters of tasks with other heads than GLUE's: in every format, in a bank, of another head."""
+
+import importlib
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from adapted_encoders import ADAPTED
+from compare import assert_same_bits
+from head_cases import (
+    TRAINED,
+    build,
+    close,
+    given,
+    logits_of,
+    real,
+    without_labels,
+)
+
+import loralib as lora
+from loralib.adapters.deltas import merge_into
+from loralib.adapters.formats import read_adapter, write_adapter
+from loralib.errors import CheckpointError, NeedsMergingError
+from loralib.serving.prepared import prepare
+from transformers.adapter_kinds import BITFIT, BOTTLENECK
+from transformers.models.auto.modeling_auto import auto_model_for
+
+LORA, POSITIONS = ADAPTED["lora"], {"lora_positions": True}
+KINDS = {
+    "lora": (lora.adapters.adapter.LORA, LORA),
+    "adapter": (BOTTLENECK, ADAPTED["houlsby"]),
+    "bitfit": (BITFIT, ADAPTED["bitfit"]),
+}
+NAMES = ("O", "B-PER", "I-PER")
+TASK_TYPES = {
+    "token_classification": "TOKEN_CLS",
+    "question_answering": "QUESTION_ANS",
+    "multiple_choice": None,
+    "causal_lm": "CAUSAL_LM",
+}
+HEADS = {
+    "token_classification": {"classifier"},
+    "question_answering": {"qa_outputs"},
+    "multiple_choice": {"classifier", "roberta.pooler"},
+    "causal_lm": {"lm_head"},
+}
+
+
+def adapted(family, head, **settings):
+    """A model with LoRA, of which what is trained is not at its start."""
+    labels = {"id2label": dict(enumerate(NAMES))} if head == "token_classification" else {}
+    positions = POSITIONS if family == "deberta" and settings.get("apply_lora") else {}
+    return build(family, head, finetuning_task="mine", **labels, **positions, **settings)
+
+
+def other_head(model, seed=3):
+    """The same model as it was before it was trained: another head, LoRA or adapter."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if name in model.adapter(model.adapted_by[0]).tensors:
+            parameter.data.normal_(std=0.2, generator=generator)
+    return model
+
+
+def loss_of(model, head):
+    with torch.no_grad():
+        return model(**given(head)).loss
+
+
+# ---- files ----
+
+
+@pytest.mark.parametrize(("family", "head"), TRAINED)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_files(family, head, kind, suffix, tmp_path):
+    kind, settings = KINDS[kind]
+    model = adapted(family, head, **settings)
+    if family == "deberta" and suffix == ".bin":
+        model.config.lora_positions = False
+        model = build(family, head, **{**settings, "id2label": model.config.id2label})
+    adapter = model.adapter(kind)
+    assert {name for name in adapter.tensors if not kind.holds(name, (f"{family}.",))} == {
+        name
+        for name in model.state_dict()
+        if name.startswith(tuple(f"{module}." for module in HEADS[head]))
+        and name not in model.tied_weights
+    }
+    write_adapter(tmp_path / f"a{suffix}", adapter)
+    read = read_adapter(tmp_path / f"a{suffix}", kind)
+    is_lm = head == "causal_lm" and suffix == ".bin"  # those are alike, and this file says nothing
+    assert read.head == ("masked_lm" if is_lm else head)
+    if suffix == ".safetensors":
+        assert read.metadata == adapter.metadata
+        assert read.metadata.head == head
+        assert read.metadata.labels == (NAMES if head == "token_classification" else None)
+    again = other_head(type(model)(model.config).eval())
+    weights = {n: t for n, t in model.state_dict().items() if n not in adapter.tensors}
+    again.load_state_dict(weights, strict=False)
+    assert loss_of(again, head) != loss_of(model, head)
+    assert again.load_adapters([read]) == []
+    assert_same_bits(again.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize(("family", "head"), [pair for pair in TRAINED if pair[1] != "causal_lm"])
+def test_a_folder_of_pefts(family, head, tmp_path):
+    model = adapted(family, head, **LORA)
+    adapter = model.adapter()
+    remarks = write_adapter(tmp_path / "a", adapter, "peft")
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert config["task_type"] == TASK_TYPES[head]
+    assert config["modules_to_save"] == sorted(HEADS[head])
+    assert any("head" in remark for remark in remarks) == (TASK_TYPES[head] is None)
+    read = read_adapter(tmp_path / "a")
+    assert_same_bits(read.tensors, adapter.tensors)
+    assert read.metadata == adapter.metadata
+    # What PEFT itself has written says no more than its config.
+    _without_metadata(tmp_path / "a" / "adapter_model.safetensors")
+    theirs = read_adapter(tmp_path / "a")
+    assert theirs.metadata.head == (head if TASK_TYPES[head] else None)
+    assert theirs.head == head
+
+
+def test_pefts_format_has_no_head_that_is_tied_to_the_base(tmp_path):
+    """It saves modules whole, and would hold a copy of the vocabulary."""
+    adapter = adapted("roberta", "causal_lm", **LORA).adapter()
+    with pytest.raises(NeedsMergingError, match=r"brings lm_head, whose lm_head.decoder.weight is"):
+        write_adapter(tmp_path / "a", adapter, "peft")
+    # LoRA alone, on the head that the base brings, is what PEFT makes of a language model.
+    alone = {name: tensor for name, tensor in adapter.tensors.items() if "lora_" in name}
+    write_adapter(tmp_path / "a", replace(adapter, tensors=alone), "peft")
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert (config["task_type"], config["modules_to_save"]) == ("CAUSAL_LM", None)
+    model = adapted("roberta", "causal_lm", **LORA)
+    assert model.load_adapters([read_adapter(tmp_path / "a")]) == []
+
+
+def _without_metadata(path):
+    from safetensors.torch import load_file, save_file
+
+    save_file({name: tensor.clone() for name, tensor in load_file(path).items()}, path)
+
+
+def test_a_folder_whose_task_was_changed(tmp_path):
+    write_adapter(tmp_path / "a", adapted(*TRAINED[0], **LORA).adapter(), "peft")
+    path = tmp_path / "a" / "adapter_config.json"
+    path.write_text(path.read_text().replace("TOKEN_CLS", "SEQ_CLS"))
+    with pytest.raises(CheckpointError, match=r"head token_classification, .* sequence_classif"):
+        read_adapter(tmp_path / "a")
+
+
+@pytest.mark.parametrize(("family", "head"), TRAINED)
+@pytest.mark.parametrize("part", KINDS)
+def test_what_is_taken_out_of_a_full_checkpoint(family, head, part, tmp_path):
+    split_lora = importlib.import_module("split_lora")
+    kind, settings = KINDS[part]
+    model = adapted(family, head, **settings)
+    model.save_pretrained(tmp_path / "full")
+    split_lora.split(tmp_path / "full", tmp_path / f"{part}.safetensors", part)
+    ours, theirs = read_adapter(tmp_path / f"{part}.safetensors", kind), model.adapter(kind)
+    assert_same_bits(ours.tensors, theirs.tensors)
+    for field in ("head", "is_decoder", "labels", "task", *kind.metadata.own):
+        assert getattr(ours.metadata, field) == getattr(theirs.metadata, field), field
+
+
+@pytest.mark.parametrize(("family", "head"), TRAINED)
+def test_merged_with_its_base(family, head, tmp_path):
+    convert = importlib.import_module("convert")
+    model = adapted(family, head, **LORA)
+    base = type(model)(replace_config(model, apply_lora=False)).eval()
+    base.load_state_dict(model.state_dict(), strict=False)
+    base.base_model.save_pretrained(tmp_path / "base")
+    settings = json.loads((tmp_path / "base" / "config.json").read_text())
+    settings.pop("is_decoder", None)
+    (tmp_path / "base" / "config.json").write_text(json.dumps(settings))
+    write_adapter(tmp_path / "a.safetensors", model.adapter())
+    arguments = [tmp_path / "a.safetensors", tmp_path / "out", "--to", "merged"]
+    convert.main([*map(str, arguments), "--base", str(tmp_path / "base")])
+    merged = auto_model_for(head).from_pretrained(tmp_path / "out")
+    assert type(merged) is type(model)
+    assert not merged.newly_initialized
+    assert not merged.adapted_by
+    if head == "token_classification":
+        assert merged.config.id2label == dict(enumerate(NAMES))
+    close(loss_of(merged, head), loss_of(model, head))
+
+
+def replace_config(model, **changes):
+    return type(model.config)(**{**model.config.to_dict(), **changes})
+
+
+# ---- heads that are not the model's ----
+
+
+@pytest.mark.parametrize(("family", "head"), TRAINED)
+@pytest.mark.parametrize("other", ["sequence_classification", *TASK_TYPES])
+def test_the_adapter_of_another_head(family, head, other):
+    pairs = [pair for pair in TRAINED if pair == (family, other)]
+    if other == head or (not pairs and other != "sequence_classification"):
+        return
+    adapter = adapted(family, head, **LORA).adapter()
+    config = adapted(family, head, **LORA).config
+    model = auto_model_for(other).from_config(config)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(
+        CheckpointError, match=f"^adapter: was trained with head {head}, .* {other}$"
+    ):
+        model.load_adapters([adapter])
+    # Without metadata the names of its tensors are another's.
+    unsaid = replace(adapter, metadata=replace(adapter.metadata, head=None))
+    model.newly_initialized = frozenset(model.state_dict())
+    with pytest.raises(CheckpointError, match=r"lacks|unknown to the model"):
+        model.load_adapters([unsaid])
+    assert_same_bits(model.state_dict(), before)
+
+
+def test_a_decoders_adapter_in_what_is_none():
+    decoder = adapted("roberta", "causal_lm", **LORA)
+    other = build("roberta", "bidirectional_lm", **LORA)
+    with pytest.raises(CheckpointError, match=r"was trained with is_decoder True, .* False$"):
+        other.load_adapters([decoder.adapter()])
+    with pytest.raises(CheckpointError, match=r"was trained with is_decoder False, .* True$"):
+        decoder.load_adapters([other.adapter()])
+
+
+# ---- bank ----
+
+
+@pytest.mark.parametrize(("family", "head"), TRAINED)
+def test_a_bank_gives_what_a_model_of_its_own_gives(family, head):
+    """One adapter for each row of a batch, or of its choices; heads of several widths."""
+    plain, adapters, own = build(family, head), {}, {}
+    for seed, (name, labels) in enumerate({"a": 3, "b": 5}.items()):
+        labels = {"num_labels": labels} if head == "token_classification" else {}
+        model = build(family, head, **LORA, **(POSITIONS if family == "deberta" else {}), **labels)
+        adapters[name] = replace(other_head(model, seed).adapter(), source=name)
+        alone = type(model)(replace_config(model, apply_lora=False)).eval()
+        weights = {n: t for n, t in plain.state_dict().items() if n in alone.state_dict()}
+        alone.load_state_dict(
+            {n: t for n, t in weights.items() if t.shape == alone.state_dict()[n].shape},
+            strict=False,
+        )
+        merge_into(alone, adapters[name])
+        own[name] = alone
+    arguments = without_labels(head, given(head))
+    before = plain(**arguments)
+    bank = lora.AdapterBank(plain)
+    for name, adapter in adapters.items():
+        bank.add(name, adapter)
+    rows = ["a", "b", "b", "a"]
+    if head == "multiple_choice":
+        rows = ["a", "a", "b", "b"]
+    with bank.use(rows), torch.no_grad():
+        mixed = plain(**arguments)
+    for name in logits_of(head):
+        alone = {each: model(**arguments)[name] for each, model in own.items()}
+        assert (alone["a"] - before[name]).nan_to_num(0).abs().max() > 0.1
+        for row, each in enumerate(rows[:: 2 if head == "multiple_choice" else 1]):
+            part = {key: value[row] for key, value in arguments.items()}
+            theirs = real(alone[each][row], part)
+            ours = real(mixed[name][row], part)[..., : theirs.shape[-1]]
+            close(ours, theirs)
+    for name in logits_of(head):
+        assert torch.equal(plain(**arguments)[name], before[name])
+    assert all(parameter.requires_grad for parameter in plain.parameters())
+
+
+def test_a_bank_shares_what_a_head_has_of_the_base():
+    """A vocabulary is held once, and the base's parameters stay as they are."""
+    plain, adapter = (
+        build("roberta", "causal_lm"),
+        adapted("roberta", "causal_lm", **LORA).adapter(),
+    )
+    words = plain.roberta.embeddings.word_embeddings.weight
+    for source in (adapter, replace(adapter, source="other")):
+        head = prepare(plain, source, None).heads["lm_head"]
+        assert head.decoder.weight is words
+        assert head.decoder.bias is head.bias
+        assert head.bias is not plain.lm_head.bias
+        assert {name for name, p in head.named_parameters() if p.requires_grad} == {
+            "decoder.weight"
+        }
+    assert words.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("head", ["token_classification"]), ("is_decoder", "yes")]
+)
+def test_metadata_that_is_damaged(field, value, tmp_path):
+    adapter = adapted(*TRAINED[0], **LORA).adapter()
+    damaged = replace(adapter, metadata=replace(adapter.metadata, **{field: value}))
+    with pytest.raises(CheckpointError, match=rf"^adapter: {field} .* in its metadata$"):
+        write_adapter(tmp_path / "a.safetensors", damaged)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_vocabulary_of_its_own(tie, tmp_path):
+    """It belongs to the head, and to its adapter; one that is tied is the base's."""
+    model = adapted("roberta", "causal_lm", **LORA, tie_word_embeddings=tie)
+    adapter = model.adapter()
+    assert ("lm_head.decoder.weight" in adapter.tensors) == (not tie)
+    assert "lm_head.decoder.bias" not in adapter.tensors
+    write_adapter(tmp_path / "a.safetensors", adapter)
+    read = read_adapter(tmp_path / "a.safetensors")
+    again = adapted("roberta", "causal_lm", **LORA, tie_word_embeddings=tie)
+    assert other_head(again).load_adapters([read]) == []
+    assert_same_bits(again.state_dict(), model.state_dict())
+    if not tie:
+        write_adapter(tmp_path / "a", adapter, "peft")
+        assert_same_bits(read_adapter(tmp_path / "a").tensors, adapter.tensors)
+        with pytest.raises(
+            CheckpointError, match=r"unknown to the model,.* lm_head.decoder.weight"
+        ):
+            adapted("roberta", "causal_lm", **LORA).load_adapters([read])

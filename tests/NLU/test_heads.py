@@ -1,0 +1,313 @@
+"""Heads for tags, answers, choices, next tokens: upstream's numbers, padding, what is trained."""
+
+import pytest
+import torch
+from adapted_encoders import CROSS, settings_of
+from head_cases import (
+    INPUTS,
+    PAIRS,
+    TRAINED,
+    build,
+    close,
+    given,
+    labels_of,
+    logits_of,
+    maker,
+    real,
+    upstream,
+    wider,
+    without_labels,
+)
+
+import transformers
+from loralib.nn.packing import PackedRows
+from transformers.data.data_collator import PackedCollator
+
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+CASES = [(*pair, case) for pair in PAIRS for case in maker.cases(pair[1], INPUTS)]
+# Upstream counts padding among the possible answers, and holes among the tokens that predict.
+SAME_LOSS = [
+    (family, head, case)
+    for family, head, case in CASES
+    if head != "question_answering" or case not in ("padded", "holes")
+    if head != "causal_lm" or case != "holes"
+]
+
+
+# ---- upstream's numbers ----
+
+
+@pytest.mark.parametrize(("family", "head", "case"), CASES)
+def test_logits_are_upstreams(family, head, case):
+    arguments = given(head, case)
+    output = build(family, head)(**arguments)
+    for name in logits_of(head):
+        theirs = upstream(family, head, case, name)
+        assert output[name].shape == theirs.shape
+        close(real(output[name], arguments), real(theirs, arguments))
+
+
+@pytest.mark.parametrize(("family", "head", "case"), SAME_LOSS)
+@pytest.mark.parametrize("training", [False, True])
+def test_losses_are_upstreams(family, head, case, training):
+    model = build(family, head, **NO_DROPOUT).train(training)
+    close(model(**given(head, case)).loss, upstream(family, head, case, "loss"))
+
+
+@pytest.mark.parametrize("family", maker.FAMILIES)
+def test_a_padded_answers_loss_is_the_mean_of_its_rows(family):
+    """Each as upstream computes it without padding."""
+    head = "question_answering"
+    rows = [upstream(family, head, f"row{row}", "loss") for row in range(4)]
+    close(build(family, head)(**given(head)).loss, torch.stack(rows).mean())
+
+
+# ---- padding ----
+
+
+@pytest.mark.parametrize(("family", "head"), PAIRS)
+def test_padding_changes_nothing(family, head):
+    """Neither how far a batch is padded, nor the labels that stand there."""
+    model, arguments = build(family, head), given(head)
+    expected = model(**arguments)
+    output = model(**wider(arguments))
+    close(output.loss, expected.loss)
+    for name in logits_of(head):
+        close(real(output[name], wider(arguments)), real(expected[name], arguments))
+
+
+@pytest.mark.parametrize("family", maker.FAMILIES)
+def test_padding_is_no_answer(family):
+    arguments = given("question_answering")
+    model, mask = build(family, "question_answering"), arguments["attention_mask"]
+    output = model(**arguments)
+    for logits in (output.start_logits, output.end_logits):
+        assert (logits[mask == 0] == float("-inf")).all()
+        assert logits[mask == 1].isfinite().all()
+    # A position at padding is none: it counts for nothing, as one beyond the batch does.
+    spans = {"start_positions": torch.tensor([2, 5, 7, 16]), "end_positions": INPUTS["ends"]}
+    elsewhere = {**spans, "start_positions": torch.tensor([2, 18, 7, 16])}
+    at_padding, beyond = (model(**{**arguments, **each}) for each in (spans, elsewhere))
+    assert torch.equal(at_padding.loss, beyond.loss)
+    at_padding.loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize(("family", "head"), PAIRS)
+def test_a_batch_without_a_target_has_no_loss(family, head):
+    model, arguments = build(family, head), given(head)
+    nothing = {name: torch.full_like(arguments[name], -100) for name in labels_of(head)}
+    if head == "question_answering":
+        nothing = {name: torch.full_like(arguments[name], 99) for name in labels_of(head)}
+    loss = model(**{**arguments, **nothing}).loss
+    assert loss == 0
+    loss.backward()
+    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize(("family", "head"), PAIRS)
+def test_rows_that_are_packed_with_the_batch(family, head):
+    """As the Trainer's collator does it, for choices as well."""
+    model, arguments = build(family, head), given(head)
+    batch = PackedCollator(lambda features: features[0])([arguments])
+    assert batch["packed_rows"].lengths == INPUTS["mask"].sum(dim=1).tolist()
+    output, expected = model(**batch), model(**arguments)
+    assert torch.equal(output.loss, expected.loss)
+
+
+# ---- what goes in and comes out ----
+
+
+@pytest.mark.parametrize(("family", "head"), PAIRS)
+def test_outputs(family, head):
+    model, arguments = build(family, head), given(head)
+    output = model(**arguments, output_hidden_states=True)
+    names = ["loss", *logits_of(head), "hidden_states"]
+    assert list(output) == names
+    assert [state.shape for state in output.hidden_states] == [(4, 18, 32)] * 3
+    as_tuple = model(**arguments, return_dict=False)
+    assert len(as_tuple) == len(names) - 1
+    close(as_tuple[0], output.loss)
+    bare = model(**without_labels(head, arguments))
+    assert list(bare) == names[1:-1]
+    for name in logits_of(head):
+        close(bare[name], output[name])
+
+
+@pytest.mark.parametrize(("family", "head"), PAIRS)
+def test_attentions(family, head):
+    """With them the plain path is taken, which gives the same numbers."""
+    model, arguments = build(family, head), given(head)
+    expected = model(**arguments)
+    output = model(**arguments, output_attentions=True)
+    assert list(output) == [*expected, "attentions"]
+    assert [each.shape for each in output.attentions] == [(4, 4, 18, 18)] * 2
+    for name in ("loss", *logits_of(head)):
+        close(real(output[name], arguments), real(expected[name], arguments))
+    if model.config.model_type == "roberta" and head == "causal_lm":
+        assert all(not each.triu(1).any() for each in output.attentions)
+
+
+@pytest.mark.parametrize(("family", "head"), PAIRS)
+def test_embeddings_as_inputs(family, head):
+    model, arguments = build(family, head), given(head)
+    words = model.base_model.embeddings.word_embeddings
+    embedded = {**arguments, "inputs_embeds": words(arguments["input_ids"])}
+    if family == "roberta":  # whose positions are told by ids
+        first = model.config.pad_token_id + 1
+        columns = torch.arange(first, first + arguments["input_ids"].shape[-1])
+        embedded["position_ids"] = columns.expand_as(arguments["input_ids"])
+    del embedded["input_ids"]
+    close(model(**embedded).loss, model(**arguments).loss)
+
+
+@pytest.mark.parametrize(("family", "head"), TRAINED)
+def test_auto_classes(family, head):
+    model = build(family, head)
+    end = maker.HEADS[head][0]
+    auto = getattr(transformers, f"AutoModel{end}")
+    assert type(auto.from_config(model.config)) is type(model)
+    mapping = getattr(transformers, f"MODEL_FOR_{head.upper()}_MAPPING")
+    assert mapping[type(model.config)] is type(model)
+    assert len(mapping) == sum(other == head for _, other in TRAINED)
+
+
+@pytest.mark.parametrize("family", maker.FAMILIES)
+def test_answers_on_a_model_of_other_labels(family, tmp_path):
+    """Upstream reads as many outputs as there are labels: settings are saved that say two."""
+    classifier = build(family, "token_classification", num_labels=5)
+    classifier.save_pretrained(tmp_path / "base")
+    auto = transformers.AutoModelForQuestionAnswering
+    model = auto.from_pretrained(tmp_path / "base", config=classifier.config)
+    assert model.config.num_labels == model.base_model.config.num_labels == 2
+    assert classifier.config.num_labels == 5
+    model.save_pretrained(tmp_path / "own")
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "own").num_labels == 2
+    arguments = given("question_answering")
+    again = auto.from_pretrained(tmp_path / "own")
+    assert torch.equal(again(**arguments).loss, model(**arguments).loss)
+
+
+@pytest.mark.parametrize("end", ["ForMultipleChoice", "ForCausalLM"])
+def test_what_a_family_does_not_have(end):
+    config = build("deberta", "token_classification").config
+    with pytest.raises(
+        ValueError, match=r"^there is no DeBERTa-v2 for (multiple_choice|causal_lm)"
+    ):
+        getattr(transformers, f"AutoModel{end}").from_config(config)
+
+
+def test_choices_need_a_dimension():
+    model = build("roberta", "multiple_choice")
+    with pytest.raises(ValueError, match=r"takes \(batch, choices, length, …\), not \(4, 18\)"):
+        model(INPUTS["ids"], attention_mask=INPUTS["mask"])
+
+
+@pytest.mark.parametrize(("family", "head"), PAIRS)
+def test_saved_and_loaded(family, head, tmp_path):
+    model, arguments = build(family, head), given(head)
+    model.save_pretrained(tmp_path)
+    again, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert info == {"missing_keys": [], "unexpected_keys": [], "error_msgs": []}
+    assert torch.equal(again(**arguments).loss, model(**arguments).loss)
+
+
+@pytest.mark.parametrize(("family", "head"), TRAINED)
+def test_a_head_on_another_models_backbone(family, head, tmp_path):
+    """As from a pretrained model: the head is new, and with it the pooler of choices."""
+    other = build(family, "token_classification")
+    other.base_model.save_pretrained(tmp_path)
+    model = type(build(family, head)).from_pretrained(tmp_path)
+    prefix = f"{family}."
+    outside = {name for name in model.state_dict() if not name.startswith(prefix)}
+    pooler = {name for name in model.state_dict() if ".pooler." in name}
+    assert len(pooler) == (2 if head == "multiple_choice" else 0)
+    assert model.newly_initialized == (outside | pooler) - model.tied_weights.keys()
+
+
+# ---- what is trained ----
+
+
+@pytest.mark.parametrize(("family", "head"), TRAINED)
+@pytest.mark.parametrize("names", CROSS, ids="+".join)
+def test_what_trains(family, head, names):
+    """The head, the pooler of choices with it; in the backbone, what was put there or biases."""
+    model = build(family, head, **settings_of(names)).train()
+    model.train_only(kind.part for kind in model.adapted_by)
+    parts = {"lora": "lora", "bitfit": "bias", "houlsby": "adapter", "pfeiffer": "adapter"}
+    wanted = [parts[name] for name in names]
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    for name, _ in model.named_parameters():
+        is_head = not name.startswith(f"{family}.") or ".pooler." in name
+        assert (name in trained) == (is_head or any(part in name for part in wanted)), name
+    model(**given(head)).loss.backward()
+    # Without one for each of them, several processes could not train together.
+    assert trained == {name for name, p in model.named_parameters() if p.grad is not None}
+
+
+# ---- decoders ----
+
+
+def test_a_token_of_a_decoder_sees_none_after_it():
+    model, arguments = build("roberta", "causal_lm", **NO_DROPOUT), given("causal_lm")
+    changed = {**arguments, "input_ids": arguments["input_ids"].clone()}
+    changed["input_ids"][:, 2] = 7
+    for training in (False, True):  # by two ways to attend
+        model.train(training)
+        logits, others = (model(**each).logits for each in (arguments, changed))
+        close(logits[:, :2], others[:, :2])
+        assert (logits[:, 2] - others[:, 2]).abs().max() > 0.1
+        assert (logits[0, 6] - others[0, 6]).abs().max() > 1e-3
+
+
+def test_both_ways_to_attend_give_one_decoder():
+    model, arguments = build("roberta", "causal_lm", **NO_DROPOUT), given("causal_lm", "holes")
+    with torch.no_grad():
+        merged = model(**arguments).logits
+    close(model.train()(**arguments).logits, merged)
+
+
+@pytest.mark.parametrize("case", ["padded", "holes"])
+def test_a_decoders_first_token_alone(case):
+    """A classifier needs no more of it; the full path gives the same."""
+    config = build("roberta", "causal_lm").config
+    model = transformers.RobertaForSequenceClassification(config).eval()
+    maker.draw_weights(model)
+    arguments = without_labels("causal_lm", given("causal_lm", case))
+    close(model(**arguments).logits, model(**arguments, output_hidden_states=True).logits)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"encoder_hidden_states": torch.ones(4, 2, 32)},
+        {"past_key_values": ((),)},
+        {"use_cache": True},
+    ],
+)
+def test_what_a_decoder_does_not_carry(asked):
+    model, arguments = build("roberta", "causal_lm"), given("causal_lm")
+    (name,) = asked
+    with pytest.raises(ValueError, match=rf"^{name}: [^\n]*no cross-attention, no cache"):
+        model(**arguments, **asked)
+    assert model(**arguments, use_cache=False).loss > 0
+    with pytest.raises(ValueError, match=r"^generate: "):
+        model.generate(arguments["input_ids"])
+
+
+def test_a_decoder_that_asks_for_an_encoder():
+    with pytest.raises(ValueError, match=r"^add_cross_attention"):
+        build("roberta", "causal_lm", add_cross_attention=True)
+
+
+def test_a_row_that_is_all_targets_but_its_first():
+    """Labels that are the ids: the mean of each row's own losses, but for the first tokens."""
+    model, rows = build("roberta", "causal_lm"), PackedRows(INPUTS["mask"])
+    arguments = without_labels("causal_lm", given("causal_lm"))
+    logits = model(**arguments).logits.log_softmax(-1)
+    losses = [
+        -logits[row, column, INPUTS["ids"][row, column + 1]]
+        for row, length in enumerate(rows.lengths)
+        for column in range(length - 1)
+    ]
+    close(model(**arguments, labels=INPUTS["ids"]).loss, torch.stack(losses).mean())

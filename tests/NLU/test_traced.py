@@ -1,0 +1,63 @@
+"""Graphs that `torch.jit.trace` records: of any batch, any length and any padding."""
+
+import make_plain_fixture as maker
+import pytest
+import torch
+from compare import assert_close_to_rounding
+from encoder_options import ENCODER_TERMS
+
+pytestmark = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit")
+
+FAMILIES = tuple(maker.FAMILIES)
+KINDS = ("backbone", "mlm", "classifier")
+
+
+def batch(family, rows, length):
+    """Ids and a mask that pads on both sides; the first row is full."""
+    generator = torch.Generator().manual_seed(rows)
+    ids = torch.randint(3, 48, (rows, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1:, 0] = mask[1:, length - 1] = 0
+    return ids.masked_fill(mask == 0, maker.FAMILIES[family][1]["pad_token_id"]), mask
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_batches_than_the_recorded_one(family, kind, masked, tmp_path):
+    model = maker.build(family, kind, torchscript=True, conv_kernel_size=3)
+    given = batch(family, 3, 7)[: 1 + masked]
+    torch.jit.save(torch.jit.trace(model, given), tmp_path / "graph.pt")
+    graph = torch.jit.load(tmp_path / "graph.pt")
+    assert graph.state_dict().keys() == model.state_dict().keys()
+    for shape in ((3, 7), (1, 4), (5, 12)):
+        ids, mask = batch(family, *shape)
+        given = (ids, mask)[: 1 + masked]
+        real = mask == 1 if masked else torch.ones_like(mask, dtype=torch.bool)
+        for ours, expected in zip(graph(*given), model(*given), strict=True):
+            if expected.dim() == 3:
+                ours, expected = ours[real], expected[real]
+            assert_close_to_rounding(ours, expected, ENCODER_TERMS)
+
+
+@pytest.mark.parametrize("settings", [{"output_attentions": True}, {"output_hidden_states": True}])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_else_the_settings_show(family, settings):
+    model = maker.build(family, "backbone", torchscript=True, **settings)
+    graph = torch.jit.trace(model, batch(family, 2, 5)[:1])
+    ids, _ = batch(family, 3, 6)
+    shown, expected = graph(ids)[-1], model(ids)[-1]
+    assert len(shown) == len(expected) >= 2
+    for ours, theirs in zip(shown, expected, strict=True):
+        assert_close_to_rounding(ours, theirs, ENCODER_TERMS)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_lora(family, recorded):
+    settings = {"apply_lora": True, "lora_r": 2, "lora_alpha": 6}
+    model = maker.build(family, "classifier", torchscript=True, **settings)
+    with torch.set_grad_enabled(recorded):
+        graph = torch.jit.trace(model, batch(family, 2, 5))
+        given = batch(family, 4, 9)
+        assert_close_to_rounding(graph(*given)[0], model(*given)[0], ENCODER_TERMS)

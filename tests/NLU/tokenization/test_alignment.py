@@ -1,0 +1,272 @@
+"""Tokens with their words, characters and texts: upstream's values, and what follows from them."""
+
+import copy
+import itertools
+import json
+import pickle
+
+import make_token_alignment_fixture as maker
+import pytest
+import torch
+
+from transformers import (
+    BatchEncoding,
+    CharSpan,
+    DebertaV2Tokenizer,
+    DebertaV2TokenizerFast,
+    PreTrainedTokenizerFast,
+    RobertaTokenizer,
+    RobertaTokenizerFast,
+    TokenSpan,
+)
+
+FIXTURE = json.loads(maker.FIXTURE.read_text("utf-8"))
+FAST = {"roberta": RobertaTokenizerFast, "deberta-v2": DebertaV2TokenizerFast}
+PLAIN = {"roberta": RobertaTokenizer, "deberta-v2": DebertaV2Tokenizer}
+CONTEXT = "The rain fell on the harbour, and the boats came home before the evening."
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return maker.write_tokenizers(tmp_path_factory.mktemp("alignment"))
+
+
+@pytest.fixture(params=FAST)
+def family(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def tokenizer(family, folders):
+    return FAST[family].from_pretrained(folders[family])
+
+
+# ---- Upstream's values ----
+
+
+@pytest.mark.parametrize("call", maker.CALLS)
+def test_alignment_is_upstreams(family, folders, call):
+    ours = maker.aligned(FAST[family], folders[family], call)
+    expected = FIXTURE[family][call]
+    assert ours.keys() == expected.keys()
+    for entry in expected:
+        for row, (mine, theirs) in enumerate(zip(ours[entry], expected[entry], strict=True)):
+            assert mine == theirs, (entry, row)
+
+
+# ---- What follows from them ----
+
+
+@pytest.mark.parametrize("text", maker.TEXTS)
+def test_every_character_but_spaces_has_a_token_that_holds_it(tokenizer, text):
+    batch = tokenizer(text, return_offsets_mapping=True)
+    for place, char in enumerate(text):
+        token = batch.char_to_token(place)
+        assert token is not None or char.isspace()
+        if token is not None:
+            start, end = batch["offset_mapping"][token]
+            assert start <= place < end
+            assert batch.token_to_chars(token) == CharSpan(start, end)
+            assert batch.char_to_word(place) == batch.token_to_word(token)
+
+
+def test_words_hold_their_tokens_and_characters(tokenizer):
+    batch = tokenizer("rain fell", "the boats")
+    for sequence, text in enumerate(("rain fell", "the boats")):
+        for word, letters in enumerate(text.split()):
+            tokens = batch.word_to_tokens(word, sequence_index=sequence)
+            assert isinstance(tokens, TokenSpan)
+            chars = batch.word_to_chars(0, word, sequence_index=sequence)
+            assert text[slice(*chars)].strip() == letters
+            for token in range(*tokens):
+                assert batch.token_to_word(token) == batch.token_to_word(0, token) == word
+                assert batch.token_to_sequence(token) == sequence
+    assert batch.words() == batch.word_ids(0)
+    assert batch.n_sequences == 2
+    assert batch.token_to_sequence(0) is batch.token_to_chars(0) is batch.token_to_word(-1) is None
+    assert batch.word_to_tokens(99) is None
+
+
+def test_windows_give_the_whole_text_back(tokenizer):
+    whole = tokenizer(CONTEXT, add_special_tokens=False)["input_ids"]
+    batch = tokenizer(
+        CONTEXT, truncation=True, max_length=12, stride=3, return_overflowing_tokens=True
+    )
+    rows = [
+        [i for i, s in zip(row, batch.sequence_ids(n), strict=True) if s == 0]
+        for n, row in enumerate(batch["input_ids"])
+    ]
+    assert all(len(row) <= 10 for row in rows)
+    for before, after in itertools.pairwise(rows):
+        assert before[-3:] == after[:3]
+    assert rows[0] + [index for row in rows[1:] for index in row[3:]] == whole
+    assert batch["overflow_to_sample_mapping"] == [0] * len(rows)
+
+
+def test_rows_of_several_texts_know_theirs(tokenizer):
+    batch = tokenizer(
+        ["a", CONTEXT, "b"],
+        truncation=True,
+        max_length=12,
+        return_overflowing_tokens=True,
+        padding=True,
+        return_tensors="pt",
+    )
+    samples = batch["overflow_to_sample_mapping"]
+    assert (samples[0], samples[-1]) == (0, 2)
+    assert samples.bincount()[1] == len(samples) - 2
+    assert batch["input_ids"].shape == (len(samples), 12)
+
+
+def test_answers_are_found_in_windows(tokenizer):
+    """As question answering does it: a character's token, and the characters of tokens."""
+    start = CONTEXT.index("boats")
+    batch = tokenizer(
+        ["what came home"],
+        [CONTEXT],
+        truncation="only_second",
+        max_length=30,
+        stride=6,
+        return_overflowing_tokens=True,
+        return_offsets_mapping=True,
+        padding="max_length",
+    )
+    found = 0
+    for row, offsets in enumerate(batch["offset_mapping"]):
+        first, last = (batch.char_to_token(row, place, 1) for place in (start, start + 4))
+        if first is not None and last is not None:
+            found += 1
+            assert batch.sequence_ids(row)[first] == 1
+            assert CONTEXT[offsets[first][0] : offsets[last][1]].strip() == "boats"
+    assert found
+
+
+def test_capitals_that_grow_in_lower_case_keep_their_places(folders):
+    tokenizer = DebertaV2TokenizerFast.from_pretrained(folders["deberta-v2"], do_lower_case=True)
+    text = "İİ RAIN"
+    batch = tokenizer(text, return_offsets_mapping=True)
+    start, end = batch["offset_mapping"][-2]
+    assert batch.tokens()[-2].endswith("in")
+    assert text[start:end].endswith("IN")
+
+
+def test_the_alignment_of_split_off_punctuation(folders):
+    settings = {"split_by_punct": True}
+    folder = folders["deberta-v2"]
+    tokenizer = DebertaV2TokenizerFast.from_pretrained(folder, **settings)
+    plain = DebertaV2Tokenizer.from_pretrained(folder, **settings)
+    text = "rain,wind [MASK]."
+    batch = tokenizer(text)
+    assert batch["input_ids"] == plain(text)["input_ids"] == batch.encodings[0].ids
+    words = [text[slice(*batch.word_to_chars(0, word))].strip() for word in range(5)]
+    assert words == ["rain", ",", "wind", "[MASK]", "."]
+
+
+# ---- The ids are one ----
+
+
+def test_the_alignment_has_the_ids_of_the_rows(tokenizer):
+    settings = {"padding": "max_length", "max_length": 20, "truncation": True}
+    batch = tokenizer(list(maker.TEXTS), list(maker.TEXTS[::-1]), **settings)
+    for row, encoding in enumerate(batch.encodings):
+        assert encoding.ids == batch["input_ids"][row]
+        assert encoding.attention_mask == batch["attention_mask"][row]
+        assert encoding is batch[row]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"truncation": True, "max_length": 11},
+        {"truncation": "only_second", "max_length": 64, "padding": True},
+        {"add_special_tokens": False, "return_special_tokens_mask": True},
+        {"padding": True, "return_tensors": "np", "return_token_type_ids": True},
+    ],
+)
+def test_tokenizers_that_are_not_fast_give_the_same(family, folders, tokenizer, settings):
+    plain = PLAIN[family].from_pretrained(folders[family])
+    texts = maker.TEXTS[:3], maker.TEXTS[4:7]
+    fast_batch, plain_batch = (each(*map(list, texts), **settings) for each in (tokenizer, plain))
+    assert fast_batch.keys() == plain_batch.keys()
+    for entry, rows in plain_batch.items():
+        assert (
+            torch.equal(torch.tensor(rows), torch.tensor(fast_batch[entry]))
+            if ("return_tensors" in settings)
+            else (rows == fast_batch[entry])
+        )
+    assert (plain.is_fast, plain_batch.is_fast, plain_batch.encodings) == (False, False, None)
+    assert tokenizer.is_fast is fast_batch.is_fast is True
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    assert not isinstance(plain, PreTrainedTokenizerFast)
+
+
+def test_words_as_texts_have_the_same_ids(family, folders):
+    settings = {"add_prefix_space": True} if family == "roberta" else {}
+    tokenizer = FAST[family].from_pretrained(folders[family], **settings)
+    plain = PLAIN[family].from_pretrained(folders[family])
+    words = [list(each) for each in maker.WORDS]
+    ids = tokenizer(words, is_split_into_words=True)["input_ids"]
+    assert plain(words, is_split_into_words=True)["input_ids"] == ids
+    assert plain(words[0], is_split_into_words=True)["input_ids"] == ids[0]
+    pairs = tokenizer(words[:2], words[3:], is_split_into_words=True)["input_ids"]
+    assert plain(words[:2], words[3:], is_split_into_words=True)["input_ids"] == pairs
+    rows = list(zip(words[:2], words[3:], strict=True))
+    assert tokenizer.batch_encode_plus(rows, is_split_into_words=True)["input_ids"] == pairs
+
+
+# ---- What cannot be had ----
+
+
+def test_ids_alone_have_no_places(family, folders):
+    plain = PLAIN[family].from_pretrained(folders[family])
+    with pytest.raises(NotImplementedError, match="take a fast tokenizer"):
+        plain("a", return_offsets_mapping=True)
+    for ask in (BatchEncoding.word_ids, BatchEncoding.sequence_ids, BatchEncoding.tokens):
+        with pytest.raises(ValueError, match="take a fast tokenizer"):
+            ask(plain("a"))
+    with pytest.raises(KeyError, match="rows have indices only where a fast tokenizer"):
+        plain("a")[0]
+
+
+def test_words_need_their_space_in_roberta(folders):
+    tokenizer = RobertaTokenizerFast.from_pretrained(folders["roberta"])
+    with pytest.raises(ValueError, match="open the tokenizer with add_prefix_space=True"):
+        tokenizer(["a", "b"], is_split_into_words=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "message"),
+    [
+        ((CONTEXT,), {"stride": 7}, "stride=7 is not smaller than the [78] tokens"),
+        ((CONTEXT,), {"stride": -1}, "stride is a number of tokens, not -1"),
+        (
+            (["a", CONTEXT], ["b", CONTEXT]),
+            {"truncation": "only_second", "stride": 2, "max_length": 60},
+            "row 1: .*",
+        ),
+    ],
+)
+def test_strides_without_room(tokenizer, arguments, settings, message):
+    settings = {"truncation": True, "max_length": 9, "return_overflowing_tokens": True, **settings}
+    length = len(tokenizer(CONTEXT, add_special_tokens=False)["input_ids"])
+    if "row" in message:  # the first text leaves the second one two tokens
+        settings["max_length"] = length + 2 + tokenizer.num_special_tokens_to_add(pair=True)
+    with pytest.raises(ValueError, match=message) as error:
+        tokenizer(*arguments, **settings)
+    assert "\n" not in str(error.value)
+    assert "larger max_length" in str(error.value) or "-1" in str(error.value)
+
+
+# ---- Copies ----
+
+
+@pytest.mark.parametrize(
+    "sidecar", [copy.copy, copy.deepcopy, lambda b: pickle.loads(pickle.dumps(b))]
+)
+def test_copies_keep_the_alignment(tokenizer, sidecar):
+    batch = tokenizer(["rain fell", "a"], padding=True)
+    other = sidecar(batch)
+    assert other == batch
+    assert other.is_fast
+    assert [other.word_ids(row) for row in (0, 1)] == [batch.word_ids(row) for row in (0, 1)]
