@@ -142,7 +142,7 @@ def read_base(name: str, adapter: Adapter) -> Base:
 def _read_encoder(family: Family, name: str, revision: str | None, adapter: Adapter) -> Base:
     if Path(name).is_file():
         raise CheckpointError(f"{name}: is a file; give the base's folder, with its config.json")
-    settings = PretrainedConfig.get_config_dict(name, revision=revision)
+    settings = PretrainedConfig.read_values(name, revision=revision)
     for kind in KINDS:
         if settings.get(kind.switch):
             raise ValueError(

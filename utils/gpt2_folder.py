@@ -46,7 +46,7 @@ def read_gpt2(name: str, revision: str | None = None) -> tuple[nn.Module, str, d
         tensors = _plain_weights(read_tensors(name)[0], name)
         settings = _of_shape(tensors, name)
     else:
-        settings = PretrainedConfig.get_config_dict(name, revision=revision)
+        settings = PretrainedConfig.read_values(name, revision=revision)
         tensors = _plain_weights(read_weights(name, revision=revision), name)
     model = gpt2.load_base(_config(settings, name), tensors, name)
     return model, fingerprint(tensors, GPT2.of_base), settings

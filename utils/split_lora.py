@@ -71,7 +71,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     folder = path if path.is_dir() else path.parent
     tensors, metadata = (read_weights(path), {}) if path.is_dir() else read_tensors(path)
     config = folder / CONFIG_NAME
-    settings = PretrainedConfig.get_config_dict(config) if config.is_file() else {}
+    settings = PretrainedConfig.read_values(config) if config.is_file() else {}
     return Checkpoint(path, canonical_names(tensors, str(path)), metadata, settings)
 
 

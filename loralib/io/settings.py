@@ -4,8 +4,8 @@
     def __init__(self, heads: Count = 12, dropout: Share = 0.1, task: str | None = None): ...
 
 A call with ``heads="12"`` is then an error of one line, and so is `check_settings` of a file's
-content. What can be annotated: bool, int, float, str, lists as ``Iterable``, maps as ``dict``,
-unions of these, and numbers with a `Range`, of which the names below are the usual ones.
+content. What can be annotated: bool, int, float, str, lists as ``Iterable`` or ``list``, maps as
+``dict``, unions of these, and numbers with a `Range`, of which the names below are the usual ones.
 """
 
 import functools
@@ -54,6 +54,7 @@ _ITEMS = {
     float: "numbers",
     str: "strings",
     str | int: "strings or integers",
+    list[int]: "lists of integers",
 }
 _LONGEST_QUOTE = 60
 
@@ -118,7 +119,7 @@ def _fits(value: Any, hint: Any) -> bool:
             _fits(_key(key, arguments[0]), arguments[0]) and _fits(item, arguments[1])
             for key, item in value.items()
         )
-    if origin is Iterable:
+    if origin in (Iterable, list):
         return _is_list(value) and all(_fits(item, arguments[0]) for item in _items(value))
     if hint is int:
         return isinstance(value, Integral) and not isinstance(value, bool)
@@ -154,7 +155,7 @@ def _rule(hint: Any) -> str:
         return " or ".join([first, *(rule.removeprefix("be ") for rule in others)])
     if origin is dict:
         return f"be a map of {_ITEMS[arguments[1]]} by {_ITEMS[arguments[0]].removesuffix('s')}"
-    if origin is Iterable:
+    if origin in (Iterable, list):
         return f"be a list of {_ITEMS[arguments[0]]}"
     return _RULES[hint]
 

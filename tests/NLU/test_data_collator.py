@@ -1,7 +1,9 @@
 """The collators: shapes, types, labels, padding, and the shares of masked-language modelling."""
 
+import json
 import logging
 
+import make_upstream_4_4_fixture as maker
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,8 @@ from torch.utils.data import DataLoader
 from transformers import (
     BatchEncoding,
     DataCollatorForLanguageModeling,
+    DataCollatorForTokenClassification,
+    DataCollatorForWholeWordMask,
     DataCollatorWithPadding,
     InputFeatures,
     PreTrainedTokenizerFast,
@@ -22,10 +26,9 @@ VOCABULARY_SIZE = 1000
 PAD, MASK = 1, 4
 
 
-@pytest.fixture
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = [*SPECIAL, *(f"word{index}" for index in range(len(SPECIAL), VOCABULARY_SIZE))]
-    vocabulary = {word: index for index, word in enumerate(words)}
+def tokenizer_of(words: list[str]) -> PreTrainedTokenizerFast:
+    """Whose tokens are the special ones and these."""
+    vocabulary = {word: index for index, word in enumerate([*SPECIAL, *words])}
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>")),
         cls_token="<s>",
@@ -35,6 +38,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
         mask_token="<mask>",
         padding_side="right",
     )
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    return tokenizer_of([f"word{index}" for index in range(len(SPECIAL), VOCABULARY_SIZE)])
 
 
 def with_padding(tokenizer, features):
@@ -179,6 +187,55 @@ def test_padding_in_worker_processes(tokenizer):
     assert torch.cat([batch["labels"] for batch in batches]).tolist() == [0, 1, 2, 3]
 
 
+def test_a_batch_moves_and_has_attributes(tokenizer):
+    batch = DataCollatorWithPadding(tokenizer)([{"input_ids": [5], "label": 1}])
+    assert isinstance(batch, BatchEncoding)
+    assert batch.to("cpu").labels.tolist() == [1]
+
+
+# -- DataCollatorForTokenClassification ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("name", ["labels", "label"])
+@pytest.mark.parametrize("format", [list, np.array, torch.tensor])
+@pytest.mark.parametrize(
+    ("settings", "length", "fill"),
+    [
+        ({}, 3, -100),
+        ({"padding": "max_length", "max_length": 5}, 5, -100),
+        ({"pad_to_multiple_of": 8, "label_pad_token_id": -1}, 8, -1),
+    ],
+)
+def test_labels_of_tokens(tokenizer, side, name, format, settings, length, fill):
+    tokenizer.padding_side = side
+    rows = [
+        {"input_ids": [5], name: format([2])},
+        {"input_ids": [6, 7, 8], name: format([0, 1, -100])},
+    ]
+    batch = DataCollatorForTokenClassification(tokenizer, **settings)(rows)
+    for index, row in enumerate(rows):
+        own, filling = list(row[name]), [fill] * (length - len(row["input_ids"]))
+        expected = own + filling if side == "right" else filling + own
+        assert batch["labels"][index].tolist() == expected
+    assert batch["labels"].shape == batch["input_ids"].shape == (2, length)
+    assert batch["labels"].dtype == torch.int64
+    assert "label" not in batch
+    assert name in rows[0]
+
+
+def test_tokens_without_labels(tokenizer):
+    batch = DataCollatorForTokenClassification(tokenizer)([{"input_ids": [5, 6]}])
+    assert set(batch) == {"input_ids", "attention_mask"}
+
+
+@pytest.mark.parametrize("labels", [[1], [1, 2, 3], [[1, 2]]])
+def test_another_number_of_labels_than_of_tokens(tokenizer, labels):
+    rows = [{"input_ids": [5], "labels": [0]}, {"input_ids": [5, 6], "labels": labels}]
+    with pytest.raises(ValueError, match=r"row 1 of the batch has \d labels for its 2 tokens"):
+        DataCollatorForTokenClassification(tokenizer)(rows)
+
+
 # -- DataCollatorForLanguageModeling ---------------------------------------------------------------
 
 
@@ -217,6 +274,12 @@ def test_shares_of_masking(tokenizer, share):
         assert abs(part.sum() / count - expected) < 4 * spread
     assert len(ids[replaced].unique()) > VOCABULARY_SIZE / 4
     assert torch.equal(batch["attention_mask"], plain["attention_mask"])
+
+
+def test_a_seeds_masks_are_upstreams(tmp_path):
+    """With RoBERTa's tokenizer; 4.4.2's of DeBERTa-v2 lets unknown tokens be targets."""
+    recorded = json.loads(maker.FIXTURE.read_text("utf-8"))["masked"]
+    assert maker.masked_texts(maker.open_tokenizer("roberta", tmp_path)) == recorded
 
 
 def test_special_tokens_are_never_targets(tokenizer):
@@ -273,3 +336,55 @@ def test_masking_needs_a_mask_token(tokenizer):
 def test_share_that_is_none(tokenizer, share):
     with pytest.raises(ValueError, match=f"mlm_probability is above 0 and at most 1, not {share}"):
         DataCollatorForLanguageModeling(tokenizer, mlm_probability=share)
+
+
+# -- DataCollatorForWholeWordMask ------------------------------------------------------------------
+
+
+# A word's first token, and a later one.
+SPELLINGS = {"byte-level": ("Ġa", "b"), "SentencePiece": ("▁a", "b"), "WordPiece": ("a", "##b")}
+A, B = len(SPECIAL), len(SPECIAL) + 1
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_words_are_hidden_whole(spelling):
+    """Of words of three tokens, all or none; up to the share of the row's tokens."""
+    tokenizer = tokenizer_of([*SPELLINGS[spelling], *(f"x{i}" for i in range(50))])
+    collator = DataCollatorForWholeWordMask(tokenizer, mlm_probability=0.2, generator=seeded())
+    rows = [{"input_ids": [0, *[A, B, B] * count, 2]} for count in (6, 16) * 20]
+    batch = collator(rows)
+    targets = batch["labels"] != -100
+    for index, row in enumerate(rows):
+        count = len(row["input_ids"])
+        inside = targets[index, 1 : count - 1].view(-1, 3)
+        assert torch.equal(inside.any(1), inside.all(1))
+        assert int(inside[:, 0].sum()) == round(0.2 * count) // 3
+        assert not targets[index, [0, count - 1]].any()
+        assert not targets[index, count:].any()
+    plain = tokenizer.pad(rows, return_tensors="pt")
+    assert torch.equal(batch["labels"][targets], plain["input_ids"][targets])
+    assert torch.equal(batch["input_ids"][~targets], plain["input_ids"][~targets])
+    assert torch.equal(batch["attention_mask"], plain["attention_mask"])
+    share = (batch["input_ids"][targets] == MASK).float().mean()
+    assert abs(share - 0.8) < 4 * (0.8 * 0.2 / int(targets.sum())) ** 0.5
+
+
+def test_the_first_token_begins_a_word():
+    """As a text does in a byte-level BPE, without a space before it."""
+    tokenizer = tokenizer_of(["Ġa", "b"])
+    collator = DataCollatorForWholeWordMask(tokenizer, mlm_probability=0.5, generator=seeded())
+    batch = collator([{"input_ids": [0, B, B, A, B, 2]}] * 30)
+    targets = (batch["labels"] != -100)[:, 1:5].view(-1, 2, 2)
+    assert torch.equal(targets.any(2), targets.all(2))
+    assert torch.equal(targets.all(2).sum(1), torch.ones(30).long())
+
+
+def test_each_token_is_a_word_where_nothing_says_more(tokenizer):
+    collator = DataCollatorForWholeWordMask(tokenizer, mlm_probability=0.5, generator=seeded())
+    batch = collator([[0, 5, 6, 7, 8, 2]])
+    assert int((batch["labels"] != -100).sum()) == 3
+
+
+def test_whole_words_are_for_masks(tokenizer):
+    with pytest.raises(ValueError, match="leave out mlm=False"):
+        DataCollatorForWholeWordMask(tokenizer, mlm=False)

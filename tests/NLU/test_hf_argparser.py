@@ -157,6 +157,60 @@ def test_bad_command_lines(parser, capsys, args, message):
     assert line.endswith("(--help lists the flags)")
 
 
+class Size(Enum):
+    SMALL = 1
+    LARGE = 2
+
+
+@dataclass
+class Box:
+    closed: bool
+    size: Size = Size.SMALL
+
+
+@pytest.mark.parametrize(
+    ("args", "closed"), [("", True), ("--closed", True), ("--closed no", False)]
+)
+def test_a_bool_without_a_default_is_true(args, closed):
+    """As in 4.4."""
+    (box,) = HfArgumentParser(Box).parse_args_into_dataclasses(args.split())
+    assert box.closed is closed
+
+
+def test_values_of_an_enum_have_their_type():
+    assert HfArgumentParser(Box).parse_args_into_dataclasses(["--size", "2"])[0].size == 2
+
+
+def test_remaining_strings(parser):
+    *_, remaining = parser.parse_args_into_dataclasses(
+        ["--name", "x", "--other", "3", "rest"], return_remaining_strings=True
+    )
+    assert remaining == ["--other", "3", "rest"]
+    *_, remaining = parser.parse_args_into_dataclasses(
+        ["--name", "x"], return_remaining_strings=True
+    )
+    assert remaining == []
+
+
+def test_flags_that_are_added(parser):
+    parser.add_argument("--extra", default="e")
+    paint, brush, others = parser.parse_args_into_dataclasses(["--name", "x", "--extra", "f"])
+    assert (paint.name, brush, vars(others)) == ("x", Brush(), {"extra": "f"})
+    assert parser.parse_dict({"name": "x"}) == (paint, brush)
+
+
+def test_flags_of_a_file(parser, tmp_path, monkeypatch):
+    """Next to the script, or of another name; the command line wins."""
+    (tmp_path / "paint.args").write_text("--name file\n--layers 3\n")
+    (tmp_path / "other.args").write_text("--name other")
+    monkeypatch.setattr("sys.argv", [str(tmp_path / "paint.py"), "--layers", "4"])
+    parse_args = parser.parse_args_into_dataclasses
+    assert (parse_args()[0].name, parse_args()[0].layers) == ("file", 4)
+    assert parse_args([])[0].layers == 3
+    assert parse_args([], args_filename=str(tmp_path / "other.args"))[0].name == "other"
+    assert parse_args(["--name", "x"], look_for_args_file=False)[0].layers == 2
+
+
 def test_help(parser, capsys):
     with pytest.raises(SystemExit) as caught:
         parser.parse_args(["--help"])

@@ -3,11 +3,22 @@
 import copy
 import operator
 import pickle
+from dataclasses import dataclass
 
 import pytest
 import torch
 
+from transformers import ModelOutput
 from transformers.modeling_outputs import SequenceClassifierOutput
+
+
+@dataclass
+class Numbers(ModelOutput):
+    """Fields as users declare them; the first has no default."""
+
+    a: float
+    b: float | None = None
+    c: float | None = None
 
 
 class TestModelOutput:
@@ -115,3 +126,18 @@ class TestModelOutput:
         again.loss = None
         assert self.in_step(output) == ["loss", "logits"]
         assert self.in_step(again) == ["logits"]
+
+    @pytest.mark.parametrize(
+        "given", [{"a": 3, "c": 1}, [("a", 3), ("c", 1)], (["a", 3], ["c", 1])]
+    )
+    def test_fields_from_a_dict_or_from_pairs(self, given):
+        output = Numbers(given)
+        assert output == Numbers(3, c=1)
+        assert (output.a, output.b, output.c, output[1:]) == (3, None, 1, (1,))
+        assert self.in_step(output) == ["a", "c"]
+
+    @pytest.mark.parametrize("given", [[1, 2], ((1, 2), (3, 4)), [], {}, "ab", 0])
+    def test_first_fields_that_are_no_names(self, given):
+        output = Numbers(given)
+        assert output.a == given
+        assert Numbers({"a": 1}, 2).a == {"a": 1}

@@ -82,21 +82,24 @@ def test_heads(upstream, family, case, asked):
 # ---- the two paths ----
 
 
+@pytest.mark.parametrize("case", ["right", "left"])
 @pytest.mark.parametrize("kind", ["mlm", "classifier"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_loss_and_its_gradients_are_the_fast_path_s(family, kind):
-    model, given = model_and_batch(family, kind, **NO_DROPOUT)
+def test_the_loss_and_its_gradients_are_the_same_whatever_is_shown(family, kind, case):
+    """With padding on the right, by the fast path where no attentions are."""
+    model, given = model_and_batch(family, kind, case, **NO_DROPOUT)
     steps = []
-    for asked in ({}, {"output_attentions": True}):
+    for asked in ({}, {"output_hidden_states": True}, {"output_attentions": True}, SHOW):
         model.train().zero_grad()
         output = model(**given, labels=LABELS[kind], **asked)
         output.loss.backward()
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         steps.append({"loss": output.loss, "logits": output.logits, **gradients})
-    fast, plain = steps
-    assert fast.keys() == plain.keys()
-    for name, tensor in fast.items():
-        assert_close_to_rounding(plain[name], tensor, 4 * ENCODER_TERMS)
+    expected, *others = steps
+    for step in others:
+        assert step.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert_close_to_rounding(step[name], tensor, 4 * ENCODER_TERMS)
 
 
 @pytest.mark.parametrize("case", ["left", "holes"])

@@ -30,8 +30,28 @@ if TYPE_CHECKING:
     )
     from .data.metrics import glue_compute_metrics
     from .data.processors import glue_output_modes, glue_processors, glue_tasks_num_labels
+    from .data.processors.squad import SquadExample
     from .data.processors.utils import DataProcessor, InputExample, InputFeatures
-    from .file_utils import ModelOutput
+    from .file_utils import (
+        CONFIG_NAME,
+        MODEL_CARD_NAME,
+        SPIECE_UNDERLINE,
+        WEIGHTS_NAME,
+        ModelOutput,
+        TensorType,
+        is_apex_available,
+        is_datasets_available,
+        is_faiss_available,
+        is_flax_available,
+        is_psutil_available,
+        is_py3nvml_available,
+        is_sentencepiece_available,
+        is_sklearn_available,
+        is_tf_available,
+        is_tokenizers_available,
+        is_torch_available,
+        is_torch_tpu_available,
+    )
     from .hf_argparser import HfArgumentParser
     from .integrations import (
         is_optuna_available,
@@ -92,6 +112,15 @@ if TYPE_CHECKING:
         get_polynomial_decay_schedule_with_warmup,
         get_scheduler,
     )
+    from .pipelines import (
+        FillMaskPipeline,
+        NerPipeline,
+        Pipeline,
+        QuestionAnsweringPipeline,
+        TextClassificationPipeline,
+        TokenClassificationPipeline,
+        pipeline,
+    )
     from .tokenization_utils import PreTrainedTokenizer
     from .tokenization_utils_base import (
         AddedToken,
@@ -137,10 +166,28 @@ _MODULE_OF = {
     "glue_output_modes": ".data.processors",
     "glue_processors": ".data.processors",
     "glue_tasks_num_labels": ".data.processors",
+    "SquadExample": ".data.processors.squad",
     "DataProcessor": ".data.processors.utils",
     "InputExample": ".data.processors.utils",
     "InputFeatures": ".data.processors.utils",
+    "CONFIG_NAME": ".file_utils",
+    "MODEL_CARD_NAME": ".file_utils",
+    "SPIECE_UNDERLINE": ".file_utils",
+    "WEIGHTS_NAME": ".file_utils",
     "ModelOutput": ".file_utils",
+    "TensorType": ".file_utils",
+    "is_apex_available": ".file_utils",
+    "is_datasets_available": ".file_utils",
+    "is_faiss_available": ".file_utils",
+    "is_flax_available": ".file_utils",
+    "is_psutil_available": ".file_utils",
+    "is_py3nvml_available": ".file_utils",
+    "is_sentencepiece_available": ".file_utils",
+    "is_sklearn_available": ".file_utils",
+    "is_tf_available": ".file_utils",
+    "is_tokenizers_available": ".file_utils",
+    "is_torch_available": ".file_utils",
+    "is_torch_tpu_available": ".file_utils",
     "HfArgumentParser": ".hf_argparser",
     "is_optuna_available": ".integrations",
     "is_tensorboard_available": ".integrations",
@@ -192,6 +239,13 @@ _MODULE_OF = {
     "get_linear_schedule_with_warmup": ".optimization",
     "get_polynomial_decay_schedule_with_warmup": ".optimization",
     "get_scheduler": ".optimization",
+    "FillMaskPipeline": ".pipelines",
+    "NerPipeline": ".pipelines",
+    "Pipeline": ".pipelines",
+    "QuestionAnsweringPipeline": ".pipelines",
+    "TextClassificationPipeline": ".pipelines",
+    "TokenClassificationPipeline": ".pipelines",
+    "pipeline": ".pipelines",
     "PreTrainedTokenizer": ".tokenization_utils",
     "AddedToken": ".tokenization_utils_base",
     "BatchEncoding": ".tokenization_utils_base",

@@ -39,6 +39,7 @@ _ADAPTATIONS = {
     ),
     "apply_adapter": ("adapter_type", "adapter_size"),
 }
+_SWITCHES = (*_ADAPTATIONS, "apply_bitfit")
 # Of these, None says that a setting is not given.
 _NOT_GIVEN_IF_NONE = {
     *_ADAPTATIONS,
@@ -61,6 +62,44 @@ _RESOLVED = frozenset({"lora_layers", "lora_rank_pattern", "lora_alpha_pattern"}
 
 # What config.json states of the file, not settings.
 _NOT_OURS_TO_SET = {"model_type", "transformers_version"}
+# Upstream's settings that no model here reads, with its defaults: they are for decoders, for text
+# that is generated, or say what a file is of. Code finds them, and files keep what is set.
+_NOT_READ = {
+    "architectures": None,
+    "tokenizer_class": None,
+    "prefix": None,
+    "task_specific_params": None,
+    "sep_token_id": None,
+    "decoder_start_token_id": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "use_bfloat16": False,
+    "chunk_size_feed_forward": 0,
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    "tie_encoder_decoder": False,
+    "max_length": 20,
+    "min_length": 0,
+    "do_sample": False,
+    "early_stopping": False,
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "diversity_penalty": 0.0,
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+    "repetition_penalty": 1.0,
+    "length_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "bad_words_ids": None,
+    "num_return_sequences": 1,
+    "output_scores": False,
+    "return_dict_in_generate": False,
+}
+# Settings that one who reads a file has no need of, unless the model is adapted.
+_OF_ITS_BASE = ("base_name_or_path", "base_revision")
 # Settings that are this fork's own: upstream knows none of them.
 OWN_SETTINGS = frozenset(
     {
@@ -127,7 +166,7 @@ class PretrainedConfig:
         output_attentions: bool = False,
         torchscript: bool = False,
         tie_word_embeddings: bool = True,
-        pruned_heads: dict[int, list] | None = None,
+        pruned_heads: dict[int, list[int]] | None = None,
         gradient_checkpointing: bool = False,
         finetuning_task: str | None = None,
         pad_token_id: Index | None = None,
@@ -197,7 +236,7 @@ class PretrainedConfig:
             self.label2id = label2id or {label: index for index, label in self.id2label.items()}
         else:
             self.num_labels = 2 if num_labels is None else num_labels
-        for key, value in others.items():
+        for key, value in {**_NOT_READ, **others}.items():
             if hasattr(type(self), key) and key not in _NOT_OURS_TO_SET:
                 raise ValueError(f"there is no setting '{key}': it is the name of a method")
             if key not in _NOT_OURS_TO_SET:
@@ -243,7 +282,19 @@ class PretrainedConfig:
         self.label2id = {label: index for index, label in self.id2label.items()}
 
     @classmethod
-    def get_config_dict(cls, name_or_path: str | os.PathLike, **where: Any) -> dict[str, Any]:
+    def get_config_dict(
+        cls, name_or_path: str | os.PathLike, **arguments: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The content of a model's ``config.json``, and the arguments that say nothing of where.
+
+        Raises:
+            OSError: as `read_values`.
+        """
+        where, others = split_arguments(arguments)
+        return cls.read_values(name_or_path, **where), others
+
+    @classmethod
+    def read_values(cls, name_or_path: str | os.PathLike, **where: Any) -> dict[str, Any]:
         """The content of a model's ``config.json``; `where` as in `resolve_file`.
 
         Raises:
@@ -253,13 +304,20 @@ class PretrainedConfig:
         path = Path(name) if os.path.isfile(name) else resolve_file(name, CONFIG_NAME, **where)
         if path is None:
             raise OSError(f"'{name}' has no {CONFIG_NAME}, so it is not a model folder")
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise OSError(f"{path}: not a JSON file ({error})") from error
-        if not isinstance(values, dict):
-            raise OSError(f"{path}: holds a {type(values).__name__}, not settings by name")
-        return values
+        return _read_json(path)
+
+    @classmethod
+    def from_json_file(cls, json_file: str | os.PathLike) -> "PretrainedConfig":
+        """Builds the settings from a JSON file, as `to_json_file` writes it.
+
+        Raises:
+            OSError: it is missing or damaged.
+            ValueError: settings that no model can have.
+        """
+        values = _read_json(Path(json_file))
+        for constructor in cls._constructors():
+            check_settings(constructor, values, json_file)
+        return cls(**values)
 
     @classmethod
     def from_pretrained(
@@ -280,7 +338,7 @@ class PretrainedConfig:
                 file's holds.
 
         Raises:
-            OSError: as `get_config_dict`.
+            OSError: as `read_values`.
             TypeError: an argument that is neither; as a setting, it is not this class's nor in the
                 file.
             ValueError: the model is of another type, or was adapted with other settings; or what
@@ -296,7 +354,7 @@ class PretrainedConfig:
     @classmethod
     def setting_names(cls) -> set[str]:
         """The settings that this class knows."""
-        return {
+        return _NOT_READ.keys() | {
             name
             for constructor in cls._constructors()
             for name, parameter in inspect.signature(constructor).parameters.items()
@@ -326,7 +384,7 @@ class PretrainedConfig:
         Raises:
             OSError, ValueError: as in `from_pretrained`.
         """
-        values = cls.get_config_dict(name_or_path, **where)
+        values = cls.read_values(name_or_path, **where)
         model_type = values.get("model_type")
         if cls.model_type and model_type and model_type != cls.model_type:
             raise ValueError(f"'{name_or_path}' is a {model_type} model, not {cls.model_type}")
@@ -343,9 +401,8 @@ class PretrainedConfig:
         spelt = {key: value for key, value in overrides.items() if key not in _RESOLVED}
         check_same_adaptation(os.fspath(name_or_path), values, spelt)
         name = os.fspath(name_or_path) if model is None else model
-        switches = (*_ADAPTATIONS, "apply_bitfit")
         # A model that keeps the adaptation of its training keeps its base.
-        if not any(values.get(switch) and overrides.get(switch, True) for switch in switches):
+        if not any(values.get(switch) and overrides.get(switch, True) for switch in _SWITCHES):
             values["base_name_or_path"] = name
             values["base_revision"] = None if os.path.exists(name) else where.get("revision")
         try:
@@ -361,32 +418,73 @@ class PretrainedConfig:
         return config, unused
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any], **overrides: Any) -> "PretrainedConfig":
-        """Builds the settings from a dict as `to_dict` gives it."""
-        values = dict(values)
+    def from_dict(
+        cls, config_dict: dict[str, Any], *, return_unused_kwargs: bool = False, **arguments: Any
+    ) -> "PretrainedConfig | tuple[PretrainedConfig, dict[str, Any]]":
+        """Builds the settings from a dict as `to_dict` gives it.
+
+        Args:
+            config_dict: settings by name.
+            return_unused_kwargs: return the arguments that are not settings as well, rather than
+                refuse them.
+            arguments: settings, which replace the dict's.
+
+        Raises:
+            TypeError: an argument that is neither this class's nor in the dict.
+            ValueError: settings that no model can have.
+        """
+        values, known = dict(config_dict), cls.setting_names() | config_dict.keys()
+        unused = {name: value for name, value in arguments.items() if name not in known}
+        if unused and not return_unused_kwargs:
+            refuse_unknown(cls, unused, known)
+        overrides = {name: value for name, value in arguments.items() if name in known}
         old_labels = len(values.get("id2label") or ())
         if "id2label" in overrides or overrides.get("num_labels", old_labels) != old_labels:
             values.pop("id2label", None)
             values.pop("label2id", None)
-        return cls(**{**values, **overrides})
+        config = cls(**{**values, **overrides})
+        return (config, unused) if return_unused_kwargs else config
+
+    def update(self, config_dict: Mapping[str, Any]) -> None:
+        """Sets settings by name."""
+        for name, value in config_dict.items():
+            setattr(self, name, value)
 
     def to_dict(self) -> dict[str, Any]:
         """All settings, with the model type."""
+        left_out = {"name_or_path", *(() if self._is_adapted else _OF_ITS_BASE)}
         values = {
             name: copy.deepcopy(value)
             for name, value in vars(self).items()
-            if not name.startswith("_") and name != "name_or_path"
+            if not name.startswith("_") and name not in left_out
         }
         return {**values, "model_type": self.model_type}
 
-    def to_json_string(self) -> str:
-        """The settings as ``config.json`` holds them."""
-        return _as_json(self.to_dict())
+    @property
+    def _is_adapted(self) -> bool:
+        return any(getattr(self, switch) for switch in _SWITCHES)
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """As `to_dict`, without upstream's settings that no model here reads, at their defaults."""
+        return {
+            name: value
+            for name, value in self.to_dict().items()
+            if name not in _NOT_READ or value != _NOT_READ[name]
+        }
+
+    def to_json_string(self, use_diff: bool = True) -> str:
+        """The settings as JSON: those of `to_diff_dict`, or with `use_diff` off all of them."""
+        return _as_json(self.to_diff_dict() if use_diff else self.to_dict())
+
+    def to_json_file(self, json_file_path: str | os.PathLike, use_diff: bool = True) -> None:
+        """Writes `to_json_string` into a file."""
+        with atomic_write(Path(json_file_path)) as path:
+            path.write_text(self.to_json_string(use_diff), encoding="utf-8")
 
     def save_pretrained(self, folder: str | os.PathLike) -> None:
         """Writes ``config.json`` into `folder`."""
         Path(folder).mkdir(parents=True, exist_ok=True)
-        write_settings(folder, self.to_dict())
+        self.to_json_file(Path(folder, CONFIG_NAME))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PretrainedConfig) and self.to_dict() == other.to_dict()
@@ -395,6 +493,21 @@ class PretrainedConfig:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} {self.to_json_string()}"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The settings in a file.
+
+    Raises:
+        OSError: it is missing or damaged.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise OSError(f"{path}: not a JSON file ({error})") from error
+    if not isinstance(values, dict):
+        raise OSError(f"{path}: holds a {type(values).__name__}, not settings by name")
+    return values
 
 
 def write_settings(folder: str | os.PathLike, settings: Mapping[str, Any]) -> None:

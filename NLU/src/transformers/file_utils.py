@@ -177,7 +177,7 @@ class ModelOutput(OrderedDict):
         if isinstance(given, Tensor | None) or any(getattr(self, n) is not None for n in others):
             return
         values = _named(given)
-        if values is not None:
+        if values:
             setattr(self, first, None)
             for name, value in values.items():
                 setattr(self, name, value)
@@ -231,11 +231,11 @@ class ModelOutput(OrderedDict):
         return tuple(self.values())
 
 
-def _named(given: Any) -> dict[str, Any] | None:
-    """The values in a dict or in pairs (name, value); None where they are neither."""
+def _named(given: Any) -> dict[str, Any]:
+    """The values in a dict or in pairs (name, value); none where it is neither."""
     if isinstance(given, Mapping):
         return dict(given)
     pairs = given if isinstance(given, list | tuple) else ()
     if pairs and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
-        return dict(pairs) if all(isinstance(name, str) for name, _ in pairs) else None
-    return None
+        return dict(pairs) if all(isinstance(name, str) for name, _ in pairs) else {}
+    return {}

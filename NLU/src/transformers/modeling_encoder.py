@@ -416,7 +416,7 @@ def _without_padding(last: Tensor, rows: PaddedRows) -> tuple[Tensor, AnyRows, T
     if torch.jit.is_tracing():
         return last, rows, starts
     packed = rows.without_padding()
-    return packed.pack(rows.pad(last)), packed, starts
+    return packed.pack(rows.as_batch(last)), packed, starts
 
 
 class EncoderForMaskedLM(PreTrainedModel):

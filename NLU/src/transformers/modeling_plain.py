@@ -92,24 +92,25 @@ class PaddedRows:
             raise ValueError(f"the batch is {self.shape}, not {tuple(x.shape[:2])}")
         return x.flatten(0, 1)
 
-    def pad(self, x: Tensor, fill: float | None = None) -> Tensor:
-        """(batch · length, …) -> (batch, length, …), at padding as it is or, if given, `fill`."""
-        padded = x.view(*self.shape, *x.shape[1:])
-        if fill is None or self.mask is None or self.mask.dim() != 2:
-            return padded
-        return padded.masked_fill((self.mask == 0).view(*self.shape, *[1] * (x.dim() - 1)), fill)
+    def as_batch(self, x: Tensor) -> Tensor:
+        """(batch · length, …) -> (batch, length, …), padding as it was computed."""
+        return x.view(*self.shape, *x.shape[1:])
+
+    def pad(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """(batch · length, …) -> (batch, length, …), `fill` where there is padding."""
+        batch = self.as_batch(x)
+        if self.mask is None or self.mask.dim() != 2:
+            return batch
+        return batch.masked_fill((self.mask == 0).view(*self.shape, *[1] * (x.dim() - 1)), fill)
 
     def hide_padding(self, x: Tensor) -> Tensor:
-        """(batch · length, hidden) with zeros at padding."""
-        if self.mask is None or self.mask.dim() != 2:
-            return x
-        return x * (self.mask != 0).flatten()[:, None].to(x.dtype)
+        """(batch · length, …) with zeros at padding."""
+        return self.pack(self.pad(x))
 
     def show(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """As `PackedRows.show`: padding is shown as zeros, and x keeps it."""
-        kept = self.hide_padding(x)
-        padded = self.pad(kept)
-        return padded, self.pack(padded) + (x - kept)
+        padded = self.pad(x)
+        return padded, self.pack(padded) + (x - self.hide_padding(x))
 
     def without_padding(self) -> PackedRows:
         """Where the tokens are that are not padding."""
@@ -214,7 +215,7 @@ class PlainAttention:
 
     def by_head(self, x: Tensor, heads: int) -> Tensor:
         """(tokens, hidden) -> (batch, length, heads, dim)."""
-        return self.rows.pad(x).unflatten(2, (heads, -1))
+        return self.rows.as_batch(x).unflatten(2, (heads, -1))
 
     def _mask_of(self, heads: int) -> Tensor:
         assert self.head_mask is not None

@@ -381,7 +381,7 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin, TokenEmbeddingsMixin):
                 raise ValueError("from_pretrained(None) needs a config and a state_dict")
             return config, {}
         name = os.fspath(name_or_path)
-        stated = cls.config_class.get_config_dict(name, **where)
+        stated = cls.config_class.read_values(name, **where)
         elsewhere = config is not None
         if not given:
             source = config if elsewhere else name

@@ -354,7 +354,7 @@ class Checkpoints:
 
 def _model_settings(model: PreTrainedModel, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a run keeps of its model's settings, by name: the checkpoint's, and this model's."""
-    config, own = type(model.config).get_config_dict(path), model.config.to_dict()
+    config, own = type(model.config).read_values(path), model.config.to_dict()
     # Filled in, because a checkpoint may be older than a setting.
     saved = type(model.config).from_dict(config).to_dict()
     return tuple(

@@ -180,23 +180,27 @@ class DataCollatorForLanguageModeling:
             special_tokens_mask: of the same shape, where no target may be; nor is one at a token
                 that the tokenizer knows as special.
         """
-        special = self._special(inputs, special_tokens_mask)
-        # One random number a token: below p it is a target, below 0.8 p masked, and from there to
-        # 0.9 p replaced.
-        number = torch.rand(inputs.shape, generator=self.generator).div_(self.mlm_probability)
-        return self._hidden(inputs, number.masked_fill_(special, 1.0))
+        share = torch.full(inputs.shape, self.mlm_probability)
+        share.masked_fill_(self._special(inputs, special_tokens_mask), 0.0)
+        return self._hidden(inputs, self._draw(share))
 
     def _special(self, inputs: Tensor, given: Tensor | None) -> Tensor:
         """Where no target may be."""
         special = torch.isin(inputs, torch.tensor(self.tokenizer.all_special_ids))
         return special if given is None else special | given.bool()
 
-    def _hidden(self, inputs: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
-        """As `mask_tokens`: a number below 1 makes a target, and how far below, what it becomes."""
-        labels = inputs.masked_fill(number >= 1.0, IGNORED_LABEL)
-        masked = inputs.masked_fill(number < 0.8, self.tokenizer.mask_token_id)
+    def _draw(self, share: Tensor) -> Tensor:
+        """True with these probabilities."""
+        return torch.bernoulli(share, generator=self.generator).bool()
+
+    def _hidden(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """As `mask_tokens`, of these targets; with upstream's random numbers in its order."""
+        labels = inputs.masked_fill(~targets, IGNORED_LABEL)
+        masked = self._draw(torch.full(inputs.shape, 0.8)) & targets
+        replaced = self._draw(torch.full(inputs.shape, 0.5)) & targets & ~masked
         others = torch.randint(len(self.tokenizer), inputs.shape, generator=self.generator)
-        return torch.where((number >= 0.8) & (number < 0.9), others, masked), labels
+        ids = inputs.masked_fill(masked, self.tokenizer.mask_token_id)
+        return torch.where(replaced, others, ids), labels
 
 
 @dataclass
@@ -230,8 +234,7 @@ class DataCollatorForWholeWordMask(DataCollatorForLanguageModeling):
             torch.isin(row, self._choose(row, length))
             for row, length in zip(words, lengths, strict=True)
         ]
-        number = torch.rand(inputs.shape, generator=self.generator)
-        return self._hidden(inputs, number.masked_fill_(~torch.stack(targets), 1.0))
+        return self._hidden(inputs, torch.stack(targets))
 
     def _choose(self, words: Tensor, length: int) -> Tensor:
         """Numbers of a row's words to hide.

@@ -159,6 +159,7 @@ def _set_up() -> None:
     """What importing the package does."""
     asked = os.environ.get(_VARIABLE, "warning")
     set_verbosity(log_levels.get(asked.lower(), WARNING))
+    add_handler(logging.NullHandler())  # without any, Python itself would show warnings
     enable_default_handler()
     if asked.lower() not in log_levels:
         known = ", ".join(log_levels)

@@ -48,7 +48,7 @@ def carried_of(
     """
     if isinstance(model, PretrainedConfig):
         return _carried(model.model_type, type(model).__name__)
-    values = PretrainedConfig.get_config_dict(model, **(where or {}))
+    values = PretrainedConfig.read_values(model, **(where or {}))
     return _carried(values.get("model_type"), str(model))
 
 

@@ -1,0 +1,119 @@
+"""Pipelines: from texts to answers with a fine-tuned model.
+
+    classify = pipeline("sentiment-analysis", model="output/sst2")
+    classify(["a good film", "a bad one"])    # [{"label": "positive", "score": 0.98}, …]
+
+`pipeline` opens the model and its tokenizer; a model that is given may have adapters in it, LoRA or
+others.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ..configuration_utils import PretrainedConfig
+from ..modeling_utils import PreTrainedModel
+from ..models.auto.modeling_auto import (
+    AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+from ..models.auto.tokenization_auto import AutoTokenizer
+from ..tokenization_utils_base import PreTrainedTokenizerBase
+from .base import ArgumentHandler, Pipeline, PipelineException
+from .fill_mask import FillMaskPipeline
+from .question_answering import QuestionAnsweringArgumentHandler, QuestionAnsweringPipeline
+from .text_classification import TextClassificationPipeline
+from .token_classification import (
+    NerPipeline,
+    TokenClassificationArgumentHandler,
+    TokenClassificationPipeline,
+)
+
+__all__ = [
+    "SUPPORTED_TASKS",
+    "ArgumentHandler",
+    "FillMaskPipeline",
+    "NerPipeline",
+    "Pipeline",
+    "PipelineException",
+    "QuestionAnsweringArgumentHandler",
+    "QuestionAnsweringPipeline",
+    "TextClassificationPipeline",
+    "TokenClassificationArgumentHandler",
+    "TokenClassificationPipeline",
+    "pipeline",
+]
+
+SUPPORTED_TASKS: dict[str, dict[str, Any]] = {
+    "sentiment-analysis": {
+        "impl": TextClassificationPipeline,
+        "pt": AutoModelForSequenceClassification,
+    },
+    "ner": {"impl": TokenClassificationPipeline, "pt": AutoModelForTokenClassification},
+    "question-answering": {
+        "impl": QuestionAnsweringPipeline,
+        "pt": AutoModelForQuestionAnswering,
+    },
+    "fill-mask": {"impl": FillMaskPipeline, "pt": AutoModelForMaskedLM},
+}
+# Other names of these tasks, which later versions of upstream have.
+_ALIASES = {"text-classification": "sentiment-analysis", "token-classification": "ner"}
+
+
+def pipeline(
+    task: str,
+    model: str | os.PathLike | PreTrainedModel | None = None,
+    config: str | os.PathLike | PretrainedConfig | None = None,
+    tokenizer: str | os.PathLike | PreTrainedTokenizerBase | None = None,
+    framework: str | None = None,
+    revision: str | None = None,
+    use_fast: bool = True,
+    model_kwargs: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Pipeline:
+    """Makes a task's pipeline.
+
+    Args:
+        task: "sentiment-analysis" (or "text-classification"), "ner" (or "token-classification"),
+            "question-answering" or "fill-mask".
+        model: a model, or where it is: a folder or a name on the hub.
+        config: its settings, or where they are, if not with the model.
+        tokenizer: a tokenizer, or where it is, if not with the model.
+        framework: "pt", the only one there is.
+        revision: branch, tag or commit of a model on the hub.
+        use_fast: open the fast tokenizer; for question answering it is opened in any case, since
+            the other one, of the same ids, knows no places in a text.
+        model_kwargs: further arguments of the model's `from_pretrained`.
+        kwargs: those of the task's class, such as `device` or `top_k`.
+
+    Raises:
+        KeyError: a task that this fork has no pipeline for.
+        ValueError: there is no model, or nothing that says which tokenizer is its.
+        PipelineException: a model with another head than the task needs.
+    """
+    name = _ALIASES.get(task, task)
+    if name not in SUPPORTED_TASKS:
+        raise KeyError(
+            f"no pipeline for '{task}' here (known: {', '.join(SUPPORTED_TASKS)}); for others "
+            "install upstream's transformers, in an environment of its own"
+        )
+    if model is None:
+        raise ValueError(f"pipeline('{task}') needs a model: a folder, or a name on the hub")
+    if framework not in (None, "pt"):
+        raise ValueError(f"framework={framework!r}: this fork has PyTorch's models alone, 'pt'")
+    where = {} if revision is None else {"revision": revision}
+    if tokenizer is None:
+        tokenizer = next(
+            (each for each in (model, config) if isinstance(each, str | os.PathLike)), None
+        )
+    if tokenizer is None:
+        raise ValueError(f"pipeline('{task}') cannot know the model's tokenizer: give tokenizer=")
+    if isinstance(tokenizer, str | os.PathLike):
+        fast = use_fast or name == "question-answering"
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer, use_fast=fast, **where)
+    if isinstance(model, str | os.PathLike):
+        arguments = {**where, **(model_kwargs or {})}
+        model = SUPPORTED_TASKS[name]["pt"].from_pretrained(model, config=config, **arguments)
+    return SUPPORTED_TASKS[name]["impl"](model=model, tokenizer=tokenizer, task=name, **kwargs)

@@ -1,0 +1,54 @@
+"""Text classification: a text, or a pair of them -> its label."""
+
+from typing import Any
+
+import numpy as np
+
+from .base import Pipeline, as_list, rows_of, softmax
+
+
+class TextClassificationPipeline(Pipeline):
+    """Classifies texts; a regressor's number becomes a score by the logistic function.
+
+    Args:
+        return_all_scores: give all labels, rather than the likeliest.
+        kwargs: those of `Pipeline`.
+    """
+
+    head = "sequence_classification"
+
+    def __init__(self, return_all_scores: bool = False, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.return_all_scores = return_all_scores
+
+    def __call__(self, inputs: Any) -> list[Any]:
+        """The label of each text.
+
+        Args:
+            inputs: a text, or a list of texts, or of pairs of texts as lists of two.
+
+        Returns:
+            For each text ``{"label", "score"}``; with `return_all_scores` a list of them.
+
+        Raises:
+            ValueError: there is no text, or something is not a text.
+        """
+        rows = rows_of(self.encode(_texts_or_pairs(inputs)))
+        return [self._answer(logits) for (logits,) in self.forward(rows)]
+
+    def _answer(self, logits: np.ndarray) -> dict[str, Any] | list[dict[str, Any]]:
+        names = self.model.config.id2label
+        scores = 1 / (1 + np.exp(-logits)) if len(names) == 1 else softmax(logits)
+        answers = [{"label": names[i], "score": score.item()} for i, score in enumerate(scores)]
+        return answers if self.return_all_scores else answers[int(scores.argmax())]
+
+
+def _texts_or_pairs(inputs: Any) -> list[Any]:
+    """The inputs as a list of texts, or of pairs."""
+    if not isinstance(inputs, list | tuple) or not any(isinstance(x, list | tuple) for x in inputs):
+        return as_list(inputs, "input")
+    for index, pair in enumerate(inputs):
+        is_pair = isinstance(pair, list | tuple) and [type(text) for text in pair] == [str, str]
+        if not is_pair:
+            raise ValueError(f"input {index} is {pair!r:.40}, not a pair of texts as others are")
+    return list(inputs)

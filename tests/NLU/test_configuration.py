@@ -1,0 +1,148 @@
+"""Settings as 4.4 has them: fields, dicts, JSON, what is changed, what a file holds."""
+
+import json
+
+import pytest
+from model_folders import LORA, SHAPE, fails
+
+from transformers import AutoConfig, DebertaV2Config, PretrainedConfig, RobertaConfig
+
+CONFIGS = [RobertaConfig, DebertaV2Config]
+# Fields of 4.4.2's PretrainedConfig, with their defaults.
+FIELDS = {
+    "return_dict": True,
+    "output_hidden_states": False,
+    "output_attentions": False,
+    "torchscript": False,
+    "use_bfloat16": False,
+    "pruned_heads": {},
+    "tie_word_embeddings": True,
+    "is_encoder_decoder": False,
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "tie_encoder_decoder": False,
+    "max_length": 20,
+    "min_length": 0,
+    "do_sample": False,
+    "early_stopping": False,
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "diversity_penalty": 0.0,
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+    "repetition_penalty": 1.0,
+    "length_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "bad_words_ids": None,
+    "num_return_sequences": 1,
+    "chunk_size_feed_forward": 0,
+    "output_scores": False,
+    "return_dict_in_generate": False,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "architectures": None,
+    "finetuning_task": None,
+    "id2label": {0: "LABEL_0", 1: "LABEL_1"},
+    "label2id": {"LABEL_0": 0, "LABEL_1": 1},
+    "tokenizer_class": None,
+    "prefix": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+    "eos_token_id": None,
+    "sep_token_id": None,
+    "decoder_start_token_id": None,
+    "task_specific_params": None,
+    "name_or_path": "",
+}
+
+
+def test_fields_and_their_defaults():
+    config = PretrainedConfig()
+    assert {name: getattr(config, name) for name in FIELDS} == FIELDS
+    assert config.num_labels == 2
+    assert config.use_return_dict is True
+    assert PretrainedConfig(torchscript=True).use_return_dict is False
+    assert PretrainedConfig(return_dict=False).use_return_dict is False
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_settings_come_back(kind, tmp_path):
+    """Through a dict, a JSON file, a folder; equal in all of their settings."""
+    config = kind(**{**SHAPE, "num_labels": 3, "temperature": 0.5, "pruned_heads": {1: [0]}})
+    config.to_json_file(tmp_path / "own.json")
+    config.to_json_file(tmp_path / "all.json", use_diff=False)
+    config.save_pretrained(tmp_path)
+    for back in (
+        kind.from_dict(config.to_dict()),
+        kind.from_json_file(tmp_path / "own.json"),
+        kind.from_json_file(tmp_path / "all.json"),
+        kind.from_pretrained(tmp_path),
+        AutoConfig.from_pretrained(tmp_path),
+    ):
+        assert back == config
+        assert back.to_dict() == config.to_dict()
+        assert (back.temperature, back.pruned_heads, back.num_labels) == (0.5, {1: [0]}, 3)
+
+
+def test_a_file_leaves_out_what_nobody_reads_and_nobody_set(tmp_path):
+    config = RobertaConfig(**SHAPE, min_length=3)
+    left_out = config.to_dict().keys() - config.to_diff_dict().keys()
+    assert {"max_length", "num_beams", "is_encoder_decoder"} <= left_out
+    assert all(getattr(config, name) == FIELDS[name] for name in left_out)
+    assert "min_length" not in left_out
+    assert json.loads(config.to_json_string()) == json.loads(json.dumps(config.to_diff_dict()))
+    assert json.loads(config.to_json_string(use_diff=False)).keys() == config.to_dict().keys()
+    config.save_pretrained(tmp_path)
+    assert (tmp_path / "config.json").read_text() == config.to_json_string()
+
+
+def test_settings_that_replace_a_dicts():
+    values = {**SHAPE, "own": 1, "id2label": {"0": "a", "1": "b", "2": "c"}}
+    config, unused = RobertaConfig.from_dict(
+        values, return_unused_kwargs=True, own=2, num_hidden_layers=1, other=3
+    )
+    assert (config.own, config.num_hidden_layers, unused) == (2, 1, {"other": 3})
+    assert RobertaConfig.from_dict(values, num_labels=5).id2label[4] == "LABEL_4"
+    assert RobertaConfig.from_dict(values).label2id == {"a": 0, "b": 1, "c": 2}
+    with fails(TypeError, "RobertaConfig has no setting other"):
+        RobertaConfig.from_dict(values, other=3)
+
+
+def test_a_files_content_and_what_is_not_of_where(tmp_path):
+    RobertaConfig(**SHAPE).save_pretrained(tmp_path)
+    content, others = RobertaConfig.get_config_dict(tmp_path, cache_dir="x", num_labels=3)
+    assert content == json.loads((tmp_path / "config.json").read_text())
+    assert others == {"num_labels": 3}
+
+
+def test_update():
+    config = RobertaConfig(**SHAPE)
+    config.update({"hidden_size": 16, "own": 5, "num_labels": 3})
+    assert (config.hidden_size, config.own, len(config.id2label)) == (16, 5, 3)
+
+
+def test_a_plain_models_file_does_not_name_its_base(tmp_path):
+    """It is its own; an adapted one's does."""
+    RobertaConfig(**SHAPE).save_pretrained(tmp_path / "base")
+    plain = RobertaConfig.from_pretrained(tmp_path / "base")
+    assert plain.base_name_or_path == plain.name_or_path == str(tmp_path / "base")
+    assert "base_name_or_path" not in plain.to_dict()
+    adapted = RobertaConfig.from_pretrained(tmp_path / "base", **LORA)
+    assert adapted.to_dict()["base_name_or_path"] == str(tmp_path / "base")
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("{", OSError, "not a JSON file"),
+        ("[]", OSError, "holds a list, not settings by name"),
+        ('{"num_hidden_layers": "2"}', ValueError, "num_hidden_layers must be a positive integer"),
+        ('{"pruned_heads": {"0": 1}}', ValueError, "pruned_heads must be a map of lists of"),
+    ],
+)
+def test_json_files_that_are_none(tmp_path, text, error, message):
+    (tmp_path / "own.json").write_text(text)
+    with fails(error, "own.json", message):
+        RobertaConfig.from_json_file(tmp_path / "own.json")
