@@ -24,7 +24,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def check(output_dir: Path) -> None:
     """Checks that it is upstream's Transformers that is installed, and that no adapter is there."""
-    if not hasattr(transformers, "AutoModelForCausalLM"):
+    if "+lora" in transformers.__version__:
         raise ValueError(
             "this needs upstream's Transformers, and installed is the fork in NLU/, which goes by "
             "the same name: in another environment, pip install transformers -e ."
