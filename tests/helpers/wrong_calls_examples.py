@@ -67,7 +67,7 @@ CALLS = {
         (
             "{rte} --model_name_or_path {bad}/unknown_activation",
             "unknown_activation/config.json: unknown hidden_act 'gelo' (known: gelu, "
-            "gelu_new, gelu_fast, relu, silu, swish, tanh)",
+            "gelu_new, gelu_fast, linear, mish, relu, sigmoid, silu, swish, tanh)",
         ),
         (
             "{rte} --model_name_or_path {bad}/dropout_of_two",
