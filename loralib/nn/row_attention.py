@@ -108,7 +108,7 @@ class _RowAttention(torch.autograd.Function):
             strict=True,
         ):
             q, k = rows.filled(q), rows.filled(k)
-            scores = torch.bmm(q, k.transpose(1, 2))[:, : p.shape[1], : p.shape[2]]
+            scores = _inside(torch.bmm(q, k.transpose(1, 2)), p)
             # Not in half precision, whose softmax takes PyTorch three times as long.
             scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).mul_(scale)
             if of_queries is not None:
@@ -119,7 +119,7 @@ class _RowAttention(torch.autograd.Function):
                 scores.masked_fill_(_later(scores), float("-inf"))
             p.copy_(torch.softmax(scores, dim=-1))
             dropped = rows.filled(_dropped(p, keep, dropout_p), both=True)
-            o.copy_(torch.bmm(dropped, rows.filled(v))[:, : o.shape[1]])
+            o.copy_(_inside(torch.bmm(dropped, rows.filled(v)), o))
         ctx.save_for_backward(query, key, value, c2p, p2c, probabilities, mask)
         return out
 
@@ -145,18 +145,17 @@ class _RowAttention(torch.autograd.Function):
         ):
             q, k, g = rows.filled(q), rows.filled(k), rows.filled(g)
             dropped = rows.filled(_dropped(p, keep, dropout_p), both=True)
-            grad_v.copy_(torch.bmm(dropped.transpose(1, 2), g)[:, : v.shape[1]])
+            grad_v.copy_(_inside(torch.bmm(dropped.transpose(1, 2), g), v))
             # Zero beyond the row's tokens, because g is.
             grad_s = torch.bmm(g, rows.filled(v).transpose(1, 2))
-            inside = grad_s[:, : p.shape[1], : p.shape[2]]
-            _to_softmax_gradient(inside, p, dropped[:, : p.shape[1], : p.shape[2]])
+            _to_softmax_gradient(_inside(grad_s, p), p, _inside(dropped, p))
             if of_queries is not None:
                 from_c2p = of_queries.backward(q, grad_s)
             if of_keys is not None:
                 from_p2c = of_keys.backward(k, grad_s.transpose(1, 2))
             grad_s.mul_(ctx.scale)
-            grad_q.copy_(torch.bmm(grad_s, k)[:, : grad_q.shape[1]])
-            grad_k.copy_(torch.bmm(grad_s.transpose(1, 2), q)[:, : grad_k.shape[1]])
+            grad_q.copy_(_inside(torch.bmm(grad_s, k), grad_q))
+            grad_k.copy_(_inside(torch.bmm(grad_s.transpose(1, 2), q), grad_k))
             if of_queries is not None:
                 grad_q.add_(from_c2p)
             if of_keys is not None:
@@ -218,6 +217,11 @@ class _Rows:
 
     def _by_head(self, row: Tensor) -> Tensor:
         return row.unflatten(1, (self.heads, -1)).transpose(0, 1)
+
+
+def _inside(filled: Tensor, like: Tensor) -> Tensor:
+    """What of a matrix that `_Rows.filled` enlarged is of tokens; `like` has its size."""
+    return filled if filled.shape == like.shape else filled[:, : like.shape[1], : like.shape[2]]
 
 
 def _later(scores: Tensor) -> Tensor:
