@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from adapted_encoders import CROSS, settings_of
 from head_cases import (
     INPUTS,
@@ -82,14 +83,27 @@ def test_padding_is_no_answer(family):
     model, mask = build(family, "question_answering"), arguments["attention_mask"]
     output = model(**arguments)
     for logits in (output.start_logits, output.end_logits):
-        assert (logits[mask == 0] == float("-inf")).all()
-        assert logits[mask == 1].isfinite().all()
+        assert (logits.softmax(1)[mask == 0] == 0).all()
     # A position at padding is none: it counts for nothing, as one beyond the batch does.
     spans = {"start_positions": torch.tensor([2, 5, 7, 16]), "end_positions": INPUTS["ends"]}
     elsewhere = {**spans, "start_positions": torch.tensor([2, 18, 7, 16])}
     at_padding, beyond = (model(**{**arguments, **each}) for each in (spans, elsewhere))
     assert torch.equal(at_padding.loss, beyond.loss)
     at_padding.loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("family", maker.FAMILIES)
+def test_losses_of_users_own_on_padded_answers_are_finite(family):
+    """Distillation sums over all columns: at padding, 0 · -inf would be no number."""
+    arguments = given("question_answering")
+    assert (arguments["attention_mask"] == 0).any()
+    model = build(family, "question_answering")
+    logits = model(**arguments).start_logits
+    teacher = (2 * logits.detach()).softmax(1)
+    F.kl_div(logits.log_softmax(1), teacher, reduction="batchmean").backward()
+    smoothed = F.cross_entropy(logits, torch.tensor([1, 2, 3, 4]), label_smoothing=0.1)
+    assert smoothed.isfinite()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 

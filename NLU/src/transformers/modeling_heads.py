@@ -27,6 +27,7 @@ from .modeling_outputs import (
     QuestionAnsweringModelOutput,
     TokenClassifierOutput,
 )
+from .modeling_plain import HIDDEN
 from .modeling_utils import PreTrainedModel
 
 # The label of what has no part in a loss.
@@ -141,6 +142,9 @@ class EncoderForQuestionAnswering(PreTrainedModel):
     ) -> QuestionAnsweringModelOutput | tuple:
         """Logits of start and end and, with both positions, their mean loss.
 
+        Logits are -10,000 at padding: its probability is 0, and a user's own loss of all columns,
+        of distillation or of smoothed labels, stays finite.
+
         Args:
             start_positions, end_positions: (batch,), the columns of an answer's first and last
                 token. One beyond the row's tokens counts for nothing: the answer is not in this
@@ -159,7 +163,7 @@ class EncoderForQuestionAnswering(PreTrainedModel):
             output_hidden_states=output_hidden_states,
         )
         logits, rows = in_own_precision(self.qa_outputs, encoded.last), encoded.rows
-        start, end = (rows.pad(column, fill=float("-inf")) for column in logits.unbind(1))
+        start, end = (rows.pad(column, fill=HIDDEN) for column in logits.unbind(1))
         loss = None
         if start_positions is not None and end_positions is not None:
             real = _real(encoded)
@@ -172,7 +176,7 @@ def _loss_of(logits: Tensor, positions: Tensor, real: Tensor) -> Tensor:
     """Mean cross-entropy of where answers start or end.
 
     Args:
-        logits: (batch, length), -inf at padding.
+        logits: (batch, length), `HIDDEN` at padding.
         positions: (batch,) or (batch, 1), columns.
         real: (batch, length), what `_real` says.
     """
