@@ -7,7 +7,7 @@ import torch
 from compare import assert_same_bits
 from datasets import Dataset
 from small_trainers import Line, SizedStream, Stream, line_of, make_line_trainer, make_points
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 from trainer_runs import Recorder, without_runtimes
 
 from transformers import Trainer, TrainingError
@@ -241,6 +241,50 @@ def test_a_loader_of_one_s_own_needs_no_set(make):
     trainer = make(Own, train_dataset=None, eval_dataset=None, evaluation_strategy="epoch")
     assert trainer.train().global_step == 6
     assert sum("eval_loss" in record for record in trainer.state.log_history) == 2
+
+
+class Ordered(Trainer):
+    """A Trainer with an order of its own, in 4.4's way."""
+
+    def _get_train_sampler(self):
+        return SequentialSampler(self.train_dataset)
+
+    def _get_eval_sampler(self, eval_dataset):
+        return range(len(eval_dataset) - 1, -1, -1)
+
+
+def test_samplers_of_one_s_own(make):
+    model = Line()
+    trainer = make(Ordered, model=model, optimizers=sgd(model), max_grad_norm=0)
+    trainer.train()
+    expected = stepped_by_hand([make_points(20)[i : i + 4] for i in range(0, 20, 4)] * 2)
+    assert line_of(trainer) == pytest.approx(expected, rel=1e-5)
+    predictions = trainer.predict(trainer.eval_dataset).predictions
+    expected = [trainer.model.a * p["x"] + trainer.model.b for p in trainer.eval_dataset[::-1]]
+    assert predictions.tolist() == pytest.approx([y.item() for y in expected], rel=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [4, 3])
+def test_the_trainer_s_sampler_in_a_loader_of_one_s_own(make, batch_size):
+    """As in 4.4's get_train_dataloader, which subclasses take over and change."""
+    passes = []
+
+    class Own(Trainer):
+        def get_train_dataloader(self):
+            sampler = self._get_train_sampler()
+            return DataLoader(
+                self.train_dataset, batch_size, sampler=sampler, collate_fn=self.data_collator
+            )
+
+        def compute_loss(self, model, inputs, return_outputs=False):
+            passes.extend(inputs["x"].tolist())
+            return super().compute_loss(model, inputs, return_outputs)
+
+    trainer = make(Own)
+    trainer.train()
+    first, second = passes[:20], passes[20:]
+    assert first != second
+    assert sorted(first) == sorted(second) == pytest.approx(sorted(p["x"] for p in make_points(20)))
 
 
 # ---- resuming ----

@@ -157,6 +157,10 @@ class Examples(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         return itertools.chain.from_iterable(self.batches)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the pass, which has an order of its own in training."""
+        self.batches.epoch = epoch
+
 
 # ------------------------------------------------------------------------------------------------
 # Passes over the training set
@@ -167,9 +171,9 @@ class TrainingPasses:
     """The batches of a run, pass after pass, from a loader of the Trainer's own or a user's.
 
     Args:
-        loader: makes the batches of a pass each time it is iterated over. Where its sampler has
-            `TrainingBatches`, a pass can be entered anywhere; of any other, the batches that a
-            resumed run has seen are read again.
+        loader: makes the batches of a pass each time it is iterated over. Where they are
+            `TrainingBatches`, see `_batches_of`, a pass can be entered anywhere; of any other, the
+            batches that a resumed run has seen are read again.
         seed: of what a loader's workers do at random.
         device: where the run computes.
 
@@ -179,10 +183,7 @@ class TrainingPasses:
 
     def __init__(self, loader: Any, seed: int, device: torch.device):
         self.loader, self.seed, self.device = loader, seed, device
-        sampler = getattr(loader, "sampler", None)
-        self.batches: TrainingBatches | None = (
-            sampler.batches if isinstance(sampler, Examples) else None
-        )
+        self.batches = _batches_of(loader)
         self.length = length_of(loader)
         if self.length == 0:
             raise ValueError("the training set is empty")
@@ -247,6 +248,18 @@ class TrainingPasses:
                 f"the training set gave {batches} batches in a pass, fewer than an update takes: "
                 "give a larger set, or a lower --gradient_accumulation_steps"
             )
+
+
+def _batches_of(loader: Any) -> TrainingBatches | None:
+    """What a loader's sampler has, where the loader cuts it up into the same batches.
+
+    A subclass may give the Trainer's sampler to a loader of its own, of other batches, or without
+    the generator by which a resumed run's workers draw the same numbers.
+    """
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, Examples) or loader.generator is None:
+        return None
+    return sampler.batches if loader.batch_size == sampler.batches.batch_size else None
 
 
 def takes_packed_rows(model: nn.Module) -> bool:

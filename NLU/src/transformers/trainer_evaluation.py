@@ -363,8 +363,8 @@ class TrainerEvaluation(TrainerLoaders):
         return loss.detach(), one_or_all(predictions), one_or_all(labels)
 
     def _evaluation_loader(self, method: str, dataset: Dataset | None) -> Any:
-        """A subclass's own loader of this method; else batches of about one length, if allowed."""
-        if overrides(self, TrainerEvaluation, (method, "prediction_loop")):
+        """A subclass's own loader or order; else batches of about one length, if allowed."""
+        if overrides(self, TrainerEvaluation, (method, "_get_eval_sampler", "prediction_loop")):
             return getattr(self, method)(dataset)
         dataset = self._evaluated(self.eval_dataset if dataset is None else dataset)
         share = self._evaluation_batches(dataset, self._lengths_to_sort_by(dataset))

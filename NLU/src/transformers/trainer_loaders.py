@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from loralib.nn.packing import PackedRows
 
@@ -46,10 +46,14 @@ class TrainerLoaders:
         """
         if self.train_dataset is None:
             raise ValueError("Trainer: training needs a train_dataset")
-        if not is_iterable_only(self.train_dataset):
-            batches = self._training_batches()
-            return self._loader(self.train_dataset, batches.batch_size, sampler=Examples(batches))
         args, dataset = self.args, self.train_dataset
+        if not is_iterable_only(dataset):
+            return self._loader(
+                dataset,
+                args.train_batch_size,
+                sampler=self._get_train_sampler(),
+                drop_last=args.dataloader_drop_last,
+            )
         if args.dataloader_num_workers > 1 and args.is_main_process:
             logger.warning(
                 "each of %s workers iterates over the training set: it has to share its examples "
@@ -74,13 +78,24 @@ class TrainerLoaders:
         about one length, none of them left out by ``args.dataloader_drop_last``.
         """
         dataset = self._evaluated(self.eval_dataset if eval_dataset is None else eval_dataset)
-        share = self._evaluation_batches(dataset, None)
-        drop_last = self.args.dataloader_drop_last
-        return self._loader(dataset, share.batch_size, sampler=Examples(share), drop_last=drop_last)
+        return self._loader(
+            dataset,
+            self.args.eval_batch_size,
+            sampler=self._get_eval_sampler(dataset),
+            drop_last=self.args.dataloader_drop_last,
+        )
 
     def get_test_dataloader(self, test_dataset: Dataset) -> DataLoader:
         """As `get_eval_dataloader`, for `predict`."""
         return TrainerLoaders.get_eval_dataloader(self, test_dataset)
+
+    def _get_train_sampler(self) -> Sampler | None:
+        """The order of this process's examples; subclasses of 4.4's Trainer override it."""
+        return Examples(self._training_batches())
+
+    def _get_eval_sampler(self, eval_dataset: Dataset) -> Sampler | None:
+        """As `_get_train_sampler`, of a set to evaluate."""
+        return Examples(self._evaluation_batches(eval_dataset, None))
 
     def num_examples(self, dataloader: Any) -> int:
         """The examples of a loader's set, over all processes.
