@@ -18,6 +18,7 @@ setup(
         "filelock",
         "huggingface_hub>=1.0",
         "numpy",
+        "packaging",
         "regex",
         "safetensors>=0.4.5",
         "scikit-learn",

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import transformers
+from transformers.utils import check_min_version
 
 ROOT = Path(__file__).resolve().parents[2]
 # Installed libraries that take long to import, of which --help and wrong flags have no need.
@@ -60,6 +61,15 @@ def test_a_name_that_is_not_carried_says_so():
     with pytest.raises(ImportError, match="BertModel"):
         from transformers import BertModel  # noqa: F401
     assert not hasattr(transformers, "__no_such_thing__")
+
+
+def test_scripts_ask_for_a_version():
+    check_min_version("4.4.0")
+    check_min_version("4.4.2")
+    for later in ("4.5.0.dev0", "5.0"):
+        with pytest.raises(ImportError, match=f"needs transformers {later}, and 4.4.2") as raised:
+            check_min_version(later)
+        assert "\n" not in str(raised.value)
 
 
 PATHS = [
