@@ -193,7 +193,7 @@ class PackedRows:
         padded = x.new_full((self.shape[0] * self.shape[1], *x.shape[1:]), fill)
         return padded.index_copy(0, self.index, x).unflatten(0, self.shape)
 
-    def hide_padding(self, x: Tensor) -> Tensor:
+    def hide_padding(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """(tokens, …) as they are, since none of them is padding."""
         return x
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from compare import assert_close_to_rounding
 from encoder_options import ENCODER_TERMS
+from head_cases import PAIRS, build
 
 pytestmark = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit")
 
@@ -57,3 +58,33 @@ def test_with_lora(family, recorded):
         graph = torch.jit.trace(model, batch(family, 2, 5))
         given = batch(family, 4, 9)
         assert_close_to_rounding(graph(*given)[0], model(*given)[0], ENCODER_TERMS)
+
+
+LABELS = {"token_classification": ("labels",), "causal_lm": ("labels",)}
+LABELS["question_answering"] = ("start_positions", "end_positions")
+
+
+@pytest.mark.parametrize(("family", "head"), [pair for pair in PAIRS if pair[1] in LABELS])
+def test_losses(family, head):
+    """Padding, which a graph computes, is in no loss of another batch either."""
+    names = LABELS[head]
+    model = build(family, head)
+
+    class Loss(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids, mask, *labels):
+            named = dict(zip(names, labels, strict=True))
+            return self.model(ids, attention_mask=mask, return_dict=False, **named)[0]
+
+    def inputs(rows, length):
+        ids, mask = batch(family, rows, length)
+        size = (rows,) if len(names) > 1 else ids.shape
+        return ids, mask, *(torch.full(size, 2) for _ in names)
+
+    graph = torch.jit.trace(Loss(), inputs(3, 7))
+    for shape in ((3, 7), (2, 5), (5, 12)):
+        given = inputs(*shape)
+        assert_close_to_rounding(graph(*given), Loss()(*given), ENCODER_TERMS)

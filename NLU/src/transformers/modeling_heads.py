@@ -47,7 +47,13 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 def _real(encoded: Encoded) -> Tensor:
     """(batch, length), False where there is padding."""
-    return encoded.rows.pad(encoded.last.new_ones(len(encoded.last), dtype=torch.bool), fill=False)
+    # As a tensor's size, which a recorded graph keeps, not as a number.
+    return encoded.rows.pad(torch.ones_like(encoded.last[:, 0]), fill=0) != 0
+
+
+def _labels_of(encoded: Encoded, labels: Tensor) -> Tensor:
+    """(batch, length) -> (tokens,); -100 at padding, which recorded graphs keep."""
+    return encoded.rows.hide_padding(encoded.rows.pack(labels), fill=IGNORED)
 
 
 def in_own_precision(layer: nn.Linear, x: Tensor) -> Tensor:
@@ -100,7 +106,7 @@ class EncoderForTokenClassification(PreTrainedModel):
             output_hidden_states=output_hidden_states,
         )
         logits, rows = in_own_precision(self.classifier, self.dropout(encoded.last)), encoded.rows
-        loss = None if labels is None else mean_loss(logits, rows.pack(labels))
+        loss = None if labels is None else mean_loss(logits, _labels_of(encoded, labels))
         output = TokenClassifierOutput(loss, rows.pad(logits), *encoded.shown)
         return self._as_asked(output, return_dict)
 
@@ -316,7 +322,7 @@ class EncoderForCausalLM(PreTrainedModel):
         loss = (
             None
             if labels is None
-            else mean_loss(logits, rows.pack(_next_of(labels, _real(encoded))))
+            else mean_loss(logits, _labels_of(encoded, _next_of(labels, _real(encoded))))
         )
         output = CausalLMOutputWithCrossAttentions(loss, rows.pad(logits), *encoded.shown)
         return self._as_asked(output, return_dict)

@@ -103,9 +103,9 @@ class PaddedRows:
             return batch
         return batch.masked_fill((self.mask == 0).view(*self.shape, *[1] * (x.dim() - 1)), fill)
 
-    def hide_padding(self, x: Tensor) -> Tensor:
-        """(batch · length, …) with zeros at padding."""
-        return self.pack(self.pad(x))
+    def hide_padding(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """(batch · length, …) with `fill` at padding."""
+        return self.pack(self.pad(x, fill))
 
     def show(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """As `PackedRows.show`: padding is shown as zeros, and x keeps it."""
