@@ -69,3 +69,13 @@ def test_memory_figures_are_in_the_results(make_trainer, skip):
         assert (f"{split}_mem_cpu_peak" in metrics) is not skip
         assert skip or metrics[f"{split}_mem_cpu_peak"] > 10 * 2**20
     assert seen == [results[1][0]]
+
+
+def test_operations_are_stored_when_asked_for(make_trainer):
+    """As subclasses of 4.4's Trainer ask for it, before they save."""
+    trainer = make_trainer()
+    trainer.train()
+    before = trainer.state.total_flos
+    trainer._progress.flos = 12
+    trainer.store_flos()
+    assert trainer.state.total_flos == before + 12

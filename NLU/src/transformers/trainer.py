@@ -416,7 +416,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         loss = self._mean_loss(self._progress.loss_total, max(steps, 1))
         an_update = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
         metrics = speed_metrics("train", start, (steps - steps_before) * an_update)
-        self._store_flos()
+        self.store_flos()
         metrics["total_flos"] = self.state.total_flos
         metrics["train_loss"] = loss
         self.log(dict(metrics))
@@ -640,7 +640,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         if metrics is not None:
             folder = self.checkpoints.folder(self.state.global_step)
             note_best(self.state, self.args, metrics, folder)
-        self._store_flos()
+        self.store_flos()
         self.checkpoints.write(self._run_state(), self.save_model)
 
     def _run_state(self) -> RunState:

@@ -93,7 +93,7 @@ class TrainerRecords:
             self._counted = self.model, count
         return self._counted[1]
 
-    def _store_flos(self) -> None:
+    def store_flos(self) -> None:
         """Adds what all processes have computed since the last time to the state."""
         own = torch.tensor(self._progress.flos, dtype=torch.float64, device=self.args.device)
         self.state.total_flos += sum_over_processes(own, self.args.world_size).item()
