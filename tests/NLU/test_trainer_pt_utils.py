@@ -19,6 +19,7 @@ from transformers.trainer_pt_utils import (
     LabelSmoother,
     LengthGroupedSampler,
     SequentialDistributedSampler,
+    _warn_of_tuples,
     get_length_grouped_indices,
     get_parameter_names,
     metrics_format,
@@ -28,6 +29,7 @@ from transformers.trainer_pt_utils import (
     nested_new_like,
     nested_numpify,
     nested_truncate,
+    predictions_of,
 )
 from transformers.trainer_utils import (
     default_compute_objective,
@@ -248,6 +250,17 @@ def test_labels_that_cannot_be_smoothed():
 
 
 # ---- the rest ----
+
+
+def test_what_predictions_leave_out_is_said_once(caplog):
+    logits, states = torch.randn(2, 3), (torch.randn(2, 4), torch.randn(2, 4))
+    _warn_of_tuples.cache_clear()
+    for _ in range(2):
+        (found,) = predictions_of({"loss": torch.tensor(1.0), "logits": logits, "s": states}, False)
+        assert torch.equal(found, logits)
+    assert caplog.text.count("they are left out of the predictions") == 1
+    predictions_of({"logits": logits, "s": states}, False, but=["s"])
+    assert caplog.text.count("left out") == 1
 
 
 def test_names_of_parameters_but_those_of_some_layers():

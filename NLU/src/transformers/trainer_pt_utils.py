@@ -4,11 +4,13 @@ Tensors in lists and tuples, gathering them from all processes, the order of exa
 smoothing, metrics for people to read.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,8 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 from loralib.errors import TrainingError
 
 from .data.data_collator import IGNORED_LABEL
+
+logger = logging.getLogger(__name__)
 
 # ------------------------------------------------------------------------------------------------
 # Tensors in lists and tuples
@@ -432,7 +436,7 @@ class IterableDatasetShard(IterableDataset):
 def predictions_of(outputs: Any, with_loss: bool, but: Sequence[str] = ()) -> tuple[Tensor, ...]:
     """The tensors in what a model returned, without the loss; half precision as float32.
 
-    What has no rows (a number, a tuple of hidden states) is left out.
+    What has no rows (a number) is left out; so are tuples of hidden states, with a warning.
 
     Args:
         outputs: a dict, a tuple or one tensor.
@@ -445,9 +449,19 @@ def predictions_of(outputs: Any, with_loss: bool, but: Sequence[str] = ()) -> tu
         parts = list(outputs[1:] if with_loss else outputs)
     else:
         parts = [outputs]
+    if any(isinstance(part, tuple | list) for part in parts):
+        _warn_of_tuples()
     rows = [part for part in parts if isinstance(part, Tensor) and part.dim() > 0]
     in_half = (torch.float16, torch.bfloat16)
     return tuple(part.float() if part.dtype in in_half else part for part in rows)
+
+
+@cache
+def _warn_of_tuples() -> None:
+    logger.warning(
+        "the model returns tuples of tensors, such as hidden states: they are left out of the "
+        "predictions; call the model itself for them"
+    )
 
 
 @dataclass

@@ -44,6 +44,7 @@ class ParallelMode(Enum):
     """How a run uses what computes: one device, or a device for each of several processes."""
 
     NOT_PARALLEL = "not_parallel"
+    NOT_DISTRIBUTED = "not_distributed"  # several GPUs in one process: here no run's
     DISTRIBUTED = "distributed"
 
 

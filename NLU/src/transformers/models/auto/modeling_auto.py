@@ -57,6 +57,14 @@ class AutoModelForMaskedLM(_AutoModel):
     role = "masked_lm"
 
 
+class AutoModelForPreTraining(AutoModelForMaskedLM):
+    """A backbone with the head that it is pretrained with: `AutoModelForMaskedLM`."""
+
+
+class AutoModelWithLMHead(AutoModelForMaskedLM):
+    """`AutoModelForMaskedLM`, by 4.4's deprecated name."""
+
+
 class AutoModelForCausalLM(_AutoModel):
     """A backbone with a language-model head for the next token."""
 
@@ -102,6 +110,8 @@ def auto_model_for(head: str) -> type[_AutoModel]:
 _MAPPINGS = {
     "MODEL_MAPPING": AutoModel,
     "MODEL_FOR_MASKED_LM_MAPPING": AutoModelForMaskedLM,
+    "MODEL_FOR_PRETRAINING_MAPPING": AutoModelForPreTraining,
+    "MODEL_WITH_LM_HEAD_MAPPING": AutoModelWithLMHead,
     "MODEL_FOR_CAUSAL_LM_MAPPING": AutoModelForCausalLM,
     "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING": AutoModelForSequenceClassification,
     "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING": AutoModelForTokenClassification,
