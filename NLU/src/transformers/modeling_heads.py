@@ -56,10 +56,16 @@ def _labels_of(encoded: Encoded, labels: Tensor) -> Tensor:
     return encoded.rows.hide_padding(encoded.rows.pack(labels), fill=IGNORED)
 
 
+def in_precision_of(layer: nn.Module, x: Tensor) -> Tensor:
+    """x in the precision of a layer's weight; as it is, where dynamic quantization has packed that."""
+    weight = layer.weight
+    return x.to(weight.dtype) if isinstance(weight, Tensor) else x
+
+
 def in_own_precision(layer: nn.Linear, x: Tensor) -> Tensor:
     """A head's last product without autocast: it is cheap, and logits keep its precision."""
     with torch.autocast(x.device.type, enabled=False):
-        return layer(x.to(layer.weight.dtype))
+        return layer(in_precision_of(layer, x))
 
 
 class EncoderForTokenClassification(PreTrainedModel):

@@ -48,7 +48,11 @@ from ...modeling_encoder import (
     EncoderModel,
     too_long,
 )
-from ...modeling_heads import EncoderForQuestionAnswering, EncoderForTokenClassification
+from ...modeling_heads import (
+    EncoderForQuestionAnswering,
+    EncoderForTokenClassification,
+    in_precision_of,
+)
 from ...modeling_plain import PaddedRows, PlainAttention, visible
 from ...modeling_utils import PreTrainedModel
 from .configuration_deberta_v2 import DebertaV2Config
@@ -687,7 +691,7 @@ class ContextPooler(nn.Module):
     def forward(self, first: Tensor) -> Tensor:
         """(batch, hidden) -> (batch, hidden)."""
         with torch.autocast(first.device.type, enabled=False):
-            first = self.dropout(first.to(self.dense.weight.dtype))
+            first = self.dropout(in_precision_of(self.dense, first))
             return self.activation(self.dense(first))
 
 

@@ -34,6 +34,7 @@ from ...modeling_heads import (
     EncoderForMultipleChoice,
     EncoderForQuestionAnswering,
     EncoderForTokenClassification,
+    in_precision_of,
 )
 from ...modeling_plain import PlainAttention
 from ...modeling_utils import PreTrainedModel
@@ -283,7 +284,7 @@ class RobertaClassificationHead(nn.Module):
         Without autocast: one token a row is cheap in float32, and logits keep its precision.
         """
         with torch.autocast(first.device.type, enabled=False):
-            first = self.dropout(first.to(self.dense.weight.dtype))
+            first = self.dropout(in_precision_of(self.dense, first))
             return self.out_proj(self.dropout(torch.tanh(self.dense(first))))
 
 
