@@ -213,7 +213,7 @@ BAD = {
     "fp16": (f"{RTE} --do_train --fp16 --no_cuda", "--fp16 needs a GPU"),
     "no set to evaluate": (
         f"{RTE} --do_train --do_eval False --evaluation_strategy epoch",
-        "--evaluation_strategy needs a set to evaluate on: add --do_eval",
+        "needs a set to evaluate on: add --do_eval, or give the Trainer an eval_dataset",
     ),
     "unknown metric": (
         f"{RTE} --do_train --evaluation_strategy epoch --save_strategy epoch "

@@ -382,7 +382,10 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             self.optimizer = self.lr_scheduler = None
         self._name_trial()
         if args.evaluation_strategy is not IntervalStrategy.NO and self._cannot_evaluate():
-            raise ValueError("--evaluation_strategy needs a set to evaluate on: add --do_eval")
+            raise ValueError(
+                "--evaluation_strategy needs a set to evaluate on: add --do_eval, or give the "
+                "Trainer an eval_dataset"
+            )
         passes = self._training_passes()
         max_steps, epochs = self._updates_and_epochs(passes.length)
         self._prepare_optimizer(max_steps)
