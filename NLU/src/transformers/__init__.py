@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         DataCollatorWithPadding,
         default_data_collator,
     )
+    from .data.datasets.language_modeling import LineByLineTextDataset
     from .data.metrics import glue_compute_metrics
     from .data.processors import glue_output_modes, glue_processors, glue_tasks_num_labels
     from .data.processors.squad import SquadExample
@@ -166,6 +167,7 @@ _MODULE_OF = {
     "DataCollatorForWholeWordMask": ".data.data_collator",
     "DataCollatorWithPadding": ".data.data_collator",
     "default_data_collator": ".data.data_collator",
+    "LineByLineTextDataset": ".data.datasets.language_modeling",
     "glue_compute_metrics": ".data.metrics",
     "glue_output_modes": ".data.processors",
     "glue_processors": ".data.processors",

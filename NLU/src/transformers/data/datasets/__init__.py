@@ -1,0 +1,1 @@
+"""Data sets that 4.4.2 reads itself."""
