@@ -57,7 +57,7 @@ def _labels_of(encoded: Encoded, labels: Tensor) -> Tensor:
 
 
 def in_precision_of(layer: nn.Module, x: Tensor) -> Tensor:
-    """x in the precision of a layer's weight; as it is, where dynamic quantization has packed that."""
+    """x in the precision of a layer's weight; as it is where quantization has packed that."""
     weight = layer.weight
     return x.to(weight.dtype) if isinstance(weight, Tensor) else x
 
