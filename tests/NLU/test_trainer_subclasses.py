@@ -15,6 +15,7 @@ from small_trainers import (
 from torch import nn
 
 from transformers import Trainer, TrainingError
+from transformers.trainer_checks import HOOKS_NOT_CALLED
 from transformers.trainer_utils import EvalPrediction, PredictionOutput
 
 
@@ -260,3 +261,23 @@ def test_the_label_smoother_is_there_where_it_is_asked_for(make):
     logits, labels = (torch.from_numpy(part) for part in output[:2])
     expected = F.cross_entropy(logits, labels, label_smoothing=0.2).item()
     assert output.metrics["eval_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+# ---- hooks that are not called ----
+
+
+class Hooked(Trainer):
+    def _save(self, output_dir=None):
+        raise AssertionError("nobody calls this")
+
+
+def test_a_hook_that_is_not_called_is_said(make, caplog):
+    make()
+    assert "does not call" not in caplog.text
+    make(Hooked)
+    assert "Hooked has _save, which this Trainer does not call: override" in caplog.text
+
+
+@pytest.mark.parametrize("name", HOOKS_NOT_CALLED)
+def test_the_trainer_has_no_such_hook(name):
+    assert not hasattr(Trainer, name)

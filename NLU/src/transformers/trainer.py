@@ -55,7 +55,7 @@ from .trainer_checkpoint import (
     note_best,
     outdated_checkpoints,
 )
-from .trainer_checks import check_data, check_model
+from .trainer_checks import check_data, check_hooks, check_model
 from .trainer_data import TrainingPasses, label_names_of, length_of, overrides
 from .trainer_evaluation import TrainerEvaluation, loss_of
 from .trainer_pt_utils import LabelSmoother
@@ -143,6 +143,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         self.checkpoints = Checkpoints(args)
         smoothing = args.label_smoothing_factor
         self.label_smoother = LabelSmoother(smoothing) if smoothing else None
+        check_hooks(type(self))
         check_data(train_dataset, eval_dataset, args)
         self.model_init = model_init
         self.callback_handler = CallbackHandler(

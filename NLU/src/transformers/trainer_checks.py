@@ -1,6 +1,7 @@
 """Settings that a model or a set cannot follow, refused before the training."""
 
 import inspect
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,32 @@ from .modeling_utils import PreTrainedModel
 from .trainer_data import is_iterable_only, length_of
 from .trainer_weights import adapted_by
 from .training_args import TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+# What 4.4.2's Trainer calls under the hood, and subclasses override, and this one does not have.
+HOOKS_NOT_CALLED = (
+    "_gather_and_numpify",
+    "_get_learning_rate",
+    "_load_optimizer_and_scheduler",
+    "_maybe_log_save_evaluate",
+    "_nested_gather",
+    "_remove_unused_columns",
+    "_rotate_checkpoints",
+    "_save",
+    "_wrap_model",
+)
+
+
+def check_hooks(trainer_class: type) -> None:
+    """Warns of methods that override nothing here: what they do would be missing silently."""
+    unused = [name for name in HOOKS_NOT_CALLED if hasattr(trainer_class, name)]
+    if unused:
+        logger.warning(
+            "%s has %s, which this Trainer does not call: override a public method instead, such "
+            "as compute_loss, training_step, save_model or get_train_dataloader",
+            *(trainer_class.__name__, ", ".join(unused)),
+        )
 
 
 def check_data(train: Any, evaluated: Any, args: TrainingArguments) -> None:
