@@ -38,6 +38,8 @@ class PackedRows:
         shape: (batch, length).
         lengths: tokens a row.
         spans: columns up to each row's last token; its length where padding is on the right.
+        padded_right: whether that is so in all rows; a flag, so that a compiled graph does not
+            depend on the numbers.
         starts_hidden: whether the first position of some row is padding. Attention within packed
             rows is not for such batches: a row may have no token at all, and what a classifier
             reads is not among the packed tokens.
@@ -73,6 +75,7 @@ class PackedRows:
         self.lengths: list[int] = lengths.tolist()
         columns = torch.arange(1, mask.shape[1] + 1)
         self.spans: list[int] = (mask * columns).amax(dim=1).tolist()
+        self.padded_right = self.spans == self.lengths
         self.targets: Tensor | None = None
         self.segments = slices([len(self.lengths)])
         self._move(lambda tensor: tensor.to(attention_mask.device))
@@ -149,6 +152,7 @@ class PackedRows:
         start, stop = (sum(self.lengths[:row]) for row in (segment.start, segment.stop))
         part = copy.copy(self)
         part.lengths, part.spans = self.lengths[segment], self.spans[segment]
+        part.padded_right = part.spans == part.lengths
         part.shape = torch.Size((len(part.lengths), self.shape[1]))
         part.index = self.index[start:stop] - segment.start * self.shape[1]
         part.positions = self.positions[start:stop]
@@ -298,7 +302,7 @@ def _attend_padded(
     causal: bool = False,
 ) -> Tensor:
     """All rows at once, over the padded batch."""
-    if causal and rows.spans != rows.lengths:  # what is later is told by columns
+    if causal and not rows.padded_right:  # what is later is told by columns
         rows = PackedRows.from_lengths(rows.lengths).to(query.device)
     one_query = len(query) != len(key)
     query = query[:, None] if one_query else rows.pad(query)

@@ -72,6 +72,7 @@ def test_what_the_files_say(build_adapted, tmp_path):
         assert {n: json.loads(metadata[n]) for n in metadata.keys() - {"format", "digest"}} == {
             **own[kind],
             "base": "roberta-base",
+            "head": "sequence_classification",
             "task": "mnli",
             "labels": ["LABEL_0", "LABEL_1", "LABEL_2"],
             "trained_with": [switch for switch in switches if switch != kind.switch],
@@ -372,8 +373,8 @@ def with_tensor(like, name):
             "pytorch_model_head.bin: holds heads.rte.7.bias, which is not a tensor of the head",
         ),
         (
-            with_tensor("heads.rte.4.bias", "roberta.pooler.dense.bias"),
-            "pytorch_model_head.bin: holds roberta.pooler.dense.bias, which is not",
+            with_tensor("heads.rte.4.bias", "roberta.embeddings.LayerNorm.bias"),
+            "pytorch_model_head.bin: holds roberta.embeddings.LayerNorm.bias, which is not",
         ),
     ],
 )

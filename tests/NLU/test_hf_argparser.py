@@ -383,6 +383,7 @@ REFUSED_FLAGS = [
 ]
 # Defaults that the arguments fill in once they are read.
 FILLED_IN = {"do_eval": False, "eval_steps": 500, "logging_dir": ANY, "run_name": "out"}
+FILLED_IN["report_to"] = ["all"]
 FILLED_IN["disable_tqdm"] = True  # what is captured is no terminal
 
 
