@@ -304,11 +304,10 @@ def _usual(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
 
     In half precision, PyTorch's own writes the bias to the result first, in a pass of its own.
     """
-    is_faster = x.dtype is torch.float32 or bias is not None
     is_large = len(x) * weight.numel() >= _LARGE
-    return (
-        "onednn" if is_large and is_faster and _has_avx512() and _has_onednn(x.dtype) else "plain"
-    )
+    is_faster = x.dtype is torch.float32 or bias is not None
+    is_good = is_large and is_faster and _has_avx512() and _has_onednn(x.dtype)
+    return "onednn" if is_good else "plain"
 
 
 def _key(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:

@@ -284,7 +284,7 @@ def length_of(data: Any) -> int | None:
     """The length of a set or a loader, None where it has none."""
     try:
         return len(data)
-    except (TypeError, NotImplementedError):
+    except (TypeError, NotImplementedError):  # the second is PyTorch's and users' "no length"
         return None
 
 
