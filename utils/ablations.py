@@ -27,6 +27,7 @@ from loralib.training import process
 from reproduction.ablation_report import TABLE_NAME, Outcome, Settings, import_figure, write_report
 from reproduction.ablation_rows import HEAD_ALONE, QUESTIONS, Row
 from reproduction.ablation_runs import Experiment, Results, Runs, Trial
+from reproduction.run_file import RunFile
 from transformers.utils.logging import set_verbosity_error
 
 LEARNING_RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
@@ -125,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     import_figure()
     experiment = Experiment(args.quickstart_dir, args.num_train_epochs, args.output_dir)
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    runs = Runs(args.output_dir / RUNS_NAME)
+    runs = Runs(RunFile(args.output_dir / RUNS_NAME, Results))
     rows = {row.key: row for row in (HEAD_ALONE, *(r for q in QUESTIONS for r in q.rows))}
     outcomes = measure(experiment, runs, rows, args.learning_rates, args.seeds)
     settings = Settings(

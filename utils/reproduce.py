@@ -4,6 +4,7 @@
     python utils/reproduce.py roberta_base_rte --seeds 0 1    a recipe of NLU/ or NLG/
     python utils/reproduce.py e2e_gpt2_md -- --bf16           flags for the recipe, after its own
     python utils/reproduce.py "roberta-base LoRA" --estimate  only what each recipe would take
+    python utils/reproduce.py --study                         a study in small: see --study --help
 
 Each run is the recipe itself, a program of its own that writes into a folder of its own:
 
@@ -153,7 +154,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         ValueError: an argument does not fit, or another program is at work on a run.
         TrainingError: not all runs are finished.
     """
-    args, flags = parse_args(sys.argv[1:] if argv is None else argv)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if "--study" in argv:
+        from reproduction import study  # which needs torch
+
+        argv.remove("--study")
+        study.main(argv)
+        return
+    args, flags = parse_args(argv)
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO)
     out = args.output_dir.absolute()
     rows = read_rows([Glue(out, args.small), Nlg(out, args.small)])

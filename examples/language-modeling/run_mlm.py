@@ -73,6 +73,8 @@ class ModelArguments:
     num_hidden_layers: int = flag(4, "new model: layers")
     num_attention_heads: int = flag(4, "new model: heads a layer")
     intermediate_size: int = flag(1024, "new model: width within the feed-forward parts")
+    hidden_dropout_prob: float = flag(0.1, "new model: dropout of what its parts return")
+    attention_probs_dropout_prob: float = flag(0.1, "new model: dropout of attention's weights")
 
 
 @dataclass
@@ -113,6 +115,8 @@ def new_config(model_args: ModelArguments, vocab_size: int, max_length: int) -> 
         num_hidden_layers=model_args.num_hidden_layers,
         num_attention_heads=model_args.num_attention_heads,
         intermediate_size=model_args.intermediate_size,
+        hidden_dropout_prob=model_args.hidden_dropout_prob,
+        attention_probs_dropout_prob=model_args.attention_probs_dropout_prob,
         max_position_embeddings=max_length + 2,
         type_vocab_size=1,
         layer_norm_eps=1e-5,

@@ -1,14 +1,14 @@
-"""The runs of utils/ablations.py: what each of them trains, and the file of their results."""
+"""The runs of utils/ablations.py: what each of them trains."""
 
 import hashlib
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loralib.io.atomic import atomic_write
 from reproduction.ablation_rows import Row
+from reproduction.run_file import RunFile
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -150,42 +150,18 @@ def accuracy(evaluated: EvalPrediction) -> dict[str, float]:
 
 
 class Runs:
-    """The results of the runs that are finished, in a file.
+    """The experiment's runs, of which none is run twice.
 
     Args:
-        path: a JSON object a line: what `Experiment.describe` says of the run, and its results.
-
-    Raises:
-        ValueError: a line is something else.
+        file: the results of those that are finished.
     """
 
-    def __init__(self, path: Path):
-        self.path = path
-        self.results: dict[str, Results] = {}
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        for number, line in enumerate(lines, start=1):
-            try:
-                entry = json.loads(line)
-                self.results[self._key(entry["run"])] = Results(**entry["results"])
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}:{number}: not a run; delete this line") from error
-
-    @staticmethod
-    def _key(run: dict[str, Any]) -> str:
-        return json.dumps(run, sort_keys=True)
+    def __init__(self, file: RunFile[Results]):
+        self.file = file
 
     def result(self, experiment: Experiment, trial: Trial) -> Results:
         """A trial's, from the file where it is there; else it is run, and written."""
-        key = self._key(experiment.describe(trial))
-        if key not in self.results:
-            self.results[key] = experiment.run(trial)
-            self._write()
-        return self.results[key]
-
-    def _write(self) -> None:
-        lines = [
-            json.dumps({"run": json.loads(key), "results": asdict(results)}) + "\n"
-            for key, results in self.results.items()
-        ]
-        with atomic_write(self.path) as temporary:
-            temporary.write_text("".join(lines), encoding="utf-8")
+        run = experiment.describe(trial)
+        if run not in self.file:
+            self.file[run] = experiment.run(trial)
+        return self.file[run]

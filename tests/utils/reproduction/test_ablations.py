@@ -14,7 +14,8 @@ from loralib.training import process
 from reproduction import ablation_report, ablation_rows
 from reproduction.ablation_report import Outcome, Settings, draw, report
 from reproduction.ablation_rows import HEAD_ALONE, QUESTIONS, Question, lora
-from reproduction.ablation_runs import Experiment, Results, Runs, Trial
+from reproduction.ablation_runs import Experiment, Results, Trial
+from reproduction.run_file import RunFile
 
 RATES = (1e-3, 3e-2)
 QUERY = lora("query", 1)
@@ -235,7 +236,7 @@ def test_a_damaged_line_is_named(tmp_path, line):
     results = '{"accuracy": 1, "loss": 0, "lora_parameters": 1, "parameters": 1, "seconds": 1}'
     path.write_text(f'{{"run": {{}}, "results": {results}}}\n{line}\n')
     with pytest.raises(ValueError, match=r"runs\.jsonl:2: not a run; delete this line"):
-        Runs(path)
+        RunFile(path, Results)
 
 
 def test_matplotlib_is_asked_for_before_anything_runs(monkeypatch, out, capsys):

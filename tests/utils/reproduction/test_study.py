@@ -1,0 +1,189 @@
+"""utils/reproduce.py --study: its data, and a whole study of a very small size."""
+
+import dataclasses
+import json
+import random
+import re
+import shutil
+
+import pytest
+from places import load_script
+
+import reproduce
+from reproduction import study, study_report, study_rows
+from reproduction.study_data import TASKS, corpus_sentences, prepare_task, whole_sentences
+from reproduction.study_report import Outcome
+from reproduction.study_runs import Results
+
+WORDS = ["the", "soup", "film", "was", "very", "not", "good", "bad", "great", "and", "he", "said"]
+HEADERS = {
+    "SST-2": "sentence\tlabel",
+    "CoLA": None,
+    "RTE": "index\tsentence1\tsentence2\tlabel",
+    "STS-B": "index\tsentence1\tsentence2\tscore",
+}
+
+
+def sentence(rng):
+    return " ".join(rng.choices(WORDS, k=rng.randint(4, 9)))
+
+
+def glue_row(folder, rng):
+    """A row of a task's file: its label follows from its words."""
+    first, second = sentence(rng), sentence(rng)
+    label = int("good" in first or "great" in first)
+    return {
+        "SST-2": f"{first}\t{label}",
+        "CoLA": f"x\t{label}\t\t{first}",
+        "RTE": f"0\t{first}\t{second}\t{('not_entailment', 'entailment')[label]}",
+        "STS-B": f"0\t{first}\t{second}\t{label * 2.5 + rng.random()}",
+    }[folder]
+
+
+@pytest.fixture(scope="module")
+def glue_dir(tmp_path_factory):
+    """The four tasks, very small."""
+    folder, rng = tmp_path_factory.mktemp("glue"), random.Random(0)
+    for name, header in HEADERS.items():
+        (folder / name).mkdir()
+        for split, count in (("train", 40), ("dev", 20)):
+            rows = [glue_row(name, rng) for _ in range(count)]
+            lines = [header, *rows] if header else rows
+            (folder / name / f"{split}.tsv").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def nlg_dir(tmp_path_factory):
+    """Very little of E2E, WebNLG and DART, and a vocabulary for them."""
+    folder, rng = tmp_path_factory.mktemp("nlg"), random.Random(1)
+    load_script("examples/make_small_e2e.py").main(["--output_dir", str(folder / "e2e")])
+    for split, count in (("valid", 12), ("test", 4)):
+        path = folder / "e2e" / f"{split}.txt"
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:count]))
+    # A model that has learned nothing writes any token; all of them have a text here.
+    encoder = folder / "e2e" / "vocab" / "encoder.json"
+    tokens = json.loads(encoder.read_text())
+    free = set(range(max(tokens.values()) + 1)) - set(tokens.values())
+    _write_json(encoder, tokens | {f"free{number}": number for number in free})
+    (folder / "dart").mkdir()
+    sources = [{"source": source, "text": f"{source} says so ."} for source in ("e2e", "webnlg")]
+    _write_json(folder / "dart" / "dart-v1.1.1-full-dev.json", [{"annotations": sources}])
+    (folder / "webnlg").mkdir()
+    entry = {"1": {"lexicalisations": [{"lex": sentence(rng)} for _ in range(30)]}}
+    _write_json(folder / "webnlg" / "dev.json", {"entries": [entry]})
+    return folder
+
+
+def _write_json(path, content):
+    path.write_text(json.dumps(content))
+
+
+def test_parts_of_sentences_are_left_out():
+    texts = ["a b", "x a b c", "b c", "a c", "b c"]
+    assert whole_sentences(texts) == ["x a b c", "a c"]
+
+
+def test_the_corpus_has_no_text_that_is_measured_on(glue_dir, nlg_dir, tmp_path):
+    corpus = corpus_sentences(glue_dir, nlg_dir)
+    assert "webnlg says so ." in corpus
+    assert "e2e says so ." not in corpus  # which GPT-2 is adapted to
+    assert len(set(corpus)) == len(corpus)
+    measured = [
+        text
+        for task in TASKS
+        for row in prepare_task(task, glue_dir)["validation"]
+        for text in (row.text_a, row.text_b)
+    ]
+    assert not set(corpus) & set(measured)
+    # A text of the training set that is in the development set as well, but for case and spaces.
+    shared = tmp_path / "glue"
+    shutil.copytree(glue_dir, shared)
+    line = prepare_task(TASKS[0], glue_dir)["validation"][0].text_a
+    with open(shared / "SST-2" / "train.tsv", "a") as file:
+        file.write(f"{line.upper()} \t1\n")
+    assert corpus_sentences(shared, nlg_dir) == corpus
+
+
+def test_learning_rates_are_chosen_on_the_training_set_alone(glue_dir):
+    for task in TASKS:
+        splits = prepare_task(task, glue_dir)
+        assert splits["tuning_train"] + splits["tuning"] == splits["train"]
+        assert 0 < len(splits["tuning"]) < len(splits["tuning_train"])
+        guids = {row.guid for row in splits["train"]}
+        assert not guids & {row.guid for row in splits["validation"]}
+    few = dataclasses.replace(TASKS[1], train_rows=10)
+    assert prepare_task(few, glue_dir)["train"] == prepare_task(TASKS[1], glue_dir)["train"][:10]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["LoRA"], "there is no row 'LoRA' in the study; rows: full fine-tuning; "),
+        (["--jobs", "0"], "--jobs 0: one at least"),
+        (["--data_dir", "nowhere"], "download_glue_data.py"),
+    ],
+)
+def test_what_cannot_run_is_one_line(flags, said):
+    with pytest.raises((ValueError, FileNotFoundError), match=re.escape(said)):
+        reproduce.main(["--study", *flags])
+
+
+def results(score, **changes):
+    values = {"score": score, "loss": 0.5, "parameters": 1000, "head_parameters": 10}
+    return Results(**{**values, "seconds": 2.0, "memory": 2**20, **changes})
+
+
+def test_the_tables_say_mean_and_interval_and_what_was_not_run():
+    lora, full = study_rows.LORA[1], study_rows.FULL
+    outcomes = {
+        ("sst2", lora.name): Outcome(1e-3, True, [results(0.7), results(0.8)]),
+        **{
+            (task.name, full.name): Outcome(3e-4, False, [results(0.5), results(0.5)])
+            for task in TASKS
+        },
+    }
+    settings = study_report.Settings("python x", [0, 1], {t.name: ["a", "a", "b"] for t in TASKS})
+    text = study_report.report(outcomes, {}, settings)
+    # Student's t of two values: 12.706 times their distance / 2.
+    assert f"| {lora.name} | 1,000 | 75.0 ± 63.5 | not run |" in text
+    assert f"| {full.name} | 1,000 |{' 50.0 ± 0.0 |' * 4} 50.0 | 8 | 1 |" in text
+    assert "| the most frequent label | - | 66.7 | 0 | 66.7 | 0 |" in text
+    assert f"| {lora.name} | 0.001* | - |" in text
+    assert f"| {full.name} | 0.0003 | 0.0003 |" in text
+    figure = study_report.draw(outcomes)
+    assert [panel.get_title() for panel in figure.axes] == [task.title for task in TASKS]
+
+
+@pytest.mark.slow
+def test_a_study_runs_resumes_and_reports(glue_dir, nlg_dir, out, monkeypatch, capsys):
+    """Encoder and GPT-2, two methods each on few rows, in processes of their own."""
+    shape = {"vocab_size": 300, "hidden_size": 16, "num_attention_heads": 2, "max_seq_length": 64}
+    monkeypatch.setattr(study, "BASE_SHAPE", {**study.BASE_SHAPE, **shape, "intermediate_size": 16})
+    monkeypatch.setattr(study, "BASE_FLAGS", {**study.BASE_FLAGS, "max_steps": 2})
+    methods = (study_rows.FULL, study_rows.LORA[1])
+    for module in (study, study_report):
+        monkeypatch.setattr(module, "METHODS", methods)
+        for table in ("PROJECTIONS", "BY_RANK"):
+            monkeypatch.setattr(module, table, methods[1:])
+    one = dataclasses.replace(study_rows.GPT2_METHODS[1], rates=(1e-3,))
+    monkeypatch.setattr(study, "GPT2_METHODS", (one,))
+    flags = ["--data_dir", glue_dir, "--nlg_dir", nlg_dir, "--vocab", nlg_dir / "e2e" / "vocab"]
+    flags = ["--study", *map(str, flags), "--output_dir", str(out), "--jobs", "2", "--seeds"]
+    reproduce.main([*flags, "0"])
+    assert capsys.readouterr().out.splitlines()[-1] == str(out / "study.md")
+    text = (out / "study.md").read_text()
+    assert "| full fine-tuning |" in text
+    assert f"| {one.name} |" in text
+    assert (out / "study.png").stat().st_size > 1000
+    before = (out / "runs.jsonl").read_text().splitlines()
+    assert len(before) == 2 * len(TASKS) * (3 + 1)
+
+    # Again with one more seed: what is finished is not run again.
+    monkeypatch.setattr(study, "GPT2_METHODS", ())
+    reproduce.main([*flags, "0", "1"])
+    after = (out / "runs.jsonl").read_text().splitlines()
+    assert after[: len(before)] == before
+    assert len(after) == len(before) + 2 * len(TASKS)
+    trained = {json.loads(line)["run"]["trains_base"] for line in after}
+    assert trained == {True, False}

@@ -1,0 +1,311 @@
+"""The study: ways to adapt a small encoder and a small GPT-2, held against each other.
+
+    python utils/reproduce.py --study                              all of it: hours on two cores
+    python utils/reproduce.py --study "LoRA, query + value, r = 4" some rows of the tables
+    python utils/reproduce.py --study e2e                          GPT-2's table alone
+
+Both bases are pretrained here, on the text of the training sets, so that nothing is downloaded but
+data. Then each method chooses its learning rate of three, by one shorter run each on four fifths of
+the training set, and is trained once a seed; what is measured is the last state of a run.
+
+    OUTPUT_DIR/study.md, study.png   the tables and the picture
+    OUTPUT_DIR/runs.jsonl            a finished run a line; the same command continues after them
+    OUTPUT_DIR/base/, gpt2/base.pt   the bases
+"""
+
+import argparse
+import json
+import logging
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from loralib.io.atomic import atomic_write
+from loralib.training import process
+from reproduction.ablation_report import import_figure
+from reproduction.programs import environment
+from reproduction.run_file import RunFile
+from reproduction.runs import ROOT
+from reproduction.study_data import TASKS, corpus_sentences, find_file, prepare_task
+from reproduction.study_gpt2 import Gpt2Results, Gpt2Trial, Gpt2Trials
+from reproduction.study_pool import Trials
+from reproduction.study_report import (
+    TABLE_NAME,
+    Gpt2Outcome,
+    Outcome,
+    Settings,
+    report,
+    write_report,
+)
+from reproduction.study_rows import (
+    BY_RANK,
+    GPT2_METHODS,
+    METHODS,
+    PROJECTIONS,
+    WEIGHTS_TASK,
+    Method,
+)
+from reproduction.study_runs import Experiment, Results, Trial
+
+logger = logging.getLogger(__name__)
+Key = TypeVar("Key")
+
+# The encoder has 5.7 million parameters, 1.9 of them the vocabulary's. It is trained without
+# dropout, as so small a model on so little text learns too little, not too much.
+BASE_SHAPE = {
+    "vocab_size": 5000,
+    "hidden_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "intermediate_size": 1536,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "max_seq_length": 128,
+}
+BASE_FLAGS = {
+    "num_train_epochs": 3,
+    "learning_rate": 1e-3,
+    "warmup_ratio": 0.06,
+    "weight_decay": 0.01,
+    "adam_beta2": 0.98,
+    "mlm_probability": 0.3,
+    "seed": 0,
+    "logging_steps": 50,
+    "save_strategy": "no",
+    "report_to": "none",
+}
+BASE_BATCH = 64
+GPT2_EPOCHS = 2
+
+
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line.
+
+    Raises:
+        ValueError: a row is unknown, or a value is out of its range.
+    """
+    parser = argparse.ArgumentParser(
+        prog="reproduce.py --study",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("names", nargs="*", metavar="ROW", help="some rows of the tables (default: all)")
+    add(
+        "--data_dir",
+        type=Path,
+        default=Path("glue_data"),
+        help="GLUE's SST-2, CoLA, RTE and STS-B, as utils/download_glue_data.py fetches them "
+        "(default: %(default)s)",
+    )
+    add(
+        "--nlg_dir",
+        type=Path,
+        default=Path("NLG", "data"),
+        help="E2E, WebNLG and DART, as NLG/download_data.sh fetches them (default: %(default)s)",
+    )
+    add(
+        "--vocab",
+        type=Path,
+        default=Path("NLG", "vocab"),
+        help="GPT-2's vocabulary, from the same script (default: %(default)s)",
+    )
+    add(
+        "--output_dir",
+        type=Path,
+        default=Path("output", "study"),
+        help="folder for the bases, the runs, the tables and the picture (default: %(default)s)",
+    )
+    add("--seeds", nargs="+", type=int, default=[0, 1, 2], help="one run each (default: 0 1 2)")
+    add(
+        "--jobs",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="runs at a time, a core each (default: as many as there are cores)",
+    )
+    args = parser.parse_args(argv)
+    known = [*all_methods(), *(method.name for method in GPT2_METHODS)]
+    for name in args.names:
+        if name not in known:
+            raise ValueError(f"there is no row {name!r} in the study; rows: {'; '.join(known)}")
+    if args.jobs < 1:
+        raise ValueError(f"--jobs {args.jobs}: one at least")
+    args.seeds = list(dict.fromkeys(args.seeds))
+    return args
+
+
+def all_methods() -> dict[str, Method]:
+    """The encoder's methods, by name."""
+    return {method.name: method for method in (*METHODS, *PROJECTIONS, *BY_RANK)}
+
+
+def cells(names: Sequence[str]) -> list[tuple[str, Method]]:
+    """The pairs of task and method that the tables need, those of the first table first.
+
+    Args:
+        names: the methods wanted; none for all.
+    """
+    first = [(task.name, method) for method in METHODS for task in TASKS]
+    weights = [(WEIGHTS_TASK, method) for method in (*PROJECTIONS, *BY_RANK)]
+    pairs = {(task, method.name): (task, method) for task, method in (*first, *weights)}
+    return [pair for pair in pairs.values() if not names or pair[1].name in names]
+
+
+class Study:
+    """What is asked for, step by step; each step does what is not done yet.
+
+    Args:
+        args: the command line's.
+    """
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.out: Path = args.output_dir.absolute()
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.experiment = Experiment(self.out)
+        self.corpus = self.out / "corpus.txt"
+
+    def prepare(self) -> None:
+        """Writes the tasks' rows and the corpus."""
+        for task in TASKS:
+            path = self.experiment.data_file(task.name)
+            if not path.is_file():
+                splits = prepare_task(task, self.args.data_dir)
+                rows = {name: [asdict(row) for row in rows] for name, rows in splits.items()}
+                path.parent.mkdir(exist_ok=True)
+                _write(path, json.dumps(rows))
+        if not self.corpus.is_file():
+            sentences = corpus_sentences(self.args.data_dir, self.args.nlg_dir)
+            _write(self.corpus, "\n".join(sentences) + "\n")
+
+    def train_base(self) -> None:
+        """Pretrains the encoder by run_mlm.py.
+
+        Raises:
+            TrainingError: it failed; it has shown its error.
+        """
+        if (self.experiment.base / "pytorch_model.bin").is_file():
+            return
+        logger.info("pretraining the encoder: %s", self.experiment.base)
+        processes = max(number for number in (1, 2, 4, 8) if number <= self.args.jobs)
+        flags = {
+            "train_file": self.corpus,
+            "output_dir": self.experiment.base,
+            "per_device_train_batch_size": BASE_BATCH // processes,
+            **BASE_SHAPE,
+            **BASE_FLAGS,
+        }
+        command = [
+            *(sys.executable, "-m", "torch.distributed.launch", f"--nproc_per_node={processes}"),
+            str(ROOT / "examples/language-modeling/run_mlm.py"),
+            *("--do_train", "--bf16", "--overwrite_output_dir"),
+            *(str(text) for name, value in flags.items() for text in (f"--{name}", value)),
+        ]
+        if subprocess.run(command, env=environment({"OMP_NUM_THREADS": "1"})).returncode:
+            raise process.TrainingError("the encoder could not be pretrained: see above")
+
+    def adapt_encoder(self) -> dict[tuple[str, str], Outcome]:
+        """The outcomes by task and method, of those that are asked for; runs what is missing."""
+        wanted = cells(self.args.names)
+        if not wanted:
+            return {}
+        runs = RunFile(self.out / "runs.jsonl", Results)
+        trials = Trials(self.experiment, runs, self.args.jobs)
+        final = self._final_trials(
+            trials,
+            {
+                (task, method.name): [Trial(task, method, r, 0, tuning=True) for r in method.rates]
+                for task, method in wanted
+            },
+        )
+        # What is cut off has all rows with the first seeds.
+        by_seed = [trial for row in zip(*final.values(), strict=True) for trial in row]
+        trials.run(by_seed, "adapting the encoder")
+        return {
+            key: Outcome(
+                row[0].learning_rate,
+                row[0].learning_rate in (min(row[0].method.rates), max(row[0].method.rates)),
+                [trials.result(trial) for trial in row],
+            )
+            for key, row in final.items()
+        }
+
+    def adapt_gpt2(self) -> dict[str, Gpt2Outcome]:
+        """The outcomes by method, of those that are asked for; runs what is missing."""
+        names = self.args.names
+        wanted = [method for method in GPT2_METHODS if not names or method.name in names]
+        if not wanted:
+            return {}
+        folder = self.out / "gpt2"
+        runs = RunFile(folder / "runs.jsonl", Gpt2Results)
+        trials = Gpt2Trials(folder, self.args.vocab.absolute(), runs, self.args.jobs)
+        sentences = self.corpus.read_text(encoding="utf-8").splitlines()
+        trials.prepare(sentences, find_file(self.args.nlg_dir.absolute(), "e2e/valid.txt").parent)
+        logger.info("pretraining GPT-2: %s", trials.base)
+        trials.train_base(GPT2_EPOCHS)
+        final = self._final_trials(
+            trials,
+            {m.name: [Gpt2Trial(m, rate, 0, tuning=True) for rate in m.rates] for m in wanted},
+        )
+        trials.run([trial for row in final.values() for trial in row], "adapting GPT-2")
+        return {
+            name: Gpt2Outcome(row[0].learning_rate, [trials.result(trial) for trial in row])
+            for name, row in final.items()
+        }
+
+    def _final_trials(self, trials: Any, tuning: Mapping[Key, Sequence[Any]]) -> dict[Key, list]:
+        """Each row's trials with the learning rate of the least loss, one a seed.
+
+        Args:
+            trials: runs them, and knows their results.
+            tuning: by row, a trial for each learning rate; a single one is not tried.
+        """
+        open_rows = [row for row in tuning.values() if len(row) > 1]
+        trials.run([trial for row in open_rows for trial in row], "choosing learning rates")
+        final = {}
+        for key, row in tuning.items():
+            best = row[0]
+            if len(row) > 1:
+                best = min(row, key=lambda trial: trials.result(trial).loss)
+            final[key] = [replace(best, seed=seed, tuning=False) for seed in self.args.seeds]
+        return final
+
+    def labels(self) -> dict[str, list[str]]:
+        """Those of the development sets, by task."""
+        return {
+            task.name: [row["label"] for row in self.experiment.rows(task.name, "validation")]
+            for task in TASKS
+        }
+
+
+def _write(path: Path, text: str) -> None:
+    with atomic_write(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs what is asked for and not run yet, and reports.
+
+    Args:
+        argv: the command line, without ``--study``.
+    """
+    args = parse_args(argv)
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO)
+    import_figure()  # before hours of work: the picture needs it
+    study = Study(args)
+    study.prepare()
+    study.train_base()
+    outcomes = study.adapt_encoder()
+    gpt2 = study.adapt_gpt2()
+    settings = Settings(
+        command=shlex.join(["python", "utils/reproduce.py", "--study", *argv]),
+        seeds=args.seeds,
+        labels=study.labels(),
+    )
+    write_report(study.out, report(outcomes, gpt2, settings), outcomes)
+    print(study.out / TABLE_NAME)

@@ -1,0 +1,176 @@
+"""The texts of the study: one corpus for both bases, and the sets that the methods are held on.
+
+The corpus is the text of the training sets, and of the development sets of DART and WebNLG. What is
+also a text on which a method is measured is left out.
+"""
+
+import json
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers.data.processors import InputExample, load_glue_split
+
+LINE_WORDS = 60
+"""Words of a line of the encoder's corpus, at least."""
+TUNING_SHARE = 0.2
+"""Of the training set: what the learning rates are chosen on."""
+DATA_SEED = 0
+E2E_SOURCE = "e2e"
+"""What DART took from E2E, which the study keeps for adapting GPT-2."""
+
+
+@dataclass(frozen=True)
+class StudyTask:
+    """A task of GLUE, as the study takes it.
+
+    Args:
+        name: run_glue.py's.
+        title: in the tables.
+        metric: the one that the tables show, of those that GLUE has for the task.
+        metric_title: what the tables call it.
+        train_rows: at most so many rows of the training set, chosen at random.
+    """
+
+    name: str
+    title: str
+    metric: str
+    metric_title: str
+    train_rows: int
+
+
+TASKS = (
+    StudyTask("sst2", "SST-2", "accuracy", "accuracy", 3000),
+    StudyTask("cola", "CoLA", "matthews_correlation", "Matthews correlation", 3000),
+    StudyTask("rte", "RTE", "accuracy", "accuracy", 1500),
+    StudyTask("stsb", "STS-B", "pearson", "Pearson correlation", 2000),
+)
+
+
+def load_split(task: StudyTask, glue_dir: Path, split: str) -> list[InputExample]:
+    """A split of a task; of SST-2's training set the full sentences alone."""
+    rows = load_glue_split(task.name, glue_dir, split)
+    if task.name == "sst2" and split == "train":
+        by_text = {row.text_a: row for row in rows}
+        return [by_text[text] for text in whole_sentences(by_text)]
+    return rows
+
+
+def prepare_task(task: StudyTask, glue_dir: Path) -> dict[str, list[InputExample]]:
+    """What the study takes of a task: "train", in random order, and "validation".
+
+    Learning rates are chosen by training on "tuning_train" and measuring on "tuning", which are
+    "train" in two parts.
+    """
+    train = load_split(task, glue_dir, "train")
+    random.Random(DATA_SEED).shuffle(train)
+    train = train[: task.train_rows]
+    cut = round(len(train) * (1 - TUNING_SHARE))
+    return {
+        "train": train,
+        "tuning_train": train[:cut],
+        "tuning": train[cut:],
+        "validation": load_split(task, glue_dir, "validation"),
+    }
+
+
+def find_file(folder: Path, pattern: str) -> Path:
+    """The first file of a folder that fits a pattern.
+
+    Raises:
+        ValueError: none does.
+    """
+    found = sorted(folder.glob(pattern))
+    if not found:
+        raise ValueError(
+            f"{folder}: no file {pattern}; NLG/download_data.sh fetches it: give its data folder "
+            "by --nlg_dir"
+        )
+    return found[0]
+
+
+def _dart_texts(path: Path) -> Iterator[str]:
+    for entry in json.loads(path.read_text(encoding="utf-8")):
+        for annotation in entry["annotations"]:
+            if annotation["source"] != E2E_SOURCE:
+                yield annotation["text"]
+
+
+def _webnlg_texts(path: Path) -> Iterator[str]:
+    for entry in json.loads(path.read_text(encoding="utf-8"))["entries"]:
+        for record in entry.values():
+            for lexicalisation in record["lexicalisations"]:
+                yield lexicalisation["lex"]
+
+
+def _texts(rows: Iterable[InputExample]) -> Iterator[str]:
+    for row in rows:
+        yield from filter(None, (row.text_a, row.text_b))
+
+
+def whole_sentences(texts: Iterable[str]) -> list[str]:
+    """The texts that are not a part of another one, longest first.
+
+    SST-2's training set has most sentences again in phrases, down to single words.
+    """
+    kept: list[str] = []
+    parts: set[tuple[str, ...]] = set()
+    for text in sorted(set(texts), key=lambda text: (-len(text), text)):
+        words = tuple(text.split())
+        if words in parts:
+            continue
+        kept.append(text)
+        count = len(words)
+        parts.update(
+            words[start:end] for start in range(count) for end in range(start + 1, count + 1)
+        )
+    return kept
+
+
+def _plain(text: str) -> str:
+    """What two texts have in common that differ in case or spacing alone."""
+    return "".join(text.lower().split())
+
+
+def join_sentences(sentences: Iterable[str], words: int = LINE_WORDS) -> list[str]:
+    """Lines of several sentences, each of so many words at least, but for the last one.
+
+    Long lines train all positions, those of pairs of sentences too, and cost less a word.
+    """
+    lines: list[str] = []
+    line: list[str] = []
+    count = 0
+    for sentence in sentences:
+        line.append(sentence)
+        count += len(sentence.split())
+        if count >= words:
+            lines.append(" ".join(line))
+            line, count = [], 0
+    return lines + [" ".join(line)] * bool(line)
+
+
+def corpus_sentences(glue_dir: Path, nlg_dir: Path) -> list[str]:
+    """The corpus, in random order.
+
+    Args:
+        glue_dir: folder with GLUE's files, as utils/download_glue_data.py makes it.
+        nlg_dir: folder with those of E2E, WebNLG and DART, as NLG/download_data.sh makes it.
+
+    Raises:
+        ValueError: a file is missing, or is not what it should be.
+    """
+    texts: list[str] = []
+    for task in TASKS:
+        texts += _texts(load_split(task, glue_dir, "train"))
+    texts += _dart_texts(find_file(nlg_dir, "dart/dart-v1.1.1-full-dev.json"))
+    texts += _webnlg_texts(find_file(nlg_dir, "webnlg*/dev.json"))
+    measured = {
+        _plain(text)
+        for task in TASKS
+        for text in _texts(load_glue_split(task.name, glue_dir, "validation"))
+    }
+    lines = {_plain(text): " ".join(text.split()) for text in texts}
+    kept = [line for plain, line in lines.items() if plain and plain not in measured]
+    random.Random(DATA_SEED).shuffle(kept)
+    return kept

@@ -1,0 +1,263 @@
+"""The results of the study: tables as Markdown, and a picture."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from loralib.io.atomic import atomic_write
+from reproduction.ablation_report import import_figure
+from reproduction.ablation_rows import HEAD_ALONE
+from reproduction.intervals import CONFIDENCE, half_width
+from reproduction.study_data import TASKS, StudyTask
+from reproduction.study_gpt2 import Gpt2Results
+from reproduction.study_rows import (
+    BY_RANK,
+    LORA,
+    METHODS,
+    PROJECTIONS,
+    WEIGHTS_TASK,
+    Method,
+)
+from reproduction.study_runs import EPOCHS, Results
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+TABLE_NAME, PICTURE_NAME = "study.md", "study.png"
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A method's runs on a task.
+
+    Args:
+        learning_rate: of all of them.
+        at_end: whether it is the largest or the smallest of those it was chosen from.
+        runs: the results, one a seed.
+    """
+
+    learning_rate: float
+    at_end: bool
+    runs: Sequence[Results]
+
+    @property
+    def scores(self) -> list[float]:
+        """Of each seed, in percent."""
+        return [100 * run.score for run in self.runs]
+
+    @property
+    def mean(self) -> float:
+        """Of the scores."""
+        return statistics.mean(self.scores)
+
+    @property
+    def half(self) -> float:
+        """Half of the mean's interval; 0 with one seed."""
+        return half_width(self.scores) if len(self.runs) > 1 else 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of the processor, for one training."""
+        return statistics.mean(run.seconds for run in self.runs)
+
+    @property
+    def cell(self) -> str:
+        """In a table of scores."""
+        return with_interval(self.scores)
+
+
+Outcomes = Mapping[tuple[str, str], Outcome]
+"""By task and method, those that are finished."""
+
+
+@dataclass(frozen=True)
+class Gpt2Outcome:
+    """A method's runs on E2E.
+
+    Args:
+        learning_rate: of all of them.
+        runs: the results, one a seed.
+    """
+
+    learning_rate: float
+    runs: Sequence[Gpt2Results]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How all of it was made.
+
+    Args:
+        command: what was run.
+        seeds: of the runs.
+        labels: those of each task's development set, by task.
+    """
+
+    command: str
+    seeds: Sequence[int]
+    labels: Mapping[str, Sequence[str]]
+
+
+def with_interval(values: Sequence[float], digits: int = 1) -> str:
+    """The mean and, of two or more values, half of its interval."""
+    text = f"{statistics.mean(values):.{digits}f}"
+    return text if len(values) < 2 else f"{text} ± {half_width(values):.{digits}f}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A Markdown table's lines, and an empty one."""
+    lines = [header, ["---"] * len(header), *rows]
+    return [f"| {' | '.join(cells)} |" for cells in lines] + [""]
+
+
+def report(outcomes: Outcomes, gpt2: Mapping[str, Gpt2Outcome], settings: Settings) -> str:
+    """All tables, with how they were made."""
+    lines = [
+        f"```bash\n{settings.command}\n```\n",
+        f"A training has {EPOCHS} passes. Each figure is the mean over {len(settings.seeds)} "
+        f"seeds, ± half of its {CONFIDENCE:.0%} confidence interval (Student's t), of the last "
+        "state of each run on the development set. Seconds are the processor's, for one training "
+        "on each of the tasks; memory is the process's peak, libraries included. The new head is "
+        "trained in all rows, and is not among the parameters.\n",
+        f"![scores by trained parameters]({PICTURE_NAME})\n",
+        "## Four tasks\n",
+        *four_tasks(outcomes, settings),
+        "### Learning rates chosen\n",
+        *chosen_rates(outcomes),
+    ]
+    title = next(task.title for task in TASKS if task.name == WEIGHTS_TASK)
+    for heading, methods in (
+        (f"## Which projections: {title}, as in the paper's table 5\n", PROJECTIONS),
+        (f"## Which rank: {title}, as in the paper's table 6\n", BY_RANK),
+    ):
+        lines += [heading, *one_task(WEIGHTS_TASK, methods, outcomes)]
+    lines += ["## GPT-2 on E2E\n", *gpt2_table(gpt2)]
+    return "\n".join(lines)
+
+
+def four_tasks(outcomes: Outcomes, settings: Settings) -> list[str]:
+    """The methods that every task is adapted with; first, what needs no training."""
+    header = ["", "trained", *(f"{task.title}, {task.metric_title}" for task in TASKS)]
+    header += ["mean", "seconds", "memory, MiB"]
+    rows = [["the most frequent label", "-", *(_majority(t, settings) for t in TASKS), *"---"]]
+    for method in METHODS:
+        found = [outcomes.get((task.name, method.name)) for task in TASKS]
+        done = [outcome for outcome in found if outcome is not None]
+        if not done:
+            continue
+        cells = ["not run" if outcome is None else outcome.cell for outcome in found]
+        complete = len(done) == len(TASKS)
+        mean = f"{statistics.mean(o.mean for o in done):.1f}" if complete else "-"
+        seconds = f"{sum(o.seconds for o in done):.0f}" if complete else "-"
+        memory = max(run.memory for outcome in done for run in outcome.runs) / MIB
+        trained = f"{done[0].runs[0].parameters:,}"
+        rows.append([method.name, trained, *cells, mean, seconds, f"{memory:,.0f}"])
+    return table(header, rows)
+
+
+def _majority(task: StudyTask, settings: Settings) -> str:
+    if task.metric != "accuracy":
+        return "0"
+    labels = Counter(settings.labels[task.name])
+    return f"{100 * max(labels.values()) / labels.total():.1f}"
+
+
+def chosen_rates(outcomes: Outcomes) -> list[str]:
+    """The learning rates; one at an end of its three is marked."""
+    rows = []
+    for method in METHODS:
+        found = [outcomes.get((task.name, method.name)) for task in TASKS]
+        if any(found):
+            cells = [f"{o.learning_rate:g}{'*' * o.at_end}" if o else "-" for o in found]
+            rows.append([method.name, *cells])
+    legend = "\\* The largest or the smallest that was tried: a better one may lie beyond it.\n"
+    return [*table(["", *(task.title for task in TASKS)], rows), legend]
+
+
+def one_task(task: str, methods: Sequence[Method], outcomes: Outcomes) -> list[str]:
+    """A table of some methods on one task."""
+    rows = [
+        [
+            *(method.name, f"{found.runs[0].parameters:,}", found.cell),
+            *(f"{found.learning_rate:g}{'*' * found.at_end}", f"{found.seconds:.0f}"),
+        ]
+        for method in methods
+        if (found := outcomes.get((task, method.name))) is not None
+    ]
+    metric = next(t.metric_title for t in TASKS if t.name == task)
+    return table(["", "trained", f"{metric}, %", "learning rate", "seconds"], rows)
+
+
+def gpt2_table(outcomes: Mapping[str, Gpt2Outcome]) -> list[str]:
+    """E2E's scores; losses are a token's, in nats."""
+    if not outcomes:
+        return ["Not run.\n"]
+    scores = list(next(iter(outcomes.values())).runs[0].scores)
+    rows = [
+        [
+            name,
+            f"{found.runs[0].parameters:,}",
+            *(with_interval([run.scores[score] for run in found.runs], 3) for score in scores),
+            with_interval([run.loss for run in found.runs], 3),
+            f"{found.learning_rate:g}",
+        ]
+        for name, found in outcomes.items()
+    ]
+    return table(["", "trained", *scores, "test loss", "learning rate"], rows)
+
+
+def draw(outcomes: Outcomes) -> Figure:
+    """A panel a task: scores by trained parameters, LoRA as a curve over its ranks."""
+    figure = import_figure()(figsize=(11, 7), layout="constrained")
+    for panel, task in zip(figure.subplots(2, 2).ravel(), TASKS, strict=True):
+        _draw_task(panel, task, outcomes)
+    panel_entries = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*panel_entries, loc="outside lower center", ncols=3)
+    return figure
+
+
+def _draw_task(panel: Axes, task: StudyTask, outcomes: Outcomes) -> None:
+    panel.set_title(task.title)
+    panel.set_xscale("log")
+    panel.set_xlabel("trained parameters, without the head")
+    panel.set_ylabel(f"{task.metric_title}, %")
+    panel.grid(alpha=0.3)
+    ranks = {method.name for method in LORA.values()}
+    curve = [o for name in ranks if (o := outcomes.get((task.name, name)))]
+    curve.sort(key=lambda outcome: outcome.runs[0].parameters)
+    if curve:
+        _draw_points(panel, curve, "o-", "LoRA, query + value, r = 1 to 64")
+    for method in METHODS:
+        found = outcomes.get((task.name, method.name))
+        if found is None or method.name in ranks:
+            continue
+        if method.row == HEAD_ALONE:
+            panel.axhline(found.mean, color="gray", linestyle="--", label=method.name)
+        else:
+            _draw_points(panel, [found], "s", method.name)
+
+
+def _draw_points(panel: Axes, found: Sequence[Outcome], style: str, label: str) -> None:
+    panel.errorbar(
+        [outcome.runs[0].parameters for outcome in found],
+        [outcome.mean for outcome in found],
+        yerr=[outcome.half for outcome in found],
+        fmt=style,
+        capsize=3,
+        label=label,
+    )
+
+
+def write_report(out: Path, text: str, outcomes: Outcomes) -> None:
+    """Writes tables and picture into a folder."""
+    with atomic_write(out / TABLE_NAME) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    with atomic_write(out / PICTURE_NAME) as temporary:
+        draw(outcomes).savefig(temporary, format="png", dpi=100, pil_kwargs={"optimize": True})

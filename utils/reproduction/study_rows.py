@@ -1,0 +1,90 @@
+"""What the study compares: ways to adapt its encoder, and ways to adapt its GPT-2."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from reproduction.ablation_rows import ALL, HEAD_ALONE, Row, lora
+
+QV = "query value"
+RANKS = (1, 2, 4, 8, 64)
+
+# Three for each kind of method, a factor of about three apart. What trains the base's own weights
+# needs small ones; what starts at no change at all needs large ones.
+SMALL_RATES = (1e-4, 3e-4, 1e-3)
+LARGE_RATES = (1e-3, 3e-3, 1e-2)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the study's tables.
+
+    Args:
+        row: its name, and run_glue.py's flags for it.
+        rates: the learning rates that it chooses from.
+        trains_base: whether the base's own weights are trained, all of them.
+    """
+
+    row: Row
+    rates: Sequence[float] = LARGE_RATES
+    trains_base: bool = False
+
+    @property
+    def name(self) -> str:
+        """In the tables; no other method has it."""
+        return self.row.name
+
+
+def _lora(targets: str, r: int, words: str) -> Method:
+    return Method(lora(targets, r, f"LoRA, {words}, r = {r}"))
+
+
+ADAPTERS = {"apply_adapter": True, "adapter_type": "houlsby", "adapter_size": 16}
+FULL = Method(Row("full fine-tuning", {}), SMALL_RATES, trains_base=True)
+LORA = {r: _lora(QV, r, "query + value") for r in RANKS}
+METHODS = (
+    FULL,
+    *LORA.values(),
+    Method(Row("bottleneck adapters", ADAPTERS)),
+    Method(Row("BitFit", {"apply_bitfit": True})),
+    Method(HEAD_ALONE),
+)
+"""What every task is adapted with."""
+
+_SINGLE = {"query": "query", "key": "key", "value": "value", "attention_output": "output"}
+PROJECTIONS = (
+    *(_lora(target, 8, words) for target, words in _SINGLE.items()),
+    _lora("query key", 4, "query + key"),
+    LORA[4],
+    _lora(ALL, 2, "all four"),
+)
+"""The paper's table 5: where the same number of parameters does most."""
+BY_RANK = tuple(
+    LORA[r] if targets == QV else _lora(targets, r, words)
+    for targets, words in (("query", "query"), (QV, ""), (ALL, "all four"))
+    for r in RANKS
+)
+"""The paper's table 6: which rank is enough."""
+WEIGHTS_TASK = "sst2"
+"""The task that tables 5 and 6 are made on."""
+
+
+@dataclass(frozen=True)
+class Gpt2Method:
+    """A way to adapt GPT-2.
+
+    Args:
+        name: in the tables.
+        flags: gpt2_ft.py's for it.
+        rates: the learning rates that it chooses from.
+    """
+
+    name: str
+    flags: Mapping[str, Any]
+    rates: Sequence[float]
+
+
+GPT2_METHODS = (
+    Gpt2Method("GPT-2, full fine-tuning", {}, SMALL_RATES),
+    Gpt2Method("GPT-2, LoRA, r = 4", {"lora_dim": 4, "lora_alpha": 32}, LARGE_RATES),
+)

@@ -1,0 +1,195 @@
+"""The runs of the study's encoder: what a trial is, and what it comes to."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reproduction.runs import read_json
+from reproduction.study_data import TASKS, StudyTask
+from reproduction.study_rows import Method
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+    EvalPrediction,
+    Trainer,
+    TrainingArguments,
+    glue_compute_metrics,
+    set_seed,
+)
+from transformers.data.processors import glue_task
+from transformers.utils.logging import set_verbosity_error
+
+# The flags that all runs have in common.
+COMMON = {"per_device_train_batch_size": 16, "warmup_ratio": 0.06, "weight_decay": 0.1}
+DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+"""RoBERTa's; the base was pretrained without."""
+EPOCHS, TUNING_EPOCHS = 2, 1
+"""Passes over the training set, and over its part that learning rates are chosen with."""
+MAX_LENGTH = 64
+HEAD = "classifier."
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run of a method on a task.
+
+    Args:
+        task: `StudyTask.name`.
+        method: what is trained.
+        learning_rate: its peak.
+        seed: of the new weights, the order of the data, and dropout.
+        tuning: whether it is there to choose the learning rate, on the training set alone.
+    """
+
+    task: str
+    method: Method
+    learning_rate: float
+    seed: int
+    tuning: bool
+
+    @property
+    def epochs(self) -> int:
+        """Passes over what is trained on."""
+        return TUNING_EPOCHS if self.tuning else EPOCHS
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a trial has come to.
+
+    Args:
+        score: the task's metric, from -1 or 0 to 1.
+        loss: on the same rows.
+        parameters: those that were trained, without the head's.
+        head_parameters: the head's.
+        seconds: of the processor, for training.
+        memory: the process's peak, in bytes, with its libraries.
+    """
+
+    score: float
+    loss: float
+    parameters: int
+    head_parameters: int
+    seconds: float
+    memory: int
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """The base and the tasks, on which trials are run.
+
+    Args:
+        folder: the study's: ``base/``, ``data/TASK.json``, and what the Trainer wants a folder for.
+    """
+
+    folder: Path
+
+    @property
+    def base(self) -> Path:
+        """The encoder's folder."""
+        return self.folder / "base"
+
+    def data_file(self, task: str) -> Path:
+        """A task's rows by split."""
+        return self.folder / "data" / f"{task}.json"
+
+    def rows(self, task: str, split: str) -> list[dict[str, Any]]:
+        """A task's rows: `text_a`, `text_b` (None without a second text) and `label`."""
+        return read_json(self.data_file(task))[split]
+
+    def fingerprint(self) -> str:
+        """Of the base's weights and the tasks' rows."""
+        digest = hashlib.sha256((self.base / "pytorch_model.bin").read_bytes())
+        for task in TASKS:
+            digest.update(self.data_file(task.name).read_bytes())
+        return digest.hexdigest()[:16]
+
+
+def describe(trial: Trial, fingerprint: str) -> dict[str, Any]:
+    """All that decides a trial's results; what it is known by in the file of runs."""
+    return {
+        "task": trial.task,
+        "flags": {**COMMON, "num_train_epochs": trial.epochs, **trial.method.row.flags},
+        "trains_base": trial.method.trains_base,
+        "max_seq_length": MAX_LENGTH,
+        "learning_rate": trial.learning_rate,
+        "seed": trial.seed,
+        "tuning": trial.tuning,
+        "base_and_data": fingerprint,
+    }
+
+
+def run_trial(experiment: Experiment, trial: Trial) -> Results:
+    """Trains and measures; in a process of its own, for its peak of memory."""
+    logging.disable(logging.WARNING)  # that the head is new, and that texts are cut
+    set_verbosity_error()
+    task = next(task for task in TASKS if task.name == trial.task)
+    splits = ("tuning_train", "tuning") if trial.tuning else ("train", "validation")
+    training, measured = (experiment.rows(task.name, split) for split in splits)
+    tokenizer = AutoTokenizer.from_pretrained(experiment.base)
+    set_seed(trial.seed)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        experiment.base,
+        num_labels=glue_task(task.name).num_labels,
+        **DROPOUT,
+        **trial.method.row.flags,
+    )
+    if not trial.method.trains_base:
+        model.train_only(kind.part for kind in model.adapted_by)
+    args = TrainingArguments(
+        **COMMON,
+        output_dir=str(experiment.folder / "trainer"),
+        num_train_epochs=trial.epochs,
+        learning_rate=trial.learning_rate,
+        seed=trial.seed,
+        save_strategy="no",
+        report_to=["none"],
+        disable_tqdm=True,
+    )
+    trainer = Trainer(
+        model,
+        args,
+        DataCollatorWithPadding(tokenizer),
+        encode(training, task, tokenizer),
+        encode(measured, task, tokenizer),
+        compute_metrics=lambda evaluated: {"score": score(task, evaluated)},
+    )
+    begun = time.process_time()
+    memory = trainer.train().metrics["train_mem_cpu_peak"]
+    seconds = time.process_time() - begun
+    evaluated = trainer.evaluate()
+    sizes = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
+    head = sum(size for name, size in sizes.items() if name.startswith(HEAD))
+    return Results(
+        score=evaluated["eval_score"],
+        loss=evaluated["eval_loss"],
+        parameters=sum(sizes.values()) - head,
+        head_parameters=head,
+        seconds=round(seconds, 2),
+        memory=memory,
+    )
+
+
+def encode(rows: list[dict[str, Any]], task: StudyTask, tokenizer: Any) -> list[dict[str, Any]]:
+    """Rows as the Trainer takes them."""
+    first, second = [row["text_a"] for row in rows], [row["text_b"] for row in rows]
+    texts = (first,) if second[0] is None else (first, second)
+    ids = tokenizer(*texts, truncation=True, max_length=MAX_LENGTH)["input_ids"]
+    words = glue_task(task.name).label_words
+    labels = [words.index(row["label"]) if words else float(row["label"]) for row in rows]
+    return [{"input_ids": row, "label": label} for row, label in zip(ids, labels, strict=True)]
+
+
+def score(task: StudyTask, evaluated: EvalPrediction) -> float:
+    """The task's metric."""
+    outputs = np.asarray(evaluated.predictions)
+    predictions = outputs.argmax(axis=1) if glue_task(task.name).label_words else outputs[:, 0]
+    return glue_compute_metrics(task.name, predictions, evaluated.label_ids)[task.metric]
