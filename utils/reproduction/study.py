@@ -211,25 +211,27 @@ class Study:
 
     def adapt_encoder(self) -> dict[tuple[str, str], Outcome]:
         """The outcomes by task and method, of those that are asked for; runs what is missing."""
-        wanted = cells(self.args.names)
+        wanted = {(task, method.name): method for task, method in cells(self.args.names)}
         if not wanted:
             return {}
         runs = RunFile(self.out / "runs.jsonl", Results)
         trials = Trials(self.experiment, runs, self.args.jobs)
-        final = self._final_trials(
-            trials,
-            {
-                (task, method.name): [Trial(task, method, r, 0, tuning=True) for r in method.rates]
-                for task, method in wanted
-            },
-        )
-        # What is cut off has all rows with the first seeds.
-        by_seed = [trial for row in zip(*final.values(), strict=True) for trial in row]
-        trials.run(by_seed, "adapting the encoder")
+        tuned = {key: method.tuned_as or method for key, method in wanted.items()}
+        tuning = {
+            (task, method.name): [Trial(task, method, r, 0, tuning=True) for r in method.rates]
+            for (task, _), method in tuned.items()
+        }
+        best = self._best(trials, tuning)
+        rates = {key: best[key[0], method.name].learning_rate for key, method in tuned.items()}
+        final = {
+            key: [Trial(key[0], method, rates[key], seed, False) for seed in self.args.seeds]
+            for key, method in wanted.items()
+        }
+        trials.run([trial for row in final.values() for trial in row], "adapting the encoder")
         return {
             key: Outcome(
-                row[0].learning_rate,
-                row[0].learning_rate in (min(row[0].method.rates), max(row[0].method.rates)),
+                rates[key],
+                rates[key] in (min(tuned[key].rates), max(tuned[key].rates)),
                 [trials.result(trial) for trial in row],
             )
             for key, row in final.items()
@@ -248,32 +250,32 @@ class Study:
         trials.prepare(sentences, find_file(self.args.nlg_dir.absolute(), "e2e/valid.txt").parent)
         logger.info("pretraining GPT-2: %s", trials.base)
         trials.train_base(GPT2_EPOCHS)
-        final = self._final_trials(
-            trials,
-            {m.name: [Gpt2Trial(m, rate, 0, tuning=True) for rate in m.rates] for m in wanted},
-        )
+        tuning = {m.name: [Gpt2Trial(m, r, 0, tuning=True) for r in m.rates] for m in wanted}
+        best = self._best(trials, tuning)
+        final = {
+            name: [replace(trial, seed=seed, tuning=False) for seed in self.args.seeds]
+            for name, trial in best.items()
+        }
         trials.run([trial for row in final.values() for trial in row], "adapting GPT-2")
         return {
             name: Gpt2Outcome(row[0].learning_rate, [trials.result(trial) for trial in row])
             for name, row in final.items()
         }
 
-    def _final_trials(self, trials: Any, tuning: Mapping[Key, Sequence[Any]]) -> dict[Key, list]:
-        """Each row's trials with the learning rate of the least loss, one a seed.
+    @staticmethod
+    def _best(trials: Any, tuning: Mapping[Key, Sequence[Any]]) -> dict[Key, Any]:
+        """Each row's trial of the least loss.
 
         Args:
             trials: runs them, and knows their results.
-            tuning: by row, a trial for each learning rate; a single one is not tried.
+            tuning: by row, a trial for each learning rate; a single one is not run.
         """
         open_rows = [row for row in tuning.values() if len(row) > 1]
         trials.run([trial for row in open_rows for trial in row], "choosing learning rates")
-        final = {}
-        for key, row in tuning.items():
-            best = row[0]
-            if len(row) > 1:
-                best = min(row, key=lambda trial: trials.result(trial).loss)
-            final[key] = [replace(best, seed=seed, tuning=False) for seed in self.args.seeds]
-        return final
+        return {
+            key: min(row, key=lambda trial: trials.result(trial).loss) if len(row) > 1 else row[0]
+            for key, row in tuning.items()
+        }
 
     def labels(self) -> dict[str, list[str]]:
         """Those of the development sets, by task."""

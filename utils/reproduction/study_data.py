@@ -41,10 +41,10 @@ class StudyTask:
 
 
 TASKS = (
-    StudyTask("sst2", "SST-2", "accuracy", "accuracy", 3000),
-    StudyTask("cola", "CoLA", "matthews_correlation", "Matthews correlation", 3000),
-    StudyTask("rte", "RTE", "accuracy", "accuracy", 1500),
-    StudyTask("stsb", "STS-B", "pearson", "Pearson correlation", 2000),
+    StudyTask("sst2", "SST-2", "accuracy", "accuracy", 2400),
+    StudyTask("cola", "CoLA", "matthews_correlation", "Matthews correlation", 2000),
+    StudyTask("rte", "RTE", "accuracy", "accuracy", 1000),
+    StudyTask("stsb", "STS-B", "pearson", "Pearson correlation", 1500),
 )
 
 

@@ -1,7 +1,7 @@
 """What the study compares: ways to adapt its encoder, and ways to adapt its GPT-2."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from reproduction.ablation_rows import ALL, HEAD_ALONE, Row, lora
@@ -23,11 +23,13 @@ class Method:
         row: its name, and run_glue.py's flags for it.
         rates: the learning rates that it chooses from.
         trains_base: whether the base's own weights are trained, all of them.
+        tuned_as: another method, whose learning rate it takes; None chooses one.
     """
 
     row: Row
     rates: Sequence[float] = LARGE_RATES
     trains_base: bool = False
+    tuned_as: "Method | None" = None
 
     @property
     def name(self) -> str:
@@ -37,6 +39,10 @@ class Method:
 
 def _lora(targets: str, r: int, words: str) -> Method:
     return Method(lora(targets, r, f"LoRA, {words}, r = {r}"))
+
+
+def _like(method: Method, targets: str, r: int, words: str) -> Method:
+    return replace(_lora(targets, r, words), tuned_as=method)
 
 
 ADAPTERS = {"apply_adapter": True, "adapter_type": "houlsby", "adapter_size": 16}
@@ -53,20 +59,21 @@ METHODS = (
 
 _SINGLE = {"query": "query", "key": "key", "value": "value", "attention_output": "output"}
 PROJECTIONS = (
-    *(_lora(target, 8, words) for target, words in _SINGLE.items()),
-    _lora("query key", 4, "query + key"),
+    *(_like(LORA[8], target, 8, words) for target, words in _SINGLE.items()),
+    _like(LORA[4], "query key", 4, "query + key"),
     LORA[4],
-    _lora(ALL, 2, "all four"),
+    _like(LORA[2], ALL, 2, "all four"),
 )
 """The paper's table 5: where the same number of parameters does most."""
 BY_RANK = tuple(
-    LORA[r] if targets == QV else _lora(targets, r, words)
+    LORA[r] if targets == QV else _like(LORA[r], targets, r, words)
     for targets, words in (("query", "query"), (QV, ""), (ALL, "all four"))
     for r in RANKS
 )
 """The paper's table 6: which rank is enough."""
 WEIGHTS_TASK = "sst2"
-"""The task that tables 5 and 6 are made on."""
+"""The task that tables 5 and 6 are made on. A row has the learning rate that query + value chose with
+its rank."""
 
 
 @dataclass(frozen=True)
