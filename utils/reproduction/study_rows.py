@@ -72,8 +72,8 @@ BY_RANK = tuple(
 )
 """The paper's table 6: which rank is enough."""
 WEIGHTS_TASK = "sst2"
-"""The task that tables 5 and 6 are made on. A row has the learning rate that query + value chose with
-its rank."""
+"""The task that tables 5 and 6 are made on. A row has the learning rate that query + value chose
+with its rank."""
 
 
 @dataclass(frozen=True)
