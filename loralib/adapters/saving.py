@@ -39,7 +39,8 @@ def save_adapter(
     Args:
         model: this project's own, one that `add_lora` has adapted, or any other with LoRA layers.
         path: a file, ``.safetensors`` for this project's format and ``.bin`` or ``.pt`` for the
-            release's; without such a suffix a folder in PEFT's.
+            release's, either of which replaces a file that is there; without such a suffix a
+            folder in PEFT's, which must be new.
         format: of `loralib.adapters.formats.FORMATS`, where the name does not say it.
         base: the base's name or path, for the metadata; by default what the model's config says.
         task: the name of the task that it was trained for.
@@ -51,7 +52,7 @@ def save_adapter(
     Raises:
         ValueError: the model has no LoRA layers, or is sharded.
         NeedsMergingError: the format cannot express the adapter.
-        CheckpointError: the adapter is not sound; or there is something at `path` already.
+        CheckpointError: the adapter is not sound; or the folder is there already.
     """
     path = Path(path)
     if format is None:

@@ -80,7 +80,7 @@ BASE_FLAGS = {
     "report_to": "none",
 }
 BASE_BATCH = 64
-GPT2_EPOCHS = 2
+GPT2_EPOCHS = 1
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:

@@ -118,8 +118,9 @@ class Gpt2Trials:
         work = self.folder / "base"
         self._run(
             *("src/gpt2_ft.py", "--platform", "local", "--model_card", CARD, "--obj", "jlm"),
+            "--bf16",
             *("--train_data", self._file("corpus"), "--valid_data", self._file("test")),
-            *("--train_batch_size", 64, "--max_epoch", epochs, "--lr", 2e-3, "--correct_bias"),
+            *("--train_batch_size", 32, "--max_epoch", epochs, "--lr", 2e-3, "--correct_bias"),
             *("--warmup_step", 100, "--weight_decay", 0.01, "--log_interval", 50),
             *("--eval_interval", 10_000, "--save_interval", 10_000),
             *("--work_dir", work, "--random_seed", 1, "--resume"),
@@ -165,7 +166,7 @@ class Gpt2Trials:
         flags = [text for name, v in trial.method.flags.items() for text in (f"--{name}", v)]
         epochs = TUNING_EPOCHS if trial.tuning else EPOCHS
         self._run(
-            *("src/gpt2_ft.py", "--platform", "local", "--model_card", CARD),
+            *("src/gpt2_ft.py", "--platform", "local", "--model_card", CARD, "--bf16"),
             *("--train_data", self._file(train), "--valid_data", self._file(measured)),
             *("--init_checkpoint", self.base, *flags, "--lora_dropout", 0.1),
             *("--label_smooth", 0.1, "--train_batch_size", 8, "--max_epoch", epochs),

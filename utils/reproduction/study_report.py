@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from loralib.io.atomic import atomic_write
 from reproduction.ablation_report import import_figure
-from reproduction.ablation_rows import HEAD_ALONE
+from reproduction.ablation_rows import ALPHA, HEAD_ALONE
 from reproduction.intervals import CONFIDENCE, half_width
 from reproduction.study_data import TASKS, StudyTask
+from reproduction.study_gpt2 import EPOCHS as GPT2_EPOCHS
 from reproduction.study_gpt2 import Gpt2Results
 from reproduction.study_rows import (
     BY_RANK,
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TABLE_NAME, PICTURE_NAME = "study.md", "study.png"
+DOWNLOADS = """\
+python utils/download_glue_data.py --data_dir glue_data --tasks SST,CoLA,RTE,STS
+bash NLG/download_data.sh"""
 MIB = 2**20
 
 
@@ -118,28 +122,66 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def report(outcomes: Outcomes, gpt2: Mapping[str, Gpt2Outcome], settings: Settings) -> str:
-    """All tables, with how they were made."""
+    """All tables, with how they were made and what they mean."""
+    title = next(task.title for task in TASKS if task.name == WEIGHTS_TASK)
     lines = [
-        f"```bash\n{settings.command}\n```\n",
-        f"A training has {EPOCHS} passes. Each figure is the mean over {len(settings.seeds)} "
-        f"seeds, ± half of its {CONFIDENCE:.0%} confidence interval (Student's t), of the last "
-        "state of each run on the development set. Seconds are the processor's, for one training "
-        "on each of the tasks; memory is the process's peak, libraries included. The new head is "
-        "trained in all rows, and is not among the parameters.\n",
+        "# A study in small\n",
+        f"```bash\n{DOWNLOADS}\n{settings.command}\n```\n",
+        *_introduction(settings),
         f"![scores by trained parameters]({PICTURE_NAME})\n",
         "## Four tasks\n",
         *four_tasks(outcomes, settings),
         "### Learning rates chosen\n",
         *chosen_rates(outcomes),
+        f"## Which projections ({title}, as in the paper's table 5)\n",
+        *one_task(WEIGHTS_TASK, PROJECTIONS, outcomes),
+        f"## Which rank ({title}, as in the paper's table 6)\n",
+        *one_task(WEIGHTS_TASK, BY_RANK, outcomes),
+        "## GPT-2 on E2E\n",
+        *gpt2_table(gpt2),
+        *_limits(outcomes),
     ]
-    title = next(task.title for task in TASKS if task.name == WEIGHTS_TASK)
-    for heading, methods in (
-        (f"## Which projections: {title}, as in the paper's table 5\n", PROJECTIONS),
-        (f"## Which rank: {title}, as in the paper's table 6\n", BY_RANK),
-    ):
-        lines += [heading, *one_task(WEIGHTS_TASK, methods, outcomes)]
-    lines += ["## GPT-2 on E2E\n", *gpt2_table(gpt2)]
     return "\n".join(lines)
+
+
+def _introduction(settings: Settings) -> list[str]:
+    rows = ", ".join(f"{task.train_rows:,} of {task.title}" for task in TASKS)
+    return [
+        "pretrains an encoder of 5.7 million parameters (RoBERTa with two layers of width 384) by "
+        "`run_mlm.py` and a GPT-2 of 7.2 million (`gpt2.xs`) by `gpt2_ft.py`, both on the text at "
+        "hand: the sentences of the four training sets and of the development sets of DART and "
+        "WebNLG, 0.5 million words, without any text that something is measured on. Then it adapts "
+        f"them. Of the training sets it takes a part, chosen at random: {rows}; of SST-2, which "
+        "repeats its sentences in pieces, full sentences alone. GPT-2 is adapted to E2E's "
+        "validation set, and writes texts for its test set.\n",
+        f"A training on GLUE has {EPOCHS} passes, on E2E {GPT2_EPOCHS}. A method's learning rate "
+        "is the one of three that had the least loss on a fifth of the task's training set, after "
+        "one pass over the rest of it. What is measured is the last state of a run, on the "
+        f"development set. Each figure is the mean over {len(settings.seeds)} seeds, ± half of its "
+        f"{CONFIDENCE:.0%} confidence interval (Student's t). LoRA's alpha is {ALPHA} throughout. "
+        "The task's head is new, is trained in all rows, and is not counted among the trained "
+        "parameters. Seconds are the processor's, one core, for one training on each of the four "
+        "tasks; memory is the process's peak, with Python and PyTorch.\n",
+    ]
+
+
+def _limits(outcomes: Outcomes) -> list[str]:
+    at_ends = sum(outcome.at_end for outcome in outcomes.values())
+    return [
+        "## What this shows, and what it does not\n",
+        "- The bases have seen half a million words. RoBERTa has seen some 60,000 times as many, "
+        "and adapts far better: the paper's figures are of another kind, and so may be the order "
+        "of the methods there.",
+        f"- {EPOCHS} passes over few rows end before a method has learned all it can: the figures "
+        "say how fast it learns as much as how well it does in the end.",
+        f"- Learning rates are chosen from three, by one run each. For {at_ends} of "
+        f"{len(outcomes)} pairs of task and method the choice is an end of the three (marked by "
+        "an asterisk): a better one may lie beyond it.",
+        "- Intervals are of seeds alone: of new weights, the order of the data, and dropout. They "
+        "say nothing of another base, or of other texts of the same task.",
+        f"- Of {len(outcomes)} figures, some look better or worse than they are by chance.",
+        "",
+    ]
 
 
 def four_tasks(outcomes: Outcomes, settings: Settings) -> list[str]:
