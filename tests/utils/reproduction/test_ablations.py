@@ -244,7 +244,7 @@ def test_matplotlib_is_asked_for_before_anything_runs(monkeypatch, out, capsys):
     lines = []
     with pytest.raises(SystemExit):
         process.run(lambda: ablations.main(["--output_dir", str(out)]), lines.append)
-    assert lines[0].endswith("the picture needs matplotlib: pip install -r utils/requirements.txt")
+    assert lines[0].endswith("the picture needs matplotlib: pip install matplotlib")
     assert not out.exists()
 
 
