@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -27,17 +28,24 @@ def pip(*arguments: object) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def ignored() -> list[str]:
-    """The names of what git ignores, as patterns."""
+def ignored(folder: str, names: list[str]) -> set[str]:
+    """What git ignores in a folder of the project, and git's own."""
     lines = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
-    return [line.strip("/").rpartition("/")[2] for line in lines if line and line[0] != "#"]
+    patterns = [".git", *(line.strip("/") for line in lines if line and line[0] != "#")]
+    inside = Path(folder).relative_to(ROOT)
+    return {
+        name
+        for name in names
+        for pattern in patterns  # one with a slash is a path from the root
+        if fnmatch(name if "/" not in pattern else (inside / name).as_posix(), pattern)
+    }
 
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory) -> dict[str, Path]:
     """Built offline from a copy of the project, in which the build may leave its files."""
     copy, built = tmp_path_factory.mktemp("copy") / "project", tmp_path_factory.mktemp("wheels")
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", *ignored()))
+    shutil.copytree(ROOT, copy, ignore=ignored)
     for folder, _, _ in WHEELS.values():
         pip("wheel", "--no-index", "--no-deps", "--no-build-isolation", "-w", built, copy / folder)
     return {path.name.partition("-")[0]: path for path in built.glob("*.whl")}

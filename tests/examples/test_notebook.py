@@ -11,6 +11,8 @@ from places import ROOT
 
 PATH = ROOT / "examples" / "lora_from_scratch.ipynb"
 LARGEST = 200_000  # bytes, of the file with its pictures
+# Seconds, which no busy machine needs: for the kernel to start, and for a cell to run.
+PATIENCE = {"startup_timeout": 600, "timeout": 1800}
 
 
 @pytest.fixture
@@ -33,7 +35,7 @@ def execute(tmp_path, monkeypatch):
 
     def run(notebook):
         where = {"metadata": {"path": str(tmp_path)}}
-        NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where).execute()
+        NotebookClient(notebook, kernel_name="python3", resources=where, **PATIENCE).execute()
         return notebook
 
     return run
