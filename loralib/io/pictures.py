@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .atomic import atomic_write
 
@@ -68,9 +68,10 @@ def save_figure(
 
     suffix = Path(path).suffix
     metadata: dict[str, str | None] = {**_LEFT_OUT[suffix]}
-    options = {}
+    options: dict[str, Any] = {}
     if suffix == ".png":
-        metadata |= {"Description": description} if description else {}
+        if description:
+            metadata["Description"] = description
         options = {"dpi": dpi, "pil_kwargs": {"optimize": True}}
     with atomic_write(path) as temporary, rc_context({"svg.hashsalt": "loralib"}):
         figure.savefig(temporary, format=suffix[1:], metadata=metadata, **options)
