@@ -46,9 +46,9 @@ def code_of(notebook):
 
 
 def printed(notebook):
-    """What each cell prints, by its number."""
+    """What each cell prints, by its number; Matplotlib's messages, on stderr, are left out."""
     return [
-        "".join(out.text for out in cell.outputs if out.output_type == "stream")
+        "".join(out.text for out in cell.outputs if out.get("name") == "stdout")
         for cell in code_of(notebook)
     ]
 
@@ -59,13 +59,14 @@ def check_complete(notebook):
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     kinds = {out.output_type for cell in cells for out in cell.outputs}
     assert kinds == {"stream", "display_data"}
-    assert {out.name for cell in cells for out in cell.outputs if "name" in out} == {"stdout"}
 
 
 def test_what_is_stored_is_of_a_complete_run(notebook):
     nbformat.validate(notebook)
     check_complete(notebook)
-    pictures = [out for cell in code_of(notebook) for out in cell.outputs if "data" in out]
+    outputs = [out for cell in code_of(notebook) for out in cell.outputs]
+    assert {out.name for out in outputs if "name" in out} == {"stdout"}
+    pictures = [out for out in outputs if "data" in out]
     assert len(pictures) == 3
     assert all("image/png" in out.data for out in pictures)
     assert PATH.stat().st_size < LARGEST
