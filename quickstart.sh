@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # From nothing to an adapted RoBERTa, offline except for the installation: makes .venv, makes a
 # small corpus and a small GLUE task, pretrains a small base, adapts it with LoRA, extracts the LoRA
-# weights, evaluates base + LoRA file in a new process, and prints a summary.
+# weights, evaluates base + LoRA file in a new process, trains the same base in two other ways to
+# compare, and prints a summary.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -48,5 +49,8 @@ python examples/text-classification/run_glue.py \
     --do_eval --max_seq_length 62 --report_to none \
     --apply_lora --lora_r 8 --lora_alpha 16 --lora_path "$out/lora.bin" --output_dir "$out/reloaded"
 
-step "6. Summary"
+step "6. To compare: the head alone, and all weights"
+python examples/quickstart_curves.py "$out"
+
+step "7. Summary"
 python examples/quickstart_summary.py "$out"

@@ -22,7 +22,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from chart import Bar, draw
 from tqdm import tqdm
+
+from loralib.io.pictures import check_can_save, save_figure
 
 ROOT = Path(__file__).resolve().parent
 # Its modules import each other by plain name.
@@ -193,13 +196,19 @@ def compete(name: str, measurement: Measurement, args: argparse.Namespace) -> in
         if one in wanted and (one.worker == "ours" or args.peers_python)
     ]
     results, failed = take_turns(name, runners, measurement.plan_of, args)
-    rows = table(results, measurement.baseline_of, measurement.columns)
-    print(rows, machine(results, load), sep="\n\n")
+    rows = rows_of(results, measurement.baseline_of, measurement.columns)
+    about = machine(results, load)
+    print(table(rows, measurement.columns), about, sep="\n\n")
     for contestant, why in failed.items():
         print(f"- failed: {contestant.name}, {contestant.precision}: {why}")
     if args.json:
         records = [{**asdict(one), "runs": runs} for one, runs in results.items()]
         args.json.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    if args.plot and rows:
+        bars = [row.bar(measurement.columns) for row in rows]
+        save_figure(
+            draw(f"benchmarks/{name}.py", bars, about.replace("- ", "")), args.plot, dpi=110
+        )
     return 1 if failed else 0
 
 
@@ -264,41 +273,99 @@ def run_worker(python: str, name: str, plan: dict) -> dict:
 # ------------------------------------------------------------------------------------------------
 
 
-def table(results: Results, baseline_of: Callable[[Any], Contestant], columns: Columns) -> str:
-    """The Markdown table of all whose baseline ran to the end."""
+@dataclass(frozen=True)
+class Row:
+    """What is known of a contestant in the end.
+
+    Args:
+        contestant: who.
+        baseline: whose times its own are divided by.
+        time: the median, in the columns' unit.
+        times_ours: the median of the quotients of the batches that both have run.
+        counts: the sums of the columns that count.
+        gflops: the median.
+        peak_gib: the most of all rounds.
+    """
+
+    contestant: Contestant
+    baseline: Contestant
+    time: float
+    times_ours: float
+    counts: Sequence[int]
+    gflops: float
+    peak_gib: float
+
+    def cells(self) -> list[str]:
+        """Those of the table."""
+        return [
+            self.contestant.name,
+            self.contestant.precision,
+            f"{self.time:.4g}",
+            _quotient(self.times_ours),
+            *(f"{count:,}" for count in self.counts),
+            f"{self.gflops:,.0f}",
+            f"{self.peak_gib:.2f}",
+        ]
+
+    def bar(self, columns: Columns) -> Bar:
+        """That of the chart."""
+        one = self.contestant
+        return Bar(
+            label=f"{one.name}, {one.precision}",
+            value=self.times_ours,
+            says=f"{_quotient(self.times_ours)} ({self.time:.4g} {columns.time})",
+            is_ours=one.worker != "peers",
+            group=self.baseline,
+        )
+
+
+def rows_of(
+    results: Results, baseline_of: Callable[[Any], Contestant], columns: Columns
+) -> list[Row]:
+    """A row for each contestant whose baseline ran to the end."""
+    return [
+        _row(one, runs, baseline_of(one), results[baseline_of(one)], columns)
+        for one, runs in results.items()
+        if baseline_of(one) in results
+    ]
+
+
+def _row(
+    contestant: Contestant,
+    runs: list[dict],
+    baseline: Contestant,
+    baseline_runs: list[dict],
+    columns: Columns,
+) -> Row:
+    steps = [step for run in runs for step in zip(run["batches"], run["seconds"], strict=True)]
+    quotients = [  # on the batches that both have run
+        own / other
+        for run, base in zip(runs, baseline_runs, strict=True)
+        for own, other in zip(_times(run, columns), _times(base, columns), strict=False)
+    ]
+    return Row(
+        contestant,
+        baseline,
+        time=median(time for run in runs for time in _times(run, columns)),
+        times_ours=median(quotients),
+        counts=[
+            sum(count(contestant, batch) for batch, _ in steps) for count in columns.counts.values()
+        ],
+        gflops=median(columns.gflop(contestant, batch) / seconds for batch, seconds in steps),
+        peak_gib=max(run["peak_bytes"] for run in runs) / 2**30,
+    )
+
+
+def table(rows: Sequence[Row], columns: Columns) -> str:
+    """The Markdown table."""
     titles = ["contestant", "precision", columns.time, "times ours", *columns.counts]
     titles += ["GFLOP/s", "peak GiB"]
     rule = f"|---|---|{'---:|' * (len(titles) - 2)}"
-    rows = [(one, runs, results.get(baseline_of(one)), columns) for one, runs in results.items()]
-    return "\n".join([_line(titles), rule, *(_line(_cells(*row)) for row in rows if row[2])])
+    return "\n".join([_line(titles), rule, *(_line(row.cells()) for row in rows)])
 
 
 def _line(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-def _cells(
-    contestant: Contestant, runs: list[dict], baseline: list[dict], columns: Columns
-) -> list[str]:
-    """A contestant's cells; its times are divided by those of `baseline`."""
-    steps = [step for run in runs for step in zip(run["batches"], run["seconds"], strict=True)]
-    quotients = [  # on the batches that both have run
-        own / other
-        for run, base in zip(runs, baseline, strict=True)
-        for own, other in zip(_times(run, columns), _times(base, columns), strict=False)
-    ]
-    return [
-        contestant.name,
-        contestant.precision,
-        f"{median(time for run in runs for time in _times(run, columns)):.4g}",
-        _quotient(median(quotients)),
-        *(
-            f"{sum(count(contestant, batch) for batch, _ in steps):,}"
-            for count in columns.counts.values()
-        ),
-        f"{median(columns.gflop(contestant, batch) / seconds for batch, seconds in steps):,.0f}",
-        f"{max(run['peak_bytes'] for run in runs) / 2**30:.2f}",
-    ]
 
 
 def _quotient(value: float) -> str:
@@ -353,6 +420,7 @@ def parse(benchmark: Benchmark, argv: list[str] | None) -> argparse.Namespace:
         help="TEXT in their names or precisions",
     )
     add("--json", type=Path, metavar="OUT", help="also write every timed batch's seconds to OUT")
+    add("--plot", type=Path, metavar="FILE", help="also draw the table (.png, .svg, .pdf)")
     for flag in benchmark.flags:
         add(*flag.names, type=positive, default=flag.default, help=f"{flag.help} (%(default)s)")
     args = parser.parse_args(argv)
@@ -362,6 +430,11 @@ def parse(benchmark: Benchmark, argv: list[str] | None) -> argparse.Namespace:
         parser.error("--peers_python is needed: all models here are upstream's")
     if args.peers_python and not shutil.which(args.peers_python):
         parser.error(f"--peers_python: {args.peers_python} is not a program")
+    if args.plot:
+        try:  # before hours of measuring
+            check_can_save(args.plot)
+        except (OSError, ValueError) as error:
+            parser.error(f"--plot: {error}")
     return args
 
 

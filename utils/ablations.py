@@ -23,8 +23,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from loralib.io.pictures import import_figure
 from loralib.training import process
-from reproduction.ablation_report import TABLE_NAME, Outcome, Settings, import_figure, write_report
+from reproduction.ablation_report import TABLE_NAME, Outcome, Settings, write_report
 from reproduction.ablation_rows import HEAD_ALONE, QUESTIONS, Row
 from reproduction.ablation_runs import Experiment, Results, Runs, Trial
 from reproduction.run_file import RunFile

@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 project=(-e . -e "NLU[tensorboard]" -r NLG/requirements.txt -r utils/requirements.txt)
 packages=("${project[@]}")
 if [ "${1:-}" = "--with-tests" ]; then
-    packages+=(mypy pytest pytest-xdist ruff)
+    packages+=(ipykernel mypy nbclient pytest pytest-xdist ruff)
 fi
 
 die() {

@@ -1,8 +1,12 @@
 """What the benchmarks share: turns, failures, the command line."""
 
 import argparse
+import importlib
+import sys
+from itertools import pairwise
 
 import pytest
+from PIL import Image
 
 
 @pytest.fixture
@@ -22,6 +26,7 @@ def flags(**given):
         "device": "cpu",
         "only": "",
         "json": None,
+        "plot": None,
         "peers_python": "there",
     }
     return argparse.Namespace(**{**about, **given})
@@ -110,6 +115,8 @@ def test_a_worker_that_fails_says_why(contest, tmp_path, script, why):
         (["--peers_python", "no/such/python"], "no/such/python is not a program"),
         (["--data_dir", "."], "--data_dir and --vocab go together"),
         (["--rounds", "0"], "argument --rounds: 0 is not at least 1"),
+        (["--plot", "chart.jpeg"], "--plot: chart.jpeg: unknown format of a picture"),
+        (["--plot", "nowhere/a.png"], "--plot: nowhere/a.png: there is no folder nowhere"),
         (["--threads", "two"], "argument --threads: invalid positive value: 'two'"),
     ],
 )
@@ -119,3 +126,106 @@ def test_wrong_flags(contest, capsys, given, message):
         contest.parse(benchmark, given)
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_without_matplotlib_a_plot_is_refused_before_anything_is_measured(
+    contest, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    measured = []
+    benchmark = contest.Benchmark("x", "", "", rounds=1, flags=[], measure=measured.append)
+    with pytest.raises(SystemExit) as stop:
+        contest.main(benchmark, ["--plot", str(tmp_path / "a.png")])
+    assert stop.value.code == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.endswith("--plot: the picture needs matplotlib: pip install matplotlib")
+    assert not measured
+
+
+@pytest.fixture
+def drawn(contest, monkeypatch):
+    """What goes to the chart: (title, bars, footer), each time."""
+    charts, draw = [], contest.draw
+
+    def record(title, bars, footer):
+        charts.append((title, bars, footer))
+        return draw(title, bars, footer)
+
+    monkeypatch.setattr(contest, "draw", record)
+    return charts
+
+
+def test_the_chart_has_the_table_s_rows(contest, runners, fake_worker, capsys, drawn, tmp_path):
+    fake_worker(lambda plan: {"a": 2, "b": 1, "c": 5}[plan["name"]])
+    ours = {"float32": runners[0]}
+    measurement = contest.Measurement(runners, contest.by_dtype(ours), plan_of, columns(contest))
+    path = tmp_path / "chart.png"
+    assert contest.compete("x", measurement, flags(plot=path)) == 0
+    ((title, bars, footer),) = drawn
+    assert title == "benchmarks/x.py"
+    assert [(bar.label, bar.value, bar.says, bar.is_ours) for bar in bars] == [
+        ("a, float32", 1.0, "1.00 (1.5 s)", True),
+        ("b, float32", 0.5, "0.50 (0.75 s)", True),
+        ("c, float32", 2.5, "2.50 (3.75 s)", False),
+    ]
+    printed = capsys.readouterr().out
+    assert all(line.strip() in printed for line in footer.splitlines())
+    with Image.open(path) as image:
+        assert image.format == "PNG"
+
+
+def test_no_chart_of_no_rows(contest, runners, fake_worker, drawn, tmp_path):
+    fake_worker(lambda plan: 1)
+    ours = {"float32": contest.Contestant("absent", "ours")}
+    measurement = contest.Measurement(runners, contest.by_dtype(ours), plan_of, columns(contest))
+    assert contest.compete("x", measurement, flags(plot=tmp_path / "chart.png")) == 0
+    assert not drawn
+
+
+@pytest.fixture
+def chart(contest):
+    return importlib.import_module("chart")
+
+
+def bars_of(chart, *values):
+    return [
+        chart.Bar(f"bar {v}", v, f"{v} s", v <= 1, number % 2) for number, v in enumerate(values)
+    ]
+
+
+def test_in_a_group_the_fastest_is_first(chart):
+    bars = bars_of(chart, 1.0, 0.9, 4.0, 3.0, 2.0)
+    assert [bar.value for bar in chart.in_order(bars)] == [1.0, 2.0, 4.0, 0.9, 3.0]
+    figure = chart.draw("title", bars, "footer")
+    figure.draw_without_rendering()  # places the texts
+    panel, right = figure.axes[0], figure.axes[0].child_axes[0]
+    widths = {round(bar.get_y() + bar.get_height() / 2): bar.get_width() for bar in panel.patches}
+    assert widths == dict(enumerate([1.0, 2.0, 4.0, 0.9, 3.0]))
+    assert [text.get_text() for text in panel.get_yticklabels()] == [
+        f"bar {value}" for value in (1.0, 2.0, 4.0, 0.9, 3.0)
+    ]
+    assert [text.get_text() for text in right.get_yticklabels()][1] == "2.0 s"
+    assert panel.get_xscale() == "linear"
+
+
+def test_lengths_of_many_sizes_are_logarithms(chart):
+    figure = chart.draw("title", bars_of(chart, 1.0, 1e-6, 300.0), "footer")
+    assert figure.axes[0].get_xscale() == "log"
+
+
+def test_texts_stay_within_the_picture_and_clear_of_each_other(chart):
+    bars = [
+        chart.Bar(
+            f"a contestant with a long name, bfloat16 weights + autocast {n}", n, "9 s", False, 0
+        )
+        for n in range(1, 30)
+    ]
+    figure = chart.draw("title", bars, "footer")
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in figure.axes[0].get_yticklabels()]
+    for box in boxes:
+        assert box.x0 >= 0
+        assert box.y0 >= 0
+        assert box.x1 <= figure.bbox.x1
+    for above, below in pairwise(boxes):
+        assert below.y1 <= above.y0

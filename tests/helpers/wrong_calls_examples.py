@@ -21,6 +21,9 @@ COMMON = {
     PREDICT: "--model_name_or_path {good}/base a={good}/lora.safetensors --output_file out.jsonl",
 }
 CALLS = {
+    "examples/quickstart_curves.py": [
+        ("nowhere", "nowhere/base: no such folder; quickstart.sh makes it: run that first"),
+    ],
     "examples/any_model.py": [
         (
             "--model {good}/base --text {bad}/nowhere.txt --epochs 0",

@@ -98,6 +98,11 @@ CALLS = {
             "--seeds: an interval needs two seeds at least",
         ),
     ],
+    "utils/draw_pictures.py": [
+        ("photograph", "argument pictures: invalid choice: 'photograph'"),
+        ("lora --output_dir nowhere", "nowhere/lora.svg: there is no folder "),
+        ("speed --output_dir nowhere", "nowhere/speed.png: there is no folder "),
+    ],
     "utils/download_glue_data.py": [
         ("--tasks nothing", "unknown task 'nothing' (known: CoLA, "),
         ("--base_url ftp://nowhere", "'ftp://nowhere' is not an http or https address"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loralib.io.atomic import atomic_write
+from loralib.io.pictures import import_figure, save_figure
 from reproduction.ablation_rows import ALPHA, HEAD_ALONE, QUESTIONS, Question, Row
 from reproduction.ablation_runs import Results
 from reproduction.intervals import CONFIDENCE, half_width
@@ -166,21 +167,6 @@ def _about_rates(outcomes: Outcomes, rates: Sequence[float]) -> str:
     )
 
 
-def import_figure() -> type[Figure]:
-    """Matplotlib's `Figure`.
-
-    Raises:
-        ValueError: it is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(
-            "the picture needs matplotlib: pip install -r utils/requirements.txt"
-        ) from error
-    return Figure
-
-
 def draw(outcomes: Outcomes) -> Figure:
     """A panel a question: means with their intervals, and the head alone as a line."""
     figure = import_figure()(figsize=(13, 4.2), layout="constrained")
@@ -250,5 +236,4 @@ def write_report(out: Path, outcomes: Outcomes, settings: Settings) -> None:
     """Writes tables and picture into a folder."""
     with atomic_write(out / TABLE_NAME) as temporary:
         temporary.write_text(report(outcomes, settings), encoding="utf-8")
-    with atomic_write(out / PICTURE_NAME) as temporary:
-        draw(outcomes).savefig(temporary, format="png", dpi=100, pil_kwargs={"optimize": True})
+    save_figure(draw(outcomes), out / PICTURE_NAME)

@@ -9,6 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from loralib.io.atomic import atomic_write
+from loralib.io.pictures import save_figure
 from reproduction.intervals import CONFIDENCE, half_width
 from reproduction.plan import Row
 from reproduction.runs import Run, Tree, problem_of, run_of
@@ -194,6 +195,5 @@ def write_report(
         for column, cell in cells[row.name].items():
             if runs := [run for run in cell.runs if run.log.is_file()]:
                 begun[row.recipes[column]] = (row.tree, runs)
-    with atomic_write(out / PICTURE_NAME) as temporary:
-        draw(begun).savefig(temporary, format="png", dpi=150)
+    save_figure(draw(begun), out / PICTURE_NAME, dpi=150)
     return text

@@ -1,0 +1,171 @@
+"""What is installed: the two wheels, and conda's environment."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import zipfile
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+import yaml
+from places import ROOT
+
+# A wheel's name, the folder of its setup.py, that of its package, and the package.
+WHEELS = {
+    "loralib": ("", "", "loralib"),
+    "transformers": ("NLU", "NLU/src", "transformers"),
+}
+# What loralib's other rooms and the other parts of the project need, and its layers do not.
+NOT_TORCH = ("datasets", "huggingface_hub", "safetensors", "tokenizers", "tqdm", "transformers")
+
+
+def pip(*arguments: object) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def ignored(folder: str, names: list[str]) -> set[str]:
+    """What git ignores in a folder of the project, and git's own."""
+    lines = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    patterns = [".git", *(line.strip("/") for line in lines if line and line[0] != "#")]
+    inside = Path(folder).relative_to(ROOT)
+    return {
+        name
+        for name in names
+        for pattern in patterns  # one with a slash is a path from the root
+        if fnmatch(name if "/" not in pattern else (inside / name).as_posix(), pattern)
+    }
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory) -> dict[str, Path]:
+    """Built offline from a copy of the project, in which the build may leave its files."""
+    copy, built = tmp_path_factory.mktemp("copy") / "project", tmp_path_factory.mktemp("wheels")
+    shutil.copytree(ROOT, copy, ignore=ignored)
+    for folder, _, _ in WHEELS.values():
+        pip("wheel", "--no-index", "--no-deps", "--no-build-isolation", "-w", built, copy / folder)
+    return {path.name.partition("-")[0]: path for path in built.glob("*.whl")}
+
+
+@pytest.fixture(scope="module")
+def target(wheels, tmp_path_factory) -> Path:
+    """A fresh folder with both packages installed, and nothing else."""
+    folder = tmp_path_factory.mktemp("target")
+    pip("install", "--no-index", "--no-deps", "--no-compile", "--target", folder, *wheels.values())
+    return folder
+
+
+def run(code: str, target: Path) -> str:
+    """What code prints that finds the target folder's packages first."""
+    code = f"import sys; sys.path.insert(0, {str(target)!r})\n{code}"
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_both_wheels_are_built(wheels):
+    assert set(wheels) == set(WHEELS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WHEELS)
+def test_a_wheel_has_its_package_and_nothing_else(wheels, name):
+    _, source, package = WHEELS[name]
+    with zipfile.ZipFile(wheels[name]) as wheel:
+        files = set(wheel.namelist())
+    inside = {file for file in files if ".dist-info/" not in file}
+    there = [path for path in (ROOT / source / package).rglob("*") if path.is_file()]
+    expected = {
+        path.relative_to(ROOT / source).as_posix()
+        for path in there
+        if "__pycache__" not in path.parts
+    }
+    assert inside == expected
+    assert {Path(file).name for file in files - inside} >= {"METADATA", "RECORD", "WHEEL"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WHEELS)
+def test_a_wheel_says_what_it_needs(wheels, name):
+    with zipfile.ZipFile(wheels[name]) as wheel:
+        (path,) = (file for file in wheel.namelist() if file.endswith(".dist-info/METADATA"))
+        metadata = wheel.read(path).decode()
+    assert re.search(r"^Requires-Python: >=3\.10$", metadata, re.M)
+    needs = re.findall(r"^Requires-Dist: ([\w-]+)(?:[^;\n]*)$", metadata, re.M)
+    assert "torch" in needs
+    assert ("loralib" in needs) is (name == "transformers")
+    # The library alone brings none of the fork's.
+    assert name != "loralib" or set(needs) == {"filelock", "numpy", "safetensors", "torch"}
+
+
+@pytest.mark.slow
+def test_the_layers_need_torch_alone(target):
+    blocked = "\n".join(f"sys.modules[{name!r}] = None" for name in NOT_TORCH)
+    printed = run(
+        f"{blocked}\n"
+        "import torch, loralib as lora\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))\n"
+        "lora.add_lora(model, targets=['0'], r=2)\n"
+        "model(torch.ones(1, 4)).sum().backward()\n"
+        "print(lora.__file__, sorted(lora.lora_state_dict(model)))\n",
+        target,
+    )
+    assert printed == f"{target / 'loralib' / '__init__.py'} ['0.lora_A', '0.lora_B']\n"
+
+
+@pytest.mark.slow
+def test_the_fork_is_found_with_its_version(target):
+    printed = run("import transformers as t; print(t.__file__, t.__version__)", target)
+    assert printed == f"{target / 'transformers' / '__init__.py'} {version_of('NLU/setup.py')}\n"
+
+
+def version_of(path: str) -> str:
+    return re.search(r'version="(.+?)"', (ROOT / path).read_text(encoding="utf-8"))[1]
+
+
+def supported() -> tuple[int, int]:
+    """The oldest and the newest minor version of Python 3 that make_environment.sh takes."""
+    script = (ROOT / "utils" / "make_environment.sh").read_text(encoding="utf-8")
+    return tuple(map(int, re.search(r"\(3, (\d+)\) <= .* <= \(3, (\d+)\)", script).groups()))
+
+
+def requirements(arguments: list[str]) -> list[tuple[str, ...]]:
+    """Arguments of pip, each flag with its value."""
+    pairs = iter(arguments)
+    return [(one, next(pairs)) if one.startswith("-") else (one,) for one in pairs]
+
+
+def test_conda_installs_what_the_quickstart_installs():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
+    of_conda, (of_pip,) = (
+        [one for one in environment["dependencies"] if isinstance(one, kind)]
+        for kind in (str, dict)
+    )
+    script = (ROOT / "utils" / "make_environment.sh").read_text(encoding="utf-8")
+    project = shlex.split(re.search(r"^project=\((.*)\)$", script, re.M)[1])
+    constrained = re.search(r"-c (\S+) \"\$\{packages\[@\]\}\"", script)[1]
+    lines = [word for line in of_pip["pip"] for word in shlex.split(line)]
+    assert requirements(lines) == [("-c", constrained), *requirements(project)]
+    # Conda itself brings Python and pip alone; all else has the versions of constraints.txt.
+    assert [one.partition("=")[0] for one in of_conda] == ["python", "pip"]
+    (minor,) = (int(one.removeprefix("python=3.")) for one in of_conda if one != "pip")
+    oldest, newest = supported()
+    assert oldest <= minor <= newest
+
+
+def test_what_conda_is_given_is_there():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
+    words = [shlex.split(line) for line in environment["dependencies"][-1]["pip"]]
+    for flag, value in words:
+        path = ROOT / re.sub(r"\[.*\]$", "", value)
+        assert (path / "setup.py").is_file() if flag == "-e" else path.is_file()
+
+
+def test_the_fork_asks_for_this_library():
+    needed = re.search(r'"loralib>=(.+?)"', (ROOT / "NLU/setup.py").read_text(encoding="utf-8"))[1]
+    assert needed == version_of("setup.py")

@@ -1,0 +1,86 @@
+"""The documentation's pictures show what the repository says now."""
+
+import json
+import re
+from xml.etree import ElementTree
+
+import pytest
+from PIL import Image
+from places import ROOT
+
+import draw_pictures
+from pictures import low_rank_update, speed
+
+PAGE = speed.README.read_text(encoding="utf-8")
+FOLDER = ROOT / "docs" / "pictures"
+
+
+def test_the_drawing_is_the_script_s():
+    assert (FOLDER / "lora.svg").read_text(encoding="utf-8") == low_rank_update.draw()
+
+
+def test_the_drawing_says_all_that_it_has_to():
+    svg = "{http://www.w3.org/2000/svg}"
+    root = ElementTree.fromstring(low_rank_update.draw())
+    lines = ["".join(text.itertext()) for text in root.iter(f"{svg}text")]
+    for word in ("x", "W0", "A", "B", "h", "r × in", "out × r", "out × in", "× α / r"):  # noqa: RUF001
+        assert word in lines
+    assert " ".join(lines[-1].split()) == "h = W0 x + α / r · B A x"  # noqa: RUF001
+    _, _, width, height = map(float, root.get("viewBox").split())
+    for text in root.iter(f"{svg}text"):
+        assert 0 < float(text.get("x")) < width
+        assert 0 < float(text.get("y")) < height
+
+
+def test_the_speeds_are_those_of_the_tables():
+    with Image.open(FOLDER / "speed.png") as image:
+        shown = json.loads(image.text["Description"])
+    assert shown == json.loads(speed.read_speeds(PAGE).as_text()), (
+        "the tables have changed: python utils/draw_pictures.py speed"
+    )
+
+
+def test_speeds_are_read_from_their_sections():
+    speeds = speed.read_speeds(PAGE)
+    assert [set(of_work) for of_work in speeds.ratios.values()] == [{"float32", "bfloat16"}] * 4
+    # Of RoBERTa's three ways to run PEFT in bfloat16, none is faster than what is shown.
+    section = PAGE.split("\n## A LoRA step of RoBERTa-base\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| PEFT \| bfloat16.*? \| [\d.]+ \| ([\d.]+) \|", section, re.M)
+    assert len(rows) == 3
+    assert speeds.ratios[speed.WORKS[0].name]["bfloat16"] == min(map(float, rows))
+    assert re.fullmatch(r"\d+ cores of .+", speeds.machine)
+
+
+@pytest.mark.parametrize(
+    ("removed", "message"),
+    [
+        ("## Beam search of GPT-2 small\n", "the section 'Beam search of GPT-2 small'"),
+        ("| PEFT | float32", "A LoRA step of RoBERTa-base: no row of 'PEFT' in float32"),
+        ("On 2 cores of an AMD EPYC", "A LoRA step of RoBERTa-base: the machine"),
+        ("22 November 2026", "A LoRA step of RoBERTa-base: a day"),
+    ],
+)
+def test_what_the_tables_lack_is_named(removed, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        speed.read_speeds(PAGE.replace(removed, ""))
+
+
+def test_a_bar_is_as_long_as_its_ratio():
+    speeds = speed.Speeds(
+        {"one": {"float32": 2.0, "bfloat16": 3.0}, "two": {"float32": 0.5, "bfloat16": 1.5}},
+        "a machine",
+        ["1 May 2026"],
+    )
+    (panel,) = speed.draw(speeds).axes
+    floats, halves = panel.containers
+    assert [bar.get_width() for bar in floats] == [2.0, 0.5]
+    assert [bar.get_width() for bar in halves] == [3.0, 1.5]
+    for one, two in zip(floats, halves, strict=True):
+        assert one.get_y() + one.get_height() <= two.get_y()
+
+
+def test_the_command_draws_what_is_asked_for(tmp_path, capsys):
+    draw_pictures.main(["speed", "lora", "speed", "--output_dir", str(tmp_path)])
+    paths = [tmp_path / "speed.png", tmp_path / "lora.svg"]
+    assert capsys.readouterr().out.split() == [str(path) for path in paths]
+    assert all(path.stat().st_size > 1000 for path in paths)

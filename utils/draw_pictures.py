@@ -1,0 +1,60 @@
+"""Draws the pictures of the documentation that come from this repository's own files.
+
+    python utils/draw_pictures.py lora      docs/pictures/lora.svg, the low-rank update
+    python utils/draw_pictures.py speed     docs/pictures/speed.png, the tables of benchmarks/
+
+The learning curves, docs/pictures/quickstart.png, are those that quickstart.sh leaves as
+quickstart_output/learning_curves.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from loralib.io.atomic import atomic_write
+from loralib.io.pictures import check_can_save, save_figure
+from loralib.training import process
+from pictures import low_rank_update, speed
+
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pictures"
+
+
+def draw_lora(folder: Path) -> Path:
+    """Draws the low-rank update; returns the file."""
+    path = folder / "lora.svg"
+    with atomic_write(path) as temporary:
+        temporary.write_text(low_rank_update.draw(), encoding="utf-8")
+    return path
+
+
+def draw_speed(folder: Path) -> Path:
+    """Draws the speeds, which are kept in the picture as text, too; returns the file."""
+    path = folder / "speed.png"
+    check_can_save(path)
+    speeds = speed.read_speeds(speed.README.read_text(encoding="utf-8"))
+    save_figure(speed.draw(speeds), path, dpi=110, description=speeds.as_text())
+    return path
+
+
+PICTURES: Mapping[str, Callable[[Path], Path]] = {"lora": draw_lora, "speed": draw_speed}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Draws what is asked for, and prints the files' names."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("pictures", nargs="+", choices=PICTURES, help="which ones")
+    parser.add_argument(
+        "--output_dir", type=Path, default=FOLDER, help="folder for them (default: docs/pictures)"
+    )
+    args = parser.parse_args(argv)
+    for name in dict.fromkeys(args.pictures):
+        print(PICTURES[name](args.output_dir))
+
+
+if __name__ == "__main__":
+    process.run(main, report=lambda line: print(line, file=sys.stderr))

@@ -1,0 +1,1 @@
+"""The pictures of the documentation: what utils/draw_pictures.py draws."""
