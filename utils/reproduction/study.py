@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from loralib.io.atomic import atomic_write
+from loralib.io.pictures import import_figure
 from loralib.training import process
-from reproduction.ablation_report import import_figure
 from reproduction.programs import environment
 from reproduction.run_file import RunFile
 from reproduction.runs import ROOT

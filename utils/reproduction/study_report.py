@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loralib.io.atomic import atomic_write
-from reproduction.ablation_report import import_figure
+from loralib.io.pictures import import_figure, save_figure
 from reproduction.ablation_rows import ALPHA, HEAD_ALONE
 from reproduction.intervals import CONFIDENCE, half_width
 from reproduction.study_data import TASKS, StudyTask
@@ -301,5 +301,4 @@ def write_report(out: Path, text: str, outcomes: Outcomes) -> None:
     """Writes tables and picture into a folder."""
     with atomic_write(out / TABLE_NAME) as temporary:
         temporary.write_text(text, encoding="utf-8")
-    with atomic_write(out / PICTURE_NAME) as temporary:
-        draw(outcomes).savefig(temporary, format="png", dpi=100, pil_kwargs={"optimize": True})
+    save_figure(draw(outcomes), out / PICTURE_NAME)
