@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from tokenizers import ByteLevelBPETokenizer
 
 from loralib.io.encoding import refuse_utf16_file
-from loralib.training import watch
+from loralib.training.watch import beat
 from transformers import (
     AutoConfig,
     AutoModelForMaskedLM,
@@ -179,7 +179,7 @@ def read_lines(path: str, tokenizer: PreTrainedTokenizerBase, max_length: int) -
     lines = lines.filter(lambda row: bool(row["text"].strip()))
 
     def encode(rows: dict[str, list]) -> dict[str, list]:
-        watch.beat()
+        beat()
         encoded = tokenizer(rows["text"], truncation=True, max_length=max_length)
         masks = encoded["attention_mask"]
         return {**encoded, CUT: cut_rows(tokenizer, [rows["text"]], masks, max_length)}

@@ -22,7 +22,7 @@ import numpy as np
 
 from loralib.adapters.adapter import Adapter
 from loralib.io.atomic import atomic_write
-from loralib.training import watch
+from loralib.training.watch import beat
 from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
@@ -279,7 +279,7 @@ def tokenize(
     padding = "max_length" if data_args.pad_to_max_length else False
 
     def encode(rows: dict[str, list]) -> dict[str, list]:
-        watch.beat()
+        beat()
         texts = [rows[key] for key in keys]
         encoded = tokenizer(*texts, padding=padding, max_length=length, truncation=True)
         return {**encoded, CUT: cut_rows(tokenizer, texts, encoded["attention_mask"], length)}
