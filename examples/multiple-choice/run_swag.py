@@ -197,6 +197,7 @@ def fine_tune(
         report(trainer, "eval", trainer.evaluate(), trainer.eval_dataset)
     if args.do_predict:
         predict(trainer, prepared.datasets["test"])
+    trainer.log_end()
 
 
 def estimate(*flags: Any) -> None:

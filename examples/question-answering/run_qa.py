@@ -279,6 +279,7 @@ def fine_tune(
         report(trainer, "eval", trainer.evaluate(), prepared.questions["validation"])
     if args.do_predict:
         predict(trainer, prepared, data_args)
+    trainer.log_end()
 
 
 def estimate(*flags: Any) -> None:

@@ -254,6 +254,7 @@ def fine_tune(
         report(trainer, "eval", trainer.evaluate(), trainer.eval_dataset)
     if args.do_predict:
         predict(trainer, prepared)
+    trainer.log_end()
 
 
 def estimate(*flags: Any) -> None:
