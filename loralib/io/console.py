@@ -141,9 +141,8 @@ class ConsoleHandler(logging.Handler):
             self.handleError(record)
 
     def _show(self, line: str) -> None:
-        # Nothing else than tqdm makes bars; where it was not imported, there are none.
-        tqdm = sys.modules.get("tqdm")
-        if tqdm is not None:
+        tqdm = sys.modules.get("tqdm")  # nothing else makes bars
+        if tqdm is not None and getattr(tqdm.tqdm, "_instances", ()):
             tqdm.tqdm.write(line, file=sys.stderr)
         else:
             print(line, file=sys.stderr)

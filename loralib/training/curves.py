@@ -79,7 +79,7 @@ def write_curves(
     try:
         with atomic_write(path) as temporary:
             _draw(panels).savefig(temporary, format="png", dpi=120)
-    except OSError as error:
+    except (OSError, ImportError) as error:
         logger.warning("%s is not written: %s", path, error)
         return None
     return path

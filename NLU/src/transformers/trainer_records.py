@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loralib.adapters.adapter import LORA
 from loralib.adapters.summary import lora_in_words, trained_in_words
 from loralib.io.console import counted, devices_in_words, in_words, table
 from loralib.training.distributed import share_warnings, sum_over_processes
 
+from .adapter_kinds import BITFIT, BOTTLENECK
 from .integrations import CurvesCallback
 from .modeling_utils import PreTrainedModel
 from .trainer_callback import CallbackHandler, TrainerState
@@ -25,6 +25,9 @@ from .training_args import TrainingArguments
 from .utils import logging
 
 logger = logging.get_logger(__name__)
+
+
+_BASELINES = {BOTTLENECK: "bottleneck adapters", BITFIT: "BitFit, its biases"}
 
 
 class TrainerRecords:
@@ -61,8 +64,8 @@ class TrainerRecords:
         if isinstance(model, PreTrainedModel) and model.config.name_or_path:
             name += f", {model.config.name_or_path}"
         adapted = lora_in_words(model)
-        others = [kind.name for kind in adapted_by(model) if kind is not LORA]
-        kinds = [*([f"LoRA of {adapted}"] if adapted else []), *others]
+        kinds = [f"LoRA of {adapted}"] if adapted else []
+        kinds += [_BASELINES[kind] for kind in adapted_by(model) if kind in _BASELINES]
         return [
             ("model", name),
             ("adapted by", "; ".join(kinds) or "nothing"),

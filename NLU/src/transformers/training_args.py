@@ -18,7 +18,7 @@ import torch.distributed as dist
 from loralib.training.distributed import TIMEOUT, barrier, choose_device, join
 from loralib.training.launch import Launch
 from loralib.training.precision import compute_dtype, has_apex
-from loralib.training.process import LOG_LEVELS
+from loralib.training.process import LOG_LEVELS, rank
 
 from .hf_argparser import flag
 from .trainer_utils import IntervalStrategy, SchedulerType
@@ -203,7 +203,9 @@ class TrainingArguments:
             if self.log_level not in LOG_LEVELS:
                 known = ", ".join(LOG_LEVELS)
                 raise ValueError(f"--log_level knows {known}; not {self.log_level}")
-            logging.set_verbosity(logging.log_levels[self.log_level])  # of what follows, as well
+            level = logging.log_levels[self.log_level]
+            # Now, so that it holds for the messages below as well.
+            logging.set_verbosity(level if rank() == 0 else max(level, logging.WARNING))
         for name, advice in _NO_MEANING_HERE.items():
             if getattr(self, name):
                 raise ValueError(f"--{name} has no meaning here: {advice}")
