@@ -108,7 +108,7 @@ def _draw_panel(panel: "Axes", title: str, lines: Mapping[str, Mapping[int, floa
         panel.plot(steps, [points[step] for step in steps], marker=marker, ms=3.5, label=name)
     panel.set_title(title)
     panel.set_xlabel("step")
-    panel.xaxis.get_major_locator().set_params(integer=True)
+    panel.locator_params(axis="x", integer=True)
     panel.ticklabel_format(axis="y", scilimits=(-3, 5), useMathText=True)
     panel.grid(alpha=0.3)
     panel.spines[["top", "right"]].set_visible(False)
