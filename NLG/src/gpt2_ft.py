@@ -391,8 +391,8 @@ def show_beginning(
         ("trained", trained_in_words(model)),
         ("precision", str(dtype).removeprefix("torch.")),
         ("devices", devices_in_words(dist_env.device, dist_env.world_size)),
-        ("training set", counted(len(data[0]), "example")),
-        ("evaluated on", counted(len(data[1]), "example")),
+        ("training set", counted(data[0].num_examples, "example")),
+        ("evaluated on", counted(data[1].num_examples, "example")),
         ("steps", f"{last_step:,} of {counted(update, 'example')}{accumulated}"),
         ("output", os.path.abspath(args.work_dir)),
     ]

@@ -197,10 +197,13 @@ def test_without_matplotlib_a_run_says_so_once(tiny, tmp_path, caplog, asked, le
 def test_a_run_says_what_it_does_and_what_came_of_it(tiny, tmp_path, caplog):
     gpt2_ft.main(tiny.flags(tmp_path, "--max_step", 2, "--eval_interval", 2))
     before, *steps, evaluated, wrote, after = (
-        text for text in caplog.messages if text != HOW_TO_GET_IT
+        record.getMessage()
+        for record in caplog.records
+        if record.levelname == "INFO" and record.getMessage() != HOW_TO_GET_IT
     )
     assert before.startswith("training\n  model         gpt2.xs, ")
     assert "  adapted by    LoRA of rank 2, alpha 8, in 2 modules: c_attn\n" in before
+    assert "  training set  14 examples\n" in before
     assert "  steps         2 of 4 examples\n" in before
     assert [text.partition(",")[0][:12] for text in steps] == ["step 1 of 2:", "step 2 of 2:"]
     assert steps[0].endswith(" left")
