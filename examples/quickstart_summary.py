@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loralib.adapters.formats import read_adapter
+from loralib.io.console import table
 from loralib.io.tensors import read_tensors
 from transformers.data.processors import load_glue_split
 
@@ -44,9 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="the quickstart's output folder")
     rows, equal = summarise(parser.parse_args(argv).folder)
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        print(f"{name:<{width}}  {value}")
+    print(table(rows, stream=sys.stdout))
     if not equal:
         sys.exit("quickstart: error: the reloaded adapter scores differently")
 

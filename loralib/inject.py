@@ -131,7 +131,7 @@ def add_lora(
     names = find(model, targets, exclude=exclude, layers=layers, is_linear=is_linear)
     names = _with_output_projections(model, names, exclude)
     trained = find(model, to_train) if to_train else []
-    _check_trained(model, trained, [*names, *_names_of_updates(model)])
+    _check_trained(model, trained, [*names, *names_of_updates(model)])
     ranks = by_pattern(names, rank_pattern or {}, r)
     alphas = by_pattern(names, alpha_pattern or {}, lora_alpha)
     slices = by_pattern(names, enable_lora or {}, (True,))
@@ -189,7 +189,7 @@ def adapt(
             _check_rows(name, module, settings[name])
     if not untie:
         _check_tied(model, modules)
-    had_update = set(_names_of_updates(model))
+    had_update = set(names_of_updates(model))
     for name, module in modules.items():
         with turning(module):
             _builder(module)(module, settings[name])
@@ -199,7 +199,7 @@ def adapt(
             with turning(owner):
                 _turn(owner, MultiheadAttention, LayerSettings(r=0, lora_alpha=1))
     leave_fast_path(model)
-    return tuple(name for name in _names_of_updates(model) if name not in had_update)
+    return tuple(name for name in names_of_updates(model) if name not in had_update)
 
 
 def remove_lora(model: nn.Module) -> tuple[str, ...]:
@@ -230,12 +230,12 @@ def remove_lora(model: nn.Module) -> tuple[str, ...]:
     for name in layers:
         if not is_in_place(model.get_submodule(name)):
             raise ValueError(f"{name} was built as a LoRA layer, not adapted by add_lora")
-    adapted = _names_of_updates(model)
+    adapted = names_of_updates(model)
     turn_all_back(model)
     return adapted
 
 
-def _names_of_updates(model: nn.Module) -> tuple[str, ...]:
+def names_of_updates(model: nn.Module) -> tuple[str, ...]:
     """The names of a model's LoRA layers that have an update, in the model's order."""
     modules = model.named_modules()
     return tuple(name for name, layer in modules if isinstance(layer, LoRALayer) and layer.r > 0)

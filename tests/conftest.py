@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import tempfile
+from pathlib import Path
 
 import pytest
 from hub_server import HubServer
@@ -58,7 +59,8 @@ def pytest_collection_modifyitems(items):
 def log_levels():
     """Those of a new process: scripts set them, and what one test shows is no other's."""
     logging.getLogger().setLevel(logging.WARNING)
-    for name in ("loralib", "transformers", "__main__"):
+    scripts = Path(__file__).resolve().parents[1] / "NLG" / "src"
+    for name in ("loralib", "transformers", "__main__", *(p.stem for p in scripts.glob("*.py"))):
         logging.getLogger(name).setLevel(logging.NOTSET)
 
 

@@ -47,6 +47,7 @@ from loralib.errors import (
     adding_ways_out,
 )
 from loralib.io.atomic import atomic_write_folder
+from loralib.io.console import painted, table
 from loralib.io.hub import resolve_file
 from loralib.nn.positions import shared_projections
 from loralib.training import process
@@ -547,11 +548,10 @@ def run(args: argparse.Namespace) -> None:
 
 def show(first: str, said: Mapping[str, str], remarks: Sequence[str] = ()) -> None:
     """Prints what an adapter is, and what a user has to know of it."""
-    print(first)
-    for name, value in said.items():
-        print(f"  {name:<14} {value}")
+    print(painted(first, "bold", sys.stdout))
+    print(table(said.items(), indent="  ", stream=sys.stdout))
     for remark in remarks:
-        print(f"  note: {remark}")
+        print(f"  {painted('note:', 'yellow', sys.stdout)} {remark}")
 
 
 if __name__ == "__main__":

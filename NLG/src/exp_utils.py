@@ -1,11 +1,12 @@
 """What the scripts share: their end, files of JSON lines, and a run's figures."""
 
+import argparse
 import importlib.util
 import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from loralib.errors import (
 from loralib.io.atomic import atomic_write
 from loralib.io.encoding import refuse_utf16_file
 from loralib.training import process
+from loralib.training.curves import HOW_TO_GET_IT, Place, is_matplotlib_available, write_curves
+
+logger = logging.getLogger(__name__)
 
 # What the scripts' users can do about the library's errors.
 WAYS_OUT = {
@@ -38,13 +42,29 @@ def run(main: Callable[[], None]) -> None:
 
     Errors of the library get the flags that resolve them.
     """
-    process.set_up_logging()
+    set_up_logging()
     with_ways_out = adding_ways_out(WAYS_OUT)(main)
     process.run(
         with_ways_out,
         report=lambda line: tqdm.write(line, file=sys.stderr),
         timeout="--ddp_timeout",
     )
+
+
+def add_log_level(parser: argparse.ArgumentParser) -> None:
+    """Adds --log_level."""
+    parser.add_argument(
+        "--log_level",
+        default="info",
+        choices=process.LOG_LEVELS,
+        help="the least level of messages to show; below warning, one process of several shows "
+        "them; default: info",
+    )
+
+
+def set_up_logging(level: str = "info") -> None:
+    """Shows messages on the console, those of this folder's modules too."""
+    process.set_up_logging(level, own=[path.stem for path in Path(__file__).parent.glob("*.py")])
 
 
 def read_json_lines(path: str | os.PathLike) -> list[dict[str, Any]]:
@@ -99,10 +119,21 @@ def write_json_lines(path: str | os.PathLike, rows: Iterable[dict[str, Any]]) ->
 
 
 METRICS_NAME = "metrics.jsonl"
+# Where a line's figures are in the picture of a run.
+_PLACES = {
+    "loss": Place("loss", "training"),
+    "valid_loss": Place("loss", "validation"),
+    "lr": Place("learning rate", "learning rate"),
+    "valid_ppl": Place("perplexity", "validation"),
+    "best_ppl": Place("perplexity", "the best so far"),
+}
+
+
+REPORTERS = ("tensorboard", "plot")
 
 
 class MetricsLog:
-    """A run's figures: lines of ``metrics.jsonl``, and ``runs/`` where TensorBoard is installed.
+    """A run's figures: lines of ``metrics.jsonl``, and where else ``--report_to`` says.
 
     Lines of steps after the one that the run resumes from are removed: a killed run left them.
 
@@ -110,16 +141,35 @@ class MetricsLog:
         work_dir: the run's folder.
         after_step: the step that the run resumes from; 0 starts a new log.
         is_main: whether this is the process that writes; in others, nothing happens.
+        report_to: some of `REPORTERS`, or "all" that are installed, or "none".
+
+    Raises:
+        ValueError: TensorBoard is asked for by name, and is not installed.
     """
 
-    def __init__(self, work_dir: str | os.PathLike, after_step: int, is_main: bool = True):
+    def __init__(
+        self,
+        work_dir: str | os.PathLike,
+        after_step: int,
+        is_main: bool = True,
+        report_to: Collection[str] = ("all",),
+    ):
         self.path = Path(work_dir, METRICS_NAME)
         self.is_main = is_main
         self._after_step = after_step
+        asked = set() if "none" in report_to else {*report_to}
         self._has_tensorboard = importlib.util.find_spec("tensorboard") is not None
+        if "tensorboard" in asked and not self._has_tensorboard:
+            raise ValueError("--report_to tensorboard: it is not there (pip install tensorboard)")
+        self._has_tensorboard &= bool(asked & {"tensorboard", "all"})
+        self._draws = bool(asked & {"plot", "all"})
         self._writer = None
         if not is_main:
             return
+        if self._draws and not is_matplotlib_available():
+            level = logging.WARNING if "plot" in asked else logging.INFO
+            logger.log(level, HOW_TO_GET_IT)
+            self._draws = False
         kept = []
         if after_step > 0 and self.path.is_file():
             kept = [row for row in _sound_lines(self.path) if row["step"] <= after_step]
@@ -133,6 +183,16 @@ class MetricsLog:
             file.write(json.dumps({"step": step, **figures}) + "\n")
         if self._has_tensorboard:
             self._show(step, figures)
+
+    def draw(self) -> Path | None:
+        """Writes ``learning_curves.png`` of the whole run, if that is asked for.
+
+        Returns:
+            Its path; None where there is no picture.
+        """
+        if not self.is_main or not self._draws:
+            return None
+        return write_curves(self.path.parent, _sound_lines(self.path), _PLACES.get)
 
     def _show(self, step: int, figures: dict[str, float]) -> None:
         """Adds figures to TensorBoard's file; the first ones open it, which takes seconds."""
@@ -157,5 +217,5 @@ def _sound_lines(path: Path) -> list[dict[str, Any]]:
         except (ValueError, TypeError, KeyError):
             damaged += 1
     if damaged:
-        logging.warning("%s: left out %d lines that are damaged", path, damaged)
+        logger.warning("%s: left out %d lines that are damaged", path, damaged)
     return rows

@@ -23,7 +23,13 @@ from tqdm.auto import tqdm
 import loralib as lora
 from beam import BeamSettings, search
 from checkpoints import add_model_params, open_model
-from exp_utils import read_json_lines, run, write_json_lines
+from exp_utils import (
+    add_log_level,
+    read_json_lines,
+    run,
+    set_up_logging,
+    write_json_lines,
+)
 from gpu import DistEnv, add_gpu_params, start
 from loralib.nn.products import use_products
 from loralib.training import process, watch
@@ -100,6 +106,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--lora_path", help="LoRA's part, model.<step>.pt, where --init_checkpoint is a base alone"
     )
     add_gpu_params(parser)
+    add_log_level(parser)
     return parser.parse_args(argv)
 
 
@@ -269,7 +276,7 @@ def main(argv: list[str] | None = None) -> None:
     settings = settings_of(args)
     dist_env = start(args)
     set_up_device(tf32=args.tf32)
-    process.set_up_logging()
+    set_up_logging(args.log_level)
     path = os.path.join(args.work_dir, args.output_file)
     if dist_env.is_main:
         _prepare(path, settings)

@@ -24,7 +24,7 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from encoder import END_OF_TEXT, Encoder, get_encoder
-from exp_utils import read_json_lines, read_lines, run
+from exp_utils import add_log_level, read_json_lines, read_lines, run, set_up_logging
 from formatted import Row, read_formatted
 from loralib.io.atomic import atomic_write
 
@@ -261,6 +261,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         choices=["all", "seen", "unseen"],
         help="which categories of WebNLG to keep (default: all)",
     )
+    add_log_level(parser)
     args = parser.parse_args(argv)
     if args.ref_num < 1:
         parser.error(f"--ref_num {args.ref_num}: must be 1 or more")
@@ -275,6 +276,7 @@ def main(argv: list[str] | None = None) -> None:
             cover the input; nothing is written then.
     """
     args = parse_arguments(argv)
+    set_up_logging(args.log_level)
     rows = read_formatted(args.input_file)
     if args.ref_unique_file is None:
         keys = [row["context"] for row in rows]

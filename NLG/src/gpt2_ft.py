@@ -9,12 +9,14 @@ A step is one batch. Into --work_dir go
                        model after the last one (without LoRA, always the full model)
     metrics.jsonl      a line every --log_interval steps, and one for each evaluation
     resume.pt          what --resume resumes from
-    runs/              the same figures for TensorBoard, where that is installed
+    runs/              the same figures for TensorBoard, and
+    learning_curves.png    as a picture at the end; see --report_to
 """
 
 import argparse
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,14 +39,16 @@ from data_utils import (
     one_token_batch,
     validation_batches,
 )
-from exp_utils import METRICS_NAME, MetricsLog, run
+from exp_utils import METRICS_NAME, MetricsLog, run, set_up_logging
 from gpt2_ft_arguments import check_fits, parse_args
 from gpu import DistEnv, start
+from loralib.adapters.summary import lora_in_words, trained_in_words
 from loralib.errors import TrainingError
+from loralib.io.console import Pace, counted, devices_in_words, in_words, table
 from loralib.training import watch
 from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
 from loralib.training.determinism import set_dropout_seed, set_seed, set_up_device
-from loralib.training.distributed import sum_over_processes
+from loralib.training.distributed import share_warnings, sum_over_processes
 from loralib.training.estimate import Estimate, Plan, Training, estimate, typical_and_largest
 from loralib.training.launch import find_launch
 from loralib.training.losses import PendingLosses
@@ -56,7 +60,6 @@ from loralib.training.precision import (
     has_apex,
     hold_frozen_in,
 )
-from loralib.training.process import set_up_logging
 from loralib.training.product_choices import choose_products, frozen_weights
 from model import GPT2LMModel
 from optimizer import Scheduler, create_adam_optimizer, create_optimizer_scheduler
@@ -77,8 +80,8 @@ def main(argv: list[str] | None = None) -> None:
     """Trains as the command line says."""
     args = parse_args(argv, __doc__)
     dist_env = start(args)
+    set_up_logging(args.log_level)  # not before: the launcher's RANK may be known by now alone
     set_up_device(tf32=args.tf32, deterministic=args.use_deterministic_algorithms)
-    set_up_logging()
     if args.estimate:
         taken = estimate_run(args, dist_env)
         if dist_env.is_main:
@@ -91,7 +94,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
     """A run, from its data to its last checkpoint."""
-    device, work_dir = dist_env.device, Path(args.work_dir)
+    begun, device, work_dir = time.perf_counter(), dist_env.device, Path(args.work_dir)
 
     # ---- a new run, or one that was killed ----
     launch = find_launch(work_dir, dist_env.world_size)
@@ -142,14 +145,16 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
         logger.info("%s: this run is finished", work_dir)
         return
     step, best_ppl = place["step"], place["best_ppl"]
-    if resumed is not None:
-        logger.info("resuming after step %d", step)
-    metrics = MetricsLog(work_dir, step, dist_env.is_main)
+    metrics = MetricsLog(work_dir, step, dist_env.is_main, args.report_to)
 
     # ---- the loop ----
     last_step = scheduler.max_step
     if args.max_epoch is not None:
         last_step = min(last_step, args.max_epoch * epoch_steps)
+    share_warnings(dist_env.rank, dist_env.world_size)
+    if dist_env.is_main:
+        show_beginning(args, dist_env, model, (train_data, valid_data), step, last_step)
+    pace = Pace(step, last_step)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     on_gpu = device.type == "cuda"
     batches = batches_from(train_data, dist_env, args.random_seed, step, pin=on_gpu)
@@ -183,20 +188,20 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
             check_losses(losses, scheduler)
             speed = tokens / (time.perf_counter() - since)
             tokens, since = 0, time.perf_counter()
-            show_step(bar, step, losses.last, scheduler.lr)
+            show_step(bar, step, losses.last, scheduler.lr, pace)
             metrics.write(step, loss=losses.last, lr=scheduler.lr, tokens_per_second=speed)
 
         if step % args.eval_interval == 0:
             check_losses(losses, scheduler)
-            begun = time.perf_counter()
+            paused = time.perf_counter()
             valid_loss = evaluate(model, loss_of, valid_data, dist_env)
             if not math.isfinite(valid_loss):
                 raise TrainingError(f"the validation loss after step {step} is {valid_loss}")
             ppl = math.exp(min(valid_loss, 700))  # exp(710) overflows
             best_ppl = min(best_ppl, ppl)
-            show_evaluation(step, valid_loss, ppl, best_ppl)
+            show_evaluation(step, last_step, valid_loss, ppl, best_ppl)
             metrics.write(step, valid_loss=valid_loss, valid_ppl=ppl, best_ppl=best_ppl)
-            since += time.perf_counter() - begun  # evaluation does not count towards the speed
+            since += time.perf_counter() - paused  # evaluation does not count towards the speed
 
         if step < last_step and (step % args.save_interval == 0 or step % epoch_steps == 0):
             check_losses(losses, scheduler)
@@ -213,6 +218,10 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
     check_losses(losses, scheduler)
     write_model(args, dist_env, step, model, base, lora_only=args.save_lora_only)
     write_finished(work_dir, dist_env, identity, step)
+    curves = metrics.draw()
+    share_warnings(dist_env.rank, dist_env.world_size)
+    if dist_env.is_main:
+        show_end(work_dir, model, step, best_ppl, begun, curves)
 
 
 def loss_function(precision: Precision, device: torch.device) -> Callable[..., Tensor]:
@@ -354,17 +363,84 @@ def training_of(model: nn.Module, args: argparse.Namespace, device: torch.device
     return Training(model, optimizer, add_gradients, update)
 
 
-def show_step(bar: tqdm, step: int, loss: float, lr: float) -> None:
+def show_beginning(
+    args: argparse.Namespace,
+    dist_env: DistEnv,
+    model: nn.Module,
+    data: tuple[FT_Dataset, FT_Dataset],
+    step: int,
+    last_step: int,
+) -> None:
+    """Says what is trained, on what and where.
+
+    Args:
+        args: the flags.
+        dist_env: this process.
+        model: in training.
+        data: to train on, and to evaluate on.
+        step: which the run resumes from; 0 for a new one.
+        last_step: of the run.
+    """
+    adapted = lora_in_words(model)
+    update = args.train_batch_size * dist_env.world_size
+    accumulated = f", an update every {args.grad_acc}" if args.grad_acc > 1 else ""
+    dtype = compute_dtype(args.fp16, args.bf16)
+    rows = [
+        ("model", f"{args.model_card}, {args.init_checkpoint or 'initialized at random'}"),
+        ("adapted by", f"LoRA of {adapted}" if adapted else "nothing"),
+        ("trained", trained_in_words(model)),
+        ("precision", str(dtype).removeprefix("torch.")),
+        ("devices", devices_in_words(dist_env.device, dist_env.world_size)),
+        ("training set", counted(data[0].num_examples, "example")),
+        ("evaluated on", counted(data[1].num_examples, "example")),
+        ("steps", f"{last_step:,} of {counted(update, 'example')}{accumulated}"),
+        ("output", os.path.abspath(args.work_dir)),
+    ]
+    if step:
+        rows.append(("resuming from", f"{RESUME_NAME}, step {step:,}"))
+    logger.info("training\n%s", table(rows, indent="  "))
+
+
+def show_step(bar: tqdm, step: int, loss: float, lr: float, pace: Pace) -> None:
     """Shows a step's figures: on the bar or, where there is none, as a line."""
-    bar.set_postfix(loss=f"{loss:.3f}", lr=f"{lr:.2e}")
+    bar.set_postfix(loss=f"{loss:.3f}", lr=f"{lr:.2e}", refresh=False)
     if bar.disable:
-        logger.info("step %d: loss %.3f, lr %.2e", step, loss, lr)
+        figures = (step, bar.total, loss, lr, pace.at(step))
+        logger.info("step %d of %d: loss %.3f, lr %.2e; %s", *figures)
 
 
-def show_evaluation(step: int, loss: float, ppl: float, best_ppl: float) -> None:
+def show_evaluation(step: int, last_step: int, loss: float, ppl: float, best_ppl: float) -> None:
     """Shows an evaluation's figures."""
-    figures = (step, loss, ppl, best_ppl)
-    logger.info("step %d: valid_loss %.4f, valid_ppl %.3f, best_ppl %.3f", *figures)
+    figures = (step, last_step, loss, ppl, best_ppl)
+    logger.info("step %d of %d: valid_loss %.4f, valid_ppl %.3f, best_ppl %.3f", *figures)
+
+
+def show_end(
+    work_dir: Path,
+    model: nn.Module,
+    step: int,
+    best_ppl: float,
+    begun: float,
+    curves: Path | None,
+) -> None:
+    """Says what a run has come to, and where its files are.
+
+    Args:
+        work_dir: its folder.
+        model: that was trained.
+        step: the last one.
+        best_ppl: of its evaluations; infinite where there was none.
+        begun: by `time.perf_counter`.
+        curves: the picture, if there is one.
+    """
+    took = in_words(time.perf_counter() - begun)
+    rows = [("trained", f"{trained_in_words(model)}; {counted(step, 'step')} in {took}")]
+    if best_ppl < math.inf:
+        rows.append(("best", f"valid_ppl {best_ppl:.3f}"))
+    rows.append(("model", os.path.abspath(work_dir / f"model.{step}.pt")))
+    if curves is not None:
+        rows.append(("curves", os.path.abspath(curves)))
+    logger.info("finished\n%s", table(rows, indent="  "))
 
 
 def write_model(

@@ -5,6 +5,7 @@ import math
 import os
 
 from checkpoints import add_lora_params, add_model_params
+from exp_utils import REPORTERS, add_log_level
 from gpu import add_gpu_params
 from loralib.training.estimate import rate_of
 from model import GPT2Config
@@ -41,6 +42,7 @@ def parse_args(argv: list[str] | None = None, description: str | None = None) ->
     add_lora_params(parser)
     add_optimizer_params(parser)
     add_gpu_params(parser)
+    add_log_level(parser)
     _add_params_without_effect(parser)
     args = parser.parse_args(argv)
     for flag, (least, most) in _RANGES.items():
@@ -88,6 +90,15 @@ def _add_output_params(parser: argparse.ArgumentParser) -> None:
     add("--eval_interval", type=int, default=2000, help="steps between evaluations")
     add("--save_interval", type=int, default=500, help="steps between checkpoints")
     add("--save_lora_only", action="store_true", help="write LoRA's part alone at the end, too")
+    add(
+        "--report_to",
+        nargs="+",
+        default=["all"],
+        choices=[*REPORTERS, "all", "none"],
+        help="where figures go besides metrics.jsonl: tensorboard, to runs/ in --work_dir; plot, "
+        "to learning_curves.png there at the end of the run; default: all that are installed "
+        "(plot needs matplotlib)",
+    )
     add("--resume", action="store_true", help="resume the run in --work_dir that was killed")
 
 

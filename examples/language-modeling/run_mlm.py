@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from tokenizers import ByteLevelBPETokenizer
 
 from loralib.io.encoding import refuse_utf16_file
-from loralib.training import watch
+from loralib.training.watch import beat
 from transformers import (
     AutoConfig,
     AutoModelForMaskedLM,
@@ -46,9 +46,9 @@ from transformers.utils.cli import (
     choose_length,
     cut_rows,
     find_checkpoint,
-    hide_data_bars,
     report_cut,
     run,
+    set_up_datasets,
     set_up_logging,
     sole_use_of_output,
 )
@@ -179,7 +179,7 @@ def read_lines(path: str, tokenizer: PreTrainedTokenizerBase, max_length: int) -
     lines = lines.filter(lambda row: bool(row["text"].strip()))
 
     def encode(rows: dict[str, list]) -> dict[str, list]:
-        watch.beat()
+        beat()
         encoded = tokenizer(rows["text"], truncation=True, max_length=max_length)
         masks = encoded["attention_mask"]
         return {**encoded, CUT: cut_rows(tokenizer, [rows["text"]], masks, max_length)}
@@ -209,6 +209,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__.split("\n")[0],
     )
     model_args, data_args, args, asked = parser.parse_args_into_dataclasses(argv)
+    set_up_logging(args.log_level)
     if asked.estimate:
         estimate(model_args, data_args, args, asked)
         return
@@ -218,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def train(model_args: ModelArguments, data_args: DataArguments, args: TrainingArguments) -> None:
     """Builds, trains, evaluates, saves; as far as the flags ask for it."""
-    hide_data_bars()
+    set_up_datasets()
     checkpoint = find_checkpoint(args)
     if args.do_eval and data_args.validation_file is None:
         raise ValueError("--do_eval needs --validation_file")
@@ -253,6 +254,7 @@ def train(model_args: ModelArguments, data_args: DataArguments, args: TrainingAr
         metrics["perplexity"] = perplexity(metrics["eval_loss"])
         trainer.log_metrics("eval", metrics)
         trainer.save_metrics("eval", metrics)
+    trainer.log_end()
 
 
 def estimate(
@@ -264,7 +266,7 @@ def estimate(
     """Prints what training would take; reads the text, and no weights."""
     if asked.estimate_length is not None:
         raise ValueError("--estimate_length: lines are as long as those of --train_file")
-    hide_data_bars()
+    set_up_datasets()
     check_text(data_args.train_file)
     config, tokenizer, length = choose_shape(model_args, data_args)
     lines = replace(data_args, validation_file=None)

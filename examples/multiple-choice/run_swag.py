@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from loralib.adapters.adapter import Adapter
 from loralib.io.atomic import atomic_write
-from loralib.training import watch
+from loralib.training.watch import beat
 from transformers import (
     AutoModelForMultipleChoice,
     EvalPrediction,
@@ -118,7 +118,7 @@ def tokenize(
     length, endings = data_args.max_seq_length, choices.endings
 
     def encode(rows: dict[str, list]) -> dict[str, list]:
-        watch.beat()
+        beat()
         count = len(endings)
         contexts = [text for text in rows[CONTEXT] for _ in endings]
         continued = [
@@ -197,6 +197,7 @@ def fine_tune(
         report(trainer, "eval", trainer.evaluate(), trainer.eval_dataset)
     if args.do_predict:
         predict(trainer, prepared.datasets["test"])
+    trainer.log_end()
 
 
 def estimate(*flags: Any) -> None:

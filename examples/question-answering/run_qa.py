@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from loralib.adapters.adapter import Adapter
-from loralib.training import watch
+from loralib.training.watch import beat
 from transformers import (
     AutoModelForQuestionAnswering,
     DataCollatorWithPadding,
@@ -181,7 +181,7 @@ def tokenize(
     padded, with_answers = data_args.pad_to_max_length, split != "test"
 
     def encode(rows: dict[str, list], numbers: list[int]) -> dict[str, list]:
-        watch.beat()
+        beat()
         texts = (rows["question"], rows["context"])
         spans = rows["span"] if with_answers else None
         encoded = rows_of(tokenizer, *texts, spans, length, stride, padded)
@@ -279,6 +279,7 @@ def fine_tune(
         report(trainer, "eval", trainer.evaluate(), prepared.questions["validation"])
     if args.do_predict:
         predict(trainer, prepared, data_args)
+    trainer.log_end()
 
 
 def estimate(*flags: Any) -> None:

@@ -45,6 +45,7 @@ from loralib.io.encoding import refuse_utf16
 from loralib.serving.bank import AdapterBank
 from loralib.training.determinism import set_up_device
 from loralib.training.precision import Precision, hold_frozen_in
+from loralib.training.process import LOG_LEVELS
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -111,6 +112,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="use the token of `hf auth login`, for private models and adapters",
     )
+    add("--log_level", choices=LOG_LEVELS, help="the least level of messages (default: info)")
     args = parser.parse_intermixed_args(argv)
     if args.batch_size < 1:
         parser.error(f"--batch_size must be at least 1, not {args.batch_size}")
@@ -521,7 +523,7 @@ def _shortest(value: np.float32) -> float:
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses, reads, checks, loads, predicts, writes."""
     args = parse_arguments(argv)
-    set_up_logging()
+    set_up_logging(args.log_level)
     lines = read_lines(args.input_file, list(args.adapters))
     config = load_config(args)
     adapters = read_adapters(args)

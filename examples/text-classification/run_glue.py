@@ -22,7 +22,7 @@ import numpy as np
 
 from loralib.adapters.adapter import Adapter
 from loralib.io.atomic import atomic_write
-from loralib.training import watch
+from loralib.training.watch import beat
 from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
@@ -76,9 +76,9 @@ from transformers.utils.cli import (
     check_length,
     choose_length,
     cut_rows,
-    hide_data_bars,
     report_cut,
     run,
+    set_up_datasets,
 )
 
 if TYPE_CHECKING:  # else imported where data is read: --help and wrong flags need not wait for it
@@ -279,7 +279,7 @@ def tokenize(
     padding = "max_length" if data_args.pad_to_max_length else False
 
     def encode(rows: dict[str, list]) -> dict[str, list]:
-        watch.beat()
+        beat()
         texts = [rows[key] for key in keys]
         encoded = tokenizer(*texts, padding=padding, max_length=length, truncation=True)
         return {**encoded, CUT: cut_rows(tokenizer, texts, encoded["attention_mask"], length)}
@@ -459,6 +459,7 @@ def fine_tune(
         evaluate(trainer, datasets)
     if args.do_predict:
         predict(trainer, datasets, prepared.data)
+    trainer.log_end()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -478,7 +479,7 @@ def estimate(
     """
     adapters = begin_estimate(model_args, args)
     if asked.estimate_length is None and (data_args.data_dir or data_args.train_file):
-        hide_data_bars()
+        set_up_datasets()
         prepared = prepare(model_args, data_args, args, adapters, ["train"])
         config, dataset = prepared.config, prepared.datasets["train"]
         collator, counted = prepared.collator(data_args), True

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from loralib.adapters.adapter import Adapter
 from loralib.io.atomic import atomic_write
-from loralib.training import watch
+from loralib.training.watch import beat
 from transformers import (
     AutoModelForTokenClassification,
     DataCollatorForTokenClassification,
@@ -159,7 +159,7 @@ def tokenize(
     padding = "max_length" if data_args.pad_to_max_length else False
 
     def encode(rows: dict[str, list]) -> dict[str, list]:
-        watch.beat()
+        beat()
         words = rows[WORDS]
         encoded = tokenizer(
             words, is_split_into_words=True, truncation=True, max_length=length, padding=padding
@@ -254,6 +254,7 @@ def fine_tune(
         report(trainer, "eval", trainer.evaluate(), trainer.eval_dataset)
     if args.do_predict:
         predict(trainer, prepared)
+    trainer.log_end()
 
 
 def estimate(*flags: Any) -> None:

@@ -1,1 +1,1 @@
-"""What comes from outside: files, the hub, text, settings."""
+"""What comes from outside and goes there: files, the hub, text, settings, the console."""

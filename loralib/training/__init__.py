@@ -11,5 +11,6 @@ resume       what a run resumes from: checked when it is read
 ddp          a model on several processes
 precision    float32, bfloat16 and float16
 optimizer    AdamW, and what decays
+curves       learning curves as a picture
 estimate     what a run takes, before it begins
 """

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from ..errors import TrainingError, first_line
+from .process import warnings_so_far
 from .watch import start_watching
 
 logger = logging.getLogger(__name__)
@@ -111,6 +112,25 @@ def gather_objects(value: Any, world_size: int) -> list[Any]:
     if world_size > 1:
         dist.all_gather_object(values, value)
     return values
+
+
+def share_warnings(rank: int, world_size: int) -> None:
+    """Has the main process show the warnings of the others that it has not given itself.
+
+    To be called by all processes, where they meet anyway. See `process.set_up_logging`.
+    """
+    if world_size == 1:
+        return
+    shares = gather_objects(warnings_so_far(), world_size)
+    if rank != 0:
+        return
+    known = set(warnings_so_far())
+    for number, share in enumerate(shares[1:], start=1):
+        for text in share:
+            line = f"process {number}: {text}"
+            if text not in known and line not in known:
+                logger.warning("%s", line)
+                known.add(text)
 
 
 def sum_over_processes(value: Tensor, world_size: int) -> Tensor:

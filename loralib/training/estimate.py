@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from weakref import finalize
 
@@ -26,6 +25,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from ..io.console import in_words, table
 
 if TYPE_CHECKING:  # else imported where it is used: it takes a second, and few runs use it
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -380,9 +381,7 @@ class Estimate:
 
     def __str__(self) -> str:
         groups = (self._about(), self._of_memory(), self._of_time())
-        return "\n\n".join(
-            "\n".join(f"{name:<24}{value}".rstrip() for name, value in rows) for rows in groups
-        )
+        return table(*groups, width=22)
 
     def _about(self) -> list[tuple[str, str]]:
         plan, share = self.plan, 100 * self.trained / self.parameters
@@ -441,12 +440,3 @@ def estimate(plan: Plan[Any]) -> Estimate:
     if rate is None:
         rate = measure_rate(partial(plan.build, LAYERS_TIMED), typical, plan.device)
     return Estimate(plan, cost.parameters, cost.trained, memory, operations, rate)
-
-
-def in_words(seconds: float) -> str:
-    """A time such as "0.41 s", "3 min 20 s", "5 h 1 min" or "12 d 3 h"."""
-    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-    for (unit, size), (smaller, part) in pairwise(units):
-        if seconds >= size:
-            return f"{seconds // size:,.0f} {unit} {seconds % size // part:.0f} {smaller}"
-    return f"{seconds:.3g} s"

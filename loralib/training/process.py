@@ -8,12 +8,13 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 from ..errors import CheckpointError, TrainingError, UnsupportedLayerError
+from ..io.console import ConsoleHandler
 
 
 def started(pid: int) -> str:
@@ -34,21 +35,45 @@ def rank() -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def set_up_logging(level: int = logging.INFO, *, with_names: bool = False) -> None:
-    """Logs to the console: from the main process `level` and above, from the others errors only.
+# What --log_level takes.
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+_console: ConsoleHandler | None = None  # once logging is set up, where nobody else has done so
+
+
+def set_up_logging(level: str = "info", own: Iterable[str] = ()) -> None:
+    """Shows messages on standard error: this project's from a level on, libraries' from warnings.
+
+    Of several processes the main one shows them; the others show errors alone, and note their
+    warnings for `share_warnings`. May be called again with another level. Where the root logger has
+    handlers already, they show what there is.
 
     Args:
-        level: the main process's.
-        with_names: whether a line says which logger it comes from.
+        level: one of `LOG_LEVELS`.
+        own: names of more loggers that are this project's.
     """
-    name = " %(name)s:" if with_names else ""
-    logging.basicConfig(format=f"%(asctime)s %(levelname)s{name} %(message)s", datefmt="%H:%M:%S")
-    is_main = rank() == 0
-    root = logging.getLogger()
+    global _console
+    root, is_main = logging.getLogger(), rank() == 0
+    number: int = getattr(logging, level.upper())
+    if not root.handlers:
+        _console = ConsoleHandler()
+        root.addHandler(_console)
+    if _console is not None:
+        _console.shown_from = number if is_main else logging.ERROR
+    loudest = max(number, logging.WARNING)
     # A lower level that somebody has set stays.
-    root.setLevel(min(level, root.level) if is_main else logging.ERROR)
-    if not is_main:
+    root.setLevel(loudest if loudest > logging.WARNING else min(loudest, root.level))
+    for name in ("loralib", "transformers", "__main__", *own):
+        logging.getLogger(name).setLevel(number if is_main else loudest)
+    # Its warnings are of its fonts and caches.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    if number >= logging.ERROR or not is_main:
         warnings.simplefilter("ignore")  # the main process gives them as well
+
+
+def warnings_so_far() -> list[str]:
+    """The warnings that were logged in this process, each once; none without `set_up_logging`."""
+    return list(_console.warnings) if _console is not None else []
 
 
 def run(

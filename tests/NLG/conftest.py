@@ -84,14 +84,15 @@ def _no_bar(tqdm, *values, **settings):
 def one_process(monkeypatch):
     """gpt2_ft.py runs here: the variables that it sets are put back, the terminal is left alone.
 
-    TensorBoard, which takes seconds to start, is not there.
+    TensorBoard and matplotlib, which take seconds to start, are not there.
     """
     import gpt2_ft
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    for name in ("tensorboard", "matplotlib"):
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(gpt2_ft, "tqdm", functools.partial(_no_bar, gpt2_ft.tqdm))
 
 

@@ -11,6 +11,8 @@ import torch
 import gpt2_ft
 from loralib.adapters.metadata import LoraMetadata
 from loralib.io.tensors import read_tensors
+from loralib.training import curves
+from loralib.training.curves import CURVES_NAME, HOW_TO_GET_IT
 
 pytestmark = pytest.mark.slow
 
@@ -113,6 +115,108 @@ def test_lines_come_at_the_interval(tiny, tmp_path, read_metrics):
     assert [row["step"] for row in evaluations] == [2, 4, 6]
     assert set(steps[0]) == {"step", "loss", "lr", "tokens_per_second"}
     assert set(evaluations[0]) == {"step", "valid_loss", "valid_ppl", "best_ppl"}
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """What pictures were drawn of, by panel and line; matplotlib is there."""
+    monkeypatch.delitem(sys.modules, "matplotlib")
+    pytest.importorskip("matplotlib")
+    pictures, draw = [], curves._draw
+
+    def note(panels):
+        pictures.append(panels)
+        return draw(panels)
+
+    monkeypatch.setattr(curves, "_draw", note)
+    return pictures
+
+
+def test_a_run_is_drawn_at_its_end(tiny, tmp_path, drawn, read_metrics):
+    gpt2_ft.main(tiny.flags(tmp_path, "--max_step", 4, "--eval_interval", 2))
+    steps, evaluations = read_metrics(tmp_path)
+
+    def line(rows, name):
+        return {row["step"]: row[name] for row in rows}
+
+    assert drawn == [
+        {
+            "loss": {
+                "training": line(steps, "loss"),
+                "validation": line(evaluations, "valid_loss"),
+            },
+            "learning rate": {"learning rate": line(steps, "lr")},
+            "perplexity": {
+                "validation": line(evaluations, "valid_ppl"),
+                "the best so far": line(evaluations, "best_ppl"),
+            },
+        }
+    ]
+    assert (tmp_path / CURVES_NAME).read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "runs").exists()  # TensorBoard is not there
+
+
+def test_a_resumed_run_is_drawn_as_a_whole(tiny, tmp_path, drawn, monkeypatch):
+    argv = tiny.flags(tmp_path, "--max_step", 8, "--save_interval", 3)
+    write_run = gpt2_ft.write_run
+
+    def write_and_end(*state):
+        write_run(*state)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gpt2_ft, "write_run", write_and_end)
+        with pytest.raises(KeyboardInterrupt):
+            gpt2_ft.main(argv)
+    assert not drawn
+    gpt2_ft.main([*argv, "--resume"])
+    (panels,) = drawn
+    assert list(panels["loss"]["training"]) == [*range(1, 9)]
+
+
+@pytest.mark.parametrize("report_to", ["none", "tensorboard", "plot"])
+def test_where_figures_go(tiny, tmp_path, drawn, monkeypatch, capsys, report_to):
+    argv = tiny.flags(tmp_path / "run", "--max_step", 1, "--report_to", report_to)
+    if report_to == "tensorboard":
+        with pytest.raises(ValueError, match="--report_to tensorboard: it is not there"):
+            gpt2_ft.main(argv)
+        return
+    gpt2_ft.main(argv)
+    assert len(drawn) == (report_to == "plot")
+
+
+@pytest.mark.parametrize(("asked", "level"), [("plot", "WARNING"), ("all", "INFO")])
+def test_without_matplotlib_a_run_says_so_once(tiny, tmp_path, caplog, asked, level):
+    gpt2_ft.main(tiny.flags(tmp_path, "--max_step", 1, "--report_to", asked))
+    said = [r.levelname for r in caplog.records if r.getMessage() == HOW_TO_GET_IT]
+    assert said == [level]
+    assert (tmp_path / "model.1.pt").is_file()
+    assert not (tmp_path / CURVES_NAME).exists()
+
+
+def test_a_run_says_what_it_does_and_what_came_of_it(tiny, tmp_path, caplog):
+    gpt2_ft.main(tiny.flags(tmp_path, "--max_step", 2, "--eval_interval", 2))
+    before, *steps, evaluated, wrote, after = (
+        record.getMessage()
+        for record in caplog.records
+        if record.levelname == "INFO" and record.getMessage() != HOW_TO_GET_IT
+    )
+    assert before.startswith("training\n  model         gpt2.xs, ")
+    assert "  adapted by    LoRA of rank 2, alpha 8, in 2 modules: c_attn\n" in before
+    assert "  training set  14 examples\n" in before
+    assert "  steps         2 of 4 examples\n" in before
+    assert [text.partition(",")[0][:12] for text in steps] == ["step 1 of 2:", "step 2 of 2:"]
+    assert steps[0].endswith(" left")
+    assert evaluated.startswith("step 2 of 2: valid_loss ")
+    assert wrote == f"wrote {tmp_path / 'model.2.pt'}"
+    assert after.startswith("finished\n  trained  ")
+    assert f"  model    {tmp_path / 'model.2.pt'}" in after
+
+
+def test_a_log_of_errors_is_empty(tiny, tmp_path, caplog):
+    argv = tiny.flags(tmp_path, "--max_step", 1, "--log_level", "error", "--report_to", "plot")
+    gpt2_ft.main(argv)
+    assert not caplog.messages
 
 
 def test_tensorboard_has_the_same_figures(tiny, tmp_path, monkeypatch, read_metrics):

@@ -66,7 +66,7 @@ def test_a_killed_process(calls, whole, tmp_path, processes, rank, at, count, fo
     assert result.returncode == 0, result.stderr
     assert mark.exists()
     assert "Traceback" not in result.stderr
-    assert "resuming after step" in result.stderr
+    assert "resuming from" in result.stderr
     runs = (tmp_path / "out", whole(processes))
     models, expected = ({path.name for path in run.glob("model.*.pt")} for run in runs)
     assert models == expected

@@ -214,7 +214,7 @@ def test_three_processes_of_which_one_is_killed(
 
     result = launch_tiny("torch.distributed.run", [*killed, "--resume"], processes=3)
     assert result.returncode == 0, result.stderr
-    assert "resuming after step 4" in result.stderr
+    assert "resume.pt, step 4\n" in result.stderr
     assert result_of(tmp_path / "killed") == result_of(tmp_path / "whole")
 
 

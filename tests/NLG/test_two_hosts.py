@@ -155,7 +155,7 @@ def test_a_host_lost_and_back_and_a_link_cut(hosts, calls, tmp_path):
     hosts.lose("b")
     assert b.wait(30) != 0
     finish(a, hosts.launch("b", calls("lost")))
-    assert "resuming after step" in a.log.read_text(errors="replace")
+    assert "resuming from" in a.log.read_text(errors="replace")
     assert_same_end(tmp_path / "lost", tmp_path / "whole")
 
     a, b = (hosts.launch(host, calls("cut")) for host in ADDRESSES)

@@ -1,5 +1,6 @@
 """What a run says where there is no terminal: each thing once, and no bars."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,13 +39,47 @@ def test_a_log_has_no_bars_and_each_figure_once(tiny_base, tiny_glue, tmp_path, 
     assert "%|" not in said
     for name in ("train_runtime", "train_loss", "eval_loss", "eval_accuracy", "eval_mem_cpu_peak"):
         assert said.count(name) == 1, name
-    assert said.count("'loss': ") == 6 // processes  # every second step
+    assert said.count(", lr ") == 6 // processes  # every second step
+    assert "\033" not in said
+    events = re.findall(r"^\d\d:\d\d:\d\d (.*)$", said, re.MULTILINE)
+    assert len({*events}) == len(events)
+    assert events.count("training") == events.count("finished") == 1
     # A warning, and it is the main process's.
     assert said.count("--per_gpu_eval_batch_size is --per_device_") == 1
     (line,) = (line for line in said.splitlines() if "train_mem_cpu_peak" in line)
     number, unit = line.split(" = ")[1].split()
     assert unit == "MiB"
     assert 50 < float(number.replace(",", "")) < 50_000
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_log_of_errors_is_empty(tiny_base, tiny_glue, tmp_path, processes):
+    flags = ["--log_level", "error", "--per_gpu_eval_batch_size", 4]  # a warning without it
+    arguments = [*common(tiny_base), *on_rte(tiny_glue, tmp_path / "out"), *flags]
+    result = run(arguments, processes)
+    assert result.returncode == 0, result.stderr
+    assert (result.stdout, result.stderr) == ("", "")
+    assert (tmp_path / "out" / "eval_results.json").is_file()
+
+
+def test_the_loss_is_at_the_bar_and_evaluations_are_lines(make_trainer, caplog, capsys):
+    trainer = make_trainer(
+        disable_tqdm=False, evaluation_strategy="epoch", logging_steps=5, log_level="info"
+    )
+    trainer.train()
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert ", lr " in captured.err  # at the bar
+    lines = [line for line in caplog.messages if line.startswith("step ")]
+    assert [line.split(":")[:2] for line in lines] == [
+        [f"step {step} of 10", " evaluation"] for step in (5, 10)
+    ]
+
+
+def test_a_wrong_level(tmp_path):
+    with pytest.raises(ValueError, match="--log_level knows debug, info, warning, error; not all"):
+        TrainingArguments(str(tmp_path), log_level="all")
 
 
 @pytest.mark.slow

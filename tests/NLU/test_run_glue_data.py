@@ -363,7 +363,7 @@ def test_glue_and_model_by_name_from_the_hub(hub_server, trained, tiny_base, tin
 def test_tokenizing_counts_as_coming_further(glue, run_glue, tiny_glue, monkeypatch):
     """Otherwise processes that tokenize for long would be taken for ones that hang."""
     beats = []
-    monkeypatch.setattr(run_glue.watch, "beat", lambda: beats.append(1))
+    monkeypatch.setattr(run_glue, "beat", lambda: beats.append(1))
 
     def stop(*_, **__):
         raise ValueError("tokenized")

@@ -1,9 +1,15 @@
 """What a run records, and where it reports to."""
 
+import re
+import sys
+
 import pytest
 from trainer_runs import make_data, without_runtimes
 
+from loralib.training import curves
+from loralib.training.curves import CURVES_NAME, HOW_TO_GET_IT, is_matplotlib_available
 from transformers.integrations import (
+    CurvesCallback,
     TensorBoardCallback,
     WandbCallback,
     is_tensorboard_available,
@@ -12,7 +18,7 @@ from transformers.integrations import (
 
 
 def reporters(trainer) -> list[type]:
-    kinds = (TensorBoardCallback, WandbCallback)
+    kinds = (TensorBoardCallback, WandbCallback, CurvesCallback)
     return [type(c) for c in trainer.callback_handler.callbacks if isinstance(c, kinds)]
 
 
@@ -21,6 +27,7 @@ INSTALLED = [
     for kind, available in (
         (TensorBoardCallback, is_tensorboard_available()),
         (WandbCallback, is_wandb_available()),
+        (CurvesCallback, is_matplotlib_available()),
     )
     if available
 ]
@@ -32,6 +39,154 @@ INSTALLED = [
 )
 def test_where_a_run_reports_to(make_trainer, asked, expected):
     assert reporters(make_trainer(report_to=asked)) == expected
+
+
+# ---- learning curves ----
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """What pictures were drawn of, by panel and line."""
+    pictures, draw = [], curves._draw
+
+    def note(panels):
+        pictures.append(panels)
+        return draw(panels)
+
+    monkeypatch.setattr(curves, "_draw", note)
+    return pictures
+
+
+PLOT = {"report_to": ["plot"], "logging_steps": 2, "evaluation_strategy": "epoch"}
+
+
+def test_a_run_is_drawn_at_its_end(make_trainer, tmp_path, drawn):
+    pytest.importorskip("matplotlib")
+    trainer = make_trainer(**PLOT, compute_metrics=lambda p: {"spread": float(p.predictions.std())})
+    trainer.train()
+    (panels,) = drawn
+    history = trainer.state.log_history
+    by_step = {name: {r["step"]: r[name] for r in history if name in r} for name in NAMES}
+    assert panels == {
+        "loss": {"training": by_step["loss"], "evaluation": by_step["eval_loss"]},
+        "learning rate": {"learning rate": by_step["learning_rate"]},
+        "spread": {"spread": by_step["eval_spread"]},
+    }
+    assert list(by_step["loss"]) == [2, 4, 6, 8, 10]
+    assert list(by_step["eval_loss"]) == [5, 10]
+    assert (tmp_path / "out" / CURVES_NAME).read_bytes().startswith(b"\x89PNG")
+
+
+NAMES = ("loss", "learning_rate", "eval_loss", "eval_spread")
+
+
+def test_a_resumed_run_is_drawn_as_a_whole(make_trainer, tmp_path, drawn):
+    pytest.importorskip("matplotlib")
+    for resume, more in ((False, {}), (True, {"num_train_epochs": 3})):
+        settings = {**PLOT, "save_strategy": "epoch", "num_train_epochs": 2, **more}
+        make_trainer(**settings).train(resume_from_checkpoint=resume)
+    first, whole = (panels["loss"] for panels in drawn)
+    assert list(first["evaluation"]) == [5, 10]
+    assert list(whole["evaluation"]) == [5, 10, 15]
+    assert first["training"].items() <= whole["training"].items()
+
+
+def test_an_evaluation_after_the_run_is_drawn_too(make_trainer, drawn):
+    pytest.importorskip("matplotlib")
+    trainer = make_trainer(**{**PLOT, "evaluation_strategy": "no"})
+    trainer.evaluate()
+    assert not drawn  # there is no run
+    trainer.train()
+    trainer.evaluate()
+    assert [list(panels["loss"]) for panels in drawn] == [["training"], ["training", "evaluation"]]
+
+
+def test_an_evaluation_of_the_best_model_is_not_one_of_the_last_step(make_trainer, drawn):
+    pytest.importorskip("matplotlib")
+    trainer = make_trainer(**PLOT, load_best_model_at_end=True)
+    trainer.train()
+    trainer.evaluate()
+    assert len(drawn) == 1
+
+
+def test_other_processes_draw_nothing(make_trainer, tmp_path, drawn):
+    trainer = make_trainer(**PLOT)
+    callback = CurvesCallback()
+    state = trainer.state
+    state.log_history = [{"loss": 0.5, "step": 1}]
+    state.is_world_process_zero = False
+    callback.on_train_end(trainer.args, state, None)
+    assert not drawn
+    assert callback.path is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "levels"), [(["plot"], ["WARNING"]), (["all"], ["INFO"]), (["none"], [])]
+)
+def test_without_matplotlib_a_run_says_so_once(
+    make_trainer, monkeypatch, tmp_path, caplog, asked, levels
+):
+    for name in ("matplotlib", "tensorboard"):
+        monkeypatch.setitem(sys.modules, name, None)
+    settings = {**PLOT, "report_to": asked, "do_train": True, "log_level": "info"}
+    make_trainer(**settings).train()
+    said = [r.levelname for r in caplog.records if r.getMessage() == HOW_TO_GET_IT]
+    assert said == levels
+    assert not (tmp_path / "out" / CURVES_NAME).exists()
+
+
+# ---- what is said ----
+
+
+def test_a_run_says_what_it_does_and_what_came_of_it(make_trainer, tmp_path, caplog, tiny_base):
+    settings = {**PLOT, "report_to": ["none"], "log_level": "info", "save_strategy": "epoch"}
+    trainer = make_trainer(**settings)
+    trainer.train()
+    trainer.log_end()
+    (before,) = (text for text in caplog.messages if text.startswith("training\n"))
+    rows = rows_of(before)
+    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    total = sum(p.numel() for p in trainer.model.parameters())
+    assert rows == {
+        "model": f"RobertaForSequenceClassification, {tiny_base}",
+        "adapted by": "LoRA of rank 4, alpha 8, in 4 modules: query, value",
+        "trained": f"{trained:,} of {total:,} ({100 * trained / total:.2f} %) parameters",
+        "precision": "float32",
+        "devices": "cpu",
+        "training set": "20 examples",
+        "evaluated on": "9 examples",
+        "updates": "10 of 4 examples, 2 epochs",
+        "output": str(tmp_path / "out"),
+    }
+    (after,) = (text for text in caplog.messages if text.startswith("finished\n"))
+    rows = rows_of(after)
+    losses = {r["eval_loss"]: r["step"] for r in trainer.state.log_history if "eval_loss" in r}
+    assert rows["best"] == f"step {losses[min(losses)]}: loss {min(losses):.4g} (by loss)"
+    assert "; 10 updates in " in rows["trained"]
+    assert rows["files"] == str(tmp_path / "out")
+
+    caplog.clear()
+    again = make_trainer(**{**settings, "num_train_epochs": 3})
+    again.train(resume_from_checkpoint=True)
+    (before,) = (text for text in caplog.messages if text.startswith("training\n"))
+    folder = tmp_path / "out" / "checkpoint-10"
+    assert rows_of(before)["resuming from"] == f"{folder}, step 10"
+
+
+def rows_of(text: str) -> dict[str, str]:
+    """The rows of a table below a line."""
+    return dict(re.split(r"  +", line.strip(), maxsplit=1) for line in text.splitlines()[1:])
+
+
+def test_a_run_without_a_level_says_nothing_of_itself(make_trainer, caplog, capsys):
+    trainer = make_trainer(logging_steps=5)
+    trainer.train()
+    trainer.log_end()
+    assert not caplog.messages
+    assert capsys.readouterr().out.count("'loss': ") == 2  # printed, as in 4.4
+
+
+# ---- records ----
 
 
 def test_two_runs_have_the_same_records(make_trainer, tmp_path):

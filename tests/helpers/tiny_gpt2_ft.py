@@ -39,7 +39,7 @@ class Killed(Scheduler):
 
 
 def main(argv: list[str] | None = None) -> None:
-    sys.modules["tensorboard"] = None  # which takes seconds to start
+    sys.modules["tensorboard"] = sys.modules["matplotlib"] = None  # which take seconds to start
     checkpoints.config_of = tiny_config_of
     optimizer.Scheduler = Killed
     for call in json.loads(Path((argv or sys.argv)[-1]).read_text()):

@@ -1,17 +1,28 @@
-"""Packages that are used where installed: TensorBoard, Weights & Biases, optuna for searches."""
+"""Packages that are used where installed: TensorBoard, Weights & Biases, matplotlib, optuna."""
 
 import importlib.util
 import os
 from numbers import Real
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from loralib.training.curves import (
+    HOW_TO_GET_IT,
+    Place,
+    is_matplotlib_available,
+    write_curves,
+)
 
 from .modeling_utils import PreTrainedModel
 from .trainer_callback import TrainerCallback, TrainerState
-from .trainer_utils import BestRun, HPSearchBackend
+from .trainer_utils import BestRun, HPSearchBackend, is_score
 from .training_args import TrainingArguments
+from .utils import logging
 
 if TYPE_CHECKING:
     from .trainer import Trainer
+
+logger = logging.get_logger(__name__)
 
 # ------------------------------------------------------------------------------------------------
 # Logs
@@ -99,14 +110,63 @@ class WandbCallback(TrainerCallback):
         self.run.log(_named(logs or {}), step=state.global_step)
 
 
+def place_of(name: str) -> Place | None:
+    """Where a log record's figure is in the picture of a run; None where it has no part in it."""
+    known = {
+        "loss": Place("loss", "training"),
+        "eval_loss": Place("loss", "evaluation"),
+        "learning_rate": Place("learning rate", "learning rate"),
+    }
+    if name in known or not name.startswith("eval_") or not is_score(name):
+        return known.get(name)
+    metric = name.removeprefix("eval_")
+    return Place(metric, metric)
+
+
+class CurvesCallback(TrainerCallback):
+    """Writes ``learning_curves.png`` into ``args.output_dir`` at the end of a run.
+
+    All records of the run are in it, also those from before it was resumed. An evaluation after the
+    run is, where it is of the run's last weights.
+
+    Attributes:
+        path: the picture; None as long as there is none.
+    """
+
+    def __init__(self) -> None:
+        self.path: Path | None = None
+        self._is_training = False
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        """Evaluations from here on are the run's."""
+        self._is_training = True
+
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        """Draws the run."""
+        self._is_training = False
+        self._write(args, state)
+
+    def on_evaluate(self, args, state, control, **kwargs) -> None:
+        """Draws an evaluation after a run, too."""
+        if not self._is_training and state.max_steps and not args.load_best_model_at_end:
+            self._write(args, state)
+
+    def _write(self, args: TrainingArguments, state: TrainerState) -> None:
+        if state.is_world_process_zero:
+            self.path = write_curves(args.output_dir, state.log_history, place_of)
+
+
 _REPORTERS = {
     "tensorboard": (is_tensorboard_available, TensorBoardCallback),
     "wandb": (is_wandb_available, WandbCallback),
+    "plot": (is_matplotlib_available, CurvesCallback),
 }
 
 
 def reporting_callbacks(args: TrainingArguments) -> list[type[TrainerCallback]]:
     """The callbacks that ``--report_to`` asks for.
+
+    Without matplotlib, a message says how to get it: the run has its records all the same.
 
     Raises:
         ValueError: one is asked for by name and is not installed.
@@ -116,10 +176,15 @@ def reporting_callbacks(args: TrainingArguments) -> list[type[TrainerCallback]]:
         return []
     callbacks = []
     for name, (is_available, callback) in _REPORTERS.items():
-        if name in asked and not is_available():
+        if is_available():
+            if name in asked or "all" in asked:
+                callbacks.append(callback)
+        elif name == "plot":
+            level = logging.WARNING if name in asked else logging.INFO
+            if name in asked or ("all" in asked and args.do_train):
+                logger.log(level, HOW_TO_GET_IT)
+        elif name in asked:
             raise ValueError(f"--report_to {name}: it is not installed (pip install {name})")
-        if is_available() and (name in asked or "all" in asked):
-            callbacks.append(callback)
     return callbacks
 
 

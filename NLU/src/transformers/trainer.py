@@ -398,7 +398,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         self._begin(checkpoint, passes)
         self.state.max_steps, self.state.num_train_epochs = max_steps, epochs
         steps_before = self.state.global_step
-        self._log_run_size(passes.examples, max_steps)
+        self._log_beginning(passes.examples, max_steps, checkpoint)
 
         self._call("on_train_begin")
         self.control.should_training_stop |= steps_before >= max_steps

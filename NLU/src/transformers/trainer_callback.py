@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 
 from loralib.errors import CheckpointError
 from loralib.io.atomic import atomic_write
+from loralib.io.console import Pace, in_words
 from loralib.io.likeness import check_like
 
 from .tokenization_utils_base import PreTrainedTokenizerBase
@@ -366,9 +367,21 @@ class ProgressCallback(TrainerCallback):
             self._bars[description].update()
 
     def on_log(self, args, state, control, logs: dict[str, float] | None = None, **kwargs) -> None:
-        """Shows a record above the run's bar; its last, the summary, is for `log_metrics`."""
-        if "training" in self._bars and "train_runtime" not in logs:
-            self._bars["training"].write(str(logs))
+        """Shows a record: the loss at the run's bar, an evaluation's above it.
+
+        Where no messages are shown, all of it is printed above the bar, as in 4.4. The run's last
+        record, the summary, is for `log_metrics`.
+        """
+        bar = self._bars.get("training")
+        if bar is None or "train_runtime" in logs:
+            return
+        if not logger.isEnabledFor(logging.INFO):
+            if args.log_level is None:
+                bar.write(str(logs))
+        elif "loss" in logs:
+            bar.set_postfix_str(_in_one_line(logs), refresh=False)
+        else:
+            logger.info("%s", _record_in_words(state, logs))
 
     def on_evaluate(self, args, state, control, **kwargs) -> None:
         """Closes the evaluation's bar."""
@@ -397,23 +410,52 @@ class ProgressCallback(TrainerCallback):
 
 
 class PrinterCallback(TrainerCallback):
-    """Prints a run's log records, where bars are not wanted."""
+    """Shows a run's log records where bars are not wanted.
+
+    As messages, a line each; where no messages are shown they are printed, as in 4.4.
+    """
 
     def __init__(self) -> None:
-        self._is_training = False
+        self._pace: Pace | None = None  # while there is a run
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         """The records from here on are the run's."""
-        self._is_training = True
+        self._pace = Pace(state.global_step, state.max_steps)
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
         """The records from here on are for `log_metrics`, as the run's summary is."""
-        self._is_training = False
+        self._pace = None
 
     def on_log(self, args, state, control, logs: dict[str, float] | None = None, **kwargs) -> None:
-        """Prints a record."""
-        if state.is_world_process_zero and self._is_training and "train_runtime" not in logs:
+        """Shows a record."""
+        if not state.is_world_process_zero or self._pace is None or "train_runtime" in logs:
+            return
+        if logger.isEnabledFor(logging.INFO):
+            pace = f"; {self._pace.at(state.global_step)}" if "loss" in logs else ""
+            logger.info("%s%s", _record_in_words(state, logs), pace)
+        elif args.log_level is None:
             print(logs, flush=True)
+
+
+def _record_in_words(state: TrainerState, logs: dict[str, float]) -> str:
+    """Such as "step 5 of 25: loss 0.7, lr 1e-05"."""
+    what = "evaluation: " if "eval_loss" in logs else ""
+    return f"step {state.global_step:,} of {state.max_steps:,}: {what}{_in_one_line(logs)}"
+
+
+def _in_one_line(logs: dict[str, float]) -> str:
+    """A record's figures; those of an evaluation by their own names, its speed left out."""
+    shown = []
+    for name, value in logs.items():
+        short = {"learning_rate": "lr", "eval_runtime": "in"}.get(name)
+        if name.endswith("_samples_per_second"):
+            continue
+        if name == "eval_runtime":
+            figure = in_words(value)
+        else:
+            figure = f"{value:.4g}" if isinstance(value, float) else str(value)
+        shown.append(f"{short or name.removeprefix('eval_')} {figure}")
+    return ", ".join(shown)
 
 
 class EarlyStoppingCallback(TrainerCallback):

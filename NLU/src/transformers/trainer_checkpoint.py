@@ -270,7 +270,6 @@ class Checkpoints:
         Raises:
             CheckpointError: a file is damaged, or of a run with other settings.
         """
-        logger.info("resuming from %s", folder)
         path = Path(folder)
         with _damage_named(path / TRAINER_STATE_NAME):
             state = TrainerState.load_from_json(path / TRAINER_STATE_NAME)

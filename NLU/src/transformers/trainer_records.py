@@ -1,5 +1,6 @@
 """The Trainer's records: logs, metrics on the screen and on disk, what a run has computed."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,17 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loralib.training.distributed import sum_over_processes
+from loralib.adapters.summary import lora_in_words, trained_in_words
+from loralib.io.console import counted, devices_in_words, in_words, table
+from loralib.training.distributed import share_warnings, sum_over_processes
 
+from .adapter_kinds import BITFIT, BOTTLENECK
+from .integrations import CurvesCallback
 from .modeling_utils import PreTrainedModel
-from .trainer_callback import TrainerState
+from .trainer_callback import CallbackHandler, TrainerState
 from .trainer_checkpoint import TRAINER_STATE_NAME, Progress
+from .trainer_data import length_of
 from .trainer_pt_utils import metrics_format
-from .trainer_utils import save_metrics
+from .trainer_utils import is_score, save_metrics
+from .trainer_weights import adapted_by
 from .training_args import TrainingArguments
 from .utils import logging
 
 logger = logging.get_logger(__name__)
+
+
+_BASELINES = {BOTTLENECK: "bottleneck adapters", BITFIT: "BitFit, its biases"}
 
 
 class TrainerRecords:
@@ -26,6 +36,8 @@ class TrainerRecords:
     args: TrainingArguments
     state: TrainerState
     model: nn.Module
+    eval_dataset: Any
+    callback_handler: CallbackHandler
     _progress: Progress
     _counted: tuple[nn.Module, int] | None = None  # a model, and its weights beside embeddings
 
@@ -36,17 +48,77 @@ class TrainerRecords:
         self.state.log_history.append(shown | {"step": step})
         self._call("on_log", shown)
 
-    def _log_run_size(self, examples: int, max_steps: int) -> None:
+    def _log_beginning(self, examples: int, max_steps: int, checkpoint: str | None) -> None:
+        """Says what is trained, on what and where; once, from the main process."""
+        args = self.args
+        share_warnings(args.process_index, args.world_size)
+        if args.is_main_process and logger.isEnabledFor(logging.INFO):
+            rows = [*self._about_model(), *self._about_data(examples, max_steps)]
+            if checkpoint:
+                rows.append(("resuming from", f"{checkpoint}, step {self.state.global_step:,}"))
+            logger.info("training\n%s", table(rows, indent="  "))
+
+    def _about_model(self) -> list[tuple[str, str]]:
+        model, args = self.model, self.args
+        name = type(model).__name__
+        if isinstance(model, PreTrainedModel) and model.config.name_or_path:
+            name += f", {model.config.name_or_path}"
+        adapted = lora_in_words(model)
+        kinds = [f"LoRA of {adapted}"] if adapted else []
+        kinds += [_BASELINES[kind] for kind in adapted_by(model) if kind in _BASELINES]
+        return [
+            ("model", name),
+            ("adapted by", "; ".join(kinds) or "nothing"),
+            ("trained", trained_in_words(model)),
+            ("precision", str(args.compute_dtype).removeprefix("torch.")),
+            ("devices", devices_in_words(args.device, args.world_size)),
+        ]
+
+    def _about_data(self, examples: int, max_steps: int) -> list[tuple[str, str]]:
         args = self.args
         update = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
-        known = f"{examples:,} examples" if examples else "a set of unknown length"
-        parameters = list(self.model.parameters())
-        trained = sum(p.numel() for p in parameters if p.requires_grad)
-        logger.info(
-            f"training {trained:,} of {sum(p.numel() for p in parameters):,} parameters on "
-            f"{known}: {max_steps:,} updates of {update} examples, from update "
-            f"{self.state.global_step:,} on"
-        )
+        known = counted(examples, "example") if examples else "of unknown length"
+        epochs = f", {args.num_train_epochs:g} epochs" if args.max_steps <= 0 else ""
+        evaluated = length_of(self.eval_dataset)
+        return [
+            ("training set", known),
+            *([("evaluated on", counted(evaluated, "example"))] if evaluated else []),
+            ("updates", f"{max_steps:,} of {counted(update, 'example')}{epochs}"),
+            ("output", os.path.abspath(args.output_dir)),
+        ]
+
+    def log_end(self) -> None:
+        """Says what a run has come to, and where its files are; once, from the main process."""
+        args = self.args
+        share_warnings(args.process_index, args.world_size)
+        if not args.is_main_process or not logger.isEnabledFor(logging.INFO):
+            return
+        folder = os.path.abspath(args.output_dir)
+        rows = [*self._about_run(), ("files", folder)]
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, CurvesCallback) and callback.path is not None:
+                rows.append(("curves", os.path.abspath(callback.path)))
+        logger.info("finished\n%s", table(rows, indent="  "))
+
+    def _about_run(self) -> list[tuple[str, str]]:
+        history = self.state.log_history
+        runs = [record for record in history if "train_runtime" in record]
+        if not runs:
+            return []
+        time = in_words(runs[-1]["train_runtime"])
+        took = f"{counted(self.state.global_step, 'update')} in {time}"
+        rows = [("trained", f"{trained_in_words(self.model)}; {took}")]
+        metric = f"eval_{(self.args.metric_for_best_model or 'loss').removeprefix('eval_')}"
+        during = [r for r in history[: history.index(runs[-1])] if metric in r]
+        if during:
+            choose = max if self.args.greater_is_better else min
+            best = choose(during, key=lambda record: record[metric])
+            scores = {name.removeprefix("eval_"): v for name, v in best.items() if is_score(name)}
+            own = metric.removeprefix("eval_")
+            figures = {own: best[metric], **scores}
+            listed = ", ".join(f"{n} {v:.4g}" for n, v in figures.items() if n != "step")
+            rows.append(("best", f"step {best['step']:,}: {listed} (by {own})"))
+        return rows
 
     def _mean_loss(self, total: float, steps: int) -> float:
         own = torch.tensor(total, dtype=torch.float64, device=self.args.device)
@@ -63,11 +135,10 @@ class TrainerRecords:
         return metrics_format(metrics)
 
     def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
-        """Logs metrics, one a line."""
+        """Logs metrics as a table."""
         if self.args.is_main_process:
-            logger.info("***** %s metrics *****", split)
-            for name, value in sorted(metrics_format(metrics).items()):
-                logger.info("  %s = %s", name, value)
+            rows = [(name, f"= {v}") for name, v in sorted(metrics_format(metrics).items())]
+            logger.info("***** %s metrics *****\n%s", split, table(rows, indent="  "))
 
     def save_metrics(self, split: str, metrics: dict[str, float], combined: bool = True) -> None:
         """Writes ``<split>_results.json`` and, with `combined`, adds to ``all_results.json``."""

@@ -89,17 +89,18 @@ class BestRun(NamedTuple):
     hyperparameters: dict[str, Any]
 
 
+def is_score(name: str) -> bool:
+    """Whether this is the name of a task's metric: not of the loss, a time, a speed or a size."""
+    aside = ("_runtime", "_samples_per_second", "_samples")
+    return name not in ("eval_loss", "epoch") and not name.endswith(aside) and "_mem_" not in name
+
+
 def default_compute_objective(metrics: Mapping[str, float]) -> float:
     """What a search compares: the sum of an evaluation's metrics, or the loss where that is all.
 
     Times, speeds, memory and the epoch are no metrics.
     """
-    aside = ("_runtime", "_samples_per_second")
-    scores = {
-        name: value
-        for name, value in metrics.items()
-        if name not in ("eval_loss", "epoch") and not name.endswith(aside) and "_mem_" not in name
-    }
+    scores = {name: value for name, value in metrics.items() if is_score(name)}
     return sum(scores.values()) if scores else metrics["eval_loss"]
 
 

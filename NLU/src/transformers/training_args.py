@@ -18,6 +18,7 @@ import torch.distributed as dist
 from loralib.training.distributed import TIMEOUT, barrier, choose_device, join
 from loralib.training.launch import Launch
 from loralib.training.precision import compute_dtype, has_apex
+from loralib.training.process import LOG_LEVELS, rank
 
 from .hf_argparser import flag
 from .trainer_utils import IntervalStrategy, SchedulerType
@@ -36,7 +37,7 @@ _NO_MEANING_HERE = {
 
 
 # Where logs can go; and what 4.4.2 knows besides.
-_REPORTERS = ("tensorboard", "wandb")
+_REPORTERS = ("tensorboard", "wandb", "plot")
 _NOT_CARRIED = ("azure_ml", "comet_ml", "mlflow")
 
 
@@ -161,7 +162,16 @@ class TrainingArguments:
     adafactor: bool = flag(False, "Adafactor instead of AdamW")
     group_by_length: bool = flag(False, "train on batches of texts of about the same length")
     report_to: list[str] | None = flag(
-        None, "where to log: tensorboard, wandb, all or none (default: all that are installed)"
+        None,
+        "where to log: tensorboard, wandb, plot, which writes learning_curves.png into output_dir "
+        "at the end of a run, several of them, all or none (default: all that are installed; plot "
+        "needs matplotlib)",
+    )
+    log_level: str | None = flag(
+        None,
+        "the least level of messages to show; below warning, one process of several shows them "
+        "(default: in scripts info, for a Trainer alone as set by transformers.logging)",
+        choices=list(LOG_LEVELS),
     )
     ddp_find_unused_parameters: bool | None = flag(
         None, "let DDP look for parameters without a gradient (default: false)"
@@ -189,6 +199,13 @@ class TrainingArguments:
     launch: Launch | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        if self.log_level is not None:
+            if self.log_level not in LOG_LEVELS:
+                known = ", ".join(LOG_LEVELS)
+                raise ValueError(f"--log_level knows {known}; not {self.log_level}")
+            level = logging.log_levels[self.log_level]
+            # Now, so that it holds for the messages below as well.
+            logging.set_verbosity(level if rank() == 0 else max(level, logging.WARNING))
         for name, advice in _NO_MEANING_HERE.items():
             if getattr(self, name):
                 raise ValueError(f"--{name} has no meaning here: {advice}")

@@ -136,3 +136,25 @@ def test_processes_join_and_watch_in_any_supported_version(tmp_path):
     for process in processes:
         out, err = process.communicate(timeout=120)
         assert "1 0" in out, err
+
+
+# ---- warnings ----
+
+
+def test_warnings_of_other_processes_are_shown_where_they_differ(monkeypatch, caplog):
+    shares = [["of all"], ["of all", "of the second"], ["of the second", "of the third"]]
+    monkeypatch.setattr(distributed, "warnings_so_far", lambda: shares[0])
+    monkeypatch.setattr(distributed, "gather_objects", lambda value, world_size: shares)
+    distributed.share_warnings(1, 3)
+    assert not caplog.messages
+    distributed.share_warnings(0, 3)
+    assert caplog.messages == ["process 1: of the second", "process 2: of the third"]
+    caplog.clear()
+    shares[0] = ["of all", "process 1: of the second", "process 2: of the third"]
+    distributed.share_warnings(0, 3)
+    assert not caplog.messages
+
+
+def test_one_process_shares_nothing(monkeypatch):
+    monkeypatch.setattr(distributed, "gather_objects", None)
+    distributed.share_warnings(0, 1)

@@ -18,7 +18,6 @@ from loralib.training.estimate import (
     Training,
     cost_of_batch,
     estimate,
-    in_words,
     measure_rate,
     rate_of,
     typical_and_largest,
@@ -238,19 +237,3 @@ def test_the_table_without_a_known_end():
     taken = Estimate(plan_of(updates=None, rate=None), 10, 5, Memory(1, 1, 1, 1), 10**9, 1e10)
     assert "measured here" in str(taken)
     assert "of the run" not in str(taken)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (0.0123, "0.0123 s"),
-        (59, "59 s"),
-        (60, "1 min 0 s"),
-        (200.7, "3 min 20 s"),
-        (3600 * 5 + 61, "5 h 1 min"),
-        (86400 * 12 + 3600 * 3.9, "12 d 3 h"),
-        (86400 * 4000, "4,000 d 0 h"),
-    ],
-)
-def test_a_time_in_words(seconds, words):
-    assert in_words(seconds) == words

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from loralib.adapters.adapter import Adapter
+from loralib.io.console import devices_in_words
 
 from ..configuration_utils import PretrainedConfig
 from ..data.data_collator import default_data_collator
@@ -27,7 +28,7 @@ from ..training_args import TrainingArguments
 from ..utils.cli import (
     check_length,
     find_checkpoint,
-    hide_data_bars,
+    set_up_datasets,
     set_up_logging,
     sole_use_of_output,
 )
@@ -74,6 +75,7 @@ def start(
         *of_task, args, asked = parser.parse_json_file(given[0])
     else:
         *of_task, args, asked = parser.parse_args_into_dataclasses(argv)
+    set_up_logging(args.log_level)
     if asked.estimate:
         estimate(*of_task, args, asked)
         return
@@ -119,9 +121,10 @@ def begin(
     model_args: AdaptedModelArguments, args: TrainingArguments
 ) -> tuple[str | None, list[Adapter]]:
     """The checkpoint to resume from, if there is one, and the adapters that the flags name."""
-    hide_data_bars()
+    set_up_datasets()
     checkpoint = find_checkpoint(args)
-    logger.info("computing on %s, %s process(es)", args.device, args.world_size)
+    if not args.do_train:  # else the summary before the training says it
+        logger.info("computing on %s", devices_in_words(args.device, args.world_size))
     adapters = read_adapters(model_args)
     check_arguments(model_args, args, adapters)
     return checkpoint, adapters
@@ -199,7 +202,7 @@ def estimate_task(
         raise ValueError(
             "--estimate reads no data set of the hub: give --estimate_length, or --train_file"
         )
-    hide_data_bars()
+    set_up_datasets()
     prepared = prepare(model_args, data_args, args, adapters, ["train"])
     rows = prepared.datasets["train"]
     print_estimate(new_model, prepared.config, args, asked, rows, prepared.collator)

@@ -36,23 +36,28 @@ logger = logging.getLogger(__name__)
 DEFAULT_LENGTH = 128
 
 
-def set_up_logging() -> None:
-    """Logs to the console: everything from the main process, from the others errors only."""
-    process.set_up_logging(logging.WARNING, with_names=True)
-    main = process.rank() == 0
-    for name in ("transformers", "__main__"):
-        logging.getLogger(name).setLevel(logging.INFO if main else logging.ERROR)
+def set_up_logging(level: str | None = None) -> None:
+    """Shows messages on the console, see `process.set_up_logging`.
+
+    Args:
+        level: --log_level; None for info.
+    """
+    process.set_up_logging(level or "info")
     # For a file that it cannot read, its log only repeats the error that it raises.
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
 
 
-def hide_data_bars() -> None:
+def set_up_datasets() -> None:
     """Turns off the progress bars of datasets, except the main process's on a terminal.
+
+    Its messages are shown as the project's are, once.
 
     It imports that library, so it is called after the command line has been checked.
     """
     import datasets
 
+    # Its messages go to the root logger's handlers; its own would show them a second time.
+    logging.getLogger("datasets").handlers.clear()
     if process.rank() != 0 or not sys.stderr.isatty():
         datasets.disable_progress_bars()
 

@@ -1,0 +1,168 @@
+"""What people read on a console: messages, aligned tables, shares and times in words.
+
+Colours are for terminals alone, and for those who have not set NO_COLOR (https://no-color.org).
+PyTorch is not imported here: some scripts need none.
+"""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import TextIO
+
+# Of ANSI's sequences: the codes of the styles in use.
+_STYLES = {"bold": 1, "dim": 2, "red": 31, "yellow": 33, "cyan": 36}
+_LEVELS = {
+    logging.DEBUG: "dim",
+    logging.WARNING: "yellow",
+    logging.ERROR: "red",
+    logging.CRITICAL: "red",
+}
+
+Rows = Iterable[tuple[str, str]]
+"""Names and values."""
+
+
+# ---- colours and tables ----
+
+
+def has_colours(stream: TextIO) -> bool:
+    """Whether what is written to a stream may be coloured."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
+        return False
+    return stream.isatty()
+
+
+def painted(text: str, style: str, stream: TextIO) -> str:
+    """Text in a style, "bold", "dim", "red", "yellow" or "cyan", where a stream has colours."""
+    return f"\033[{_STYLES[style]}m{text}\033[0m" if has_colours(stream) else text
+
+
+def table(*groups: Rows, indent: str = "", width: int = 0, stream: TextIO | None = None) -> str:
+    """Rows of name and value, with the values one below the other.
+
+    Args:
+        groups: of rows; an empty line comes between two of them.
+        indent: before each row.
+        width: of the names, at least.
+        stream: where the table is to be shown; without one it has no colours.
+    """
+    listed = [list(group) for group in groups]
+    width = max([width, *(len(name) for rows in listed for name, _ in rows)])
+
+    def line(name: str, value: str) -> str:
+        padded = name.ljust(width)
+        shown = padded if stream is None else painted(padded, "cyan", stream)
+        return f"{indent}{shown}  {value}" if value else f"{indent}{shown.rstrip()}"
+
+    return "\n\n".join("\n".join(line(*row) for row in rows) for rows in listed)
+
+
+# ---- figures in words ----
+
+
+def share_in_words(part: int, whole: int) -> str:
+    """Such as "1,000 of 4,000 (25.00 %)"."""
+    return f"{part:,} of {whole:,} ({100 * part / max(whole, 1):.2f} %)"
+
+
+def in_words(seconds: float) -> str:
+    """A time such as "0.41 s", "3 min 20 s", "5 h 1 min" or "12 d 3 h"."""
+    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+    for (unit, size), (smaller, part) in pairwise(units):
+        if seconds >= size:
+            return f"{seconds // size:,.0f} {unit} {seconds % size // part:.0f} {smaller}"
+    return f"{seconds:.3g} s"
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """Such as "1 step" and "1,000 steps"."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def devices_in_words(device: object, processes: int) -> str:
+    """Such as "cpu" and "cuda, 4 processes"; the device is the main process's."""
+    kind = str(device).partition(":")[0]
+    return str(device) if processes == 1 else f"{kind}, {processes} processes"
+
+
+class Pace:
+    """How fast a run is, and how long it still takes; what it does between steps counts.
+
+    Args:
+        done: steps that were made before.
+        total: steps in all.
+    """
+
+    def __init__(self, done: int, total: int):
+        self._before, self._total, self._begun = done, total, time.perf_counter()
+
+    def at(self, step: int) -> str:
+        """Such as "12.3 steps/s, 1 min 20 s left", after a step that this run has made."""
+        seconds = max(time.perf_counter() - self._begun, 1e-9)
+        speed = (step - self._before) / seconds
+        rate = f"{speed:.3g} steps/s" if speed >= 1 else f"{1 / speed:.3g} s a step"
+        left = (self._total - step) / speed
+        return f"{rate}, {in_words(left)} left" if left > 0 else rate
+
+
+# ---- messages ----
+
+
+class ConsoleHandler(logging.Handler):
+    """Shows messages on standard error, above the progress bars that are there.
+
+    A line has its time and, from warnings on, its level; debug messages name their logger.
+
+    Args:
+        level: of the messages that are shown.
+
+    Attributes:
+        warnings: the warnings so far, shown or not, in their order and each once.
+    """
+
+    def __init__(self, level: int = logging.NOTSET):
+        super().__init__(level)
+        self.shown_from = level
+        self.setLevel(min(level, logging.WARNING))
+        self.setFormatter(_Lines())
+        self.warnings: dict[str, None] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Shows a message, and notes it where it is a warning."""
+        try:
+            if record.levelno == logging.WARNING:
+                self.warnings[record.getMessage()] = None
+            if record.levelno >= self.shown_from:
+                self._show(self.format(record))
+        except Exception:
+            self.handleError(record)
+
+    def _show(self, line: str) -> None:
+        tqdm = sys.modules.get("tqdm")  # nothing else makes bars
+        if tqdm is not None and getattr(tqdm.tqdm, "_instances", ()):
+            tqdm.tqdm.write(line, file=sys.stderr)
+        else:
+            print(line, file=sys.stderr)
+
+
+class _Lines(logging.Formatter):
+    def __init__(self) -> None:
+        super().__init__(datefmt="%H:%M:%S")
+
+    def usesTime(self) -> bool:
+        """As in `logging.Formatter`."""
+        return True
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """As in `logging.Formatter`."""
+        shown = painted(record.asctime, "dim", sys.stderr)
+        if record.levelno >= logging.WARNING or record.levelno <= logging.DEBUG:
+            name = f" {record.name}" if record.levelno <= logging.DEBUG else ""
+            style = _LEVELS.get(record.levelno, "bold")
+            shown += f" {painted(f'{record.levelname}{name}', style, sys.stderr)}:"
+        first, *rest = record.message.split("\n")
+        head = painted(first, "bold", sys.stderr) if rest else first
+        return "\n".join([f"{shown} {head}", *rest])

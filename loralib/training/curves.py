@@ -1,0 +1,116 @@
+"""Learning curves as a picture, `learning_curves.png` next to a run's records.
+
+They are drawn with matplotlib, which is imported when there is something to draw: it is optional.
+"""
+
+import importlib.util
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..io.atomic import atomic_write
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+logger = logging.getLogger(__name__)
+
+CURVES_NAME = "learning_curves.png"
+HOW_TO_GET_IT = f"no {CURVES_NAME}: it is drawn with matplotlib (pip install matplotlib)"
+
+_ACROSS = 3  # panels in a row, at most
+_MARKED = 40  # up to so many points of a line are marked
+
+
+class Place(NamedTuple):
+    """Where a figure of a run's records is shown: the panel, and the line in it."""
+
+    panel: str
+    line: str
+
+
+def is_matplotlib_available() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def collect(
+    records: Iterable[Mapping[str, Any]], place_of: Callable[[str], Place | None]
+) -> dict[str, dict[str, dict[int, float]]]:
+    """The lines of a run's records: by panel and line, the values by step.
+
+    Of several values of a step the first counts: a later one is of an evaluation after the run, on
+    other weights or other data.
+
+    Args:
+        records: each with its "step".
+        place_of: a figure's name -> where it is shown; None for nowhere.
+    """
+    panels: dict[str, dict[str, dict[int, float]]] = {}
+    for record in records:
+        for name, value in record.items():
+            place = place_of(name)
+            if place is not None and isinstance(value, int | float):
+                line = panels.setdefault(place.panel, {}).setdefault(place.line, {})
+                line.setdefault(record["step"], value)
+    return panels
+
+
+def write_curves(
+    folder: str | os.PathLike,
+    records: Iterable[Mapping[str, Any]],
+    place_of: Callable[[str], Place | None],
+) -> Path | None:
+    """Writes the picture of a run's records into its folder; for the main process.
+
+    A picture that cannot be written is a warning: the run has more to write. For arguments see
+    `collect`.
+
+    Returns:
+        Its path; None where there is nothing to draw, or it could not be written.
+    """
+    panels = collect(records, place_of)
+    if not panels:
+        return None
+    path = Path(folder, CURVES_NAME)
+    try:
+        with atomic_write(path) as temporary:
+            _draw(panels).savefig(temporary, format="png", dpi=120)
+    except (OSError, ImportError) as error:
+        logger.warning("%s is not written: %s", path, error)
+        return None
+    return path
+
+
+def _draw(panels: Mapping[str, Mapping[str, Mapping[int, float]]]) -> "Figure":
+    from matplotlib.figure import Figure
+
+    across = min(_ACROSS, len(panels))
+    down = -(-len(panels) // across)
+    figure = Figure(figsize=(4.6 * across, 3.4 * down), layout="constrained")
+    axes = figure.subplots(down, across, squeeze=False).ravel()
+    for panel in axes[len(panels) :]:
+        panel.set_axis_off()
+    last = max(step for lines in panels.values() for points in lines.values() for step in points)
+    for panel, (title, lines) in zip(axes, panels.items(), strict=False):
+        _draw_panel(panel, title, lines)
+        panel.set_xlim(0, 1.03 * max(last, 1))
+    return figure
+
+
+def _draw_panel(panel: "Axes", title: str, lines: Mapping[str, Mapping[int, float]]) -> None:
+    for name, points in lines.items():
+        steps = sorted(points)
+        marker = "o" if len(steps) <= _MARKED else None
+        panel.plot(steps, [points[step] for step in steps], marker=marker, ms=3.5, label=name)
+    panel.set_title(title)
+    panel.set_xlabel("step")
+    panel.locator_params(axis="x", integer=True)
+    panel.ticklabel_format(axis="y", scilimits=(-3, 5), useMathText=True)
+    panel.grid(alpha=0.3)
+    panel.spines[["top", "right"]].set_visible(False)
+    if len(lines) > 1 or title not in lines:
+        panel.legend(fontsize="small")

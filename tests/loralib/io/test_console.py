@@ -1,0 +1,231 @@
+"""What people read on a console: tables, words, colours, messages."""
+
+import io
+import logging
+import subprocess
+import sys
+
+import pytest
+from places import ROOT
+from tqdm.auto import tqdm
+
+from loralib.io import console
+from loralib.io.console import (
+    ConsoleHandler,
+    Pace,
+    counted,
+    devices_in_words,
+    has_colours,
+    in_words,
+    painted,
+    share_in_words,
+    table,
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return Terminal()
+
+
+# ---- tables ----
+
+
+def test_values_are_below_each_other():
+    assert table([("a", "1"), ("long name", "2 3")], indent="  ").splitlines() == [
+        "  a          1",
+        "  long name  2 3",
+    ]
+
+
+def test_groups_are_aligned_together():
+    lines = table([("a", "1")], [("title", ""), ("longer", "2")], width=4).splitlines()
+    assert lines == ["a       1", "", "title", "longer  2"]
+    assert table([("a", "1")], width=4) == "a     1"
+
+
+def test_an_empty_table():
+    assert table() == table([]) == ""
+
+
+# ---- colours ----
+
+
+def test_colours_are_a_terminal_s(terminal, monkeypatch):
+    assert has_colours(terminal)
+    assert painted("x", "red", terminal) == "\033[31mx\033[0m"
+    assert not has_colours(io.StringIO())
+    assert painted("x", "red", io.StringIO()) == "x"
+    monkeypatch.setenv("NO_COLOR", "")  # counts as not set
+    assert has_colours(terminal)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not has_colours(terminal)
+
+
+@pytest.mark.parametrize("kind", ["dumb", None])
+def test_a_terminal_that_shows_none(terminal, monkeypatch, kind):
+    if kind is None:
+        monkeypatch.delenv("TERM")
+    else:
+        monkeypatch.setenv("TERM", kind)
+    assert not has_colours(terminal)
+
+
+def test_a_table_in_colours_is_aligned_as_without(terminal):
+    rows = [("a", "1"), ("long", "2")]
+    coloured = table(rows, stream=terminal)
+    assert "\033[36m" in coloured
+    plain = coloured.replace("\033[36m", "").replace("\033[0m", "")
+    assert plain == table(rows) == table(rows, stream=io.StringIO())
+
+
+# ---- words ----
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.0123, "0.0123 s"),
+        (59, "59 s"),
+        (60, "1 min 0 s"),
+        (200.7, "3 min 20 s"),
+        (3600 * 5 + 61, "5 h 1 min"),
+        (86400 * 12 + 3600 * 3.9, "12 d 3 h"),
+        (86400 * 4000, "4,000 d 0 h"),
+    ],
+)
+def test_a_time_in_words(seconds, words):
+    assert in_words(seconds) == words
+
+
+def test_figures_in_words():
+    assert share_in_words(1000, 4000) == "1,000 of 4,000 (25.00 %)"
+    assert share_in_words(0, 0) == "0 of 0 (0.00 %)"
+    assert [counted(n, "step") for n in (0, 1, 2000)] == ["0 steps", "1 step", "2,000 steps"]
+    assert devices_in_words("cuda:0", 1) == "cuda:0"
+    assert devices_in_words("cuda:0", 4) == "cuda, 4 processes"
+
+
+def test_the_pace_of_a_run(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(console.time, "perf_counter", lambda: now)
+    pace = Pace(10, 60)
+    now = 104.0
+    assert pace.at(20) == "2.5 steps/s, 16 s left"
+    now = 300.0
+    assert pace.at(35) == "8 s a step, 3 min 20 s left"
+    assert pace.at(60) == "4 s a step"
+
+
+# ---- messages ----
+
+
+@pytest.fixture
+def logger():
+    """One that has a console handler alone."""
+    logger = logging.getLogger("tests.console")
+    logger.propagate, logger.level = False, logging.DEBUG
+    logger.addHandler(ConsoleHandler(logging.INFO))
+    yield logger
+    logger.handlers.clear()
+
+
+def untimed(text: str) -> list[str]:
+    """The lines without the time that those of messages begin with."""
+    return [line[9:] if line[2:3] == line[5:6] == ":" else line for line in text.splitlines()]
+
+
+def test_lines_say_their_level_from_warnings_on(logger, capsys):
+    logger.debug("hidden")
+    logger.info("first\n  second")
+    logger.warning("of %s", "something")
+    logger.error("gone")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert untimed(captured.err) == ["first", "  second", "WARNING: of something", "ERROR: gone"]
+
+
+def test_debug_messages_name_their_logger(logger, capsys):
+    logger.handlers[0].shown_from = logging.DEBUG
+    logger.handlers[0].setLevel(logging.DEBUG)
+    logger.debug("x")
+    assert untimed(capsys.readouterr().err) == ["DEBUG tests.console: x"]
+
+
+def test_warnings_are_noted_whether_shown_or_not(logger, capsys):
+    logger.handlers[0].shown_from = logging.ERROR
+    for text in ("b", "a", "b"):
+        logger.warning(text)
+    logger.error("c")
+    assert list(logger.handlers[0].warnings) == ["b", "a"]
+    assert untimed(capsys.readouterr().err) == ["ERROR: c"]
+
+
+def test_messages_are_coloured_on_a_terminal_alone(logger, terminal, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal)
+    logger.warning("x")
+    assert terminal.getvalue().count("\033[33mWARNING\033[0m: x\n") == 1
+    monkeypatch.setattr(sys, "stderr", pipe := io.StringIO())
+    logger.warning("y")
+    assert untimed(pipe.getvalue()) == ["WARNING: y"]
+
+
+def test_messages_are_above_bars(logger, capsys):
+    with tqdm(total=3) as bar:
+        logger.info("a message")
+        bar.update(3)
+    lines = capsys.readouterr().err.replace("\r", "\n").split("\n")
+    assert [untimed(line) for line in lines].count(["a message"]) == 1
+
+
+SCRIPT = """
+import logging, sys, warnings
+from loralib.training.process import set_up_logging, warnings_so_far
+set_up_logging()
+set_up_logging(sys.argv[1], own=["mine"])
+for name in ("loralib.x", "mine", "library"):
+    for level in ("debug", "info", "warning", "error"):
+        getattr(logging.getLogger(name), level)("%s %s", name, level)
+warnings.warn("from Python")
+print(warnings_so_far())
+print("torch" in sys.modules)
+"""
+WARNINGS = ["loralib.x warning", "mine warning", "library warning"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("level", "rank", "ours", "theirs"),
+    [
+        ("debug", 0, ["debug", "info", "warning", "error"], ["warning", "error"]),
+        ("info", 0, ["info", "warning", "error"], ["warning", "error"]),
+        ("warning", 0, ["warning", "error"], ["warning", "error"]),
+        ("error", 0, ["error"], ["error"]),
+        ("info", 1, ["error"], ["error"]),
+        ("error", 1, ["error"], ["error"]),
+    ],
+)
+def test_levels_of_a_process(level, rank, ours, theirs, monkeypatch):
+    """Libraries are heard from warnings on, other processes than the main one from errors on."""
+    monkeypatch.setenv("RANK", str(rank))
+    command = [sys.executable, "-W", "default", "-c", SCRIPT, level]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    shown = [line for line in untimed(done.stderr) if line.split(" ")[-2:-1] != []]
+    levels = {name: [] for name in ("loralib.x", "mine", "library")}
+    for line in shown:
+        *_, name, said = line.split(" ")
+        if name in levels:
+            levels[name].append(said)
+    assert levels == {"loralib.x": ours, "mine": ours, "library": theirs}
+    assert ("from Python" in done.stderr) == (rank == 0 and level != "error")
+    noted, has_torch = done.stdout.splitlines()
+    assert noted == str(WARNINGS if level != "error" else [])
+    assert has_torch == "False"
+    assert "\033" not in done.stderr

@@ -1,0 +1,84 @@
+"""Learning curves as a picture."""
+
+import subprocess
+import sys
+
+import pytest
+from places import ROOT
+
+from loralib.training import curves
+from loralib.training.curves import CURVES_NAME, Place, collect, write_curves
+
+PLACES = {
+    "loss": Place("loss", "training"),
+    "eval_loss": Place("loss", "evaluation"),
+    "score": Place("score", "score"),
+}
+RECORDS = [
+    {"step": 2, "loss": 3.0, "epoch": 0.5},
+    {"step": 4, "loss": 2.0},
+    {"step": 4, "eval_loss": 2.5, "score": 0.5},
+    {"step": 4, "eval_loss": 9.0, "score": 0.1},
+    {"step": 4, "score": "none"},
+]
+
+
+def test_lines_by_panel():
+    """Of several values of a step, the first."""
+    assert collect(RECORDS, PLACES.get) == {
+        "loss": {"training": {2: 3.0, 4: 2.0}, "evaluation": {4: 2.5}},
+        "score": {"score": {4: 0.5}},
+    }
+
+
+def test_a_picture_is_written_and_replaced(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / CURVES_NAME).write_text("an old one")
+    path = write_curves(tmp_path, RECORDS, PLACES.get)
+    assert path == tmp_path / CURVES_NAME
+    assert path.read_bytes().startswith(b"\x89PNG\r\n")
+    assert [file.name for file in tmp_path.iterdir()] == [CURVES_NAME]
+
+
+def test_what_is_drawn():
+    pytest.importorskip("matplotlib")
+    figure = curves._draw(collect(RECORDS, PLACES.get))
+    first, second = figure.axes
+    assert (first.get_title(), second.get_title()) == ("loss", "score")
+    assert {line.get_label(): list(line.get_xdata()) for line in first.lines} == {
+        "training": [2, 4],
+        "evaluation": [4],
+    }
+    assert [text.get_text() for text in first.get_legend().get_texts()] == [
+        "training",
+        "evaluation",
+    ]
+    assert second.get_legend() is None  # the title says it
+    assert first.get_xlim() == second.get_xlim()
+
+
+def test_many_panels_have_rows():
+    pytest.importorskip("matplotlib")
+    panels = {name: {name: {1: 0.5}} for name in "abcd"}
+    figure = curves._draw(panels)
+    assert [panel.get_title() for panel in figure.axes if panel.axison] == list("abcd")
+
+
+def test_nothing_to_draw(tmp_path):
+    assert write_curves(tmp_path, [{"step": 1, "epoch": 1.0}], PLACES.get) is None
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_picture_that_cannot_be_written_ends_no_run(tmp_path, caplog):
+    pytest.importorskip("matplotlib")
+    (tmp_path / CURVES_NAME).mkdir()
+    assert write_curves(tmp_path, RECORDS, PLACES.get) is None
+    (message,) = caplog.messages
+    assert message.startswith(f"{tmp_path / CURVES_NAME} is not written: ")
+
+
+@pytest.mark.slow
+def test_matplotlib_loads_when_something_is_drawn():
+    code = "import sys; import loralib.training.curves as c; c.is_matplotlib_available(); "
+    code += "c.write_curves('.', [], dict().get); sys.exit('matplotlib.figure' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
