@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..io.atomic import atomic_write
+from ..io.pictures import import_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,20 +77,17 @@ def write_curves(
         return None
     path = Path(folder, CURVES_NAME)
     try:
-        with atomic_write(path) as temporary:
-            _draw(panels).savefig(temporary, format="png", dpi=120)
-    except (OSError, ImportError) as error:
+        save_figure(_draw(panels), path, dpi=120)
+    except (OSError, ValueError) as error:
         logger.warning("%s is not written: %s", path, error)
         return None
     return path
 
 
 def _draw(panels: Mapping[str, Mapping[str, Mapping[int, float]]]) -> "Figure":
-    from matplotlib.figure import Figure
-
     across = min(_ACROSS, len(panels))
     down = -(-len(panels) // across)
-    figure = Figure(figsize=(4.6 * across, 3.4 * down), layout="constrained")
+    figure = import_figure()(figsize=(4.6 * across, 3.4 * down), layout="constrained")
     axes = figure.subplots(down, across, squeeze=False).ravel()
     for panel in axes[len(panels) :]:
         panel.set_axis_off()
