@@ -41,20 +41,11 @@ class StudyTask:
 
 
 TASKS = (
-    StudyTask("sst2", "SST-2", "accuracy", "accuracy", 2400),
+    StudyTask("sst2", "SST-2", "accuracy", "accuracy", 4000),
     StudyTask("cola", "CoLA", "matthews_correlation", "Matthews correlation", 2000),
     StudyTask("rte", "RTE", "accuracy", "accuracy", 1000),
     StudyTask("stsb", "STS-B", "pearson", "Pearson correlation", 1500),
 )
-
-
-def load_split(task: StudyTask, glue_dir: Path, split: str) -> list[InputExample]:
-    """A split of a task; of SST-2's training set the full sentences alone."""
-    rows = load_glue_split(task.name, glue_dir, split)
-    if task.name == "sst2" and split == "train":
-        by_text = {row.text_a: row for row in rows}
-        return [by_text[text] for text in whole_sentences(by_text)]
-    return rows
 
 
 def prepare_task(task: StudyTask, glue_dir: Path) -> dict[str, list[InputExample]]:
@@ -63,7 +54,7 @@ def prepare_task(task: StudyTask, glue_dir: Path) -> dict[str, list[InputExample
     Learning rates are chosen by training on "tuning_train" and measuring on "tuning", which are
     "train" in two parts.
     """
-    train = load_split(task, glue_dir, "train")
+    train = load_glue_split(task.name, glue_dir, "train")
     random.Random(DATA_SEED).shuffle(train)
     train = train[: task.train_rows]
     cut = round(len(train) * (1 - TUNING_SHARE))
@@ -71,7 +62,7 @@ def prepare_task(task: StudyTask, glue_dir: Path) -> dict[str, list[InputExample
         "train": train,
         "tuning_train": train[:cut],
         "tuning": train[cut:],
-        "validation": load_split(task, glue_dir, "validation"),
+        "validation": load_glue_split(task.name, glue_dir, "validation"),
     }
 
 
@@ -162,7 +153,8 @@ def corpus_sentences(glue_dir: Path, nlg_dir: Path) -> list[str]:
     """
     texts: list[str] = []
     for task in TASKS:
-        texts += _texts(load_split(task, glue_dir, "train"))
+        own = _texts(load_glue_split(task.name, glue_dir, "train"))
+        texts += whole_sentences(own) if task.name == "sst2" else own
     texts += _dart_texts(find_file(nlg_dir, "dart/dart-v1.1.1-full-dev.json"))
     texts += _webnlg_texts(find_file(nlg_dir, "webnlg*/dev.json"))
     measured = {
