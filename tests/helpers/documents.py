@@ -30,6 +30,8 @@ _FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```[ ]*$", re.M | re.S)
 _REASON = re.compile(r"<!-- not run: (\S.*?) -->\s*\Z")
 _LINK = re.compile(r"\[(?:[^\[\]]|\[[^\]]*\])*\]\(<?([^)\s>]+)>?(?: \"[^\"]*\")?\)")
 _FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
+# What a recipe's script hands its flags to.
+_RECIPE = re.compile(r"^exec .*/recipe(\.py|s/\w+\.sh)\"", re.M)
 _SEPARATORS = {"&&", "||", ";", "|", "&"}
 
 
@@ -177,7 +179,8 @@ def wrong_commands(block: Block, folder: Path = Path(), root: Path = ROOT) -> It
         given = command[names[0] + 1 :]
         given = given[: given.index("--")] if "--" in given else given
         flags = {word.partition("=")[0] for word in given if _FLAG.match(word)}
-        for flag in sorted(flags - known_flags((root / script).resolve(), root)):
+        known = known_flags((root / script).resolve(), root) if flags else frozenset()
+        for flag in sorted(flags - known):
             yield f"{block}: {script} does not know {flag}"
 
 
@@ -192,7 +195,7 @@ def known_flags(script: Path, root: Path = ROOT) -> frozenset[str]:
     Of shell scripts, the recipes have a --help; of others it is the flags in their text.
     """
     own = script.read_text(encoding="utf-8")
-    if script.suffix == ".sh" and script.parent.name not in ("NLU", "NLG"):
+    if script.suffix == ".sh" and not _RECIPE.search(own):
         return frozenset(_FLAG.findall(own))
     program = "bash" if script.suffix == ".sh" else sys.executable
     process = subprocess.run([program, script, "--help"], capture_output=True, text=True)
