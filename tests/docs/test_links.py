@@ -1,5 +1,6 @@
 """Every link between the documents, and from them to the project's files, leads somewhere."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,9 @@ def test_folders_that_are_ignored_hold_no_pages(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert pages(tmp_path) == [Path("a.md"), Path("docs/b.md")]
+
+
+def test_the_line_for_machines_without_a_gpu_installs_the_version_that_is_tested():
+    pinned = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text("utf-8"), re.M)[1]
+    installed = re.findall(r"torch==(\S+) ", (ROOT / "docs" / "installing.md").read_text("utf-8"))
+    assert installed == [pinned]
