@@ -4,6 +4,8 @@ import ast
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,12 +18,25 @@ BLOCKS = [block for page in PAGES for block in blocks(page)]
 RUN = [page for page in PAGES if any(block.reason is None for block in blocks(page))]
 
 
+@pytest.fixture(scope="module")
+def runs(request, checkout, new_user, tmp_path_factory) -> Iterator[dict[Path, Future]]:
+    """By page, its run: those that are tested now, two at a time."""
+
+    def run(page: Path) -> None:
+        folder = tmp_path_factory.mktemp(page.stem) / "lora"
+        shutil.copytree(checkout, folder, symlinks=True)
+        run_page(blocks(page), folder, new_user)
+
+    tested = [item for item in request.session.items if "runs" in item.fixturenames]
+    pool = ThreadPoolExecutor(max_workers=2)
+    yield {page: pool.submit(run, page) for page in (i.callspec.params["page"] for i in tested)}
+    pool.shutdown(cancel_futures=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUN, ids=str)
-def test_the_blocks_of_a_page_run(page, checkout, new_user, tmp_path):
-    folder = tmp_path / "lora"
-    shutil.copytree(checkout, folder, symlinks=True)
-    run_page(blocks(page), folder, new_user)
+def test_the_blocks_of_a_page_run(page, runs):
+    runs[page].result()
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "bash"], ids=str)
