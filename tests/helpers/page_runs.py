@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -66,15 +67,18 @@ def clean_environment(home: Path) -> dict[str, str]:
 
 
 def run_bash(text: str, folder: Path, environment: dict[str, str], name: str) -> None:
-    """Runs a script that ends at its first error.
+    """Runs a script that ends at its first error, its launchers on a port of their own.
 
     Raises:
         AssertionError: there is one; with all that it printed.
     """
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     process = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", text],
         cwd=folder,
-        env=environment,
+        env={**environment, "PET_MASTER_PORT": str(port)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
