@@ -98,8 +98,9 @@ def add_lora(
         lora_dropout: dropout on the updates' input.
         exclude: which modules among these are left out.
         layers: the numbers of the layers to adapt, such as [0, 1] or range(6, 12).
-        rank_pattern, alpha_pattern: another r or lora_alpha for some modules, by target; of several
-            patterns that match, the first counts.
+        rank_pattern: another r for some modules, by target; of several patterns that match, the
+            first counts.
+        alpha_pattern: likewise, another lora_alpha.
         bias: which biases are trained as well, as for `mark_only_lora_as_trainable`.
         modules_to_train: modules that are trained as they are, such as a new head.
         variant: a name in `loralib.functional.VARIANTS`: "lora", "rslora", "dora", "rslora+dora".

@@ -80,8 +80,9 @@ class LoRALayer:
         scaling: what B A is multiplied by: lora_alpha / r, or what the variant says.
         merged: whether the merged weight is in effect.
         lora_magnitude_vector: with DoRA, m, one number for each updated row of the weight.
-        lora_A_start, lora_B_start: what A and B start as, where that is made of the weight; the
-            update is then s · (B A − B_start A_start), so that it starts as zero.
+        lora_A_start: what A starts as, where that is made of the weight; the update is then
+            s · (B A − B_start A_start), so that it starts as zero.
+        lora_B_start: likewise, what B starts as.
 
     Raises:
         ValueError: r is not an integer or is negative; lora_dropout lies outside [0, 1]; the
@@ -389,7 +390,9 @@ class Linear(_SlicedLinear):
         lora_dropout: dropout on the update's input.
         fan_in_fan_out: `weight` is held as (in, out), as GPT-2's checkpoints hold it.
         merge_weights: evaluation mode computes with the merged weight.
-        variant, initialization, freeze_A: of the update, as for `LoRALayer`.
+        variant: of the update, as for `LoRALayer`.
+        initialization: likewise.
+        freeze_A: likewise.
         **kwargs: for `nn.Linear` (bias, device, dtype).
 
     Shapes:
@@ -445,7 +448,9 @@ class MergedLinear(_SlicedLinear):
             [True, False, True] for the query and value of a transformer's (query, key, value).
         fan_in_fan_out: `weight` is held as (in, out), as GPT-2's checkpoints hold it.
         merge_weights: evaluation mode computes with the merged weight.
-        variant, initialization, freeze_A: of the update, as for `LoRALayer`.
+        variant: of the update, as for `LoRALayer`.
+        initialization: likewise.
+        freeze_A: likewise.
         **kwargs: for `nn.Linear` (bias, device, dtype).
 
     Shapes:
@@ -509,7 +514,9 @@ class Embedding(LoRALayer, nn.Embedding):
         r: rank of the update; 0 makes this an `nn.Embedding`.
         lora_alpha: the update is scaled by lora_alpha / r.
         merge_weights: evaluation mode looks rows up in the merged weight.
-        variant, initialization, freeze_A: of the update, as for `LoRALayer`.
+        variant: of the update, as for `LoRALayer`.
+        initialization: likewise.
+        freeze_A: likewise.
         **kwargs: for `nn.Embedding` (padding_idx, scale_grad_by_freq, sparse, device, dtype, …).
             The row at padding_idx gives A and magnitudes no gradient; sparse is for W's gradient,
             A's is dense.
@@ -639,7 +646,9 @@ class _ConvNd(LoRALayer, nn.Module):
         lora_alpha: the update is scaled by lora_alpha / r.
         lora_dropout: dropout on the update's input. (0.1.2 takes it and does not apply it.)
         merge_weights: evaluation mode computes with the merged kernel.
-        variant, initialization, freeze_A: of the update, as for `LoRALayer`.
+        variant: of the update, as for `LoRALayer`.
+        initialization: likewise.
+        freeze_A: likewise.
         **kwargs: for the plain convolution (stride, padding, dilation, groups, bias, padding_mode,
             device, dtype).
 

@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 project=(-e . -e "NLU[tensorboard]" -r NLG/requirements.txt -r utils/requirements.txt)
 packages=("${project[@]}")
 if [ "${1:-}" = "--with-tests" ]; then
-    packages+=(ipykernel mypy nbclient pytest pytest-xdist ruff)
+    packages+=(ipykernel mypy nbclient pytest pytest-xdist ruff -r docs/requirements.txt)
 fi
 
 die() {
@@ -48,7 +48,7 @@ if [ ! -x .venv/bin/python ]; then
 fi
 
 # What was installed, and from which files: the same again means there is nothing to do.
-files=$(cat constraints.txt setup.py NLU/setup.py {NLG,utils}/requirements.txt | cksum)
+files=$(cat constraints.txt setup.py NLU/setup.py {NLG,utils,docs}/requirements.txt | cksum)
 state="${packages[*]} $files"
 stamp=.venv/installed
 if ! grep -qxF -- "$state" "$stamp" 2>/dev/null; then

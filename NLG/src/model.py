@@ -50,8 +50,11 @@ class GPT2Config:
     """The shape of a GPT-2 and of its LoRA.
 
     Args:
-        n_embd, n_layer, n_head: width, blocks, heads a block.
-        vocab_size, n_positions: tokens, and the most of them in a row.
+        n_embd: width.
+        n_layer: blocks.
+        n_head: heads a block.
+        vocab_size: tokens.
+        n_positions: the most tokens in a row.
         lora_attn_dim: r, the rank of the update; 0 for none.
         lora_attn_alpha: the update is scaled by alpha / r.
         lora_dropout: dropout on the update's input.
@@ -59,9 +62,10 @@ class GPT2Config:
         lora_variant: of the update, a name in `loralib.functional.VARIANTS`.
         lora_init: of A and B, a name in `loralib.initialization.INITIALIZATIONS`.
         lora_freeze_A: only B is trained.
-        lora_rank_pattern, lora_alpha_pattern: another r or alpha for some linear layers, by a
-            target or as for `loralib.targets.matches`; the first that matches counts. Kept by the
-            layers' full names, without those that have the usual one.
+        lora_rank_pattern: another r for some linear layers, by a target or as for
+            `loralib.targets.matches`; the first that matches counts. Kept by the layers' full
+            names, without those that have the usual one.
+        lora_alpha_pattern: likewise, another alpha.
 
     Raises:
         ValueError: settings that no model can have.
@@ -284,7 +288,8 @@ class GPT2Model(nn.Module):
         """The last hidden states of tokens laid end to end.
 
         Args:
-            ids, positions: (tokens,), what each token is, and where in its row.
+            ids: (tokens,), what each token is.
+            positions: (tokens,), where in its row.
             attend: attention of one layer, for all these tokens at once.
             keep: (k,), the tokens whose state is wanted; all by default.
 

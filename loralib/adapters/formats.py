@@ -77,7 +77,9 @@ def read_adapter(
             of a repository on the hub.
         kind: what the file has to hold.
         lora_alpha: the alpha that LoRA was trained with, where the file does not say it.
-        cache_dir, revision, token: for the hub, as in `resolve_file`.
+        cache_dir: where files from the hub are kept, as in `resolve_file`.
+        revision: branch, tag or commit of a repository on the hub.
+        token: for a private repository; True for the one that is logged in.
 
     Returns:
         The adapter. Its metadata is None where neither the file nor `lora_alpha` say enough.

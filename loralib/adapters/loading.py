@@ -262,7 +262,9 @@ def load_adapter(
         model: the base, plain or with LoRA layers of the adapter's own settings.
         source: a file, a folder, or the name of a repository on the hub; see `read_adapter`.
         lora_alpha: the alpha that it was trained with, where it does not say it.
-        revision, cache_dir, token: for the hub, as in `read_adapter`.
+        revision: for the hub, as in `read_adapter`.
+        cache_dir: likewise.
+        token: likewise.
 
     Returns:
         The names of the adapted modules, in the model's order.

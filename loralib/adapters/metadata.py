@@ -109,8 +109,9 @@ class LoraMetadata(AdapterMetadata):
         positions: whether the update reaches the positions that an adapted projection is shared
             with, see loralib/nn/positions.py; None where none is shared.
         variant: of the update, a name in `loralib.functional.VARIANTS`; None for the paper's.
-        rank_pattern, alpha_pattern: the ranks and alphas of the modules that have others than
-            `rank` and `alpha`, by the modules' full names.
+        rank_pattern: the ranks of the modules that have another than `rank`, by the modules' full
+            names.
+        alpha_pattern: likewise, the alphas of those that have another than `alpha`.
         initialization: how A and B were initialized, as for `loralib`'s layers; None for the
             default. "pissa" and "olora" have their start among the tensors.
         freeze_A: True where B alone was trained.

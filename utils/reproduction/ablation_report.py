@@ -101,6 +101,7 @@ def report(outcomes: Outcomes, settings: Settings) -> str:
     """
     lines = [
         "# The paper's ablations in small\n",
+        "<!-- not run: trains hundreds of models -->",
         f"```bash\nbash quickstart.sh\n{settings.command}\n```\n",
         *_introduction(outcomes[HEAD_ALONE.key], settings),
         f"![accuracies with their intervals]({PICTURE_NAME})\n",

@@ -66,7 +66,7 @@ _ADDED = {
 class PreTrainedModel(nn.Module, ModuleUtilsMixin, TokenEmbeddingsMixin):
     """A model that is read from and written to a folder or the hub.
 
-    Class attributes:
+    Attributes:
         config_class: the model's `PretrainedConfig`.
         base_model_prefix: name of the backbone within a model with a head.
         head: what its head does, a key of `Family.heads`; None for a backbone.

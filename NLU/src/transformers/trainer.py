@@ -99,7 +99,8 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
     Attributes:
         model_wrapped: the model as the loop calls it, through DDP where there are several
             processes.
-        state, control: see `TrainerState`, `TrainerControl`.
+        state: see `TrainerState`.
+        control: see `TrainerControl`.
         callback_handler: calls the callbacks.
         label_smoother: smooths labels, where `args` ask for it.
 

@@ -291,7 +291,8 @@ class TrainerEvaluation(TrainerLoaders):
             dataloader: this process's batches; see `Evaluation`.
             description: what the bar on the screen shows.
             prediction_loss_only: leave predictions and labels out; by default as ``args`` say.
-            ignore_keys, metric_key_prefix: see `evaluate`.
+            ignore_keys: see `evaluate`.
+            metric_key_prefix: see `evaluate`.
         """
         args, start = self.args, time.time()
         loss_only = args.prediction_loss_only

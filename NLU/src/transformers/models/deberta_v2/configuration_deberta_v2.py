@@ -14,10 +14,10 @@ _ABSENT = ("", "none")
 class DebertaV2Config(EncoderConfig):
     """The shape of a DeBERTa-v2 model; the defaults are upstream's.
 
+    Arguments that are not described here are those of `EncoderConfig`. Relative positions have
+    `hidden_dropout_prob` as well.
+
     Args:
-        vocab_size, hidden_size, num_hidden_layers, num_attention_heads, intermediate_size,
-            type_vocab_size, layer_norm_eps, pad_token_id, others: see `EncoderConfig`. Relative
-            positions have `hidden_dropout_prob` as well.
         relative_attention: attention knows the distance of two tokens.
         max_relative_positions: distances from this one on count as one; `max_position_embeddings`
             where it is below 1.

@@ -16,7 +16,9 @@ class RobertaConfig(EncoderConfig):
     Args:
         others: see `EncoderConfig`.
         type_vocab_size: rows of the token-type embedding, at least 1.
-        pad_token_id, bos_token_id, eos_token_id: ids of RoBERTa's vocabulary.
+        pad_token_id: of RoBERTa's vocabulary.
+        bos_token_id: likewise.
+        eos_token_id: likewise.
         is_decoder: a token looks at itself and at those before it alone.
 
     Raises:

@@ -1,0 +1,24 @@
+"""A folder that looks like the project's, in which a page's commands can be run."""
+
+from pathlib import Path
+
+import pytest
+from page_runs import clean_environment, copy_project, run_bash, shortened
+
+
+@pytest.fixture(scope="session")
+def new_user(tmp_path_factory) -> dict[str, str]:
+    """The variables of somebody who has just installed the project, with an empty home."""
+    return clean_environment(tmp_path_factory.mktemp("home"))
+
+
+@pytest.fixture(scope="session")
+def checkout(tmp_path_factory, new_user) -> Path:
+    """A copy of the project with the quickstart's output, made in few steps."""
+    folder = tmp_path_factory.mktemp("checkout") / "lora"
+    copy_project(folder)
+    script = shortened((folder / "quickstart.sh").read_text(encoding="utf-8"))
+    run_bash(script, folder, new_user, "quickstart.sh")
+    made = ("base/config.json", "data/corpus.txt", "sst2/pytorch_model.bin", "lora.bin")
+    assert [name for name in made if not (folder / "quickstart_output" / name).is_file()] == []
+    return folder

@@ -1,0 +1,66 @@
+"""Every link between the documents, and from them to the project's files, leads somewhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+from documents import anchors, broken_links, pages
+from places import ROOT
+
+
+@pytest.mark.parametrize("page", pages(), ids=str)
+def test_links_and_anchors_resolve(page):
+    assert list(broken_links(page)) == []
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
+
+
+def test_anchors_are_a_code_hosts():
+    text = "# What's new? (A & B)\n## `a_b` and [c](d.md)\n```\n# not one\n```\n## Same\n## Same\n"
+    assert anchors(text) == {"whats-new-a--b", "a_b-and-c", "same", "same-1"}
+
+
+@pytest.mark.parametrize(
+    ("link", "wrong"),
+    [
+        ("[a](other.md)", None),
+        ("[a](other.md#one-two)", None),
+        ("[a](#here)", None),
+        ("![a](picture.png)", None),
+        ("[a](https://example.org/missing)", None),
+        ("`[a](missing.md)`", None),
+        ("[a](missing.md)", "no such file"),
+        ("[a](other.md#three)", "no such heading"),
+        ("[a](#there)", "no such heading"),
+        ("![a](missing.png)", "no such file"),
+        ("[![a](picture.png)](other.md)", None),
+        ("[a](../../outside.md)", "not in the project"),
+        ("[a](picture.png#x)", "something else than a page"),
+    ],
+)
+def test_broken_links_are_found(tmp_path, link, wrong):
+    root = tmp_path / "project"
+    (root / "docs").mkdir(parents=True)
+    (tmp_path / "outside.md").touch()
+    (root / "docs" / "other.md").write_text("# One two\n")
+    (root / "docs" / "picture.png").touch()
+    page = Path("docs/page.md")
+    (root / page).write_text(f"# Here\n\n{link}\n")
+    found = list(broken_links(page, root))
+    assert len(found) == (wrong is not None)
+    assert all(wrong in each for each in found)
+
+
+def test_folders_that_are_ignored_hold_no_pages(tmp_path):
+    for name in ("a.md", "docs/b.md", ".venv-any/c.md", "output/d.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert pages(tmp_path) == [Path("a.md"), Path("docs/b.md")]
+
+
+def test_the_line_for_machines_without_a_gpu_installs_the_version_that_is_tested():
+    pinned = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text("utf-8"), re.M)[1]
+    installed = re.findall(r"torch==(\S+) ", (ROOT / "docs" / "installing.md").read_text("utf-8"))
+    assert installed == [pinned]

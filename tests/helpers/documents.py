@@ -1,0 +1,208 @@
+"""The project's Markdown files: their blocks of commands and code, their links and anchors.
+
+A block of bash or Python runs as it stands, unless the line before it says why it does not:
+
+    <!-- not run: downloads roberta-base -->
+    ```bash
+    …
+"""
+
+import functools
+import re
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote
+
+from places import ROOT
+
+# What lies in the project's folder and is not of the project.
+NOT_OURS = (
+    *(".git", ".venv*", ".pytest_cache", ".ruff_cache", ".mypy_cache", "__pycache__", "*.egg-info"),
+    *("build", "dist", "site", "runs", "quickstart_output", "glue_data", "output"),
+    *("pretrained_checkpoints", "trained_models"),
+)
+_FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```[ ]*$", re.M | re.S)
+_REASON = re.compile(r"<!-- not run: (\S.*?) -->\s*\Z")
+_LINK = re.compile(r"\[(?:[^\[\]]|\[[^\]]*\])*\]\(<?([^)\s>]+)>?(?: \"[^\"]*\")?\)")
+_FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
+# What a recipe's script hands its flags to.
+_RECIPE = re.compile(r"^exec .*/recipe(\.py|s/\w+\.sh)\"", re.M)
+_SEPARATORS = {"&&", "||", ";", "|", "&"}
+
+
+def pages(root: Path = ROOT) -> list[Path]:
+    """The Markdown files of the project, but for those in folders that it ignores."""
+    found = (path.relative_to(root) for path in sorted(root.rglob("*.md")))
+    return [
+        path for path in found if not any(part.match(p) for part in path.parents for p in NOT_OURS)
+    ]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page.
+
+    Args:
+        page: the page, from the project's root.
+        line: the number of its first line.
+        language: what the fence says.
+        text: its content, without indentation that the fence has as well.
+        reason: why it is not run; None where it is.
+    """
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    reason: str | None
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks(page: Path, root: Path = ROOT) -> list[Block]:
+    """The blocks of bash and Python on a page, in order."""
+    text = (root / page).read_text(encoding="utf-8")
+    found = []
+    for match in _FENCE.finditer(text):
+        indent, language, content = match.groups()
+        if language not in ("bash", "python"):
+            continue
+        reason = _REASON.search(text[: match.start()])
+        lines = content.splitlines(keepends=True)
+        content = "".join(line.removeprefix(indent) for line in lines)
+        line = text.count("\n", 0, match.start()) + 2
+        found.append(Block(page, line, language, content, reason[1] if reason else None))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------
+# Links
+# ------------------------------------------------------------------------------------------------
+
+
+def _without_code(text: str) -> str:
+    """A page without fenced blocks and code in lines, where nothing is a heading or a link."""
+    return re.sub(r"`[^`\n]*`", "``", _FENCE.sub("", text))
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as code hosts make them."""
+    seen: Counter[str] = Counter()
+    found = set()
+    for heading in re.findall(r"^#{1,6} +(.+?)\s*#*$", _FENCE.sub("", text), re.M):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
+        slug = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
+        found.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+        seen[slug] += 1
+    return found
+
+
+def broken_links(page: Path, root: Path = ROOT) -> Iterator[str]:
+    """The links of a page that lead nowhere in the project, a line each."""
+    text = (root / page).read_text(encoding="utf-8")
+    for target in _LINK.findall(_without_code(text)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = unquote(target).partition("#")
+        path = (root / page).parent / name if name else root / page
+        if not path.exists():
+            yield f"{page}: {target}: there is no such file"
+        elif not path.resolve().is_relative_to(root.resolve()):
+            yield f"{page}: {target}: is not in the project"
+        elif anchor and path.suffix != ".md":
+            yield f"{page}: {target}: an anchor in something else than a page"
+        elif anchor and anchor not in anchors(path.read_text(encoding="utf-8")):
+            yield f"{page}: {target}: the page has no such heading"
+
+
+# ------------------------------------------------------------------------------------------------
+# Commands
+# ------------------------------------------------------------------------------------------------
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of each simple command of a shell script, without what comments say."""
+    lines = iter(text.replace("\\\n", " ").splitlines())
+    for line in lines:
+        words = None
+        while words is None:
+            try:
+                words = _words(line)
+            except ValueError:  # a quotation that spans lines
+                line += "\n" + next(lines)
+        document = re.search(r"<<-?\s*['\"]?(\w+)", line)
+        if document:
+            while next(lines).strip() != document[1]:
+                pass
+        command: list[str] = []
+        for word in [*words, ";"]:
+            if word in _SEPARATORS:
+                if command:
+                    yield command
+                command = []
+            else:
+                command.append(word)
+
+
+def _words(line: str) -> list[str]:
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="&|;")
+    lexer.whitespace_split = True
+    return list(lexer)
+
+
+def wrong_commands(block: Block, folder: Path = Path(), root: Path = ROOT) -> Iterator[str]:
+    """Scripts that a block of bash names and that do not exist, and flags that they do not know.
+
+    Args:
+        block: the block.
+        folder: where it is run, from the project's root.
+        root: the project's root.
+    """
+    here = folder
+    for command in commands(block.text):
+        if command[0] == "cd":
+            here = here / command[1]
+            continue
+        names = [i for i, word in enumerate(command) if re.fullmatch(r"[\w./-]+\.(py|sh)", word)]
+        if not names or not any(word in _RUNNERS for word in command[: names[0]]):
+            continue
+        script = here / command[names[0]]
+        if not (root / script).is_file():
+            yield f"{block}: there is no {script}"
+            continue
+        given = command[names[0] + 1 :]
+        given = given[: given.index("--")] if "--" in given else given
+        flags = {word.partition("=")[0] for word in given if _FLAG.match(word)}
+        known = known_flags((root / script).resolve(), root) if flags else frozenset()
+        for flag in sorted(flags - known):
+            yield f"{block}: {script} does not know {flag}"
+
+
+_RUNNERS = {"bash", "python", "python3", "torchrun", ".venv/bin/python", ".venv/bin/torchrun"}
+_RUNNERS |= {".venv-any/bin/python"}
+
+
+@functools.cache
+def known_flags(script: Path, root: Path = ROOT) -> frozenset[str]:
+    """The flags that a script knows: those of its --help, and of a script that this refers to.
+
+    Of shell scripts, the recipes have a --help; of others it is the flags in their text.
+    """
+    own = script.read_text(encoding="utf-8")
+    if script.suffix == ".sh" and not _RECIPE.search(own):
+        return frozenset(_FLAG.findall(own))
+    program = "bash" if script.suffix == ".sh" else sys.executable
+    process = subprocess.run([program, script, "--help"], capture_output=True, text=True)
+    if process.returncode:
+        raise AssertionError(f"{script} --help: {process.stderr}")
+    flags = set(_FLAG.findall(process.stdout)) | {"--help"}
+    if script.suffix == ".sh":
+        other = re.search(r"python (\S+\.py) --help", process.stdout)
+        flags |= known_flags(root / other[1], root) if other else set()
+    return frozenset(flags)

@@ -1,0 +1,141 @@
+"""Runs the blocks of a page, in order: bash in a shell each, Python in one process for all."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from documents import NOT_OURS, Block
+from places import ROOT
+
+# Of a page whose commands are not run from the project's root.
+FOLDERS = {Path("NLG/README.md"): Path("NLG")}
+
+# What makes a step of quickstart.sh take seconds; of a flag that is given twice, the last counts.
+_SHORTER = {
+    "run_mlm.py": "--max_steps 4",
+    "run_glue.py": "--num_train_epochs 1 --max_train_samples 48",
+}
+_LAST_STEP = "split_lora.py"
+_DONE = "block done"
+
+# Runs the blocks that it reads, a line of JSON each, in one namespace.
+_PYTHON = f"""
+import json, sys
+namespace = {{"__name__": "__main__"}}
+for line in sys.stdin:
+    block = json.loads(line)
+    exec(compile(block["text"], block["name"], "exec"), namespace)
+    print({_DONE!r}, flush=True)
+"""
+
+
+def shortened(quickstart: str) -> str:
+    """The quickstart's script up to the LoRA file, without the installation, with few steps."""
+    lines = []
+    for line in quickstart.replace("\\\n", " ").splitlines():
+        if "make_environment.sh" in line or "bin/activate" in line:
+            continue
+        extra = [flags for script, flags in _SHORTER.items() if script in line]
+        lines.append(" ".join([line, *extra]))
+        if _LAST_STEP in line:
+            return "\n".join(lines)
+    raise AssertionError(f"quickstart.sh does not call {_LAST_STEP} any more")
+
+
+def copy_project(folder: Path) -> None:
+    """Copies what the project's folder has as a new user gets it, with this Python as its .venv."""
+    named = shutil.ignore_patterns(*NOT_OURS, "tests")
+    downloaded = {str(ROOT / "NLG"): {"vocab", "data"}}
+
+    def ignored(where: str, names: list[str]) -> set[str]:
+        return named(where, names) | (downloaded.get(where, set()) & set(names))
+
+    shutil.copytree(ROOT, folder, ignore=ignored)
+    (folder / ".venv").symlink_to(sys.prefix)
+
+
+def clean_environment(home: Path) -> dict[str, str]:
+    """The variables of a user who has just installed the project, and is offline."""
+    strange = ("HF_", "TRANSFORMERS_", "XDG_", "LORALIB_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**kept, "HOME": str(home), "PATH": path, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+
+
+def run_bash(text: str, folder: Path, environment: dict[str, str], name: str) -> None:
+    """Runs a script that ends at its first error, its launchers on a port of their own.
+
+    Raises:
+        AssertionError: there is one; with all that it printed.
+    """
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    process = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", text],
+        cwd=folder,
+        env={**environment, "PET_MASTER_PORT": str(port)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.returncode == 0, f"{name}: exit status {process.returncode}\n{process.stdout}"
+
+
+class _Python:
+    """One Python process for all blocks of a page."""
+
+    def __init__(self, folder: Path, environment: dict[str, str]):
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", "-c", _PYTHON],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, block: Block) -> None:
+        """Runs a block after those before it."""
+        request = {"name": str(block), "text": block.text}
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        printed = []
+        for line in self._process.stdout:
+            if line.rstrip("\n") == _DONE:
+                return
+            printed.append(line)
+        raise AssertionError(f"{block}: failed\n{''.join(printed)}")
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.communicate()
+
+
+def run_page(blocks: list[Block], folder: Path, environment: dict[str, str]) -> None:
+    """Runs the blocks of a page that are to be run.
+
+    Raises:
+        AssertionError: one fails; with its place and what it printed.
+    """
+    python = None
+    try:
+        for block in blocks:
+            if block.reason is not None:
+                continue
+            where = folder / FOLDERS.get(block.page, Path())
+            if block.language == "bash":
+                run_bash(block.text, where, environment, str(block))
+                continue
+            if python is None:
+                python = _Python(where, environment)
+            python.run(block)
+    finally:
+        if python is not None:
+            python.close()
