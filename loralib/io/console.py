@@ -142,7 +142,7 @@ class ConsoleHandler(logging.Handler):
 
     def _show(self, line: str) -> None:
         tqdm = sys.modules.get("tqdm")  # nothing else makes bars
-        if tqdm is not None and getattr(tqdm.tqdm, "_instances", ()):
+        if tqdm is not None and getattr(tqdm.tqdm, "_instances", None):
             tqdm.tqdm.write(line, file=sys.stderr)
         else:
             print(line, file=sys.stderr)

@@ -130,7 +130,7 @@ def share_warnings(rank: int, world_size: int) -> None:
             line = f"process {number}: {text}"
             if text not in known and line not in known:
                 logger.warning("%s", line)
-                known.add(text)
+            known.add(text)  # also where it was shown an earlier time
 
 
 def sum_over_processes(value: Tensor, world_size: int) -> Tensor:
