@@ -151,8 +151,8 @@ def _introduction(settings: Settings) -> list[str]:
         "`run_mlm.py` and a GPT-2 of 7.2 million (`gpt2.xs`) by `gpt2_ft.py`, both on the text at "
         "hand: the sentences of the four training sets and of the development sets of DART and "
         "WebNLG, 0.5 million words, without any text that something is measured on. Then it adapts "
-        f"them. Of the training sets it takes a part, chosen at random: {rows}. GPT-2 is adapted to "
-        "E2E's validation set, and writes texts for its test set.\n",
+        f"them. Of the training sets it takes a part, chosen at random: {rows}. GPT-2 is adapted "
+        "to E2E's validation set, and writes texts for its test set.\n",
         f"A training on GLUE has {EPOCHS} passes, on E2E {GPT2_EPOCHS}. A method's learning rate "
         "is the one of three that had the least loss on a fifth of the task's training set, after "
         "one pass over the rest of it. What is measured is the last state of a run, on the "
