@@ -43,20 +43,20 @@ def _free_port() -> int:
 
 
 @contextmanager
-def lock_folder(run: Run) -> Iterator[int]:
-    """Holds a run's folder for this program and those that it starts; yields the descriptor.
+def lock_folder(folder: Path) -> Iterator[int]:
+    """Holds a folder for this program and those that it starts; yields the descriptor.
 
-    What it starts may outlive it, and nothing else may begin the same run then.
+    What it starts may outlive it, and nothing else may begin the same work then.
 
     Raises:
         ValueError: another program is at work there.
     """
-    run.folder.mkdir(parents=True, exist_ok=True)
-    with open(run.folder / "lock", "a") as file:
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ValueError(f"{run.folder}: another program is at work there") from error
+            raise ValueError(f"{folder}: another program is at work there") from error
         yield file.fileno()
 
 
@@ -66,7 +66,7 @@ def execute(tree: Tree, run: Run, flags: Sequence[str]) -> None:
     Raises:
         ValueError: another program is at work in the run's folder.
     """
-    with lock_folder(run) as lock:
+    with lock_folder(run.folder) as lock:
         run.error.unlink(missing_ok=True)
         command, variables = tree.command(run)
         variables.setdefault("MASTER_PORT", os.environ.get("MASTER_PORT", str(_free_port())))

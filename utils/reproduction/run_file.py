@@ -1,6 +1,8 @@
 """A file of finished runs: what each of them was, and what it came to."""
 
+import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -8,6 +10,14 @@ from typing import Any, Generic, TypeVar
 from loralib.io.atomic import atomic_write
 
 Results = TypeVar("Results")
+
+
+def fingerprint(files: Iterable[Path]) -> str:
+    """A short digest of files' contents."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()[:16]
 
 
 class RunFile(Generic[Results]):

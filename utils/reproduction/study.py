@@ -1,39 +1,40 @@
 """The study: ways to adapt a small encoder and a small GPT-2, held against each other.
 
-    python utils/reproduce.py --study                              all of it: hours on two cores
-    python utils/reproduce.py --study "LoRA, query + value, r = 4" some rows of the tables
-    python utils/reproduce.py --study e2e                          GPT-2's table alone
+    python utils/reproduce.py --study                               all of it: hours on two cores
+    python utils/reproduce.py --study "LoRA, query + value, r = 4"  some rows of the tables
+    python utils/reproduce.py --study "GPT-2, LoRA, r = 4"
 
 Both bases are pretrained here, on the text of the training sets, so that nothing is downloaded but
-data. Then each method chooses its learning rate of three, by one shorter run each on four fifths of
+data. Then each method chooses its learning rate of a few, by one shorter run each on four fifths of
 the training set, and is trained once a seed; what is measured is the last state of a run.
 
     OUTPUT_DIR/study.md, study.png   the tables and the picture
-    OUTPUT_DIR/runs.jsonl            a finished run a line; the same command continues after them
-    OUTPUT_DIR/base/, gpt2/base.pt   the bases
+    OUTPUT_DIR/runs.jsonl, gpt2/runs.jsonl
+                                     a finished run a line; the same command continues after them
+    OUTPUT_DIR/base/, gpt2/base.pt   the bases; take one away, and it is trained anew
 """
 
 import argparse
+import datetime
 import json
 import logging
 import os
-import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
 
+from loralib.errors import TrainingError
 from loralib.io.atomic import atomic_write
 from loralib.io.pictures import import_figure
+from loralib.nn.products import machine
 from loralib.training import process
-from reproduction.programs import environment
+from reproduction.programs import environment, lock_folder
 from reproduction.run_file import RunFile
 from reproduction.runs import ROOT
 from reproduction.study_data import TASKS, corpus_sentences, find_file, prepare_task
 from reproduction.study_gpt2 import Gpt2Results, Gpt2Trial, Gpt2Trials
-from reproduction.study_pool import Trials
 from reproduction.study_report import (
     TABLE_NAME,
     Gpt2Outcome,
@@ -50,10 +51,10 @@ from reproduction.study_rows import (
     WEIGHTS_TASK,
     Method,
 )
-from reproduction.study_runs import Experiment, Results, Trial
+from reproduction.study_runs import EncoderTrials, Experiment, Results, Trial
+from reproduction.study_trials import Cell, run_cells
 
 logger = logging.getLogger(__name__)
-Key = TypeVar("Key")
 
 # The encoder has 5.7 million parameters, 1.9 of them the vocabulary's. It is trained without
 # dropout, as so small a model on so little text learns too little, not too much.
@@ -68,9 +69,9 @@ BASE_SHAPE = {
     "max_seq_length": 128,
 }
 BASE_FLAGS = {
-    "num_train_epochs": 3,
+    "num_train_epochs": 10,
     "learning_rate": 1e-3,
-    "warmup_ratio": 0.06,
+    "warmup_ratio": 0.02,
     "weight_decay": 0.01,
     "adam_beta2": 0.98,
     "mlm_probability": 0.3,
@@ -144,16 +145,26 @@ def all_methods() -> dict[str, Method]:
     return {method.name: method for method in (*METHODS, *PROJECTIONS, *BY_RANK)}
 
 
-def cells(names: Sequence[str]) -> list[tuple[str, Method]]:
-    """The pairs of task and method that the tables need, those of the first table first.
+def encoder_cells() -> dict[tuple[str, str], Cell]:
+    """By task and method, what the tables need of the encoder, the first table's first."""
+    pairs = [(task.name, method) for method in METHODS for task in TASKS]
+    pairs += [(WEIGHTS_TASK, method) for method in (*PROJECTIONS, *BY_RANK)]
+    cells = {}
+    for task, method in pairs:
+        tuned = method.tuned_as or method
+        tuning = [Trial(task, tuned, rate, 0, tuning=True) for rate in tuned.rates]
+        cells[task, method.name] = Cell(method, tuning)
+    return cells
 
-    Args:
-        names: the methods wanted; none for all.
-    """
-    first = [(task.name, method) for method in METHODS for task in TASKS]
-    weights = [(WEIGHTS_TASK, method) for method in (*PROJECTIONS, *BY_RANK)]
-    pairs = {(task, method.name): (task, method) for task, method in (*first, *weights)}
-    return [pair for pair in pairs.values() if not names or pair[1].name in names]
+
+def gpt2_cells() -> dict[str, Cell]:
+    """By method, what the table needs of GPT-2."""
+    return {
+        method.name: Cell(
+            method, [Gpt2Trial(method, rate, 0, tuning=True) for rate in method.rates]
+        )
+        for method in GPT2_METHODS
+    }
 
 
 class Study:
@@ -166,7 +177,6 @@ class Study:
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.out: Path = args.output_dir.absolute()
-        self.out.mkdir(parents=True, exist_ok=True)
         self.experiment = Experiment(self.out)
         self.corpus = self.out / "corpus.txt"
 
@@ -207,75 +217,52 @@ class Study:
             *(str(text) for name, value in flags.items() for text in (f"--{name}", value)),
         ]
         if subprocess.run(command, env=environment({"OMP_NUM_THREADS": "1"})).returncode:
-            raise process.TrainingError("the encoder could not be pretrained: see above")
+            raise TrainingError("the encoder could not be pretrained: see above")
 
     def adapt_encoder(self) -> dict[tuple[str, str], Outcome]:
-        """The outcomes by task and method, of those that are asked for; runs what is missing."""
-        wanted = {(task, method.name): method for task, method in cells(self.args.names)}
-        if not wanted:
+        """Runs what is asked for; the outcomes of all that is finished, by task and method."""
+        cells = encoder_cells()
+        wanted = [key for key in cells if self.is_wanted(key[1])]
+        if wanted:
+            self.train_base()
+        if not (self.experiment.base / "pytorch_model.bin").is_file():
             return {}
         runs = RunFile(self.out / "runs.jsonl", Results)
-        trials = Trials(self.experiment, runs, self.args.jobs)
-        tuned = {key: method.tuned_as or method for key, method in wanted.items()}
-        tuning = {
-            (task, method.name): [Trial(task, method, r, 0, tuning=True) for r in method.rates]
-            for (task, _), method in tuned.items()
-        }
-        best = self._best(trials, tuning)
-        rates = {key: best[key[0], method.name].learning_rate for key, method in tuned.items()}
-        final = {
-            key: [Trial(key[0], method, rates[key], seed, False) for seed in self.args.seeds]
-            for key, method in wanted.items()
-        }
-        trials.run([trial for row in final.values() for trial in row], "adapting the encoder")
+        trials = EncoderTrials(self.experiment, runs, self.args.jobs)
+        final = run_cells(trials, cells, wanted, self.args.seeds)
         return {
             key: Outcome(
-                rates[key],
-                rates[key] in (min(tuned[key].rates), max(tuned[key].rates)),
+                row[0].learning_rate,
+                cells[key].is_at_end(row[0].learning_rate),
                 [trials.result(trial) for trial in row],
             )
             for key, row in final.items()
         }
 
     def adapt_gpt2(self) -> dict[str, Gpt2Outcome]:
-        """The outcomes by method, of those that are asked for; runs what is missing."""
-        names = self.args.names
-        wanted = [method for method in GPT2_METHODS if not names or method.name in names]
-        if not wanted:
-            return {}
+        """Runs what is asked for; the outcomes of all that is finished, by method."""
+        cells = gpt2_cells()
+        wanted = [name for name in cells if self.is_wanted(name)]
         folder = self.out / "gpt2"
         runs = RunFile(folder / "runs.jsonl", Gpt2Results)
         trials = Gpt2Trials(folder, self.args.vocab.absolute(), runs, self.args.jobs)
-        sentences = self.corpus.read_text(encoding="utf-8").splitlines()
-        trials.prepare(sentences, find_file(self.args.nlg_dir.absolute(), "e2e/valid.txt").parent)
-        logger.info("pretraining GPT-2: %s", trials.base)
-        trials.train_base(GPT2_EPOCHS)
-        tuning = {m.name: [Gpt2Trial(m, r, 0, tuning=True) for r in m.rates] for m in wanted}
-        best = self._best(trials, tuning)
-        final = {
-            name: [replace(trial, seed=seed, tuning=False) for seed in self.args.seeds]
-            for name, trial in best.items()
-        }
-        trials.run([trial for row in final.values() for trial in row], "adapting GPT-2")
+        if wanted:
+            sentences = self.corpus.read_text(encoding="utf-8").splitlines()
+            e2e = find_file(self.args.nlg_dir.absolute(), "e2e/valid.txt").parent
+            trials.prepare(sentences, e2e)
+            logger.info("pretraining GPT-2: %s", trials.base)
+            trials.train_base(GPT2_EPOCHS)
+        if not trials.base.is_file():
+            return {}
+        final = run_cells(trials, cells, wanted, self.args.seeds)
         return {
             name: Gpt2Outcome(row[0].learning_rate, [trials.result(trial) for trial in row])
             for name, row in final.items()
         }
 
-    @staticmethod
-    def _best(trials: Any, tuning: Mapping[Key, Sequence[Any]]) -> dict[Key, Any]:
-        """Each row's trial of the least loss.
-
-        Args:
-            trials: runs them, and knows their results.
-            tuning: by row, a trial for each learning rate; a single one is not run.
-        """
-        open_rows = [row for row in tuning.values() if len(row) > 1]
-        trials.run([trial for row in open_rows for trial in row], "choosing learning rates")
-        return {
-            key: min(row, key=lambda trial: trials.result(trial).loss) if len(row) > 1 else row[0]
-            for key, row in tuning.items()
-        }
+    def is_wanted(self, name: str) -> bool:
+        """Whether a row is to be run."""
+        return not self.args.names or name in self.args.names
 
     def labels(self) -> dict[str, list[str]]:
         """Those of the development sets, by task."""
@@ -297,17 +284,17 @@ def main(argv: Sequence[str]) -> None:
         argv: the command line, without ``--study``.
     """
     args = parse_args(argv)
-    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO)
+    process.set_up_logging(own=["reproduction"])
     import_figure()  # before hours of work: the picture needs it
-    study = Study(args)
-    study.prepare()
-    study.train_base()
-    outcomes = study.adapt_encoder()
-    gpt2 = study.adapt_gpt2()
-    settings = Settings(
-        command=shlex.join(["python", "utils/reproduce.py", "--study", *argv]),
-        seeds=args.seeds,
-        labels=study.labels(),
-    )
-    write_report(study.out, report(outcomes, gpt2, settings), outcomes)
+    with lock_folder(args.output_dir):
+        study = Study(args)
+        study.prepare()
+        outcomes, gpt2 = study.adapt_encoder(), study.adapt_gpt2()
+        settings = Settings(
+            seeds=args.seeds,
+            labels=study.labels(),
+            words=len(study.corpus.read_text(encoding="utf-8").split()),
+            made=f"{machine()}; {datetime.date.today():%d %B %Y}",
+        )
+        write_report(study.out, report(outcomes, gpt2, settings), outcomes)
     print(study.out / TABLE_NAME)

@@ -5,28 +5,48 @@ what is measured on. Learning rates are chosen by the loss on a fifth of the mea
 """
 
 import json
+import math
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
+from loralib.errors import TrainingError
 from loralib.io.atomic import atomic_write
-from loralib.training.process import TrainingError
 from reproduction.programs import environment, last_error
-from reproduction.run_file import RunFile
+from reproduction.run_file import RunFile, fingerprint
 from reproduction.runs import ROOT, read_json, trained_sizes
 from reproduction.study_rows import Gpt2Method
+from reproduction.study_trials import Trials
 
 CARD = "gpt2.xs"
 EPOCHS, TUNING_EPOCHS = 3, 1
 TUNING_SHARE = 0.2
+COMMON = {
+    "lora_dropout": 0.1,
+    "label_smooth": 0.1,
+    "train_batch_size": 8,
+    "adam_beta2": 0.999,
+    "scheduler": "linear",
+    "warmup_step": 100,
+    "weight_decay": 0.01,
+}
+"""The flags that all runs have in common: the release's, with less time to warm up."""
 SCORES = ("BLEU", "NIST", "METEOR", "ROUGE_L", "CIDEr")
+
+
+class Used(NamedTuple):
+    """What a program has used: seconds of the processor, and bytes of memory at its peak."""
+
+    seconds: float
+    memory: int
 
 
 @dataclass(frozen=True)
@@ -61,14 +81,18 @@ class Gpt2Results:
         loss: on the measured examples, a token, in nats.
         scores: E2E's, by name; none of a trial for tuning.
         parameters: those that were trained.
+        seconds: of the processor, for training.
+        memory: peak of the process that trained, in bytes, with its libraries.
     """
 
     loss: float
     scores: Mapping[str, float]
     parameters: int
+    seconds: float
+    memory: int
 
 
-class Gpt2Trials:
+class Gpt2Trials(Trials[Gpt2Trial, Gpt2Results]):
     """The base, the data, and the trials on them.
 
     Args:
@@ -79,7 +103,8 @@ class Gpt2Trials:
     """
 
     def __init__(self, folder: Path, vocab: Path, runs: RunFile[Gpt2Results], jobs: int):
-        self.folder, self.vocab, self.runs, self.jobs = folder, vocab, runs, jobs
+        super().__init__(runs, jobs)
+        self.folder, self.vocab = folder, vocab
 
     @property
     def base(self) -> Path:
@@ -129,72 +154,72 @@ class Gpt2Trials:
         last = max(work.glob("model.*.pt"), key=lambda path: int(path.suffixes[0][1:]))
         os.replace(last, self.base)
 
-    def result(self, trial: Gpt2Trial) -> Gpt2Results:
-        """A finished trial's.
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the base and the examples."""
+        return fingerprint([self.base, *map(self._file, ("train", "tuning_train", "test"))])
 
-        Raises:
-            KeyError: it is not finished.
-        """
-        return self.runs[self._describe(trial)]
-
-    def run(self, trials: Sequence[Gpt2Trial], title: str) -> None:
-        """Runs those that are not finished."""
-        missing = [trial for trial in trials if self._describe(trial) not in self.runs]
-        if not missing:
-            return
-        with (
-            ThreadPoolExecutor(self.jobs) as pool,
-            tqdm(total=len(missing), desc=title, unit="run", disable=None) as progress,
-        ):
-            for trial, results in zip(missing, pool.map(self._result, missing), strict=True):
-                self.runs[self._describe(trial)] = results
-                progress.update()
-
-    def _describe(self, trial: Gpt2Trial) -> dict[str, Any]:
+    def describe(self, trial: Gpt2Trial) -> dict[str, Any]:
+        """As in `Trials`."""
         return {
             "task": "e2e",
-            "flags": dict(trial.method.flags),
+            "flags": {**COMMON, **trial.method.flags},
+            "max_epoch": TUNING_EPOCHS if trial.tuning else EPOCHS,
             "learning_rate": trial.learning_rate,
             "seed": trial.seed,
             "tuning": trial.tuning,
-            "epochs": TUNING_EPOCHS if trial.tuning else EPOCHS,
+            "base_and_data": self.fingerprint,
         }
 
-    def _result(self, trial: Gpt2Trial) -> Gpt2Results:
+    def carry_out(self, trials: Sequence[Gpt2Trial]) -> Iterator[tuple[Gpt2Trial, Gpt2Results]]:
+        """As in `Trials`."""
+        with ThreadPoolExecutor(self.jobs) as pool:
+            futures = {pool.submit(self._carry_out, trial): trial for trial in trials}
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+
+    def _carry_out(self, trial: Gpt2Trial) -> Gpt2Results:
         work = self.folder / trial.name
+        shutil.rmtree(work, ignore_errors=True)  # of an attempt that was cut off
         train, measured = ("tuning_train", "tuning") if trial.tuning else ("train", "test")
-        flags = [text for name, v in trial.method.flags.items() for text in (f"--{name}", v)]
         epochs = TUNING_EPOCHS if trial.tuning else EPOCHS
-        self._run(
+        with open(self._file(train), encoding="utf-8") as file:
+            steps = epochs * math.ceil(sum(1 for _ in file) / COMMON["train_batch_size"])
+        used = self._run(
             *("src/gpt2_ft.py", "--platform", "local", "--model_card", CARD, "--bf16"),
             *("--train_data", self._file(train), "--valid_data", self._file(measured)),
-            *("--init_checkpoint", self.base, *flags, "--lora_dropout", 0.1),
-            *("--label_smooth", 0.1, "--train_batch_size", 8, "--max_epoch", epochs),
-            *("--lr", trial.learning_rate, "--correct_bias", "--adam_beta2", 0.999),
-            *("--scheduler", "linear", "--warmup_step", 100, "--weight_decay", 0.01),
-            *("--save_interval", 10_000, "--work_dir", work),
-            *("--random_seed", trial.seed, "--resume"),
+            *("--init_checkpoint", self.base, "--correct_bias"),
+            *_flags({**COMMON, **trial.method.flags}),
+            *("--max_epoch", epochs, "--lr", trial.learning_rate, "--random_seed", trial.seed),
+            *("--eval_interval", steps, "--save_interval", 10 * steps, "--work_dir", work),
         )
         losses = [
             record["valid_loss"]
             for line in (work / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
             if "valid_loss" in (record := json.loads(line))
         ]
-        model = max(work.glob("model.*.pt"), key=lambda path: int(path.suffixes[0][1:]))
+        model = work / f"model.{steps}.pt"
         sizes = trained_sizes(model)
         trained = {n: s for n, s in sizes.items() if "lora_" in n} or sizes
         scores = {} if trial.tuning else self._scores(trial, model)
-        for path in work.glob("model.*.pt"):
+        for path in work.glob("*.pt"):
             path.unlink()  # each has the full model
-        return Gpt2Results(losses[-1], scores, sum(trained.values()))
+        return Gpt2Results(losses[-1], scores, sum(trained.values()), used.seconds, used.memory)
 
     def _scores(self, trial: Gpt2Trial, model: Path) -> dict[str, float]:
         work = self.folder / trial.name
-        flags = [text for name, v in trial.method.flags.items() for text in (f"--{name}", v)]
         self._run(
             *("src/gpt2_beam.py", "--platform", "local", "--data", self._file("test")),
             *("--batch_size", 16, "--seq_len", 512, "--eval_len", 64, "--model_card", CARD),
-            *("--init_checkpoint", model, *flags, "--beam", 10, "--length_penalty", 0.8),
+            *(
+                "--init_checkpoint",
+                model,
+                *_flags(trial.method.flags),
+                "--beam",
+                10,
+                "--length_penalty",
+                0.8,
+            ),
             *("--no_repeat_ngram_size", 4, "--eos_token_id", 628, "--work_dir", work),
             *("--output_file", "predict.jsonl"),
         )
@@ -232,17 +257,28 @@ class Gpt2Trials:
             *("--output", self._file(name), "--add_bos", "--add_eos"),
         )
 
-    def _run(self, script: str, *arguments: object, threads: int = 1) -> None:
+    def _run(self, script: str, *arguments: object, threads: int = 1) -> Used:
         """Runs a script of NLG/.
 
         Raises:
             TrainingError: it failed; the message is its error.
         """
-        done = subprocess.run(
-            [sys.executable, ROOT / "NLG" / script, *map(str, arguments)],
-            env=environment({"OMP_NUM_THREADS": str(threads)}),
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            raise TrainingError(f"{script}: {last_error(done.stderr) or 'failed'}")
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
+            program = subprocess.Popen(
+                [sys.executable, ROOT / "NLG" / script, *map(str, arguments)],
+                env=environment({"OMP_NUM_THREADS": str(threads)}),
+                stdout=subprocess.DEVNULL,
+                stderr=said,
+            )
+            # Waits as Popen does, and learns what the program has used.
+            _, status, usage = os.wait4(program.pid, 0)
+            program.returncode = os.waitstatus_to_exitcode(status)
+            if program.returncode:
+                said.seek(0)
+                raise TrainingError(f"{script}: {last_error(said.read()) or 'failed'}")
+        unit = 1 if sys.platform == "darwin" else 1024
+        return Used(usage.ru_utime + usage.ru_stime, usage.ru_maxrss * unit)
+
+
+def _flags(values: Mapping[str, Any]) -> list[str]:
+    return [str(text) for name, value in values.items() for text in (f"--{name}", value)]

@@ -31,10 +31,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TABLE_NAME, PICTURE_NAME = "study.md", "study.png"
-DOWNLOADS = """\
+COMMANDS = """\
 python utils/download_glue_data.py --data_dir glue_data --tasks SST,CoLA,RTE,STS
-bash NLG/download_data.sh"""
+bash NLG/download_data.sh
+python utils/reproduce.py --study"""
 MIB = 2**20
+USED = ("seconds", "memory, MiB")
 
 
 @dataclass(frozen=True)
@@ -99,14 +101,16 @@ class Settings:
     """How all of it was made.
 
     Args:
-        command: what was run.
         seeds: of the runs.
         labels: those of each task's development set, by task.
+        words: of the corpus.
+        made: on what machine, and when.
     """
 
-    command: str
     seeds: Sequence[int]
     labels: Mapping[str, Sequence[str]]
+    words: int
+    made: str
 
 
 def with_interval(values: Sequence[float], digits: int = 1) -> str:
@@ -126,7 +130,7 @@ def report(outcomes: Outcomes, gpt2: Mapping[str, Gpt2Outcome], settings: Settin
     title = next(task.title for task in TASKS if task.name == WEIGHTS_TASK)
     lines = [
         "# A study in small\n",
-        f"```bash\n{DOWNLOADS}\n{settings.command}\n```\n",
+        f"<!-- not run: trains for hours -->\n```bash\n{COMMANDS}\n```\n",
         *_introduction(settings),
         f"![scores by trained parameters]({PICTURE_NAME})\n",
         "## Four tasks\n",
@@ -139,7 +143,7 @@ def report(outcomes: Outcomes, gpt2: Mapping[str, Gpt2Outcome], settings: Settin
         *one_task(WEIGHTS_TASK, BY_RANK, outcomes),
         "## GPT-2 on E2E\n",
         *gpt2_table(gpt2),
-        *_limits(outcomes),
+        *_limits(outcomes, settings),
     ]
     return "\n".join(lines)
 
@@ -150,32 +154,34 @@ def _introduction(settings: Settings) -> list[str]:
         "pretrains an encoder of 5.7 million parameters (RoBERTa with two layers of width 384) by "
         "`run_mlm.py` and a GPT-2 of 7.2 million (`gpt2.xs`) by `gpt2_ft.py`, both on the text at "
         "hand: the sentences of the four training sets and of the development sets of DART and "
-        "WebNLG, 0.5 million words, without any text that something is measured on. Then it adapts "
-        f"them. Of the training sets it takes a part, chosen at random: {rows}. GPT-2 is adapted "
-        "to E2E's validation set, and writes texts for its test set.\n",
+        f"WebNLG, {settings.words:,} words, without any text that something is measured on. Then "
+        f"it adapts them. Of the training sets it takes a part, chosen at random: {rows}. GPT-2 "
+        "is adapted to E2E's validation set, and writes texts for its test set.\n",
         f"A training on GLUE has {EPOCHS} passes, on E2E {GPT2_EPOCHS}. A method's learning rate "
-        "is the one of three that had the least loss on a fifth of the task's training set, after "
+        "is the one of a few that had the least loss on a fifth of the task's training set, after "
         "one pass over the rest of it. What is measured is the last state of a run, on the "
         f"development set. Each figure is the mean over {len(settings.seeds)} seeds, ± half of its "
         f"{CONFIDENCE:.0%} confidence interval (Student's t). LoRA's alpha is {ALPHA} throughout. "
         "The task's head is new, is trained in all rows, and is not counted among the trained "
         "parameters. Seconds are the processor's, one core, for one training on each of the four "
-        "tasks; memory is the process's peak, with Python and PyTorch.\n",
+        "tasks; memory is the process's peak, with Python and PyTorch. Made on: "
+        f"{settings.made}.\n",
     ]
 
 
-def _limits(outcomes: Outcomes) -> list[str]:
+def _limits(outcomes: Outcomes, settings: Settings) -> list[str]:
     at_ends = sum(outcome.at_end for outcome in outcomes.values())
     return [
         "## What this shows, and what it does not\n",
-        "- The bases have seen half a million words. RoBERTa has seen some 60,000 times as many, "
-        "and adapts far better: the paper's figures are of another kind, and so may be the order "
-        "of the methods there.",
+        f"- The bases have seen {settings.words:,} words, RoBERTa 160 GB of text. How well a small "
+        "update does depends on what the base knows already, so that the order of the methods may "
+        "be another there. The paper's figures are of such bases.",
         f"- {EPOCHS} passes over few rows end before a method has learned all it can: the figures "
         "say how fast it learns as much as how well it does in the end.",
-        f"- Learning rates are chosen from three, by one run each. For {at_ends} of "
-        f"{len(outcomes)} pairs of task and method the choice is an end of the three (marked by "
-        "an asterisk): a better one may lie beyond it.",
+        f"- Learning rates are chosen from few, by one run each. For {at_ends} of "
+        f"{len(outcomes)} pairs of task and method the choice is the largest or the smallest "
+        "(marked by an asterisk): a better one may lie beyond it. SST-2 has phrases of one "
+        "sentence in both parts that the choice is made on.",
         "- Intervals are of seeds alone: of new weights, the order of the data, and dropout. They "
         "say nothing of another base, or of other texts of the same task.",
         f"- Of {len(outcomes)} figures, some look better or worse than they are by chance.",
@@ -186,7 +192,7 @@ def _limits(outcomes: Outcomes) -> list[str]:
 def four_tasks(outcomes: Outcomes, settings: Settings) -> list[str]:
     """The methods that every task is adapted with; first, what needs no training."""
     header = ["", "trained", *(f"{task.title}, {task.metric_title}" for task in TASKS)]
-    header += ["mean", "seconds", "memory, MiB"]
+    header += ["mean", *USED]
     rows = [["the most frequent label", "-", *(_majority(t, settings) for t in TASKS), *"---"]]
     for method in METHODS:
         found = [outcomes.get((task.name, method.name)) for task in TASKS]
@@ -248,16 +254,18 @@ def gpt2_table(outcomes: Mapping[str, Gpt2Outcome]) -> list[str]:
             *(with_interval([run.scores[score] for run in found.runs], 3) for score in scores),
             with_interval([run.loss for run in found.runs], 3),
             f"{found.learning_rate:g}",
+            f"{statistics.mean(run.seconds for run in found.runs):.0f}",
+            f"{max(run.memory for run in found.runs) / MIB:,.0f}",
         ]
         for name, found in outcomes.items()
     ]
-    return table(["", "trained", *scores, "test loss", "learning rate"], rows)
+    return table(["", "trained", *scores, "test loss", "learning rate", *USED], rows)
 
 
 def draw(outcomes: Outcomes) -> Figure:
     """A panel a task: scores by trained parameters, LoRA as a curve over its ranks."""
     figure = import_figure()(figsize=(11, 7), layout="constrained")
-    for panel, task in zip(figure.subplots(2, 2).ravel(), TASKS, strict=True):
+    for panel, task in zip(figure.subplots(len(TASKS) // 2, 2).ravel(), TASKS, strict=True):
         _draw_task(panel, task, outcomes)
     panel_entries = figure.axes[0].get_legend_handles_labels()
     figure.legend(*panel_entries, loc="outside lower center", ncols=3)

@@ -9,10 +9,10 @@ from reproduction.ablation_rows import ALL, HEAD_ALONE, Row, lora
 QV = "query value"
 RANKS = (1, 2, 4, 8, 64)
 
-# Three for each kind of method, a factor of about three apart. What trains the base's own weights
+# A factor of about three apart. What trains the base's own weights
 # needs small ones; what starts at no change at all needs large ones.
 SMALL_RATES = (1e-4, 3e-4, 1e-3)
-LARGE_RATES = (3e-4, 1e-3, 3e-3)
+LARGE_RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 
 
 @dataclass(frozen=True)

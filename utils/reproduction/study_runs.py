@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
+import math
+import multiprocessing
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from loralib.errors import TrainingError
+from reproduction.run_file import RunFile, fingerprint
 from reproduction.runs import read_json
 from reproduction.study_data import TASKS, StudyTask
 from reproduction.study_rows import Method
+from reproduction.study_trials import Trials
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -31,7 +37,7 @@ from transformers.utils.logging import set_verbosity_error
 COMMON = {"per_device_train_batch_size": 16, "warmup_ratio": 0.06, "weight_decay": 0.1}
 DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 """RoBERTa's; the base was pretrained without."""
-EPOCHS, TUNING_EPOCHS = 2, 1
+EPOCHS, TUNING_EPOCHS = 3, 1
 """Passes over the training set, and over its part that learning rates are chosen with."""
 MAX_LENGTH = 64
 HEAD = "classifier."
@@ -106,25 +112,9 @@ class Experiment:
         return read_json(self.data_file(task))[split]
 
     def fingerprint(self) -> str:
-        """Of the base's weights and the tasks' rows."""
-        digest = hashlib.sha256((self.base / "pytorch_model.bin").read_bytes())
-        for task in TASKS:
-            digest.update(self.data_file(task.name).read_bytes())
-        return digest.hexdigest()[:16]
-
-
-def describe(trial: Trial, fingerprint: str) -> dict[str, Any]:
-    """All that decides a trial's results; what it is known by in the file of runs."""
-    return {
-        "task": trial.task,
-        "flags": {**COMMON, "num_train_epochs": trial.epochs, **trial.method.row.flags},
-        "trains_base": trial.method.trains_base,
-        "max_seq_length": MAX_LENGTH,
-        "learning_rate": trial.learning_rate,
-        "seed": trial.seed,
-        "tuning": trial.tuning,
-        "base_and_data": fingerprint,
-    }
+        """Of the base's weights, its vocabulary, and the tasks' rows."""
+        files = [self.base / name for name in ("pytorch_model.bin", "tokenizer.json")]
+        return fingerprint([*files, *(self.data_file(task.name) for task in TASKS)])
 
 
 def run_trial(experiment: Experiment, trial: Trial) -> Results:
@@ -193,3 +183,56 @@ def score(task: StudyTask, evaluated: EvalPrediction) -> float:
     outputs = np.asarray(evaluated.predictions)
     predictions = outputs.argmax(axis=1) if glue_task(task.name).label_words else outputs[:, 0]
     return glue_compute_metrics(task.name, predictions, evaluated.label_ids)[task.metric]
+
+
+class EncoderTrials(Trials[Trial, Results]):
+    """Trials of an experiment, each in a process of its own, on one thread.
+
+    Args:
+        experiment: what they train.
+        runs: the results of those that are finished.
+        jobs: how many run at a time.
+    """
+
+    def __init__(self, experiment: Experiment, runs: RunFile[Results], jobs: int):
+        super().__init__(runs, jobs)
+        self.experiment = experiment
+        self.fingerprint = experiment.fingerprint()
+
+    def describe(self, trial: Trial) -> dict[str, Any]:
+        """As in `Trials`."""
+        return {
+            "task": trial.task,
+            "flags": {**COMMON, **DROPOUT, **trial.method.row.flags},
+            "num_train_epochs": trial.epochs,
+            "trains_base": trial.method.trains_base,
+            "max_seq_length": MAX_LENGTH,
+            "learning_rate": trial.learning_rate,
+            "seed": trial.seed,
+            "tuning": trial.tuning,
+            "base_and_data": self.fingerprint,
+        }
+
+    def carry_out(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Results]]:
+        """As in `Trials`."""
+        # Forked from a process that has imported everything and has run nothing.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        work = [(self.experiment, trial) for trial in trials]
+        with context.Pool(self.jobs, _use_one_thread, maxtasksperchild=1) as pool:
+            yield from pool.imap_unordered(_run, work)
+
+
+def _use_one_thread() -> None:
+    torch.set_num_threads(1)  # a model this small is not faster on several
+
+
+def _run(work: tuple[Experiment, Trial]) -> tuple[Trial, Results]:
+    experiment, trial = work
+    try:
+        return trial, run_trial(experiment, trial)
+    except TrainingError:
+        if not trial.tuning:
+            raise
+        # Its loss is not a number any more: a learning rate that is too large, and not chosen.
+        return trial, Results(math.nan, math.inf, 0, 0, 0.0, 0)

@@ -169,7 +169,7 @@ def test_told_to_end_it_ends_with_its_table(out, tmp_path):
     printed, _ = program.communicate(timeout=500)
     assert program.returncode == 143
     assert "- E2E: unfinished, the same command resumes it" in printed
-    with programs.lock_folder(run_of(out, "e2e_gpt2_md", 1)):
+    with programs.lock_folder(run_of(out, "e2e_gpt2_md", 1).folder):
         pass
 
 

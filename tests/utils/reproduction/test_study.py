@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import random
 import re
 import shutil
@@ -10,10 +11,12 @@ import pytest
 from places import load_script
 
 import reproduce
-from reproduction import study, study_report, study_rows
+from reproduction import study, study_report, study_rows, study_runs
+from reproduction.run_file import RunFile
 from reproduction.study_data import TASKS, corpus_sentences, prepare_task, whole_sentences
 from reproduction.study_report import Outcome
-from reproduction.study_runs import Results
+from reproduction.study_runs import Results, Trial
+from reproduction.study_trials import Cell, Trials, run_cells
 
 WORDS = ["the", "soup", "film", "was", "very", "not", "good", "bad", "great", "and", "he", "said"]
 HEADERS = {
@@ -143,47 +146,106 @@ def test_the_tables_say_mean_and_interval_and_what_was_not_run():
             for task in TASKS
         },
     }
-    settings = study_report.Settings("python x", [0, 1], {t.name: ["a", "a", "b"] for t in TASKS})
+    labels = {task.name: ["a", "a", "b"] for task in TASKS}
+    settings = study_report.Settings([0, 1], labels, 12_345, "a machine")
     text = study_report.report(outcomes, {}, settings)
     # Student's t of two values: 12.706 times their distance / 2.
     assert f"| {lora.name} | 1,000 | 75.0 ± 63.5 | not run |" in text
     assert f"| {full.name} | 1,000 |{' 50.0 ± 0.0 |' * 4} 50.0 | 8 | 1 |" in text
     assert "| the most frequent label | - | 66.7 | 0 | 66.7 | 0 |" in text
     assert f"| {lora.name} | 0.001* | - |" in text
+    assert "12,345 words" in text
+    assert "Made on: a machine." in text
     assert f"| {full.name} | 0.0003 | 0.0003 |" in text
     figure = study_report.draw(outcomes)
     assert [panel.get_title() for panel in figure.axes] == [task.title for task in TASKS]
 
 
-@pytest.mark.slow
-def test_a_study_runs_resumes_and_reports(glue_dir, nlg_dir, out, monkeypatch, capsys):
-    """Encoder and GPT-2, two methods each on few rows, in processes of their own."""
+@pytest.fixture
+def run(glue_dir, nlg_dir, out, monkeypatch, capsys):
+    """``run(*arguments)``: a study of two methods on two tasks, and of a GPT-2; its table."""
     shape = {"vocab_size": 300, "hidden_size": 16, "num_attention_heads": 2, "max_seq_length": 64}
     monkeypatch.setattr(study, "BASE_SHAPE", {**study.BASE_SHAPE, **shape, "intermediate_size": 16})
     monkeypatch.setattr(study, "BASE_FLAGS", {**study.BASE_FLAGS, "max_steps": 2})
-    methods = (study_rows.FULL, study_rows.LORA[1])
     for module in (study, study_report):
-        monkeypatch.setattr(module, "METHODS", methods)
+        monkeypatch.setattr(module, "METHODS", (ONE_RATE, study_rows.LORA[1]))
         for table in ("PROJECTIONS", "BY_RANK"):
-            monkeypatch.setattr(module, table, methods[1:])
-    one = dataclasses.replace(study_rows.GPT2_METHODS[1], rates=(1e-3,))
-    monkeypatch.setattr(study, "GPT2_METHODS", (one,))
-    flags = ["--data_dir", glue_dir, "--nlg_dir", nlg_dir, "--vocab", nlg_dir / "e2e" / "vocab"]
-    flags = ["--study", *map(str, flags), "--output_dir", str(out), "--jobs", "2", "--seeds"]
-    reproduce.main([*flags, "0"])
-    assert capsys.readouterr().out.splitlines()[-1] == str(out / "study.md")
-    text = (out / "study.md").read_text()
-    assert "| full fine-tuning |" in text
-    assert f"| {one.name} |" in text
-    assert (out / "study.png").stat().st_size > 1000
-    before = (out / "runs.jsonl").read_text().splitlines()
-    assert len(before) == 2 * len(TASKS) * (3 + 1)
+            monkeypatch.setattr(module, table, ())
+    for module in (study, study_report, study_runs):
+        monkeypatch.setattr(module, "TASKS", TWO_TASKS)
+    monkeypatch.setattr(study, "GPT2_METHODS", (ONE_GPT2_RATE,))
 
-    # Again with one more seed: what is finished is not run again.
-    monkeypatch.setattr(study, "GPT2_METHODS", ())
-    reproduce.main([*flags, "0", "1"])
-    after = (out / "runs.jsonl").read_text().splitlines()
-    assert after[: len(before)] == before
-    assert len(after) == len(before) + 2 * len(TASKS)
-    trained = {json.loads(line)["run"]["trains_base"] for line in after}
-    assert trained == {True, False}
+    def main(*arguments):
+        flags = ["--data_dir", glue_dir, "--nlg_dir", nlg_dir, "--vocab", nlg_dir / "e2e" / "vocab"]
+        flags += ["--output_dir", out, "--jobs", 2, *arguments]
+        reproduce.main(["--study", *map(str, flags)])
+        assert capsys.readouterr().out.splitlines()[-1] == str(out / "study.md")
+        assert (out / "study.png").stat().st_size > 1000
+        return (out / "study.md").read_text()
+
+    return main
+
+
+TWO_TASKS = (TASKS[0], TASKS[3])
+ONE_RATE = dataclasses.replace(study_rows.FULL, rates=(1e-3,))
+ONE_GPT2_RATE = dataclasses.replace(study_rows.GPT2_METHODS[1], rates=(1e-3,))
+
+
+@pytest.mark.slow
+def test_the_encoders_study_resumes_and_reports(run, out):
+    lora = study_rows.LORA[1]
+    text = run(ONE_RATE.name, "--seeds", "0")
+    assert f"| {ONE_RATE.name} |" in text
+    assert f"| {lora.name} |" not in text
+    first = (out / "runs.jsonl").read_text().splitlines()
+    assert len(first) == 2  # of one rate, none is tried
+
+    text = run(lora.name, "--seeds", "0")  # what is finished is reported as well
+    assert f"| {ONE_RATE.name} |" in text
+    assert f"| {lora.name} |" in text
+    second = (out / "runs.jsonl").read_text().splitlines()
+    assert second[:2] == first
+    assert len(second) == 2 + 2 * (len(lora.rates) + 1)
+    tuned = [entry for line in second if (entry := json.loads(line))["run"]["tuning"]]
+    best = {
+        task.name: min(
+            (entry for entry in tuned if entry["run"]["task"] == task.name),
+            key=lambda entry: entry["results"]["loss"],
+        )["run"]["learning_rate"]
+        for task in TWO_TASKS
+    }
+    for line in second[2:]:
+        ran = json.loads(line)["run"]
+        assert ran["tuning"] or ran["learning_rate"] == best[ran["task"]]
+
+
+@pytest.mark.slow
+def test_gpt2s_study_runs_and_reports(run, out):
+    assert f"| {ONE_GPT2_RATE.name} |" in run(ONE_GPT2_RATE.name, "--seeds", "0")
+    (line,) = (out / "gpt2" / "runs.jsonl").read_text().splitlines()
+    results = json.loads(line)["results"]
+    assert results["loss"] > 0
+    assert "BLEU" in results["scores"]
+    assert results["parameters"] == 4 * 2 * 2 * 4 * 128  # layers, projections, A and B, r, width
+    assert not list((out / "gpt2").glob("lora_*/*.pt"))
+    assert not (out / "base").exists()  # which no row of GPT-2's needs
+
+
+def test_a_learning_rate_that_diverges_is_not_chosen(tmp_path):
+    class Known(Trials):
+        def describe(self, trial):
+            return dataclasses.asdict(trial)
+
+        def carry_out(self, trials):
+            for trial in trials:
+                yield trial, results(0.5, loss=math.inf if trial.learning_rate > 1 else 0.7)
+
+    trials = Known(RunFile(tmp_path / "runs.jsonl", Results), jobs=1)
+    tuning = [Trial("rte", study_rows.FULL, rate, 0, tuning=True) for rate in (3.0, 0.3)]
+    final = run_cells(trials, {"a": Cell(study_rows.FULL, tuning)}, ["a"], seeds=[0, 1])
+    assert [(t.learning_rate, t.seed, t.tuning) for t in final["a"]] == [
+        (0.3, 0, False),
+        (0.3, 1, False),
+    ]
+    again = RunFile(tmp_path / "runs.jsonl", Results)
+    assert again[trials.describe(tuning[0])].loss == math.inf
