@@ -11,6 +11,8 @@ source .venv/bin/activate
 export HF_HUB_OFFLINE=1
 # A model this small is not faster on several threads, and much slower on a busy machine.
 export OMP_NUM_THREADS=1
+# PyTorch's launcher says at each start that another name for it is to be used.
+export PYTHONWARNINGS=ignore::FutureWarning:__main__
 
 out=quickstart_output
 rm -rf "$out"
@@ -54,3 +56,4 @@ python examples/quickstart_curves.py "$out"
 
 step "7. Summary"
 python examples/quickstart_summary.py "$out"
+printf '\nNext: source .venv/bin/activate, and docs/glue.md for texts of your own.\n'

@@ -10,6 +10,8 @@ cd "$(dirname "$0")"
 bash ../utils/make_environment.sh
 source ../.venv/bin/activate
 export HF_HUB_OFFLINE=1
+# PyTorch's launcher says at each start that another name for it is to be used.
+export PYTHONWARNINGS=ignore::FutureWarning:__main__
 
 out=quickstart_output
 rm -rf "$out"

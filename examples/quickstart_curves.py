@@ -33,6 +33,7 @@ from transformers import (
     AutoTokenizer,
     DataCollatorWithPadding,
     EvalPrediction,
+    PrinterCallback,
     Trainer,
     TrainingArguments,
     glue_compute_metrics,
@@ -174,6 +175,7 @@ class Quickstart:
         print(f"{method.name}: {parameters:,} parameters, learning rate {learning_rate:g}")
         padding = DataCollatorWithPadding(self.tokenizer)
         trainer = Trainer(model, args, padding, training, measured, compute_metrics=accuracy)
+        trainer.remove_callback(PrinterCallback)  # a table follows
         trainer.train()
         trainer.evaluate()  # once more where that is done after each epoch
         return Curve(_accuracies(trainer.state.log_history), parameters)

@@ -418,10 +418,8 @@ def check_target(path: Path, format: str) -> None:
     """Checks that OUT can be written, before anything is read.
 
     Raises:
-        CheckpointError: it is there already, it has no parent folder, or it is not a folder's name.
+        CheckpointError: it is there already, or it is not a folder's name.
     """
-    if not path.parent.is_dir():
-        raise CheckpointError(f"{path}: there is no folder {path.parent}")
     if format in _FOLDERS and path.suffix in _FILE_SUFFIXES:
         raise CheckpointError(f"{path}: the format {format} is a folder; give it a folder's name")
     if format in _FOLDERS:
@@ -540,6 +538,7 @@ def run(args: argparse.Namespace) -> None:
     adapter = with_task(adapter, args.task, args.labels)
     base = None if args.base is None else read_base(args.base, adapter)
     dtype = getattr(torch, args.dtype) if args.dtype else None
+    args.target.parent.mkdir(parents=True, exist_ok=True)
     said, remarks = convert(adapter, args.target, format, base, dtype)
     if adapter.format == FULL:
         remarks = [f"{adapter.source} is a full model: its LoRA and head were taken", *remarks]

@@ -52,7 +52,7 @@ files=$(cat constraints.txt setup.py NLU/setup.py {NLG,utils,docs}/requirements.
 state="${packages[*]} $files"
 stamp=.venv/installed
 if ! grep -qxF -- "$state" "$stamp" 2>/dev/null; then
-    echo "installing into .venv: ${packages[*]}"
+    echo "installing into .venv, which takes minutes where PyTorch is downloaded: ${packages[*]}"
     .venv/bin/python -m pip install --quiet --disable-pip-version-check \
         -c constraints.txt "${packages[@]}"
     printf '%s\n' "$state" "${project[*]} $files" >>"$stamp"

@@ -5,6 +5,8 @@ local files do not need it. It obeys ``HF_ENDPOINT`` and ``HF_HOME``, and checks
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -93,6 +95,8 @@ def fetch_file(
         FileNotFoundError: the file is not in the cache, and the hub cannot be asked for it.
         OSError: there is no such repository, or the file cannot be fetched.
     """
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:  # which no repository's name does
+        raise FileNotFoundError(f"'{name}': no such folder{_seen_from_here(name)}")
     hub = _hub_library(name)
     where = {"revision": revision, "cache_dir": cache_dir}
     # Why the hub is not asked; "" where it is.
@@ -100,8 +104,8 @@ def fetch_file(
     if is_offline_mode():
         offline = "offline mode is on"
     try:
-        return Path(
-            hub.hf_hub_download(
+        with _quiet(hub):
+            path = hub.hf_hub_download(
                 name,
                 filename,
                 token=token or None,
@@ -110,10 +114,28 @@ def fetch_file(
                 force_download=force_download,
                 **where,
             )
-        )
+        return Path(path)
     except Exception as error:
         # Its HTTP client's own errors come through, and which client it has changes.
         raise _as_os_error(hub, error, name, filename, where, offline) from error
+
+
+def _seen_from_here(name: str) -> str:
+    """Where a name that may be a path was looked for; empty where it cannot be one."""
+    first = name.partition("/")[0]
+    is_here = first in (".", "..") or ("/" in name and bool(first) and os.path.isdir(first))
+    return f" (seen from {os.getcwd()})" if is_here else ""
+
+
+@contextmanager
+def _quiet(hub: ModuleType) -> Iterator[None]:
+    """Keeps the hub library's notes on each attempt off the screen: the error says what failed."""
+    before = hub.logging.get_verbosity()
+    hub.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        hub.logging.set_verbosity(before)
 
 
 def _hub_library(name: str) -> ModuleType:
@@ -173,7 +195,9 @@ def _not_cached(
         return AbsentFileError(f"'{name}': {offline} and {filename} cannot be fetched")
     else:
         why = f"{offline} and it is not in the cache"
-    return FileNotFoundError(f"'{name}' is not a local folder and cannot be fetched: {why}")
+    return FileNotFoundError(
+        f"'{name}' is not a local folder{_seen_from_here(name)} and cannot be fetched: {why}"
+    )
 
 
 def _seems_absent(hub: ModuleType, name: str, filename: str, where: dict[str, str | None]) -> bool:

@@ -14,6 +14,7 @@ from transformers import (
     AutoTokenizer,
     DataCollatorWithPadding,
     EvalPrediction,
+    PrinterCallback,
     Trainer,
     TrainingArguments,
     glue_compute_metrics,
@@ -130,6 +131,7 @@ class Experiment:
         )
         padding = DataCollatorWithPadding(self.tokenizer)
         trainer = Trainer(model, args, padding, training, measured, compute_metrics=accuracy)
+        trainer.remove_callback(PrinterCallback)
         begun = time.process_time()
         trainer.train()
         seconds = time.process_time() - begun

@@ -25,6 +25,7 @@ from transformers import (
     AutoTokenizer,
     DataCollatorWithPadding,
     EvalPrediction,
+    PrinterCallback,
     Trainer,
     TrainingArguments,
     glue_compute_metrics,
@@ -152,6 +153,7 @@ def run_trial(experiment: Experiment, trial: Trial) -> Results:
         encode(measured, task, tokenizer),
         compute_metrics=lambda evaluated: {"score": score(task, evaluated)},
     )
+    trainer.remove_callback(PrinterCallback)
     begun = time.process_time()
     memory = trainer.train().metrics["train_mem_cpu_peak"]
     seconds = time.process_time() - begun

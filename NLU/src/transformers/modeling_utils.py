@@ -479,8 +479,11 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin, TokenEmbeddingsMixin):
         for what, names in groups.items():
             if names and names <= missing:
                 # Of an adapted model, a file brings them, or they are what is to be trained.
-                level = logging.INFO if self.adapted_by else logging.WARNING
-                logger.log(level, "%s has no %s weights: they are newly initialized", source, what)
+                level, but = (logging.INFO, ", unless an adapter brings them")
+                if not self.adapted_by:
+                    level, but = logging.WARNING, ""
+                said = "%s has no %s weights: they are newly initialized%s"
+                logger.log(level, said, source, what, but)
                 missing = missing - names
         if missing:
             raise CheckpointError(f"{source}: lacks {len(missing)} tensors: {_some(missing)}")

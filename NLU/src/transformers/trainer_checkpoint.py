@@ -220,7 +220,7 @@ class Checkpoints:
             surplus = max(0, len(others) + 1 - self.args.save_total_limit)
             old += [path for path in others[:surplus] if path.name != Path(best or "").name]
         for path in old:
-            logger.info("deleting %s", path)
+            logger.debug("deleting %s", path)
             # Renamed first, so that half a folder, after a kill, is not taken for a checkpoint.
             deleted = path.with_name(f".{path.name}.deleted")
             shutil.rmtree(deleted, ignore_errors=True)

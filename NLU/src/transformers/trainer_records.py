@@ -117,7 +117,9 @@ class TrainerRecords:
             own = metric.removeprefix("eval_")
             figures = {own: best[metric], **scores}
             listed = ", ".join(f"{n} {v:.4g}" for n, v in figures.items() if n != "step")
-            rows.append(("best", f"step {best['step']:,}: {listed} (by {own})"))
+            last, is_kept = self.state.global_step, self.args.load_best_model_at_end
+            kept = "" if is_kept or best["step"] == last else f"; the files hold step {last:,}"
+            rows.append(("best", f"step {best['step']:,}: {listed} (by {own}){kept}"))
         return rows
 
     def _mean_loss(self, total: float, steps: int) -> float:

@@ -1,6 +1,7 @@
 """Files of the hub: a local server speaks for it, and processes of their own fetch from there."""
 
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -114,6 +115,27 @@ def test_fetched_then_cached_then_offline(hub, tmp_path):
     assert matches(never, "FileNotFoundError", refused)
 
 
+@pytest.mark.parametrize("name", ["./model", "/no/such", "~/model", "../a/b", "runs/a/model"])
+def test_a_path_is_not_looked_for_on_the_hub(tmp_path, monkeypatch, name):
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=f"^'{re.escape(name)}': no such folder") as raised:
+        fetch_file(name, CONFIG)
+    is_seen_from_here = name.startswith((".", "runs"))
+    assert str(raised.value).endswith(f" (seen from {tmp_path})") == is_seen_from_here
+
+
+@pytest.mark.parametrize("made", ["", "runs"])
+def test_a_name_that_may_be_a_path_says_where_it_was_looked_for(tmp_path, monkeypatch, made):
+    (tmp_path / made).mkdir(exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    where = f" (seen from {tmp_path})" if made else ""
+    said = f"'runs/moodel' is not a local folder{where} and cannot be fetched"
+    with pytest.raises(FileNotFoundError, match=re.escape(said)):
+        fetch_file("runs/moodel", CONFIG, cache_dir=str(tmp_path / "cache"))
+
+
 FETCH_CONFIG = f"huggingface_hub.hf_hub_download('org/adapter', {CONFIG!r})\n"
 FETCH_LISTING = f"huggingface_hub.snapshot_download('org/adapter', allow_patterns={CONFIG!r})\n"
 
@@ -191,7 +213,7 @@ show(fetch_file, "org/adapter", "config.json")
         ("OSError", PRIVATE.format("org/secret")),
         ("OSError", PRIVATE.format("org/secret")),
         ("OSError", PRIVATE.format("org/none")),
-        ("OSError", PRIVATE.format("no/such/folder")),
+        ("FileNotFoundError", "'no/such/folder': no such folder"),
         ("AbsentFileError", "'org/adapter' has no config.json on the hub"),
     ]
     for line, (kind, start) in zip(shown[3:], messages, strict=True):

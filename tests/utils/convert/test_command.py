@@ -30,11 +30,7 @@ from loralib.adapters.formats import FORMATS, read_adapter, write_adapter
         ("mine", "lora", "File exists"),
         ("mine", "peft", "exists already"),
         ("mine", "merged", "exists already"),
-        ("absent/out.bin", None, "there is no folder"),
-        ("absent/out", "lora", "there is no folder"),
-        ("absent/out", "peft", "there is no folder"),
-        ("absent/out", "merged", "there is no folder"),
-        ("mine/out.bin", None, "there is no folder"),
+        ("mine/out.bin", None, "File exists"),
         ("out.bin", "lora", "ends in .safetensors"),
         ("out.safetensors", "release", "ends in .bin or .pt"),
         ("out.txt", "release", "ends in .bin or .pt"),
@@ -57,6 +53,15 @@ def test_targets_that_are_refused(failure, trained, tmp_path, target, format, re
     flags = ["--to", format] if format else []
     flags += ["--base", given.base] if format == "merged" else []
     assert reason in failure(tmp_path / "in.safetensors", tmp_path / target, *flags)
+
+
+@pytest.mark.parametrize("format", [*FORMATS, "merged"])
+def test_a_targets_folder_is_made(convert, trained, tmp_path, format):
+    given = trained["roberta"]
+    write_adapter(tmp_path / "in.safetensors", given.adapter)
+    target = tmp_path / "new" / "folder" / OUT[format]
+    convert(tmp_path / "in.safetensors", target, "--to", format, "--base", given.base)
+    assert target.exists()
 
 
 @pytest.mark.parametrize("format", [*FORMATS, "merged"])
