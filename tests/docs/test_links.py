@@ -14,7 +14,7 @@ def test_links_and_anchors_resolve(page):
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 125
 
 
 def test_anchors_are_a_code_hosts():
