@@ -20,5 +20,6 @@ def checkout(tmp_path_factory, new_user) -> Path:
     script = shortened((folder / "quickstart.sh").read_text(encoding="utf-8"))
     run_bash(script, folder, new_user, "quickstart.sh")
     made = ("base/config.json", "data/corpus.txt", "sst2/pytorch_model.bin", "lora.bin")
+    made += ("reloaded/eval_results.json", "learning_curves.png")
     assert [name for name in made if not (folder / "quickstart_output" / name).is_file()] == []
     return folder

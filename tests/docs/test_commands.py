@@ -77,8 +77,7 @@ def test_the_quickstart_is_shortened():
     assert "run_mlm.py" in script
     assert "--max_steps 4" in script
     assert "make_environment" not in script
-    with pytest.raises(AssertionError, match="split_lora"):
-        shortened("python examples/make_small_data.py")
+    assert "quickstart_summary.py" in script
 
 
 # ------------------------------------------------------------------------------------------------
@@ -93,8 +92,10 @@ def page_of(text: str, folder: Path) -> list[Block]:
 
 def test_blocks_are_found_with_their_lines_and_reasons(tmp_path):
     text = "# A\n\n```bash\nls\n```\n\n1. b\n\n   ```python\n   if 1:\n       x = 2\n   ```\n"
+    text += "\n   ```text\n   7\n   ```\n"
     text += "\n<!-- not run: needs a GPU -->\n```bash\nfalse\n```\n\n```\noutput\n```\n"
     first, second, third = page_of(text, tmp_path)
+    assert [block.output for block in (first, second, third)] == [None, "7\n", None]
     assert (first.line, first.language, first.text, first.reason) == (4, "bash", "ls\n", None)
     assert second.text == "if 1:\n    x = 2\n"
     assert third.reason == "needs a GPU"
@@ -142,8 +143,14 @@ def test_blocks_run_in_order_and_stop_at_the_first_failure(tmp_path):
     text += "```python\nassert open('made').read() == '8\\n' and x == 1\n```\n"
     environment = clean_environment(tmp_path)
     run_page(page_of(text, tmp_path), tmp_path, environment)
+    text += "```python\nprint(x)\n```\n\n```text\n1\n```\n"
+    run_page(page_of(text, tmp_path), tmp_path, environment)
     text += "<!-- not run: of no use -->\n```bash\nfalse\n```\n"
     run_page(page_of(text, tmp_path), tmp_path, environment)
-    for broken in ("```bash\nfalse | cat\ntrue\n```\n", "```python\nx / 0\n```\n"):
+    for broken in (
+        "```bash\nfalse | cat\ntrue\n```\n",
+        "```python\nx / 0\n```\n",
+        "```python\nprint(x)\n```\n\n```text\n2\n```\n",
+    ):
         with pytest.raises(AssertionError, match=r"page\.md:\d+"):
             run_page(page_of(text + broken, tmp_path), tmp_path, environment)

@@ -27,6 +27,7 @@ NOT_OURS = (
     *("pretrained_checkpoints", "trained_models"),
 )
 _FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```[ ]*$", re.M | re.S)
+_OUTPUT = re.compile(r"\s*^( *)```text\n(.*?)^\1```[ ]*$", re.M | re.S)
 _REASON = re.compile(r"<!-- not run: (\S.*?) -->\s*\Z")
 _LINK = re.compile(r"\[(?:[^\[\]]|\[[^\]]*\])*\]\(<?([^)\s>]+)>?(?: \"[^\"]*\")?\)")
 _FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
@@ -53,6 +54,7 @@ class Block:
         language: what the fence says.
         text: its content, without indentation that the fence has as well.
         reason: why it is not run; None where it is.
+        output: what the page says that it prints, a block of text right below; None without one.
     """
 
     page: Path
@@ -60,6 +62,7 @@ class Block:
     language: str
     text: str
     reason: str | None
+    output: str | None
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -74,11 +77,23 @@ def blocks(page: Path, root: Path = ROOT) -> list[Block]:
         if language not in ("bash", "python"):
             continue
         reason = _REASON.search(text[: match.start()])
-        lines = content.splitlines(keepends=True)
-        content = "".join(line.removeprefix(indent) for line in lines)
+        printed = _OUTPUT.match(text, match.end())
         line = text.count("\n", 0, match.start()) + 2
-        found.append(Block(page, line, language, content, reason[1] if reason else None))
+        found.append(
+            Block(
+                page,
+                line,
+                language,
+                _unindented(content, indent),
+                reason[1] if reason else None,
+                _unindented(printed[2], printed[1]) if printed else None,
+            )
+        )
     return found
+
+
+def _unindented(text: str, indent: str) -> str:
+    return "".join(line.removeprefix(indent) for line in text.splitlines(keepends=True))
 
 
 # ------------------------------------------------------------------------------------------------

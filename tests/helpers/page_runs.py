@@ -15,35 +15,41 @@ from places import ROOT
 FOLDERS = {Path("NLG/README.md"): Path("NLG")}
 
 # What makes a step of quickstart.sh take seconds; of a flag that is given twice, the last counts.
+# The curves' step takes its epochs from the LoRA run.
 _SHORTER = {
     "run_mlm.py": "--max_steps 4",
     "run_glue.py": "--num_train_epochs 1 --max_train_samples 48",
 }
-_LAST_STEP = "split_lora.py"
-_DONE = "block done"
+_DONE = "block done: "
+# A page's blocks that name it print what depends on how long the quickstart has trained.
+_QUICKSTART = "quickstart_output"
 
-# Runs the blocks that it reads, a line of JSON each, in one namespace.
+# Runs the blocks that it reads, a line of JSON each, in one namespace; says what each has printed.
 _PYTHON = f"""
-import json, sys
+import contextlib, io, json, sys
 namespace = {{"__name__": "__main__"}}
 for line in sys.stdin:
     block = json.loads(line)
-    exec(compile(block["text"], block["name"], "exec"), namespace)
-    print({_DONE!r}, flush=True)
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            exec(compile(block["text"], block["name"], "exec"), namespace)
+    except BaseException:
+        print(printed.getvalue(), flush=True)
+        raise
+    print({_DONE!r} + json.dumps(printed.getvalue()), flush=True)
 """
 
 
 def shortened(quickstart: str) -> str:
-    """The quickstart's script up to the LoRA file, without the installation, with few steps."""
+    """The quickstart's script, without the installation, and with few steps of training."""
     lines = []
     for line in quickstart.replace("\\\n", " ").splitlines():
         if "make_environment.sh" in line or "bin/activate" in line:
             continue
         extra = [flags for script, flags in _SHORTER.items() if script in line]
         lines.append(" ".join([line, *extra]))
-        if _LAST_STEP in line:
-            return "\n".join(lines)
-    raise AssertionError(f"quickstart.sh does not call {_LAST_STEP} any more")
+    return "\n".join(lines)
 
 
 def copy_project(folder: Path) -> None:
@@ -101,15 +107,15 @@ class _Python:
             text=True,
         )
 
-    def run(self, block: Block) -> None:
-        """Runs a block after those before it."""
+    def run(self, block: Block) -> str:
+        """Runs a block after those before it, and returns what it prints."""
         request = {"name": str(block), "text": block.text}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         printed = []
         for line in self._process.stdout:
-            if line.rstrip("\n") == _DONE:
-                return
+            if line.startswith(_DONE):
+                return json.loads(line.removeprefix(_DONE))
             printed.append(line)
         raise AssertionError(f"{block}: failed\n{''.join(printed)}")
 
@@ -121,10 +127,13 @@ class _Python:
 def run_page(blocks: list[Block], folder: Path, environment: dict[str, str]) -> None:
     """Runs the blocks of a page that are to be run.
 
+    What Python prints is compared with what the page says, on pages without the quickstart's files.
+
     Raises:
-        AssertionError: one fails; with its place and what it printed.
+        AssertionError: one fails, or prints something else; with its place and what it printed.
     """
     python = None
+    compares = not any(_QUICKSTART in block.text for block in blocks)
     try:
         for block in blocks:
             if block.reason is not None:
@@ -135,7 +144,9 @@ def run_page(blocks: list[Block], folder: Path, environment: dict[str, str]) -> 
                 continue
             if python is None:
                 python = _Python(where, environment)
-            python.run(block)
+            printed = python.run(block)
+            if compares and block.output is not None:
+                assert printed == block.output, f"{block}: prints\n{printed}"
     finally:
         if python is not None:
             python.close()
