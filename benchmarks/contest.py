@@ -204,11 +204,12 @@ def compete(name: str, measurement: Measurement, args: argparse.Namespace) -> in
     if args.json:
         records = [{**asdict(one), "runs": runs} for one, runs in results.items()]
         args.json.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
-    if args.plot and rows:
+    if args.plot and not rows:
+        print(f"- not drawn: {args.plot}: the table has no rows")
+    elif args.plot:
         bars = [row.bar(measurement.columns) for row in rows]
-        save_figure(
-            draw(f"benchmarks/{name}.py", bars, about.replace("- ", "")), args.plot, dpi=110
-        )
+        footer = re.sub("^- ", "", about, flags=re.MULTILINE)
+        save_figure(draw(f"benchmarks/{name}.py", bars, footer), args.plot, dpi=110)
     return 1 if failed else 0
 
 

@@ -7,6 +7,7 @@ one of sound files; messages leave these two out.
 """
 
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -85,7 +86,8 @@ def bad(good, tmp_path_factory) -> Path:
 def lines_of(text: str) -> list[str]:
     """What is said, without the usage that argparse puts before its errors."""
     assert "Traceback" not in text
-    return [line for line in text.splitlines() if "error" in line.lower()]
+    said = re.sub(r"^usage: .*\n(?:\s.*\n)*", "", text, flags=re.MULTILINE)
+    return [line for line in said.splitlines() if "error" in line.lower()]
 
 
 @pytest.fixture

@@ -18,6 +18,8 @@ WHEELS = {
     "loralib": ("", "", "loralib"),
     "transformers": ("NLU", "NLU/src", "transformers"),
 }
+# Of the packages' files; others that lie there, such as a file manager's, are not theirs.
+SUFFIXES = (".py", ".json", ".typed")
 # What loralib's other rooms and the other parts of the project need, and its layers do not.
 NOT_TORCH = ("datasets", "huggingface_hub", "safetensors", "tokenizers", "tqdm", "transformers")
 
@@ -79,11 +81,10 @@ def test_a_wheel_has_its_package_and_nothing_else(wheels, name):
     with zipfile.ZipFile(wheels[name]) as wheel:
         files = set(wheel.namelist())
     inside = {file for file in files if ".dist-info/" not in file}
-    there = [path for path in (ROOT / source / package).rglob("*") if path.is_file()]
     expected = {
         path.relative_to(ROOT / source).as_posix()
-        for path in there
-        if "__pycache__" not in path.parts
+        for path in (ROOT / source / package).rglob("*")
+        if path.suffix in SUFFIXES and "__pycache__" not in path.parts
     }
     assert inside == expected
     assert {Path(file).name for file in files - inside} >= {"METADATA", "RECORD", "WHEEL"}

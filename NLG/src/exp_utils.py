@@ -1,7 +1,6 @@
 """What the scripts share: their end, files of JSON lines, and a run's figures."""
 
 import argparse
-import importlib.util
 import json
 import logging
 import os
@@ -24,6 +23,7 @@ from loralib.io.atomic import atomic_write
 from loralib.io.encoding import refuse_utf16_file
 from loralib.training import process
 from loralib.training.curves import HOW_TO_GET_IT, Place, is_matplotlib_available, write_curves
+from loralib.training.reports import check_installed, check_none_is_alone, is_installed
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +132,17 @@ _PLACES = {
 REPORTERS = ("tensorboard", "plot")
 
 
+def check_report_to(asked: Collection[str]) -> None:
+    """Checks what ``--report_to`` asks for.
+
+    Raises:
+        ValueError: "none" and others, or TensorBoard by name where it is not installed.
+    """
+    check_none_is_alone(asked)
+    if "tensorboard" in asked:
+        check_installed("tensorboard")
+
+
 class MetricsLog:
     """A run's figures: lines of ``metrics.jsonl``, and where else ``--report_to`` says.
 
@@ -141,10 +152,8 @@ class MetricsLog:
         work_dir: the run's folder.
         after_step: the step that the run resumes from; 0 starts a new log.
         is_main: whether this is the process that writes; in others, nothing happens.
-        report_to: some of `REPORTERS`, or "all" that are installed, or "none".
-
-    Raises:
-        ValueError: TensorBoard is asked for by name, and is not installed.
+        report_to: some of `REPORTERS`, or "all" that are installed, or "none"; of them, what is not
+            installed is left out. See `check_report_to`.
     """
 
     def __init__(
@@ -157,11 +166,8 @@ class MetricsLog:
         self.path = Path(work_dir, METRICS_NAME)
         self.is_main = is_main
         self._after_step = after_step
-        asked = set() if "none" in report_to else {*report_to}
-        self._has_tensorboard = importlib.util.find_spec("tensorboard") is not None
-        if "tensorboard" in asked and not self._has_tensorboard:
-            raise ValueError("--report_to tensorboard: it is not there (pip install tensorboard)")
-        self._has_tensorboard &= bool(asked & {"tensorboard", "all"})
+        asked = {*report_to}
+        self._has_tensorboard = bool(asked & {"tensorboard", "all"}) and is_installed("tensorboard")
         self._draws = bool(asked & {"plot", "all"})
         self._writer = None
         if not is_main:

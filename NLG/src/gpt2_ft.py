@@ -44,7 +44,7 @@ from gpt2_ft_arguments import check_fits, parse_args
 from gpu import DistEnv, start
 from loralib.adapters.summary import lora_in_words, trained_in_words
 from loralib.errors import TrainingError
-from loralib.io.console import Pace, counted, devices_in_words, in_words, table
+from loralib.io.console import Pace, counted, devices_in_words, in_words, steps_in_words, table
 from loralib.training import watch
 from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
 from loralib.training.determinism import set_dropout_seed, set_seed, set_up_device
@@ -326,7 +326,7 @@ def estimate_run(args: argparse.Namespace, dist_env: DistEnv) -> Estimate:
         lambda rows: collate([data[index] for index in rows]),
         *typical_and_largest([batch.tolist() for batch in batches], lengths),
         batches=args.grad_acc,
-        updates=None if args.max_step is None else args.max_step // args.grad_acc,
+        steps=None if args.max_step is None else args.max_step // args.grad_acc,
         device=device,
         dtype=compute_dtype(args.fp16, args.bf16),
         devices=devices,
@@ -382,8 +382,8 @@ def show_beginning(
         last_step: of the run.
     """
     adapted = lora_in_words(model)
-    update = args.train_batch_size * dist_env.world_size
-    accumulated = f", an update every {args.grad_acc}" if args.grad_acc > 1 else ""
+    batch = args.train_batch_size * dist_env.world_size
+    accumulated = f", the optimizer's every {args.grad_acc}" if args.grad_acc > 1 else ""
     dtype = compute_dtype(args.fp16, args.bf16)
     rows = [
         ("model", f"{args.model_card}, {args.init_checkpoint or 'initialized at random'}"),
@@ -393,7 +393,7 @@ def show_beginning(
         ("devices", devices_in_words(dist_env.device, dist_env.world_size)),
         ("training set", counted(data[0].num_examples, "example")),
         ("evaluated on", counted(data[1].num_examples, "example")),
-        ("steps", f"{last_step:,} of {counted(update, 'example')}{accumulated}"),
+        ("steps", f"{steps_in_words(last_step, batch)}{accumulated}"),
         ("output", os.path.abspath(args.work_dir)),
     ]
     if step:

@@ -5,7 +5,7 @@ import math
 import os
 
 from checkpoints import add_lora_params, add_model_params
-from exp_utils import REPORTERS, add_log_level
+from exp_utils import REPORTERS, add_log_level, check_report_to
 from gpu import add_gpu_params
 from loralib.training.estimate import rate_of
 from model import GPT2Config
@@ -30,7 +30,7 @@ def parse_args(argv: list[str] | None = None, description: str | None = None) ->
         description: the head of ``--help``.
 
     Raises:
-        ValueError: a number is out of its range.
+        ValueError: a number is out of its range, or --report_to asks for what cannot be had.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -50,6 +50,7 @@ def parse_args(argv: list[str] | None = None, description: str | None = None) ->
         if value is not None and not least <= value <= most:
             bound = f"at most {most:g}" if value > most else f"at least {least:g}"
             raise ValueError(f"--{flag} has to be {bound}, but is {value}")
+    check_report_to(args.report_to)
     _check_estimate(args)
     if not 0 < args.lora_plus_ratio < math.inf:
         raise ValueError(f"--lora_plus_ratio has to be above 0, but is {args.lora_plus_ratio}")

@@ -77,9 +77,15 @@ def in_words(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """Such as "1 step" and "1,000 steps"."""
-    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+def counted(number: float, noun: str, plural: str | None = None) -> str:
+    """Such as "1 step", "1,000 steps" and "2.5 epochs"."""
+    shown = f"{number:,}" if isinstance(number, int) else f"{number:,g}"
+    return f"{shown} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def steps_in_words(steps: int, examples: int) -> str:
+    """Such as "10 of 4 examples each"."""
+    return f"{steps:,} of {counted(examples, 'example')}{' each' if steps != 1 else ''}"
 
 
 def devices_in_words(device: object, processes: int) -> str:
@@ -100,7 +106,9 @@ class Pace:
         self._before, self._total, self._begun = done, total, time.perf_counter()
 
     def at(self, step: int) -> str:
-        """Such as "12.3 steps/s, 1 min 20 s left", after a step that this run has made."""
+        """Such as "12.3 steps/s, 1 min 20 s left"; "" before the run's first step is made."""
+        if step <= self._before:
+            return ""
         seconds = max(time.perf_counter() - self._begun, 1e-9)
         speed = (step - self._before) / seconds
         rate = f"{speed:.3g} steps/s" if speed >= 1 else f"{1 / speed:.3g} s a step"

@@ -3,7 +3,6 @@
 They are drawn with matplotlib, which is imported when there is something to draw: it is optional.
 """
 
-import importlib.util
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..io.pictures import import_figure, save_figure
+from .reports import is_installed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
 def is_matplotlib_available() -> bool:
     """Whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
+    return is_installed("matplotlib")
 
 
 def collect(

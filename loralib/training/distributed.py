@@ -115,7 +115,7 @@ def gather_objects(value: Any, world_size: int) -> list[Any]:
 
 
 def share_warnings(rank: int, world_size: int) -> None:
-    """Has the main process show the warnings of the others that it has not given itself.
+    """Has the main process show what the others have logged as warnings, and it has not.
 
     To be called by all processes, where they meet anyway. See `process.set_up_logging`.
     """

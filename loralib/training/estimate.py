@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..io.console import in_words, table
+from ..io.console import counted, in_words, table
 
 if TYPE_CHECKING:  # else imported where it is used: it takes a second, and few runs use it
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -340,8 +340,8 @@ class Plan(Generic[_Batch]):
         build: makes the loop's parts; for a model of so many layers, or None for all of its own.
         batch_of: makes a batch of rows.
         typical, largest: of its batches.
-        batches: that make an update, on each device.
-        updates: of the run; None where it is not known.
+        batches: that make a step of the optimizer, on each device.
+        steps: of the optimizer, in the run; None where it is not known.
         device: where a process computes.
         dtype: the precision of its products.
         devices: how many there are.
@@ -353,7 +353,7 @@ class Plan(Generic[_Batch]):
     typical: Rows
     largest: Rows
     batches: int
-    updates: int | None
+    steps: int | None
     device: torch.device
     dtype: torch.dtype
     devices: int
@@ -386,14 +386,16 @@ class Estimate:
     def _about(self) -> list[tuple[str, str]]:
         plan, share = self.plan, 100 * self.trained / self.parameters
         dtype = str(plan.dtype).removeprefix("torch.")
-        rows, tokens = len(plan.typical.numbers), plan.typical.tokens
+        batches = counted(plan.batches * plan.devices, "batch", "batches")
+        rows = counted(len(plan.typical.numbers), "row")
+        tokens = counted(plan.typical.tokens, "token")
         return [
             ("parameters", f"{self.parameters:,}"),
             ("trained", f"{self.trained:,} ({share:.2f} %)"),
             ("computed in", f"{dtype}, on {plan.device.type}"),
             ("devices", f"{plan.devices:,}"),
-            ("an update", f"{plan.batches * plan.devices:,} batches, {plan.batches:,} a device"),
-            ("a batch", f"{rows:,} rows; {tokens:,} tokens, at most {plan.largest.tokens:,}"),
+            ("an optimizer step", f"{batches}, {plan.batches:,} a device"),
+            ("a batch", f"{rows}; {tokens}, at most {plan.largest.tokens:,}"),
         ]
 
     def _of_memory(self) -> list[tuple[str, str]]:
@@ -407,15 +409,15 @@ class Estimate:
         source = "measured here" if plan.rate is None else "given"
         rows = [
             ("rate of a device", f"{self.rate / 1e9:,.0f} GFLOP/s ({source})"),
-            ("arithmetic an update", f"{operations * plan.devices / 1e12:,.3f} TFLOP"),
-            ("time an update", in_words(operations / self.rate)),
+            ("arithmetic of a step", f"{operations * plan.devices / 1e12:,.3f} TFLOP"),
+            ("time of a step", in_words(operations / self.rate)),
         ]
-        if plan.updates is None:
+        if plan.steps is None:
             return rows
-        every = operations * plan.updates
+        every = operations * plan.steps
         return [
             *rows,
-            ("updates", f"{plan.updates:,}"),
+            ("optimizer steps", f"{plan.steps:,}"),
             ("arithmetic of the run", f"{every * plan.devices / 1e15:,.3f} PFLOP"),
             ("time of the run", in_words(every / self.rate)),
         ]

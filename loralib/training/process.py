@@ -44,9 +44,10 @@ _console: ConsoleHandler | None = None  # once logging is set up, where nobody e
 def set_up_logging(level: str = "info", own: Iterable[str] = ()) -> None:
     """Shows messages on standard error: this project's from a level on, libraries' from warnings.
 
-    Of several processes the main one shows them; the others show errors alone, and note their
-    warnings for `share_warnings`. May be called again with another level. Where the root logger has
-    handlers already, they show what there is.
+    Of several processes the main one shows them; the others show errors alone, and note the
+    warnings that are logged for `share_warnings`; those of `warnings.warn` are the main process's
+    alone. May be called again with another level. Where the root logger has handlers already, they
+    show what there is.
 
     Args:
         level: one of `LOG_LEVELS`.
@@ -68,7 +69,7 @@ def set_up_logging(level: str = "info", own: Iterable[str] = ()) -> None:
     # Its warnings are of its fonts and caches.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     if number >= logging.ERROR or not is_main:
-        warnings.simplefilter("ignore")  # the main process gives them as well
+        warnings.simplefilter("ignore")  # the main process gives nearly all of them as well
 
 
 def warnings_so_far() -> list[str]:

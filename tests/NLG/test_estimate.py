@@ -92,27 +92,27 @@ def test_a_run_on_data(said, tiny):
     figures = said("--max_epoch", 3, "--init_checkpoint", "not_there.pt")
     lora = 2 * (2 * 2 * 16 + 2 * 16 * 2)  # A and B of query and value, in two blocks
     assert figures["trained"].startswith(f"{lora:,} ")
-    assert figures["updates"] == "12"  # of 14 rows, 4 at a time, three times
+    assert figures["optimizer steps"] == "12"  # of 14 rows, 4 at a time, three times
     assert figures["a batch"].startswith("4 rows; ")
     assert figures["rate of a device"] == "100 GFLOP/s (given)"
 
 
 def test_accumulation_and_more_devices(said):
     figures = said("--max_epoch", 6, "--grad_acc", 2, "--estimate_devices", 3)
-    assert figures["an update"] == "6 batches, 2 a device"
-    assert figures["updates"] == "4"  # 24 batches on three devices, two an update
+    assert figures["an optimizer step"] == "6 batches, 2 a device"
+    assert figures["optimizer steps"] == "4"  # 24 batches on three devices, two an update
 
 
 def test_without_data_rows_are_as_long_as_can_be(said):
     figures = said("--train_data", "not_there.jsonl", "--max_step", 5)
     assert figures["a batch"] == "4 rows; 48 tokens, at most 48"
-    assert figures["updates"] == "5"
+    assert figures["optimizer steps"] == "5"
 
 
 def test_rows_of_one_length_have_no_known_end(said):
     figures = said("--estimate_length", 5, "--max_epoch", 5)
     assert figures["a batch"] == "4 rows; 20 tokens, at most 20"
-    assert "updates" not in figures
+    assert "optimizer steps" not in figures
 
 
 def test_float16_without_a_gpu(said):

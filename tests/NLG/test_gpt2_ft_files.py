@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import gpt2_ft
+from gpt2_ft_arguments import parse_args
 from loralib.adapters.metadata import LoraMetadata
 from loralib.io.tensors import read_tensors
 from loralib.training import curves
@@ -178,11 +179,17 @@ def test_a_resumed_run_is_drawn_as_a_whole(tiny, tmp_path, drawn, monkeypatch):
 def test_where_figures_go(tiny, tmp_path, drawn, monkeypatch, capsys, report_to):
     argv = tiny.flags(tmp_path / "run", "--max_step", 1, "--report_to", report_to)
     if report_to == "tensorboard":
-        with pytest.raises(ValueError, match="--report_to tensorboard: it is not there"):
-            gpt2_ft.main(argv)
+        with pytest.raises(ValueError, match="--report_to tensorboard: it is not installed"):
+            parse_args(argv)  # before anything is read
         return
     gpt2_ft.main(argv)
     assert len(drawn) == (report_to == "plot")
+
+
+def test_none_goes_with_no_other_place(tiny, tmp_path):
+    argv = tiny.flags(tmp_path / "run", "--report_to", "none", "plot")
+    with pytest.raises(ValueError, match=r"--report_to none: leave it out, or plot$"):
+        parse_args(argv)
 
 
 @pytest.mark.parametrize(("asked", "level"), [("plot", "WARNING"), ("all", "INFO")])
@@ -204,7 +211,7 @@ def test_a_run_says_what_it_does_and_what_came_of_it(tiny, tmp_path, caplog):
     assert before.startswith("training\n  model         gpt2.xs, ")
     assert "  adapted by    LoRA of rank 2, alpha 8, in 2 modules: c_attn\n" in before
     assert "  training set  14 examples\n" in before
-    assert "  steps         2 of 4 examples\n" in before
+    assert "  steps         2 of 4 examples each\n" in before
     assert [text.partition(",")[0][:12] for text in steps] == ["step 1 of 2:", "step 2 of 2:"]
     assert steps[0].endswith(" left")
     assert evaluated.startswith("step 2 of 2: valid_loss ")

@@ -59,7 +59,9 @@ def test_a_log_of_errors_is_empty(tiny_base, tiny_glue, tmp_path, processes):
     arguments = [*common(tiny_base), *on_rte(tiny_glue, tmp_path / "out"), *flags]
     result = run(arguments, processes)
     assert result.returncode == 0, result.stderr
-    assert (result.stdout, result.stderr) == ("", "")
+    # Launchers and PyTorch's C++ may have something to say of their own.
+    assert not re.search(r"^\d\d:\d\d:\d\d ", result.stdout + result.stderr, re.MULTILINE)
+    assert not any(name in result.stderr for name in ("--per_gpu_eval_batch_size", "eval_loss"))
     assert (tmp_path / "out" / "eval_results.json").is_file()
 
 

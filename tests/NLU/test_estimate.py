@@ -139,7 +139,7 @@ def test_a_run_on_data(said, tiny_base, tiny_glue):
     figures = said(*common(tiny_base), *data, *LORA)
     lora, head = 2 * 2 * 4 * (32 + 32), 32 * 32 + 32 + 2 * 32 + 2
     assert figures["trained"].startswith(f"{lora + head:,} ")
-    assert figures["updates"] == "12"  # of 45 rows, 8 at a time, twice
+    assert figures["optimizer steps"] == "12"  # of 45 rows, 8 at a time, twice
     assert figures["a batch"].startswith("8 rows; ")
     assert figures["rate of a device"] == "100 GFLOP/s (given)"
 
@@ -147,20 +147,20 @@ def test_a_run_on_data(said, tiny_base, tiny_glue):
 def test_more_devices_make_fewer_updates(said, tiny_base, tiny_glue):
     data = ["--task_name", "rte", "--data_dir", tiny_glue, "--num_train_epochs", 2]
     figures = said(*common(tiny_base), *data, *LORA, "--estimate_devices", 3)
-    assert figures["updates"] == "4"
-    assert figures["an update"] == "3 batches, 1 a device"
+    assert figures["optimizer steps"] == "4"
+    assert figures["an optimizer step"] == "3 batches, 1 a device"
 
 
 def test_rows_of_one_length(said, tiny_base):
     figures = said(*common(tiny_base), "--task_name", "cola", "--estimate_length", 9)
     assert figures["a batch"] == "8 rows; 72 tokens, at most 72"
-    assert figures["updates"] == f"{3 * -(-8551 // 8):,}"
+    assert figures["optimizer steps"] == f"{3 * -(-8551 // 8):,}"
 
 
 def test_own_files_of_a_length_have_no_known_end(said, tiny_base):
     own = [*common(tiny_base), "--train_file", "not_there.csv", "--estimate_length", 9]
-    assert "updates" not in said(*own)
-    assert said(*own, "--max_steps", 7)["updates"] == "7"
+    assert "optimizer steps" not in said(*own)
+    assert said(*own, "--max_steps", 7)["optimizer steps"] == "7"
 
 
 def test_weights_that_are_not_there_yet_are_not_needed(said, tiny_base):

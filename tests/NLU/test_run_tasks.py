@@ -161,9 +161,9 @@ def test_an_estimate(scripts, tiny_base, tmp_path, capsys, task):
     arguments = command(tiny_base, tmp_path / "out", *flags, "--estimate_rate", 100, "--no_cuda")
     scripts[task].main(arguments)
     read = capsys.readouterr().out
-    assert "updates                 24\n" in read  # of 8 examples each, three times
+    assert "optimizer steps         24\n" in read  # of 8 examples each, three times
     scripts[task].main([*arguments, "--estimate_length", "9", "--max_steps", "5"])
-    assert "updates                 5\n" in capsys.readouterr().out
+    assert "optimizer steps         5\n" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
 
 

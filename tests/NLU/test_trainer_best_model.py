@@ -94,7 +94,7 @@ def test_a_run_without_a_best_model_says_so(make_trainer, caplog, settings, scor
     )
     trainer.train()
     assert trainer.state.best_model_checkpoint is None
-    message = "no evaluation found a best model in 10 updates, so the run ends with its last"
+    message = "no evaluation found a best model in 10 steps, so the run ends with its last"
     assert caplog.text.count(message) == 1
 
 

@@ -8,6 +8,7 @@ from trainer_runs import make_data, without_runtimes
 
 from loralib.training import curves
 from loralib.training.curves import CURVES_NAME, HOW_TO_GET_IT, is_matplotlib_available
+from transformers import Trainer
 from transformers.integrations import (
     CurvesCallback,
     TensorBoardCallback,
@@ -99,6 +100,25 @@ def test_an_evaluation_after_the_run_is_drawn_too(make_trainer, drawn):
     trainer.train()
     trainer.evaluate()
     assert [list(panels["loss"]) for panels in drawn] == [["training"], ["training", "evaluation"]]
+    trainer.evaluate(make_data(3))  # may be another set
+    assert len(drawn) == 2
+
+
+def test_a_run_that_evaluated_its_last_weights_is_drawn_once(make_trainer, drawn):
+    pytest.importorskip("matplotlib")
+    trainer = make_trainer(**PLOT)
+    trainer.train()
+    trainer.evaluate()
+    assert len(drawn) == 1
+
+
+def test_after_a_search_its_last_trial_is_not_drawn_into_its_folder(make_trainer, drawn):
+    pytest.importorskip("matplotlib")
+    trainer = make_trainer(**{**PLOT, "evaluation_strategy": "no"})
+    trainer.train()
+    trainer.state.is_hyper_param_search = True
+    trainer.evaluate()
+    assert len(drawn) == 1
 
 
 def test_an_evaluation_of_the_best_model_is_not_one_of_the_last_step(make_trainer, drawn):
@@ -155,14 +175,14 @@ def test_a_run_says_what_it_does_and_what_came_of_it(make_trainer, tmp_path, cap
         "devices": "cpu",
         "training set": "20 examples",
         "evaluated on": "9 examples",
-        "updates": "10 of 4 examples, 2 epochs",
+        "steps": "10 of 4 examples each, 2 epochs",
         "output": str(tmp_path / "out"),
     }
     (after,) = (text for text in caplog.messages if text.startswith("finished\n"))
     rows = rows_of(after)
     losses = {r["eval_loss"]: r["step"] for r in trainer.state.log_history if "eval_loss" in r}
     assert rows["best"] == f"step {losses[min(losses)]}: loss {min(losses):.4g} (by loss)"
-    assert "; 10 updates in " in rows["trained"]
+    assert "; 10 steps in " in rows["trained"]
     assert rows["files"] == str(tmp_path / "out")
 
     caplog.clear()
@@ -176,6 +196,31 @@ def test_a_run_says_what_it_does_and_what_came_of_it(make_trainer, tmp_path, cap
 def rows_of(text: str) -> dict[str, str]:
     """The rows of a table below a line."""
     return dict(re.split(r"  +", line.strip(), maxsplit=1) for line in text.splitlines()[1:])
+
+
+def test_one_step_of_one_epoch_is_in_the_singular(make_trainer, caplog):
+    settings = {"log_level": "info", "num_train_epochs": 1, "per_device_train_batch_size": 20}
+    trainer = make_trainer(**settings)
+    trainer.train()
+    trainer.log_end()
+    before, after = (t for t in caplog.messages if t.startswith(("training\n", "finished\n")))
+    assert rows_of(before)["steps"] == "1 of 20 examples, 1 epoch"
+    assert "; 1 step in " in rows_of(after)["trained"]
+
+
+def test_a_loss_that_is_logged_within_the_first_step_is_a_line(make_trainer, caplog):
+    class Logs(Trainer):
+        """One whose loss logs itself, before the step is made."""
+
+        def compute_loss(self, model, inputs, return_outputs=False):
+            loss = super().compute_loss(model, inputs)
+            self.log({"loss": 0.5})
+            return loss
+
+    make_trainer(kind=Logs, log_level="info", max_steps=2).train()
+    first, second = (line for line in caplog.messages if line.startswith("step "))
+    assert re.fullmatch(r"step 0 of 2: loss 0\.5(, epoch \S+)?", first)
+    assert re.fullmatch(r"step 1 of 2: loss 0\.5, epoch [\d.]+; .+ left", second)
 
 
 def test_a_run_without_a_level_says_nothing_of_itself(make_trainer, caplog, capsys):

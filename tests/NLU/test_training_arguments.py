@@ -131,6 +131,11 @@ def test_places_to_report_to_that_are_not_carried(args, name):
         args(report_to=name)
 
 
+def test_none_goes_with_no_other_place(args):
+    with pytest.raises(ValueError, match=r"--report_to none: leave it out, or plot, tensorboard$"):
+        args(report_to=["tensorboard", "none", "plot"])
+
+
 def test_places_that_are_not_installed(tmp_path):
     for name, available in (
         ("tensorboard", is_tensorboard_available()),

@@ -174,12 +174,25 @@ def test_the_chart_has_the_table_s_rows(contest, runners, fake_worker, capsys, d
         assert image.format == "PNG"
 
 
-def test_no_chart_of_no_rows(contest, runners, fake_worker, drawn, tmp_path):
+def test_no_chart_of_no_rows(contest, runners, fake_worker, drawn, tmp_path, capsys):
     fake_worker(lambda plan: 1)
     ours = {"float32": contest.Contestant("absent", "ours")}
     measurement = contest.Measurement(runners, contest.by_dtype(ours), plan_of, columns(contest))
     assert contest.compete("x", measurement, flags(plot=tmp_path / "chart.png")) == 0
     assert not drawn
+    printed = capsys.readouterr().out
+    assert f"- not drawn: {tmp_path / 'chart.png'}: the table has no rows" in printed
+
+
+def test_hyphens_within_the_machine_s_name_stay(
+    contest, runners, fake_worker, drawn, tmp_path, monkeypatch
+):
+    fake_worker(lambda plan: 1)
+    monkeypatch.setattr(contest, "machine", lambda results, load: "- CPU: a- b - c\n- Python")
+    ours = {"float32": runners[0]}
+    measurement = contest.Measurement(runners, contest.by_dtype(ours), plan_of, columns(contest))
+    assert contest.compete("x", measurement, flags(plot=tmp_path / "chart.png")) == 0
+    assert [footer for _, _, footer in drawn] == ["CPU: a- b - c\nPython"]
 
 
 @pytest.fixture

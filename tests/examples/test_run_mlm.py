@@ -63,7 +63,7 @@ def test_an_estimate(script, tmp_path, capsys):
     argv += ["--do_train", *shape.split(), "--estimate", "--estimate_rate", "1"]
     script.main(argv)
     said = capsys.readouterr().out
-    assert "updates                 10\n" in said  # of 8 lines each
+    assert "optimizer steps         10\n" in said  # of 8 lines each
     assert "(100.00 %)" in said
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="--estimate_length"):

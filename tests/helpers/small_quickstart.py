@@ -8,9 +8,9 @@ from places import load_script
 
 def make_base_and_task(folder: Path) -> Path:
     """Writes ``base`` and ``data`` into a folder; returns the folder."""
-    chance = random.Random(0)
+    rng = random.Random(0)
     words = ["the", "soup", "film", "was", "very", "not", "good", "bad", "great", "and", "but"]
-    texts = [" ".join(chance.choices(words, k=chance.randint(3, 9))) for _ in range(60)]
+    texts = [" ".join(rng.choices(words, k=rng.randint(3, 9))) for _ in range(60)]
     (folder / "corpus.txt").write_text("\n".join(texts) + "\n")
     shape = "--vocab_size 300 --hidden_size 16 --num_hidden_layers 2 --num_attention_heads 2"
     shape += " --intermediate_size 16 --max_seq_length 20 --max_steps 1 --do_train --no_cuda"

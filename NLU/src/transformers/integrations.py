@@ -1,6 +1,5 @@
 """Packages that are used where installed: TensorBoard, Weights & Biases, matplotlib, optuna."""
 
-import importlib.util
 import os
 from numbers import Real
 from pathlib import Path
@@ -12,6 +11,7 @@ from loralib.training.curves import (
     is_matplotlib_available,
     write_curves,
 )
+from loralib.training.reports import check_installed, is_installed
 
 from .modeling_utils import PreTrainedModel
 from .trainer_callback import TrainerCallback, TrainerState
@@ -31,17 +31,17 @@ logger = logging.get_logger(__name__)
 
 def is_tensorboard_available() -> bool:
     """Whether TensorBoard is installed."""
-    return importlib.util.find_spec("tensorboard") is not None
+    return is_installed("tensorboard")
 
 
 def is_wandb_available() -> bool:
     """Whether Weights & Biases is installed."""
-    return importlib.util.find_spec("wandb") is not None
+    return is_installed("wandb")
 
 
 def is_optuna_available() -> bool:
     """Whether optuna is installed."""
-    return importlib.util.find_spec("optuna") is not None
+    return is_installed("optuna")
 
 
 def _named(logs: dict[str, float]) -> dict[str, float]:
@@ -126,8 +126,8 @@ def place_of(name: str) -> Place | None:
 class CurvesCallback(TrainerCallback):
     """Writes ``learning_curves.png`` into ``args.output_dir`` at the end of a run.
 
-    All records of the run are in it, also those from before it was resumed. An evaluation after the
-    run is, where it is of the run's last weights.
+    All records of the run are in it, also those from before it was resumed. So is the first
+    evaluation after the run, where the run itself has not evaluated its last weights.
 
     Attributes:
         path: the picture; None as long as there is none.
@@ -147,8 +147,20 @@ class CurvesCallback(TrainerCallback):
         self._write(args, state)
 
     def on_evaluate(self, args, state, control, **kwargs) -> None:
-        """Draws an evaluation after a run, too."""
-        if not self._is_training and state.max_steps and not args.load_best_model_at_end:
+        """Draws the run again where the first evaluation of its last weights comes after it.
+
+        Later ones may be of other data. A trial's folder is no longer the output folder after its
+        search, and with `load_best_model_at_end` the weights are another step's.
+        """
+        of_the_run = state.max_steps and not state.is_hyper_param_search
+        if self._is_training or not of_the_run or args.load_best_model_at_end:
+            return
+        evaluations = [
+            record
+            for record in state.log_history
+            if record["step"] == state.global_step and any(n.startswith("eval_") for n in record)
+        ]
+        if len(evaluations) == 1:  # this one
             self._write(args, state)
 
     def _write(self, args: TrainingArguments, state: TrainerState) -> None:
@@ -184,7 +196,7 @@ def reporting_callbacks(args: TrainingArguments) -> list[type[TrainerCallback]]:
             if name in asked or ("all" in asked and args.do_train):
                 logger.log(level, HOW_TO_GET_IT)
         elif name in asked:
-            raise ValueError(f"--report_to {name}: it is not installed (pip install {name})")
+            check_installed(name)
     return callbacks
 
 

@@ -665,7 +665,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         best = self.state.best_model_checkpoint
         if best is None:
             logger.warning(
-                "--load_best_model_at_end: no evaluation found a best model in %s updates, so the "
+                "--load_best_model_at_end: no evaluation found a best model in %s steps, so the "
                 "run ends with its last weights; see --evaluation_strategy and --eval_steps",
                 self.state.global_step,
             )

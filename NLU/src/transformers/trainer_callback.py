@@ -42,8 +42,8 @@ class TrainerState:
 
     Args:
         epoch: passes over the training set so far, a fraction.
-        global_step: updates so far.
-        max_steps: updates in all.
+        global_step: steps so far, of the optimizer.
+        max_steps: steps in all.
         num_train_epochs: passes in all.
         total_flos: floating-point operations so far; see `Trainer.floating_point_ops`.
         log_history: all log records.
@@ -337,7 +337,7 @@ def _ask(control: TrainerControl, request: str, due: bool) -> None:
 
 
 class ProgressCallback(TrainerCallback):
-    """A bar over the run's updates, and one over each evaluation; from the main process only."""
+    """A bar over the run's steps, and one over each evaluation; from the main process only."""
 
     def __init__(self) -> None:
         # The bars on the screen by what they show.
@@ -431,8 +431,9 @@ class PrinterCallback(TrainerCallback):
         if not state.is_world_process_zero or self._pace is None or "train_runtime" in logs:
             return
         if logger.isEnabledFor(logging.INFO):
-            pace = f"; {self._pace.at(state.global_step)}" if "loss" in logs else ""
-            logger.info("%s%s", _record_in_words(state, logs), pace)
+            pace = self._pace.at(state.global_step) if "loss" in logs else ""
+            words = _record_in_words(state, logs)
+            logger.info("%s", f"{words}; {pace}" if pace else words)
         elif args.log_level is None:
             print(logs, flush=True)
 

@@ -211,7 +211,7 @@ class TrainingPasses:
         Args:
             epoch: the pass.
             skip: batches that a resumed run has seen.
-            step: updates so far.
+            step: steps so far.
             rng: the state of the random generators at the beginning of this pass, where `skip` is
                 positive and it is known.
 

@@ -131,10 +131,10 @@ def estimate_run(
     typical, largest = typical_and_largest(list(batches), lengths)
     with _without_output(args) as own:
         devices = asked.estimate_devices or own.world_size
-        updates = args.max_steps if args.max_steps > 0 else None
+        steps = args.max_steps if args.max_steps > 0 else None
         if counted:
             shared = TrainingBatches(count, size, args.seed, devices, drop_last=drop)
-            updates = args.updates_of(len(shared))
+            steps = args.updates_of(len(shared))
 
         def build(layers: int | None) -> Training:
             shape = config if layers is None else _with_layers(config, layers)
@@ -149,7 +149,7 @@ def estimate_run(
             typical,
             largest,
             batches=args.gradient_accumulation_steps,
-            updates=updates,
+            steps=steps,
             device=own.device,
             dtype=args.compute_dtype,
             devices=devices,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from loralib.adapters.summary import lora_in_words, trained_in_words
-from loralib.io.console import counted, devices_in_words, in_words, table
+from loralib.io.console import counted, devices_in_words, in_words, steps_in_words, table
 from loralib.training.distributed import share_warnings, sum_over_processes
 
 from .adapter_kinds import BITFIT, BOTTLENECK
@@ -49,7 +49,10 @@ class TrainerRecords:
         self._call("on_log", shown)
 
     def _log_beginning(self, examples: int, max_steps: int, checkpoint: str | None) -> None:
-        """Says what is trained, on what and where; once, from the main process."""
+        """Says what is trained, on what and where; the main process does.
+
+        All processes have to call it, as `share_warnings` has them meet.
+        """
         args = self.args
         share_warnings(args.process_index, args.world_size)
         if args.is_main_process and logger.isEnabledFor(logging.INFO):
@@ -76,19 +79,23 @@ class TrainerRecords:
 
     def _about_data(self, examples: int, max_steps: int) -> list[tuple[str, str]]:
         args = self.args
-        update = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
+        batch = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
         known = counted(examples, "example") if examples else "of unknown length"
-        epochs = f", {args.num_train_epochs:g} epochs" if args.max_steps <= 0 else ""
+        epochs = f", {counted(args.num_train_epochs, 'epoch')}" if args.max_steps <= 0 else ""
         evaluated = length_of(self.eval_dataset)
         return [
             ("training set", known),
             *([("evaluated on", counted(evaluated, "example"))] if evaluated else []),
-            ("updates", f"{max_steps:,} of {counted(update, 'example')}{epochs}"),
+            ("steps", f"{steps_in_words(max_steps, batch)}{epochs}"),
             ("output", os.path.abspath(args.output_dir)),
         ]
 
     def log_end(self) -> None:
-        """Says what a run has come to, and where its files are; once, from the main process."""
+        """Says what a run has come to, and where its files are; the main process does.
+
+        All processes have to call it, after training: `share_warnings` has them meet, and where one
+        stays away, the others wait for it.
+        """
         args = self.args
         share_warnings(args.process_index, args.world_size)
         if not args.is_main_process or not logger.isEnabledFor(logging.INFO):
@@ -106,7 +113,7 @@ class TrainerRecords:
         if not runs:
             return []
         time = in_words(runs[-1]["train_runtime"])
-        took = f"{counted(self.state.global_step, 'update')} in {time}"
+        took = f"{counted(self.state.global_step, 'step')} in {time}"
         rows = [("trained", f"{trained_in_words(self.model)}; {took}")]
         metric = f"eval_{(self.args.metric_for_best_model or 'loss').removeprefix('eval_')}"
         during = [r for r in history[: history.index(runs[-1])] if metric in r]

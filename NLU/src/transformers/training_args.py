@@ -19,6 +19,7 @@ from loralib.training.distributed import TIMEOUT, barrier, choose_device, join
 from loralib.training.launch import Launch
 from loralib.training.precision import compute_dtype, has_apex
 from loralib.training.process import LOG_LEVELS, rank
+from loralib.training.reports import check_none_is_alone
 
 from .hf_argparser import flag
 from .trainer_utils import IntervalStrategy, SchedulerType
@@ -89,7 +90,7 @@ class TrainingArguments:
     per_device_eval_batch_size: int = flag(8, "examples a batch on each process in evaluations")
     per_gpu_train_batch_size: int | None = flag(None, "old name: per_device_train_batch_size")
     per_gpu_eval_batch_size: int | None = flag(None, "old name: per_device_eval_batch_size")
-    gradient_accumulation_steps: int = flag(1, "batches whose gradients make one update")
+    gradient_accumulation_steps: int = flag(1, "batches whose gradients make one step")
     eval_accumulation_steps: int | None = flag(
         None, "evaluation batches after which predictions move from the device to the CPU"
     )
@@ -105,16 +106,16 @@ class TrainingArguments:
     adam_epsilon: float = flag(1e-8, "AdamW's epsilon")
     max_grad_norm: float = flag(1.0, "the gradient's norm is clipped to this; 0 does not clip")
     num_train_epochs: float = flag(3.0, "passes over the training set; may be a fraction")
-    max_steps: int = flag(-1, "updates to make; where positive, it wins over num_train_epochs")
+    max_steps: int = flag(-1, "optimizer steps to make; where positive, wins over num_train_epochs")
     lr_scheduler_type: SchedulerType = flag("linear", "shape of the learning rate over time")
-    warmup_ratio: float = flag(0.0, "share of all updates in which the rate rises from 0")
-    warmup_steps: int = flag(0, "the same in updates; where positive, it wins over warmup_ratio")
+    warmup_ratio: float = flag(0.0, "share of all steps in which the rate rises from 0")
+    warmup_steps: int = flag(0, "the same in steps; where positive, it wins over warmup_ratio")
     logging_dir: str | None = flag(None, "TensorBoard's folder (default: runs/<time>_<host>)")
     logging_strategy: IntervalStrategy = flag("steps", "when to log")
-    logging_first_step: bool = flag(False, "log the first update too")
-    logging_steps: int = flag(500, "updates between two logs")
+    logging_first_step: bool = flag(False, "log the first step too")
+    logging_steps: int = flag(500, "steps between two logs")
     save_strategy: IntervalStrategy = flag("steps", "when to save checkpoints")
-    save_steps: int = flag(500, "updates between two checkpoints")
+    save_steps: int = flag(500, "steps between two checkpoints")
     save_total_limit: int | None = flag(None, "keep this many checkpoints, and the best")
     save_lora_only: bool = flag(
         False,
@@ -133,7 +134,7 @@ class TrainingArguments:
     tpu_metrics_debug: bool = flag(False, "refused: no TPU support")
     debug: bool = flag(False, "refused: no TPU support")
     dataloader_drop_last: bool = flag(False, "leave out a last batch that is not full")
-    eval_steps: int | None = flag(None, "updates between evaluations (default: logging_steps)")
+    eval_steps: int | None = flag(None, "steps between evaluations (default: logging_steps)")
     dataloader_num_workers: int = flag(
         0,
         "processes that prepare batches; where batches are random, as in masking, a run that is "
@@ -268,6 +269,7 @@ class TrainingArguments:
             raise ValueError("--fp16 and --bf16 are two precisions: give one")
         if self.load_best_model_at_end:
             self._save_at_evaluations()
+        check_none_is_alone(self.report_to or ())
         unknown = set(self.report_to or ()) - {"all", "none", *_REPORTERS}
         if unknown:
             name = min(unknown)

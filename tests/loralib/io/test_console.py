@@ -19,6 +19,7 @@ from loralib.io.console import (
     in_words,
     painted,
     share_in_words,
+    steps_in_words,
     table,
 )
 
@@ -109,6 +110,9 @@ def test_figures_in_words():
     assert share_in_words(1000, 4000) == "1,000 of 4,000 (25.00 %)"
     assert share_in_words(0, 0) == "0 of 0 (0.00 %)"
     assert [counted(n, "step") for n in (0, 1, 2000)] == ["0 steps", "1 step", "2,000 steps"]
+    assert [counted(n, "epoch") for n in (1.0, 2.5)] == ["1 epoch", "2.5 epochs"]
+    assert steps_in_words(2000, 4) == "2,000 of 4 examples each"
+    assert steps_in_words(1, 1) == "1 of 1 example"
     assert devices_in_words("cuda:0", 1) == "cuda:0"
     assert devices_in_words("cuda:0", 4) == "cuda, 4 processes"
 
@@ -122,6 +126,7 @@ def test_the_pace_of_a_run(monkeypatch):
     now = 300.0
     assert pace.at(35) == "8 s a step, 3 min 20 s left"
     assert pace.at(60) == "4 s a step"
+    assert pace.at(10) == Pace(0, 10).at(0) == ""  # no step has been made
 
 
 # ---- messages ----

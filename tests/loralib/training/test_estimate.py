@@ -173,7 +173,7 @@ def plan_of(**changes) -> Plan:
         "typical": Rows([0, 1], 20),
         "largest": Rows([0, 1, 2], 30),
         "batches": 2,
-        "updates": 100,
+        "steps": 100,
         "device": CPU,
         "dtype": torch.float32,
         "devices": 1,
@@ -214,7 +214,7 @@ def test_the_table():
         "trained                 2,500 (0.25 %)",
         "computed in             float32, on cpu",
         "devices                 4",
-        "an update               8 batches, 2 a device",
+        "an optimizer step       8 batches, 2 a device",
         "a batch                 2 rows; 20 tokens, at most 30",
         "",
         "memory a device",
@@ -225,15 +225,15 @@ def test_the_table():
         "  total                      2.503 GiB",
         "",
         "rate of a device        10 GFLOP/s (given)",
-        "arithmetic an update    0.008 TFLOP",
-        "time an update          0.2 s",
-        "updates                 100",
+        "arithmetic of a step    0.008 TFLOP",
+        "time of a step          0.2 s",
+        "optimizer steps         100",
         "arithmetic of the run   0.001 PFLOP",
         "time of the run         20 s",
     ]
 
 
 def test_the_table_without_a_known_end():
-    taken = Estimate(plan_of(updates=None, rate=None), 10, 5, Memory(1, 1, 1, 1), 10**9, 1e10)
+    taken = Estimate(plan_of(steps=None, rate=None), 10, 5, Memory(1, 1, 1, 1), 10**9, 1e10)
     assert "measured here" in str(taken)
     assert "of the run" not in str(taken)

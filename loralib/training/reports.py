@@ -1,0 +1,30 @@
+"""Where a run's figures are reported to: the checks of --report_to, which both trees have."""
+
+import importlib.util
+from collections.abc import Collection
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported; it is not imported here."""
+    return importlib.util.find_spec(package) is not None
+
+
+def check_none_is_alone(asked: Collection[str]) -> None:
+    """Checks that "none" is not asked for together with others.
+
+    Raises:
+        ValueError: it is; the message names the others.
+    """
+    others = sorted({*asked} - {"none"})
+    if "none" in asked and others:
+        raise ValueError(f"--report_to none: leave it out, or {', '.join(others)}")
+
+
+def check_installed(package: str) -> None:
+    """Checks that a package that is asked for by name is installed.
+
+    Raises:
+        ValueError: it is not; the message says how to install it.
+    """
+    if not is_installed(package):
+        raise ValueError(f"--report_to {package}: it is not installed (pip install {package})")
