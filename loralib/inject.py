@@ -39,7 +39,15 @@ from .in_place import (
     was_turned,
 )
 from .layers import Embedding, Linear, LoRALayer, MergedLinear
-from .targets import Target, as_targets, by_pattern, find, first_names, is_any
+from .targets import (
+    Target,
+    as_targets,
+    by_pattern,
+    check_exclusions,
+    find,
+    first_names,
+    is_any,
+)
 from .utils import check_bias, check_whole, freeze_base, train_biases
 
 
@@ -96,7 +104,7 @@ def add_lora(
         r: rank of the updates.
         lora_alpha: the updates are scaled by lora_alpha / r, or as the variant has it.
         lora_dropout: dropout on the updates' input.
-        exclude: which modules among these are left out.
+        exclude: which modules among these are left out; each exclusion has to leave out one.
         layers: the numbers of the layers to adapt, such as [0, 1] or range(6, 12).
         rank_pattern: another r for some modules, by target; of several patterns that match, the
             first counts.
@@ -119,18 +127,22 @@ def add_lora(
         The names of the adapted modules. A second call adds others, and leaves what is trained.
 
     Raises:
-        ValueError: a target or a pattern matches nothing, or a module that has LoRA already; a
-            setting is of another type than it has to be, or out of its range; a rank is larger than
-            a dimension of its weight; DoRA is for a weight with rows of zeros; a module is both
-            adapted and in modules_to_train; a weight is tied; the model is wrapped (DDP, FSDP,
-            compile) or its tensors are inference tensors.
+        ValueError: a target or a pattern matches nothing, or a module that has LoRA already; an
+            exclusion leaves out nothing; a setting is of another type than it has to be, or out of
+            its range; a rank is larger than a dimension of its weight; DoRA is for a weight with
+            rows of zeros; a module is both adapted and in modules_to_train; a weight is tied; the
+            model is wrapped (DDP, FSDP, compile) or its tensors are inference tensors.
         UnsupportedLayerError: there is no LoRA layer for such a module. Nothing is changed then.
     """
     check_bias(bias)
     exclude = as_targets(exclude, "exclude")
     to_train = as_targets(modules_to_train, "modules_to_train")
+    targets = as_targets(targets)
     names = find(model, targets, exclude=exclude, layers=layers, is_linear=is_linear)
     names = _with_output_projections(model, names, exclude)
+    if exclude:
+        every = find(model, targets, is_linear=is_linear)
+        check_exclusions(model, exclude, _with_output_projections(model, every, ()))
     trained = find(model, to_train) if to_train else []
     _check_trained(model, trained, [*names, *names_of_updates(model)])
     ranks = by_pattern(names, rank_pattern or {}, r)

@@ -166,6 +166,29 @@ def _check_names_agree(
             )
 
 
+def check_exclusions(model: nn.Module, exclude: Iterable[Target], meant: Collection[str]) -> None:
+    """Checks that each exclusion leaves out one of the modules that would be meant without it.
+
+    Args:
+        model: the model.
+        exclude: what is left out.
+        meant: the first names of the modules that the targets mean, those left out as well.
+
+    Raises:
+        ValueError: one leaves out none of them.
+    """
+    first = first_names(model)
+    for target in exclude:
+        found = [name for name in first if matches(name, target)]
+        if not {first[name] for name in found} & set(meant):
+            text = target.pattern if isinstance(target, re.Pattern) else target
+            inner = next(
+                (each for each in meant for name in found if each.startswith(f"{name}.")), None
+            )
+            hint = f"; {inner} is inside of such a module, use '{text}.*'" if inner else ""
+            raise ValueError(f"exclude '{text}' leaves out none of the targets{hint}")
+
+
 def all_linear(model: nn.Module, is_linear: Callable[[nn.Module], bool]) -> list[str]:
     """The names of a model's linear layers but for the head's.
 

@@ -377,6 +377,12 @@ WRONG = {
     "no layer": (AnyModel, {"layers": [3]}, "no layer 3; its numbers are 0 to 2"),
     "excluded": (AnyModel, {"exclude": "q_proj"}, "matches only modules that are left out"),
     "excluded none": (AnyModel, {"exclude": "x_proj"}, "'x_proj' matches no module"),
+    "excluded another": (AnyModel, {"exclude": "v_proj"}, "exclude 'v_proj' leaves out none of"),
+    "excluded a block": (
+        AnyModel,
+        {"exclude": "layers.1"},
+        "none of the targets; layers.1.q_proj is inside of such a module, use 'layers.1.*'",
+    ),
     "a block": (AnyModel, {"targets": "layers.1"}, r"layers.1 is a .*Block, which has no LoRA"),
     "norm": (AnyModel, {"targets": "norm1"}, "norm1 is a .*LayerNorm, which has no LoRA layer"),
     "rank": (AnyModel, {"r": 9}, "r = 9 is larger than a dimension of layers.0.q_proj: 8"),
