@@ -26,6 +26,7 @@ from ..targets import other_places
 from .adapter import LORA, Adapter
 from .checks import check_positions
 from .families import enabled_slices
+from .peft import unlike_pefts
 
 MAGNITUDE = "lora_magnitude_vector"
 START_A, START_B = "lora_A_start", "lora_B_start"
@@ -234,7 +235,8 @@ def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, AdaptedWeig
 
     Raises:
         CheckpointError: as `deltas_of`; or the model lacks such a module, has it in another shape,
-            or in several places, of which PEFT has adapted one alone.
+            or in several places, of which PEFT has adapted one alone, or as a convolution whose
+        update PEFT computes in another way.
     """
     modules = {}
     others = other_places(model) if adapter.format == "peft" else {}
@@ -245,6 +247,9 @@ def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, AdaptedWeig
                 f"{adapter.source}: adapts {name}, which the model uses in several places, and "
                 "PEFT has adapted one of them alone: load it with PEFT"
             )
+        reason = unlike_pefts(module) if adapter.format == "peft" else None
+        if reason:
+            raise CheckpointError(f"{adapter.source}: {name} is {reason}: load it with PEFT")
         adapted = AdaptedWeight(module, weight, delta)
         kernel = adapter.tensors[f"{name}.lora_A"].shape[1:]
         theirs = (delta.out_features, *(kernel if len(kernel) > 1 else [delta.in_features]))

@@ -219,14 +219,23 @@ def write_adapter(
     return [*_unchecked(adapter, format), *write_checked_adapter(path, adapter, format)]
 
 
-def write_checked_adapter(path: str | os.PathLike, adapter: Adapter, format: str) -> list[str]:
-    """As `write_adapter`, for an adapter whose model is known to have such layers."""
+def write_checked_adapter(
+    path: str | os.PathLike, adapter: Adapter, format: str, model_class: type | None = None
+) -> list[str]:
+    """As `write_adapter`, for an adapter whose model is known to have such layers.
+
+    Args:
+        path: likewise.
+        adapter: likewise.
+        format: likewise.
+        model_class: the class of that model; PEFT's settings say it.
+    """
     path = Path(path)
     if format not in FORMATS:
         raise ValueError(f"unknown format '{format}' (known: {', '.join(FORMATS)})")
     _check_sound(adapter, format)
     if format == "peft":
-        return _write_peft(path, adapter)
+        return _write_peft(path, adapter, model_class)
     if path.suffix not in ("", *_SUFFIXES[format]):
         names = " or ".join(_SUFFIXES[format])
         raise CheckpointError(
@@ -374,13 +383,12 @@ def _lost(metadata: AdapterMetadata | None, kept: Iterable[str]) -> list[str]:
     ]
 
 
-def _write_peft(path: Path, adapter: Adapter) -> list[str]:
+def _write_peft(path: Path, adapter: Adapter, model_class: type | None) -> list[str]:
     adapter, remarks = peft_writing.as_peft_computes(adapter)
     metadata = adapter.lora
     tensors = peft_writing.tensors_of(adapter)
-    peft_writing.write(
-        path, peft_writing.config_of(adapter), tensors, with_checksum(tensors, metadata)
-    )
+    config = peft_writing.config_of(adapter, model_class)
+    peft_writing.write(path, config, tensors, with_checksum(tensors, metadata))
     unseen = [
         name
         for name in ("base_fingerprint", "task", "labels", "trained_with", "freeze_A")

@@ -29,7 +29,7 @@ import functools
 import re
 from collections.abc import Collection
 
-from torch import Tensor
+from torch import Tensor, nn
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -68,6 +68,18 @@ def attention_of(module: str, modules: Collection[str]) -> str | None:
     """
     owner = module.removesuffix(OUT_PROJ)
     return owner if owner != module and owner in modules else None
+
+
+def unlike_pefts(module: nn.Module) -> str | None:
+    """Why PEFT's update of a convolution computes something else than ours; None if it does not.
+
+    PEFT makes its lora_A with the stride and padding of the convolution, and nothing else of it.
+    """
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and (
+        module.groups > 1 or module.padding_mode != "zeros" or set(module.dilation) != {1}
+    ):
+        return "a convolution with groups, dilation or a padding_mode, which PEFT's lora_A has not"
+    return None
 
 
 def magnitude_of(tensor: Tensor) -> Tensor:

@@ -124,9 +124,9 @@ def read(
 
 
 def _head_of_task(task: object, names: Iterable[str]) -> str | None:
-    """The head that PEFT's task type is for, in a registered family that has it."""
+    """The head that PEFT's task type is for; in a registered family, if that has it."""
     family = family_of(names)
-    heads = family.heads if family else ()
+    heads = family.heads if family else TASK_OF_HEAD
     return next(
         (head for head, its_task in TASK_OF_HEAD.items() if its_task == task and head in heads),
         None,

@@ -231,8 +231,14 @@ def _joined_B(delta: Delta) -> Tensor:
     return joined
 
 
-def config_of(adapter: Adapter) -> dict[str, Any]:
-    """PEFT's settings for an adapter, as `as_peft_computes` gives it."""
+def config_of(adapter: Adapter, model_class: type | None = None) -> dict[str, Any]:
+    """PEFT's settings for an adapter, as `as_peft_computes` gives it.
+
+    Args:
+        adapter: the adapter.
+        model_class: the class of its model, by which PEFT's auto classes find it where there is no
+            task type.
+    """
     metadata, family = adapter.lora, family_of(adapter.tensors)
     parts = {module: len(delta.starts) for module, delta in deltas_of(adapter).items()}
     targets = {module for module in parts if attention_of(module, parts) is None}
@@ -250,12 +256,14 @@ def config_of(adapter: Adapter) -> dict[str, Any]:
         if LORA.part not in name
     }
     task = (family.peft_task if family else None) or TASK_OF_HEAD.get(adapter.head or "")
+    task = task or ("SEQ_CLS" if _CLASSIFIER in saved and not adapter.head else None)
     has_attention = len(targets) < len(parts)
     told = {name: flags for flags, name in VARIANT_OF_FLAGS.items()}
     use_rslora, use_dora = told[metadata.variant or "lora"]
     return {
         "peft_type": "LORA",
-        "task_type": task or ("SEQ_CLS" if _CLASSIFIER in saved and not adapter.head else None),
+        "task_type": task,
+        "auto_mapping": None if task or model_class is None else _auto_mapping(model_class),
         "base_model_name_or_path": metadata.base,
         "revision": metadata.base_revision,
         "inference_mode": True,
@@ -273,6 +281,13 @@ def config_of(adapter: Adapter) -> dict[str, Any]:
         "use_dora": use_dora,
         # Older versions, which do not know this setting, would refuse the folder or warn of it.
         **({"peft_version": _VERSION} if has_attention else {}),
+    }
+
+
+def _auto_mapping(model_class: type) -> dict[str, str]:
+    return {
+        "base_model_class": model_class.__name__,
+        "parent_library": model_class.__module__,
     }
 
 

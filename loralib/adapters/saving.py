@@ -21,6 +21,7 @@ from .fingerprint import fingerprint_without
 from .formats import SUFFIXES, format_of_name, write_checked_adapter
 from .loading import lora_layers, lora_settings
 from .metadata import LoraMetadata
+from .peft import unlike_pefts
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +59,10 @@ def save_adapter(
     if format is None:
         format = format_of_name(path) if path.suffix in SUFFIXES else "peft"
     adapter = adapter_of(model, base=base, task=task, labels=labels)
+    plain = unwrapped(model)
     if format == "peft":
-        _check_peft_adapts(unwrapped(model), adapter.source)
-    return write_checked_adapter(path, adapter, format) + _left_behind(unwrapped(model), adapter)
+        _check_peft_adapts(plain, adapter.source)
+    return write_checked_adapter(path, adapter, format, type(plain)) + _left_behind(plain, adapter)
 
 
 def adapter_of(
@@ -185,8 +187,4 @@ def _not_as_in_peft(model: nn.Module, name: str, layer: LoRALayer) -> str | None
         return "of an nn.MultiheadAttention with inputs of several sizes, which PEFT does not adapt"
     if isinstance(owner, nn.MultiheadAttention) and getattr(owner, "r", 0) == 0:
         return "adapted without its nn.MultiheadAttention, which PEFT does not do"
-    if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) and (
-        layer.groups > 1 or layer.padding_mode != "zeros" or set(layer.dilation) != {1}
-    ):
-        return "a convolution with groups, dilation or a padding_mode, which PEFT's lora_A has not"
-    return None
+    return unlike_pefts(layer)

@@ -40,8 +40,8 @@ def check_lora(adapter: Adapter, lora_alpha: float | None = None) -> Adapter:
         level = logging.WARNING if adapter.format in ("release", "plain") else logging.INFO
         logger.log(
             level,
-            "%s: of no registered family: handled as an adapter of any model, whatever its layers "
-            "share or stack; importing the package that has its models registers the family",
+            "%s: its tensors are taken by their names, as those of any model: whether its layers "
+            "share a weight or stack updates is not known",
             adapter.source,
         )
     return adapter

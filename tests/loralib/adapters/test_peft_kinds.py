@@ -10,8 +10,10 @@ from adapted_models import CASES
 from adapter_files import peft_folder, refused
 from compare import assert_same_bits
 from safetensors.torch import load_file
+from torch import nn
 
 import loralib as lora
+from loralib.adapters.deltas import merge_into
 from loralib.adapters.formats import read_adapter, write_adapter
 
 PREFIX = "base_model.model."
@@ -73,6 +75,49 @@ def test_a_convolutions_shapes(tmp_path):
         "space.lora_B.weight": (4, 2, 1, 1, 1),
         "space.lora_magnitude_vector": (1, 4, 1, 1, 1),
     }
+
+
+@pytest.mark.parametrize(
+    "settings", [{"dilation": 2, "padding": "same"}, {"padding": 1, "padding_mode": "reflect"}]
+)
+def test_convolutions_that_peft_computes_otherwise(tmp_path, settings):
+    """PEFT's folder does not show it: its lora_A pads with zeros, and has no dilation."""
+
+    def model(**settings):
+        torch.manual_seed(0)
+        return nn.ModuleDict({"conv": nn.Conv2d(2, 3, 3, **settings)})
+
+    plain, adapted = model(padding=1), model(padding=1)
+    lora.add_lora(adapted, "conv", r=2)
+    lora.save_adapter(adapted, tmp_path / "a")
+    lora.load_adapter(plain, tmp_path / "a")
+    other = model(**settings)
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    for take in (
+        lambda: lora.load_adapter(other, tmp_path / "a"),
+        lambda: merge_into(other, lora.read_adapter(tmp_path / "a")),
+    ):
+        refused(take, tmp_path / "a", "conv is a convolution with groups, dilation or a padding")
+    assert_same_bits(other.state_dict(), before)
+    lora.save_adapter(adapted, tmp_path / "a.safetensors")
+    lora.load_adapter(other, tmp_path / "a.safetensors")  # ours has them
+
+
+def test_a_task_or_the_models_class(tmp_path):
+    """PEFT's auto classes need one of them."""
+    _, config, _ = saved(tmp_path, "linear")
+    assert config["task_type"] is None
+    assert config["auto_mapping"] == {
+        "base_model_class": "Words",
+        "parent_library": "adapted_models",
+    }
+    for task in ("CAUSAL_LM", "TOKEN_CLS"):
+        folder = tmp_path / task
+        tensors = load_file(tmp_path / "a" / "adapter_model.safetensors")
+        peft_folder(folder, tensors, task_type=task, target_modules=["qkv", "out"])
+        write_adapter(tmp_path / f"{task}_again", read_adapter(folder), "peft")
+        again = json.loads((tmp_path / f"{task}_again" / "adapter_config.json").read_text())
+        assert (again["task_type"], again["auto_mapping"]) == (task, None)
 
 
 def test_an_attentions_names(tmp_path):
