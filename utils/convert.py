@@ -4,7 +4,7 @@
     python utils/convert.py output/rte rte_peft --to peft
     python utils/convert.py someone/their-peft-adapter adapter.safetensors --to lora
     python utils/convert.py lora_mnli.bin mnli.safetensors --to lora --lora_alpha 16
-    python utils/convert.py model.26289.pt e2e_merged --to merged --base gpt2-medium
+    python utils/convert.py model.26290.pt e2e_merged --to merged --base gpt2-medium
 
 IN is an adapter of any format: a file, a folder, or a name on the hub. From a full
 checkpoint with LoRA, the adapter is extracted. OUT is

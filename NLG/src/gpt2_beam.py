@@ -1,7 +1,7 @@
 """Writes a text after each context of an encoded file, by beam search.
 
     python -m torch.distributed.launch --nproc_per_node=1 src/gpt2_beam.py --platform local \\
-        --data data/e2e/test.jsonl --init_checkpoint base.bin --lora_path model.26289.pt …
+        --data data/e2e/test.jsonl --init_checkpoint base.bin --lora_path model.26290.pt …
 
 --init_checkpoint is the base and --lora_path the LoRA trained on it; a whole model.<step>.pt, which
 holds both, is given as --init_checkpoint alone.
