@@ -173,18 +173,18 @@ def _name_in_config(model: nn.Module) -> str | None:
 def _check_peft_adapts(model: nn.Module, source: str) -> None:
     """Refuses layers that PEFT would adapt in another way, where tensors do not show it."""
     others = other_places(model)
-    for name, layer in lora_layers(model).items():
-        reason = _not_as_in_peft(model, name, layer)
+    for name in lora_layers(model):
+        reason = _not_as_in_peft(model, name)
         if name in others:
             reason = f"{others[name]} as well, of which PEFT adapts one alone"
         if reason:
             raise NeedsMergingError(source, f"{name} is {reason}")
 
 
-def _not_as_in_peft(model: nn.Module, name: str, layer: LoRALayer) -> str | None:
+def _not_as_in_peft(model: nn.Module, name: str) -> str | None:
     owner: Any = model.get_submodule(name.rpartition(".")[0])
     if isinstance(owner, nn.MultiheadAttention) and not owner._qkv_same_embed_dim:
         return "of an nn.MultiheadAttention with inputs of several sizes, which PEFT does not adapt"
     if isinstance(owner, nn.MultiheadAttention) and getattr(owner, "r", 0) == 0:
         return "adapted without its nn.MultiheadAttention, which PEFT does not do"
-    return unlike_pefts(layer)
+    return unlike_pefts(model.get_submodule(name))
