@@ -168,7 +168,7 @@ def _check_ranks(
 
 
 def _with_known(
-    read: LoraMetadata, known: LoraMetadata, modules: Iterable[str], source: str
+    read: LoraMetadata, known: LoraMetadata, modules: Collection[str], source: str
 ) -> LoraMetadata:
     """What this project wrote into the metadata of PEFT's weights, if the config says the same.
 
@@ -176,7 +176,8 @@ def _with_known(
         CheckpointError: the config says another variant, rank or alpha.
     """
     own: dict[str, Any] = {n: getattr(read, n) for n in ("base", "base_revision", "slices")}
-    own["head"] = known.head or read.head
+    # A task that is told by a head's name alone says less than what was written here.
+    own["head"] = known.head or (read.head if family_of(modules) else None)
     pairs: list[tuple[str, object, object]] = [("variant", known.variant, read.variant)]
     if known.head and read.head:
         pairs.append(("head", known.head, read.head))

@@ -263,7 +263,7 @@ def config_of(adapter: Adapter, model_class: type | None = None) -> dict[str, An
     return {
         "peft_type": "LORA",
         "task_type": task,
-        "auto_mapping": None if task or model_class is None else _auto_mapping(model_class),
+        **({} if task or model_class is None else {"auto_mapping": _auto_mapping(model_class)}),
         "base_model_name_or_path": metadata.base,
         "revision": metadata.base_revision,
         "inference_mode": True,
