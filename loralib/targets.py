@@ -167,7 +167,10 @@ def _check_names_agree(
 
 
 def check_exclusions(model: nn.Module, exclude: Iterable[Target], meant: Collection[str]) -> None:
-    """Checks that each exclusion leaves out one of the modules that would be meant without it.
+    """Checks that no exclusion names a block around targets, which it would not leave out.
+
+    One that names other modules, such as a head that "all-linear" leaves out by itself, does no
+    harm.
 
     Args:
         model: the model.
@@ -175,18 +178,20 @@ def check_exclusions(model: nn.Module, exclude: Iterable[Target], meant: Collect
         meant: the first names of the modules that the targets mean, those left out as well.
 
     Raises:
-        ValueError: one leaves out none of them.
+        ValueError: one names only such blocks.
     """
     first = first_names(model)
     for target in exclude:
         found = [name for name in first if matches(name, target)]
-        if not {first[name] for name in found} & set(meant):
-            text = target.pattern if isinstance(target, re.Pattern) else target
-            inner = next(
-                (each for each in meant for name in found if each.startswith(f"{name}.")), None
-            )
-            hint = f"; {inner} is inside of such a module, use '{text}.*'" if inner else ""
-            raise ValueError(f"exclude '{text}' leaves out none of the targets{hint}")
+        if {first[name] for name in found} & set(meant):
+            continue
+        for inner in meant:
+            if any(inner.startswith(f"{name}.") for name in found):
+                text = target.pattern if isinstance(target, re.Pattern) else target
+                raise ValueError(
+                    f"exclude '{text}' leaves out none of the targets; {inner} is inside of such a "
+                    f"module, use '{text}.*'"
+                )
 
 
 def all_linear(model: nn.Module, is_linear: Callable[[nn.Module], bool]) -> list[str]:

@@ -377,7 +377,6 @@ WRONG = {
     "no layer": (AnyModel, {"layers": [3]}, "no layer 3; its numbers are 0 to 2"),
     "excluded": (AnyModel, {"exclude": "q_proj"}, "matches only modules that are left out"),
     "excluded none": (AnyModel, {"exclude": "x_proj"}, "'x_proj' matches no module"),
-    "excluded another": (AnyModel, {"exclude": "v_proj"}, "exclude 'v_proj' leaves out none of"),
     "excluded a block": (
         AnyModel,
         {"exclude": "layers.1"},

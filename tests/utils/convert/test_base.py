@@ -210,7 +210,7 @@ def test_a_base_whose_settings_say_that_it_was_adapted(failure, trained, tmp_pat
 @pytest.mark.parametrize(
     ("base", "reason"),
     [
-        ("absent/x/y", "neither a local folder nor a model on the hub"),
+        ("absent/x/y", "'absent/x/y': no such folder"),
         ("empty", "has no config.json"),
         ("bare", "has no weights"),
         ("base/model.safetensors", "is a file; give the base's folder"),
