@@ -86,13 +86,14 @@ def one_process(monkeypatch):
 
     TensorBoard and matplotlib, which take seconds to start, are not there.
     """
+    import exp_utils
     import gpt2_ft
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    for name in ("tensorboard", "matplotlib"):
-        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.setattr(exp_utils, "is_matplotlib_available", lambda: False)
     monkeypatch.setattr(gpt2_ft, "tqdm", functools.partial(_no_bar, gpt2_ft.tqdm))
 
 

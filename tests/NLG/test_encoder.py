@@ -174,7 +174,7 @@ def test_from_the_hub_and_then_offline(
     ("name", "offline", "message"),
     [
         ("vocab", "0", "'vocab' is neither a local folder nor a model on the hub"),
-        ("no/such/folder", "0", "neither a local folder nor a model on the hub"),
+        ("no/such/folder", "0", "'no/such/folder': no such folder"),
         ("org/empty", "0", "'org/empty' has no vocab.json on the hub"),
         ("org/empty", "1", "'org/empty' is not a local folder and cannot be fetched: offline"),
     ],

@@ -139,7 +139,7 @@ def test_two_processes_are_one_with_the_mean_gradient(launch, trial, compare, tm
     assert result.returncode == 0, result.stderr
     compare(trial, argv, world_size=2)
     # One process shows and writes.
-    assert result.stderr.count("valid_ppl") == 1
+    assert result.stderr.count(": valid_loss ") == 1
 
 
 @pytest.mark.distributed

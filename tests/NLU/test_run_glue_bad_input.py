@@ -136,7 +136,7 @@ BAD = {
     "nothing trained": (f"{RTE} --do_eval", "has no trained classifier.dense.bias, …"),
     "no such model": (
         f"{RTE} --do_train --model_name_or_path {{tmp}}/nowhere",
-        "nowhere' is neither a local folder nor a model on the hub",
+        "nowhere': no such folder",
     ),
     "no model that can be reached": (
         f"{RTE} --do_train --model_name_or_path org/name",
