@@ -157,7 +157,9 @@ class Gpt2Trials(Trials[Gpt2Trial, Gpt2Results]):
     @cached_property
     def fingerprint(self) -> str:
         """Of the base and the examples."""
-        return fingerprint([self.base, *map(self._file, ("train", "tuning_train", "test"))])
+        return fingerprint(
+            [self.base, *map(self._file, ("train", "tuning_train", "tuning", "test"))]
+        )
 
     def describe(self, trial: Gpt2Trial) -> dict[str, Any]:
         """As in `Trials`."""

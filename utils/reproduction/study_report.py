@@ -152,7 +152,7 @@ def _introduction(settings: Settings) -> list[str]:
     rows = ", ".join(f"{task.train_rows:,} rows of {task.title}" for task in TASKS)
     return [
         "pretrains an encoder of 5.7 million parameters (RoBERTa with two layers of width 384) by "
-        "`run_mlm.py` and a GPT-2 of 7.2 million (`gpt2.xs`) by `gpt2_ft.py`, both on the text at "
+        "`run_mlm.py` and a GPT-2 of 7.4 million (`gpt2.xs`) by `gpt2_ft.py`, both on the text at "
         "hand: the sentences of the four training sets and of the development sets of DART and "
         f"WebNLG, {settings.words:,} words, without any text that something is measured on. Then "
         f"it adapts them. Of the training sets it takes a part, chosen at random: {rows}. GPT-2 "
