@@ -8,7 +8,6 @@ it into the base again, and prints the loss on the last tenth each time.
 """
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,4 +113,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    process.run(main, report=lambda line: print(line, file=sys.stderr))
+    process.run(main)

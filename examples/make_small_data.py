@@ -22,7 +22,6 @@ as a part of a line. The same seed makes the same bytes.
 import argparse
 import logging
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -253,4 +252,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    process.run(main, report=lambda line: print(line, file=sys.stderr))
+    process.run(main)

@@ -15,7 +15,6 @@ import argparse
 import json
 import logging
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -168,4 +167,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    process.run(main, report=lambda line: print(line, file=sys.stderr))
+    process.run(main)

@@ -13,7 +13,6 @@ seconds, in six steps that are the same for any model:
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
@@ -151,4 +150,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    process.run(main, report=lambda line: print(line, file=sys.stderr))
+    process.run(main)

@@ -141,4 +141,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    process.run(main, report=lambda line: print(line, file=sys.stderr))
+    process.run(main)

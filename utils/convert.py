@@ -554,4 +554,4 @@ def show(first: str, said: Mapping[str, str], remarks: Sequence[str] = ()) -> No
 
 
 if __name__ == "__main__":
-    process.run(main, report=lambda line: print(line, file=sys.stderr))
+    process.run(main)

@@ -10,7 +10,6 @@ quickstart_output/learning_curves.png.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -57,4 +56,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    process.run(main, report=lambda line: print(line, file=sys.stderr))
+    process.run(main)

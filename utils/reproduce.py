@@ -197,7 +197,7 @@ def start() -> None:
     """Runs `main` as a program."""
     # When it is told to end, it ends the run that it has started, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    process.run(main, report=lambda line: print(line, file=sys.stderr))
+    process.run(main)
 
 
 if __name__ == "__main__":

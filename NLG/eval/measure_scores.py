@@ -13,7 +13,6 @@ import argparse
 import json
 import logging
 import os
-import sys
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
@@ -50,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
 def start() -> None:
     """Runs `main` as a program."""
     logging.basicConfig(format="%(levelname)s %(message)s")
-    process.run(main, report=lambda line: print(line, file=sys.stderr))
+    process.run(main)
 
 
 # ------------------------------------------------------------------------------------------------

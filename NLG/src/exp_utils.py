@@ -4,12 +4,9 @@ import argparse
 import json
 import logging
 import os
-import sys
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
-
-from tqdm.auto import tqdm
 
 from loralib.errors import (
     AlphaError,
@@ -44,11 +41,7 @@ def run(main: Callable[[], None]) -> None:
     """
     set_up_logging()
     with_ways_out = adding_ways_out(WAYS_OUT)(main)
-    process.run(
-        with_ways_out,
-        report=lambda line: tqdm.write(line, file=sys.stderr),
-        timeout="--ddp_timeout",
-    )
+    process.run(with_ways_out, timeout="--ddp_timeout")
 
 
 def add_log_level(parser: argparse.ArgumentParser) -> None:

@@ -119,6 +119,18 @@ class Pace:
 # ---- messages ----
 
 
+def say(line: str) -> None:
+    """Shows a line on standard error, above the progress bars that are there.
+
+    Text and line end are written at once: several processes write to the same place.
+    """
+    tqdm = sys.modules.get("tqdm")  # nothing else makes bars
+    if tqdm is not None and getattr(tqdm.tqdm, "_instances", None):
+        tqdm.tqdm.write(f"{line}\n", file=sys.stderr, end="")
+    else:
+        print(f"{line}\n", file=sys.stderr, end="", flush=True)
+
+
 class ConsoleHandler(logging.Handler):
     """Shows messages on standard error, above the progress bars that are there.
 
@@ -144,16 +156,9 @@ class ConsoleHandler(logging.Handler):
             if record.levelno == logging.WARNING:
                 self.warnings[record.getMessage()] = None
             if record.levelno >= self.shown_from:
-                self._show(self.format(record))
+                say(self.format(record))
         except Exception:
             self.handleError(record)
-
-    def _show(self, line: str) -> None:
-        tqdm = sys.modules.get("tqdm")  # nothing else makes bars
-        if tqdm is not None and getattr(tqdm.tqdm, "_instances", None):
-            tqdm.tqdm.write(line, file=sys.stderr)
-        else:
-            print(line, file=sys.stderr)
 
 
 class _Lines(logging.Formatter):

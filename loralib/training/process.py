@@ -7,6 +7,7 @@ import atexit
 import logging
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..errors import CheckpointError, TrainingError, UnsupportedLayerError
-from ..io.console import ConsoleHandler
+from ..io.console import ConsoleHandler, say
 
 
 def started(pid: int) -> str:
@@ -77,8 +78,17 @@ def warnings_so_far() -> list[str]:
     return list(_console.warnings) if _console is not None else []
 
 
+HEAD_START = 1.0
+"""Seconds by which the main process shows an error first.
+
+Where it has the same one, the launcher sees it end and ends the others, which then say nothing.
+"""
+
+
 def run(
-    main: Callable[[], None], report: Callable[[str], None], timeout: str = "the timeout"
+    main: Callable[[], None],
+    report: Callable[[str], None] = say,
+    timeout: str = "the timeout",
 ) -> None:
     """Runs a script's `main`; an error that a user can mend ends it with one line and status 1.
 
@@ -86,7 +96,7 @@ def run(
 
     Args:
         main: the script.
-        report: shows a line on the console.
+        report: shows the line.
         timeout: what the script calls the time for which processes wait for each other.
     """
     try:
@@ -95,6 +105,8 @@ def run(
     except _expected_errors() as error:
         if os.environ.get("LORA_DEBUG") == "1":
             raise
+        if rank():
+            time.sleep(HEAD_START)
         _report(error, report)
         _end(1)
     except RuntimeError as error:

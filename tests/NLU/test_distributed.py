@@ -187,13 +187,13 @@ def test_half_precision_and_batches_by_length(worked):
 
 
 @pytest.mark.distributed
-def test_a_bad_flag_ends_both_processes_with_a_line_each(tiny_base, tiny_glue, tmp_path):
+def test_a_bad_flag_ends_both_processes(tiny_base, tiny_glue, tmp_path):
     given = arguments(tiny_base, tiny_glue, tmp_path / "out", 4, "--max_train_samples", 0)
     result = launch("torch.distributed.run", SCRIPT, *given)
     assert result.returncode == 1
     lines = [line for line in result.stderr.splitlines() if "run_glue.py: error" in line]
     message = "the train set holds no examples"
-    # The launcher ends the one as soon as it sees the other's end.
+    # The other one waits for the launcher, which ends it, if not in time on a busy machine.
     expected = {f"run_glue.py: error: {message}", f"run_glue.py: error (process 1): {message}"}
     assert lines
     assert set(lines) <= expected

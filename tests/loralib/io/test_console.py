@@ -18,6 +18,7 @@ from loralib.io.console import (
     has_colours,
     in_words,
     painted,
+    say,
     share_in_words,
     steps_in_words,
     table,
@@ -234,3 +235,25 @@ def test_levels_of_a_process(level, rank, ours, theirs, monkeypatch):
     assert noted == str(WARNINGS if level != "error" else [])
     assert has_torch == "False"
     assert "\033" not in done.stderr
+
+
+class Writes(io.StringIO):
+    """Notes what is handed to the system, which another process may come between."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = []
+
+    def write(self, text):
+        self.parts.append(text)
+        return super().write(text)
+
+
+@pytest.mark.parametrize("bars", [False, True])
+def test_a_line_is_written_at_once(monkeypatch, bars):
+    """Text and line end in two writes are mixed with those of another process."""
+    stream = Writes()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with tqdm(total=2, disable=not bars, file=stream):
+        say("a message")
+    assert "a message\n" in stream.parts

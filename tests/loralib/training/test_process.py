@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 
 from loralib.errors import CheckpointError, TrainingError
 from loralib.training.determinism import rng_state, set_rng_state, set_seed, set_up_device
-from loralib.training.process import rank, run
+from loralib.training.process import HEAD_START, rank, run
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -174,12 +175,20 @@ def test_an_error_says_which_of_several_processes_had_it(lines, monkeypatch):
     def main():
         raise ValueError("bad")
 
+    waits = []
+    monkeypatch.setattr(time, "sleep", lambda seconds: waits.append((seconds, len(lines))))
     assert rank() == 0
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit):
+        run(main, lines.append)
+    assert waits == []
     monkeypatch.setenv("RANK", "3")
     assert rank() == 3
     with pytest.raises(SystemExit):
         run(main, lines.append)
-    assert lines == ["script.py: error (process 3): bad"]
+    assert lines == ["script.py: error: bad", "script.py: error (process 3): bad"]
+    # It has given the main process time to end, and the launcher to end this one for it.
+    assert waits == [(HEAD_START, 1)]
 
 
 def test_a_bug_shows_where_it_is(lines):

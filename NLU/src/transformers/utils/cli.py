@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from tqdm.auto import tqdm
-
 from loralib.errors import (
     AlphaError,
     FullModelError,
@@ -247,8 +245,4 @@ def run(main: Callable[[], None]) -> None:
     Errors of the library get the flags that resolve them.
     """
     with_ways_out = adding_ways_out(WAYS_OUT)(main)
-    process.run(
-        with_ways_out,
-        report=lambda line: tqdm.write(line, file=sys.stderr),
-        timeout="--ddp_timeout",
-    )
+    process.run(with_ways_out, timeout="--ddp_timeout")
