@@ -41,10 +41,10 @@ class StudyTask:
 
 
 TASKS = (
-    StudyTask("sst2", "SST-2", "accuracy", "accuracy", 6000),
-    StudyTask("cola", "CoLA", "matthews_correlation", "Matthews correlation", 3000),
-    StudyTask("rte", "RTE", "accuracy", "accuracy", 1500),
-    StudyTask("stsb", "STS-B", "pearson", "Pearson correlation", 3000),
+    StudyTask("sst2", "SST-2", "accuracy", "accuracy", 5000),
+    StudyTask("cola", "CoLA", "matthews_correlation", "Matthews correlation", 2000),
+    StudyTask("rte", "RTE", "accuracy", "accuracy", 600),
+    StudyTask("stsb", "STS-B", "pearson", "Pearson correlation", 1500),
 )
 
 
