@@ -1,6 +1,6 @@
 """Scores that a token's content gives to the distances to other tokens.
 
-Of a row with n tokens that look at m others, one product with all distances that occur, and then a
+Of rows with n tokens that look at m others, one product with all distances that occur, and then a
 view of its result, in which every row starts one element before the row above it (`skew`):
 
     key - query   -2  -1   0   1   2                        key  0  1  2
@@ -40,7 +40,9 @@ def skew(scores: Tensor, columns: int) -> Tensor:
 
 
 class DistanceTerm:
-    """The scores of tokens with distances, row by row, with their gradients; without autograd.
+    """The scores of tokens with distances, for rows of one length, with their gradients.
+
+    Without autograd.
 
     Args:
         distances: (2 · length - 1, hidden), of the distances other - token from 1 - length to
@@ -67,35 +69,38 @@ class DistanceTerm:
         return self._by_head.permute(1, 2, 0).contiguous()
 
     def add_scores(self, content: Tensor, scores: Tensor) -> None:
-        """Adds a row's scores.
+        """Adds the rows' scores.
 
         Args:
-            content: (heads, n, d).
-            scores: (heads, n, others), changed in place.
+            content: (heads, rows, n, d).
+            scores: (heads, rows, n, others), changed in place.
         """
-        for tokens, which in self._blocks(*scores.shape[1:]):
-            products = torch.bmm(content[:, tokens], self._columns[:, :, which])
+        rows, n, others = scores.shape[1:]
+        for tokens, which in self._blocks(n, others):
+            some = content[:, :, tokens].flatten(1, 2)
+            products = torch.bmm(some, self._columns[:, :, which]).unflatten(1, (rows, -1))
             # Converted first: an addition that does both, of rows to columns, takes longer.
-            scores[:, tokens].add_(skew(products, scores.shape[2]).to(scores.dtype))
+            scores[:, :, tokens].add_(skew(products, others).to(scores.dtype))
 
     def backward(self, content: Tensor, grad: Tensor) -> Tensor:
-        """The gradient of a row's content; that of the distances is added to their sum.
+        """The gradient of the rows' content; that of the distances is added to their sum.
 
         Args:
-            content: (heads, n, d), as `add_scores` was given it.
-            grad: (heads, n, others), the scores' gradient.
+            content: (heads, rows, n, d), as `add_scores` was given it.
+            grad: (heads, rows, n, others), the scores' gradient.
         """
+        rows, n, others = grad.shape[1:]
         parts = []
-        for tokens, which in self._blocks(*grad.shape[1:]):
-            some, vectors = grad[:, tokens], self._vectors[:, which]
-            by_distance = grad.new_zeros(*some.shape[:2], vectors.shape[1])
-            skew(by_distance, grad.shape[2]).copy_(some)
+        for tokens, which in self._blocks(n, others):
+            some, vectors = grad[:, :, tokens], self._vectors[:, which]
+            spread = grad.new_zeros(*some.shape[:3], vectors.shape[1])
+            skew(spread, others).copy_(some)
+            by_distance = spread.flatten(1, 2)
             if self._gradient is not None:
-                self._gradient[:, which] += torch.bmm(
-                    by_distance.transpose(1, 2), content[:, tokens]
-                )
-            parts.append(torch.bmm(by_distance, vectors))
-        return torch.cat(parts, dim=1)
+                own = content[:, :, tokens].flatten(1, 2)
+                self._gradient[:, which] += torch.bmm(by_distance.transpose(1, 2), own)
+            parts.append(torch.bmm(by_distance, vectors).unflatten(1, (rows, -1)))
+        return torch.cat(parts, dim=2)
 
     def gradient(self) -> Tensor | None:
         """The gradient of the distances, in their shape and dtype; None if they need none."""

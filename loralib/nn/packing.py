@@ -8,8 +8,9 @@ tokens one by one (projections, norms, feed-forward) is done here on the tokens 
     d e . .    pack
     f g h i   ----->   lengths 3, 2, 4
 
-Only attention looks at rows: on a GPU by a kernel that is told where they end, on a CPU one at a
-time, or all of them padded again where that is cheaper.
+Only attention looks at rows: on a GPU by a kernel that is told where they end; on a CPU long ones
+one at a time and short ones in groups, or, without gradients, all of them padded again where that
+is cheaper.
 Where rows have adapters of their own, routing.py is told where their tokens are.
 """
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from . import flash
 from .routing import note_tokens, slices
 from .row_attention import attend_rows, trains_on_cpu
+from .row_groups import CALLS
 
 
 class PackedRows:
@@ -245,13 +247,10 @@ def attend(
 
 
 def _padding_is_cheap(rows: PackedRows, heads: int) -> bool:
-    """Whether computing attention's padding costs less than taking rows one by one.
-
-    On a CPU a row costs about 0.2 ms of calls, a probability about 10 ns, forward and backward.
-    """
+    """Whether computing attention's padding costs less than taking rows one by one."""
     count, longest = len(rows.lengths), max(rows.lengths)
     wasted = heads * (count * longest**2 - sum(length**2 for length in rows.lengths))
-    return wasted < 20_000 * count
+    return wasted < CALLS * count
 
 
 def _attend_packed(

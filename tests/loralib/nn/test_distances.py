@@ -3,6 +3,7 @@
 import pytest
 import torch
 from compare import assert_close_to_rounding
+from row_masks import masks_by_row
 
 from loralib.nn.distances import skew
 from loralib.nn.row_attention import attend_rows
@@ -24,11 +25,12 @@ def test_skew():
 
 
 def literal(query, key, value, keep=None, c2p=None, p2c=None):
-    """Attention of every row; `keep` scales the probabilities of all rows, laid end to end."""
-    out, done = [], 0
+    """Attention of every row; `keep` scales the probabilities, row by row and head by head."""
+    out = []
     one_query = len(query) == len(LENGTHS)
     queries = query.split([1] * len(LENGTHS) if one_query else LENGTHS)
-    for q, k, v in zip(queries, key.split(LENGTHS), value.split(LENGTHS), strict=True):
+    parts = zip(queries, key.split(LENGTHS), value.split(LENGTHS), strict=True)
+    for row, (q, k, v) in enumerate(parts):
         heads = []
         distance = torch.arange(len(k)) - torch.arange(len(q))[:, None]  # key - query
         for head in range(HEADS):
@@ -42,8 +44,7 @@ def literal(query, key, value, keep=None, c2p=None, p2c=None):
                 scores = scores + torch.einsum("jd,ijd->ij", k[:, part], far)
             weights = scores.softmax(dim=1)
             if keep is not None:
-                weights = weights * keep[done : done + weights.numel()].view_as(weights)
-                done += weights.numel()
+                weights = weights * keep[row][head]
             heads.append(weights @ v[:, part])
         out.append(torch.cat(heads, dim=1))
     return torch.cat(out)
@@ -97,7 +98,8 @@ def test_dropout_by_its_own_masks(drawn_masks, one_query):
     )
     (drawn,) = drawn_masks
     assert (drawn == 0).any()
-    theirs = with_gradients(lambda **given: literal(**given, keep=drawn), tensors, weights)
+    keep = masks_by_row(drawn, LENGTHS, HEADS, one_query)
+    theirs = with_gradients(lambda **given: literal(**given, keep=keep), tensors, weights)
     for name, tensor in theirs.items():
         assert_close_to_rounding(ours[name], tensor, TERMS)
 

@@ -6,11 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import assert_close_to_rounding
+from row_masks import masks_by_row
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from loralib.nn.packing import PackedRows, _attend_one_by_one, _attend_padded, attend
 from loralib.nn.plain import plain
 from loralib.nn.row_attention import attend_rows
+from loralib.nn.row_groups import group_rows
 
 
 def trained(query, key, value, rows, heads, dropout_p, causal=False):
@@ -18,7 +20,17 @@ def trained(query, key, value, rows, heads, dropout_p, causal=False):
     return attend_rows(query, key, value, rows.lengths, heads, dropout_p, causal)
 
 
-PATHS = (attend, trained, _attend_one_by_one, _attend_padded)
+def trained_alone(*given):
+    """The same, as it takes long rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("loralib.nn.row_groups.CALLS", 0)
+        group_rows.cache_clear()
+        out = trained(*given)
+    group_rows.cache_clear()
+    return out
+
+
+PATHS = (attend, trained, trained_alone, _attend_one_by_one, _attend_padded)
 HEADS = 2
 HALVES = [torch.bfloat16, torch.float16]
 # A score of 4 columns, and the softmax and the mean of up to 10 values.
@@ -147,18 +159,16 @@ def test_dropout_by_its_own_masks(drawn_masks, qkv, one_query, dtype):
     (drawn,) = drawn_masks
     assert (drawn == 0).any()
     of_queries = [1, 1, 1] if one_query else rows.lengths
-    sizes = [HEADS * n * m for n, m in zip(of_queries, rows.lengths, strict=True)]
+    step = 16 if dtype is torch.bfloat16 else 1
     leaves = [t.double().requires_grad_() for t in tensors]
     queries = leaves[0][rows.first] if one_query else leaves[0]
     parts = zip(
         queries.split(of_queries),
         *(leaf.split(rows.lengths) for leaf in leaves[1:]),
-        drawn.split(sizes),
+        masks_by_row(drawn, rows.lengths, HEADS, one_query, step),
         strict=True,
     )
-    expected = torch.cat(
-        [plain_attention(q, k, v, m.view(HEADS, len(q), len(k))) for q, k, v, m in parts]
-    )
+    expected = torch.cat([plain_attention(*part) for part in parts])
     (expected * weights).sum().backward()
     found.append([expected, *(leaf.grad for leaf in leaves)])
     # In half precision sums are made in float32; what is held in between is rounded to half.
@@ -171,7 +181,7 @@ def test_dropout_keeps_the_mean(qkv):
     rows, q, k, v = qkv
     torch.manual_seed(0)
     expected = attend(q, k, v, rows, HEADS, 0.0)
-    for path in (trained, _attend_one_by_one, _attend_padded):
+    for path in (trained, trained_alone, _attend_one_by_one, _attend_padded):
         mean = sum(path(q, k, v, rows, HEADS, 0.2) for _ in range(800)) / 800
         assert (mean - expected).abs().max() < 0.12
 
@@ -179,7 +189,7 @@ def test_dropout_keeps_the_mean(qkv):
 def test_paths_have_the_same_gradients(qkv):
     rows, *tensors = qkv
     gradients = []
-    for path in (trained, _attend_one_by_one, _attend_padded):
+    for path in (trained, trained_alone, _attend_one_by_one, _attend_padded):
         leaves = [t.clone().requires_grad_() for t in tensors]
         path(*leaves, rows, HEADS, 0.0).square().sum().backward()
         gradients.append([leaf.grad for leaf in leaves])
@@ -211,13 +221,13 @@ def test_causal_attention_is_the_formula(ragged, path):
 @pytest.mark.parametrize("path", PATHS)
 def test_a_causal_token_does_not_see_what_follows(ragged, path):
     rows, q, k, v = ragged
-    before = path(q, k, v, rows, HEADS, causal=True, dropout_p=0.0)
+    before = path(q, k, v, rows, HEADS, 0.0, True)
     # The sixth token of the third row, and the last one of the first.
     for changed in (12, 5):
         other_k, other_v = k.clone(), v.clone()
         other_k[changed] = k[changed].flip(0)
         other_v[changed] += 100
-        after = path(q, other_k, other_v, rows, HEADS, causal=True, dropout_p=0.0)
+        after = path(q, other_k, other_v, rows, HEADS, 0.0, True)
         first, end = {12: (7, 16), 5: (0, 6)}[changed]
         assert torch.equal(after[first:changed], before[first:changed])
         assert ((after - before)[changed:end].abs() > 0.1).all()
@@ -230,7 +240,7 @@ def test_a_causal_token_does_not_see_what_follows(ragged, path):
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("path", [trained, _attend_one_by_one, _attend_padded])
+@pytest.mark.parametrize("path", [trained, trained_alone, _attend_one_by_one, _attend_padded])
 def test_half_precision_is_the_formula_but_for_rounding(ragged, path, causal, dtype):
     rows, *tensors = ragged
     halves = [t.to(dtype) for t in tensors]
@@ -265,12 +275,12 @@ class Sizes(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_half_precision_multiplies_matrices_of_few_sizes(dtype):
-    lengths = [17, 3, 30, 40, 33]
+    lengths = [170, 130, 155, 152]  # each alone
     q, k, v = torch.randn(3, sum(lengths), 8).to(dtype).requires_grad_().unbind()
     with Sizes() as sizes:
         attend_rows(q, k, v, lengths, HEADS, 0.1).sum().backward()
     width = 8 // HEADS
-    wanted = {*lengths} if dtype is torch.float32 else {16, 32, 48}
+    wanted = {*lengths} if dtype is torch.float32 else {144, 160, 176}
     assert sizes.seen == {width, *wanted}
 
 

@@ -1,0 +1,160 @@
+"""Rows of packed tokens for products by row: short rows in groups, padded; long ones alone.
+
+    a b c d e f g h i j k l                                   a b c . .     j k l . .
+    rows of 3, 5 and 1 tokens, and of 40       --->           d e f g h
+                                                              i . . . .
+
+A group's rows are multiplied by one call. A short row's calls take longer than its arithmetic, and
+than that of its padding.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CALLS = 20_000
+"""Attention's probabilities that take a CPU as long as the calls for one row: about 0.2 ms of
+calls, 10 ns a probability, forward and backward."""
+_LARGEST = 2**18
+"""Probabilities of a group, at most: a MiB in float32, which stays in a processor's cache from one
+operation to the next."""
+
+
+class GroupedTokens:
+    """How packed tokens become groups of rows, by head, and the results packed tokens again.
+
+    Args:
+        lengths: the rows' tokens, at least 1 each.
+        groups: numbers of the rows in each group.
+        heads: number of heads; divides hidden.
+        step: a group's rows are padded to a multiple of so many tokens.
+
+    Attributes:
+        shapes: (heads, rows, length) of each group.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], groups: Sequence[Sequence[int]], heads: int, step: int
+    ):
+        self.heads = heads
+        firsts = np.cumsum([0, *lengths[:-1]])
+        self._groups: list[_Group] = []
+        self._slots = np.empty(sum(lengths), dtype=np.int64)
+        done = 0
+        for rows in groups:
+            group = _Group(firsts[list(rows)], np.array([lengths[row] for row in rows]), step)
+            self._slots[group.tokens] = done + group.slots
+            self._groups.append(group)
+            done += group.count * group.written
+        self.shapes = [(heads, group.count, group.length) for group in self._groups]
+        self._in_order = bool((self._slots == np.arange(len(self._slots))).all())
+
+    def read(self, x: Tensor) -> Iterator[Tensor]:
+        """(tokens, hidden) -> of each group (heads, rows, length, d).
+
+        Padding is finite where x is, and nothing else is promised of it.
+        """
+        for group in self._groups:
+            yield group.read(x, self.heads)
+
+    def padding(self) -> Iterator[Tensor | None]:
+        """Of each group (rows, length), where it is padding; None where there is none."""
+        return (torch.from_numpy(g.padding) if g.padding.any() else None for g in self._groups)
+
+    def empty(self, like: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Memory for results, and the part of it for each group, (heads, rows, written, d).
+
+        Args:
+            like: (tokens, hidden).
+        """
+        memory = like.new_empty(sum(g.count * g.written for g in self._groups), like.shape[1])
+        slots = memory.split([g.count * g.written for g in self._groups])
+        pairs = zip(slots, self._groups, strict=True)
+        return memory, [self._by_head(x.unflatten(0, (g.count, g.written))) for x, g in pairs]
+
+    def pack(self, memory: Tensor) -> Tensor:
+        """What was written to the parts of `empty`'s memory, as (tokens, hidden)."""
+        return memory if self._in_order else memory.index_select(0, torch.from_numpy(self._slots))
+
+    def _by_head(self, rows: Tensor) -> Tensor:
+        """(rows, length, hidden) -> (heads, rows, length, d)."""
+        return rows.unflatten(2, (self.heads, -1)).permute(2, 0, 1, 3)
+
+
+class _Group:
+    """Some rows.
+
+    Args:
+        firsts: of each row, its first token's number.
+        lengths: of each row.
+        step: `length` is a multiple of it.
+
+    Attributes:
+        count: of rows.
+        length: with padding.
+        written: tokens a row that are kept of a result: all of them, or those of a row alone.
+        padding: (count, length), where it is padding.
+        tokens: (tokens,), the numbers of the rows' tokens.
+        slots: (tokens,), where these are among count · written.
+    """
+
+    def __init__(self, firsts: np.ndarray, lengths: np.ndarray, step: int):
+        self.count = len(lengths)
+        self.length = -(-int(lengths.max()) // step) * step
+        self.written = self.length if self.count > 1 else int(lengths[0])
+        columns = np.arange(self.length)
+        self.padding = columns >= lengths[:, None]
+        # Where there is no token stands the row's first one.
+        numbers = firsts[:, None] + np.where(self.padding, 0, columns)
+        self.tokens = numbers[~self.padding]
+        self.slots = np.flatnonzero(~self.padding[:, : self.written])
+        self._source = numbers.ravel()
+
+    def read(self, x: Tensor, heads: int) -> Tensor:
+        """(tokens of all rows, hidden) -> (heads, count, length, d), contiguous."""
+        if self.count == 1:
+            first = int(self._source[0])
+            row = x[first : first + self.written].unflatten(1, (heads, -1)).transpose(0, 1)
+            fill = self.length - self.written
+            return (F.pad(row, (0, 0, 0, fill)) if fill else row.contiguous())[:, None]
+        rows = x.index_select(0, torch.from_numpy(self._source))
+        return rows.view(self.count, self.length, heads, -1).permute(2, 0, 1, 3).contiguous()
+
+
+@functools.lru_cache(maxsize=8)  # all layers have the same rows
+def group_rows(
+    lengths: tuple[int, ...], heads: int, one_query: bool, step: int
+) -> tuple[GroupedTokens, GroupedTokens]:
+    """The queries and the keys of rows, in the same groups.
+
+    Args:
+        lengths: the rows' tokens, at least 1 each.
+        heads: number of heads.
+        one_query: a row has one query, not one for each token.
+        step: rows are padded to multiples of so many tokens.
+    """
+    groups = _divide([-(-length // step) * step for length in lengths], heads)
+    keys = GroupedTokens(lengths, groups, heads, step)
+    if not one_query:
+        return keys, keys
+    return GroupedTokens([1] * len(lengths), groups, heads, step), keys
+
+
+def _divide(lengths: Sequence[int], heads: int) -> list[list[int]]:
+    """Groups of rows: the long ones, each alone and in their order, then groups of short ones."""
+    sizes = [heads * length**2 for length in lengths]
+    groups = [[row] for row, size in enumerate(sizes) if size >= CALLS]
+    largest = 0
+    for row in sorted(
+        (row for row, size in enumerate(sizes) if size < CALLS), key=sizes.__getitem__
+    ):
+        # The row is the longest of its group so far.
+        if not largest or sizes[row] * (len(groups[-1]) + 1) > _LARGEST:
+            groups.append([])
+        groups[-1].append(row)
+        largest = sizes[row]
+    return groups

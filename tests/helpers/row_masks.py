@@ -1,0 +1,25 @@
+"""Attention's dropout masks, row by row."""
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from loralib.nn.row_groups import _divide, group_rows
+
+
+def masks_by_row(
+    drawn: Tensor, lengths: Sequence[int], heads: int, one_query: bool = False, step: int = 1
+) -> list[Tensor]:
+    """What `attend_rows` drew for all groups of rows -> of each row (heads, queries, keys)."""
+    groups = _divide([-(-length // step) * step for length in lengths], heads)
+    queries, keys = group_rows(tuple(lengths), heads, one_query, step)
+    found, done = {}, 0
+    for rows, q, k in zip(groups, queries.shapes, keys.shapes, strict=True):
+        shape = (*q, k[2])
+        mask = drawn[done : done + math.prod(shape)].view(shape)
+        done += mask.numel()
+        for place, row in enumerate(rows):
+            found[row] = mask[:, place, : 1 if one_query else lengths[row], : lengths[row]]
+    assert done == drawn.numel()
+    return [found[row] for row in range(len(lengths))]
