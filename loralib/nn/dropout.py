@@ -28,6 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .plain import is_plain
+
 _VALUES = 2**16  # that p is a share of
 _SAME_SIZE_INTEGER = {
     torch.float64: torch.int64,
@@ -120,7 +122,7 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
     if not training or p == 0:
         return x
     fast = x.device.type == "cpu" and x.dtype in _SAME_SIZE_INTEGER and p < 1
-    if not fast or torch.compiler.is_compiling():
+    if not fast or is_plain() or torch.compiler.is_compiling():
         return F.dropout(x, p)
     return _ApplyMask.apply(x, keep_mask(x.shape, p), p)
 

@@ -1,7 +1,8 @@
-"""One switch for all that is done for speed alone: off, PyTorch's own operations compute.
+"""One switch for what is done for speed alone on a CPU: plain, PyTorch's own operations compute.
 
-Results differ in rounding. The switch is for comparing, and for finding out whether a fault lies
-here; it is the environment variable ``LORALIB_PLAIN=1``, or `plain`.
+These are the products with frozen weights, attention, and dropout. Without dropout, results differ
+in rounding; with it, PyTorch draws other numbers. The switch is for comparing, and for finding out
+whether a fault lies here; it is the environment variable ``LORALIB_PLAIN=1``, or `plain`.
 """
 
 import os

@@ -5,9 +5,12 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
+from compare import assert_close_to_rounding
+from encoder_options import ENCODER_TERMS
 from roberta_cases import CASES, KINDS, LABELS, LORA, NO_DROPOUT, close, real
 
 from loralib.nn.packing import _attend_one_by_one, _attend_padded
+from loralib.nn.plain import plain
 from transformers import (
     AutoModelForSequenceClassification,
     RobertaConfig,
@@ -204,6 +207,32 @@ def test_every_dropout_is_where_the_formula_has_it(drawn_masks, build, arguments
     assert next(masks, None) is None
     close(ours, head.out_proj(x))
     assert not torch.allclose(ours, model.eval()(**given).logits, atol=0.05)
+
+
+def test_training_computes_what_the_plain_path_does(drawn_masks, monkeypatch, build, arguments):
+    """The loss and all gradients, in either way; with dropout, plain draws by PyTorch alone."""
+    packing, found = importlib.import_module("loralib.nn.packing"), []
+    calls, attend_rows = [], packing.attend_rows
+    monkeypatch.setattr(packing, "attend_rows", lambda *a: calls.append(a) or attend_rows(*a))
+    given = arguments("padded")
+    given["labels"] = torch.arange(len(given["input_ids"])) % 3
+    for is_plain in (True, False):
+        model = build("classifier", **LORA, **NO_DROPOUT).train()
+        model.train_only(["lora"])
+        with plain(is_plain):
+            loss = model(**given).loss
+        loss.backward()
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found.append({"loss": loss, **grads})
+        assert bool(calls) == (not is_plain)
+    theirs, ours = found
+    assert ours.keys() == theirs.keys()
+    largest = max(tensor.abs().max().item() for tensor in theirs.values())
+    for name, tensor in theirs.items():
+        assert_close_to_rounding(ours[name], tensor, 2 * ENCODER_TERMS, torch.float32, largest)
+    with plain():
+        build("classifier", **LORA).train()(**given)
+    assert drawn_masks == []
 
 
 def test_dropout_follows_the_seed_and_keeps_out_of_evaluation(build, arguments):

@@ -9,6 +9,7 @@ from torch import nn
 
 import loralib as lora
 from loralib.nn.dropout import dropout, keep_mask
+from loralib.nn.plain import plain
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -153,3 +154,14 @@ def test_under_compile_pytorchs_own_is_used():
 
 def test_on_other_devices_pytorchs_own_is_used():
     assert dropout(torch.ones(3, device="meta"), 0.5).shape == (3,)
+
+
+def test_plain_is_pytorchs_own(drawn_masks):
+    torch.manual_seed(4)
+    expected = nn.functional.dropout(torch.ones(1000), 0.3)
+    torch.manual_seed(4)
+    with plain():
+        assert torch.equal(dropout(torch.ones(1000), 0.3), expected)
+    assert drawn_masks == []
+    dropout(torch.ones(1000), 0.3)
+    assert len(drawn_masks) == 1
