@@ -11,7 +11,7 @@ RANKS = (1, 2, 4, 8, 64)
 
 # A factor of about three apart. What trains the base's own weights
 # needs small ones; what starts at no change at all needs large ones.
-SMALL_RATES = (1e-4, 3e-4, 1e-3)
+SMALL_RATES = (1e-4, 3e-4, 1e-3, 3e-3)
 LARGE_RATES = (3e-4, 1e-3, 3e-3)
 
 
