@@ -35,6 +35,7 @@ from loralib.initialization import (
     starts_from_weight,
 )
 from loralib.io.settings import Count, Index, NotNegative, Positive, Share, check_settings
+from loralib.nn.filling import fill, filled_up
 from loralib.nn.norm import LayerNorm
 from loralib.nn.packing import PackedRows, attend
 from loralib.nn.products import linear, product
@@ -388,7 +389,9 @@ class GPT2LMModel(nn.Module):
         if rows.targets is None:
             rows = rows.with_targets(lm_mask)
         mask, keep = rows.pack(lm_mask), rows.targets
-        hidden = self.transformer(ids, positions, self._within(rows), keep)
+        filled = filled_up(rows, like=self.transformer.wte.weight)
+        ids, positions = fill(ids, filled), fill(positions, filled)
+        hidden = self.transformer(ids, positions, self._within(filled), keep)
         epsilon = label_smooth if label_smooth > 0.0001 else 0.0
         total = head_loss(
             hidden, self.transformer.wte.weight, rows.pack(lm_labels)[keep], mask[keep], epsilon

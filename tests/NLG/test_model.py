@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 import loralib as lora
 import model as model_module
 from loralib.errors import CheckpointError
+from loralib.nn import filling
 from loralib.nn.packing import PackedRows
 from loralib.training.precision import Precision, hold_frozen_in
 from model import (
@@ -481,3 +482,31 @@ def test_another_size_names_the_card_that_fits(card):
     with pytest.raises(CheckpointError) as caught:
         load_base(config_of(other), tensors, "base.bin")
     assert str(caught.value) == f"base.bin: holds a {card}; give --model_card {card}"
+
+
+# ---- tokens that fill a batch up ----
+
+
+@pytest.mark.parametrize("lora_fields", [{}, LORA])
+def test_losses_and_gradients_stay_where_a_batch_is_filled_up(build, monkeypatch, lora_fields):
+    """In float64, to whose rounding nobody reads what was added."""
+    found, calls = [], []
+    for is_filled in (False, True):
+        monkeypatch.setattr(filling, "_compiles_kernels", lambda x, yes=is_filled: yes)
+        monkeypatch.setattr(filling, "_FEWEST", 8)
+        model = build(**lora_fields).double()
+        ids, labels, mask = draw_batch("jlm")
+        within = model._within
+        monkeypatch.setattr(
+            model, "_within", lambda rows, within=within: calls.append(rows) or within(rows)
+        )
+        loss = model(ids, labels, mask)
+        loss.backward()
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found.append({"loss": loss, **grads})
+    counts = [len(rows.index) for rows in calls]
+    assert counts[1] > counts[0]
+    theirs, ours = found
+    largest = max(tensor.abs().max().item() for tensor in theirs.values())
+    for name, tensor in theirs.items():
+        assert_close_to_rounding(ours[name], tensor, 3 * TERMS, torch.float64, largest)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from loralib.nn.filling import fill, filled_up
 from loralib.nn.packing import PackedRows
 
 from . import consistency
@@ -162,6 +163,10 @@ class Encoder(nn.Module):
                 (batch, length, hidden); not together with `first_only`.
             plain: on the plain path, for every layer what its attention is told.
         """
+        wanted = len(rows.first if first_only else hidden)
+        if isinstance(rows, PackedRows) and shown is None:
+            rows = filled_up(rows, like=hidden)
+            hidden = fill(hidden, rows)
         batch = self.describe(rows)
         recompute = self.config.gradient_checkpointing and self.training
         if shown is not None:
@@ -173,7 +178,7 @@ class Encoder(nn.Module):
             hidden = self.after_layer(index, hidden, output, rows)
             if shown is not None:
                 hidden = _show(hidden, rows, shown)
-        return hidden
+        return hidden if len(hidden) == wanted else hidden[:wanted]
 
 
 def _show(hidden: Tensor, rows: AnyRows, shown: list[Tensor]) -> Tensor:

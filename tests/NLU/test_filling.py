@@ -1,0 +1,81 @@
+"""Batches that are filled up: no number changes, and matrices have sizes that recur."""
+
+import importlib
+
+import pytest
+import torch
+from compare import assert_close_to_rounding
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from loralib.nn import filling
+
+FAMILIES = ("roberta", "deberta")
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def step(model, batch):
+    model.zero_grad()
+    output = model(**batch)
+    output.loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": output.loss, "logits": output.logits, **gradients}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("adapted", [{}, {"apply_lora": True, "lora_r": 2, "lora_alpha": 4}])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_and_gradients_stay(make_classifier, batch, monkeypatch, family, adapted, recompute):
+    """In float64, to whose rounding nobody reads what was added."""
+    settings = {"num_labels": 3, "gradient_checkpointing": recompute, **adapted, **NO_DROPOUT}
+    model = make_classifier(family, **settings).double().train()
+    expected = step(model, batch)
+    calls = []
+    monkeypatch.setattr(filling, "_compiles_kernels", lambda x: not calls.append(len(x)))
+    monkeypatch.setattr(filling, "_FEWEST", 8)
+    tokens = int(batch["attention_mask"].sum())
+    assert tokens % 2 ** (tokens.bit_length() - 4)  # there is something to fill
+    ours = step(model, batch)
+    assert calls == [tokens]
+    assert ours.keys() == expected.keys()
+    largest = max(tensor.abs().max().item() for tensor in expected.values())
+    for name, tensor in expected.items():
+        assert_close_to_rounding(ours[name], tensor, 1000, torch.float64, largest)
+
+
+class Rows(TorchDispatchMode):
+    """Notes how many rows are multiplied with weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.seen.add(len(args[-2]))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_layers_multiply_a_number_of_rows_that_recurs(make_classifier, family):
+    model = make_classifier(family, num_labels=3).eval()
+    seen = []
+    for tokens in (130, 141):
+        ids = torch.randint(5, 30, (tokens // 10, 10))
+        rest = tokens % 10
+        mask = torch.ones_like(ids)
+        if rest:
+            ids, mask = (torch.cat([x, x[:1]]) for x in (ids, mask))
+            mask[-1, rest:] = 0
+        with Rows() as rows, torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            model(ids, mask)
+        seen.append({count for count in rows.seen if count >= 100})
+    assert seen == [{144}, {144}]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_shown_is_not_filled(make_classifier, batch, monkeypatch, family):
+    encoder = importlib.import_module("transformers.modeling_encoder")
+    monkeypatch.setattr(encoder, "filled_up", None)
+    del batch["labels"]
+    output = make_classifier(family)(**batch, output_hidden_states=True)
+    assert output.hidden_states[0].shape[:2] == batch["input_ids"].shape

@@ -1,0 +1,69 @@
+"""Tokens that fill a batch up: when there are some, how many, and as what rows."""
+
+import pytest
+import torch
+
+from loralib.nn.filling import fill, filled_up
+from loralib.nn.packing import PackedRows
+from loralib.nn.plain import plain
+from loralib.nn.routing import Routing, routed
+
+HALF = torch.empty(0, dtype=torch.bfloat16)
+ROWS = PackedRows.from_lengths([40, 70, 30])  # 140 tokens
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([100, 27], [100, 27]),  # few
+        ([100, 28], [100, 28]),  # 128
+        ([40, 70, 30], [40, 70, 30, 4]),  # multiples of 16
+        ([200, 57], [200, 57, 31]),  # of 32
+        ([600, 505], [600, 505, 47]),  # of 64
+        ([10] * 52 + [1], [10] * 52 + [1] + [10] * 5 + [5]),  # no row is longer than the longest
+        ([10] * 51 + [4], [10] * 51 + [4] + [10] * 6 + [2]),
+    ],
+)
+def test_numbers_recur(lengths, expected):
+    rows = PackedRows.from_lengths(lengths)
+    filled = filled_up(rows, HALF)
+    assert filled.lengths == expected
+    assert (filled is rows) == (lengths == expected)
+    assert filled.offsets[: len(lengths) + 1].tolist() == rows.offsets.tolist()
+    assert filled.first[: len(lengths)].tolist() == rows.first.tolist()
+
+
+def test_targets_stay():
+    rows = PackedRows.from_lengths([40, 70, 30])
+    rows.targets = torch.tensor([3, 139])
+    assert filled_up(rows, HALF).targets is rows.targets
+
+
+def test_fill():
+    x = torch.arange(1, 281).view(140, 2)
+    filled = fill(x, filled_up(ROWS, HALF))
+    assert torch.equal(filled[:140], x)
+    assert filled.shape == (144, 2)
+    assert not filled[140:].any()
+    assert fill(x[:, 0], filled_up(ROWS, HALF)).shape == (144,)
+    assert fill(x, ROWS) is x
+
+
+def test_only_where_kernels_are_compiled():
+    assert filled_up(ROWS, HALF) is not ROWS
+    assert filled_up(ROWS, HALF.half()) is not ROWS
+    assert filled_up(ROWS, HALF.float()) is ROWS
+    assert filled_up(ROWS, HALF.to("meta")) is ROWS
+    with torch.autocast("cpu", torch.bfloat16):
+        assert filled_up(ROWS, HALF.float()) is not ROWS
+    with plain():
+        assert filled_up(ROWS, HALF) is ROWS
+
+
+def test_not_where_tokens_are_counted_or_have_padding_between():
+    with routed(Routing(key=None, adapters=(None,))):
+        assert filled_up(ROWS, HALF) is ROWS
+    mask = torch.ones(2, 100)
+    mask[0, 50] = 0
+    rows = PackedRows(mask)
+    assert filled_up(rows, HALF) is rows
