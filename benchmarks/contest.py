@@ -89,6 +89,11 @@ class Columns:
 # A contestant, and the number of the round -> the plan of its worker (workers/timing.py).
 PlanOf = Callable[[Contestant, int], dict]
 
+# Of a layer: (rows, in, out) of a product with a weight, and how many there are.
+Products = Sequence[tuple[int, int, int, int]]
+# How fast the machine multiplies, in GFLOP/s, in each round, by dtype.
+Rates = Mapping[str, Sequence[float]]
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -99,12 +104,15 @@ class Measurement:
         baseline_of: the contestant that another one's times are divided by.
         plan_of: what each of them runs.
         columns: of the table.
+        products: what most of a step's arithmetic is; the table then says what share of the
+            machine's rate at these a contestant has. Empty, it does not.
     """
 
     contestants: Sequence[Contestant]
     baseline_of: Callable[[Any], Contestant]
     plan_of: PlanOf
     columns: Columns
+    products: Products = ()
 
 
 @dataclass(frozen=True)
@@ -195,10 +203,12 @@ def compete(name: str, measurement: Measurement, args: argparse.Namespace) -> in
         for one in measurement.contestants
         if one in wanted and (one.worker == "ours" or args.peers_python)
     ]
-    results, failed = take_turns(name, runners, measurement.plan_of, args)
-    rows = rows_of(results, measurement.baseline_of, measurement.columns)
+    results, rates, failed = take_turns(name, runners, measurement, args)
+    rows = rows_of(results, rates, measurement)
     about = machine(results, load)
     print(table(rows, measurement.columns), about, sep="\n\n")
+    for dtype, found in rates.items():
+        print(f"- the machine at the step's products, {dtype}: {median(found):,.0f} GFLOP/s")
     for contestant, why in failed.items():
         print(f"- failed: {contestant.name}, {contestant.precision}: {why}")
     if args.json:
@@ -214,28 +224,34 @@ def compete(name: str, measurement: Measurement, args: argparse.Namespace) -> in
 
 
 def take_turns(
-    name: str, runners: Sequence[Contestant], plan_of: PlanOf, args: argparse.Namespace
-) -> tuple[Results, dict[Contestant, str]]:
+    name: str, runners: Sequence[Contestant], measurement: Measurement, args: argparse.Namespace
+) -> tuple[Results, Rates, dict[Contestant, str]]:
     """Runs every contestant once a round.
 
     Args:
         name: the benchmark's.
         runners: the contestants.
-        plan_of: what each of them runs.
+        measurement: what each of them runs.
         args: the flags of `parse`.
 
     Returns:
-        The results of those that ran to the end, and why the others did not, by contestant.
+        The results of those that ran to the end, the machine's rates, and why the others did not,
+        by contestant.
     """
     results, failed = {contestant: [] for contestant in runners}, {}
+    rates = {one.dtype: [] for one in runners} if measurement.products else {}
     progress = tqdm([(a, b) for a in range(args.rounds) for b in range(len(runners))], unit="run")
     for number, turn in progress:
+        if turn == 0:
+            for dtype, found in rates.items():
+                progress.set_postfix_str(f"products, {dtype}")
+                found.append(matrix_rate(dtype, measurement.products, args))
         contestant = runners[(number + turn) % len(runners)]
         if contestant in failed:
             continue
         progress.set_postfix_str(f"{contestant.name}, {contestant.precision}")
         plan = {"seed": 0, "threads": args.threads, "device": args.device}
-        plan |= {**asdict(contestant), **plan_of(contestant, number)}
+        plan |= {**asdict(contestant), **measurement.plan_of(contestant, number)}
         python = sys.executable if contestant.worker == "ours" else args.peers_python
         try:
             run = run_worker(python, f"{name}_{contestant.worker}", plan)
@@ -244,7 +260,14 @@ def take_turns(
             del results[contestant]
         else:
             results[contestant].append({**run, "batches": plan["batches"][plan["warmup"] :]})
-    return results, failed
+    return results, rates, failed
+
+
+def matrix_rate(dtype: str, products: Products, args: argparse.Namespace) -> float:
+    """GFLOP/s at these products, now, in the best way that this project has for each."""
+    plan = {"worker": "ours", "seed": 0, "threads": args.threads, "device": args.device}
+    plan |= {"dtype": dtype, "products": products}
+    return run_worker(sys.executable, "matrix_rate_ours", plan)["gflops"]
 
 
 def run_worker(python: str, name: str, plan: dict) -> dict:
@@ -285,6 +308,7 @@ class Row:
         times_ours: the median of the quotients of the batches that both have run.
         counts: the sums of the columns that count.
         gflops: the median.
+        share: the median of its rounds' parts of the machine's rate; None where that is not known.
         peak_gib: the most of all rounds.
     """
 
@@ -294,6 +318,7 @@ class Row:
     times_ours: float
     counts: Sequence[int]
     gflops: float
+    share: float | None
     peak_gib: float
 
     def cells(self) -> list[str]:
@@ -305,6 +330,7 @@ class Row:
             _quotient(self.times_ours),
             *(f"{count:,}" for count in self.counts),
             f"{self.gflops:,.0f}",
+            *([] if self.share is None else [f"{self.share:.0%}"]),
             f"{self.peak_gib:.2f}",
         ]
 
@@ -320,15 +346,15 @@ class Row:
         )
 
 
-def rows_of(
-    results: Results, baseline_of: Callable[[Any], Contestant], columns: Columns
-) -> list[Row]:
+def rows_of(results: Results, rates: Rates, measurement: Measurement) -> list[Row]:
     """A row for each contestant whose baseline ran to the end."""
-    return [
-        _row(one, runs, baseline_of(one), results[baseline_of(one)], columns)
-        for one, runs in results.items()
-        if baseline_of(one) in results
-    ]
+    rows = []
+    for one, runs in results.items():
+        baseline = measurement.baseline_of(one)
+        if baseline in results:
+            versus = baseline, results[baseline], rates.get(one.dtype)
+            rows.append(_row(one, runs, *versus, measurement.columns))
+    return rows
 
 
 def _row(
@@ -336,6 +362,7 @@ def _row(
     runs: list[dict],
     baseline: Contestant,
     baseline_runs: list[dict],
+    rates: Sequence[float] | None,
     columns: Columns,
 ) -> Row:
     steps = [step for run in runs for step in zip(run["batches"], run["seconds"], strict=True)]
@@ -343,6 +370,13 @@ def _row(
         own / other
         for run, base in zip(runs, baseline_runs, strict=True)
         for own, other in zip(_times(run, columns), _times(base, columns), strict=False)
+    ]
+    by_round = [
+        [
+            columns.gflop(contestant, batch) / seconds
+            for batch, seconds in zip(run["batches"], run["seconds"], strict=True)
+        ]
+        for run in runs
     ]
     return Row(
         contestant,
@@ -352,7 +386,8 @@ def _row(
         counts=[
             sum(count(contestant, batch) for batch, _ in steps) for count in columns.counts.values()
         ],
-        gflops=median(columns.gflop(contestant, batch) / seconds for batch, seconds in steps),
+        gflops=median(gflops for of_run in by_round for gflops in of_run),
+        share=rates and median(median(a) / b for a, b in zip(by_round, rates, strict=True)),
         peak_gib=max(run["peak_bytes"] for run in runs) / 2**30,
     )
 
@@ -360,7 +395,7 @@ def _row(
 def table(rows: Sequence[Row], columns: Columns) -> str:
     """The Markdown table."""
     titles = ["contestant", "precision", columns.time, "times ours", *columns.counts]
-    titles += ["GFLOP/s", "peak GiB"]
+    titles += ["GFLOP/s", *(["of the machine's"] if rows and rows[0].share else []), "peak GiB"]
     rule = f"|---|---|{'---:|' * (len(titles) - 2)}"
     return "\n".join([_line(titles), rule, *(_line(row.cells()) for row in rows)])
 

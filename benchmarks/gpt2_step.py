@@ -13,7 +13,15 @@ import sys
 
 import contest
 from gpt2_e2e import GPT2_SMALL, QUICK, ROWS, Row, count_rows, draw_batches
-from steps import WARMUP, Contestant, baselines, columns, contestants, take_batches
+from steps import (
+    WARMUP,
+    Contestant,
+    baselines,
+    columns,
+    contestants,
+    layer_products,
+    take_batches,
+)
 
 
 def computed(contestant: Contestant, batch: list[Row]) -> list[int]:
@@ -54,8 +62,14 @@ def measure(args: argparse.Namespace) -> contest.Measurement:
         computed,
         lambda who, batch: gflop(who, batch, shape),
     )
+    tokens = sum(map(sum, draw_batches(rows, 1, seed=0)[0]))
+    products = layer_products(tokens, shape["n_embd"], 4 * shape["n_embd"], fused=True)
     return contest.Measurement(
-        contestants(args.device), contest.by_dtype(baselines(args.device)), plan_of, table
+        contestants(args.device),
+        contest.by_dtype(baselines(args.device)),
+        plan_of,
+        table,
+        products,
     )
 
 

@@ -15,7 +15,15 @@ from collections.abc import Callable
 
 import contest
 from rte_lengths import QUANTILES, count_tokens, draw_batches
-from steps import WARMUP, Contestant, baselines, columns, contestants, take_batches
+from steps import (
+    WARMUP,
+    Contestant,
+    baselines,
+    columns,
+    contestants,
+    layer_products,
+    take_batches,
+)
 
 ROBERTA_BASE = {
     "vocab_size": 50265,
@@ -99,8 +107,10 @@ def measure_shape(
     table = columns(
         "ms per real token", sum, sum, computed, lambda who, batch: gflop(who, batch, shape)
     )
+    tokens = sum(draw_batches(lengths, 1, seed=0)[0])
+    products = layer_products(tokens, shape["hidden_size"], shape["intermediate_size"])
     return contest.Measurement(
-        taking_part, contest.by_dtype(baselines(args.device)), plan_of, table
+        taking_part, contest.by_dtype(baselines(args.device)), plan_of, table, products
     )
 
 

@@ -69,6 +69,22 @@ def take_batches(contestant: Contestant, batches: list, steps: int) -> dict:
     return {"warmup": WARMUP_PADDED, "batches": batches[first:end]}
 
 
+def layer_products(rows: int, hidden: int, inner: int, fused: bool = False) -> contest.Products:
+    """The products of a transformer layer with its weights.
+
+    Args:
+        rows: tokens of a batch.
+        hidden, inner: widths of the layer and of its feed-forward.
+        fused: query, key and value are one product.
+    """
+    attention = [(rows, hidden, 3 * hidden, 1), (rows, hidden, hidden, 1)]
+    return [
+        *(attention if fused else [(rows, hidden, hidden, 4)]),
+        (rows, hidden, inner, 1),
+        (rows, inner, hidden, 1),
+    ]
+
+
 def columns(
     time: str,
     per: Callable[[Any], float],

@@ -38,10 +38,12 @@ def plan_of(contestant, number):
 
 def test_turns_rotate_on_the_same_batches(contest, runners, fake_worker):
     plans = fake_worker(lambda plan: 2)
-    results, failed = contest.take_turns("x", runners, plan_of, flags())
+    measurement = contest.Measurement(runners, None, plan_of, columns(contest))
+    results, rates, failed = contest.take_turns("x", runners, measurement, flags())
     assert [plan["name"] for plan in plans] == [*"abc", *"bca", *"cab"]
     assert [plan["worker_name"] for plan in plans[:3]] == ["x_ours", "x_ours", "x_peers"]
     assert not failed
+    assert not rates
     for runs in results.values():
         assert [run["batches"] for run in runs] == [[[n], [n, n]] for n in range(3)]
 
@@ -63,6 +65,23 @@ def test_what_failed_is_named_and_not_run_again(contest, runners, fake_worker, c
     assert [plan["name"] for plan in plans].count("b") == 1
     assert contest.compete("x", measurement, flags(peers_python=None)) == 1
     assert "| c |" not in capsys.readouterr().out
+
+
+def test_shares_are_of_what_the_machine_multiplies(contest, runners, fake_worker, capsys):
+    plans = fake_worker(lambda plan: 2 if plan["name"] == "a" else 5)
+    ours = {"float32": runners[0]}
+    measurement = contest.Measurement(
+        runners, contest.by_dtype(ours), plan_of, columns(contest), products=[(8, 4, 4, 1)]
+    )
+    assert contest.compete("x", measurement, flags()) == 0
+    asked = [plan for plan in plans if plan["worker_name"] == "matrix_rate_ours"]
+    assert len(asked) == 3  # once a round
+    assert {(plan["dtype"], *plan["products"]) for plan in asked} == {("float32", (8, 4, 4, 1))}
+    printed = capsys.readouterr().out
+    # Batches of 6 and 12 GFLOP, in 2 seconds or 5, of 24 GFLOP/s.
+    assert "| a | float32 | 1.5 | 1.00 | 4 | 19% | 3.00 |" in printed
+    assert "| c | float32 | 3.75 | 2.50 | 2 | 8% | 3.00 |" in printed
+    assert "- the machine at the step's products, float32: 24 GFLOP/s" in printed
 
 
 def test_no_row_without_its_baseline(contest, runners, fake_worker, capsys):

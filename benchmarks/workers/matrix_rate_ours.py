@@ -1,0 +1,59 @@
+"""How fast this machine multiplies matrices, in the best of the ways that loralib knows.
+
+The plan has `dtype`, `device`, `threads`, `seed`, and `products`, each (rows, in, out, times): how
+often a layer has that product. The result is billions of multiplications and additions a second.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import nn
+
+from loralib.nn import products
+
+REPEATS = 7
+
+
+def seconds_of(x: torch.Tensor, weight: torch.Tensor) -> float:
+    """The median of some products' times, after one that is not counted."""
+    found = []
+    for _ in range(1 + REPEATS):
+        start = time.perf_counter()
+        products.product(x, weight)
+        if x.is_cuda:
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - start)
+    return median(found[1:])
+
+
+@torch.no_grad()
+def gflops(plan: dict) -> float:
+    """Those of the plan's products, one after the other."""
+    dtype, device = getattr(torch, plan["dtype"]), torch.device(plan["device"])
+    work = seconds = 0.0
+    for rows, inputs, outputs, times in plan["products"]:
+        weight = nn.Parameter(torch.rand(outputs, inputs, dtype=dtype, device=device))
+        weight.requires_grad_(False)
+        x = torch.rand(rows, inputs, dtype=dtype, device=device)
+        if device.type == "cpu":
+            products.measure([(weight, None)], dtype, rows, backward=False)
+        work += times * 2 * rows * inputs * outputs
+        seconds += times * seconds_of(x, weight)
+    return work / seconds / 1e9
+
+
+def main() -> None:
+    """Reads the plan, writes the result."""
+    plan = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    if plan["threads"]:
+        torch.set_num_threads(plan["threads"])
+    torch.manual_seed(plan["seed"])
+    Path(sys.argv[2]).write_text(json.dumps({"gflops": gflops(plan)}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
