@@ -22,6 +22,28 @@ def compute_dtype(fp16: bool, bf16: bool) -> torch.dtype:
     return torch.float16 if fp16 else torch.bfloat16 if bf16 else torch.float32
 
 
+def check_precision(fp16: bool, bf16: bool, device: torch.device) -> None:
+    """Checks that a device has the half precision that the flags ask for.
+
+    Args:
+        fp16, bf16: the flags.
+        device: where the run computes; of GPUs the current one.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if fp16 and device.type != "cuda":
+        raise ValueError("--fp16 needs a GPU: use --bf16, which works on a CPU as well")
+    if not bf16 or device.type != "cuda":
+        return
+    # PyTorch would emulate it, which is slower than float32, and not for all operations.
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ValueError(
+            f"--bf16 needs a GPU that has bfloat16, and {torch.cuda.get_device_name()} has not: "
+            "leave it out, or train with --fp16"
+        )
+
+
 def hold_frozen_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Casts the parameters of `model` that need no gradient to `dtype`, in place.
 
