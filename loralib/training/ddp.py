@@ -57,7 +57,8 @@ def warm_up_ddp(wrapped: nn.Module, backward: Callable[[], None]) -> None:
 @contextmanager
 def _state_restored(model: nn.Module) -> Iterator[None]:
     """Puts random generators, buffers and gradients back where they were before the block."""
-    state = rng_state()
+    device = next(model.parameters()).device
+    state = rng_state(device)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter in model.parameters():
@@ -65,7 +66,7 @@ def _state_restored(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        set_rng_state(state)
+        set_rng_state(state, device)
         for buffer, before in buffers:
             buffer.copy_(before)
         for parameter, gradient in gradients:

@@ -42,6 +42,16 @@ def test_warming_up_leaves_no_trace(group):
         assert torch.equal(parameter.grad, gradient)
 
 
+def test_a_run_on_the_cpu_asks_no_gpu(group, monkeypatch, caplog):
+    """Which would take memory of the first one, for every process."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("get_rng_state", "set_rng_state"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: pytest.fail("a GPU was asked"))
+    wrapped = DistributedDataParallel(nn.Linear(3, 3))
+    warm_up_ddp(wrapped, lambda: wrapped(torch.ones(1, 3)).sum().backward())
+    assert not caplog.messages
+
+
 def test_a_single_process_needs_no_ddp():
     model = nn.Linear(3, 3)
     assert wrap_ddp(model, CPU, 1) is model
