@@ -140,6 +140,15 @@ def test_what_a_user_has_set_stays(device_settings, monkeypatch):
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
+@pytest.mark.parametrize("was_on", [True, False])
+def test_new_memory_is_filled_only_in_a_users_deterministic_mode(device_settings, was_on):
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(was_on)
+    set_up_device(deterministic=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory == was_on
+    device_settings.expect(tf32=False, deterministic=True)
+
+
 # ---- errors ----
 
 
