@@ -7,6 +7,7 @@ What is trained, and the optimizer's state, stay in float32: the updates are too
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,11 +93,17 @@ class Precision:
             self.scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(parameters, max_norm)
         updates: list[bool] = []
+
+        def note(optimizer: Optimizer, *_: Any) -> None:
+            # A fused optimizer is called in any case, with what the scaler found: it then skips.
+            found_inf = getattr(optimizer, "found_inf", None)
+            updates.append(found_inf is None or not found_inf.item())
+
         # The scaler has to wait for the device; to ask it for its scale would be another wait.
-        with optimizer.register_step_post_hook(lambda *_: updates.append(True)):
+        with optimizer.register_step_post_hook(note):
             self.scaler.step(optimizer)
         self.scaler.update()
-        return bool(updates)
+        return any(updates)
 
     def state_dict(self) -> dict:
         """The scaler's state, empty but in float16, and how products are computed."""

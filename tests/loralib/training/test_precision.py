@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from compare import assert_close_to_rounding
 
 import loralib as lora
-from loralib.training.precision import ApexPrecision, check_precision, has_apex
+from loralib.training.precision import ApexPrecision, Precision, check_precision, has_apex
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -42,6 +42,23 @@ def test_half_precision_of_a_device(monkeypatch, fp16, bf16, device, has_bf16, m
         return
     with pytest.raises(ValueError, match=f"^{message}"):
         check_precision(fp16, bf16, device)
+
+
+# ---- updates in float16 ----
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 1.0])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_says_whether_there_was_an_update(fused, max_norm):
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.0, fused=fused)
+    precision = Precision(torch.float16, "cpu")
+    for factor in (1.0, float("inf"), 1.0):
+        before = weight.detach().clone()
+        precision.backward((weight * factor).sum())
+        updated = precision.step(optimizer, [weight], max_norm)
+        optimizer.zero_grad()
+        assert updated == (not torch.equal(weight, before)) == (factor == 1.0)
 
 
 # ---- apex ----
