@@ -56,7 +56,8 @@ def choose_device(local_rank: int, no_cuda: bool = False) -> torch.device:
     if not 0 <= local_rank < count:
         raise ValueError(
             f"process {local_rank} of this machine has no GPU, there are {count}: "
-            "start fewer processes"
+            "start fewer processes or, where each has a GPU of its own and sees no other, set "
+            "LOCAL_RANK=0 in all"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
