@@ -36,7 +36,8 @@ def set_up_device(*, tf32: bool = False, deterministic: bool = False) -> None:
         # that NVIDIA names, :16:8, is too small for the fast kernels of large products.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if not torch.are_deterministic_algorithms_enabled():
-            torch.utils.deterministic.fill_uninitialized_memory = False
+            # A property of the module, which mypy cannot see.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(True)
 
 
