@@ -312,7 +312,8 @@ def variant_of(name: str) -> type[Delta]:
 def merge(weight: Tensor, delta: Delta, as_matrix: Callable[[Tensor], Tensor]) -> Tensor:
     """A weight with a low-rank update merged into it.
 
-    The sum is computed in float32 or wider, and rounded once.
+    The sum is computed in float32 or wider, and rounded once. On a GPU on which float32 products
+    may run in TensorFloat-32, B A does so, as it does in training there.
 
     Args:
         weight: of any shape; unchanged.

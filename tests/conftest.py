@@ -122,12 +122,15 @@ class DeviceSettings:
 @pytest.fixture
 def device_settings():
     """`DeviceSettings`, all the other way about to begin with; what was set before comes back."""
-    before = DeviceSettings.read()
+    import torch
+
+    before, fill = DeviceSettings.read(), torch.utils.deterministic.fill_uninitialized_memory
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
     DeviceSettings.write(True, True, True, False)
     yield DeviceSettings
     DeviceSettings.write(*before.values())
+    torch.utils.deterministic.fill_uninitialized_memory = fill
     os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
     if workspace is not None:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = workspace

@@ -35,6 +35,7 @@ from loralib.nn.products import use_products
 from loralib.training import process, watch
 from loralib.training.determinism import set_up_device
 from loralib.training.distributed import gather_objects
+from loralib.training.precision import check_precision
 from loralib.training.product_choices import choose_products, frozen_weights
 from model import GPT2LMModel
 
@@ -143,10 +144,9 @@ def model_to_decode(args: argparse.Namespace, dist_env: DistEnv) -> GPT2LMModel:
     Raises:
         CheckpointError: a file cannot be read, or does not fit the flags or the other.
         ValueError: base or LoRA are missing; or the model has fewer positions than asked for; or
-            --fp16 finds no GPU.
+            the device has not the half precision that is asked for.
     """
-    if args.fp16 and dist_env.device.type != "cuda":
-        raise ValueError("--fp16 needs a GPU; --bf16 works on a CPU as well")
+    check_precision(args.fp16, args.bf16, dist_env.device)
     if args.init_checkpoint is None and args.lora_path is None:
         raise ValueError("there is no model: give its base as --init_checkpoint")
     model, base = open_model(args, args.lora_path)

@@ -56,6 +56,7 @@ from loralib.training.output import output_folder
 from loralib.training.precision import (
     ApexPrecision,
     Precision,
+    check_precision,
     compute_dtype,
     has_apex,
     hold_frozen_in,
@@ -95,6 +96,7 @@ def main(argv: list[str] | None = None) -> None:
 def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
     """A run, from its data to its last checkpoint."""
     begun, device, work_dir = time.perf_counter(), dist_env.device, Path(args.work_dir)
+    check_precision(args.fp16, args.bf16, device)
 
     # ---- a new run, or one that was killed ----
     launch = find_launch(work_dir, dist_env.world_size)
@@ -248,13 +250,7 @@ def choose_trained(model: nn.Module, lora_dim: int) -> None:
 def create_precision(
     args: argparse.Namespace, model: nn.Module, optimizer: Optimizer, device: torch.device
 ) -> Precision:
-    """The precision that the flags ask for; frozen weights are held in it.
-
-    Raises:
-        ValueError: it needs a GPU.
-    """
-    if args.fp16 and device.type != "cuda":
-        raise ValueError("--fp16 needs a GPU; --bf16 works on a CPU as well")
+    """The precision that the flags ask for; frozen weights are held in it."""
     if args.fp16 and has_apex():
         return ApexPrecision(model, optimizer)
     dtype = compute_dtype(args.fp16, args.bf16)

@@ -44,6 +44,7 @@ _SAME_IN_A_RUN = (
     *("lora_init", "lora_freeze_A", "lora_plus_ratio"),
     *("obj", "seq_len", "label_smooth"),
     *("train_batch_size", "grad_acc", "clip", "fp16", "bf16", "tf32", "random_seed"),
+    "use_deterministic_algorithms",
     *("lr", "weight_decay", "correct_bias", "adam_epislon", "no_decay_bias"),
     *("adam_beta1", "adam_beta2", "scheduler", "warmup_step", "i_steps", "i_lrs"),
 )
@@ -220,7 +221,10 @@ def restore_run(
         DamagedStateError: the state is not built as this run's.
     """
     way_out = "give the same to resume it, or begin a new run in another --work_dir"
-    check_same_run(work_dir, {**_BEFORE, **state["run"]}, identity, way_out)
+    # Whether an older run was deterministic is unknown: it may be resumed either way.
+    flag = "--use_deterministic_algorithms"
+    before = {**_BEFORE, flag: identity.get(flag), **state["run"]}
+    check_same_run(work_dir, before, identity, way_out)
     if state["finished"]:
         return {**place, "step": state["step"]}
     weights = _kept(model)

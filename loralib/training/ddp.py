@@ -18,12 +18,18 @@ def wrap_ddp(model: nn.Module, device: torch.device, world_size: int, **settings
         model: on `device`.
         device: where this process computes.
         world_size: how many processes there are.
-        settings: of `DistributedDataParallel`.
+        settings: of `DistributedDataParallel`, which sends the first process's buffers in every
+            forward pass, unless they are all LoRA's.
     """
     if world_size == 1:
         return model
     device_ids = [device.index] if device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=device_ids, **settings)
+    wrapped = DistributedDataParallel(model, device_ids=device_ids, **settings)
+    # LoRA's buffers never change, and need not be sent in every pass. Set here, because DDP's own
+    # argument would leave them out of its first exchange as well.
+    if all("lora_" in name for name, _ in model.named_buffers()):
+        wrapped.broadcast_buffers = False
+    return wrapped
 
 
 def sync_gradients(wrapped: nn.Module, due: bool) -> AbstractContextManager[None]:
@@ -57,7 +63,8 @@ def warm_up_ddp(wrapped: nn.Module, backward: Callable[[], None]) -> None:
 @contextmanager
 def _state_restored(model: nn.Module) -> Iterator[None]:
     """Puts random generators, buffers and gradients back where they were before the block."""
-    state = rng_state()
+    device = next(model.parameters()).device
+    state = rng_state(device)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter in model.parameters():
@@ -65,7 +72,7 @@ def _state_restored(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        set_rng_state(state)
+        set_rng_state(state, device)
         for buffer, before in buffers:
             buffer.copy_(before)
         for parameter, gradient in gradients:

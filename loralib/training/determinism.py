@@ -23,7 +23,8 @@ def set_up_device(*, tf32: bool = False, deterministic: bool = False) -> None:
         tf32: let float32 products and convolutions run in TensorFloat-32, with 10 bits of mantissa
             for 23; by default neither does. PyTorch's own default is convolutions alone.
         deterministic: PyTorch's deterministic mode: the same bits from the same run on the same
-            GPU. It stays on where it is on already.
+            GPU. It stays on where it is on already; where it was off, PyTorch does not fill new
+            memory in it, because what is computed here is never read before it is written.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     # These names are known to all versions from 2.6 on, and set those of the later fp32_precision
@@ -34,6 +35,9 @@ def set_up_device(*, tf32: bool = False, deterministic: bool = False) -> None:
         # cuBLAS needs a workspace of its own for it, known before its first use. The other size
         # that NVIDIA names, :16:8, is too small for the fast kernels of large products.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        if not torch.are_deterministic_algorithms_enabled():
+            # A property of the module, which mypy cannot see.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(True)
 
 

@@ -3,7 +3,8 @@
 A launcher starts the processes and, after one of them died, starts all of them again: an attempt.
 Its agents keep one key-value store over all attempts, in which a later one would read what PyTorch
 wrote in an earlier one. So every attempt has a prefix of its own there, on which its
-processes agree first; see `_agree_on_attempt`.
+processes agree first; see `_agree_on_attempt`. What PyTorch writes past all prefixes, the first
+process removes before that.
 """
 
 import logging
@@ -32,6 +33,10 @@ TIMEOUT = 1800.0
 # Collectives wait longer than that: the watch knows which process is missing, they do not.
 _COLLECTIVES = 1.5
 
+# Where NCCL's watchdog notes an error in the store, below all prefixes. A group that finds it there
+# ends its processes, eight minutes later.
+_NCCL_ERROR = "exception_dump"
+
 _SIOCGIFADDR = 0x8915  # Linux: asks for an interface's address
 
 
@@ -51,7 +56,8 @@ def choose_device(local_rank: int, no_cuda: bool = False) -> torch.device:
     if not 0 <= local_rank < count:
         raise ValueError(
             f"process {local_rank} of this machine has no GPU, there are {count}: "
-            "start fewer processes"
+            "start fewer processes or, where each has a GPU of its own and sees no other, set "
+            "LOCAL_RANK=0 in all"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -202,6 +208,8 @@ def _attempts_store(
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         store = _connect(address, not of_agent and rank == 0, timeout)
+        if rank == 0:  # no other process has a group yet: each waits for this one's answer
+            store.delete_key(_NCCL_ERROR)
         name = _agree_on_attempt(PrefixStore("attempts", store), rank, world_size, timeout)
     except TrainingError:
         raise

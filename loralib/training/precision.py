@@ -7,6 +7,7 @@ What is trained, and the optimizer's state, stay in float32: the updates are too
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,28 @@ _PRODUCTS = "products"  # in a state, beside the scaler's entries
 def compute_dtype(fp16: bool, bf16: bool) -> torch.dtype:
     """The precision that matrices are multiplied in."""
     return torch.float16 if fp16 else torch.bfloat16 if bf16 else torch.float32
+
+
+def check_precision(fp16: bool, bf16: bool, device: torch.device) -> None:
+    """Checks that a device has the half precision that the flags ask for.
+
+    Args:
+        fp16, bf16: the flags.
+        device: where the run computes; of GPUs the current one.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if fp16 and device.type != "cuda":
+        raise ValueError("--fp16 needs a GPU: use --bf16, which works on a CPU as well")
+    if not bf16 or device.type != "cuda":
+        return
+    # PyTorch would emulate it, which is slower than float32, and not for all operations.
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ValueError(
+            f"--bf16 needs a GPU that has bfloat16, and {torch.cuda.get_device_name()} has not: "
+            "leave it out, or train with --fp16"
+        )
 
 
 def hold_frozen_in(model: nn.Module, dtype: torch.dtype) -> None:
@@ -70,11 +93,17 @@ class Precision:
             self.scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(parameters, max_norm)
         updates: list[bool] = []
+
+        def note(optimizer: Optimizer, *_: Any) -> None:
+            # A fused optimizer is called in any case, with what the scaler found: it then skips.
+            found_inf = getattr(optimizer, "found_inf", None)
+            updates.append(found_inf is None or not found_inf.item())
+
         # The scaler has to wait for the device; to ask it for its scale would be another wait.
-        with optimizer.register_step_post_hook(lambda *_: updates.append(True)):
+        with optimizer.register_step_post_hook(note):
             self.scaler.step(optimizer)
         self.scaler.update()
-        return bool(updates)
+        return any(updates)
 
     def state_dict(self) -> dict:
         """The scaler's state, empty but in float16, and how products are computed."""

@@ -113,7 +113,7 @@ def run(
         if not is_lost_peer(error) or os.environ.get("LORA_DEBUG") == "1":
             raise
         gone = "another process of the run is gone; if it ended by an error, it has said which"
-        if "timed out" in str(error).lower():
+        if any(mark in str(error).lower() for mark in _TOO_LATE):
             gone = f"other processes of the run did not answer in time; see {timeout}"
         _report(TrainingError(gone), report)
         _end(1)
@@ -147,14 +147,24 @@ def _in_words(error: Exception) -> str:
     return str(error)
 
 
+# What collectives say, of gloo and of NCCL, where another process has not answered in time, and
+# where it has died.
+_TOO_LATE = ("timed out", "before timing out")
+_LOST = (
+    *_TOO_LATE,
+    *("connection closed by peer", "connection reset by peer", "broken pipe"),
+    *("connection closed by remote peer", "remote process exited or there was a network error"),
+    "nccl communicator was aborted",
+)
+
+
 def is_lost_peer(error: RuntimeError) -> bool:
     """Whether this is what a collective raises in the processes that are left when one has died.
 
     Or has been out of reach for as long as the group waits.
     """
     text = str(error).lower()
-    marks = ("connection closed by peer", "connection reset by peer", "broken pipe", "timed out")
-    return _is_in_group() and any(mark in text for mark in marks)
+    return _is_in_group() and any(mark in text for mark in _LOST)
 
 
 def _end(status: int) -> None:

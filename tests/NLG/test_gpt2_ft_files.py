@@ -386,7 +386,7 @@ def test_settings_that_cannot_be(tiny, finished, error_of, more, message):
 
 def test_fp16_needs_a_gpu(tiny, finished, error_of):
     argv = tiny.flags(finished, "--max_step", 4, "--fp16")
-    assert "--fp16 needs a GPU; --bf16 works on a CPU as well" in error_of(argv)
+    assert "--fp16 needs a GPU: use --bf16, which works on a CPU as well" in error_of(argv)
 
 
 def test_lora_needs_a_base(tiny, finished, error_of):

@@ -236,6 +236,10 @@ def killed(tiny, tmp_path, monkeypatch):
         ("--obj jlm", "--obj clm, not jlm"),
         ("--bf16", "--bf16 False, not True"),
         ("--tf32", "--tf32 False, not True"),
+        (
+            "--use_deterministic_algorithms",
+            "--use_deterministic_algorithms False, not True",
+        ),
         ("--correct_bias", "--correct_bias False, not True"),
         ("--scheduler cosine", "--scheduler linear, not cosine"),
         ("--seq_len 11", "--seq_len 12, not 11"),
@@ -264,7 +268,7 @@ def killed(tiny, tmp_path, monkeypatch):
         ),
     ],
 )
-def test_another_run_is_not_resumed(tiny, killed, error_of, files_of, more, named):
+def test_another_run_is_not_resumed(tiny, killed, error_of, files_of, device_settings, more, named):
     _other_base(tiny.folder)
     work_dir = Path(killed[killed.index("--work_dir") + 1])
     before = files_of(work_dir)

@@ -60,6 +60,20 @@ def test_every_bit_comes_back(tmp_path):
     assert its_parts["scheduler"].state_dict() == parts["scheduler"].state_dict()
 
 
+@pytest.mark.parametrize("is_on", [True, False])
+@pytest.mark.parametrize("was_on", [True, False, None])
+def test_determinism_is_kept_where_it_was_written(tmp_path, was_on, is_on):
+    flag = "--use_deterministic_algorithms"
+    before = IDENTITY if was_on is None else {**IDENTITY, flag: was_on}
+    write_finished(tmp_path, ALONE, before, 7)
+    now = (tmp_path, ALONE, {**IDENTITY, flag: is_on}, read_run(tmp_path), PLACE, *make(1))
+    if was_on in (None, is_on):
+        assert restore_run(*now) == PLACE
+        return
+    with pytest.raises(CheckpointError, match=f"is of a run with {flag} {was_on}, not {is_on}: "):
+        restore_run(*now)
+
+
 def test_a_finished_run_keeps_its_mark_only(tmp_path):
     model, parts = make(1)
     write(tmp_path, model, parts)

@@ -15,6 +15,8 @@ from transformers import (
     DebertaV2Config,
     RobertaConfig,
     TrainingArguments,
+    trainer_estimate,
+    training_args,
 )
 from transformers.trainer_estimate import published_settings, training_of
 
@@ -177,6 +179,14 @@ def test_half_precision(said, tiny_base, half):
     figures = said(*common(tiny_base), *LORA, "--task_name", "rte", half)
     assert figures["computed in"].startswith({"--fp16": "float16", "--bf16": "bfloat16"}[half])
     assert gib(figures["weights"]) <= gib(full["weights"])
+
+
+def test_float16_is_counted_on_a_gpu_without_bfloat16(monkeypatch, tmp_path):
+    monkeypatch.setattr(training_args, "choose_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    asked = TrainingArguments(str(tmp_path), fp16=True)
+    with trainer_estimate._without_output(asked) as own:
+        assert (own.fp16, own.bf16, own.device.type) == (False, True, "cuda")
 
 
 def gib(text: str) -> float:

@@ -15,6 +15,10 @@ from transformers.data.data_collator import PackedCollator
 
 FAMILIES = ("roberta", "deberta")
 LORA = {"apply_lora": True, "lora_r": 4, "lora_alpha": 8}
+CONSISTENCY = {
+    "R-Drop": {"reg_loss_wgt": 1.0},
+    "Cutoff": {"masking_prob": 0.5, "unk_token_id": 3, "special_token_ids": [0, 1, 2, 3, 4]},
+}
 STEADY = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 # Of an update of two layers, forward and backward, with bfloat16's casts and the optimizer.
 LAUNCHES = {"roberta": 180, "deberta": 240}
@@ -131,9 +135,10 @@ def test_accumulation_and_adafactor_do_not_wait(make_trainer, model_of, gpu):
 
 
 @pytest.mark.slow
-def test_consistency_training_does_not_wait(make_trainer, model_of, gpu):
+@pytest.mark.parametrize("kind", CONSISTENCY)
+def test_consistency_training_does_not_wait(make_trainer, model_of, gpu, kind):
     steps = Steps(gpu)
-    model = model_of("roberta", reg_loss_wgt=1.0)
+    model = model_of("roberta", **CONSISTENCY[kind])
     make_trainer(model, callbacks=[steps], bf16=True).train()
     assert steps.waits == [[]] * len(steps.waits)
 

@@ -376,6 +376,17 @@ def test_another_run_s_checkpoint_is_not_resumed(make_trainer, tmp_path, setting
     make_trainer(num_train_epochs=3).train(resume_from_checkpoint=checkpoint)
 
 
+def test_determinism_is_kept_where_it_was_written(make_trainer, checkpoint, device_settings):
+    path, settings = checkpoint / "training_args.bin", {"use_deterministic_algorithms": True}
+    written = torch.load(path, weights_only=True)
+    message = "is of a run with --use_deterministic_algorithms False, not True"
+    with pytest.raises(CheckpointError, match=message):
+        make_trainer(**settings).train(str(checkpoint))
+    del written["use_deterministic_algorithms"]
+    torch.save(written, path)
+    make_trainer(**settings).train(str(checkpoint))
+
+
 def test_another_task_s_checkpoint_is_not_resumed(make_trainer, make_model, tmp_path):
     make_trainer(save_strategy="steps", save_steps=3).train()
     model = make_model()

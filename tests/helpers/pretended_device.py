@@ -352,7 +352,7 @@ def _settings(gpu: PretendedGpu) -> Iterator[tuple[Any, str, Any]]:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": lambda device: None,
-        "is_bf16_supported": lambda *_: True,
+        "is_bf16_supported": lambda *_, **__: True,
         "get_device_properties": lambda *_: SimpleNamespace(major=9, minor=0),
         "max_memory_allocated": lambda *_: 0,
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),

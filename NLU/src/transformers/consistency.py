@@ -111,9 +111,11 @@ def hide_tokens(input_ids: Tensor, config: PretrainedConfig) -> Tensor:
     """
     if config.masking_prob == 0:
         return input_ids
-    special = torch.tensor(config.special_token_ids, device=input_ids.device)
     hidden = torch.rand(input_ids.shape, device=input_ids.device) < config.masking_prob
-    return input_ids.masked_fill(hidden & ~torch.isin(input_ids, special), config.unk_token_id)
+    # One by one: a GPU would be waited for until it has a list of them.
+    for special in set(config.special_token_ids):
+        hidden &= input_ids != special
+    return input_ids.masked_fill(hidden, config.unk_token_id)
 
 
 def consistency_loss(first: Tensor, second: Tensor, labels: Tensor, reg_loss_wgt: float) -> Tensor:

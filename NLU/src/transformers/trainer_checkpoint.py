@@ -61,6 +61,7 @@ _OF_A_SCHEDULE = ("base_lrs", "last_epoch", "_last_lr")
 _SAME_IN_A_RUN = (
     "seed",
     "tf32",
+    "use_deterministic_algorithms",
     "learning_rate",
     "lora_plus_ratio",
     "weight_decay",
@@ -302,8 +303,9 @@ class Checkpoints:
         now = self.args.to_dict()
         with _damage_named(path / TRAINING_ARGS_NAME):
             before = read_state(path / TRAINING_ARGS_NAME, {"seed": now["seed"]})
-        # A checkpoint may be older than LoRA+.
-        before = {"lora_plus_ratio": 1.0, **before}
+        # A checkpoint may be older than LoRA+, and than the flag, without which it is unknown.
+        flag = "use_deterministic_algorithms"
+        before = {"lora_plus_ratio": 1.0, flag: now[flag], **before}
         settings = [
             {f"--{name}": values.get(name) for name in _SAME_IN_A_RUN} for values in (before, now)
         ]

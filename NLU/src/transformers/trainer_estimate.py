@@ -166,8 +166,10 @@ def _without_output(args: TrainingArguments) -> Iterator[TrainingArguments]:
     gradients' values.
     """
     with tempfile.TemporaryDirectory() as folder:
-        in_half = {"fp16": False, "bf16": args.fp16 or args.bf16}
-        yield replace(args, output_dir=folder, report_to=["none"], **in_half)
+        own = replace(args, output_dir=folder, report_to=["none"], fp16=False, bf16=False)
+        _ = own.device  # chosen first, so that it need not have the run's precision
+        own.bf16 = args.fp16 or args.bf16
+        yield own
 
 
 def training_of(

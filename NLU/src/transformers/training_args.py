@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from loralib.training.distributed import TIMEOUT, barrier, choose_device, join
 from loralib.training.launch import Launch
-from loralib.training.precision import compute_dtype, has_apex
+from loralib.training.precision import check_precision, compute_dtype, has_apex
 from loralib.training.process import LOG_LEVELS, rank
 from loralib.training.reports import check_none_is_alone
 
@@ -300,11 +300,10 @@ class TrainingArguments:
         """Where this process computes. The first use joins the processes of a launcher.
 
         Raises:
-            ValueError: fp16 is asked for and there is no GPU.
+            ValueError: it has not the half precision that is asked for.
         """
         device = choose_device(max(self.local_rank, 0), self.no_cuda)
-        if self.fp16 and device.type != "cuda":
-            raise ValueError("--fp16 needs a GPU: use --bf16, which works on a CPU as well")
+        check_precision(self.fp16, self.bf16, device)
         if self.local_rank != -1 and not dist.is_initialized():
             if "RANK" not in os.environ:
                 raise ValueError(

@@ -1,8 +1,12 @@
 """DDP: warmed up without a trace, and gradients that are summed where an update follows."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
+from places import ROOT
 from torch import nn
 from torch.distributed import HashStore
 from torch.nn.parallel import DistributedDataParallel
@@ -42,6 +46,16 @@ def test_warming_up_leaves_no_trace(group):
         assert torch.equal(parameter.grad, gradient)
 
 
+def test_a_run_on_the_cpu_asks_no_gpu(group, monkeypatch, caplog):
+    """Which would take memory of the first one, for every process."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("get_rng_state", "set_rng_state"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: pytest.fail("a GPU was asked"))
+    wrapped = DistributedDataParallel(nn.Linear(3, 3))
+    warm_up_ddp(wrapped, lambda: wrapped(torch.ones(1, 3)).sum().backward())
+    assert not caplog.messages
+
+
 def test_a_single_process_needs_no_ddp():
     model = nn.Linear(3, 3)
     assert wrap_ddp(model, CPU, 1) is model
@@ -49,6 +63,42 @@ def test_a_single_process_needs_no_ddp():
     with sync_gradients(model, due=False):
         model(torch.ones(1, 3)).sum().backward()
     assert model.weight.grad is not None
+
+
+BUFFERS = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from loralib.training.ddp import wrap_ddp
+from loralib.training.process import end_at_once
+
+rank, kind = int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=rank, world_size=2)
+model = nn.Sequential(nn.Linear(3, 3), *([nn.BatchNorm1d(3)] if kind == "batch norm" else []))
+model.register_buffer("lora_A_start", torch.tensor([10.0 + rank]))
+wrapped = wrap_ddp(model, torch.device("cpu"), 2)
+seen = [model.lora_A_start.item()]
+model.lora_A_start += rank
+wrapped(torch.ones(2, 3)).sum().backward()
+print(seen + [model.lora_A_start.item()])
+sys.stdout.flush()
+dist.barrier()
+end_at_once(0)
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("kind", "kept"), [("constant", 11.0), ("batch norm", 10.0)])
+def test_buffers_are_sent_in_every_pass_where_some_can_change(tmp_path, kind, kept):
+    """LoRA's own are constant: they are sent once, at the beginning."""
+    command = [sys.executable, "-c", BUFFERS, f"file://{tmp_path}/store"]
+    processes = [
+        subprocess.Popen([*command, str(number), kind], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for number in range(2)
+    ]
+    said = [process.communicate(timeout=120)[0].strip() for process in processes]
+    assert said == ["[10.0, 10.0]", f"[10.0, {kept}]"]
 
 
 @pytest.mark.parametrize("due", [True, False])

@@ -66,6 +66,23 @@ def test_nobody_is_there(store):
         distributed._agree_on_attempt(store(), 1, 2, 0.2)
 
 
+def test_an_error_of_an_earlier_attempt_is_gone(store, monkeypatch):
+    """NCCL's watchdog notes it past all prefixes, and every group that finds it there ends."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    agents = store()
+    agents.set("exception_dump", "a process's number")
+    agents.set("launcher's", "kept")
+    address = (agents.host, agents.port)
+
+    def has_error(number):
+        _, own = distributed._attempts_store(address, number, 3, 10)
+        return own.check(["exception_dump"])
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(has_error, range(3))) == [False] * 3
+    assert agents.get("launcher's") == b"kept"
+
+
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_an_incomplete_environment(monkeypatch, name):
     given = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}

@@ -1,4 +1,4 @@
-"""apex, played by a stand-in: what `ApexPrecision` asks of it, and that layers work under it."""
+"""Which precision a device has, and apex, played by a stand-in: what is asked of it."""
 
 import sys
 import types
@@ -10,10 +10,58 @@ import torch.nn.functional as F
 from compare import assert_close_to_rounding
 
 import loralib as lora
-from loralib.training.precision import ApexPrecision, has_apex
+from loralib.training.precision import ApexPrecision, Precision, check_precision, has_apex
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 # Six columns, an update of two, and the way back over 3 · 4 outputs.
 TERMS = 6 + 2 + 12 + 6
+
+
+# ---- what a device has ----
+
+
+@pytest.mark.parametrize(
+    ("fp16", "bf16", "device", "has_bf16", "message"),
+    [
+        (True, False, CPU, False, "--fp16 needs a GPU: use --bf16"),
+        (True, False, GPU, False, None),
+        (False, True, CPU, False, None),
+        (False, True, GPU, True, None),
+        (False, True, GPU, False, "--bf16 needs a GPU that has bfloat16, and a T4 has not: leave"),
+        (False, False, GPU, False, None),
+    ],
+)
+def test_half_precision_of_a_device(monkeypatch, fp16, bf16, device, has_bf16, message):
+    """PyTorch has bfloat16 on every GPU, where it is emulated too."""
+    supported = lambda including_emulation=True: including_emulation or has_bf16  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a T4")
+    if message is None:
+        check_precision(fp16, bf16, device)
+        return
+    with pytest.raises(ValueError, match=f"^{message}"):
+        check_precision(fp16, bf16, device)
+
+
+# ---- updates in float16 ----
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 1.0])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_says_whether_there_was_an_update(fused, max_norm):
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.0, fused=fused)
+    precision = Precision(torch.float16, "cpu")
+    for factor in (1.0, float("inf"), 1.0):
+        before = weight.detach().clone()
+        precision.backward((weight * factor).sum())
+        updated = precision.step(optimizer, [weight], max_norm)
+        optimizer.zero_grad()
+        assert updated == (not torch.equal(weight, before)) == (factor == 1.0)
+
+
+# ---- apex ----
 
 
 @pytest.fixture

@@ -140,6 +140,15 @@ def test_what_a_user_has_set_stays(device_settings, monkeypatch):
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
+@pytest.mark.parametrize("was_on", [True, False])
+def test_new_memory_is_filled_only_in_a_users_deterministic_mode(device_settings, was_on):
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(was_on)
+    set_up_device(deterministic=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory == was_on
+    device_settings.expect(tf32=False, deterministic=True)
+
+
 # ---- errors ----
 
 
@@ -197,29 +206,39 @@ def test_a_bug_shows_where_it_is(lines):
     assert lines == []
 
 
+GONE = "another process of the run is gone; if it ended by an error"
+LATE = "other processes of the run did not answer in time; see the timeout"
+NCCL = "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:94, "
+
+
 @pytest.mark.parametrize(
-    ("message", "is_told"),
+    ("message", "told"),
     [
-        ("[pair.cc:537] Read error [10.0.0.1]:49818: Connection reset by peer. GLHF!", True),
-        ("[pair.cc:553] Connection closed by peer [127.0.0.1]:56552.", True),
-        ("mat1 and mat2 shapes cannot be multiplied", False),
+        ("[pair.cc:537] Read error [10.0.0.1]:49818: Connection reset by peer. GLHF!", GONE),
+        ("[pair.cc:553] Connection closed by peer [127.0.0.1]:56552.", GONE),
+        (NCCL + "remote process exited or there was a network error, NCCL version 2.27.5", GONE),
+        (NCCL + "socketProgress: Connection closed by remote peer host<49818>", GONE),
+        ("NCCL communicator was aborted on rank 1. ", GONE),
+        ("[gloo] Timed out waiting 1800000ms for recv operation to complete", LATE),
+        ("WorkNCCL(SeqNum=7, OpType=ALLREDUCE) ran for 2053 milliseconds before timing out.", LATE),
+        ("mat1 and mat2 shapes cannot be multiplied", None),
     ],
 )
-def test_a_process_whose_peer_has_died(lines, monkeypatch, message, is_told):
+def test_a_process_whose_peer_has_died(lines, monkeypatch, message, told):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(os, "_exit", sys.exit)  # this process lives on
 
     def fail():
         raise RuntimeError(message)
 
-    if not is_told:
+    if told is None:
         with pytest.raises(RuntimeError, match="shapes cannot"):
             run(fail, lines.append)
         return
     with pytest.raises(SystemExit) as ended:
         run(fail, lines.append)
     assert ended.value.code == 1
-    assert "error: another process of the run is gone; if it ended" in lines[0]
+    assert f"error: {told}" in lines[0]
 
 
 def test_an_interrupted_script(lines):
