@@ -111,9 +111,13 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
 
     # ---- model, the same in all processes ----
     set_seed(args.random_seed)
-    model, base = open_model(args, lora_dropout=args.lora_dropout, new_lora=resumed is None)
+    held_in = frozen_dtype(args, device)
+    model, base = open_model(
+        args, lora_dropout=args.lora_dropout, new_lora=resumed is None, held_in=held_in
+    )
     check_fits(args, model.config)
     choose_trained(model, args.lora_dim)
+    hold_frozen_in(model, held_in)
     model.to(device)
     set_dropout_seed(args.random_seed, dist_env.rank)
 
@@ -245,22 +249,29 @@ def choose_trained(model: nn.Module, lora_dim: int) -> None:
         parameter.data = parameter.data.clone()  # it shares its memory with the base's file
 
 
-def create_precision(
-    args: argparse.Namespace, model: nn.Module, optimizer: Optimizer, device: torch.device
-) -> Precision:
-    """The precision that the flags ask for; frozen weights are held in it.
+def frozen_dtype(args: argparse.Namespace, device: torch.device) -> torch.dtype:
+    """What frozen weights are held in: the precision of the products, unless apex casts them.
 
     Raises:
         ValueError: it needs a GPU.
     """
     if args.fp16 and device.type != "cuda":
         raise ValueError("--fp16 needs a GPU; --bf16 works on a CPU as well")
-    if args.fp16 and has_apex():
+    return torch.float32 if uses_apex(args) else compute_dtype(args.fp16, args.bf16)
+
+
+def create_precision(
+    args: argparse.Namespace, model: nn.Module, optimizer: Optimizer, device: torch.device
+) -> Precision:
+    """The precision that the flags ask for; see `frozen_dtype` for what it expects of a model."""
+    if uses_apex(args):
         return ApexPrecision(model, optimizer)
-    dtype = compute_dtype(args.fp16, args.bf16)
-    if dtype is not torch.float32:
-        hold_frozen_in(model, dtype)
-    return Precision(dtype, device.type)
+    return Precision(compute_dtype(args.fp16, args.bf16), device.type)
+
+
+def uses_apex(args: argparse.Namespace) -> bool:
+    """Whether float16 runs through apex: where it works, as in the release."""
+    return args.fp16 and has_apex()
 
 
 def check_losses(losses: PendingLosses, scheduler: Scheduler) -> None:
@@ -348,6 +359,7 @@ def estimated_data(args: argparse.Namespace) -> Sequence[Row]:
 def training_of(model: nn.Module, args: argparse.Namespace, device: torch.device) -> Training:
     """What a step is made of; see `train`."""
     choose_trained(model, args.lora_dim)
+    hold_frozen_in(model, frozen_dtype(args, device))
     optimizer = create_adam_optimizer(model, args)
     precision = create_precision(args, model, optimizer, device)
     loss_of = loss_function(precision, device)
