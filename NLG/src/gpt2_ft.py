@@ -46,6 +46,7 @@ from loralib.adapters.summary import lora_in_words, trained_in_words
 from loralib.errors import TrainingError
 from loralib.io.console import Pace, counted, devices_in_words, in_words, steps_in_words, table
 from loralib.training import watch
+from loralib.training.compiled import compile_layers
 from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
 from loralib.training.determinism import set_dropout_seed, set_seed, set_up_device
 from loralib.training.distributed import share_warnings, sum_over_processes
@@ -127,6 +128,8 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
     precision = create_precision(args, model, optimizer, device)
     if device.type == "cpu":
         choose_products(frozen_weights(model), precision.dtype, dist_env.world_size)
+    if args.torch_compile:
+        compile_layers(model.transformer.h, device)
     # All processes have the same model, but for the last bits of what is computed from weights.
     settings = {"init_sync": model.config.lora_is_made_of_weights}
     ddp_model = wrap_ddp(model, device, dist_env.world_size, **settings)

@@ -24,6 +24,7 @@ from torch.utils.data import Dataset
 
 from loralib.errors import TrainingError
 from loralib.training import watch
+from loralib.training.compiled import compile_layers
 from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
 from loralib.training.determinism import set_dropout_seed, set_seed, set_up_device
 from loralib.training.distributed import gather_objects
@@ -229,6 +230,8 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         held = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
         # Tensors without memory, see trainer_estimate.py, cannot be moved to where they are.
         self.model = model if held == {args.device} else model.to(args.device)
+        if args.torch_compile:
+            compile_layers(self.model.base_model.encoder.layer, args.device)
         self.model_wrapped: nn.Module = self.model
         self.callback_handler.model = self.model
 

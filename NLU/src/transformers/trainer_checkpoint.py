@@ -76,6 +76,7 @@ _SAME_IN_A_RUN = (
     "group_by_length",
     "fp16",
     "bf16",
+    "torch_compile",
 )
 # Likewise, of the model's settings; those that shape the model show in its weights.
 _SAME_OF_A_MODEL = (
@@ -302,8 +303,8 @@ class Checkpoints:
         now = self.args.to_dict()
         with _damage_named(path / TRAINING_ARGS_NAME):
             before = read_state(path / TRAINING_ARGS_NAME, {"seed": now["seed"]})
-        # A checkpoint may be older than LoRA+.
-        before = {"lora_plus_ratio": 1.0, **before}
+        # A checkpoint may be older than a setting.
+        before = {"lora_plus_ratio": 1.0, "torch_compile": False, **before}
         settings = [
             {f"--{name}": values.get(name) for name in _SAME_IN_A_RUN} for values in (before, now)
         ]

@@ -167,7 +167,9 @@ def _without_output(args: TrainingArguments) -> Iterator[TrainingArguments]:
     """
     with tempfile.TemporaryDirectory() as folder:
         in_half = {"fp16": False, "bf16": args.fp16 or args.bf16}
-        yield replace(args, output_dir=folder, report_to=["none"], **in_half)
+        # Operations are counted one by one.
+        as_written = {"torch_compile": False}
+        yield replace(args, output_dir=folder, report_to=["none"], **in_half, **as_written)
 
 
 def training_of(
