@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from family import DEFAULT_TARGETS, GPT2, TARGETS, in_order, targets_of
@@ -146,6 +147,7 @@ def open_model(
     lora_path: str | None = None,
     lora_dropout: float = 0.0,
     new_lora: bool = True,
+    held_in: torch.dtype = torch.float32,
 ) -> tuple[GPT2LMModel, Base]:
     """The model that the flags of `add_model_params` ask for, and the base it stands on.
 
@@ -154,6 +156,7 @@ def open_model(
         lora_path: an adapter of any format, see loralib.adapters.formats.
         lora_dropout: dropout on the update's input.
         new_lora: whether LoRA that no file brings is initialized, see `load_base`.
+        held_in: what frozen weights are going to be held in, likewise.
 
     Raises:
         CheckpointError: a file cannot be read, does not fit the other or the flags.
@@ -176,7 +179,7 @@ def open_model(
     else:
         _check_patterns(args, config, base)
         new_lora = new_lora and adapter is None
-        model = load_base(config, base.tensors, args.init_checkpoint, new_lora)
+        model = load_base(config, base.tensors, args.init_checkpoint, new_lora, held_in)
     if adapter is not None and has_layers:
         load_into(model, adapter, base.fingerprint, GPT2.of_base)
     elif adapter is not None:

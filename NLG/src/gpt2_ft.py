@@ -46,6 +46,7 @@ from loralib.adapters.summary import lora_in_words, trained_in_words
 from loralib.errors import TrainingError
 from loralib.io.console import Pace, counted, devices_in_words, in_words, steps_in_words, table
 from loralib.training import watch
+from loralib.training.compiled import compile_layers
 from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
 from loralib.training.determinism import set_dropout_seed, set_seed, set_up_device
 from loralib.training.distributed import share_warnings, sum_over_processes
@@ -113,9 +114,13 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
 
     # ---- model, the same in all processes ----
     set_seed(args.random_seed)
-    model, base = open_model(args, lora_dropout=args.lora_dropout, new_lora=resumed is None)
+    held_in = frozen_dtype(args)
+    model, base = open_model(
+        args, lora_dropout=args.lora_dropout, new_lora=resumed is None, held_in=held_in
+    )
     check_fits(args, model.config)
     choose_trained(model, args.lora_dim)
+    hold_frozen_in(model, held_in)
     model.to(device)
     set_dropout_seed(args.random_seed, dist_env.rank)
 
@@ -125,6 +130,8 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
     precision = create_precision(args, model, optimizer, device)
     if device.type == "cpu":
         choose_products(frozen_weights(model), precision.dtype, dist_env.world_size)
+    if args.torch_compile:
+        compile_layers(model.transformer.h, device)
     # All processes have the same model, but for the last bits of what is computed from weights.
     settings = {"init_sync": model.config.lora_is_made_of_weights}
     ddp_model = wrap_ddp(model, device, dist_env.world_size, **settings)
@@ -247,16 +254,23 @@ def choose_trained(model: nn.Module, lora_dim: int) -> None:
         parameter.data = parameter.data.clone()  # it shares its memory with the base's file
 
 
+def frozen_dtype(args: argparse.Namespace) -> torch.dtype:
+    """What frozen weights are held in: the precision of the products, unless apex casts them."""
+    return torch.float32 if uses_apex(args) else compute_dtype(args.fp16, args.bf16)
+
+
 def create_precision(
     args: argparse.Namespace, model: nn.Module, optimizer: Optimizer, device: torch.device
 ) -> Precision:
-    """The precision that the flags ask for; frozen weights are held in it."""
-    if args.fp16 and has_apex():
+    """The precision that the flags ask for; see `frozen_dtype` for what it expects of a model."""
+    if uses_apex(args):
         return ApexPrecision(model, optimizer)
-    dtype = compute_dtype(args.fp16, args.bf16)
-    if dtype is not torch.float32:
-        hold_frozen_in(model, dtype)
-    return Precision(dtype, device.type)
+    return Precision(compute_dtype(args.fp16, args.bf16), device.type)
+
+
+def uses_apex(args: argparse.Namespace) -> bool:
+    """Whether float16 runs through apex: where it works, as in the release."""
+    return args.fp16 and has_apex()
 
 
 def check_losses(losses: PendingLosses, scheduler: Scheduler) -> None:
@@ -344,6 +358,7 @@ def estimated_data(args: argparse.Namespace) -> Sequence[Row]:
 def training_of(model: nn.Module, args: argparse.Namespace, device: torch.device) -> Training:
     """What a step is made of; see `train`."""
     choose_trained(model, args.lora_dim)
+    hold_frozen_in(model, frozen_dtype(args))
     optimizer = create_adam_optimizer(model, args)
     precision = create_precision(args, model, optimizer, device)
     loss_of = loss_function(precision, device)

@@ -74,6 +74,11 @@ def _add_training_params(parser: argparse.ArgumentParser) -> None:
     half("--bf16", action="store_true", help="bfloat16; frozen weights are held in it")
     add("--tf32", action="store_true", help="compute float32 in TensorFloat-32 (GPU)")
     add(
+        "--torch_compile",
+        action="store_true",
+        help="compute each block as one graph, by torch.compile: for GPUs; on CPUs it was slower",
+    )
+    add(
         "--use_deterministic_algorithms",
         action="store_true",
         help="PyTorch's deterministic mode: the same bits on a GPU as well",

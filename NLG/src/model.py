@@ -544,12 +544,16 @@ def canonical_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Ten
 
 
 def load_base(
-    config: GPT2Config, tensors: Mapping[str, Tensor], source: str, new_lora: bool = True
+    config: GPT2Config,
+    tensors: Mapping[str, Tensor],
+    source: str,
+    new_lora: bool = True,
+    held_in: torch.dtype = torch.float32,
 ) -> GPT2LMModel:
     """A model on trained weights.
 
-    Frozen or not, parameters share their memory with `tensors` where these are float32: those of a
-    mapped file are read as they are used. Train them only after copying them.
+    Frozen or not, parameters share their memory with `tensors` where these are float32, or in
+    `held_in`: those of a mapped file are read as they are used. Train them only after copying them.
 
     Args:
         config: the shape, and the LoRA.
@@ -558,6 +562,8 @@ def load_base(
         source: names the file in errors.
         new_lora: whether LoRA tensors that the file lacks are initialized; not where an adapter or
             a run's state brings them next, because decomposing weights may take minutes.
+        held_in: what weights that LoRA adapts, or stands beside, are going to be held in. Those
+            that the file has in it stay so, and all others are float32.
 
     Raises:
         CheckpointError: tensors are missing, unknown or of another shape, or not finite numbers.
@@ -567,7 +573,10 @@ def load_base(
     expected = own_tensors(model)
     _check_base(expected, tensors, source)
     for name, tensor in tensors.items():
-        _set_tensor(model, name, tensor.float())
+        is_frozen = config.lora_attn_dim > 0 and "lora_" not in name
+        _set_tensor(
+            model, name, tensor if is_frozen and tensor.dtype == held_in else tensor.float()
+        )
     for name, tensor in expected.items():
         if "lora_" in name and name not in tensors:
             _set_tensor(model, name, torch.empty(tensor.shape))

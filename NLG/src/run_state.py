@@ -44,7 +44,7 @@ _SAME_IN_A_RUN = (
     *("lora_init", "lora_freeze_A", "lora_plus_ratio"),
     *("obj", "seq_len", "label_smooth"),
     *("train_batch_size", "grad_acc", "clip", "fp16", "bf16", "tf32", "random_seed"),
-    "use_deterministic_algorithms",
+    *("use_deterministic_algorithms", "torch_compile"),
     *("lr", "weight_decay", "correct_bias", "adam_epislon", "no_decay_bias"),
     *("adam_beta1", "adam_beta2", "scheduler", "warmup_step", "i_steps", "i_lrs"),
 )
@@ -55,6 +55,7 @@ _BEFORE = {
     "--lora_init": "default",
     "--lora_freeze_A": False,
     "--lora_plus_ratio": 1.0,
+    "--torch_compile": False,
 }
 
 

@@ -26,8 +26,8 @@ def training_step(
         loss_of: batch -> its loss.
         max_norm: of the gradient.
     """
-    model.to(plan["device"]).train()
     hold_frozen_in(model, getattr(torch, plan["weights"]))
+    model.to(plan["device"]).train()
     precision = Precision(getattr(torch, plan["autocast"] or "float32"), plan["device"])
     if plan["device"] == "cpu":
         choose_products(frozen_weights(model), precision.dtype, world_size=1)

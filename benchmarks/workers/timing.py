@@ -51,6 +51,8 @@ def run(
     step = make_step(plan)
     seconds = []
     for index, entry in enumerate(plan["batches"]):
+        if index == plan["warmup"]:
+            _forget_peak(device)
         batch = make_batch(plan, index, entry)
         batch = {name: _brought_to(device, part) for name, part in batch.items()}
         _wait_for(device)
@@ -79,8 +81,14 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+def _forget_peak(device: torch.device) -> None:
+    """Leaves what making the model and warming up have held for a while out of a GPU's peak."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
 def _peak_bytes(device: torch.device) -> int:
-    """The most memory held so far: the GPU's tensors or, on a CPU, the process's."""
+    """The most memory held: by tensors in the timed steps or, on a CPU, by the process so far."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024

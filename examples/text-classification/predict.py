@@ -549,7 +549,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         model = auto_model.from_pretrained(args.model_name_or_path, config=config, **_where(args))
     model.train_only(())
     if args.bf16:
-        hold_frozen_in(model, precision.dtype)
+        hold_frozen_in(model, precision.dtype, model.tensors_read)
     model.to(device)
     bank, labels = fill_bank(model, adapters, args.model_name_or_path)
     logger.info("%d lines for %d adapters, on %s", len(lines), len(adapters), device)

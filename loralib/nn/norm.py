@@ -16,7 +16,12 @@ class LayerNorm(nn.LayerNorm):
         """Normalises the last dimension."""
         if self.weight.dtype == torch.float32:
             return super().forward(x)
-        with torch.autocast(x.device.type, enabled=False):
-            bias = self.bias.to(self.weight.dtype)
-            x = x.to(self.weight.dtype)
-            return F.layer_norm(x, self.normalized_shape, self.weight, bias, self.eps)
+        device = x.device.type
+        if not torch.is_autocast_enabled(device):
+            return self._in_half(x)
+        with torch.autocast(device, enabled=False):
+            return self._in_half(x)
+
+    def _in_half(self, x: Tensor) -> Tensor:
+        x, bias = x.to(self.weight.dtype), self.bias.to(self.weight.dtype)
+        return F.layer_norm(x, self.normalized_shape, self.weight, bias, self.eps)

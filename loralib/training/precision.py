@@ -5,7 +5,7 @@ What is trained, and the optimizer's state, stay in float32: the updates are too
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -45,14 +45,29 @@ def check_precision(fp16: bool, bf16: bool, device: torch.device) -> None:
         )
 
 
-def hold_frozen_in(model: nn.Module, dtype: torch.dtype) -> None:
+def hold_frozen_in(
+    model: nn.Module, dtype: torch.dtype, read: Mapping[str, Tensor] | None = None
+) -> None:
     """Casts the parameters of `model` that need no gradient to `dtype`, in place.
 
     LoRA's stay as they are, also where A is frozen: they are small, and belong to the adapter.
+
+    Args:
+        model: on the device that `read` is on, if that is given.
+        dtype: what they are held in.
+        read: tensors that a file brought, by the parameters' names. Where one is what a cast gives,
+            it takes the cast's place: a file in `dtype` that is mapped is not copied.
     """
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad and parameter.is_floating_point() and "lora_" not in name:
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = _read_or_cast((read or {}).get(name), parameter.data.to(dtype))
+
+
+def _read_or_cast(read: Tensor | None, cast: Tensor) -> Tensor:
+    """What was read, where it is the same; else the cast."""
+    if read is None or read.device != cast.device or read.dtype != cast.dtype:
+        return cast
+    return read if torch.equal(read, cast) else cast
 
 
 class Precision:

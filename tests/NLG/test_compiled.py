@@ -1,14 +1,20 @@
-"""torch.compile of GPT-2: one graph a forward pass with its loss, and one a block."""
+"""torch.compile of GPT-2: one graph a forward pass with its loss, and one a block.
+
+`--torch_compile` does the latter; here it needs no compiler.
+"""
 
 import copy
 
 import pytest
 import torch
-from compare import assert_close_to_rounding
+from compare import assert_close_to_rounding, assert_same_bits
 from compiled import breaks_of, compile_layers, gradients_of
 
+import gpt2_ft
 import loralib as lora
 from data_utils import Row, collate
+from loralib.io.tensors import read_tensors
+from loralib.training import compiled
 from model import GPT2Config, GPT2LMModel
 
 pytestmark = pytest.mark.slow
@@ -60,3 +66,36 @@ def test_a_block_is_one_graph_for_any_number_of_tokens(model):
         for name, gradient in wanted.items():
             assert_close_to_rounding(found[name], gradient, TERMS)
         assert len(graphs) == 2
+
+
+class Killed(BaseException):
+    """In the place of a signal."""
+
+
+def test_a_run_of_the_script(tiny, tmp_path, monkeypatch, read_metrics, error_of):
+    """With evaluations of other batches between the steps; killed after a save, and resumed."""
+    torch.compiler.reset()
+    monkeypatch.setattr(compiled, "_BACKEND", "eager")
+    more = ["--max_step", "5", "--save_interval", "3", "--eval_interval", "2"]
+    plain, whole, killed = (tiny.flags(tmp_path / n, *more) for n in ("plain", "whole", "killed"))
+    gpt2_ft.main(plain)
+    gpt2_ft.main([*whole, "--torch_compile"])
+    ours, theirs = (read_metrics(tmp_path / name) for name in ("whole", "plain"))
+    for name, own, other in zip(("loss", "valid_loss"), ours, theirs, strict=True):
+        expected = [row[name] for row in other]
+        assert [row[name] for row in own] == pytest.approx(expected, rel=1e-4)
+
+    def die(bar, step, *figures):
+        if step == 4:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gpt2_ft, "show_step", die)
+        with pytest.raises(Killed):
+            gpt2_ft.main([*killed, "--torch_compile"])
+    message = "with --torch_compile True, not False"
+    assert message in error_of([*killed, "--resume"])
+    gpt2_ft.main([*killed, "--torch_compile", "--resume"])
+    ends = {n: read_tensors(tmp_path / n / "model.5.pt")[0] for n in ("plain", "whole", "killed")}
+    assert ends["plain"].keys() == ends["whole"].keys()
+    assert_same_bits(ends["killed"], ends["whole"])

@@ -68,6 +68,24 @@ def test_no_step_waits_on_a_gpu(tiny, tmp_path, monkeypatch):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("precision", ["--bf16", "--fp16"])
+def test_frozen_weights_reach_the_device_in_half(tiny, tmp_path, gpu, monkeypatch, precision):
+    moved = {}
+
+    def note(model, args):
+        moved.update({n: p.dtype for n, p in model.named_parameters() if p.is_cuda})
+        moved["casts"] = gpu.launches["_to_copy"]
+        return create_adam_optimizer(model, args)
+
+    create_adam_optimizer = gpt2_ft.create_adam_optimizer
+    monkeypatch.setattr(gpt2_ft, "create_adam_optimizer", note)
+    gpt2_ft.main(tiny.flags(tmp_path, "--max_step", 1, precision))
+    assert moved.pop("casts") == 0
+    half = {"--bf16": torch.bfloat16, "--fp16": torch.float16}[precision]
+    assert moved == {name: torch.float32 if "lora_" in name else half for name in moved}
+    assert "transformer.wte.weight" in moved
+
+
 def test_float16_waits_for_the_scaler_alone(tiny, tmp_path, steps):
     gpt2_ft.main(tiny.flags(tmp_path, *["--max_step", "3", "--fp16", "--log_interval", "100"]))
     for waits, _ in steps[1:]:

@@ -1,14 +1,22 @@
-"""torch.compile of both encoders: one graph a forward pass with its loss, and one a layer."""
+"""torch.compile of both encoders: one graph a forward pass with its loss, and one a layer.
+
+`--torch_compile` does the latter; here it needs no compiler.
+"""
 
 import copy
 
 import pytest
 import torch
-from compare import assert_close_to_rounding
+from compare import assert_close_to_rounding, assert_same_bits
 from compiled import breaks_of, compile_layers, gradients_of
 from encoder_options import ENCODER_TERMS
+from trainer_runs import make_data, trained
 
+from loralib.errors import CheckpointError
+from loralib.training import compiled
+from transformers import TrainerCallback
 from transformers.data.data_collator import PackedCollator
+from transformers.modeling_utils import read_weights
 
 pytestmark = pytest.mark.slow
 
@@ -59,3 +67,46 @@ def test_a_layer_is_one_graph_for_any_number_of_tokens(model_of, family):
         for name, gradient in wanted.items():
             assert_close_to_rounding(found[name], gradient, ENCODER_TERMS)
         assert len(graphs) == 2
+
+
+class Stopped(TrainerCallback):
+    """Ends a run after its third update, as a kill does."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop |= state.global_step == 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run_of_the_trainer(make_trainer, model_of, tmp_path, monkeypatch, family):
+    """With evaluations between the updates, and a last batch of one row."""
+    torch.compiler.reset()
+    monkeypatch.setattr(compiled, "_BACKEND", "eager")
+    data = make_data(9)
+    settings = {"max_steps": 5, "logging_steps": 1, "save_strategy": "steps", "save_steps": 3}
+    settings |= {"evaluation_strategy": "steps", "eval_steps": 2, "train": data}
+
+    def run(name, checkpoint=None, **more):
+        out = str(tmp_path / name)
+        trainer = make_trainer(model_of(family, **STEADY), output_dir=out, **settings, **more)
+        trainer.train(checkpoint)
+        return trainer
+
+    plain, whole = run("plain"), run("whole", torch_compile=True)
+    for ours, theirs in zip(whole.state.log_history, plain.state.log_history, strict=True):
+        for name in {"loss", "eval_loss"} & ours.keys():
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3)
+    checkpoints = [str(tmp_path / name / "checkpoint-3") for name in ("whole", "plain")]
+    names = [read_weights(folder).keys() for folder in checkpoints]
+    assert names[0] == names[1]
+    assert not any("_orig_mod" in name for name in names[0])
+
+    run("killed", torch_compile=True, callbacks=[Stopped])
+    again = run("killed", str(tmp_path / "killed" / "checkpoint-3"), torch_compile=True)
+    assert_same_bits(trained(again.model), trained(whole.model))
+    with pytest.raises(CheckpointError, match="with --torch_compile False, not True"):
+        run("again", checkpoints[1], torch_compile=True)
+
+
+def test_modules_of_others_are_refused(make_trainer):
+    with pytest.raises(ValueError, match="--torch_compile needs a model of this package"):
+        make_trainer(torch.nn.Linear(2, 2), torch_compile=True)

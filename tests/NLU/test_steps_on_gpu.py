@@ -87,6 +87,27 @@ def test_no_update_waits(make_trainer, model_of, gpu, family):
     assert max(steps.launches[1:]) <= LAUNCHES[family]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_frozen_weights_reach_the_device_in_half(make_trainer, model_of, gpu, family):
+    model = make_trainer(model_of(family), bf16=True).model
+    assert {p.dtype for p in model.base_model.embeddings.parameters()} == {torch.bfloat16}
+    assert {parameter.is_cuda for parameter in model.parameters()} == {True}
+    assert gpu.launches["_to_copy"] == 0
+
+
+def test_a_checkpoint_compares_the_base_on_the_device(make_trainer, gpu):
+    """What is saved of a frozen weight are the bits that were read, if they were not changed."""
+    model = make_trainer(bf16=True).model
+    names = [n for n, p in model.named_parameters() if not p.requires_grad and "lora_" not in n]
+    changed = model.get_parameter(names[-1])
+    changed.data.add_(1)
+    gpu.waits.clear()
+    saved = model.full_state_dict()
+    assert not any("copy to the CPU" in wait for wait in gpu.waits)
+    assert torch.equal(saved.pop(names.pop()), changed)
+    assert all(torch.equal(saved[name], model.tensors_read[name]) for name in names)
+
+
 class NoWaits(TrainerCallback):
     """From the first update to the last, a wait for a real GPU is an error."""
 

@@ -25,7 +25,8 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "mirror": ((None,), "name the mirror in the environment, as HF_ENDPOINT"),
     "torch_dtype": (
         (None,),
-        "weights are read in float32: call .to(dtype) on the model, or train with --bf16 or --fp16",
+        "weights are read in float32: call .to(dtype) on the model, or train with --bf16 or "
+        "--fp16, which hold frozen weights as the file has them where it is in that dtype",
     ),
 }
 # The hub's library resumes every download that was interrupted.

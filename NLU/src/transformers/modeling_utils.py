@@ -50,6 +50,8 @@ WEIGHTS_NAMES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGH
 # What other models' heads are called; a checkpoint may hold one, and it is left out.
 _A_HEAD_S = "head."
 _HEADS = (_A_HEAD_S, "lm_head.", "lm_predictions.", "cls.")
+# Numbers that are compared at a time.
+_AT_ONCE = 2**24
 # Upstream's buffer of 0, 1, 2, …, which holds no information.
 _POSITION_IDS = "embeddings.position_ids"
 
@@ -82,7 +84,8 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin, TokenEmbeddingsMixin):
         self.name_or_path = config.name_or_path
         # Of the base's weights as they were read; see loralib.adapters.fingerprint.
         self.base_fingerprint: str | None = None
-        self._read_tensors: dict[str, Tensor] = {}
+        # By this model's names; mapped from their file.
+        self.tensors_read: dict[str, Tensor] = {}
         # Names of the tensors that a checkpoint did not have.
         self.newly_initialized: frozenset[str] = frozenset()
 
@@ -415,7 +418,7 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin, TokenEmbeddingsMixin):
         if any(LORA.part in name for name in missing):
             # A new update may start from the weights that are here only now.
             start_from_weights(self)
-        self._read_tensors = fitting
+        self.tensors_read = fitting
         self.base_fingerprint = fingerprint(fitting, [self._prefix(own)])
         left_out = matched.keys() - fitting.keys()
         if self._prefix(tensors) and not self._prefix(own):
@@ -528,9 +531,9 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin, TokenEmbeddingsMixin):
         """
         state = self.state_dict()
         frozen = {name for name, p in self.named_parameters() if not p.requires_grad}
-        for name in frozen & self._read_tensors.keys():
-            held, read = state[name], self._read_tensors[name]
-            if held.dtype != read.dtype and torch.equal(read.to(held.dtype), held.cpu()):
+        for name in frozen & self.tensors_read.keys():
+            held, read = state[name], self.tensors_read[name]
+            if held.dtype != read.dtype and _is_rounding(held, read):
                 state[name] = read
         return {name: state[self.tied.get(name, name)] for name in state}
 
@@ -571,6 +574,18 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin, TokenEmbeddingsMixin):
                 save_function(tensors, path)
         for other in set(WEIGHTS_NAMES) - {name}:
             (folder / other).unlink(missing_ok=True)
+
+
+def _is_rounding(held: Tensor, read: Tensor) -> bool:
+    """Whether one tensor is the other in its own dtype.
+
+    Compared on the device that it is held on, which rounds faster than a CPU, and in parts, because
+    the device may have little room.
+    """
+    if held.shape != read.shape:
+        return False
+    parts = zip(held.flatten().split(_AT_ONCE), read.flatten().split(_AT_ONCE), strict=True)
+    return all(torch.equal(own, part.to(own.device).to(own.dtype)) for own, part in parts)
 
 
 def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from torch.utils.data import Dataset
 
 from loralib.errors import TrainingError
 from loralib.training import watch
+from loralib.training.compiled import compile_layers
 from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
 from loralib.training.determinism import set_dropout_seed, set_seed, set_up_device
 from loralib.training.distributed import gather_objects
@@ -208,28 +209,31 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         return model
 
     def _use_model(self, model: nn.Module) -> None:
-        """Makes a model the one that is trained: on the device, in the precision of its products.
+        """Makes a model the one that is trained: in the precision of its products, on the device.
 
         Raises:
             ValueError: it cannot follow a setting.
         """
         args = self.args
-        held = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-        # Tensors without memory, see trainer_estimate.py, cannot be moved to where they are.
-        self.model = model if held == {args.device} else model.to(args.device)
-        self.model_wrapped: nn.Module = self.model
-        self.callback_handler.model = self.model
         self.label_names = args.label_names
         if self.label_names is None:
-            self.label_names = label_names_of(self.model)
-        check_model(self.model, args, self.label_names)
+            self.label_names = label_names_of(model)
+        check_model(model, args, self.label_names)
         if args.gradient_checkpointing:
             model.config.gradient_checkpointing = True
         self.use_apex = args.use_apex
         in_half = args.compute_dtype is not torch.float32 and not self.use_apex
         if in_half and isinstance(model, PreTrainedModel):
-            # Other models' layers may not support it, and are left to autocast.
-            hold_frozen_in(model, args.compute_dtype)
+            # Other models' layers may not support it, and are left to autocast. Before the model
+            # is moved: the device never holds its frozen weights in float32.
+            hold_frozen_in(model, args.compute_dtype, model.tensors_read)
+        held = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+        # Tensors without memory, see trainer_estimate.py, cannot be moved to where they are.
+        self.model = model if held == {args.device} else model.to(args.device)
+        if args.torch_compile:
+            compile_layers(self.model.base_model.encoder.layer, args.device)
+        self.model_wrapped: nn.Module = self.model
+        self.callback_handler.model = self.model
 
     @property
     def use_amp(self) -> bool:

@@ -77,6 +77,7 @@ _SAME_IN_A_RUN = (
     "group_by_length",
     "fp16",
     "bf16",
+    "torch_compile",
 )
 # Likewise, of the model's settings; those that shape the model show in its weights.
 _SAME_OF_A_MODEL = (
@@ -303,9 +304,9 @@ class Checkpoints:
         now = self.args.to_dict()
         with _damage_named(path / TRAINING_ARGS_NAME):
             before = read_state(path / TRAINING_ARGS_NAME, {"seed": now["seed"]})
-        # A checkpoint may be older than LoRA+, and than the flag, without which it is unknown.
+        # A checkpoint may be older than a setting, and than the flag, without which it is unknown.
         flag = "use_deterministic_algorithms"
-        before = {"lora_plus_ratio": 1.0, flag: now[flag], **before}
+        before = {"lora_plus_ratio": 1.0, "torch_compile": False, flag: now[flag], **before}
         settings = [
             {f"--{name}": values.get(name) for name in _SAME_IN_A_RUN} for values in (before, now)
         ]

@@ -80,8 +80,9 @@ def check_model(model: nn.Module, args: TrainingArguments, label_names: Sequence
         )
     if args.lora_plus_ratio != 1 and not lora_layers(model):
         raise ValueError("--lora_plus_ratio needs a model with LoRA: add --apply_lora")
-    if args.gradient_checkpointing and not ours:
-        raise ValueError("--gradient_checkpointing needs a model of this package: leave it out")
+    for name in ("gradient_checkpointing", "torch_compile"):
+        if getattr(args, name) and not ours:
+            raise ValueError(f"--{name} needs a model of this package: leave it out")
     if ours:
         consistency.check(model.config)
     if args.label_smoothing_factor > 0:

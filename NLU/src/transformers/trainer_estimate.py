@@ -167,6 +167,7 @@ def _without_output(args: TrainingArguments) -> Iterator[TrainingArguments]:
     """
     with tempfile.TemporaryDirectory() as folder:
         own = replace(args, output_dir=folder, report_to=["none"], fp16=False, bf16=False)
+        own.torch_compile = False  # operations are counted one by one
         _ = own.device  # chosen first, so that it need not have the run's precision
         own.bf16 = args.fp16 or args.bf16
         yield own

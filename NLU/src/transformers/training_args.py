@@ -195,6 +195,9 @@ class TrainingArguments:
     tf32: bool = flag(
         False, "on a GPU, compute float32's products and convolutions in TensorFloat-32"
     )
+    torch_compile: bool = flag(
+        False, "compute each layer as one graph, by torch.compile: for GPUs; on CPUs it was slower"
+    )
 
     # What the launcher has started so far; a script sets it that resumes by itself.
     launch: Launch | None = field(default=None, init=False)

@@ -1,0 +1,59 @@
+"""What every contestant runs: which memory counts, and how a model gets to a GPU."""
+
+import importlib
+import json
+import sys
+
+import pytest
+import torch
+from pretended_device import PretendedGpu
+from torch import nn
+
+
+@pytest.fixture
+def worker(monkeypatch, contest):
+    """Name of a worker's module -> the module."""
+    monkeypatch.syspath_prepend(str(contest.ROOT / "workers"))
+    return importlib.import_module
+
+
+def test_a_gpu_s_peak_is_that_of_the_timed_steps(worker, monkeypatch, tmp_path):
+    """A made-up GPU: making the model takes the most, and warming up more than a timed step."""
+    held = {"now": 0, "most": 0}
+
+    def take(size):
+        held["most"] = max(held["most"], held["now"] + size)
+
+    def make_step(plan):
+        take(1000)
+        held["now"] = 10  # what stays is part of every peak
+        return lambda batch: take(batch["size"]) or torch.zeros(())
+
+    for name, value in {
+        "synchronize": lambda: None,
+        "get_device_name": lambda: "made up",
+        "max_memory_allocated": lambda: held["most"],
+        "reset_peak_memory_stats": lambda: held.update(most=held["now"]),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    plan = {"device": "cuda", "threads": None, "seed": 0, "warmup": 2}
+    plan["batches"] = [500, 400, 30, 20]
+    (tmp_path / "plan").write_text(json.dumps(plan))
+    files = [str(tmp_path / name) for name in ("plan", "result")]
+    monkeypatch.setattr(sys, "argv", ["worker", *files])
+    worker("timing").run(make_step, lambda plan, index, size: {"size": size}, {})
+    result = json.loads((tmp_path / "result").read_text())
+    assert len(result["seconds"]) == 2
+    assert result["peak_bytes"] == 10 + 30
+
+
+def test_frozen_weights_come_to_a_gpu_in_half(worker):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model[0].requires_grad_(False)
+    plan = {"device": "cuda", "weights": "bfloat16", "autocast": "bfloat16"}
+    make_optimizer = torch.optim.SGD
+    with PretendedGpu() as gpu:
+        worker("our_training").training_step(plan, model, make_optimizer, lambda batch: None, 0)
+        assert {parameter.is_cuda for parameter in model.parameters()} == {True}
+        assert gpu.launches.total() == 0
+    assert [p.dtype for p in model.parameters()] == [torch.bfloat16] * 2 + [torch.float32] * 2
