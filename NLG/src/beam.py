@@ -288,7 +288,7 @@ class TreeCache:
 
     def reading(self, rows: PackedRows) -> Attend:
         """Attention within prompts; their keys and values become the cache's."""
-        self.seen = rows.pad(torch.ones_like(rows.index, dtype=torch.bool))[:, None]
+        self.seen = rows.is_token[:, None]
 
         def attend_and_hold(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             for held, part in ((self.keys, key), (self.values, value)):

@@ -9,7 +9,7 @@ from loralib.nn.packing import PackedRows
 
 # Rows of five tokens, of one, and of three with padding in between.
 HOLES = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 0, 0, 0], [1, 1, 0, 1, 0]])
-TENSORS = ("index", "positions", "first", "offsets")
+TENSORS = ("is_token", "index", "positions", "first", "offsets")
 
 
 def assert_same_rows(ours, theirs):
@@ -32,6 +32,7 @@ def test_rows_of_a_mask(dtype):
     rows = PackedRows(HOLES.to(dtype))
     assert (rows.shape, rows.longest) == ((3, 5), 5)
     assert (rows.lengths, rows.spans) == ([5, 1, 3], [5, 1, 4])
+    assert torch.equal(rows.is_token, HOLES.bool())
     assert rows.index.tolist() == [0, 1, 2, 3, 4, 5, 10, 11, 13]
     assert rows.positions.tolist() == [0, 1, 2, 3, 4, 0, 0, 1, 3]
     assert rows.first.tolist() == [0, 5, 6]

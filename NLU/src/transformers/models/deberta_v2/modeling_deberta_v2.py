@@ -190,8 +190,7 @@ class Batch:
 
     def _describe_packed(self, rows: PackedRows, heads: int) -> None:
         if len(rows.index) < rows.shape.numel():
-            real = rows.pad(torch.ones_like(rows.index, dtype=torch.bool))
-            self.padding = ~real[:, None, None, :]
+            self.padding = ~rows.is_token[:, None, None, :]
         # On a GPU one kernel takes all rows, and a graph that is compiled for any number of tokens
         # has no loop over them.
         at_once = rows.index.is_cuda or torch.compiler.is_compiling()
