@@ -89,7 +89,7 @@ def _not_built(monkeypatch):
     [
         (torch.float32, 16, None),
         (torch.bfloat16, 12, None),
-        (torch.bfloat16, 2 * 264, None),
+        (torch.bfloat16, 2 * 200, None),
         (torch.bfloat16, 16, _old),
         (torch.bfloat16, 16, _switched_off),
         (torch.bfloat16, 16, _not_built),
