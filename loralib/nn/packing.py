@@ -180,6 +180,15 @@ class PackedRows:
         rows.segments = slices([2 * count])
         return rows
 
+    def widened(self, columns: int) -> "PackedRows":
+        """The same rows with so many columns, at least their own: more padding on the right."""
+        rows = copy.copy(self)
+        count, length = self.shape
+        rows.shape = torch.Size((count, columns))
+        rows.is_token = F.pad(self.is_token, (0, columns - length))
+        rows.index = self.index + self.index // length * (columns - length)
+        return rows
+
     # ---- tensors ----
 
     def pack(self, x: Tensor) -> Tensor:

@@ -113,6 +113,13 @@ def test_attention_is_one_kernel_in_each_direction(model_of, gpu, batch, family)
     assert family == "deberta" or not padded
 
 
+def test_no_layer_aligns_its_scores(model_of, gpu, batch):
+    """Rows of 11 tokens; DeBERTa's are padded to 16 columns once a batch."""
+    model = model_of("deberta", num_labels=3)
+    loss_of(gpu, model, batch, torch.float32)
+    assert gpu.launches["constant_pad_nd"] == 1
+
+
 def test_float16_waits_for_the_scaler_alone(make_trainer, model_of, gpu):
     steps = Steps(gpu)
     make_trainer(model_of("roberta"), callbacks=[steps], fp16=True, max_grad_norm=1.0).train()

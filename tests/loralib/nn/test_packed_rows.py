@@ -137,6 +137,12 @@ def test_a_part_is_as_those_rows_alone(part):
     assert_same_rows(rows.part(part), PackedRows(HOLES[part]))
 
 
+@pytest.mark.parametrize("more", [0, 3])
+def test_widened_is_as_the_rows_of_a_wider_mask(more):
+    wider = torch.nn.functional.pad(HOLES, (0, more))
+    assert_same_rows(PackedRows(HOLES).widened(5 + more), PackedRows(wider))
+
+
 def test_twice_is_as_the_rows_and_the_rows_again():
     both, is_target = torch.cat([HOLES, HOLES]), HOLES.flip(1)
     assert_same_rows(PackedRows(HOLES).twice(), PackedRows(both))

@@ -495,6 +495,10 @@ class DebertaV2Layer(EncoderLayer):
         super().__init__(config, placed, DisentangledSelfAttention(config, placed))
 
 
+# Columns of scores. On a GPU, PyTorch copies a bias of another number of them, in every layer.
+_ALIGNED = 8
+
+
 class DebertaV2Encoder(Encoder):
     """The layers one after the other, and what they share.
 
@@ -549,6 +553,8 @@ class DebertaV2Encoder(Encoder):
         """What every layer is told of a batch; computed once a forward."""
         # A recorded graph is for batches of any length.
         tracing = torch.jit.is_tracing()
+        if isinstance(rows, PackedRows) and rows.index.is_cuda:
+            rows = rows.widened(-(-rows.shape[1] // _ALIGNED) * _ALIGNED)
         length = self.config.max_position_embeddings if tracing else rows.shape[1]
         relative = self.relative_positions(length)
         return Batch(rows, relative, self.config.num_attention_heads)
