@@ -35,6 +35,8 @@ from loralib.nn.packing import PackedRows, attend
 from model import Attend, GPT2LMModel
 
 _NEVER = float("-inf")
+# What a mask's rows are a multiple of in memory, so that attention on a GPU takes no copy of it.
+_ALIGNED = 8
 
 
 @dataclass(frozen=True)
@@ -288,7 +290,7 @@ class TreeCache:
 
     def reading(self, rows: PackedRows) -> Attend:
         """Attention within prompts; their keys and values become the cache's."""
-        self.seen = rows.pad(torch.ones_like(rows.index, dtype=torch.bool))[:, None]
+        self.seen = rows.is_token[:, None]
 
         def attend_and_hold(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             for held, part in ((self.keys, key), (self.values, value)):
@@ -311,7 +313,7 @@ class TreeCache:
         own = torch.eye(self.beams, dtype=torch.bool, device=self.seen.device)
         self.seen = torch.cat([self.seen, own.expand(count, -1, -1)], dim=2)
         end = start + self.beams
-        mask = self.seen[:, None]
+        mask = self._mask(end)
 
         def attend_to_tree(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             for held, part in ((self.keys, key), (self.values, value)):
@@ -328,6 +330,15 @@ class TreeCache:
             return collected.transpose(1, 2).flatten(2).flatten(0, 1)
 
         return attend_to_tree
+
+    def _mask(self, slots: int) -> Tensor:
+        """(prompts, 1, beams, slots): 0 for a slot that a beam sees, else -inf.
+
+        What PyTorch would make of `seen` in every layer; aligned as its kernels for GPUs have it.
+        """
+        width = -(-slots // _ALIGNED) * _ALIGNED
+        mask = self.keys[0].new_zeros(*self.seen.shape[:2], width)[..., :slots]
+        return mask.masked_fill_(~self.seen, _NEVER)[:, None]
 
     def keep(self, prompts: Tensor) -> None:
         """Copies what beams of these prompts see into a cache of its size, with new room.

@@ -50,7 +50,7 @@ from loralib.training.compiled import compile_layers
 from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
 from loralib.training.determinism import set_dropout_seed, set_seed, set_up_device
 from loralib.training.distributed import share_warnings, sum_over_processes
-from loralib.training.estimate import Estimate, Plan, Training, estimate, typical_and_largest
+from loralib.training.estimate import Estimate, Plan, Training, estimate, notable_batches
 from loralib.training.launch import find_launch
 from loralib.training.losses import PendingLosses
 from loralib.training.output import output_folder
@@ -334,7 +334,7 @@ def estimate_run(args: argparse.Namespace, dist_env: DistEnv) -> Estimate:
     plan = Plan(
         build,
         lambda rows: collate([data[index] for index in rows]),
-        *typical_and_largest([batch.tolist() for batch in batches], lengths),
+        *notable_batches([batch.tolist() for batch in batches], lengths),
         batches=args.grad_acc,
         steps=None if args.max_step is None else args.max_step // args.grad_acc,
         device=device,

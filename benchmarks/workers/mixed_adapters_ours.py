@@ -1,14 +1,24 @@
 """Prediction of this project's RoBERTa with a bank of adapters, as predict.py makes it."""
 
+import our_bank
 import torch
 from adapter_rows import inputs_of
-from our_bank import banked, make_batch
+from our_bank import banked
 from timing import Batch, Step, run
 from torch import Tensor
 
 import transformers
+from loralib.nn.packing import PackedRows
 from loralib.training.precision import Precision, hold_frozen_in
 from transformers import RobertaConfig, RobertaForSequenceClassification
+
+
+def make_batch(plan: dict, index: int, entry: dict) -> Batch:
+    """A batch as predict.py collates it: where its tokens are as well. A switch has none."""
+    batch = our_bank.make_batch(plan, index, entry)
+    if not entry["lengths"]:
+        return batch
+    return {**batch, "packed_rows": PackedRows(batch["attention_mask"])}
 
 
 def make_step(plan: dict) -> Step:
@@ -22,7 +32,8 @@ def make_step(plan: dict) -> Step:
     @torch.inference_mode()
     def plain(batch: Batch) -> Tensor:
         with precision.autocast():
-            return model(**inputs_of(batch))["logits"].float()
+            rows = batch.get("packed_rows")
+            return model(**inputs_of(batch), packed_rows=rows)["logits"].float()
 
     return banked(plan, model, plain)
 

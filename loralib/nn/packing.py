@@ -45,6 +45,7 @@ class PackedRows:
         starts_hidden: whether the first position of some row is padding. Attention within packed
             rows is not for such batches: a row may have no token at all, and what a classifier
             reads is not among the packed tokens.
+        is_token: (batch, length), where the real tokens are, and no padding.
         index: (tokens,), positions of the real tokens in the flattened batch.
         positions: (tokens,), the column that each stands in.
         first: (batch,), position of each row's first token among the packed ones.
@@ -58,14 +59,14 @@ class PackedRows:
         ValueError: the mask is not two-dimensional.
     """
 
-    _TENSORS = ("index", "positions", "first", "offsets", "targets")
+    _TENSORS = ("is_token", "index", "positions", "first", "offsets", "targets")
 
     def __init__(self, attention_mask: Tensor):
         if attention_mask.dim() != 2:
             raise ValueError(
                 f"attention_mask must be (batch, length), not {tuple(attention_mask.shape)}"
             )
-        mask = attention_mask.cpu() != 0
+        self.is_token = mask = attention_mask.cpu() != 0
         self.starts_hidden = not bool(mask[:, 0].all())
         self.shape = mask.shape
         row, self.positions = mask.nonzero(as_tuple=True)
@@ -156,6 +157,7 @@ class PackedRows:
         part.lengths, part.spans = self.lengths[segment], self.spans[segment]
         part.padded_right = part.spans == part.lengths
         part.shape = torch.Size((len(part.lengths), self.shape[1]))
+        part.is_token = self.is_token[segment]
         part.index = self.index[start:stop] - segment.start * self.shape[1]
         part.positions = self.positions[start:stop]
         part.first = self.first[segment] - start
@@ -170,6 +172,7 @@ class PackedRows:
         count, tokens = len(self.lengths), len(self.index)
         rows.lengths, rows.spans = self.lengths * 2, self.spans * 2
         rows.shape = torch.Size((2 * count, self.shape[1]))
+        rows.is_token = self.is_token.repeat(2, 1)
         rows.index = torch.cat([self.index, self.index + self.shape.numel()])
         rows.positions = self.positions.repeat(2)
         rows.first = torch.cat([self.first, self.first + tokens])
@@ -177,6 +180,15 @@ class PackedRows:
         if self.targets is not None:
             rows.targets = torch.cat([self.targets, self.targets + tokens])
         rows.segments = slices([2 * count])
+        return rows
+
+    def widened(self, columns: int) -> "PackedRows":
+        """The same rows with so many columns, at least their own: more padding on the right."""
+        rows = copy.copy(self)
+        count, length = self.shape
+        rows.shape = torch.Size((count, columns))
+        rows.is_token = F.pad(self.is_token, (0, columns - length))
+        rows.index = self.index + self.index // length * (columns - length)
         return rows
 
     # ---- tensors ----
@@ -197,7 +209,7 @@ class PackedRows:
     def pad(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """(tokens, …) -> (batch, length, …), `fill` where there is padding."""
         padded = x.new_full((self.shape[0] * self.shape[1], *x.shape[1:]), fill)
-        return padded.index_copy(0, self.index, x).unflatten(0, self.shape)
+        return padded.index_copy_(0, self.index, x).unflatten(0, self.shape)
 
     def hide_padding(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """(tokens, …) as they are, since none of them is padding."""
@@ -308,7 +320,7 @@ def _attend_padded(
     q, k, v = (_by_head(part, heads) for part in (query, rows.pad(key), rows.pad(value)))
     mask = None  # with padding on the right, what is causal never looks at it
     if not causal:
-        mask = rows.pad(torch.ones_like(rows.index, dtype=torch.bool))[:, None, None, :]
+        mask = rows.is_token[:, None, None, :]
     attended = _attention(q, k, v, mask, dropout_p, causal).transpose(1, 2).flatten(2)
     return attended[:, 0] if one_query else rows.pack(attended)
 

@@ -317,10 +317,10 @@ class Rows(NamedTuple):
     tokens: int
 
 
-def typical_and_largest(
+def notable_batches(
     batches: Iterable[Sequence[int]], lengths: Sequence[int]
-) -> tuple[Rows, Rows]:
-    """The batch that is closest to the mean in its tokens, and the one of most tokens.
+) -> tuple[Rows, Rows, Rows]:
+    """Batches that say what all of them take: `Plan`'s typical, largest and most_pairs.
 
     Args:
         batches: the numbers of their rows.
@@ -329,7 +329,9 @@ def typical_and_largest(
     each = [Rows(batch, sum(lengths[row] for row in batch)) for batch in batches]
     mean = sum(rows.tokens for rows in each) / len(each)
     typical = min(each, key=lambda rows: abs(rows.tokens - mean))
-    return typical, max(each, key=lambda rows: rows.tokens)
+    largest = max(each, key=lambda rows: rows.tokens)
+    most_pairs = max(each, key=lambda rows: sum(lengths[row] ** 2 for row in rows.numbers))
+    return typical, largest, most_pairs
 
 
 @dataclass(frozen=True)
@@ -339,7 +341,10 @@ class Plan(Generic[_Batch]):
     Args:
         build: makes the loop's parts; for a model of so many layers, or None for all of its own.
         batch_of: makes a batch of rows.
-        typical, largest: of its batches.
+        typical: of its batches, the one that is closest to the mean in its tokens.
+        largest: the one of most tokens.
+        most_pairs: the one of most pairs of tokens of a row, for each of which attention holds a
+            probability on a CPU.
         batches: that make a step of the optimizer, on each device.
         steps: of the optimizer, in the run; None where it is not known.
         device: where a process computes.
@@ -352,6 +357,7 @@ class Plan(Generic[_Batch]):
     batch_of: Callable[[Sequence[int]], _Batch]
     typical: Rows
     largest: Rows
+    most_pairs: Rows
     batches: int
     steps: int | None
     device: torch.device
@@ -367,7 +373,7 @@ class Estimate:
     Args:
         plan: how it trains.
         parameters, trained: how many there are, and are trained.
-        memory: on a device, with the largest batch.
+        memory: on a device, with the batch that takes most.
         operations: of a typical batch.
         rate: operations a second, of each device.
     """
@@ -424,17 +430,23 @@ class Estimate:
 
 
 def estimate(plan: Plan[Any]) -> Estimate:
-    """What a run takes: memory by its largest batch, arithmetic and time by a typical one.
+    """What a run takes: memory by the batch that takes most, arithmetic and time by a typical one.
 
     The time is that of training alone, without evaluations, checkpoints and start.
     """
-    typical, largest = (plan.batch_of(rows.numbers) for rows in (plan.typical, plan.largest))
+    typical = plan.batch_of(plan.typical.numbers)
     whole = partial(plan.build, None)
-    cost = cost_of_batch(whole, largest, plan.device, plan.batches)
+
+    def cost_of(rows: Rows) -> Cost:
+        return cost_of_batch(whole, plan.batch_of(rows.numbers), plan.device, plan.batches)
+
+    cost = cost_of(plan.largest)
     operations = cost.operations
     if plan.typical.tokens < plan.largest.tokens:
         operations = cost_of_batch(whole, typical, plan.device).operations
     memory = cost.memory
+    if plan.most_pairs != plan.largest:
+        memory = max(memory, cost_of(plan.most_pairs).memory, key=lambda taken: taken.total)
     if plan.devices > 1:
         # DDP holds them a second time, in the buckets in which they are summed.
         memory = replace(memory, gradients=2 * memory.gradients)

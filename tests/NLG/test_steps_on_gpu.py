@@ -146,7 +146,7 @@ def test_a_run_has_the_cpus_losses(tiny, tmp_path):
 def small_model(**settings) -> GPT2LMModel:
     torch.manual_seed(3)
     shape = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 30, "n_positions": 40}
-    model = GPT2LMModel(GPT2Config(**shape, **settings))
+    model = GPT2LMModel(GPT2Config(**shape | settings))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -208,6 +208,20 @@ def test_beams_are_the_cpus(gpu, beams, length_penalty):
     expected = search(model, PROMPTS, settings)
     assert len({len(text) for text in expected}) > 1
     assert search(model.to("cuda:0"), PROMPTS, settings) == expected
+
+
+def test_no_layer_makes_a_mask_of_its_own(gpu):
+    """Of 5 prompts with 3 beams, whose slots are no multiple of 8."""
+    launched = []
+    for layers in (1, 3):
+        model = small_model(n_layer=layers).eval().to("cuda:0")
+        gpu.launches.clear()
+        search(model, PROMPTS, BeamSettings(beam=3, eval_len=4, eos_token_ids=(29,), min_length=4))
+        assert gpu.launches["_scaled_dot_product_efficient_attention"] >= 3 * layers
+        launched.append(
+            [gpu.launches[name] for name in ("masked_fill", "bitwise_not", "zeros_like")]
+        )
+    assert launched[0] == launched[1]
 
 
 @pytest.mark.slow

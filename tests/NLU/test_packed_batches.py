@@ -20,6 +20,7 @@ from transformers.data.data_collator import PackedCollator
 from transformers.trainer_data import takes_packed_rows
 
 FAMILIES = ("roberta", "deberta")
+LOSSES = ("loss", "eval_loss")
 HOLES = torch.tensor([[1] * 11, [1] * 4 + [0] * 7, [1, 1, 0, 1, 1, 1, 0, 0, 1, 0, 0], [1] * 11])
 
 
@@ -137,6 +138,19 @@ def test_a_batch_without_a_mask_is_all_tokens():
     assert batch["packed_rows"].lengths == [3, 3]
 
 
+@pytest.mark.parametrize("mask", [(2, 5, 5), (1, 5)])
+def test_a_batch_whose_mask_is_not_of_the_ids_shape_stays_as_it_is(mask):
+    ids = torch.full((2, 5), 4)
+    plain = {"input_ids": ids, "attention_mask": torch.ones(mask), "labels": ids}
+    assert_same_bits(PackedCollator(lambda _: plain)([]), plain)
+
+
+def test_a_batch_of_embeddings_stays_as_it_is():
+    features = [{"inputs_embeds": torch.randn(5, 4), "attention_mask": [1] * 5, "label": 1}] * 2
+    packed = PackedCollator(default_data_collator)(features)
+    assert_same_bits(packed, default_data_collator(features))
+
+
 def test_targets_are_the_labels(tokenizer):
     torch.manual_seed(0)
     collator = PackedCollator(DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.5))
@@ -192,6 +206,24 @@ def test_the_trainer_s_batches_bring_their_rows(make_trainer, workers):
     assert len(calls) == 2 + 2 + 1
     for named in calls:
         assert named["packed_rows"].lengths == named["attention_mask"].sum(1).tolist()
+
+
+@pytest.mark.slow
+def test_embeddings_train_as_their_ids_do(make_trainer, make_model):
+    """Of frozen words, batch after batch."""
+    ids = [{"input_ids": row["input_ids"][:5], "labels": row["label"]} for row in make_data(8)]
+    words = make_model().get_input_embeddings().weight.detach()
+    embedded = [{"inputs_embeds": words[row["input_ids"]], "labels": row["labels"]} for row in ids]
+    losses = []
+    for rows in (ids, embedded):
+        trainer = make_trainer(make_model(), train=rows, evaluated=rows, logging_steps=1)
+        trainer.model.get_input_embeddings().requires_grad_(False)
+        trainer.data_collator = default_data_collator
+        trainer.train()
+        trainer.evaluate()
+        losses.append([v for row in trainer.state.log_history for v in map(row.get, LOSSES) if v])
+    assert len(losses[0]) == 5
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 @pytest.mark.slow

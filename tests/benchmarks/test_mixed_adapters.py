@@ -201,6 +201,24 @@ def test_rows_of_an_adapter_are_beside_each_other_here(load_worker):
     for name in ("input_ids", "attention_mask"):
         assert ours[name].equal(mixed[name][[0, 3, 6, 1, 4, 2, 5]])
     assert ours["attention_mask"].sum(1).tolist() == [3, 6, 9, 4, 7, 5, 8]
+    assert ours["packed_rows"].lengths == [3, 6, 9, 4, 7, 5, 8]
+
+
+@pytest.mark.parametrize("adapters", [0, 2])
+def test_a_batch_says_itself_where_its_tokens_are(load_worker, monkeypatch, adapters):
+    """To the model, which looks for them in no mask."""
+    worker, shape = load_worker("mixed_adapters_ours"), {"hidden_size": 8, "num_attention_heads": 2}
+    shape |= {"vocab_size": 100, "num_hidden_layers": 1, "intermediate_size": 8}
+    plan = {**plan_of(adapters), "rank": 2, "alpha": 2, "autocast": None, "way": "batch"}
+    plan["shape"] = shape
+    step = worker.make_step(plan)
+    batch = worker.make_batch(plan, 0, {"lengths": [4, 3], "repeats": 1})
+
+    def not_asked(mask):
+        raise AssertionError("the mask is asked")
+
+    monkeypatch.setattr("transformers.modeling_encoder.PackedRows", not_asked)
+    assert step(batch).shape == (2, 2)
 
 
 @pytest.mark.parametrize("worker", ["adapter_rows", "mixed_adapters_ours"])

@@ -287,6 +287,9 @@ def _attention(
     if bias is not None and bias.dtype is torch.bool:
         bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(~bias, float("-inf"))
     if bias is not None:
+        if any(stride % 8 for stride in bias.stride()[:-1]) or bias.stride(-1) != 1:
+            columns = bias.shape[-1]  # as PyTorch does, whose kernel needs this alignment
+            bias = F.pad(bias, (0, 8 - columns % 8))[..., :columns]
         bias = bias.to(query.dtype).expand(*query.shape[:3], key.shape[2])
     return aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale

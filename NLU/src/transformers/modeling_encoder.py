@@ -391,7 +391,7 @@ def _place(
         if not rows.starts_hidden:
             return rows.routed()
     if packed_rows is not None and (attention_mask is None or attention_mask.dim() == 2):
-        attention_mask = packed_rows.pad(torch.ones_like(packed_rows.index))
+        attention_mask = packed_rows.is_token
     return PaddedRows(given, attention_mask)
 
 

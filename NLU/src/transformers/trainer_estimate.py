@@ -19,8 +19,8 @@ from loralib.training.estimate import (
     Plan,
     Training,
     estimate,
+    notable_batches,
     rate_of,
-    typical_and_largest,
 )
 
 from .configuration_utils import PretrainedConfig
@@ -128,7 +128,7 @@ def estimate_run(
     grouped, drop = lengths if args.group_by_length else None, args.dataloader_drop_last
     count, size = len(lengths), args.train_batch_size
     batches = TrainingBatches(count, size, args.seed, drop_last=drop, lengths=grouped)
-    typical, largest = typical_and_largest(list(batches), lengths)
+    notable = notable_batches(list(batches), lengths)
     with _without_output(args) as own:
         devices = asked.estimate_devices or own.world_size
         steps = args.max_steps if args.max_steps > 0 else None
@@ -146,8 +146,7 @@ def estimate_run(
         plan = Plan(
             build,
             batch_of,
-            typical,
-            largest,
+            *notable,
             batches=args.gradient_accumulation_steps,
             steps=steps,
             device=own.device,

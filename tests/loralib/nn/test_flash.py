@@ -52,7 +52,7 @@ def test_one_kernel_without_padding(gpu, dtype, how):
     assert_same(inputs, causal=how.get("causal", False))
     assert gpu.launches["_flash_attention_forward"] == 1
     assert gpu.launches["_flash_attention_backward"] == 1
-    assert gpu.launches["index_copy"] == gpu.launches["index_select"] == 0
+    assert gpu.launches["index_copy_"] == gpu.launches["index_select"] == 0
 
 
 @pytest.mark.gpu
@@ -89,7 +89,7 @@ def _not_built(monkeypatch):
     [
         (torch.float32, 16, None),
         (torch.bfloat16, 12, None),
-        (torch.bfloat16, 2 * 264, None),
+        (torch.bfloat16, 2 * 200, None),
         (torch.bfloat16, 16, _old),
         (torch.bfloat16, 16, _switched_off),
         (torch.bfloat16, 16, _not_built),
@@ -103,6 +103,17 @@ def test_padded_where_there_is_no_kernel(gpu, monkeypatch, dtype, width, change,
     assert gpu.launches["_flash_attention_forward"] == 0
     fused = [name for name in gpu.launches if name.startswith("_scaled_dot_product")]
     assert len(fused) == 2  # there and back
+
+
+def test_only_queries_keys_and_values_are_padded(gpu):
+    """Each by one copy; the mask is there with the batch, for all layers."""
+    inputs = [x.to("cuda:0") for x in drawn(torch.float32)]
+    rows = PackedRows.from_lengths(LENGTHS).to("cuda:0")
+    gpu.launches.clear()
+    attend(*inputs, rows, HEADS)
+    copies = {name: count for name, count in gpu.launches.items() if "index" in name}
+    assert copies == {"index_copy_": 3, "index_select": 1}
+    assert gpu.launches["fill_"] + gpu.launches["new_full"] == 3
 
 
 def test_shapes_and_signature_are_the_operators_own():

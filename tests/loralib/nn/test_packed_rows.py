@@ -9,7 +9,7 @@ from loralib.nn.packing import PackedRows
 
 # Rows of five tokens, of one, and of three with padding in between.
 HOLES = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 0, 0, 0], [1, 1, 0, 1, 0]])
-TENSORS = ("index", "positions", "first", "offsets")
+TENSORS = ("is_token", "index", "positions", "first", "offsets")
 
 
 def assert_same_rows(ours, theirs):
@@ -32,6 +32,7 @@ def test_rows_of_a_mask(dtype):
     rows = PackedRows(HOLES.to(dtype))
     assert (rows.shape, rows.longest) == ((3, 5), 5)
     assert (rows.lengths, rows.spans) == ([5, 1, 3], [5, 1, 4])
+    assert torch.equal(rows.is_token, HOLES.bool())
     assert rows.index.tolist() == [0, 1, 2, 3, 4, 5, 10, 11, 13]
     assert rows.positions.tolist() == [0, 1, 2, 3, 4, 0, 0, 1, 3]
     assert rows.first.tolist() == [0, 5, 6]
@@ -134,6 +135,12 @@ def test_pinned_and_on_a_gpu():
 def test_a_part_is_as_those_rows_alone(part):
     rows = PackedRows(HOLES).with_targets(HOLES)
     assert_same_rows(rows.part(part), PackedRows(HOLES[part]))
+
+
+@pytest.mark.parametrize("more", [0, 3])
+def test_widened_is_as_the_rows_of_a_wider_mask(more):
+    wider = torch.nn.functional.pad(HOLES, (0, more))
+    assert_same_rows(PackedRows(HOLES).widened(5 + more), PackedRows(wider))
 
 
 def test_twice_is_as_the_rows_and_the_rows_again():

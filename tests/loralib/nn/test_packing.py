@@ -100,6 +100,13 @@ def test_padding_is_no_part_of_a_gradient(qkv):
     assert torch.equal(x.grad, rows.pad(q))
 
 
+def test_padding_has_the_gradients_of_the_tokens(qkv):
+    rows, q, _, _ = qkv
+    x = q[:, :2].double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: rows.pad(x.sin(), fill=3.0), x)
+    assert torch.autograd.gradgradcheck(lambda x: rows.pad(x.sin(), fill=3.0), x)
+
+
 @pytest.mark.parametrize(
     ("lengths", "path"), [([30] * 16, "_attend_padded"), ([9, 200, 3], "_attend_one_by_one")]
 )

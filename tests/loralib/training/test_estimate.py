@@ -19,8 +19,8 @@ from loralib.training.estimate import (
     cost_of_batch,
     estimate,
     measure_rate,
+    notable_batches,
     rate_of,
-    typical_and_largest,
 )
 from loralib.training.optimizer import AdamW
 
@@ -159,11 +159,12 @@ def test_a_measured_rate_is_of_whole_steps(monkeypatch):
 # ---- the run ----
 
 
-def test_typical_and_largest():
-    lengths = [5, 1, 9, 9, 4, 4]
-    typical, largest = typical_and_largest([[0, 1], [2, 3], [4, 5]], lengths)
-    assert typical == Rows([4, 5], 8)  # the mean is 32 / 3
+def test_notable_batches():
+    lengths = [15, 1, 9, 9, 4, 4]
+    typical, largest, most_pairs = notable_batches([[0, 1], [2, 3], [4, 5]], lengths)
+    assert typical == Rows([0, 1], 16)  # the mean is 14
     assert largest == Rows([2, 3], 18)
+    assert most_pairs == Rows([0, 1], 16)  # 226, 162 and 32
 
 
 def plan_of(**changes) -> Plan:
@@ -172,6 +173,7 @@ def plan_of(**changes) -> Plan:
         "batch_of": lambda rows: torch.randn(len(rows), WIDE),
         "typical": Rows([0, 1], 20),
         "largest": Rows([0, 1, 2], 30),
+        "most_pairs": Rows([0, 1, 2], 30),
         "batches": 2,
         "steps": 100,
         "device": CPU,
@@ -188,6 +190,15 @@ def test_memory_is_the_largest_batch_s_and_arithmetic_a_typical_one_s():
     assert taken.memory == cost_of_batch(two_layers, torch.randn(3, WIDE), CPU, 2).memory
     assert taken.operations == cost_of_batch(two_layers, torch.randn(2, WIDE), CPU).operations
     assert taken.rate == 1e9
+
+
+@pytest.mark.parametrize("pairs", [range(2), range(9)])
+def test_memory_is_the_batch_s_that_takes_most(pairs):
+    """Of the one of most tokens, here three, and the one of most pairs."""
+    taken = estimate(plan_of(most_pairs=Rows(pairs, 20)))
+    most = torch.randn(max(3, len(pairs)), WIDE)
+    assert taken.memory == cost_of_batch(two_layers, most, CPU, 2).memory
+    assert taken.operations == cost_of_batch(two_layers, torch.randn(2, WIDE), CPU).operations
 
 
 def test_on_several_devices_gradients_are_in_buckets_as_well():

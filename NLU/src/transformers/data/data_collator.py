@@ -274,7 +274,8 @@ class PackedCollator:
 
     To the batch comes ``packed_rows``, a `loralib.nn.packing.PackedRows` of its attention mask, or
     of all tokens where there is none; it is made here, on the CPU, so that no model has to wait for
-    a device to learn it. With ``labels`` of each token, it holds which of them are targets.
+    a device to learn it. With ``labels`` of each token, it holds which of them are targets. A batch
+    of embeddings, or whose mask is not of the ids' shape, stays as it is.
 
     Args:
         collator: makes a batch of a list of examples.
@@ -283,10 +284,14 @@ class PackedCollator:
     collator: Callable[[list[Any]], Mapping[str, Any]]
 
     def __call__(self, features: list[Any]) -> dict[str, Any]:
-        """The collator's batch, and its `packed_rows`."""
+        """The collator's batch, and its `packed_rows` where there are such."""
         batch = dict(self.collator(features))
         ids, mask, labels = (batch.get(name) for name in ("input_ids", "attention_mask", "labels"))
+        if not isinstance(ids, Tensor):
+            return batch
         mask = torch.ones_like(ids) if mask is None else mask
+        if mask.shape != ids.shape:
+            return batch
         rows = PackedRows(mask.flatten(0, -2))  # of multiple choice, each choice is a row
         if isinstance(labels, Tensor) and labels.shape == ids.shape:
             rows = rows.with_targets(labels != IGNORED_LABEL)

@@ -190,8 +190,7 @@ class Batch:
 
     def _describe_packed(self, rows: PackedRows, heads: int) -> None:
         if len(rows.index) < rows.shape.numel():
-            real = rows.pad(torch.ones_like(rows.index, dtype=torch.bool))
-            self.padding = ~real[:, None, None, :]
+            self.padding = ~rows.is_token[:, None, None, :]
         # On a GPU one kernel takes all rows, and a graph that is compiled for any number of tokens
         # has no loop over them.
         at_once = rows.index.is_cuda or torch.compiler.is_compiling()
@@ -496,6 +495,10 @@ class DebertaV2Layer(EncoderLayer):
         super().__init__(config, placed, DisentangledSelfAttention(config, placed))
 
 
+# Columns of scores. On a GPU, PyTorch copies a bias of another number of them, in every layer.
+_ALIGNED = 8
+
+
 class DebertaV2Encoder(Encoder):
     """The layers one after the other, and what they share.
 
@@ -550,6 +553,8 @@ class DebertaV2Encoder(Encoder):
         """What every layer is told of a batch; computed once a forward."""
         # A recorded graph is for batches of any length.
         tracing = torch.jit.is_tracing()
+        if isinstance(rows, PackedRows) and rows.index.is_cuda:
+            rows = rows.widened(-(-rows.shape[1] // _ALIGNED) * _ALIGNED)
         length = self.config.max_position_embeddings if tracing else rows.shape[1]
         relative = self.relative_positions(length)
         return Batch(rows, relative, self.config.num_attention_heads)
