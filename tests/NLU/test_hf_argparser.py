@@ -371,7 +371,6 @@ RELEASE_FLAGS = [
     ("skip_memory_metrics", "true", True, False),
     ("cls_dropout", "0.15", 0.15, None),
     ("use_deterministic_algorithms", "true", True, False),
-    ("torch_compile", "true", True, False),
 ]
 # Flags that stand for something there is not: a value, and the release's default.
 REFUSED_FLAGS = [
