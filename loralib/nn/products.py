@@ -14,18 +14,24 @@ beam search measure all of them on their frozen weights before the first step (`
 as many rows as they will have: with few rows, most of the time goes into bringing the weight into
 another layout. Ways differ in the order in which they add, and so in rounding: a run keeps what was
 chosen in its checkpoints, and resumes with it (`choices`, `use_choices`).
+
+A packed copy is made again when its weight has changed: when it was written to, replaced, or
+trained by one of PyTorch's optimizers. It does not follow writes that PyTorch cannot see, such as
+`weight.data.mul_(2)`: write to the weight itself, under `torch.no_grad()`.
 """
 
+import functools
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .plain import is_plain
@@ -198,7 +204,22 @@ _WAYS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
     "packed": _with_packed,
 }
 
-# By weight: its version, and its copies by shape and order (the backward pass has its transpose).
+
+class _Packed(NamedTuple):
+    """The copies of a weight.
+
+    Args:
+        stamp: what the weight was when they were made.
+        alias: keeps the weight's address from being given to another tensor.
+        copies: by offset, shape and order (the backward pass has the transpose, and a weight may
+            be multiplied with in slices).
+    """
+
+    stamp: tuple
+    alias: Tensor
+    copies: dict[tuple, Tensor]
+
+
 _packed_copies: Any = WeakTensorKeyDictionary()
 
 
@@ -212,14 +233,29 @@ def _owner(weight: Tensor) -> Tensor | None:
 
 def _packed(owner: Tensor, weight: Tensor) -> Tensor:
     """The weight in oneDNN's layout; made when it is first asked for, and when it has changed."""
-    stamp = (owner._version, owner.data_ptr())
-    if owner not in _packed_copies or _packed_copies[owner][0] != stamp:
-        _packed_copies[owner] = (stamp, {})
-    copies = _packed_copies[owner][1]
-    order = (weight.shape, weight.stride())
-    if order not in copies:
-        copies[order] = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
-    return copies[order]
+    _follow_optimizers()
+    stamp = (owner._version, owner.data_ptr(), owner.dtype)
+    if owner not in _packed_copies or _packed_copies[owner].stamp != stamp:
+        _packed_copies[owner] = _Packed(stamp, owner.detach(), {})
+    copies = _packed_copies[owner].copies
+    place = (weight.storage_offset(), weight.shape, weight.stride())
+    if place not in copies:
+        copies[place] = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+    return copies[place]
+
+
+@functools.cache
+def _follow_optimizers() -> None:
+    """From now on, packed copies of trained weights are dropped; once a process.
+
+    Fused optimizers write to a weight without a change of its version.
+    """
+    register_optimizer_step_post_hook(_drop_trained)
+
+
+def _drop_trained(*_: Any) -> None:
+    for owner in [owner for owner in _packed_copies if owner.grad is not None]:
+        del _packed_copies[owner]
 
 
 def _has_onednn(dtype: torch.dtype) -> bool:

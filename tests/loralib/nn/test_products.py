@@ -1,11 +1,13 @@
 """Products of large matrices: the same numbers whoever computes them, and gradients where asked."""
 
 import gc
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from compare import assert_close_to_rounding
+from torch import nn
 
 import loralib as lora
 from loralib.nn import products
@@ -107,10 +109,15 @@ def test_a_trained_weight_gets_its_gradient():
     assert_close_to_rounding(layer.weight.grad, x.sum(0).expand(832, -1), 320)
 
 
-def test_a_packed_copy_follows_its_weight(monkeypatch, no_choices):
+@pytest.fixture
+def packing(monkeypatch, no_choices):
+    """Every large product is computed with a packed copy."""
     if not products._has_onednn(torch.float32):
         pytest.skip("PyTorch is built without oneDNN here")
     monkeypatch.setattr(products, "_usual", lambda *_: "packed")
+
+
+def test_a_packed_copy_follows_its_weight(packing):
     layer, x = products.Linear(1024, 832).requires_grad_(False), torch.randn(320, 1024)
     layer(x)
     for change in (
@@ -123,10 +130,60 @@ def test_a_packed_copy_follows_its_weight(monkeypatch, no_choices):
         assert_close_to_rounding(layer(x), expected, 1024)
 
 
-def test_a_copy_goes_with_its_weight(monkeypatch, no_choices):
-    if not products._has_onednn(torch.float32):
-        pytest.skip("PyTorch is built without oneDNN here")
-    monkeypatch.setattr(products, "_usual", lambda *_: "packed")
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("make_layer", [LAYERS["linear"], LAYERS["lora"]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_copy_follows_an_optimizer(packing, make_layer, dtype, fused):
+    layer, x = make_layer(), torch.randn(320, 1024)
+    layer.weight.requires_grad_(False)
+    layer(x)
+    layer.weight.requires_grad_(True)
+    optimizer = torch.optim.AdamW([layer.weight], lr=0.1, fused=fused)
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not torch.float32):
+        layer(x).square().mean().backward()
+    layer.weight.requires_grad_(False)
+    optimizer.step()
+    assert_close_to_rounding(layer(x), F.linear(x, layer.weight, layer.bias), 1024)
+
+
+@torch.no_grad()
+def test_every_slice_of_a_weight_has_a_copy_of_its_own(packing):
+    weight, x = (
+        nn.Parameter(torch.randn(3 * 832, 1024), requires_grad=False),
+        torch.randn(320, 1024),
+    )
+    for part in weight.split(832):
+        assert_close_to_rounding(products.product(x, part), F.linear(x, part), 1024)
+
+
+@torch.no_grad()
+def test_a_packed_copy_is_of_one_dtype(packing):
+    if not products._has_onednn(torch.bfloat16):
+        pytest.skip("PyTorch has no oneDNN for bfloat16 on this processor")
+    layer, x = products.Linear(1024, 832, bias=False).requires_grad_(False), torch.randn(320, 1024)
+    memory = layer.weight.data.flatten()
+    layer(x)
+    # Another dtype's numbers in the same place, as a cast there and back may leave them.
+    memory = memory.view(torch.bfloat16)[: memory.numel()]
+    layer.weight.data = memory.copy_(torch.randn(832 * 1024)).view(832, 1024)
+    x = x.bfloat16()
+    assert_close_to_rounding(layer(x), F.linear(x, layer.weight), 1024, torch.bfloat16)
+
+
+@torch.no_grad()
+def test_the_place_of_a_packed_weight_is_not_given_away(packing):
+    layer, x = products.Linear(1024, 832).requires_grad_(False), torch.randn(320, 1024)
+    layer(x)
+    place = weakref.ref(layer.weight.untyped_storage())
+    layer.weight.data = torch.randn(832, 1024)
+    gc.collect()
+    assert place() is not None
+    layer(x)  # with a new copy
+    gc.collect()
+    assert place() is None
+
+
+def test_a_copy_goes_with_its_weight(packing):
     layer = products.Linear(1024, 832).requires_grad_(False)
     layer(torch.randn(320, 1024))
     before = len(products._packed_copies)
