@@ -200,33 +200,34 @@ def test_the_fastest_is_chosen(monkeypatch, no_choices):
     ways = {way: name for name, way in products._WAYS.items()}
     monkeypatch.setattr(products, "_seconds", lambda way, *_: times[ways[way]])
     layer = products.Linear(1024, 832).requires_grad_(False)
-    weights = [(layer.weight, layer.bias)]
-    products.measure(weights, torch.float32)
+    weights = [products.FrozenWeight(layer.weight, layer.bias)]
+    ways = products.measure(weights, torch.float32, {})
     # Not "packed": it is not so much faster that it repays the memory.
     expected = {
         "float32 1024 -> 832 + bias": "blocks",
         "float32 832 -> 1024 transposed": "blocks",
     }
-    assert products.choices()["ways"] == expected
+    assert ways == expected
     times["packed"] = 0.1
-    products.measure(weights, torch.float32)
-    assert products.choices()["ways"] == expected, "what has been chosen stays"
+    assert products.measure(weights, torch.float32, ways) == expected, "what is known stays"
 
 
 def test_few_rows_have_a_choice_of_their_own(monkeypatch, no_choices):
     asked = []
     monkeypatch.setattr(products, "_fastest", lambda x, *_: asked.append(len(x)) or "blocks")
-    weights = [(torch.randn(832, 1024), None)]
-    products.measure(weights, torch.float32, rows=100, backward=False)
-    products.measure(weights, torch.float32, backward=False)
-    assert asked == [100, products.MANY_ROWS]
+    weight = products.FrozenWeight(torch.randn(832, 1024))
+    weights = [weight, weight._replace(rows_at_once=100)]
+    ways = products.measure(weights, torch.float32, {}, backward=False)
+    assert asked == [products.MANY_ROWS, 100]
     few, many = "float32 1024 -> 832, few rows", "float32 1024 -> 832"
-    assert products.choices()["ways"] == {few: "blocks", many: "blocks"}
+    assert ways == {few: "blocks", many: "blocks"}
+    assert products.measure([weight], torch.float32, {}, 100, backward=False) == {few: "blocks"}
+    products.use_choices({"machine": products.machine(), "ways": ways})
     used = []
     monkeypatch.setitem(products._WAYS, "blocks", lambda *given: used.append(given[0].shape[0]))
     with torch.no_grad():
         for rows in (100, 320):
-            products.product(torch.randn(rows, 1024), *weights[0])
+            products.product(torch.randn(rows, 1024), weight.matrix)
     assert used == [100, 320]
 
 
@@ -250,12 +251,36 @@ def test_a_weight_that_could_be_trained_is_frozen_where_gradients_are_off(one_wa
         assert_close_to_rounding(layer(x), F.linear(x, layer.weight, layer.bias), 1024)
 
 
-def test_small_products_and_plain_runs_are_not_measured(no_choices):
-    small, large = torch.randn(16, 16), torch.randn(832, 1024)
-    products.measure([(small, None)], torch.float32)
+def test_small_products_and_plain_runs_are_not_measured():
+    small, large = (products.FrozenWeight(torch.randn(n, n)) for n in (16, 1024))
+    assert not products.measure([small], torch.float32, {})
     with plain():
-        products.measure([(large, None)], torch.float32)
-    assert not products.choices()["ways"]
+        assert not products.measure([large], torch.float32, {})
+
+
+def test_what_is_known_costs_neither_inputs_nor_casts(monkeypatch):
+    weight = products.FrozenWeight(torch.randn(832, 1024), torch.randn(832))
+    monkeypatch.setattr(products, "_fastest", lambda *_: "plain")
+    known = products.measure([weight], torch.bfloat16, {})
+    monkeypatch.setattr(torch, "rand", None)
+    monkeypatch.setattr(torch.Tensor, "to", None)
+    assert products.measure([weight, weight], torch.bfloat16, known) == known
+    assert known.keys() == {"bfloat16 1024 -> 832 + bias", "bfloat16 832 -> 1024 transposed"}
+
+
+@pytest.mark.parametrize("name", ["amx_bf16", "avx512_bf16"])
+def test_machines_differ_by_their_instructions(monkeypatch, name):
+    flags = ["fpu", "avx512f", "amx_bf16", "avx512_bf16"]
+
+    def machine_with(flags: list[str]) -> str:
+        core = f"model name\t: Some Processor\nflags\t\t: {' '.join(flags)}\n\n"
+        monkeypatch.setattr(products.Path, "read_text", lambda *_, **__: core * 2)
+        return products.machine()
+
+    with_it = machine_with(flags)
+    assert with_it.startswith("Some Processor ")
+    assert machine_with([flag for flag in flags if flag != name]) != with_it
+    assert machine_with([*flags, "unrelated"]) == with_it
 
 
 def test_choices_of_another_machine_are_not_taken(no_choices):
@@ -266,9 +291,8 @@ def test_choices_of_another_machine_are_not_taken(no_choices):
     assert products.choices()["ways"] == {"a": "plain"}
 
 
-def test_measuring_draws_no_numbers_of_the_run(no_choices):
-    weight = torch.randn(832, 1024)
+def test_measuring_draws_no_numbers_of_the_run():
+    weight = products.FrozenWeight(torch.randn(832, 1024))
     before = torch.get_rng_state()
-    products.measure([(weight, None)], torch.float32)
-    assert products.choices()["ways"]
+    assert products.measure([weight], torch.float32, {})
     assert torch.equal(torch.get_rng_state(), before)
