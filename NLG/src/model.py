@@ -304,13 +304,30 @@ class GPT2Model(nn.Module):
         return self.ln_f(x)
 
 
+# Logits are as wide as the vocabulary, so a loss computes them for this many targets at a time.
+# 128 targets of GPT-2's vocabulary take 25 MB, which the C library still reuses without returning.
+_TARGETS_AT_ONCE = 128
+# On a GPU, that many keep it busy. With GPT-2's vocabulary they take 1.03 GB in half precision (an
+# entry's logit, the same in float32, and its probability are 10 bytes), and 0.82 GB in float32.
+_TARGETS_AT_ONCE_ON_GPU = 2048
+
+
 class GPT2LMHead(nn.Module):
     """Hidden states -> logits, with the token embedding's weight."""
+
+    # For loralib.nn.products: what `head_loss` multiplies.
+    bias = None
+    rows_at_once = _TARGETS_AT_ONCE
 
     def __init__(self, wte: nn.Embedding):
         super().__init__()
         self.decoder = nn.Linear(wte.embedding_dim, wte.num_embeddings, bias=False, device="meta")
         self.decoder.weight = wte.weight
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight, (vocabulary, n)."""
+        return self.decoder.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(…, n) -> (…, vocabulary)."""
@@ -413,13 +430,6 @@ def _needed_rows(lm_mask: Tensor) -> PackedRows:
 # ------------------------------------------------------------------------------------------------
 # The head's loss
 # ------------------------------------------------------------------------------------------------
-
-# Logits are as wide as the vocabulary, so they are computed for this many targets at a time.
-# 128 targets of GPT-2's vocabulary take 25 MB, which the C library still reuses without returning.
-_TARGETS_AT_ONCE = 128
-# On a GPU, that many keep it busy. With GPT-2's vocabulary they take 1.03 GB in half precision (an
-# entry's logit, the same in float32, and its probability are 10 bytes), and 0.82 GB in float32.
-_TARGETS_AT_ONCE_ON_GPU = 2048
 
 
 def head_loss(

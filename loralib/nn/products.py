@@ -12,20 +12,27 @@ processors, and on Intel's with AMX, weights in oneDNN's own layout are multipli
 Where nothing was measured, "onednn" is taken where it is known to be good. Training scripts and
 beam search measure all of them on their frozen weights before the first step (`measure`), for about
 as many rows as they will have: with few rows, most of the time goes into bringing the weight into
-another layout. Ways differ in the order in which they add, and so in rounding: a run keeps what was
-chosen in its checkpoints, and resumes with it (`choices`, `use_choices`).
+another layout. Ways differ in the order in which they add, and so in rounding: a run uses choices
+for its own weights alone, keeps them in its checkpoints, and resumes with them (`choices`,
+`use_choices`).
+
+A packed copy is made again when its weight has changed: when it was written to, replaced, or
+trained by one of PyTorch's optimizers. It does not follow writes that PyTorch cannot see, such as
+`weight.data.mul_(2)`: write to the weight itself, under `torch.no_grad()`.
 """
 
+import functools
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .plain import is_plain
@@ -68,7 +75,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @runtime_checkable
 class HasMatrix(Protocol):
-    """A layer that computes `linear` with `matrix`, (out, in), and `bias`."""
+    """A layer that computes `linear` with `matrix`, (out, in), and `bias`.
+
+    One that multiplies a few rows at a time, however many there are, says how many: `rows_at_once`.
+    """
 
     bias: nn.Parameter | None
 
@@ -119,8 +129,10 @@ class _FrozenLinear(torch.autograd.Function):
 
 # ---- products outside of autograd ----
 
-# Multiplications from which on it pays: the first product of a shape takes oneDNN 0.3 ms more, and
-# in training nearly every batch has a number of rows of its own.
+# Multiplications from which on it pays. For a number of rows that is new, oneDNN makes a kernel
+# first, which takes about a millisecond in float32 and more in bfloat16, and in training nearly
+# every batch has a number of its own. Below, F.linear computes, whatever was measured with more
+# rows: a 768 x 768 weight has a choice from 456 rows on.
 _LARGE = 2**28
 # Products of fewer rows are measured by themselves. Beam search, which has them, keeps the number
 # of its rows for many steps.
@@ -198,7 +210,22 @@ _WAYS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
     "packed": _with_packed,
 }
 
-# By weight: its version, and its copies by shape and order (the backward pass has its transpose).
+
+class _Packed(NamedTuple):
+    """The copies of a weight.
+
+    Args:
+        stamp: what the weight was when they were made.
+        alias: keeps the weight's address from being given to another tensor.
+        copies: by offset, shape and order (the backward pass has the transpose, and a weight may
+            be multiplied with in slices).
+    """
+
+    stamp: tuple
+    alias: Tensor
+    copies: dict[tuple, Tensor]
+
+
 _packed_copies: Any = WeakTensorKeyDictionary()
 
 
@@ -212,14 +239,29 @@ def _owner(weight: Tensor) -> Tensor | None:
 
 def _packed(owner: Tensor, weight: Tensor) -> Tensor:
     """The weight in oneDNN's layout; made when it is first asked for, and when it has changed."""
-    stamp = (owner._version, owner.data_ptr())
-    if owner not in _packed_copies or _packed_copies[owner][0] != stamp:
-        _packed_copies[owner] = (stamp, {})
-    copies = _packed_copies[owner][1]
-    order = (weight.shape, weight.stride())
-    if order not in copies:
-        copies[order] = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
-    return copies[order]
+    _follow_optimizers()
+    stamp = (owner._version, owner.data_ptr(), owner.dtype)
+    if owner not in _packed_copies or _packed_copies[owner].stamp != stamp:
+        _packed_copies[owner] = _Packed(stamp, owner.detach(), {})
+    copies = _packed_copies[owner].copies
+    place = (weight.storage_offset(), weight.shape, weight.stride())
+    if place not in copies:
+        copies[place] = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+    return copies[place]
+
+
+@functools.cache
+def _follow_optimizers() -> None:
+    """From now on, packed copies of trained weights are dropped; once a process.
+
+    Fused optimizers write to a weight without a change of its version.
+    """
+    register_optimizer_step_post_hook(_drop_trained)
+
+
+def _drop_trained(*_: Any) -> None:
+    for owner in [owner for owner in _packed_copies if owner.grad is not None]:
+        del _packed_copies[owner]
 
 
 def _has_onednn(dtype: torch.dtype) -> bool:
@@ -242,22 +284,36 @@ _WORTH = {"onednn": 0.97, "blocks": 0.95, "packed": 0.85}
 _chosen: dict[str, str] = {}
 
 
+# Instructions that oneDNN's kernels differ by, and PyTorch's name of the processor's kind does not.
+_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
+
+
 def machine() -> str:
     """What the choice depends on beside the product: processor, PyTorch, number of threads."""
     return f"{_processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
 
 
 def _processor() -> str:
+    """Its name, and what it can: one name may stand for several, as in virtual machines."""
+    known = _cpuinfo()
+    flags = known.get("flags", "").split()
+    instructions = [name for name in _INSTRUCTIONS if name in flags]
+    name = known.get("model name", platform.processor())
+    return " ".join([name, torch.backends.cpu.get_cpu_capability(), *instructions])
+
+
+def _cpuinfo() -> dict[str, str]:
+    """What Linux says of the first core; elsewhere nothing."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:  # not Linux
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return f"{next(names, platform.processor())} {torch.backends.cpu.get_cpu_capability()}"
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    fields = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
+    return {name.strip(): value.strip() for name, _, value in fields}
 
 
 def choices() -> dict[str, Any]:
-    """The ways chosen so far, and the machine that they were chosen on; made of text."""
+    """The ways in use, and the machine that they were chosen on; made of text."""
     return {"machine": machine(), "ways": dict(_chosen)}
 
 
@@ -268,35 +324,64 @@ def use_choices(state: Mapping[str, Any]) -> None:
         _chosen.update({key: way for key, way in state["ways"].items() if way in _WAYS})
 
 
-@torch.no_grad()
-def measure(
-    weights: Iterable[tuple[Tensor, Tensor | None]],
-    dtype: torch.dtype,
-    rows: int = MANY_ROWS,
-    backward: bool = True,
-) -> None:
-    """Chooses the fastest way for products with these weights.
-
-    What has been chosen stays. Each kind of product takes a third of a second.
+class FrozenWeight(NamedTuple):
+    """What products are measured with.
 
     Args:
-        weights: frozen weights, (out, in), parameters or views of them ("packed" is for no other),
-            and the biases of their layers.
+        matrix: (out, in), a parameter or a view of one ("packed" is for no other).
+        bias: of its layer.
+        rows_at_once: the most rows that it is multiplied with at once, where its layer says so.
+    """
+
+    matrix: Tensor
+    bias: Tensor | None = None
+    rows_at_once: int | None = None
+
+
+@torch.no_grad()
+def measure(
+    weights: Iterable[FrozenWeight],
+    dtype: torch.dtype,
+    known: Mapping[str, str],
+    rows: int = MANY_ROWS,
+    backward: bool = True,
+) -> dict[str, str]:
+    """The fastest ways for products with these weights, by kind of product.
+
+    Each kind that is not known takes a third of a second; large ones longer.
+
+    Args:
+        weights: frozen ones.
         dtype: what products are computed in.
+        known: ways, by kind of product, that need not be measured.
         rows: how many rows will be multiplied at once, about.
         backward: for products with the weights' transposes as well.
     """
     # Its own, so that a run that measures draws the same numbers later as one that need not.
     generator = torch.Generator().manual_seed(0)
-    for weight, bias in weights:
-        cast, own = weight.to(dtype), None if bias is None else bias.to(dtype)
-        for matrix, added in ((cast, own), (cast.t(), None)) if backward else ((cast, own),):
-            x = torch.rand(rows, matrix.shape[1], generator=generator).to(dtype)
-            if not _is_ordinary(x, matrix) or not _has_ways(x, matrix):
+    ways: dict[str, str] = {}
+    for weight, bias, rows_at_once in weights:
+        count = min(rows, rows_at_once or rows)
+        for matrix, added in (
+            ((weight, bias), (weight.t(), None)) if backward else ((weight, bias),)
+        ):
+            # Without values yet: most kinds occur in every layer, and are known by then.
+            x, cast = torch.empty(count, matrix.shape[1], dtype=dtype), _like(matrix, dtype)
+            if not _is_ordinary(x, matrix) or not _has_ways(x, cast):
                 continue
-            key = _key(x, matrix, added)
-            if key not in _chosen:
-                _chosen[key] = _fastest(x, matrix, added)
+            key = _key(x, cast, added)
+            if key not in ways and known.get(key) in _WAYS:
+                ways[key] = known[key]
+            if key not in ways:
+                x = torch.rand(x.shape, generator=generator).to(dtype)
+                own = None if added is None else added.to(dtype)
+                ways[key] = _fastest(x, matrix.to(dtype), own)
+    return ways
+
+
+def _like(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """A matrix with the shape and order of `matrix.to(dtype)`; without memory, if it is another."""
+    return matrix if matrix.dtype is dtype else torch.empty_like(matrix, dtype=dtype, device="meta")
 
 
 def _usual(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:

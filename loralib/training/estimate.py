@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..io.console import counted, in_words, table
+from .product_choices import choose_products, frozen_weights
 
 if TYPE_CHECKING:  # else imported where it is used: it takes a second, and few runs use it
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -280,18 +281,23 @@ def rate_of(text: str) -> float:
 
 
 def measure_rate(
-    build: Callable[[], Training[_Batch]], batch: _Batch, device: torch.device
+    build: Callable[[], Training[_Batch]], batch: _Batch, device: torch.device, dtype: torch.dtype
 ) -> float:
     """Operations a second of a training step on this machine; some seconds.
+
+    On a CPU, large products are computed as the run will: in the ways that are the fastest.
 
     Args:
         build: makes the loop's parts, for a model of `LAYERS_TIMED` layers.
         batch: a real one.
         device: where to compute.
+        dtype: the precision of its products.
     """
     operations = cost_of_batch(build, batch, device).operations
     with torch.device(device):
         training = build()
+    if device.type == "cpu":
+        choose_products(frozen_weights(training.model), dtype, world_size=1)
 
     def step() -> None:
         training.add_gradients(batch)
@@ -452,5 +458,6 @@ def estimate(plan: Plan[Any]) -> Estimate:
         memory = replace(memory, gradients=2 * memory.gradients)
     rate = plan.rate
     if rate is None:
-        rate = measure_rate(partial(plan.build, LAYERS_TIMED), typical, plan.device)
+        build = partial(plan.build, LAYERS_TIMED)
+        rate = measure_rate(build, typical, plan.device, plan.dtype)
     return Estimate(plan, cost.parameters, cost.trained, memory, operations, rate)

@@ -122,7 +122,7 @@ def _acquire(lock: FileLock, owner_path: Path) -> None:
         except Timeout:
             owner = Owner.read(owner_path)
         except (OSError, NotImplementedError) as error:
-            if not _means_no_locks(error):
+            if not means_no_locks(error):
                 raise
             owner = Owner.read(owner_path)
             if owner is None or owner.is_gone:
@@ -133,7 +133,8 @@ def _acquire(lock: FileLock, owner_path: Path) -> None:
         time.sleep(0.1)
 
 
-def _means_no_locks(error: Exception) -> bool:
+def means_no_locks(error: Exception) -> bool:
+    """Whether an error of taking a lock means that the file system has none."""
     # filelock's older versions raise the second.
     return getattr(error, "errno", None) in _NO_LOCKS or isinstance(error, NotImplementedError)
 

@@ -1,28 +1,36 @@
 """How this run multiplies its large matrices: measured once a machine, the same in all processes.
 
-See loralib/nn/products.py for the ways that there are. What was chosen is kept in the user's cache,
-so that the next run need not measure, and adds in the same order.
+See loralib/nn/products.py for the ways that there are. What was measured is kept in the user's
+cache, and in the process where that cannot be written, so that the next run need not measure, and
+adds in the same order. A run takes from there what is of its own products: what other runs have
+measured does not change its rounding.
 """
 
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any
 
 import torch
+from filelock import FileLock
 from torch import nn
 
 from ..io.atomic import atomic_write
 from ..nn import products
+from ..nn.products import FrozenWeight
 from .distributed import gather_objects
+from .locks import means_no_locks
 from .process import rank
 
 logger = logging.getLogger(__name__)
 
-# A matrix, (out, in), and the bias of its layer.
-FrozenWeight: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
+# By machine, what this process has chosen.
+_chosen_before: dict[str, dict[str, str]] = {}
+# Seconds to wait for another process that writes the cache.
+_PATIENCE = 10.0
 
 
 def choose_products(
@@ -40,23 +48,29 @@ def choose_products(
         world_size: number of processes, which all have to call this.
         rows, backward: as for `products.measure`.
     """
+    machine, ways = products.machine(), {}
     if rank() == 0:
-        path = _cache_path()
-        known = _read(path)
-        products.use_choices({"machine": products.machine(), "ways": known})
-        products.measure(weights, dtype, rows, backward)
-        if products.choices()["ways"] != known:
-            _write(path)
+        path, before = _cache_path(), _chosen_before.setdefault(products.machine(), {})
+        known = {**_read(path).get(machine, {}), **before}
+        ways = products.measure(weights, dtype, known, rows, backward)
+        before.update(ways)
+        measured = {key: way for key, way in ways.items() if known.get(key) != way}
+        if measured:
+            _add(path, machine, measured)
+    products.use_choices({"machine": machine, "ways": ways})
     if world_size > 1:
         # Processes on a machine of another kind take what is usual there.
         products.use_choices(gather_objects(products.choices(), world_size)[0])
 
 
 def frozen_weights(model: nn.Module) -> list[FrozenWeight]:
-    """The frozen matrices that `products.linear` multiplies with, each with its bias."""
+    """The frozen matrices that a model multiplies with by loralib/nn/products.py."""
     layers = [module for module in model.modules() if isinstance(module, products.HasMatrix)]
-    matrices = [(layer.matrix, layer.bias) for layer in layers]
-    return [(matrix, bias) for matrix, bias in matrices if not matrix.requires_grad]
+    weights = [
+        FrozenWeight(layer.matrix, layer.bias, getattr(layer, "rows_at_once", None))
+        for layer in layers
+    ]
+    return [weight for weight in weights if not weight.matrix.requires_grad]
 
 
 def _cache_path() -> Path:
@@ -64,9 +78,10 @@ def _cache_path() -> Path:
     return Path(cache).expanduser() / "loralib" / "products.json"
 
 
-def _read_all(path: Path) -> dict[str, dict[str, str]]:
+def _read(path: Path) -> dict[str, dict[str, str]]:
+    """By machine, what was chosen before."""
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return _checked(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -74,17 +89,38 @@ def _read_all(path: Path) -> dict[str, dict[str, str]]:
         return {}
 
 
-def _read(path: Path) -> dict[str, str]:
-    """What was chosen on this machine before."""
-    return _read_all(path).get(products.machine(), {})
+def _checked(content: Any) -> dict[str, dict[str, str]]:
+    tables = [content, *content.values()] if isinstance(content, dict) else [content]
+    if not all(isinstance(table, dict) for table in tables):
+        raise ValueError("it does not hold names of machines with their choices")
+    if not all(isinstance(way, str) for table in tables[1:] for way in table.values()):
+        raise ValueError("it holds a choice that is not a name")
+    return content
 
 
-def _write(path: Path) -> None:
-    chosen = products.choices()
-    everything = {**_read_all(path), chosen["machine"]: chosen["ways"]}
+def _add(path: Path, machine: str, measured: Mapping[str, str]) -> None:
+    """Adds to what the cache holds for a machine."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as unfinished:
-            unfinished.write_text(json.dumps(everything, indent=1), encoding="utf-8")
+        with _in_turn(path):
+            everything = _read(path)
+            everything[machine] = {**everything.get(machine, {}), **measured}
+            with atomic_write(path) as unfinished:
+                unfinished.write_text(json.dumps(everything, indent=1), encoding="utf-8")
     except OSError as error:
         logger.warning("%s cannot be written; the next run measures again: %s", path, error)
+
+
+@contextmanager
+def _in_turn(path: Path) -> Iterator[None]:
+    """Lets one process at a time change a file, where the file system has locks."""
+    lock = FileLock(path.with_suffix(".lock"), timeout=_PATIENCE)
+    try:
+        lock.acquire()
+    except (OSError, NotImplementedError) as error:
+        if not means_no_locks(error):
+            raise
+    try:
+        yield
+    finally:
+        lock.release()

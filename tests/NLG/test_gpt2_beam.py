@@ -19,6 +19,7 @@ from loralib.adapters.metadata import LoraMetadata
 from loralib.errors import CheckpointError
 from loralib.io.tensors import read_tensors
 from loralib.nn import products
+from loralib.training import product_choices
 from model import GPT2LMModel, canonical_names, config_of
 
 pytestmark = pytest.mark.slow
@@ -389,6 +390,7 @@ def test_texts_are_the_same_however_products_are_computed(decode, tmp_path, monk
     usual = decode()
     compute, used = products._WAYS[way], set()
     monkeypatch.setattr(products, "_chosen", {})
+    monkeypatch.setattr(product_choices, "_chosen_before", {})
     monkeypatch.setattr(products, "_LARGE_OF_FEW", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(products, "_fastest", lambda *_: way)

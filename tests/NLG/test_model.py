@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 import loralib as lora
 import model as model_module
 from loralib.errors import CheckpointError
-from loralib.nn import filling
+from loralib.nn import filling, products
 from loralib.nn.packing import PackedRows
 from loralib.training.precision import Precision, hold_frozen_in
+from loralib.training.product_choices import frozen_weights
 from model import (
     MODEL_CARDS,
     GPT2Config,
@@ -421,6 +422,24 @@ def test_the_head_s_gradient_sums_over_very_many_targets(monkeypatch, dtype):
     ):
         assert ours.dtype == dtype
         close_by_size(ours, expected, dtype, terms)
+
+
+def test_every_product_of_the_loss_is_one_that_is_measured(monkeypatch):
+    """By kind: layers and head, forward and backward, at the rows that they have."""
+    monkeypatch.setattr(products, "_LARGE", 0)
+    monkeypatch.setattr(products, "_LARGE_OF_FEW", 0)
+    monkeypatch.setattr(products, "_fastest", lambda *_: "plain")
+    model, used = GPT2LMModel(GPT2Config(32, 2, 4, 500, 512, **LORA)), set()
+    lora.mark_only_lora_as_trainable(model)
+    usual = products._usual
+    monkeypatch.setattr(products, "_chosen", {})
+    monkeypatch.setattr(
+        products, "_usual", lambda *given: used.add(products._key(*given)) or usual(*given)
+    )
+    ids = torch.randint(500, (1, 400))
+    model(ids, ids, torch.ones(1, 400)).backward()
+    assert {"float32 32 -> 500, few rows", "float32 500 -> 32 transposed, few rows"} <= used
+    assert used == products.measure(frozen_weights(model), torch.float32, {}).keys()
 
 
 # ---- weights ----

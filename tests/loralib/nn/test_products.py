@@ -1,11 +1,13 @@
 """Products of large matrices: the same numbers whoever computes them, and gradients where asked."""
 
 import gc
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from compare import assert_close_to_rounding
+from torch import nn
 
 import loralib as lora
 from loralib.nn import products
@@ -107,10 +109,15 @@ def test_a_trained_weight_gets_its_gradient():
     assert_close_to_rounding(layer.weight.grad, x.sum(0).expand(832, -1), 320)
 
 
-def test_a_packed_copy_follows_its_weight(monkeypatch, no_choices):
+@pytest.fixture
+def packing(monkeypatch, no_choices):
+    """Every large product is computed with a packed copy."""
     if not products._has_onednn(torch.float32):
         pytest.skip("PyTorch is built without oneDNN here")
     monkeypatch.setattr(products, "_usual", lambda *_: "packed")
+
+
+def test_a_packed_copy_follows_its_weight(packing):
     layer, x = products.Linear(1024, 832).requires_grad_(False), torch.randn(320, 1024)
     layer(x)
     for change in (
@@ -123,10 +130,60 @@ def test_a_packed_copy_follows_its_weight(monkeypatch, no_choices):
         assert_close_to_rounding(layer(x), expected, 1024)
 
 
-def test_a_copy_goes_with_its_weight(monkeypatch, no_choices):
-    if not products._has_onednn(torch.float32):
-        pytest.skip("PyTorch is built without oneDNN here")
-    monkeypatch.setattr(products, "_usual", lambda *_: "packed")
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("make_layer", [LAYERS["linear"], LAYERS["lora"]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_copy_follows_an_optimizer(packing, make_layer, dtype, fused):
+    layer, x = make_layer(), torch.randn(320, 1024)
+    layer.weight.requires_grad_(False)
+    layer(x)
+    layer.weight.requires_grad_(True)
+    optimizer = torch.optim.AdamW([layer.weight], lr=0.1, fused=fused)
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not torch.float32):
+        layer(x).square().mean().backward()
+    layer.weight.requires_grad_(False)
+    optimizer.step()
+    assert_close_to_rounding(layer(x), F.linear(x, layer.weight, layer.bias), 1024)
+
+
+@torch.no_grad()
+def test_every_slice_of_a_weight_has_a_copy_of_its_own(packing):
+    weight, x = (
+        nn.Parameter(torch.randn(3 * 832, 1024), requires_grad=False),
+        torch.randn(320, 1024),
+    )
+    for part in weight.split(832):
+        assert_close_to_rounding(products.product(x, part), F.linear(x, part), 1024)
+
+
+@torch.no_grad()
+def test_a_packed_copy_is_of_one_dtype(packing):
+    if not products._has_onednn(torch.bfloat16):
+        pytest.skip("PyTorch has no oneDNN for bfloat16 on this processor")
+    layer, x = products.Linear(1024, 832, bias=False).requires_grad_(False), torch.randn(320, 1024)
+    memory = layer.weight.data.flatten()
+    layer(x)
+    # Another dtype's numbers in the same place, as a cast there and back may leave them.
+    memory = memory.view(torch.bfloat16)[: memory.numel()]
+    layer.weight.data = memory.copy_(torch.randn(832 * 1024)).view(832, 1024)
+    x = x.bfloat16()
+    assert_close_to_rounding(layer(x), F.linear(x, layer.weight), 1024, torch.bfloat16)
+
+
+@torch.no_grad()
+def test_the_place_of_a_packed_weight_is_not_given_away(packing):
+    layer, x = products.Linear(1024, 832).requires_grad_(False), torch.randn(320, 1024)
+    layer(x)
+    place = weakref.ref(layer.weight.untyped_storage())
+    layer.weight.data = torch.randn(832, 1024)
+    gc.collect()
+    assert place() is not None
+    layer(x)  # with a new copy
+    gc.collect()
+    assert place() is None
+
+
+def test_a_copy_goes_with_its_weight(packing):
     layer = products.Linear(1024, 832).requires_grad_(False)
     layer(torch.randn(320, 1024))
     before = len(products._packed_copies)
@@ -143,33 +200,34 @@ def test_the_fastest_is_chosen(monkeypatch, no_choices):
     ways = {way: name for name, way in products._WAYS.items()}
     monkeypatch.setattr(products, "_seconds", lambda way, *_: times[ways[way]])
     layer = products.Linear(1024, 832).requires_grad_(False)
-    weights = [(layer.weight, layer.bias)]
-    products.measure(weights, torch.float32)
+    weights = [products.FrozenWeight(layer.weight, layer.bias)]
+    ways = products.measure(weights, torch.float32, {})
     # Not "packed": it is not so much faster that it repays the memory.
     expected = {
         "float32 1024 -> 832 + bias": "blocks",
         "float32 832 -> 1024 transposed": "blocks",
     }
-    assert products.choices()["ways"] == expected
+    assert ways == expected
     times["packed"] = 0.1
-    products.measure(weights, torch.float32)
-    assert products.choices()["ways"] == expected, "what has been chosen stays"
+    assert products.measure(weights, torch.float32, ways) == expected, "what is known stays"
 
 
 def test_few_rows_have_a_choice_of_their_own(monkeypatch, no_choices):
     asked = []
     monkeypatch.setattr(products, "_fastest", lambda x, *_: asked.append(len(x)) or "blocks")
-    weights = [(torch.randn(832, 1024), None)]
-    products.measure(weights, torch.float32, rows=100, backward=False)
-    products.measure(weights, torch.float32, backward=False)
-    assert asked == [100, products.MANY_ROWS]
+    weight = products.FrozenWeight(torch.randn(832, 1024))
+    weights = [weight, weight._replace(rows_at_once=100)]
+    ways = products.measure(weights, torch.float32, {}, backward=False)
+    assert asked == [products.MANY_ROWS, 100]
     few, many = "float32 1024 -> 832, few rows", "float32 1024 -> 832"
-    assert products.choices()["ways"] == {few: "blocks", many: "blocks"}
+    assert ways == {few: "blocks", many: "blocks"}
+    assert products.measure([weight], torch.float32, {}, 100, backward=False) == {few: "blocks"}
+    products.use_choices({"machine": products.machine(), "ways": ways})
     used = []
     monkeypatch.setitem(products._WAYS, "blocks", lambda *given: used.append(given[0].shape[0]))
     with torch.no_grad():
         for rows in (100, 320):
-            products.product(torch.randn(rows, 1024), *weights[0])
+            products.product(torch.randn(rows, 1024), weight.matrix)
     assert used == [100, 320]
 
 
@@ -193,12 +251,36 @@ def test_a_weight_that_could_be_trained_is_frozen_where_gradients_are_off(one_wa
         assert_close_to_rounding(layer(x), F.linear(x, layer.weight, layer.bias), 1024)
 
 
-def test_small_products_and_plain_runs_are_not_measured(no_choices):
-    small, large = torch.randn(16, 16), torch.randn(832, 1024)
-    products.measure([(small, None)], torch.float32)
+def test_small_products_and_plain_runs_are_not_measured():
+    small, large = (products.FrozenWeight(torch.randn(n, n)) for n in (16, 1024))
+    assert not products.measure([small], torch.float32, {})
     with plain():
-        products.measure([(large, None)], torch.float32)
-    assert not products.choices()["ways"]
+        assert not products.measure([large], torch.float32, {})
+
+
+def test_what_is_known_costs_neither_inputs_nor_casts(monkeypatch):
+    weight = products.FrozenWeight(torch.randn(832, 1024), torch.randn(832))
+    monkeypatch.setattr(products, "_fastest", lambda *_: "plain")
+    known = products.measure([weight], torch.bfloat16, {})
+    monkeypatch.setattr(torch, "rand", None)
+    monkeypatch.setattr(torch.Tensor, "to", None)
+    assert products.measure([weight, weight], torch.bfloat16, known) == known
+    assert known.keys() == {"bfloat16 1024 -> 832 + bias", "bfloat16 832 -> 1024 transposed"}
+
+
+@pytest.mark.parametrize("name", ["amx_bf16", "avx512_bf16"])
+def test_machines_differ_by_their_instructions(monkeypatch, name):
+    flags = ["fpu", "avx512f", "amx_bf16", "avx512_bf16"]
+
+    def machine_with(flags: list[str]) -> str:
+        core = f"model name\t: Some Processor\nflags\t\t: {' '.join(flags)}\n\n"
+        monkeypatch.setattr(products.Path, "read_text", lambda *_, **__: core * 2)
+        return products.machine()
+
+    with_it = machine_with(flags)
+    assert with_it.startswith("Some Processor ")
+    assert machine_with([flag for flag in flags if flag != name]) != with_it
+    assert machine_with([*flags, "unrelated"]) == with_it
 
 
 def test_choices_of_another_machine_are_not_taken(no_choices):
@@ -209,9 +291,8 @@ def test_choices_of_another_machine_are_not_taken(no_choices):
     assert products.choices()["ways"] == {"a": "plain"}
 
 
-def test_measuring_draws_no_numbers_of_the_run(no_choices):
-    weight = torch.randn(832, 1024)
+def test_measuring_draws_no_numbers_of_the_run():
+    weight = products.FrozenWeight(torch.randn(832, 1024))
     before = torch.get_rng_state()
-    products.measure([(weight, None)], torch.float32)
-    assert products.choices()["ways"]
+    assert products.measure([weight], torch.float32, {})
     assert torch.equal(torch.get_rng_state(), before)

@@ -152,8 +152,12 @@ def test_a_measured_rate_is_of_whole_steps(monkeypatch):
     batch = torch.randn(ROWS, WIDE)
     operations = cost_of_batch(two_layers, batch, CPU).operations
     # Steps of a second each, until two seconds are over.
-    assert measure_rate(build, batch, CPU) == operations
+    asked = []
+    monkeypatch.setattr(module, "choose_products", lambda *given, **_: asked.append(given))
+    assert measure_rate(build, batch, CPU, torch.bfloat16) == operations
     assert len(made[-1].optimizer.state) == 2  # it was trained
+    # As a run would: its products are measured first.
+    assert asked == [(module.frozen_weights(made[-1].model), torch.bfloat16)]
 
 
 # ---- the run ----

@@ -4,10 +4,12 @@ import json
 
 import pytest
 import torch
+from filelock import FileLock
 from torch import nn
 
 import loralib as lora
 from loralib.nn import products
+from loralib.training import product_choices
 from loralib.training.precision import Precision
 from loralib.training.product_choices import choose_products, frozen_weights
 from loralib.training.resume import restore
@@ -20,6 +22,7 @@ def cache(tmp_path, monkeypatch):
     """The file that choices are kept in; nothing is chosen yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(products, "_chosen", {})
+    monkeypatch.setattr(product_choices, "_chosen_before", {})
     return tmp_path / "loralib" / "products.json"
 
 
@@ -51,6 +54,7 @@ def test_a_machine_is_measured_once(cache, measured):
     assert products.choices()["ways"] == dict.fromkeys(KEYS, "plain")
     assert json.loads(cache.read_text()) == {products.machine(): dict.fromkeys(KEYS, "plain")}
     products._chosen.clear()
+    product_choices._chosen_before.clear()
     choose_products(frozen_weights(model()), torch.float32, world_size=1)
     assert len(measured) == len(KEYS)
     assert products.choices()["ways"] == dict.fromkeys(KEYS, "plain")
@@ -73,9 +77,46 @@ def test_what_other_machines_chose_is_kept(cache, measured):
     assert written == {"another": {"key": "packed"}, products.machine(): products.choices()["ways"]}
 
 
-def test_a_damaged_cache_is_written_anew(cache, measured, caplog):
+def test_a_run_takes_what_is_of_its_own_products(cache, measured):
     cache.parent.mkdir()
-    cache.write_text("{")
+    others = {"float32 512 -> 1024 + bias, few rows": "blocks", "float32 9 -> 9": "packed"}
+    cache.write_text(json.dumps({products.machine(): others}))
+    choose_products(frozen_weights(model()), torch.float32, world_size=1)
+    own = dict.fromkeys(KEYS, "plain")
+    assert products.choices()["ways"] == own
+    assert json.loads(cache.read_text()) == {products.machine(): {**others, **own}}
+    choose_products([], torch.float32, world_size=1)
+    assert products.choices()["ways"] == {}, "of the run before"
+
+
+def test_what_is_measured_meanwhile_is_kept(cache, measured, monkeypatch):
+    def fastest(*_) -> str:
+        cache.parent.mkdir(exist_ok=True)
+        cache.write_text(json.dumps({products.machine(): {"of another run": "blocks"}}))
+        return "plain"
+
+    monkeypatch.setattr(products, "_fastest", fastest)
+    choose_products(frozen_weights(model()), torch.float32, world_size=1)
+    expected = {"of another run": "blocks", **dict.fromkeys(KEYS, "plain")}
+    assert json.loads(cache.read_text()) == {products.machine(): expected}
+
+
+def test_a_cache_that_another_process_writes_is_waited_for(cache, measured, caplog, monkeypatch):
+    monkeypatch.setattr(product_choices, "_PATIENCE", 0.1)
+    cache.parent.mkdir()
+    with FileLock(cache.with_suffix(".lock")):
+        choose_products(frozen_weights(model()), torch.float32, world_size=1)
+    assert f"{cache} cannot be written" in caplog.text
+    assert not cache.exists()
+    assert products.choices()["ways"].keys() == KEYS
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[1]", "null", '{"%s": [1]}', '{"%s": {"key": [1]}}', '{"another": 1}']
+)
+def test_a_damaged_cache_is_written_anew(cache, measured, caplog, content):
+    cache.parent.mkdir()
+    cache.write_text(content.replace("%s", products.machine()))
     choose_products(frozen_weights(model()), torch.float32, world_size=1)
     assert f"{cache} cannot be read" in caplog.text
     assert json.loads(cache.read_text()).keys() == {products.machine()}
@@ -86,6 +127,8 @@ def test_without_a_place_to_write_the_run_goes_ahead(cache, measured, caplog):
     choose_products(frozen_weights(model()), torch.float32, world_size=1)
     assert f"{cache} cannot be" in caplog.text
     assert products.choices()["ways"].keys() == KEYS
+    choose_products(frozen_weights(model()), torch.float32, world_size=1)
+    assert len(measured) == len(KEYS), "a process measures once"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
