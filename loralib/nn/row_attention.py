@@ -103,11 +103,11 @@ class _RowAttention(torch.autograd.Function):
         masks = _keep_masks(queries, keys, dropout_p)
         memory, outs = queries.empty(like=query)
         probabilities = []
-        for q, k, v, padding, keep, out in zip(
+        for q, k, v, hidden, keep, out in zip(
             queries.read(query),
             keys.read(key),
             keys.read(value),
-            keys.padding(),
+            keys.hidden(),
             masks,
             outs,
             strict=True,
@@ -121,8 +121,8 @@ class _RowAttention(torch.autograd.Function):
                 of_keys.add_scores(k, scores.transpose(2, 3))
             if causal:
                 scores.masked_fill_(_later(scores), float("-inf"))
-            if padding is not None:
-                scores.masked_fill_(padding[:, None], float("-inf"))
+            if hidden is not None:
+                scores.add_(hidden)
             p = torch.softmax(scores, dim=-1).to(query.dtype)
             _write(_product(_dropped(p, keep, dropout_p), v), out)
             probabilities.append(p)
@@ -138,19 +138,16 @@ class _RowAttention(torch.autograd.Function):
         of_keys = _term(p2c, keys.heads, ctx.needs_input_grad[4])
         sides = (queries, query), (keys, key), (keys, value)
         memories, grads = zip(*(side.empty(like=x) for side, x in sides), strict=True)
-        for q, k, v, p, keep, g, padding, grad_q, grad_k, grad_v in zip(
+        for q, k, v, p, keep, g, grad_q, grad_k, grad_v in zip(
             queries.read(query),
             keys.read(key),
             keys.read(value),
             kept[: len(kept) // 2],
             kept[len(kept) // 2 :],
-            queries.read(grad),
-            queries.padding(),
+            queries.clear_padding(queries.read(grad)),
             *grads,
             strict=True,
         ):
-            if padding is not None:
-                g.masked_fill_(padding[:, :, None], 0)
             dropped = _dropped(p, keep, dropout_p)
             _write(_product(dropped.transpose(2, 3), g), grad_v)
             grad_s = _product(g, v.transpose(2, 3))

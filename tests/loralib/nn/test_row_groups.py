@@ -42,14 +42,16 @@ def test_what_is_read_is_packed_again(lengths, one_query, step):
         memory.fill_(torch.nan)
         rows = iter(x.split(list(counts)))
         seen = {tuple(row.flatten().tolist()) for row in rows}
-        for group, padding, part, shape in zip(
-            side.read(x), side.padding(), parts, side.shapes, strict=True
+        groups = side.clear_padding(side.read(x))
+        for group, hidden, part, shape in zip(
+            groups, side.hidden(), parts, side.shapes, strict=True
         ):
             assert group.shape == (*shape, 2)
             assert shape[2] % step == 0
             part.copy_(group[:, :, : part.shape[2]])
             for number in range(shape[1]):
-                real = shape[2] if padding is None else int((~padding[number]).sum())
+                real = shape[2] if hidden is None else int((hidden[number] == 0).sum())
+                assert not group[:, number, real:].any()
                 own = group[:, number, :real].transpose(0, 1).flatten()
                 seen.remove(tuple(own.tolist()))
         assert not seen
