@@ -164,7 +164,7 @@ class Encoder(nn.Module):
             plain: on the plain path, for every layer what its attention is told.
         """
         wanted = len(rows.first if first_only else hidden)
-        if isinstance(rows, PackedRows) and shown is None:
+        if plain is None and shown is None:
             rows = filled_up(rows, like=hidden)
             hidden = fill(hidden, rows)
         batch = self.describe(rows)
