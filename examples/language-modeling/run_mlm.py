@@ -167,7 +167,7 @@ def read_sets(
     """The files' lines as token ids, by set; logs how many were cut."""
     files = {"train": data_args.train_file, "validation": data_args.validation_file}
     sets = {name: read_lines(file, tokenizer, max_length) for name, file in files.items() if file}
-    report_cut({name: (sum(rows[CUT]), len(rows)) for name, rows in sets.items()}, max_length)
+    report_cut({name: (sum(rows[CUT][:]), len(rows)) for name, rows in sets.items()}, max_length)
     return {name: rows.remove_columns(CUT) for name, rows in sets.items()}
 
 

@@ -38,7 +38,7 @@ from transformers import (
     set_seed,
 )
 from transformers.data.metrics import classification_metrics, regression_metrics
-from transformers.data.processors import GlueTask, glue_task, load_glue_split
+from transformers.data.processors import GlueTask, glue_table, glue_task
 from transformers.data.text_files import (
     LABEL,
     TEXT_KEYS,
@@ -204,20 +204,9 @@ def load_glue(
         loaded = load_dataset(HUB_GLUE, task.name, cache_dir=cache_dir)
         sets = {split: loaded[split].select_columns([*keys, "label"]) for split in splits}
     else:
-        sets = {split: _from_tsv(task, data_args.data_dir, split) for split in splits}
+        folder = data_args.data_dir
+        sets = {split: glue_table(task.name, folder, split, cache_dir) for split in splits}
     return TextData(sets, keys, task.label_words, task)
-
-
-def _from_tsv(task: GlueTask, data_dir: str, split: str) -> Dataset:
-    from datasets import Dataset
-
-    examples = load_glue_split(task.name, data_dir, split)
-    texts = zip(task.text_keys, ("text_a", "text_b"), strict=True)
-    columns = {key: [getattr(e, part) for e in examples] for key, part in texts if key}
-    if examples[0].label is not None:
-        number = task.label_words.index if task.label_words else float
-        columns["label"] = [number(example.label) for example in examples]
-    return Dataset.from_dict(columns)
 
 
 def load_own_files(
@@ -293,7 +282,7 @@ def tokenize(
             load_from_cache_file=not data_args.overwrite_cache,
             desc=f"tokenizing {split}",
         )
-        cut[split] = (sum(encoded[CUT]), len(encoded))
+        cut[split] = (sum(encoded[CUT][:]), len(encoded))
         tokenized[split] = encoded.remove_columns(CUT)
     report_cut(cut, length)
     return tokenized

@@ -256,14 +256,16 @@ def test_the_usual_length_adapts_itself_to_the_base(
     assert "the model has 64 positions: longer texts are cut to that" in caplog.text
 
 
-@pytest.mark.slow
-def test_tokens_are_cached_until_told_otherwise(glue, tmp_path, capsys):
-    files = own(".csv", tmp_path, ["yes", "no"])[:4]
+@pytest.fixture
+def cached():
+    """A function that says which tables of tokens are cached, and since when."""
     cache = Path(os.environ["HF_HOME"])
+    return lambda: {(path, path.stat().st_mtime_ns) for path in cache.rglob("cache-*.arrow")}
 
-    def cached():
-        return {(path, path.stat().st_mtime_ns) for path in cache.rglob("cache-*.arrow")}
 
+@pytest.mark.slow
+def test_tokens_are_cached_until_told_otherwise(glue, tmp_path, cached):
+    files = own(".csv", tmp_path, ["yes", "no"])[:4]
     arguments = [*files, "--do_train", "--do_eval", *LORA, "--max_steps", 1, "--output_dir"]
     glue(*arguments, "first")
     first = cached()
@@ -274,6 +276,26 @@ def test_tokens_are_cached_until_told_otherwise(glue, tmp_path, capsys):
     before = cached()
     glue(*arguments, "fourth", "--overwrite_cache")
     assert cached() != before
+
+
+def test_tokens_of_glue_are_cached_by_the_files_contents(glue, tiny_glue, tmp_path, cached):
+    folder = tmp_path / "data"
+    shutil.copytree(tiny_glue, folder)
+    arguments = ["--task_name", "rte", "--data_dir", folder, "--do_train", "--do_eval", *LORA]
+    arguments += ["--max_steps", 1, "--output_dir"]
+    before = cached()
+    glue(*arguments, "first")
+    first = cached()
+    assert first > before
+    os.utime(folder / "RTE" / "dev.tsv")
+    glue(*arguments, "second")
+    assert cached() == first
+    path = folder / "RTE" / "dev.tsv"
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    path.write_text("".join(lines[:-1]), encoding="utf-8")
+    glue(*arguments, "third")
+    assert cached() > first
+    assert results(tmp_path / "third")["eval_samples"] == len(lines) - 2
 
 
 # ---- GLUE and a model from the hub ----

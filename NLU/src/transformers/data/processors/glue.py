@@ -5,13 +5,20 @@ names; `glue_task` finds a row of it under any spelling. Source: the files that 
 publishes (https://gluebenchmark.com), and the column names of its copy on the hub.
 """
 
+from __future__ import annotations
+
+import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from .utils import DataProcessor, InputExample, read_tsv
+
+if TYPE_CHECKING:  # else imported where data is read: --help and wrong flags need not wait for it
+    from datasets import Dataset
 
 _BINARY = ("0", "1")
 _ENTAILMENT = ("entailment", "not_entailment")
@@ -244,6 +251,46 @@ def load_glue_split(name: str, data_dir: str | PathLike, split: str) -> list[Inp
             or a score that is not a number (all with file and line); a file without rows.
     """
     return list(iterate_glue_split(name, data_dir, split))
+
+
+def glue_table(
+    name: str, data_dir: str | PathLike, split: str, cache_dir: str | None = None
+) -> Dataset:
+    """One split of a task as the hub has it, from its TSV file: texts, and class indices or scores.
+
+    It is written to the cache of datasets, by the file's contents: what is made of it, such as its
+    tokens, is found there by later runs, and by this run's other processes.
+
+    Args:
+        name, data_dir, split: as for `load_glue_split`, whose errors these are.
+        cache_dir: another folder than the usual one.
+    """
+    from datasets import Dataset
+    from datasets.exceptions import DatasetGenerationError
+
+    task = glue_task(name)
+    contents = glue_file(task, data_dir, split).read_bytes()
+    asked = {"name": name, "data_dir": str(data_dir), "split": split}
+    try:
+        return Dataset.from_generator(
+            _table_rows,
+            gen_kwargs={**asked, "sha256": hashlib.sha256(contents).hexdigest()},
+            cache_dir=cache_dir,
+        )
+    except DatasetGenerationError as error:
+        raise (error.__cause__ or error) from None
+
+
+def _table_rows(
+    name: str, data_dir: str, split: str, sha256: str
+) -> Iterator[dict[str, str | int | float]]:
+    """The rows; `sha256` is only for the cache, whose key is all arguments."""
+    task = glue_task(name)
+    number = task.label_words.index if task.label_words else float
+    for example in iterate_glue_split(name, data_dir, split):
+        texts = zip(task.text_keys, (example.text_a, example.text_b), strict=True)
+        row: dict[str, Any] = {key: text for key, text in texts if key}
+        yield row if example.label is None else {**row, "label": number(example.label)}
 
 
 def _check_label(task: GlueTask, label: str, where: str) -> None:
