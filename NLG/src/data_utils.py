@@ -144,7 +144,7 @@ def _ids_of(row: dict[str, Any], vocab_size: int, where: str) -> tuple[list[int]
             raise ValueError(f'{where}: has no "{field}"')
         ids = row[field]
         # Types are compared because True and 1.0 equal numbers in Python, but are not token ids.
-        if not isinstance(ids, list) or any(type(token) is not int for token in ids):
+        if not isinstance(ids, list) or set(map(type, ids)) - {int}:
             raise ValueError(f'{where}: "{field}" has to be a list of token ids')
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             wrong = next(token for token in ids if not 0 <= token < vocab_size)
