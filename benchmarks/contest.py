@@ -62,6 +62,11 @@ class Contestant:
         means += ["autocast"] if self.autocast else []
         return f"{self.dtype} {' + '.join(means)}".strip()
 
+    @property
+    def label(self) -> str:
+        """Its name and precision."""
+        return f"{self.name}, {self.precision}"
+
 
 # Of each contestant and round: what its worker wrote, and the timed batches.
 Results = dict[Contestant, list[dict]]
@@ -192,10 +197,9 @@ def compete(name: str, measurement: Measurement, args: argparse.Namespace) -> in
         SystemExit: ``--only`` names nobody.
     """
     load = os.getloadavg()[0]
-    labels = {one: f"{one.name}, {one.precision}" for one in measurement.contestants}
-    chosen = [one for one, label in labels.items() if args.only in label]
+    chosen = [one for one in measurement.contestants if args.only in one.label]
     if not chosen:
-        known = "; ".join(labels.values())
+        known = "; ".join(one.label for one in measurement.contestants)
         sys.exit(f"--only {args.only}: no contestant is called so, of {known}")
     wanted = {*chosen, *map(measurement.baseline_of, chosen)}
     runners = [
@@ -209,8 +213,8 @@ def compete(name: str, measurement: Measurement, args: argparse.Namespace) -> in
     print(table(rows, measurement.columns), about, sep="\n\n")
     for dtype, found in rates.items():
         print(f"- the machine at the step's products, {dtype}: {median(found):,.0f} GFLOP/s")
-    for contestant, why in failed.items():
-        print(f"- failed: {contestant.name}, {contestant.precision}: {why}")
+    for what, why in failed.items():
+        print(f"- failed: {what}: {why}")
     if args.json:
         records = [{**asdict(one), "runs": runs} for one, runs in results.items()]
         args.json.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
@@ -225,7 +229,7 @@ def compete(name: str, measurement: Measurement, args: argparse.Namespace) -> in
 
 def take_turns(
     name: str, runners: Sequence[Contestant], measurement: Measurement, args: argparse.Namespace
-) -> tuple[Results, Rates, dict[Contestant, str]]:
+) -> tuple[Results, Rates, dict[str, str]]:
     """Runs every contestant once a round.
 
     Args:
@@ -235,28 +239,32 @@ def take_turns(
         args: the flags of `parse`.
 
     Returns:
-        The results of those that ran to the end, the machine's rates, and why the others did not,
-        by contestant.
+        The results of those that ran to the end, the machine's rates where they could be measured,
+        and what failed, by label, and why.
     """
     results, failed = {contestant: [] for contestant in runners}, {}
     rates = {one.dtype: [] for one in runners} if measurement.products else {}
     progress = tqdm([(a, b) for a in range(args.rounds) for b in range(len(runners))], unit="run")
     for number, turn in progress:
         if turn == 0:
-            for dtype, found in rates.items():
+            for dtype in list(rates):
                 progress.set_postfix_str(f"products, {dtype}")
-                found.append(matrix_rate(dtype, measurement.products, args))
+                try:
+                    rates[dtype].append(matrix_rate(dtype, measurement.products, args))
+                except RuntimeError as error:
+                    failed[f"products, {dtype}"] = str(error)
+                    del rates[dtype]
         contestant = runners[(number + turn) % len(runners)]
-        if contestant in failed:
+        if contestant not in results:
             continue
-        progress.set_postfix_str(f"{contestant.name}, {contestant.precision}")
+        progress.set_postfix_str(contestant.label)
         plan = {"seed": 0, "threads": args.threads, "device": args.device}
         plan |= {**asdict(contestant), **measurement.plan_of(contestant, number)}
         python = sys.executable if contestant.worker == "ours" else args.peers_python
         try:
             run = run_worker(python, f"{name}_{contestant.worker}", plan)
         except RuntimeError as error:
-            failed[contestant] = str(error)
+            failed[contestant.label] = str(error)
             del results[contestant]
         else:
             results[contestant].append({**run, "batches": plan["batches"][plan["warmup"] :]})
@@ -321,8 +329,8 @@ class Row:
     share: float | None
     peak_gib: float
 
-    def cells(self) -> list[str]:
-        """Those of the table."""
+    def cells(self, shares: bool) -> list[str]:
+        """Those of the table, which has a column of shares or not."""
         return [
             self.contestant.name,
             self.contestant.precision,
@@ -330,7 +338,7 @@ class Row:
             _quotient(self.times_ours),
             *(f"{count:,}" for count in self.counts),
             f"{self.gflops:,.0f}",
-            *([] if self.share is None else [f"{self.share:.0%}"]),
+            *(["-" if self.share is None else f"{self.share:.0%}"] if shares else []),
             f"{self.peak_gib:.2f}",
         ]
 
@@ -338,7 +346,7 @@ class Row:
         """That of the chart."""
         one = self.contestant
         return Bar(
-            label=f"{one.name}, {one.precision}",
+            label=one.label,
             value=self.times_ours,
             says=f"{_quotient(self.times_ours)} ({self.time:.4g} {columns.time})",
             is_ours=one.worker != "peers",
@@ -395,9 +403,10 @@ def _row(
 def table(rows: Sequence[Row], columns: Columns) -> str:
     """The Markdown table."""
     titles = ["contestant", "precision", columns.time, "times ours", *columns.counts]
-    titles += ["GFLOP/s", *(["of the machine's"] if rows and rows[0].share else []), "peak GiB"]
+    shares = any(row.share is not None for row in rows)
+    titles += ["GFLOP/s", *(["of the machine's"] if shares else []), "peak GiB"]
     rule = f"|---|---|{'---:|' * (len(titles) - 2)}"
-    return "\n".join([_line(titles), rule, *(_line(row.cells()) for row in rows)])
+    return "\n".join([_line(titles), rule, *(_line(row.cells(shares)) for row in rows)])
 
 
 def _line(cells: list[str]) -> str:

@@ -76,7 +76,8 @@ def _add_training_params(parser: argparse.ArgumentParser) -> None:
     add(
         "--torch_compile",
         action="store_true",
-        help="compute each block as one graph, by torch.compile: for GPUs; on CPUs it was slower",
+        help="compute each block as one graph, by torch.compile: for GPUs; on CPUs it was slower; "
+        "a resumed run then ends with the same numbers to rounding, not to the bit",
     )
     add(
         "--use_deterministic_algorithms",

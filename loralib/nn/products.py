@@ -7,7 +7,8 @@ processors, and on Intel's with AMX, weights in oneDNN's own layout are multipli
     plain     F.linear
     onednn    oneDNN's linear layer, which PyTorch has for its own compiler
     blocks    F.linear on blocks of rows, whose intermediate results stay in the cache
-    packed    oneDNN's, with a copy of the frozen weight in its layout: twice the memory
+    packed    oneDNN's, with a copy of the frozen weight in its layout, and in training one of its
+              transpose: two or three times the memory
 
 Where nothing was measured, "onednn" is taken where it is known to be good. Training scripts and
 beam search measure all of them on their frozen weights before the first step (`measure`), for about
@@ -27,7 +28,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -71,20 +72,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     cast_bias = None if bias is None else bias.to(dtype)
     out = _FrozenLinear.apply(rows, weight.to(dtype), cast_bias)
     return out.view(*x.shape[:-1], len(weight))
-
-
-@runtime_checkable
-class HasMatrix(Protocol):
-    """A layer that computes `linear` with `matrix`, (out, in), and `bias`.
-
-    One that multiplies a few rows at a time, however many there are, says how many: `rows_at_once`.
-    """
-
-    bias: nn.Parameter | None
-
-    @property
-    def matrix(self) -> Tensor:
-        """The weight, (out, in), however it is held."""
 
 
 class Linear(nn.Linear):
@@ -240,14 +227,27 @@ def _owner(weight: Tensor) -> Tensor | None:
 def _packed(owner: Tensor, weight: Tensor) -> Tensor:
     """The weight in oneDNN's layout; made when it is first asked for, and when it has changed."""
     _follow_optimizers()
-    stamp = (owner._version, owner.data_ptr(), owner.dtype)
+    stamp = _stamp(owner)
     if owner not in _packed_copies or _packed_copies[owner].stamp != stamp:
+        _drop_replaced()
         _packed_copies[owner] = _Packed(stamp, owner.detach(), {})
     copies = _packed_copies[owner].copies
     place = (weight.storage_offset(), weight.shape, weight.stride())
     if place not in copies:
         copies[place] = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
     return copies[place]
+
+
+def _stamp(owner: Tensor) -> tuple:
+    return owner._version, owner.data_ptr(), owner.dtype
+
+
+def _drop_replaced() -> None:
+    """Forgets copies of weights that have become others, such as those that are on a GPU now."""
+    for owner in [
+        owner for owner in _packed_copies if _packed_copies[owner].stamp != _stamp(owner)
+    ]:
+        del _packed_copies[owner]
 
 
 @functools.cache
@@ -298,8 +298,13 @@ def _processor() -> str:
     known = _cpuinfo()
     flags = known.get("flags", "").split()
     instructions = [name for name in _INSTRUCTIONS if name in flags]
-    name = known.get("model name", platform.processor())
+    name = known.get("model name") or _arm_name(known) or platform.processor()
     return " ".join([name, torch.backends.cpu.get_cpu_capability(), *instructions])
+
+
+def _arm_name(known: Mapping[str, str]) -> str:
+    """What Linux says of ARM's processors, which it does not name: numbers of maker and kind."""
+    return " ".join(filter(None, (known.get("CPU implementer"), known.get("CPU part"))))
 
 
 def _cpuinfo() -> dict[str, str]:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CALLS = 20_000
+ONE_ROWS_CALLS = 20_000
 """Attention's probabilities that take a CPU as long as the calls for one row: about 0.2 ms of
 calls, 10 ns a probability, forward and backward."""
 _LARGEST = 2**18
@@ -51,7 +51,8 @@ class GroupedTokens:
             self._groups.append(group)
             done += group.count * group.written
         self.shapes = [(heads, group.count, group.length) for group in self._groups]
-        self._in_order = bool((self._slots == np.arange(len(self._slots))).all())
+        # The tokens alone, one after the other: `done` counts padding, too.
+        self._in_order = done == len(self._slots) and bool((self._slots == np.arange(done)).all())
 
     def read(self, x: Tensor) -> Iterator[Tensor]:
         """(tokens, hidden) -> of each group (heads, rows, length, d).
@@ -164,14 +165,12 @@ def group_rows(
 def _divide(lengths: Sequence[int], heads: int) -> list[list[int]]:
     """Groups of rows: the long ones, each alone and in their order, then groups of short ones."""
     sizes = [heads * length**2 for length in lengths]
-    groups = [[row] for row, size in enumerate(sizes) if size >= CALLS]
-    largest = 0
-    for row in sorted(
-        (row for row, size in enumerate(sizes) if size < CALLS), key=sizes.__getitem__
-    ):
+    long = [[row] for row, size in enumerate(sizes) if size >= ONE_ROWS_CALLS]
+    short: list[list[int]] = []
+    ascending = sorted(range(len(sizes)), key=sizes.__getitem__)
+    for row in ascending[: len(sizes) - len(long)]:
         # The row is the longest of its group so far.
-        if not largest or sizes[row] * (len(groups[-1]) + 1) > _LARGEST:
-            groups.append([])
-        groups[-1].append(row)
-        largest = sizes[row]
-    return groups
+        if not short or sizes[row] * (len(short[-1]) + 1) > _LARGEST:
+            short.append([])
+        short[-1].append(row)
+    return long + short

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock
-from torch import nn
+from torch import Tensor, nn
 
 from ..io.atomic import atomic_write
 from ..nn import products
@@ -64,13 +64,18 @@ def choose_products(
 
 
 def frozen_weights(model: nn.Module) -> list[FrozenWeight]:
-    """The frozen matrices that a model multiplies with by loralib/nn/products.py."""
-    layers = [module for module in model.modules() if isinstance(module, products.HasMatrix)]
-    weights = [
-        FrozenWeight(layer.matrix, layer.bias, getattr(layer, "rows_at_once", None))
-        for layer in layers
-    ]
-    return [weight for weight in weights if not weight.matrix.requires_grad]
+    """The frozen matrices that a model multiplies with by loralib/nn/products.py.
+
+    A layer that does has one as `matrix`, (out, in), with a `bias`; one that multiplies a few rows
+    at a time, however many there are, has their number as `rows_at_once`.
+    """
+    found = []
+    for layer in model.modules():
+        matrix = getattr(layer, "matrix", None)
+        if isinstance(matrix, Tensor) and not matrix.requires_grad:
+            rows_at_once = getattr(layer, "rows_at_once", None)
+            found.append(FrozenWeight(matrix, getattr(layer, "bias", None), rows_at_once))
+    return found
 
 
 def _cache_path() -> Path:

@@ -88,6 +88,31 @@ def test_shares_are_of_what_the_machine_multiplies(
     assert "- the machine at the step's products, float32: 24 GFLOP/s" in printed
 
 
+def test_a_rate_that_cannot_be_measured_takes_no_rows_with_it(
+    contest, runners, fake_worker, monkeypatch, capsys
+):
+    def rate(dtype, products, _):
+        if dtype == "bfloat16":
+            raise RuntimeError("no memory")
+        return 24
+
+    fake_worker(lambda plan: 2)
+    monkeypatch.setattr(contest, "matrix_rate", rate)
+    half = contest.Contestant("half", "ours", weights="bfloat16")
+    measurement = contest.Measurement(
+        [runners[0], half],
+        contest.by_dtype({"float32": runners[0], "bfloat16": half}),
+        plan_of,
+        columns(contest),
+        products=[(8, 4, 4, 1)],
+    )
+    assert contest.compete("x", measurement, flags()) == 1
+    printed = capsys.readouterr().out
+    assert "- failed: products, bfloat16: no memory" in printed
+    assert "| a | float32 | 1.5 | 1.00 | 4 | 19% | 3.00 |" in printed
+    assert "| half | bfloat16 weights | 1.5 | 1.00 | 4 | - | 3.00 |" in printed
+
+
 def test_no_row_without_its_baseline(contest, runners, fake_worker, capsys):
     fake_worker(lambda plan: 1)
     half = contest.Contestant("half", "ours", weights="bfloat16")

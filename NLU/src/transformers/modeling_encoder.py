@@ -163,7 +163,7 @@ class Encoder(nn.Module):
                 (batch, length, hidden); not together with `first_only`.
             plain: on the plain path, for every layer what its attention is told.
         """
-        wanted = len(rows.first if first_only else hidden)
+        given = rows
         if plain is None and shown is None:
             rows = filled_up(rows, like=hidden)
             hidden = fill(hidden, rows)
@@ -178,7 +178,9 @@ class Encoder(nn.Module):
             hidden = self.after_layer(index, hidden, output, rows)
             if shown is not None:
                 hidden = _show(hidden, rows, shown)
-        return hidden if len(hidden) == wanted else hidden[:wanted]
+        if rows is given:
+            return hidden
+        return hidden[: len(given.first if first_only else given.index)]
 
 
 def _show(hidden: Tensor, rows: AnyRows, shown: list[Tensor]) -> Tensor:

@@ -196,7 +196,9 @@ class TrainingArguments:
         False, "on a GPU, compute float32's products and convolutions in TensorFloat-32"
     )
     torch_compile: bool = flag(
-        False, "compute each layer as one graph, by torch.compile: for GPUs; on CPUs it was slower"
+        False,
+        "compute each layer as one graph, by torch.compile: for GPUs; on CPUs it was slower; a "
+        "resumed run then ends with the same numbers to rounding, not to the bit",
     )
 
     # What the launcher has started so far; a script sets it that resumes by itself.

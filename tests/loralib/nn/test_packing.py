@@ -23,7 +23,7 @@ def trained(query, key, value, rows, heads, dropout_p, causal=False):
 def trained_alone(*given):
     """The same, as it takes long rows."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("loralib.nn.row_groups.CALLS", 0)
+        patch.setattr("loralib.nn.row_groups.ONE_ROWS_CALLS", 0)
         group_rows.cache_clear()
         out = trained(*given)
     group_rows.cache_clear()

@@ -109,12 +109,17 @@ def test_a_trained_weight_gets_its_gradient():
     assert_close_to_rounding(layer.weight.grad, x.sum(0).expand(832, -1), 320)
 
 
+def packed_where_possible(x, weight, bias):
+    """Some processors have oneDNN's linear layer in float32 alone."""
+    return "packed" if products._has_onednn(x.dtype) else "plain"
+
+
 @pytest.fixture
 def packing(monkeypatch, no_choices):
     """Every large product is computed with a packed copy."""
     if not products._has_onednn(torch.float32):
         pytest.skip("PyTorch is built without oneDNN here")
-    monkeypatch.setattr(products, "_usual", lambda *_: "packed")
+    monkeypatch.setattr(products, "_usual", packed_where_possible)
 
 
 def test_a_packed_copy_follows_its_weight(packing):
@@ -181,6 +186,17 @@ def test_the_place_of_a_packed_weight_is_not_given_away(packing):
     layer(x)  # with a new copy
     gc.collect()
     assert place() is None
+
+
+@torch.no_grad()
+def test_copies_of_replaced_weights_go_when_others_are_made(packing):
+    x = torch.randn(320, 1024)
+    first, second = (products.Linear(1024, 832).requires_grad_(False) for _ in range(2))
+    first(x)
+    first.weight.data = torch.randn(832, 1024)
+    second(x)
+    assert first.weight not in products._packed_copies
+    assert second.weight in products._packed_copies
 
 
 def test_a_copy_goes_with_its_weight(packing):

@@ -7,10 +7,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from loralib.nn.row_attention import attend_rows
-from loralib.nn.row_groups import _LARGEST, CALLS, _divide, group_rows
+from loralib.nn.row_groups import _LARGEST, ONE_ROWS_CALLS, _divide, group_rows
 
 HEADS = 12
-LONG = math.isqrt(CALLS // HEADS) + 1  # tokens of the shortest row that stays alone
+LONG = math.isqrt(ONE_ROWS_CALLS // HEADS) + 1  # tokens of the shortest row that stays alone
 MIXED = (5, LONG, 3, 1, 3 * LONG, 8, LONG - 1)
 
 
@@ -33,7 +33,9 @@ def test_groups_are_small():
 
 @pytest.mark.parametrize("step", [1, 16])
 @pytest.mark.parametrize("one_query", [False, True])
-@pytest.mark.parametrize("lengths", [MIXED, (4, 4, 4), (LONG, 2 * LONG), (7,), (1, 1)])
+@pytest.mark.parametrize(
+    "lengths", [MIXED, (4, 4, 4), (LONG, 2 * LONG), (7,), (1, 1), (32, 17), (16, 16, 7)]
+)
 def test_what_is_read_is_packed_again(lengths, one_query, step):
     queries, keys = group_rows(lengths, HEADS, one_query, step)
     for side, counts in ((keys, lengths), (queries, [1] * len(lengths) if one_query else lengths)):
