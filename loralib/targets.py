@@ -254,7 +254,7 @@ def _nothing_matches(target: Target, names: Collection[str], left_out: Collectio
     excluded = [name for name in left_out if target != ALL_LINEAR and matches(name, target)]
     if excluded:
         return f"'{text}' matches only modules that are left out, such as {min(excluded)}"
-    ends = sorted({name.rpartition(".")[2] for name in names if not name[-1].isdigit()})
+    ends = sorted({end for name in names if not (end := name.rpartition(".")[2]).isdigit()})
     last = text.rpartition(".")[2]
     near = difflib.get_close_matches(last, ends, n=6, cutoff=0.5)
     return f"'{text}' matches no module of the model; it has {_listed(near or ends)}"

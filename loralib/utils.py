@@ -107,7 +107,7 @@ def parameter_groups(
         weight_decay: of all of them.
 
     Raises:
-        ValueError: a rate is not positive; or nothing is trained.
+        ValueError: a rate is not positive; nothing is trained; or the model has no LoRA layers.
 
     Source: "LoRA+: Efficient Low Rank Adaptation of Large Models" (Hayou et al., 2024),
     arXiv:2402.12354, section 4.
@@ -115,6 +115,8 @@ def parameter_groups(
     for name, value in (("lr", lr), ("lora_plus_ratio", lora_plus_ratio)):
         if not 0 < value < math.inf:
             raise ValueError(f"{name} has to be above 0, got {value!r}")
+    if not any(isinstance(layer, LoRALayer) for layer in model.modules()):
+        raise ValueError(f"{type(model).__name__} has no LoRA layers")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise ValueError("no parameter of the model is trained")

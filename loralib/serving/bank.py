@@ -89,10 +89,15 @@ class AdapterBank:
                 is unverified, with a warning.
 
         Raises:
+            TypeError: it is something else, such as a path.
             ValueError: there is one of this name, or the bank is closed.
             CheckpointError: it is not LoRA alone, or does not fit the model.
         """
         self._check_open()
+        if not isinstance(adapter, Adapter):
+            raise TypeError(
+                f"adapter '{name}' has to be what lora.read_adapter(path) returns, got {adapter!r}"
+            )
         if name in self._adapters:
             raise ValueError(f"there is an adapter '{name}' already, among {self._listed()}")
         prepared = prepare(self._model, adapter, self._fingerprint)

@@ -312,7 +312,13 @@ def test_a_ratio_that_is_not_positive(model, ratio):
         lora.parameter_groups(model, 1e-3, lora_plus_ratio=ratio)
 
 
+def test_a_model_without_lora_has_no_groups(model):
+    with pytest.raises(ValueError, match=f"{type(model).__name__} has no LoRA layers"):
+        lora.parameter_groups(model, 1e-3)
+
+
 def test_nothing_to_train(model):
+    lora.add_lora(model, "q_proj")
     with pytest.raises(ValueError, match="no parameter of the model is trained"):
         lora.parameter_groups(model.requires_grad_(False), 1e-3)
 

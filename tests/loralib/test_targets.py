@@ -96,6 +96,11 @@ def test_what_matches_nothing(model, arguments, message):
     assert "\n" not in str(error.value)
 
 
+def test_names_that_end_in_a_number_are_offered_and_bare_numbers_are_not(model):
+    with pytest.raises(ValueError, match=r"it has layers, linear1, linear2, norm1$"):
+        find(model, "linaer1")
+
+
 def test_a_model_without_layers_says_so():
     with pytest.raises(ValueError, match="no layer 0; its numbers are none"):
         find(nn.ModuleDict({"a": nn.Linear(2, 2)}), "a", layers=[0])

@@ -52,6 +52,13 @@ def test_names_that_there_are_not(bank, model, names, parts):
         lora.AdapterBank(model).remove("a")
 
 
+def test_a_path_is_not_an_adapter(model):
+    bank = lora.AdapterBank(model)
+    with refuses(TypeError, "adapter 'a' has to be what lora.read_adapter(path) returns, got 'f'"):
+        bank.add("a", "f")
+    assert bank.names == ()
+
+
 @pytest.mark.parametrize("names", [["a", "b"], ["a", "a"], ["a"], ["b"] * 4])
 def test_another_number_of_rows(bank, model, names):
     with refuses(ValueError, "3", str(len(names)), "rows"), bank.use(names):
