@@ -313,11 +313,10 @@ def estimate_run(args: argparse.Namespace, dist_env: DistEnv) -> Estimate:
 
     Without data, and with --estimate_length, all rows have one length and are targets throughout.
     """
-    device, precise = dist_env.device, argparse.Namespace(**vars(args))
-    # float16 takes the memory of bfloat16, and has a scaler that decides by the gradients' values.
-    precise.fp16, precise.bf16 = False, args.fp16 or args.bf16
-    config = config_of_flags(args, args.lora_dropout)
+    device, config = dist_env.device, config_of_flags(args, args.lora_dropout)
     check_fits(args, config)
+    # float16 takes the memory of bfloat16, and has a scaler that decides by the gradients' values.
+    precise = argparse.Namespace(**{**vars(args), "fp16": False, "bf16": args.fp16 or args.bf16})
     data = estimated_data(args)
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(args.random_seed))
     batches = order.split(args.train_batch_size)

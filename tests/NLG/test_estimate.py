@@ -97,6 +97,13 @@ def test_a_run_on_data(said, tiny):
     assert figures["rate of a device"] == "100 GFLOP/s (given)"
 
 
+def test_without_lora_all_is_trained(tiny, tmp_path, capsys):
+    argv = tiny.flags(tmp_path / "run", "--max_step", 5, "--estimate", "--estimate_rate", "100")
+    at = argv.index("--lora_dim")
+    gpt2_ft.main(argv[:at] + argv[at + 2 :])
+    assert "(100.00 %)" in capsys.readouterr().out
+
+
 def test_accumulation_and_more_devices(said):
     figures = said("--max_epoch", 6, "--grad_acc", 2, "--estimate_devices", 3)
     assert figures["an optimizer step"] == "6 batches, 2 a device"
