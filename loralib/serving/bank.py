@@ -158,7 +158,8 @@ class AdapterBank:
     def _find(self, names: Sequence[str]) -> tuple[PreparedAdapter, ...]:
         for name in names:
             if name not in self._adapters:
-                raise ValueError(f"there is no adapter '{name}', only {self._listed()}")
+                found = f", only {self._listed()}" if self._adapters else ": the bank is empty"
+                raise ValueError(f"there is no adapter '{name}'{found}")
         return tuple(self._adapters[name] for name in names)
 
     def _listed(self) -> str:

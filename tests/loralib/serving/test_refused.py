@@ -48,7 +48,7 @@ def test_names_that_there_are_not(bank, model, names, parts):
         pytest.fail("the block began")
     assert in_effect() is None
     assert lora.AdapterBank(model).names == ()
-    with refuses(ValueError, "no adapter 'a', only none"):
+    with refuses(ValueError, "no adapter 'a': the bank is empty"):
         lora.AdapterBank(model).remove("a")
 
 
