@@ -62,10 +62,12 @@ class WrongBaseError(CheckpointError):
 
     def __init__(self, source: str, base: str | None, expected: str, found: str):
         self.base, self.expected, self.found = base, expected, found
+        theirs, way_out = "one of unknown name", "give the base that it was trained on"
+        if base:
+            theirs, way_out = f"'{base}'", "give that one"
         super().__init__(
-            f"{source}: was trained on another base than the one given: "
-            f"{repr(base) if base else 'one of unknown name'} (fingerprint {expected}), not one of "
-            f"fingerprint {found}; give that one"
+            f"{source}: was trained on another base than the one given: {theirs} "
+            f"(fingerprint {expected}), not one of fingerprint {found}; {way_out}"
         )
 
 

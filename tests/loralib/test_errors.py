@@ -12,6 +12,7 @@ CASES = [
     errors.AlphaError("a file"),
     errors.AlphaError("a file", found=8, given=16),
     errors.WrongBaseError("a file", "roberta-base", "feed", "beef"),
+    errors.WrongBaseError("a file", None, "feed", "beef"),
     errors.FullModelError("a file", "a.weight"),
     errors.MissingLayersError("a file", "LoRA", "apply_lora"),
     errors.MissingPartError("a file", "apply_bitfit"),
@@ -26,6 +27,20 @@ def test_pickling(error):
     assert type(copy) is type(error)
     assert (str(copy), vars(copy)) == (str(error), vars(error))
     assert len(str(copy).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("base", "theirs", "way_out"),
+    [
+        ("roberta-base", "'roberta-base'", "give that one"),
+        (None, "one of unknown name", "give the base that it was trained on"),
+    ],
+)
+def test_a_wrong_base_is_told_with_what_can_be_done(base, theirs, way_out):
+    assert str(errors.WrongBaseError("a file", base, "feed", "beef")) == (
+        f"a file: was trained on another base than the one given: {theirs} (fingerprint feed), "
+        f"not one of fingerprint beef; {way_out}"
+    )
 
 
 def test_every_error_of_a_checkpoint_is_tried():
