@@ -118,7 +118,7 @@ BAD = {
         f"{EVAL} {{tmp}}/lone.bin",
         "lone.bin: does not say with what alpha it was trained; give it as lora_alpha",
     ),
-    "no rank": (f"{RTE} --do_train --apply_lora --lora_alpha 8", "give --lora_r"),
+    "no rank": (f"{RTE} --do_train --apply_lora --lora_alpha 8", "--apply_lora needs --lora_r"),
     "rank alone": (f"{RTE} --do_train --lora_r 8", "--lora_r needs --apply_lora"),
     "adapter alone": (f"{RTE} --do_eval --lora_path {{trained}}", "needs --apply_lora"),
     "checkpoint as another": (

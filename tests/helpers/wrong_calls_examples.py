@@ -315,7 +315,7 @@ CALLS = {
         ),
         (
             "--train_file {good}/tags.json --apply_lora --lora_r 4",
-            "give --lora_alpha",
+            "--apply_lora needs --lora_alpha",
         ),
     ],
     QA: [
