@@ -35,7 +35,7 @@ from loralib.initialization import (
     starts_from_weight,
 )
 from loralib.io.settings import Count, Index, NotNegative, Positive, Share, check_settings
-from loralib.nn.filling import fill, filled_up
+from loralib.nn.filling import fill, filled_up, missing
 from loralib.nn.norm import LayerNorm
 from loralib.nn.packing import PackedRows, attend
 from loralib.nn.products import linear, product
@@ -405,15 +405,16 @@ class GPT2LMModel(nn.Module):
             return rows.pad(self.lm_head(self.transformer(ids, positions, self._within(rows))))
         if rows.targets is None:
             rows = rows.with_targets(lm_mask)
-        mask, keep = rows.pack(lm_mask), rows.targets
-        filled = filled_up(rows, like=self.transformer.wte.weight)
-        ids, positions = fill(ids, filled), fill(positions, filled)
-        hidden = self.transformer(ids, positions, self._within(filled), keep)
+        weight, targets = self.transformer.wte.weight, rows.targets
+        filled = filled_up(rows, like=weight)
+        ids, positions = fill(ids, len(filled.index)), fill(positions, len(filled.index))
+        # Added targets are the first token's, and have no weight.
+        count = len(targets) + missing(len(targets), like=weight)
+        hidden = self.transformer(ids, positions, self._within(filled), fill(targets, count))
         epsilon = label_smooth if label_smooth > 0.0001 else 0.0
-        total = head_loss(
-            hidden, self.transformer.wte.weight, rows.pack(lm_labels)[keep], mask[keep], epsilon
-        )
-        return total / (mask.sum() + 0.0001)
+        mask = rows.pack(lm_mask)
+        labels, weights = (fill(x[targets], count) for x in (rows.pack(lm_labels), mask))
+        return head_loss(hidden, weight, labels, weights, epsilon) / (mask.sum() + 0.0001)
 
     def _within(self, rows: PackedRows) -> Attend:
         heads = self.config.n_head

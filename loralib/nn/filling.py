@@ -1,9 +1,12 @@
-"""Numbers of tokens that recur, for products in half precision on a CPU.
+"""Numbers of rows that recur, for products in half precision on a CPU.
 
-oneDNN compiles a kernel for each number of rows that it multiplies, which takes a processor with
-AMX longer than the product; and packed tokens are another number in nearly every batch. So tokens
-that nobody reads are added below the others, as rows of their own: 1,105 tokens become 1,152. They
-change no other token's result, and have no gradient.
+oneDNN compiles kernels for each number of rows that it multiplies with a weight, and keeps them
+with their scratch memory, for the last thousand such products. Compiling takes a processor with AMX
+longer than the product; what is kept is megabytes a number, for a head as wide as a vocabulary tens
+of them. And packed tokens, or targets, are another number in nearly every batch.
+
+So rows that nobody reads are added below the others: 1,105 tokens become 1,152. They change no other
+row's result, and have no gradient.
 """
 
 import torch
@@ -15,8 +18,21 @@ from .plain import is_plain
 from .routing import in_effect
 
 # Numbers become multiples of a power of two that is an eighth of them at most, and no larger: of
-# some thousand tokens, 3 % are added on average.
-_FEWEST, _LARGEST_STEP = 128, 64
+# some thousand rows, 3 % are added on average.
+_FEWEST, _LARGEST_STEP = 16, 64
+
+
+def missing(count: int, like: Tensor) -> int:
+    """How many rows to add to `count` for a number that recurs; 0 where nothing is to be gained.
+
+    Args:
+        count: rows that are multiplied with weights.
+        like: on whose device they are, and in its dtype, outside of autocast.
+    """
+    # A bank of adapters has counted the rows.
+    if count < _FEWEST or in_effect() is not None or not _compiles_kernels(like):
+        return 0
+    return -count % min(2 ** (count.bit_length() - 4), _LARGEST_STEP)
 
 
 def filled_up(rows: PackedRows, like: Tensor) -> PackedRows:
@@ -24,17 +40,14 @@ def filled_up(rows: PackedRows, like: Tensor) -> PackedRows:
 
     Args:
         rows: those of a batch.
-        like: on whose device tokens are multiplied with weights; in its dtype, outside of autocast.
+        like: as in `missing`.
 
     Returns:
         `rows` itself where nothing is to be gained. Else `targets` stay, and positions of the
         batch, by which `pack` and `pad` go, are those of another batch.
     """
-    tokens = len(rows.index)
-    if tokens < _FEWEST or not (_compiles_kernels(like) and _may_grow(rows)):
-        return rows
-    step = min(2 ** (tokens.bit_length() - 4), _LARGEST_STEP)
-    added = -tokens % step
+    # Where padding is among the tokens, rows have no lengths.
+    added = missing(len(rows.index), like) if rows.padded_right else 0
     if not added:
         return rows
     longest = rows.longest
@@ -44,9 +57,9 @@ def filled_up(rows: PackedRows, like: Tensor) -> PackedRows:
     return filled
 
 
-def fill(x: Tensor, rows: PackedRows) -> Tensor:
-    """(tokens, …) with zeros below, as many as `filled_up` added to its rows."""
-    added = len(rows.index) - len(x)
+def fill(x: Tensor, count: int) -> Tensor:
+    """(rows, …) -> (count, …), zeros below."""
+    added = count - len(x)
     return F.pad(x, (0, 0) * (x.dim() - 1) + (0, added)) if added else x
 
 
@@ -56,8 +69,3 @@ def _compiles_kernels(x: Tensor) -> bool:
         return False
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
     return dtype in (torch.bfloat16, torch.float16)
-
-
-def _may_grow(rows: PackedRows) -> bool:
-    """Whether rows have their tokens side by side, and no bank of adapters has counted them."""
-    return rows.padded_right and in_effect() is None

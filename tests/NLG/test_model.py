@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import assert_close_to_rounding, assert_same_bits
+from multiplied_rows import MultipliedRows
 from plain_gpt2 import MASKS, ROWS, draw_batch, plain_gradients, plain_logits, train_only
 from safetensors.torch import load_file
 
@@ -529,3 +530,17 @@ def test_losses_and_gradients_stay_where_a_batch_is_filled_up(build, monkeypatch
     largest = max(tensor.abs().max().item() for tensor in theirs.values())
     for name, tensor in theirs.items():
         assert_close_to_rounding(ours[name], tensor, 3 * TERMS, torch.float64, largest)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_numbers_of_tokens_and_targets_recur(build, dtype):
+    model, seen = train_only(build(**LORA), "lora"), []
+    for last in (5, 12):  # 145 tokens, 113 of them targets; 152, 120
+        columns, lengths = torch.arange(20), torch.tensor([*[20] * 7, last])
+        mask = ((columns >= 4) & (columns < lengths[:, None])).float()
+        ids = torch.randint(0, 53, mask.shape)
+        with MultipliedRows() as rows, torch.autocast("cpu", dtype, dtype != torch.float32):
+            model(ids, ids, mask, label_smooth=0.1).backward()
+        seen.append({count for count in rows.seen if count > 100})
+    half = dtype is torch.bfloat16
+    assert seen == ([{160, 120}] * 2 if half else [{145, 113}, {152, 120}])

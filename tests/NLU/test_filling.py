@@ -5,9 +5,10 @@ import importlib
 import pytest
 import torch
 from compare import assert_close_to_rounding
-from torch.utils._python_dispatch import TorchDispatchMode
+from multiplied_rows import MultipliedRows
 
 from loralib.nn import filling
+from transformers import RobertaConfig, RobertaForMaskedLM
 
 FAMILIES = ("roberta", "deberta")
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -42,19 +43,6 @@ def test_losses_and_gradients_stay(make_classifier, batch, monkeypatch, family, 
         assert_close_to_rounding(ours[name], tensor, 1000, torch.float64, largest)
 
 
-class Rows(TorchDispatchMode):
-    """Notes how many rows are multiplied with weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            self.seen.add(len(args[-2]))
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_layers_multiply_a_number_of_rows_that_recurs(make_classifier, family):
     model = make_classifier(family, num_labels=3).eval()
@@ -66,7 +54,7 @@ def test_all_layers_multiply_a_number_of_rows_that_recurs(make_classifier, famil
         if rest:
             ids, mask = (torch.cat([x, x[:1]]) for x in (ids, mask))
             mask[-1, rest:] = 0
-        with Rows() as rows, torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        with MultipliedRows() as rows, torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             model(ids, mask)
         seen.append({count for count in rows.seen if count >= 100})
     assert seen == [{144}, {144}]
@@ -79,3 +67,40 @@ def test_what_is_shown_is_not_filled(make_classifier, batch, monkeypatch, family
     del batch["labels"]
     output = make_classifier(family)(**batch, output_hidden_states=True)
     assert output.hidden_states[0].shape[:2] == batch["input_ids"].shape
+
+
+def masked_lm_step(model, counts):
+    """Loss, logits and gradients of rows of 20 tokens, of which `counts` are targets."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 60, (len(counts), 20), generator=generator)
+    behind = torch.arange(20) >= torch.tensor(counts)[:, None]
+    return step(model, {"input_ids": ids, "labels": ids.masked_fill(behind, -100)})
+
+
+@pytest.fixture
+def masked_lm():
+    torch.manual_seed(0)
+    small = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
+    config = RobertaConfig(num_hidden_layers=1, vocab_size=60, **small, **NO_DROPOUT)
+    return RobertaForMaskedLM(config).train()
+
+
+def test_added_targets_change_nothing(masked_lm, monkeypatch):
+    model, counts = masked_lm.double(), [7, 10]
+    expected = masked_lm_step(model, counts)
+    assert expected["logits"].shape == (17, 60)
+    monkeypatch.setattr(filling, "_compiles_kernels", lambda x: True)
+    ours = masked_lm_step(model, counts)
+    largest = max(tensor.abs().max().item() for tensor in expected.values())
+    for name, tensor in expected.items():
+        assert_close_to_rounding(ours[name], tensor, 1000, torch.float64, largest)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_numbers_of_targets_recur(masked_lm, dtype):
+    seen = []
+    for last in (3, 12):  # 133 and 142 targets among 160 tokens
+        with MultipliedRows() as rows, torch.autocast("cpu", dtype, dtype != torch.float32):
+            masked_lm_step(masked_lm, [*[20] * 6, 10, last])
+        seen.append({count for count in rows.seen if count > 100})
+    assert seen == ([{160, 144}] * 2 if dtype is torch.bfloat16 else [{160, 133}, {160, 142}])

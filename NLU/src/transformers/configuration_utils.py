@@ -255,7 +255,9 @@ class PretrainedConfig:
             if getattr(self, name) is None:
                 raise ValueError(f"--apply_lora needs --{name}")
         if not self.lora_targets:
-            raise ValueError(f"--apply_lora needs --lora_targets: some of {', '.join(LORA_TARGETS)}")
+            raise ValueError(
+                f"--apply_lora needs --lora_targets: some of {', '.join(LORA_TARGETS)}"
+            )
         for name, known in (("lora_variant", VARIANTS), ("lora_init", INITIALIZATIONS)):
             value = getattr(self, name)
             if value not in known:

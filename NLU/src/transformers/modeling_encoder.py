@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from loralib.nn.filling import fill, filled_up
+from loralib.nn.filling import fill, filled_up, missing
 from loralib.nn.packing import PackedRows
 
 from . import consistency
@@ -166,7 +166,7 @@ class Encoder(nn.Module):
         given = rows
         if plain is None and shown is None:
             rows = filled_up(rows, like=hidden)
-            hidden = fill(hidden, rows)
+            hidden = fill(hidden, len(rows.index))
         batch = self.describe(rows)
         recompute = self.config.gradient_checkpointing and self.training
         if shown is not None:
@@ -481,11 +481,16 @@ class EncoderForMaskedLM(PreTrainedModel):
         if targets is None:
             targets = (labels != -100).nonzero().squeeze(1)
         if self.training if targets_only is None else targets_only:
-            logits = of_targets = self.logits_of(hidden.index_select(0, targets))
+            hidden = hidden.index_select(0, targets)
+            filled = fill(hidden, len(hidden) + missing(len(hidden), like=hidden))
+            of_targets = self.logits_of(filled)
+            logits = of_targets[: len(targets)]
         else:
             of_all = self.logits_of(hidden)
             logits, of_targets = rows.pad(of_all), of_all[targets]
-        loss = F.cross_entropy(of_targets.float(), labels[targets], reduction="sum")
+        no_target = len(of_targets) - len(targets)
+        labels = F.pad(labels[targets], (0, no_target), value=-100)
+        loss = F.cross_entropy(of_targets.float(), labels, reduction="sum")
         loss = loss / max(len(targets), 1)  # a batch may have no target
         return self._as_asked(MaskedLMOutput(loss, logits, *encoded.shown), return_dict)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from loralib.nn.filling import fill, filled_up
+from loralib.nn.filling import fill, filled_up, missing
 from loralib.nn.packing import PackedRows
 from loralib.nn.plain import plain
 from loralib.nn.routing import Routing, routed
@@ -15,9 +15,11 @@ ROWS = PackedRows.from_lengths([40, 70, 30])  # 140 tokens
 @pytest.mark.parametrize(
     ("lengths", "expected"),
     [
-        ([100, 27], [100, 27]),  # few
+        ([8, 7], [8, 7]),  # few
+        ([10, 7], [10, 7, 1]),  # multiples of 2
+        ([100, 27], [100, 27, 1]),  # of 8
         ([100, 28], [100, 28]),  # 128
-        ([40, 70, 30], [40, 70, 30, 4]),  # multiples of 16
+        ([40, 70, 30], [40, 70, 30, 4]),  # of 16
         ([200, 57], [200, 57, 31]),  # of 32
         ([600, 505], [600, 505, 47]),  # of 64
         ([10] * 52 + [1], [10] * 52 + [1] + [10] * 5 + [5]),  # no row is longer than the longest
@@ -33,6 +35,15 @@ def test_numbers_recur(lengths, expected):
     assert filled.first[: len(lengths)].tolist() == rows.first.tolist()
 
 
+@pytest.mark.parametrize("most", [127, 4096])
+def test_few_numbers_are_left(most):
+    """Eight for each doubling, and multiples of 64 from 512 on, after the first 15."""
+    numbers = {count + missing(count, HALF) for count in range(1, most + 1)}
+    assert len(numbers) <= 15 + 8 * 6 + most // 64
+    for count in range(1, most + 1):
+        assert 0 <= missing(count, HALF) <= count / 8
+
+
 def test_targets_stay():
     rows = PackedRows.from_lengths([40, 70, 30])
     rows.targets = torch.tensor([3, 139])
@@ -41,12 +52,12 @@ def test_targets_stay():
 
 def test_fill():
     x = torch.arange(1, 281).view(140, 2)
-    filled = fill(x, filled_up(ROWS, HALF))
+    filled = fill(x, 144)
     assert torch.equal(filled[:140], x)
     assert filled.shape == (144, 2)
     assert not filled[140:].any()
-    assert fill(x[:, 0], filled_up(ROWS, HALF)).shape == (144,)
-    assert fill(x, ROWS) is x
+    assert fill(x[:, 0], 144).shape == (144,)
+    assert fill(x, 140) is x
 
 
 def test_only_where_kernels_are_compiled():
