@@ -5,8 +5,8 @@ with their scratch memory, for the last thousand such products. Compiling takes 
 longer than the product; what is kept is megabytes a number, for a head as wide as a vocabulary tens
 of them. And packed tokens, or targets, are another number in nearly every batch.
 
-So rows that nobody reads are added below the others: 1,105 tokens become 1,152. They change no other
-row's result, and have no gradient.
+So rows that nobody reads are added below the others: 1,105 tokens become 1,152. They change no
+other row's result, and have no gradient.
 """
 
 import torch
