@@ -2,8 +2,9 @@
 # From nothing to a scored GPT-2 adapter, offline except for the installation: makes a small base,
 # adapts it to data-to-text with LoRA, decodes by beam search, and scores the texts of base and adapter.
 #
-# The data is E2E's: the folder that E2E names, data/e2e, or ../../shared/data/nlg/e2e, whichever has
-# valid.txt and test.txt first. Without any, it is a small corpus that the project makes.
+# The data is E2E's, where it is: valid.txt and test.txt in the folder that E2E names or in data/e2e,
+# and GPT-2's vocabulary in the folder that VOCAB names or in vocab (download_data.sh fetches both).
+# Where it is not, a small corpus that the project makes.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -54,8 +55,8 @@ generate() {
 }
 
 step "1. The data"
-vocab=$(first_with encoder.json "${VOCAB:-}" vocab ../../shared/data/gpt2-vocab)
-data=$(first_with valid.txt "${E2E:-}" data/e2e ../../shared/data/nlg/e2e)
+vocab=$(first_with encoder.json "${VOCAB:-}" vocab)
+data=$(first_with valid.txt "${E2E:-}" data/e2e)
 if [ -z "$data" ] || [ -z "$vocab" ]; then
     data=$out/corpus vocab=$out/corpus/vocab
     python ../examples/make_small_e2e.py --output_dir "$data"

@@ -53,7 +53,9 @@ state="${packages[*]} $files"
 stamp=.venv/installed
 if ! grep -qxF -- "$state" "$stamp" 2>/dev/null; then
     echo "installing into .venv, which takes minutes where PyTorch is downloaded: ${packages[*]}"
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check \
+    # What is downloaded, and how far it is, where somebody looks.
+    if [ -t 1 ]; then quiet=; else quiet=--quiet; fi
+    .venv/bin/python -m pip install $quiet --disable-pip-version-check \
         -c constraints.txt "${packages[@]}"
     printf '%s\n' "$state" "${project[*]} $files" >>"$stamp"
 fi

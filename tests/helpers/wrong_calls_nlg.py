@@ -17,7 +17,7 @@ CALLS = {
     FT: [
         (
             "--train_data nowhere",
-            "nowhere: No such file or directory",
+            "nowhere: no such file (create_datasets.sh makes the corpora's)",
         ),
         (
             "--train_data {bad}/empty",
