@@ -85,7 +85,9 @@ class FT_Dataset(Dataset):
             if size < 1:
                 raise ValueError(f"the {name} has to be at least 1, but is {size}")
         if not os.path.exists(path):
-            raise FileNotFoundError(f"{path}: no such file (create_datasets.sh makes the corpora's)")
+            raise FileNotFoundError(
+                f"{path}: no such file (create_datasets.sh makes the corpora's)"
+            )
         self.batch_size = batch_size
         self.max_seq_length = max_seq_length
         self.joint_lm = joint_lm

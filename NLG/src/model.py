@@ -15,7 +15,7 @@ Names of tensors are the release's. Sources: GPT-2, Radford et al. 2019; LoRA, a
 sections 4.2 and 5.4.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -310,6 +310,9 @@ _TARGETS_AT_ONCE = 128
 # On a GPU, that many keep it busy. With GPT-2's vocabulary they take 1.03 GB in half precision (an
 # entry's logit, the same in float32, and its probability are 10 bytes), and 0.82 GB in float32.
 _TARGETS_AT_ONCE_ON_GPU = 2048
+# A CPU goes a dozen times through the logits of a cross-entropy; of GPT-2's vocabulary, those of 16
+# targets are 3.2 MB in float32, which second-level caches hold nearly, and third-level ones do.
+_TARGETS_IN_CACHE = 16
 
 
 class GPT2LMHead(nn.Module):
@@ -468,25 +471,23 @@ class _HeadLoss(torch.autograd.Function):
         need_hidden, need_weight = (recorded and needed for needed in ctx.needs_input_grad[:2])
         # Most of a softmax is below 6e-8, where float16 has no numbers.
         ctx.scale = 1024.0 if hidden.dtype is torch.float16 else 1.0
+        scale = ctx.scale if need_hidden or need_weight else None
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         # A sum over all targets needs more range and precision than half precision has.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         total = hidden.new_zeros((), dtype=torch.float32)
         on_cpu = hidden.device.type == "cpu"
         at_once = _TARGETS_AT_ONCE if on_cpu else _TARGETS_AT_ONCE_ON_GPU
-        for start in range(0, len(hidden), at_once):
-            part = slice(start, start + at_once)
+        for part in _parts(len(hidden), at_once):
             logits = product(hidden[part], weight)
-            factor = mask[part, None].float()
-            loss, gradient = _cross_entropy(logits, targets[part, None], label_smooth)
-            total += (loss * factor).sum()
-            if not (need_hidden or need_weight):
-                continue
-            gradient = torch.mul(gradient, factor * ctx.scale, out=logits)
+            given = logits, targets[part, None], mask[part, None].float()
+            for few in _parts(len(logits), _few_targets(logits)):
+                total += _cross_entropy(*(x[few] for x in given), label_smooth, scale)
+            # What were logits are gradients now.
             if need_hidden:
-                grad_hidden[part] = product(gradient, weight.t())
+                grad_hidden[part] = product(logits, weight.t())
             if need_weight:
-                grad_weight.addmm_(gradient.float().t(), hidden[part].float())
+                grad_weight.addmm_(logits.float().t(), hidden[part].float())
         ctx.dtype = hidden.dtype
         ctx.save_for_backward(grad_hidden, grad_weight)
         return total
@@ -499,18 +500,49 @@ class _HeadLoss(torch.autograd.Function):
         return *grads, None, None, None, None
 
 
-def _cross_entropy(logits: Tensor, targets: Tensor, label_smooth: float) -> tuple[Tensor, Tensor]:
-    """Token losses, (k, 1), and their gradients, float32, of logits, (k, vocabulary)."""
-    logits = logits.float()  # softmax's own cast, by its `dtype`, takes a CPU five times as long
-    gradient = torch.softmax(logits, dim=1)
-    # log Σ exp(logits), from the largest probability: the others may be zero in float32.
-    total = logits.amax(dim=1, keepdim=True) - gradient.amax(dim=1, keepdim=True).log()
-    loss = total - (1 - label_smooth) * logits.gather(1, targets)
+def _parts(count: int, size: int) -> Iterator[slice]:
+    """0 … count in parts of `size`; the last may be smaller."""
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
+def _few_targets(logits: Tensor) -> int:
+    """How many targets' logits go through a cross-entropy together: all, or what a cache holds."""
+    if logits.device.type != "cpu" or torch.compiler.is_compiling():
+        return max(len(logits), 1)
+    return _TARGETS_IN_CACHE
+
+
+def _cross_entropy(
+    logits: Tensor, targets: Tensor, factors: Tensor, label_smooth: float, scale: float | None
+) -> Tensor:
+    """The sum of the tokens' losses, and in place of the logits its gradient.
+
+    Args:
+        logits: (k, vocabulary); afterwards their gradient times `scale`.
+        targets: (k, 1) of token ids.
+        factors: (k, 1), float32, of the tokens' losses.
+        label_smooth: ε.
+        scale: None where no gradient is wanted; the logits are of no use afterwards then, either.
+
+    Returns:
+        A scalar, float32.
+    """
+    x = logits.float()
+    largest, chosen = x.amax(dim=1, keepdim=True), x.gather(1, targets)
+    losses = largest - (1 - label_smooth) * chosen
     if label_smooth:
-        loss -= label_smooth * logits.mean(dim=1, keepdim=True)
-        gradient -= label_smooth / logits.shape[1]
-    gradient.scatter_add_(1, targets, loss.new_full(targets.shape, label_smooth - 1))
-    return loss, gradient
+        losses -= label_smooth * x.mean(dim=1, keepdim=True)
+    x.sub_(largest).exp_()
+    total = x.sum(dim=1, keepdim=True)
+    losses += total.log()
+    if scale is not None:
+        scales = factors * scale
+        x *= scales / total
+        if label_smooth:
+            x -= scales * (label_smooth / logits.shape[1])
+        x.scatter_add_(1, targets, scales * (label_smooth - 1))
+        logits.copy_(x)
+    return (losses * factors).sum()
 
 
 # ------------------------------------------------------------------------------------------------
