@@ -175,10 +175,21 @@ class Gpt2Trials(Trials[Gpt2Trial, Gpt2Results]):
 
     def carry_out(self, trials: Sequence[Gpt2Trial]) -> Iterator[tuple[Gpt2Trial, Gpt2Results]]:
         """As in `Trials`."""
+        failed = None
         with ThreadPoolExecutor(self.jobs) as pool:
             futures = {pool.submit(self._carry_out, trial): trial for trial in trials}
             for future in as_completed(futures):
+                if future.cancelled():
+                    continue
+                if error := future.exception():
+                    # Those that are under way are still worth having, the others can wait.
+                    failed = failed or error
+                    for other in futures:
+                        other.cancel()
+                    continue
                 yield futures[future], future.result()
+        if failed:
+            raise failed
 
     def _carry_out(self, trial: Gpt2Trial) -> Gpt2Results:
         work = self.folder / trial.name

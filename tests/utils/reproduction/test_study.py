@@ -6,14 +6,18 @@ import math
 import random
 import re
 import shutil
+import threading
+import time
 
 import pytest
 from places import load_script
 
 import reproduce
+from loralib.errors import TrainingError
 from reproduction import study, study_report, study_rows, study_runs
 from reproduction.run_file import RunFile
 from reproduction.study_data import TASKS, corpus_sentences, prepare_task, whole_sentences
+from reproduction.study_gpt2 import Gpt2Results, Gpt2Trial, Gpt2Trials
 from reproduction.study_report import Outcome
 from reproduction.study_runs import Results, Trial
 from reproduction.study_trials import Cell, Trials, run_cells
@@ -249,3 +253,23 @@ def test_a_learning_rate_that_diverges_is_not_chosen(tmp_path):
     ]
     again = RunFile(tmp_path / "runs.jsonl", Results)
     assert again[trials.describe(tuning[0])].loss == math.inf
+
+
+def test_what_runs_beside_a_trial_that_fails_is_kept(tmp_path, monkeypatch):
+    both = threading.Barrier(2, timeout=60)
+
+    def carry_out(self, trial):
+        both.wait()  # all are under way
+        if trial.seed == 0:
+            raise TrainingError("no memory")
+        time.sleep(0.2)  # the other one has failed by now
+        return Gpt2Results(0.5, {}, 1, 1.0, 1)
+
+    monkeypatch.setattr(Gpt2Trials, "_carry_out", carry_out)
+    monkeypatch.setattr(Gpt2Trials, "fingerprint", "a base")
+    trials = [Gpt2Trial(study_rows.GPT2_METHODS[0], 0.1, seed, tuning=False) for seed in (0, 1)]
+    runs = RunFile(tmp_path / "runs.jsonl", Gpt2Results)
+    gpt2 = Gpt2Trials(tmp_path, tmp_path, runs, jobs=2)
+    with pytest.raises(TrainingError, match="no memory"):
+        gpt2.run(trials, "training")
+    assert [gpt2.is_finished(trial) for trial in trials] == [False, True]
