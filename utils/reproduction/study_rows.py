@@ -92,6 +92,7 @@ class Gpt2Method:
 
 
 GPT2_METHODS = (
-    Gpt2Method("GPT-2, full fine-tuning", {}, SMALL_RATES),
-    Gpt2Method("GPT-2, LoRA, r = 4", {"lora_dim": 4, "lora_alpha": 32}, LARGE_RATES),
+    Gpt2Method("GPT-2, full fine-tuning", {}, (*SMALL_RATES, 1e-2)),
+    # A base that knows little of the task wants much of an update.
+    Gpt2Method("GPT-2, LoRA, r = 4", {"lora_dim": 4, "lora_alpha": 32}, (*LARGE_RATES, 1e-2, 3e-2)),
 )
