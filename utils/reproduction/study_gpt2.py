@@ -11,8 +11,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -178,16 +178,18 @@ class Gpt2Trials(Trials[Gpt2Trial, Gpt2Results]):
         failed = None
         with ThreadPoolExecutor(self.jobs) as pool:
             futures = {pool.submit(self._carry_out, trial): trial for trial in trials}
-            for future in as_completed(futures):
-                if future.cancelled():
-                    continue
-                if error := future.exception():
-                    # Those that are under way are still worth having, the others can wait.
-                    failed = failed or error
-                    for other in futures:
-                        other.cancel()
-                    continue
-                yield futures[future], future.result()
+            try:
+                for future in as_completed(futures):
+                    if future.cancelled():
+                        continue
+                    if error := future.exception():
+                        # Those that are under way are still worth having, the others can wait.
+                        failed = failed or error
+                        _cancel(futures)
+                        continue
+                    yield futures[future], future.result()
+            finally:
+                _cancel(futures)  # where it is interrupted, too
         if failed:
             raise failed
 
@@ -291,6 +293,12 @@ class Gpt2Trials(Trials[Gpt2Trial, Gpt2Results]):
                 raise TrainingError(f"{script}: {last_error(said.read()) or 'failed'}")
         unit = 1 if sys.platform == "darwin" else 1024
         return Used(usage.ru_utime + usage.ru_stime, usage.ru_maxrss * unit)
+
+
+def _cancel(futures: Iterable[Future]) -> None:
+    """Those that have not begun."""
+    for future in futures:
+        future.cancel()
 
 
 def _flags(values: Mapping[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ from places import load_script
 
 import reproduce
 from loralib.errors import TrainingError
-from reproduction import study, study_report, study_rows, study_runs
+from reproduction import study, study_gpt2, study_report, study_rows, study_runs
 from reproduction.run_file import RunFile
 from reproduction.study_data import TASKS, corpus_sentences, prepare_task, whole_sentences
 from reproduction.study_gpt2 import Gpt2Results, Gpt2Trial, Gpt2Trials
@@ -255,21 +255,55 @@ def test_a_learning_rate_that_diverges_is_not_chosen(tmp_path):
     assert again[trials.describe(tuning[0])].loss == math.inf
 
 
-def test_what_runs_beside_a_trial_that_fails_is_kept(tmp_path, monkeypatch):
+@pytest.fixture
+def gpt2(tmp_path, monkeypatch):
+    """Trials that `_carry_out` can be put in the place of, as many at a time as it says."""
+    monkeypatch.setattr(Gpt2Trials, "fingerprint", "a base")
+
+    def make(jobs, carry_out):
+        monkeypatch.setattr(Gpt2Trials, "_carry_out", lambda self, trial: carry_out(trial))
+        return Gpt2Trials(tmp_path, tmp_path, RunFile(tmp_path / "runs.jsonl", Gpt2Results), jobs)
+
+    return make
+
+
+def gpt2_trials(count):
+    return [Gpt2Trial(study_rows.GPT2_METHODS[0], 0.1, seed, tuning=False) for seed in range(count)]
+
+
+GPT2_RESULTS = Gpt2Results(loss=0.5, scores={}, parameters=1, seconds=1.0, memory=1)
+
+
+def test_what_runs_beside_a_trial_that_fails_is_kept(gpt2):
     both = threading.Barrier(2, timeout=60)
 
-    def carry_out(self, trial):
+    def carry_out(trial):
         both.wait()  # all are under way
         if trial.seed == 0:
             raise TrainingError("no memory")
         time.sleep(0.2)  # the other one has failed by now
-        return Gpt2Results(0.5, {}, 1, 1.0, 1)
+        return GPT2_RESULTS
 
-    monkeypatch.setattr(Gpt2Trials, "_carry_out", carry_out)
-    monkeypatch.setattr(Gpt2Trials, "fingerprint", "a base")
-    trials = [Gpt2Trial(study_rows.GPT2_METHODS[0], 0.1, seed, tuning=False) for seed in (0, 1)]
-    runs = RunFile(tmp_path / "runs.jsonl", Gpt2Results)
-    gpt2 = Gpt2Trials(tmp_path, tmp_path, runs, jobs=2)
+    study, trials = gpt2(2, carry_out), gpt2_trials(2)
     with pytest.raises(TrainingError, match="no memory"):
-        gpt2.run(trials, "training")
-    assert [gpt2.is_finished(trial) for trial in trials] == [False, True]
+        study.run(trials, "training")
+    assert [study.is_finished(trial) for trial in trials] == [False, True]
+
+
+def test_an_interrupted_study_begins_nothing_more(gpt2, monkeypatch):
+    begun, may_end, cancel = [], threading.Semaphore(1), study_gpt2._cancel
+
+    def carry_out(trial):
+        assert may_end.acquire(timeout=60)
+        begun.append(trial.seed)
+        return GPT2_RESULTS
+
+    def cancel_and_go_on(futures):
+        cancel(futures)
+        may_end.release(6)
+
+    monkeypatch.setattr(study_gpt2, "_cancel", cancel_and_go_on)
+    running = gpt2(1, carry_out).carry_out(gpt2_trials(6))
+    next(running)
+    running.close()
+    assert begun in ([0], [0, 1])
