@@ -2,9 +2,9 @@
 # From nothing to a scored GPT-2 adapter, offline except for the installation: makes a small base,
 # adapts it to data-to-text with LoRA, decodes by beam search, and scores the texts of base and adapter.
 #
-# The data is E2E's, where it is: valid.txt and test.txt in the folder that E2E names or in data/e2e,
-# and GPT-2's vocabulary in the folder that VOCAB names or in vocab (download_data.sh fetches both).
-# Where it is not, a small corpus that the project makes.
+# The data is E2E's, where it is: valid.txt and test.txt in the folder that E2E names (default:
+# data/e2e), and GPT-2's vocabulary in the folder that VOCAB names (default: vocab); download_data.sh
+# fetches both into these. Without the two, it is a small corpus that the project makes.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -22,15 +22,12 @@ step() {
     printf '\n=== %s\n' "$*"
 }
 
-# first_with FILE FOLDER…: the first of the folders that has the file.
-first_with() {
-    local file=$1 folder
+# has FOLDER FILE…: whether the folder has the files.
+has() {
+    local folder=$1 file
     shift
-    for folder in "$@"; do
-        if [ -n "$folder" ] && [ -f "$folder/$file" ]; then
-            echo "$folder"
-            return
-        fi
+    for file in "$@"; do
+        [ -f "$folder/$file" ] || return 1
     done
 }
 
@@ -55,9 +52,13 @@ generate() {
 }
 
 step "1. The data"
-vocab=$(first_with encoder.json "${VOCAB:-}" vocab)
-data=$(first_with valid.txt "${E2E:-}" data/e2e)
-if [ -z "$data" ] || [ -z "$vocab" ]; then
+vocab=${VOCAB:-vocab} data=${E2E:-data/e2e}
+if ! { has "$data" valid.txt test.txt && has "$vocab" encoder.json vocab.bpe; }; then
+    if [ -n "${VOCAB:-}${E2E:-}" ]; then
+        echo "quickstart_e2e.sh: error: no valid.txt and test.txt in $data, or no encoder.json and" \
+            "vocab.bpe in $vocab (seen from $PWD)" >&2
+        exit 1
+    fi
     data=$out/corpus vocab=$out/corpus/vocab
     python ../examples/make_small_e2e.py --output_dir "$data"
     train=$data/train.txt

@@ -53,9 +53,10 @@ state="${packages[*]} $files"
 stamp=.venv/installed
 if ! grep -qxF -- "$state" "$stamp" 2>/dev/null; then
     echo "installing into .venv, which takes minutes where PyTorch is downloaded: ${packages[*]}"
-    # What is downloaded, and how far it is, where somebody looks.
-    if [ -t 1 ]; then quiet=; else quiet=--quiet; fi
-    .venv/bin/python -m pip install $quiet --disable-pip-version-check \
+    # On a terminal, pip shows what it downloads.
+    options=(--disable-pip-version-check)
+    [ -t 1 ] || options+=(--quiet)
+    .venv/bin/python -m pip install "${options[@]}" \
         -c constraints.txt "${packages[@]}"
     printf '%s\n' "$state" "${project[*]} $files" >>"$stamp"
 fi

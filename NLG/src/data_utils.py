@@ -86,7 +86,7 @@ class FT_Dataset(Dataset):
                 raise ValueError(f"the {name} has to be at least 1, but is {size}")
         if not os.path.exists(path):
             raise FileNotFoundError(
-                f"{path}: no such file (create_datasets.sh makes the corpora's)"
+                f"{path}: no such file; create_datasets.sh makes those of E2E, WebNLG and DART"
             )
         self.batch_size = batch_size
         self.max_seq_length = max_seq_length

@@ -35,7 +35,7 @@ from loralib.initialization import (
     starts_from_weight,
 )
 from loralib.io.settings import Count, Index, NotNegative, Positive, Share, check_settings
-from loralib.nn.filling import fill, filled_up, missing
+from loralib.nn.filling import fill, filled_up, recurring
 from loralib.nn.norm import LayerNorm
 from loralib.nn.packing import PackedRows, attend
 from loralib.nn.products import linear, product
@@ -307,12 +307,12 @@ class GPT2Model(nn.Module):
 # Logits are as wide as the vocabulary, so a loss computes them for this many targets at a time.
 # 128 targets of GPT-2's vocabulary take 25 MB, which the C library still reuses without returning.
 _TARGETS_AT_ONCE = 128
-# On a GPU, that many keep it busy. With GPT-2's vocabulary they take 1.03 GB in half precision (an
-# entry's logit, the same in float32, and its probability are 10 bytes), and 0.82 GB in float32.
+# On a GPU, that many keep it busy. With GPT-2's vocabulary they take 0.62 GB in half precision (an
+# entry's logit, and the same in float32, are 6 bytes), and 0.41 GB in float32.
 _TARGETS_AT_ONCE_ON_GPU = 2048
-# A CPU goes a dozen times through the logits of a cross-entropy; of GPT-2's vocabulary, those of 16
-# targets are 3.2 MB in float32, which second-level caches hold nearly, and third-level ones do.
-_TARGETS_IN_CACHE = 16
+# A CPU goes a dozen times through the logits of a cross-entropy. Those of this many targets a
+# thread are 1.6 MB in float32 with GPT-2's vocabulary, which a core's second-level cache holds.
+_TARGETS_IN_CACHE = 8
 
 
 class GPT2LMHead(nn.Module):
@@ -403,21 +403,27 @@ class GPT2LMModel(nn.Module):
             rows = PackedRows.from_lengths([length] * batch).to(input_ids.device).routed()
         else:
             rows = _needed_rows(lm_mask).routed()
-        ids, positions = rows.pack(input_ids), rows.positions
         if lm_labels is None:
-            return rows.pad(self.lm_head(self.transformer(ids, positions, self._within(rows))))
+            return rows.pad(self.lm_head(self._hidden(input_ids, rows)))
         if rows.targets is None:
             rows = rows.with_targets(lm_mask)
-        weight, targets = self.transformer.wte.weight, rows.targets
-        filled = filled_up(rows, like=weight)
-        ids, positions = fill(ids, len(filled.index)), fill(positions, len(filled.index))
-        # Added targets are the first token's, and have no weight.
-        count = len(targets) + missing(len(targets), like=weight)
-        hidden = self.transformer(ids, positions, self._within(filled), fill(targets, count))
+        mask, targets = rows.pack(lm_mask), rows.targets
+        labels, weights = rows.pack(lm_labels)[targets], mask[targets]
+        matrix = self.transformer.wte.weight
+        count = recurring(len(targets), like=matrix)
+        if added := count - len(targets):
+            labels, weights = F.pad(labels, (0, added)), F.pad(weights, (0, added))
+        hidden = self._hidden(input_ids, rows, keep=fill(targets, count))
         epsilon = label_smooth if label_smooth > 0.0001 else 0.0
-        mask = rows.pack(lm_mask)
-        labels, weights = (fill(x[targets], count) for x in (rows.pack(lm_labels), mask))
-        return head_loss(hidden, weight, labels, weights, epsilon) / (mask.sum() + 0.0001)
+        return head_loss(hidden, matrix, labels, weights, epsilon) / (mask.sum() + 0.0001)
+
+    def _hidden(self, input_ids: Tensor, rows: PackedRows, keep: Tensor | None = None) -> Tensor:
+        """A batch's final hidden states, (tokens, n), or (k, n): of `keep`, (k,), alone."""
+        ids, positions = rows.pack(input_ids), rows.positions
+        if keep is not None:
+            rows = filled_up(rows, like=self.transformer.wte.weight)
+            ids, positions = (fill(x, len(rows.index)) for x in (ids, positions))
+        return self.transformer(ids, positions, self._within(rows), keep)
 
     def _within(self, rows: PackedRows) -> Attend:
         heads = self.config.n_head
@@ -508,8 +514,8 @@ def _parts(count: int, size: int) -> Iterator[slice]:
 def _few_targets(logits: Tensor) -> int:
     """How many targets' logits go through a cross-entropy together: all, or what a cache holds."""
     if logits.device.type != "cpu" or torch.compiler.is_compiling():
-        return max(len(logits), 1)
-    return _TARGETS_IN_CACHE
+        return len(logits)
+    return _TARGETS_IN_CACHE * torch.get_num_threads()
 
 
 def _cross_entropy(

@@ -2,15 +2,15 @@
 
 oneDNN compiles kernels for each number of rows that it multiplies with a weight, and keeps them
 with their scratch memory, for the last thousand such products. Compiling takes a processor with AMX
-longer than the product; what is kept is megabytes a number, for a head as wide as a vocabulary tens
-of them. And packed tokens, or targets, are another number in nearly every batch.
+longer than the product. Each number keeps megabytes; with a head as wide as a vocabulary, tens of
+megabytes. And packed tokens, or targets, are another number in nearly every batch.
 
-So rows that nobody reads are added below the others: 1,105 tokens become 1,152. They change no
-other row's result, and have no gradient.
+So rows that nobody reads are added below the others: 1,105 tokens become 1,152. They are copies of
+the first, as zeros have no variance for a norm to divide by. They change no other row's result, and
+have no gradient.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .packing import PackedRows
@@ -22,17 +22,17 @@ from .routing import in_effect
 _FEWEST, _LARGEST_STEP = 16, 64
 
 
-def missing(count: int, like: Tensor) -> int:
-    """How many rows to add to `count` for a number that recurs; 0 where nothing is to be gained.
+def recurring(count: int, like: Tensor) -> int:
+    """`count`, or the next larger number that recurs, where something is to be gained.
 
     Args:
         count: rows that are multiplied with weights.
         like: on whose device they are, and in its dtype, outside of autocast.
     """
     # A bank of adapters has counted the rows.
-    if count < _FEWEST or in_effect() is not None or not _compiles_kernels(like):
-        return 0
-    return -count % min(2 ** (count.bit_length() - 4), _LARGEST_STEP)
+    if not _compiles_kernels(like) or in_effect() is not None or count < _FEWEST:
+        return count
+    return count + -count % min(2 ** (count.bit_length() - 4), _LARGEST_STEP)
 
 
 def filled_up(rows: PackedRows, like: Tensor) -> PackedRows:
@@ -40,14 +40,15 @@ def filled_up(rows: PackedRows, like: Tensor) -> PackedRows:
 
     Args:
         rows: those of a batch.
-        like: as in `missing`.
+        like: as in `recurring`.
 
     Returns:
         `rows` itself where nothing is to be gained. Else `targets` stay, and positions of the
         batch, by which `pack` and `pad` go, are those of another batch.
     """
-    # Where padding is among the tokens, rows have no lengths.
-    added = missing(len(rows.index), like) if rows.padded_right else 0
+    if not rows.padded_right:  # padding is among the tokens
+        return rows
+    added = recurring(len(rows.index), like) - len(rows.index)
     if not added:
         return rows
     longest = rows.longest
@@ -58,9 +59,9 @@ def filled_up(rows: PackedRows, like: Tensor) -> PackedRows:
 
 
 def fill(x: Tensor, count: int) -> Tensor:
-    """(rows, …) -> (count, …), zeros below."""
+    """(rows, …) -> (count, …), with copies of the first row below."""
     added = count - len(x)
-    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, added)) if added else x
+    return torch.cat([x, x[:1].detach().expand(added, *x.shape[1:])]) if added else x
 
 
 def _compiles_kernels(x: Tensor) -> bool:

@@ -1,5 +1,7 @@
 """GPT-2: upstream's logits, the loss and its gradients, half precision, weights."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -507,29 +509,55 @@ def test_another_size_names_the_card_that_fits(card):
 # ---- tokens that fill a batch up ----
 
 
+@pytest.mark.parametrize("kind", ["jlm", "clm", "a row without a target", "weighted"])
 @pytest.mark.parametrize("lora_fields", [{}, LORA])
-def test_losses_and_gradients_stay_where_a_batch_is_filled_up(build, monkeypatch, lora_fields):
+def test_losses_and_gradients_stay_where_a_batch_is_filled_up(
+    build, monkeypatch, lora_fields, kind
+):
     """In float64, to whose rounding nobody reads what was added."""
-    found, calls = [], []
+    found, seen = [], []
+    head_loss = model_module.head_loss
+    monkeypatch.setattr(
+        model_module, "head_loss", lambda *given: seen.append(len(given[0])) or head_loss(*given)
+    )
+    monkeypatch.setattr(filling, "_FEWEST", 8)
     for is_filled in (False, True):
         monkeypatch.setattr(filling, "_compiles_kernels", lambda x, yes=is_filled: yes)
-        monkeypatch.setattr(filling, "_FEWEST", 8)
         model = build(**lora_fields).double()
-        ids, labels, mask = draw_batch("jlm")
         within = model._within
         monkeypatch.setattr(
-            model, "_within", lambda rows, within=within: calls.append(rows) or within(rows)
+            model,
+            "_within",
+            lambda rows, within=within: seen.append(len(rows.index)) or within(rows),
         )
-        loss = model(ids, labels, mask)
+        loss = model(*draw_batch(kind), label_smooth=0.1)
         loss.backward()
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         found.append({"loss": loss, **grads})
-    counts = [len(rows.index) for rows in calls]
-    assert counts[1] > counts[0]
+    given, filled = seen[:2], seen[2:]  # tokens and targets of either
+    assert filled == [filling.recurring(count, loss) for count in given]
+    assert filled != given
     theirs, ours = found
     largest = max(tensor.abs().max().item() for tensor in theirs.values())
     for name, tensor in theirs.items():
         assert_close_to_rounding(ours[name], tensor, 3 * TERMS, torch.float64, largest)
+
+
+def test_added_targets_are_none_that_nobody_asked_for(build, monkeypatch):
+    """A token that no loss reads may be whatever it is: the added targets are not of its kind."""
+    monkeypatch.setattr(filling, "_compiles_kernels", lambda x: True)
+    model = build(**LORA)
+    ids = torch.full((2, 20), 7)
+    ids[0] = 3
+    mask = torch.ones(2, 20)
+    mask[0] = 0  # the first row's first token is computed, and not read
+    mask[1, 17:] = 0  # 17 targets, to which one is added
+    model.transformer.wte.weight.data[3] = math.nan
+    hidden = []
+    model.transformer.ln_f.register_forward_hook(lambda *given: hidden.append(given[-1]))
+    model(ids, ids.masked_fill(ids == 3, 0), mask)
+    assert hidden[0].shape[0] == 18
+    assert hidden[0].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

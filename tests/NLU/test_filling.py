@@ -96,6 +96,27 @@ def test_added_targets_change_nothing(masked_lm, monkeypatch):
         assert_close_to_rounding(ours[name], tensor, 1000, torch.float64, largest)
 
 
+def test_added_targets_are_finite_in_half_precision(masked_lm):
+    """Where all is held in float16, a norm of zeros would be 1e-12 ** -0.5, which is not."""
+    model = masked_lm.half()
+    assert model.config.layer_norm_eps == 1e-12
+    assert not model.lm_head.dense.bias.any()
+    for name, tensor in masked_lm_step(model, [7, 10]).items():
+        assert tensor.isfinite().all(), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_added_tokens_are_finite_in_half_precision(make_classifier, family):
+    ids = torch.randint(5, 30, (3, 15), generator=torch.Generator().manual_seed(0))
+    model = make_classifier(family, num_labels=3, num_hidden_layers=2, layer_norm_eps=1e-12)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.zero_()
+    found = step(model.half().train(), {"input_ids": ids, "labels": torch.tensor([0, 1, 2])})
+    for name, tensor in found.items():
+        assert tensor.isfinite().all(), name
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_numbers_of_targets_recur(masked_lm, dtype):
     seen = []
@@ -104,3 +125,14 @@ def test_numbers_of_targets_recur(masked_lm, dtype):
             masked_lm_step(masked_lm, [*[20] * 6, 10, last])
         seen.append({count for count in rows.seen if count > 100})
     assert seen == ([{160, 144}] * 2 if dtype is torch.bfloat16 else [{160, 133}, {160, 142}])
+
+
+def test_numbers_of_all_tokens_recur_at_the_head(masked_lm):
+    seen = []
+    for last in (3, 12):  # 143 and 152 tokens
+        mask = (torch.arange(20) < torch.tensor([*[20] * 7, last])[:, None]).long()
+        with MultipliedRows() as rows, torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            logits = masked_lm.eval()(torch.full_like(mask, 7), mask).logits
+        assert logits.shape == (8, 20, 60)
+        seen.append({count for count in rows.seen if count > 100})
+    assert seen == [{144}, {160}]

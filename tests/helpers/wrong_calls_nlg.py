@@ -17,7 +17,7 @@ CALLS = {
     FT: [
         (
             "--train_data nowhere",
-            "nowhere: no such file (create_datasets.sh makes the corpora's)",
+            "nowhere: no such file; create_datasets.sh makes those of E2E, WebNLG and DART",
         ),
         (
             "--train_data {bad}/empty",

@@ -5,8 +5,10 @@ what is measured on. Learning rates are chosen by the loss on a fifth of the mea
 """
 
 import json
+import logging
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +28,8 @@ from reproduction.runs import ROOT, read_json, trained_sizes
 from reproduction.study_rows import Gpt2Method
 from reproduction.study_trials import Trials
 
+logger = logging.getLogger(__name__)
+
 CARD = "gpt2.xs"
 EPOCHS, TUNING_EPOCHS = 3, 1
 TUNING_SHARE = 0.2
@@ -39,6 +43,7 @@ COMMON = {
     "weight_decay": 0.01,
 }
 """The flags that all runs have in common: the release's, with less time to warm up."""
+_DIVERGED = re.compile(r"\bloss\b.* is (nan|-?inf)\b")  # of what gpt2_ft.py says
 SCORES = ("BLEU", "NIST", "METEOR", "ROUGE_L", "CIDEr")
 
 
@@ -184,6 +189,7 @@ class Gpt2Trials(Trials[Gpt2Trial, Gpt2Results]):
                         continue
                     if error := future.exception():
                         # Those that are under way are still worth having, the others can wait.
+                        logger.error("%s: %s", futures[future].name, error)
                         failed = failed or error
                         _cancel(futures)
                         continue
@@ -196,6 +202,27 @@ class Gpt2Trials(Trials[Gpt2Trial, Gpt2Results]):
     def _carry_out(self, trial: Gpt2Trial) -> Gpt2Results:
         work = self.folder / trial.name
         shutil.rmtree(work, ignore_errors=True)  # of an attempt that was cut off
+        try:
+            used, model = self._train(trial, work)
+        except TrainingError as error:
+            if trial.tuning and _DIVERGED.search(str(error)):
+                # A learning rate that is too large, and not chosen.
+                return Gpt2Results(math.inf, {}, 0, 0.0, 0)
+            raise
+        losses = [
+            record["valid_loss"]
+            for line in (work / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+            if "valid_loss" in (record := json.loads(line))
+        ]
+        sizes = trained_sizes(model)
+        trained = {n: s for n, s in sizes.items() if "lora_" in n} or sizes
+        scores = {} if trial.tuning else self._scores(trial, model)
+        for path in work.glob("*.pt"):
+            path.unlink()  # each has the full model
+        return Gpt2Results(losses[-1], scores, sum(trained.values()), used.seconds, used.memory)
+
+    def _train(self, trial: Gpt2Trial, work: Path) -> tuple[Used, Path]:
+        """What it took, and the model that came of it."""
         train, measured = ("tuning_train", "tuning") if trial.tuning else ("train", "test")
         epochs = TUNING_EPOCHS if trial.tuning else EPOCHS
         with open(self._file(train), encoding="utf-8") as file:
@@ -208,18 +235,7 @@ class Gpt2Trials(Trials[Gpt2Trial, Gpt2Results]):
             *("--max_epoch", epochs, "--lr", trial.learning_rate, "--random_seed", trial.seed),
             *("--eval_interval", steps, "--save_interval", 10 * steps, "--work_dir", work),
         )
-        losses = [
-            record["valid_loss"]
-            for line in (work / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-            if "valid_loss" in (record := json.loads(line))
-        ]
-        model = work / f"model.{steps}.pt"
-        sizes = trained_sizes(model)
-        trained = {n: s for n, s in sizes.items() if "lora_" in n} or sizes
-        scores = {} if trial.tuning else self._scores(trial, model)
-        for path in work.glob("*.pt"):
-            path.unlink()  # each has the full model
-        return Gpt2Results(losses[-1], scores, sum(trained.values()), used.seconds, used.memory)
+        return used, work / f"model.{steps}.pt"
 
     def _scores(self, trial: Gpt2Trial, model: Path) -> dict[str, float]:
         work = self.folder / trial.name

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from loralib.nn.filling import fill, filled_up, missing
+from loralib.nn.filling import fill, filled_up, recurring
 from loralib.nn.packing import PackedRows
 
 from . import consistency
@@ -474,25 +474,28 @@ class EncoderForMaskedLM(PreTrainedModel):
         )
         hidden, rows = encoded.last, encoded.rows
         if labels is None:
-            logits = rows.pad(self.logits_of(hidden))
+            logits = rows.pad(self._filled_logits(hidden)[: len(hidden)])
             return self._as_asked(MaskedLMOutput(None, logits, *encoded.shown), return_dict)
         labels = rows.pack(labels)
         targets = rows.targets if packed_rows is None else packed_rows.targets
         if targets is None:
             targets = (labels != -100).nonzero().squeeze(1)
         if self.training if targets_only is None else targets_only:
-            hidden = hidden.index_select(0, targets)
-            filled = fill(hidden, len(hidden) + missing(len(hidden), like=hidden))
-            of_targets = self.logits_of(filled)
+            of_targets = self._filled_logits(hidden.index_select(0, targets))
             logits = of_targets[: len(targets)]
         else:
-            of_all = self.logits_of(hidden)
+            of_all = self._filled_logits(hidden)[: len(hidden)]
             logits, of_targets = rows.pad(of_all), of_all[targets]
-        no_target = len(of_targets) - len(targets)
-        labels = F.pad(labels[targets], (0, no_target), value=-100)
+        labels = labels[targets]
+        if added := len(of_targets) - len(targets):
+            labels = F.pad(labels, (0, added), value=-100)
         loss = F.cross_entropy(of_targets.float(), labels, reduction="sum")
         loss = loss / max(len(targets), 1)  # a batch may have no target
         return self._as_asked(MaskedLMOutput(loss, logits, *encoded.shown), return_dict)
+
+    def _filled_logits(self, hidden: Tensor) -> Tensor:
+        """`logits_of`, for a number of tokens that recurs: those of (k, hidden) are the first k."""
+        return self.logits_of(fill(hidden, recurring(len(hidden), like=hidden)))
 
 
 class EncoderForSequenceClassification(PreTrainedModel):

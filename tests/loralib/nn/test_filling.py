@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from loralib.nn.filling import fill, filled_up, missing
+from loralib.nn.filling import fill, filled_up, recurring
 from loralib.nn.packing import PackedRows
 from loralib.nn.plain import plain
 from loralib.nn.routing import Routing, routed
@@ -35,13 +35,12 @@ def test_numbers_recur(lengths, expected):
     assert filled.first[: len(lengths)].tolist() == rows.first.tolist()
 
 
-@pytest.mark.parametrize("most", [127, 4096])
-def test_few_numbers_are_left(most):
-    """Eight for each doubling, and multiples of 64 from 512 on, after the first 15."""
-    numbers = {count + missing(count, HALF) for count in range(1, most + 1)}
-    assert len(numbers) <= 15 + 8 * 6 + most // 64
-    for count in range(1, most + 1):
-        assert 0 <= missing(count, HALF) <= count / 8
+def test_few_numbers_are_left():
+    """Eight for each doubling from 16 to 512, and multiples of 64 from there on."""
+    numbers = {recurring(count, HALF) for count in range(16, 4097)}
+    assert len(numbers) == 5 * 8 + 4096 // 64 - 512 // 64 + 1
+    for count in range(1, 4097):
+        assert 0 <= recurring(count, HALF) - count <= count / 8
 
 
 def test_targets_stay():
@@ -51,11 +50,11 @@ def test_targets_stay():
 
 
 def test_fill():
-    x = torch.arange(1, 281).view(140, 2)
+    x = torch.arange(1.0, 281).view(140, 2).requires_grad_()
     filled = fill(x, 144)
-    assert torch.equal(filled[:140], x)
-    assert filled.shape == (144, 2)
-    assert not filled[140:].any()
+    assert torch.equal(filled, torch.cat([x, x[:1], x[:1], x[:1], x[:1]]))
+    filled.sum().backward()
+    assert torch.equal(x.grad, torch.ones(140, 2))  # nothing comes back from what was added
     assert fill(x[:, 0], 144).shape == (144,)
     assert fill(x, 140) is x
 

@@ -7,7 +7,6 @@ import random
 import re
 import shutil
 import threading
-import time
 
 import pytest
 from places import load_script
@@ -274,36 +273,65 @@ def gpt2_trials(count):
 GPT2_RESULTS = Gpt2Results(loss=0.5, scores={}, parameters=1, seconds=1.0, memory=1)
 
 
-def test_what_runs_beside_a_trial_that_fails_is_kept(gpt2):
-    both = threading.Barrier(2, timeout=60)
+@pytest.fixture
+def cancelled(monkeypatch):
+    """An event: what had not begun has been cancelled."""
+    event, cancel = threading.Event(), study_gpt2._cancel
+    monkeypatch.setattr(study_gpt2, "_cancel", lambda trials: (cancel(trials), event.set()))
+    return event
+
+
+def test_what_runs_beside_a_trial_that_fails_is_kept(gpt2, cancelled):
+    begun, both = [], threading.Barrier(2, timeout=60)
 
     def carry_out(trial):
-        both.wait()  # all are under way
+        begun.append(trial.seed)
+        if trial.seed < 2:
+            both.wait()
         if trial.seed == 0:
             raise TrainingError("no memory")
-        time.sleep(0.2)  # the other one has failed by now
+        assert cancelled.wait(60)
         return GPT2_RESULTS
 
-    study, trials = gpt2(2, carry_out), gpt2_trials(2)
+    study, trials = gpt2(2, carry_out), gpt2_trials(6)
     with pytest.raises(TrainingError, match="no memory"):
         study.run(trials, "training")
-    assert [study.is_finished(trial) for trial in trials] == [False, True]
+    assert [study.is_finished(trial) for trial in trials[:2]] == [False, True]
+    assert set(begun) <= {0, 1, 2}  # the third may have begun in the place of the first
 
 
-def test_an_interrupted_study_begins_nothing_more(gpt2, monkeypatch):
-    begun, may_end, cancel = [], threading.Semaphore(1), study_gpt2._cancel
+def test_an_interrupted_study_begins_nothing_more(gpt2, cancelled):
+    begun = []
 
     def carry_out(trial):
-        assert may_end.acquire(timeout=60)
         begun.append(trial.seed)
+        assert trial.seed == 0 or cancelled.wait(60)
         return GPT2_RESULTS
 
-    def cancel_and_go_on(futures):
-        cancel(futures)
-        may_end.release(6)
-
-    monkeypatch.setattr(study_gpt2, "_cancel", cancel_and_go_on)
     running = gpt2(1, carry_out).carry_out(gpt2_trials(6))
     next(running)
     running.close()
-    assert begun in ([0], [0, 1])
+    assert set(begun) <= {0, 1}
+
+
+def test_a_learning_rate_with_which_gpt2_diverges_is_not_chosen(gpt2, monkeypatch):
+    study = gpt2(1, Gpt2Trials._carry_out)
+    monkeypatch.undo()
+    final = gpt2_trials(1)[0]
+    tuning = dataclasses.replace(final, tuning=True)
+
+    def fail(says):
+        def train(self, trial, work):
+            raise TrainingError(f"gpt2_ft.py: {says}")
+
+        monkeypatch.setattr(Gpt2Trials, "_train", train)
+
+    fail("the loss of step 3 is nan at learning rate 3: that step is not saved; try a lower --lr")
+    assert study._carry_out(tuning).loss == math.inf
+    with pytest.raises(TrainingError, match="is nan"):
+        study._carry_out(final)
+    fail("the validation loss after step 9 is inf")
+    assert study._carry_out(tuning).loss == math.inf
+    fail("no space left on device")
+    with pytest.raises(TrainingError, match="no space"):
+        study._carry_out(tuning)
