@@ -290,7 +290,9 @@ _INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
 
 def machine() -> str:
     """What the choice depends on beside the product: processor, PyTorch, number of threads."""
-    return f"{_processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    count = "1 thread" if threads == 1 else f"{threads} threads"
+    return f"{_processor()}, torch {torch.__version__}, {count}"
 
 
 def _processor() -> str:
