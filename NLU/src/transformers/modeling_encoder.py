@@ -474,7 +474,7 @@ class EncoderForMaskedLM(PreTrainedModel):
         )
         hidden, rows = encoded.last, encoded.rows
         if labels is None:
-            logits = rows.pad(self._filled_logits(hidden)[: len(hidden)])
+            logits = rows.pad(self._logits(hidden))
             return self._as_asked(MaskedLMOutput(None, logits, *encoded.shown), return_dict)
         labels = rows.pack(labels)
         targets = rows.targets if packed_rows is None else packed_rows.targets
@@ -484,7 +484,7 @@ class EncoderForMaskedLM(PreTrainedModel):
             of_targets = self._filled_logits(hidden.index_select(0, targets))
             logits = of_targets[: len(targets)]
         else:
-            of_all = self._filled_logits(hidden)[: len(hidden)]
+            of_all = self._logits(hidden)
             logits, of_targets = rows.pad(of_all), of_all[targets]
         labels = labels[targets]
         if added := len(of_targets) - len(targets):
@@ -493,8 +493,14 @@ class EncoderForMaskedLM(PreTrainedModel):
         loss = loss / max(len(targets), 1)  # a batch may have no target
         return self._as_asked(MaskedLMOutput(loss, logits, *encoded.shown), return_dict)
 
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """`logits_of`, computed for a number of tokens that recurs."""
+        logits = self._filled_logits(hidden)
+        # A graph that is being recorded would keep this number of tokens.
+        return logits if len(logits) == len(hidden) else logits[: len(hidden)]
+
     def _filled_logits(self, hidden: Tensor) -> Tensor:
-        """`logits_of`, for a number of tokens that recurs: those of (k, hidden) are the first k."""
+        """The same, and below them those of the rows that were added."""
         return self.logits_of(fill(hidden, recurring(len(hidden), like=hidden)))
 
 
