@@ -85,9 +85,18 @@ def apply_mask(x: Tensor, mask: Tensor, p: float) -> Tensor:
     Returns:
         A new tensor of x's shape and dtype.
     """
+    return zero_dropped(x, mask).mul_(kept_scale(p))
+
+
+def zero_dropped(x: Tensor, mask: Tensor) -> Tensor:
+    """`apply_mask` without the scaling, for where a product that follows can do it."""
     integer = _SAME_SIZE_INTEGER[x.dtype]
-    kept = mask.to(integer).bitwise_and_(x.contiguous().view(integer)).view(x.dtype)
-    return kept.mul_(_VALUES / (_VALUES - _dropped_values(p)))
+    return mask.to(integer).bitwise_and_(x.contiguous().view(integer)).view(x.dtype)
+
+
+def kept_scale(p: float) -> float:
+    """What dropout multiplies kept elements by."""
+    return _VALUES / (_VALUES - _dropped_values(p))
 
 
 class _ApplyMask(torch.autograd.Function):

@@ -24,7 +24,7 @@ from torch import Tensor
 from . import flash
 from .routing import note_tokens, slices
 from .row_attention import attend_rows, trains_on_cpu
-from .row_groups import ONE_ROWS_CALLS
+from .row_groups import ONE_GROUPS_CALLS
 
 
 class PackedRows:
@@ -262,7 +262,7 @@ def _padding_is_cheap(rows: PackedRows, heads: int) -> bool:
     """Whether computing attention's padding costs less than taking rows one by one."""
     count, longest = len(rows.lengths), max(rows.lengths)
     wasted = heads * (count * longest**2 - sum(length**2 for length in rows.lengths))
-    return wasted < ONE_ROWS_CALLS * count
+    return wasted < ONE_GROUPS_CALLS * count
 
 
 def _attend_packed(

@@ -102,19 +102,12 @@ class _RowAttention(torch.autograd.Function):
         of_queries, of_keys = (_term(distances, keys.heads) for distances in (c2p, p2c))
         masks = _keep_masks(queries, keys, dropout_p)
         memory, outs = queries.empty(like=query)
+        read = [list(side.read(x)) for side, x in ((queries, query), (keys, key), (keys, value))]
         probabilities = []
-        for q, k, v, hidden, keep, out in zip(
-            queries.read(query),
-            keys.read(key),
-            keys.read(value),
-            keys.hidden(),
-            masks,
-            outs,
-            strict=True,
-        ):
-            scores = _product(q, k.transpose(2, 3))
+        for q, k, v, hidden, keep, out in zip(*read, keys.hidden(), masks, outs, strict=True):
+            scores = _product(q, k.transpose(2, 3), scale)
             # Not in half precision, whose softmax takes PyTorch three times as long.
-            scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).mul_(scale)
+            scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
             if of_queries is not None:
                 of_queries.add_scores(q, scores)
             if of_keys is not None:
@@ -124,43 +117,39 @@ class _RowAttention(torch.autograd.Function):
             if hidden is not None:
                 scores.add_(hidden)
             p = torch.softmax(scores, dim=-1).to(query.dtype)
-            _write(_product(_dropped(p, keep, dropout_p), v), out)
+            _write(_product(_zero_dropped(p, keep), v, dropouts.kept_scale(dropout_p)), out)
             probabilities.append(p)
-        ctx.save_for_backward(query, key, value, c2p, p2c, *probabilities, *masks)
+        of_groups = (*read, probabilities, masks)
+        ctx.save_for_backward(c2p, p2c, *(x for each in of_groups for x in each))
         return queries.pack(memory)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, c2p, p2c, *kept = ctx.saved_tensors  # P, then masks
-        queries, keys, dropout_p = ctx.queries, ctx.keys, ctx.dropout_p
+        c2p, p2c, *of_groups = ctx.saved_tensors
+        queries, keys, kept_scale = ctx.queries, ctx.keys, dropouts.kept_scale(ctx.dropout_p)
         of_queries = _term(c2p, keys.heads, ctx.needs_input_grad[3])
         of_keys = _term(p2c, keys.heads, ctx.needs_input_grad[4])
-        sides = (queries, query), (keys, key), (keys, value)
-        memories, grads = zip(*(side.empty(like=x) for side, x in sides), strict=True)
+        sides = queries, keys, keys
+        memories, grads = zip(*(side.empty(like=grad) for side in sides), strict=True)
+        count = len(keys.shapes)
+        read = (of_groups[start : start + count] for start in range(0, 5 * count, count))
         for q, k, v, p, keep, g, grad_q, grad_k, grad_v in zip(
-            queries.read(query),
-            keys.read(key),
-            keys.read(value),
-            kept[: len(kept) // 2],
-            kept[len(kept) // 2 :],
-            queries.clear_padding(queries.read(grad)),
-            *grads,
-            strict=True,
+            *read, queries.clear_padding(queries.read(grad)), *grads, strict=True
         ):
-            dropped = _dropped(p, keep, dropout_p)
-            _write(_product(dropped.transpose(2, 3), g), grad_v)
-            grad_s = _product(g, v.transpose(2, 3))
-            _to_softmax_gradient(grad_s, p, dropped)
+            kept = _zero_dropped(p, keep)
+            _write(_product(kept.transpose(2, 3), g, kept_scale), grad_v)
+            grad_p = _zero_dropped(_product(g, v.transpose(2, 3), kept_scale), keep)
+            grad_s = _softmax_gradient(grad_p, p)
+            from_k = _product(grad_s, k, ctx.scale)
+            from_q = _product(grad_s.transpose(2, 3), q, ctx.scale)
             if of_queries is not None:
-                from_c2p = of_queries.backward(q, grad_s)
+                from_k.add_(of_queries.backward(q, grad_s))
             if of_keys is not None:
-                from_p2c = of_keys.backward(k, grad_s.transpose(2, 3))
-            grad_s.mul_(ctx.scale)
-            from_k, from_q = _product(grad_s, k), _product(grad_s.transpose(2, 3), q)
-            _write(from_k if of_queries is None else from_k.add_(from_c2p), grad_q)
-            _write(from_q if of_keys is None else from_q.add_(from_p2c), grad_k)
-        of_tokens = (side.pack(m) for (side, _), m in zip(sides, memories, strict=True))
+                from_q.add_(of_keys.backward(k, grad_s.transpose(2, 3)))
+            _write(from_k, grad_q)
+            _write(from_q, grad_k)
+        of_tokens = (side.pack(m) for side, m in zip(sides, memories, strict=True))
         of_distances = (_gradient(term) for term in (of_queries, of_keys))
         return *of_tokens, *of_distances, None, None, None, None, None
 
@@ -173,9 +162,11 @@ def _gradient(term: DistanceTerm | None) -> Tensor | None:
     return None if term is None else term.gradient()
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """(heads, rows, n, k) times (heads, rows, k, m), in one call."""
-    return torch.bmm(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, a.shape[:2])
+def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """scale · (heads, rows, n, k) · (heads, rows, k, m), in one call."""
+    unread = a.new_empty(())  # what beta = 0 takes nothing of
+    product = torch.baddbmm(unread, a.flatten(0, 1), b.flatten(0, 1), beta=0, alpha=scale)
+    return product.unflatten(0, a.shape[:2])
 
 
 def _write(result: Tensor, out: Tensor) -> None:
@@ -200,17 +191,16 @@ def _later(scores: Tensor) -> Tensor:
     return torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(1)
 
 
-def _dropped(x: Tensor, keep: Tensor | None, p: float) -> Tensor:
-    return x if keep is None else dropouts.apply_mask(x, keep, p)
+def _zero_dropped(x: Tensor, keep: Tensor | None) -> Tensor:
+    return x if keep is None else dropouts.zero_dropped(x, keep)
 
 
-def _to_softmax_gradient(grad: Tensor, p: Tensor, dropped: Tensor) -> None:
-    """D ⊙ grad - p Σ D ⊙ grad, the gradient of what a softmax gave p for, in place.
+def _softmax_gradient(grad: Tensor, p: Tensor) -> Tensor:
+    """(grad - Σ p ⊙ grad) ⊙ p: the gradient of what a softmax gave p for, of p's gradient.
 
-    Args:
-        grad: of D, which is p after dropout; it becomes the gradient.
-        p: (…, n, m), rows that sum to 1.
-        dropped: D.
+    By what PyTorch's own softmax has for it, one operation instead of four; it is private.
     """
-    weighted = grad.mul_(dropped)
-    weighted.sub_(p * weighted.sum(dim=-1, keepdim=True))
+    if hasattr(torch, "_softmax_backward_data"):
+        return torch._softmax_backward_data(grad, p, -1, p.dtype)
+    weighted = grad * p
+    return weighted.sub_(p * weighted.sum(dim=-1, keepdim=True))

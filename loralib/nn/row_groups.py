@@ -1,11 +1,11 @@
-"""Rows of packed tokens for products by row: short rows in groups, padded; long ones alone.
+"""Rows of packed tokens for products by row: rows of about one length in groups, padded.
 
     a b c d e f g h i j k l                                   a b c . .     j k l . .
     rows of 3, 5 and 1 tokens, and of 40       --->           d e f g h
                                                               i . . . .
 
 A group's rows are multiplied by one call. A short row's calls take longer than its arithmetic, and
-than that of its padding.
+than that of its padding; long rows share a group where they have about the same length.
 """
 
 import functools
@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ONE_ROWS_CALLS = 20_000
-"""Attention's probabilities that take a CPU as long as the calls for one row: about 0.2 ms of
+ONE_GROUPS_CALLS = 20_000
+"""Attention's probabilities that take a CPU as long as the calls for one group: about 0.2 ms of
 calls, 10 ns a probability, forward and backward."""
 _LARGEST = 2**18
-"""Probabilities of a group, at most: a MiB in float32, which stays in a processor's cache from one
-operation to the next."""
+"""Probabilities of a group, at most, unless one row has more: a MiB in float32, which stays in a
+processor's cache from one operation to the next."""
 
 
 class GroupedTokens:
@@ -163,14 +163,26 @@ def group_rows(
 
 
 def _divide(lengths: Sequence[int], heads: int) -> list[list[int]]:
-    """Groups of rows: the long ones, each alone and in their order, then groups of short ones."""
-    sizes = [heads * length**2 for length in lengths]
-    long = [[row] for row, size in enumerate(sizes) if size >= ONE_ROWS_CALLS]
-    short: list[list[int]] = []
-    ascending = sorted(range(len(sizes)), key=sizes.__getitem__)
-    for row in ascending[: len(sizes) - len(long)]:
-        # The row is the longest of its group so far.
-        if not short or sizes[row] * (len(short[-1]) + 1) > _LARGEST:
-            short.append([])
-        short[-1].append(row)
-    return long + short
+    """The groups of rows that take the least time together, in the order of their first rows.
+
+    In the order of lengths, what groups cost is the sum of their calls and of their probabilities,
+    padding included; the best last group of the first rows is looked for among all that there are.
+    """
+    ascending = sorted(range(len(lengths)), key=lengths.__getitem__)
+    least = np.zeros(len(lengths) + 1)  # the cost of so many rows
+    begins = []  # the best last group's beginning, where a row is the last
+    for last, row in enumerate(ascending):
+        size = heads * lengths[row] ** 2
+        earliest = max(last + 1 - max(_LARGEST // size, 1), 0)
+        beginnings = np.arange(earliest, last + 1)
+        costs = least[beginnings] + (last + 1 - beginnings) * size
+        best = int(costs.argmin())
+        begins.append(earliest + best)
+        least[last + 1] = costs[best] + ONE_GROUPS_CALLS
+    groups = []
+    stop = len(ascending)
+    while stop:
+        begin = begins[stop - 1]
+        groups.append(sorted(ascending[begin:stop]))
+        stop = begin
+    return sorted(groups)

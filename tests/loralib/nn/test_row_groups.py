@@ -1,40 +1,80 @@
 """Rows in groups: which rows share one, that nothing is lost or mixed, that calls are few."""
 
-import math
+import itertools
+import random
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from loralib.nn import row_groups
 from loralib.nn.row_attention import attend_rows
-from loralib.nn.row_groups import _LARGEST, ONE_ROWS_CALLS, _divide, group_rows
+from loralib.nn.row_groups import _LARGEST, ONE_GROUPS_CALLS, _divide, group_rows
 
 HEADS = 12
-LONG = math.isqrt(ONE_ROWS_CALLS // HEADS) + 1  # tokens of the shortest row that stays alone
-MIXED = (5, LONG, 3, 1, 3 * LONG, 8, LONG - 1)
+MIXED = (5, 41, 3, 1, 123, 8, 40)
+TOO_LARGE = 200  # tokens of a row that has more probabilities than a group may have
 
 
-def test_long_rows_stay_alone_and_short_ones_share_groups():
-    alone, *shared = _divide([LONG + 1, LONG - 1], HEADS)
-    assert (alone, shared) == ([0], [[1]])
-    groups = _divide(MIXED, HEADS)
-    assert groups[:2] == [[1], [4]]
-    assert sorted(row for group in groups for row in group) == list(range(len(MIXED)))
+def probabilities(lengths, rows):
+    """Of a group, padding included."""
+    return HEADS * len(rows) * max(lengths[row] for row in rows) ** 2
+
+
+def cost(lengths, groups):
+    return sum(ONE_GROUPS_CALLS + probabilities(lengths, rows) for rows in groups)
+
+
+def all_divisions(ascending):
+    """Every way to cut a list into parts."""
+    places = range(1, len(ascending))
+    for count in range(len(ascending)):
+        for cuts in itertools.combinations(places, count):
+            ends = (0, *cuts, len(ascending))
+            yield [ascending[start:stop] for start, stop in itertools.pairwise(ends)]
+
+
+@pytest.mark.parametrize("longest", [30, 80, 300])
+@pytest.mark.parametrize("largest", [_LARGEST, 20_000])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_other_groups_cost_less(longest, largest, seed, monkeypatch):
+    monkeypatch.setattr(row_groups, "_LARGEST", largest)
+    draw = random.Random(seed)
+    lengths = [draw.randint(1, longest) for _ in range(9)]
+    groups = _divide(lengths, HEADS)
+    ascending = sorted(range(9), key=lengths.__getitem__)
+    allowed = [
+        division
+        for division in all_divisions(ascending)
+        if all(len(rows) == 1 or probabilities(lengths, rows) <= largest for rows in division)
+    ]
+    assert sorted(row for rows in groups for row in rows) == list(range(9))
+    assert cost(lengths, groups) == min(cost(lengths, division) for division in allowed)
+
+
+def test_rows_of_about_one_length_share_a_group():
+    assert _divide([100, 20, 100, 21], HEADS) == [[0, 2], [1, 3]]
+    assert _divide([TOO_LARGE, 20, TOO_LARGE, 21], HEADS) == [[0], [1, 3], [2]]
 
 
 def test_groups_are_small():
-    lengths = [LONG - 1, 2] * 100
+    lengths = [40, 2] * 100
     groups = _divide(lengths, HEADS)
-    sizes = [HEADS * len(rows) * max(lengths[row] for row in rows) ** 2 for rows in groups]
     assert 1 < len(groups) < 20
-    assert max(sizes) <= _LARGEST
+    assert max(probabilities(lengths, rows) for rows in groups) <= _LARGEST
     assert sorted(row for rows in groups for row in rows) == list(range(200))
+
+
+def test_rows_of_one_length_are_not_sorted_again():
+    keys, _ = group_rows((7,) * 5, HEADS, False, 1)
+    memory, _ = keys.empty(like=torch.randn(35, 24))
+    assert keys.pack(memory) is memory
 
 
 @pytest.mark.parametrize("step", [1, 16])
 @pytest.mark.parametrize("one_query", [False, True])
 @pytest.mark.parametrize(
-    "lengths", [MIXED, (4, 4, 4), (LONG, 2 * LONG), (7,), (1, 1), (32, 17), (16, 16, 7)]
+    "lengths", [MIXED, (4, 4, 4), (41, 82), (7,), (1, 1), (32, 17), (16, 16, 7)]
 )
 def test_what_is_read_is_packed_again(lengths, one_query, step):
     queries, keys = group_rows(lengths, HEADS, one_query, step)
@@ -66,12 +106,12 @@ class Calls(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function is torch.ops.aten.bmm.default
+        self.count += function is torch.ops.aten.baddbmm.default
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("length", "groups"), [(6, 1), (LONG, 16)])
-def test_short_rows_take_few_calls(length, groups):
+@pytest.mark.parametrize(("length", "groups"), [(6, 1), (40, 2), (TOO_LARGE, 16)])
+def test_rows_take_few_calls(length, groups):
     x = torch.randn(3, 16 * length, 24).requires_grad_()
     with Calls() as calls:
         attend_rows(*x, [length] * 16, HEADS, 0.1).sum().backward()
