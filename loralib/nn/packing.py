@@ -8,9 +8,8 @@ tokens one by one (projections, norms, feed-forward) is done here on the tokens 
     d e . .    pack
     f g h i   ----->   lengths 3, 2, 4
 
-Only attention looks at rows: on a GPU by a kernel that is told where they end; on a CPU long ones
-one at a time and short ones in groups, or, without gradients, all of them padded again where that
-is cheaper.
+Only attention looks at rows: on a GPU by a kernel that is told where they end; on a CPU in groups
+of about one length or, without gradients, one at a time or all padded again, whatever is cheaper.
 Where rows have adapters of their own, routing.py is told where their tokens are.
 """
 

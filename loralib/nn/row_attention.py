@@ -102,9 +102,16 @@ class _RowAttention(torch.autograd.Function):
         of_queries, of_keys = (_term(distances, keys.heads) for distances in (c2p, p2c))
         masks = _keep_masks(queries, keys, dropout_p)
         memory, outs = queries.empty(like=query)
-        read = [list(side.read(x)) for side, x in ((queries, query), (keys, key), (keys, value))]
         probabilities = []
-        for q, k, v, hidden, keep, out in zip(*read, keys.hidden(), masks, outs, strict=True):
+        for q, k, v, hidden, keep, out in zip(
+            queries.read(query),
+            keys.read(key),
+            keys.read(value),
+            keys.hidden(),
+            masks,
+            outs,
+            strict=True,
+        ):
             scores = _product(q, k.transpose(2, 3), scale)
             # Not in half precision, whose softmax takes PyTorch three times as long.
             scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -119,26 +126,30 @@ class _RowAttention(torch.autograd.Function):
             p = torch.softmax(scores, dim=-1).to(query.dtype)
             _write(_product(_zero_dropped(p, keep), v, dropouts.kept_scale(dropout_p)), out)
             probabilities.append(p)
-        of_groups = (*read, probabilities, masks)
-        ctx.save_for_backward(c2p, p2c, *(x for each in of_groups for x in each))
+        ctx.save_for_backward(query, key, value, c2p, p2c, *probabilities, *masks)
         return queries.pack(memory)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        c2p, p2c, *of_groups = ctx.saved_tensors
+        query, key, value, c2p, p2c, *kept = ctx.saved_tensors  # P, then masks
         queries, keys, kept_scale = ctx.queries, ctx.keys, dropouts.kept_scale(ctx.dropout_p)
         of_queries = _term(c2p, keys.heads, ctx.needs_input_grad[3])
         of_keys = _term(p2c, keys.heads, ctx.needs_input_grad[4])
         sides = queries, keys, keys
         memories, grads = zip(*(side.empty(like=grad) for side in sides), strict=True)
-        count = len(keys.shapes)
-        read = (of_groups[start : start + count] for start in range(0, 5 * count, count))
         for q, k, v, p, keep, g, grad_q, grad_k, grad_v in zip(
-            *read, queries.clear_padding(queries.read(grad)), *grads, strict=True
+            queries.read(query),
+            keys.read(key),
+            keys.read(value),
+            kept[: len(kept) // 2],
+            kept[len(kept) // 2 :],
+            queries.clear_padding(queries.read(grad)),
+            *grads,
+            strict=True,
         ):
-            kept = _zero_dropped(p, keep)
-            _write(_product(kept.transpose(2, 3), g, kept_scale), grad_v)
+            of_kept = _zero_dropped(p, keep).transpose(2, 3)
+            _write(_product(of_kept, g, kept_scale), grad_v)
             grad_p = _zero_dropped(_product(g, v.transpose(2, 3), kept_scale), keep)
             grad_s = _softmax_gradient(grad_p, p)
             from_k = _product(grad_s, k, ctx.scale)
@@ -164,7 +175,7 @@ def _gradient(term: DistanceTerm | None) -> Tensor | None:
 
 def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
     """scale · (heads, rows, n, k) · (heads, rows, k, m), in one call."""
-    unread = a.new_empty(())  # what beta = 0 takes nothing of
+    unread = a.new_empty(())  # since beta is 0
     product = torch.baddbmm(unread, a.flatten(0, 1), b.flatten(0, 1), beta=0, alpha=scale)
     return product.unflatten(0, a.shape[:2])
 
@@ -196,10 +207,11 @@ def _zero_dropped(x: Tensor, keep: Tensor | None) -> Tensor:
 
 
 def _softmax_gradient(grad: Tensor, p: Tensor) -> Tensor:
-    """(grad - Σ p ⊙ grad) ⊙ p: the gradient of what a softmax gave p for, of p's gradient.
+    """The gradient of a softmax's input, given its output p and p's gradient: p (grad - Σ p grad).
 
     By what PyTorch's own softmax has for it, one operation instead of four; it is private.
     """
+    grad = grad.to(p.dtype)  # autocast may have made the product that it comes from
     if hasattr(torch, "_softmax_backward_data"):
         return torch._softmax_backward_data(grad, p, -1, p.dtype)
     weighted = grad * p

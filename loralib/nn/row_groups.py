@@ -163,14 +163,15 @@ def group_rows(
 
 
 def _divide(lengths: Sequence[int], heads: int) -> list[list[int]]:
-    """The groups of rows that take the least time together, in the order of their first rows.
+    """The groups of rows with the least calls and probabilities, in the order of their first rows.
 
-    In the order of lengths, what groups cost is the sum of their calls and of their probabilities,
-    padding included; the best last group of the first rows is looked for among all that there are.
+    Rows are sorted by length, so that each group is a run of them. For the first 1, 2, 3, … rows in
+    turn, the best last group is looked for among all that `_LARGEST` allows; the groups before it
+    are known by then.
     """
     ascending = sorted(range(len(lengths)), key=lengths.__getitem__)
-    least = np.zeros(len(lengths) + 1)  # the cost of so many rows
-    begins = []  # the best last group's beginning, where a row is the last
+    least = np.zeros(len(lengths) + 1)  # what the first rows cost, by how many they are
+    begins = []  # where the last group of the first rows begins, by its last row
     for last, row in enumerate(ascending):
         size = heads * lengths[row] ** 2
         earliest = max(last + 1 - max(_LARGEST // size, 1), 0)

@@ -1,24 +1,48 @@
-"""Attention's own gradient of a softmax, with and without PyTorch's private operation for it."""
+"""Attention in training: its gradient of a softmax; calls under autocast; nothing to attend to."""
 
 import pytest
 import torch
 from compare import assert_close_to_rounding
 
-from loralib.nn.row_attention import _softmax_gradient
+from loralib.nn.row_attention import _softmax_gradient, attend_rows
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("is_private", [True, False])
 def test_softmax_gradient(is_private, dtype, monkeypatch):
     if not is_private:
-        monkeypatch.delattr(torch, "_softmax_backward_data")
-    scores = torch.randn(2, 3, 4, 7, dtype=torch.float64).requires_grad_()
-    scores.data[..., -1] = float("-inf")  # padding
-    p = torch.softmax(scores, dim=-1)
-    rounded = p.detach().to(dtype)
+        monkeypatch.delattr(torch, "_softmax_backward_data", raising=False)
+    scores = torch.randn(2, 3, 4, 7, dtype=torch.float64)
+    scores[..., -1] = float("-inf")  # padding
+    p = torch.softmax(scores, dim=-1).to(dtype)
     grad = torch.randn(p.shape).to(dtype)
-    p.backward(grad.double())
-    found = _softmax_gradient(grad, rounded)
+    exact, wide = p.double(), grad.double()
+    expected = exact * (wide - (exact * wide).sum(dim=-1, keepdim=True))
+    found = _softmax_gradient(grad, p)
     assert found.dtype == dtype
-    assert_close_to_rounding(found.double(), scores.grad, 8, dtype)
+    # p grad, their sum, and p times that.
+    assert_close_to_rounding(found.double(), expected, 7, dtype)
     assert not found[..., -1].any()
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_autocast_may_be_on_in_either_pass(dropout_p):
+    """Products of float32 are then made in half precision."""
+    leaves = [t.requires_grad_() for t in torch.randn(3, 15, 24).unbind()]
+    grads = []
+    for forward, backward in ((False, False), (True, False), (False, True), (True, True)):
+        torch.manual_seed(0)
+        with torch.autocast("cpu", torch.bfloat16, enabled=forward):
+            out = attend_rows(*leaves, (5, 7, 3), 3, dropout_p)
+        with torch.autocast("cpu", torch.bfloat16, enabled=backward):
+            grads.append(torch.autograd.grad(out.sum(), leaves))
+    for other in grads[1:]:
+        for grad, exact in zip(other, grads[0], strict=True):
+            assert grad.dtype == torch.float32
+            torch.testing.assert_close(grad, exact, rtol=0.1, atol=0.1)
+
+
+def test_no_rows():
+    leaves = [t.requires_grad_() for t in torch.randn(3, 0, 24).unbind()]
+    attend_rows(*leaves, (), 3, 0.1).sum().backward()
+    assert all(leaf.grad.shape == (0, 24) for leaf in leaves)
