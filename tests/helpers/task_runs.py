@@ -53,10 +53,10 @@ def choice_rows(chance: random.Random, count: int, endings: int = 3) -> list[dic
     for _ in range(count):
         label = chance.randrange(endings)
         texts = [
-            " ".join([*chance.choices(PLAIN, k=2), chance.choice(words)])
+            " ".join([chance.choice(PLAIN), chance.choice(words)])
             for words in (ANIMALS if n == label else PLACES for n in range(endings))
         ]
-        row = {"sent1": " ".join(chance.choices(PLAIN, k=4)), "sent2": "this is"}
+        row = {"sent1": " ".join(chance.choices(PLAIN, k=2)), "sent2": "this is"}
         row |= {f"ending{n}": text for n, text in enumerate(texts)}
         rows.append({**row, "label": label})
     return rows
