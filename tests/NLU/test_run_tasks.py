@@ -25,7 +25,7 @@ CASES = [
 ]
 # What says that the task was learned, and how far at least: chance is a third of the way.
 SCORES = {"ner": ("eval_f1", 0.75), "qa": ("eval_f1", 75.0), "swag": ("eval_accuracy", 0.75)}
-# Long and slowly enough that every seed learns it: other processors draw and round otherwise.
+# Long and slowly enough for each of eight seeds: other processors draw and round otherwise.
 LEARNING = {
     "ner": "--num_train_epochs 20",
     "qa": "--num_train_epochs 12",
