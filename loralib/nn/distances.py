@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _BLOCK = 64  # tokens; blocks of 48 to 128 take about as long
@@ -24,11 +25,12 @@ _BLOCK = 64  # tokens; blocks of 48 to 128 take about as long
 def skew(scores: Tensor, columns: int) -> Tensor:
     """(…, n, n + columns - 1) -> (…, n, columns): out[…, i, j] = scores[…, i, n - 1 - i + j].
 
-    A view of `scores`, or of a copy that is contiguous.
+    A view of `scores`, or of a copy that is contiguous. Where `scores` are wider, what is on their
+    right is not read.
     """
     n, width = scores.shape[-2:]
     if n == 1:
-        return scores
+        return scores[..., :columns]
     scores = scores.contiguous()
     # The same; the compiler knows nothing of storages, and a traced graph of no other sizes.
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
@@ -48,12 +50,17 @@ class DistanceTerm:
         distances: (2 · length - 1, hidden), of the distances other - token from 1 - length to
             length - 1; on a CPU.
         heads: number of heads; divides hidden.
+        step: rows are padded to a multiple of so many tokens. Numbers of distances are multiples of
+            it, too: one more is multiplied than can occur.
         is_trained: whether `distances` need a gradient.
     """
 
-    def __init__(self, distances: Tensor, heads: int, is_trained: bool):
-        self._by_head = distances.unflatten(1, (heads, -1))
-        self._zero = len(distances) // 2
+    def __init__(self, distances: Tensor, heads: int, step: int, is_trained: bool):
+        length = len(distances) // 2 + 1
+        self._step, self._fill, self._given = step, -length % step, len(distances)
+        padded = F.pad(distances, (0, 0, self._fill, self._fill + 1))
+        self._by_head = padded.unflatten(1, (heads, -1))
+        self._zero = length - 1 + self._fill
         # Many rows add to it, so in half precision it is summed in float32.
         sums = torch.promote_types(distances.dtype, torch.float32)
         self._gradient = torch.zeros_like(self._vectors, dtype=sums) if is_trained else None
@@ -106,14 +113,19 @@ class DistanceTerm:
         """The gradient of the distances, in their shape and dtype; None if they need none."""
         if self._gradient is None:
             return None
-        return self._gradient.transpose(0, 1).flatten(1).to(self._by_head.dtype)
+        given = slice(self._fill, self._fill + self._given)
+        return self._gradient[:, given].transpose(0, 1).flatten(1).to(self._by_head.dtype)
 
     def _blocks(self, n: int, others: int) -> Iterator[tuple[slice, slice]]:
         """Parts of a row's n tokens, each with the distances from its tokens to the others.
 
         n tokens have n - 1 more distances than there are others, which is a waste in long rows.
         """
-        zero, size = self._zero, math.ceil(n / math.ceil(n / _BLOCK))
+        zero, size = self._zero, _round_up(math.ceil(n / math.ceil(n / _BLOCK)), self._step)
         for start in range(0, n, size):
             stop = min(start + size, n)
-            yield slice(start, stop), slice(zero - stop + 1, zero + others - start)
+            yield slice(start, stop), slice(zero - stop + 1, zero + others - start + 1)
+
+
+def _round_up(count: int, step: int) -> int:
+    return -(-count // step) * step

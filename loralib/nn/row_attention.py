@@ -71,9 +71,7 @@ def attend_rows(
     Returns:
         The same shape as `query`.
     """
-    # Distances have sizes of their own.
-    is_filled = query.dtype in (torch.bfloat16, torch.float16) and c2p is None and p2c is None
-    step = _STEP if is_filled else 1
+    step = _STEP if query.dtype in (torch.bfloat16, torch.float16) else 1
     one_query = len(query) != len(key)
     queries, keys = group_rows(tuple(lengths), heads, one_query, step)
     scale = (query.shape[1] // heads) ** -0.5 if scale is None else scale
@@ -99,7 +97,7 @@ class _RowAttention(torch.autograd.Function):
         causal: bool,
     ) -> Tensor:
         ctx.queries, ctx.keys, ctx.dropout_p, ctx.scale = queries, keys, dropout_p, scale
-        of_queries, of_keys = (_term(distances, keys.heads) for distances in (c2p, p2c))
+        of_queries, of_keys = (_term(distances, keys) for distances in (c2p, p2c))
         masks = _keep_masks(queries, keys, dropout_p)
         memory, outs = queries.empty(like=query)
         probabilities = []
@@ -134,8 +132,8 @@ class _RowAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, c2p, p2c, *kept = ctx.saved_tensors  # P, then masks
         queries, keys, kept_scale = ctx.queries, ctx.keys, dropouts.kept_scale(ctx.dropout_p)
-        of_queries = _term(c2p, keys.heads, ctx.needs_input_grad[3])
-        of_keys = _term(p2c, keys.heads, ctx.needs_input_grad[4])
+        of_queries = _term(c2p, keys, ctx.needs_input_grad[3])
+        of_keys = _term(p2c, keys, ctx.needs_input_grad[4])
         sides = queries, keys, keys
         memories, grads = zip(*(side.empty(like=grad) for side in sides), strict=True)
         for q, k, v, p, keep, g, grad_q, grad_k, grad_v in zip(
@@ -165,8 +163,10 @@ class _RowAttention(torch.autograd.Function):
         return *of_tokens, *of_distances, None, None, None, None, None
 
 
-def _term(distances: Tensor | None, heads: int, is_trained: bool = False) -> DistanceTerm | None:
-    return None if distances is None else DistanceTerm(distances, heads, is_trained)
+def _term(
+    distances: Tensor | None, keys: GroupedTokens, is_trained: bool = False
+) -> DistanceTerm | None:
+    return None if distances is None else DistanceTerm(distances, keys.heads, keys.step, is_trained)
 
 
 def _gradient(term: DistanceTerm | None) -> Tensor | None:

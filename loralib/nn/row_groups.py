@@ -40,7 +40,7 @@ class GroupedTokens:
     def __init__(
         self, lengths: Sequence[int], groups: Sequence[Sequence[int]], heads: int, step: int
     ):
-        self.heads = heads
+        self.heads, self.step = heads, step
         firsts = np.cumsum([0, *lengths[:-1]])
         self._groups: list[_Group] = []
         self._slots = np.empty(sum(lengths), dtype=np.int64)

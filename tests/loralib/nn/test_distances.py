@@ -4,6 +4,7 @@ import pytest
 import torch
 from compare import assert_close_to_rounding
 from row_masks import masks_by_row
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from loralib.nn.distances import skew
 from loralib.nn.row_attention import attend_rows
@@ -22,6 +23,8 @@ def test_skew():
     skewed = skew(scores, 4)
     assert skewed[1].tolist() == [[20, 21, 22, 23], [25, 26, 27, 28], [30, 31, 32, 33]]
     assert torch.equal(skew(scores.transpose(0, 1)[1:], 5)[1, 1], scores[1, 2, :5])
+    assert torch.equal(skew(scores, 3), skewed[..., :3])
+    assert torch.equal(skew(scores[:, :1], 3), scores[:, :1, :3])
 
 
 def literal(query, key, value, keep=None, c2p=None, p2c=None):
@@ -117,6 +120,38 @@ def test_half_precision_is_the_formula_but_for_rounding(one_query, dtype):
     for name, tensor in theirs.items():
         assert ours[name].dtype == dtype
         assert_close_to_rounding(ours[name].double(), tensor, 8, dtype)
+
+
+class _ProductSizes(TorchDispatchMode):
+    """Notes the sizes of all batched products, without their batches'."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default):
+            first, second = args[-2:]
+            self.sizes |= {*first.shape[1:], *second.shape[1:]}
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("one_query", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_in_half_precision_products_have_sizes_that_recur(dtype, one_query):
+    """oneDNN compiles a kernel for each."""
+    lengths, length, heads, hidden = (70, 5, 131, 33, 17), 131, 2, 32
+    queries = len(lengths) if one_query else sum(lengths)
+    counts = (queries, sum(lengths), sum(lengths), 2 * length - 1, 2 * length - 1)
+    leaves = [torch.randn(count, hidden).to(dtype).requires_grad_() for count in counts]
+    query, key, value, c2p, p2c = leaves
+    with _ProductSizes() as noted:
+        out = attend_rows(query, key, value, lengths, heads, 0.1, c2p=c2p, p2c=p2c)
+        out.sum().backward()
+    assert len(noted.sizes) > 3
+    recur = all(size % 16 == 0 for size in noted.sizes)
+    assert recur == (dtype != torch.float32)
+    assert [leaf.grad.shape for leaf in leaves] == [leaf.shape for leaf in leaves]
 
 
 def test_frozen_distances_have_no_gradient():
