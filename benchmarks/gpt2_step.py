@@ -14,7 +14,7 @@ import sys
 import contest
 from gpt2_e2e import GPT2_SMALL, QUICK, ROWS, Row, count_rows, draw_batches
 from steps import (
-    WARMUP,
+    WARMUP_IN_HALF,
     Contestant,
     baselines,
     columns,
@@ -52,7 +52,7 @@ def measure(args: argparse.Namespace) -> contest.Measurement:
     shape = QUICK if args.quick else GPT2_SMALL
 
     def plan_of(contestant: Contestant, number: int) -> dict:
-        batches = draw_batches(rows, WARMUP + args.steps, seed=number)
+        batches = draw_batches(rows, WARMUP_IN_HALF + args.steps, seed=number)
         return {"shape": shape} | take_batches(contestant, batches, args.steps)
 
     table = columns(

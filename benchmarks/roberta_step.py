@@ -16,7 +16,7 @@ from collections.abc import Callable
 import contest
 from rte_lengths import QUANTILES, count_tokens, draw_batches
 from steps import (
-    WARMUP,
+    WARMUP_IN_HALF,
     Contestant,
     baselines,
     columns,
@@ -100,7 +100,7 @@ def measure_shape(
     lengths = count_tokens(args.data_dir, args.vocab) if args.data_dir else QUANTILES
 
     def plan_of(contestant: Contestant, number: int) -> dict:
-        batches = draw_batches(lengths, WARMUP + args.steps, seed=number)
+        batches = draw_batches(lengths, WARMUP_IN_HALF + args.steps, seed=number)
         settings = {"shape": shape, "rank": 8, "alpha": 16}
         return settings | take_batches(contestant, batches, args.steps)
 

@@ -7,6 +7,9 @@ from typing import Any
 import contest
 
 WARMUP, WARMUP_PADDED = 2, 1
+# In half precision, oneDNN compiles a kernel for each size of product that it meets, most of them in
+# a run's first steps, and an eighth of such a step's time may go into that.
+WARMUP_IN_HALF = 10
 LONGEST = 512
 
 
@@ -53,20 +56,23 @@ def contestants(device: str) -> list[Contestant]:
 
 
 def take_batches(contestant: Contestant, batches: list, steps: int) -> dict:
-    """The plan's warm-up and batches.
+    """The plan's warm-up and batches; the timed ones are all contestants' alike.
 
     Padded to the longest, steps take ten times as long and more: a third of them has to do, the
     first ones of the others, and less warm-up.
 
     Args:
         contestant: who.
-        batches: WARMUP more than there are steps.
+        batches: WARMUP_IN_HALF more than there are steps.
         steps: timed ones.
     """
-    if not contestant.pad_to:
-        return {"warmup": WARMUP, "batches": batches}
-    first, end = WARMUP - WARMUP_PADDED, WARMUP - (-steps // 3)
-    return {"warmup": WARMUP_PADDED, "batches": batches[first:end]}
+    warmup = WARMUP if contestant.dtype == "float32" else WARMUP_IN_HALF
+    if contestant.pad_to:
+        warmup, steps = WARMUP_PADDED, -(-steps // 3)
+    return {
+        "warmup": warmup,
+        "batches": batches[WARMUP_IN_HALF - warmup : WARMUP_IN_HALF + steps],
+    }
 
 
 def layer_products(rows: int, hidden: int, inner: int, fused: bool = False) -> contest.Products:
