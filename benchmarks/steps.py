@@ -7,8 +7,8 @@ from typing import Any
 import contest
 
 WARMUP, WARMUP_PADDED = 2, 1
-# In half precision, oneDNN compiles a kernel for each size of product that it meets, most of them in
-# a run's first steps, and an eighth of such a step's time may go into that.
+# In half precision, oneDNN compiles a kernel for each size of product that it meets: most of them
+# in a run's first steps, of whose time an eighth may go into that.
 WARMUP_IN_HALF = 10
 LONGEST = 512
 
