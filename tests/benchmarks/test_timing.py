@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import resource
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,6 +47,28 @@ def test_a_gpu_s_peak_is_that_of_the_timed_steps(worker, monkeypatch, tmp_path):
     result = json.loads((tmp_path / "result").read_text())
     assert len(result["seconds"]) == 2
     assert result["peak_bytes"] == 10 + 30
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone can forget a process's peak")
+def test_a_process_s_peak_is_that_of_the_timed_steps(worker, monkeypatch, tmp_path):
+    """Making the model takes 400 MiB, warming up 300, and a timed step 100."""
+
+    def take(mebibytes):
+        torch.ones(mebibytes << 18)
+
+    def make_step(plan):
+        take(400)
+        return lambda batch: take(batch["size"]) or torch.zeros(())
+
+    plan = {"device": "cpu", "threads": None, "seed": 0, "warmup": 1, "batches": [300, 100]}
+    (tmp_path / "plan").write_text(json.dumps(plan))
+    files = [str(tmp_path / name) for name in ("plan", "result")]
+    monkeypatch.setattr(sys, "argv", ["worker", *files])
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    worker("timing").run(make_step, lambda plan, index, size: {"size": size}, {})
+    result = json.loads((tmp_path / "result").read_text())
+    added = result["peak_bytes"] - pages * resource.getpagesize()
+    assert 90 < added / 2**20 < 200
 
 
 def test_frozen_weights_come_to_a_gpu_in_half(worker):
