@@ -8,7 +8,7 @@ import contest
 
 WARMUP, WARMUP_PADDED = 2, 1
 # In half precision, oneDNN compiles a kernel for each size of product that it meets: most of them
-# in a run's first steps, of whose time an eighth may go into that.
+# in a run's first ten steps, up to an eighth of whose time goes into that (GPT-2, with AMX).
 WARMUP_IN_HALF = 10
 LONGEST = 512
 
