@@ -56,14 +56,14 @@ def test_speeds_are_read_from_their_sections():
     ("removed", "message"),
     [
         ("## Beam search of GPT-2 small\n", "the section 'Beam search of GPT-2 small'"),
-        ("| PEFT | float32", "A LoRA step of RoBERTa-base: no row of 'PEFT' in float32"),
-        ("On 2 cores of an AMD EPYC", "A LoRA step of RoBERTa-base: the machine"),
-        ("22 November 2026", "A LoRA step of RoBERTa-base: a day"),
+        (r"\| PEFT \| float32", "A LoRA step of RoBERTa-base: no row of 'PEFT' in float32"),
+        (r"On \d+ cores of", "A LoRA step of RoBERTa-base: the machine"),
+        (r"\d{1,2} [A-Z][a-z]+ \d{4}", "A LoRA step of RoBERTa-base: a day"),
     ],
 )
 def test_what_the_tables_lack_is_named(removed, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        speed.read_speeds(PAGE.replace(removed, ""))
+        speed.read_speeds(re.sub(removed, "", PAGE))
 
 
 def test_a_bar_is_as_long_as_its_ratio():
