@@ -304,8 +304,9 @@ class GPT2Model(nn.Module):
         return self.ln_f(x)
 
 
-# Logits are as wide as the vocabulary, so a loss computes them for this many targets at a time.
-# 128 targets of GPT-2's vocabulary take 25 MB, which the C library still reuses without returning.
+# Logits are as wide as the vocabulary, so a loss computes them for this many targets at a time in
+# float32, and for twice as many in half precision. With GPT-2's vocabulary they take 25 MB, which
+# the C library still reuses without returning.
 _TARGETS_AT_ONCE = 128
 # On a GPU, that many keep it busy. With GPT-2's vocabulary they take 0.62 GB in half precision (an
 # entry's logit, and the same in float32, are 6 bytes), and 0.41 GB in float32.
@@ -315,12 +316,17 @@ _TARGETS_AT_ONCE_ON_GPU = 2048
 _TARGETS_IN_CACHE = 8
 
 
+def _targets_at_once(dtype: torch.dtype) -> int:
+    """How many targets' logits a loss computes at a time on a CPU."""
+    return max(1, _TARGETS_AT_ONCE * torch.float32.itemsize // dtype.itemsize)
+
+
 class GPT2LMHead(nn.Module):
     """Hidden states -> logits, with the token embedding's weight."""
 
     # For loralib.nn.products: what `head_loss` multiplies.
     bias = None
-    rows_at_once = _TARGETS_AT_ONCE
+    rows_at_once = staticmethod(_targets_at_once)
 
     def __init__(self, wte: nn.Embedding):
         super().__init__()
@@ -483,7 +489,7 @@ class _HeadLoss(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         total = hidden.new_zeros((), dtype=torch.float32)
         on_cpu = hidden.device.type == "cpu"
-        at_once = _TARGETS_AT_ONCE if on_cpu else _TARGETS_AT_ONCE_ON_GPU
+        at_once = _targets_at_once(hidden.dtype) if on_cpu else _TARGETS_AT_ONCE_ON_GPU
         for part in _parts(len(hidden), at_once):
             logits = product(hidden[part], weight)
             given = logits, targets[part, None], mask[part, None].float()

@@ -121,8 +121,8 @@ class _FrozenLinear(torch.autograd.Function):
 # every batch has a number of its own. Below, F.linear computes, whatever was measured with more
 # rows: a 768 x 768 weight has a choice from 456 rows on.
 _LARGE = 2**28
-# Products of fewer rows are measured by themselves. Beam search, which has them, keeps the number
-# of its rows for many steps.
+# Products of so few rows, or fewer, are measured by themselves. Beam search, which has them, keeps
+# the number of its rows for many steps.
 _FEW = 256
 _LARGE_OF_FEW = 2**24
 
@@ -160,7 +160,7 @@ def _has_ways(x: Tensor, weight: Tensor) -> bool:
         x.device.type == "cpu"
         and x.dtype in (torch.float32, torch.bfloat16)
         and x.is_contiguous()
-        and len(x) * weight.numel() >= (_LARGE_OF_FEW if len(x) < _FEW else _LARGE)
+        and len(x) * weight.numel() >= (_LARGE_OF_FEW if len(x) <= _FEW else _LARGE)
         and not torch.is_grad_enabled()
         and bool(torch.backends.mkldnn.enabled)
     )
@@ -280,6 +280,9 @@ MANY_ROWS = 1024
 _ROUNDS = 5
 # How much of the best time so far a way may take to be preferred, for what it costs otherwise.
 _WORTH = {"onednn": 0.97, "blocks": 0.95, "packed": 0.85}
+# A copy costs a weight that is multiplied with some of a batch's rows, such as a head with targets
+# alone, as much memory as another, and saves less of a step.
+_WORTH_OF_SOME_ROWS = {**_WORTH, "packed": 0.65}
 
 _chosen: dict[str, str] = {}
 
@@ -337,12 +340,13 @@ class FrozenWeight(NamedTuple):
     Args:
         matrix: (out, in), a parameter or a view of one ("packed" is for no other).
         bias: of its layer.
-        rows_at_once: the most rows that it is multiplied with at once, where its layer says so.
+        rows_at_once: the most rows of a dtype that it is multiplied with at once, where its layer
+            says so.
     """
 
     matrix: Tensor
     bias: Tensor | None = None
-    rows_at_once: int | None = None
+    rows_at_once: Callable[[torch.dtype], int] | None = None
 
 
 @torch.no_grad()
@@ -368,7 +372,8 @@ def measure(
     generator = torch.Generator().manual_seed(0)
     ways: dict[str, str] = {}
     for weight, bias, rows_at_once in weights:
-        count = min(rows, rows_at_once or rows)
+        count = min(rows, rows_at_once(dtype)) if rows_at_once else rows
+        worth = _WORTH_OF_SOME_ROWS if count < rows else _WORTH
         for matrix, added in (
             ((weight, bias), (weight.t(), None)) if backward else ((weight, bias),)
         ):
@@ -382,7 +387,7 @@ def measure(
             if key not in ways:
                 x = torch.rand(x.shape, generator=generator).to(dtype)
                 own = None if added is None else added.to(dtype)
-                ways[key] = _fastest(x, matrix.to(dtype), own)
+                ways[key] = _fastest(x, matrix.to(dtype), own, worth)
     return ways
 
 
@@ -406,12 +411,14 @@ def _key(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
     """A kind of product, such as ``bfloat16 768 -> 3072 + bias``."""
     out, inputs = weight.shape
     ending = ("" if bias is None else " + bias") + ("" if weight.is_contiguous() else " transposed")
-    ending += ", few rows" if len(x) < _FEW else ""
+    ending += ", few rows" if len(x) <= _FEW else ""
     return f"{str(x.dtype).removeprefix('torch.')} {inputs} -> {out}{ending}"
 
 
-def _fastest(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
+def _fastest(x: Tensor, weight: Tensor, bias: Tensor | None, worth: Mapping[str, float]) -> str:
     """The way with the least median time, as a share of the plain one's in the same round.
+
+    What a way costs otherwise counts as `worth` says: at most that share of the best so far.
 
     A processor that others use as well may run at a third of its speed for a tenth of a second:
     only times that were taken together can be compared.
@@ -425,7 +432,7 @@ def _fastest(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
     best, least = "plain", 1.0
     for way in sorted(ways[1:], key=list(_WAYS).index):
         share = statistics.median(seconds[way] / seconds["plain"] for seconds in rounds)
-        if share < _WORTH[way] * least:
+        if share < worth[way] * least:
             best, least = way, share
     owner = _owner(weight)
     if owner is not None and best != "packed":

@@ -67,7 +67,7 @@ def frozen_weights(model: nn.Module) -> list[FrozenWeight]:
     """The frozen matrices that a model multiplies with by loralib/nn/products.py.
 
     A layer that does has one as `matrix`, (out, in), with a `bias`; one that multiplies a few rows
-    at a time, however many there are, has their number as `rows_at_once`.
+    at a time, however many there are, has `rows_at_once`, which tells their number for a dtype.
     """
     found = []
     for layer in model.modules():

@@ -228,11 +228,25 @@ def test_the_fastest_is_chosen(monkeypatch, no_choices):
     assert products.measure(weights, torch.float32, ways) == expected, "what is known stays"
 
 
+@pytest.mark.parametrize(("share", "expected"), [(0.8, "onednn"), (0.6, "packed")])
+def test_a_copy_for_some_of_the_rows_has_to_save_more(monkeypatch, no_choices, share, expected):
+    times = {"plain": 3.0, "onednn": 2.0, "blocks": 3.0, "packed": 2 * share}
+    ways = {way: name for name, way in products._WAYS.items()}
+    monkeypatch.setattr(products, "_seconds", lambda way, *_: times[ways[way]])
+    weight = products.Linear(1024, 832).requires_grad_(False).weight
+    for_some = products.FrozenWeight(weight, rows_at_once=lambda dtype: 256)
+    found = products.measure([for_some], torch.float32, {}, backward=False)
+    assert found == {"float32 1024 -> 832, few rows": expected}
+    # A search has no more rows anywhere: there the copy is worth as much as any other.
+    found = products.measure([for_some], torch.float32, {}, rows=256, backward=False)
+    assert found == {"float32 1024 -> 832, few rows": "packed"}
+
+
 def test_few_rows_have_a_choice_of_their_own(monkeypatch, no_choices):
     asked = []
     monkeypatch.setattr(products, "_fastest", lambda x, *_: asked.append(len(x)) or "blocks")
     weight = products.FrozenWeight(torch.randn(832, 1024))
-    weights = [weight, weight._replace(rows_at_once=100)]
+    weights = [weight, weight._replace(rows_at_once=lambda dtype: 400 // dtype.itemsize)]
     ways = products.measure(weights, torch.float32, {}, backward=False)
     assert asked == [products.MANY_ROWS, 100]
     few, many = "float32 1024 -> 832, few rows", "float32 1024 -> 832"

@@ -31,7 +31,7 @@ def measured(monkeypatch):
     """The products that are measured, by key; "plain" is the fastest."""
     asked = []
     monkeypatch.setattr(
-        products, "_fastest", lambda *given: asked.append(products._key(*given)) or "plain"
+        products, "_fastest", lambda *given: asked.append(products._key(*given[:3])) or "plain"
     )
     return asked
 
