@@ -305,8 +305,8 @@ class GPT2Model(nn.Module):
 
 
 # Logits are as wide as the vocabulary, so a loss computes them for this many targets at a time in
-# float32, and for twice as many in half precision. With GPT-2's vocabulary they take 25 MB, which
-# the C library still reuses without returning.
+# float32, and in other dtypes for as many as take the same memory. With GPT-2's vocabulary this is
+# 25 MB, which the C library still reuses without returning.
 _TARGETS_AT_ONCE = 128
 # On a GPU, that many keep it busy. With GPT-2's vocabulary they take 0.62 GB in half precision (an
 # entry's logit, and the same in float32, are 6 bytes), and 0.41 GB in float32.
@@ -318,7 +318,7 @@ _TARGETS_IN_CACHE = 8
 
 def _targets_at_once(dtype: torch.dtype) -> int:
     """How many targets' logits a loss computes at a time on a CPU."""
-    return max(1, _TARGETS_AT_ONCE * torch.float32.itemsize // dtype.itemsize)
+    return _TARGETS_AT_ONCE * torch.float32.itemsize // dtype.itemsize
 
 
 class GPT2LMHead(nn.Module):
@@ -489,7 +489,9 @@ class _HeadLoss(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         total = hidden.new_zeros((), dtype=torch.float32)
         on_cpu = hidden.device.type == "cpu"
-        at_once = _targets_at_once(hidden.dtype) if on_cpu else _TARGETS_AT_ONCE_ON_GPU
+        # The weight's gradient takes the logits' in float32.
+        widest = torch.float32 if need_weight else hidden.dtype
+        at_once = _targets_at_once(widest) if on_cpu else _TARGETS_AT_ONCE_ON_GPU
         for part in _parts(len(hidden), at_once):
             logits = product(hidden[part], weight)
             given = logits, targets[part, None], mask[part, None].float()

@@ -1,8 +1,9 @@
 """One switch for what is done for speed alone on a CPU: plain, PyTorch's own operations compute.
 
-These are the products with frozen weights, attention, and dropout. Without dropout, results differ
-in rounding; with it, PyTorch draws other numbers. The switch is for comparing, and for finding out
-whether a fault lies here; it is the environment variable ``LORALIB_PLAIN=1``, or `plain`.
+These are the products with frozen weights, attention, and dropout; and no batch is filled up to
+sizes that recur. Without dropout, results differ in rounding; with it, PyTorch draws other numbers.
+The switch is for comparing, and for finding out whether a fault lies here; it is the environment
+variable ``LORALIB_PLAIN=1``, or `plain`.
 """
 
 import os

@@ -117,12 +117,12 @@ class _FrozenLinear(torch.autograd.Function):
 # ---- products outside of autograd ----
 
 # Multiplications from which on it pays. For a number of rows that is new, oneDNN makes a kernel
-# first, which takes about a millisecond in float32 and more in bfloat16, and in training nearly
-# every batch has a number of its own. Below, F.linear computes, whatever was measured with more
+# first, which takes about a millisecond in float32 and more in bfloat16; filling.py has few such
+# numbers, but every new one costs that. Below, F.linear computes, whatever was measured with more
 # rows: a 768 x 768 weight has a choice from 456 rows on.
 _LARGE = 2**28
-# Products of so few rows, or fewer, are measured by themselves. Beam search, which has them, keeps
-# the number of its rows for many steps.
+# Products of so few rows, or fewer, are measured by themselves. Beam search has them, and keeps the
+# number of its rows for many steps; a head has them, which sees some of a batch's rows at a time.
 _FEW = 256
 _LARGE_OF_FEW = 2**24
 
@@ -280,9 +280,9 @@ MANY_ROWS = 1024
 _ROUNDS = 5
 # How much of the best time so far a way may take to be preferred, for what it costs otherwise.
 _WORTH = {"onednn": 0.97, "blocks": 0.95, "packed": 0.85}
-# A copy costs a weight that is multiplied with some of a batch's rows, such as a head with targets
-# alone, as much memory as another, and saves less of a step.
-_WORTH_OF_SOME_ROWS = {**_WORTH, "packed": 0.65}
+# A weight that only some of a batch's rows are multiplied with, such as a head with the targets,
+# takes as much memory to copy as any other, and the copy saves less of a step.
+_WORTH_FOR_SOME_ROWS = {**_WORTH, "packed": 0.65}
 
 _chosen: dict[str, str] = {}
 
@@ -373,7 +373,7 @@ def measure(
     ways: dict[str, str] = {}
     for weight, bias, rows_at_once in weights:
         count = min(rows, rows_at_once(dtype)) if rows_at_once else rows
-        worth = _WORTH_OF_SOME_ROWS if count < rows else _WORTH
+        worth = _WORTH_FOR_SOME_ROWS if rows_at_once else _WORTH
         for matrix, added in (
             ((weight, bias), (weight.t(), None)) if backward else ((weight, bias),)
         ):

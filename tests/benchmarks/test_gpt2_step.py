@@ -55,7 +55,7 @@ def test_table_of_known_times(script, fake_worker, read_table, capsys):
     }
     assert rows["PEFT", "float32"]["ms per example"] == "375"
     assert rows["PEFT, padded to 512", "float32"]["computed"] == f"{2 * 8 * 512:,}"
-    # Kernels are compiled in half precision alone, and padded to 512, steps are few.
+    # Compiling kernels takes long in half precision alone, and padded to 512, steps are few.
     warmups = {
         (plan["autocast"] or plan["weights"], plan["pad_to"]): plan["warmup"] for plan in plans
     }

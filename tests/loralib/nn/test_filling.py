@@ -35,12 +35,15 @@ def test_numbers_recur(lengths, expected):
     assert filled.first[: len(lengths)].tolist() == rows.first.tolist()
 
 
-def test_few_numbers_are_left():
-    """Eight for each doubling from 16 to 512, and multiples of 64 from there on."""
-    numbers = {recurring(count, HALF) for count in range(16, 4097)}
-    assert len(numbers) == 5 * 8 + 4096 // 64 - 512 // 64 + 1
+@pytest.mark.parametrize(
+    ("like", "largest", "doublings"), [(HALF, 64, 5), (HALF.half(), 64, 5), (HALF.float(), 16, 3)]
+)
+def test_few_numbers_are_left(like, largest, doublings):
+    """Eight for each doubling from 16 on, and multiples of the largest step from there on."""
+    numbers = {recurring(count, like) for count in range(16, 4097)}
+    assert len(numbers) == doublings * 8 + 4096 // largest - 16 * 2**doublings // largest + 1
     for count in range(1, 4097):
-        assert 0 <= recurring(count, HALF) - count <= count / 8
+        assert 0 <= recurring(count, like) - count <= min(count / 8, largest - 1)
 
 
 def test_targets_stay():
@@ -62,10 +65,12 @@ def test_fill():
 def test_only_where_kernels_are_compiled():
     assert filled_up(ROWS, HALF) is not ROWS
     assert filled_up(ROWS, HALF.half()) is not ROWS
-    assert filled_up(ROWS, HALF.float()) is ROWS
+    assert filled_up(ROWS, HALF.float()) is not ROWS
+    assert filled_up(ROWS, HALF.double()) is ROWS
     assert filled_up(ROWS, HALF.to("meta")) is ROWS
+    assert recurring(1105, HALF.float()) == 1120
     with torch.autocast("cpu", torch.bfloat16):
-        assert filled_up(ROWS, HALF.float()) is not ROWS
+        assert recurring(1105, HALF.float()) == 1152
     with plain():
         assert filled_up(ROWS, HALF) is ROWS
 

@@ -237,9 +237,8 @@ def test_a_copy_for_some_of_the_rows_has_to_save_more(monkeypatch, no_choices, s
     for_some = products.FrozenWeight(weight, rows_at_once=lambda dtype: 256)
     found = products.measure([for_some], torch.float32, {}, backward=False)
     assert found == {"float32 1024 -> 832, few rows": expected}
-    # A search has no more rows anywhere: there the copy is worth as much as any other.
-    found = products.measure([for_some], torch.float32, {}, rows=256, backward=False)
-    assert found == {"float32 1024 -> 832, few rows": "packed"}
+    # However many rows others have: a search and training share what was measured.
+    assert products.measure([for_some], torch.float32, {}, rows=256, backward=False) == found
 
 
 def test_few_rows_have_a_choice_of_their_own(monkeypatch, no_choices):
