@@ -121,7 +121,9 @@ class PackedRows:
                 the CPU: another one is waited for.
         """
         rows = copy.copy(self)
-        rows.targets = self.pack(is_target).nonzero().squeeze(1)
+        # Not a view, as `fill` makes none: a layer is compiled once for tensors that are, once for
+        # those that are not.
+        rows.targets = self.pack(is_target).nonzero().squeeze(1).clone()
         return rows
 
     def routed(self) -> "PackedRows":
