@@ -11,6 +11,8 @@ cd "$(dirname "$0")"
 bash ../utils/make_environment.sh
 source ../.venv/bin/activate
 export HF_HUB_OFFLINE=1
+# On a busy machine, several threads take a model this small ten times as long as one.
+export OMP_NUM_THREADS=1
 # PyTorch's launcher says at each start that another name for it is to be used.
 export PYTHONWARNINGS=ignore::FutureWarning:__main__
 
