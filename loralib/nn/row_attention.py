@@ -99,15 +99,14 @@ class _RowAttention(torch.autograd.Function):
         ctx.queries, ctx.keys, ctx.dropout_p, ctx.scale = queries, keys, dropout_p, scale
         of_queries, of_keys = (_term(distances, keys) for distances in (c2p, p2c))
         masks = _keep_masks(queries, keys, dropout_p)
-        memory, outs = queries.empty(like=query)
+        sides = queries, keys, keys
+        slots = [side.read(x) for side, x in zip(sides, (query, key, value), strict=True)]
+        out_slots = queries.empty(like=query)
         probabilities = []
-        for q, k, v, hidden, keep, out in zip(
-            queries.read(query),
-            keys.read(key),
-            keys.read(value),
+        for q, k, v, out, hidden, keep in zip(
+            *map(GroupedTokens.split, (*sides, queries), (*slots, out_slots)),
             keys.hidden(),
             masks,
-            outs,
             strict=True,
         ):
             scores = _product(q, k.transpose(2, 3), scale)
@@ -117,48 +116,42 @@ class _RowAttention(torch.autograd.Function):
                 of_queries.add_scores(q, scores)
             if of_keys is not None:
                 of_keys.add_scores(k, scores.transpose(2, 3))
-            if causal:
-                scores.masked_fill_(_later(scores), float("-inf"))
-            if hidden is not None:
+            if causal:  # which hides padding as well, from all tokens but padding
+                scores.add_(_later(scores))
+            elif hidden is not None:
                 scores.add_(hidden)
             p = torch.softmax(scores, dim=-1).to(query.dtype)
-            _write(_product(_zero_dropped(p, keep), v, dropouts.kept_scale(dropout_p)), out)
+            _product(_zero_dropped(p, keep), v, dropouts.kept_scale(dropout_p), out)
             probabilities.append(p)
-        ctx.save_for_backward(query, key, value, c2p, p2c, *probabilities, *masks)
-        return queries.pack(memory)
+        ctx.save_for_backward(*slots, c2p, p2c, *probabilities, *masks)
+        return queries.pack(out_slots)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, c2p, p2c, *kept = ctx.saved_tensors  # P, then masks
+        q_slots, k_slots, v_slots, c2p, p2c, *kept = ctx.saved_tensors  # P, then masks
         queries, keys, kept_scale = ctx.queries, ctx.keys, dropouts.kept_scale(ctx.dropout_p)
         of_queries = _term(c2p, keys, ctx.needs_input_grad[3])
         of_keys = _term(p2c, keys, ctx.needs_input_grad[4])
-        sides = queries, keys, keys
-        memories, grads = zip(*(side.empty(like=grad) for side in sides), strict=True)
-        for q, k, v, p, keep, g, grad_q, grad_k, grad_v in zip(
-            queries.read(query),
-            keys.read(key),
-            keys.read(value),
+        sides, slots = (queries, keys, keys), (q_slots, k_slots, v_slots)
+        grads = [side.empty(like=grad) for side in sides]
+        of_out = queries.clear_padding(queries.read(grad))
+        for q, k, v, grad_q, grad_k, grad_v, g, p, keep in zip(
+            *map(GroupedTokens.split, (*sides, *sides, queries), (*slots, *grads, of_out)),
             kept[: len(kept) // 2],
             kept[len(kept) // 2 :],
-            queries.clear_padding(queries.read(grad)),
-            *grads,
             strict=True,
         ):
-            of_kept = _zero_dropped(p, keep).transpose(2, 3)
-            _write(_product(of_kept, g, kept_scale), grad_v)
+            _product(_zero_dropped(p, keep).transpose(2, 3), g, kept_scale, grad_v)
             grad_p = _zero_dropped(_product(g, v.transpose(2, 3), kept_scale), keep)
             grad_s = _softmax_gradient(grad_p, p)
-            from_k = _product(grad_s, k, ctx.scale)
-            from_q = _product(grad_s.transpose(2, 3), q, ctx.scale)
+            _product(grad_s, k, ctx.scale, grad_q)
+            _product(grad_s.transpose(2, 3), q, ctx.scale, grad_k)
             if of_queries is not None:
-                from_k.add_(of_queries.backward(q, grad_s))
+                grad_q.add_(of_queries.backward(q, grad_s))
             if of_keys is not None:
-                from_q.add_(of_keys.backward(k, grad_s.transpose(2, 3)))
-            _write(from_k, grad_q)
-            _write(from_q, grad_k)
-        of_tokens = (side.pack(m) for side, m in zip(sides, memories, strict=True))
+                grad_k.add_(of_keys.backward(k, grad_s.transpose(2, 3)))
+        of_tokens = (side.pack(of_slots) for side, of_slots in zip(sides, grads, strict=True))
         of_distances = (_gradient(term) for term in (of_queries, of_keys))
         return *of_tokens, *of_distances, None, None, None, None, None
 
@@ -173,16 +166,18 @@ def _gradient(term: DistanceTerm | None) -> Tensor | None:
     return None if term is None else term.gradient()
 
 
-def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """scale · (heads, rows, n, k) · (heads, rows, k, m), in one call."""
-    unread = a.new_empty(())  # since beta is 0
-    product = torch.baddbmm(unread, a.flatten(0, 1), b.flatten(0, 1), beta=0, alpha=scale)
-    return product.unflatten(0, a.shape[:2])
+def _product(a: Tensor, b: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+    """scale · (heads, rows, n, k) · (heads, rows, k, m), in one call; into `out` if it is given.
 
-
-def _write(result: Tensor, out: Tensor) -> None:
-    """A group's result into the part of `GroupedTokens.empty`'s memory that is for it."""
-    out.copy_(result[:, :, : out.shape[2]])
+    Of the factors' dtype, whatever autocast says. What is added, times 0, is the result itself, as
+    PyTorch would otherwise copy it there first.
+    """
+    if out is None:
+        out = a.new_empty(*a.shape[:3], b.shape[3])
+    matrices = out.flatten(0, 1)
+    factors = a.flatten(0, 1), b.flatten(0, 1)
+    torch.baddbmm(matrices, *factors, beta=0, alpha=scale, out=matrices)
+    return out
 
 
 def _keep_masks(
@@ -198,8 +193,8 @@ def _keep_masks(
 
 
 def _later(scores: Tensor) -> Tensor:
-    """Where (…, n, n) scores are those of a token and a later one."""
-    return torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(1)
+    """(n, n) of (…, n, n) scores, -∞ where it is of a token and a later one, else 0."""
+    return scores.new_full(scores.shape[-2:], float("-inf")).triu_(1)
 
 
 def _zero_dropped(x: Tensor, keep: Tensor | None) -> Tensor:
@@ -211,7 +206,6 @@ def _softmax_gradient(grad: Tensor, p: Tensor) -> Tensor:
 
     By what PyTorch's own softmax has for it, one operation instead of four; it is private.
     """
-    grad = grad.to(p.dtype)  # autocast may have made the product that it comes from
     if hasattr(torch, "_softmax_backward_data"):
         return torch._softmax_backward_data(grad, p, -1, p.dtype)
     weighted = grad * p

@@ -9,11 +9,11 @@ than that of its padding; long rows share a group where they have about the same
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 ONE_GROUPS_CALLS = 20_000
@@ -26,6 +26,9 @@ processor's cache from one operation to the next."""
 
 class GroupedTokens:
     """How packed tokens become groups of rows, by head, and the results packed tokens again.
+
+    Groups lie one after the other in one tensor of slots, (slots, d): of each group, head by head
+    and row by row, its tokens and their padding. One gather fills all of them, another packs them.
 
     Args:
         lengths: the rows' tokens, at least 1 each.
@@ -41,106 +44,82 @@ class GroupedTokens:
         self, lengths: Sequence[int], groups: Sequence[Sequence[int]], heads: int, step: int
     ):
         self.heads, self.step = heads, step
+        self.shapes: list[tuple[int, int, int]] = []
+        self._hidden: list[np.ndarray | None] = []
         firsts = np.cumsum([0, *lengths[:-1]])
-        self._groups: list[_Group] = []
-        self._slots = np.empty(sum(lengths), dtype=np.int64)
-        done = 0
+        tokens, of_heads, padding = [], [], []
         for rows in groups:
-            group = _Group(firsts[list(rows)], np.array([lengths[row] for row in rows]), step)
-            self._slots[group.tokens] = done + group.slots
-            self._groups.append(group)
-            done += group.count * group.written
-        self.shapes = [(heads, group.count, group.length) for group in self._groups]
-        # The tokens alone, one after the other: `done` counts padding, too.
-        self._in_order = done == len(self._slots) and bool((self._slots == np.arange(done)).all())
+            length = -(-max(lengths[row] for row in rows) // step) * step
+            own, columns = np.array([lengths[row] for row in rows])[:, None], np.arange(length)
+            is_padding = columns >= own
+            shape = (heads, len(rows), length)
+            self.shapes.append(shape)
+            self._hidden.append(_hidden(is_padding) if is_padding.any() else None)
+            # Where there is no token stands the row's first one.
+            numbers = firsts[list(rows)][:, None] + np.where(is_padding, 0, columns)
+            tokens.append(np.broadcast_to(numbers, shape).ravel())
+            of_heads.append(np.repeat(np.arange(heads), numbers.size))
+            padding.append(np.broadcast_to(is_padding, shape).ravel())
+        self._tokens, self._heads, is_padding = map(_joined, (tokens, of_heads, padding))
+        self._padding = np.flatnonzero(is_padding)
+        self._slots = np.empty(sum(lengths) * heads, dtype=np.int64)
+        real = np.flatnonzero(~is_padding.astype(bool))
+        self._slots[self._parts_of(heads)[real]] = real
 
-    def read(self, x: Tensor) -> Iterator[Tensor]:
-        """(tokens, hidden) -> of each group (heads, rows, length, d).
+    def read(self, x: Tensor) -> Tensor:
+        """(tokens, hidden) -> (slots, d).
 
-        Padding is finite where x is, and nothing else is promised of it.
+        Padding is finite where its row is, and nothing else is promised of it.
         """
-        for group in self._groups:
-            yield group.read(x, self.heads)
+        if not len(x):
+            return self.empty(like=x)
+        width = x.shape[1] // self.heads
+        if x.stride(1) != 1 or x.stride(0) % width:
+            x = x.contiguous()
+        # A slice of a wider tensor, such as queries beside keys and values, is read where it is.
+        stride = x.stride(0) // width
+        parts = x.as_strided(((len(x) - 1) * stride + self.heads, width), (width, 1))
+        return parts.index_select(0, torch.from_numpy(self._parts_of(stride)))
+
+    def split(self, slots: Tensor) -> list[Tensor]:
+        """(slots, d) -> of each group (heads, rows, length, d), a view."""
+        parts = slots.split([math.prod(shape) for shape in self.shapes])
+        return [part.view(*shape, -1) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def hidden(self) -> Iterator[Tensor | None]:
         """Of each group (rows, 1, length), -∞ where it is padding, else 0; None without padding.
 
         It is added to scores, in float32 or wider; to fill them by a mask takes ten times as long.
         """
-        return (None if g.hidden is None else torch.from_numpy(g.hidden) for g in self._groups)
+        return (None if hidden is None else torch.from_numpy(hidden) for hidden in self._hidden)
 
-    def clear_padding(self, groups: Iterable[Tensor]) -> Iterator[Tensor]:
-        """What `read` gave, with zeros in its padding, in place."""
-        for group, x in zip(self._groups, groups, strict=True):
-            if group.places.size:
-                x.flatten(1, 2).index_fill_(1, torch.from_numpy(group.places), 0)
-            yield x
+    def clear_padding(self, slots: Tensor) -> Tensor:
+        """(slots, d), in place with zeros where there is no token."""
+        if not self._padding.size:
+            return slots
+        return slots.index_fill_(0, torch.from_numpy(self._padding), 0)
 
-    def empty(self, like: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Memory for results, and the part of it for each group, (heads, rows, written, d).
+    def empty(self, like: Tensor) -> Tensor:
+        """(slots, d), for results of `like`'s dtype, (tokens, hidden)."""
+        return like.new_empty(len(self._tokens), like.shape[1] // self.heads)
 
-        Args:
-            like: (tokens, hidden).
-        """
-        memory = like.new_empty(sum(g.count * g.written for g in self._groups), like.shape[1])
-        slots = memory.split([g.count * g.written for g in self._groups])
-        pairs = zip(slots, self._groups, strict=True)
-        return memory, [self._by_head(x.unflatten(0, (g.count, g.written))) for x, g in pairs]
+    def pack(self, slots: Tensor) -> Tensor:
+        """(slots, d) -> (tokens, hidden)."""
+        packed = slots.index_select(0, torch.from_numpy(self._slots))
+        return packed.view(-1, self.heads * slots.shape[1])
 
-    def pack(self, memory: Tensor) -> Tensor:
-        """What was written to the parts of `empty`'s memory, as (tokens, hidden)."""
-        return memory if self._in_order else memory.index_select(0, torch.from_numpy(self._slots))
-
-    def _by_head(self, rows: Tensor) -> Tensor:
-        """(rows, length, hidden) -> (heads, rows, length, d)."""
-        return rows.unflatten(2, (self.heads, -1)).permute(2, 0, 1, 3)
+    def _parts_of(self, stride: int) -> np.ndarray:
+        """(slots,), where each is among tokens' parts of d, `stride` of them a token."""
+        return self._tokens * stride + self._heads
 
 
-class _Group:
-    """Some rows.
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int64)
 
-    Args:
-        firsts: of each row, its first token's number.
-        lengths: of each row.
-        step: `length` is a multiple of it.
 
-    Attributes:
-        count: of rows.
-        length: with padding.
-        written: tokens a row that are kept of a result: all of them, or those of a row alone.
-        hidden: (count, 1, length), -∞ where it is padding, else 0; None without padding.
-        places: (padding,), where padding is among count · length, if `read` leaves anything there.
-        tokens: (tokens,), the numbers of the rows' tokens.
-        slots: (tokens,), where these are among count · written.
-    """
-
-    def __init__(self, firsts: np.ndarray, lengths: np.ndarray, step: int):
-        self.count = len(lengths)
-        self.length = -(-int(lengths.max()) // step) * step
-        self.written = self.length if self.count > 1 else int(lengths[0])
-        columns = np.arange(self.length)
-        padding = columns >= lengths[:, None]
-        # Where there is no token stands the row's first one.
-        numbers = firsts[:, None] + np.where(padding, 0, columns)
-        self.tokens = numbers[~padding]
-        self.slots = np.flatnonzero(~padding[:, : self.written])
-        self.places = np.flatnonzero(padding) if self.count > 1 else np.empty(0, dtype=np.int64)
-        self.hidden = (
-            np.where(padding, np.float32(-np.inf), np.float32(0))[:, None]
-            if padding.any()
-            else None
-        )
-        self._source = numbers.ravel()
-
-    def read(self, x: Tensor, heads: int) -> Tensor:
-        """(tokens of all rows, hidden) -> (heads, count, length, d), contiguous."""
-        if self.count == 1:
-            first = int(self._source[0])
-            row = x[first : first + self.written].unflatten(1, (heads, -1)).transpose(0, 1)
-            fill = self.length - self.written
-            return (F.pad(row, (0, 0, 0, fill)) if fill else row.contiguous())[:, None]
-        rows = x.index_select(0, torch.from_numpy(self._source))
-        return rows.view(self.count, self.length, heads, -1).permute(2, 0, 1, 3).contiguous()
+def _hidden(is_padding: np.ndarray) -> np.ndarray:
+    """(rows, length) -> (rows, 1, length), as `GroupedTokens.hidden` gives it."""
+    return np.where(is_padding, np.float32(-np.inf), np.float32(0))[:, None]
 
 
 @functools.lru_cache(maxsize=8)  # all layers have the same rows

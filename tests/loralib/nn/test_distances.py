@@ -157,7 +157,7 @@ class _ProductSizes(TorchDispatchMode):
         self.sizes = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default):
+        if func in (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.out):
             first, second = args[-2:]
             self.sizes |= {*first.shape[1:], *second.shape[1:]}
         return func(*args, **kwargs or {})

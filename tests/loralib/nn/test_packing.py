@@ -275,7 +275,7 @@ class Sizes(TorchDispatchMode):
         self.seen: set[int] = set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten.baddbmm.default:
+        if function is torch.ops.aten.baddbmm.out:
             self.seen |= {*args[1].shape[1:], *args[2].shape[1:]}
         return function(*args, **(kwargs or {}))
 

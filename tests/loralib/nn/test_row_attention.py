@@ -27,7 +27,7 @@ def test_softmax_gradient(is_private, dtype, monkeypatch):
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 def test_autocast_may_be_on_in_either_pass(dropout_p):
-    """Products of float32 are then made in half precision."""
+    """Queries, keys and values say in which precision they are multiplied, with one another."""
     leaves = [t.requires_grad_() for t in torch.randn(3, 15, 24).unbind()]
     grads = []
     for forward, backward in ((False, False), (True, False), (False, True), (True, True)):
@@ -38,8 +38,25 @@ def test_autocast_may_be_on_in_either_pass(dropout_p):
             grads.append(torch.autograd.grad(out.sum(), leaves))
     for other in grads[1:]:
         for grad, exact in zip(other, grads[0], strict=True):
-            assert grad.dtype == torch.float32
-            torch.testing.assert_close(grad, exact, rtol=0.1, atol=0.1)
+            assert torch.equal(grad, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_memory_that_nothing_was_written_to_is_not_read(causal, dtype, monkeypatch):
+    """New memory is filled with NaN, as PyTorch can be told to."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    leaves = [t.to(dtype).requires_grad_() for t in torch.randn(3, 15, 24).unbind()]
+    was_on = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(1).isnan()
+        out = attend_rows(*leaves, (5, 7, 3), 3, 0.1, causal)
+        out.sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(was_on)
+    assert out.isfinite().all()
+    assert all(leaf.grad.isfinite().all() for leaf in leaves)
 
 
 def test_no_rows():
