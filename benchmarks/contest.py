@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from chart import Bar, draw
@@ -68,7 +68,7 @@ class Contestant:
         return f"{self.name}, {self.precision}"
 
 
-# Of each contestant and round: what its worker wrote, and the timed batches.
+# Of each contestant and round: what its worker wrote, the timed batches, and the machine's rate.
 Results = dict[Contestant, list[dict]]
 
 
@@ -96,7 +96,7 @@ PlanOf = Callable[[Contestant, int], dict]
 
 # Of a layer: (rows, in, out) of a product with a weight, and how many there are.
 Products = Sequence[tuple[int, int, int, int]]
-# How fast the machine multiplies, in GFLOP/s, in each round, by dtype.
+# How fast the machine multiplied, in GFLOP/s, before and after each run, by dtype.
 Rates = Mapping[str, Sequence[float]]
 
 
@@ -208,7 +208,7 @@ def compete(name: str, measurement: Measurement, args: argparse.Namespace) -> in
         if one in wanted and (one.worker == "ours" or args.peers_python)
     ]
     results, rates, failed = take_turns(name, runners, measurement, args)
-    rows = rows_of(results, rates, measurement)
+    rows = rows_of(results, measurement)
     about = machine(results, load)
     print(table(rows, measurement.columns), about, sep="\n\n")
     for dtype, found in rates.items():
@@ -245,29 +245,40 @@ def take_turns(
     results, failed = {contestant: [] for contestant in runners}, {}
     rates = {one.dtype: [] for one in runners} if measurement.products else {}
     progress = tqdm([(a, b) for a in range(args.rounds) for b in range(len(runners))], unit="run")
+
+    def note_rate(dtype: str) -> None:
+        if dtype not in rates:
+            return
+        progress.set_postfix_str(f"products, {dtype}")
+        try:
+            rates[dtype].append(matrix_rate(dtype, measurement.products, args))
+        except RuntimeError as error:
+            failed[f"products, {dtype}"] = str(error)
+            del rates[dtype]
+
     for number, turn in progress:
-        if turn == 0:
-            for dtype in list(rates):
-                progress.set_postfix_str(f"products, {dtype}")
-                try:
-                    rates[dtype].append(matrix_rate(dtype, measurement.products, args))
-                except RuntimeError as error:
-                    failed[f"products, {dtype}"] = str(error)
-                    del rates[dtype]
         contestant = runners[(number + turn) % len(runners)]
         if contestant not in results:
             continue
-        progress.set_postfix_str(contestant.label)
         plan = {"seed": 0, "threads": args.threads, "device": args.device}
         plan |= {**asdict(contestant), **measurement.plan_of(contestant, number)}
         python = sys.executable if contestant.worker == "ours" else args.peers_python
+        note_rate(contestant.dtype)
+        progress.set_postfix_str(contestant.label)
         try:
             run = run_worker(python, f"{name}_{contestant.worker}", plan)
         except RuntimeError as error:
             failed[contestant.label] = str(error)
             del results[contestant]
-        else:
-            results[contestant].append({**run, "batches": plan["batches"][plan["warmup"] :]})
+            continue
+        note_rate(contestant.dtype)
+        around = rates.get(contestant.dtype, ())[-2:]
+        run |= {
+            "batches": plan["batches"][plan["warmup"] :],
+            # A machine that others use as well may be faster or slower a minute later.
+            "rate": fmean(around) if around else None,
+        }
+        results[contestant].append(run)
     return results, rates, failed
 
 
@@ -316,7 +327,7 @@ class Row:
         times_ours: the median of the quotients of the batches that both have run.
         counts: the sums of the columns that count.
         gflops: the median.
-        share: the median of its rounds' parts of the machine's rate; None where that is not known.
+        share: the median of its runs' parts of the machine's rate; None where that is not known.
         peak_gib: the most of all rounds.
     """
 
@@ -354,14 +365,13 @@ class Row:
         )
 
 
-def rows_of(results: Results, rates: Rates, measurement: Measurement) -> list[Row]:
+def rows_of(results: Results, measurement: Measurement) -> list[Row]:
     """A row for each contestant whose baseline ran to the end."""
     rows = []
     for one, runs in results.items():
         baseline = measurement.baseline_of(one)
         if baseline in results:
-            versus = baseline, results[baseline], rates.get(one.dtype)
-            rows.append(_row(one, runs, *versus, measurement.columns))
+            rows.append(_row(one, runs, baseline, results[baseline], measurement.columns))
     return rows
 
 
@@ -370,7 +380,6 @@ def _row(
     runs: list[dict],
     baseline: Contestant,
     baseline_runs: list[dict],
-    rates: Sequence[float] | None,
     columns: Columns,
 ) -> Row:
     steps = [step for run in runs for step in zip(run["batches"], run["seconds"], strict=True)]
@@ -379,12 +388,17 @@ def _row(
         for run, base in zip(runs, baseline_runs, strict=True)
         for own, other in zip(_times(run, columns), _times(base, columns), strict=False)
     ]
-    by_round = [
+    gflops_of = [
         [
             columns.gflop(contestant, batch) / seconds
             for batch, seconds in zip(run["batches"], run["seconds"], strict=True)
         ]
         for run in runs
+    ]
+    shares = [
+        median(gflops) / run["rate"]
+        for gflops, run in zip(gflops_of, runs, strict=True)
+        if run["rate"]
     ]
     return Row(
         contestant,
@@ -394,8 +408,8 @@ def _row(
         counts=[
             sum(count(contestant, batch) for batch, _ in steps) for count in columns.counts.values()
         ],
-        gflops=median(gflops for of_run in by_round for gflops in of_run),
-        share=rates and median(median(a) / b for a, b in zip(by_round, rates, strict=True)),
+        gflops=median(gflops for of_run in gflops_of for gflops in of_run),
+        share=median(shares) if shares else None,
         peak_gib=max(run["peak_bytes"] for run in runs) / 2**30,
     )
 

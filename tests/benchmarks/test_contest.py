@@ -72,15 +72,19 @@ def test_shares_are_of_what_the_machine_multiplies(
 ):
     fake_worker(lambda plan: 2 if plan["name"] == "a" else 5)
     asked = []
-    monkeypatch.setattr(
-        contest, "matrix_rate", lambda dtype, products, _: asked.append((dtype, *products)) or 24
-    )
+
+    def rate(dtype, products, _):
+        """20 before a run, 28 after it."""
+        asked.append((dtype, *products))
+        return 20 if len(asked) % 2 else 28
+
+    monkeypatch.setattr(contest, "matrix_rate", rate)
     ours = {"float32": runners[0]}
     measurement = contest.Measurement(
         runners, contest.by_dtype(ours), plan_of, columns(contest), products=[(8, 4, 4, 1)]
     )
     assert contest.compete("x", measurement, flags()) == 0
-    assert asked == [("float32", (8, 4, 4, 1))] * 3  # once a round
+    assert asked == [("float32", (8, 4, 4, 1))] * 2 * 3 * 3  # around each run of each round
     printed = capsys.readouterr().out
     # Batches of 6 and 12 GFLOP, in 2 seconds or 5, of 24 GFLOP/s.
     assert "| a | float32 | 1.5 | 1.00 | 4 | 19% | 3.00 |" in printed
