@@ -327,7 +327,7 @@ class Row:
         times_ours: the median of the quotients of the batches that both have run.
         counts: the sums of the columns that count.
         gflops: the median.
-        share: the median of its runs' parts of the machine's rate; None where that is not known.
+        share: the median of its runs' parts of the machine's rate; None where one is not known.
         peak_gib: the most of all rounds.
     """
 
@@ -396,9 +396,8 @@ def _row(
         for run in runs
     ]
     shares = [
-        median(gflops) / run["rate"]
+        median(gflops) / run["rate"] if run["rate"] else None
         for gflops, run in zip(gflops_of, runs, strict=True)
-        if run["rate"]
     ]
     return Row(
         contestant,
@@ -409,7 +408,7 @@ def _row(
             sum(count(contestant, batch) for batch, _ in steps) for count in columns.counts.values()
         ],
         gflops=median(gflops for of_run in gflops_of for gflops in of_run),
-        share=median(shares) if shares else None,
+        share=None if None in shares else median(shares),
         peak_gib=max(run["peak_bytes"] for run in runs) / 2**30,
     )
 

@@ -5,8 +5,8 @@
 To S may be added what the distances between tokens score; see distances.py. All is one operation
 for autograd, which keeps of it Q, K, V, P and one byte an element for what was dropped; no call is
 spent on views that are to be recorded. Rows are taken in groups; see row_groups.py. Where a group
-is padded, a key's S is -∞ and a query's gradient zero, so that its P, and all gradients that it
-would add to, are zero.
+is padded, a key's S with a token is -∞ and a query's gradient zero, so that all gradients that
+padding would add to are zero.
 
 In half precision groups are padded to multiples of 16 tokens: oneDNN compiles a kernel for each
 size that it meets, which takes a processor with AMX seven times as long as the product.
@@ -116,24 +116,25 @@ class _RowAttention(torch.autograd.Function):
                 of_queries.add_scores(q, scores)
             if of_keys is not None:
                 of_keys.add_scores(k, scores.transpose(2, 3))
-            if causal:  # which hides padding as well, from all tokens but padding
-                scores.add_(_later(scores))
+            if causal:  # which hides padding as well, but from padding
+                _hide_later(scores)
             elif hidden is not None:
                 scores.add_(hidden)
             p = torch.softmax(scores, dim=-1).to(query.dtype)
             _product(_zero_dropped(p, keep), v, dropouts.kept_scale(dropout_p), out)
             probabilities.append(p)
-        ctx.save_for_backward(*slots, c2p, p2c, *probabilities, *masks)
+        ctx.save_for_backward(query, key, value, c2p, p2c, *probabilities, *masks)
         return queries.pack(out_slots)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q_slots, k_slots, v_slots, c2p, p2c, *kept = ctx.saved_tensors  # P, then masks
+        query, key, value, c2p, p2c, *kept = ctx.saved_tensors  # P, then masks
         queries, keys, kept_scale = ctx.queries, ctx.keys, dropouts.kept_scale(ctx.dropout_p)
         of_queries = _term(c2p, keys, ctx.needs_input_grad[3])
         of_keys = _term(p2c, keys, ctx.needs_input_grad[4])
-        sides, slots = (queries, keys, keys), (q_slots, k_slots, v_slots)
+        sides = queries, keys, keys
+        slots = [side.read(x) for side, x in zip(sides, (query, key, value), strict=True)]
         grads = [side.empty(like=grad) for side in sides]
         of_out = queries.clear_padding(queries.read(grad))
         for q, k, v, grad_q, grad_k, grad_v, g, p, keep in zip(
@@ -169,8 +170,8 @@ def _gradient(term: DistanceTerm | None) -> Tensor | None:
 def _product(a: Tensor, b: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
     """scale · (heads, rows, n, k) · (heads, rows, k, m), in one call; into `out` if it is given.
 
-    Of the factors' dtype, whatever autocast says. What is added, times 0, is the result itself, as
-    PyTorch would otherwise copy it there first.
+    Of the factors' dtype, whatever autocast says. `baddbmm` copies what it adds to where its result
+    goes, though beta is 0: not where both are one tensor.
     """
     if out is None:
         out = a.new_empty(*a.shape[:3], b.shape[3])
@@ -192,9 +193,13 @@ def _keep_masks(
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _later(scores: Tensor) -> Tensor:
-    """(n, n) of (…, n, n) scores, -∞ where it is of a token and a later one, else 0."""
-    return scores.new_full(scores.shape[-2:], float("-inf")).triu_(1)
+def _hide_later(scores: Tensor) -> None:
+    """(…, n, n), in place with -∞ where it is a token's score with a later one.
+
+    To fill them by a mask takes five times as long.
+    """
+    later = scores.new_full(scores.shape[-2:], float("-inf")).triu_(1)
+    scores.tril_().add_(later)
 
 
 def _zero_dropped(x: Tensor, keep: Tensor | None) -> Tensor:

@@ -22,13 +22,14 @@ calls, 10 ns a probability, forward and backward."""
 _LARGEST = 2**18
 """Probabilities of a group, at most, unless one row has more: a MiB in float32, which stays in a
 processor's cache from one operation to the next."""
+_PADDING = -1  # in the place of a token's number
 
 
 class GroupedTokens:
     """How packed tokens become groups of rows, by head, and the results packed tokens again.
 
-    Groups lie one after the other in one tensor of slots, (slots, d): of each group, head by head
-    and row by row, its tokens and their padding. One gather fills all of them, another packs them.
+    The groups lie one after the other in one tensor, (slots, d): a group is head by head, a head
+    row by row, a row its tokens and then padding. One gather fills all groups, another packs them.
 
     Args:
         lengths: the rows' tokens, at least 1 each.
@@ -44,27 +45,20 @@ class GroupedTokens:
         self, lengths: Sequence[int], groups: Sequence[Sequence[int]], heads: int, step: int
     ):
         self.heads, self.step = heads, step
-        self.shapes: list[tuple[int, int, int]] = []
-        self._hidden: list[np.ndarray | None] = []
-        firsts = np.cumsum([0, *lengths[:-1]])
-        tokens, of_heads, padding = [], [], []
-        for rows in groups:
-            length = -(-max(lengths[row] for row in rows) // step) * step
-            own, columns = np.array([lengths[row] for row in rows])[:, None], np.arange(length)
-            is_padding = columns >= own
-            shape = (heads, len(rows), length)
-            self.shapes.append(shape)
-            self._hidden.append(_hidden(is_padding) if is_padding.any() else None)
-            # Where there is no token stands the row's first one.
-            numbers = firsts[list(rows)][:, None] + np.where(is_padding, 0, columns)
-            tokens.append(np.broadcast_to(numbers, shape).ravel())
-            of_heads.append(np.repeat(np.arange(heads), numbers.size))
-            padding.append(np.broadcast_to(is_padding, shape).ravel())
-        self._tokens, self._heads, is_padding = map(_joined, (tokens, of_heads, padding))
-        self._padding = np.flatnonzero(is_padding)
-        self._slots = np.empty(sum(lengths) * heads, dtype=np.int64)
-        real = np.flatnonzero(~is_padding.astype(bool))
-        self._slots[self._parts_of(heads)[real]] = real
+        counts = np.array(lengths, dtype=np.int64)
+        firsts = np.cumsum(counts) - counts
+        tables = [_table(firsts[list(rows)], counts[list(rows)], step) for rows in groups]
+        self.shapes = [(heads, *table.shape) for table in tables]
+        self._hidden = [_hidden(table == _PADDING) for table in tables]
+        tokens = _joined([np.tile(table.ravel(), heads) for table in tables])
+        stand_ins = _joined([np.tile(np.repeat(t[:, 0], t.shape[1]), heads) for t in tables])
+        # Of each slot. Where there is no token stands the row's first one.
+        self._tokens = np.where(tokens == _PADDING, stand_ins, tokens)
+        self._heads = _joined([np.repeat(np.arange(heads), table.size) for table in tables])
+        self._padding = np.flatnonzero(tokens == _PADDING)
+        filled = np.flatnonzero(tokens != _PADDING)
+        self._slots = np.empty_like(filled)
+        self._slots[self._parts(heads)[filled]] = filled
 
     def read(self, x: Tensor) -> Tensor:
         """(tokens, hidden) -> (slots, d).
@@ -79,7 +73,7 @@ class GroupedTokens:
         # A slice of a wider tensor, such as queries beside keys and values, is read where it is.
         stride = x.stride(0) // width
         parts = x.as_strided(((len(x) - 1) * stride + self.heads, width), (width, 1))
-        return parts.index_select(0, torch.from_numpy(self._parts_of(stride)))
+        return parts.index_select(0, torch.from_numpy(self._parts(stride)))
 
     def split(self, slots: Tensor) -> list[Tensor]:
         """(slots, d) -> of each group (heads, rows, length, d), a view."""
@@ -108,18 +102,33 @@ class GroupedTokens:
         packed = slots.index_select(0, torch.from_numpy(self._slots))
         return packed.view(-1, self.heads * slots.shape[1])
 
-    def _parts_of(self, stride: int) -> np.ndarray:
-        """(slots,), where each is among tokens' parts of d, `stride` of them a token."""
+    def _parts(self, stride: int) -> np.ndarray:
+        """(slots,), the number of the part that is in each; a token has `stride` parts, of d."""
         return self._tokens * stride + self._heads
 
 
-def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int64)
+def _table(firsts: np.ndarray, counts: np.ndarray, step: int) -> np.ndarray:
+    """(rows, length), the numbers of a group's tokens, _PADDING where there is none.
+
+    Args:
+        firsts: (rows,), the number of each row's first token.
+        counts: (rows,), of its tokens.
+        step: `length` is a multiple of it.
+    """
+    columns = np.arange(-(-int(counts.max()) // step) * step)
+    is_token = columns < counts[:, None]
+    return np.where(is_token, firsts[:, None] + columns, _PADDING)
 
 
-def _hidden(is_padding: np.ndarray) -> np.ndarray:
+def _hidden(is_padding: np.ndarray) -> np.ndarray | None:
     """(rows, length) -> (rows, 1, length), as `GroupedTokens.hidden` gives it."""
+    if not is_padding.any():
+        return None
     return np.where(is_padding, np.float32(-np.inf), np.float32(0))[:, None]
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.empty(0, dtype=np.int64), *arrays])
 
 
 @functools.lru_cache(maxsize=8)  # all layers have the same rows

@@ -8,13 +8,15 @@ import torch.nn.functional as F
 from compare import assert_close_to_rounding, assert_same_bits
 from multiplied_rows import MultipliedRows
 from plain_gpt2 import MASKS, ROWS, draw_batch, plain_gradients, plain_logits, train_only
+from product_ways import Ways
 from safetensors.torch import load_file
 
 import loralib as lora
 import model as model_module
 from loralib.errors import CheckpointError
-from loralib.nn import filling, products
+from loralib.nn import filling, packing, products
 from loralib.nn.packing import PackedRows
+from loralib.nn.plain import plain
 from loralib.training.precision import Precision, hold_frozen_in
 from loralib.training.product_choices import frozen_weights
 from model import (
@@ -426,6 +428,30 @@ def test_the_head_s_gradient_sums_over_very_many_targets(monkeypatch, dtype):
     ):
         assert ours.dtype == dtype
         close_by_size(ours, expected, dtype, terms)
+
+
+@pytest.mark.parametrize("what", ["lora", "all"])
+@pytest.mark.parametrize("way", products._WAYS)
+def test_the_plain_path_has_the_same_loss_and_gradients(build, tmp_path, monkeypatch, way, what):
+    """All that is done for speed on a CPU, in turns with PyTorch's own operations."""
+    if way in ("onednn", "packed") and not products._has_onednn(torch.float32):
+        pytest.skip("PyTorch is built without oneDNN here")
+    Ways(monkeypatch, tmp_path).fastest(way)
+    monkeypatch.setattr(products, "_usual", lambda *_: way)
+    steps, attended, attend_rows = [], [], packing.attend_rows
+    monkeypatch.setattr(packing, "attend_rows", lambda *a: attended.append(a) or attend_rows(*a))
+    for is_plain in (True, False):
+        model = train_only(build(**LORA), what)
+        with plain(is_plain):
+            loss = model(*draw_batch("clm"), 0.1)
+            loss.backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        steps.append({"loss": loss, **grads})
+        assert bool(attended) == (not is_plain)
+    theirs, ours = steps
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        close_by_size(ours[name], tensor)
 
 
 def test_every_product_of_the_loss_is_one_that_is_measured(monkeypatch):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from product_ways import Ways
 
 import gpt2_ft
 from loralib.io.tensors import read_tensors
@@ -115,6 +116,27 @@ def resumed_steps(monkeypatch):
 
     monkeypatch.setattr(Scheduler, "step", counting)
     return done
+
+
+def test_it_multiplies_as_before_in_every_step(tiny, tmp_path, monkeypatch):
+    """Though another way is the fastest on the day on which it resumes."""
+    argv = arguments(tiny, "lora", tmp_path / "run")
+    ways, in_use, step = Ways(monkeypatch, tmp_path), [], Scheduler.step
+
+    def noting(scheduler):
+        in_use.append(ways.in_use())
+        step(scheduler)
+
+    ways.fastest("blocks")
+    run_until(argv, STEP, 9, monkeypatch)
+    monkeypatch.setattr(Scheduler, "step", noting)
+    ways.fastest("plain")
+    gpt2_ft.main([*argv, "--resume"])
+    assert in_use
+    assert in_use == [{"blocks"}] * len(in_use)
+    in_use.clear()
+    gpt2_ft.main(arguments(tiny, "lora", tmp_path / "another"))
+    assert in_use == [{"plain"}] * len(in_use)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from compare import assert_same_bits
+from product_ways import Ways
 from trainer_runs import (
     largest_difference,
     make_data,
@@ -21,6 +22,7 @@ from loralib.training import launch
 from transformers import (
     EarlyStoppingCallback,
     RobertaForSequenceClassification,
+    TrainerCallback,
     TrainingArguments,
     TrainingError,
 )
@@ -29,6 +31,28 @@ from transformers.trainer_utils import list_checkpoints
 from transformers.utils.cli import find_checkpoint
 
 pytestmark = pytest.mark.slow
+
+# ---- what a checkpoint brings along ----
+
+
+def test_a_resumed_run_multiplies_as_before_in_every_step(make_trainer, tmp_path, monkeypatch):
+    """Though another way is the fastest on the day on which it resumes."""
+    ways, in_use = Ways(monkeypatch, tmp_path), []
+
+    class Noting(TrainerCallback):
+        def on_step_begin(self, *given, **more):
+            in_use.append(ways.in_use())
+
+    ways.fastest("blocks")
+    make_trainer(save_strategy="steps", save_steps=4).train()
+    ways.fastest("plain")
+    trainer = make_trainer(callbacks=[Noting])
+    trainer.train(str(tmp_path / "out" / "checkpoint-4"))
+    assert in_use == [{"blocks"}] * 6
+    in_use.clear()
+    make_trainer(callbacks=[Noting]).train()
+    assert in_use == [{"plain"}] * 10
+
 
 # ---- checkpoints: the best, the newest, and no others ----
 

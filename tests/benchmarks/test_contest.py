@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import itertools
 import sys
 from itertools import pairwise
 
@@ -70,21 +71,27 @@ def test_what_failed_is_named_and_not_run_again(contest, runners, fake_worker, c
 def test_shares_are_of_what_the_machine_multiplies(
     contest, runners, fake_worker, monkeypatch, capsys
 ):
-    fake_worker(lambda plan: 2 if plan["name"] == "a" else 5)
-    asked = []
+    happened = []
+
+    def seconds_of(plan):
+        happened.append(plan["name"])
+        return 2 if plan["name"] == "a" else 5
 
     def rate(dtype, products, _):
         """20 before a run, 28 after it."""
-        asked.append((dtype, *products))
-        return 20 if len(asked) % 2 else 28
+        happened.append((dtype, *products))
+        return 20 if len(happened) % 3 == 1 else 28
 
+    fake_worker(seconds_of)
     monkeypatch.setattr(contest, "matrix_rate", rate)
     ours = {"float32": runners[0]}
     measurement = contest.Measurement(
         runners, contest.by_dtype(ours), plan_of, columns(contest), products=[(8, 4, 4, 1)]
     )
     assert contest.compete("x", measurement, flags()) == 0
-    assert asked == [("float32", (8, 4, 4, 1))] * 2 * 3 * 3  # around each run of each round
+    asked = ("float32", (8, 4, 4, 1))
+    assert happened[::3] == happened[2::3] == [asked] * 9
+    assert asked not in happened[1::3]
     printed = capsys.readouterr().out
     # Batches of 6 and 12 GFLOP, in 2 seconds or 5, of 24 GFLOP/s.
     assert "| a | float32 | 1.5 | 1.00 | 4 | 19% | 3.00 |" in printed
@@ -92,11 +99,14 @@ def test_shares_are_of_what_the_machine_multiplies(
     assert "- the machine at the step's products, float32: 24 GFLOP/s" in printed
 
 
+@pytest.mark.parametrize("fails_from", [1, 2, 3, 6])  # calls
 def test_a_rate_that_cannot_be_measured_takes_no_rows_with_it(
-    contest, runners, fake_worker, monkeypatch, capsys
+    contest, runners, fake_worker, monkeypatch, capsys, fails_from
 ):
+    calls = itertools.count(1)
+
     def rate(dtype, products, _):
-        if dtype == "bfloat16":
+        if dtype == "bfloat16" and next(calls) >= fails_from:
             raise RuntimeError("no memory")
         return 24
 

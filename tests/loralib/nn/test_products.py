@@ -103,6 +103,22 @@ def test_every_way_has_the_plain_results_and_gradients(one_way, layer):
         assert_close_to_rounding(ours, theirs, 1024 + 832)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_what_a_frozen_product_is_given_is_not_kept_for_its_backward_pass(bias):
+    """A trained bias needs none of it; a trained weight does."""
+    kept = []
+    for is_frozen in (True, False):
+        layer = products.Linear(1024, 832, bias=bias)
+        layer.weight.requires_grad = not is_frozen
+        x = torch.randn(320, 1024, requires_grad=True)
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            out = layer(x)
+        assert (x.data_ptr() in [t.data_ptr() for t in kept]) == (not is_frozen)
+        out.sum().backward()
+        assert x.grad.any()
+
+
 def test_a_trained_weight_gets_its_gradient():
     layer, x = products.Linear(1024, 832), torch.randn(320, 1024)
     layer(x).sum().backward()

@@ -63,3 +63,15 @@ def test_no_rows():
     leaves = [t.requires_grad_() for t in torch.randn(3, 0, 24).unbind()]
     attend_rows(*leaves, (), 3, 0.1).sum().backward()
     assert all(leaf.grad.shape == (0, 24) for leaf in leaves)
+
+
+def test_what_is_kept_grows_with_tokens_not_with_their_padding():
+    """Beside P and its mask: in half precision short rows are padded to five times their length."""
+    leaves = [t.bfloat16().requires_grad_() for t in torch.randn(3, 300, 96).unbind()]
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        attend_rows(*leaves, [3] * 100, 3, 0.0)
+    addresses = {leaf.data_ptr() for leaf in leaves}
+    others = [t for t in kept if t.data_ptr() not in addresses]
+    assert addresses <= {t.data_ptr() for t in kept}
+    assert [t.shape[-2:] for t in others] == [(16, 16)] * len(others)

@@ -118,6 +118,19 @@ def test_rows_take_few_calls(length, groups):
     assert calls.count == 6 * groups
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_wrong_in_a_token_does_not_reach_those_before_it(bad, dtype):
+    """Where each looks only back."""
+    torch.manual_seed(0)
+    query, key, value = (t.to(dtype) for t in torch.randn(3, 12, 24))
+    key[6] = bad  # token 3 of the second row
+    out = attend_rows(query, key, value, (3, 6, 3), HEADS, 0.1, causal=True)
+    assert out[:6].isfinite().all()
+    assert out[9:].isfinite().all()
+    assert not out[6:9].isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("row", [0, 2])
