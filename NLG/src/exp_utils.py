@@ -4,7 +4,7 @@ import argparse
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,11 @@ def set_up_logging(level: str = "info") -> None:
     process.set_up_logging(level, own=[path.stem for path in Path(__file__).parent.glob("*.py")])
 
 
-def read_json_lines(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """Reads a file of one JSON object a line; blank lines at its end do not count.
+def read_json_lines(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
+    """The objects of a file of one JSON object a line; blank lines at its end do not count.
+
+    A line is parsed when its turn comes. Were all held at once, Python's garbage collector would
+    look through them again and again, which takes longer than parsing.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -71,7 +74,8 @@ def read_json_lines(path: str | os.PathLike) -> list[dict[str, Any]]:
     lines = read_lines(path)
     if lines == [""]:
         raise ValueError(f"{path}: is empty")
-    return [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+    for number, line in enumerate(lines, start=1):
+        yield _parse(line, f"{path}:{number}")
 
 
 def read_lines(path: str | os.PathLike) -> list[str]:

@@ -48,7 +48,7 @@ def read_formatted(path: str | os.PathLike) -> list[Row]:
         FileNotFoundError: there is no such file.
         ValueError: a line is not such a row; the message names file and line.
     """
-    rows = read_json_lines(path)
+    rows = list(read_json_lines(path))
     for number, row in enumerate(rows, start=1):
         _check(row, f"{path}:{number}")
     return rows
