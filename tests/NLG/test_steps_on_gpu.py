@@ -11,6 +11,7 @@ from pretended_device import OnGpu, PretendedGpu, on_cpu
 
 import gpt2_ft
 import loralib as lora
+import model as model_module
 from beam import BeamSettings, TreeCache, search
 from data_utils import Row, collate
 from loralib.training.precision import Precision, hold_frozen_in
@@ -18,6 +19,8 @@ from model import GPT2Config, GPT2LMModel
 
 # Of a step of two blocks, forward and backward, with bfloat16's casts and the optimizer.
 LAUNCHES = 160
+# What waits at the end of an epoch: its loss, and its checkpoint.
+AT_AN_EPOCHS_END = {"losses.py", "resume.py", "tensors.py"}
 # Additions that follow one another in a small model.
 TERMS = 400
 
@@ -45,11 +48,20 @@ def steps(gpu, monkeypatch):
 # ---- training ----
 
 
+def files_of(waits: list[str]) -> set[str]:
+    return {Path(wait.rpartition(" in ")[2]).name.partition(":")[0] for wait in waits}
+
+
 def test_no_step_waits(tiny, tmp_path, steps):
     """Four batches an epoch, at whose end a checkpoint is written."""
     more = "--bf16 --log_interval 100 --clip 1.0 --label_smooth 0.1 --grad_acc 2"
     gpt2_ft.main(tiny.flags(tmp_path, "--max_step", 8, *more.split()))
     assert len(steps) == 8
+    (first, _), (after_an_epoch, _) = steps[0], steps[4]
+    # Before it, the model comes to the device.
+    assert files_of(first) == {"gpt2_ft.py", "layers.py"}
+    assert all(wait.startswith("a copy to the device") for wait in first)
+    assert files_of(after_an_epoch) == AT_AN_EPOCHS_END
     for number, (waits, launches) in enumerate(steps):
         if number % 4 != 0:
             assert waits == []
@@ -153,9 +165,11 @@ def small_model(**settings) -> GPT2LMModel:
     return model
 
 
+@pytest.mark.parametrize("at_once", [4, 2048])
 @pytest.mark.parametrize(("dtype", "terms"), [(torch.float32, TERMS), (torch.bfloat16, 16)])
-def test_losses_and_gradients_are_the_cpus(dtype, terms):
-    """Rows of several lengths, of which one has no target."""
+def test_losses_and_gradients_are_the_cpus(monkeypatch, dtype, terms, at_once):
+    """Rows of several lengths, of which one has no target; ten targets, so many at a time."""
+    monkeypatch.setattr(model_module, "_TARGETS_AT_ONCE_ON_GPU", at_once)
     expected = small_model(lora_attn_dim=2)
     lora.mark_only_lora_as_trainable(expected)
     model = copy.deepcopy(expected)
@@ -175,8 +189,9 @@ def test_losses_and_gradients_are_the_cpus(dtype, terms):
         return loss
 
     theirs = loss_of(expected, "cpu")
-    with PretendedGpu():
+    with PretendedGpu() as gpu:
         ours = loss_of(model.to("cuda:0"), "cuda")
+        assert gpu.launches["amax"] == -(-10 // at_once)
     assert_close_to_rounding(on_cpu(ours), theirs, terms, dtype)
     for (name, own), other in zip(model.named_parameters(), expected.parameters(), strict=True):
         assert (own.grad is None) == (other.grad is None), name
