@@ -5,23 +5,14 @@ from functools import partial
 import roberta_rows
 from our_training import training_step
 from roberta_rows import LEARNING_RATE, MAX_GRAD_NORM
-from timing import Batch, Step, run
+from timing import Batch, Step
 from torch.optim import AdamW
 
 import transformers
 from loralib.nn.packing import PackedRows
 from transformers import PretrainedConfig, PreTrainedModel
 
-
-def run_steps(config_class: type[PretrainedConfig], model_class: type[PreTrainedModel]) -> None:
-    """Measures the steps of a classifier; see timing.py.
-
-    Args:
-        config_class: takes the plan's shape.
-        model_class: takes such a config.
-    """
-    make = partial(make_step, config_class, model_class)
-    run(make, make_batch, {"this project": transformers.__version__})
+VERSIONS = {"this project": transformers.__version__}
 
 
 def make_batch(plan: dict, index: int, lengths: list[int]) -> Batch:
@@ -33,7 +24,13 @@ def make_batch(plan: dict, index: int, lengths: list[int]) -> Batch:
 def make_step(
     config_class: type[PretrainedConfig], model_class: type[PreTrainedModel], plan: dict
 ) -> Step:
-    """The step that `plan` asks for."""
+    """The step of a classifier that `plan` asks for.
+
+    Args:
+        config_class: takes the plan's shape.
+        model_class: takes such a config.
+        plan: with LoRA or without, device and precision.
+    """
     lora = {} if plan["full"] else {"lora_r": plan["rank"], "lora_alpha": plan["alpha"]}
     model = model_class(config_class(**plan["shape"], apply_lora=not plan["full"], **lora))
     if not plan["full"]:

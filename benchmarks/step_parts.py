@@ -1,0 +1,103 @@
+"""Where the time of this project's LoRA step goes on a CPU, by PyTorch's profiler.
+
+    python benchmarks/step_parts.py gpt2_step --data_dir E2E --vocab VOCAB
+
+The steps are those of roberta_step.py, deberta_step.py or gpt2_step.py, in a fresh process for each
+precision: every batch is computed twice, first timed and then profiled. Prints Markdown; README.md
+says how to read it.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import contest
+import deberta_step
+import gpt2_step
+import roberta_step
+import steps
+
+MODULES = (roberta_step, deberta_step, gpt2_step)
+STEPS = {module.BENCHMARK.name: module.BENCHMARK for module in MODULES}
+# What a worker's parts do not add up to: Python's part of the step.
+BETWEEN = "between operations"
+# Of whole steps, below their parts.
+PROFILED, TIMED = "a step, profiled", "a step"
+AT_THE_RATE = "its arithmetic at the machine's rate"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parses the flags, measures in each precision and prints."""
+    args, load = parse(argv), os.getloadavg()[0]
+    measurement = STEPS[args.step].measure(args)
+    columns, runs = {}, {}
+    for dtype, contestant in steps.baselines("cpu").items():
+        plan = {"seed": 0, "threads": args.threads, "device": "cpu", "step": args.step}
+        plan |= {**asdict(contestant), **measurement.plan_of(contestant, 0)}
+        before = contest.matrix_rate(dtype, measurement.products, args)
+        run = contest.run_worker(sys.executable, "step_parts_ours", plan)
+        after = contest.matrix_rate(dtype, measurement.products, args)
+        timed = plan["batches"][plan["warmup"] :]
+        gflop = fmean(measurement.columns.gflop(contestant, batch) for batch in timed)
+        columns[dtype] = column(run) | {AT_THE_RATE: gflop / fmean((before, after))}
+        runs[contestant] = [run]
+    print(table(columns), contest.machine(runs, load), sep="\n\n")
+    return 0
+
+
+def column(run: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds of a step by part, largest first; then of all of it, profiled and not.
+
+    Args:
+        run: what the worker wrote.
+    """
+    count = len(run["seconds"])
+    parts = {part: seconds / count for part, seconds in run["parts"].items()}
+    profiled = fmean(run["profiled"])
+    parts[BETWEEN] = profiled - sum(parts.values())
+    ordered = dict(sorted(parts.items(), key=lambda item: -item[1]))
+    return ordered | {PROFILED: profiled, TIMED: fmean(run["seconds"])}
+
+
+def table(columns: Mapping[str, Mapping[str, float]]) -> str:
+    """The Markdown table of a step's milliseconds, and of each part's share.
+
+    Args:
+        columns: of each precision, what `column` returns.
+    """
+    order = list(next(iter(columns.values())))
+    lines = [f"| ms | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
+    for name in order:
+        cells = []
+        for found in columns.values():
+            seconds = found.get(name, 0.0)
+            is_part = name not in (PROFILED, TIMED, AT_THE_RATE)
+            share = f" ({seconds / found[PROFILED]:.0%})" if is_part else ""
+            cells.append(f"{1e3 * seconds:,.1f}{share}")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line; ends the process where flags do not fit."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("step", choices=sorted(STEPS), help="whose steps")
+    add("--data_dir", type=Path, help="as in that script; without: quantiles of its lengths")
+    add("--vocab", type=Path, help="folder of a byte-level BPE; goes with --data_dir")
+    add("--steps", type=contest.positive, default=6, help="steps in each precision (%(default)s)")
+    add("--threads", type=contest.positive, help="CPU threads; without: as many as torch takes")
+    add("--quick", action="store_true", help="a tiny shape, to check that the script works")
+    args = parser.parse_args(argv, argparse.Namespace(device="cpu"))
+    if (args.data_dir is None) != (args.vocab is None):
+        parser.error("--data_dir and --vocab go together")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

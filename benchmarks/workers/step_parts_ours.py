@@ -1,0 +1,114 @@
+"""What the parts of a training step of this project take on a CPU, by PyTorch's profiler.
+
+The plan is that of timing.py, with `step`: the benchmark whose steps these are. The result has the
+seconds of each timed step, those of the same steps under the profiler, and by part the sum over
+them. What is within a part and is one itself, such as the product with a frozen weight within an
+adapted layer, counts as the inner one alone.
+"""
+
+import functools
+import importlib
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd.profiler import record_function
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile
+
+import loralib as lora
+from loralib.nn import dropout, products
+
+PRODUCTS, DROPOUT = "products with weights", "dropout outside of attention"
+REST = "the rest"
+# By the profiler's names: functions of this project, nodes of autograd, operators of PyTorch.
+PART_OF = {
+    PRODUCTS: PRODUCTS,
+    DROPOUT: DROPOUT,
+    "_ApplyMaskBackward": DROPOUT,
+    "_RowAttention": "attention",
+    "_RowAttentionBackward": "attention",
+    "_LowRankLinear": "LoRA's own products",
+    "_LowRankLinearBackward": "LoRA's own products",
+    "_HeadLoss": "the head's cross-entropy",
+    "aten::gelu": "GELU",
+    "aten::gelu_backward": "GELU",
+    "aten::native_layer_norm": "norms",
+    "aten::native_layer_norm_backward": "norms",
+    "Optimizer.step#AdamW.step": "optimizer",
+}
+
+
+def mark(module: Any, name: str, part: str) -> None:
+    """Has the profiler see a function of a module, before others import it by name."""
+    function = getattr(module, name)
+
+    @functools.wraps(function)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        with record_function(part):
+            return function(*args, **kwargs)
+
+    setattr(module, name, marked)
+
+
+def seconds_by_part(events: Iterable[FunctionEvent]) -> Counter[str]:
+    """The time of operations, each counted once, for the innermost part that it belongs to.
+
+    Args:
+        events: of one thread, the outermost ones and what they contain.
+    """
+    found: Counter[str] = Counter()
+
+    def count(event: FunctionEvent, outer: str) -> None:
+        part = PART_OF.get(event.name, outer)
+        found[part] += event.self_cpu_time_total / 1e6
+        for child in event.cpu_children:
+            count(child, part)
+
+    for event in events:
+        if event.cpu_parent is None:
+            count(event, REST)
+    return found
+
+
+def measure(plan: dict, step: Callable, make_batch: Callable) -> dict:
+    """Computes each of the plan's batches, and those after the warm-up again, profiled."""
+    seconds, profiled, parts = [], [], Counter()
+    for index, entry in enumerate(plan["batches"]):
+        batch = make_batch(plan, index, entry)
+        seconds.append(_seconds_of(step, batch))
+        if index >= plan["warmup"]:
+            with profile(activities=[ProfilerActivity.CPU]) as profiler:
+                profiled.append(_seconds_of(step, batch))
+            parts += seconds_by_part(profiler.events())
+    return {"seconds": seconds[plan["warmup"] :], "profiled": profiled, "parts": dict(parts)}
+
+
+def _seconds_of(step: Callable, batch: Any) -> float:
+    start = time.perf_counter()
+    step(batch)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    """Reads the plan, writes the result."""
+    plan = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    if plan["threads"]:
+        torch.set_num_threads(plan["threads"])
+    torch.manual_seed(plan["seed"])
+    mark(products, "product", PRODUCTS)
+    mark(dropout, "dropout", DROPOUT)
+    worker = importlib.import_module(f"{plan['step']}_ours")
+    result = measure(plan, worker.make_step(plan), worker.make_batch)
+    result |= {"threads": torch.get_num_threads(), "gpu": None}
+    result |= {"versions": {"torch": torch.__version__, "this project": lora.__version__}}
+    Path(sys.argv[2]).write_text(json.dumps(result), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
