@@ -57,7 +57,8 @@ class DistanceTerm:
 
     def __init__(self, distances: Tensor, heads: int, step: int, is_trained: bool):
         length = len(distances) // 2 + 1
-        self._step, self._fill, self._given = step, -length % step, len(distances)
+        self._heads, self._step, self._given = heads, step, len(distances)
+        self._fill = -length % step
         padded = F.pad(distances, (0, 0, self._fill, self._fill + 1))
         self._by_head = padded.unflatten(1, (heads, -1))
         self._zero = length - 1 + self._fill
@@ -79,35 +80,39 @@ class DistanceTerm:
         """Adds the rows' scores.
 
         Args:
-            content: (heads, rows, n, d).
-            scores: (heads, rows, n, others), changed in place.
+            content: (heads · rows, n, d).
+            scores: (heads · rows, n, others), changed in place.
         """
-        rows, n, others = scores.shape[1:]
+        n, others = scores.shape[1:]
         for tokens, which in self._blocks(n, others):
-            some = content[:, :, tokens].flatten(1, 2)
-            products = torch.bmm(some, self._columns[:, :, which]).unflatten(1, (rows, -1))
+            products = torch.bmm(self._head_by_head(content[:, tokens]), self._columns[..., which])
+            by_row = products.view(len(scores), -1, products.shape[2])
             # Converted first: an addition that does both, of rows to columns, takes longer.
-            scores[:, :, tokens].add_(skew(products, others).to(scores.dtype))
+            scores[:, tokens].add_(skew(by_row, others).to(scores.dtype))
 
     def backward(self, content: Tensor, grad: Tensor) -> Tensor:
         """The gradient of the rows' content; that of the distances is added to their sum.
 
         Args:
-            content: (heads, rows, n, d), as `add_scores` was given it.
-            grad: (heads, rows, n, others), the scores' gradient.
+            content: (heads · rows, n, d), as `add_scores` was given it.
+            grad: (heads · rows, n, others), the scores' gradient.
         """
-        rows, n, others = grad.shape[1:]
+        n, others = grad.shape[1:]
         parts = []
         for tokens, which in self._blocks(n, others):
-            some, vectors = grad[:, :, tokens], self._vectors[:, which]
-            spread = grad.new_zeros(*some.shape[:3], vectors.shape[1])
+            some, vectors = grad[:, tokens], self._vectors[:, which]
+            spread = grad.new_zeros(*some.shape[:2], vectors.shape[1])
             skew(spread, others).copy_(some)
-            by_distance = spread.flatten(1, 2)
+            by_distance = self._head_by_head(spread)
             if self._gradient is not None:
-                own = content[:, :, tokens].flatten(1, 2)
+                own = self._head_by_head(content[:, tokens])
                 self._gradient[:, which] += torch.bmm(by_distance.transpose(1, 2), own)
-            parts.append(torch.bmm(by_distance, vectors).unflatten(1, (rows, -1)))
-        return torch.cat(parts, dim=2)
+            parts.append(torch.bmm(by_distance, vectors).view(*some.shape[:2], -1))
+        return torch.cat(parts, dim=1)
+
+    def _head_by_head(self, x: Tensor) -> Tensor:
+        """(heads · rows, n, …) -> (heads, rows · n, …)."""
+        return x.reshape(self._heads, -1, x.shape[2])
 
     def gradient(self) -> Tensor | None:
         """The gradient of the distances, in their shape and dtype; None if they need none."""

@@ -109,13 +109,13 @@ class _RowAttention(torch.autograd.Function):
             masks,
             strict=True,
         ):
-            scores = _product(q, k.transpose(2, 3), scale)
+            scores = _product(q, k.transpose(1, 2), scale)
             # Not in half precision, whose softmax takes PyTorch three times as long.
             scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
             if of_queries is not None:
                 of_queries.add_scores(q, scores)
             if of_keys is not None:
-                of_keys.add_scores(k, scores.transpose(2, 3))
+                of_keys.add_scores(k, scores.transpose(1, 2))
             if causal:  # which hides padding as well, but from padding
                 _hide_later(scores)
             elif hidden is not None:
@@ -143,15 +143,15 @@ class _RowAttention(torch.autograd.Function):
             kept[len(kept) // 2 :],
             strict=True,
         ):
-            _product(_zero_dropped(p, keep).transpose(2, 3), g, kept_scale, grad_v)
-            grad_p = _zero_dropped(_product(g, v.transpose(2, 3), kept_scale), keep)
+            _product(_zero_dropped(p, keep).transpose(1, 2), g, kept_scale, grad_v)
+            grad_p = _zero_dropped(_product(g, v.transpose(1, 2), kept_scale), keep)
             grad_s = _softmax_gradient(grad_p, p)
             _product(grad_s, k, ctx.scale, grad_q)
-            _product(grad_s.transpose(2, 3), q, ctx.scale, grad_k)
+            _product(grad_s.transpose(1, 2), q, ctx.scale, grad_k)
             if of_queries is not None:
                 grad_q.add_(of_queries.backward(q, grad_s))
             if of_keys is not None:
-                grad_k.add_(of_keys.backward(k, grad_s.transpose(2, 3)))
+                grad_k.add_(of_keys.backward(k, grad_s.transpose(1, 2)))
         of_tokens = (side.pack(of_slots) for side, of_slots in zip(sides, grads, strict=True))
         of_distances = (_gradient(term) for term in (of_queries, of_keys))
         return *of_tokens, *of_distances, None, None, None, None, None
@@ -168,26 +168,23 @@ def _gradient(term: DistanceTerm | None) -> Tensor | None:
 
 
 def _product(a: Tensor, b: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
-    """scale · (heads, rows, n, k) · (heads, rows, k, m), in one call; into `out` if it is given.
+    """scale · (matrices, n, k) · (matrices, k, m), in one call; into `out` if it is given.
 
     Of the factors' dtype, whatever autocast says. `baddbmm` copies what it adds to where its result
     goes, though beta is 0: not where both are one tensor.
     """
     if out is None:
-        out = a.new_empty(*a.shape[:3], b.shape[3])
-    matrices = out.flatten(0, 1)
-    factors = a.flatten(0, 1), b.flatten(0, 1)
-    torch.baddbmm(matrices, *factors, beta=0, alpha=scale, out=matrices)
-    return out
+        out = a.new_empty(*a.shape[:2], b.shape[2])
+    return torch.baddbmm(out, a, b, beta=0, alpha=scale, out=out)
 
 
 def _keep_masks(
     queries: GroupedTokens, keys: GroupedTokens, dropout_p: float
 ) -> list[Tensor | None]:
-    """Of each group, (heads, rows, queries, keys) of dropout; None without."""
+    """Of each group, (heads · rows, queries, keys) of dropout; None without."""
     if dropout_p == 0:
         return [None] * len(keys.shapes)
-    shapes = [(*q, k[2]) for q, k in zip(queries.shapes, keys.shapes, strict=True)]
+    shapes = [(*q, k[1]) for q, k in zip(queries.shapes, keys.shapes, strict=True)]
     sizes = [math.prod(shape) for shape in shapes]
     parts = dropouts.keep_mask([sum(sizes)], dropout_p).split(sizes)
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

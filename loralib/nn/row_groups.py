@@ -38,7 +38,7 @@ class GroupedTokens:
         step: a group's rows are padded to a multiple of so many tokens.
 
     Attributes:
-        shapes: (heads, rows, length) of each group.
+        shapes: (heads · rows, length) of each group.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class GroupedTokens:
         counts = np.array(lengths, dtype=np.int64)
         firsts = np.cumsum(counts) - counts
         tables = [_table(firsts[list(rows)], counts[list(rows)], step) for rows in groups]
-        self.shapes = [(heads, *table.shape) for table in tables]
-        self._hidden = [_hidden(table == _PADDING) for table in tables]
+        self.shapes = [(heads * len(table), table.shape[1]) for table in tables]
+        self._hidden = [_hidden(table == _PADDING, heads) for table in tables]
         tokens = _joined([np.tile(table.ravel(), heads) for table in tables])
         stand_ins = _joined([np.tile(np.repeat(t[:, 0], t.shape[1]), heads) for t in tables])
         # Of each slot. Where there is no token stands the row's first one.
@@ -76,12 +76,12 @@ class GroupedTokens:
         return parts.index_select(0, torch.from_numpy(self._parts(stride)))
 
     def split(self, slots: Tensor) -> list[Tensor]:
-        """(slots, d) -> of each group (heads, rows, length, d), a view."""
+        """(slots, d) -> of each group (heads · rows, length, d), a view."""
         parts = slots.split([math.prod(shape) for shape in self.shapes])
         return [part.view(*shape, -1) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def hidden(self) -> Iterator[Tensor | None]:
-        """Of each group (rows, 1, length), -∞ where it is padding, else 0; None without padding.
+        """Of each group (heads · rows, 1, length), -∞ where it is padding, else 0; None without.
 
         It is added to scores, in float32 or wider; to fill them by a mask takes ten times as long.
         """
@@ -120,11 +120,12 @@ def _table(firsts: np.ndarray, counts: np.ndarray, step: int) -> np.ndarray:
     return np.where(is_token, firsts[:, None] + columns, _PADDING)
 
 
-def _hidden(is_padding: np.ndarray) -> np.ndarray | None:
-    """(rows, length) -> (rows, 1, length), as `GroupedTokens.hidden` gives it."""
+def _hidden(is_padding: np.ndarray, heads: int) -> np.ndarray | None:
+    """(rows, length) -> (heads · rows, 1, length), as `GroupedTokens.hidden` gives it."""
     if not is_padding.any():
         return None
-    return np.where(is_padding, np.float32(-np.inf), np.float32(0))[:, None]
+    of_a_head = np.where(is_padding, np.float32(-np.inf), np.float32(0))
+    return np.tile(of_a_head, (heads, 1))[:, None]
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:

@@ -16,9 +16,9 @@ def masks_by_row(
     queries, keys = group_rows(tuple(lengths), heads, one_query, step)
     found, done = {}, 0
     for rows, q, k in zip(groups, queries.shapes, keys.shapes, strict=True):
-        shape = (*q, k[2])
-        mask = drawn[done : done + math.prod(shape)].view(shape)
-        done += mask.numel()
+        size = math.prod(q) * k[1]
+        mask = drawn[done : done + size].view(heads, len(rows), q[1], k[1])
+        done += size
         for place, row in enumerate(rows):
             found[row] = mask[:, place, : 1 if one_query else lengths[row], : lengths[row]]
     assert done == drawn.numel()

@@ -80,12 +80,16 @@ def test_what_is_read_is_packed_again(lengths, wide, one_query, step):
         seen = {tuple(row.flatten().tolist()) for row in x.split(list(counts))}
         groups = side.split(slots)
         for group, hidden, shape in zip(groups, side.hidden(), side.shapes, strict=True):
-            assert group.shape == (*shape, 2)
-            assert shape[2] % step == 0
-            for number in range(shape[1]):
-                real = shape[2] if hidden is None else int((hidden[number] == 0).sum())
-                assert not group[:, number, real:].any()
-                own = group[:, number, :real].transpose(0, 1).flatten()
+            matrices, length = shape
+            assert group.shape == (matrices, length, 2)
+            assert length % step == 0
+            by_row = group.view(HEADS, -1, length, 2).unbind(1)
+            shown = torch.zeros(matrices, 1, length) if hidden is None else hidden
+            for row, of_heads in zip(by_row, shown.view(HEADS, -1, length).unbind(1), strict=True):
+                real = int((of_heads[0] == 0).sum())
+                assert (of_heads == of_heads[0]).all()
+                assert not row[:, real:].any()
+                own = row[:, :real].transpose(0, 1).flatten()
                 seen.remove(tuple(own.tolist()))
         assert not seen
         copied = side.empty(like=x).fill_(torch.nan)
