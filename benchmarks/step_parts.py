@@ -3,8 +3,8 @@
     python benchmarks/step_parts.py gpt2_step --data_dir E2E --vocab VOCAB
 
 The steps are those of roberta_step.py, deberta_step.py or gpt2_step.py, in a fresh process for each
-precision: every batch is computed twice, first timed and then profiled. Prints Markdown; README.md
-says how to read it.
+precision: every batch is computed twice, first timed and then profiled, so that kernels compiled
+for it are in the timed step alone. Prints Markdown; README.md says how to read it.
 """
 
 import argparse
@@ -22,6 +22,8 @@ import gpt2_step
 import roberta_step
 import steps
 
+from loralib.nn.plain import is_plain
+
 MODULES = (roberta_step, deberta_step, gpt2_step)
 STEPS = {module.BENCHMARK.name: module.BENCHMARK for module in MODULES}
 # What a worker's parts do not add up to: Python's part of the step.
@@ -37,17 +39,31 @@ def main(argv: list[str] | None = None) -> int:
     measurement = STEPS[args.step].measure(args)
     columns, runs = {}, {}
     for dtype, contestant in steps.baselines("cpu").items():
-        plan = {"seed": 0, "threads": args.threads, "device": "cpu", "step": args.step}
-        plan |= {**asdict(contestant), **measurement.plan_of(contestant, 0)}
-        before = contest.matrix_rate(dtype, measurement.products, args)
-        run = contest.run_worker(sys.executable, "step_parts_ours", plan)
-        after = contest.matrix_rate(dtype, measurement.products, args)
-        timed = plan["batches"][plan["warmup"] :]
-        gflop = fmean(measurement.columns.gflop(contestant, batch) for batch in timed)
-        columns[dtype] = column(run) | {AT_THE_RATE: gflop / fmean((before, after))}
+        try:
+            columns[dtype], run = measure(contestant, measurement, args)
+        except RuntimeError as error:
+            sys.exit(f"{contestant.label} failed: {error}")
         runs[contestant] = [run]
     print(table(columns), contest.machine(runs, load), sep="\n\n")
     return 0
+
+
+def measure(
+    contestant: steps.Contestant, measurement: contest.Measurement, args: argparse.Namespace
+) -> tuple[dict[str, float], dict]:
+    """A column of the table, and what the worker wrote.
+
+    Raises:
+        RuntimeError: a worker failed; the message is how.
+    """
+    plan = {"seed": 0, "threads": args.threads, "device": "cpu", "step": args.step}
+    plan |= {**asdict(contestant), **measurement.plan_of(contestant, 0)}
+    before = contest.matrix_rate(contestant.dtype, measurement.products, args)
+    run = contest.run_worker(sys.executable, "step_parts_ours", plan)
+    after = contest.matrix_rate(contestant.dtype, measurement.products, args)
+    timed = plan["batches"][plan["warmup"] :]
+    gflop = fmean(measurement.columns.gflop(contestant, batch) for batch in timed)
+    return column(run) | {AT_THE_RATE: gflop / fmean((before, after))}, run
 
 
 def column(run: Mapping[str, Any]) -> dict[str, float]:
@@ -70,14 +86,14 @@ def table(columns: Mapping[str, Mapping[str, float]]) -> str:
     Args:
         columns: of each precision, what `column` returns.
     """
-    order = list(next(iter(columns.values())))
+    order = dict.fromkeys(name for found in columns.values() for name in found)
     lines = [f"| ms | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
-    for name in order:
+    wholes = (PROFILED, TIMED, AT_THE_RATE)
+    for name in (*(name for name in order if name not in wholes), *wholes):
         cells = []
         for found in columns.values():
             seconds = found.get(name, 0.0)
-            is_part = name not in (PROFILED, TIMED, AT_THE_RATE)
-            share = f" ({seconds / found[PROFILED]:.0%})" if is_part else ""
+            share = "" if name in wholes else f" ({seconds / found[PROFILED]:.0%})"
             cells.append(f"{1e3 * seconds:,.1f}{share}")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -96,6 +112,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv, argparse.Namespace(device="cpu"))
     if (args.data_dir is None) != (args.vocab is None):
         parser.error("--data_dir and --vocab go together")
+    if is_plain():
+        parser.error("LORALIB_PLAIN is set: it turns off the operations that are looked for here")
     return args
 
 

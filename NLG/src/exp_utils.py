@@ -63,8 +63,8 @@ def set_up_logging(level: str = "info") -> None:
 def read_json_lines(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
     """The objects of a file of one JSON object a line; blank lines at its end do not count.
 
-    A line is parsed when its turn comes. Were all held at once, Python's garbage collector would
-    look through them again and again, which takes longer than parsing.
+    A line is parsed, and its error raised, when its turn comes. Were all held at once, Python's
+    garbage collector would look through them again and again, which takes longer than parsing.
 
     Raises:
         FileNotFoundError: there is no such file.

@@ -91,8 +91,11 @@ def measure(plan: dict, step: Callable, make_batch: Callable) -> dict:
 
 def _seconds_of(step: Callable, batch: Any) -> float:
     start = time.perf_counter()
-    step(batch)
-    return time.perf_counter() - start
+    outcome = step(batch)
+    seconds = time.perf_counter() - start
+    if not torch.isfinite(outcome).all():
+        raise ValueError(f"a step gave {outcome.tolist()}")
+    return seconds
 
 
 def main() -> None:

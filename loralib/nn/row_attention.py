@@ -5,8 +5,8 @@
 To S may be added what the distances between tokens score; see distances.py. All is one operation
 for autograd, which keeps of it Q, K, V, P and one byte an element for what was dropped; no call is
 spent on views that are to be recorded. Rows are taken in groups; see row_groups.py. Where a group
-is padded, a key's S with a token is -∞ and a query's gradient zero, so that all gradients that
-padding would add to are zero.
+is padded, padding keys score -∞ with every token, and padding queries have a gradient of zero, so
+that padding adds to no gradient.
 
 In half precision groups are padded to multiples of 16 tokens: oneDNN compiles a kernel for each
 size that it meets, which takes a processor with AMX seven times as long as the product.
@@ -116,7 +116,7 @@ class _RowAttention(torch.autograd.Function):
                 of_queries.add_scores(q, scores)
             if of_keys is not None:
                 of_keys.add_scores(k, scores.transpose(1, 2))
-            if causal:  # which hides padding as well, but from padding
+            if causal:  # which hides padding keys from all real queries as well
                 _hide_later(scores)
             elif hidden is not None:
                 scores.add_(hidden)
@@ -170,8 +170,8 @@ def _gradient(term: DistanceTerm | None) -> Tensor | None:
 def _product(a: Tensor, b: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
     """scale · (matrices, n, k) · (matrices, k, m), in one call; into `out` if it is given.
 
-    Of the factors' dtype, whatever autocast says. `baddbmm` copies what it adds to where its result
-    goes, though beta is 0: not where both are one tensor.
+    Of the factors' dtype, whatever autocast says. With beta = 0, `baddbmm` still copies its first
+    input to `out`, unless they are one tensor.
     """
     if out is None:
         out = a.new_empty(*a.shape[:2], b.shape[2])
@@ -191,9 +191,9 @@ def _keep_masks(
 
 
 def _hide_later(scores: Tensor) -> None:
-    """(…, n, n), in place with -∞ where it is a token's score with a later one.
+    """(…, n, n), in place with -∞ where it is a token's score with a later one, NaN or not.
 
-    To fill them by a mask takes five times as long.
+    To fill them by a mask takes several times as long.
     """
     later = scores.new_full(scores.shape[-2:], float("-inf")).triu_(1)
     scores.tril_().add_(later)

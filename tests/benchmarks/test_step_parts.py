@@ -9,6 +9,8 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
+from loralib.nn.plain import plain
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 IN_ALL = {
     "products with weights",
@@ -52,6 +54,8 @@ def test_parts_of_a_step(read_table, step, own):
         parts = sum(seconds[name] for name in IN_ALL | own)
         # Rounded to a tenth of a millisecond each.
         assert parts == pytest.approx(seconds["a step, profiled"], abs=0.05 * (len(rows) + 1))
+        # What is counted twice, or in another thread, would leave less than nothing between.
+        assert all(part >= 0 for part in seconds.values())
         assert all(seconds[name] > 0 for name in wholes | {"attention", "products with weights"})
 
 
@@ -87,6 +91,32 @@ def test_a_column_has_what_is_between_operations(script):
         (script.PROFILED, 1.5),
         (script.TIMED, pytest.approx(0.6)),
     ]
+
+
+def test_a_part_that_one_precision_lacks_has_its_row(script):
+    wholes = {script.PROFILED: 0.2, script.TIMED: 0.1, script.AT_THE_RATE: 0.1}
+    lines = script.table({"a": {"x": 0.2, **wholes}, "b": {"x": 0.1, "y": 0.1, **wholes}})
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in lines.splitlines()[2:]]
+    assert rows == ["x", "y", *wholes]
+    assert "| y | 0.0 (0%) | 100.0 (50%) |" in lines
+
+
+@pytest.mark.parametrize("fails", ["step_parts_ours", "matrix_rate_ours"])
+def test_a_worker_that_fails_is_a_line(script, monkeypatch, fails):
+    def run(python, name, plan):
+        if name == fails:
+            raise RuntimeError("killed by signal 9")
+        return {"gflops": 1.0}
+
+    monkeypatch.setattr(script.contest, "run_worker", run)
+    with pytest.raises(SystemExit, match="this project, LoRA, float32 failed: killed by signal 9"):
+        script.main(["gpt2_step", "--quick"])
+
+
+def test_the_plain_path_has_other_parts(script, capsys):
+    with plain(), pytest.raises(SystemExit):
+        script.parse(["gpt2_step"])
+    assert "LORALIB_PLAIN is set" in capsys.readouterr().err
 
 
 def test_wrong_calls_end_with_a_line(script, capsys):

@@ -124,8 +124,8 @@ def test_rows_take_few_calls(length, groups):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_wrong_in_a_token_does_not_reach_those_before_it(bad, dtype):
-    """Where each looks only back."""
+def test_what_is_wrong_in_a_key_does_not_reach_tokens_before_it(bad, dtype):
+    """Where each looks only back. A value does reach them: a probability of 0 times NaN is NaN."""
     torch.manual_seed(0)
     query, key, value = (t.to(dtype) for t in torch.randn(3, 12, 24))
     key[6] = bad  # token 3 of the second row
