@@ -38,6 +38,8 @@ class PackedRows:
     Attributes:
         shape: (batch, length).
         lengths: tokens a row.
+        longest: the most of them; a number of its own, so that a compiled graph does not depend on
+            how many rows there are.
         spans: columns up to each row's last token; its length where padding is on the right.
         padded_right: whether that is so in all rows; a flag, so that a compiled graph does not
             depend on the numbers.
@@ -75,6 +77,7 @@ class PackedRows:
         self.first = ends - lengths
         self.offsets = F.pad(ends, (1, 0)).int()
         self.lengths: list[int] = lengths.tolist()
+        self.longest = max(self.lengths, default=0)
         columns = torch.arange(1, mask.shape[1] + 1)
         self.spans: list[int] = (mask * columns).amax(dim=1).tolist()
         self.padded_right = self.spans == self.lengths
@@ -97,11 +100,6 @@ class PackedRows:
             raise ValueError(f"row {lengths.index(min(lengths))} of the batch has no token")
         columns = torch.arange(max(lengths) if length is None else length)
         return cls(columns < torch.tensor(lengths)[:, None])
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest row."""
-        return max(self.lengths)
 
     # ---- on its way to the model ----
 
@@ -156,6 +154,7 @@ class PackedRows:
         start, stop = (sum(self.lengths[:row]) for row in (segment.start, segment.stop))
         part = copy.copy(self)
         part.lengths, part.spans = self.lengths[segment], self.spans[segment]
+        part.longest = max(part.lengths, default=0)
         part.padded_right = part.spans == part.lengths
         part.shape = torch.Size((len(part.lengths), self.shape[1]))
         part.is_token = self.is_token[segment]

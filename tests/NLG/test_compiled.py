@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 from compare import assert_close_to_rounding, assert_same_bits
-from compiled import breaks_of, compile_layers, gradients_of
+from compiled import breaks_of, compile_layers, flash_on_cpu, gradients_of
 
 import gpt2_ft
 import loralib as lora
@@ -66,6 +66,25 @@ def test_a_block_is_one_graph_for_any_number_of_tokens(model):
         for name, gradient in wanted.items():
             assert_close_to_rounding(found[name], gradient, TERMS)
         assert len(graphs) == 2
+
+
+def test_a_block_with_a_gpus_attention_is_one_graph():
+    """In bfloat16, with packed rows whose lengths, and the longest, change from batch to batch."""
+    torch.manual_seed(3)
+    config = GPT2Config(32, 2, 2, vocab_size=60, n_positions=32, lora_attn_dim=2)
+    eager = GPT2LMModel(config)
+    lora.mark_only_lora_as_trainable(eager)
+    eager.bfloat16()
+    model = copy.deepcopy(eager)
+    with flash_on_cpu() as longest:
+        graphs = compile_layers(model.transformer.h)
+        for lengths in ([7, 5, 12], [9, 9, 3, 8], [4, 14], [6, 2, 3, 5, 11]):
+            longest.clear()
+            ours, theirs = (loss_of(network, lengths) for network in (model, eager))
+            assert longest == [max(lengths)] * 4  # two blocks, twice
+            assert torch.equal(ours, theirs)
+            assert_same_bits(gradients_of(model, ours), gradients_of(eager, theirs))
+            assert len(graphs) == 2
 
 
 class Killed(BaseException):

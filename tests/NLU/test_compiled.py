@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 from compare import assert_close_to_rounding, assert_same_bits
-from compiled import breaks_of, compile_layers, gradients_of
+from compiled import breaks_of, compile_layers, flash_on_cpu, gradients_of
 from encoder_options import ENCODER_TERMS
 from trainer_runs import make_data, trained
 
@@ -67,6 +67,21 @@ def test_a_layer_is_one_graph_for_any_number_of_tokens(model_of, family):
         for name, gradient in wanted.items():
             assert_close_to_rounding(found[name], gradient, ENCODER_TERMS)
         assert len(graphs) == 2
+
+
+def test_a_layer_with_a_gpus_attention_is_one_graph(model_of):
+    """In bfloat16, with packed rows whose lengths, and the longest, change from batch to batch."""
+    eager = model_of("roberta", hidden_size=32, **STEADY).bfloat16()
+    model = copy.deepcopy(eager)
+    with flash_on_cpu() as longest:
+        graphs = compile_layers(model.base_model.encoder.layer)
+        for lengths in ([7, 5, 12], [9, 9, 3, 8], [4, 14], [6, 2, 3, 5, 11]):
+            longest.clear()
+            ours, theirs = (network(**batch_of(lengths)).loss for network in (model, eager))
+            assert longest == [max(lengths)] * 4  # two layers, twice
+            assert torch.equal(ours, theirs)
+            assert_same_bits(gradients_of(model, ours), gradients_of(eager, theirs))
+            assert len(graphs) == 2
 
 
 class Stopped(TrainerCallback):

@@ -1,10 +1,17 @@
-"""What torch.compile makes of a model, without a compiler for the graphs."""
+"""What torch.compile makes of a model, without a compiler for the graphs, or a GPU."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
+from pretended_kernels import HALF, VARLEN_KERNELS
 from torch import Tensor, nn
+
+from loralib.nn import flash
+
+aten = torch.ops.aten
 
 
 def breaks_of(step: Callable[..., Any], *inputs: Any) -> list[str]:
@@ -31,6 +38,30 @@ def compile_layers(layers: Iterable[nn.Module]) -> list[Any]:
     for layer in layers:
         layer.compile(backend=note, fullgraph=True, dynamic=True)
     return graphs
+
+
+@contextmanager
+def flash_on_cpu() -> Iterator[list[Any]]:
+    """Attention in half precision takes a GPU's kernel for packed rows, which computes on the CPU.
+
+    Yields:
+        A list to which the longest row of every forward pass is added.
+    """
+    calls: list[Any] = []
+    kernels = torch.library.Library("aten", "IMPL")
+    forward = aten._flash_attention_forward.default
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args[6])
+        return VARLEN_KERNELS[forward](*args, **kwargs)
+
+    for operator, kernel in {**VARLEN_KERNELS, forward: note}.items():
+        kernels.impl(operator, kernel, "CPU")
+    try:
+        with mock.patch.object(flash, "suits", lambda x, heads: x.dtype in HALF):
+            yield calls
+    finally:
+        kernels._destroy()
 
 
 def gradients_of(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:

@@ -142,9 +142,12 @@ def _check_flash(*inputs: Tensor) -> None:
             raise RuntimeError(f"flash attention takes no {tuple(x.shape)} of {x.dtype}")
 
 
-KERNELS: dict[Any, Callable] = {
+VARLEN_KERNELS: dict[Any, Callable] = {
     aten._flash_attention_forward.default: _varlen,
     aten._flash_attention_backward.default: _varlen_backward,
+}
+KERNELS: dict[Any, Callable] = {
+    **VARLEN_KERNELS,
     aten._scaled_dot_product_flash_attention.default: _flash,
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._scaled_dot_product_efficient_attention.default: _efficient,
