@@ -114,7 +114,7 @@ def _varlen(query, key, value, cu_q, cu_k, max_q, max_k, p, causal, debug, *, sc
         for row, parts in enumerate(_rows((query, key, value), (cu_q, cu_k, cu_k)))
     ]
     out = torch.cat([each.transpose(0, 1) for each in found])
-    return out, out[..., 0].float().t(), seed, seed[0], out[:0]
+    return out, out[..., 0].float().t().contiguous(), seed, seed[0], out[:0]
 
 
 def _varlen_backward(
