@@ -1,6 +1,7 @@
 """GPT-2's files: the base, LoRA's part, and the whole model."""
 
 import argparse
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ from model import (
     load_base,
     own_tensors,
 )
+
+logger = logging.getLogger(__name__)
 
 # The release's models were wrapped in DDP when they were saved.
 _PREFIX = "module."
@@ -172,6 +175,8 @@ def open_model(
         adapter = read_adapter(lora_path, lora_alpha=args.lora_alpha)
         _check_base_alone(base)
     _set_lora(args, adapter or base, lora_path or args.init_checkpoint)
+    if adapter is not None and adapter.lora.base_fingerprint is None:
+        logger.warning("%s does not say its base: unverified: %s", lora_path, base.source)
     has_layers = adapter is None or _has_layers(adapter)
     config = _config(args, adapter or base, lora_dropout, args.lora_dim if has_layers else 0)
     if args.init_checkpoint is None:
@@ -246,8 +251,10 @@ def _check_base_alone(base: Base) -> None:
 def _set_lora(args: argparse.Namespace, file: Adapter | Base, path: str | None) -> None:
     """Fills in LoRA's flags from the file; one that contradicts it is refused."""
     recorded = _recorded(file)
-    if recorded and recorded["lora_alpha"] is None and args.lora_alpha is None:
-        raise AlphaError(path)
+    if recorded and recorded["lora_alpha"] is None:
+        if args.lora_alpha is None:
+            raise AlphaError(path)
+        logger.warning("%s does not say its alpha: unverified: %g", path, args.lora_alpha)
     given = {flag: vars(args).get(flag) for flag in _FLAGS}
     if given["lora_targets"] is not None:
         given["lora_targets"] = in_order(given["lora_targets"])

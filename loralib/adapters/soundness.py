@@ -25,7 +25,8 @@ def check_lora(adapter: Adapter, lora_alpha: float | None = None) -> Adapter:
 
     Args:
         adapter: as it was read.
-        lora_alpha: the alpha that it was trained with, where it does not say it itself.
+        lora_alpha: the alpha that it was trained with, where it does not say it itself; a warning
+            says that nothing confirms it.
 
     Raises:
         AlphaError: it says another alpha.
@@ -56,6 +57,7 @@ def _with_alpha(adapter: Adapter, alpha: float | None) -> Adapter:
         if adapter.lora.alpha != alpha:
             raise AlphaError(adapter.source, adapter.lora.alpha, alpha)
         return adapter
+    logger.warning("%s does not say its alpha: unverified: %g", adapter.source, alpha)
     rank = rank_of(adapter.tensors, adapter.source)
     return replace(adapter, metadata=lora_metadata(adapter.tensors, rank, alpha))
 

@@ -194,7 +194,8 @@ def test_flags_that_contradict_the_file(tmp_path, base_path, open_lora, flags, s
 
 
 @pytest.mark.parametrize("lora_only", [True, False])
-def test_a_file_that_does_not_say_its_alpha(tmp_path, base_path, lora_only):
+def test_a_file_that_does_not_say_its_alpha(tmp_path, base_path, caplog, lora_only):
+    """It is refused without one, and what nothing confirms is said."""
     tensors = draw_lora() if lora_only else {**draw_lora(), **draw_base()}
     path = write_wrapped(tensors, tmp_path)
     given = ("--init_checkpoint", base_path if lora_only else path)
@@ -205,8 +206,12 @@ def test_a_file_that_does_not_say_its_alpha(tmp_path, base_path, lora_only):
     contradicts = f"{path}: was trained with rank 2, but --lora_dim is 3"
     refuses([contradicts], (*given, "--lora_dim", 3, "--lora_alpha", 6), file)
     args = parse(*given, "--lora_alpha", 32)
+    caplog.clear()
     model, _ = open_model(args, None if file is None else str(file))
     assert (args.lora_dim, model.config.lora_attn_alpha) == (2, 32)
+    assert caplog.text.count(f"{path} does not say its alpha: unverified: 32") == 1
+    says_base = f"{path} does not say its base: unverified: {base_path}"
+    assert caplog.text.count(says_base) == lora_only
 
 
 @pytest.mark.parametrize(

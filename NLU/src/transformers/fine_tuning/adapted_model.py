@@ -86,24 +86,16 @@ def check_arguments(
         if adapter.kind is LORA and adapter.metadata is None:
             raise AlphaError(adapter.source)
         if adapter.metadata is None or adapter.metadata.base_fingerprint is None:
-            _warn_unverified(adapter, model_args.model_name_or_path)
+            logger.warning(
+                "%s does not say its base: unverified: %s",
+                *(adapter.source, model_args.model_name_or_path),
+            )
         if args.do_train and adapter.kind is LORA and base_biases(adapter.tensors):
             raise ValueError(
                 f"{adapter.source}: brings biases of the base, which LoRA training would leave out "
                 "of its files; merge it with its base to continue from there (utils/convert.py)"
             )
         _fill_in(model_args, adapter)
-
-
-def _warn_unverified(adapter: Adapter, base: str | None) -> None:
-    """Warns of the flags that a file cannot confirm: the base, and the alpha of a bare file."""
-    if adapter.kind is LORA and adapter.format in ("release", "plain") and not adapter.lora.base:
-        logger.warning(
-            "%s says neither its base nor its alpha: unverified: %s, alpha %g",
-            *(adapter.source, base, adapter.lora.alpha),
-        )
-    else:
-        logger.warning("%s does not say its base: unverified: %s", adapter.source, base)
 
 
 def _fill_in(model_args: AdaptedModelArguments, adapter: Adapter) -> None:
