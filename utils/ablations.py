@@ -23,6 +23,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from loralib.io.command_line import ArgumentParser
 from loralib.io.pictures import import_figure
 from loralib.training import process
 from reproduction.ablation_report import TABLE_NAME, Outcome, Settings, write_report
@@ -72,7 +73,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         ValueError: a value is out of its range.
     """
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument

@@ -47,6 +47,7 @@ from loralib.errors import (
     adding_ways_out,
 )
 from loralib.io.atomic import atomic_write_folder
+from loralib.io.command_line import ArgumentParser
 from loralib.io.console import painted, table
 from loralib.io.hub import resolve_file
 from loralib.nn.positions import shared_projections
@@ -483,7 +484,7 @@ def convert(
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument

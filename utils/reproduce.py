@@ -33,6 +33,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from loralib.io.command_line import ArgumentParser
 from loralib.training import process
 from reproduction.glue import Glue
 from reproduction.nlg import Nlg
@@ -59,7 +60,7 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     Raises:
         ValueError: a flag is one that the figures depend on, and that is set here.
     """
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument

@@ -30,6 +30,7 @@ from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.formats import write_adapter
 from loralib.adapters.metadata import AdapterMetadata
 from loralib.errors import CheckpointError
+from loralib.io.command_line import ArgumentParser
 from loralib.io.tensors import read_tensors
 from transformers.adapter_kinds import BITFIT, BOTTLENECK, KINDS
 from transformers.configuration_utils import PretrainedConfig
@@ -216,7 +217,7 @@ def extract(source: Path, kind: Kind = LORA) -> Adapter:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses, splits, and says what was written."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("source", metavar="IN", type=Path, help="checkpoint file or folder")

@@ -7,7 +7,6 @@ The corpora and the vocabulary come from the addresses where they are published,
 from the Hugging Face hub (``HF_ENDPOINT`` names a mirror).
 """
 
-import argparse
 import json
 import logging
 import tempfile
@@ -25,6 +24,7 @@ from exp_utils import run
 from format_converting_e2e import as_lines
 from hub import hub_files
 from loralib.io.atomic import atomic_write
+from loralib.io.command_line import ArgumentParser
 from loralib.io.tensors import read_tensors, write_tensors
 
 logger = logging.getLogger(__name__)
@@ -212,7 +212,7 @@ def main(argv: list[str] | None = None) -> None:
     Raises:
         OSError: something could not be fetched; the message names all of it.
     """
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description="Fetch GPT-2's vocabulary, the corpora, and pretrained models."
     )
     parser.add_argument(

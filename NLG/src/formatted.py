@@ -4,7 +4,6 @@ The context is what is to be said, the completion one text that says it. A corpu
 each of its texts, so rows that follow each other may share their context.
 """
 
-import argparse
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from exp_utils import read_json_lines, write_json_lines
+from loralib.io.command_line import ArgumentParser
 from loralib.io.encoding import refuse_utf16_file
 
 Row = dict[str, Any]
@@ -94,7 +94,7 @@ def convert(
     Raises:
         OSError, ValueError: the file cannot be read, or is not in its corpus's format.
     """
-    parser = argparse.ArgumentParser(description=description)
+    parser = ArgumentParser(description=description)
     parser.add_argument("input", help="the corpus's file")
     parser.add_argument("output", help="the formatted file to write, JSON lines")
     args = parser.parse_args(argv)

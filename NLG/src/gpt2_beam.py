@@ -31,6 +31,7 @@ from exp_utils import (
     write_json_lines,
 )
 from gpu import DistEnv, add_gpu_params, start
+from loralib.io.command_line import ArgumentParser
 from loralib.nn.products import use_products
 from loralib.training import process, watch
 from loralib.training.determinism import set_up_device
@@ -48,7 +49,7 @@ Prompt = tuple[int, ...]
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument_group("data").add_argument

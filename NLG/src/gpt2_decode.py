@@ -27,6 +27,7 @@ from encoder import END_OF_TEXT, Encoder, get_encoder
 from exp_utils import add_log_level, read_json_lines, read_lines, run, set_up_logging
 from formatted import Row, read_formatted
 from loralib.io.atomic import atomic_write
+from loralib.io.command_line import ArgumentParser
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +220,7 @@ def write_references(args: argparse.Namespace, groups: list[Group]) -> None:
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description="Turn predicted token ids into text, and lay out the references for scoring."
     )
     add = parser.add_argument

@@ -7,7 +7,6 @@ The completion is encoded with a space before it. With --add_bos the context end
 <|endoftext|>, where the completion begins; with --add_eos the completion ends in it.
 """
 
-import argparse
 from collections.abc import Iterator
 
 from tqdm.auto import tqdm
@@ -15,6 +14,7 @@ from tqdm.auto import tqdm
 from encoder import END_OF_TEXT_ID, Encoder, get_encoder
 from exp_utils import run, write_json_lines
 from formatted import Row, read_formatted
+from loralib.io.command_line import ArgumentParser
 
 BATCH = 1024  # rows that are encoded at once
 
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
         OSError, ValueError: a file cannot be read, or is not what it should be; nothing is
             written then.
     """
-    parser = argparse.ArgumentParser(description="Turn a formatted corpus into token ids.")
+    parser = ArgumentParser(description="Turn a formatted corpus into token ids.")
     parser.add_argument("--input", required=True, help="formatted file, JSON lines")
     parser.add_argument(
         "--vocab",

@@ -7,6 +7,7 @@ import os
 from checkpoints import add_lora_params, add_model_params
 from exp_utils import REPORTERS, add_log_level, check_report_to
 from gpu import add_gpu_params
+from loralib.io.command_line import ArgumentParser
 from loralib.training.estimate import rate_of
 from model import GPT2Config
 from optimizer import add_optimizer_params
@@ -32,7 +33,7 @@ def parse_args(argv: list[str] | None = None, description: str | None = None) ->
     Raises:
         ValueError: a number is out of its range, or --report_to asks for what cannot be had.
     """
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     _add_training_params(parser)

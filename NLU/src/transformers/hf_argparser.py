@@ -6,11 +6,13 @@ import os
 import sys
 import types
 import typing
-from argparse import Action, ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
+from argparse import Action, ArgumentDefaultsHelpFormatter, ArgumentTypeError
 from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+from loralib.io.command_line import ArgumentParser
 
 
 def flag(default: Any, text: str, **metadata: Any) -> Any:
@@ -54,12 +56,11 @@ class HfArgumentParser(ArgumentParser):
 
     Args:
         dataclass_types: one dataclass, or several whose fields do not clash.
-        arguments: those of `argparse.ArgumentParser`.
+        arguments: those of `ArgumentParser`.
     """
 
     def __init__(self, dataclass_types: type | Iterable[type], **arguments: Any):
         arguments.setdefault("formatter_class", _HelpFormatter)
-        arguments.setdefault("allow_abbrev", False)
         super().__init__(**arguments)
         types_ = [dataclass_types] if dataclasses.is_dataclass(dataclass_types) else dataclass_types
         self.dataclass_types = list(types_)
@@ -138,10 +139,6 @@ class HfArgumentParser(ArgumentParser):
                 args.append(f"--{name}={_as_text(value)}")
         parsed = self.parse_args_into_dataclasses(args, look_for_args_file=False)
         return parsed[: len(self.dataclass_types)]
-
-    def error(self, message: str) -> NoReturn:
-        """Ends the program with `message`, in one line; all flags' usage would bury it."""
-        self.exit(2, f"{self.prog}: error: {message} (--help lists the flags)\n")
 
 
 def _flag_names(type_: type) -> list[str]:
