@@ -83,13 +83,14 @@ E2E_SPLITS = (
 CHECKPOINTS = ("gpt2", "gpt2-medium", "gpt2-large")
 
 
-def fetch(url: str, path: Path, size: int | None = None) -> None:
+def fetch(url: str, path: Path, size: int | None = None, *, stays: bool = True) -> None:
     """Downloads a file, atomically.
 
     Args:
         url: its address.
         path: where it goes; the folder must exist.
         size: its bytes, where known; otherwise the server's Content-Length counts.
+        stays: whether `path` is where it will be looked for, so that it can be put there by hand.
 
     Raises:
         OSError: the download failed, is not of its size, or is called ``.json`` and is not
@@ -106,7 +107,8 @@ def fetch(url: str, path: Path, size: int | None = None) -> None:
                 json.loads(temporary.read_bytes())
     except (OSError, HTTPException, ValueError) as error:
         reason = str(error) or type(error).__name__
-        raise OSError(f"{url}: {reason}; try again, or put the file at {path} yourself") from error
+        by_hand = f", or put the file at {path} yourself" if stays else ""
+        raise OSError(f"{url}: {reason}; try again{by_hand}") from error
 
 
 def _receive(url: str, path: Path) -> tuple[int, int | None]:
@@ -153,7 +155,7 @@ def fetch_e2e(root: Path) -> None:
     if wanted:
         with tempfile.TemporaryDirectory() as folder:
             archive = Path(folder, "e2e-dataset.zip")
-            fetch(E2E_URL, archive)
+            fetch(E2E_URL, archive, stays=False)
             _unpack_e2e(archive, wanted, root)
     for _, target, rows in E2E_SPLITS:
         found = (root / target).read_bytes().count(b"\n")
