@@ -1,7 +1,6 @@
 """GPT-2's files: the base, LoRA's part, and the whole model."""
 
 import argparse
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from family import DEFAULT_TARGETS, GPT2, TARGETS, in_order, targets_of
 from loralib.adapters.adapter import Adapter
-from loralib.adapters.checks import check_base
+from loralib.adapters.checks import check_base, warn_of_alpha, warn_of_base
 from loralib.adapters.deltas import lora_pairs, merge_into, slices_of
 from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.formats import read_adapter
@@ -35,8 +34,6 @@ from model import (
     load_base,
     own_tensors,
 )
-
-logger = logging.getLogger(__name__)
 
 # The release's models were wrapped in DDP when they were saved.
 _PREFIX = "module."
@@ -176,7 +173,7 @@ def open_model(
         _check_base_alone(base)
     _set_lora(args, adapter or base, lora_path or args.init_checkpoint)
     if adapter is not None and adapter.lora.base_fingerprint is None:
-        logger.warning("%s does not say its base: unverified: %s", lora_path, base.source)
+        warn_of_base(lora_path, args.init_checkpoint)
     has_layers = adapter is None or _has_layers(adapter)
     config = _config(args, adapter or base, lora_dropout, args.lora_dim if has_layers else 0)
     if args.init_checkpoint is None:
@@ -254,7 +251,7 @@ def _set_lora(args: argparse.Namespace, file: Adapter | Base, path: str | None) 
     if recorded and recorded["lora_alpha"] is None:
         if args.lora_alpha is None:
             raise AlphaError(path)
-        logger.warning("%s does not say its alpha: unverified: %g", path, args.lora_alpha)
+        warn_of_alpha(path, args.lora_alpha)
     given = {flag: vars(args).get(flag) for flag in _FLAGS}
     if given["lora_targets"] is not None:
         given["lora_targets"] = in_order(given["lora_targets"])

@@ -67,6 +67,16 @@ def check_finite(adapter: Adapter) -> None:
             raise CheckpointError(f"{adapter.source}: {name} holds values that are not finite")
 
 
+def warn_of_alpha(source: str | None, alpha: float) -> None:
+    """Says that nothing confirms the alpha that was given for a file."""
+    logger.warning("%s does not say its alpha: unverified: %g", source, alpha)
+
+
+def warn_of_base(source: str | None, base: str | None) -> None:
+    """Says that nothing confirms that a file was trained on this base."""
+    logger.warning("%s does not say its base: unverified: %s", source, base)
+
+
 def check_base(adapter: Adapter, base_fingerprint: str | None) -> None:
     """Checks that an adapter was trained on the base of this fingerprint, as far as both are known.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import AlphaError, CheckpointError, FullModelError
 from .adapter import LORA, Adapter, base_biases, lora_metadata, plain
-from .checks import check_finite
+from .checks import check_finite, warn_of_alpha
 from .deltas import MAGNITUDE, PARTS, START_A, START_B, rank_of, ranks_of
 from .families import family_of, in_known_backbone
 from .metadata import LoraMetadata, is_alpha, usual
@@ -57,7 +57,7 @@ def _with_alpha(adapter: Adapter, alpha: float | None) -> Adapter:
         if adapter.lora.alpha != alpha:
             raise AlphaError(adapter.source, adapter.lora.alpha, alpha)
         return adapter
-    logger.warning("%s does not say its alpha: unverified: %g", adapter.source, alpha)
+    warn_of_alpha(adapter.source, alpha)
     rank = rank_of(adapter.tensors, adapter.source)
     return replace(adapter, metadata=lora_metadata(adapter.tensors, rank, alpha))
 

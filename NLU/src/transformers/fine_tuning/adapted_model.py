@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from loralib.adapters.adapter import LORA, Adapter, base_biases, plain
+from loralib.adapters.checks import warn_of_base
 from loralib.adapters.deltas import lora_pairs
 from loralib.adapters.formats import read_adapter
 from loralib.errors import AlphaError
@@ -86,10 +87,7 @@ def check_arguments(
         if adapter.kind is LORA and adapter.metadata is None:
             raise AlphaError(adapter.source)
         if adapter.metadata is None or adapter.metadata.base_fingerprint is None:
-            logger.warning(
-                "%s does not say its base: unverified: %s",
-                *(adapter.source, model_args.model_name_or_path),
-            )
+            warn_of_base(adapter.source, model_args.model_name_or_path)
         if args.do_train and adapter.kind is LORA and base_biases(adapter.tensors):
             raise ValueError(
                 f"{adapter.source}: brings biases of the base, which LoRA training would leave out "
