@@ -81,21 +81,29 @@ def measure(plan: dict, step: Callable, make_batch: Callable) -> dict:
     seconds, profiled, parts = [], [], Counter()
     for index, entry in enumerate(plan["batches"]):
         batch = make_batch(plan, index, entry)
-        seconds.append(_seconds_of(step, batch))
+        taken, outcome = _timed(step, batch)
+        seconds.append(taken)
+        _check(outcome)
         if index >= plan["warmup"]:
             with profile(activities=[ProfilerActivity.CPU]) as profiler:
-                profiled.append(_seconds_of(step, batch))
+                taken, outcome = _timed(step, batch)
+            profiled.append(taken)
+            _check(outcome)
             parts += seconds_by_part(profiler.events())
     return {"seconds": seconds[plan["warmup"] :], "profiled": profiled, "parts": dict(parts)}
 
 
-def _seconds_of(step: Callable, batch: Any) -> float:
+def _timed(step: Callable, batch: Any) -> tuple[float, torch.Tensor]:
+    """A step's seconds, and its loss."""
     start = time.perf_counter()
     outcome = step(batch)
-    seconds = time.perf_counter() - start
+    return time.perf_counter() - start, outcome
+
+
+def _check(outcome: torch.Tensor) -> None:
+    """Raises ValueError where a loss is not finite, so that what was timed was not real work."""
     if not torch.isfinite(outcome).all():
         raise ValueError(f"a step gave {outcome.tolist()}")
-    return seconds
 
 
 def main() -> None:

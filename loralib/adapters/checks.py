@@ -74,7 +74,7 @@ def warn_of_alpha(source: str | None, alpha: float) -> None:
 
 def warn_of_base(source: str | None, base: str | None) -> None:
     """Says that nothing confirms that a file was trained on this base."""
-    logger.warning("%s does not say its base: unverified: %s", source, base)
+    logger.warning("%s does not say its base's fingerprint: unverified: %s", source, base)
 
 
 def check_base(adapter: Adapter, base_fingerprint: str | None) -> None:

@@ -33,9 +33,12 @@ def check_lora(adapter: Adapter, lora_alpha: float | None = None) -> Adapter:
         FullModelError: its tensors are those of a full model.
         CheckpointError: it is damaged, or says something else than its tensors.
     """
+    says_alpha = adapter.metadata is not None
     adapter = _with_alpha(adapter, lora_alpha)
     check_names(adapter)
     check_values(adapter)
+    if lora_alpha is not None and not says_alpha:
+        warn_of_alpha(adapter.source, lora_alpha)
     if family_of(adapter.tensors) is None:
         # A file that says nothing of itself leaves more open than the others.
         level = logging.WARNING if adapter.format in ("release", "plain") else logging.INFO
@@ -57,7 +60,6 @@ def _with_alpha(adapter: Adapter, alpha: float | None) -> Adapter:
         if adapter.lora.alpha != alpha:
             raise AlphaError(adapter.source, adapter.lora.alpha, alpha)
         return adapter
-    warn_of_alpha(adapter.source, alpha)
     rank = rank_of(adapter.tensors, adapter.source)
     return replace(adapter, metadata=lora_metadata(adapter.tensors, rank, alpha))
 

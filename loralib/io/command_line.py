@@ -1,4 +1,4 @@
-"""The command lines of all scripts."""
+"""The command lines of the scripts that train, decode and convert."""
 
 import argparse
 from typing import Any, NoReturn

@@ -210,7 +210,7 @@ def test_a_file_that_does_not_say_its_alpha(tmp_path, base_path, caplog, lora_on
     model, _ = open_model(args, None if file is None else str(file))
     assert (args.lora_dim, model.config.lora_attn_alpha) == (2, 32)
     assert caplog.text.count(f"{path} does not say its alpha: unverified: 32") == 1
-    says_base = f"{path} does not say its base: unverified: {base_path}"
+    says_base = f"{path} does not say its base's fingerprint: unverified: {base_path}"
     assert caplog.text.count(says_base) == lora_only
 
 
