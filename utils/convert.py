@@ -20,12 +20,16 @@ a format cannot hold is listed. Existing files are never overwritten.
 """
 
 import argparse
+import gc
 import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    gc.disable()  # until `run`, see `process.without_collector`
 
 import torch
 from torch import Tensor, nn

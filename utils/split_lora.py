@@ -13,11 +13,14 @@ repeated: it replaces a .bin or .pt that holds LoRA and a head and nothing else.
 """
 
 import argparse
-import sys
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    gc.disable()  # until `run`, see `process.without_collector`
 
 from torch import Tensor
 
@@ -32,6 +35,7 @@ from loralib.adapters.metadata import AdapterMetadata
 from loralib.errors import CheckpointError
 from loralib.io.command_line import ArgumentParser
 from loralib.io.tensors import read_tensors
+from loralib.training import process
 from transformers.adapter_kinds import BITFIT, BOTTLENECK, KINDS
 from transformers.configuration_utils import PretrainedConfig
 from transformers.file_utils import CONFIG_NAME
@@ -230,14 +234,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
     args = parser.parse_args(argv)
-    try:
-        adapter = split(args.source, args.target, args.part, args.overwrite)
-    except (CheckpointError, OSError, ValueError) as error:
-        sys.exit(f"split_lora.py: error: {error}")
+    adapter = split(args.source, args.target, args.part, args.overwrite)
     values = sum(tensor.numel() for tensor in adapter.tensors.values())
     size = args.target.stat().st_size / 2**20
     print(f"{args.target}: {len(adapter.tensors)} tensors, {values:,} values, {size:.2f} MiB")
 
 
 if __name__ == "__main__":
-    main()
+    process.run(main)

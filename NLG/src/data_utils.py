@@ -20,6 +20,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
@@ -91,23 +92,13 @@ class FT_Dataset(Dataset):
         self.batch_size = batch_size
         self.max_seq_length = max_seq_length
         self.joint_lm = joint_lm
-        tokens, ends, contexts = array("i"), array("q", [0]), array("i")
-        cut = lost = 0
-        for number, row in enumerate(read_json_lines(path), start=1):
-            context, completion = _ids_of(row, vocab_size, f"{path}:{number}")
-            ids = context + completion
-            cut += len(ids) > max_seq_length
-            lost += len(context) > max_seq_length
-            # The last input's target is one token further.
-            tokens.extend(ids[: max_seq_length + 1])
-            ends.append(len(tokens))
-            contexts.append(len(context))
-        self._tokens = torch.frombuffer(tokens, dtype=torch.int32)
-        self._ends, self._contexts = ends, contexts
+        tokens, ends, contexts = _read(path, vocab_size)
+        self._tokens, self._ends, self._contexts = torch.from_numpy(tokens), ends, contexts
         if not any(self._has_target(index) for index in range(len(contexts))):
             raise ValueError(
                 f"{path}: no example has a token to learn within {max_seq_length} positions"
             )
+        cut = int((np.diff(ends) > max_seq_length).sum())
         if cut and process.rank() == 0:
             logger.warning(
                 "%s: %d of %d examples are longer than %d tokens and were cut; %d of them lost "
@@ -116,7 +107,7 @@ class FT_Dataset(Dataset):
                 cut,
                 len(contexts),
                 max_seq_length,
-                lost,
+                int((contexts > max_seq_length).sum()),
             )
         self.num_examples = len(contexts)
         self.num_batches = -(-self.num_examples // batch_size)
@@ -131,33 +122,76 @@ class FT_Dataset(Dataset):
             raise IndexError(f"there are {len(self)} rows, but no row {index}")
         if index >= self.num_examples:
             index = self._filling[index - self.num_examples]
-        tokens = self._tokens[self._ends[index] : self._ends[index + 1]]
+        begin = int(self._ends[index])
+        tokens = self._tokens[begin : begin + self._kept(index)]
         return Row(tokens, min(len(tokens), self.max_seq_length), self._first(index))
+
+    def _kept(self, index: int) -> int:
+        """How many tokens are left of an example; the last input's target is one further."""
+        return min(int(self._ends[index + 1] - self._ends[index]), self.max_seq_length + 1)
 
     def _first(self, index: int) -> int:
         """The position before the completion; a first token has none, and is never a target."""
-        return 0 if self.joint_lm else max(0, self._contexts[index] - 1)
+        return 0 if self.joint_lm else max(0, int(self._contexts[index]) - 1)
 
     def _has_target(self, index: int) -> bool:
-        return self._ends[index + 1] - self._ends[index] - 1 > self._first(index)
+        return self._kept(index) - 1 > self._first(index)
 
 
-def _ids_of(row: dict[str, Any], vocab_size: int, where: str) -> tuple[list[int], list[int]]:
-    for field in ("context", "completion"):
-        if field not in row:
-            raise ValueError(f'{where}: has no "{field}"')
-        ids = row[field]
-        # Types are compared because True and 1.0 equal numbers in Python, but are not token ids.
-        if not isinstance(ids, list) or set(map(type, ids)) - {int}:
-            raise ValueError(f'{where}: "{field}" has to be a list of token ids')
-        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-            wrong = next(token for token in ids if not 0 <= token < vocab_size)
-            raise ValueError(
-                f'{where}: "{field}" has token {wrong}, outside the vocabulary of {vocab_size}'
-            )
-    if not row["completion"]:
-        raise ValueError(f"{where}: the completion is empty")
-    return row["context"], row["completion"]
+def _read(path: str | os.PathLike, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A file's examples, one after the other: a corpus has millions of tokens, read at each start.
+
+    Returns:
+        (tokens,), int32; (examples + 1,), where each begins and the last one ends; and (examples,),
+        how many of its tokens are context.
+
+    Raises:
+        ValueError: see `FT_Dataset`.
+    """
+    tokens, ends, contexts = array("q"), array("q", [0]), array("q")
+    for number, row in enumerate(read_json_lines(path), start=1):
+        try:
+            tokens.fromlist(_ids_of(row, "context"))
+            contexts.append(len(tokens) - ends[-1])
+            tokens.fromlist(_ids_of(row, "completion"))
+        except OverflowError as error:
+            raise ValueError(f"{path}:{number}: has a number that is no token id") from error
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}") from error
+        if len(tokens) - ends[-1] == contexts[-1]:
+            raise ValueError(f"{path}:{number}: the completion is empty")
+        ends.append(len(tokens))
+    of_rows = [np.frombuffer(numbers, dtype=np.int64) for numbers in (tokens, ends, contexts)]
+    _check_vocabulary(*of_rows, vocab_size, path)
+    return of_rows[0].astype(np.int32), of_rows[1], of_rows[2]
+
+
+def _check_vocabulary(
+    tokens: np.ndarray,
+    ends: np.ndarray,
+    contexts: np.ndarray,
+    vocab_size: int,
+    path: str | os.PathLike,
+) -> None:
+    outside = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+    if outside.size:
+        first = outside[0]
+        row = int(np.searchsorted(ends, first, side="right")) - 1
+        field = "context" if first - ends[row] < contexts[row] else "completion"
+        raise ValueError(
+            f'{path}:{row + 1}: "{field}" has token {tokens[first]}, outside the vocabulary of '
+            f"{vocab_size}"
+        )
+
+
+def _ids_of(row: dict[str, Any], field: str) -> list[int]:
+    if field not in row:
+        raise ValueError(f'has no "{field}"')
+    ids = row[field]
+    # Types are compared because True and 1.0 equal numbers in Python, but are not token ids.
+    if not isinstance(ids, list) or set(map(type, ids)) - {int}:
+        raise ValueError(f'"{field}" has to be a list of token ids')
+    return ids
 
 
 # What a batch has by name: tensors, and where its tokens are.

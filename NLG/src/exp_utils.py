@@ -75,7 +75,13 @@ def read_json_lines(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
     if lines == [""]:
         raise ValueError(f"{path}: is empty")
     for number, line in enumerate(lines, start=1):
-        yield _parse(line, f"{path}:{number}")
+        try:
+            row = json.loads(line)
+        except ValueError as error:  # a JSONDecodeError, or a number of thousands of digits
+            raise ValueError(f"{path}:{number}: not JSON ({error})") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}:{number}: not a JSON object: {line[:60]}")
+        yield row
 
 
 def read_lines(path: str | os.PathLike) -> list[str]:
@@ -86,25 +92,14 @@ def read_lines(path: str | os.PathLike) -> list[str]:
         ValueError: a line is not UTF-8; the message names file and line.
     """
     refuse_utf16_file(path)
-    lines = Path(path).read_bytes().rstrip().split(b"\n")
-    return [_decode(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
-
-
-def _decode(line: bytes, where: str) -> str:
+    content = Path(path).read_bytes().rstrip()
     try:
-        return line.decode("utf-8").removesuffix("\r")
+        lines = content.decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: not UTF-8 ({error.reason} at byte {error.start})") from error
-
-
-def _parse(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error})") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: not a JSON object: {line[:60]}")
-    return row
+        begin = content.rfind(b"\n", 0, error.start) + 1
+        number, byte = content.count(b"\n", 0, begin) + 1, error.start - begin
+        raise ValueError(f"{path}:{number}: not UTF-8 ({error.reason} at byte {byte})") from error
+    return [line.removesuffix("\r") for line in lines]
 
 
 def write_json_lines(path: str | os.PathLike, rows: Iterable[dict[str, Any]]) -> None:

@@ -14,12 +14,16 @@ A step is one batch. Into --work_dir go
 """
 
 import argparse
+import gc
 import logging
 import math
 import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+if __name__ == "__main__":
+    gc.disable()  # until `run`, see `process.without_collector`
 
 import torch
 from torch import Tensor, nn

@@ -9,6 +9,7 @@ the given shape is initialized at random. What it writes is a base model for run
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import os
@@ -18,6 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+if __name__ == "__main__":
+    gc.disable()  # until `run`, see `process.without_collector`
 
 from tokenizers import ByteLevelBPETokenizer
 

@@ -26,6 +26,7 @@ The base is read once, and one batch holds rows of several adapters:
 """
 
 import argparse
+import gc
 import json
 import logging
 import sys
@@ -33,6 +34,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
+
+if __name__ == "__main__":
+    gc.disable()  # until `run`, see `process.without_collector`
 
 import numpy as np
 import torch

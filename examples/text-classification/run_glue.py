@@ -12,11 +12,15 @@ file: run_glue.py settings.json.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+if __name__ == "__main__":
+    gc.disable()  # until `run`, see `process.without_collector`
 
 import numpy as np
 

@@ -155,13 +155,24 @@ def test_rows_outside_the_dataset(write, index):
         ('{"context": [1], "completion": []}', "the completion is empty"),
         ('{"context": [1, 100], "completion": [1]}', '"context" has token 100, outside the voc'),
         ('{"context": [1], "completion": [3, -1]}', '"completion" has token -1, outside'),
+        ('{"context": [], "completion": [100]}', '"completion" has token 100, outside'),
         ('{"context": [1], "completion": [99999999999]}', "has token 99999999999, outside"),
+        (f'{{"context": [1], "completion": [{2**63}]}}', "has a number that is no token id"),
+        (f'{{"context": [1], "completion": [{"1" * 5000}]}}', "not JSON|outside|no token id"),
     ],
 )
 def test_a_bad_line_is_named(write, line, message):
     path = write(([1], [2]), line, ([99], [99]))
     with pytest.raises(ValueError, match=f"^{path}:2: .*{message}"):
         FT_Dataset(path, 1, 16, vocab_size=100)
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_a_line_that_is_not_utf_8_is_named(tmp_path, before):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"context": [1], "completion": [2]}\n' * before + b'{"\xff": 1}\n')
+    with pytest.raises(ValueError, match=rf"^{path}:{before + 1}: not UTF-8 \(.* at byte 2\)$"):
+        FT_Dataset(path, 1, 16)
 
 
 @pytest.mark.parametrize(("batch_size", "seq_len"), [(0, 8), (-1, 8), (8, 0)])

@@ -1,5 +1,6 @@
 """A script's process: seeds and their state, errors as one line, the end of several processes."""
 
+import gc
 import io
 import os
 import random
@@ -14,7 +15,7 @@ import torch
 
 from loralib.errors import CheckpointError, TrainingError
 from loralib.training.determinism import rng_state, set_rng_state, set_seed, set_up_device
-from loralib.training.process import HEAD_START, rank, run
+from loralib.training.process import HEAD_START, rank, run, without_collector
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -306,3 +307,48 @@ def test_a_process_ends_where_nobody_reads_its_output():
     process.stdout.close()
     process.stdin.close()
     assert process.wait(50) == 3
+
+
+# ---- imports without the garbage collector ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script",
+    [
+        "examples/text-classification/run_glue.py",
+        "examples/text-classification/predict.py",
+        "examples/language-modeling/run_mlm.py",
+        "examples/token-classification/run_ner.py",
+        "examples/question-answering/run_qa.py",
+        "examples/multiple-choice/run_swag.py",
+        "NLG/src/gpt2_ft.py",
+        "NLG/src/gpt2_beam.py",
+        "utils/convert.py",
+        "utils/split_lora.py",
+    ],
+)
+def test_scripts_import_pytorch_without_the_collector(script):
+    """And it is on, for what comes after, once they begin to work."""
+    path = ROOT / script
+    code = (
+        "import contextlib, gc, io, runpy, sys\n"
+        f"sys.path.insert(0, {str(path.parent)!r})\n"
+        f"sys.argv = [{path.name!r}, '--help']\n"
+        "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
+        f"    runpy.run_path({str(path)!r}, run_name='__main__')\n"
+        "full = gc.get_stats()[2]['collections']\n"
+        "print('torch' in sys.modules, full, gc.get_freeze_count() > 10**5, gc.isenabled())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "0", "True", "True"], done.stderr
+
+
+def test_what_imports_much_turns_the_collector_off():
+    with without_collector():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ImportError), without_collector():
+        raise ImportError
+    assert gc.isenabled()
+    gc.unfreeze()

@@ -52,7 +52,8 @@ def set_up_datasets() -> None:
 
     It imports that library, so it is called after the command line has been checked.
     """
-    import datasets
+    with process.without_collector():
+        import datasets
 
     # Its messages go to the root logger's handlers; its own would show them a second time.
     logging.getLogger("datasets").handlers.clear()
