@@ -58,7 +58,8 @@ class GroupedTokens:
         self._padding = np.flatnonzero(tokens == _PADDING)
         filled = np.flatnonzero(tokens != _PADDING)
         self._slots = np.empty_like(filled)
-        self._slots[self._parts(heads)[filled]] = filled
+        self._slots[(self._tokens * heads + self._heads)[filled]] = filled
+        self._parts: dict[int, Tensor] = {}
 
     def read(self, x: Tensor) -> Tensor:
         """(tokens, hidden) -> (slots, d).
@@ -73,7 +74,7 @@ class GroupedTokens:
         # A slice of a wider tensor, such as queries beside keys and values, is read where it is.
         stride = x.stride(0) // width
         parts = x.as_strided(((len(x) - 1) * stride + self.heads, width), (width, 1))
-        return parts.index_select(0, torch.from_numpy(self._parts(stride)))
+        return parts.index_select(0, self._parts_of(stride))
 
     def split(self, slots: Tensor) -> list[Tensor]:
         """(slots, d) -> of each group (heads · rows, length, d), a view."""
@@ -102,9 +103,11 @@ class GroupedTokens:
         packed = slots.index_select(0, torch.from_numpy(self._slots))
         return packed.view(-1, self.heads * slots.shape[1])
 
-    def _parts(self, stride: int) -> np.ndarray:
+    def _parts_of(self, stride: int) -> Tensor:
         """(slots,), the number of the part that is in each; a token has `stride` parts, of d."""
-        return self._tokens * stride + self._heads
+        if stride not in self._parts:  # which all layers ask for
+            self._parts[stride] = torch.from_numpy(self._tokens * stride + self._heads)
+        return self._parts[stride]
 
 
 def _table(firsts: np.ndarray, counts: np.ndarray, step: int) -> np.ndarray:
