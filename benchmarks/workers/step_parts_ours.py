@@ -3,7 +3,8 @@
 The plan is that of timing.py, with `step`: the benchmark whose steps these are. The result has the
 seconds of each timed step, those of the same steps under the profiler, and by part the sum over
 them. What is within a part and is one itself, such as the product with a frozen weight within an
-adapted layer, counts as the inner one alone.
+adapted layer, counts as the inner one alone. The kernels that a part cannot do without are parts
+of their own.
 """
 
 import functools
@@ -24,23 +25,42 @@ from torch.profiler import ProfilerActivity, profile
 import loralib as lora
 from loralib.nn import dropout, products
 
-PRODUCTS, DROPOUT = "products with weights", "dropout outside of attention"
-REST = "the rest"
+PRODUCTS, LORA, ATTENTION = "products with weights", "LoRA's own products", "attention"
+DROPOUT, REST = "dropout outside of attention", "the rest"
+RANDOM = "random numbers"
 # By the profiler's names: functions of this project, nodes of autograd, operators of PyTorch.
 PART_OF = {
     PRODUCTS: PRODUCTS,
     DROPOUT: DROPOUT,
     "_ApplyMaskBackward": DROPOUT,
-    "_RowAttention": "attention",
-    "_RowAttentionBackward": "attention",
-    "_LowRankLinear": "LoRA's own products",
-    "_LowRankLinearBackward": "LoRA's own products",
+    "_RowAttention": ATTENTION,
+    "_RowAttentionBackward": ATTENTION,
+    "_LowRankLinear": LORA,
+    "_LowRankLinearBackward": LORA,
     "_HeadLoss": "the head's cross-entropy",
     "aten::gelu": "GELU",
     "aten::gelu_backward": "GELU",
     "aten::native_layer_norm": "norms",
     "aten::native_layer_norm_backward": "norms",
     "Optimizer.step#AdamW.step": "optimizer",
+}
+# The operators that do a part's arithmetic. What else these parts consist of, copies and Python
+# among it, is the second name's.
+_MATRICES = ("aten::mm", "aten::addmm", "aten::addmm_", "mkldnn::_linear_pointwise")
+KERNELS_OF = {
+    PRODUCTS: (dict.fromkeys(_MATRICES, PRODUCTS), REST),
+    LORA: (dict.fromkeys(_MATRICES, LORA), REST),
+    ATTENTION: (
+        {
+            "aten::baddbmm": "attention's products",
+            "aten::bmm": "attention's products",
+            "aten::_softmax": "attention's softmax",
+            "aten::_softmax_backward_data": "attention's softmax",
+            "aten::random_": RANDOM,
+        },
+        "attention, the rest",
+    ),
+    DROPOUT: ({"aten::random_": RANDOM}, "dropout outside of it, the rest"),
 }
 
 
@@ -66,7 +86,8 @@ def seconds_by_part(events: Iterable[FunctionEvent]) -> Counter[str]:
 
     def count(event: FunctionEvent, outer: str) -> None:
         part = PART_OF.get(event.name, outer)
-        found[part] += event.self_cpu_time_total / 1e6
+        kernels, rest = KERNELS_OF.get(part, ({}, part))
+        found[kernels.get(event.name, rest)] += event.self_cpu_time_total / 1e6
         for child in event.cpu_children:
             count(child, part)
 

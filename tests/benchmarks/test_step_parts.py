@@ -12,14 +12,19 @@ from torch.profiler import ProfilerActivity, profile
 from loralib.nn.plain import plain
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-IN_ALL = {
+KERNELS = {
     "products with weights",
-    "attention",
-    "dropout outside of attention",
+    "attention's products",
+    "attention's softmax",
+    "random numbers",
     "LoRA's own products",
     "GELU",
     "norms",
     "optimizer",
+}
+RESTS = {
+    "attention, the rest",
+    "dropout outside of it, the rest",
     "the rest",
     "between operations",
 }
@@ -46,16 +51,21 @@ def test_parts_of_a_step(read_table, step, own):
     command = [sys.executable, BENCHMARKS / "step_parts.py", step, "--quick", "--steps", "2"]
     done = subprocess.run([*command, "--threads", "1"], capture_output=True, text=True, check=True)
     rows = {row.pop("ms"): row for row in read_table(done.stdout)}
-    wholes = {"a step, profiled", "a step", "its arithmetic at the machine's rate"}
-    assert rows.keys() == IN_ALL | own | wholes
+    kernels, wholes = KERNELS | own, {"a step, profiled", "a step"}
+    wholes |= {"kernels: all but rests", "its arithmetic at the machine's rate"}
+    assert rows.keys() == kernels | RESTS | wholes
+    rounded = 0.05 * (len(rows) + 1)  # to a tenth of a millisecond each
     for dtype in ("float32", "bfloat16"):
         seconds = {name: _number(row[dtype]) for name, row in rows.items()}
-        parts = sum(seconds[name] for name in IN_ALL | own)
-        # Rounded to a tenth of a millisecond each.
-        assert parts == pytest.approx(seconds["a step, profiled"], abs=0.05 * (len(rows) + 1))
+        of_kernels = sum(seconds[name] for name in kernels)
+        of_rests = sum(seconds[name] for name in RESTS)
+        assert of_kernels == pytest.approx(seconds["kernels: all but rests"], abs=rounded)
+        step = seconds["a step, profiled"]
+        assert of_kernels + of_rests == pytest.approx(step, abs=rounded)
         # What is counted twice, or in another thread, would leave less than nothing between.
         assert all(part >= 0 for part in seconds.values())
-        assert all(seconds[name] > 0 for name in wholes | {"attention", "products with weights"})
+        busy = {"attention's products", "attention, the rest", "products with weights"}
+        assert all(seconds[name] > 0 for name in wholes | busy)
 
 
 def _number(cell: str) -> float:
@@ -63,22 +73,26 @@ def _number(cell: str) -> float:
 
 
 def test_what_is_within_a_part_is_counted_once(worker):
-    """A product within LoRA's layer is a product; what is in no part is the rest."""
+    """A frozen product within LoRA's layer is no product of LoRA; what is no kernel is the rest."""
     x = torch.rand(300, 300)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         with record_function("_LowRankLinear"):
             x.exp()
+            torch.addmm(x, x, x)
             with record_function(worker.PRODUCTS):
-                x @ x
+                torch.mm(x, x)
         x.sin()
-    events = {event.name: event for event in profiler.events()}
-    found = worker.seconds_by_part(profiler.events())
-    outer, inner = events["_LowRankLinear"], events[worker.PRODUCTS]
-    within = outer.cpu_time_total - inner.cpu_time_total
-    assert found.keys() == {worker.PRODUCTS, "LoRA's own products", worker.REST}
-    assert found[worker.PRODUCTS] == pytest.approx(inner.cpu_time_total / 1e6)
-    assert found["LoRA's own products"] == pytest.approx(within / 1e6)
-    assert found[worker.REST] == pytest.approx(events["aten::sin"].cpu_time_total / 1e6)
+        torch.addmm(x, x, x)
+    events = profiler.events()
+    found = worker.seconds_by_part(events)
+    matrices = [event for event in events if event.name in ("aten::mm", "aten::addmm")]
+    of_lora, products, outside = sorted(matrices, key=lambda event: event.time_range.start)
+    everything = sum(event.self_cpu_time_total for event in events)
+    assert found.keys() == {worker.PRODUCTS, worker.LORA, worker.REST}
+    assert found[worker.PRODUCTS] == pytest.approx(products.self_cpu_time_total / 1e6)
+    assert found[worker.LORA] == pytest.approx(of_lora.self_cpu_time_total / 1e6)
+    assert found.total() == pytest.approx(everything / 1e6)
+    assert found[worker.REST] > outside.self_cpu_time_total / 1e6
 
 
 def test_a_column_has_what_is_between_operations(script):
@@ -87,13 +101,15 @@ def test_a_column_has_what_is_between_operations(script):
         ("GELU", 0.8),
         (script.BETWEEN, pytest.approx(0.5)),
         ("norms", 0.2),
+        (script.KERNELS, pytest.approx(1.0)),
         (script.PROFILED, 1.5),
         (script.TIMED, pytest.approx(0.6)),
     ]
 
 
 def test_a_part_that_one_precision_lacks_has_its_row(script):
-    wholes = {script.PROFILED: 0.2, script.TIMED: 0.1, script.AT_THE_RATE: 0.1}
+    wholes = dict.fromkeys((script.KERNELS, script.PROFILED), 0.2)
+    wholes |= dict.fromkeys((script.TIMED, script.AT_THE_RATE), 0.1)
     lines = script.table({"a": {"x": 0.2, **wholes}, "b": {"x": 0.1, "y": 0.1, **wholes}})
     rows = [line.split(" | ")[0].removeprefix("| ") for line in lines.splitlines()[2:]]
     assert rows == ["x", "y", *wholes]
