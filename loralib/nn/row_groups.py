@@ -59,7 +59,8 @@ class GroupedTokens:
         filled = np.flatnonzero(tokens != _PADDING)
         self._slots = np.empty_like(filled)
         self._slots[(self._tokens * heads + self._heads)[filled]] = filled
-        self._parts: dict[int, Tensor] = {}
+        # As arrays: a tensor that is made under fake tensors would be one, and stay.
+        self._parts: dict[int, np.ndarray] = {}
 
     def read(self, x: Tensor) -> Tensor:
         """(tokens, hidden) -> (slots, d).
@@ -74,7 +75,7 @@ class GroupedTokens:
         # A slice of a wider tensor, such as queries beside keys and values, is read where it is.
         stride = x.stride(0) // width
         parts = x.as_strided(((len(x) - 1) * stride + self.heads, width), (width, 1))
-        return parts.index_select(0, self._parts_of(stride))
+        return parts.index_select(0, torch.from_numpy(self._parts_of(stride)))
 
     def split(self, slots: Tensor) -> list[Tensor]:
         """(slots, d) -> of each group (heads · rows, length, d), a view."""
@@ -103,10 +104,10 @@ class GroupedTokens:
         packed = slots.index_select(0, torch.from_numpy(self._slots))
         return packed.view(-1, self.heads * slots.shape[1])
 
-    def _parts_of(self, stride: int) -> Tensor:
+    def _parts_of(self, stride: int) -> np.ndarray:
         """(slots,), the number of the part that is in each; a token has `stride` parts, of d."""
         if stride not in self._parts:  # which all layers ask for
-            self._parts[stride] = torch.from_numpy(self._tokens * stride + self._heads)
+            self._parts[stride] = self._tokens * stride + self._heads
         return self._parts[stride]
 
 
