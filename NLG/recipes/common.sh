@@ -19,6 +19,7 @@ md) name=gpt2-medium folder=GPT2_M ;;
 lg) name=gpt2-large folder=GPT2_L ;;
 *) echo "recipes: error: no recipe for a gpt2.$card (known: md, lg)" >&2 && exit 2 ;;
 esac
+script=$(basename "$0" .sh)_gpt2_$card.sh  # which runs the recipe
 
 NPROC=${NPROC:-1}
 SEED=${SEED:-110}
@@ -45,7 +46,7 @@ out_of() {
 # need FILE COMMAND: where the file is missing, ends the recipe with the command that makes it.
 need() {
     if [ ! -e "$1" ]; then
-        echo "$(basename "$0"): error: $1 is not there; make it by: $2" >&2
+        echo "$script: error: $1 is not there; make it by: $2" >&2
         exit 1
     fi
 }

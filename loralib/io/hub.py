@@ -4,6 +4,8 @@ The hub library, huggingface_hub, is imported when a file is to come from there,
 local files do not need it. It obeys ``HF_ENDPOINT`` and ``HF_HOME``, and checks sizes.
 """
 
+import functools
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 
 from ..errors import first_line
+
+logger = logging.getLogger(__name__)
 
 
 class AbsentFileError(FileNotFoundError):
@@ -56,6 +60,8 @@ def resolve_file(
     if os.path.isdir(name):
         path = Path(name, filename)
         return path if path.is_file() else None
+    if "/" in name and not (local_files_only or is_offline_mode()):
+        _say_that_the_hub_is_asked(name)
     try:
         return fetch_file(
             name,
@@ -118,6 +124,12 @@ def fetch_file(
     except Exception as error:
         # Its HTTP client's own errors come through, and which client it has changes.
         raise _as_os_error(hub, error, name, filename, where, offline) from error
+
+
+@functools.cache  # a model has several files
+def _say_that_the_hub_is_asked(name: str) -> None:
+    """Said before: where there is no internet, the hub's answer takes half a minute to stay out."""
+    logger.info("%s is no folder here: asking the hub for it", name)
 
 
 def _seen_from_here(name: str) -> str:

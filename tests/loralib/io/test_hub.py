@@ -1,5 +1,6 @@
 """Files of the hub: a local server speaks for it, and processes of their own fetch from there."""
 
+import logging
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 from hub_process import run_on_hub
 from huggingface_hub.errors import GatedRepoError
 
+import loralib.io.hub as hub_files
 from loralib.io.hub import AbsentFileError, fetch_file, is_offline_mode, resolve_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -134,6 +136,25 @@ def test_a_name_that_may_be_a_path_says_where_it_was_looked_for(tmp_path, monkey
     said = f"'runs/moodel' is not a local folder{where} and cannot be fetched"
     with pytest.raises(FileNotFoundError, match=re.escape(said)):
         fetch_file("runs/moodel", CONFIG, cache_dir=str(tmp_path / "cache"))
+
+
+def test_what_may_be_a_mistyped_path_is_said_before_the_hub_is_asked(tmp_path, monkeypatch, caplog):
+    """Once, for all of a model's files. Nothing is said offline, nor of a name without a slash."""
+
+    def absent(*args, **kwargs):
+        raise AbsentFileError
+
+    monkeypatch.setattr(hub_files, "fetch_file", absent)
+    hub_files._say_that_the_hub_is_asked.cache_clear()
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here" / "model").mkdir(parents=True)
+    caplog.set_level(logging.INFO, logger="loralib")
+    for name in ("runs/moodel", "runs/moodel", "roberta-base", "here/model"):
+        assert resolve_file(name, CONFIG) is None
+    assert resolve_file("org/cached", CONFIG, local_files_only=True) is None
+    assert caplog.messages == ["runs/moodel is no folder here: asking the hub for it"]
 
 
 FETCH_CONFIG = f"huggingface_hub.hf_hub_download('org/adapter', {CONFIG!r})\n"
