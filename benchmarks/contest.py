@@ -209,7 +209,7 @@ def compete(name: str, measurement: Measurement, args: argparse.Namespace) -> in
     ]
     results, rates, failed = take_turns(name, runners, measurement, args)
     rows = rows_of(results, measurement)
-    about = machine(results, load)
+    about = machine(results, load, args.quick)
     print(table(rows, measurement.columns), about, sep="\n\n")
     for dtype, found in rates.items():
         print(f"- the machine at the step's products, {dtype}: {median(found):,.0f} GFLOP/s")
@@ -438,8 +438,14 @@ def _times(run: dict, columns: Columns) -> list[float]:
     ]
 
 
-def machine(results: Results, load: float) -> str:
-    """What was measured on, and with which versions, as a Markdown list."""
+def machine(results: Results, load: float, is_quick: bool) -> str:
+    """What was measured on, and with which versions, as a Markdown list.
+
+    Args:
+        results: of all contestants.
+        load: the system's, before the run.
+        is_quick: it was a trial in a tiny shape, whose figures mean nothing.
+    """
     info = Path("/proc/cpuinfo")
     about = dict(re.findall(r"^(.+?)\s*: (.+)$", info.read_text(), re.M)) if info.is_file() else {}
     says = about.get("flags", about.get("Features", "")).split()
@@ -452,6 +458,7 @@ def machine(results: Results, load: float) -> str:
         f"{'/'.join(threads)} threads, load before the run {load:.1f}; "
         f"GPU: {', '.join(gpu or 'none' for gpu in gpus)}\n"
         f"- Python {platform.python_version()}, {', '.join(sorted(versions))}"
+        + ("\n- --quick: a tiny shape, whose figures mean nothing" if is_quick else "")
     )
 
 

@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         except RuntimeError as error:
             sys.exit(f"{contestant.label} failed: {error}")
         runs[contestant] = [run]
-    print(table(columns), contest.machine(runs, load), sep="\n\n")
+    print(table(columns), contest.machine(runs, load, args.quick), sep="\n\n")
     return 0
 
 

@@ -29,12 +29,22 @@ def flags(**given):
         "json": None,
         "plot": None,
         "peers_python": "there",
+        "quick": False,
     }
     return argparse.Namespace(**{**about, **given})
 
 
 def plan_of(contestant, number):
     return {"warmup": 1, "batches": [[0], [number], [number, number]]}
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_trial_says_that_it_is_one(contest, runners, fake_worker, capsys, quick):
+    fake_worker(lambda plan: 2)
+    ours = {"float32": runners[0]}
+    measurement = contest.Measurement(runners, contest.by_dtype(ours), plan_of, columns(contest))
+    contest.compete("x", measurement, flags(quick=quick))
+    assert ("- --quick: a tiny shape" in capsys.readouterr().out) == quick
 
 
 def test_turns_rotate_on_the_same_batches(contest, runners, fake_worker):
@@ -250,7 +260,7 @@ def test_hyphens_within_the_machine_s_name_stay(
     contest, runners, fake_worker, drawn, tmp_path, monkeypatch
 ):
     fake_worker(lambda plan: 1)
-    monkeypatch.setattr(contest, "machine", lambda results, load: "- CPU: a- b - c\n- Python")
+    monkeypatch.setattr(contest, "machine", lambda *_: "- CPU: a- b - c\n- Python")
     ours = {"float32": runners[0]}
     measurement = contest.Measurement(runners, contest.by_dtype(ours), plan_of, columns(contest))
     assert contest.compete("x", measurement, flags(plot=tmp_path / "chart.png")) == 0
