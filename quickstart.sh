@@ -4,6 +4,12 @@
 # weights, evaluates base + LoRA file in a new process, trains the same base in two other ways to
 # compare, and prints a summary.
 set -euo pipefail
+
+case ${1:-} in
+'') ;;
+-h | --help) sed -n '/^set /q; s/^#$//p; s/^# //p' "$0" && exit ;;
+*) echo "quickstart.sh: error: takes no arguments, but got $1" >&2 && exit 2 ;;
+esac
 cd "$(dirname "$0")"
 
 bash utils/make_environment.sh

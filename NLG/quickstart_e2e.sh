@@ -6,6 +6,12 @@
 # data/e2e), and GPT-2's vocabulary in the folder that VOCAB names (default: vocab); download_data.sh
 # fetches both into these. Without the two, it is a small corpus that the project makes.
 set -euo pipefail
+
+case ${1:-} in
+'') ;;
+-h | --help) sed -n '/^set /q; s/^#$//p; s/^# //p' "$0" && exit ;;
+*) echo "quickstart_e2e.sh: error: takes no arguments, but got $1" >&2 && exit 2 ;;
+esac
 cd "$(dirname "$0")"
 
 bash ../utils/make_environment.sh

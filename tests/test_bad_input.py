@@ -175,6 +175,18 @@ def test_a_recipe_says_it_in_one_line(tmp_path, script, environment, message):
     assert message in ended(["bash", tmp_path / script], copy, **environment)
 
 
+@pytest.mark.parametrize("script", ["quickstart.sh", "NLG/quickstart_e2e.sh"])
+def test_a_quickstart_that_is_given_arguments_does_not_begin(tmp_path, script):
+    (tmp_path / "script.sh").write_bytes((ROOT / script).read_bytes())
+    for flag, status, says in (("--help", 0, "From nothing to a"), ("--bf16", 2, "no arguments")):
+        done = subprocess.run(
+            ["bash", tmp_path / "script.sh", flag], capture_output=True, text=True, cwd=tmp_path
+        )
+        assert done.returncode == status
+        assert says in done.stdout + done.stderr
+        assert "#" not in done.stdout
+
+
 def test_the_tables_are_as_long_as_they_claim():
     """Forty kinds of input, over every script that is an entry point."""
     scripts = {*CALLS, *(row[0].split()[0] for row in PROCESSES)}
