@@ -85,8 +85,13 @@ def without_collector() -> Iterator[None]:
 
     Importing PyTorch makes some 200,000 objects that stay, and the collector goes through them
     several times meanwhile, which is a fifth of the time or more. The scripts that import PyTorch
-    turn it off in their first lines; `run` turns it on.
+    turn it off in their first lines; `run` turns it on. This block is for what they import later;
+    where a script's `main` is called without `run`, it changes nothing: what the process holds may
+    become garbage that has to be collected.
     """
+    if not gc.get_freeze_count():
+        yield
+        return
     gc.disable()
     try:
         yield

@@ -344,11 +344,25 @@ def test_scripts_import_pytorch_without_the_collector(script):
     assert done.stdout.split() == ["True", "0", "True", "True"], done.stderr
 
 
-def test_what_imports_much_turns_the_collector_off():
+def test_what_a_script_imports_later_is_imported_without_it():
+    gc.disable()
+    try:
+        run(lambda: None)
+        assert gc.isenabled()
+        with without_collector():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+        with pytest.raises(ImportError), without_collector():
+            raise ImportError
+        assert gc.isenabled()
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def test_a_process_that_is_no_script_s_keeps_its_collector():
+    """Its objects would never be collected."""
+    run(lambda: None)
     with without_collector():
-        assert not gc.isenabled()
-    assert gc.isenabled()
-    with pytest.raises(ImportError), without_collector():
-        raise ImportError
-    assert gc.isenabled()
-    gc.unfreeze()
+        assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
