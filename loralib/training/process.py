@@ -79,6 +79,9 @@ def warnings_so_far() -> list[str]:
     return list(_console.warnings) if _console is not None else []
 
 
+_is_script = False  # whether this process began without the garbage collector, for `run`
+
+
 @contextmanager
 def without_collector() -> Iterator[None]:
     """Keeps Python's garbage collector off in this block, which imports much, and off its objects.
@@ -86,10 +89,10 @@ def without_collector() -> Iterator[None]:
     Importing PyTorch makes some 200,000 objects that stay, and the collector goes through them
     several times meanwhile, which is a fifth of the time or more. The scripts that import PyTorch
     turn it off in their first lines; `run` turns it on. This block is for what they import later;
-    where a script's `main` is called without `run`, it changes nothing: what the process holds may
+    where a script's `main` is called by another process, it changes nothing: what that holds may
     become garbage that has to be collected.
     """
-    if not gc.get_freeze_count():
+    if not _is_script:
         yield
         return
     gc.disable()
@@ -100,10 +103,9 @@ def without_collector() -> Iterator[None]:
 
 
 def _turn_collector_on() -> None:
-    """Turns the garbage collector on if it is off, for objects that are made from here on."""
-    if not gc.isenabled():
-        gc.freeze()
-        gc.enable()
+    """Turns the garbage collector on, for objects that are made from here on."""
+    gc.freeze()
+    gc.enable()
 
 
 HEAD_START = 1.0
@@ -127,7 +129,10 @@ def run(
         report: shows the line.
         timeout: what the script calls the time for which processes wait for each other.
     """
-    _turn_collector_on()
+    global _is_script
+    if not gc.isenabled():
+        _is_script = True
+        _turn_collector_on()
     try:
         main()
         _leave_group()
