@@ -51,7 +51,8 @@ class FT_Dataset(Dataset):
     """The examples of a file of token ids, filled up to full batches with random examples.
 
     Which examples fill the last batch depends on the seed alone, so that all processes, and a run
-    that is resumed, agree. Tokens are held as 32-bit integers in one piece.
+    that is resumed, agree. Tokens are held as 32-bit integers in one piece, also those of examples
+    that are cut.
 
     Args:
         path: JSON lines ``{"context": [ids], "completion": [ids]}``.
@@ -146,42 +147,35 @@ def _read(path: str | os.PathLike, vocab_size: int) -> tuple[np.ndarray, np.ndar
         how many of its tokens are context.
 
     Raises:
-        ValueError: see `FT_Dataset`.
+        ValueError: see `FT_Dataset`. All ids are compared with the vocabulary once all are read.
     """
     tokens, ends, contexts = array("q"), array("q", [0]), array("q")
     for number, row in enumerate(read_json_lines(path), start=1):
+        ids: list[int] = []
         try:
-            tokens.fromlist(_ids_of(row, "context"))
-            contexts.append(len(tokens) - ends[-1])
-            tokens.fromlist(_ids_of(row, "completion"))
-        except OverflowError as error:
-            raise ValueError(f"{path}:{number}: has a number that is no token id") from error
+            ids = _ids_of(row, "context")
+            tokens.fromlist(ids)
+            contexts.append(len(ids))
+            ids = _ids_of(row, "completion")
+            tokens.fromlist(ids)
+        except OverflowError as error:  # an id of more than 64 bits
+            raise _outside(f"{path}:{number}", ids, vocab_size) from error
         except ValueError as error:
             raise ValueError(f"{path}:{number}: {error}") from error
-        if len(tokens) - ends[-1] == contexts[-1]:
+        if not ids:
             raise ValueError(f"{path}:{number}: the completion is empty")
         ends.append(len(tokens))
-    of_rows = [np.frombuffer(numbers, dtype=np.int64) for numbers in (tokens, ends, contexts)]
-    _check_vocabulary(*of_rows, vocab_size, path)
-    return of_rows[0].astype(np.int32), of_rows[1], of_rows[2]
-
-
-def _check_vocabulary(
-    tokens: np.ndarray,
-    ends: np.ndarray,
-    contexts: np.ndarray,
-    vocab_size: int,
-    path: str | os.PathLike,
-) -> None:
-    outside = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+    all_ids, bounds = np.frombuffer(tokens, dtype=np.int64), np.frombuffer(ends, dtype=np.int64)
+    outside = np.flatnonzero((all_ids < 0) | (all_ids >= vocab_size))
     if outside.size:
-        first = outside[0]
-        row = int(np.searchsorted(ends, first, side="right")) - 1
-        field = "context" if first - ends[row] < contexts[row] else "completion"
-        raise ValueError(
-            f'{path}:{row + 1}: "{field}" has token {tokens[first]}, outside the vocabulary of '
-            f"{vocab_size}"
-        )
+        number = int(np.searchsorted(bounds, outside[0], side="right"))
+        raise _outside(f"{path}:{number}", all_ids[outside[:1]].tolist(), vocab_size)
+    return all_ids.astype(np.int32), bounds, np.frombuffer(contexts, dtype=np.int64)
+
+
+def _outside(where: str, ids: Sequence[int], vocab_size: int) -> ValueError:
+    token = next(token for token in ids if not 0 <= token < vocab_size)
+    return ValueError(f"{where}: has token {token}, outside the vocabulary of {vocab_size}")
 
 
 def _ids_of(row: dict[str, Any], field: str) -> list[int]:

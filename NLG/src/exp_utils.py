@@ -71,10 +71,8 @@ def read_json_lines(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
         ValueError: a line is not a JSON object, or the file has none; the message names file and
             line.
     """
-    lines = read_lines(path)
-    if lines == [""]:
-        raise ValueError(f"{path}: is empty")
-    for number, line in enumerate(lines, start=1):
+    number = 0
+    for number, line in enumerate(_lines(path), start=1):
         try:
             row = json.loads(line)
         except ValueError as error:  # a JSONDecodeError, or a number of thousands of digits
@@ -82,24 +80,30 @@ def read_json_lines(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
         if not isinstance(row, dict):
             raise ValueError(f"{path}:{number}: not a JSON object: {line[:60]}")
         yield row
+    if not number:
+        raise ValueError(f"{path}: is empty")
 
 
 def read_lines(path: str | os.PathLike) -> list[str]:
-    """The lines of a text file; blank ones at its end are left out.
+    """The lines of a text file; blank ones at its end are left out, all but a first one.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: a line is not UTF-8; the message names file and line.
     """
+    return list(_lines(path)) or [""]
+
+
+def _lines(path: str | os.PathLike) -> Iterator[str]:
     refuse_utf16_file(path)
     content = Path(path).read_bytes().rstrip()
-    try:
-        lines = content.decode("utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        begin = content.rfind(b"\n", 0, error.start) + 1
-        number, byte = content.count(b"\n", 0, begin) + 1, error.start - begin
-        raise ValueError(f"{path}:{number}: not UTF-8 ({error.reason} at byte {byte})") from error
-    return [line.removesuffix("\r") for line in lines]
+    for number, line in enumerate(content.split(b"\n") if content else (), start=1):
+        try:
+            yield line.decode("utf-8").removesuffix("\r")
+        except UnicodeDecodeError as error:
+            where = f"{path}:{number}"
+            reason = f"{error.reason} at byte {error.start}"
+            raise ValueError(f"{where}: not UTF-8 ({reason})") from error
 
 
 def write_json_lines(path: str | os.PathLike, rows: Iterable[dict[str, Any]]) -> None:

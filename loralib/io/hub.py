@@ -60,8 +60,6 @@ def resolve_file(
     if os.path.isdir(name):
         path = Path(name, filename)
         return path if path.is_file() else None
-    if "/" in name and not (local_files_only or is_offline_mode()):
-        _say_that_the_hub_is_asked(name)
     try:
         return fetch_file(
             name,
@@ -109,6 +107,8 @@ def fetch_file(
     offline = "local_files_only is set" if local_files_only else ""
     if is_offline_mode():
         offline = "offline mode is on"
+    if "/" in name and not offline:
+        _say_that_the_hub_is_asked(name)
     try:
         with _quiet(hub):
             path = hub.hf_hub_download(
@@ -128,7 +128,7 @@ def fetch_file(
 
 @functools.cache  # a model has several files
 def _say_that_the_hub_is_asked(name: str) -> None:
-    """Said before: where there is no internet, the hub's answer takes half a minute to stay out."""
+    """Said before: where there is no internet, half a minute goes by until that is an error."""
     logger.info("%s is no folder here: asking the hub for it", name)
 
 

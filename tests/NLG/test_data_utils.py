@@ -3,6 +3,7 @@
 import json
 import logging
 import random
+import re
 from itertools import chain
 from types import SimpleNamespace
 
@@ -153,17 +154,21 @@ def test_rows_outside_the_dataset(write, index):
         ('{"context": [true], "completion": [1]}', '"context" has to be a list'),
         ('{"context": [null], "completion": [1]}', '"context" has to be a list'),
         ('{"context": [1], "completion": []}', "the completion is empty"),
-        ('{"context": [1, 100], "completion": [1]}', '"context" has token 100, outside the voc'),
-        ('{"context": [1], "completion": [3, -1]}', '"completion" has token -1, outside'),
-        ('{"context": [], "completion": [100]}', '"completion" has token 100, outside'),
+        (
+            '{"context": [1, 100], "completion": [1]}',
+            "has token 100, outside the vocabulary of 100",
+        ),
+        ('{"context": [1], "completion": [3, -1]}', "has token -1, outside"),
+        ('{"context": [], "completion": [100]}', "has token 100, outside"),
         ('{"context": [1], "completion": [99999999999]}', "has token 99999999999, outside"),
-        (f'{{"context": [1], "completion": [{2**63}]}}', "has a number that is no token id"),
-        (f'{{"context": [1], "completion": [{"1" * 5000}]}}', "not JSON|outside|no token id"),
+        (f'{{"context": [1], "completion": [{2**63}]}}', f"has token {2**63}, outside"),
+        (f'{{"context": [{-(2**63) - 1}]}}', "has token -9223372036854775809, outside"),
+        (f'{{"context": [1], "completion": [{"1" * 5000}]}}', "not JSON|outside the vocabulary"),
     ],
 )
 def test_a_bad_line_is_named(write, line, message):
     path = write(([1], [2]), line, ([99], [99]))
-    with pytest.raises(ValueError, match=f"^{path}:2: .*{message}"):
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}:2: .*{message}"):
         FT_Dataset(path, 1, 16, vocab_size=100)
 
 
@@ -171,7 +176,9 @@ def test_a_bad_line_is_named(write, line, message):
 def test_a_line_that_is_not_utf_8_is_named(tmp_path, before):
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'{"context": [1], "completion": [2]}\n' * before + b'{"\xff": 1}\n')
-    with pytest.raises(ValueError, match=rf"^{path}:{before + 1}: not UTF-8 \(.* at byte 2\)$"):
+    with pytest.raises(
+        ValueError, match=rf"^{re.escape(str(path))}:{before + 1}: not UTF-8 \(.* at byte 2\)$"
+    ):
         FT_Dataset(path, 1, 16)
 
 

@@ -37,7 +37,7 @@ CALLS = {
         ),
         (
             "--train_data {bad}/large_ids.jsonl",
-            'large_ids.jsonl:1: "completion" has token 99999, outside the vocabulary of 50257',
+            "large_ids.jsonl:1: has token 99999, outside the vocabulary of 50257",
         ),
         (
             "--train_data {good}/encoded.jsonl --init_checkpoint {bad}/damaged.pt",
