@@ -95,7 +95,7 @@ python -m torch.distributed.launch --nproc_per_node=1 src/gpt2_ft.py --platform 
     --model_card gpt2.xs --init_checkpoint "$out/base/model.400.pt" \
     --lora_dim 8 --lora_alpha 32 --lora_dropout 0.1 --label_smooth 0.1 \
     --train_batch_size 8 --max_epoch 2 --lr 1e-2 --correct_bias --adam_beta2 0.999 \
-    --scheduler linear --warmup_step 100 --log_interval 100 --eval_interval 200 \
+    --scheduler linear --warmup_step 100 --log_interval 100 --eval_interval 250 \
     --save_lora_only --work_dir "$out/lora" --random_seed 110
 lora=$(ls -t "$out"/lora/model.*.pt | head -n 1)
 

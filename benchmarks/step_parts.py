@@ -28,11 +28,13 @@ MODULES = (roberta_step, deberta_step, gpt2_step)
 STEPS = {module.BENCHMARK.name: module.BENCHMARK for module in MODULES}
 # What a worker's parts do not add up to: Python's part of the step.
 BETWEEN = "between operations"
-# Parts that are no arithmetic of the model: what another arrangement of the operations could save.
+# Copies, calls, masks, additions: what fewer or larger operations could save some of.
 RESTS = ("attention, the rest", "dropout outside of it, the rest", "the rest", BETWEEN)
 # Of whole steps, below their parts.
 KERNELS, PROFILED, TIMED = "kernels: all but rests", "a step, profiled", "a step"
 AT_THE_RATE = "its arithmetic at the machine's rate"
+# Below them, that time as a share of a step's, and of its kernels'.
+SHARES = {"as a share of a step": TIMED, "as a share of its kernels": KERNELS}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -100,6 +102,9 @@ def table(columns: Mapping[str, Mapping[str, float]]) -> str:
             share = f" ({seconds / found[PROFILED]:.0%})" if is_share else ""
             cells.append(f"{1e3 * seconds:,.1f}{share}")
         lines.append(f"| {name} | {' | '.join(cells)} |")
+    for share, whole in SHARES.items():
+        cells = [f"{found[AT_THE_RATE] / found[whole]:.0%}" for found in columns.values()]
+        lines.append(f"| {share} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -10,6 +10,7 @@ of their own.
 import functools
 import importlib
 import json
+import re
 import sys
 import time
 from collections import Counter
@@ -44,23 +45,25 @@ PART_OF = {
     "aten::native_layer_norm_backward": "norms",
     "Optimizer.step#AdamW.step": "optimizer",
 }
-# The operators that do a part's arithmetic. What else these parts consist of, copies and Python
-# among it, is the second name's.
-_MATRICES = ("aten::mm", "aten::addmm", "aten::addmm_", "mkldnn::_linear_pointwise")
+# The operators that do a part's arithmetic, and what their time counts as. Other operators of the
+# part, and Python, count as its rest.
+_PRODUCT = r"aten::(mm|addmm_?|bmm|baddbmm_?)|mkldnn::_linear_pointwise"
 KERNELS_OF = {
-    PRODUCTS: (dict.fromkeys(_MATRICES, PRODUCTS), REST),
-    LORA: (dict.fromkeys(_MATRICES, LORA), REST),
-    ATTENTION: (
-        {
-            "aten::baddbmm": "attention's products",
-            "aten::bmm": "attention's products",
-            "aten::_softmax": "attention's softmax",
-            "aten::_softmax_backward_data": "attention's softmax",
-            "aten::random_": RANDOM,
-        },
-        "attention, the rest",
-    ),
-    DROPOUT: ({"aten::random_": RANDOM}, "dropout outside of it, the rest"),
+    PRODUCTS: {_PRODUCT: PRODUCTS},
+    LORA: {_PRODUCT: LORA},
+    ATTENTION: {
+        _PRODUCT: "attention's products",
+        "aten::_softmax(_backward_data)?": "attention's softmax",
+        "aten::random_": RANDOM,
+    },
+    DROPOUT: {"aten::random_": RANDOM},
+    REST: {_PRODUCT: PRODUCTS},  # with weights that are trained as they are
+}
+REST_OF = {
+    PRODUCTS: REST,
+    LORA: REST,
+    ATTENTION: "attention, the rest",
+    DROPOUT: "dropout outside of it, the rest",
 }
 
 
@@ -86,8 +89,8 @@ def seconds_by_part(events: Iterable[FunctionEvent]) -> Counter[str]:
 
     def count(event: FunctionEvent, outer: str) -> None:
         part = PART_OF.get(event.name, outer)
-        kernels, rest = KERNELS_OF.get(part, ({}, part))
-        found[kernels.get(event.name, rest)] += event.self_cpu_time_total / 1e6
+        if event.name not in (PRODUCTS, DROPOUT):  # our marks: their own time is between operations
+            found[counted_as(event.name, part)] += event.self_cpu_time_total / 1e6
         for child in event.cpu_children:
             count(child, part)
 
@@ -95,6 +98,14 @@ def seconds_by_part(events: Iterable[FunctionEvent]) -> Counter[str]:
         if event.cpu_parent is None:
             count(event, REST)
     return found
+
+
+def counted_as(operator: str, part: str) -> str:
+    """What an operator's time counts as within a part: a kernel, or the part's rest."""
+    for pattern, kernel in KERNELS_OF.get(part, {}).items():
+        if re.fullmatch(pattern, operator):
+            return kernel
+    return REST_OF.get(part, part)
 
 
 def measure(plan: dict, step: Callable, make_batch: Callable) -> dict:

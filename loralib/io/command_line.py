@@ -1,4 +1,4 @@
-"""The command lines of the scripts that train, decode and convert."""
+"""The command lines of the tasks' scripts, of GPT-2's, and of those that convert."""
 
 import argparse
 from typing import Any, NoReturn

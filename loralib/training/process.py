@@ -86,9 +86,9 @@ _is_script = False  # whether this process began without the garbage collector, 
 def without_collector() -> Iterator[None]:
     """Keeps Python's garbage collector off in this block, which imports much, and off its objects.
 
-    Importing PyTorch makes some 200,000 objects that stay, and the collector goes through them
-    several times meanwhile, which is a fifth of the time or more. The scripts that import PyTorch
-    turn it off in their first lines; `run` turns it on. This block is for what they import later;
+    Importing PyTorch makes some 250,000 objects that stay, and the collector goes through them
+    several times meanwhile, which is a fifth of the time or more. The tasks' scripts, GPT-2's, and
+    those that convert turn it off in their first lines; `run` turns it on. This block is for what they import later;
     where a script's `main` is called by another process, it changes nothing: what that holds may
     become garbage that has to be collected.
     """
@@ -122,7 +122,8 @@ def run(
 ) -> None:
     """Runs a script's `main`; an error that a user can mend ends it with one line and status 1.
 
-    With ``LORA_DEBUG=1`` the error comes with the traceback instead.
+    With ``LORA_DEBUG=1`` the error comes with the traceback instead. Where the garbage collector is
+    off, the script has imported without it: it is turned on, see `without_collector`.
 
     Args:
         main: the script.

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,14 @@ def test_parts_of_a_step(read_table, step, own):
     rows = {row.pop("ms"): row for row in read_table(done.stdout)}
     kernels, wholes = KERNELS | own, {"a step, profiled", "a step"}
     wholes |= {"kernels: all but rests", "its arithmetic at the machine's rate"}
-    assert rows.keys() == kernels | RESTS | wholes
+    shares = {"as a share of a step": "a step"}
+    shares |= {"as a share of its kernels": "kernels: all but rests"}
+    assert rows.keys() == kernels | RESTS | wholes | shares.keys()
+    for share, whole in shares.items():
+        for dtype, said in rows.pop(share).items():
+            arithmetic = _number(rows["its arithmetic at the machine's rate"][dtype])
+            expected = arithmetic / _number(rows[whole][dtype])
+            assert float(said.rstrip("%")) / 100 == pytest.approx(expected, abs=0.03)
     rounded = 0.05 * (len(rows) + 1)  # to a tenth of a millisecond each
     for dtype in ("float32", "bfloat16"):
         seconds = {name: _number(row[dtype]) for name, row in rows.items()}
@@ -82,17 +90,26 @@ def test_what_is_within_a_part_is_counted_once(worker):
             with record_function(worker.PRODUCTS):
                 torch.mm(x, x)
         x.sin()
-        torch.addmm(x, x, x)
     events = profiler.events()
     found = worker.seconds_by_part(events)
-    matrices = [event for event in events if event.name in ("aten::mm", "aten::addmm")]
-    of_lora, products, outside = sorted(matrices, key=lambda event: event.time_range.start)
-    everything = sum(event.self_cpu_time_total for event in events)
+    own: Counter[str] = Counter()
+    for event in events:
+        own[event.name] += event.self_cpu_time_total / 1e6
     assert found.keys() == {worker.PRODUCTS, worker.LORA, worker.REST}
-    assert found[worker.PRODUCTS] == pytest.approx(products.self_cpu_time_total / 1e6)
-    assert found[worker.LORA] == pytest.approx(of_lora.self_cpu_time_total / 1e6)
-    assert found.total() == pytest.approx(everything / 1e6)
-    assert found[worker.REST] > outside.self_cpu_time_total / 1e6
+    assert found[worker.PRODUCTS] == pytest.approx(own["aten::mm"])
+    assert found[worker.LORA] == pytest.approx(own["aten::addmm"])
+    # The mark itself is nobody's.
+    assert found.total() == pytest.approx(own.total() - own[worker.PRODUCTS])
+    assert found[worker.REST] >= own["aten::sin"] + own["aten::exp"]
+
+
+@pytest.mark.parametrize("name", ["mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_"])
+def test_a_product_is_a_kernel_wherever_it_is(worker, name):
+    rests = {worker.REST, *worker.REST_OF.values()}
+    for part in (worker.PRODUCTS, worker.LORA, worker.ATTENTION, worker.REST):
+        assert worker.counted_as(f"aten::{name}", part) not in rests
+    assert worker.counted_as("aten::mul", worker.ATTENTION) == "attention, the rest"
+    assert worker.counted_as("aten::mul", "norms") == "norms"
 
 
 def test_a_column_has_what_is_between_operations(script):
@@ -112,7 +129,8 @@ def test_a_part_that_one_precision_lacks_has_its_row(script):
     wholes |= dict.fromkeys((script.TIMED, script.AT_THE_RATE), 0.1)
     lines = script.table({"a": {"x": 0.2, **wholes}, "b": {"x": 0.1, "y": 0.1, **wholes}})
     rows = [line.split(" | ")[0].removeprefix("| ") for line in lines.splitlines()[2:]]
-    assert rows == ["x", "y", *wholes]
+    assert rows == ["x", "y", *wholes, *script.SHARES]
+    assert lines.splitlines()[-1] == "| as a share of its kernels | 50% | 50% |"
     assert "| y | 0.0 (0%) | 100.0 (50%) |" in lines
 
 
