@@ -60,6 +60,7 @@ from split_lora import extract
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.adapter_kinds import KINDS
 from transformers.configuration_utils import OWN_SETTINGS, write_settings
+from transformers.modeling_utils import read_weights
 from transformers.models.auto.modeling_auto import auto_model_for
 from transformers.utils.logging import errors_only
 
@@ -157,7 +158,13 @@ def _read_encoder(family: Family, name: str, revision: str | None, adapter: Adap
     auto_model = auto_model_for(adapter.head or DEFAULT_HEAD)
     # No warning of a newly initialized head: the adapter brings one, or merging reports it.
     with errors_only():
-        model = auto_model.from_pretrained(name, revision=revision, **_settings_of(adapter))
+        model = auto_model.from_pretrained(
+            name,
+            # What is written from it should not pass for sound where it is damaged.
+            state_dict=read_weights(name, verify=True, revision=revision),
+            revision=revision,
+            **_settings_of(adapter),
+        )
     return Base(family, name, revision, model, model.base_fingerprint, settings)
 
 

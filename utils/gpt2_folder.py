@@ -43,11 +43,11 @@ def read_gpt2(name: str, revision: str | None = None) -> tuple[nn.Module, str, d
         ValueError: it holds LoRA, or it is another GPT-2 than this project's.
     """
     if Path(name).is_file():
-        tensors = _plain_weights(read_tensors(name)[0], name)
+        tensors = _plain_weights(read_tensors(name, verify=True)[0], name)
         settings = _of_shape(tensors, name)
     else:
         settings = PretrainedConfig.read_values(name, revision=revision)
-        tensors = _plain_weights(read_weights(name, revision=revision), name)
+        tensors = _plain_weights(read_weights(name, verify=True, revision=revision), name)
     model = gpt2.load_base(_config(settings, name), tensors, name)
     return model, fingerprint(tensors, GPT2.of_base), settings
 

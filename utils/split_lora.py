@@ -72,9 +72,12 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Reads a checkpoint's file or folder."""
+    """Reads a checkpoint's file or folder, and compares the checksums that it has."""
     folder = path if path.is_dir() else path.parent
-    tensors, metadata = (read_weights(path), {}) if path.is_dir() else read_tensors(path)
+    if path.is_dir():
+        tensors, metadata = read_weights(path, verify=True), {}
+    else:
+        tensors, metadata = read_tensors(path, verify=True)
     config = folder / CONFIG_NAME
     settings = PretrainedConfig.read_values(config) if config.is_file() else {}
     return Checkpoint(path, canonical_names(tensors, str(path)), metadata, settings)

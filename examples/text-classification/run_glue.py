@@ -229,7 +229,8 @@ def load_own_files(
             raise ValueError(f"this run needs --{split}_file")
     asked, label = data_args.text_columns, data_args.label_column or LABEL
     first = files[splits[0]]
-    columns = choose_columns(read_table(first, asked or ()), first, asked, label)
+    table = read_table(first, asked or ())
+    columns = choose_columns(table, first, asked, label, known_labels)
 
     def read(split: str) -> Dataset:
         table = read_table(files[split], columns.texts)

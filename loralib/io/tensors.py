@@ -158,6 +158,8 @@ def read_tensors(
         raise CheckpointError(
             f"{path}: damaged, or holds more than tensors, which is not loaded for safety"
         ) from error
+    except PermissionError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
     except Exception as error:
         # A damaged pickle makes torch raise errors of any kind.
         message = f"{path}: damaged or not a checkpoint ({first_line(error)})"

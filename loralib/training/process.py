@@ -88,9 +88,9 @@ def without_collector() -> Iterator[None]:
 
     Importing PyTorch makes some 250,000 objects that stay, and the collector goes through them
     several times meanwhile, which is a fifth of the time or more. The tasks' scripts, GPT-2's, and
-    those that convert turn it off in their first lines; `run` turns it on. This block is for what they import later;
-    where a script's `main` is called by another process, it changes nothing: what that holds may
-    become garbage that has to be collected.
+    those that convert turn it off in their first lines; `run` turns it on. This block is for what
+    they import later; where a script's `main` is called by another process, it changes nothing:
+    what that holds may become garbage that has to be collected.
     """
     if not _is_script:
         yield

@@ -50,3 +50,26 @@ def test_texts_of_which_some_are_numbers(tmp_path):
     columns, rows = read(tmp_path / "rows.csv", "text,label\n1.5,0\nno number,1\n")
     assert columns == Columns(("text",))
     assert [row["text"] for row in rows] == ["1.5", "no number"]
+
+
+@pytest.mark.parametrize(
+    ("known", "asked", "label", "texts"),
+    [
+        (("bad", "good", "odd"), None, "label", None),
+        (("bad", "good", "odd"), None, "verdict", ("review",)),
+        (("bad", "good", "odd"), ["review", "verdict"], "label", ("review", "verdict")),
+        (("bad", "odd"), None, "label", ("review", "verdict")),
+        ((), None, "label", ("review", "verdict")),
+    ],
+)
+def test_a_column_of_the_model_s_classes_is_no_text_unless_asked_for(
+    tmp_path, known, asked, label, texts
+):
+    path = tmp_path / "rows.csv"
+    path.write_text("review,verdict\nfine,good\nawful,bad\n", encoding="utf-8")
+    data = read_table(str(path))
+    if texts is None:
+        with pytest.raises(ValueError, match="'verdict' is one of the model's classes in each row"):
+            choose_columns(data, str(path), asked, label, known)
+    else:
+        assert choose_columns(data, str(path), asked, label, known).texts == texts

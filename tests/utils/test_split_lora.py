@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from flipped import flip_in
 from safetensors.torch import save_file
 
 from loralib.adapters.fingerprint import fingerprint
@@ -183,6 +184,8 @@ def test_without_settings_there_is_nothing_for_the_metadata(script, tmp_path):
     [
         ("missing", "no such checkpoint file"),
         ("truncated", "damaged"),
+        ("changed", "the checksum of "),
+        ("changed, in a folder", "the checksum of "),
         ("without LoRA", "holds no LoRA weights"),
         ("damaged settings", "not a JSON file"),
         ("empty folder", "has no weights"),
@@ -195,6 +198,10 @@ def test_what_cannot_be_split(script, tmp_path, damage, reason):
         source.unlink()
     elif damage == "truncated":
         source.write_bytes(source.read_bytes()[:500])
+    elif damage.startswith("changed"):
+        (lora_a,) = (tensor for name, tensor in full_checkpoint().items() if "lora_A" in name)
+        flip_in(source, lora_a)
+        source = folder if damage.endswith("folder") else source
     elif damage == "without LoRA":
         torch.save({"deberta.embeddings.weight": torch.ones(2, 2)}, source)
     elif damage == "damaged settings":

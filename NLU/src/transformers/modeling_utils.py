@@ -601,11 +601,14 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), labels)
 
 
-def read_weights(name_or_path: str | os.PathLike, **where: Any) -> dict[str, Tensor]:
+def read_weights(
+    name_or_path: str | os.PathLike, verify: bool = False, **where: Any
+) -> dict[str, Tensor]:
     """All tensors of a model: safetensors first, then torch files, sharded or not.
 
     Args:
         name_or_path: a folder, or a repository's name.
+        verify: as in `read_tensors`.
         where: as in `resolve_file`.
 
     Raises:
@@ -618,15 +621,15 @@ def read_weights(name_or_path: str | os.PathLike, **where: Any) -> dict[str, Ten
         if path is None:
             continue
         if not name.endswith(".index.json"):
-            return read_tensors(path)[0]
-        return _read_shards(name_or_path, path, **where)
+            return read_tensors(path, verify)[0]
+        return _read_shards(name_or_path, path, verify, **where)
     raise OSError(
         f"'{name_or_path}' has no weights: neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME}, "
         "nor an index of shards"
     )
 
 
-def _read_shards(name_or_path: str, index: Path, **where: Any) -> dict[str, Tensor]:
+def _read_shards(name_or_path: str, index: Path, verify: bool, **where: Any) -> dict[str, Tensor]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         shards = sorted({os.fspath(shard) for shard in weight_map.values()})
@@ -639,7 +642,7 @@ def _read_shards(name_or_path: str, index: Path, **where: Any) -> dict[str, Tens
         path = resolve_file(name_or_path, shard, **where)
         if path is None:
             raise CheckpointError(f"{index}: names the shard {shard}, which is missing")
-        tensors.update(read_tensors(path)[0])
+        tensors.update(read_tensors(path, verify)[0])
     absent = weight_map.keys() - tensors.keys()
     if absent:
         raise CheckpointError(f"{index}: its shards lack {len(absent)} tensors: {_some(absent)}")

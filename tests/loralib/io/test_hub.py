@@ -141,19 +141,23 @@ def test_a_name_that_may_be_a_path_says_where_it_was_looked_for(tmp_path, monkey
 def test_what_may_be_a_mistyped_path_is_said_before_the_hub_is_asked(tmp_path, monkeypatch, caplog):
     """Once, for all of a model's files. Nothing is said offline, nor of a name without a slash."""
 
-    def absent(*args, **kwargs):
-        raise AbsentFileError
+    def refuse(*args, **kwargs):
+        raise ConnectionError
 
-    monkeypatch.setattr(hub_files, "fetch_file", absent)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
     hub_files._say_that_the_hub_is_asked.cache_clear()
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here" / "model").mkdir(parents=True)
     caplog.set_level(logging.INFO, logger="loralib")
-    for name in ("runs/moodel", "runs/moodel", "roberta-base", "here/model"):
-        assert resolve_file(name, CONFIG) is None
-    assert resolve_file("org/cached", CONFIG, local_files_only=True) is None
+    paths = ("./runs/moodel", "/no/such", "~/model", "runs/a/model")  # of which it is not asked
+    for name in ("runs/moodel", "runs/moodel", "roberta-base", *paths):
+        with pytest.raises(OSError, match=name):
+            resolve_file(name, CONFIG)
+    assert resolve_file("here/model", CONFIG) is None
+    with pytest.raises(OSError, match="org/cached"):
+        resolve_file("org/cached", CONFIG, local_files_only=True)
     assert caplog.messages == ["runs/moodel is no folder here: asking the hub for it"]
 
 

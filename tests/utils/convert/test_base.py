@@ -14,6 +14,8 @@ from conversions import (
     tree,
     write_weights,
 )
+from flipped import flip_in
+from torch import Tensor
 
 from loralib.adapters.formats import FORMATS, read_adapter, write_adapter
 from loralib.io.tensors import read_tensors
@@ -205,6 +207,21 @@ def test_a_base_whose_settings_say_that_it_was_adapted(failure, trained, tmp_pat
     (base / "config.json").write_text(json.dumps({**settings, switch: True}))
     line = failure(tmp_path / "in.safetensors", tmp_path / "out.bin", "--base", base)
     assert f"was trained with --{switch} itself: it is not a plain base" in line
+
+
+@pytest.mark.parametrize("family", ["roberta", "gpt2"])
+def test_a_base_with_a_changed_value_is_not_merged_into(failure, trained, tmp_path, family):
+    """Safetensors have no checksums; torch's archives do."""
+    write_adapter(tmp_path / "in.safetensors", trained[family].adapter)
+    base = make_base(tmp_path / "base", family)
+    tensors = read_tensors(base / "model.safetensors")[0]
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    torch.save(tensors, base / "pytorch_model.bin")
+    (base / "model.safetensors").unlink()
+    flip_in(base / "pytorch_model.bin", max(tensors.values(), key=Tensor.numel))
+    flags = ("--to", "merged", "--base", base)
+    line = failure(tmp_path / "in.safetensors", tmp_path / "out", *flags)
+    assert "damaged or not a checkpoint (the checksum of" in line
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,11 @@ def _header(path: str) -> list[str]:
 
 
 def choose_columns(
-    data: Dataset, path: str, texts: Sequence[str] | None = None, label: str = LABEL
+    data: Dataset,
+    path: str,
+    texts: Sequence[str] | None = None,
+    label: str = LABEL,
+    known_labels: Sequence[str] = (),
 ) -> Columns:
     """Which columns are texts: those asked for, or those that can be nothing else.
 
@@ -127,9 +131,11 @@ def choose_columns(
         path: its name.
         texts: the columns asked for, one or two.
         label: the label's column.
+        known_labels: the classes of a model that is already trained.
 
     Raises:
-        ValueError: a column asked for is absent or asked for twice; or it is ambiguous.
+        ValueError: a column asked for is absent or asked for twice; or it is ambiguous, or what
+            would be a text is one of the classes in each row, and nothing else is the label.
     """
     if texts is not None:
         if not 1 <= len(texts) <= 2 or len({*texts, label}) <= len(texts):
@@ -152,6 +158,12 @@ def choose_columns(
             f"or two are needed in addition to '{label}', or sentence1 and sentence2: name them "
             "with --text_columns"
         )
+    for name in found if label not in data.column_names else ():
+        if set(data.unique(name)) <= set(known_labels):
+            raise ValueError(
+                f"{path}: '{name}' is one of the model's classes in each row: if it is the label, "
+                f"give --label_column {name}; if it is a text, name all texts with --text_columns"
+            )
     return Columns(tuple(found), label)
 
 
