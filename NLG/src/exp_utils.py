@@ -1,6 +1,7 @@
 """What the scripts share: their end, files of JSON lines, and a run's figures."""
 
 import argparse
+import codecs
 import json
 import logging
 import os
@@ -73,6 +74,8 @@ def read_json_lines(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
     """
     number = 0
     for number, line in enumerate(_lines(path), start=1):
+        if not line.strip():
+            raise ValueError(f"{path}:{number}: is empty, with more lines after it")
         try:
             row = json.loads(line)
         except ValueError as error:  # a JSONDecodeError, or a number of thousands of digits
@@ -96,7 +99,7 @@ def read_lines(path: str | os.PathLike) -> list[str]:
 
 def _lines(path: str | os.PathLike) -> Iterator[str]:
     refuse_utf16_file(path)
-    content = Path(path).read_bytes().rstrip()
+    content = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).rstrip()
     for number, line in enumerate(content.split(b"\n") if content else (), start=1):
         try:
             yield line.decode("utf-8").removesuffix("\r")

@@ -145,6 +145,7 @@ def test_rows_outside_the_dataset(write, index):
     ("line", "message"),
     [
         ("{", "not JSON"),
+        ("", "is empty, with more lines after it"),
         ("[1]", "not a JSON object"),
         ('{"context": [1]}', 'has no "completion"'),
         ('{"completion": [1]}', 'has no "context"'),
@@ -170,6 +171,12 @@ def test_a_bad_line_is_named(write, line, message):
     path = write(([1], [2]), line, ([99], [99]))
     with pytest.raises(ValueError, match=f"^{re.escape(str(path))}:2: .*{message}"):
         FT_Dataset(path, 1, 16, vocab_size=100)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"context": [1], "completion": [2]}\r\n')
+    assert FT_Dataset(path, 1, 16)[0].tokens.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("before", [0, 1, 2])
