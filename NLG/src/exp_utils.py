@@ -88,7 +88,7 @@ def read_json_lines(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
 
 
 def read_lines(path: str | os.PathLike) -> list[str]:
-    """The lines of a text file; blank ones at its end are left out, all but a first one.
+    """The lines of a text file; blank ones at its end are left out. An empty file has one, blank.
 
     Raises:
         FileNotFoundError: there is no such file.
