@@ -81,10 +81,10 @@ WAYS_OUT = {
 DEFAULT_HEAD = "sequence_classification"
 # Formats that are folders.
 _FOLDERS = ("peft", "merged")
-# Upstream's settings of the base's own head, and its later name for torch_dtype.
-_OF_HEAD = ("num_labels", "_num_labels", "problem_type", "dtype")
+# Settings of the base's own head, and upstream's later name for torch_dtype.
+_OF_HEAD = ("num_labels", "_num_labels", "problem_type", "dtype", "text_columns")
 # What is still true of an adapter once it is merged.
-_OF_MERGED = ("base", "revision", "fingerprint", "task", "head", "labels")
+_OF_MERGED = ("base", "revision", "fingerprint", "task", "head", "labels", "texts")
 _REACHED = {
     True: "reached by the update, as PEFT's are",
     False: "not reached by the update, as in the release",
@@ -235,6 +235,8 @@ def _write_encoder(folder: Path, adapter: Adapter, base: Base) -> None:
         settings["is_decoder"] = True
     if adapter.metadata.task:
         settings["finetuning_task"] = adapter.metadata.task
+    if adapter.metadata.text_columns:
+        settings["text_columns"] = list(adapter.metadata.text_columns)
     settings["torch_dtype"] = _name_of(next(model.parameters()).dtype)
     write_settings(folder, settings)
 
@@ -393,6 +395,7 @@ def describe(adapter: Adapter) -> dict[str, str]:
         "task": metadata.task,
         "head": adapter.head,
         "labels": plain(metadata.labels) if metadata.labels else None,
+        "texts": plain(metadata.text_columns) if metadata.text_columns else None,
         "with": plain(metadata.trained_with) if metadata.trained_with else None,
     }
     return {name: str(value) for name, value in said.items() if value is not None}

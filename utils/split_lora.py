@@ -111,6 +111,7 @@ def describe(
         head=head,
         is_decoder=config.get("is_decoder") or None,
         labels=_labels(checkpoint, head),
+        text_columns=tuple(config.get("text_columns") or ()) or None,
         trained_with=tuple(switch for switch in others if config.get(switch)) or None,
     )
 

@@ -107,7 +107,7 @@ def prepare(
     datasets = tokenize(choices, tokenizer, data_args)
     padding = "max_length" if data_args.pad_to_max_length else True
     return Prepared(
-        load_config(model_args, finetuning_task=None),
+        load_config(model_args, finetuning_task=None, text_columns=None),
         tokenizer,
         datasets,
         DataCollatorForMultipleChoice(tokenizer, padding, length),

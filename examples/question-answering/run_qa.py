@@ -142,7 +142,7 @@ def prepare(
         check_room(table, tokenizer, data_args.max_seq_length, data_args.doc_stride)
     rows = {split: tokenize(split, questions[split], tokenizer, data_args) for split in splits}
     return PreparedQuestions(
-        load_config(model_args, num_labels=2, finetuning_task=None),
+        load_config(model_args, num_labels=2, finetuning_task=None, text_columns=None),
         tokenizer,
         {split: each.remove_columns([EXAMPLE, OFFSETS]) for split, each in rows.items()},
         DataCollatorWithPadding(tokenizer),

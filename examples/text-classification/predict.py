@@ -241,6 +241,25 @@ def check_inputs(lines: Sequence[Mapping[str, Any]], head: str, source: str) -> 
             )
 
 
+def check_texts(
+    lines: Sequence[Mapping[str, Any]], adapters: Mapping[str, Adapter], source: str
+) -> None:
+    """Checks that each line has as many texts as its adapter was trained on, if that says it.
+
+    Raises:
+        ValueError: one has a text_pair too many, or none; the message has its number.
+    """
+    for number, line in enumerate(lines, start=1):
+        adapter = adapters[line["adapter"]]
+        columns = adapter.metadata.text_columns if adapter.metadata else None
+        if columns is not None and len(columns) != 1 + ("text_pair" in line):
+            raise ValueError(
+                f"{'stdin' if source == STANDARD_STREAM else source}: line {number}: has "
+                f"{'a' if 'text_pair' in line else 'no'} text_pair, and {adapter.source} was "
+                f"trained on rows of {' and '.join(columns)}"
+            )
+
+
 def _encoded(line: Any) -> bytes:
     return json.dumps(line, ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
@@ -533,6 +552,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     adapters = read_adapters(args)
     head = head_of(adapters)
     check_inputs(lines, head, args.input_file)
+    check_texts(lines, adapters, args.input_file)
     of_words = INPUTS[head] == "tokens"
     tokenizer = load_tokenizer(args, config, of_words)
     is_pair = any("text_pair" in line for line in lines)

@@ -171,12 +171,14 @@ class TextData:
         splits: by name; columns are the text columns and, where there are labels, ``label``.
         text_keys: names of the text columns, one or two.
         labels: names of the classes in the order of their numbers; empty for scores.
+        columns: what the text columns were called where the data is from.
         task: the GLUE task, None for one's own files.
     """
 
     splits: dict[str, Dataset]
     text_keys: tuple[str, ...]
     labels: tuple[str, ...]
+    columns: tuple[str, ...]
     task: GlueTask | None = None
 
     @property
@@ -210,27 +212,29 @@ def load_glue(
     else:
         folder = data_args.data_dir
         sets = {split: glue_table(task.name, folder, split, cache_dir) for split in splits}
-    return TextData(sets, keys, task.label_words, task)
+    return TextData(sets, keys, task.label_words, keys, task)
 
 
-def load_own_files(
-    data_args: DataTrainingArguments, splits: list[str], known_labels: Sequence[str]
-) -> TextData:
+def load_own_files(data_args: DataTrainingArguments, splits: list[str], origin: Origin) -> TextData:
     """One's own CSV or JSON files.
 
     Args:
         data_args: names the files.
         splits: which of them are needed.
-        known_labels: the classes of a model that is already trained; they keep their order.
+        origin: what the run begins with: where that is trained, its classes keep their order, and
+            what its texts were called tells which they are.
     """
     files = data_args.files
     for split in splits:
         if files[split] is None:
             raise ValueError(f"this run needs --{split}_file")
-    asked, label = data_args.text_columns, data_args.label_column or LABEL
+    label = data_args.label_column or LABEL
     first = files[splits[0]]
-    table = read_table(first, asked or ())
-    columns = choose_columns(table, first, asked, label, known_labels)
+    asked = data_args.text_columns
+    # Training may begin with a model and read other texts.
+    known = () if "train" in splits or label in origin.texts else origin.texts
+    table = read_table(first, asked or known)
+    columns = choose_columns(table, first, asked, label, known, origin.labels)
 
     def read(split: str) -> Dataset:
         table = read_table(files[split], columns.texts)
@@ -239,7 +243,7 @@ def load_own_files(
 
     sets = {split: read(split) for split in splits}
     labelled = {split: data for split, data in sets.items() if split != "test"}
-    if "train" not in sets and not known_labels and files["train"] is not None:
+    if "train" not in sets and not origin.labels and files["train"] is not None:
         # The model does not name its classes: their order is that of its training set.
         labelled["train"] = read("train")
     labels: tuple[str, ...] = ()
@@ -249,7 +253,7 @@ def load_own_files(
         listed = ", ".join(f"{kinds[of_scores]} in {files[s]}" for s, of_scores in scores.items())
         raise ValueError(f"the labels are of two kinds: {listed}")
     if not any(scores.values()):
-        labels = label_names(labelled.get("train"), known_labels)
+        labels = label_names(labelled.get("train"), origin.labels)
         for split in labelled.keys() & sets.keys():
             sets[split] = number_labels(sets[split], labels, files[split])
     if "train" in sets:
@@ -261,7 +265,7 @@ def load_own_files(
         " and ".join(columns.texts),
         f"; labels from {label}: {what}" if labelled else "",
     )
-    return TextData(sets, TEXT_KEYS[: len(columns.texts)], labels)
+    return TextData(sets, TEXT_KEYS[: len(columns.texts)], labels, columns.texts)
 
 
 def tokenize(
@@ -385,6 +389,7 @@ def check_task(data: TextData, origin: Origin, training: bool) -> None:
     """Refuses to evaluate a head on a task or on classes that it was not trained for."""
     if data.task and _family(data.task.name) != _family(origin.task):
         origin.check_task(data.task.name, training)
+    origin.check_texts(data.columns, training)
     origin.check_labels(data.labels, training)
 
 
@@ -409,14 +414,18 @@ def prepare(
     if data_args.task_name:
         data = load_glue(data_args, splits, model_args.cache_dir)
     else:
-        data = load_own_files(data_args, splits, origin.labels)
+        data = load_own_files(data_args, splits, origin)
     check_task(data, origin, args.do_train)
 
     tokenizer = open_tokenizer(model_args, config)
     is_pair = len(data.text_keys) == 2
     data_args.max_seq_length = choose_length(data_args.max_seq_length, config, tokenizer, is_pair)
     names = dict(enumerate(data.labels)) or {0: "LABEL_0"}
-    settings: dict[str, Any] = {"id2label": names, "finetuning_task": data_args.task_name}
+    settings: dict[str, Any] = {
+        "id2label": names,
+        "finetuning_task": data_args.task_name,
+        "text_columns": data.columns,
+    }
     if model_args.masking_prob > 0:
         settings["unk_token_id"] = tokenizer.unk_token_id
         settings["special_token_ids"] = tokenizer.all_special_ids

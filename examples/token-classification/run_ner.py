@@ -143,7 +143,7 @@ def prepare(
     names = dict(enumerate(data.labels))
     settings = {"num_labels": len(names), "id2label": names}
     return PreparedWords(
-        load_config(model_args, finetuning_task=data_args.task_name, **settings),
+        load_config(model_args, finetuning_task=data_args.task_name, text_columns=None, **settings),
         tokenizer,
         datasets,
         DataCollatorForTokenClassification(tokenizer),

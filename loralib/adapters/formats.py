@@ -45,6 +45,10 @@ FORMATS = ("lora", "release", "peft")
 _NOT_IN_RELEASE = (
     *("variant", "initialization", "rank_pattern", "alpha_pattern", "embeddings", "slices"),
 )
+# What PEFT has no place for, and no need of.
+_NOT_IN_PEFT = (
+    *("base_fingerprint", "task", "labels", "text_columns", "trained_with", "freeze_A"),
+)
 # Initializations that a trained adapter does not show.
 _WITHOUT_EFFECT = ("orthogonal",)
 
@@ -389,11 +393,7 @@ def _write_peft(path: Path, adapter: Adapter, model_class: type | None) -> list[
     tensors = peft_writing.tensors_of(adapter)
     config = peft_writing.config_of(adapter, model_class)
     peft_writing.write(path, config, tensors, with_checksum(tensors, metadata))
-    unseen = [
-        name
-        for name in ("base_fingerprint", "task", "labels", "trained_with", "freeze_A")
-        if getattr(metadata, name) is not None
-    ]
+    unseen = [name for name in _NOT_IN_PEFT if getattr(metadata, name) is not None]
     if metadata.head is not None and metadata.head not in peft.TASK_OF_HEAD:
         unseen.append("head")
     if unseen:

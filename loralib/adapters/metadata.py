@@ -30,6 +30,8 @@ class AdapterMetadata:
         head: what the head does, such as "token_classification": a key of `Family.heads`.
         is_decoder: True where tokens saw those before them alone.
         labels: the head's label names, in the order of its outputs.
+        text_columns: where the head classifies texts, the columns of its training data that were
+            one row's texts, in the order in which the model reads them.
         trained_with: the switches (see `Kind`) of what was trained with this, in other files.
     """
 
@@ -40,6 +42,7 @@ class AdapterMetadata:
     head: str | None = None
     is_decoder: bool | None = None
     labels: tuple[str, ...] | None = None
+    text_columns: tuple[str, ...] | None = None
     trained_with: tuple[str, ...] | None = None
 
     # Fields whose presence tells that a file's metadata are of this class.
@@ -62,7 +65,7 @@ class AdapterMetadata:
             return None
         try:
             values = {key: json.loads(metadata[key]) for key in known}
-            for key in ("targets", "labels", "trained_with", "embeddings"):
+            for key in ("targets", "labels", "text_columns", "trained_with", "embeddings"):
                 if key in values:
                     values[key] = _strings(values[key])
             own = cls(**values)

@@ -324,6 +324,26 @@ def test_a_text_among_pairs(make):
         make("roberta", "sentiment-analysis")([["a", "b"], "a"])
 
 
+@pytest.mark.parametrize(
+    ("columns", "right", "wrong"),
+    [
+        (["review"], "a", [["a", "b"]]),
+        (["review"], ["a", "b"], [["a", "b"], ["c", "d"]]),
+        (["premise", "claim"], [["a", "b"]], "a"),
+        (["premise", "claim"], [["a", "b"], ["c", "d"]], ["a", "b"]),
+    ],
+)
+def test_texts_where_a_model_was_trained_on_pairs_and_the_reverse(
+    make, monkeypatch, columns, right, wrong
+):
+    classify = make("roberta", "sentiment-analysis")
+    classify(wrong)
+    monkeypatch.setattr(classify.model.config, "text_columns", columns)
+    classify(right)
+    with pytest.raises(ValueError, match=f"trained on rows of {' and '.join(columns)}$"):
+        classify(wrong)
+
+
 @pytest.mark.parametrize(("text", "found"), [("no mask", "no mask"), ("<mask> <mask>", "2 masks")])
 def test_one_mask(make, text, found):
     with pytest.raises(PipelineException, match=f"a text has {found}: write <mask> once") as caught:

@@ -75,6 +75,7 @@ def test_lora_files(trained, tiny_base, where):
         "task": "rte",
         "head": "sequence_classification",
         "labels": ["entailment", "not_entailment"],
+        "text_columns": ["sentence1", "sentence2"],
         "base": str(tiny_base),
         "base_fingerprint": fingerprint(base),
     }

@@ -191,6 +191,41 @@ def test_columns_that_are_asked_for(glue, run_glue, tmp_path, caplog):
     assert_same_bits(lora_of(tmp_path / "one"), lora_of(tmp_path / "other"))
 
 
+def test_a_model_reads_the_columns_that_it_was_trained_on(glue, tmp_path):
+    """In their order, whatever else a file has; a file of fewer or more texts is refused."""
+    rows = own_rows(["yes", "no"], pair=True)
+    file = write(tmp_path / "train.csv", rows)
+    glue("--train_file", file, "--do_train", *LORA, "--max_steps", 3, "--output_dir", "out")
+    swapped = [{n: row[n] for n in ("answer", "review", "label")} for row in rows]
+    noted = [{"note": "a note", **row} for row in rows]
+    evaluate = ["--do_eval", "--apply_lora", "--lora_path", "out", "--output_dir"]
+    for name, changed in {"same": rows, "swapped": swapped, "noted": noted}.items():
+        glue("--validation_file", write(tmp_path / f"{name}.csv", changed), *evaluate, name)
+        assert results(tmp_path / name) == results(tmp_path / "same")
+
+    others = [{"premise": r["review"], "claim": r["answer"], "label": r["label"]} for r in rows]
+    named = ["--validation_file", write(tmp_path / "named.csv", others)]
+    glue(*named, *evaluate, "named")
+    assert results(tmp_path / "named") == results(tmp_path / "same")
+    one = write(tmp_path / "one.csv", own_rows(["yes", "no"]))
+    swap = ["--validation_file", file, "--text_columns", "answer", "review"]
+    for flags, found in (
+        (["--validation_file", one], "review"),
+        ([*named, "--text_columns", "claim"], "claim"),
+        (swap, "answer and review"),
+    ):
+        message = f"was trained on rows of review and answer, not of {found}; in files of your own"
+        with pytest.raises(ValueError, match=message):
+            glue(*flags, *evaluate, "refused")
+    # Training begins with the same model on any texts, and its adapter says these.
+    train = ["--train_file", one, "--do_train", "--apply_lora", "--lora_path", "out"]
+    glue(*train, "--max_steps", 1, "--output_dir", "next")
+    assert read_adapter(tmp_path / "next").metadata.text_columns == ("review",)
+    # A full model says it as well.
+    with pytest.raises(ValueError, match="was trained on rows of review, not of premise and claim"):
+        glue(*named, "--do_eval", "--output_dir", "refused", base="next")
+
+
 def test_identifiers_and_numbers_are_not_taken_for_texts(glue, run_glue, tmp_path, caplog):
     rows = [
         {

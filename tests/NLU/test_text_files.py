@@ -70,6 +70,23 @@ def test_a_column_of_the_model_s_classes_is_no_text_unless_asked_for(
     data = read_table(str(path))
     if texts is None:
         with pytest.raises(ValueError, match="'verdict' is one of the model's classes in each row"):
-            choose_columns(data, str(path), asked, label, known)
+            choose_columns(data, str(path), asked, label, known_labels=known)
     else:
-        assert choose_columns(data, str(path), asked, label, known).texts == texts
+        assert choose_columns(data, str(path), asked, label, known_labels=known).texts == texts
+
+
+@pytest.mark.parametrize(
+    ("known", "asked", "texts"),
+    [
+        (("answer", "question"), None, ("answer", "question")),
+        (("answer",), None, ("answer",)),
+        (("answer", "question"), ["question"], ("question",)),
+        (("answer", "other"), None, ("question", "answer")),
+        ((), None, ("question", "answer")),
+    ],
+)
+def test_the_texts_that_a_model_was_trained_on_are_found_by_name(tmp_path, known, asked, texts):
+    path = tmp_path / "rows.csv"
+    path.write_text("id,question,answer\n1,who?,me\n2,what?,that\n", encoding="utf-8")
+    columns = choose_columns(read_table(str(path)), str(path), asked, known_texts=known)
+    assert columns.texts == texts

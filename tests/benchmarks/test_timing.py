@@ -49,7 +49,7 @@ def test_a_gpu_s_peak_is_that_of_the_timed_steps(worker, monkeypatch, tmp_path):
     assert result["peak_bytes"] == 10 + 30
 
 
-# A worker whose result also says what the process held at first.
+# A worker whose result also says what the process held before and after.
 TAKES_LESS_AND_LESS = """
 import json, resource, sys
 from pathlib import Path
@@ -67,11 +67,13 @@ def make_step(plan):
     return lambda batch: take(batch["size"]) or torch.zeros(())
 
 
-torch.ones(1).add(1)
-pages = int(Path("/proc/self/statm").read_text().split()[1])
+def held():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+before = held()
 timing.run(make_step, lambda plan, index, size: {"size": size}, {})
-result = json.loads(Path(sys.argv[2]).read_text())
-result["bytes_at_first"] = pages * resource.getpagesize()
+result = json.loads(Path(sys.argv[2]).read_text()) | {"before": before, "after": held()}
 Path(sys.argv[2]).write_text(json.dumps(result))
 """
 
@@ -95,8 +97,9 @@ def test_a_process_s_peak_is_that_of_the_timed_steps(contest, tmp_path):
         check=True,
     )
     result = json.loads(files[1].read_text())
-    added = result["peak_bytes"] - result["bytes_at_first"]
-    assert 90 < added / 2**20 < 200
+    # What of the libraries comes into memory meanwhile counts as well, more or less of it.
+    assert result["peak_bytes"] - result["before"] > 90 * 2**20
+    assert result["peak_bytes"] - result["after"] < 200 * 2**20
 
 
 def test_frozen_weights_come_to_a_gpu_in_half(worker):

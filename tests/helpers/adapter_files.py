@@ -52,6 +52,7 @@ INFOS = {
         task="mnli" if HEADS[family] else None,
         head="sequence_classification" if HEADS[family] else None,
         labels=("no", "yes") if HEADS[family] else None,
+        text_columns=("premise", "claim") if HEADS[family] else None,
     )
     for family, targets in {
         "roberta": ("query", "value"),

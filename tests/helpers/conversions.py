@@ -169,6 +169,7 @@ def train(base: Path, family: str, bias: str = "none", **settings) -> Trained:
     settings = {
         "id2label": dict(enumerate(LABELS)),
         "finetuning_task": "mnli",
+        "text_columns": ("premise", "claim"),
         "lora_dropout": 0.1,
         "lora_r": 2,
         "lora_alpha": 6,

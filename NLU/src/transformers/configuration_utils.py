@@ -124,6 +124,7 @@ class PretrainedConfig:
         gradient_checkpointing: in training, the backward pass computes layers' activations again
             instead of keeping them: less memory, more time, the same numbers.
         finetuning_task: name of the task that the head is for.
+        text_columns: the columns of a data set that the head was trained to read as a row's texts.
         apply_lora: put LoRA into every encoder layer.
         lora_r: its rank.
         lora_alpha: its scale; the update is multiplied by lora_alpha / lora_r.
@@ -169,6 +170,7 @@ class PretrainedConfig:
         pruned_heads: dict[int, list[int]] | None = None,
         gradient_checkpointing: bool = False,
         finetuning_task: str | None = None,
+        text_columns: Iterable[str] | None = None,
         pad_token_id: Index | None = None,
         bos_token_id: Index | None = None,
         eos_token_id: Index | None = None,
@@ -205,6 +207,7 @@ class PretrainedConfig:
         self.pruned_heads = {int(n): list(heads) for n, heads in (pruned_heads or {}).items()}
         self.gradient_checkpointing = gradient_checkpointing
         self.finetuning_task = finetuning_task
+        self.text_columns = None if text_columns is None else list(text_columns)
         self.pad_token_id = pad_token_id
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id

@@ -229,6 +229,7 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin, TokenEmbeddingsMixin):
             head=self.head,
             is_decoder=self._is_decoder or None,
             labels=self._labels(),
+            text_columns=tuple(config.text_columns or ()) or None,
             trained_with=tuple(o.switch for o in self.adapted_by if o is not kind) or None,
         )
         state = {name: t for name, t in self.state_dict().items() if name not in self.tied}

@@ -1,7 +1,20 @@
 """predict.py on bad lines and arguments: one line of error, and nothing is written."""
 
 import pytest
-from predictions import GOOD, common, failed_untouched, failure, named, read, some_lines, write
+from predictions import (
+    ADAPTERS,
+    GOOD,
+    adapted,
+    common,
+    failed_untouched,
+    failure,
+    named,
+    read,
+    some_lines,
+    write,
+)
+
+from loralib.adapters.formats import write_adapter
 
 BAD_LINES = {
     "no JSON": ("a dog", "line 2: is not JSON (Expecting value"),
@@ -131,3 +144,31 @@ def test_the_output_s_folder_is_made(predict, bases, adapters, tmp_path):
     given, out = write(tmp_path / "in.jsonl", some_lines(2)), tmp_path / "new" / "out.jsonl"
     predict.main([*common(bases["roberta"], given, out), *named(adapters["roberta"])])
     assert len(read(out)) == 2
+
+
+@pytest.mark.parametrize(
+    ("columns", "line", "message"),
+    [
+        (
+            ("premise", "claim"),
+            2,
+            "has no text_pair, and {} was trained on rows of premise and claim",
+        ),
+        (("review",), 1, "has a text_pair, and {} was trained on rows of review"),
+    ],
+)
+def test_texts_where_an_adapter_was_trained_on_pairs_and_the_reverse(
+    predict, bases, tmp_path, capsys, columns, line, message
+):
+    path = tmp_path / "rte.safetensors"
+    settings = {**ADAPTERS["rte"], "text_columns": columns}
+    write_adapter(path, adapted(bases["roberta"], settings, 0).adapter())
+    pair = {"adapter": "rte", "text": "a dog", "text_pair": "a cat"}
+    given = write(tmp_path / "in.jsonl", [pair, {"adapter": "rte", "text": "a dog"}])
+    arguments = [*common(bases["roberta"], given), f"rte={path}"]
+    found = failed_untouched(predict, capsys, tmp_path, arguments)
+    assert f"in.jsonl: line {line}: {message.format(path)}" in found
+    # Without the other line there is nothing wrong.
+    write(given, [pair] if line == 2 else [{"adapter": "rte", "text": "a dog"}])
+    predict.main([*map(str, arguments), "--output_file", str(tmp_path / "out.jsonl")])
+    assert len(read(tmp_path / "out.jsonl")) == 1

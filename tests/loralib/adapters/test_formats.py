@@ -203,6 +203,7 @@ LOST = {
     "base_fingerprint": "0123456789abcdef",
     "task": "mnli",
     "labels": "no, yes",
+    "text_columns": "premise, claim",
 }
 
 
@@ -212,12 +213,13 @@ def test_what_each_format_cannot_hold(tmp_path, family):
     told = write_adapter(tmp_path / "a.safetensors", adapter)
     assert [remark for remark in told if "modules are taken for linear" not in remark] == []
     said = write_adapter(tmp_path / "a.bin", adapter)
-    lost = LOST if HEADS[family] else {k: v for k, v in LOST.items() if k not in ("task", "labels")}
+    of_head = ("task", "labels", "text_columns")
+    lost = LOST if HEADS[family] else {k: v for k, v in LOST.items() if k not in of_head}
     expected = {f"not in this format: {key} {value.format(family)}" for key, value in lost.items()}
     assert set(said) == (set() if family == "gpt2" else expected)
     assert len(said) == len(set(said))
     remarks = write_adapter(tmp_path / "a", adapter, "peft")
-    unseen = "base_fingerprint, task, labels" if HEADS[family] else "base_fingerprint"
+    unseen = "base_fingerprint, task, labels, text_columns" if HEADS[family] else "base_fingerprint"
     assert remarks[-1] == f"in the metadata, where PEFT does not look: {unseen}"
     assert len(remarks) == (2 if family in ("gpt2", "plain") else 1)
     if family == "gpt2":

@@ -123,7 +123,7 @@ def test_there_and_back_again(convert, trained, tmp_path, family):
     result = read_adapter(files[3])
     assert_same_tensors(result.tensors, given.tensors)
     lost = {note.split()[4] for note in notes} - {"alpha", "base", "base_fingerprint"}
-    assert lost == (set() if family == "gpt2" else {"task", "labels", "dropout"})
+    assert lost == (set() if family == "gpt2" else {"task", "labels", "text_columns", "dropout"})
     assert result.metadata == replace(given.metadata, **dict.fromkeys(lost))
 
 

@@ -67,7 +67,8 @@ def test_merged(convert, script, tmp_path, family, kind):
         assert settings["id2label"] == {str(i): name for i, name in enumerate(LABELS)}
         assert settings["label2id"] == {name: i for i, name in enumerate(LABELS)}
         assert settings["finetuning_task"] == "mnli"
-        changed |= {"id2label", "label2id", "finetuning_task"}
+        assert settings["text_columns"] == ["premise", "claim"]
+        changed |= {"id2label", "label2id", "finetuning_task", "text_columns"}
     if family == "deberta":  # LoRA was kept from positions, which have their own projections now
         assert settings["share_att_key"] is False
         changed |= {"share_att_key"}
@@ -98,6 +99,7 @@ def test_a_base_that_this_project_wrote(convert, tmp_path, family):
     close(plain_logits(tmp_path / "out", family), given.logits)
     settings = json.loads((tmp_path / "out" / "config.json").read_text())
     assert not OWN_SETTINGS & settings.keys()
+    assert settings["text_columns"] == ["premise", "claim"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

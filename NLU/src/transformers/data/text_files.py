@@ -119,19 +119,22 @@ def choose_columns(
     path: str,
     texts: Sequence[str] | None = None,
     label: str = LABEL,
+    known_texts: Sequence[str] = (),
     known_labels: Sequence[str] = (),
 ) -> Columns:
     """Which columns are texts: those asked for, or those that can be nothing else.
 
-    Where none are asked for, it takes sentence1 and sentence2, or one or two columns of strings
-    other than the label's: no numbers, and no column that is named like an identifier.
+    Where none are asked for, it takes those that the model was trained on, sentence1 and sentence2,
+    or one or two columns of strings other than the label's: no numbers, and no column that is named
+    like an identifier.
 
     Args:
         data: the file's rows.
         path: its name.
         texts: the columns asked for, one or two.
         label: the label's column.
-        known_labels: the classes of a model that is already trained.
+        known_texts: the text columns that a model was already trained on, as far as it says.
+        known_labels: its classes.
 
     Raises:
         ValueError: a column asked for is absent or asked for twice; or it is ambiguous, or what
@@ -147,6 +150,8 @@ def choose_columns(
             _check_has(data, path, name, "text_columns")
         return Columns(tuple(texts), label)
     others = [name for name in data.column_names if name != label]
+    if known_texts and {*known_texts} <= {*others}:
+        return Columns(tuple(known_texts), label)
     reasons = {name: _why_no_text(data, name) for name in others}
     found = [name for name, reason in reasons.items() if reason is None]
     if {"sentence1", "sentence2"} <= set(found):

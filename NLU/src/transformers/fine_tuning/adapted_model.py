@@ -213,11 +213,13 @@ class Origin:
         source: the adapter's file, or the model's name.
         labels: names of its classes in their order; none where it does not name them.
         task: what it was trained for, if it says so.
+        texts: the columns of its training data that were a row's texts, if it says so.
     """
 
     source: str
     labels: tuple[str, ...]
     task: str | None
+    texts: tuple[str, ...] = ()
 
     def check_task(self, task: str | None, training: bool) -> None:
         """Refuses to evaluate a head on another task; training may begin with it.
@@ -245,6 +247,26 @@ class Origin:
                 f"the data has {', '.join(labels)}"
             )
 
+    def check_texts(self, columns: Sequence[str], training: bool) -> None:
+        """Refuses to evaluate a head on pairs where it was trained on single texts, and the like.
+
+        Args:
+            columns: the data's, in the order in which the model would read them.
+            training: it is to be trained on these.
+
+        Raises:
+            ValueError: they are more or fewer than those of its training, or the same ones in
+                another order.
+        """
+        if not self.texts or training or tuple(columns) == self.texts:
+            return
+        if len(columns) == len(self.texts) and {*columns} != {*self.texts}:
+            return  # as many, by other names
+        raise ValueError(
+            f"{self.source} was trained on rows of {' and '.join(self.texts)}, not of "
+            f"{' and '.join(columns)}; in files of your own, --text_columns says which they are"
+        )
+
 
 def origin_of(
     model_args: AdaptedModelArguments, config: PretrainedConfig, adapters: Sequence[Adapter]
@@ -254,10 +276,12 @@ def origin_of(
     names = tuple(config.id2label[number] for number in sorted(config.id2label))
     if info is not None and info.labels:
         names = info.labels
+    texts = info.text_columns if info else config.text_columns
     return Origin(
         source=adapters[0].source if adapters else model_args.model_name_or_path,
         labels=() if names[0].startswith("LABEL_") else names,
         task=info.task if info else config.finetuning_task,
+        texts=tuple(texts or ()),
     )
 
 

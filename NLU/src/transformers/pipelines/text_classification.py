@@ -1,5 +1,6 @@
 """Text classification: a text, or a pair of them -> its label."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,9 +32,12 @@ class TextClassificationPipeline(Pipeline):
             For each text ``{"label", "score"}``; with `return_all_scores` a list of them.
 
         Raises:
-            ValueError: there is no text, or something is not a text.
+            ValueError: there is no text, or something is not a text; or the model was trained on
+                pairs and these are none, or the reverse.
         """
-        rows = rows_of(self.encode(_texts_or_pairs(inputs)))
+        texts = _texts_or_pairs(inputs)
+        _check_number(texts[0], self.model.config.text_columns)
+        rows = rows_of(self.encode(texts))
         return [self._answer(logits) for (logits,) in self.forward(rows)]
 
     def _answer(self, logits: np.ndarray) -> dict[str, Any] | list[dict[str, Any]]:
@@ -52,3 +56,13 @@ def _texts_or_pairs(inputs: Any) -> list[Any]:
         if not is_pair:
             raise ValueError(f"input {index} is {pair!r:.40}, not a pair of texts as others are")
     return list(inputs)
+
+
+def _check_number(first: Any, columns: Sequence[str] | None) -> None:
+    """Checks a text or a pair against the columns that the model was trained on, where known."""
+    count = 1 if isinstance(first, str) else 2
+    if columns is not None and len(columns) != count:
+        raise ValueError(
+            f"the inputs are {'texts' if count == 1 else 'pairs of texts'}, and the model was "
+            f"trained on rows of {' and '.join(columns)}"
+        )
