@@ -46,7 +46,7 @@ class AlphaError(CheckpointError):
         elif found is None:
             message = f"lora_alpha has to be above 0, not {given:g}"
         else:
-            message = f"was trained with alpha {found:g}, but lora_alpha is {given:g}"
+            message = f"was trained with alpha {found:g}, but lora_alpha is {given:g}: leave it out"
         super().__init__(f"{source}: {message}")
 
 

@@ -199,6 +199,7 @@ def split(source: Path, target: Path, name: str = "lora", overwrite: bool = Fals
         )
     if not overwrite:
         check_free(target, kind)
+    target.parent.mkdir(parents=True, exist_ok=True)
     write_adapter(target, adapter)
     return adapter
 
@@ -219,7 +220,10 @@ def extract(source: Path, kind: Kind = LORA) -> Adapter:
         for name in family.unused_by_head(part):
             del part[name]
     if not any(kind.holds(tensor, backbone_prefixes()) for tensor in part):
-        raise CheckpointError(f"{source}: holds no {kind.name} weights")
+        raise CheckpointError(
+            f"{source}: holds no {kind.name} weights; give a checkpoint that was trained with "
+            f"--{kind.switch}"
+        )
     return Adapter(part, describe(checkpoint, part, kind), str(source), kind)
 
 

@@ -4,6 +4,7 @@ The hub library, huggingface_hub, is imported when a file is to come from there,
 local files do not need it. It obeys ``HF_ENDPOINT`` and ``HF_HOME``, and checks sizes.
 """
 
+import difflib
 import functools
 import logging
 import os
@@ -128,8 +129,16 @@ def fetch_file(
 
 @functools.cache  # a model has several files
 def _say_that_the_hub_is_asked(name: str) -> None:
-    """Said before: where there is no internet, half a minute goes by until that is an error."""
-    logger.info("%s is no folder here: asking the hub for it", name)
+    """Said before: where there is no internet, half a minute goes by until that is an error.
+
+    A warning where the first part of the name is a folder here, so that it may well be a path.
+    """
+    first, _, last = name.partition("/")
+    is_path = os.path.isdir(first)
+    near = difflib.get_close_matches(last, os.listdir(first), 1) if is_path else ()
+    meant = "".join(f" (is it {first}/{found}?)" for found in near)
+    level = logging.WARNING if is_path else logging.INFO
+    logger.log(level, "%s is no folder here%s: asking the hub for it", name, meant)
 
 
 def _seen_from_here(name: str) -> str:

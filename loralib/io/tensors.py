@@ -145,12 +145,15 @@ def read_tensors(
     path = Path(path)
     if not path.is_file():
         raise CheckpointError(f"{path}: no such checkpoint file")
+    if path.stat().st_size == 0:
+        raise CheckpointError(f"{path}: damaged or not a checkpoint (it is empty)")
     try:
         if is_safetensors(path):
             with safe_open(path, framework="pt", device="cpu") as file:
                 return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
         # Only torch's zip format can be mapped; the older one is a plain pickle.
         is_archive = zipfile.is_zipfile(path)
+        _check_kind(path, is_archive)
         if verify and is_archive:
             _verify_archive(path)
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
@@ -176,6 +179,16 @@ def read_tensors(
     if not isinstance(metadata, Mapping):
         raise CheckpointError(f"{path}: its metadata is damaged (not a mapping)")
     return dict(tensors), dict(metadata)
+
+
+def _check_kind(path: Path, is_archive: bool) -> None:
+    """Checks that a file begins as torch's do, and ends so: its own errors do not tell that."""
+    with open(path, "rb") as file:
+        head = file.read(2)
+    if head == b"PK" and not is_archive:
+        raise ValueError("its end is missing, as after a download that broke off")
+    if head != b"PK" and head[:1] != pickle.PROTO:
+        raise ValueError("it is neither safetensors nor a torch file")
 
 
 def _verify_archive(path: Path) -> None:

@@ -178,7 +178,9 @@ def _report(error: Exception, report: Callable[[str], None]) -> None:
 def _in_words(error: Exception) -> str:
     """What an error says; the system's own, the file and then the reason."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{error.filename}: {error.strerror}"
+        in_the_way = isinstance(error, FileExistsError) and os.path.isfile(error.filename)
+        reason = "is a file, where a folder is needed" if in_the_way else error.strerror
+        return f"{error.filename}: {reason}"
     return str(error)
 
 

@@ -363,7 +363,7 @@ CALLS = {
         ),
         (
             "--output_dir {bad}/empty",
-            "empty: File exists",
+            "empty: is a file, where a folder is needed",
         ),
         (
             "--r two",
@@ -379,7 +379,7 @@ CALLS = {
     SMALL_E2E: [
         (
             "--output_dir {bad}/empty",
-            "empty: File exists",
+            "empty: is a file, where a folder is needed",
         ),
         (
             "--output_dir out --seed x",

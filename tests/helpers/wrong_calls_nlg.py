@@ -41,7 +41,7 @@ CALLS = {
         ),
         (
             "--train_data {good}/encoded.jsonl --init_checkpoint {bad}/damaged.pt",
-            "damaged.pt: damaged, or holds more than tensors",
+            "damaged.pt: damaged or not a checkpoint (it is neither safetensors nor a torch file)",
         ),
         (
             "--train_data {good}/encoded.jsonl --init_checkpoint nowhere",
@@ -99,7 +99,7 @@ CALLS = {
         ),
         (
             "--data {good}/encoded.jsonl --init_checkpoint {bad}/damaged.pt",
-            "damaged.pt: damaged, or holds more than tensors",
+            "damaged.pt: damaged or not a checkpoint (it is neither safetensors nor a torch file)",
         ),
         (
             "--data {good}/encoded.jsonl --seq_len 8 --eval_len 8",

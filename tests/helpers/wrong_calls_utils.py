@@ -11,7 +11,7 @@ CALLS = {
         ),
         (
             "{bad}/damaged.pt out.safetensors",
-            "damaged.pt: damaged, or holds more than tensors",
+            "damaged.pt: damaged or not a checkpoint (it is neither safetensors nor a torch file)",
         ),
         (
             "{bad}/gpt2_lora.pt out.safetensors",
@@ -58,7 +58,7 @@ CALLS = {
         ),
         (
             "{bad}/damaged.pt out.bin",
-            "damaged.pt: damaged, or holds more than tensors",
+            "damaged.pt: damaged or not a checkpoint (it is neither safetensors nor a torch file)",
         ),
         (
             "{bad}/plain.safetensors out.bin",
@@ -85,7 +85,7 @@ CALLS = {
         ),
         (
             "roberta_base_sst2 --small --output_dir {bad}/empty",
-            "empty: File exists",
+            "empty: is a file, where a folder is needed",
         ),
     ],
     "utils/ablations.py": [

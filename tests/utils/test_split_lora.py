@@ -93,6 +93,11 @@ def test_split(script, tmp_path, capsys, names, format, source, suffix):
     assert info.base_fingerprint == fingerprint(full_checkpoint("new"))
 
 
+def test_a_new_folder_is_made(script, tmp_path):
+    script.main([str(checkpoint_folder(tmp_path / "full")), str(tmp_path / "new/one/lora.bin")])
+    assert len(read_adapter(tmp_path / "new/one/lora.bin", lora_alpha=4).tensors) == 4
+
+
 def test_a_file_of_lora_alone_says_nothing_of_its_base(script, tmp_path):
     folder = checkpoint_folder(tmp_path / "full")
     script.main([str(folder), str(folder / "lora.bin")])

@@ -171,12 +171,16 @@ def test_what_cannot_be_written(tmp_path, kind, reason):
 
 AS_NOBODY = """
 import os, sys
-from loralib.io.atomic import atomic_write
+from loralib.io.atomic import atomic_write, atomic_write_folder
 if os.geteuid() == 0:
     os.setuid(65534)
 try:
-    with atomic_write(sys.argv[1]) as path:
-        path.write_text("new")
+    if sys.argv[1].endswith("/new_folder"):
+        with atomic_write_folder(sys.argv[1]) as path:
+            (path / "file").write_text("new")
+    else:
+        with atomic_write(sys.argv[1]) as path:
+            path.write_text("new")
 except PermissionError as error:
     print(error)
 """
@@ -200,8 +204,8 @@ def test_files_and_folders_without_permission():
         file.chmod(0o444)
         assert said(file) == f"{file}: is read-only; give another name\n"
         folder.chmod(0o555)
-        other = folder / "other"
-        assert said(other) == f"[Errno 13] Permission denied: '{other}'\n"
+        for other in (folder / "other", folder / "new_folder"):
+            assert said(other) == f"[Errno 13] Permission denied: '{other}'\n"
         assert file.read_text() == "old"
         folder.chmod(0o777)
         file.chmod(0o666)

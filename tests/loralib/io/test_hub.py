@@ -159,6 +159,27 @@ def test_what_may_be_a_mistyped_path_is_said_before_the_hub_is_asked(tmp_path, m
     with pytest.raises(OSError, match="org/cached"):
         resolve_file("org/cached", CONFIG, local_files_only=True)
     assert caplog.messages == ["runs/moodel is no folder here: asking the hub for it"]
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("here/moodel", " (is it here/model?)"), ("here/another", "")]
+)
+def test_a_mistyped_path_within_a_folder_is_warned_of(tmp_path, monkeypatch, caplog, name, meant):
+    def refuse(*args, **kwargs):
+        raise ConnectionError
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
+    hub_files._say_that_the_hub_is_asked.cache_clear()
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here" / "model").mkdir(parents=True)
+    with pytest.raises(OSError, match=name):
+        resolve_file(name, CONFIG)
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("WARNING", f"{name} is no folder here{meant}: asking the hub for it")
+    ]
 
 
 FETCH_CONFIG = f"huggingface_hub.hf_hub_download('org/adapter', {CONFIG!r})\n"

@@ -116,7 +116,9 @@ def test_another_alpha_is_refused(failure, trained, tmp_path, start, format):
     write_adapter(source, given.adapter, start)
     flags = ("--to", format, "--base", given.base, "--lora_alpha", 8)
     line = failure(source, tmp_path / OUT[format], *flags)
-    assert line.endswith("was trained with alpha 6, but lora_alpha is 8 (--lora_alpha)")
+    assert line.endswith(
+        "was trained with alpha 6, but lora_alpha is 8: leave it out (--lora_alpha)"
+    )
 
 
 @pytest.mark.parametrize("alpha", ["0", "-1", "nan", "inf"])

@@ -1,0 +1,45 @@
+"""Files that are no tensors: the one line says what they are instead."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from loralib.errors import CheckpointError
+from loralib.io.tensors import read_tensors
+
+
+def archive(path: Path, legacy: bool = False) -> bytes:
+    torch.save({"a": torch.ones(1000)}, path, _use_new_zipfile_serialization=not legacy)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("suffix", [".bin", ".pt"])
+def test_both_formats_of_torch_are_read(tmp_path, legacy, suffix):
+    path = tmp_path / f"model{suffix}"
+    archive(path, legacy)
+    assert torch.equal(read_tensors(path)[0]["a"], torch.ones(1000))
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "message"),
+    [
+        ("a.bin", lambda path: b"", "it is empty"),
+        ("a.safetensors", lambda path: b"", "it is empty"),
+        ("a.bin", lambda path: b"<html>", "it is neither safetensors nor a torch file"),
+        ("a.bin", lambda path: b"P", "it is neither safetensors nor a torch file"),
+        ("a.bin", lambda path: archive(path)[:3000], "its end is missing"),
+        ("a.bin", lambda path: archive(path, legacy=True)[:900], "damaged"),
+        ("a.bin", lambda path: pickle.dumps([1], 2), "damaged"),
+        ("a.safetensors", lambda path: b"<html>", "damaged"),
+    ],
+)
+def test_what_is_no_file_of_tensors(tmp_path, name, make, message):
+    path = tmp_path / name
+    path.write_bytes(make(path))
+    with pytest.raises(CheckpointError) as caught:
+        read_tensors(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert message in str(caught.value)
