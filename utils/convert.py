@@ -9,7 +9,8 @@
 IN is an adapter of any format: a file, a folder, or a name on the hub. From a full
 checkpoint with LoRA, the adapter is extracted. OUT is
 
-    lora      a .safetensors file, which says rank, alpha, targets, base, task and labels
+    lora      a .safetensors file, which says rank, alpha, targets, base, task, labels, and the
+              columns of the texts that it was trained on
     release   a .bin or .pt file as microsoft/LoRA's scripts read it
     peft      a new folder, which PEFT opens on the base
     merged    a new folder with base and adapter in one, which upstream Transformers opens

@@ -4,9 +4,10 @@
 
 IN is a checkpoint file or a checkpoint's folder, of RoBERTa, DeBERTa-v2 or GPT-2. OUT is written in
 the release's format, saved by torch, or, where its name ends in .safetensors, with rank, alpha,
-targets, task, labels and base in its metadata, which are taken from the config.json next to IN, or
-from IN itself. A checkpoint in which several were trained, such as LoRA and biases, has to be split
-once for each. convert.py turns what comes out into other formats, such as PEFT's.
+targets, task, labels, columns of texts and base in its metadata, which are taken from the
+config.json next to IN, or from IN itself. A checkpoint in which several were trained, such as LoRA
+and biases, has to be split once for each. convert.py turns what comes out into other formats, such
+as PEFT's.
 
 Existing files are overwritten only with --overwrite. But the release's own call, as above, may be
 repeated: it replaces a .bin or .pt that holds LoRA and a head and nothing else.
@@ -31,7 +32,7 @@ from loralib.adapters.deltas import ranks_of
 from loralib.adapters.families import backbone_prefixes, family_of
 from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.formats import write_adapter
-from loralib.adapters.metadata import AdapterMetadata
+from loralib.adapters.metadata import AdapterMetadata, are_text_columns
 from loralib.errors import CheckpointError
 from loralib.io.command_line import ArgumentParser
 from loralib.io.tensors import read_tensors
@@ -111,7 +112,7 @@ def describe(
         head=head,
         is_decoder=config.get("is_decoder") or None,
         labels=_labels(checkpoint, head),
-        text_columns=tuple(config.get("text_columns") or ()) or None,
+        text_columns=_text_columns(checkpoint, head),
         trained_with=tuple(switch for switch in others if config.get(switch)) or None,
     )
 
@@ -123,6 +124,16 @@ def _labels(checkpoint: Checkpoint, head: str | None) -> tuple[str, ...] | None:
         return None
     names = checkpoint.config.get("id2label") or {}
     return tuple(names[number] for number in sorted(names, key=int))
+
+
+def _text_columns(checkpoint: Checkpoint, head: str | None) -> tuple[str, ...] | None:
+    """The columns of texts that a checkpoint's head reads; None where it does not say any."""
+    if head not in (None, "sequence_classification"):
+        return None
+    names = checkpoint.config.get("text_columns")
+    if names is not None and not are_text_columns(names):
+        raise CheckpointError(f"{checkpoint.source}: text_columns {names!r} in its {CONFIG_NAME}")
+    return None if names is None else tuple(names)
 
 
 def _own_settings(
@@ -221,8 +232,7 @@ def extract(source: Path, kind: Kind = LORA) -> Adapter:
             del part[name]
     if not any(kind.holds(tensor, backbone_prefixes()) for tensor in part):
         raise CheckpointError(
-            f"{source}: holds no {kind.name} weights; give a checkpoint that was trained with "
-            f"--{kind.switch}"
+            f"{source}: holds no {kind.name} weights; give a checkpoint that was trained with them"
         )
     return Adapter(part, describe(checkpoint, part, kind), str(source), kind)
 

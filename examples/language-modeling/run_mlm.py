@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
     gc.disable()  # until `run`, see `process.without_collector`
@@ -135,7 +135,8 @@ def choose_shape(
     """The model's settings, its tokenizer, and how many tokens lines are cut to."""
     length = data_args.max_seq_length
     if model_args.model_name_or_path:
-        config = AutoConfig.from_pretrained(model_args.model_name_or_path)
+        other_head: dict[str, Any] = {"finetuning_task": None, "text_columns": None}
+        config = AutoConfig.from_pretrained(model_args.model_name_or_path, **other_head)
         tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, config=config)
         check_vocabulary(tokenizer, config)
         return config, tokenizer, choose_length(length, config, tokenizer, is_pair=False)

@@ -228,11 +228,15 @@ def load_own_files(data_args: DataTrainingArguments, splits: list[str], origin: 
     for split in splits:
         if files[split] is None:
             raise ValueError(f"this run needs --{split}_file")
-    label = data_args.label_column or LABEL
+    asked, label = data_args.text_columns, data_args.label_column or LABEL
     first = files[splits[0]]
-    asked = data_args.text_columns
     # Training may begin with a model and read other texts.
-    known = () if "train" in splits or label in origin.texts else origin.texts
+    known = () if "train" in splits else origin.texts
+    if label in known:
+        raise ValueError(
+            f"{origin.source} was trained on the texts of '{label}': --label_column has to say "
+            "which other column is the label's, even where a file has none"
+        )
     table = read_table(first, asked or known)
     columns = choose_columns(table, first, asked, label, known, origin.labels)
 

@@ -87,6 +87,15 @@ class AdapterMetadata:
                 raise CheckpointError(f"{path}: {name} {value!r} in its metadata")
         if not isinstance(self.is_decoder, bool | None):
             raise CheckpointError(f"{path}: is_decoder {self.is_decoder!r} in its metadata")
+        if self.text_columns is not None and not are_text_columns(self.text_columns):
+            raise CheckpointError(f"{path}: text_columns {self.text_columns!r} in its metadata")
+
+
+def are_text_columns(names: object) -> bool:
+    """Whether this names the columns of a row's texts: one, or two different ones."""
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        return False
+    return 1 <= len({*names}) == len(names) <= 2
 
 
 def _strings(value: object) -> tuple[str, ...]:

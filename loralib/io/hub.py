@@ -9,7 +9,7 @@ import functools
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -134,11 +134,12 @@ def _say_that_the_hub_is_asked(name: str) -> None:
     A warning where the first part of the name is a folder here, so that it may well be a path.
     """
     first, _, last = name.partition("/")
-    is_path = os.path.isdir(first)
-    near = difflib.get_close_matches(last, os.listdir(first), 1) if is_path else ()
-    meant = "".join(f" (is it {first}/{found}?)" for found in near)
+    is_path, near = os.path.isdir(first), []
+    with suppress(OSError):  # there is none, or its files may not be listed
+        near = difflib.get_close_matches(last, os.listdir(first), 1)
+    meant = "".join(f" (did you mean {first}/{found}?)" for found in near)
     level = logging.WARNING if is_path else logging.INFO
-    logger.log(level, "%s is no folder here%s: asking the hub for it", name, meant)
+    logger.log(level, "%s is not a folder here%s: asking the hub for it", name, meant)
 
 
 def _seen_from_here(name: str) -> str:

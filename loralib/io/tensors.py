@@ -184,10 +184,11 @@ def read_tensors(
 def _check_kind(path: Path, is_archive: bool) -> None:
     """Checks that a file begins as torch's do, and ends so: its own errors do not tell that."""
     with open(path, "rb") as file:
-        head = file.read(2)
-    if head == b"PK" and not is_archive:
+        head = file.read(4)
+    is_started = head == b"PK\x03\x04"
+    if is_started and not is_archive:
         raise ValueError("its end is missing, as after a download that broke off")
-    if head != b"PK" and head[:1] != pickle.PROTO:
+    if not is_started and head[:1] != pickle.PROTO:
         raise ValueError("it is neither safetensors nor a torch file")
 
 
@@ -195,7 +196,7 @@ def _verify_archive(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         damaged = archive.testzip()
     if damaged is not None:
-        raise ValueError(f"the checksum of {damaged} is wrong")
+        raise ValueError(f"the checksum of {damaged} is wrong, or was left out when it was saved")
 
 
 def _is_held(tensor: Tensor) -> bool:

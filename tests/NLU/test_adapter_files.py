@@ -81,6 +81,29 @@ def test_what_the_files_say(build_adapted, tmp_path):
         assert info == model.adapter(kind).metadata
 
 
+def test_a_loaded_head_s_labels_and_texts_are_the_model_s(build_adapted):
+    """Those of the head that an adapter brings; where it names none, the model keeps its labels."""
+    names = {0: "no", 1: "maybe", 2: "yes"}
+    trained = build_adapted("roberta", ["lora"], id2label=names, text_columns=["review"])
+    adapter = trained.adapter()
+    fresh = build_adapted("roberta", ["lora"], text_columns=["premise", "claim"])
+    fresh.load_adapters([adapter])
+    assert (fresh.config.id2label, fresh.config.text_columns) == (names, ["review"])
+    assert fresh.config.label2id == {"no": 0, "maybe": 1, "yes": 2}
+    assert fresh.adapter().metadata == adapter.metadata
+    # One that says nothing, and one that brings no head.
+    fresh.load_adapters([replace(adapter, metadata=replace(adapter.metadata, text_columns=None))])
+    assert (fresh.config.id2label, fresh.config.text_columns) == (names, None)
+    unnamed = replace(adapter.metadata, labels=("LABEL_0", "LABEL_1", "LABEL_2"))
+    fresh.load_adapters([replace(adapter, metadata=unnamed)])
+    assert (fresh.config.id2label, fresh.config.text_columns) == (names, ["review"])
+    # Training on another task begins with its own.
+    other = build_adapted("roberta", ["lora"], text_columns=["premise", "claim"])
+    other.load_adapters([adapter], new_head=True)
+    assert other.config.text_columns == ["premise", "claim"]
+    assert other.config.id2label[0] == "LABEL_0"
+
+
 def test_a_folder_is_asked_for_each_kind(build_adapted, tmp_path):
     model = build_adapted("deberta", ["lora", "houlsby"])
     for kind in (LORA, BOTTLENECK):

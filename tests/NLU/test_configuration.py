@@ -139,6 +139,7 @@ def test_a_plain_models_file_does_not_name_its_base(tmp_path):
         ("{", OSError, "not a JSON file"),
         ("[]", OSError, "holds a list, not settings by name"),
         ('{"num_hidden_layers": "2"}', ValueError, "num_hidden_layers must be a positive integer"),
+        ('{"text_columns": "review"}', ValueError, "text_columns must be a list of strings"),
         ('{"pruned_heads": {"0": 1}}', ValueError, "pruned_heads must be a map of lists of"),
     ],
 )
@@ -146,3 +147,10 @@ def test_json_files_that_are_none(tmp_path, text, error, message):
     (tmp_path / "own.json").write_text(text)
     with fails(error, "own.json", message):
         RobertaConfig.from_json_file(tmp_path / "own.json")
+
+
+@pytest.mark.parametrize("columns", [[], ["a", "a"], ["a", "b", "c"]])
+def test_columns_of_texts_are_one_or_two(columns):
+    with fails(ValueError, "text_columns has to name one or two columns, not "):
+        RobertaConfig(text_columns=columns)
+    assert RobertaConfig(text_columns=("a", "b")).text_columns == ["a", "b"]

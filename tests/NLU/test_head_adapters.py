@@ -54,6 +54,12 @@ def adapted(family, head, **settings):
     return build(family, head, finetuning_task="mine", **labels, **positions, **settings)
 
 
+@pytest.mark.parametrize("head", HEADS)
+def test_other_heads_say_no_columns_of_texts(head):
+    model = adapted("roberta", head, **LORA, text_columns=["premise", "claim"])
+    assert model.adapter().metadata.text_columns is None
+
+
 def other_head(model, seed=3):
     """The same model as it was before it was trained: another head, LoRA or adapter."""
     generator = torch.Generator().manual_seed(seed)

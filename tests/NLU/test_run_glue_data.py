@@ -15,6 +15,7 @@ from places import SHARED
 from safetensors import safe_open
 
 from loralib.adapters.formats import read_adapter, write_adapter
+from loralib.errors import CheckpointError
 
 pytestmark = pytest.mark.slow
 
@@ -209,8 +210,10 @@ def test_a_model_reads_the_columns_that_it_was_trained_on(glue, tmp_path):
     assert results(tmp_path / "named") == results(tmp_path / "same")
     one = write(tmp_path / "one.csv", own_rows(["yes", "no"]))
     swap = ["--validation_file", file, "--text_columns", "answer", "review"]
+    half = [{"answer": r["review"], "claim": r["answer"], "label": r["label"]} for r in rows]
     for flags, found in (
         (["--validation_file", one], "review"),
+        (["--validation_file", write(tmp_path / "half.csv", half)], "answer and claim"),
         ([*named, "--text_columns", "claim"], "claim"),
         (swap, "answer and review"),
     ):
@@ -224,6 +227,43 @@ def test_a_model_reads_the_columns_that_it_was_trained_on(glue, tmp_path):
     # A full model says it as well.
     with pytest.raises(ValueError, match="was trained on rows of review, not of premise and claim"):
         glue(*named, "--do_eval", "--output_dir", "refused", base="next")
+
+
+def test_a_text_that_is_called_label(glue, tmp_path):
+    """Later runs have to say where the label is, lest another column is read for the text."""
+    rows = own_rows(["yes", "no"], pair=True)
+    rows = [{"label": r["review"], "note": r["answer"], "verdict": r["label"]} for r in rows]
+    file = write(tmp_path / "rows.csv", rows)
+    verdict = ["--label_column", "verdict"]
+    texts = ["--text_columns", "label"]
+    glue("--train_file", file, *verdict, *texts, "--do_train", *LORA, "--output_dir", "out")
+    later = ["--test_file", file, "--do_predict", "--apply_lora", "--lora_path", "out"]
+    message = "was trained on the texts of 'label': --label_column has to say which other"
+    with pytest.raises(ValueError, match=message):
+        glue(*later, "--output_dir", "refused")
+    glue(*later, *verdict, "--output_dir", "found")
+    glue(*later, *verdict, *texts, "--output_dir", "asked")
+    found, asked = (tmp_path / name / "test_results_None.txt" for name in ("found", "asked"))
+    assert found.read_text() == asked.read_text()
+
+
+def test_a_run_is_not_resumed_on_other_texts(glue, tmp_path):
+    """A checkpoint that does not say its texts, as older ones do not, is resumed."""
+    file = write(tmp_path / "train.csv", own_rows(["yes", "no"], pair=True))
+    run = ["--train_file", file, "--do_train", *LORA, "--max_steps", 4, "--save_steps", 2]
+    run += ["--output_dir", "out"]
+    glue(*run)
+    shutil.rmtree(tmp_path / "out" / "checkpoint-4")
+    before = lora_of(tmp_path / "out")
+    for columns in (["answer", "review"], ["review"]):
+        message = r"checkpoint-2: is of a run with text columns \['review', 'answer'\], not \['"
+        with pytest.raises(CheckpointError, match=message + columns[0]):
+            glue(*run, "--text_columns", *columns)
+    settings = tmp_path / "out" / "checkpoint-2" / "config.json"
+    said = json.loads(settings.read_text())
+    settings.write_text(json.dumps({k: v for k, v in said.items() if k != "text_columns"}))
+    glue(*run)
+    assert_same_bits(lora_of(tmp_path / "out"), before)
 
 
 def test_identifiers_and_numbers_are_not_taken_for_texts(glue, run_glue, tmp_path, caplog):

@@ -353,6 +353,21 @@ def test_heads_of_other_tasks_are_refused(learned, call, tmp_path):
     assert results(out)["eval_recall"] == 0
 
 
+@pytest.mark.parametrize("task", SCRIPTS)
+def test_a_base_whose_own_head_reads_texts(call, tiny_base, tmp_path, task):
+    """The columns that it was trained on are not those of the new head."""
+    base = shutil.copytree(tiny_base, tmp_path / "base")
+    settings = json.loads((base / "config.json").read_text())
+    own = {"text_columns": ["premise", "claim"], "finetuning_task": "rte"}
+    (base / "config.json").write_text(json.dumps({**settings, **own}))
+    flags = [*write_data(task, tmp_path / "data"), "--do_train", "--max_steps", "1"]
+    out = call(task, "out", *flags, base=base)
+    said = json.loads((out / "config.json").read_text())
+    assert said["text_columns"] is None
+    assert said["finetuning_task"] != "rte"
+    assert read_adapter(out).metadata.text_columns is None
+
+
 def rows_of_words() -> list[dict]:
     return sentence_rows(random.Random(1), 4)
 

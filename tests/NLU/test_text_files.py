@@ -66,10 +66,10 @@ def test_a_column_of_the_model_s_classes_is_no_text_unless_asked_for(
     tmp_path, known, asked, label, texts
 ):
     path = tmp_path / "rows.csv"
-    path.write_text("review,verdict\nfine,good\nawful,bad\n", encoding="utf-8")
+    path.write_text("review,verdict\nfine,good\nawful,bad\nso so,\n", encoding="utf-8")
     data = read_table(str(path))
     if texts is None:
-        with pytest.raises(ValueError, match="'verdict' is one of the model's classes in each row"):
+        with pytest.raises(ValueError, match="each value of 'verdict' is one of the"):
             choose_columns(data, str(path), asked, label, known_labels=known)
     else:
         assert choose_columns(data, str(path), asked, label, known_labels=known).texts == texts

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,23 @@ def test_files_of_results(run):
     assert trained["train_samples"] == 40
     assert trained["train_loss"] > 0
     assert json.loads((out / "all_results.json").read_text()) == {**trained, **results}
+
+
+def test_a_model_that_classified_texts_no_longer_says_which(script, run, tmp_path):
+    out, _ = run
+    base = shutil.copytree(out, tmp_path / "base")
+    settings = json.loads((base / "config.json").read_text())
+    own = {"text_columns": ["premise", "claim"], "finetuning_task": "rte"}
+    (base / "config.json").write_text(json.dumps({**settings, **own}))
+    script.main(
+        [
+            *("--model_name_or_path", str(base), "--train_file", str(out.parent / "valid.txt")),
+            *("--do_train", "--max_steps", "1", "--output_dir", str(tmp_path / "out"), "--no_cuda"),
+            *("--report_to", "none", "--disable_tqdm", "--save_strategy", "no"),
+        ]
+    )
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {said[name] for name in own} == {None}
 
 
 def test_an_estimate(script, tmp_path, capsys):

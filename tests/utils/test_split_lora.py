@@ -93,6 +93,14 @@ def test_split(script, tmp_path, capsys, names, format, source, suffix):
     assert info.base_fingerprint == fingerprint(full_checkpoint("new"))
 
 
+@pytest.mark.parametrize("columns", ["review", 5, [1, 2], [], ["a", "b", "c"], ["a", "a"]])
+def test_columns_of_texts_that_are_none(script, tmp_path, columns):
+    settings = {**CONFIG, "text_columns": columns}
+    folder = checkpoint_folder(tmp_path / "full", config=settings)
+    line = failure(script, folder, tmp_path / "lora.safetensors")
+    assert line == f"{folder}: text_columns {columns!r} in its config.json"
+
+
 def test_a_new_folder_is_made(script, tmp_path):
     script.main([str(checkpoint_folder(tmp_path / "full")), str(tmp_path / "new/one/lora.bin")])
     assert len(read_adapter(tmp_path / "new/one/lora.bin", lora_alpha=4).tensors) == 4

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from loralib.adapters.metadata import are_text_columns
 from loralib.functional import VARIANTS
 from loralib.initialization import INITIALIZATIONS
 from loralib.io.atomic import atomic_write
@@ -247,6 +248,8 @@ class PretrainedConfig:
         if sorted(self.id2label) != list(range(len(self.id2label))) or not self.id2label:
             numbers = ", ".join(map(str, sorted(self.id2label))) or "none"
             raise ValueError(f"id2label must number its classes 0, 1, …; it has {numbers}")
+        if self.text_columns is not None and not are_text_columns(self.text_columns):
+            raise ValueError(f"text_columns has to name one or two columns, not {text_columns}")
         if apply_lora:
             self._check_lora()
         if apply_adapter and adapter_type not in ADAPTER_TYPES:

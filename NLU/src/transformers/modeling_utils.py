@@ -229,7 +229,7 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin, TokenEmbeddingsMixin):
             head=self.head,
             is_decoder=self._is_decoder or None,
             labels=self._labels(),
-            text_columns=tuple(config.text_columns or ()) or None,
+            text_columns=self._text_columns(),
             trained_with=tuple(o.switch for o in self.adapted_by if o is not kind) or None,
         )
         state = {name: t for name, t in self.state_dict().items() if name not in self.tied}
@@ -243,6 +243,11 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin, TokenEmbeddingsMixin):
             return None
         names = self.config.id2label
         return tuple(names[index] for index in sorted(names))
+
+    def _text_columns(self) -> tuple[str, ...] | None:
+        """The columns that the head was trained on; None where it reads no texts as a whole."""
+        columns = self.config.text_columns
+        return tuple(columns) if columns and self.head == "sequence_classification" else None
 
     def _settings_of(self, kind: Kind) -> dict[str, Any]:
         """What the model was built with, by the names that the kind's metadata has for it."""
@@ -283,7 +288,22 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin, TokenEmbeddingsMixin):
                     self, adapter, self.base_fingerprint, backbones, new_head, settings, known
                 )
             }
+        if not new_head:
+            for adapter in adapters:
+                self._describe_head(adapter)
         return sorted(skipped)
+
+    def _describe_head(self, adapter: Adapter) -> None:
+        """Sets what the settings say of the head to what an adapter says of the one it brings."""
+        prefix = self._prefix(self.state_dict())
+        if not prefix or all(name.startswith(prefix) for name in adapter.tensors):
+            return
+        labels = adapter.metadata.labels if adapter.metadata else None
+        if labels and not labels[0].startswith("LABEL_"):
+            self.config.id2label = dict(enumerate(labels))
+            self.config.label2id = {label: index for index, label in enumerate(labels)}
+        columns = adapter.metadata.text_columns if adapter.metadata else None
+        self.config.text_columns = list(columns) if columns else None
 
     @property
     def _is_decoder(self) -> bool:

@@ -359,9 +359,11 @@ def _model_settings(model: PreTrainedModel, path: Path) -> tuple[dict[str, Any],
     config, own = type(model.config).read_values(path), model.config.to_dict()
     # Filled in, because a checkpoint may be older than a setting.
     saved = type(model.config).from_dict(config).to_dict()
+    columns = ["text_columns"] if saved["text_columns"] is not None else []
     return tuple(
         {
             "task": source.get("finetuning_task"),
+            **{name.replace("_", " "): filled[name] for name in columns},
             # JSON has no integers for keys.
             "labels": {str(k): v for k, v in source["id2label"].items()},
             **{f"--{name}": as_words(filled[name]) for name in _SAME_OF_A_MODEL if name in own},

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -158,12 +159,12 @@ def test_what_may_be_a_mistyped_path_is_said_before_the_hub_is_asked(tmp_path, m
     assert resolve_file("here/model", CONFIG) is None
     with pytest.raises(OSError, match="org/cached"):
         resolve_file("org/cached", CONFIG, local_files_only=True)
-    assert caplog.messages == ["runs/moodel is no folder here: asking the hub for it"]
+    assert caplog.messages == ["runs/moodel is not a folder here: asking the hub for it"]
     assert [record.levelname for record in caplog.records] == ["INFO"]
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"), [("here/moodel", " (is it here/model?)"), ("here/another", "")]
+    ("name", "meant"), [("here/moodel", " (did you mean here/model?)"), ("here/another", "")]
 )
 def test_a_mistyped_path_within_a_folder_is_warned_of(tmp_path, monkeypatch, caplog, name, meant):
     def refuse(*args, **kwargs):
@@ -178,8 +179,22 @@ def test_a_mistyped_path_within_a_folder_is_warned_of(tmp_path, monkeypatch, cap
     with pytest.raises(OSError, match=name):
         resolve_file(name, CONFIG)
     assert [(record.levelname, record.message) for record in caplog.records] == [
-        ("WARNING", f"{name} is no folder here{meant}: asking the hub for it")
+        ("WARNING", f"{name} is not a folder here{meant}: asking the hub for it")
     ]
+
+
+def test_a_folder_that_may_not_be_listed_does_not_keep_the_hub_from_being_asked(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *args, **kwargs: "fetched")
+    monkeypatch.setattr(os, "listdir", lambda folder: (_ for _ in ()).throw(PermissionError))
+    hub_files._say_that_the_hub_is_asked.cache_clear()
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "secret").mkdir()
+    assert resolve_file("secret/moodel", CONFIG) == Path("fetched")
+    assert caplog.messages == ["secret/moodel is not a folder here: asking the hub for it"]
 
 
 FETCH_CONFIG = f"huggingface_hub.hf_hub_download('org/adapter', {CONFIG!r})\n"

@@ -211,8 +211,11 @@ def test_a_base_whose_settings_say_that_it_was_adapted(failure, trained, tmp_pat
     assert f"was trained with --{switch} itself: it is not a plain base" in line
 
 
-@pytest.mark.parametrize("family", ["roberta", "gpt2"])
-def test_a_base_with_a_changed_value_is_not_merged_into(failure, trained, tmp_path, family):
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("roberta", "one"), ("roberta", "shards"), ("gpt2", "one"), ("gpt2", "file")],
+)
+def test_a_base_with_a_changed_value_is_not_merged_into(failure, trained, tmp_path, family, kind):
     """Safetensors have no checksums; torch's archives do."""
     write_adapter(tmp_path / "in.safetensors", trained[family].adapter)
     base = make_base(tmp_path / "base", family)
@@ -221,7 +224,12 @@ def test_a_base_with_a_changed_value_is_not_merged_into(failure, trained, tmp_pa
     torch.save(tensors, base / "pytorch_model.bin")
     (base / "model.safetensors").unlink()
     flip_in(base / "pytorch_model.bin", max(tensors.values(), key=Tensor.numel))
-    flags = ("--to", "merged", "--base", base)
+    if kind == "shards":
+        index = {"weight_map": dict.fromkeys(tensors, "part.bin")}
+        (base / "pytorch_model.bin").rename(base / "part.bin")
+        (base / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    given = base / "pytorch_model.bin" if kind == "file" else base
+    flags = ("--to", "merged", "--base", given)
     line = failure(tmp_path / "in.safetensors", tmp_path / "out", *flags)
     assert "damaged or not a checkpoint (the checksum of" in line
 

@@ -100,6 +100,14 @@ def test_a_base_that_this_project_wrote(convert, tmp_path, family):
     settings = json.loads((tmp_path / "out" / "config.json").read_text())
     assert not OWN_SETTINGS & settings.keys()
     assert settings["text_columns"] == ["premise", "claim"]
+    # Of a head that says nothing, the base's own texts are not said either.
+    own = json.loads((tmp_path / "base" / "config.json").read_text()) | {"text_columns": ["review"]}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(own))
+    silent = replace(given.adapter.metadata, text_columns=None)
+    write_adapter(tmp_path / "silent.safetensors", replace(given.adapter, metadata=silent))
+    silent = tmp_path / "silent.safetensors"
+    convert(silent, tmp_path / "next", "--to", "merged", "--base", tmp_path / "base")
+    assert "text_columns" not in json.loads((tmp_path / "next" / "config.json").read_text())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -164,10 +164,11 @@ def choose_columns(
             "with --text_columns"
         )
     for name in found if label not in data.column_names else ():
-        if set(data.unique(name)) <= set(known_labels):
+        if {*data.unique(name)} - {None, ""} <= {*known_labels}:
             raise ValueError(
-                f"{path}: '{name}' is one of the model's classes in each row: if it is the label, "
-                f"give --label_column {name}; if it is a text, name all texts with --text_columns"
+                f"{path}: each value of '{name}' is one of the model's classes: if it is the "
+                f"label, give --label_column {name}; if it is a text, name all texts with "
+                "--text_columns"
             )
     return Columns(tuple(found), label)
 

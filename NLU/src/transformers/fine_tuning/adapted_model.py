@@ -255,13 +255,15 @@ class Origin:
             training: it is to be trained on these.
 
         Raises:
-            ValueError: they are more or fewer than those of its training, or the same ones in
-                another order.
+            ValueError: they are more or fewer than those of its training, or one of those stands in
+                another's place.
         """
-        if not self.texts or training or tuple(columns) == self.texts:
+        moved = any(
+            name in self.texts and name != own
+            for name, own in zip(columns, self.texts, strict=False)
+        )
+        if not self.texts or training or (len(columns) == len(self.texts) and not moved):
             return
-        if len(columns) == len(self.texts) and {*columns} != {*self.texts}:
-            return  # as many, by other names
         raise ValueError(
             f"{self.source} was trained on rows of {' and '.join(self.texts)}, not of "
             f"{' and '.join(columns)}; in files of your own, --text_columns says which they are"
