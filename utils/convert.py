@@ -177,7 +177,7 @@ def _settings_of(adapter: Adapter) -> dict[str, object]:
 
 def _labels(adapter: Adapter) -> dict[str, object]:
     """The labels of the head that the adapter brings; none where it has none."""
-    count = _outputs(adapter)
+    count = adapter.outputs
     if count is None:
         return {}
     known = adapter.metadata.labels if adapter.metadata else None
@@ -290,7 +290,7 @@ def with_task(adapter: Adapter, task: str | None, labels: Sequence[str] | None) 
             raise CheckpointError(
                 f"{adapter.source}: says {what} {plain(known)}, but --{what} is {plain(value)}"
             )
-    outputs = _outputs(adapter)
+    outputs = adapter.outputs
     if labels and outputs != len(labels):
         has = "has no head" if outputs is None else f"has a head of {outputs} outputs"
         raise CheckpointError(f"{adapter.source}: {has}, but --labels names {len(labels)}")
@@ -298,14 +298,6 @@ def with_task(adapter: Adapter, task: str | None, labels: Sequence[str] | None) 
         return adapter
     own = {what: value for what, value in named.items() if value}
     return replace(adapter, metadata=replace(adapter.metadata, **own))
-
-
-def _outputs(adapter: Adapter) -> int | None:
-    """How many labels the head that an adapter brings has; None where it brings none."""
-    family = family_of(adapter.tensors)
-    head = family.heads.get(adapter.head or "") if family else None
-    logits = adapter.tensors.get(f"{head.logits}.weight") if head and head.labelled else None
-    return None if logits is None else len(logits)
 
 
 def with_base(adapter: Adapter, base: Base) -> Adapter:

@@ -46,6 +46,7 @@ from transformers.data.processors import GlueTask, glue_table, glue_task
 from transformers.data.text_files import (
     LABEL,
     TEXT_KEYS,
+    as_scores,
     check_varied,
     choose_columns,
     is_score,
@@ -251,17 +252,33 @@ def load_own_files(data_args: DataTrainingArguments, splits: list[str], origin: 
         # The model does not name its classes: their order is that of its training set.
         labelled["train"] = read("train")
     labels: tuple[str, ...] = ()
+    outputs = None if "train" in sets else origin.outputs
+    if outputs == 1:
+        labelled = {split: as_scores(data, files[split]) for split, data in labelled.items()}
+        sets |= {split: data for split, data in labelled.items() if split in sets}
     scores = {split: is_score(data) for split, data in labelled.items()}
     if len(set(scores.values())) > 1:
         kinds = ("classes", "scores")
         listed = ", ".join(f"{kinds[of_scores]} in {files[s]}" for s, of_scores in scores.items())
         raise ValueError(f"the labels are of two kinds: {listed}")
-    if not any(scores.values()):
+    if any(scores.values()) and outputs not in (None, 1):
+        raise ValueError(
+            f"{origin.source} has a head of {outputs} classes, and the data's labels are scores"
+        )
+    if not any(scores.values()) and outputs != 1:
         labels = label_names(labelled.get("train"), origin.labels)
+        if not labels:
+            raise ValueError(
+                f"{origin.source} does not name its labels; give the --train_file that it was "
+                "trained on as well"
+            )
         for split in labelled.keys() & sets.keys():
             sets[split] = number_labels(sets[split], labels, files[split])
     if "train" in sets:
         check_varied(sets["train"], files["train"])
+        if len(labels) > len(sets["train"]) / 2:
+            counts = f"{len(labels):,} classes in {len(sets['train']):,} rows"
+            logger.warning("%s: %s; is %s its label?", files["train"], counts, label)
     what = f"classes {', '.join(labels)}" if labels else "scores"
     logger.info(
         "%s: texts from %s%s",

@@ -145,6 +145,14 @@ class Adapter:
         family = family_of(self.tensors)
         return family.head_of(self.tensors) if family else None
 
+    @property
+    def outputs(self) -> int | None:
+        """How many labels the head that it brings has; None where it brings none."""
+        family = family_of(self.tensors)
+        head = family.heads.get(self.head or "") if family else None
+        logits = self.tensors.get(f"{head.logits}.weight") if head and head.labelled else None
+        return None if logits is None else len(logits)
+
 
 def adapter_tensors(
     state_dict: Mapping[str, Tensor],

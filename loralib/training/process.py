@@ -153,6 +153,8 @@ def run(
         _report(TrainingError(gone), report)
         _end(1)
     except KeyboardInterrupt:
+        if not rank():
+            report(f"{os.path.basename(sys.argv[0])}: interrupted")
         sys.exit(130)
 
 

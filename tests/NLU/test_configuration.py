@@ -154,3 +154,22 @@ def test_columns_of_texts_are_one_or_two(columns):
     with fails(ValueError, "text_columns has to name one or two columns, not "):
         RobertaConfig(text_columns=columns)
     assert RobertaConfig(text_columns=("a", "b")).text_columns == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("adapter.safetensors", "is a file of weights; a model is a folder with config.json"),
+        ("pytorch_model_lora.bin", "is a file of weights; a model is a folder with config.json"),
+        ("peft", "has no config.json, so it is an adapter in PEFT's format"),
+        ("empty", "has no config.json, so it is not a model folder"),
+    ],
+)
+def test_an_adapter_in_the_place_of_a_model(tmp_path, name, message):
+    for folder in ("peft", "empty"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "peft" / "adapter_config.json").write_text("{}")
+    for file in ("adapter.safetensors", "pytorch_model_lora.bin"):
+        (tmp_path / file).write_bytes(b"\xbd")
+    with fails(OSError, f"'{tmp_path / name}' {message}"):
+        AutoConfig.from_pretrained(tmp_path / name)

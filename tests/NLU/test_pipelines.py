@@ -13,6 +13,8 @@ from adapted_encoders import settings_of
 
 from loralib import AdapterBank
 from transformers import (
+    AutoModelForTokenClassification,
+    AutoTokenizer,
     DebertaV2Tokenizer,
     DebertaV2TokenizerFast,
     QuestionAnsweringPipeline,
@@ -322,6 +324,19 @@ def test_what_is_no_text(make, task, inputs):
 def test_a_text_among_pairs(make):
     with pytest.raises(ValueError, match="input 1 is 'a', not a pair of texts"):
         make("roberta", "sentiment-analysis")([["a", "b"], "a"])
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_model_that_was_trained_for_something_else(tmp_path, tiny_base, adapted):
+    """It would answer at random."""
+    how = {"apply_lora": True, "lora_r": 2, "lora_alpha": 4} if adapted else {}
+    model = AutoModelForTokenClassification.from_pretrained(tiny_base, **how)
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(tiny_base).save_pretrained(tmp_path / "model")
+    pipeline("ner", model=tmp_path / "model")
+    for task in ("sentiment-analysis", "question-answering", "fill-mask"):
+        with pytest.raises(PipelineException, match=f"has no trained .* nothing to answer '{task}"):
+            pipeline(task, model=tmp_path / "model")
 
 
 @pytest.mark.parametrize(

@@ -329,7 +329,7 @@ BAD = {
     "own: labels unknown": (
         "--do_eval --validation_file {tmp}/good.csv --apply_lora --lora_r 4 --lora_alpha 8 "
         "--lora_path {tmp}/lone.bin",
-        "good.csv: the model does not name its labels; give the --train_file",
+        " does not name its labels; give the --train_file",
     ),
     "own: other labels": (
         "--do_eval --validation_file {tmp}/good.csv --apply_lora --lora_path {trained}",

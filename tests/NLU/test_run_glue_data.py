@@ -192,7 +192,7 @@ def test_columns_that_are_asked_for(glue, run_glue, tmp_path, caplog):
     assert_same_bits(lora_of(tmp_path / "one"), lora_of(tmp_path / "other"))
 
 
-def test_a_model_reads_the_columns_that_it_was_trained_on(glue, tmp_path):
+def test_a_model_reads_the_columns_that_it_was_trained_on(glue, tmp_path, caplog):
     """In their order, whatever else a file has; a file of fewer or more texts is refused."""
     rows = own_rows(["yes", "no"], pair=True)
     file = write(tmp_path / "train.csv", rows)
@@ -208,6 +208,7 @@ def test_a_model_reads_the_columns_that_it_was_trained_on(glue, tmp_path):
     named = ["--validation_file", write(tmp_path / "named.csv", others)]
     glue(*named, *evaluate, "named")
     assert results(tmp_path / "named") == results(tmp_path / "same")
+    assert "reads premise for review, claim for answer" in caplog.text
     one = write(tmp_path / "one.csv", own_rows(["yes", "no"]))
     swap = ["--validation_file", file, "--text_columns", "answer", "review"]
     half = [{"answer": r["review"], "claim": r["answer"], "label": r["label"]} for r in rows]
@@ -245,6 +246,64 @@ def test_a_text_that_is_called_label(glue, tmp_path):
     glue(*later, *verdict, *texts, "--output_dir", "asked")
     found, asked = (tmp_path / name / "test_results_None.txt" for name in ("found", "asked"))
     assert found.read_text() == asked.read_text()
+
+
+def test_an_adapter_without_label_names(glue, tmp_path):
+    """As the release's: they come from its training set, or it cannot name what it predicts."""
+    rows = own_rows(["no", "yes"])
+    file = write(tmp_path / "train.csv", rows)
+    glue("--train_file", file, "--do_train", *LORA, "--max_steps", 3, "--output_dir", "out")
+    later = ["--do_predict", "--test_file", file, *LORA]
+    shutil.copy(tmp_path / "out" / "pytorch_model_lora.bin", tmp_path / "alone.bin")
+    later += ["--lora_path", "alone.bin", "--output_dir"]
+    with pytest.raises(ValueError, match="does not name its labels; give the --train_file"):
+        glue(*later, "refused")
+    glue(*later, "named", "--train_file", file)
+    predicted = (tmp_path / "named" / "test_results_None.txt").read_text().split()
+    assert {*predicted[3::2]} <= {"no", "yes"}
+
+
+def test_labels_of_another_kind_than_the_model_s(glue, tmp_path):
+    """A regressor takes whole numbers for scores; else classes and scores do not go together."""
+    files = {
+        "scores": own_rows([0.5, 1.25, 3.0]),
+        "whole": own_rows([0, 1, 3]),
+        "words": own_rows(["no", "yes"]),
+    }
+    for name, rows in files.items():
+        write(tmp_path / f"{name}.csv", rows)
+    for name in ("scores", "words"):
+        train = ["--train_file", tmp_path / f"{name}.csv", "--do_train", *LORA, "--max_steps", 2]
+        glue(*train, "--output_dir", f"of {name}")
+    evaluate = ["--do_eval", "--output_dir", "eval", "--apply_lora", "--lora_path"]
+    glue(*evaluate, "of scores", "--validation_file", tmp_path / "whole.csv")
+    assert results(tmp_path / "eval")["eval_mse"] > 0
+    with pytest.raises(ValueError, match=r"words\.csv: the labels are words, and the model gives"):
+        glue(*evaluate, "of scores", "--validation_file", tmp_path / "words.csv")
+    with pytest.raises(ValueError, match="has a head of 2 classes, and the data's labels are"):
+        glue(*evaluate, "of words", "--validation_file", tmp_path / "scores.csv")
+
+
+def test_a_class_for_each_row_is_warned_of(glue, tmp_path, caplog):
+    rows = [{**row, "label": f"about {n}"} for n, row in enumerate(own_rows(["a"], count=8))]
+    train = ["--train_file", write(tmp_path / "train.csv", rows), "--do_train", *LORA]
+    glue(*train, "--max_steps", 1, "--output_dir", "out")
+    assert "8 classes in 8 rows; is label its label?" in caplog.text
+
+
+def test_a_run_is_not_resumed_on_other_rows(glue, tmp_path, caplog):
+    """Of which it has as many; and one that had ended says so."""
+    rows = own_rows(["yes", "no"])
+    file = write(tmp_path / "train.csv", rows)
+    run = ["--do_train", *LORA, "--max_steps", 2, "--save_steps", 2, "--output_dir", "out"]
+    glue("--train_file", file, *run)
+    other = [{**row, "label": {"yes": "no", "no": "yes"}[row["label"]]} for row in rows]
+    flags = ["--train_file", write(tmp_path / "other.csv", other)]
+    with pytest.raises(CheckpointError, match=r"checkpoint-2.*is of a run on as many examples of"):
+        glue(*flags, *run)
+    with caplog.at_level("INFO"):
+        glue("--train_file", file, *run)
+    assert "checkpoint-2, step 2: nothing is left to train" in caplog.text
 
 
 def test_a_run_is_not_resumed_on_other_texts(glue, tmp_path):

@@ -79,6 +79,7 @@ def test_a_column_of_the_model_s_classes_is_no_text_unless_asked_for(
     ("known", "asked", "texts"),
     [
         (("answer", "question"), None, ("answer", "question")),
+        (("Answer", "question "), None, ("answer", "question")),
         (("answer",), None, ("answer",)),
         (("answer", "question"), ["question"], ("question",)),
         (("answer", "other"), None, ("question", "answer")),
@@ -90,3 +91,29 @@ def test_the_texts_that_a_model_was_trained_on_are_found_by_name(tmp_path, known
     path.write_text("id,question,answer\n1,who?,me\n2,what?,that\n", encoding="utf-8")
     columns = choose_columns(read_table(str(path)), str(path), asked, known_texts=known)
     assert columns.texts == texts
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (["0.5", "NA", "1.5"], "row 2: its label is 'NA', where others are numbers: leave the row"),
+        (["1", "2", "nan"], "row 3: its label is 'nan', where others are numbers"),
+        (['"0,5"', '"1,5"', '"-2,25"'], r"label has decimal commas \(0,5\): write points"),
+        (["none", "some", "all"], None),
+        (["none", "none", "none"], None),
+        (["1", "2", "other"], None),
+    ],
+)
+def test_numbers_of_which_some_are_missing(tmp_path, labels, message):
+    path = tmp_path / "rows.csv"
+    path.write_text("text,label\n" + "".join(f"a,{label}\n" for label in labels))
+    if message is None:
+        assert read(path, path.read_text())[1][0]["label"] == labels[0]
+        return
+    with pytest.raises(ValueError, match=f"rows.csv: {message}"):
+        read(path, path.read_text())
+
+
+def test_labels_of_two_kinds_in_json(tmp_path):
+    with pytest.raises(ValueError, match="label is of several kinds"):
+        read(tmp_path / "a.jsonl", '{"text": "a", "label": "1"}\n{"text": "b", "label": 1}\n')

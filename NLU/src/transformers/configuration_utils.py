@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from loralib.adapters import peft
 from loralib.adapters.metadata import are_text_columns
 from loralib.functional import VARIANTS
 from loralib.initialization import INITIALIZATIONS
@@ -61,6 +62,7 @@ _BEFORE = {
 # Settings that a model's own modules make uniform: two ways to say one thing become the same.
 _RESOLVED = frozenset({"lora_layers", "lora_rank_pattern", "lora_alpha_pattern"})
 
+_WEIGHTS = (".safetensors", ".bin", ".pt")
 # What config.json states of the file, not settings.
 _NOT_OURS_TO_SET = {"model_type", "transformers_version"}
 # Upstream's settings that no model here reads, with its defaults: they are for decoders, for text
@@ -309,9 +311,13 @@ class PretrainedConfig:
             OSError: there is no such model, it has no ``config.json``, or that is damaged.
         """
         name = os.fspath(name_or_path)
+        if os.path.isfile(name) and name.endswith(_WEIGHTS):
+            raise OSError(f"'{name}' is a file of weights; a model is a folder with {CONFIG_NAME}")
         path = Path(name) if os.path.isfile(name) else resolve_file(name, CONFIG_NAME, **where)
         if path is None:
-            raise OSError(f"'{name}' has no {CONFIG_NAME}, so it is not a model folder")
+            is_peft = os.path.isfile(os.path.join(name, peft.CONFIG_NAME))
+            what = "it is an adapter in PEFT's format" if is_peft else "it is not a model folder"
+            raise OSError(f"'{name}' has no {CONFIG_NAME}, so {what}")
         return _read_json(path)
 
     @classmethod

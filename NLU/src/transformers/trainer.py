@@ -57,7 +57,7 @@ from .trainer_checkpoint import (
     outdated_checkpoints,
 )
 from .trainer_checks import check_data, check_hooks, check_model
-from .trainer_data import TrainingPasses, label_names_of, length_of, overrides
+from .trainer_data import TrainingPasses, digest_of_sample, label_names_of, length_of, overrides
 from .trainer_evaluation import TrainerEvaluation, loss_of
 from .trainer_pt_utils import LabelSmoother
 from .trainer_records import TrainerRecords
@@ -381,6 +381,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             raise TypeError(f"train() got an unexpected argument: {', '.join(kwargs)}")
         self.state, self.control = self._new_state(), TrainerControl()
         self._progress = Progress()
+        self._data_digest = digest_of_sample(self.train_dataset)
         self._set_up_trial(trial)
         if self.model_init is not None:
             set_seed(args.seed)
@@ -662,6 +663,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             self._progress,
             self.state,
             length_of(self.train_dataset) or 0,
+            self._data_digest,
         )
 
     def _load_best(self) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from loralib.errors import TrainingError
+from loralib.errors import CheckpointError, TrainingError
 from loralib.io.atomic import replace_folder
 from loralib.io.likeness import check_like
 from loralib.io.tensors import write_torch
@@ -143,6 +143,7 @@ class RunState:
         progress: this process's.
         trainer: the Trainer's state.
         examples: how many the training set has.
+        data: what `digest_of_sample` says of them.
     """
 
     model: nn.Module
@@ -152,6 +153,7 @@ class RunState:
     progress: Progress
     trainer: TrainerState
     examples: int
+    data: str | None
 
 
 class Checkpoints:
@@ -244,6 +246,7 @@ class Checkpoints:
             "layout": self._layout(run),
             "rng": rng_state(self.args.device),
             **({} if begun is None else {"epoch_rng": begun}),
+            **({} if run.data is None else {"data": run.data}),
         }
 
     def _layout(self, run: RunState) -> dict[str, int]:
@@ -320,6 +323,13 @@ class Checkpoints:
         """Puts this process's place in the data, gradients and generators where they were."""
         own = self._read_process_state(path, 0, run)
         before, now = own["layout"], self._layout(run)
+        data = own.get("data"), run.data
+        if before["examples"] == now["examples"] and None not in data and data[0] != data[1]:
+            raise CheckpointError(
+                f"{path}: is of a run on as many examples of other data: give the same data, and "
+                "--max_seq_length, to resume it, or begin a new run with another --output_dir or "
+                "--overwrite_output_dir"
+            )
         if before == now:
             own = self._read_process_state(path, self.args.process_index, run)
         else:
@@ -346,6 +356,7 @@ class Checkpoints:
         path = path / _process_state_name(index)
         with _damage_named(path):
             example = self._process_state(run)
+            example.pop("data", None)  # which older checkpoints do not have
             own = read_state(path, {**example, "pending_gradients": {}, "rng": like_rng_state()})
             if "epoch_rng" in own:
                 check_like(own["epoch_rng"], like_rng_state(), "'epoch_rng'")

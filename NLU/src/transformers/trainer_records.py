@@ -58,7 +58,9 @@ class TrainerRecords:
         if args.is_main_process and logger.isEnabledFor(logging.INFO):
             rows = [*self._about_model(), *self._about_data(examples, max_steps)]
             if checkpoint:
-                rows.append(("resuming from", f"{checkpoint}, step {self.state.global_step:,}"))
+                left = "" if self.state.global_step < max_steps else ": nothing is left to train"
+                step = f"step {self.state.global_step:,}{left}"
+                rows.append(("resuming from", f"{checkpoint}, {step}"))
             logger.info("training\n%s", table(rows, indent="  "))
 
     def _about_model(self) -> list[tuple[str, str]]:

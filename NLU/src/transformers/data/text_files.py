@@ -26,6 +26,9 @@ TEXT_KEYS = ("text", "text_pair")
 _IDENTIFIER = re.compile(r"(.*[-_ .])?(id|ids|idx|index|guid|uid|uuid|unnamed: \d+)", re.IGNORECASE)
 _LONGEST_FIELD = 2**31 - 1  # characters; the most that csv can be told on every system
 _STRINGS = ("string", "large_string")
+# What tables have where a number is missing.
+_MISSING = ("na", "n/a", "nan", "none", "null", "-", "?")
+_DECIMAL_COMMA = re.compile(r"\s*-?\d+,\d+\s*")
 # JSON's names of Python's types.
 _KINDS = {
     dict: "an object",
@@ -150,8 +153,11 @@ def choose_columns(
             _check_has(data, path, name, "text_columns")
         return Columns(tuple(texts), label)
     others = [name for name in data.column_names if name != label]
-    if known_texts and {*known_texts} <= {*others}:
-        return Columns(tuple(known_texts), label)
+    by_name = {name.strip().lower(): name for name in others}
+    if known_texts and all(name.strip().lower() in by_name for name in known_texts):
+        exact = {*known_texts} <= {*others}
+        own = known_texts if exact else [by_name[name.strip().lower()] for name in known_texts]
+        return Columns(tuple(own), label)
     reasons = {name: _why_no_text(data, name) for name in others}
     found = [name for name, reason in reasons.items() if reason is None]
     if {"sentence1", "sentence2"} <= set(found):
@@ -242,6 +248,8 @@ def _check_texts(data: Dataset, path: str, name: str) -> None:
 
 
 def _check_labels(data: Dataset, path: str, name: str) -> None:
+    from datasets import Value
+
     for row, value in enumerate(data[name], start=1):
         # NaN alone differs from itself.
         if value is None or value == "" or value != value:
@@ -249,6 +257,37 @@ def _check_labels(data: Dataset, path: str, name: str) -> None:
         if not isinstance(value, str | int | float):
             kind = _KINDS.get(type(value), f"of the type {type(value).__name__}")
             raise ValueError(f"{path}: row {row}: its {name} is {kind}, not a class or a score")
+    if not isinstance(data.features[name], Value):
+        raise ValueError(f"{path}: {name} is of several kinds, such as 1 and '1'; make it one")
+    _check_numbers(data, path, name)
+
+
+def _check_numbers(data: Dataset, path: str, name: str) -> None:
+    """Refuses words that stand for a missing number, which would make a class of each number."""
+    values = list(data[name])
+    words = {value for value in values if isinstance(value, str)}
+    missing = {word for word in words if word.strip().lower() in _MISSING}
+    if missing and words != missing and all(map(_is_number, words - missing)):
+        row = next(row for row, value in enumerate(values, start=1) if value in missing)
+        raise ValueError(
+            f"{path}: row {row}: its {name} is '{values[row - 1]}', where others are numbers: "
+            "leave the row out"
+        )
+    if words and all(map(_DECIMAL_COMMA.fullmatch, words)):
+        raise ValueError(f"{path}: {name} has decimal commas ({values[0]}): write points")
+
+
+def as_scores(data: Dataset, path: str) -> Dataset:
+    """A table, as `take_columns` makes it, with its labels as scores, which whole numbers may be.
+
+    Raises:
+        ValueError: a label is a word.
+    """
+    from datasets import Value
+
+    if not is_score(data) and data.features[LABEL].dtype in _STRINGS:
+        raise ValueError(f"{path}: the labels are words, and the model gives scores")
+    return data.cast_column(LABEL, Value("float64"))
 
 
 def is_score(data: Dataset) -> bool:
@@ -293,15 +332,10 @@ def number_labels(data: Dataset, labels: tuple[str, ...], path: str) -> Dataset:
     """The table with classes as numbers.
 
     Raises:
-        ValueError: a row has another class; or none are known.
+        ValueError: a row has another class.
     """
     from datasets import ClassLabel
 
-    if not labels:
-        raise ValueError(
-            f"{path}: the model does not name its labels; give the --train_file that it was "
-            "trained on as well"
-        )
     numbers = {label: number for number, label in enumerate(labels)}
     words = [str(label) for label in data[LABEL]]
     for row, word in enumerate(words):

@@ -214,12 +214,14 @@ class Origin:
         labels: names of its classes in their order; none where it does not name them.
         task: what it was trained for, if it says so.
         texts: the columns of its training data that were a row's texts, if it says so.
+        outputs: of its head; 1 gives scores. None where it brings none.
     """
 
     source: str
     labels: tuple[str, ...]
     task: str | None
     texts: tuple[str, ...] = ()
+    outputs: int | None = None
 
     def check_task(self, task: str | None, training: bool) -> None:
         """Refuses to evaluate a head on another task; training may begin with it.
@@ -262,7 +264,13 @@ class Origin:
             name in self.texts and name != own
             for name, own in zip(columns, self.texts, strict=False)
         )
-        if not self.texts or training or (len(columns) == len(self.texts) and not moved):
+        if not self.texts or training or tuple(columns) == self.texts:
+            return
+        if len(columns) == len(self.texts) and not moved:
+            pairs = zip(columns, self.texts, strict=True)
+            listed = ", ".join(f"{name} for {own}" for name, own in pairs if name != own)
+            level = logging.WARNING if len(columns) > 1 else logging.INFO
+            logger.log(level, "%s reads %s", self.source, listed)
             return
         raise ValueError(
             f"{self.source} was trained on rows of {' and '.join(self.texts)}, not of "
@@ -281,9 +289,10 @@ def origin_of(
     texts = info.text_columns if info else config.text_columns
     return Origin(
         source=adapters[0].source if adapters else model_args.model_name_or_path,
-        labels=() if names[0].startswith("LABEL_") else names,
+        labels=() if names == tuple(f"LABEL_{index}" for index in range(len(names))) else names,
         task=info.task if info else config.finetuning_task,
         texts=tuple(texts or ()),
+        outputs=adapters[0].outputs if adapters else config.num_labels,
     )
 
 

@@ -91,7 +91,7 @@ def pipeline(
     Raises:
         KeyError: a task that this fork has no pipeline for.
         ValueError: there is no model, or nothing that says which tokenizer is its.
-        PipelineException: a model with another head than the task needs.
+        PipelineException: a model with another head than the task needs, or an untrained one.
     """
     name = _ALIASES.get(task, task)
     if name not in SUPPORTED_TASKS:
@@ -115,5 +115,13 @@ def pipeline(
         tokenizer = AutoTokenizer.from_pretrained(tokenizer, use_fast=fast, **where)
     if isinstance(model, str | os.PathLike):
         arguments = {**where, **(model_kwargs or {})}
-        model = SUPPORTED_TASKS[name]["pt"].from_pretrained(model, config=config, **arguments)
+        source = model
+        model = SUPPORTED_TASKS[name]["pt"].from_pretrained(source, config=config, **arguments)
+        if model.newly_initialized:
+            reason = (
+                f"{source} has no trained {min(model.newly_initialized)}, …: there is nothing to "
+                f"answer '{task}' with; give a model that is trained for it, or make one and load "
+                "an adapter into it"
+            )
+            raise PipelineException(name, os.fspath(source), reason)
     return SUPPORTED_TASKS[name]["impl"](model=model, tokenizer=tokenizer, task=name, **kwargs)
