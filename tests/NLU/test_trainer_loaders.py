@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from trainer_runs import Recorder, without_runtimes
 
 from transformers import Trainer, TrainingError
+from transformers.trainer_data import digest_of_sample
 
 
 @pytest.fixture
@@ -360,3 +361,17 @@ def test_training_twice_is_two_runs(make):
     assert [record["step"] for record in trainer.state.log_history] == [10]
     assert trainer.lr_scheduler.last_epoch == 10
     assert line_of(trainer) != first
+
+
+def test_a_digest_tells_rows_of_a_table_apart():
+    rows = [{"input_ids": [n, n + 1], "label": n % 2} for n in range(3000)]
+    digest = digest_of_sample(Dataset.from_list(rows))
+    assert digest == digest_of_sample(Dataset.from_list(rows))
+    assert digest == digest_of_sample(Dataset.from_list(rows).with_format("torch"))
+    assert digest == digest_of_sample(Dataset.from_list(rows + rows).select(range(3000)))
+    inverted = [{**row, "label": 1 - row["label"]} for row in rows]
+    assert digest != digest_of_sample(Dataset.from_list(inverted))
+    assert digest != digest_of_sample(Dataset.from_list(rows[::-1]))
+    assert digest_of_sample(rows) is None
+    assert digest_of_sample(Dataset.from_list([{"label": b"bytes"}])) is None
+    assert digest_of_sample(Dataset.from_list([{"label": 1}])) is not None

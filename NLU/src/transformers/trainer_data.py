@@ -289,14 +289,19 @@ _SAMPLED_ROWS = 1000
 def digest_of_sample(data: Any) -> str | None:
     """What tells a table's rows from another's of the same length: of as many as are looked at.
 
-    None for data sets of other kinds, which may draw their rows anew each time.
+    None for data sets of other kinds, which may draw their rows anew each time, and for tables of
+    more than texts and numbers.
     """
     tables = sys.modules.get("datasets")
     if tables is None or not isinstance(data, tables.Dataset):
         return None
     places = np.linspace(0, len(data) - 1, min(len(data), _SAMPLED_ROWS)).astype(int)
     rows = data.with_format(None).select(places)[:]
-    return hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()
+    try:
+        text = json.dumps(rows, sort_keys=True)
+    except TypeError:
+        return None
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def length_of(data: Any) -> int | None:

@@ -214,14 +214,14 @@ class Origin:
         labels: names of its classes in their order; none where it does not name them.
         task: what it was trained for, if it says so.
         texts: the columns of its training data that were a row's texts, if it says so.
-        outputs: of its head; 1 gives scores. None where it brings none.
+        outputs: of its head, or of the model's where it brings none; 1 gives scores.
     """
 
     source: str
     labels: tuple[str, ...]
     task: str | None
-    texts: tuple[str, ...] = ()
-    outputs: int | None = None
+    texts: tuple[str, ...]
+    outputs: int
 
     def check_task(self, task: str | None, training: bool) -> None:
         """Refuses to evaluate a head on another task; training may begin with it.
@@ -292,7 +292,7 @@ def origin_of(
         labels=() if names == tuple(f"LABEL_{index}" for index in range(len(names))) else names,
         task=info.task if info else config.finetuning_task,
         texts=tuple(texts or ()),
-        outputs=adapters[0].outputs if adapters else config.num_labels,
+        outputs=(adapters[0].outputs if adapters else None) or config.num_labels,
     )
 
 
