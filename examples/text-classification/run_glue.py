@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -251,29 +251,8 @@ def load_own_files(data_args: DataTrainingArguments, splits: list[str], origin: 
     if "train" not in sets and not origin.labels and files["train"] is not None:
         # The model does not name its classes: their order is that of its training set.
         labelled["train"] = read("train")
-    labels: tuple[str, ...] = ()
-    outputs = None if "train" in sets else origin.outputs
-    if outputs == 1:
-        labelled = {split: as_scores(data, files[split]) for split, data in labelled.items()}
-        sets |= {split: data for split, data in labelled.items() if split in sets}
-    scores = {split: is_score(data) for split, data in labelled.items()}
-    if len(set(scores.values())) > 1:
-        kinds = ("classes", "scores")
-        listed = ", ".join(f"{kinds[of_scores]} in {files[s]}" for s, of_scores in scores.items())
-        raise ValueError(f"the labels are of two kinds: {listed}")
-    if any(scores.values()) and outputs not in (None, 1):
-        raise ValueError(
-            f"{origin.source} has a head of {outputs} classes, and the data's labels are scores"
-        )
-    if not any(scores.values()) and outputs != 1:
-        labels = label_names(labelled.get("train"), origin.labels)
-        if not labels:
-            raise ValueError(
-                f"{origin.source} does not name its labels; give the --train_file that it was "
-                "trained on as well"
-            )
-        for split in labelled.keys() & sets.keys():
-            sets[split] = number_labels(sets[split], labels, files[split])
+    numbered, labels = own_labels(labelled, files, origin, is_training="train" in sets)
+    sets |= {split: data for split, data in numbered.items() if split in sets}
     if "train" in sets:
         check_varied(sets["train"], files["train"])
         if len(labels) > len(sets["train"]) / 2:
@@ -287,6 +266,47 @@ def load_own_files(data_args: DataTrainingArguments, splits: list[str], origin: 
         f"; labels from {label}: {what}" if labelled else "",
     )
     return TextData(sets, TEXT_KEYS[: len(columns.texts)], labels, columns.texts)
+
+
+def own_labels(
+    labelled: dict[str, Dataset],
+    files: Mapping[str, str],
+    origin: Origin,
+    is_training: bool,
+) -> tuple[dict[str, Dataset], tuple[str, ...]]:
+    """The splits that have labels, with numbers for them, and the classes' names: none for scores.
+
+    Args:
+        labelled: the splits by name, as they were read.
+        files: their names.
+        origin: what the run begins with.
+        is_training: whether it gets a new head, else its own has to fit.
+
+    Raises:
+        ValueError: labels are of two kinds, or of another than the head's, or are not known.
+    """
+    if not is_training and origin.outputs == 1:
+        return {split: as_scores(data, files[split]) for split, data in labelled.items()}, ()
+    scores = {split: is_score(data) for split, data in labelled.items()}
+    if len(set(scores.values())) > 1:
+        kinds = ("classes", "scores")
+        listed = ", ".join(f"{kinds[of_scores]} in {files[s]}" for s, of_scores in scores.items())
+        raise ValueError(f"the labels are of two kinds: {listed}")
+    if any(scores.values()):
+        if not is_training:
+            raise ValueError(
+                f"{origin.source} has a head of {origin.outputs} classes, and the data's labels "
+                "are scores"
+            )
+        return labelled, ()
+    labels = label_names(labelled.get("train"), origin.labels)
+    if not labels:
+        raise ValueError(
+            f"{origin.source} does not name its labels; give the --train_file that it was trained "
+            "on as well"
+        )
+    numbered = {s: number_labels(data, labels, files[s]) for s, data in labelled.items()}
+    return numbered, labels
 
 
 def tokenize(

@@ -109,7 +109,7 @@ def test_predict(run, tiny_base, tiny_glue, tmp_path, name):
     rows = (tiny_glue / "RTE" / "test.tsv").read_text().splitlines()[1:]
     texts = [row.split("\t")[1:3] for row in rows]
     lines = [{"text": a, "text_pair": b, "adapter": name} for a, b in texts]
-    lines += [{"text": "a dog", "adapter": "frozen"}]
+    lines += [{"text": "a dog", "text_pair": "a cat", "adapter": "frozen"}]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     adapters = {f"{each}={run(each)}" for each in (name, "frozen")}
     files = ["--input_file", tmp_path / "in.jsonl", "--output_file", tmp_path / "out.jsonl"]
