@@ -143,14 +143,14 @@ class Delta:
             weight: the frozen one, (out, in).
             bias: the frozen layer's, if it has one.
         """
-        self.expand_into(out, F.linear(x, self.A))
+        self.expand_into(out, products.small_product(x, self.A))
 
     def expand_into(self, out: Tensor, z: Tensor) -> None:
         """out += s · z Bᵀ, in place; z = x Aᵀ, (rows, r·e)."""
         for block in self.blocks():
             # A view of all columns would cost autograd a copy.
             part = out if len(block.B) == out.shape[1] else out[:, block.columns]
-            part.addmm_(z[:, block.rows], block.B.t(), alpha=self.scaling)
+            products.add_product(part, z[:, block.rows], block.B.t(), self.scaling)
 
     def product(self) -> Tensor:
         """s · B A, (out, in), of an update that reaches the whole output."""
@@ -349,7 +349,7 @@ class _LowRankLinear(torch.autograd.Function):
         starts: tuple[int, ...],
     ) -> Tensor:
         out = products.product(x, weight, bias)
-        z = F.linear(x if dropped is None else dropped, A).mul_(scaling)
+        z = products.small_product(x if dropped is None else dropped, A).mul_(scaling)
         # z is scaled already, because the gradient of B needs it so.
         Delta(A, B, 1.0, starts).expand_into(out, z)
         # With A frozen (LoRA-FA) the input need not be held.
@@ -375,25 +375,31 @@ class _LowRankLinear(torch.autograd.Function):
             z = F.linear(lora_input, A) * ctx.scaling
         # On CPUs these products take half the time or less in the layouts chosen here.
         grad_z = _joined(
-            [F.linear(grad[:, block.columns], block.B.t().contiguous()) for block in blocks], dim=1
+            [
+                products.small_product(grad[:, block.columns], block.B.t().contiguous())
+                for block in blocks
+            ],
+            dim=1,
         ).mul(ctx.scaling)
         grad_x = grad_dropped = grad_weight = grad_bias = grad_A = grad_B = None
         if needs[0]:
             grad_x = products.product(grad, weight.t())
             if not ctx.has_dropped:
-                grad_x.addmm_(grad_z, A)
+                products.add_product(grad_x, grad_z, A)
         if needs[1]:
-            grad_dropped = grad_z @ A
+            grad_dropped = products.small_product(grad_z, A.t())
         if needs[2]:
-            grad_weight = grad.t() @ x
+            grad_weight = products.small_product(grad.t(), x.t())
         if needs[3]:
             grad_bias = grad.sum(0)
         if needs[4]:
-            grad_A = grad_z.t() @ lora_input
+            grad_A = products.small_product(grad_z.t(), lora_input.t())
         if needs[5]:
-            grad_B = _joined(
-                [(z[:, block.rows].t() @ grad[:, block.columns]).t() for block in blocks], dim=0
+            parts = (
+                products.small_product(z[:, block.rows].t(), grad[:, block.columns].t())
+                for block in blocks
             )
+            grad_B = _joined([part.t() for part in parts], dim=0)
         return grad_x, grad_dropped, grad_weight, grad_bias, grad_A, grad_B, None, None
 
 

@@ -50,6 +50,7 @@ from loralib.serving.bank import AdapterBank
 from loralib.training.determinism import set_up_device
 from loralib.training.precision import Precision, check_precision, hold_frozen_in
 from loralib.training.process import LOG_LEVELS
+from loralib.training.product_choices import choose_products, frozen_weights
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -486,6 +487,8 @@ def compute_logits(
         precision: what to compute in.
         batch_size: rows a batch.
     """
+    if precision.device_type == "cpu":
+        choose_products(frozen_weights(model), precision.dtype, world_size=1, backward=False)
     logits: list[np.ndarray] = [np.empty(0)] * len(rows)
     lengths = [len(row["input_ids"]) for row in rows]
     with tqdm(total=len(rows), desc="predicting", unit="rows", disable=None) as bar:

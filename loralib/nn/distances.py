@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .products import batched_product
+
 _BLOCK = 64  # tokens; blocks of 48 to 128 take about as long
 
 
@@ -85,7 +87,8 @@ class DistanceTerm:
         """
         n, others = scores.shape[1:]
         for tokens, which in self._blocks(n, others):
-            products = torch.bmm(self._head_by_head(content[:, tokens]), self._columns[..., which])
+            own = self._head_by_head(content[:, tokens])
+            products = batched_product(own, self._columns[..., which])
             by_row = products.view(len(scores), -1, products.shape[2])
             # Converted first: an addition that does both, of rows to columns, takes longer.
             scores[:, tokens].add_(skew(by_row, others).to(scores.dtype))
@@ -106,8 +109,8 @@ class DistanceTerm:
             by_distance = self._head_by_head(spread)
             if self._gradient is not None:
                 own = self._head_by_head(content[:, tokens])
-                self._gradient[:, which] += torch.bmm(by_distance.transpose(1, 2), own)
-            parts.append(torch.bmm(by_distance, vectors).view(*some.shape[:2], -1))
+                self._gradient[:, which] += batched_product(by_distance.transpose(1, 2), own)
+            parts.append(batched_product(by_distance, vectors).view(*some.shape[:2], -1))
         return torch.cat(parts, dim=1)
 
     def _head_by_head(self, x: Tensor) -> Tensor:

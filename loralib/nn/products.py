@@ -9,11 +9,17 @@ processors, and on Intel's with AMX, weights in oneDNN's own layout are multipli
     blocks    F.linear on blocks of rows, whose intermediate results stay in the cache
     packed    oneDNN's, with a copy of the frozen weight in its layout, and in training one of its
               transpose: two or three times the memory
+    float32   of bfloat16: the factors are converted, the weight in parts, and the result is rounded
 
-Where nothing was measured, "onednn" is taken where it is known to be good. Training scripts and
-beam search measure all of them on their frozen weights before the first step (`measure`), for about
-as many rows as they will have: with few rows, most of the time goes into bringing the weight into
-another layout. Ways differ in the order in which they add, and so in rounding: a run uses choices
+bfloat16 is not faster everywhere. Most processors of laptops have no instructions for it, and take
+six times as long as in float32, and forty times in batches of small matrices. Some of Intel's that
+have AVX-512's instructions for it, but not AMX, take 1.7 times as long.
+
+Where nothing was measured, "onednn" is taken where it is known to be good, and "float32" where a
+processor has no instructions for bfloat16. Training scripts, evaluation and beam search measure all
+of them on their frozen weights before the first step (`measure`), for about as many rows as they
+will have: with few rows, most of the time goes into bringing the weight into another layout. Ways
+differ in the order in which they add, and so in rounding: a run uses choices
 for its own weights alone, keeps them in its checkpoints, and resumes with them (`choices`,
 `use_choices`).
 
@@ -26,7 +32,7 @@ import functools
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,10 +70,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         (…, out), in x's dtype or autocast's.
     """
-    is_trained = weight.requires_grad and torch.is_grad_enabled()
-    if is_trained or x.device.type != "cpu" or not _is_ordinary(x, weight):
+    if x.device.type != "cpu" or not _is_ordinary(x, weight):
         return F.linear(x, weight, bias)
     dtype = product_dtype(x)
+    if weight.requires_grad and torch.is_grad_enabled():
+        return _trained_linear(x, weight, bias, dtype)
     rows = x.reshape(-1, x.shape[-1]).to(dtype)
     cast_bias = None if bias is None else bias.to(dtype)
     out = _FrozenLinear.apply(rows, weight.to(dtype), cast_bias)
@@ -96,6 +103,37 @@ def use_products(model: nn.Module) -> None:
                 layer = Linear(child.in_features, child.out_features, has_bias, device="meta")
                 layer.weight, layer.bias = child.weight, child.bias
                 setattr(module, name, layer.train(child.training))
+
+
+def _trained_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`F.linear` in a dtype that is autocast's or x's own, with all gradients."""
+    if dtype is not torch.bfloat16 or _has_bfloat16():
+        return F.linear(x, weight, bias)
+    wide_bias = None if bias is None else bias.to(dtype).float()
+    with torch.autocast("cpu", enabled=False):
+        return F.linear(x.to(dtype).float(), weight.to(dtype).float(), wide_bias).to(dtype)
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, to rounding; recorded by autograd.
+
+    Args:
+        a: (…, n, k).
+        b: (…, k, m).
+
+    Returns:
+        (…, n, m), in a's dtype or autocast's.
+    """
+    dtype = product_dtype(a)
+    if a.device.type != "cpu" or not _is_ordinary(a, b) or _way_of_batches(dtype) == "plain":
+        return a @ b
+    return _wide_matmul(a.to(dtype), b.to(dtype)).to(dtype)
+
+
+def _wide_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32, whatever autocast says."""
+    with torch.autocast("cpu", enabled=False):
+        return a.float() @ b.float()
 
 
 class _FrozenLinear(torch.autograd.Function):
@@ -139,7 +177,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         (rows, out).
     """
     if not _is_ordinary(x, weight) or not _has_ways(x, weight):
-        return F.linear(x, weight, bias)
+        return small_product(x, weight, bias)
     way = _chosen.get(_key(x, weight, bias)) or _usual(x, weight, bias)
     return _WAYS[way](x, weight, bias)
 
@@ -152,6 +190,52 @@ def _is_ordinary(x: Tensor, weight: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
     )
+
+
+def small_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`product`, of which nothing is to be chosen: of few rows, or with a thin matrix."""
+    is_slow = _is_emulated(x) and _is_ordinary(x, weight) and not torch.is_grad_enabled()
+    return (_in_float32 if is_slow else F.linear)(x, weight, bias)
+
+
+def add_product(out: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
+    """out += scale · a b, in place; recorded by autograd.
+
+    Args:
+        out: (n, m).
+        a: (n, k), of the same dtype.
+        b: (k, m), of the same dtype.
+        scale: what the product is multiplied by.
+    """
+    if _is_ordinary(a, b) and _is_emulated(a):
+        out.add_(_wide_matmul(a, b), alpha=scale)
+    else:
+        out.addmm_(a, b, alpha=scale)
+
+
+def batched_product(a: Tensor, b: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
+    """scale · a b of matrices in batches, in one call; not recorded by autograd.
+
+    Of the factors' dtype, whatever autocast says.
+
+    Args:
+        a: (matrices, n, k), on a CPU.
+        b: (matrices, k, m), of the same dtype.
+        scale: what the result is multiplied by.
+        out: (matrices, n, m), takes the result; by default new memory.
+
+    Returns:
+        (matrices, n, m).
+    """
+    if out is None:
+        out = a.new_empty(*a.shape[:2], b.shape[2])
+    return _WAYS_OF_BATCHES[_way_of_batches(a.dtype)](a, b, scale, out)
+
+
+def _way_of_batches(dtype: torch.dtype) -> str:
+    if dtype is not torch.bfloat16 or is_plain():
+        return "plain"
+    return _chosen.get(_BATCHES) or ("plain" if _has_bfloat16() else "float32")
 
 
 def _has_ways(x: Tensor, weight: Tensor) -> bool:
@@ -178,11 +262,15 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out = x.new_empty(len(x), len(weight))
     for rows, result in zip(x.split(_BLOCK), out.split(_BLOCK), strict=True):
-        if bias is None:
-            torch.mm(rows, weight.t(), out=result)
-        else:
-            torch.addmm(bias, rows, weight.t(), out=result)
+        _linear_into(result, rows, weight, bias)
     return out
+
+
+def _linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x Wᵀ + b into `out`, in the dtype of the tensors: autocast leaves such calls alone."""
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
 
 
 def _with_packed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -190,11 +278,57 @@ def _with_packed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _onednn(x, weight if owner is None else _packed(owner, weight), bias)
 
 
+# Of the weight, how many elements are converted at a time: 16 MB of them, or one row.
+_CONVERTED = 2**22
+
+
+def _in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Computed in float32 and rounded once, at the end."""
+    bias = None if bias is None else bias.float()
+    if weight.numel() <= _CONVERTED:
+        return _wide_linear(x.float(), weight, bias).to(x.dtype)
+    # Parts of the weight as it lies in memory: of its outputs, or of a transposed one's inputs.
+    if weight.is_contiguous():
+        size = max(_CONVERTED // weight.shape[1], 1)
+        parts = weight.split(size)
+        biases = [None] * len(parts) if bias is None else bias.split(size)
+        wide, out = x.float(), x.new_empty(len(x), len(weight))
+        for place, part, added in zip(out.split(size, dim=1), parts, biases, strict=True):
+            place.copy_(_wide_linear(wide, part, added))
+        return out
+    size = max(_CONVERTED // len(weight), 1)
+    total = x.new_zeros(len(x), len(weight), dtype=torch.float32)
+    for inputs, part in zip(x.split(size, dim=1), weight.split(size, dim=1), strict=True):
+        total.addmm_(inputs.float(), part.float().t())
+    return (total if bias is None else total.add_(bias)).to(x.dtype)
+
+
+def _wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _linear_into(x.new_empty(len(x), len(weight)), x, weight.float(), bias)
+
+
 _WAYS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
     "plain": F.linear,
     "onednn": _onednn,
     "blocks": _in_blocks,
     "packed": _with_packed,
+    "float32": _in_float32,
+}
+
+
+def _plain_batches(a: Tensor, b: Tensor, scale: float, out: Tensor) -> Tensor:
+    # With beta = 0, `baddbmm` still copies its first input to `out`, unless they are one tensor.
+    return torch.baddbmm(out, a, b, beta=0, alpha=scale, out=out)
+
+
+def _batches_in_float32(a: Tensor, b: Tensor, scale: float, out: Tensor) -> Tensor:
+    wide = torch.empty_like(out, dtype=torch.float32)
+    return out.copy_(_plain_batches(a.float(), b.float(), scale, wide))
+
+
+_WAYS_OF_BATCHES: dict[str, Callable[[Tensor, Tensor, float, Tensor], Tensor]] = {
+    "plain": _plain_batches,
+    "float32": _batches_in_float32,
 }
 
 
@@ -274,17 +408,37 @@ def _has_avx512() -> bool:
     return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
+def _is_emulated(x: Tensor) -> bool:
+    """Whether x is of a CPU that is known to have no instructions for products of its dtype."""
+    return x.dtype is torch.bfloat16 and x.device.type == "cpu" and not _has_bfloat16()
+
+
+@functools.cache
+def _has_bfloat16() -> bool:
+    """Whether the processor has instructions for it that PyTorch uses; True where that is unknown.
+
+    Of x86, where those with AMX have those of AVX-512 as well.
+    """
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    has_instructions = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    return _has_avx512() and has_instructions()
+
+
 # ---- the choice ----
 
 MANY_ROWS = 1024
 _ROUNDS = 5
 # How much of the best time so far a way may take to be preferred, for what it costs otherwise.
-_WORTH = {"onednn": 0.97, "blocks": 0.95, "packed": 0.85}
+_WORTH = {"onednn": 0.97, "blocks": 0.95, "packed": 0.85, "float32": 0.9}
 # A weight that only some of a batch's rows are multiplied with, such as a head with the targets,
 # takes as much memory to copy as any other, and the copy saves less of a step.
 _WORTH_FOR_SOME_ROWS = {**_WORTH, "packed": 0.65}
 
 _chosen: dict[str, str] = {}
+# The kind of `batched_product`; and matrices as attention has them, by which it is measured.
+_BATCHES = "bfloat16 in batches"
+_BATCH = 96, 64, 64
 
 
 # Instructions that oneDNN's kernels differ by, and PyTorch's name of the processor's kind does not.
@@ -331,7 +485,12 @@ def use_choices(state: Mapping[str, Any]) -> None:
     """Takes the place of what was chosen, unless another machine chose it."""
     if state["machine"] == machine():
         _chosen.clear()
-        _chosen.update({key: way for key, way in state["ways"].items() if way in _WAYS})
+        _chosen.update({key: way for key, way in state["ways"].items() if way in _ways_of(key)})
+
+
+def _ways_of(key: str) -> Collection[str]:
+    """The ways that there are for a kind of product."""
+    return _WAYS_OF_BATCHES if key == _BATCHES else _WAYS
 
 
 class FrozenWeight(NamedTuple):
@@ -388,6 +547,9 @@ def measure(
                 x = torch.rand(x.shape, generator=generator).to(dtype)
                 own = None if added is None else added.to(dtype)
                 ways[key] = _fastest(x, matrix.to(dtype), own, worth)
+    if ways and dtype is torch.bfloat16:
+        is_known = known.get(_BATCHES) in _WAYS_OF_BATCHES
+        ways[_BATCHES] = known[_BATCHES] if is_known else _fastest_of_batches(generator)
     return ways
 
 
@@ -401,6 +563,8 @@ def _usual(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
 
     In half precision, PyTorch's own writes the bias to the result first, in a pass of its own.
     """
+    if _is_emulated(x):
+        return "float32"
     is_large = len(x) * weight.numel() >= _LARGE
     is_faster = x.dtype is torch.float32 or bias is not None
     is_good = is_large and is_faster and _has_avx512() and _has_onednn(x.dtype)
@@ -419,28 +583,50 @@ def _fastest(x: Tensor, weight: Tensor, bias: Tensor | None, worth: Mapping[str,
     """The way with the least median time, as a share of the plain one's in the same round.
 
     What a way costs otherwise counts as `worth` says: at most that share of the best so far.
-
-    A processor that others use as well may run at a third of its speed for a tenth of a second:
-    only times that were taken together can be compared.
     """
+    if _is_emulated(x):  # where the others may take a hundred times as long
+        return "float32"
     ways = ["plain", "blocks"]
     if _has_onednn(x.dtype):
         ways += ["onednn"] if _owner(weight) is None else ["onednn", "packed"]
-    for way in ways:
-        _WAYS[way](x, weight, bias)
-    rounds = [{way: _seconds(_WAYS[way], x, weight, bias) for way in ways} for _ in range(_ROUNDS)]
+    if x.dtype is torch.bfloat16:
+        ways += ["float32"]
+    shares = _shares({way: _WAYS[way] for way in ways}, x, weight, bias)
     best, least = "plain", 1.0
     for way in sorted(ways[1:], key=list(_WAYS).index):
-        share = statistics.median(seconds[way] / seconds["plain"] for seconds in rounds)
-        if share < worth[way] * least:
-            best, least = way, share
+        if shares[way] < worth[way] * least:
+            best, least = way, shares[way]
     owner = _owner(weight)
     if owner is not None and best != "packed":
         _packed_copies.pop(owner, None)
     return best
 
 
-def _seconds(way: Callable, x: Tensor, weight: Tensor, bias: Tensor | None) -> float:
+def _fastest_of_batches(generator: torch.Generator) -> str:
+    """The way of `batched_product` in bfloat16."""
+    if not _has_bfloat16():
+        return "float32"
+    x = torch.rand(_BATCH, generator=generator).bfloat16()
+    shares = _shares(_WAYS_OF_BATCHES, x, x.transpose(1, 2), 0.1, torch.empty_like(x))
+    return "float32" if shares["float32"] < _WORTH["float32"] else "plain"
+
+
+def _shares(ways: Mapping[str, Callable], *given: Any) -> dict[str, float]:
+    """The ways' times, each the median of its shares of the plain way's in the same round.
+
+    A processor that others use as well may run at a third of its speed for a tenth of a second:
+    only times that were taken together can be compared.
+    """
+    for way in ways.values():
+        way(*given)
+    rounds = [{name: _seconds(way, *given) for name, way in ways.items()} for _ in range(_ROUNDS)]
+    return {
+        name: statistics.median(seconds[name] / seconds["plain"] for seconds in rounds)
+        for name in ways
+    }
+
+
+def _seconds(way: Callable, *given: Any) -> float:
     start = time.perf_counter()
-    way(x, weight, bias)
+    way(*given)
     return time.perf_counter() - start

@@ -22,6 +22,7 @@ from torch import Tensor
 from . import dropout as dropouts
 from .distances import DistanceTerm
 from .plain import is_plain
+from .products import batched_product
 from .row_groups import GroupedTokens, group_rows
 
 _STEP = 16  # tokens
@@ -109,7 +110,7 @@ class _RowAttention(torch.autograd.Function):
             masks,
             strict=True,
         ):
-            scores = _product(q, k.transpose(1, 2), scale)
+            scores = batched_product(q, k.transpose(1, 2), scale)
             # Not in half precision, whose softmax takes PyTorch three times as long.
             scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
             if of_queries is not None:
@@ -121,7 +122,7 @@ class _RowAttention(torch.autograd.Function):
             elif hidden is not None:
                 scores.add_(hidden)
             p = torch.softmax(scores, dim=-1).to(query.dtype)
-            _product(_zero_dropped(p, keep), v, dropouts.kept_scale(dropout_p), out)
+            batched_product(_zero_dropped(p, keep), v, dropouts.kept_scale(dropout_p), out)
             probabilities.append(p)
         ctx.save_for_backward(query, key, value, c2p, p2c, *probabilities, *masks)
         return queries.pack(out_slots)
@@ -143,11 +144,11 @@ class _RowAttention(torch.autograd.Function):
             kept[len(kept) // 2 :],
             strict=True,
         ):
-            _product(_zero_dropped(p, keep).transpose(1, 2), g, kept_scale, grad_v)
-            grad_p = _zero_dropped(_product(g, v.transpose(1, 2), kept_scale), keep)
+            batched_product(_zero_dropped(p, keep).transpose(1, 2), g, kept_scale, grad_v)
+            grad_p = _zero_dropped(batched_product(g, v.transpose(1, 2), kept_scale), keep)
             grad_s = _softmax_gradient(grad_p, p)
-            _product(grad_s, k, ctx.scale, grad_q)
-            _product(grad_s.transpose(1, 2), q, ctx.scale, grad_k)
+            batched_product(grad_s, k, ctx.scale, grad_q)
+            batched_product(grad_s.transpose(1, 2), q, ctx.scale, grad_k)
             if of_queries is not None:
                 grad_q.add_(of_queries.backward(q, grad_s))
             if of_keys is not None:
@@ -165,17 +166,6 @@ def _term(
 
 def _gradient(term: DistanceTerm | None) -> Tensor | None:
     return None if term is None else term.gradient()
-
-
-def _product(a: Tensor, b: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
-    """scale · (matrices, n, k) · (matrices, k, m), in one call; into `out` if it is given.
-
-    Of the factors' dtype, whatever autocast says. With beta = 0, `baddbmm` still copies its first
-    input to `out`, unless they are one tensor.
-    """
-    if out is None:
-        out = a.new_empty(*a.shape[:2], b.shape[2])
-    return torch.baddbmm(out, a, b, beta=0, alpha=scale, out=out)
 
 
 def _keep_masks(

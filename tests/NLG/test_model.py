@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import assert_close_to_rounding, assert_same_bits
+from half_products import HalfProducts, emulate
 from multiplied_rows import MultipliedRows
 from plain_gpt2 import MASKS, ROWS, draw_batch, plain_gradients, plain_logits, train_only
 from product_ways import Ways
@@ -428,6 +429,33 @@ def test_the_head_s_gradient_sums_over_very_many_targets(monkeypatch, dtype):
     ):
         assert ours.dtype == dtype
         close_by_size(ours, expected, dtype, terms)
+
+
+@pytest.mark.parametrize("large", [True, False])
+@pytest.mark.parametrize("what", ["lora", "all"])
+def test_a_processor_without_bfloat16_multiplies_in_float32(build, monkeypatch, what, large):
+    """In training and evaluation, with results that are rounded to bfloat16 as elsewhere."""
+    model, found = train_only(build(**LORA), what), []
+    hold_frozen_in(model, torch.bfloat16)
+    for is_emulated in (False, True):
+        if is_emulated:
+            emulate(monkeypatch, large)
+        model.train().zero_grad()
+        precision = Precision(torch.bfloat16, "cpu")
+        with HalfProducts() as halves:
+            with precision.autocast():
+                loss = model(*draw_batch("clm"), 0.1)
+            precision.backward(loss)
+            with torch.no_grad(), precision.autocast():
+                evaluated = model.eval()(*draw_batch("clm"))
+        assert bool(halves.seen) != is_emulated, halves.seen
+        assert halves.others or not is_emulated
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        found.append({"loss": loss.detach(), "evaluated": evaluated, **grads})
+    theirs, ours = found
+    for name, expected in theirs.items():
+        error = (ours[name] - expected).norm() / expected.norm()
+        assert error < 0.1, name
 
 
 @pytest.mark.parametrize("what", ["lora", "all"])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from adapted_encoders import ADAPTED, CROSS, FAMILIES, close
 from encoder_options import ENCODER_TERMS
+from half_products import HalfProducts, emulate
 
 from loralib.training.precision import Precision, hold_frozen_in
 from transformers import (
@@ -194,6 +195,36 @@ def test_published_sizes(model_type, shape, settings, expected, published):
     count = sum(p.numel() for p in model.base_model.parameters() if p.requires_grad)
     assert count == expected
     assert f"{count / 1e6:.1f}M" == published
+
+
+@pytest.mark.parametrize("large", [True, False])
+@pytest.mark.parametrize("names", [("lora",), ("pfeiffer", "lora"), ("bitfit",), ()])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_processor_without_bfloat16_multiplies_in_float32(
+    build_adapted, batch, family, names, large, monkeypatch
+):
+    """In training and evaluation, with results that are rounded to bfloat16 as elsewhere."""
+    model, found = build_adapted(family, names, **NO_DROPOUT), []
+    hold_frozen_in(model, torch.bfloat16)
+    for is_emulated in (False, True):
+        if is_emulated:
+            emulate(monkeypatch, large)
+        model.train().zero_grad()
+        precision = Precision(torch.bfloat16, "cpu")
+        with HalfProducts() as halves:
+            with precision.autocast():
+                loss = model(**batch).loss
+            precision.backward(loss)
+            with torch.no_grad(), precision.autocast():
+                logits = model.eval()(**batch).logits
+        assert bool(halves.seen) != is_emulated, halves.seen
+        assert halves.others
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        found.append({"loss": loss.detach(), "logits": logits, **grads})
+    theirs, ours = found
+    for name, expected in theirs.items():
+        error = (ours[name] - expected).norm() / expected.norm()
+        assert error < 0.1, name
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -66,7 +66,7 @@ def adapter_behind(config: PretrainedConfig, target: str) -> "BottleneckAdapter 
     return BottleneckAdapter(config)
 
 
-class UpProjection(nn.Linear):
+class UpProjection(Linear):
     """An adapter's last projection, which starts as zero."""
 
     def reset_parameters(self) -> None:
@@ -86,7 +86,7 @@ class BottleneckAdapter(nn.Module):
         super().__init__()
         self.sees_residual = config.adapter_type == "pfeiffer"
         self.activation = F.relu if self.sees_residual else F.silu
-        self.adapter_A = nn.Linear(config.hidden_size, config.adapter_size)
+        self.adapter_A = Linear(config.hidden_size, config.adapter_size)
         self.adapter_B = UpProjection(config.adapter_size, config.hidden_size)
 
     def forward(self, h: Tensor, residual: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:

@@ -6,7 +6,8 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import assert_close_to_rounding
+from compare import assert_close_to_rounding, rounding
+from half_products import HalfProducts, emulate
 from torch import nn
 
 import loralib as lora
@@ -57,6 +58,143 @@ def test_gradients_are_recorded_where_they_are_on():
         found, torch.autograd.grad(F.linear(x, weight, bias), leaves, grad), strict=True
     ):
         torch.testing.assert_close(ours, theirs)
+
+
+# ---- bfloat16 in float32 ----
+
+SETTINGS = [(with_bias, transposed) for with_bias in (False, True) for transposed in (False, True)]
+
+
+@pytest.fixture(params=["in batches", "no instructions"])
+def wide_batches(request, monkeypatch):
+    """Batches of bfloat16 are multiplied in float32: it was faster, or there is no other way."""
+    if request.param == "in batches":
+        monkeypatch.setattr(products, "_chosen", {products._BATCHES: "float32"})
+    else:
+        emulate(monkeypatch, large=True)
+
+
+def assert_rounded_once(found, exact, terms):
+    """bfloat16's nearest numbers to what float32 may make of the exact ones."""
+    assert found.dtype is torch.bfloat16
+    half_an_ulp = torch.finfo(torch.bfloat16).eps / 2 * exact.abs()
+    assert ((found.double() - exact).abs() <= half_an_ulp + rounding(exact, terms)).all()
+
+
+@pytest.mark.parametrize("converted", [1, 1024 * 100, 2**22])
+@pytest.mark.parametrize(("with_bias", "transposed"), SETTINGS)
+@torch.no_grad()
+def test_in_float32_a_product_is_rounded_once(with_bias, transposed, converted, monkeypatch):
+    """However many parts the weight is converted in; also where autocast would narrow it."""
+    monkeypatch.setattr(products, "_CONVERTED", converted)
+    x, weight, bias = make(SIZES[1], torch.bfloat16, with_bias)
+    given = weight.t().contiguous().t() if transposed else weight
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            assert_rounded_once(products._in_float32(x, given, bias), exact, 1024)
+
+
+@pytest.mark.parametrize(("with_bias", "transposed"), SETTINGS)
+def test_without_instructions_no_product_is_in_bfloat16(with_bias, transposed, monkeypatch):
+    """Frozen or trained, large or small, with gradients or without."""
+    for large in (True, False):
+        emulate(monkeypatch, large)
+        for is_frozen in (True, False):
+            x, weight, bias = make(SIZES[1], torch.float32, with_bias)
+            given = weight.t().contiguous().t() if transposed else weight
+            x.requires_grad_(), given.requires_grad_(not is_frozen)
+            with HalfProducts() as halves:
+                with torch.autocast("cpu", torch.bfloat16):
+                    out = products.linear(x, given, bias)
+                out.sum().backward()
+            assert (halves.seen, out.dtype) == ([], torch.bfloat16)
+            assert halves.others == (2 if is_frozen else 3)
+            assert (given.grad is None) == is_frozen
+            assert_close_to_rounding(
+                x.grad, weight.bfloat16().float().sum(0).expand_as(x), 832, torch.bfloat16
+            )
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_batches_in_float32(wide_batches, autocast):
+    a, b = torch.randn(6, 20, 30).bfloat16(), torch.randn(6, 30, 10).bfloat16()
+    exact = 0.3 * (a.double() @ b.double())
+    leaves = a.clone().requires_grad_(), b.clone().requires_grad_()
+    with HalfProducts() as halves:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = torch.full((6, 20, 10), float("nan"), dtype=torch.bfloat16)
+            assert products.batched_product(a, b, 0.3, out) is out
+            assert torch.equal(products.batched_product(a, b, 0.3), out)
+            recorded = products.matmul(*leaves)
+        grad_a, grad_b = torch.autograd.grad(recorded.sum(), leaves)
+    assert not halves.seen
+    assert_rounded_once(out, exact, 30)
+    assert_rounded_once(recorded.detach(), exact / 0.3, 30)
+    of_a, of_b = b.double().sum(2)[:, None].expand_as(a), a.double().sum(1)[:, :, None].expand_as(b)
+    for grad, expected in ((grad_a, of_a), (grad_b, of_b)):
+        assert_close_to_rounding(grad.double(), expected, 30, torch.bfloat16)
+
+
+def test_a_product_is_added_in_float32(monkeypatch):
+    emulate(monkeypatch, large=False)
+    out, a, b = (torch.randn(size).bfloat16() for size in ((20, 10), (20, 4), (4, 10)))
+    exact = out.double() + 0.3 * (a.double() @ b.double())
+    a.requires_grad_()
+    with HalfProducts() as halves:
+        added = out.clone()
+        products.add_product(added, a, b, 0.3)
+        (grad,) = torch.autograd.grad(added.sum(), [a])
+    assert not halves.seen
+    assert_rounded_once(added.detach(), exact, 6)
+    assert_close_to_rounding(grad.float(), 0.3 * b.float().sum(1).expand_as(a), 10, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("machine", "capability", "instructions", "expected"),
+    [
+        ("x86_64", "AVX512", True, True),
+        ("AMD64", "AVX512", False, False),
+        ("x86_64", "AVX2", True, False),  # which PyTorch does not use then
+        ("AMD64", "DEFAULT", False, False),
+        ("arm64", "DEFAULT", False, True),  # not known there
+    ],
+)
+def test_which_processors_have_bfloat16(monkeypatch, machine, capability, instructions, expected):
+    monkeypatch.setattr(products.platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    name = "_is_avx512_bf16_supported"
+    monkeypatch.setattr(torch.cpu, name, lambda: instructions, raising=False)
+    assert products._has_bfloat16.__wrapped__() == expected
+    monkeypatch.delattr(torch.cpu, name)
+    assert products._has_bfloat16.__wrapped__() == (expected or capability == "AVX512")
+
+
+def test_bfloat16_is_multiplied_in_float32_where_that_is_faster(monkeypatch, no_choices):
+    times = {"plain": 3.0, "onednn": 3.0, "blocks": 3.0, "packed": 3.0, "float32": 2.0}
+    names = {way: name for name, way in products._WAYS.items()}
+    names |= {way: name for name, way in products._WAYS_OF_BATCHES.items()}
+    monkeypatch.setattr(products, "_seconds", lambda way, *_: times[names[way]])
+    monkeypatch.setattr(products, "_has_bfloat16", lambda: True)
+    weight = products.FrozenWeight(torch.randn(832, 1024))
+    keys = ["bfloat16 1024 -> 832", products._BATCHES]
+    for expected in ("float32", "plain"):
+        assert products.measure([weight], torch.bfloat16, {}, backward=False) == dict.fromkeys(
+            keys, expected
+        )
+        times["float32"] = 2.9
+    assert products.measure([weight], torch.float32, {}, backward=False) == {
+        "float32 1024 -> 832": "plain"
+    }
+
+
+def test_without_instructions_nothing_is_measured(monkeypatch, no_choices):
+    """Other ways may take a hundred times as long."""
+    emulate(monkeypatch, large=True)
+    monkeypatch.setattr(products, "_seconds", None)
+    ways = products.measure([products.FrozenWeight(torch.randn(832, 1024))], torch.bfloat16, {})
+    assert set(ways.values()) == {"float32"}
+    assert len(ways) == 3
 
 
 # ---- ways ----
@@ -310,7 +448,8 @@ def test_what_is_known_costs_neither_inputs_nor_casts(monkeypatch):
     monkeypatch.setattr(torch, "rand", None)
     monkeypatch.setattr(torch.Tensor, "to", None)
     assert products.measure([weight, weight], torch.bfloat16, known) == known
-    assert known.keys() == {"bfloat16 1024 -> 832 + bias", "bfloat16 832 -> 1024 transposed"}
+    kinds = {"bfloat16 1024 -> 832 + bias", "bfloat16 832 -> 1024 transposed"}
+    assert known.keys() == {*kinds, products._BATCHES}
 
 
 @pytest.mark.parametrize("name", ["amx_bf16", "avx512_bf16"])
@@ -329,7 +468,11 @@ def test_machines_differ_by_their_instructions(monkeypatch, name):
 
 
 def test_choices_of_another_machine_are_not_taken(no_choices):
-    own = {"machine": products.machine(), "ways": {"a": "plain", "b": "of a later version"}}
+    batches = {products._BATCHES: "blocks"}  # which there is not for these
+    own = {
+        "machine": products.machine(),
+        "ways": {"a": "plain", "b": "of a later version", **batches},
+    }
     products.use_choices(own)
     assert products.choices()["ways"] == {"a": "plain"}
     products.use_choices({"machine": "another", "ways": {"a": "blocks", "c": "plain"}})

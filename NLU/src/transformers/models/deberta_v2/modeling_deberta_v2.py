@@ -32,7 +32,7 @@ import loralib as lora
 from loralib.nn.distances import skew
 from loralib.nn.norm import LayerNorm
 from loralib.nn.packing import PackedRows
-from loralib.nn.products import Linear, linear
+from loralib.nn.products import Linear, linear, matmul
 from loralib.nn.routing import for_each_segment
 from loralib.nn.row_attention import attend_rows, trains_on_cpu
 
@@ -425,7 +425,7 @@ def _products(content: Tensor, positions: Tensor) -> Tensor:
     """(batch, tokens, heads, dim), (distances, hidden) -> (heads, batch, tokens, distances)."""
     batch, tokens, heads, dim = content.shape
     by_head = positions.view(-1, heads, dim).permute(1, 2, 0)
-    products = content.reshape(-1, heads, dim).transpose(0, 1) @ by_head
+    products = matmul(content.reshape(-1, heads, dim).transpose(0, 1), by_head)
     return products.unflatten(1, (batch, tokens))
 
 
