@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .nn import products
+from .nn.plain import is_transformed
 
 _Own = TypeVar("_Own", bound="Delta")
 _OwnDora = TypeVar("_OwnDora", bound="DoraDelta")
@@ -115,6 +116,9 @@ class Delta:
         Returns:
             (rows, out).
         """
+        if is_transformed():
+            z = F.linear(x if dropped is None else dropped, self.A)
+            return self.expanded(F.linear(x, weight, bias), z)
         return _LowRankLinear.apply(
             x, dropped, weight, bias, self.A, self.B, self.scaling, self.starts
         )
@@ -152,9 +156,20 @@ class Delta:
             part = out if len(block.B) == out.shape[1] else out[:, block.columns]
             products.add_product(part, z[:, block.rows], block.B.t(), self.scaling)
 
+    def expanded(self, out: Tensor, z: Tensor) -> Tensor:
+        """`expand_into` for `torch.func`, whose vmap has no rules for what is in place."""
+        for block in self.blocks():
+            around = block.columns.start, out.shape[1] - block.columns.stop
+            out = out + F.pad(F.linear(z[:, block.rows] * self.scaling, block.B), around)
+        return out
+
     def product(self) -> Tensor:
         """s · B A, (out, in), of an update that reaches the whole output."""
         return (self.scaling * self.B) @ self.A
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """W + s · B A, (out, in), of an update that reaches the whole output."""
+        return torch.addmm(weight, self.B, self.A, alpha=self.scaling)
 
     def merge_(self, weight: Tensor) -> Tensor:
         """W += s · B A, in place; weight (out, in), of the same dtype."""
@@ -242,12 +257,14 @@ def _row_norms(weight: Tensor, block: Block, scaling: float) -> Tensor:
     zero it is the norm of W to the bit.
     """
     wide = torch.promote_types(weight.dtype, torch.float32)
-    A, B = block.A.to(wide), block.B.to(wide)
-    squares = torch.linalg.vector_norm(weight, dim=1, dtype=wide).square_()
+    # Forward-mode derivatives go past `no_grad`, and end where a tensor is detached.
+    weight, own_A, own_B = weight.detach(), block.A.detach(), block.B.detach()
+    A, B = own_A.to(wide), own_B.to(wide)
+    squares = torch.linalg.vector_norm(weight, dim=1, dtype=wide).square()
     with _without_autocast(weight.device.type):
-        across = F.linear(weight, block.A.to(weight.dtype)).to(wide)
-        across.mul_(2 * scaling).addmm_(B, A @ A.t(), alpha=scaling**2)
-    return squares.add_(across.mul_(B).sum(1)).clamp_(min=0).sqrt_()
+        across = products.small_product(weight, own_A.to(weight.dtype)).to(wide)
+        across = torch.addmm(2 * scaling * across, B, A @ A.t(), alpha=scaling**2)
+    return (squares + (across * B).sum(1)).clamp(min=0).sqrt()
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager:

@@ -58,6 +58,7 @@ from .initialization import (
     starts_from_weight,
 )
 from .nn.dropout import Dropout
+from .nn.plain import is_transformed
 from .nn.products import linear, product_dtype
 
 
@@ -241,6 +242,8 @@ class LoRALayer:
     def _merged_weight(self) -> Tensor | None:
         """The merged copy of the weight, or None where the low-rank branch has to be computed."""
         if not self.merged or torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return None
+        if is_transformed():  # whose derivatives a copy would not have
             return None
         sources = self._sources()
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in sources)
@@ -604,7 +607,11 @@ class Embedding(LoRALayer, nn.Embedding):
         out = self._rows(ids, self.weight, self.sparse)
         delta = self._delta()
         z = self._rows(ids, delta.A.t(), sparse=False)
-        replace(delta, B=delta.B.to(out.dtype)).expand_into(out, z.to(out.dtype))
+        delta, z = replace(delta, B=delta.B.to(out.dtype)), z.to(out.dtype)
+        if is_transformed():
+            out = delta.expanded(out, z)
+        else:
+            delta.expand_into(out, z)
         gain = delta.gain(self._as_matrix(self.weight))
         if gain is not None:
             if self.padding_idx is not None:
@@ -727,11 +734,11 @@ class _ConvNd(LoRALayer, nn.Module):
         weight, delta = self.conv.weight.to(dtype), self._delta(dtype)
         dropped = self.lora_dropout(x)
         if dropped is x:
-            kernel = delta.merge_(weight.reshape(len(self.lora_B), -1).clone())
+            kernel = delta.merged(weight.reshape(len(self.lora_B), -1))
             return self.conv._conv_forward(x, kernel.view(weight.shape), bias)
         out = self.conv._conv_forward(x, weight, bias)
         kernel = delta.product().view(weight.shape)
-        return out.add_(self.conv._conv_forward(dropped, kernel, None))
+        return out + self.conv._conv_forward(dropped, kernel, None)
 
     def merged_layer(self) -> nn.Module:
         """The plain convolution with the update merged into its weight."""

@@ -11,17 +11,16 @@ processors, and on Intel's with AMX, weights in oneDNN's own layout are multipli
               transpose: two or three times the memory
     float32   of bfloat16: the factors are converted, the weight in parts, and the result is rounded
 
-bfloat16 is not faster everywhere. Most processors of laptops have no instructions for it, and take
-six times as long as in float32, and forty times in batches of small matrices. Some of Intel's that
-have AVX-512's instructions for it, but not AMX, take 1.7 times as long.
+bfloat16 is not faster everywhere. For processors without instructions for it, which most laptops
+have, PyTorch's products take 12 times as long as in float32, and 190 times with a transposed
+weight. Some of Intel's that have AVX-512's instructions, but not AMX, take 1.7 times as long.
 
 Where nothing was measured, "onednn" is taken where it is known to be good, and "float32" where a
 processor has no instructions for bfloat16. Training scripts, evaluation and beam search measure all
-of them on their frozen weights before the first step (`measure`), for about as many rows as they
-will have: with few rows, most of the time goes into bringing the weight into another layout. Ways
-differ in the order in which they add, and so in rounding: a run uses choices
-for its own weights alone, keeps them in its checkpoints, and resumes with them (`choices`,
-`use_choices`).
+of them on their frozen weights before they begin (`measure`), for about as many rows as they will
+have: with few rows, most of the time goes into bringing the weight into another layout. Ways differ
+in the order in which they add, and so in rounding: a run uses choices for its own weights alone,
+keeps them in its checkpoints, and resumes with them (`choices`, `use_choices`).
 
 A packed copy is made again when its weight has changed: when it was written to, replaced, or
 trained by one of PyTorch's optimizers. It does not follow writes that PyTorch cannot see, such as
@@ -31,6 +30,7 @@ trained by one of PyTorch's optimizers. It does not follow writes that PyTorch c
 import functools
 import platform
 import statistics
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -60,7 +60,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`, to rounding; fast where the weight is frozen.
+    """`F.linear`, to rounding; fast where the weight is frozen, and nowhere in emulated bfloat16.
 
     Args:
         x: (…, in).
@@ -73,11 +73,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.device.type != "cpu" or not _is_ordinary(x, weight):
         return F.linear(x, weight, bias)
     dtype = product_dtype(x)
-    if weight.requires_grad and torch.is_grad_enabled():
-        return _trained_linear(x, weight, bias, dtype)
+    is_trained = weight.requires_grad and torch.is_grad_enabled()
+    if is_trained and (dtype is not torch.bfloat16 or _has_bfloat16()):
+        return F.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1]).to(dtype)
     cast_bias = None if bias is None else bias.to(dtype)
-    out = _FrozenLinear.apply(rows, weight.to(dtype), cast_bias)
+    out = _Linear.apply(rows, weight.to(dtype), cast_bias)
     return out.view(*x.shape[:-1], len(weight))
 
 
@@ -105,15 +106,6 @@ def use_products(model: nn.Module) -> None:
                 setattr(module, name, layer.train(child.training))
 
 
-def _trained_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`F.linear` in a dtype that is autocast's or x's own, with all gradients."""
-    if dtype is not torch.bfloat16 or _has_bfloat16():
-        return F.linear(x, weight, bias)
-    wide_bias = None if bias is None else bias.to(dtype).float()
-    with torch.autocast("cpu", enabled=False):
-        return F.linear(x.to(dtype).float(), weight.to(dtype).float(), wide_bias).to(dtype)
-
-
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """a @ b, to rounding; recorded by autograd.
 
@@ -136,20 +128,21 @@ def _wide_matmul(a: Tensor, b: Tensor) -> Tensor:
         return a.float() @ b.float()
 
 
-class _FrozenLinear(torch.autograd.Function):
-    """`linear` of (rows, in), all of one dtype: gradients of the input and the bias."""
+class _Linear(torch.autograd.Function):
+    """`linear` of (rows, in), all of one dtype. The input is held for a trained weight alone."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (weight,) = ctx.saved_tensors
-        of_x, _, of_bias = ctx.needs_input_grad
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad
         grad_x = product(grad, weight.t()) if of_x else None
-        return grad_x, None, grad.sum(0) if of_bias else None
+        grad_weight = small_product(grad.t(), x.t()) if of_weight else None
+        return grad_x, grad_weight, grad.sum(0) if of_bias else None
 
 
 # ---- products outside of autograd ----
@@ -194,7 +187,7 @@ def _is_ordinary(x: Tensor, weight: Tensor) -> bool:
 
 def small_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`product`, of which nothing is to be chosen: of few rows, or with a thin matrix."""
-    is_slow = _is_emulated(x) and _is_ordinary(x, weight) and not torch.is_grad_enabled()
+    is_slow = _is_ordinary(x, weight) and _is_emulated(x) and not torch.is_grad_enabled()
     return (_in_float32 if is_slow else F.linear)(x, weight, bias)
 
 
@@ -278,33 +271,70 @@ def _with_packed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _onednn(x, weight if owner is None else _packed(owner, weight), bias)
 
 
-# Of the weight, how many elements are converted at a time: 16 MB of them, or one row.
+# How many elements of a weight are converted at a time: 16 MB of them, or one row.
 _CONVERTED = 2**22
+_WIDE: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever PyTorch's defaults are
+
+
+class _Scratch(threading.local):
+    """Memory in float32 that the products of a thread use one after the other.
+
+    New memory for each would leave holes in the C library's heap: a step of GPT-2 small took
+    0.2 GiB more, and 4 % more time.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def empty(self, role: str, rows: int, columns: int) -> Tensor:
+        """(rows, columns), until the role is asked for again; new memory where that is large."""
+        count = rows * columns
+        if count > _CONVERTED:
+            return torch.empty(rows, columns, **_WIDE)
+        if role not in self._buffers or self._buffers[role].numel() < count:
+            with torch.inference_mode(False):  # a tensor of that mode could not be written to later
+                self._buffers[role] = torch.empty(count, **_WIDE)
+        return self._buffers[role][:count].view(rows, columns)
+
+    def converted(self, role: str, x: Tensor) -> Tensor:
+        """A matrix in float32, transposed in memory if it is."""
+        is_transposed = x.t().is_contiguous()
+        given = x.t() if is_transposed else x
+        wide = self.empty(role, *given.shape).copy_(given)
+        return wide.t() if is_transposed else wide
+
+
+_scratch = _Scratch()
 
 
 def _in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Computed in float32 and rounded once, at the end."""
     bias = None if bias is None else bias.float()
     if weight.numel() <= _CONVERTED:
-        return _wide_linear(x.float(), weight, bias).to(x.dtype)
+        wide = _wide_linear(_scratch.converted("input", x), weight, bias)
+        return wide.to(x.dtype, copy=True)
+    out = x.new_empty(len(x), len(weight))
     # Parts of the weight as it lies in memory: of its outputs, or of a transposed one's inputs.
     if weight.is_contiguous():
         size = max(_CONVERTED // weight.shape[1], 1)
         parts = weight.split(size)
         biases = [None] * len(parts) if bias is None else bias.split(size)
-        wide, out = x.float(), x.new_empty(len(x), len(weight))
+        wide = _scratch.converted("input", x)
         for place, part, added in zip(out.split(size, dim=1), parts, biases, strict=True):
             place.copy_(_wide_linear(wide, part, added))
         return out
     size = max(_CONVERTED // len(weight), 1)
-    total = x.new_zeros(len(x), len(weight), dtype=torch.float32)
+    total = _scratch.empty("output", *out.shape).zero_()
     for inputs, part in zip(x.split(size, dim=1), weight.split(size, dim=1), strict=True):
-        total.addmm_(inputs.float(), part.float().t())
-    return (total if bias is None else total.add_(bias)).to(x.dtype)
+        wide_weight = _scratch.converted("weight", part)
+        total.addmm_(_scratch.converted("input", inputs), wide_weight.t())
+    return out.copy_(total if bias is None else total.add_(bias))
 
 
 def _wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _linear_into(x.new_empty(len(x), len(weight)), x, weight.float(), bias)
+    """Of a weight that is converted first; the result is there until the next."""
+    out = _scratch.empty("output", len(x), len(weight))
+    return _linear_into(out, x, _scratch.converted("weight", weight), bias)
 
 
 _WAYS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
@@ -409,20 +439,23 @@ def _has_avx512() -> bool:
 
 
 def _is_emulated(x: Tensor) -> bool:
-    """Whether x is of a CPU that is known to have no instructions for products of its dtype."""
+    """Whether x is on a CPU that is known to have no instructions for products of its dtype."""
     return x.dtype is torch.bfloat16 and x.device.type == "cpu" and not _has_bfloat16()
+
+
+# Instructions that multiply in bfloat16, or convert it, by Linux's names: x86's, and ARM's.
+_OF_BFLOAT16 = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"}
 
 
 @functools.cache
 def _has_bfloat16() -> bool:
-    """Whether the processor has instructions for it that PyTorch uses; True where that is unknown.
-
-    Of x86, where those with AMX have those of AVX-512 as well.
-    """
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        return True
-    has_instructions = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    return _has_avx512() and has_instructions()
+    """Whether the processor has instructions for it that PyTorch uses, as far as is known."""
+    asked = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    if asked is not None and not asked():
+        return False
+    known = _cpuinfo()
+    flags = (known.get("flags") or known.get("Features") or "").split()
+    return not flags or not _OF_BFLOAT16.isdisjoint(flags)
 
 
 # ---- the choice ----
@@ -446,10 +479,10 @@ _INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
 
 
 def machine() -> str:
-    """What the choice depends on beside the product: processor, PyTorch, number of threads."""
+    """What the choice depends on beside the product: processor, PyTorch, threads, and the ways."""
     threads = torch.get_num_threads()
     count = "1 thread" if threads == 1 else f"{threads} threads"
-    return f"{_processor()}, torch {torch.__version__}, {count}"
+    return f"{_processor()}, torch {torch.__version__}, {count}, ways: {' '.join(_WAYS)}"
 
 
 def _processor() -> str:
@@ -486,6 +519,12 @@ def use_choices(state: Mapping[str, Any]) -> None:
     if state["machine"] == machine():
         _chosen.clear()
         _chosen.update({key: way for key, way in state["ways"].items() if way in _ways_of(key)})
+
+
+def is_slow_in_bfloat16(ways: Mapping[str, str]) -> bool:
+    """Whether float32 is faster: by the processor, or in most of the products measured."""
+    found = [way for key, way in ways.items() if key != _BATCHES]
+    return not _has_bfloat16() or 2 * found.count("float32") > len(found)
 
 
 def _ways_of(key: str) -> Collection[str]:
@@ -541,14 +580,14 @@ def measure(
             if not _is_ordinary(x, matrix) or not _has_ways(x, cast):
                 continue
             key = _key(x, cast, added)
-            if key not in ways and known.get(key) in _WAYS:
+            if key not in ways and known.get(key) in _WAYS and not _is_emulated(x):
                 ways[key] = known[key]
             if key not in ways:
                 x = torch.rand(x.shape, generator=generator).to(dtype)
                 own = None if added is None else added.to(dtype)
                 ways[key] = _fastest(x, matrix.to(dtype), own, worth)
     if ways and dtype is torch.bfloat16:
-        is_known = known.get(_BATCHES) in _WAYS_OF_BATCHES
+        is_known = known.get(_BATCHES) in _WAYS_OF_BATCHES and _has_bfloat16()
         ways[_BATCHES] = known[_BATCHES] if is_known else _fastest_of_batches(generator)
     return ways
 

@@ -40,7 +40,7 @@ def choose_products(
     rows: int = products.MANY_ROWS,
     backward: bool = True,
 ) -> None:
-    """Chooses how to multiply with a model's frozen weights; on a CPU, before the first step.
+    """Chooses how to multiply with a model's frozen weights; on a CPU, before a run begins.
 
     Args:
         weights: `frozen_weights` of the model; the same in all processes.
@@ -57,7 +57,7 @@ def choose_products(
         measured = {key: way for key, way in ways.items() if known.get(key) != way}
         if measured:
             _add(path, machine, measured)
-        if "float32" in ways.values():
+        if dtype is torch.bfloat16 and products.is_slow_in_bfloat16(ways):
             logger.info(
                 "this processor multiplies in float32 faster than in bfloat16, so products are "
                 "computed in float32 and rounded: bfloat16 saves memory here, and no time"

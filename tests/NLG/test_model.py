@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import assert_close_to_rounding, assert_same_bits
-from half_products import HalfProducts, emulate
+from half_products import HalfProducts, choose_processor
 from multiplied_rows import MultipliedRows
 from plain_gpt2 import MASKS, ROWS, draw_batch, plain_gradients, plain_logits, train_only
 from product_ways import Ways
@@ -438,8 +438,7 @@ def test_a_processor_without_bfloat16_multiplies_in_float32(build, monkeypatch, 
     model, found = train_only(build(**LORA), what), []
     hold_frozen_in(model, torch.bfloat16)
     for is_emulated in (False, True):
-        if is_emulated:
-            emulate(monkeypatch, large)
+        choose_processor(monkeypatch, has_bfloat16=not is_emulated, large=large)
         model.train().zero_grad()
         precision = Precision(torch.bfloat16, "cpu")
         with HalfProducts() as halves:
@@ -454,6 +453,7 @@ def test_a_processor_without_bfloat16_multiplies_in_float32(build, monkeypatch, 
         found.append({"loss": loss.detach(), "evaluated": evaluated, **grads})
     theirs, ours = found
     for name, expected in theirs.items():
+        # Of some 50 products after one another, each rounds by up to 2^-9, up or down: 2 % remain.
         error = (ours[name] - expected).norm() / expected.norm()
         assert error < 0.1, name
 

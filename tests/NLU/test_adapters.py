@@ -4,7 +4,7 @@ import pytest
 import torch
 from adapted_encoders import ADAPTED, CROSS, FAMILIES, close
 from encoder_options import ENCODER_TERMS
-from half_products import HalfProducts, emulate
+from half_products import HalfProducts, choose_processor
 
 from loralib.training.precision import Precision, hold_frozen_in
 from transformers import (
@@ -207,8 +207,7 @@ def test_a_processor_without_bfloat16_multiplies_in_float32(
     model, found = build_adapted(family, names, **NO_DROPOUT), []
     hold_frozen_in(model, torch.bfloat16)
     for is_emulated in (False, True):
-        if is_emulated:
-            emulate(monkeypatch, large)
+        choose_processor(monkeypatch, has_bfloat16=not is_emulated, large=large)
         model.train().zero_grad()
         precision = Precision(torch.bfloat16, "cpu")
         with HalfProducts() as halves:
@@ -223,6 +222,7 @@ def test_a_processor_without_bfloat16_multiplies_in_float32(
         found.append({"loss": loss.detach(), "logits": logits, **grads})
     theirs, ours = found
     for name, expected in theirs.items():
+        # Of some 50 products after one another, each rounds by up to 2^-9, up or down: 2 % remain.
         error = (ours[name] - expected).norm() / expected.norm()
         assert error < 0.1, name
 

@@ -15,12 +15,15 @@ from trainer_runs import Recorder, collate, make_data
 from loralib.adapters.formats import read_adapter
 from loralib.adapters.loading import load_into
 from loralib.io.tensors import read_tensors
+from loralib.training.product_choices import frozen_weights
 from transformers import (
     Trainer,
     TrainingArguments,
     TrainingError,
     trainer_checkpoint,
+    trainer_evaluation,
 )
+from transformers import trainer as trainer_module
 from transformers.trainer_utils import list_checkpoints
 from transformers.utils.cli import run
 
@@ -38,6 +41,26 @@ def test_evaluation_counts_examples_not_batches(make_trainer, make_model):
         logits = model(**{name: inputs[name] for name in ("input_ids", "attention_mask")})["logits"]
     expected = F.cross_entropy(logits, inputs["labels"])
     assert metrics["eval_loss"] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_an_evaluation_multiplies_as_its_training_does(make_trainer, monkeypatch):
+    """Alone it chooses; by what a training has chosen, it does not ask, be that nothing."""
+    chosen = []
+    for module in (trainer_evaluation, trainer_module):
+        monkeypatch.setattr(
+            module, "choose_products", lambda *given, **how: chosen.append((given, how))
+        )
+    trainer = make_trainer(evaluation_strategy="epoch", num_train_epochs=2)
+    for _ in range(2):
+        trainer.evaluate()
+        ((weights, dtype, world_size), how) = chosen.pop()
+        assert (dtype, world_size, how) == (torch.float32, 1, {"backward": False})
+        assert len(weights) == len(frozen_weights(trainer.model))
+    trainer.train()
+    ((_, how),) = chosen
+    assert how == {}
+    trainer.evaluate()
+    assert len(chosen) == 1
 
 
 @pytest.mark.parametrize("settings", [{}, {"eval_accumulation_steps": 2}])

@@ -29,14 +29,15 @@ class HalfProducts(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def emulate(patch, large: bool) -> None:
-    """From here on the processor is one without instructions for bfloat16.
+def choose_processor(patch, has_bfloat16: bool, large: bool) -> None:
+    """From here on the processor has instructions for bfloat16, or none; nothing is measured.
 
     Args:
         patch: undoes it.
-        large: whether all products are large ones, which have a choice.
+        has_bfloat16: whether it has.
+        large: whether all products are large ones, for which there are several ways.
     """
-    patch.setattr(products, "_has_bfloat16", lambda: False)
+    patch.setattr(products, "_has_bfloat16", lambda: has_bfloat16)
     patch.setattr(products, "_chosen", {})
     for name in ("_LARGE", "_LARGE_OF_FEW"):
         patch.setattr(products, name, 1 if large else 2**60)

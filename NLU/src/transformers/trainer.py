@@ -233,6 +233,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         if args.torch_compile:
             compile_layers(self.model.base_model.encoder.layer, args.device)
         self.model_wrapped: nn.Module = self.model
+        self._has_products = False
         self.callback_handler.model = self.model
 
     @property
@@ -399,6 +400,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         self._wrap()
         if args.device.type == "cpu":
             choose_products(frozen_weights(self.model), args.compute_dtype, args.world_size)
+            self._has_products = True
         set_dropout_seed(args.seed, args.process_index)
         self._warm_up(passes)
         self._begin(checkpoint, passes)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from loralib.errors import TrainingError
-from loralib.nn import products
 from loralib.nn.routing import is_by_row
 from loralib.training import watch
 from loralib.training.distributed import gather_objects, sum_over_processes
@@ -309,8 +308,8 @@ class TrainerEvaluation(TrainerLoaders):
             args.eval_accumulation_steps,
         )
         self.model.eval()
-        if args.device.type == "cpu" and not products.choices()["ways"]:
-            # A training run's stay, so that an evaluation in between changes none of its bits.
+        if args.device.type == "cpu" and not self._has_products:
+            # Those of a training stay, so that an evaluation in between changes none of its bits.
             weights = frozen_weights(self.model)
             choose_products(weights, args.compute_dtype, args.world_size, backward=False)
         in_half = all_in_half(self.model) if args.fp16_full_eval else nullcontext()

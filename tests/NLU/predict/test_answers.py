@@ -49,11 +49,13 @@ def loaded(monkeypatch) -> list:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bf16(predict, bases, adapters, expected, tmp_path, loaded, family):
-    answers = expected(family)
+def test_bf16(predict, bases, adapters, expected, tmp_path, loaded, family, monkeypatch):
+    answers, chosen = expected(family), []
     loaded.clear()
     given, out = write(tmp_path / "in.jsonl", some_lines()), tmp_path / "out.jsonl"
+    monkeypatch.setattr(predict, "choose_products", lambda *a, **how: chosen.append((a[1], how)))
     predict.main([*common(bases[family], given, out), "--bf16", *named(adapters[family])])
+    assert chosen == [(torch.bfloat16, {"world_size": 1, "backward": False})]
     differences = [
         abs(ours["probabilities"][label] - share)
         for ours, theirs in zip(read(out), answers, strict=True)

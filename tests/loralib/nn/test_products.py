@@ -2,12 +2,13 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from compare import assert_close_to_rounding, rounding
-from half_products import HalfProducts, emulate
+from half_products import HalfProducts, choose_processor
 from torch import nn
 
 import loralib as lora
@@ -71,7 +72,7 @@ def wide_batches(request, monkeypatch):
     if request.param == "in batches":
         monkeypatch.setattr(products, "_chosen", {products._BATCHES: "float32"})
     else:
-        emulate(monkeypatch, large=True)
+        choose_processor(monkeypatch, has_bfloat16=False, large=True)
 
 
 def assert_rounded_once(found, exact, terms):
@@ -99,7 +100,7 @@ def test_in_float32_a_product_is_rounded_once(with_bias, transposed, converted, 
 def test_without_instructions_no_product_is_in_bfloat16(with_bias, transposed, monkeypatch):
     """Frozen or trained, large or small, with gradients or without."""
     for large in (True, False):
-        emulate(monkeypatch, large)
+        choose_processor(monkeypatch, has_bfloat16=False, large=large)
         for is_frozen in (True, False):
             x, weight, bias = make(SIZES[1], torch.float32, with_bias)
             given = weight.t().contiguous().t() if transposed else weight
@@ -137,7 +138,7 @@ def test_batches_in_float32(wide_batches, autocast):
 
 
 def test_a_product_is_added_in_float32(monkeypatch):
-    emulate(monkeypatch, large=False)
+    choose_processor(monkeypatch, has_bfloat16=False, large=False)
     out, a, b = (torch.randn(size).bfloat16() for size in ((20, 10), (20, 4), (4, 10)))
     exact = out.double() + 0.3 * (a.double() @ b.double())
     a.requires_grad_()
@@ -151,23 +152,25 @@ def test_a_product_is_added_in_float32(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("machine", "capability", "instructions", "expected"),
+    ("supported", "flags", "expected"),
     [
-        ("x86_64", "AVX512", True, True),
-        ("AMD64", "AVX512", False, False),
-        ("x86_64", "AVX2", True, False),  # which PyTorch does not use then
-        ("AMD64", "DEFAULT", False, False),
-        ("arm64", "DEFAULT", False, True),  # not known there
+        (True, "flags: avx512f avx512_bf16", True),
+        (True, "flags: avx512f avx512_vnni", False),  # emulated by oneDNN
+        (False, "flags: avx2 avx512_bf16", False),  # switched off in PyTorch
+        (True, "flags: avx2 avx_ne_convert", True),
+        (True, "Features: asimd bf16", True),
+        (False, "Features: asimd", False),
+        (True, "", True),  # no Linux
+        (None, "flags: avx2", False),  # a PyTorch without oneDNN
+        (None, "flags: avx512_bf16", True),
     ],
 )
-def test_which_processors_have_bfloat16(monkeypatch, machine, capability, instructions, expected):
-    monkeypatch.setattr(products.platform, "machine", lambda: machine)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    name = "_is_avx512_bf16_supported"
-    monkeypatch.setattr(torch.cpu, name, lambda: instructions, raising=False)
+def test_which_processors_have_bfloat16(monkeypatch, supported, flags, expected):
+    core = "\t: ".join(flags.split(": ")) + "\n\n"
+    monkeypatch.setattr(products.Path, "read_text", lambda *_, **__: core)
+    operators = {} if supported is None else {"_is_mkldnn_bf16_supported": lambda: supported}
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(**operators))
     assert products._has_bfloat16.__wrapped__() == expected
-    monkeypatch.delattr(torch.cpu, name)
-    assert products._has_bfloat16.__wrapped__() == (expected or capability == "AVX512")
 
 
 def test_bfloat16_is_multiplied_in_float32_where_that_is_faster(monkeypatch, no_choices):
@@ -190,7 +193,7 @@ def test_bfloat16_is_multiplied_in_float32_where_that_is_faster(monkeypatch, no_
 
 def test_without_instructions_nothing_is_measured(monkeypatch, no_choices):
     """Other ways may take a hundred times as long."""
-    emulate(monkeypatch, large=True)
+    choose_processor(monkeypatch, has_bfloat16=False, large=True)
     monkeypatch.setattr(products, "_seconds", None)
     ways = products.measure([products.FrozenWeight(torch.randn(832, 1024))], torch.bfloat16, {})
     assert set(ways.values()) == {"float32"}

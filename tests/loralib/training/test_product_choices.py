@@ -36,6 +36,35 @@ def measured(monkeypatch):
     return asked
 
 
+@pytest.mark.parametrize(
+    ("dtype", "has_bfloat16", "way", "is_said"),
+    [
+        (torch.bfloat16, True, "float32", True),
+        (torch.bfloat16, True, "plain", False),
+        (torch.bfloat16, False, "plain", True),
+        (torch.float32, False, "plain", False),
+    ],
+)
+def test_it_is_said_where_bfloat16_saves_no_time(
+    cache, measured, monkeypatch, caplog, dtype, has_bfloat16, way, is_said
+):
+    monkeypatch.setattr(products, "_has_bfloat16", lambda: has_bfloat16)
+    monkeypatch.setattr(products, "_fastest", lambda *given: way)
+    monkeypatch.setattr(products, "_fastest_of_batches", lambda *given: "plain")
+    with caplog.at_level("INFO"):
+        choose_products(frozen_weights(model()), dtype, world_size=1)
+    assert ("bfloat16 saves memory here, and no time" in caplog.text) == is_said
+
+
+def test_what_was_known_of_emulated_bfloat16_is_not_taken(cache, monkeypatch):
+    """Other ways may take a hundred times as long there."""
+    monkeypatch.setattr(products, "_has_bfloat16", lambda: False)
+    weights, keys = frozen_weights(model()), {key.replace("float32", "bfloat16") for key in KEYS}
+    keys.add(products._BATCHES)
+    ways = products.measure(weights, torch.bfloat16, dict.fromkeys(keys, "plain"))
+    assert ways == dict.fromkeys(keys, "float32")
+
+
 def model():
     """A layer with LoRA, one that is trained, one that is small, and one that is no such layer."""
     layers = nn.Sequential(

@@ -1,0 +1,143 @@
+"""torch.func on LoRA layers: derivatives forward and back, examples one by one, several at once."""
+
+import pytest
+import torch
+from compare import assert_close_to_rounding
+from layer_cases import CASES, R, built
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jacrev, jvp, vmap
+
+from loralib.nn.plain import is_transformed
+
+# The terms of the sums that follow one another in a layer, and in a gradient over all outputs.
+TERMS = 6 * 27 + R + 2 * 6 * 125
+FOR_DORA = [name for name in CASES if name.startswith(("linear", "merged"))]
+PAIRS = [(name, "lora") for name in CASES] + [(name, "dora") for name in FOR_DORA]
+
+
+@pytest.fixture(params=PAIRS, ids=lambda pair: "-".join(pair))
+def layer_and_input(request):
+    name, variant = request.param
+    settings = {} if variant == "lora" else {"variant": variant}
+    x = CASES[name].x()
+    if name == "embedding":
+        x[x == 1] = 0  # its padding, whose derivative PyTorch leaves out going back alone
+    return built(CASES[name], **settings), x
+
+
+def loss_with(layer, parameters, x):
+    return functional_call(layer, parameters, (x,)).double().square().sum()
+
+
+def gradients(layer, x):
+    """By autograd, of one call."""
+    named = dict(layer.named_parameters())
+    found = torch.autograd.grad(
+        loss_with(layer, named, x), [p for p in named.values() if p.requires_grad]
+    )
+    return dict(zip([n for n, p in named.items() if p.requires_grad], found, strict=True))
+
+
+def split(layer):
+    """The trained parameters, and the frozen ones, both detached."""
+    named = {name: p.detach() for name, p in layer.named_parameters()}
+    trained = {n for n, p in layer.named_parameters() if p.requires_grad}
+    return {n: named[n] for n in named if n in trained}, {
+        n: named[n] for n in named if n not in trained
+    }
+
+
+def close(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        largest = float(expected.abs().max())
+        assert_close_to_rounding(ours[name], expected, TERMS, magnitude=largest)
+
+
+def test_gradients_are_autograds(layer_and_input):
+    layer, x = layer_and_input
+    trained, frozen = split(layer)
+    close(grad(lambda p: loss_with(layer, {**frozen, **p}, x))(trained), gradients(layer, x))
+    close(jacrev(lambda p: loss_with(layer, {**frozen, **p}, x))(trained), gradients(layer, x))
+
+
+def test_gradients_of_each_example(layer_and_input):
+    layer, x = layer_and_input
+    trained, frozen = split(layer)
+
+    def of_one(p, x):
+        return loss_with(layer, {**frozen, **p}, x[None])
+
+    found = vmap(grad(of_one), (None, 0))(trained, x)
+    for index, example in enumerate(x):
+        close({n: t[index] for n, t in found.items()}, gradients(layer, example[None]))
+
+
+def test_several_adapters_at_once(layer_and_input):
+    layer, x = layer_and_input
+    trained, frozen = split(layer)
+    stacked = {name: torch.stack([p, 2 * p]) for name, p in trained.items()}
+    found = vmap(lambda p: functional_call(layer, {**frozen, **p}, (x,)))(stacked)
+    for index, factor in enumerate((1, 2)):
+        own = {**frozen, **{name: factor * p for name, p in trained.items()}}
+        close({"out": found[index]}, {"out": functional_call(layer, own, (x,)).detach()})
+
+
+def test_directional_derivatives(layer_and_input):
+    """They are the gradients' products with the direction."""
+    layer, x = layer_and_input
+    trained, frozen = split(layer)
+    direction = {name: torch.randn_like(p) for name, p in trained.items()}
+    of = gradients(layer, x)
+    expected = sum((of[name].double() * direction[name].double()).sum() for name in of)
+    size = sum((of[name].double() * direction[name].double()).abs().sum() for name in of)
+    _, found = jvp(lambda p: loss_with(layer, {**frozen, **p}, x), (trained,), (direction,))
+    with forward_ad.dual_level():
+        duals = {n: forward_ad.make_dual(p, direction[n]) for n, p in trained.items()}
+        loss = loss_with(layer, {**frozen, **duals}, x)
+        again = forward_ad.unpack_dual(loss).tangent
+    for derivative in (found, again):
+        assert_close_to_rounding(derivative, expected, TERMS, magnitude=float(size))
+
+
+def test_derivatives_of_a_layer_that_is_merged(layer_and_input):
+    """In evaluation mode a layer computes with a copy of its weight, which has none."""
+    layer, x = layer_and_input
+    trained, frozen = split(layer)
+    expected = gradients(layer, x)
+    layer.eval()
+    with torch.no_grad():
+        assert layer.merged
+        layer(x)  # makes the copy
+    close(grad(lambda p: loss_with(layer, {**frozen, **p}, x))(trained), expected)
+    with torch.no_grad(), forward_ad.dual_level():
+        direction = {name: torch.randn_like(p) for name, p in trained.items()}
+        duals = {n: forward_ad.make_dual(p, direction[n]) for n, p in trained.items()}
+        tangent = forward_ad.unpack_dual(loss_with(layer, {**frozen, **duals}, x)).tangent
+    parts = [(expected[n].double() * direction[n].double()).flatten() for n in expected]
+    size = float(torch.cat(parts).abs().sum())
+    assert_close_to_rounding(tangent, torch.cat(parts).sum(), TERMS, magnitude=size)
+
+
+def test_dropout_may_differ_from_example_to_example():
+    layer = built(CASES["linear"], lora_dropout=0.5)
+    x = torch.ones(64, 1, 6)
+    out = vmap(layer, randomness="different")(x)
+    assert not torch.equal(out[0], out[1])
+    out = vmap(layer, randomness="same")(x)
+    assert torch.equal(out[0], out[1])
+
+
+def test_it_is_known_whether_anything_is_transformed():
+    seen = []
+
+    def note(x):
+        seen.append(is_transformed())
+        return x.sum()
+
+    for call in (grad(note), vmap(note), note, lambda x: jvp(note, (x,), (x,))):
+        call(torch.ones(2, 2))
+    assert seen == [True, True, False, True]
+    with forward_ad.dual_level():
+        assert is_transformed()
+    assert not is_transformed()
