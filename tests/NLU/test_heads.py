@@ -1,9 +1,11 @@
 """Heads for tags, answers, choices, next tokens: upstream's numbers, padding, what is trained."""
 
+import make_plain_fixture as plain_maker
 import pytest
 import torch
 import torch.nn.functional as F
 from adapted_encoders import CROSS, settings_of
+from half_products import HalfProducts, choose_processor
 from head_cases import (
     INPUTS,
     PAIRS,
@@ -22,6 +24,7 @@ from head_cases import (
 
 import transformers
 from loralib.nn.packing import PackedRows
+from loralib.training.precision import Precision
 from transformers.data.data_collator import PackedCollator
 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -61,6 +64,30 @@ def test_a_padded_answers_loss_is_the_mean_of_its_rows(family):
     head = "question_answering"
     rows = [upstream(family, head, f"row{row}", "loss") for row in range(4)]
     close(build(family, head)(**given(head)).loss, torch.stack(rows).mean())
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+@pytest.mark.parametrize(("family", "head"), [*PAIRS, ("roberta", "mlm"), ("deberta", "mlm")])
+def test_without_instructions_for_bfloat16_no_head_multiplies_in_it(
+    family, head, is_trained, monkeypatch
+):
+    """Nor in its backward pass."""
+    if head == "mlm":
+        model = plain_maker.build(family, head)
+        arguments = {**plain_maker.draw_inputs(family, "right"), "labels": torch.full((3, 7), 5)}
+    else:
+        model, arguments = build(family, head), given(head)
+    model.train().requires_grad_(is_trained)
+    model.base_model.embeddings.word_embeddings.weight.requires_grad = True
+    losses = []
+    for has_bfloat16 in (True, False):
+        choose_processor(monkeypatch, has_bfloat16, large=False)
+        precision = Precision(torch.bfloat16, "cpu")
+        with HalfProducts() as halves:
+            with precision.autocast():
+                losses.append(model(**arguments).loss)
+            precision.backward(losses[-1])
+        assert bool(halves.seen) == has_bfloat16, halves.seen
 
 
 # ---- padding ----

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loralib.nn.packing import PackedRows
+from loralib.nn.products import Linear
 
 from .configuration_utils import PretrainedConfig
 from .modeling_encoder import Encoded
@@ -32,6 +33,13 @@ from .modeling_utils import PreTrainedModel
 
 # The label of what has no part in a loss.
 IGNORED = -100
+
+
+class VocabularyProjection(Linear):
+    """Hidden states -> logits over a vocabulary, of some of a batch's tokens."""
+
+    # For loralib.nn.products, which measures it for so many of them.
+    rows_at_once = staticmethod(lambda dtype: 256)
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:

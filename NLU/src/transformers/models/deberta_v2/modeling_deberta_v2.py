@@ -51,6 +51,7 @@ from ...modeling_encoder import (
 from ...modeling_heads import (
     EncoderForQuestionAnswering,
     EncoderForTokenClassification,
+    VocabularyProjection,
     in_precision_of,
 )
 from ...modeling_plain import PaddedRows, PlainAttention, visible
@@ -633,7 +634,7 @@ class DebertaV2PredictionHeadTransform(nn.Module):
 
     def __init__(self, config: DebertaV2Config):
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dense = Linear(config.hidden_size, config.hidden_size)
         self.activation = ACT2FN[config.hidden_act]
         self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
@@ -648,7 +649,7 @@ class DebertaV2LMPredictionHead(nn.Module):
     def __init__(self, config: DebertaV2Config):
         super().__init__()
         self.transform = DebertaV2PredictionHeadTransform(config)
-        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+        self.decoder = VocabularyProjection(config.hidden_size, config.vocab_size)
         self.bias = self.decoder.bias
 
     def forward(self, hidden: Tensor) -> Tensor:

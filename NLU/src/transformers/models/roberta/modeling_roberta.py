@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import loralib as lora
 from loralib.nn.norm import LayerNorm
 from loralib.nn.packing import attend
+from loralib.nn.products import Linear
 
 from ...adapters import projection
 from ...lora_placement import Placed, by_layer
@@ -34,6 +35,7 @@ from ...modeling_heads import (
     EncoderForMultipleChoice,
     EncoderForQuestionAnswering,
     EncoderForTokenClassification,
+    VocabularyProjection,
     in_precision_of,
 )
 from ...modeling_plain import PlainAttention
@@ -183,7 +185,7 @@ class RobertaPooler(nn.Module):
 
     def __init__(self, config: RobertaConfig):
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dense = Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, first: Tensor) -> Tensor:
         """(batch, hidden) -> (batch, hidden)."""
@@ -225,9 +227,9 @@ class RobertaLMHead(nn.Module):
 
     def __init__(self, config: RobertaConfig):
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dense = Linear(config.hidden_size, config.hidden_size)
         self.layer_norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+        self.decoder = VocabularyProjection(config.hidden_size, config.vocab_size)
         self.bias = self.decoder.bias
 
     def forward(self, hidden: Tensor) -> Tensor:
