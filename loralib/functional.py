@@ -116,7 +116,8 @@ class Delta:
         Returns:
             (rows, out).
         """
-        if is_transformed():
+        given = (x, dropped, weight, bias, self.A, self.B)
+        if is_transformed(*(tensor for tensor in given if tensor is not None)):
             z = F.linear(x if dropped is None else dropped, self.A)
             return self.expanded(F.linear(x, weight, bias), z)
         return _LowRankLinear.apply(
@@ -402,7 +403,7 @@ class _LowRankLinear(torch.autograd.Function):
         if needs[0]:
             grad_x = products.product(grad, weight.t())
             if not ctx.has_dropped:
-                products.add_product(grad_x, grad_z, A)
+                products.add_product(grad_x, grad_z, A, 1.0)
         if needs[1]:
             grad_dropped = products.small_product(grad_z, A.t())
         if needs[2]:

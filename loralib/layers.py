@@ -243,9 +243,9 @@ class LoRALayer:
         """The merged copy of the weight, or None where the low-rank branch has to be computed."""
         if not self.merged or torch.compiler.is_compiling() or torch.jit.is_tracing():
             return None
-        if is_transformed():  # whose derivatives a copy would not have
-            return None
         sources = self._sources()
+        if is_transformed(*sources):  # whose derivatives a copy would not have
+            return None
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in sources)
         if recorded or any(t.is_inference() for t in sources):
             # An optimizer step may follow, and fused ones leave the tensors' versions as they were.
@@ -608,7 +608,7 @@ class Embedding(LoRALayer, nn.Embedding):
         delta = self._delta()
         z = self._rows(ids, delta.A.t(), sparse=False)
         delta, z = replace(delta, B=delta.B.to(out.dtype)), z.to(out.dtype)
-        if is_transformed():
+        if is_transformed(out, z, delta.B):
             out = delta.expanded(out, z)
         else:
             delta.expand_into(out, z)

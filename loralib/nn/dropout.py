@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .plain import is_plain
+from .plain import is_plain, is_transformed
 
 _VALUES = 2**16  # that p is a share of
 _SAME_SIZE_INTEGER = {
@@ -131,7 +131,7 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
     if not training or p == 0:
         return x
     fast = x.device.type == "cpu" and x.dtype in _SAME_SIZE_INTEGER and p < 1
-    if not fast or is_plain() or torch.compiler.is_compiling():
+    if not fast or is_plain() or torch.compiler.is_compiling() or is_transformed(x):
         return F.dropout(x, p)
     return _ApplyMask.apply(x, keep_mask(x.shape, p), p)
 

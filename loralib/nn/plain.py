@@ -3,8 +3,8 @@
 These are the products with frozen weights, attention, and dropout; and no batch is filled up to
 sizes that recur. Without dropout, results differ in rounding; with it, PyTorch draws other numbers.
 The switch is for comparing, and for finding out whether a fault lies here; it is the environment
-variable ``LORALIB_PLAIN=1``, or `plain`. It is on by itself where PyTorch transforms what is
-computed (`torch.func`, forward-mode derivatives), for which what is fast here has no rules.
+variable ``LORALIB_PLAIN=1``, or `plain`. It is on by itself within `torch.func`, for whose
+transforms what is fast here has no rules.
 """
 
 import os
@@ -12,7 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
+
+_IN_TRANSFORM = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+_IS_BATCHED = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda x: False)
 
 _plain = os.environ.get("LORALIB_PLAIN", "0") not in ("", "0")
 
@@ -22,13 +26,24 @@ def is_plain() -> bool:
     return _plain or is_transformed()
 
 
-def is_transformed() -> bool:
-    """Whether PyTorch transforms what is computed: vmap, grad, jvp, or dual numbers are in effect.
+def is_transformed(*tensors: Tensor) -> bool:
+    """Whether PyTorch transforms what this thread computes, or tensors have forward derivatives.
 
-    By private names, because there are no public ones.
+    vmap, grad and jvp of `torch.func` transform, and so does `torch.autograd.grad` of batches of
+    gradients. By private names, because there are no public ones.
+
+    Args:
+        tensors: what is computed with.
     """
-    in_transform = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
-    return in_transform() or getattr(forward_ad, "_current_level", -1) >= 0
+    if _IN_TRANSFORM():
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    if any(map(_IS_BATCHED, tensors)):
+        return True
+    # The level is the whole process's: in another thread, tensors have no tangents.
+    has_level = getattr(forward_ad, "_current_level", -1) >= 0
+    return has_level and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 @contextmanager

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .plain import is_plain
+from .plain import is_plain, is_transformed
 
 # ---- products that autograd records ----
 
@@ -74,7 +74,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     dtype = product_dtype(x)
     is_trained = weight.requires_grad and torch.is_grad_enabled()
-    if is_trained and (dtype is not torch.bfloat16 or _has_bfloat16()):
+    is_cast = dtype is not x.dtype or torch.is_autocast_enabled("cpu")
+    is_emulated = dtype is torch.bfloat16 and not _has_bfloat16()
+    if is_trained and not (is_emulated and (is_cast or weight.dtype is dtype)):
         return F.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1]).to(dtype)
     cast_bias = None if bias is None else bias.to(dtype)
@@ -133,7 +135,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        of_x, of_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
         return product(x, weight, bias)
 
     @staticmethod
@@ -182,25 +185,31 @@ def _is_ordinary(x: Tensor, weight: Tensor) -> bool:
         and not is_plain()
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
+        and not is_transformed(x, weight)
     )
 
 
 def small_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`product`, of which nothing is to be chosen: of few rows, or with a thin matrix."""
-    is_slow = _is_ordinary(x, weight) and _is_emulated(x) and not torch.is_grad_enabled()
-    return (_in_float32 if is_slow else F.linear)(x, weight, bias)
+    if x.dtype is not torch.bfloat16 or not _is_ordinary(x, weight) or not _is_emulated(x):
+        return F.linear(x, weight, bias)
+    if not torch.is_grad_enabled():
+        return _in_float32(x, weight, bias)
+    wide = _wide_matmul(x, weight.t())
+    return (wide if bias is None else wide + bias).to(x.dtype)
 
 
-def add_product(out: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
+def add_product(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
     """out += scale · a b, in place; recorded by autograd.
 
     Args:
         out: (n, m).
         a: (n, k), of the same dtype.
         b: (k, m), of the same dtype.
-        scale: what the product is multiplied by.
+        scale: what the product is multiplied by. Without a default, which PyTorch's compiler would
+            take for an input.
     """
-    if _is_ordinary(a, b) and _is_emulated(a):
+    if a.dtype is torch.bfloat16 and _is_ordinary(a, b) and _is_emulated(a):
         out.add_(_wide_matmul(a, b), alpha=scale)
     else:
         out.addmm_(a, b, alpha=scale)
@@ -443,6 +452,12 @@ def _is_emulated(x: Tensor) -> bool:
     return x.dtype is torch.bfloat16 and x.device.type == "cpu" and not _has_bfloat16()
 
 
+@functools.cache
+def _is_intels() -> bool:
+    """Whether the processor is known to be of Intel, whose library MKL is."""
+    return "Intel" in (_cpuinfo().get("vendor_id") or platform.processor())
+
+
 # Instructions that multiply in bfloat16, or convert it, by Linux's names: x86's, and ARM's.
 _OF_BFLOAT16 = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"}
 
@@ -522,9 +537,9 @@ def use_choices(state: Mapping[str, Any]) -> None:
 
 
 def is_slow_in_bfloat16(ways: Mapping[str, str]) -> bool:
-    """Whether float32 is faster: by the processor, or in most of the products measured."""
+    """Whether float32 is faster in most of the products that there is a choice for."""
     found = [way for key, way in ways.items() if key != _BATCHES]
-    return not _has_bfloat16() or 2 * found.count("float32") > len(found)
+    return 2 * found.count("float32") > len(found)
 
 
 def _ways_of(key: str) -> Collection[str]:
@@ -580,7 +595,9 @@ def measure(
             if not _is_ordinary(x, matrix) or not _has_ways(x, cast):
                 continue
             key = _key(x, cast, added)
-            if key not in ways and known.get(key) in _WAYS and not _is_emulated(x):
+            if _is_emulated(x):  # where other ways may take a hundred times as long
+                ways[key] = "float32"
+            if key not in ways and known.get(key) in _WAYS:
                 ways[key] = known[key]
             if key not in ways:
                 x = torch.rand(x.shape, generator=generator).to(dtype)
@@ -600,12 +617,14 @@ def _like(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 def _usual(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
     """The way where nothing was measured.
 
-    In half precision, PyTorch's own writes the bias to the result first, in a pass of its own.
+    In half precision, PyTorch's own writes the bias to the result first, in a pass of its own. In
+    float32, it is MKL's: a tenth slower than oneDNN on AMD's processors; on Intel's about the same,
+    where oneDNN takes up to 2.4 times as long with some transposed weights (5632 x 2048 is one).
     """
     if _is_emulated(x):
         return "float32"
     is_large = len(x) * weight.numel() >= _LARGE
-    is_faster = x.dtype is torch.float32 or bias is not None
+    is_faster = bias is not None if x.dtype is torch.bfloat16 else not _is_intels()
     is_good = is_large and is_faster and _has_avx512() and _has_onednn(x.dtype)
     return "onednn" if is_good else "plain"
 
@@ -623,8 +642,6 @@ def _fastest(x: Tensor, weight: Tensor, bias: Tensor | None, worth: Mapping[str,
 
     What a way costs otherwise counts as `worth` says: at most that share of the best so far.
     """
-    if _is_emulated(x):  # where the others may take a hundred times as long
-        return "float32"
     ways = ["plain", "blocks"]
     if _has_onednn(x.dtype):
         ways += ["onednn"] if _owner(weight) is None else ["onednn", "packed"]

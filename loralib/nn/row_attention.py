@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import dropout as dropouts
 from .distances import DistanceTerm
-from .plain import is_plain
+from .plain import is_plain, is_transformed
 from .products import batched_product
 from .row_groups import GroupedTokens, group_rows
 
@@ -38,6 +38,8 @@ def trains_on_cpu(*tensors: Tensor | None, dropout_p: float) -> bool:
     if is_plain() or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
     given = [x for x in tensors if x is not None]
+    if is_transformed(*given):
+        return False
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in given)
     computable = all(x.device.type == "cpu" and x.dtype == given[0].dtype for x in given)
     return computable and (recorded or dropout_p > 0) and dropout_p < 1

@@ -6,6 +6,7 @@ adds in the same order. A run takes from there what is of its own products: what
 measured does not change its rounding.
 """
 
+import functools
 import json
 import logging
 import os
@@ -58,14 +59,36 @@ def choose_products(
         if measured:
             _add(path, machine, measured)
         if dtype is torch.bfloat16 and products.is_slow_in_bfloat16(ways):
-            logger.info(
-                "this processor multiplies in float32 faster than in bfloat16, so products are "
-                "computed in float32 and rounded: bfloat16 saves memory here, and no time"
-            )
+            _say_that_it_is_slow()
     products.use_choices({"machine": machine, "ways": ways})
     if world_size > 1:
         # Processes on a machine of another kind take what is usual there.
         products.use_choices(gather_objects(products.choices(), world_size)[0])
+
+
+@contextmanager
+def chosen_products(
+    weights: Sequence[FrozenWeight], dtype: torch.dtype, world_size: int
+) -> Iterator[None]:
+    """`choose_products` for an evaluation; afterwards, what was chosen before is back.
+
+    Args:
+        weights, dtype, world_size: as for `choose_products`.
+    """
+    before = products.choices()
+    choose_products(weights, dtype, world_size, backward=False)
+    try:
+        yield
+    finally:
+        products.use_choices(before)
+
+
+@functools.cache  # once a process
+def _say_that_it_is_slow() -> None:
+    logger.info(
+        "this processor multiplies in float32 faster than in bfloat16, so most products are "
+        "computed in float32 and rounded: bfloat16 saves memory here, and no time"
+    )
 
 
 def frozen_weights(model: nn.Module) -> list[FrozenWeight]:

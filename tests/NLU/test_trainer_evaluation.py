@@ -15,13 +15,13 @@ from trainer_runs import Recorder, collate, make_data
 from loralib.adapters.formats import read_adapter
 from loralib.adapters.loading import load_into
 from loralib.io.tensors import read_tensors
+from loralib.training import product_choices
 from loralib.training.product_choices import frozen_weights
 from transformers import (
     Trainer,
     TrainingArguments,
     TrainingError,
     trainer_checkpoint,
-    trainer_evaluation,
 )
 from transformers import trainer as trainer_module
 from transformers.trainer_utils import list_checkpoints
@@ -46,7 +46,7 @@ def test_evaluation_counts_examples_not_batches(make_trainer, make_model):
 def test_an_evaluation_multiplies_as_its_training_does(make_trainer, monkeypatch):
     """Alone it chooses; by what a training has chosen, it does not ask, be that nothing."""
     chosen = []
-    for module in (trainer_evaluation, trainer_module):
+    for module in (product_choices, trainer_module):
         monkeypatch.setattr(
             module, "choose_products", lambda *given, **how: chosen.append((given, how))
         )

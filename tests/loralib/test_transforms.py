@@ -1,5 +1,7 @@
 """torch.func on LoRA layers: derivatives forward and back, examples one by one, several at once."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from compare import assert_close_to_rounding
@@ -8,6 +10,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 
 from loralib.nn.plain import is_transformed
+from loralib.nn.products import Linear
 
 # The terms of the sums that follow one another in a layer, and in a gradient over all outputs.
 TERMS = 6 * 27 + R + 2 * 6 * 125
@@ -139,5 +142,20 @@ def test_it_is_known_whether_anything_is_transformed():
         call(torch.ones(2, 2))
     assert seen == [True, True, False, True]
     with forward_ad.dual_level():
-        assert is_transformed()
-    assert not is_transformed()
+        x = torch.ones(2)
+        dual = forward_ad.make_dual(x, x)
+        assert is_transformed(x, dual)
+        assert not is_transformed(x)
+        # Of another thread, which computes what it computes without.
+        with ThreadPoolExecutor() as pool:
+            assert not pool.submit(is_transformed, x).result()
+    assert not is_transformed(x)
+
+
+def test_batches_of_gradients():
+    """By vmap, as `torch.autograd.functional.jacobian(vectorize=True)` takes them."""
+    layer, x = Linear(512, 768), torch.randn(640, 512, requires_grad=True)
+    layer.weight.requires_grad_(False)
+    out, grads = layer(x), torch.randn(3, 640, 768)
+    (found,) = torch.autograd.grad(out, x, grads, is_grads_batched=True)
+    assert_close_to_rounding(found, grads @ layer.weight, 768)

@@ -4,7 +4,7 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from loralib.nn.routing import is_by_row
 from loralib.training import watch
 from loralib.training.distributed import gather_objects, sum_over_processes
 from loralib.training.precision import Precision, all_in_half
-from loralib.training.product_choices import choose_products, frozen_weights
+from loralib.training.product_choices import chosen_products, frozen_weights
 
 from .data.data_collator import PackedCollator, only_pads
 from .trainer_callback import CallbackHandler, TrainerControl
@@ -308,12 +308,8 @@ class TrainerEvaluation(TrainerLoaders):
             args.eval_accumulation_steps,
         )
         self.model.eval()
-        if args.device.type == "cpu" and not self._has_products:
-            # Those of a training stay, so that an evaluation in between changes none of its bits.
-            weights = frozen_weights(self.model)
-            choose_products(weights, args.compute_dtype, args.world_size, backward=False)
         in_half = all_in_half(self.model) if args.fp16_full_eval else nullcontext()
-        with torch.no_grad(), in_half, self.precision.autocast():
+        with torch.no_grad(), in_half, self.precision.autocast(), self._products():
             for inputs in dataloader:
                 step = self.prediction_step(self.model, inputs, loss_only, ignore_keys)
                 found.add(inputs, *step)
@@ -330,6 +326,16 @@ class TrainerEvaluation(TrainerLoaders):
                 metrics[f"{metric_key_prefix}_{name.removeprefix(f'{metric_key_prefix}_')}"] = value
         metrics.update(speed_metrics(metric_key_prefix, start, count))
         return PredictionOutput(predictions, labels, metrics)
+
+    def _products(self) -> AbstractContextManager:
+        """How an evaluation multiplies: as this Trainer's training does, or did, if there was one.
+
+        So that an evaluation in between changes none of its bits.
+        """
+        args = self.args
+        if args.device.type != "cpu" or self._has_products:
+            return nullcontext()
+        return chosen_products(frozen_weights(self.model), args.compute_dtype, args.world_size)
 
     def prediction_step(
         self,

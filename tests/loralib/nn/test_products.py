@@ -173,6 +173,28 @@ def test_which_processors_have_bfloat16(monkeypatch, supported, flags, expected)
     assert products._has_bfloat16.__wrapped__() == expected
 
 
+@pytest.mark.parametrize(
+    ("vendor", "dtype", "with_bias", "expected"),
+    [
+        ("GenuineIntel", torch.float32, True, "plain"),
+        ("AuthenticAMD", torch.float32, False, "onednn"),
+        ("GenuineIntel", torch.bfloat16, True, "onednn"),
+        ("AuthenticAMD", torch.bfloat16, False, "plain"),
+    ],
+)
+def test_the_way_where_nothing_was_measured(monkeypatch, vendor, dtype, with_bias, expected):
+    monkeypatch.setattr(products, "_cpuinfo", lambda: {"vendor_id": vendor})
+    monkeypatch.setattr(products, "_is_intels", products._is_intels.__wrapped__)
+    for name in ("_has_avx512", "_has_bfloat16"):
+        monkeypatch.setattr(products, name, lambda: True)
+    monkeypatch.setattr(products, "_has_onednn", lambda dtype: True)
+    x, weight, bias = make(SIZES[1], dtype, with_bias)
+    assert products._usual(x, weight, bias) == expected
+    assert products._usual(x[:5], weight, bias) == "plain", "too few rows"
+    monkeypatch.setattr(products, "_has_avx512", lambda: False)
+    assert products._usual(x, weight, bias) == "plain"
+
+
 def test_bfloat16_is_multiplied_in_float32_where_that_is_faster(monkeypatch, no_choices):
     times = {"plain": 3.0, "onednn": 3.0, "blocks": 3.0, "packed": 3.0, "float32": 2.0}
     names = {way: name for name, way in products._WAYS.items()}
@@ -446,7 +468,9 @@ def test_small_products_and_plain_runs_are_not_measured():
 
 def test_what_is_known_costs_neither_inputs_nor_casts(monkeypatch):
     weight = products.FrozenWeight(torch.randn(832, 1024), torch.randn(832))
+    choose_processor(monkeypatch, has_bfloat16=True, large=True)
     monkeypatch.setattr(products, "_fastest", lambda *_: "plain")
+    monkeypatch.setattr(products, "_fastest_of_batches", lambda *_: "plain")
     known = products.measure([weight], torch.bfloat16, {})
     monkeypatch.setattr(torch, "rand", None)
     monkeypatch.setattr(torch.Tensor, "to", None)

@@ -1,6 +1,7 @@
 """Which way large products are computed in: measured once a machine, and kept with a run."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import loralib as lora
 from loralib.nn import products
 from loralib.training import product_choices
 from loralib.training.precision import Precision
-from loralib.training.product_choices import choose_products, frozen_weights
+from loralib.training.product_choices import choose_products, chosen_products, frozen_weights
 from loralib.training.resume import restore
 
 KEYS = {"float32 512 -> 1024 + bias", "float32 1024 -> 512 transposed"}
@@ -41,7 +42,7 @@ def measured(monkeypatch):
     [
         (torch.bfloat16, True, "float32", True),
         (torch.bfloat16, True, "plain", False),
-        (torch.bfloat16, False, "plain", True),
+        (torch.bfloat16, False, "plain", True),  # which is not measured then
         (torch.float32, False, "plain", False),
     ],
 )
@@ -51,9 +52,23 @@ def test_it_is_said_where_bfloat16_saves_no_time(
     monkeypatch.setattr(products, "_has_bfloat16", lambda: has_bfloat16)
     monkeypatch.setattr(products, "_fastest", lambda *given: way)
     monkeypatch.setattr(products, "_fastest_of_batches", lambda *given: "plain")
+    product_choices._say_that_it_is_slow.cache_clear()
     with caplog.at_level("INFO"):
         choose_products(frozen_weights(model()), dtype, world_size=1)
-    assert ("bfloat16 saves memory here, and no time" in caplog.text) == is_said
+        choose_products(frozen_weights(model()), dtype, world_size=1)
+    assert caplog.text.count("bfloat16 saves memory here, and no time") == is_said
+
+
+def test_an_evaluation_puts_back_what_was_chosen(cache, measured):
+    """Another model's, in the middle of a training, changes none of its products."""
+    choose_products(frozen_weights(model()), torch.float32, world_size=1)
+    before = products.choices()
+    other = [products.FrozenWeight(torch.randn(832, 1024))]
+    for expected in (nullcontext(), pytest.raises(ZeroDivisionError)):
+        with expected as raised, chosen_products(other, torch.float32, world_size=1):
+            assert products.choices()["ways"] == {"float32 1024 -> 832": "plain"}
+            assert raised is None or 1 / 0
+        assert products.choices() == before
 
 
 def test_what_was_known_of_emulated_bfloat16_is_not_taken(cache, monkeypatch):
