@@ -11,9 +11,9 @@ processors, and on Intel's with AMX, weights in oneDNN's own layout are multipli
               transpose: two or three times the memory
     float32   of bfloat16: the factors are converted, the weight in parts, and the result is rounded
 
-bfloat16 is not faster everywhere. For processors without instructions for it, which most laptops
-have, PyTorch's products take 12 times as long as in float32, and 190 times with a transposed
-weight. Some of Intel's that have AVX-512's instructions, but not AMX, take 1.7 times as long.
+bfloat16 is not faster everywhere. Where a processor has no instructions for it, PyTorch's products
+were seen to take 12 times as long as in float32, and 190 times with a transposed weight. Some of
+Intel's that have AVX-512's instructions, but not AMX, take 1.7 times as long.
 
 Where nothing was measured, "onednn" is taken where it is known to be good, and "float32" where a
 processor has no instructions for bfloat16. Training scripts, evaluation and beam search measure all
@@ -60,7 +60,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`, to rounding; fast where the weight is frozen, and nowhere in emulated bfloat16.
+    """`F.linear`, to rounding; fast where the weight is frozen, or bfloat16 is emulated.
 
     Args:
         x: (…, in).

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import assert_close_to_rounding, assert_same_bits
-from half_products import HalfProducts, choose_processor
+from half_products import choose_processor, step_and_evaluate
 from multiplied_rows import MultipliedRows
 from plain_gpt2 import MASKS, ROWS, draw_batch, plain_gradients, plain_logits, train_only
 from product_ways import Ways
@@ -439,18 +439,12 @@ def test_a_processor_without_bfloat16_multiplies_in_float32(build, monkeypatch, 
     hold_frozen_in(model, torch.bfloat16)
     for is_emulated in (False, True):
         choose_processor(monkeypatch, has_bfloat16=not is_emulated, large=large)
-        model.train().zero_grad()
-        precision = Precision(torch.bfloat16, "cpu")
-        with HalfProducts() as halves:
-            with precision.autocast():
-                loss = model(*draw_batch("clm"), 0.1)
-            precision.backward(loss)
-            with torch.no_grad(), precision.autocast():
-                evaluated = model.eval()(*draw_batch("clm"))
+        halves, results = step_and_evaluate(
+            model, lambda: model(*draw_batch("clm"), 0.1), lambda: model(*draw_batch("clm"))
+        )
         assert bool(halves.seen) != is_emulated, halves.seen
         assert halves.others or not is_emulated
-        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        found.append({"loss": loss.detach(), "evaluated": evaluated, **grads})
+        found.append(results)
     theirs, ours = found
     for name, expected in theirs.items():
         # Of some 50 products after one another, each rounds by up to 2^-9, up or down: 2 % remain.

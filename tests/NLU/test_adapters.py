@@ -4,7 +4,7 @@ import pytest
 import torch
 from adapted_encoders import ADAPTED, CROSS, FAMILIES, close
 from encoder_options import ENCODER_TERMS
-from half_products import HalfProducts, choose_processor
+from half_products import choose_processor, step_and_evaluate
 
 from loralib.training.precision import Precision, hold_frozen_in
 from transformers import (
@@ -208,18 +208,12 @@ def test_a_processor_without_bfloat16_multiplies_in_float32(
     hold_frozen_in(model, torch.bfloat16)
     for is_emulated in (False, True):
         choose_processor(monkeypatch, has_bfloat16=not is_emulated, large=large)
-        model.train().zero_grad()
-        precision = Precision(torch.bfloat16, "cpu")
-        with HalfProducts() as halves:
-            with precision.autocast():
-                loss = model(**batch).loss
-            precision.backward(loss)
-            with torch.no_grad(), precision.autocast():
-                logits = model.eval()(**batch).logits
+        halves, results = step_and_evaluate(
+            model, lambda: model(**batch).loss, lambda: model(**batch).logits
+        )
         assert bool(halves.seen) != is_emulated, halves.seen
-        assert halves.others
-        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        found.append({"loss": loss.detach(), "logits": logits, **grads})
+        assert halves.others or not is_emulated
+        found.append(results)
     theirs, ours = found
     for name, expected in theirs.items():
         # Of some 50 products after one another, each rounds by up to 2^-9, up or down: 2 % remain.

@@ -1,9 +1,13 @@
 """Products that are multiplied in bfloat16, which a processor may have no instructions for."""
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from loralib.nn import products
+from loralib.training.precision import Precision
 
 _OPERATORS = {"mm", "addmm", "bmm", "baddbmm", "addmm_", "baddbmm_", "_linear_pointwise"}
 
@@ -27,6 +31,27 @@ class HalfProducts(TorchDispatchMode):
             else:
                 self.others += 1
         return function(*args, **(kwargs or {}))
+
+
+def step_and_evaluate(
+    model: nn.Module, loss_of: Callable[[], Tensor], evaluate: Callable[[], Tensor]
+) -> tuple[HalfProducts, dict[str, Tensor]]:
+    """A training step in bfloat16, as the scripts make it, and an evaluation.
+
+    Returns:
+        What was multiplied; the loss, what was evaluated, and the gradients by name.
+    """
+    model.train().zero_grad()
+    precision = Precision(torch.bfloat16, "cpu")
+    with HalfProducts() as halves:
+        with precision.autocast():
+            loss = loss_of()
+        precision.backward(loss)
+        model.eval()
+        with torch.no_grad(), precision.autocast():
+            evaluated = evaluate()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return halves, {"loss": loss.detach(), "evaluated": evaluated, **grads}
 
 
 def choose_processor(patch, has_bfloat16: bool, large: bool) -> None:
