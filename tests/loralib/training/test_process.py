@@ -264,7 +264,8 @@ from loralib.training.process import run
 def main():
     dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
     atexit.register(lambda: print("at exit"))
-    print("worked")
+    print("worked", flush=True)
+    sys.stdin.readline()  # until the others have joined as well: they need this process for that
     if "fails" in sys.argv:
         raise ValueError("bad")
 
@@ -282,6 +283,7 @@ def test_processes_of_a_group_end_together(tmp_path, fails, code, last):
             [*command, str(number), *fails],
             cwd=ROOT,
             env={**os.environ, "RANK": str(number)},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
@@ -289,9 +291,13 @@ def test_processes_of_a_group_end_together(tmp_path, fails, code, last):
         for number in range(2)
     ]
     for process in processes:
+        assert process.stdout.readline() == "worked\n"
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in processes:
         text, _ = process.communicate(timeout=60)
         assert process.returncode == code
-        assert text.startswith("worked\n")
         assert last in text
         assert "not reached" not in text
 
