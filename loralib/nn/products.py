@@ -1,15 +1,9 @@
 """x Wᵀ + b of large matrices, in the fastest way that PyTorch has on this processor.
 
-On a CPU there are several, and which of them is the fastest depends on the processor, the shape and
-the dtype: MKL's kernels for float32, for instance, are a tenth slower than oneDNN's on AMD's
-processors, and on Intel's with AMX, weights in oneDNN's own layout are multiplied twice as fast.
-
-    plain     F.linear
-    onednn    oneDNN's linear layer, which PyTorch has for its own compiler
-    blocks    F.linear on blocks of rows, whose intermediate results stay in the cache
-    packed    oneDNN's, with a copy of the frozen weight in its layout, and in training one of its
-              transpose: two or three times the memory
-    float32   of bfloat16: the factors are converted, the weight in parts, and the result is rounded
+On a CPU there are several ways (ways.py). Which of them is the fastest depends on the processor,
+the shape and the dtype: MKL's kernels for float32, for instance, are a tenth slower than oneDNN's
+on AMD's processors, and on Intel's with AMX, weights in oneDNN's own layout are multiplied twice as
+fast.
 
 bfloat16 is not faster everywhere. Where a processor has no instructions for it, PyTorch's products
 were seen to take 12 times as long as in float32, and 190 times with a transposed weight. Some of
@@ -21,28 +15,20 @@ of them on their frozen weights before they begin (`measure`), for about as many
 have: with few rows, most of the time goes into bringing the weight into another layout. Ways differ
 in the order in which they add, and so in rounding: a run uses choices for its own weights alone,
 keeps them in its checkpoints, and resumes with them (`choices`, `use_choices`).
-
-A packed copy is made again when its weight has changed: when it was written to, replaced, or
-trained by one of PyTorch's optimizers. It does not follow writes that PyTorch cannot see, such as
-`weight.data.mul_(2)`: write to the weight itself, under `torch.no_grad()`.
 """
 
-import functools
-import platform
 import statistics
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from . import processor
 from .plain import is_plain, is_transformed
+from .ways import WAYS, WAYS_OF_BATCHES, drop_copies, frozen_owner, in_float32
 
 # ---- products that autograd records ----
 
@@ -75,7 +61,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     dtype = product_dtype(x)
     is_trained = weight.requires_grad and torch.is_grad_enabled()
     is_cast = dtype is not x.dtype or torch.is_autocast_enabled("cpu")
-    is_emulated = dtype is torch.bfloat16 and not _has_bfloat16()
+    is_emulated = dtype is torch.bfloat16 and not processor.has_bfloat16()
     if is_trained and not (is_emulated and (is_cast or weight.dtype is dtype)):
         return F.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1]).to(dtype)
@@ -175,7 +161,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not _is_ordinary(x, weight) or not _has_ways(x, weight):
         return small_product(x, weight, bias)
     way = _chosen.get(_key(x, weight, bias)) or _usual(x, weight, bias)
-    return _WAYS[way](x, weight, bias)
+    return WAYS[way](x, weight, bias)
 
 
 def _is_ordinary(x: Tensor, weight: Tensor) -> bool:
@@ -191,10 +177,10 @@ def _is_ordinary(x: Tensor, weight: Tensor) -> bool:
 
 def small_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`product`, of which nothing is to be chosen: of few rows, or with a thin matrix."""
-    if x.dtype is not torch.bfloat16 or not _is_ordinary(x, weight) or not _is_emulated(x):
+    if x.dtype is not torch.bfloat16 or not _is_ordinary(x, weight) or not processor.is_emulated(x):
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
-        return _in_float32(x, weight, bias)
+        return in_float32(x, weight, bias)
     wide = _wide_matmul(x, weight.t())
     return (wide if bias is None else wide + bias).to(x.dtype)
 
@@ -209,7 +195,7 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
         scale: what the product is multiplied by. Without a default, which PyTorch's compiler would
             take for an input.
     """
-    if a.dtype is torch.bfloat16 and _is_ordinary(a, b) and _is_emulated(a):
+    if a.dtype is torch.bfloat16 and _is_ordinary(a, b) and processor.is_emulated(a):
         out.add_(_wide_matmul(a, b), alpha=scale)
     else:
         out.addmm_(a, b, alpha=scale)
@@ -231,13 +217,13 @@ def batched_product(a: Tensor, b: Tensor, scale: float = 1.0, out: Tensor | None
     """
     if out is None:
         out = a.new_empty(*a.shape[:2], b.shape[2])
-    return _WAYS_OF_BATCHES[_way_of_batches(a.dtype)](a, b, scale, out)
+    return WAYS_OF_BATCHES[_way_of_batches(a.dtype)](a, b, scale, out)
 
 
 def _way_of_batches(dtype: torch.dtype) -> str:
     if dtype is not torch.bfloat16 or is_plain():
         return "plain"
-    return _chosen.get(_BATCHES) or ("plain" if _has_bfloat16() else "float32")
+    return _chosen.get(_BATCHES) or ("plain" if processor.has_bfloat16() else "float32")
 
 
 def _has_ways(x: Tensor, weight: Tensor) -> bool:
@@ -250,227 +236,6 @@ def _has_ways(x: Tensor, weight: Tensor) -> bool:
         and not torch.is_grad_enabled()
         and bool(torch.backends.mkldnn.enabled)
     )
-
-
-# ---- the ways ----
-
-_BLOCK = 432  # rows
-
-
-def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-
-
-def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out = x.new_empty(len(x), len(weight))
-    for rows, result in zip(x.split(_BLOCK), out.split(_BLOCK), strict=True):
-        _linear_into(result, rows, weight, bias)
-    return out
-
-
-def _linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x Wᵀ + b into `out`, in the dtype of the tensors: autocast leaves such calls alone."""
-    if bias is None:
-        return torch.mm(x, weight.t(), out=out)
-    return torch.addmm(bias, x, weight.t(), out=out)
-
-
-def _with_packed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    owner = _owner(weight)
-    return _onednn(x, weight if owner is None else _packed(owner, weight), bias)
-
-
-# How many elements of a weight are converted at a time: 16 MB of them, or one row.
-_CONVERTED = 2**22
-_WIDE: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever PyTorch's defaults are
-
-
-class _Scratch(threading.local):
-    """Memory in float32 that the products of a thread use one after the other.
-
-    New memory for each would leave holes in the C library's heap: a step of GPT-2 small took
-    0.2 GiB more, and 4 % more time.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-
-    def empty(self, role: str, rows: int, columns: int) -> Tensor:
-        """(rows, columns), until the role is asked for again; new memory where that is large."""
-        count = rows * columns
-        if count > _CONVERTED:
-            return torch.empty(rows, columns, **_WIDE)
-        if role not in self._buffers or self._buffers[role].numel() < count:
-            with torch.inference_mode(False):  # a tensor of that mode could not be written to later
-                self._buffers[role] = torch.empty(count, **_WIDE)
-        return self._buffers[role][:count].view(rows, columns)
-
-    def converted(self, role: str, x: Tensor) -> Tensor:
-        """A matrix in float32, transposed in memory if it is."""
-        is_transposed = x.t().is_contiguous()
-        given = x.t() if is_transposed else x
-        wide = self.empty(role, *given.shape).copy_(given)
-        return wide.t() if is_transposed else wide
-
-
-_scratch = _Scratch()
-
-
-def _in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Computed in float32 and rounded once, at the end."""
-    bias = None if bias is None else bias.float()
-    if weight.numel() <= _CONVERTED:
-        wide = _wide_linear(_scratch.converted("input", x), weight, bias)
-        return wide.to(x.dtype, copy=True)
-    out = x.new_empty(len(x), len(weight))
-    # Parts of the weight as it lies in memory: of its outputs, or of a transposed one's inputs.
-    if weight.is_contiguous():
-        size = max(_CONVERTED // weight.shape[1], 1)
-        parts = weight.split(size)
-        biases = [None] * len(parts) if bias is None else bias.split(size)
-        wide = _scratch.converted("input", x)
-        for place, part, added in zip(out.split(size, dim=1), parts, biases, strict=True):
-            place.copy_(_wide_linear(wide, part, added))
-        return out
-    size = max(_CONVERTED // len(weight), 1)
-    total = _scratch.empty("output", *out.shape).zero_()
-    for inputs, part in zip(x.split(size, dim=1), weight.split(size, dim=1), strict=True):
-        wide_weight = _scratch.converted("weight", part)
-        total.addmm_(_scratch.converted("input", inputs), wide_weight.t())
-    return out.copy_(total if bias is None else total.add_(bias))
-
-
-def _wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Of a weight that is converted first; the result is there until the next."""
-    out = _scratch.empty("output", len(x), len(weight))
-    return _linear_into(out, x, _scratch.converted("weight", weight), bias)
-
-
-_WAYS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
-    "plain": F.linear,
-    "onednn": _onednn,
-    "blocks": _in_blocks,
-    "packed": _with_packed,
-    "float32": _in_float32,
-}
-
-
-def _plain_batches(a: Tensor, b: Tensor, scale: float, out: Tensor) -> Tensor:
-    # With beta = 0, `baddbmm` still copies its first input to `out`, unless they are one tensor.
-    return torch.baddbmm(out, a, b, beta=0, alpha=scale, out=out)
-
-
-def _batches_in_float32(a: Tensor, b: Tensor, scale: float, out: Tensor) -> Tensor:
-    wide = torch.empty_like(out, dtype=torch.float32)
-    return out.copy_(_plain_batches(a.float(), b.float(), scale, wide))
-
-
-_WAYS_OF_BATCHES: dict[str, Callable[[Tensor, Tensor, float, Tensor], Tensor]] = {
-    "plain": _plain_batches,
-    "float32": _batches_in_float32,
-}
-
-
-class _Packed(NamedTuple):
-    """The copies of a weight.
-
-    Args:
-        stamp: what the weight was when they were made.
-        alias: keeps the weight's address from being given to another tensor.
-        copies: by offset, shape and order (the backward pass has the transpose, and a weight may
-            be multiplied with in slices).
-    """
-
-    stamp: tuple
-    alias: Tensor
-    copies: dict[tuple, Tensor]
-
-
-_packed_copies: Any = WeakTensorKeyDictionary()
-
-
-def _owner(weight: Tensor) -> Tensor | None:
-    """The frozen parameter that a weight is, or is a view of; None where it is something else."""
-    if weight.is_inference():
-        return None
-    owner = weight if weight._base is None else weight._base
-    return owner if isinstance(owner, nn.Parameter) and not owner.requires_grad else None
-
-
-def _packed(owner: Tensor, weight: Tensor) -> Tensor:
-    """The weight in oneDNN's layout; made when it is first asked for, and when it has changed."""
-    _follow_optimizers()
-    stamp = _stamp(owner)
-    if owner not in _packed_copies or _packed_copies[owner].stamp != stamp:
-        _drop_replaced()
-        _packed_copies[owner] = _Packed(stamp, owner.detach(), {})
-    copies = _packed_copies[owner].copies
-    place = (weight.storage_offset(), weight.shape, weight.stride())
-    if place not in copies:
-        copies[place] = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
-    return copies[place]
-
-
-def _stamp(owner: Tensor) -> tuple:
-    return owner._version, owner.data_ptr(), owner.dtype
-
-
-def _drop_replaced() -> None:
-    """Forgets copies of weights that have become others, such as those that are on a GPU now."""
-    for owner in [
-        owner for owner in _packed_copies if _packed_copies[owner].stamp != _stamp(owner)
-    ]:
-        del _packed_copies[owner]
-
-
-@functools.cache
-def _follow_optimizers() -> None:
-    """From now on, packed copies of trained weights are dropped; once a process.
-
-    Fused optimizers write to a weight without a change of its version.
-    """
-    register_optimizer_step_post_hook(_drop_trained)
-
-
-def _drop_trained(*_: Any) -> None:
-    for owner in [owner for owner in _packed_copies if owner.grad is not None]:
-        del _packed_copies[owner]
-
-
-def _has_onednn(dtype: torch.dtype) -> bool:
-    """Whether PyTorch has oneDNN's linear layer for this dtype on this processor."""
-    has_it = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return has_it and (dtype is torch.float32 or _has_avx512())
-
-
-def _has_avx512() -> bool:
-    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-
-
-def _is_emulated(x: Tensor) -> bool:
-    """Whether x is on a CPU that is known to have no instructions for products of its dtype."""
-    return x.dtype is torch.bfloat16 and x.device.type == "cpu" and not _has_bfloat16()
-
-
-@functools.cache
-def _is_intels() -> bool:
-    """Whether the processor is known to be of Intel, whose library MKL is."""
-    return "Intel" in (_cpuinfo().get("vendor_id") or platform.processor())
-
-
-# Instructions that multiply in bfloat16, or convert it, by Linux's names: x86's, and ARM's.
-_OF_BFLOAT16 = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"}
-
-
-@functools.cache
-def _has_bfloat16() -> bool:
-    """Whether the processor has instructions for it that PyTorch uses, as far as is known."""
-    asked = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    if asked is not None and not asked():
-        return False
-    known = _cpuinfo()
-    flags = (known.get("flags") or known.get("Features") or "").split()
-    return not flags or not _OF_BFLOAT16.isdisjoint(flags)
 
 
 # ---- the choice ----
@@ -489,39 +254,11 @@ _BATCHES = "bfloat16 in batches"
 _BATCH = 96, 64, 64
 
 
-# Instructions that oneDNN's kernels differ by, and PyTorch's name of the processor's kind does not.
-_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
-
-
 def machine() -> str:
     """What the choice depends on beside the product: processor, PyTorch, threads, and the ways."""
     threads = torch.get_num_threads()
     count = "1 thread" if threads == 1 else f"{threads} threads"
-    return f"{_processor()}, torch {torch.__version__}, {count}, ways: {' '.join(_WAYS)}"
-
-
-def _processor() -> str:
-    """Its name, and what it can: one name may stand for several, as in virtual machines."""
-    known = _cpuinfo()
-    flags = known.get("flags", "").split()
-    instructions = [name for name in _INSTRUCTIONS if name in flags]
-    name = known.get("model name") or _arm_name(known) or platform.processor()
-    return " ".join([name, torch.backends.cpu.get_cpu_capability(), *instructions])
-
-
-def _arm_name(known: Mapping[str, str]) -> str:
-    """What Linux says of ARM's processors, which it does not name: numbers of maker and kind."""
-    return " ".join(filter(None, (known.get("CPU implementer"), known.get("CPU part"))))
-
-
-def _cpuinfo() -> dict[str, str]:
-    """What Linux says of the first core; elsewhere nothing."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return {}
-    fields = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
-    return {name.strip(): value.strip() for name, _, value in fields}
+    return f"{processor.name()}, torch {torch.__version__}, {count}, ways: {' '.join(WAYS)}"
 
 
 def choices() -> dict[str, Any]:
@@ -544,7 +281,7 @@ def is_slow_in_bfloat16(ways: Mapping[str, str]) -> bool:
 
 def _ways_of(key: str) -> Collection[str]:
     """The ways that there are for a kind of product."""
-    return _WAYS_OF_BATCHES if key == _BATCHES else _WAYS
+    return WAYS_OF_BATCHES if key == _BATCHES else WAYS
 
 
 class FrozenWeight(NamedTuple):
@@ -595,16 +332,16 @@ def measure(
             if not _is_ordinary(x, matrix) or not _has_ways(x, cast):
                 continue
             key = _key(x, cast, added)
-            if _is_emulated(x):  # where other ways may take a hundred times as long
+            if processor.is_emulated(x):  # where other ways may take a hundred times as long
                 ways[key] = "float32"
-            if key not in ways and known.get(key) in _WAYS:
+            if key not in ways and known.get(key) in WAYS:
                 ways[key] = known[key]
             if key not in ways:
                 x = torch.rand(x.shape, generator=generator).to(dtype)
                 own = None if added is None else added.to(dtype)
                 ways[key] = _fastest(x, matrix.to(dtype), own, worth)
     if ways and dtype is torch.bfloat16:
-        is_known = known.get(_BATCHES) in _WAYS_OF_BATCHES and _has_bfloat16()
+        is_known = known.get(_BATCHES) in WAYS_OF_BATCHES and processor.has_bfloat16()
         ways[_BATCHES] = known[_BATCHES] if is_known else _fastest_of_batches(generator)
     return ways
 
@@ -621,11 +358,11 @@ def _usual(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
     float32, it is MKL's: a tenth slower than oneDNN on AMD's processors; on Intel's about the same,
     where oneDNN takes up to 2.4 times as long with some transposed weights (5632 x 2048 is one).
     """
-    if _is_emulated(x):
+    if processor.is_emulated(x):
         return "float32"
     is_large = len(x) * weight.numel() >= _LARGE
-    is_faster = bias is not None if x.dtype is torch.bfloat16 else not _is_intels()
-    is_good = is_large and is_faster and _has_avx512() and _has_onednn(x.dtype)
+    is_faster = bias is not None if x.dtype is torch.bfloat16 else not processor.is_intels()
+    is_good = is_large and is_faster and processor.has_avx512() and processor.has_onednn(x.dtype)
     return "onednn" if is_good else "plain"
 
 
@@ -643,27 +380,27 @@ def _fastest(x: Tensor, weight: Tensor, bias: Tensor | None, worth: Mapping[str,
     What a way costs otherwise counts as `worth` says: at most that share of the best so far.
     """
     ways = ["plain", "blocks"]
-    if _has_onednn(x.dtype):
-        ways += ["onednn"] if _owner(weight) is None else ["onednn", "packed"]
+    if processor.has_onednn(x.dtype):
+        ways += ["onednn"] if frozen_owner(weight) is None else ["onednn", "packed"]
     if x.dtype is torch.bfloat16:
         ways += ["float32"]
-    shares = _shares({way: _WAYS[way] for way in ways}, x, weight, bias)
+    shares = _shares({way: WAYS[way] for way in ways}, x, weight, bias)
     best, least = "plain", 1.0
-    for way in sorted(ways[1:], key=list(_WAYS).index):
+    for way in sorted(ways[1:], key=list(WAYS).index):
         if shares[way] < worth[way] * least:
             best, least = way, shares[way]
-    owner = _owner(weight)
+    owner = frozen_owner(weight)
     if owner is not None and best != "packed":
-        _packed_copies.pop(owner, None)
+        drop_copies(owner)
     return best
 
 
 def _fastest_of_batches(generator: torch.Generator) -> str:
     """The way of `batched_product` in bfloat16."""
-    if not _has_bfloat16():
+    if not processor.has_bfloat16():
         return "float32"
     x = torch.rand(_BATCH, generator=generator).bfloat16()
-    shares = _shares(_WAYS_OF_BATCHES, x, x.transpose(1, 2), 0.1, torch.empty_like(x))
+    shares = _shares(WAYS_OF_BATCHES, x, x.transpose(1, 2), 0.1, torch.empty_like(x))
     return "float32" if shares["float32"] < _WORTH["float32"] else "plain"
 
 

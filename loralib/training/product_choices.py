@@ -1,6 +1,6 @@
 """How this run multiplies its large matrices: measured once a machine, the same in all processes.
 
-See loralib/nn/products.py for the ways that there are. What was measured is kept in the user's
+See loralib/nn/ways.py for the ways that there are. What was measured is kept in the user's
 cache, and in the process where that cannot be written, so that the next run need not measure, and
 adds in the same order. A run takes from there what is of its own products: what other runs have
 measured does not change its rounding.

@@ -18,7 +18,8 @@ from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.adapters.metadata import LoraMetadata
 from loralib.errors import CheckpointError
 from loralib.io.tensors import read_tensors
-from loralib.nn import products
+from loralib.nn import processor, products
+from loralib.nn.ways import WAYS
 from loralib.training import product_choices
 from model import GPT2LMModel, canonical_names, config_of
 
@@ -385,17 +386,15 @@ def test_an_error_is_one_line(files, tmp_path, monkeypatch, capsys, one_process)
 
 @pytest.mark.parametrize("way", ["onednn", "packed"])
 def test_texts_are_the_same_however_products_are_computed(decode, tmp_path, monkeypatch, way):
-    if not products._has_onednn(torch.float32):
+    if not processor.has_onednn(torch.float32):
         pytest.skip("PyTorch is built without oneDNN here")
     usual = decode()
-    compute, used = products._WAYS[way], set()
+    compute, used = WAYS[way], set()
     monkeypatch.setattr(products, "_chosen", {})
     monkeypatch.setattr(product_choices, "_chosen_before", {})
     monkeypatch.setattr(products, "_LARGE_OF_FEW", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(products, "_fastest", lambda *_: way)
-    monkeypatch.setitem(
-        products._WAYS, way, lambda *given: used.add(given[1].shape) or compute(*given)
-    )
+    monkeypatch.setitem(WAYS, way, lambda *given: used.add(given[1].shape) or compute(*given))
     assert decode() == usual
     assert used == {(3 * 128, 128), (128, 128), (4 * 128, 128), (128, 4 * 128), (50257, 128)}

@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 import loralib as lora
 import model as model_module
 from loralib.errors import CheckpointError
-from loralib.nn import filling, packing, products
+from loralib.nn import filling, packing, processor, products
 from loralib.nn.packing import PackedRows
 from loralib.nn.plain import plain
+from loralib.nn.ways import WAYS
 from loralib.training.precision import Precision, hold_frozen_in
 from loralib.training.product_choices import frozen_weights
 from model import (
@@ -453,16 +454,16 @@ def test_a_processor_without_bfloat16_multiplies_in_float32(build, monkeypatch, 
 
 
 @pytest.mark.parametrize("what", ["lora", "all"])
-@pytest.mark.parametrize("way", products._WAYS)
+@pytest.mark.parametrize("way", WAYS)
 def test_the_plain_path_has_the_same_loss_and_gradients(build, tmp_path, monkeypatch, way, what):
     """All that is done for speed on a CPU, in turns with PyTorch's own operations."""
-    if way in ("onednn", "packed") and not products._has_onednn(torch.float32):
+    if way in ("onednn", "packed") and not processor.has_onednn(torch.float32):
         pytest.skip("PyTorch is built without oneDNN here")
     Ways(monkeypatch, tmp_path).fastest(way)
     monkeypatch.setattr(products, "_usual", lambda *_: way)
     steps, attended, attend_rows = [], [], packing.attend_rows
-    multiplied, multiply = [], products._WAYS[way]
-    monkeypatch.setitem(products._WAYS, way, lambda *a: multiplied.append(a) or multiply(*a))
+    multiplied, multiply = [], WAYS[way]
+    monkeypatch.setitem(WAYS, way, lambda *a: multiplied.append(a) or multiply(*a))
     monkeypatch.setattr(packing, "attend_rows", lambda *a: attended.append(a) or attend_rows(*a))
     for is_plain in (True, False):
         model = train_only(build(**LORA), what)

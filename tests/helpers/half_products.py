@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from loralib.nn import products
+from loralib.nn import processor, products
 from loralib.training.precision import Precision
 
 _OPERATORS = {"mm", "addmm", "bmm", "baddbmm", "addmm_", "baddbmm_", "_linear_pointwise"}
@@ -62,7 +62,7 @@ def choose_processor(patch, has_bfloat16: bool, large: bool) -> None:
         has_bfloat16: whether it has.
         large: whether all products are large ones, for which there are several ways.
     """
-    patch.setattr(products, "_has_bfloat16", lambda: has_bfloat16)
+    patch.setattr(processor, "has_bfloat16", lambda: has_bfloat16)
     patch.setattr(products, "_chosen", {})
     for name in ("_LARGE", "_LARGE_OF_FEW"):
         patch.setattr(products, name, 1 if large else 2**60)

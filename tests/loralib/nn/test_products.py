@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +11,9 @@ from half_products import HalfProducts, choose_processor
 from torch import nn
 
 import loralib as lora
-from loralib.nn import products
+from loralib.nn import processor, products
 from loralib.nn.plain import plain
+from loralib.nn.ways import WAYS, WAYS_OF_BATCHES, _packed_copies, in_float32
 
 # A product of the first is left to F.linear; the second is large.
 SIZES = [(5, 16, 24), (320, 1024, 832)]
@@ -87,13 +87,13 @@ def assert_rounded_once(found, exact, terms):
 @torch.no_grad()
 def test_in_float32_a_product_is_rounded_once(with_bias, transposed, converted, monkeypatch):
     """However many parts the weight is converted in; also where autocast would narrow it."""
-    monkeypatch.setattr(products, "_CONVERTED", converted)
+    monkeypatch.setattr("loralib.nn.ways._CONVERTED", converted)
     x, weight, bias = make(SIZES[1], torch.bfloat16, with_bias)
     given = weight.t().contiguous().t() if transposed else weight
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     for autocast in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            assert_rounded_once(products._in_float32(x, given, bias), exact, 1024)
+            assert_rounded_once(in_float32(x, given, bias), exact, 1024)
 
 
 @pytest.mark.parametrize(("with_bias", "transposed"), SETTINGS)
@@ -152,28 +152,6 @@ def test_a_product_is_added_in_float32(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("supported", "flags", "expected"),
-    [
-        (True, "flags: avx512f avx512_bf16", True),
-        (True, "flags: avx512f avx512_vnni", False),  # emulated by oneDNN
-        (False, "flags: avx2 avx512_bf16", False),  # switched off in PyTorch
-        (True, "flags: avx2 avx_ne_convert", True),
-        (True, "Features: asimd bf16", True),
-        (False, "Features: asimd", False),
-        (True, "", True),  # no Linux
-        (None, "flags: avx2", False),  # a PyTorch without oneDNN
-        (None, "flags: avx512_bf16", True),
-    ],
-)
-def test_which_processors_have_bfloat16(monkeypatch, supported, flags, expected):
-    core = "\t: ".join(flags.split(": ")) + "\n\n"
-    monkeypatch.setattr(products.Path, "read_text", lambda *_, **__: core)
-    operators = {} if supported is None else {"_is_mkldnn_bf16_supported": lambda: supported}
-    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(**operators))
-    assert products._has_bfloat16.__wrapped__() == expected
-
-
-@pytest.mark.parametrize(
     ("vendor", "dtype", "with_bias", "expected"),
     [
         ("GenuineIntel", torch.float32, True, "plain"),
@@ -183,24 +161,24 @@ def test_which_processors_have_bfloat16(monkeypatch, supported, flags, expected)
     ],
 )
 def test_the_way_where_nothing_was_measured(monkeypatch, vendor, dtype, with_bias, expected):
-    monkeypatch.setattr(products, "_cpuinfo", lambda: {"vendor_id": vendor})
-    monkeypatch.setattr(products, "_is_intels", products._is_intels.__wrapped__)
-    for name in ("_has_avx512", "_has_bfloat16"):
-        monkeypatch.setattr(products, name, lambda: True)
-    monkeypatch.setattr(products, "_has_onednn", lambda dtype: True)
+    monkeypatch.setattr(processor, "_cpuinfo", lambda: {"vendor_id": vendor})
+    monkeypatch.setattr(processor, "is_intels", processor.is_intels.__wrapped__)
+    for name in ("has_avx512", "has_bfloat16"):
+        monkeypatch.setattr(processor, name, lambda: True)
+    monkeypatch.setattr(processor, "has_onednn", lambda dtype: True)
     x, weight, bias = make(SIZES[1], dtype, with_bias)
     assert products._usual(x, weight, bias) == expected
     assert products._usual(x[:5], weight, bias) == "plain", "too few rows"
-    monkeypatch.setattr(products, "_has_avx512", lambda: False)
+    monkeypatch.setattr(processor, "has_avx512", lambda: False)
     assert products._usual(x, weight, bias) == "plain"
 
 
 def test_bfloat16_is_multiplied_in_float32_where_that_is_faster(monkeypatch, no_choices):
     times = {"plain": 3.0, "onednn": 3.0, "blocks": 3.0, "packed": 3.0, "float32": 2.0}
-    names = {way: name for name, way in products._WAYS.items()}
-    names |= {way: name for name, way in products._WAYS_OF_BATCHES.items()}
+    names = {way: name for name, way in WAYS.items()}
+    names |= {way: name for name, way in WAYS_OF_BATCHES.items()}
     monkeypatch.setattr(products, "_seconds", lambda way, *_: times[names[way]])
-    monkeypatch.setattr(products, "_has_bfloat16", lambda: True)
+    monkeypatch.setattr(processor, "has_bfloat16", lambda: True)
     weight = products.FrozenWeight(torch.randn(832, 1024))
     keys = ["bfloat16 1024 -> 832", products._BATCHES]
     for expected in ("float32", "plain"):
@@ -237,10 +215,10 @@ def no_choices(monkeypatch):
     monkeypatch.setattr(products, "_chosen", {})
 
 
-@pytest.fixture(params=list(products._WAYS))
+@pytest.fixture(params=list(WAYS))
 def one_way(request, monkeypatch, no_choices):
     """Every large product is computed in this way."""
-    if request.param in ("onednn", "packed") and not products._has_onednn(torch.float32):
+    if request.param in ("onednn", "packed") and not processor.has_onednn(torch.float32):
         pytest.skip("PyTorch is built without oneDNN here")
     monkeypatch.setattr(products, "_usual", lambda *_: request.param)
     return request.param
@@ -290,13 +268,13 @@ def test_a_trained_weight_gets_its_gradient():
 
 def packed_where_possible(x, weight, bias):
     """Some processors have oneDNN's linear layer in float32 alone."""
-    return "packed" if products._has_onednn(x.dtype) else "plain"
+    return "packed" if processor.has_onednn(x.dtype) else "plain"
 
 
 @pytest.fixture
 def packing(monkeypatch, no_choices):
     """Every large product is computed with a packed copy."""
-    if not products._has_onednn(torch.float32):
+    if not processor.has_onednn(torch.float32):
         pytest.skip("PyTorch is built without oneDNN here")
     monkeypatch.setattr(products, "_usual", packed_where_possible)
 
@@ -342,7 +320,7 @@ def test_every_slice_of_a_weight_has_a_copy_of_its_own(packing):
 
 @torch.no_grad()
 def test_a_packed_copy_is_of_one_dtype(packing):
-    if not products._has_onednn(torch.bfloat16):
+    if not processor.has_onednn(torch.bfloat16):
         pytest.skip("PyTorch has no oneDNN for bfloat16 on this processor")
     layer, x = products.Linear(1024, 832, bias=False).requires_grad_(False), torch.randn(320, 1024)
     memory = layer.weight.data.flatten()
@@ -374,17 +352,17 @@ def test_copies_of_replaced_weights_go_when_others_are_made(packing):
     first(x)
     first.weight.data = torch.randn(832, 1024)
     second(x)
-    assert first.weight not in products._packed_copies
-    assert second.weight in products._packed_copies
+    assert first.weight not in _packed_copies
+    assert second.weight in _packed_copies
 
 
 def test_a_copy_goes_with_its_weight(packing):
     layer = products.Linear(1024, 832).requires_grad_(False)
     layer(torch.randn(320, 1024))
-    before = len(products._packed_copies)
+    before = len(_packed_copies)
     del layer
     gc.collect()
-    assert len(products._packed_copies) == before - 1
+    assert len(_packed_copies) == before - 1
 
 
 # ---- the choice ----
@@ -392,7 +370,7 @@ def test_a_copy_goes_with_its_weight(packing):
 
 def test_the_fastest_is_chosen(monkeypatch, no_choices):
     times = {"plain": 3.0, "onednn": 2.0, "blocks": 1.0, "packed": 0.9}
-    ways = {way: name for name, way in products._WAYS.items()}
+    ways = {way: name for name, way in WAYS.items()}
     monkeypatch.setattr(products, "_seconds", lambda way, *_: times[ways[way]])
     layer = products.Linear(1024, 832).requires_grad_(False)
     weights = [products.FrozenWeight(layer.weight, layer.bias)]
@@ -410,7 +388,7 @@ def test_the_fastest_is_chosen(monkeypatch, no_choices):
 @pytest.mark.parametrize(("share", "expected"), [(0.8, "onednn"), (0.6, "packed")])
 def test_a_copy_for_some_of_the_rows_has_to_save_more(monkeypatch, no_choices, share, expected):
     times = {"plain": 3.0, "onednn": 2.0, "blocks": 3.0, "packed": 2 * share}
-    ways = {way: name for name, way in products._WAYS.items()}
+    ways = {way: name for name, way in WAYS.items()}
     monkeypatch.setattr(products, "_seconds", lambda way, *_: times[ways[way]])
     weight = products.Linear(1024, 832).requires_grad_(False).weight
     for_some = products.FrozenWeight(weight, rows_at_once=lambda dtype: 256)
@@ -432,7 +410,7 @@ def test_few_rows_have_a_choice_of_their_own(monkeypatch, no_choices):
     assert products.measure([weight], torch.float32, {}, 100, backward=False) == {few: "blocks"}
     products.use_choices({"machine": products.machine(), "ways": ways})
     used = []
-    monkeypatch.setitem(products._WAYS, "blocks", lambda *given: used.append(given[0].shape[0]))
+    monkeypatch.setitem(WAYS, "blocks", lambda *given: used.append(given[0].shape[0]))
     with torch.no_grad():
         for rows in (100, 320):
             products.product(torch.randn(rows, 1024), weight.matrix)
@@ -477,21 +455,6 @@ def test_what_is_known_costs_neither_inputs_nor_casts(monkeypatch):
     assert products.measure([weight, weight], torch.bfloat16, known) == known
     kinds = {"bfloat16 1024 -> 832 + bias", "bfloat16 832 -> 1024 transposed"}
     assert known.keys() == {*kinds, products._BATCHES}
-
-
-@pytest.mark.parametrize("name", ["amx_bf16", "avx512_bf16"])
-def test_machines_differ_by_their_instructions(monkeypatch, name):
-    flags = ["fpu", "avx512f", "amx_bf16", "avx512_bf16"]
-
-    def machine_with(flags: list[str]) -> str:
-        core = f"model name\t: Some Processor\nflags\t\t: {' '.join(flags)}\n\n"
-        monkeypatch.setattr(products.Path, "read_text", lambda *_, **__: core * 2)
-        return products.machine()
-
-    with_it = machine_with(flags)
-    assert with_it.startswith("Some Processor ")
-    assert machine_with([flag for flag in flags if flag != name]) != with_it
-    assert machine_with([*flags, "unrelated"]) == with_it
 
 
 def test_choices_of_another_machine_are_not_taken(no_choices):

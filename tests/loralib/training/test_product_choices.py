@@ -9,7 +9,8 @@ from filelock import FileLock
 from torch import nn
 
 import loralib as lora
-from loralib.nn import products
+from loralib.nn import processor, products
+from loralib.nn.ways import WAYS
 from loralib.training import product_choices
 from loralib.training.precision import Precision
 from loralib.training.product_choices import choose_products, chosen_products, frozen_weights
@@ -49,7 +50,7 @@ def measured(monkeypatch):
 def test_it_is_said_where_bfloat16_saves_no_time(
     cache, measured, monkeypatch, caplog, dtype, has_bfloat16, way, is_said
 ):
-    monkeypatch.setattr(products, "_has_bfloat16", lambda: has_bfloat16)
+    monkeypatch.setattr(processor, "has_bfloat16", lambda: has_bfloat16)
     monkeypatch.setattr(products, "_fastest", lambda *given: way)
     monkeypatch.setattr(products, "_fastest_of_batches", lambda *given: "plain")
     product_choices._say_that_it_is_slow.cache_clear()
@@ -73,7 +74,7 @@ def test_an_evaluation_puts_back_what_was_chosen(cache, measured):
 
 def test_what_was_known_of_emulated_bfloat16_is_not_taken(cache, monkeypatch):
     """Other ways may take a hundred times as long there."""
-    monkeypatch.setattr(products, "_has_bfloat16", lambda: False)
+    monkeypatch.setattr(processor, "has_bfloat16", lambda: False)
     weights, keys = frozen_weights(model()), {key.replace("float32", "bfloat16") for key in KEYS}
     keys.add(products._BATCHES)
     ways = products.measure(weights, torch.bfloat16, dict.fromkeys(keys, "plain"))
@@ -105,9 +106,9 @@ def test_a_machine_is_measured_once(cache, measured):
 
 
 def test_a_frozen_weight_may_be_packed(cache, monkeypatch):
-    if not products._has_onednn(torch.float32):
+    if not processor.has_onednn(torch.float32):
         pytest.skip("PyTorch is built without oneDNN here")
-    ways = {way: name for name, way in products._WAYS.items()}
+    ways = {way: name for name, way in WAYS.items()}
     monkeypatch.setattr(products, "_seconds", lambda way, *_: float(ways[way] != "packed"))
     choose_products(frozen_weights(model()), torch.float32, world_size=1)
     assert products.choices()["ways"] == dict.fromkeys(KEYS, "packed")

@@ -1,0 +1,45 @@
+"""What is known of processors: by what Linux says of them, and PyTorch."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from loralib.nn import processor, products
+
+
+@pytest.mark.parametrize(
+    ("supported", "flags", "expected"),
+    [
+        (True, "flags: avx512f avx512_bf16", True),
+        (True, "flags: avx512f avx512_vnni", False),  # emulated by oneDNN
+        (False, "flags: avx2 avx512_bf16", False),  # switched off in PyTorch
+        (True, "flags: avx2 avx_ne_convert", True),
+        (True, "Features: asimd bf16", True),
+        (False, "Features: asimd", False),
+        (True, "", True),  # no Linux
+        (None, "flags: avx2", False),  # a PyTorch without oneDNN
+        (None, "flags: avx512_bf16", True),
+    ],
+)
+def test_which_processors_have_bfloat16(monkeypatch, supported, flags, expected):
+    core = "\t: ".join(flags.split(": ")) + "\n\n"
+    monkeypatch.setattr(processor.Path, "read_text", lambda *_, **__: core)
+    operators = {} if supported is None else {"_is_mkldnn_bf16_supported": lambda: supported}
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(**operators))
+    assert processor.has_bfloat16.__wrapped__() == expected
+
+
+@pytest.mark.parametrize("name", ["amx_bf16", "avx512_bf16"])
+def test_machines_differ_by_their_instructions(monkeypatch, name):
+    flags = ["fpu", "avx512f", "amx_bf16", "avx512_bf16"]
+
+    def machine_with(flags: list[str]) -> str:
+        core = f"model name\t: Some Processor\nflags\t\t: {' '.join(flags)}\n\n"
+        monkeypatch.setattr(processor.Path, "read_text", lambda *_, **__: core * 2)
+        return products.machine()
+
+    with_it = machine_with(flags)
+    assert with_it.startswith("Some Processor ")
+    assert machine_with([flag for flag in flags if flag != name]) != with_it
+    assert machine_with([*flags, "unrelated"]) == with_it
