@@ -191,9 +191,7 @@ def fine_tune(
     checkpoint, adapters = begin(model_args, args)
     prepared = prepare(model_args, data_args, args, adapters, needed_splits(args))
     set_seed(args.seed)
-    model = build_model(
-        AutoModelForMultipleChoice, model_args, prepared.config, adapters, args.do_train
-    )
+    model = build_model(AutoModelForMultipleChoice, model_args, prepared.config, adapters, args)
     trainer = prepared.trainer(model, args, compute_metrics)
     if args.do_train:
         train(trainer, checkpoint)

@@ -273,9 +273,7 @@ def fine_tune(
     args.label_names = POSITIONS
     prepared = prepare(model_args, data_args, args, adapters, needed_splits(args))
     set_seed(args.seed)
-    model = build_model(
-        AutoModelForQuestionAnswering, model_args, prepared.config, adapters, args.do_train
-    )
+    model = build_model(AutoModelForQuestionAnswering, model_args, prepared.config, adapters, args)
     trainer = prepared.trainer(model, args, metrics_for(prepared, data_args, args))
     if args.do_train:
         train(trainer, checkpoint)

@@ -573,7 +573,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     precision = Precision(torch.bfloat16 if args.bf16 else torch.float32, device.type)
     with errors_only():
         auto_model = auto_model_for(head)
-        model = auto_model.from_pretrained(args.model_name_or_path, config=config, **_where(args))
+        model = auto_model.from_pretrained(
+            args.model_name_or_path, config=config, held_in=precision.dtype, **_where(args)
+        )
     model.train_only(())
     if args.bf16:
         hold_frozen_in(model, precision.dtype, model.tensors_read)

@@ -485,7 +485,7 @@ def fine_tune(
     datasets = prepared.datasets
     set_seed(args.seed)
     model = build_model(
-        AutoModelForSequenceClassification, model_args, prepared.config, adapters, args.do_train
+        AutoModelForSequenceClassification, model_args, prepared.config, adapters, args
     )
     evaluated = [name for name in datasets if name.startswith("validation")]
     trainer = Trainer(

@@ -248,7 +248,7 @@ def fine_tune(
     prepared = prepare(model_args, data_args, args, adapters, needed_splits(args))
     set_seed(args.seed)
     model = build_model(
-        AutoModelForTokenClassification, model_args, prepared.config, adapters, args.do_train
+        AutoModelForTokenClassification, model_args, prepared.config, adapters, args
     )
     metrics = metrics_for(prepared.labels, data_args.return_entity_level_metrics)
     trainer = prepared.trainer(model, args, metrics)

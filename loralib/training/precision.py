@@ -67,6 +67,8 @@ def _read_or_cast(read: Tensor | None, cast: Tensor) -> Tensor:
     """What was read, where it is the same; else the cast."""
     if read is None or read.device != cast.device or read.dtype != cast.dtype:
         return cast
+    if read.data_ptr() == cast.data_ptr():  # which need not be read
+        return cast
     return read if torch.equal(read, cast) else cast
 
 

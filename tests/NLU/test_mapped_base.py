@@ -5,10 +5,12 @@ import shutil
 import pytest
 import torch
 from compare import assert_same_bits
+from glue_runs import common
 from mapped_files import lies_in_file
 from trainer_runs import trained
 
 from loralib.io.tensors import write_tensors
+from loralib.training.precision import hold_frozen_in
 from transformers import RobertaForSequenceClassification
 from transformers.modeling_utils import read_weights
 
@@ -30,13 +32,54 @@ def make_base(tiny_base, tmp_path):
     return make
 
 
+ADAPTED = {
+    "LoRA": LORA,
+    "DoRA": {**LORA, "lora_variant": "dora"},
+    "PiSSA": {**LORA, "lora_init": "pissa"},
+    "bottlenecks": {"apply_adapter": True, "adapter_type": "houlsby", "adapter_size": 4},
+    "biases": {"apply_bitfit": True},
+    "nothing": {},
+}
+
+
+@pytest.mark.parametrize("adapted", ADAPTED)
+def test_what_is_going_to_be_frozen_is_not_copied(make_base, adapted):
+    """Neither are its numbers others than those of a file in float32."""
+    path, others = (make_base("model.safetensors", t) for t in (torch.bfloat16, torch.float32))
+    models = []
+    for file in (path, others):
+        torch.manual_seed(0)
+        models.append(
+            RobertaForSequenceClassification.from_pretrained(
+                file.parent, held_in=torch.bfloat16, **ADAPTED[adapted]
+            )
+        )
+    model, copied = models
+    parts = tuple(kind.part for kind in model.adapted_by)
+    for name, tensor in model.named_parameters():
+        stays = name.startswith("roberta.") and not any(part in name for part in parts)
+        assert lies_in_file(tensor, path) == stays, name
+        assert tensor.dtype == (torch.bfloat16 if stays else torch.float32), name
+    assert_same_bits(
+        {name: tensor.float() for name, tensor in model.state_dict().items()},
+        {name: tensor.float() for name, tensor in copied.state_dict().items()},
+    )
+    assert {p.dtype for p in copied.parameters()} == {torch.float32}
+
+
+def test_without_being_asked_weights_are_float32(make_base):
+    path = make_base("model.safetensors", torch.bfloat16)
+    model = RobertaForSequenceClassification.from_pretrained(path.parent, **LORA)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
 @pytest.fixture
 def train(make_trainer, tmp_path):
     """Trains LoRA on the base in a file, and gives the Trainer."""
 
-    def run(path):
+    def run(path, **settings):
         torch.manual_seed(0)
-        model = RobertaForSequenceClassification.from_pretrained(path.parent, **LORA)
+        model = RobertaForSequenceClassification.from_pretrained(path.parent, **LORA, **settings)
         model.train_only(("lora",))
         steps = {"max_steps": 3, "save_strategy": "steps", "save_steps": 3}
         trainer = make_trainer(model, output_dir=str(path.parent / "out"), bf16=True, **steps)
@@ -46,11 +89,12 @@ def train(make_trainer, tmp_path):
     return run
 
 
+@pytest.mark.parametrize("settings", [{}, {"held_in": torch.bfloat16}])
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_frozen_weights_are_the_mapped_file_s(make_base, train, name):
+def test_frozen_weights_are_the_mapped_file_s(make_base, train, name, settings):
     path = make_base(name, torch.bfloat16)
     before = path.read_bytes()
-    model = train(path).model
+    model = train(path, **settings).model
     frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
     assert "roberta.embeddings.word_embeddings.weight" in frozen
     copied = [n for n, p in frozen.items() if "lora_" not in n and not lies_in_file(p, path)]
@@ -76,3 +120,27 @@ def test_a_weight_that_was_changed_is_not_the_file_s(make_base, make_trainer):
     make_trainer(model, bf16=True)
     assert torch.equal(model.get_parameter(name), expected)
     assert not lies_in_file(model.get_parameter(name), path)
+
+
+@pytest.mark.parametrize("adapted", [True, False])
+def test_the_tasks_scripts_copy_nothing_that_is_frozen(
+    tiny_base, tiny_glue, run_glue, tmp_path, monkeypatch, adapted
+):
+    """Without LoRA, all of it is trained, in float32."""
+    base = shutil.copytree(tiny_base, tmp_path / "base")
+    halves = {name: t.bfloat16() for name, t in read_weights(base).items()}
+    (path,) = base.glob("pytorch_model.bin")
+    write_tensors(path, halves)
+    copied = []
+
+    def hold(model, dtype, read):
+        base = model.base_model.named_parameters()
+        copied.extend(n for n, p in base if "lora_" not in n and not lies_in_file(p, path))
+        assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+        hold_frozen_in(model, dtype, read)
+
+    monkeypatch.setattr("transformers.trainer.hold_frozen_in", hold)
+    data = ["--task_name", "rte", "--data_dir", str(tiny_glue), "--output_dir", str(tmp_path / "o")]
+    lora = ["--apply_lora", "--lora_r", "4", "--lora_alpha", "8"] if adapted else []
+    run_glue.main([*common(base), *data, *lora, "--do_train", "--max_steps", "2", "--bf16"])
+    assert bool(copied) != adapted

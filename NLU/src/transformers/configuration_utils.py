@@ -466,7 +466,7 @@ class PretrainedConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """All settings, with the model type."""
-        left_out = {"name_or_path", *(() if self._is_adapted else _OF_ITS_BASE)}
+        left_out = {"name_or_path", *(() if self.is_adapted else _OF_ITS_BASE)}
         values = {
             name: copy.deepcopy(value)
             for name, value in vars(self).items()
@@ -475,7 +475,8 @@ class PretrainedConfig:
         return {**values, "model_type": self.model_type}
 
     @property
-    def _is_adapted(self) -> bool:
+    def is_adapted(self) -> bool:
+        """Whether LoRA, bottleneck adapters or biases are trained, the backbone's rest not."""
         return any(getattr(self, switch) for switch in _SWITCHES)
 
     def to_diff_dict(self) -> dict[str, Any]:

@@ -332,6 +332,7 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin, TokenEmbeddingsMixin):
         config: PretrainedConfig | str | os.PathLike | None = None,
         state_dict: Mapping[str, Tensor] | None = None,
         output_loading_info: bool = False,
+        held_in: torch.dtype = torch.float32,
         **arguments: Any,
     ) -> "PreTrainedModel | tuple[PreTrainedModel, dict[str, list[str]]]":
         """Builds the model of a folder or a hub repository, in evaluation mode, in float32.
@@ -348,6 +349,9 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin, TokenEmbeddingsMixin):
             state_dict: tensors to use instead of the checkpoint's.
             output_loading_info: return what did not fit as well: "missing_keys" (newly
                 initialized), "unexpected_keys" (left out) and "error_msgs" (none: they are raised).
+            held_in: what the backbone's weights are going to be held in, except those that adapt
+                it, if they are going to be frozen. Those that the file has in it stay so, and are
+                mapped from it, not copied.
             arguments: where to look, the constructor's arguments by name, and settings that replace
                 the checkpoint's, as in `PretrainedConfig.from_pretrained`.
 
@@ -372,7 +376,7 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin, TokenEmbeddingsMixin):
                 )
         with torch.device("cpu"), NoInitialization(), deferring_start():
             model = cls(config, *model_args, **own)
-        info = model.load_checkpoint(tensors, name)
+        info = model.load_checkpoint(tensors, name, held_in)
         return (model.eval(), info) if output_loading_info else model.eval()
 
     @classmethod
@@ -415,8 +419,15 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin, TokenEmbeddingsMixin):
             check_same_adaptation(name, stated, vars(config))
         return config, stated
 
-    def load_checkpoint(self, tensors: Mapping[str, Tensor], source: str) -> dict[str, list[str]]:
+    def load_checkpoint(
+        self, tensors: Mapping[str, Tensor], source: str, held_in: torch.dtype = torch.float32
+    ) -> dict[str, list[str]]:
         """Copies a checkpoint's tensors in, and initializes what it may lack.
+
+        Args:
+            tensors: the checkpoint's.
+            source: names it in errors.
+            held_in: as in `from_pretrained`.
 
         Returns:
             What did not fit; see `from_pretrained`, as for what is raised.
@@ -432,9 +443,13 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin, TokenEmbeddingsMixin):
         with deferring_start():
             self._initialize(missing)
         self.newly_initialized = frozenset(missing)
+        stays = self._backbone_weights(own) if held_in is not torch.float32 else {}
         with torch.no_grad():
             for name, tensor in fitting.items():
-                own[name].copy_(tensor)
+                if name in stays and tensor.dtype is held_in:
+                    stays[name].data = tensor
+                else:
+                    own[name].copy_(tensor)
         self._copy_clones(matched)
         if any(LORA.part in name for name in missing):
             # A new update may start from the weights that are here only now.
@@ -448,6 +463,15 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin, TokenEmbeddingsMixin):
             "missing_keys": sorted(missing),
             "unexpected_keys": sorted(n for n in left_out if not n.endswith(_POSITION_IDS)),
             "error_msgs": [],
+        }
+
+    def _backbone_weights(self, own: Iterable[str]) -> dict[str, nn.Parameter]:
+        """The backbone's parameters, by name, except those that adapt it."""
+        prefix, adapting = self._prefix(own), [kind.part for kind in self.adapted_by]
+        return {
+            name: parameter
+            for name, parameter in self.named_parameters()
+            if in_backbone(name, (prefix,)) and not any(part in name for part in adapting)
         }
 
     def _copy_clones(self, read: Mapping[str, Tensor]) -> None:

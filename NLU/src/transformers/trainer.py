@@ -222,11 +222,10 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         if args.gradient_checkpointing:
             model.config.gradient_checkpointing = True
         self.use_apex = args.use_apex
-        in_half = args.compute_dtype is not torch.float32 and not self.use_apex
-        if in_half and isinstance(model, PreTrainedModel):
+        if args.frozen_dtype is not torch.float32 and isinstance(model, PreTrainedModel):
             # Other models' layers may not support it, and are left to autocast. Before the model
             # is moved: the device never holds its frozen weights in float32.
-            hold_frozen_in(model, args.compute_dtype, model.tensors_read)
+            hold_frozen_in(model, args.frozen_dtype, model.tensors_read)
         held = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
         # Tensors without memory, see trainer_estimate.py, cannot be moved to where they are.
         self.model = model if held == {args.device} else model.to(args.device)

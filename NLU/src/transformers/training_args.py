@@ -380,6 +380,11 @@ class TrainingArguments:
         return compute_dtype(self.fp16, self.bf16)
 
     @property
+    def frozen_dtype(self) -> torch.dtype:
+        """The precision that frozen weights are held in; apex casts float32 by itself."""
+        return torch.float32 if self.use_apex else self.compute_dtype
+
+    @property
     def use_apex(self) -> bool:
         """Whether fp16 runs through apex: by ``--fp16_backend``, and where its amp can be imported.
 

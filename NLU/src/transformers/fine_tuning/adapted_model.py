@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from loralib.adapters.adapter import LORA, Adapter, base_biases, plain
 from loralib.adapters.checks import warn_of_base
 from loralib.adapters.deltas import lora_pairs
@@ -334,7 +336,7 @@ def build_model(
     model_args: AdaptedModelArguments,
     config: PretrainedConfig,
     adapters: Sequence[Adapter],
-    training: bool,
+    args: TrainingArguments,
 ) -> PreTrainedModel:
     """The model, with the adapters in it, and frozen except what is to be trained.
 
@@ -343,15 +345,18 @@ def build_model(
         model_args: name the model.
         config: its settings.
         adapters: what it begins with, if anything.
-        training: it is to be trained, and may get a new head.
+        args: say whether it is to be trained, and may get a new head; and in what precision.
 
     Raises:
         ValueError: there is nothing to evaluate: the head is not trained.
     """
     model = auto_class.from_pretrained(
-        model_args.model_name_or_path, config=config, **_where(model_args)
+        model_args.model_name_or_path,
+        config=config,
+        held_in=args.frozen_dtype if config.is_adapted else torch.float32,
+        **_where(model_args),
     )
-    new = model.load_adapters(adapters, new_head=training)
+    new = model.load_adapters(adapters, new_head=args.do_train)
     for adapter in adapters:
         own = adapter.tensors.keys() - set(new)
         logger.info("loaded %s tensors from %s", len(own), adapter.source)
@@ -359,7 +364,7 @@ def build_model(
         source = adapters[0].source
         logger.warning("%s is for another task: newly initialized are %s", source, ", ".join(new))
     untrained = model.newly_initialized.difference(*(adapter.tensors for adapter in adapters))
-    if untrained and not training:
+    if untrained and not args.do_train:
         raise ValueError(
             f"{model_args.model_name_or_path} has no trained {min(untrained)}, …: there is nothing "
             "to evaluate; give --lora_path, or a model that is trained for the task"
