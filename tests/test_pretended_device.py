@@ -1,5 +1,7 @@
 """The pretended GPU itself: what it notes, what it refuses, and its kernels for attention."""
 
+import io
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -74,6 +76,18 @@ WAITING = {
     "copied in": lambda x: x.copy_(torch.ones(4)),
     "copied out": lambda x: torch.ones(4).copy_(x),
     "synchronize": lambda x: torch.cuda.synchronize(),
+    "one copied out": lambda x: torch.ones(4).__setitem__(0, x[0]),
+    "one copied out by copy_": lambda x: torch.tensor(1.0).copy_(x[0]),
+    "one copied in": lambda x: x.__setitem__(0, torch.tensor(1.0)),
+    "one copied in by copy_": lambda x: x[0].copy_(torch.tensor(1.0)),
+    "as a tensor of the CPU": lambda x: torch.as_tensor(x, device="cpu"),
+    "as one of the CPU's type": lambda x: x.type(torch.FloatTensor),
+    "a list beside it": lambda x: x.new_tensor([1.0]),
+    "bincount": lambda x: x.long().bincount(),
+    "repr": repr,
+    "str": str,
+    "format": lambda x: f"{x[0]:.2f}",
+    "saved": lambda x: torch.save(x, io.BytesIO()),
 }
 
 
@@ -98,6 +112,8 @@ LAUNCHED = {
     "cast": (lambda x: x.to(torch.bfloat16), 1),
     "pinned": (lambda x: torch.ones(3).pin_memory().to(x.device, non_blocking=True), 0),
     "of the CPU": (lambda x: torch.ones(3) + 1, 0),
+    "a number": (lambda x: x.__setitem__(0, 5.0), 1),
+    "as it is": (lambda x: torch.as_tensor(x, device="cuda:0"), 0),
 }
 
 
@@ -123,6 +139,9 @@ def test_both_devices_at_once_are_an_error(gpu, x):
     with pytest.raises(RuntimeError, match="together"):
         F.linear(x, torch.ones(2, 4))
     assert (x + torch.tensor(1.0)).tolist() == [1, 2, 3, 4]
+    for join in (torch.stack, torch.cat):
+        with pytest.raises(RuntimeError, match="together"):
+            join([x[:1].sum(), torch.tensor(1.0)] if join is torch.stack else [x, torch.ones(2)])
 
 
 # ---- attention ----

@@ -13,8 +13,9 @@ What a program does on it is noted as on a real one:
                one that takes a list of tensors counts once, as it is launched for all of them
 
 An operation on tensors of both devices is an error, as on a GPU; numbers (tensors without a
-dimension) on the CPU may take part. PyTorch's attention kernels for GPUs are computed here by their
-formula. Autocast is the CPU's: what it multiplies in half precision is the same.
+dimension) on the CPU may take part, but not be joined to others. PyTorch's attention kernels for
+GPUs are computed here by their formula. Autocast is the CPU's: what it multiplies in half precision
+is the same.
 
 Underneath, PyTorch takes these tensors for the CPU's, because it keeps no graph of gradients for a
 device that is not there. What it decides by device below Python is decided here, in `_FUNCTIONS`.
@@ -48,7 +49,10 @@ _NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_st
 _NO_KERNEL |= {"_unsafe_view", "detach", "lift_fresh", "_local_scalar_dense", "item", "set_data"}
 # Whose result has a size that depends on values, or is a value.
 _WAITING = {"_local_scalar_dense", "item", "nonzero", "masked_select", "equal", "is_nonzero"}
-_WAITING |= {"unique_dim", "_unique2", "unique_consecutive", "allclose"}
+_WAITING |= {"unique_dim", "_unique2", "unique_consecutive", "allclose", "bincount"}
+_WAITING |= {"_linalg_check_errors"}
+# To which numbers of the CPU are not given, either.
+_JOINING = {"cat", "stack"}
 
 
 class OnGpu(Tensor):
@@ -174,7 +178,8 @@ class _Operations(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name == "copy_":
             return self._copy(*args, **kwargs)
-        theirs = [x for x in tensors if not isinstance(x, OnGpu) and x.dim() > 0]
+        others = [x for x in tensors if not isinstance(x, OnGpu)]
+        theirs = [x for x in others if x.dim() > 0 or name in _JOINING]
         if theirs:
             raise RuntimeError(f"{func}: tensors of {GPU} and of the CPU together")
         self._note(func, name, args)
@@ -184,7 +189,9 @@ class _Operations(TorchDispatchMode):
         return tree_map(on_gpu, compute(func, args, kwargs))
 
     def _copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        if isinstance(target, OnGpu) != isinstance(source, OnGpu) and source.dim() > 0:
+        # A number that goes to the device may be a Python number; tensors are `_copied`'s.
+        is_number = isinstance(target, OnGpu) and source.dim() == 0
+        if isinstance(target, OnGpu) != isinstance(source, OnGpu) and not is_number:
             source = self.gpu.move(source.detach(), target.device, non_blocking)
         self.gpu.launches["copy_"] += 1
         on_cpu(target).copy_(on_cpu(source))
@@ -246,11 +253,51 @@ def _pin(gpu: PretendedGpu, func: Callable, x: Tensor, *args: Any) -> Tensor:
     return gpu.pin(x)
 
 
+def _show(gpu: PretendedGpu, func: Callable, x: Tensor, **settings: Any) -> str:
+    if isinstance(x, OnGpu):
+        gpu.wait("showing a tensor")
+    return func(on_cpu(x), **settings)
+
+
 def _new(gpu: PretendedGpu, func: Callable, *args: Any, device: Any = None, **more: Any) -> Tensor:
     made = func(*args, **more)
-    if device is None or torch.device(device).type == "cpu":
+    if device is None or (torch.device(device).type == "cuda") == isinstance(made, OnGpu):
         return made
-    return gpu.move(made.detach(), GPU, False).requires_grad_(made.requires_grad)
+    device = torch.device(device)
+    return gpu.move(made.detach(), device, False).requires_grad_(made.requires_grad)
+
+
+def _new_beside(gpu: PretendedGpu, func: Callable, x: Tensor, *args: Any, **more: Any) -> Tensor:
+    return _new(gpu, torch.tensor, *args, **{"device": x.device, "dtype": x.dtype, **more})
+
+
+def _typed(gpu: PretendedGpu, func: Callable, x: Tensor, *args: Any, **more: Any) -> Any:
+    named = getattr(args[0], "__name__", str(args[0])) if args else ""
+    if isinstance(x, OnGpu) and args and not isinstance(args[0], torch.dtype):
+        # Types have a device as well: torch.FloatTensor is the CPU's.
+        x = x if "cuda" in named else gpu.move(x, torch.device("cpu"), False)
+    return func(x, *args, **more)
+
+
+def _copied(
+    gpu: PretendedGpu, func: Callable, target: Tensor, source: Tensor, *args: Any, **more: Any
+) -> Tensor:
+    if isinstance(target, OnGpu) and not isinstance(source, OnGpu) and source.dim() == 0:
+        source = gpu.move(source, GPU, *args, **({"non_blocking": False} | more))
+    return func(target, source, *args, **more)
+
+
+def _assigned(gpu: PretendedGpu, func: Callable, target: Tensor, place: Any, value: Any) -> None:
+    is_tensor = isinstance(value, Tensor) and not isinstance(value, OnGpu)
+    if isinstance(target, OnGpu) and is_tensor and value.dim() == 0:
+        value = gpu.move(value, GPU, False)
+    func(target, place, value)
+
+
+def _pickled(gpu: PretendedGpu, func: Callable, x: Tensor, *args: Any) -> Any:
+    if isinstance(x, OnGpu):
+        gpu.wait("pickling a tensor")
+    return func(x, *args)
 
 
 def _dropout(gpu: PretendedGpu, func: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -303,7 +350,13 @@ _FUNCTIONS: dict[Any, Callable] = {
     Tensor.tolist: _read,
     Tensor.numpy: _read,
     Tensor.__array__: _read,
-    Tensor.__repr__: lambda gpu, func, x, **_: func(on_cpu(x)),
+    Tensor.__repr__: _show,
+    Tensor.__format__: lambda gpu, func, x, spec: _show(gpu, lambda bare: func(bare, spec), x),
+    Tensor.__setitem__: _assigned,
+    Tensor.__reduce_ex__: _pickled,
+    Tensor.copy_: _copied,
+    Tensor.new_tensor: _new_beside,
+    Tensor.type: _typed,
     Tensor.pin_memory: _pin,
     Tensor.is_pinned: lambda gpu, func, x, *_: not isinstance(x, OnGpu) and gpu.is_pinned(x),
     torch.tensor: _new,
