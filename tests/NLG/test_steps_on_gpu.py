@@ -239,6 +239,30 @@ def test_no_layer_makes_a_mask_of_its_own(gpu):
     assert launched[0] == launched[1]
 
 
+def test_launches_of_a_step_of_beam_search(gpu):
+    """Those of a layer, and of all else, which are the same for a larger model."""
+
+    def launches_a_step(layers: int) -> int:
+        model, counts = small_model(n_layer=layers).eval().to("cuda:0"), []
+        for length in (4, 5):
+            settings = BeamSettings(
+                beam=3,
+                eval_len=length,
+                eos_token_ids=(29,),
+                min_length=length,
+                no_repeat_ngram_size=2,
+            )
+            gpu.launches.clear()
+            search(model, PROMPTS, settings)
+            counts.append(gpu.launches.total())
+        return counts[1] - counts[0]
+
+    one, three = launches_a_step(1), launches_a_step(3)
+    a_layer = (three - one) / 2
+    assert a_layer <= 13
+    assert one - a_layer <= 75
+
+
 @pytest.mark.slow
 def test_beam_search_waits_when_its_cache_is_full(gpu):
     """Every `TreeCache.ROOM` steps: for scores, the size of the copy, and what goes into it."""
