@@ -10,6 +10,8 @@ Source: FlashAttention-2, arXiv 2307.08691.
 import torch
 from torch import Tensor
 
+from .plain import is_plain, is_transformed
+
 # In one head; the kernel takes multiples of eight. Of its 256, not every GPU has the shared memory
 # that training takes above these.
 _WIDEST = 192
@@ -26,6 +28,7 @@ def suits(x: Tensor, heads: int) -> bool:
         and width % 8 == 0
         and width <= _WIDEST
         and _is_there(x.device)
+        and not (is_plain() or is_transformed(x))
     )
 
 

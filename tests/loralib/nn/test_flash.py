@@ -84,6 +84,10 @@ def _not_built(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
 
 
+def _plain(monkeypatch):
+    monkeypatch.setattr("loralib.nn.plain._plain", True)
+
+
 @pytest.mark.parametrize(
     ("dtype", "width", "change"),
     [
@@ -93,6 +97,7 @@ def _not_built(monkeypatch):
         (torch.bfloat16, 16, _old),
         (torch.bfloat16, 16, _switched_off),
         (torch.bfloat16, 16, _not_built),
+        (torch.bfloat16, 16, _plain),
     ],
 )
 @pytest.mark.parametrize("how", [{}, {"causal": True}])
