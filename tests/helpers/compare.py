@@ -63,3 +63,17 @@ def assert_close_to_rounding(
     finite = theirs.detach()[theirs.detach().isfinite()]
     allowed = rounding(finite, terms, dtype, magnitude) if finite.numel() else 0.0
     torch.testing.assert_close(ours, theirs, rtol=0, atol=allowed)
+
+
+def error_of(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+    """How far off results are: the root mean square of the tensors' relative errors.
+
+    Each relative error is one of norms. Ways that round as often, in another order, have about the
+    same: of thousands of numbers, each of which is off by its own little.
+    """
+    assert found.keys() == exact.keys()
+    squares = [
+        float((found[name] - expected).norm() / expected.norm()) ** 2
+        for name, expected in exact.items()
+    ]
+    return math.sqrt(sum(squares) / len(squares))
