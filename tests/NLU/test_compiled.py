@@ -7,13 +7,15 @@ import copy
 
 import pytest
 import torch
-from compare import assert_close_to_rounding, assert_same_bits
+from compare import assert_close_to_rounding, assert_same_bits, error_of
 from compiled import breaks_of, compile_layers, flash_on_cpu, gradients_of
 from encoder_options import ENCODER_TERMS
 from trainer_runs import make_data, trained
 
 from loralib.errors import CheckpointError
+from loralib.nn.plain import plain
 from loralib.training import compiled
+from loralib.training.precision import hold_frozen_in
 from transformers import TrainerCallback
 from transformers.data.data_collator import PackedCollator
 from transformers.modeling_utils import read_weights
@@ -66,6 +68,25 @@ def test_a_layer_is_one_graph_for_any_number_of_tokens(model_of, family):
         assert found.keys() == wanted.keys()
         for name, gradient in wanted.items():
             assert_close_to_rounding(found[name], gradient, ENCODER_TERMS)
+        assert len(graphs) == 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_half_precision_as_well(model_of, family):
+    """Under autocast, with frozen weights that are held in it."""
+    eager = model_of(family, **STEADY)
+    hold_frozen_in(eager, torch.bfloat16)
+    model, half = copy.deepcopy(eager), torch.autocast("cpu", torch.bfloat16)
+    with half:
+        assert breaks_of(lambda batch: model(**batch).loss, batch_of([7, 4, 11])) == []
+    graphs = compile_layers(model.base_model.encoder.layer)
+    for lengths in ([7, 5, 12], [9, 9, 3, 8], [4, 14], [6, 2, 3, 5, 11]):
+        with half, plain():
+            theirs = eager(**batch_of(lengths)).loss
+        with half:
+            ours = model(**batch_of(lengths)).loss
+        found, wanted = gradients_of(model, ours), gradients_of(eager, theirs)
+        assert error_of(found, wanted) < 0.1  # products that follow one another round by 2^-9 each
         assert len(graphs) == 2
 
 
