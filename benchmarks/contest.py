@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import torch
 from chart import Bar, draw
 from tqdm import tqdm
 
@@ -171,6 +172,13 @@ def half_dtypes(device: str) -> list[str]:
     return ["bfloat16"] if device == "cpu" else ["bfloat16", "float16"]
 
 
+def has_dtype(device: str, dtype: str) -> bool:
+    """Whether products of a dtype are measured: not where a GPU emulates it, as T4 and V100 do."""
+    if (device, dtype) != ("cuda", "bfloat16"):
+        return True
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 # ------------------------------------------------------------------------------------------------
 # Running
 # ------------------------------------------------------------------------------------------------
@@ -197,15 +205,14 @@ def compete(name: str, measurement: Measurement, args: argparse.Namespace) -> in
         SystemExit: ``--only`` names nobody.
     """
     load = os.getloadavg()[0]
-    chosen = [one for one in measurement.contestants if args.only in one.label]
+    takes_part = [one for one in measurement.contestants if has_dtype(args.device, one.dtype)]
+    chosen = [one for one in takes_part if args.only in one.label]
     if not chosen:
-        known = "; ".join(one.label for one in measurement.contestants)
+        known = "; ".join(one.label for one in takes_part)
         sys.exit(f"--only {args.only}: no contestant is called so, of {known}")
     wanted = {*chosen, *map(measurement.baseline_of, chosen)}
     runners = [
-        one
-        for one in measurement.contestants
-        if one in wanted and (one.worker == "ours" or args.peers_python)
+        one for one in takes_part if one in wanted and (one.worker == "ours" or args.peers_python)
     ]
     results, rates, failed = take_turns(name, runners, measurement, args)
     rows = rows_of(results, measurement)

@@ -144,6 +144,17 @@ def test_both_devices_at_once_are_an_error(gpu, x):
             join([x[:1].sum(), torch.tensor(1.0)] if join is torch.stack else [x, torch.ones(2)])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_number_on_the_device_is_read_in_the_tensors_dtype(gpu, dtype):
+    """As by PyTorch's kernels; one of the CPU is not, whose value they are given."""
+    x, third = torch.arange(128, 256).to(dtype), torch.tensor(1 / 3)
+    rounded, kept = ((x.double() * y.double()).to(dtype) for y in (third.to(dtype), third))
+    assert torch.equal(rounded, kept) == (dtype is torch.float32)
+    on_device = x.to("cuda:0")
+    assert torch.equal(on_cpu(on_device * torch.full((), 1 / 3, device="cuda:0")), rounded)
+    assert torch.equal(on_cpu(on_device * third), kept)
+
+
 # ---- attention ----
 
 

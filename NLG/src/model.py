@@ -509,8 +509,11 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
+        # In float32: a GPU would round the factor to a half tensor's dtype first.
         factor = grad / ctx.scale
-        grads = (None if g is None else (g * factor).to(ctx.dtype) for g in ctx.saved_tensors)
+        grads = (
+            None if g is None else (g.float() * factor).to(ctx.dtype) for g in ctx.saved_tensors
+        )
         return *grads, None, None, None, None
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import transformers
 from loralib.serving.bank import AdapterBank
+from loralib.training.determinism import set_up_device
 from loralib.training.precision import Precision, hold_frozen_in
 from transformers import (
     DataCollatorWithPadding,
@@ -58,6 +59,7 @@ def evaluation(plan: dict) -> LogitsOf:
 
 def prediction(plan: dict) -> LogitsOf:
     """predict.py's, from texts to answers."""
+    set_up_device()
     script = load_script()
     model = RobertaForSequenceClassification(RobertaConfig(**plan["shape"])).eval()
     model.train_only(())

@@ -8,11 +8,13 @@ from torch import Tensor
 import loralib as lora
 from beam import BeamSettings, search
 from gpt2_beam import prepare_products
+from loralib.training.determinism import set_up_device
 from model import GPT2Config, GPT2LMModel
 
 
 def make_step(plan: dict) -> Step:
     """The search that `plan` asks for."""
+    set_up_device()
     model = GPT2LMModel(GPT2Config(**plan["shape"])).eval().requires_grad_(False)
     model.to(plan["device"], getattr(torch, plan["weights"]))
     asked = plan["search"]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import transformers
 from loralib.nn.packing import PackedRows
+from loralib.training.determinism import set_up_device
 from loralib.training.precision import Precision, hold_frozen_in
 from transformers import RobertaConfig, RobertaForSequenceClassification
 
@@ -23,6 +24,7 @@ def make_batch(plan: dict, index: int, entry: dict) -> Batch:
 
 def make_step(plan: dict) -> Step:
     """What `plan` asks for: a batch's logits, or switches."""
+    set_up_device()
     model = RobertaForSequenceClassification(RobertaConfig(**plan["shape"])).eval()
     model.train_only(())
     hold_frozen_in(model, getattr(torch, plan["weights"]))

@@ -6,6 +6,7 @@ import torch
 from timing import Batch, Step
 from torch import Tensor, nn
 
+from loralib.training.determinism import set_up_device
 from loralib.training.precision import Precision, hold_frozen_in
 from loralib.training.product_choices import choose_products, frozen_weights
 
@@ -26,6 +27,7 @@ def training_step(
         loss_of: batch -> its loss.
         max_norm: of the gradient.
     """
+    set_up_device()
     hold_frozen_in(model, getattr(torch, plan["weights"]))
     model.to(plan["device"]).train()
     precision = Precision(getattr(torch, plan["autocast"] or "float32"), plan["device"])

@@ -7,6 +7,7 @@ import sys
 from itertools import pairwise
 
 import pytest
+import torch
 from PIL import Image
 
 
@@ -163,6 +164,23 @@ def test_only_some_run_by_name_or_precision(contest, runners, fake_worker, capsy
         assert [plan["name"] for plan in plans] == list(names)
     with pytest.raises(SystemExit, match="--only d: no contestant is called so, of a, float32; b"):
         contest.compete("x", measurement, flags(only="d"))
+
+
+@pytest.mark.parametrize(("device", "supported", "runs"), [("cuda", False, 3), ("cpu", False, 4)])
+def test_what_a_gpu_emulates_takes_no_part(
+    contest, runners, fake_worker, monkeypatch, device, supported, runs
+):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: supported)
+    plans = fake_worker(lambda plan: 1)
+    half = contest.Contestant("half", "ours", weights="bfloat16")
+    measurement = contest.Measurement(
+        [*runners, half],
+        contest.by_dtype({"float32": runners[0], "bfloat16": half}),
+        plan_of,
+        columns(contest),
+    )
+    assert contest.compete("x", measurement, flags(rounds=1, device=device)) == 0
+    assert len(plans) == runs
 
 
 @pytest.mark.parametrize(

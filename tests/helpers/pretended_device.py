@@ -51,6 +51,8 @@ _NO_KERNEL |= {"_unsafe_view", "detach", "lift_fresh", "_local_scalar_dense", "i
 _WAITING = {"_local_scalar_dense", "item", "nonzero", "masked_select", "equal", "is_nonzero"}
 _WAITING |= {"unique_dim", "_unique2", "unique_consecutive", "allclose", "bincount"}
 _WAITING |= {"_linalg_check_errors"}
+# Whose kernels take a number in the place of a tensor.
+_WITH_NUMBERS = {"add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_"}
 # To which numbers of the CPU are not given, either.
 _JOINING = {"cat", "stack"}
 
@@ -94,10 +96,26 @@ def compute(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         own[id(plain)] = value
         return plain
 
+    # Held to the end, so that no result has the identity of one of them.
     args, kwargs = tree_map(bare, (args, kwargs))
+    given = _rounded_numbers(args, own) if func.overloadpacket.__name__ in _WITH_NUMBERS else args
     kernel = KERNELS.get(func, func)
     # What was changed in place is returned as it came in.
-    return tree_map(lambda value: own.get(id(value), on_gpu(value)), kernel(*args, **kwargs))
+    return tree_map(lambda value: own.get(id(value), on_gpu(value)), kernel(*given, **kwargs))
+
+
+def _rounded_numbers(args: tuple, own: dict[int, Tensor]) -> tuple:
+    """The arguments as a GPU's kernel reads them: a number on the device in the tensor's dtype.
+
+    A number of the CPU, which the kernel gets by value, keeps its precision.
+    """
+    tensors = [x for x in args if isinstance(x, Tensor) and x.dim() > 0]
+    if not tensors or tensors[0].dtype not in HALF:
+        return args
+    half = tensors[0].dtype
+    return tuple(
+        x.to(half) if isinstance(x, Tensor) and x.dim() == 0 and id(x) in own else x for x in args
+    )
 
 
 class PretendedGpu:
