@@ -48,6 +48,7 @@ from loralib.io.atomic import atomic_write, check_writable
 from loralib.io.encoding import refuse_utf16
 from loralib.serving.bank import AdapterBank
 from loralib.training.determinism import set_up_device
+from loralib.training.distributed import choose_device
 from loralib.training.precision import Precision, check_precision, hold_frozen_in
 from loralib.training.process import LOG_LEVELS
 from loralib.training.product_choices import choose_products, frozen_weights
@@ -567,7 +568,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     report_cut({"the input": (sum(was_cut), len(lines))}, length)
     check_output(args.output_file, args.input_file)
 
-    device = torch.device("cuda" if torch.cuda.is_available() and not args.no_cuda else "cpu")
+    device = choose_device(0, args.no_cuda)
     check_precision(False, args.bf16, device)
     set_up_device(tf32=args.tf32)
     precision = Precision(torch.bfloat16 if args.bf16 else torch.float32, device.type)

@@ -9,6 +9,7 @@ process removes before that.
 
 import logging
 import os
+import re
 import secrets
 import socket
 import struct
@@ -37,6 +38,8 @@ _COLLECTIVES = 1.5
 # ends its processes, eight minutes later.
 _NCCL_ERROR = "exception_dump"
 
+_ARCHITECTURE = re.compile(r"(?P<kind>sm|compute)_(?P<major>\d+)(?P<minor>\d)[a-z]?")
+
 _SIOCGIFADDR = 0x8915  # Linux: asks for an interface's address
 
 
@@ -48,7 +51,7 @@ def choose_device(local_rank: int, no_cuda: bool = False) -> torch.device:
         no_cuda: stay on the CPU.
 
     Raises:
-        ValueError: there are fewer GPUs than processes.
+        ValueError: there are fewer GPUs than processes, or PyTorch has no kernels for this one.
     """
     if no_cuda or not torch.cuda.is_available():
         return torch.device("cpu")
@@ -60,8 +63,30 @@ def choose_device(local_rank: int, no_cuda: bool = False) -> torch.device:
             "LOCAL_RANK=0 in all"
         )
     device = torch.device("cuda", local_rank)
+    _check_kernels(device)
     torch.cuda.set_device(device)
     return device
+
+
+def _check_kernels(device: torch.device) -> None:
+    """Checks that PyTorch was built for a GPU; it takes tensors there, and fails when it computes.
+
+    It has kernels for some architectures (``sm_75``), which run on later ones of the same
+    generation, and code for others (``compute_90``), which is compiled for any later one.
+    """
+    names = torch.cuda.get_arch_list()
+    built = [match for match in map(_ARCHITECTURE.fullmatch, names) if match]
+    if len(built) < max(len(names), 1):
+        return  # names that are unknown, or none
+    own = torch.cuda.get_device_capability(device)
+    for match in built:
+        major, minor = int(match["major"]), int(match["minor"])
+        if own >= (major, minor) and (match["kind"] == "compute" or own[0] == major):
+            return
+    raise ValueError(
+        f"PyTorch {torch.__version__} has no kernels for {torch.cuda.get_device_name(device)} "
+        f"(sm_{own[0]}{own[1]}): install its build for an older CUDA, such as 12.6 for V100"
+    )
 
 
 def join(device: torch.device, timeout: float = TIMEOUT) -> None:

@@ -28,6 +28,47 @@ def store():
     return connect
 
 
+# ---- the device ----
+
+WHEELS = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
+
+
+@pytest.mark.parametrize(
+    ("built", "own", "fits"),
+    [
+        (WHEELS, (9, 0), True),
+        (WHEELS, (8, 9), True),  # by sm_86's
+        (WHEELS, (7, 0), False),
+        (["sm_70", *WHEELS], (7, 0), True),
+        (WHEELS, (13, 0), False),
+        ([*WHEELS, "compute_120"], (13, 0), True),
+        ([*WHEELS, "compute_120"], (7, 0), False),
+        (["sm_90a"], (9, 0), True),
+        (["gfx90a"], (9, 0), True),  # another maker's
+        ([], (7, 0), True),  # PyTorch does not say
+    ],
+)
+def test_a_gpu_for_which_pytorch_has_no_kernels(monkeypatch, built, own, fits):
+    chosen = []
+    for name, value in {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "get_arch_list": lambda: built,
+        "get_device_capability": lambda device: own,
+        "get_device_name": lambda device: "Tesla",
+        "set_device": chosen.append,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    device = torch.device("cuda", 1)
+    if fits:
+        assert distributed.choose_device(1) == device
+        assert chosen == [device]
+        return
+    with pytest.raises(ValueError, match=rf"no kernels for Tesla \(sm_{own[0]}{own[1]}\)"):
+        distributed.choose_device(1)
+    assert chosen == []
+
+
 # ---- agreeing on an attempt ----
 
 
