@@ -399,6 +399,11 @@ def _plain_copy(layer: nn.Linear) -> nn.Linear:
     return copy.train(layer.training)
 
 
+# Distances that are multiplied with and not read: as many queries as keys have an odd number of
+# them, which is not aligned in memory, as a GPU's fast kernels need it.
+_SPARE_ON_GPU = 1
+
+
 def _position_scores(
     query: Tensor, key: Tensor, pos_key: Tensor | None, pos_query: Tensor | None
 ) -> Tensor | None:
@@ -411,13 +416,14 @@ def _position_scores(
     """
     terms = []
     queries, keys = query.shape[1], key.shape[1]
+    spare = _SPARE_ON_GPU if query.is_cuda and queries > 1 else 0
     if pos_key is not None:
         zero = len(pos_key) // 2
-        pos_key = pos_key[zero - queries + 1 : zero + keys]
+        pos_key = pos_key[zero - queries + 1 : zero + keys + spare]
         terms.append(skew(_products(query, pos_key), keys))
     if pos_query is not None:
         zero = len(pos_query) // 2
-        pos_query = pos_query[zero - keys + 1 : zero + queries]
+        pos_query = pos_query[zero - keys + 1 : zero + queries + spare]
         terms.append(skew(_products(key, pos_query), queries).transpose(-1, -2))
     return sum(terms[1:], terms[0]).transpose(0, 1) if terms else None
 
@@ -554,10 +560,12 @@ class DebertaV2Encoder(Encoder):
         """What every layer is told of a batch; computed once a forward."""
         # A recorded graph is for batches of any length.
         tracing = torch.jit.is_tracing()
+        spare = 0
         if isinstance(rows, PackedRows) and rows.index.is_cuda:
             rows = rows.widened(-(-rows.shape[1] // _ALIGNED) * _ALIGNED)
+            spare = _SPARE_ON_GPU
         length = self.config.max_position_embeddings if tracing else rows.shape[1]
-        relative = self.relative_positions(length)
+        relative = self.relative_positions(length + spare)
         return Batch(rows, relative, self.config.num_attention_heads)
 
     def after_layer(self, index: int, seen: Tensor, output: Tensor, rows: AnyRows) -> Tensor:
