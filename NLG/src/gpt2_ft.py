@@ -40,7 +40,7 @@ from data_utils import (
     batches_per_epoch,
     collate,
     count_tokens,
-    one_token_batch,
+    short_batch,
     validation_batches,
 )
 from exp_utils import METRICS_NAME, MetricsLog, run, set_up_logging
@@ -141,7 +141,7 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
     ddp_model = wrap_ddp(model, device, dist_env.world_size, **settings)
 
     loss_of = loss_function(precision, device)
-    warm_up_ddp(ddp_model, lambda: loss_of(ddp_model, one_token_batch()).backward())
+    warm_up_ddp(ddp_model, lambda: loss_of(ddp_model, short_batch()).backward())
 
     # ---- where the run is ----
     max_step = scheduler.max_step

@@ -353,6 +353,7 @@ class GPT2LMModel(nn.Module):
     def __init__(self, config: GPT2Config):
         super().__init__()
         self.config = config
+        self.heads = config.n_head  # a module's, which torch.compile takes for a constant
         self.transformer = GPT2Model(config)
         self.lm_head = GPT2LMHead(self.transformer.wte)
         self.reset_parameters()
@@ -432,8 +433,10 @@ class GPT2LMModel(nn.Module):
         return self.transformer(ids, positions, self._within(rows), keep)
 
     def _within(self, rows: PackedRows) -> Attend:
-        heads = self.config.n_head
-        return lambda _, query, key, value: attend(query, key, value, rows, heads, causal=True)
+        def within(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return attend(query, key, value, rows, self.heads, causal=True)
+
+        return within
 
 
 def _needed_rows(lm_mask: Tensor) -> PackedRows:

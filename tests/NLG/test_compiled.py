@@ -12,7 +12,7 @@ from compiled import breaks_of, compile_layers, flash_on_cpu, gradients_of
 
 import gpt2_ft
 import loralib as lora
-from data_utils import Row, collate
+from data_utils import Row, collate, short_batch
 from loralib.io.tensors import read_tensors
 from loralib.training import compiled
 from model import GPT2Config, GPT2LMModel
@@ -66,6 +66,15 @@ def test_a_block_is_one_graph_for_any_number_of_tokens(model):
         for name, gradient in wanted.items():
             assert_close_to_rounding(found[name], gradient, TERMS)
         assert len(graphs) == 2
+
+
+def test_the_batch_that_ddp_is_warmed_up_with_has_the_graphs_of_all_others(model):
+    graphs, batch = compile_layers(model.transformer.h), short_batch()
+    tensors = (batch[name] for name in ("input", "target", "mask"))
+    model(*tensors, packed_rows=batch["packed_rows"]).backward()
+    assert len(graphs) == 2
+    loss_of(model, [7, 5, 12]).backward()
+    assert len(graphs) == 2
 
 
 def test_a_block_with_a_gpus_attention_is_one_graph():

@@ -19,6 +19,7 @@ from loralib.training.precision import hold_frozen_in
 from transformers import TrainerCallback
 from transformers.data.data_collator import PackedCollator
 from transformers.modeling_utils import read_weights
+from transformers.trainer_data import TrainingPasses
 
 pytestmark = pytest.mark.slow
 
@@ -68,6 +69,20 @@ def test_a_layer_is_one_graph_for_any_number_of_tokens(model_of, family):
         assert found.keys() == wanted.keys()
         for name, gradient in wanted.items():
             assert_close_to_rounding(found[name], gradient, ENCODER_TERMS)
+        assert len(graphs) == 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_batch_that_ddp_is_warmed_up_with_has_the_graphs_of_all_others(
+    make_trainer, model_of, family
+):
+    trainer = make_trainer(model_of(family), train=make_data(9))
+    graphs = compile_layers(trainer.model.base_model.encoder.layer)
+    loader, device = trainer.get_train_dataloader(), torch.device("cpu")
+    example = TrainingPasses(loader, seed=0, device=device).example()
+    assert len(example["labels"]) == 2
+    for batch in (example, batch_of([7, 5, 12])):
+        trainer.model(**batch).loss.backward()
         assert len(graphs) == 2
 
 

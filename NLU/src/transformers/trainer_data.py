@@ -197,10 +197,14 @@ class TrainingPasses:
         return length_of(getattr(self.loader, "dataset", None)) or 0
 
     def example(self) -> Any:
-        """Some batch; one of the loader's own examples is enough."""
+        """Some batch; two of the loader's own examples are enough.
+
+        For a batch of one, torch.compile would make graphs that no other batch has.
+        """
         if self.batches is None:
             return next(iter(self.loader))
-        return self.loader.collate_fn([self.loader.dataset[0]])
+        data = self.loader.dataset
+        return self.loader.collate_fn([data[index] for index in range(min(2, len(data)))])
 
     def weight(self, index: int) -> float:
         """What to multiply this process's mean loss with in a batch; see `TrainingBatches`."""
