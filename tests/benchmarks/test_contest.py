@@ -166,9 +166,9 @@ def test_only_some_run_by_name_or_precision(contest, runners, fake_worker, capsy
         contest.compete("x", measurement, flags(only="d"))
 
 
-@pytest.mark.parametrize(("device", "supported", "runs"), [("cuda", False, 3), ("cpu", False, 4)])
+@pytest.mark.parametrize(("device", "supported", "count"), [("cuda", False, 3), ("cpu", False, 4)])
 def test_what_a_gpu_emulates_takes_no_part(
-    contest, runners, fake_worker, monkeypatch, device, supported, runs
+    contest, runners, fake_worker, monkeypatch, device, supported, count
 ):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: supported)
     plans = fake_worker(lambda plan: 1)
@@ -180,7 +180,7 @@ def test_what_a_gpu_emulates_takes_no_part(
         columns(contest),
     )
     assert contest.compete("x", measurement, flags(rounds=1, device=device)) == 0
-    assert len(plans) == runs
+    assert len(plans) == count
 
 
 @pytest.mark.parametrize(
