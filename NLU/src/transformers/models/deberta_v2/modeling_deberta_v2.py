@@ -551,7 +551,10 @@ class DebertaV2Encoder(Encoder):
             longest = max(length, config.max_position_embeddings)
             rows = relative_rows(longest, config.position_buckets, config.furthest)
             with torch.inference_mode(False):  # training uses it as well
-                table = torch.tensor(rows, device=device)
+                table = torch.tensor(rows)
+                if device.type == "cuda":  # which is not waited for
+                    table = table.pin_memory()
+                table = table.to(device, non_blocking=True)
             self._rows_of_distances = table
         middle = len(table) // 2
         return table[middle - length + 1 : middle + length]
