@@ -103,7 +103,8 @@ def seconds_of(start: Start, cache: Path) -> float:
     if start.is_new:
         shutil.rmtree(tokens, ignore_errors=True)
     folders = {"XDG_CACHE_HOME": str(cache), "HF_HOME": str(tokens)}
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **folders}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environment = inherited | folders | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     said = []
     begun = time.perf_counter()
     with ended(

@@ -19,16 +19,16 @@ _WIDEST = 192
 _FIRST_ARCHITECTURE = 8
 
 
-def suits(x: Tensor, heads: int) -> bool:
-    """Whether there is a kernel for queries, keys and values like x, (tokens, hidden)."""
-    width = x.shape[1] // heads
+def suits(query: Tensor, key: Tensor, value: Tensor, heads: int) -> bool:
+    """Whether there is a kernel for these: (queries, hidden), and (tokens, hidden) of one dtype."""
+    width = query.shape[1] // heads
     return (
-        x.is_cuda
-        and x.dtype in (torch.float16, torch.bfloat16)
+        query.is_cuda
+        and query.dtype in (torch.float16, torch.bfloat16)
         and width % 8 == 0
         and width <= _WIDEST
-        and _is_there(x.device)
-        and not (is_plain() or is_transformed(x))
+        and _is_there(query.device)
+        and not (is_plain() or is_transformed(query, key, value))
     )
 
 

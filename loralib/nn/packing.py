@@ -246,7 +246,7 @@ def attend(
     if causal and len(query) != len(key):  # each row's first token, which sees itself alone
         key, value = (x.index_select(0, rows.first) for x in (key, value))
         rows = PackedRows.from_lengths([1] * len(query)).to(query.device)
-    if flash.suits(query, heads):
+    if flash.suits(query, key, value, heads):
         attend_to = _attend_packed
     elif trains_on_cpu(query, key, value, dropout_p=dropout_p):
         return attend_rows(query, key, value, rows.lengths, heads, dropout_p, causal)

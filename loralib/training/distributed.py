@@ -38,7 +38,7 @@ _COLLECTIVES = 1.5
 # ends its processes, eight minutes later.
 _NCCL_ERROR = "exception_dump"
 
-_ARCHITECTURE = re.compile(r"(?P<kind>sm|compute)_(?P<major>\d+)(?P<minor>\d)[a-z]?")
+_ARCHITECTURE = re.compile(r"(?P<kind>sm|compute)_(?P<major>\d+)(?P<minor>\d)(?P<alone>[a-z]?)")
 
 _SIOCGIFADDR = 0x8915  # Linux: asks for an interface's address
 
@@ -72,20 +72,24 @@ def _check_kernels(device: torch.device) -> None:
     """Checks that PyTorch was built for a GPU; it takes tensors there, and fails when it computes.
 
     It has kernels for some architectures (``sm_75``), which run on later ones of the same
-    generation, and code for others (``compute_90``), which is compiled for any later one.
+    generation, and code for others (``compute_90``), which is compiled for any later one. Those
+    whose names end in a letter are for this architecture alone.
     """
     names = torch.cuda.get_arch_list()
     built = [match for match in map(_ARCHITECTURE.fullmatch, names) if match]
     if len(built) < max(len(names), 1):
         return  # names that are unknown, or none
     own = torch.cuda.get_device_capability(device)
-    for match in built:
-        major, minor = int(match["major"]), int(match["minor"])
-        if own >= (major, minor) and (match["kind"] == "compute" or own[0] == major):
+    known = [((int(match["major"]), int(match["minor"])), match) for match in built]
+    for architecture, match in known:
+        is_later = own >= architecture and (match["kind"] == "compute" or own[0] == architecture[0])
+        if own == architecture or (is_later and not match["alone"]):
             return
+    is_old = own < max(architecture for architecture, _ in known)
+    way_out = "an older CUDA, such as 12.6 for V100" if is_old else "a newer CUDA"
     raise ValueError(
         f"PyTorch {torch.__version__} has no kernels for {torch.cuda.get_device_name(device)} "
-        f"(sm_{own[0]}{own[1]}): install its build for an older CUDA, such as 12.6 for V100"
+        f"(sm_{own[0]}{own[1]}): install its build for {way_out}"
     )
 
 

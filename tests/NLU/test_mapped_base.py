@@ -67,6 +67,27 @@ def test_what_is_going_to_be_frozen_is_not_copied(make_base, adapted):
     assert {p.dtype for p in copied.parameters()} == {torch.float32}
 
 
+def test_what_is_held_in_its_precision_already_is_not_read(make_base, monkeypatch):
+    path, compared = make_base("model.safetensors", torch.bfloat16), []
+    model = RobertaForSequenceClassification.from_pretrained(
+        path.parent, held_in=torch.bfloat16, **LORA
+    )
+    model.train_only(("lora",))
+    monkeypatch.setattr(torch, "equal", lambda *given: compared.append(given) or True)
+    hold_frozen_in(model, torch.bfloat16, model.tensors_read)
+    assert compared == []
+
+
+def test_a_state_dict_that_is_given_stays_the_callers(make_base):
+    path = make_base("model.safetensors", torch.bfloat16)
+    given = read_weights(path.parent)
+    config = RobertaForSequenceClassification.from_pretrained(path.parent, **LORA).config
+    model = RobertaForSequenceClassification.from_pretrained(
+        None, config=config, state_dict=given, held_in=torch.bfloat16
+    )
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
 def test_without_being_asked_weights_are_float32(make_base):
     path = make_base("model.safetensors", torch.bfloat16)
     model = RobertaForSequenceClassification.from_pretrained(path.parent, **LORA)

@@ -77,3 +77,16 @@ def error_of(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
         for name, expected in exact.items()
     ]
     return math.sqrt(sum(squares) / len(squares))
+
+
+def factor_of(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+    """By what results are larger than they should be, all in all; 1 if by nothing.
+
+    Rounding, which is as often up as down, leaves it near 1. Each tensor counts alike.
+    """
+    assert found.keys() == exact.keys()
+    parts = [
+        float((found[name] * expected).sum() / expected.square().sum())
+        for name, expected in exact.items()
+    ]
+    return sum(parts) / len(parts)

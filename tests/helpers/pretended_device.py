@@ -278,10 +278,12 @@ def _show(gpu: PretendedGpu, func: Callable, x: Tensor, **settings: Any) -> str:
 
 
 def _new(gpu: PretendedGpu, func: Callable, *args: Any, device: Any = None, **more: Any) -> Tensor:
+    device = None if device is None else torch.device(device)
+    if device is not None and device.type not in ("cpu", "cuda"):
+        return func(*args, device=device, **more)
     made = func(*args, **more)
-    if device is None or (torch.device(device).type == "cuda") == isinstance(made, OnGpu):
+    if device is None or (device.type == "cuda") == isinstance(made, OnGpu):
         return made
-    device = torch.device(device)
     return gpu.move(made.detach(), device, False).requires_grad_(made.requires_grad)
 
 
@@ -290,19 +292,21 @@ def _new_beside(gpu: PretendedGpu, func: Callable, x: Tensor, *args: Any, **more
 
 
 def _typed(gpu: PretendedGpu, func: Callable, x: Tensor, *args: Any, **more: Any) -> Any:
-    named = getattr(args[0], "__name__", str(args[0])) if args else ""
-    if isinstance(x, OnGpu) and args and not isinstance(args[0], torch.dtype):
-        # Types have a device as well: torch.FloatTensor is the CPU's.
-        x = x if "cuda" in named else gpu.move(x, torch.device("cpu"), False)
-    return func(x, *args, **more)
+    if not isinstance(x, OnGpu) or not args or isinstance(args[0], torch.dtype):
+        return func(x, *args, **more)
+    # Types have a device as well: torch.FloatTensor is the CPU's.
+    kind = args[0] if isinstance(args[0], str) else f"{args[0].__module__}.{args[0].__name__}"
+    if "cuda" in kind:
+        return x.to(getattr(torch, kind.rpartition(".")[2]).dtype)
+    return func(gpu.move(x, torch.device("cpu"), False), *args, **more)
 
 
 def _copied(
-    gpu: PretendedGpu, func: Callable, target: Tensor, source: Tensor, *args: Any, **more: Any
+    gpu: PretendedGpu, func: Callable, target: Tensor, source: Tensor, non_blocking: bool = False
 ) -> Tensor:
     if isinstance(target, OnGpu) and not isinstance(source, OnGpu) and source.dim() == 0:
-        source = gpu.move(source, GPU, *args, **({"non_blocking": False} | more))
-    return func(target, source, *args, **more)
+        source = gpu.move(source, GPU, non_blocking)
+    return func(target, source, non_blocking)
 
 
 def _assigned(gpu: PretendedGpu, func: Callable, target: Tensor, place: Any, value: Any) -> None:
@@ -427,6 +431,7 @@ def _settings(gpu: PretendedGpu) -> Iterator[tuple[Any, str, Any]]:
         "current_device": lambda: 0,
         "set_device": lambda device: None,
         "is_bf16_supported": lambda *_, **__: True,
+        "get_arch_list": list,  # which says nothing of what PyTorch has been built for
         "get_device_properties": lambda *_: SimpleNamespace(major=9, minor=0),
         "max_memory_allocated": lambda *_: 0,
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),

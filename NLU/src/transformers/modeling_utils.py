@@ -335,7 +335,9 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin, TokenEmbeddingsMixin):
         held_in: torch.dtype = torch.float32,
         **arguments: Any,
     ) -> "PreTrainedModel | tuple[PreTrainedModel, dict[str, list[str]]]":
-        """Builds the model of a folder or a hub repository, in evaluation mode, in float32.
+        """Builds the model of a folder or a hub repository, in evaluation mode.
+
+        In float32, except for what `held_in` says.
 
         A head, LoRA or adapters that the checkpoint does not have are newly initialized, which is
         logged. Anything else that does not fit is an error: no tensor is silently dropped or made
@@ -349,9 +351,10 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin, TokenEmbeddingsMixin):
             state_dict: tensors to use instead of the checkpoint's.
             output_loading_info: return what did not fit as well: "missing_keys" (newly
                 initialized), "unexpected_keys" (left out) and "error_msgs" (none: they are raised).
-            held_in: what the backbone's weights are going to be held in, except those that adapt
-                it, if they are going to be frozen. Those that the file has in it stay so, and are
-                mapped from it, not copied.
+            held_in: what the backbone's weights, except those that adapt it, are going to be held
+                in by `loralib.training.precision.hold_frozen_in`, because they are going to be
+                frozen. Those that the file has in it are in it already, mapped and not copied: the
+                model computes under autocast alone, and they are not to be trained.
             arguments: where to look, the constructor's arguments by name, and settings that replace
                 the checkpoint's, as in `PretrainedConfig.from_pretrained`.
 
@@ -376,7 +379,10 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin, TokenEmbeddingsMixin):
                 )
         with torch.device("cpu"), NoInitialization(), deferring_start():
             model = cls(config, *model_args, **own)
-        info = model.load_checkpoint(tensors, name, held_in)
+        # Tensors that a caller gives stay the caller's own.
+        info = model.load_checkpoint(
+            tensors, name, held_in if state_dict is None else torch.float32
+        )
         return (model.eval(), info) if output_loading_info else model.eval()
 
     @classmethod

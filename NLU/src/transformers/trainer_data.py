@@ -199,7 +199,8 @@ class TrainingPasses:
     def example(self) -> Any:
         """Some batch; two of the loader's own examples are enough.
 
-        For a batch of one, torch.compile would make graphs that no other batch has.
+        For a batch of one, torch.compile would make graphs that no other batch has. (For two of one
+        length, it does so with DeBERTa-v2, whose layers have no mask then.)
         """
         if self.batches is None:
             return next(iter(self.loader))

@@ -48,6 +48,24 @@ def loaded(monkeypatch) -> list:
     return models
 
 
+@pytest.mark.parametrize(("flags", "dtype"), [(["--bf16"], torch.bfloat16), ([], torch.float32)])
+def test_the_base_is_read_in_the_precision_that_it_is_held_in(
+    predict, bases, adapters, tmp_path, monkeypatch, flags, dtype
+):
+    """Where the file has it, it is mapped; see tests/NLU/test_mapped_base.py."""
+    asked, load = [], AutoModelForSequenceClassification.from_pretrained
+
+    def recorded(*args, held_in, **kwargs):
+        asked.append(held_in)
+        return load(*args, held_in=held_in, **kwargs)
+
+    monkeypatch.setattr(AutoModelForSequenceClassification, "from_pretrained", recorded)
+    given, out = write(tmp_path / "in.jsonl", some_lines()), tmp_path / "out.jsonl"
+    base, own = bases["roberta"], named(adapters["roberta"])
+    predict.main([*common(base, given, out), *flags, *own])
+    assert asked == [dtype]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16(predict, bases, adapters, expected, tmp_path, loaded, family, monkeypatch):
     answers, chosen = expected(family), []

@@ -6,6 +6,7 @@ import pytest
 import torch
 from compare import rounding
 from pretended_device import PretendedGpu, on_cpu
+from torch.autograd import forward_ad
 
 from loralib.nn import flash
 from loralib.nn.packing import PackedRows, attend
@@ -108,6 +109,15 @@ def test_padded_where_there_is_no_kernel(gpu, monkeypatch, dtype, width, change,
     assert gpu.launches["_flash_attention_forward"] == 0
     fused = [name for name in gpu.launches if name.startswith("_scaled_dot_product")]
     assert len(fused) == 2  # there and back
+
+
+@pytest.mark.parametrize("dual", [None, 0, 1, 2])
+def test_what_has_a_forward_derivative_has_no_kernel(gpu, dual):
+    inputs = [x.to("cuda:0") for x in drawn(torch.bfloat16)]
+    with forward_ad.dual_level():
+        if dual is not None:
+            inputs[dual] = forward_ad.make_dual(inputs[dual], torch.ones_like(inputs[dual]))
+        assert flash.suits(*inputs, HEADS) == (dual is None)
 
 
 def test_only_queries_keys_and_values_are_padded(gpu):

@@ -34,21 +34,23 @@ WHEELS = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
 
 
 @pytest.mark.parametrize(
-    ("built", "own", "fits"),
+    ("built", "own", "needs"),
     [
-        (WHEELS, (9, 0), True),
-        (WHEELS, (8, 9), True),  # by sm_86's
-        (WHEELS, (7, 0), False),
-        (["sm_70", *WHEELS], (7, 0), True),
-        (WHEELS, (13, 0), False),
-        ([*WHEELS, "compute_120"], (13, 0), True),
-        ([*WHEELS, "compute_120"], (7, 0), False),
-        (["sm_90a"], (9, 0), True),
-        (["gfx90a"], (9, 0), True),  # another maker's
-        ([], (7, 0), True),  # PyTorch does not say
+        (WHEELS, (9, 0), None),
+        (WHEELS, (8, 9), None),  # by sm_86's
+        (WHEELS, (7, 0), "an older CUDA, such as 12.6 for V100"),
+        (["sm_70", *WHEELS], (7, 0), None),
+        (WHEELS, (13, 0), "a newer CUDA"),
+        ([*WHEELS, "compute_120"], (13, 0), None),
+        ([*WHEELS, "compute_120a"], (13, 0), "a newer CUDA"),
+        ([*WHEELS, "compute_120"], (7, 0), "an older CUDA"),
+        (["sm_90a"], (9, 0), None),
+        (["sm_80", "compute_90a"], (10, 0), "a newer CUDA"),
+        (["gfx90a"], (9, 0), None),  # another maker's
+        ([], (7, 0), None),  # PyTorch does not say
     ],
 )
-def test_a_gpu_for_which_pytorch_has_no_kernels(monkeypatch, built, own, fits):
+def test_a_gpu_for_which_pytorch_has_no_kernels(monkeypatch, built, own, needs):
     chosen = []
     for name, value in {
         "is_available": lambda: True,
@@ -60,11 +62,12 @@ def test_a_gpu_for_which_pytorch_has_no_kernels(monkeypatch, built, own, fits):
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     device = torch.device("cuda", 1)
-    if fits:
+    if needs is None:
         assert distributed.choose_device(1) == device
         assert chosen == [device]
         return
-    with pytest.raises(ValueError, match=rf"no kernels for Tesla \(sm_{own[0]}{own[1]}\)"):
+    named = rf"no kernels for Tesla \(sm_{own[0]}{own[1]}\): install its build for {needs}"
+    with pytest.raises(ValueError, match=named):
         distributed.choose_device(1)
     assert chosen == []
 

@@ -145,7 +145,8 @@ def _bucket(distance: int, buckets: int, furthest: int) -> int:
     return bucket if distance > 0 else -bucket
 
 
-# Keys and queries of distances, (2 · length - 1, hidden); None for a term that there is not.
+# Keys and queries of distances, (2 · length - 1, hidden); None for a term that there is not. On a
+# GPU, the length is that of the rows and one more; see `_SPARE_ON_GPU`.
 _Positions = tuple[Tensor | None, Tensor | None]
 
 
