@@ -46,7 +46,7 @@ out_of() {
 # need FILE COMMAND: where the file is missing, ends the recipe with the command that makes it.
 need() {
     if [ ! -e "$1" ]; then
-        echo "$script: error: $1 is not there; make it by: $2" >&2
+        echo "$script: error: $1 is not there; make it by: cd $PWD && $2" >&2
         exit 1
     fi
 }

@@ -1,6 +1,7 @@
 """GPT-2's files: the base, LoRA's part, and the whole model."""
 
 import argparse
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ from model import (
     load_base,
     own_tensors,
 )
+
+logger = logging.getLogger(__name__)
 
 # The release's models were wrapped in DDP when they were saved.
 _PREFIX = "module."
@@ -264,9 +267,26 @@ def _set_lora(args: argparse.Namespace, file: Adapter | Base, path: str | None) 
         setattr(args, flag, next(v for v in (ours, theirs, default) if v is not None))
     if args.lora_dim < 0 or args.lora_alpha <= 0:
         raise ValueError("--lora_dim has to be at least 0, and --lora_alpha above 0")
+    if args.lora_dim == 0 and given["lora_dim"] is None:
+        _check_no_lora(given["lora_alpha"], vars(args).get("lora_dropout"))
+    if args.lora_dim > 0 and given["lora_alpha"] is None and not recorded:
+        logger.warning(
+            "--lora_alpha is not given: it is %g, the release's default; its recipes have 32",
+            args.lora_alpha,
+        )
     given |= {flag: vars(args).get(flag) for flag in _PATTERNS}
     for flag, value in given.items():
         if args.lora_dim == 0 and value is not None and flag not in ("lora_dim", "lora_alpha"):
+            raise ValueError(f"--{flag} needs LoRA: add --lora_dim")
+
+
+def _check_no_lora(alpha: float | None, dropout: float | None) -> None:
+    """Checks that there are no flags of LoRA where there is no rank, nor --lora_dim 0.
+
+    Whoever forgets the rank would train all of the model.
+    """
+    for flag, is_given in (("lora_alpha", alpha is not None), ("lora_dropout", bool(dropout))):
+        if is_given:
             raise ValueError(f"--{flag} needs LoRA: add --lora_dim")
 
 

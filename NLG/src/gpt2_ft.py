@@ -408,6 +408,7 @@ def show_beginning(
         ("training set", counted(data[0].num_examples, "example")),
         ("evaluated on", counted(data[1].num_examples, "example")),
         ("steps", f"{steps_in_words(last_step, batch)}{accumulated}"),
+        ("learning rate", f"{args.lr:g}"),
         ("output", os.path.abspath(args.work_dir)),
     ]
     if step:

@@ -387,6 +387,7 @@ def predict(trainer: Trainer, splits: dict[str, Dataset], data: TextData) -> Non
             with atomic_write(path) as temporary:
                 lines = ["index\tprediction", *(f"{i}\t{word}" for i, word in enumerate(words))]
                 temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            logger.info("predictions of %s: %s", split, path)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -209,10 +209,10 @@ def test_a_run_says_what_it_does_and_what_came_of_it(tiny, tmp_path, caplog):
         for record in caplog.records
         if record.levelname == "INFO" and record.getMessage() != HOW_TO_GET_IT
     )
-    assert before.startswith("training\n  model         gpt2.xs, ")
-    assert "  adapted by    LoRA of rank 2, alpha 8, in 2 modules: c_attn\n" in before
-    assert "  training set  14 examples\n" in before
-    assert "  steps         2 of 4 examples each\n" in before
+    assert before.startswith("training\n  model          gpt2.xs, ")
+    assert "  adapted by     LoRA of rank 2, alpha 8, in 2 modules: c_attn\n" in before
+    assert "  training set   14 examples\n" in before
+    assert "  steps          2 of 4 examples each\n  learning rate  1e-05\n" in before
     assert [text.partition(",")[0][:12] for text in steps] == ["step 1 of 2:", "step 2 of 2:"]
     assert steps[0].endswith(" left")
     assert evaluated.startswith("step 2 of 2: valid_loss ")
@@ -399,6 +399,8 @@ def test_lora_needs_a_base(tiny, finished, error_of):
 def test_without_lora_there_is_no_part_to_save(tiny, finished, error_of):
     argv = tiny.flags(finished, "--max_step", 4, "--save_lora_only", lora=False)
     assert "--save_lora_only needs LoRA: add --lora_dim" in error_of(argv)
+    argv = tiny.flags(finished, "--max_step", 4, "--lora_dropout", 0.1, lora=False)
+    assert "--lora_dropout needs LoRA: add --lora_dim" in error_of(argv)
 
 
 def _narrow(tensors):

@@ -432,7 +432,7 @@ def test_a_model_s_folder_is_never_taken_for_a_checkpoint_to_resume(
 def test_overwriting_begins_anew(glue, trained, tiny_glue, tmp_path, caplog):
     shutil.copytree(trained, tmp_path / "out")
     glue(*on_rte(tiny_glue, "out"), "--overwrite_output_dir", "--max_steps", 5)
-    assert "are replaced at the first save" in caplog.text
+    assert "are replaced at the first save: to resume from them, stop it now" in caplog.text
     names = [Path(path).name for path in list_checkpoints(tmp_path / "out")]
     assert names == ["checkpoint-4"]
     assert json.loads((tmp_path / "out" / "trainer_state.json").read_text())["global_step"] == 5

@@ -176,6 +176,7 @@ def test_a_run_says_what_it_does_and_what_came_of_it(make_trainer, tmp_path, cap
         "training set": "20 examples",
         "evaluated on": "9 examples",
         "steps": "10 of 4 examples each, 2 epochs",
+        "learning rate": f"{trainer.args.learning_rate:g}",
         "output": str(tmp_path / "out"),
     }
     (after,) = (text for text in caplog.messages if text.startswith("finished\n"))

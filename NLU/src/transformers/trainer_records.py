@@ -89,6 +89,7 @@ class TrainerRecords:
             ("training set", known),
             *([("evaluated on", counted(evaluated, "example"))] if evaluated else []),
             ("steps", f"{steps_in_words(max_steps, batch)}{epochs}"),
+            ("learning rate", f"{args.learning_rate:g}"),
             ("output", os.path.abspath(args.output_dir)),
         ]
 

@@ -300,11 +300,27 @@ def test_what_contradicts_the_file(file_on, trained_on, base_path, tmp_path):
     [
         (("--lora_dim", 2, "--lora_targets", "query", "query"), "lora_targets names query twice"),
         (("--lora_targets", "mlp_up"), "--lora_targets needs LoRA: add --lora_dim"),
+        (("--lora_alpha", 32), "--lora_alpha needs LoRA: add --lora_dim"),
     ],
 )
 def test_flags_that_no_model_can_have(base_path, flags, says):
     with pytest.raises(ValueError, match=f"^{says}$"):
         open_model(parse("--init_checkpoint", base_path, *flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "warned"),
+    [
+        (("--lora_dim", 2), ["--lora_alpha is not given: it is 128, the release's default"]),
+        (("--lora_dim", 2, "--lora_alpha", 128), []),
+        (("--lora_dim", 0, "--lora_alpha", 32), []),  # asks for none
+        ((), []),
+    ],
+)
+def test_an_alpha_that_is_not_given(base_path, caplog, flags, warned):
+    open_model(parse("--init_checkpoint", base_path, *flags))
+    found = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert [record.getMessage().partition(";")[0] for record in found] == warned
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,11 @@ def find_checkpoint(args: TrainingArguments) -> str | None:
     checkpoint = get_last_checkpoint(folder)
     if args.overwrite_output_dir:
         if checkpoint:
-            logger.warning("the checkpoints in %s are replaced at the first save", folder)
+            logger.warning(
+                "this run starts from its beginning; the checkpoints in %s are replaced at the "
+                "first save: to resume from them, stop it now and add --overwrite_output_dir False",
+                folder,
+            )
         return None
     files = folder.iterdir() if folder.exists() else ()
     if checkpoint is None and any(not path.name.startswith(".") for path in files):
