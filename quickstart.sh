@@ -2,7 +2,7 @@
 # From nothing to an adapted RoBERTa, offline except for the installation: makes .venv, makes a
 # small corpus and a small GLUE task, pretrains a small base, adapts it with LoRA, extracts the LoRA
 # weights, evaluates base + LoRA file in a new process, trains the same base in two other ways to
-# compare, and prints a summary.
+# compare, and prints a summary. All of it is in quickstart_output/, which is deleted first.
 set -euo pipefail
 
 case ${1:-} in

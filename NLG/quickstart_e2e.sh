@@ -4,7 +4,8 @@
 #
 # The data is E2E's, where it is: valid.txt and test.txt in the folder that E2E names (default:
 # data/e2e), and GPT-2's vocabulary in the folder that VOCAB names (default: vocab); download_data.sh
-# fetches both into these. Without the two, it is a small corpus that the project makes.
+# fetches both into these. Without the two, it is a small corpus that the project makes. All that is
+# made is in quickstart_output/, which is deleted first.
 set -euo pipefail
 
 case ${1:-} in
