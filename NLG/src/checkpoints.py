@@ -267,26 +267,17 @@ def _set_lora(args: argparse.Namespace, file: Adapter | Base, path: str | None) 
         setattr(args, flag, next(v for v in (ours, theirs, default) if v is not None))
     if args.lora_dim < 0 or args.lora_alpha <= 0:
         raise ValueError("--lora_dim has to be at least 0, and --lora_alpha above 0")
-    if args.lora_dim == 0 and given["lora_dim"] is None:
-        _check_no_lora(given["lora_alpha"], vars(args).get("lora_dropout"))
     if args.lora_dim > 0 and given["lora_alpha"] is None and not recorded:
         logger.warning(
             "--lora_alpha is not given: it is %g, the release's default; its recipes have 32",
             args.lora_alpha,
         )
+    asks_for_none = given.pop("lora_dim") is not None  # --lora_dim 0, beside the other flags
     given |= {flag: vars(args).get(flag) for flag in _PATTERNS}
+    given["lora_dropout"] = vars(args).get("lora_dropout") or None  # of training alone
     for flag, value in given.items():
-        if args.lora_dim == 0 and value is not None and flag not in ("lora_dim", "lora_alpha"):
-            raise ValueError(f"--{flag} needs LoRA: add --lora_dim")
-
-
-def _check_no_lora(alpha: float | None, dropout: float | None) -> None:
-    """Checks that there are no flags of LoRA where there is no rank, nor --lora_dim 0.
-
-    Whoever forgets the rank would train all of the model.
-    """
-    for flag, is_given in (("lora_alpha", alpha is not None), ("lora_dropout", bool(dropout))):
-        if is_given:
+        may_stay = asks_for_none and flag in ("lora_alpha", "lora_dropout")
+        if args.lora_dim == 0 and value is not None and not may_stay:
             raise ValueError(f"--{flag} needs LoRA: add --lora_dim")
 
 

@@ -1,13 +1,12 @@
 """GPT-2: upstream's logits, the loss and its gradients, half precision, weights."""
 
-import copy
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import assert_close_to_rounding, assert_same_bits, error_of, factor_of
-from half_products import choose_processor, step_and_evaluate
+from compare import assert_close_to_rounding, assert_same_bits
+from half_products import assert_as_exact_as_plain, choose_processor, step_and_evaluate
 from multiplied_rows import MultipliedRows
 from plain_gpt2 import MASKS, ROWS, draw_batch, plain_gradients, plain_logits, train_only
 from product_ways import Ways
@@ -491,23 +490,10 @@ def test_in_bfloat16_a_step_is_as_exact_as_on_the_plain_path():
                 torch.nn.init.normal_(parameter, std=0.1)
             elif parameter.dim() == 2:
                 parameter.mul_(5)
-            parameter.copy_(parameter.bfloat16())
-    ids = torch.randint(500, (6, 64))
-
-    def step(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        own = copy.deepcopy(model)
-        hold_frozen_in(own, dtype)
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
-            loss = own(ids, ids.roll(-1, 1), torch.ones(6, 64), 0.1)
-        loss.backward()
-        grads = {n: p.grad for n, p in own.named_parameters() if p.grad is not None}
-        return {"loss": loss.detach(), **grads}
-
-    with plain():
-        exact, theirs = step(torch.float32), step(torch.bfloat16)
-    ours = step(torch.bfloat16)
-    assert 0 < error_of(ours, exact) < 1.5 * error_of(theirs, exact)
-    assert factor_of(ours, exact) == pytest.approx(1, abs=0.01)
+    ids, every = torch.randint(500, (6, 64)), torch.ones(6, 64)
+    assert_as_exact_as_plain(
+        model, lambda own: own(ids, ids.roll(-1, 1), every, 0.1), ratio=1.5, off=0.01
+    )
 
 
 def test_every_product_of_the_loss_is_one_that_is_measured(monkeypatch):

@@ -39,6 +39,13 @@ def plan_of(contestant, number):
     return {"warmup": 1, "batches": [[0], [number], [number, number]]}
 
 
+def with_half(contest, runners):
+    """The runners, and one in bfloat16."""
+    half = contest.Contestant("half", "ours", weights="bfloat16")
+    baseline_of = contest.by_dtype({"float32": runners[0], "bfloat16": half})
+    return contest.Measurement([*runners, half], baseline_of, plan_of, columns(contest))
+
+
 @pytest.mark.parametrize("quick", [False, True])
 def test_a_trial_says_that_it_is_one(contest, runners, fake_worker, capsys, quick):
     fake_worker(lambda plan: 2)
@@ -151,13 +158,7 @@ def test_no_row_without_its_baseline(contest, runners, fake_worker, capsys):
 
 def test_only_some_run_by_name_or_precision(contest, runners, fake_worker, capsys):
     plans = fake_worker(lambda plan: 1)
-    half = contest.Contestant("half", "ours", weights="bfloat16")
-    measurement = contest.Measurement(
-        [*runners, half],
-        contest.by_dtype({"float32": runners[0], "bfloat16": half}),
-        plan_of,
-        columns(contest),
-    )
+    measurement = with_half(contest, runners)
     for only, names in (("c", "ac"), ("bfloat16", ["half"])):
         plans.clear()
         assert contest.compete("x", measurement, flags(only=only, rounds=1)) == 0
@@ -172,13 +173,7 @@ def test_what_a_gpu_emulates_takes_no_part(
 ):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: supported)
     plans = fake_worker(lambda plan: 1)
-    half = contest.Contestant("half", "ours", weights="bfloat16")
-    measurement = contest.Measurement(
-        [*runners, half],
-        contest.by_dtype({"float32": runners[0], "bfloat16": half}),
-        plan_of,
-        columns(contest),
-    )
+    measurement = with_half(contest, runners)
     assert contest.compete("x", measurement, flags(rounds=1, device=device)) == 0
     assert len(plans) == count
 

@@ -1,13 +1,16 @@
 """Products that are multiplied in bfloat16, which a processor may have no instructions for."""
 
+import copy
 from collections.abc import Callable
 
 import torch
+from compare import error_of, factor_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from loralib.nn import processor, products
-from loralib.training.precision import Precision
+from loralib.nn.plain import plain
+from loralib.training.precision import Precision, hold_frozen_in
 
 _OPERATORS = {"mm", "addmm", "bmm", "baddbmm", "addmm_", "baddbmm_", "_linear_pointwise"}
 
@@ -52,6 +55,37 @@ def step_and_evaluate(
             evaluated = evaluate()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return halves, {"loss": loss.detach(), "evaluated": evaluated, **grads}
+
+
+def assert_as_exact_as_plain(
+    model: nn.Module, loss_of: Callable[[nn.Module], Tensor], ratio: float, off: float
+) -> None:
+    """A step in bfloat16 is about as near to that in float32 as PyTorch's own operations come.
+
+    Args:
+        model: in training; its weights are rounded to bfloat16, so that all steps have the same.
+        loss_of: a copy of it -> its loss.
+        ratio: how many times the plain path's error it may have.
+        off: by what factor it may be too large or too small.
+    """
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+
+    def step(dtype: torch.dtype) -> dict[str, Tensor]:
+        own, precision = copy.deepcopy(model), Precision(dtype, "cpu")
+        hold_frozen_in(own, dtype)
+        with precision.autocast():
+            loss = loss_of(own)
+        precision.backward(loss)
+        grads = {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
+        return {"loss": loss.detach(), **grads}
+
+    with plain():
+        exact, theirs = step(torch.float32), step(torch.bfloat16)
+    ours = step(torch.bfloat16)
+    assert 0 < error_of(ours, exact) < ratio * error_of(theirs, exact)
+    assert abs(factor_of(ours, exact) - 1) <= off
 
 
 def choose_processor(patch, has_bfloat16: bool, large: bool) -> None:

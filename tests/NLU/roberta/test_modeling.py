@@ -5,13 +5,13 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import assert_close_to_rounding, error_of, factor_of
+from compare import assert_close_to_rounding
 from encoder_options import ENCODER_TERMS
+from half_products import assert_as_exact_as_plain
 from roberta_cases import CASES, KINDS, LABELS, LORA, NO_DROPOUT, close, real
 
 from loralib.nn.packing import _attend_one_by_one, _attend_padded
 from loralib.nn.plain import plain
-from loralib.training.precision import hold_frozen_in
 from transformers import (
     AutoModelForSequenceClassification,
     RobertaConfig,
@@ -239,26 +239,10 @@ def test_training_computes_what_the_plain_path_does(drawn_masks, monkeypatch, bu
 def test_in_bfloat16_training_is_as_exact_as_the_plain_path(build, arguments):
     given = arguments("padded")
     given["labels"] = torch.arange(len(given["input_ids"])) % 3
-
-    def step(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        model = build("classifier", **LORA, **NO_DROPOUT).train()
-        model.train_only(["lora"])
-        with torch.no_grad():
-            for parameter in model.parameters():  # all paths have the same weights
-                parameter.copy_(parameter.bfloat16())
-        hold_frozen_in(model, dtype)
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
-            loss = model(**given).loss
-        loss.backward()
-        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        return {"loss": loss.detach(), **grads}
-
-    with plain():
-        exact, theirs = step(torch.float32), step(torch.bfloat16)
-    ours = step(torch.bfloat16)
+    model = build("classifier", **LORA, **NO_DROPOUT).train()
+    model.train_only(["lora"])
     # Attention in one operation rounds scores and probabilities, which PyTorch keeps in float32.
-    assert 0 < error_of(ours, exact) < 2 * error_of(theirs, exact)
-    assert factor_of(ours, exact) == pytest.approx(1, abs=0.02)
+    assert_as_exact_as_plain(model, lambda own: own(**given).loss, ratio=2, off=0.02)
 
 
 def test_dropout_follows_the_seed_and_keeps_out_of_evaluation(build, arguments):
