@@ -267,16 +267,18 @@ def _set_lora(args: argparse.Namespace, file: Adapter | Base, path: str | None) 
         setattr(args, flag, next(v for v in (ours, theirs, default) if v is not None))
     if args.lora_dim < 0 or args.lora_alpha <= 0:
         raise ValueError("--lora_dim has to be at least 0, and --lora_alpha above 0")
-    if args.lora_dim > 0 and given["lora_alpha"] is None and not recorded:
+    # Decoding has no use for them without a rank, and an estimate does not read what files record.
+    trains = "lora_dropout" in vars(args) and not args.estimate
+    if trains and args.lora_dim > 0 and given["lora_alpha"] is None and not recorded:
         logger.warning(
             "--lora_alpha is not given: it is %g, the release's default; its recipes have 32",
             args.lora_alpha,
         )
-    asks_for_none = given.pop("lora_dim") is not None  # --lora_dim 0, beside the other flags
+    asks_for_none = given.pop("lora_dim") is not None  # --lora_dim 0, beside these
     given |= {flag: vars(args).get(flag) for flag in _PATTERNS}
-    given["lora_dropout"] = vars(args).get("lora_dropout") or None  # of training alone
+    given["lora_dropout"] = vars(args).get("lora_dropout") or None
     for flag, value in given.items():
-        may_stay = asks_for_none and flag in ("lora_alpha", "lora_dropout")
+        may_stay = flag in ("lora_alpha", "lora_dropout") and (asks_for_none or not trains)
         if args.lora_dim == 0 and value is not None and not may_stay:
             raise ValueError(f"--{flag} needs LoRA: add --lora_dim")
 

@@ -1,4 +1,4 @@
-"""Trains GPT-2 on encoded examples: its LoRA part or, without --lora_dim, all of it.
+"""Trains GPT-2 on encoded examples: its LoRA part or, without LoRA's flags, all of it.
 
     python -m torch.distributed.launch --nproc_per_node=1 src/gpt2_ft.py --platform local \\
         --train_data data/e2e/train.jsonl --valid_data data/e2e/valid.jsonl …

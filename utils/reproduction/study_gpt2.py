@@ -231,7 +231,7 @@ class Gpt2Trials(Trials[Gpt2Trial, Gpt2Results]):
             *("src/gpt2_ft.py", "--platform", "local", "--model_card", CARD, "--bf16"),
             *("--train_data", self._file(train), "--valid_data", self._file(measured)),
             *("--init_checkpoint", self.base, "--correct_bias"),
-            *_flags({**COMMON, **trial.method.flags}),
+            *_flags({"lora_dim": 0, **COMMON, **trial.method.flags}),
             *("--max_epoch", epochs, "--lr", trial.learning_rate, "--random_seed", trial.seed),
             *("--eval_interval", steps, "--save_interval", 10 * steps, "--work_dir", work),
         )

@@ -300,12 +300,25 @@ def test_what_contradicts_the_file(file_on, trained_on, base_path, tmp_path):
     [
         (("--lora_dim", 2, "--lora_targets", "query", "query"), "lora_targets names query twice"),
         (("--lora_targets", "mlp_up"), "--lora_targets needs LoRA: add --lora_dim"),
-        (("--lora_alpha", 32), "--lora_alpha needs LoRA: add --lora_dim"),
     ],
 )
 def test_flags_that_no_model_can_have(base_path, flags, says):
     with pytest.raises(ValueError, match=f"^{says}$"):
         open_model(parse("--init_checkpoint", base_path, *flags))
+
+
+@pytest.mark.parametrize(("trains", "estimate"), [(True, False), (True, True), (False, False)])
+def test_an_alpha_without_a_rank(base_path, caplog, trains, estimate):
+    """Would train all of the model; decoding ignores it, and an estimate knows no files."""
+    args = parse("--init_checkpoint", base_path, "--lora_alpha", 32)
+    if trains:
+        args.lora_dropout, args.estimate = 0.0, estimate
+    if trains and not estimate:
+        with pytest.raises(ValueError, match=r"^--lora_alpha needs LoRA: add --lora_dim$"):
+            open_model(args)
+        return
+    assert open_model(args)[0].config.lora_attn_dim == 0
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(
@@ -318,7 +331,9 @@ def test_flags_that_no_model_can_have(base_path, flags, says):
     ],
 )
 def test_an_alpha_that_is_not_given(base_path, caplog, flags, warned):
-    open_model(parse("--init_checkpoint", base_path, *flags))
+    args = parse("--init_checkpoint", base_path, *flags)
+    args.lora_dropout, args.estimate = 0.0, False  # as gpt2_ft.py has them
+    open_model(args)
     found = [record for record in caplog.records if record.levelname == "WARNING"]
     assert [record.getMessage().partition(";")[0] for record in found] == warned
 
