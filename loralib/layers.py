@@ -197,6 +197,14 @@ class LoRALayer:
                 self.register_buffer(name, weight.new_empty(shape, dtype=dtype))
         weight.requires_grad = False
 
+    def extra_repr(self) -> str:
+        """What `print` shows of the layer: the plain one's settings, and the update's."""
+        shown = [super().extra_repr()]
+        if self.r > 0:
+            shown += [f"r={self.r}", f"lora_alpha={self.lora_alpha}"]
+            shown += [self.variant] if self.variant != "lora" else []
+        return ", ".join(text for text in shown if text)
+
     def reset_lora_parameters(self) -> None:
         """Initializes A and B, as a rule A as a plain linear layer's weight and B with zeros."""
         if self.r > 0:
@@ -506,6 +514,11 @@ class MergedLinear(_SlicedLinear):
             **kwargs,
         )
         self.enable_lora = enabled
+
+    def extra_repr(self) -> str:
+        """As that of `LoRALayer`, and which slices have an update."""
+        slices = f", enable_lora={self.enable_lora}" if self.r > 0 else ""
+        return super().extra_repr() + slices
 
 
 class Embedding(LoRALayer, nn.Embedding):

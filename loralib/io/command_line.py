@@ -1,7 +1,11 @@
 """The command lines of the tasks' scripts, of GPT-2's, and of those that convert."""
 
 import argparse
+import difflib
+from collections.abc import Sequence
 from typing import Any, NoReturn
+
+_SIMILAR = 0.75  # of two names' letters, by difflib
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -17,6 +21,23 @@ class ArgumentParser(argparse.ArgumentParser):
     def __init__(self, **arguments: Any):
         arguments.setdefault("allow_abbrev", False)
         super().__init__(**arguments)
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
+        """Parses the flags, as `argparse.ArgumentParser` does."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.refuse(unknown)
+        return found
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """Ends the program for arguments that are not known, with the flags they may have meant."""
+        known = {flag.lstrip("-"): flag for flag in self._option_string_actions}
+        names = [word.partition("=")[0].lstrip("-") for word in unknown if word.startswith("-")]
+        near = [name for x in names for name in difflib.get_close_matches(x, known, 1, _SIMILAR)]
+        hint = f"; did you mean {', '.join(known[name] for name in near)}?" if near else ""
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with `message`, in one line."""

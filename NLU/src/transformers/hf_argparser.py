@@ -98,7 +98,7 @@ class HfArgumentParser(ArgumentParser):
             args = Path(args_filename).read_text(encoding="utf-8").split() + args
         found, remaining = self.parse_known_args(args)
         if remaining and not return_remaining_strings:
-            self.error(f"unrecognized arguments: {' '.join(remaining)}")
+            self.refuse(remaining)
         values = vars(found)  # what is taken out of it is taken out of `found`
         try:
             results = [

@@ -18,7 +18,10 @@ def parser():
     [
         ([], "the following arguments are required: --data"),
         (["--data", "x", "--lora_r", "3"], "unrecognized arguments: --lora_r 3"),
-        (["--data", "x", "--dat", "y"], "unrecognized arguments: --dat y"),
+        (["--data", "x", "--dat", "y"], "unrecognized arguments: --dat y; did you mean --data?"),
+        (["--data", "x", "--dtaa=y"], "unrecognized arguments: --dtaa=y; did you mean --data?"),
+        (["--data", "x", "--other"], "unrecognized arguments: --other"),
+        (["--data", "x", "more"], "unrecognized arguments: more"),
     ],
 )
 def test_an_error_is_one_line(parser, capsys, flags, says):

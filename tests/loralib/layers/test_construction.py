@@ -28,6 +28,25 @@ def test_the_update_is_made_where_and_like_the_weight(case, device):
     assert made == {(device, torch.float64)}
 
 
+@pytest.mark.parametrize(
+    ("layer", "shown"),
+    [
+        (lora.Linear(4, 5, r=2, lora_alpha=3), "out_features=5, bias=True, r=2, lora_alpha=3"),
+        (lora.Linear(4, 5, r=2, variant="dora"), "bias=True, r=2, lora_alpha=1, dora"),
+        (lora.Linear(4, 5), "in_features=4, out_features=5, bias=True"),
+        (lora.Embedding(4, 5, r=1, lora_alpha=0.5), "4, 5, r=1, lora_alpha=0.5"),
+        (lora.Conv2d(3, 4, 3, r=2), "r=2, lora_alpha=1"),
+        (
+            lora.MergedLinear(4, 6, r=2, enable_lora=[True, False, True]),
+            "bias=True, r=2, lora_alpha=1, enable_lora=[True, False, True]",
+        ),
+        (lora.MergedLinear(4, 6), "in_features=4, out_features=6, bias=True"),
+    ],
+)
+def test_printing_shows_the_update(layer, shown):
+    assert repr(layer).splitlines()[1].endswith(shown)
+
+
 @pytest.mark.parametrize("name", WITH_DROPOUT)
 def test_keywords_reach_the_plain_layer(name):
     layer = built(CASES[name], bias=False)
