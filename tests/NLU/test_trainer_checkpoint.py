@@ -362,6 +362,14 @@ def test_resuming_with_other_batches_goes_on_and_says_so(
     assert f"is of a run with {was}; with {becomes} it resumes, but not bit-exact" in caplog.text
 
 
+@pytest.mark.parametrize(("epochs", "says"), [(2, False), (3, True)])
+def test_resuming_a_run_with_another_length_says_so(make_trainer, checkpoint, epochs, says, caplog):
+    trainer = make_trainer(num_train_epochs=epochs)
+    assert trainer.train(str(checkpoint)).global_step == 5 * epochs
+    told = f"{checkpoint} is of a run of 10 steps, this one has {5 * epochs}: the learning rate"
+    assert (told in caplog.text) is says
+
+
 def test_a_run_whose_folder_was_moved_finds_its_best_model(make_trainer, tmp_path):
     settings = {
         "load_best_model_at_end": True,

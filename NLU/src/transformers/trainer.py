@@ -403,6 +403,14 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         set_dropout_seed(args.seed, args.process_index)
         self._warm_up(passes)
         self._begin(checkpoint, passes)
+        if checkpoint and self.state.max_steps != max_steps:
+            logger.warning(
+                "%s is of a run of %d steps, this one has %d: the learning rate follows the new "
+                "length from here on, so that the result is that of neither",
+                checkpoint,
+                self.state.max_steps,
+                max_steps,
+            )
         self.state.max_steps, self.state.num_train_epochs = max_steps, epochs
         steps_before = self.state.global_step
         self._log_beginning(passes.examples, max_steps, checkpoint)
