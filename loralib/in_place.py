@@ -29,10 +29,13 @@ def turning(module: nn.Module) -> Iterator[None]:
     Those that somebody sets on it later are theirs, and stay.
     """
     names = _names(module)
-    yield
-    turned = vars(module)["_turned"]
-    added = turned.added | (_names(module) - names)
-    vars(module)["_turned"] = turned._replace(added=added)
+    try:
+        yield
+    finally:
+        if was_turned(module):
+            turned = vars(module)["_turned"]
+            added = turned.added | (_names(module) - names)
+            vars(module)["_turned"] = turned._replace(added=added)
 
 
 def turn_into(module: nn.Module, kind: type[nn.Module]) -> None:

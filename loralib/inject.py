@@ -34,6 +34,7 @@ from .in_place import (
     is_in_place,
     leave_fast_path,
     turn_all_back,
+    turn_back,
     turn_into,
     turning,
     was_turned,
@@ -48,6 +49,7 @@ from .targets import (
     first_names,
     is_any,
 )
+from .trained import note_trained
 from .utils import check_bias, check_whole, freeze_base, train_biases
 
 
@@ -160,13 +162,14 @@ def add_lora(
         )
         for name in names
     }
-    is_first = not any(isinstance(module, LoRALayer) for module in model.modules())
+    is_first = not names_of_updates(model)
     adapted = adapt(model, settings, untie=untie)
     if is_first:
         freeze_base(model)
     train_biases(model, bias)
     for name in trained:
-        model.get_submodule(name).requires_grad_(True)
+        module = model.get_submodule(name).requires_grad_(True)
+        note_trained(model, (f"{name}.{inner}" for inner, _ in module.named_parameters()))
     return adapted
 
 
@@ -196,6 +199,7 @@ def adapt(
     modules = {name: model.get_submodule(name) for name in settings}
     for name, module in modules.items():
         _check_module(name, module, settings[name])
+        _check_owner(model, name)
         _check_dropout(model, name, settings[name])
         if not any_rank:
             _check_rank(name, module, settings[name])
@@ -203,14 +207,28 @@ def adapt(
     if not untie:
         _check_tied(model, modules)
     had_update = set(names_of_updates(model))
-    for name, module in modules.items():
-        with turning(module):
-            _builder(module)(module, settings[name])
-    for name in modules:
-        owner = model.get_submodule(name.rpartition(".")[0])
-        if isinstance(owner, nn.MultiheadAttention) and not isinstance(owner, LoRALayer):
-            with turning(owner):
-                _turn(owner, MultiheadAttention, LayerSettings(r=0, lora_alpha=1))
+    turned: list[nn.Module] = []
+    were_trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        for name, module in modules.items():
+            turned.append(module)
+            with turning(module):
+                _builder(module)(module, settings[name])
+        for name in modules:
+            owner = model.get_submodule(name.rpartition(".")[0])
+            if isinstance(owner, nn.MultiheadAttention) and not isinstance(owner, LoRALayer):
+                turned.append(owner)
+                with turning(owner):
+                    _turn(owner, MultiheadAttention, LayerSettings(r=0, lora_alpha=1))
+    except BaseException as error:  # nothing is changed then
+        for module in reversed(turned):
+            if was_turned(module):
+                turn_back(module)
+        for parameter, was_trained in were_trained:
+            parameter.requires_grad = was_trained
+        if isinstance(error, torch.linalg.LinAlgError):
+            raise ValueError(f"{name}: its weight has no decomposition: {error}") from error
+        raise
     leave_fast_path(model)
     return tuple(name for name in names_of_updates(model) if name not in had_update)
 
@@ -386,7 +404,13 @@ def _check_model(model: nn.Module) -> None:
                 f"{name or 'the model'} is wrapped or compiled already ({kind}): adapt the model "
                 "before that"
             )
+    own = names_of_updates(model)
     for name, parameter in model.named_parameters():
+        if "lora_" in name and name.rpartition(".")[0] not in own:
+            raise ValueError(
+                f"{name} has 'lora_' in its name, by which LoRA's own parameters are known: rename "
+                "that module first"
+            )
         is_lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
         if not is_lazy and parameter.is_inference():
             raise ValueError(f"{name} is an inference tensor, which cannot be trained: copy it")
@@ -450,7 +474,7 @@ def _check_module(name: str, module: nn.Module, settings: LayerSettings) -> None
     if not weights or any(isinstance(w, nn.parameter.UninitializedParameter) for w in weights):
         raise UnsupportedLayerError(f"{name} has no weight that is a plain parameter: exclude it")
     for weight in weights:
-        if not weight.is_floating_point():
+        if not weight.is_floating_point() or weight.element_size() < 2:
             raise UnsupportedLayerError(
                 f"{name} is quantized (its weight is {weight.dtype}): exclude it"
             )
@@ -470,10 +494,22 @@ def _out_in(module: nn.Module, weight: Tensor) -> tuple[int, int]:
 
 
 def _check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[str]) -> None:
-    """Checks that no module that is trained as it is has the weight of one that is adapted."""
+    """Checks that no module that is trained as it is shares a weight with one that is not.
+
+    Nor with one that is adapted.
+    """
     frozen = {name: set(model.get_submodule(name).parameters(recurse=False)) for name in adapted}
+    whole_parts: set[nn.Module] = set()
+    for whole in trained:
+        whole_parts.update(model.get_submodule(whole).modules())
     for whole in trained:
         parts = set(model.get_submodule(whole).parameters())
+        for name, module in model.named_modules():
+            if module not in whole_parts and parts & {*module._parameters.values()}:
+                raise ValueError(
+                    f"{whole} shares a weight with {name}, which would be trained as well: name "
+                    "both in modules_to_train, or neither"
+                )
         for name, own in frozen.items():
             if own & parts:
                 raise ValueError(
@@ -521,13 +557,29 @@ def _check_settings(name: str, module: nn.Module, weight: Tensor, own: LayerSett
         )
     if not isinstance(own.r, int) or own.r < 1:
         raise ValueError(f"r, the rank, has to be an integer of at least 1, got {own.r!r} ({name})")
-    if not isinstance(own.lora_alpha, int | float) or not 0 < own.lora_alpha < math.inf:
-        raise ValueError(f"lora_alpha has to be above 0, got {own.lora_alpha!r} ({name})")
+    is_number = isinstance(own.lora_alpha, int | float) and not isinstance(own.lora_alpha, bool)
+    if not is_number or not 0 < own.lora_alpha < math.inf:
+        raise ValueError(f"lora_alpha has to be a number above 0, got {own.lora_alpha!r} ({name})")
     if not isinstance(own.lora_dropout, int | float):
         raise ValueError(f"lora_dropout has to be a probability, got {own.lora_dropout!r}")
     if isinstance(module, nn.Embedding):
         Embedding.check_update(module.max_norm, own.freeze_A, own.initialization)
     LoRALayer(**{**own.of_layer(), "merge_weights": False})  # its own checks of the settings
+
+
+def _check_owner(model: nn.Module, name: str) -> None:
+    """Checks that a module does not belong to an attention with a forward of its own.
+
+    An `nn.MultiheadAttention` computes with the weights of its out_proj, so that it becomes another
+    class where that is adapted.
+    """
+    owner = model.get_submodule(name.rpartition(".")[0])
+    plain = (nn.MultiheadAttention, MultiheadAttention)
+    if isinstance(owner, nn.MultiheadAttention) and type(owner) not in plain:
+        raise UnsupportedLayerError(
+            f"{name} belongs to a {type(owner).__qualname__}, which computes with its weight in a "
+            "way of its own: exclude it"
+        )
 
 
 def _check_dropout(model: nn.Module, name: str, own: LayerSettings) -> None:

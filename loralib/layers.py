@@ -48,6 +48,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .functional import Delta, joined_with_start, merge, variant_of
 from .initialization import (
@@ -60,6 +61,16 @@ from .initialization import (
 from .nn.dropout import Dropout
 from .nn.plain import is_transformed
 from .nn.products import linear, product_dtype
+
+_optimizer_steps = 0  # of all optimizers: fused ones change tensors, but not their versions
+
+
+def _count_step(*_: Any) -> None:
+    global _optimizer_steps
+    _optimizer_steps += 1
+
+
+register_optimizer_step_post_hook(_count_step)
 
 
 class LoRALayer:
@@ -105,6 +116,7 @@ class LoRALayer:
     # Of the plain layer.
     _parameters: dict[str, Tensor]
     _buffers: dict[str, Tensor]
+    _modules: dict[str, nn.Module | None]
     register_buffer: Callable[[str, Tensor], None]
 
     # The first row of each slice of the output that is updated.
@@ -256,10 +268,10 @@ class LoRALayer:
             return None
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in sources)
         if recorded or any(t.is_inference() for t in sources):
-            # An optimizer step may follow, and fused ones leave the tensors' versions as they were.
             self._merged_copy = None
             return None
-        stamp = (self.scaling, *((t.data_ptr(), t.dtype, t._version) for t in sources))
+        versions = ((t.data_ptr(), t.dtype, t._version) for t in sources)
+        stamp = (self.scaling, _optimizer_steps, *versions)
         if self._merged_copy is None or self._merged_copy[0] != stamp:
             with torch.inference_mode(False):
                 # The aliases keep the sources' addresses from being given to other tensors.
@@ -269,7 +281,11 @@ class LoRALayer:
     def _sources(self) -> tuple[Tensor, ...]:
         """The tensors that the merged weight is made of."""
         own = {**self._parameters, **self._buffers}
-        return self.frozen_weight, *(own[name] for name in own if name.startswith("lora_"))
+        # What torch.nn.utils.parametrize makes A or B of.
+        parametrized = self._modules.get("parametrizations")
+        originals = parametrized.parameters() if parametrized is not None else ()
+        lora = (own[name] for name in own if name.startswith("lora_"))
+        return self.frozen_weight, *lora, *originals
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Moves and casts (`to`, `half`, `cuda`, …) the layer, and drops the merged copy."""
@@ -287,6 +303,15 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if tensor is None else tensor.to(dtype)
+
+
+def _be_called(layer: nn.Module, inputs: tuple) -> None:
+    """Has PyTorch's encoder call a layer, in evaluation mode as well.
+
+    An `nn.TransformerEncoderLayer` otherwise computes with the weights of its layers, unless one of
+    them has a hook. `add_lora` and `mark_only_lora_as_trainable` tell it so in another way, see
+    in_place.py, but neither need have been called where a trained model is only used.
+    """
 
 
 class _SlicedLinear(LoRALayer, nn.Linear):
@@ -318,6 +343,8 @@ class _SlicedLinear(LoRALayer, nn.Linear):
             self, r, lora_alpha, lora_dropout, merge_weights, variant, initialization, freeze_A
         )
         self._add_slices(enabled)
+        if self.r > 0:
+            self.register_forward_pre_hook(_be_called)
         # A second time, as 0.1.2 does: a seed then gives the same weights.
         self.reset_parameters()
         self.fan_in_fan_out = fan_in_fan_out

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .in_place import leave_fast_path, merge_in_place, merged_copy, was_turned
 from .layers import Embedding, LoRALayer
 from .nn.positions import lora_reaches_positions, unshare_positions
+from .trained import forget_trained, note_trained
 
 logger = logging.getLogger(__name__)
 
@@ -72,13 +73,15 @@ def train_biases(model: nn.Module, bias: str) -> None:
         ValueError: `bias` is not one of its choices.
     """
     check_bias(bias)
-    for name, parameter in model.named_parameters():
-        if bias == "all" and "bias" in name and "lora_" not in name:
-            parameter.requires_grad = True
+    meant: set[Any] = set()
     if bias == "lora_only":
-        for layer in model.modules():
-            if isinstance(layer, LoRALayer) and layer.r > 0 and layer.base_bias is not None:
-                layer.base_bias.requires_grad = True
+        layers = [each for each in model.modules() if isinstance(each, LoRALayer) and each.r > 0]
+        meant = {layer.base_bias for layer in layers if layer.base_bias is not None}
+    for name, parameter in model.named_parameters():
+        in_name = bias == "all" and "bias" in name and "lora_" not in name
+        if in_name or parameter in meant:
+            parameter.requires_grad = True
+            note_trained(model, [name])
 
 
 def start_from_weights(model: nn.Module) -> None:
@@ -204,6 +207,7 @@ def merge(module: nn.Module) -> nn.Module:
     if isinstance(module, LoRALayer):
         return merged_copy(module) if was_turned(module) else module.merged_layer()
     merge_in_place(module)
+    forget_trained(module)
     layers = {
         name: layer
         for name, layer in module.named_modules(remove_duplicate=False)

@@ -10,6 +10,7 @@ formats.py.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -114,6 +115,7 @@ class Adapter:
         format: the format that it had on disk, see `loralib.adapters.formats`.
         base_weights: what its file also holds of the base, by the base's names: not the adapter's,
             but what it was trained with.
+        said: of another library's folder, the settings that say what of a model it holds.
     """
 
     tensors: dict[str, Tensor]
@@ -122,6 +124,7 @@ class Adapter:
     kind: Kind = LORA
     format: str | None = None
     base_weights: Mapping[str, Tensor] = field(default_factory=dict)
+    said: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def lora(self) -> LoraMetadata:
@@ -196,10 +199,11 @@ def base_biases(tensors: Iterable[str]) -> set[str]:
     In a model of no registered family, the bias of a head is one whose weight is there as well.
     """
     names = set(tensors)
-    biases = {name for name in names if name.endswith("bias") and LORA.part not in name}
+    ends = ("bias", "bias_k", "bias_v")  # the latter two of an `nn.MultiheadAttention`
+    biases = {name for name in names if name.endswith(ends) and LORA.part not in name}
     if any(in_known_backbone(name) for name in names):
         return {name for name in biases if in_known_backbone(name)}
-    return {name for name in biases if f"{name.removesuffix('bias')}weight" not in names}
+    return {name for name in biases if f"{name.rpartition('bias')[0]}weight" not in names}
 
 
 def lora_metadata(tensors: Iterable[str], rank: int, alpha: float) -> LoraMetadata:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from ..functional import Delta, joined_with_start, merge
 from ..nn.positions import shared_projections, unshare_positions
-from ..targets import other_places
+from ..targets import first_names, other_places
 from .adapter import LORA, Adapter
 from .checks import check_positions
 from .families import enabled_slices
@@ -285,7 +285,7 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
     """
     modules = adapted_modules(model, adapter)
     others = {name: t for name, t in adapter.tensors.items() if LORA.part not in name}
-    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    own = _named_tensors(model)
     adapted_weights = {id(adapted.weight) for adapted in modules.values()}
     for name, tensor in others.items():
         if name not in own:
@@ -301,21 +301,52 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
         unshare_positions(model, modules)
     for adapted in modules.values():
         _replace(adapted.module, adapted.name, adapted.merged())
-    places = _places(model)
+    apart = untied_by(model, adapter)
     for name, tensor in others.items():
         new = _like(own[name], tensor.to(own[name].dtype))
-        for place in places[id(own[name])]:
-            owner, _, last = place.rpartition(".")
-            setattr(model.get_submodule(owner), last, new)
+        for place in (other for other in own if own[other] is own[name]):
+            if place not in apart.get(name, ()):
+                owner, _, last = place.rpartition(".")
+                setattr(model.get_submodule(owner), last, new)
 
 
-def _places(model: nn.Module) -> dict[int, list[str]]:
-    """All names of each parameter and buffer, of which those that are tied have several."""
-    places: dict[int, list[str]] = {}
-    for named in (model.named_parameters, model.named_buffers):
-        for name, tensor in named(remove_duplicate=False):
-            places.setdefault(id(tensor), []).append(name)
-    return places
+def untied_by(model: nn.Module, adapter: Adapter) -> dict[str, tuple[str, ...]]:
+    """What an adapter brings for one of several modules that share a weight in a model.
+
+    Our own adapters bring a shared weight once for all of them, or for each by its name. PEFT's
+    have a weight of its own for each module that they name, as PEFT does.
+
+    Returns:
+        By the names of such weights, the names that the others have; they keep what they have.
+    """
+    own, first, untied = _named_tensors(model), first_names(model), {}
+    besides = {name: t for name, t in adapter.tensors.items() if LORA.part not in name}
+    for name, tensor in besides.items():
+        if name not in own:
+            continue
+        # By the first name of each module: one that is used twice shares nothing with itself.
+        sharing = {_in_module(other, first): other for other in own if own[other] is own[name]}
+        others = [n for module, n in sharing.items() if module != _in_module(name, first)]
+        brought = [besides[other] for other in others if other in besides]
+        is_ours = adapter.format != "peft"
+        if (is_ours and not brought) or (
+            len(brought) == len(others) and all(torch.equal(tensor, each) for each in brought)
+        ):
+            continue
+        untied[name] = tuple(others)
+    return untied
+
+
+def _in_module(name: str, first: Mapping[str, str]) -> str:
+    """A tensor's name, by the first one of its module."""
+    owner, _, last = name.rpartition(".")
+    return f"{first.get(owner, owner)}.{last}"
+
+
+def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by all of their names, of which those that are tied have several."""
+    named = (model.named_parameters, model.named_buffers)
+    return {name: tensor for each in named for name, tensor in each(remove_duplicate=False)}
 
 
 def _replace(module: nn.Module, name: str, tensor: Tensor) -> None:

@@ -24,7 +24,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import AlphaError, CheckpointError, NeedsMergingError
 from ..io.hub import resolve_file
@@ -224,7 +224,7 @@ def write_adapter(
 
 
 def write_checked_adapter(
-    path: str | os.PathLike, adapter: Adapter, format: str, model_class: type | None = None
+    path: str | os.PathLike, adapter: Adapter, format: str, model: nn.Module | None = None
 ) -> list[str]:
     """As `write_adapter`, for an adapter whose model is known to have such layers.
 
@@ -232,14 +232,14 @@ def write_checked_adapter(
         path: likewise.
         adapter: likewise.
         format: likewise.
-        model_class: the class of that model; PEFT's settings say it.
+        model: that model, of which PEFT's settings say the class, and which modules are adapted.
     """
     path = Path(path)
     if format not in FORMATS:
         raise ValueError(f"unknown format '{format}' (known: {', '.join(FORMATS)})")
     _check_sound(adapter, format)
     if format == "peft":
-        return _write_peft(path, adapter, model_class)
+        return _write_peft(path, adapter, model)
     if path.suffix not in ("", *_SUFFIXES[format]):
         names = " or ".join(_SUFFIXES[format])
         raise CheckpointError(
@@ -387,11 +387,11 @@ def _lost(metadata: AdapterMetadata | None, kept: Iterable[str]) -> list[str]:
     ]
 
 
-def _write_peft(path: Path, adapter: Adapter, model_class: type | None) -> list[str]:
+def _write_peft(path: Path, adapter: Adapter, model: nn.Module | None) -> list[str]:
     adapter, remarks = peft_writing.as_peft_computes(adapter)
     metadata = adapter.lora
     tensors = peft_writing.tensors_of(adapter)
-    config = peft_writing.config_of(adapter, model_class)
+    config = peft_writing.config_of(adapter, model)
     peft_writing.write(path, config, tensors, with_checksum(tensors, metadata))
     unseen = [name for name in _NOT_IN_PEFT if getattr(metadata, name) is not None]
     if metadata.head is not None and metadata.head not in peft.TASK_OF_HEAD:

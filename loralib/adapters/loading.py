@@ -3,6 +3,8 @@
 `load_into` takes a model that was built with the layers, `load_adapter` any model: it adds them.
 """
 
+import logging
+import math
 from collections.abc import Collection, Iterable, Mapping
 from os import PathLike
 from typing import Any
@@ -11,19 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, MissingLayersError
+from ..functional import variant_of
 from ..initialization import deferring_start, starts_from_weight
 from ..inject import LayerSettings, adapt
 from ..layers import LoRALayer, MergedLinear
 from ..nn.positions import lora_reaches_positions, shared_projections
+from ..trained import note_trained, noted
 from ..utils import freeze_base
 from .adapter import LORA, Adapter, adapter_tensors, base_biases, trained_with
 from .checks import check_base, check_finite, check_positions, check_possible_base
-from .deltas import AdaptedWeight, adapted_modules, is_of_slices, slices_of
+from .deltas import AdaptedWeight, adapted_modules, is_of_slices, slices_of, untied_by
 from .families import backbone_prefixes, enabled_slices, top_module
 from .fingerprint import possible_fingerprints
 from .formats import read_adapter
 from .metadata import LoraMetadata, usual
 from .names import are_targets, lora_targets
+from .peft_reading import check_all_there
+
+logger = logging.getLogger(__name__)
 
 
 def lora_layers(model: nn.Module) -> dict[str, LoRALayer]:
@@ -42,9 +49,16 @@ def lora_settings(model: nn.Module) -> dict[str, Any]:
         model: it has LoRA layers; they may differ in rank and alpha alone.
 
     Raises:
-        CheckpointError: they differ in more.
+        CheckpointError: they differ in more, or their scaling is not what alpha and rank make.
     """
     layers = lora_layers(model)
+    for name, layer in layers.items():
+        expected = variant_of(layer.variant).scale(layer.lora_alpha, layer.r)
+        if not math.isclose(layer.scaling, expected, rel_tol=1e-6):
+            raise CheckpointError(
+                f"{name} has the scaling {layer.scaling:g}, lora_alpha {layer.lora_alpha:g} makes "
+                f"{expected:g}: set both, or neither"
+            )
     rank, ranks = usual({name: layer.r for name, layer in layers.items()})
     alpha, alphas = usual({name: layer.lora_alpha for name, layer in layers.items()})
     embeddings = tuple(sorted(n for n, each in layers.items() if isinstance(each, nn.Embedding)))
@@ -285,6 +299,7 @@ def load_adapter(
     settings = _settings_of(model, adapter, weights)
     _check_present(adapter, present, settings)
     _check_besides(model, adapter, besides)
+    check_all_there(model, adapter, weights)
     _check_base_weights(model, adapter)
     if shared_projections(model) & weights.keys():
         check_positions(adapter, _would_reach_positions(model, weights))
@@ -350,19 +365,34 @@ def _check_present(
 
 
 def _check_besides(model: nn.Module, adapter: Adapter, besides: Mapping[str, Tensor]) -> None:
-    """Checks that what an adapter brings besides LoRA is in the model, in its shape."""
+    """Checks that what an adapter brings besides LoRA is in the model, in its shape.
+
+    And that it replaces all that an adapter before it has brought.
+    """
     state = model.state_dict()
+    for name, source in noted(model).items():
+        if source is not None and name not in besides:
+            raise CheckpointError(
+                f"{adapter.source}: brings no {name}, and the model has that of {source}: load it "
+                "into the base as it was"
+            )
     unknown = sorted(besides.keys() - state.keys())
     if unknown:
         listed = ", ".join(unknown[:4]) + (", …" if len(unknown) > 4 else "")
         raise CheckpointError(f"{adapter.source}: has, unknown to the model, {listed}")
     differing = [
-        f"{name} is {tuple(tensor.shape)} in the file, {tuple(state[name].shape)} in the model"
+        f"{name} is {_kind(tensor)} in the file, {_kind(state[name])} in the model"
         for name, tensor in sorted(besides.items())
-        if tensor.shape != state[name].shape
+        if _kind(tensor) != _kind(state[name])
     ]
     if differing:
         raise CheckpointError(f"{adapter.source}: {'; '.join(differing[:4])}")
+
+
+def _kind(tensor: Tensor) -> str:
+    """A tensor's shape, and its dtype where it is not a floating one."""
+    dtype = "" if tensor.is_floating_point() else f" of {tensor.dtype}"
+    return f"{tuple(tensor.shape)}{dtype}"
 
 
 def _check_base_weights(model: nn.Module, adapter: Adapter) -> None:
@@ -408,8 +438,20 @@ def _add_layers(
 @torch.no_grad()
 def _copy(model: nn.Module, adapter: Adapter) -> None:
     """Copies all tensors of an adapter into a model that has their names and shapes."""
-    state, parameters = model.state_dict(), dict(model.named_parameters())
+    state = model.state_dict(keep_vars=True)
+    untied = untied_by(model, adapter)
     for name, tensor in adapter.tensors.items():
-        state[name].copy_(tensor)
-        if LORA.part not in name and name in parameters:
-            parameters[name].requires_grad = True
+        own, (owner, _, last) = state[name], name.rpartition(".")
+        if name in untied:
+            logger.warning(
+                "%s: %s gets a weight of its own, which it shared with %s",
+                adapter.source,
+                name,
+                ", ".join(untied[name]),
+            )
+            own = nn.Parameter(torch.empty_like(own))
+            setattr(model.get_submodule(owner), last, own)
+        own.copy_(tensor)
+        if LORA.part not in name and isinstance(own, nn.Parameter):
+            own.requires_grad = True
+            note_trained(model, [name], adapter.source)

@@ -27,7 +27,8 @@ peft_reading.py and written by peft_writing.py.
 
 import functools
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -59,6 +60,37 @@ TIMES_ADDED = 2
 def end_of_name(pattern: str) -> re.Pattern[str]:
     """The expression that PEFT makes of a pattern's key: for a name, or its end after a dot."""
     return re.compile(rf"(.*\.)?({pattern})$")
+
+
+def is_targeted(config: Mapping[str, Any], name: str) -> bool:
+    """Whether PEFT's settings mean a module of this name: by an expression, or by its name's end.
+
+    Args:
+        config: target_modules, and where there are any exclude_modules, modules_to_save,
+            layers_to_transform and layers_pattern.
+        name: of a module.
+    """
+    if _is_named(config.get("exclude_modules"), name):
+        return False
+    if any(re.match(rf"(^|.*\.){m}($|\..*)", name) for m in config.get("modules_to_save") or ()):
+        return False
+    targets, layers = config.get("target_modules"), config.get("layers_to_transform")
+    by_end = not isinstance(targets, str) and name not in (targets or ())
+    if layers is None or layers == [] or not by_end:
+        return _is_named(targets, name)
+    within = config.get("layers_pattern") or r"[^.]*"
+    for each in [within] if isinstance(within, str) else within:
+        number = re.match(rf"(?:^|.*?\.){each}\.(\d+)\.", name)
+        if number:
+            wanted = [layers] if isinstance(layers, int) else layers
+            return int(number[1]) in wanted and _is_named(targets, name)
+    return False
+
+
+def _is_named(patterns: str | Collection[str] | None, name: str) -> bool:
+    if isinstance(patterns, str):
+        return re.fullmatch(patterns, name) is not None
+    return any(name == each or name.endswith(f".{each}") for each in patterns or ())
 
 
 def attention_of(module: str, modules: Collection[str]) -> str | None:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import CheckpointError, first_line
 from ..functional import variant_of
 from ..io.tensors import same_tensor
+from ..targets import first_names
 from .adapter import LORA, Adapter, base_biases, lora_metadata
 from .deltas import MAGNITUDE, lora_pairs, ranks_of
 from .families import enabled_slices, family_of, in_known_backbone
@@ -29,6 +30,7 @@ from .peft import (
     as_int,
     attention_of,
     end_of_name,
+    is_targeted,
     magnitude_of,
 )
 
@@ -41,6 +43,11 @@ _WITHOUT_EFFECT = {
     *("fan_in_fan_out", "bias", "modules_to_save", "ensure_weight_tying"),
     *("eva_config", "megatron_core", "qalora_group_size"),
 }
+# Of these, what says which modules are adapted, trained and saved.
+_SAYING_WHAT = (
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("bias", "modules_to_save"),
+)
 _READ = {
     *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
     *("rank_pattern", "alpha_pattern"),
@@ -120,7 +127,9 @@ def read(
     )
     if known is not None:
         metadata = _with_known(metadata, known, pairs, source)
-    return Adapter(tensors, metadata, source, format="peft")
+    # Our own folders have a checksum, and PEFT's settings do not say all of what they hold.
+    said = {} if known else {name: config.get(name) for name in _SAYING_WHAT}
+    return Adapter(tensors, metadata, source, format="peft", said=said)
 
 
 def _head_of_task(task: object, names: Iterable[str]) -> str | None:
@@ -300,6 +309,35 @@ def _check_complete(
     saved = config.get("modules_to_save")
     if saved and not any(LORA.part not in name for name in tensors.keys() - base_biases(tensors)):
         raise CheckpointError(f"{source}: lacks what {CONFIG_NAME} says is saved: {_shown(saved)}")
+
+
+def check_all_there(model: nn.Module, adapter: Adapter, adapted: Collection[str]) -> None:
+    """Checks that a folder holds all that its settings say is adapted, trained or saved of a model.
+
+    Args:
+        model: the one that the adapter is for.
+        adapter: with the settings that PEFT has written; without, there is nothing to check.
+        adapted: the names of the modules that it has updates of.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    said = adapter.said
+    first = first_names(model)
+    for name, module in model.named_modules():
+        is_saved = any(name.endswith(end) for end in said.get("modules_to_save") or ())
+        held = adapter.tensors.keys() | adapter.base_weights.keys()
+        needed = [n for n, _ in module.named_parameters(name)] if is_saved else []
+        if said.get("bias") == "all" or (said.get("bias") == "lora_only" and name in adapted):
+            needed += [f"{name}.bias"] if module._parameters.get("bias") is not None else []
+        for missing in (n for n in needed if LORA.part not in n and n not in held):
+            raise CheckpointError(
+                f"{adapter.source}: lacks {missing}, which {CONFIG_NAME} says is trained"
+            )
+        if is_targeted(said, name) and not {name, first.get(name)} & {*adapted}:
+            raise CheckpointError(
+                f"{adapter.source}: lacks the update of {name}, which {CONFIG_NAME} says is adapted"
+            )
 
 
 def _names_layers(config: Mapping[str, Any]) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..functional import Delta, joined_with_start
@@ -39,6 +39,7 @@ from .peft import (
     as_int,
     attention_of,
     end_of_name,
+    is_targeted,
     magnitude_for,
 )
 
@@ -81,10 +82,14 @@ def what_forbids(adapter: Adapter) -> str | None:
             return f"{module} has another rank or alpha than {attention}, which PEFT adapts as one"
     for name in adapter.tensors:
         module, _, last = name.rpartition(".")
-        if module in modules and last == "in_proj_bias":
+        if module in modules and last in ("in_proj_bias", "bias_k", "bias_v"):
             return f"brings {name}, a bias that PEFT does not save"
         if not module:
             return f"brings {name}, a parameter of the model itself: PEFT saves modules"
+    for saved in _saved_modules(adapter):
+        for module in modules:
+            if module.startswith(f"{saved}."):
+                return f"brings parameters of {saved}, of which PEFT would save {module} as well"
     return _tied_head(adapter)
 
 
@@ -231,13 +236,13 @@ def _joined_B(delta: Delta) -> Tensor:
     return joined
 
 
-def config_of(adapter: Adapter, model_class: type | None = None) -> dict[str, Any]:
+def config_of(adapter: Adapter, model: nn.Module | None = None) -> dict[str, Any]:
     """PEFT's settings for an adapter, as `as_peft_computes` gives it.
 
     Args:
         adapter: the adapter.
-        model_class: the class of its model, by which PEFT's auto classes find it where there is no
-            task type.
+        model: its model, where there is one: by its class PEFT's auto classes find it where there
+            is no task type, and none of its other modules may be meant by what is written.
     """
     metadata, family = adapter.lora, family_of(adapter.tensors)
     parts = {module: len(delta.starts) for module, delta in deltas_of(adapter).items()}
@@ -246,15 +251,7 @@ def config_of(adapter: Adapter, model_class: type | None = None) -> dict[str, An
     alpha, alphas = usual(
         {m: _joined_alpha(metadata, metadata.alpha_of(m), parts[m]) for m in parts if m in targets}
     )
-    of_heads = family.heads.values() if family else ()
-    as_one = {_CLASSIFIER, *(module for head in of_heads for module in head.modules)}
-    saved = {
-        next(
-            (module for module in as_one if name.startswith(f"{module}.")), name.rpartition(".")[0]
-        )
-        for name in adapter.tensors.keys() - base_biases(adapter.tensors)
-        if LORA.part not in name
-    }
+    saved = _saved_modules(adapter)
     task = (family.peft_task if family else None) or TASK_OF_HEAD.get(adapter.head or "")
     task = task or ("SEQ_CLS" if _CLASSIFIER in saved and not adapter.head else None)
     has_attention = len(targets) < len(parts)
@@ -263,7 +260,7 @@ def config_of(adapter: Adapter, model_class: type | None = None) -> dict[str, An
     return {
         "peft_type": "LORA",
         "task_type": task,
-        **({} if task or model_class is None else {"auto_mapping": _auto_mapping(model_class)}),
+        **({} if task or model is None else {"auto_mapping": _auto_mapping(type(model))}),
         "base_model_name_or_path": metadata.base,
         "revision": metadata.base_revision,
         "inference_mode": True,
@@ -272,7 +269,7 @@ def config_of(adapter: Adapter, model_class: type | None = None) -> dict[str, An
         "rank_pattern": _pattern(ranks, targets),
         "alpha_pattern": _pattern(alphas, targets),
         "lora_dropout": metadata.dropout or 0.0,
-        **_targets(targets),
+        **_targets(targets, model),
         "modules_to_save": sorted(saved) or None,
         "bias": metadata.bias,
         "fan_in_fan_out": family is not None and family.fan_in_fan_out,
@@ -281,6 +278,20 @@ def config_of(adapter: Adapter, model_class: type | None = None) -> dict[str, An
         "use_dora": use_dora,
         # Older versions, which do not know this setting, would refuse the folder or warn of it.
         **({"peft_version": _VERSION} if has_attention else {}),
+    }
+
+
+def _saved_modules(adapter: Adapter) -> set[str]:
+    """The modules that PEFT is to save beside LoRA."""
+    family = family_of(adapter.tensors)
+    of_heads = family.heads.values() if family else ()
+    as_one = {_CLASSIFIER, *(module for head in of_heads for module in head.modules)}
+    return {
+        next(
+            (module for module in as_one if name.startswith(f"{module}.")), name.rpartition(".")[0]
+        )
+        for name in adapter.tensors.keys() - base_biases(adapter.tensors)
+        if LORA.part not in name
     }
 
 
@@ -303,12 +314,21 @@ def _pattern(values: Mapping[str, float], modules: Collection[str]) -> dict[str,
     }
 
 
-def _targets(modules: Iterable[str]) -> dict[str, list]:
-    """How PEFT is told which modules are adapted.
+def _targets(modules: Collection[str], model: nn.Module | None) -> dict[str, Any]:
+    """How PEFT is told which modules are adapted, and no others of the model.
 
     By the last part of their names and the layers, where that is enough; by their full names where
-    several modules of a layer are called so, or not all are adapted in the same layers.
+    several modules of a layer are called so, or not all are adapted in the same layers; by an
+    expression where a full name is the end of another module's.
     """
+    told = _targets_by_name(modules)
+    others = {name for name, _ in model.named_modules()} - set(modules) if model else ()
+    if any(is_targeted(told, name) for name in others):
+        return {"target_modules": "|".join(re.escape(name) for name in sorted(modules))}
+    return told
+
+
+def _targets_by_name(modules: Iterable[str]) -> dict[str, list]:
     layers: dict[str, set[int]] = {}
     for module in modules:
         number = re.search(r"\.(\d+)\.", module)

@@ -6,15 +6,19 @@ lora.save_adapter(model, "my_adapter.safetensors")       one file, with all that
 
 import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import CheckpointError, NeedsMergingError
+from ..initialization import starts_from_weight
 from ..layers import Conv1d, Conv2d, Conv3d, LoRALayer
 from ..targets import other_places
+from ..trained import noted
 from ..utils import check_whole
 from .adapter import LORA, Adapter, base_biases, lora_metadata
 from .fingerprint import fingerprint_without
@@ -24,6 +28,13 @@ from .metadata import LoraMetadata
 from .peft import unlike_pefts
 
 logger = logging.getLogger(__name__)
+
+# The classes of wrappers, and what they call the module within.
+_WRAPPERS = {
+    "DistributedDataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+}
 
 
 def save_adapter(
@@ -58,11 +69,12 @@ def save_adapter(
     path = Path(path)
     if format is None:
         format = format_of_name(path) if path.suffix in SUFFIXES else "peft"
-    adapter = adapter_of(model, base=base, task=task, labels=labels)
-    plain = unwrapped(model)
-    if format == "peft":
-        _check_peft_adapts(plain, adapter.source)
-    return write_checked_adapter(path, adapter, format, type(plain)) + _left_behind(plain, adapter)
+    with _without_wrappers(model) as plain:
+        adapter = _adapter_of(plain, base, task, labels)
+        if format == "peft":
+            _check_peft_adapts(plain, adapter.source)
+        remarks = write_checked_adapter(path, adapter, format, plain)
+        return remarks + _left_behind(plain, adapter) + _without_effect(plain, adapter.source)
 
 
 def adapter_of(
@@ -81,7 +93,13 @@ def adapter_of(
         ValueError: the model has no LoRA layers, or is sharded.
         CheckpointError: its LoRA layers are of several kinds, which no file holds.
     """
-    model = unwrapped(model)
+    with _without_wrappers(model) as plain:
+        return _adapter_of(plain, base, task, labels)
+
+
+def _adapter_of(
+    model: nn.Module, base: str | None, task: str | None, labels: Sequence[str] | None
+) -> Adapter:
     layers = lora_layers(model)
     if not layers:
         raise ValueError(f"{type(model).__name__} has no LoRA to save")
@@ -124,13 +142,56 @@ def _left_behind(model: nn.Module, adapter: Adapter) -> list[str]:
     return [remark]
 
 
+def _without_effect(model: nn.Module, source: str) -> list[str]:
+    """Says which updates are zero: they were not trained, or the model does not call the layer."""
+    layers = lora_layers(model)
+    zero = [name for name, layer in layers.items() if _is_zero(layer)]
+    if not zero:
+        return []
+    remark = (
+        f"the updates of {len(zero)} of {len(layers)} modules are zero ({zero[0]}, …): they were "
+        "not trained, or the model does not call these modules but reads their weights, and then "
+        "LoRA has no effect there"
+    )
+    logger.warning("%s: %s", source, remark)
+    return [remark]
+
+
+@torch.no_grad()
+def _is_zero(layer: LoRALayer) -> bool:
+    """Whether an update leaves its weight as it is, as it does at its start."""
+    if starts_from_weight(layer.initialization):
+        pairs = (layer.lora_A, layer.lora_A_start), (layer.lora_B, layer.lora_B_start)
+        return all(torch.equal(half, start) for half, start in pairs)
+    return not (layer.lora_A.any() and layer.lora_B.any())
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model that DDP or `torch.compile` has wrapped."""
-    for inner in ("module", "_orig_mod"):
-        kind = type(model).__name__
-        if kind in ("DistributedDataParallel", "OptimizedModule") and hasattr(model, inner):
-            return unwrapped(getattr(model, inner))
-    return model
+    """The module that DDP, `torch.compile` or PyTorch's checkpoint wrapper has wrapped."""
+    inner = _WRAPPERS.get(type(model).__name__, "")
+    return unwrapped(getattr(model, inner)) if hasattr(model, inner) else model
+
+
+@contextmanager
+def _without_wrappers(model: nn.Module) -> Iterator[nn.Module]:
+    """The model, within this block without wrappers, its own and those of its modules.
+
+    These have another name in what they hold.
+    """
+    model = unwrapped(model)
+    wrapped = [
+        (owner, name, module)
+        for owner in model.modules()
+        for name, module in owner._modules.items()
+        if module is not None and unwrapped(module) is not module
+    ]
+    try:
+        for owner, name, module in wrapped:
+            owner._modules[name] = unwrapped(module)
+        yield model
+    finally:
+        for owner, name, module in wrapped:
+            owner._modules[name] = module
 
 
 def _check_layers(layers: dict[str, LoRALayer]) -> None:
@@ -144,8 +205,18 @@ def _check_layers(layers: dict[str, LoRALayer]) -> None:
 
 
 def _trained_besides(model: nn.Module, state: Collection[str]) -> set[str]:
-    """The names of what is trained besides LoRA, and of what belongs to it."""
-    trained = {n for n, p in model.named_parameters() if p.requires_grad and LORA.part not in n}
+    """The names of what is trained besides LoRA, or was, and of what belongs to it.
+
+    A weight that modules share is there under all of its names.
+    """
+    earlier, second = noted(model), _second_names(model)
+    parameters = {
+        name: p
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if LORA.part not in name and name.rpartition(".")[0] not in second
+    }
+    meant = {id(p) for name, p in parameters.items() if p.requires_grad or name in earlier}
+    trained = {name for name, p in parameters.items() if id(p) in meant}
     biases = base_biases(trained)
     owners = {name.rpartition(".")[0] for name in trained - biases}
     return biases | {

@@ -18,6 +18,8 @@ from .names import are_targets
 logger = logging.getLogger(__name__)
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Of buffers: counters, such as BatchNorm's, and masks.
+_DTYPES_OF_BUFFERS = (torch.int64, torch.int32, torch.bool)
 
 
 def check_lora(adapter: Adapter, lora_alpha: float | None = None) -> Adapter:
@@ -163,8 +165,8 @@ def check_values(adapter: Adapter) -> None:
         CheckpointError: some are not.
     """
     for name, tensor in adapter.tensors.items():
-        is_counter = tensor.dtype == torch.int64 and tensor.dim() == 0  # as BatchNorm's
-        if tensor.dtype not in _DTYPES and not (is_counter and LORA.part not in name):
+        may_be_buffer = tensor.dtype in _DTYPES_OF_BUFFERS and LORA.part not in name
+        if tensor.dtype not in _DTYPES and not may_be_buffer:
             raise CheckpointError(
                 f"{adapter.source}: {name} is of {tensor.dtype}, not of a floating type"
             )

@@ -176,6 +176,8 @@ def atomic_write_folder(path: str | os.PathLike) -> Iterator[Path]:
         CheckpointError: there is something at `path` already, other than an empty folder.
     """
     path = Path(path)
+    if path.is_symlink():
+        path = path.resolve()  # a link to an empty folder stays one
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise CheckpointError(f"{path}: exists already; give the name of a new folder")
     path.parent.mkdir(parents=True, exist_ok=True)

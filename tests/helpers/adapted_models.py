@@ -67,6 +67,25 @@ class Attending(nn.Module):
         return self.last(self.attention(x, others, others, need_weights=False)[0])
 
 
+class Tied(nn.Module):
+    """A language model whose head has the weight of its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.up = nn.Embedding(11, 8), nn.Linear(8, 8)
+        self.last = nn.Linear(8, 11, bias=False)
+        self.last.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.up(self.words(ids))))
+
+
+def tied() -> nn.Module:
+    """A `Tied`, in evaluation mode."""
+    torch.manual_seed(0)
+    return Tied().eval()
+
+
 def _draw(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
@@ -108,31 +127,31 @@ class Case:
         return model
 
 
-_IDS = torch.tensor([[1, 5, 2], [7, 0, 10], [3, 3, 4]])
+IDS = torch.tensor([[1, 5, 2], [7, 0, 10], [3, 3, 4]])
 _KERNELS = (_draw(3, 4, 7), _draw(3, 2, 9, 8), _draw(3, 2, 4, 5, 4))
 _PATTERNS = {"rank_pattern": {"layers.0.out": 4}, "alpha_pattern": {"layers.1.*": 7, "words": 1}}
 CASES = {
-    "linear": Case(Words, (_IDS,), {"targets": ["qkv", "out"], "lora_dropout": 0.25}),
-    "patterns": Case(Words, (_IDS,), {"targets": ["out", "words"], **_PATTERNS}),
-    "embedding": Case(Words, (_IDS,), {"targets": ["words", "out"]}),
-    "head": Case(Words, (_IDS,), {"targets": "out", "modules_to_train": ["norm", "score"]}),
-    "biases": Case(Words, (_IDS,), {"targets": "out", "bias": "all"}, in_bank=False),
-    "own biases": Case(Words, (_IDS,), {"targets": "out", "bias": "lora_only"}, in_bank=False),
+    "linear": Case(Words, (IDS,), {"targets": ["qkv", "out"], "lora_dropout": 0.25}),
+    "patterns": Case(Words, (IDS,), {"targets": ["out", "words"], **_PATTERNS}),
+    "embedding": Case(Words, (IDS,), {"targets": ["words", "out"]}),
+    "head": Case(Words, (IDS,), {"targets": "out", "modules_to_train": ["norm", "score"]}),
+    "biases": Case(Words, (IDS,), {"targets": "out", "bias": "all"}, in_bank=False),
+    "own biases": Case(Words, (IDS,), {"targets": "out", "bias": "lora_only"}, in_bank=False),
     "slices": Case(
         Words,
-        (_IDS,),
+        (IDS,),
         {"targets": ["qkv", "out"], "enable_lora": {"qkv": [True, False, True]}},
         of_peft_with_dora=False,
     ),
     "every slice": Case(
         Words,
-        (_IDS,),
+        (IDS,),
         {"targets": "qkv", "enable_lora": {"qkv": [True, True, True]}},
         of_peft_with_dora=False,
     ),
     "a slice": Case(
         Words,
-        (_IDS,),
+        (IDS,),
         {"targets": "qkv", "enable_lora": {"qkv": [False, True, False]}},
         of_peft_with_dora=False,
     ),

@@ -393,8 +393,12 @@ WRONG = {
     "rank": (AnyModel, {"r": 9}, "r = 9 is larger than a dimension of layers.0.q_proj: 8"),
     "no rank": (AnyModel, {"r": 0}, "an integer of at least 1, got 0"),
     "half a rank": (AnyModel, {"r": 1.5}, "an integer of at least 1, got 1.5"),
-    "alpha": (AnyModel, {"lora_alpha": -1}, "lora_alpha has to be above 0"),
-    "infinite alpha": (AnyModel, {"lora_alpha": float("inf")}, "lora_alpha has to be above 0"),
+    "alpha": (AnyModel, {"lora_alpha": -1}, "lora_alpha has to be a number above 0"),
+    "infinite alpha": (
+        AnyModel,
+        {"lora_alpha": float("inf")},
+        "lora_alpha has to be a number above 0",
+    ),
     "dropout": (AnyModel, {"lora_dropout": 1.5}, "between 0 and 1"),
     "variant": (AnyModel, {"variant": "qlora"}, "unknown variant 'qlora'"),
     "initialization": (AnyModel, {"initialization": "eva"}, "unknown initialization 'eva'"),
@@ -489,6 +493,24 @@ def test_nothing_to_remove(model):
 
 
 # ---- PyTorch's own encoder, in evaluation ----
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_layers_that_were_put_in_by_hand_are_called_where_nothing_is_trained(norm_first):
+    """A script that only uses a model need not have marked anything as trainable."""
+    settings = {"dropout": 0.0, "batch_first": True, "norm_first": norm_first}
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, **settings).eval()
+    layer.linear1 = lora.Linear(8, 16, r=2).eval()
+    nn.init.normal_(layer.linear1.lora_B)
+    x = torch.rand(2, 3, 8)
+    with_gradients = layer(x)  # which rule the fast path out
+    with torch.no_grad():
+        assert_same([layer(x)], [with_gradients], atol=1e-5, rtol=1e-5)
+        assert_same([copy.deepcopy(layer)(x)], [with_gradients], atol=1e-5, rtol=1e-5)
+    plain = lora.merge(layer).eval()
+    with torch.no_grad():
+        assert_same([plain(x)], [with_gradients], atol=1e-5, rtol=1e-5)
 
 
 def test_layers_that_were_put_in_by_hand_are_not_passed_over():

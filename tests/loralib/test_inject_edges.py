@@ -7,6 +7,7 @@ from torch import nn
 
 import loralib as lora
 from loralib.adapters.saving import adapter_of
+from loralib.errors import UnsupportedLayerError
 from loralib.inject import LayerSettings, adapt
 
 
@@ -222,7 +223,7 @@ WRONG_TYPES = {
     "ranks": ({"rank_pattern": 4}, "have to be a dict of targets and values, such as .* got 4"),
     "slices": ({"enable_lora": [True, False]}, r"have to be a dict .* got \[True, False\]"),
     "a slice": ({"enable_lora": {"q_proj": 2}}, "has to be a list for layers.0.q_proj, .* got 2"),
-    "alpha": ({"lora_alpha": "16"}, "lora_alpha has to be above 0, got '16'"),
+    "alpha": ({"lora_alpha": "16"}, "lora_alpha has to be a number above 0, got '16'"),
     "dropout": ({"lora_dropout": "0.1"}, "lora_dropout has to be a probability, got '0.1'"),
 }
 
@@ -286,4 +287,60 @@ def test_an_attention_of_which_a_part_is_adapted_is_a_model():
 def test_a_file_of_this_project_says_nothing_of_peft(tmp_path):
     model = AnyModel()
     lora.add_lora(model, "q_proj", r=2)
+    for layer in model.layers:
+        torch.nn.init.normal_(layer.q_proj.lora_B)
     assert lora.save_adapter(model, tmp_path / "a.safetensors") == []
+
+
+# ---- what a model may have of its own ----
+
+
+class Tripled(nn.MultiheadAttention):
+    """An attention with a forward of its own."""
+
+    def forward(self, *args, **kwargs):
+        out, weights = super().forward(*args, **kwargs)
+        return 3 * out, weights
+
+
+def unchanged_by(model, message, *args, kind=ValueError, **settings):
+    """`add_lora` raises, and leaves classes and what is trained as they were."""
+    classes = [type(module) for module in model.modules()]
+    trained = [parameter.requires_grad for parameter in model.parameters()]
+    with pytest.raises(kind, match=message):
+        lora.add_lora(model, *args, **settings)
+    assert [type(module) for module in model.modules()] == classes
+    assert [parameter.requires_grad for parameter in model.parameters()] == trained
+    assert ".lora_" not in " ".join(model.state_dict())
+
+
+def test_an_attention_with_a_forward_of_its_own_keeps_it():
+    model = nn.Sequential(Tripled(8, 2))
+    message = r"0\.out_proj belongs to a Tripled, which computes with its weight"
+    unchanged_by(model, message, "out_proj", r=2, kind=UnsupportedLayerError)
+
+
+def test_an_eight_bit_weight_is_quantized():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = nn.Parameter(model[1].weight.to(torch.float8_e4m3fn), requires_grad=False)
+    message = "1 is quantized .its weight is torch.float8_e4m3fn"
+    unchanged_by(model, message, ["0", "1"], r=2, kind=UnsupportedLayerError)
+
+
+def test_a_decomposition_that_fails_leaves_everything_as_it_was():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight.data[0, 0] = float("nan")
+    message = "1: its weight has no decomposition"
+    unchanged_by(model, message, ["0", "1"], r=2, initialization="pissa")
+
+
+def test_names_by_which_lora_is_known_belong_to_lora():
+    model = nn.ModuleDict({"flora_x": nn.Linear(8, 8), "a": nn.Linear(8, 8)})
+    unchanged_by(model, "flora_x.weight has 'lora_' in its name", "a", r=2)
+
+
+def test_layers_without_an_update_leave_the_rest_to_be_frozen():
+    model = nn.Sequential(lora.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    lora.add_lora(model, "1", r=2)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {"1.lora_A", "1.lora_B"}

@@ -151,6 +151,27 @@ def test_a_fused_step_after_a_backward_in_evaluation_mode_is_seen(case):
         close(layer(x), reference(layer, x))
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_fused_step_after_a_forward_between_it_and_its_backward_is_seen(case, kind):
+    layer, x = built(case).eval(), case.x()
+    optimizer = kind(trainable(layer).values(), lr=0.1, fused=True)
+    layer(x).square().sum().backward()
+    with torch.no_grad():
+        layer(x)  # somebody logs something, for which the merged copy is made
+        optimizer.step()
+        close(layer(x), reference(layer, x))
+
+
+def test_a_parametrization_of_a_factor_is_seen():
+    layer = built(CASES["linear"]).eval()
+    torch.nn.utils.parametrize.register_parametrization(layer, "lora_A", nn.Tanh())
+    x = CASES["linear"].x()
+    with torch.no_grad():
+        layer(x)
+        layer.parametrizations.lora_A.original.mul_(3)
+        close(layer(x), reference(layer, x))
+
+
 def test_the_scaling_can_be_changed(case):
     layer, x = built(case).eval(), case.x()
     with torch.no_grad():

@@ -1,0 +1,192 @@
+"""PEFT's folders that lack some of what their settings say; ours, which PEFT has to read right."""
+
+import json
+import re
+
+import pytest
+import torch
+from adapted_models import CASES, IDS, tied
+from compare import assert_same_bits
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import loralib as lora
+from loralib.adapters.deltas import merge_into
+from loralib.adapters.formats import read_adapter
+from loralib.adapters.peft import is_targeted
+from loralib.errors import CheckpointError, NeedsMergingError
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+def as_pefts(folder, *, without="nothing", **settings):
+    """Makes of our folder one that PEFT could have written, and leaves some tensors out."""
+    tensors = load_file(folder / WEIGHTS)
+    kept = {name: t for name, t in tensors.items() if not re.search(without, name)}
+    save_file(kept, folder / WEIGHTS)  # without our metadata
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps({**config, **settings}))
+    return folder
+
+
+def saved(tmp_path, name):
+    lora.save_adapter(CASES[name].adapted(), tmp_path / "a")
+    return tmp_path / "a"
+
+
+INCOMPLETE = {
+    "a layer": ("linear", r"layers\.1\.", {}, "the update of layers.1.qkv, which"),
+    "a kind of module": (
+        "linear",
+        "qkv",
+        {"target_modules": ["qkv", "out"]},
+        "the update of layers.0.qkv, which",
+    ),
+    "an expression's": (
+        "linear",
+        "qkv",
+        {"target_modules": r"layers\.\d\.(qkv|out)"},
+        "the update of layers.0.qkv, which",
+    ),
+    "one of two heads": ("head", r"score", {}, "lacks score.weight, which"),
+    "half of a head": ("head", r"score\.bias", {}, "lacks score.bias, which"),
+    "all biases": ("biases", r"bias$", {}, "lacks layers.0.qkv.bias, which"),
+    "one bias": ("own biases", r"layers\.1.*bias$", {}, "lacks layers.1.out.bias, which"),
+}
+
+
+@pytest.mark.parametrize("case", INCOMPLETE)
+def test_an_incomplete_folder_is_refused(tmp_path, case):
+    name, without, settings, lacking = INCOMPLETE[case]
+    folder = as_pefts(saved(tmp_path, name), without=without, **settings)
+    model = CASES[name].build()
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=re.escape(lacking)) as caught:
+        lora.load_adapter(model, folder)
+    assert "adapter_config.json says is" in str(caught.value)
+    assert_same_bits(model.state_dict(), before)
+
+
+@pytest.mark.parametrize(
+    "name", ["linear", "patterns", "embedding", "head", "biases", "own biases"]
+)
+def test_a_complete_folder_is_taken(tmp_path, name):
+    folder = as_pefts(saved(tmp_path, name))
+    model, adapted = CASES[name].build(), CASES[name].adapted().eval()
+    lora.load_adapter(model, folder)
+    inputs = CASES[name].inputs
+    torch.testing.assert_close(model.eval()(*inputs), adapted(*inputs))
+
+
+def test_what_settings_name_in_vain_is_not_lacking(tmp_path):
+    """PEFT takes lists that are made for several architectures."""
+    named = {"target_modules": ["out", "q_proj"], "modules_to_save": ["norm", "score", "lm_head"]}
+    folder = as_pefts(saved(tmp_path, "head"), **named)
+    lora.load_adapter(CASES["head"].build(), folder)
+
+
+def test_our_own_folders_may_have_fewer_biases_than_peft_would_save(tmp_path):
+    model = CASES["head"].build()
+    lora.add_lora(model, "out", r=2)
+    model.layers[0]["qkv"].bias.requires_grad = True
+    lora.save_adapter(model, tmp_path / "a")
+    lora.load_adapter(CASES["head"].build(), tmp_path / "a")
+
+
+# ---- which modules are meant ----
+
+TARGETED = [
+    ({"target_modules": ["q"]}, "a.q", True),
+    ({"target_modules": ["q"]}, "a.aq", False),
+    ({"target_modules": "a.q"}, "a.q", True),
+    ({"target_modules": "q"}, "a.q", False),
+    ({"target_modules": ["q"], "exclude_modules": ["a.q"]}, "a.q", False),
+    ({"target_modules": ["q"], "exclude_modules": r".*\.1\.q"}, "a.0.q", True),
+    ({"target_modules": ["q"], "modules_to_save": ["a"]}, "m.a.q", False),
+    ({"target_modules": ["q"], "layers_to_transform": [1]}, "m.a.1.q", True),
+    ({"target_modules": ["q"], "layers_to_transform": 1}, "m.a.0.q", False),
+    ({"target_modules": ["q"], "layers_to_transform": [1]}, "a.q", False),
+    ({"target_modules": ["m.a.0.q"], "layers_to_transform": [1]}, "m.a.0.q", True),
+    (
+        {"target_modules": ["q"], "layers_to_transform": [1], "layers_pattern": "h"},
+        "m.a.1.q",
+        False,
+    ),
+    ({"target_modules": ["q"], "layers_to_transform": [1], "layers_pattern": ["h"]}, "h.1.q", True),
+    ({"target_modules": None}, "a.q", False),
+]
+
+
+@pytest.mark.parametrize(("config", "name", "is_meant"), TARGETED)
+def test_which_modules_pefts_settings_mean(config, name, is_meant):
+    assert is_targeted(config, name) is is_meant
+
+
+class Nested(nn.Module):
+    """A module whose name is the end of another's."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+        self.block = nn.ModuleDict({"proj": nn.Linear(4, 4)})
+
+    def forward(self, x):
+        return self.proj(torch.tanh(self.block["proj"](x)))
+
+
+def test_what_is_written_means_no_other_module(tmp_path):
+    model = Nested()
+    lora.add_lora(model, re.compile("proj"), r=2)
+    lora.save_adapter(model, tmp_path / "a")
+    config = json.loads((tmp_path / "a" / CONFIG).read_text())
+    meant = [name for name, _ in Nested().named_modules() if is_targeted(config, name)]
+    assert meant == ["proj"]
+    assert lora.load_adapter(Nested(), as_pefts(tmp_path / "a")) == ("proj",)
+
+
+class Scaled(nn.Module):
+    """A block with a parameter of its own around what is adapted."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return self.scale * self.fc(x)
+
+
+def test_peft_would_save_a_block_as_a_whole(tmp_path):
+    model = nn.Sequential(Scaled())
+    lora.add_lora(model, "fc", r=2)
+    model[0].scale.requires_grad = True
+    with pytest.raises(NeedsMergingError, match=r"parameters of 0, of which PEFT would save 0\.fc"):
+        lora.save_adapter(model, tmp_path / "a")
+
+
+# ---- shared weights: PEFT gives each module that it saves a weight of its own ----
+
+
+@pytest.mark.parametrize("brought", [("last",), ("words",), ("last", "words")])
+@pytest.mark.parametrize("way", ["load", "merge"])
+def test_peft_has_trained_one_of_the_modules_that_share_a_weight(tmp_path, brought, way, caplog):
+    model = tied()
+    lora.add_lora(model, "up", r=2, modules_to_train=["last", "words"])
+    lora.save_adapter(model, tmp_path / "a")
+    tensors = load_file(tmp_path / "a" / WEIGHTS)
+    torch.manual_seed(1)
+    tensors = {n: torch.rand_like(t) for n, t in tensors.items()}
+    others = {"last", "words"} - {*brought}
+    for name in others:
+        del tensors[f"base_model.model.{name}.weight"]
+    save_file(tensors, tmp_path / "a" / WEIGHTS)
+    as_pefts(tmp_path / "a", modules_to_save=list(brought))
+    loaded, base = tied(), tied()
+    if way == "load":
+        lora.load_adapter(loaded, tmp_path / "a")
+        assert "gets a weight of its own, which it shared with" in caplog.text
+    else:
+        merge_into(loaded, read_adapter(tmp_path / "a"))
+    for name in ("last", "words"):
+        theirs = tensors.get(f"base_model.model.{name}.weight", base.last.weight)
+        assert torch.equal(loaded.get_submodule(name).weight, theirs)
+    assert loaded(IDS).isfinite().all()

@@ -1,0 +1,211 @@
+"""What is trained besides LoRA is saved and loaded whole: frozen since, shared, or wrapped."""
+
+import copy
+
+import pytest
+import torch
+from adapted_models import CASES, IDS, tied
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+
+import loralib as lora
+from loralib.adapters.formats import read_adapter
+from loralib.adapters.saving import adapter_of
+from loralib.errors import CheckpointError
+
+HEAD = CASES["head"]
+
+
+def reloaded(path, case=HEAD):
+    """The outputs of the plain model with the adapter from a file."""
+    model = case.build()
+    lora.load_adapter(model, path)
+    return model.eval()(*case.inputs)
+
+
+# ---- frozen since ----
+
+FREEZES = {
+    "all": lambda model: model.requires_grad_(False),
+    "all but LoRA": lora.mark_only_lora_as_trainable,
+}
+
+
+@pytest.mark.parametrize("freeze", FREEZES.values(), ids=FREEZES)
+@pytest.mark.parametrize("name", ["head", "biases", "own biases"])
+def test_what_is_frozen_before_it_is_saved_is_saved(tmp_path, name, freeze):
+    case = CASES[name]
+    model = case.adapted()
+    expected = adapter_of(model).tensors
+    freeze(model)
+    path = tmp_path / "a.safetensors"
+    lora.save_adapter(copy.deepcopy(model), path)
+    assert read_adapter(path).tensors.keys() == expected.keys()
+    torch.testing.assert_close(reloaded(path, case), model.eval()(*case.inputs))
+
+
+def test_what_an_adapter_has_brought_is_saved_again(tmp_path):
+    lora.save_adapter(HEAD.adapted(), tmp_path / "a.safetensors")
+    model = HEAD.build()
+    lora.load_adapter(model, tmp_path / "a.safetensors")
+    model.requires_grad_(False)
+    lora.save_adapter(model, tmp_path / "b.safetensors")
+    torch.testing.assert_close(reloaded(tmp_path / "b.safetensors"), model(*HEAD.inputs))
+
+
+def test_a_merged_model_is_a_base_of_its_own():
+    model = HEAD.adapted()
+    lora.merge(model)
+    lora.add_lora(model, "out", r=2)
+    assert all("lora_" in name for name in adapter_of(model).tensors)
+
+
+def test_an_adapter_has_to_replace_all_that_one_before_has_brought(tmp_path):
+    lora.save_adapter(HEAD.adapted(), tmp_path / "with.safetensors")
+    lora.save_adapter(HEAD.adapted(modules_to_train=[]), tmp_path / "without.safetensors")
+    model = HEAD.build()
+    lora.load_adapter(model, tmp_path / "with.safetensors")
+    before = model(*HEAD.inputs)
+    with pytest.raises(CheckpointError, match=r"without\.safetensors: brings no norm\.bias, and"):
+        lora.load_adapter(model, tmp_path / "without.safetensors")
+    assert torch.equal(model(*HEAD.inputs), before)
+    lora.load_adapter(model, tmp_path / "with.safetensors")
+
+
+def test_a_head_that_is_new_may_stay_beside_an_adapter_without_one(tmp_path):
+    lora.save_adapter(HEAD.adapted(modules_to_train=[]), tmp_path / "a.safetensors")
+    model = HEAD.build()
+    lora.add_lora(model, r=2, lora_alpha=3, **HEAD.settings)
+    lora.load_adapter(model, tmp_path / "a.safetensors")
+    assert "score.weight" in adapter_of(model).tensors
+
+
+# ---- shared weights ----
+
+
+@pytest.mark.parametrize("target", ["last", "words"])
+def test_a_shared_weight_is_trained_by_all_of_its_names(target):
+    other = {"last": "words", "words": "last"}[target]
+    model = tied()
+    with pytest.raises(ValueError, match=f"{target} shares a weight with {other}, which would be"):
+        lora.add_lora(model, "up", r=2, modules_to_train=target)
+    assert type(model.up) is nn.Linear
+
+
+@pytest.mark.parametrize("format", ["lora", "peft"])
+def test_a_shared_weight_is_saved_by_all_of_its_names(tmp_path, format):
+    model = tied()
+    lora.add_lora(model, "up", r=2, modules_to_train=["last", "words"])
+    for parameter in model.parameters():
+        parameter.data += torch.rand_like(parameter) * parameter.requires_grad
+    path = tmp_path / ("a.safetensors" if format == "lora" else "a")
+    lora.save_adapter(model, path)
+    assert {"last.weight", "words.weight"} < read_adapter(path).tensors.keys()
+    loaded = tied()
+    lora.load_adapter(loaded, path)
+    assert loaded.last.weight is loaded.words.weight
+    torch.testing.assert_close(loaded(IDS), model(IDS))
+
+
+# ---- wrapped ----
+
+
+def wrapped(model):
+    model.layers[0] = torch.compile(model.layers[0])
+    apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=lambda module: checkpoint_wrapper(
+            module, checkpoint_impl=CheckpointImpl.NO_REENTRANT
+        ),
+        check_fn=lambda module: module in (model.score, model.norm, model.layers[1]["out"]),
+    )
+    return torch.compile(model)
+
+
+@pytest.mark.parametrize("settings", [{}, {"rank_pattern": {"layers.0.out": 4}}])
+def test_wrapped_modules_are_saved_as_what_they_are(tmp_path, settings):
+    plain = HEAD.adapted(**settings)
+    expected = adapter_of(plain).tensors
+    model = wrapped(copy.deepcopy(plain))
+    names = list(model.state_dict())
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    assert read_adapter(tmp_path / "a.safetensors").tensors.keys() == expected.keys()
+    assert list(model.state_dict()) == names, "the wrappers are there again"
+    torch.testing.assert_close(reloaded(tmp_path / "a.safetensors"), plain.eval()(*HEAD.inputs))
+
+
+# ---- what could not be saved after training ----
+
+
+class Odd(nn.Module):
+    """A head with buffers of several types."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.score = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.score.register_buffer("seen", torch.arange(3))
+        self.score.register_buffer("used", torch.tensor([True, False, True]))
+
+    def forward(self, x):
+        return self.score(torch.tanh(self.up(x)))
+
+
+def test_buffers_of_a_trained_module_may_be_of_any_type(tmp_path):
+    model = Odd()
+    lora.add_lora(model, "up", r=2, modules_to_train="score")
+    model.score.seen += 3
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    loaded = Odd()
+    loaded.up.load_state_dict(model.state_dict(), strict=False)
+    loaded.up.weight.data.copy_(model.up.weight)
+    loaded.up.bias.data.copy_(model.up.bias)
+    lora.load_adapter(loaded, tmp_path / "a.safetensors")
+    assert torch.equal(loaded.score.seen, torch.arange(3) + 3)
+    loaded = Odd()
+    loaded.score.seen = loaded.score.seen.float()
+    with pytest.raises(CheckpointError, match=r"score\.seen is \(3,\) of torch\.int64 in the file"):
+        lora.load_adapter(loaded, tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_an_attention_s_own_biases_are_biases(tmp_path, bias):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.MultiheadAttention(8, 2, add_bias_kv=True))
+    model = copy.deepcopy(plain)
+    lora.add_lora(model, "0", r=2, bias=bias)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += torch.rand_like(parameter) * parameter.requires_grad
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    lora.load_adapter(plain, tmp_path / "a.safetensors")
+    x = torch.rand(3, 8)
+    torch.testing.assert_close(plain[0](x, x, x)[0], model[0](x, x, x)[0])
+
+
+# ---- what an update is scaled by, and what it does ----
+
+
+@pytest.mark.parametrize("name", ["scaling", "lora_alpha"])
+def test_a_scaling_that_alpha_does_not_make_is_not_saved(tmp_path, name):
+    model = HEAD.adapted()
+    layer = model.layers[1]["out"]
+    setattr(layer, name, getattr(layer, name) / 4)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.out has the scaling .* set both"):
+        lora.save_adapter(model, tmp_path / "a.safetensors")
+    layer.lora_alpha, layer.scaling = 6, 3.0
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    torch.testing.assert_close(reloaded(tmp_path / "a.safetensors"), model(*HEAD.inputs))
+
+
+@pytest.mark.parametrize("initialization", ["default", "pissa"])
+def test_updates_without_effect_are_named(tmp_path, initialization, caplog):
+    model = HEAD.build()
+    lora.add_lora(model, "out", r=2, initialization=initialization)
+    torch.nn.init.normal_(model.layers[0]["out"].lora_B)
+    (remark,) = lora.save_adapter(model, tmp_path / "a.safetensors")[-1:]
+    assert remark.startswith("the updates of 1 of 2 modules are zero (layers.1.out, …)")
+    assert remark in caplog.text
