@@ -271,7 +271,7 @@ def test_a_trained_head_is_no_part_of_the_base_that_it_is_tied_to(tmp_path):
     model["head"] = nn.Linear(8, 11, bias=False)
     model["head"].weight = model["embed"].weight
     plain = copy.deepcopy(model)
-    lora.add_lora(model, "up", r=2, modules_to_train="head")
+    lora.add_lora(model, "up", r=2, modules_to_train=["embed", "head"])
     nn.init.normal_(model["head"].weight)
     lora.save_adapter(model, tmp_path / "a.safetensors")
     lora.load_adapter(plain, tmp_path / "a.safetensors")
