@@ -404,12 +404,14 @@ class Prepared:
         data: the texts.
         tokenizer: the model's.
         datasets: the texts by split, as token ids.
+        order: where the data's classes are among those that the head was trained for.
     """
 
     config: PretrainedConfig
     data: TextData
     tokenizer: PreTrainedTokenizerBase
     datasets: dict[str, Dataset]
+    order: tuple[int, ...]
 
     def collator(self, data_args: DataTrainingArguments) -> Callable[[list], dict[str, Any]]:
         """What makes batches."""
@@ -432,7 +434,8 @@ def check_task(data: TextData, origin: Origin, training: bool) -> None:
     if data.task and _family(data.task.name) != _family(origin.task):
         origin.check_task(data.task.name, training)
     origin.check_texts(data.columns, training)
-    origin.check_labels(data.labels, training)
+    if not origin.order_of(data.labels):
+        origin.check_labels(data.labels, training)
 
 
 def _family(task: str | None) -> str | None:
@@ -473,7 +476,8 @@ def prepare(
         settings["special_token_ids"] = tokenizer.all_special_ids
     config = settings_of(model_args, args, num_labels=len(names), **settings)
     consistency.check(config)
-    return Prepared(config, data, tokenizer, tokenize(data, tokenizer, data_args))
+    datasets = tokenize(data, tokenizer, data_args)
+    return Prepared(config, data, tokenizer, datasets, origin.order_of(data.labels))
 
 
 def fine_tune(
@@ -481,12 +485,19 @@ def fine_tune(
 ) -> None:
     """Loads, trains, evaluates, predicts; as far as the flags ask for it."""
     checkpoint, adapters = begin(model_args, args)
+    if args.do_predict and args.prediction_loss_only:
+        raise ValueError("--prediction_loss_only leaves no predictions for --do_predict")
     splits = splits_of(glue_task(data_args.task_name) if data_args.task_name else None, args)
     prepared = prepare(model_args, data_args, args, adapters, splits)
     datasets = prepared.datasets
     set_seed(args.seed)
     model = build_model(
-        AutoModelForSequenceClassification, model_args, prepared.config, adapters, args
+        AutoModelForSequenceClassification,
+        model_args,
+        prepared.config,
+        adapters,
+        args,
+        prepared.order,
     )
     evaluated = [name for name in datasets if name.startswith("validation")]
     trainer = Trainer(

@@ -273,6 +273,13 @@ def test_relative_positions_of_roberta():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_several_labels_a_text(family):
+    """Upstream's pipelines give such a model's labels a sigmoid each."""
+    with pytest.raises(ValueError, match="problem_type is 'multi_label_classification'"):
+        maker.build(family, "classifier", problem_type="multi_label_classification")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [

@@ -388,6 +388,42 @@ def test_bf16_adapter_evaluates_as_the_trained_model(glue, tiny_glue, tmp_path):
     assert results(tmp_path / "evaluated") == results(tmp_path / "half")
 
 
+def reversed_classes(folder, to):
+    """A copy of a trained model whose head has the classes in the other order, in capitals."""
+    shutil.copytree(folder, to)
+    for kept in list_checkpoints(to):
+        shutil.rmtree(kept)
+    tensors = read_weights(to)
+    for name in ("classifier.out_proj.weight", "classifier.out_proj.bias"):
+        tensors[name] = tensors[name].flip(0)
+    for path in {*to.glob("pytorch_model*"), *to.glob("*.safetensors")}:
+        path.unlink()
+    torch.save(tensors, to / "pytorch_model.bin")
+    config = json.loads((to / "config.json").read_text())
+    names = ["NOT_ENTAILMENT", "entailment"]
+    config["id2label"] = dict(enumerate(names))
+    config["label2id"] = {name: number for number, name in enumerate(names)}
+    (to / "config.json").write_text(json.dumps(config))
+    return to
+
+
+def test_a_head_with_the_classes_in_another_order(glue, trained, tiny_glue, tmp_path):
+    """Models on the hub have their own order, as roberta-large-mnli does."""
+    model = reversed_classes(trained, tmp_path / "reversed")
+    data = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_eval", "--output_dir"]
+    glue(*data, "eval", "--do_predict", base=model)
+    assert results(Path("eval")) == pytest.approx(results(trained), abs=1e-6)
+    words = [folder / "test_results_rte.txt" for folder in (Path("eval"), trained)]
+    assert words[0].read_text() == words[1].read_text()
+    glue(*data, "out", "--do_train", "--max_steps", 1, "--learning_rate", 1e-30, base=model)
+    out = Path("out")
+    assert results(out) == pytest.approx(results(trained), abs=1e-6)
+    assert json.loads((out / "config.json").read_text())["id2label"] == {
+        "0": "entailment",
+        "1": "not_entailment",
+    }
+
+
 def test_an_adapter_is_the_start_for_another_task(glue, trained, tiny_glue, tmp_path, caplog):
     arguments = ["--task_name", "mnli", "--data_dir", tiny_glue, "--do_train", "--apply_lora"]
     path = trained / "pytorch_model_lora.safetensors"

@@ -206,6 +206,14 @@ BAD = {
         f"{RTE} --do_train --save_lora_only",
         "--save_lora_only needs a model with LoRA, adapters or BitFit",
     ),
+    "labels that the model does not take": (
+        f"{RTE} --do_train --label_names label",
+        "--label_names: RobertaForSequenceClassification takes no label; it takes what batches",
+    ),
+    "predictions without predictions": (
+        f"{RTE} --do_predict --prediction_loss_only",
+        "--prediction_loss_only leaves no predictions for --do_predict",
+    ),
     "no data": ("--do_train", "give --task_name, or --train_file"),
     "nothing to do": (RTE, "nothing to do: give --do_train, --do_eval or --do_predict"),
     "unknown flag": (f"{RTE} --do_train --lora_rank 8", "unrecognized arguments: --lora_rank"),

@@ -97,6 +97,8 @@ def test_the_texts_that_a_model_was_trained_on_are_found_by_name(tmp_path, known
     ("labels", "message"),
     [
         (["0.5", "NA", "1.5"], "row 2: its label is 'NA', where others are numbers: leave the row"),
+        (["7", "007", "10"], "row 2: its label is 007, and would be read as 7: write it so, or"),
+        (["1", "+2", "3"], r"row 2: its label is \+2, and would be read as 2"),
         (["1", "2", "nan"], "row 3: its label is 'nan', where others are numbers"),
         (['"0,5"', '"1,5"', '"-2,25"'], r"label has decimal commas \(0,5\): write points"),
         (["none", "some", "all"], None),

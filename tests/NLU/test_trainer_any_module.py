@@ -319,6 +319,16 @@ def test_smoothing_what_cannot_be_smoothed(make, model, settings, message):
         make(model(), label_smoothing_factor=0.1, **settings).train()
 
 
+def test_a_batch_without_labels_to_smooth(make):
+    class Without(Net):
+        def forward(self, x, labels=None):
+            return super().forward(x, torch.zeros(len(x), dtype=torch.long))
+
+    trainer = make(Without(), label_smoothing_factor=0.1, label_names=["target"])
+    with pytest.raises(TrainingError, match="a batch has no target for --label_smoothing_factor"):
+        trainer.train()
+
+
 # ---- what goes wrong ----
 
 

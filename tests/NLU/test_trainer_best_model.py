@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 from compare import assert_same_bits
@@ -117,6 +118,59 @@ def test_a_best_checkpoint_that_was_deleted_is_an_error(make_trainer, tmp_path):
     )
     with pytest.raises(CheckpointError, match="checkpoint-5"):
         trainer.train()
+
+
+STEPS = {"evaluation_strategy": "steps", "eval_steps": 2, "save_steps": 2, **BEST}
+
+
+def resumed(make_trainer, tmp_path, *scores, folder="out", **settings):
+    """A run of ten steps from its sixth on, whose last evaluations have these scores."""
+    shutil.rmtree(tmp_path / folder / "checkpoint-8", ignore_errors=True)
+    shutil.rmtree(tmp_path / folder / "checkpoint-10", ignore_errors=True)
+    trainer = make_trainer(
+        compute_metrics=sequence(*scores),
+        **{**STEPS, "output_dir": str(tmp_path / folder), **settings},
+    )
+    trainer.train(resume_from_checkpoint=str(tmp_path / folder / "checkpoint-6"))
+    return trainer
+
+
+def best_of(trainer, tmp_path):
+    return Path(trainer.state.best_model_checkpoint).relative_to(tmp_path).as_posix()
+
+
+def test_a_copied_run_ends_with_its_own_best(make_trainer, tmp_path):
+    make_trainer(compute_metrics=sequence(1, 4, 2, 3, 0), **STEPS).train()
+    shutil.copytree(tmp_path / "out", tmp_path / "copy")
+    assert best_of(resumed(make_trainer, tmp_path, 3, 0, folder="copy"), tmp_path) == (
+        "copy/checkpoint-4"
+    )
+
+
+def test_a_best_checkpoint_that_is_gone_is_chosen_again(make_trainer, tmp_path, caplog):
+    make_trainer(compute_metrics=sequence(1, 4, 2, 3, 0), **STEPS).train()
+    shutil.rmtree(tmp_path / "out" / "checkpoint-4")
+    assert best_of(resumed(make_trainer, tmp_path, 1, 0), tmp_path) == "out/checkpoint-6"
+    told = "out/checkpoint-4 was the best model: of the checkpoints that are there, "
+    assert told in caplog.text
+
+
+def test_another_metric_is_compared_from_the_beginning(make_trainer, tmp_path, caplog):
+    make_trainer(compute_metrics=sequence(1, 4, 2, 3, 0), **STEPS).train()
+    trainer = resumed(make_trainer, tmp_path, 9, 9, metric_for_best_model="loss")
+    losses = {r["step"]: r["eval_loss"] for r in trainer.state.log_history if "eval_loss" in r}
+    assert trainer.state.best_metric == min(losses.values())
+    assert best_of(trainer, tmp_path) == f"out/checkpoint-{min(losses, key=losses.get)}"
+    trainer = resumed(make_trainer, tmp_path, 3, 0, greater_is_better=False)
+    assert best_of(trainer, tmp_path) == "out/checkpoint-10"
+
+
+def test_patience_counts_from_the_best_and_gains_above_the_threshold(make_trainer):
+    """As in upstream's: small gains move what the next one is measured from."""
+    stop = EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=0.1)
+    scores = (0.5, 0.56, 0.62, 0.68, 0.74)
+    trainer = make_trainer(compute_metrics=sequence(*scores), callbacks=[stop], **STEPS)
+    assert trainer.train().global_step == 6
 
 
 @pytest.mark.parametrize("strategy", ["steps", "epoch"])

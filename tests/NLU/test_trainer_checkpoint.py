@@ -362,6 +362,27 @@ def test_resuming_with_other_batches_goes_on_and_says_so(
     assert f"is of a run with {was}; with {becomes} it resumes, but not bit-exact" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"per_device_train_batch_size": 2}, "examples a step = 4, this one has .* = 2: an epoch"),
+        ({"train": make_data(12)}, "examples = 20, this one has examples = 12: an epoch"),
+        ({"gradient_accumulation_steps": 2}, "steps an update = 1, this one has .* = 2: an epoch"),
+    ],
+)
+def test_epochs_of_other_batches_are_not_resumed(make_trainer, checkpoint, settings, names):
+    """Their steps are others: the run would end early or late, at another learning rate."""
+    with pytest.raises(CheckpointError, match=f"is of a run with {names} has other steps"):
+        make_trainer(**settings).train(str(checkpoint))
+
+
+def test_other_accumulation_begins_with_a_whole_update(make_trainer, checkpoint):
+    trainer = make_trainer(max_steps=8, gradient_accumulation_steps=4, logging_steps=1)
+    trainer.train(str(checkpoint))
+    losses = {r["step"]: r["loss"] for r in trainer.state.log_history if "loss" in r}
+    assert all(0.4 < losses[step] < 1.5 for step in (6, 7, 8)), losses
+
+
 @pytest.mark.parametrize(("epochs", "says"), [(2, False), (3, True)])
 def test_resuming_a_run_with_another_length_says_so(make_trainer, checkpoint, epochs, says, caplog):
     trainer = make_trainer(num_train_epochs=epochs)
@@ -395,6 +416,10 @@ def test_a_run_whose_folder_was_moved_finds_its_best_model(make_trainer, tmp_pat
 OTHER_RUNS = {
     "learning rate": ({"learning_rate": 2e-2}, "--learning_rate 0.01, not 0.02"),
     "seed": ({"seed": 7}, "--seed 42, not 7"),
+    "left-out examples": (
+        {"dataloader_drop_last": True},
+        "--dataloader_drop_last False, not True",
+    ),
     "schedule": ({"lr_scheduler_type": "cosine"}, "--lr_scheduler_type linear, not cosine"),
 }
 

@@ -509,6 +509,14 @@ class EncoderForSequenceClassification(PreTrainedModel):
 
     head: ClassVar[str | None] = "sequence_classification"
 
+    def __init__(self, config: PretrainedConfig):
+        if getattr(config, "problem_type", None) == "multi_label_classification":
+            raise ValueError(
+                "problem_type is 'multi_label_classification': this package's classifiers give each "
+                "text one label; upstream's transformers has others, in an environment of its own"
+            )
+        super().__init__(config)
+
     def logits_of(self, first: Tensor) -> Tensor:
         """The head: (batch, hidden), of the first tokens -> (batch, labels)."""
         raise NotImplementedError

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from loralib.errors import TrainingError
+from loralib.errors import CheckpointError, TrainingError
 from loralib.training import watch
 from loralib.training.compiled import compile_layers
 from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
@@ -585,7 +585,13 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         return (loss, outputs) if return_outputs else loss
 
     def _smooths(self, inputs: dict[str, Any]) -> bool:
-        return self.label_smoother is not None and self.label_names[0] in inputs
+        if self.label_smoother is None or self.label_names[0] in inputs:
+            return self.label_smoother is not None
+        if self.model.training:
+            raise TrainingError(
+                f"a batch has no {self.label_names[0]} for --label_smoothing_factor"
+            )
+        return False
 
     def _has_own_step(self) -> bool:
         """Whether no subclass does something of its own with a batch."""
@@ -685,5 +691,10 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
                 self.state.global_step,
             )
             return
+        if not os.path.isdir(best):
+            raise CheckpointError(
+                f"--load_best_model_at_end: the best model, {best}, is gone: give the same command "
+                "again, which takes the best of those that are there"
+            )
         logger.info("ending with the best model, %s", best)
         self.checkpoints.load_weights(best, self.model)

@@ -498,9 +498,12 @@ class EarlyStoppingCallback(TrainerCallback):
         value = metrics.get(f"eval_{args.metric_for_best_model.removeprefix('eval_')}")
         if value is None:
             return
-        gain = 0.0 if self.best is None else value - self.best
-        gain = gain if args.greater_is_better else -gain
-        if not math.isnan(value) and (self.best is None or gain > self.early_stopping_threshold):
-            self.best, self.early_stopping_patience_counter = value, 0
+        gain = math.inf if self.best is None else value - self.best
+        gain = gain if args.greater_is_better or self.best is None else -gain
+        # As in 4.4.2, a small gain makes a new best, by which the next is judged, but is none.
+        if not math.isnan(value) and gain > 0:
+            self.best = value
+        if not math.isnan(value) and gain > self.early_stopping_threshold:
+            self.early_stopping_patience_counter = 0
         else:
             self.early_stopping_patience_counter += 1

@@ -75,6 +75,7 @@ _SAME_IN_A_RUN = (
     "warmup_ratio",
     "label_smoothing_factor",
     "group_by_length",
+    "dataloader_drop_last",
     "fp16",
     "bf16",
     "torch_compile",
@@ -281,10 +282,7 @@ class Checkpoints:
         state.is_local_process_zero = self.args.local_rank in (-1, 0)
         state.is_world_process_zero = self.args.is_main_process
         self._check_same_run(path, run.model)
-        best = state.best_model_checkpoint
-        if best and not Path(best).is_dir():
-            # The run's folder was moved.
-            state.best_model_checkpoint = str(path.with_name(Path(best).name))
+        find_best(state, self.args, path.parent)
         self.load_weights(folder, run.model)
         for name, part, checked in (
             (OPTIMIZER_NAME, run.optimizer, ()),  # which checks its state itself
@@ -330,6 +328,16 @@ class Checkpoints:
                 "--max_seq_length, to resume it, or begin a new run with another --output_dir or "
                 "--overwrite_output_dir"
             )
+        lasts_epochs = self.args.max_steps <= 0
+        differ = [name for name in now if before[name] != now[name]]
+        if differ and lasts_epochs:
+            was, becomes = (
+                ", ".join(f"{name} = {layout[name]}" for name in differ) for layout in (before, now)
+            )
+            raise CheckpointError(
+                f"{path}: is of a run with {was}, this one has {becomes}: an epoch has other steps "
+                "then; give the same processes, batches and data, or say --max_steps"
+            )
         if before == now:
             own = self._read_process_state(path, self.args.process_index, run)
         else:
@@ -337,8 +345,7 @@ class Checkpoints:
             own = _mean_state([self._read_process_state(path, n, run) for n in processes])
         run.progress.load_state_dict(own["progress"])
         run.progress.epoch_rng = own.get("epoch_rng")
-        if before != now:
-            differ = [name for name in now if before[name] != now[name]]
+        if differ:
             logger.warning(
                 "%s is of a run with %s; with %s it resumes, but not bit-exact",
                 path,
@@ -346,7 +353,9 @@ class Checkpoints:
                 ", ".join(f"{name} = {now[name]}" for name in differ),
             )
             done = run.progress.batches * before["examples a step"] // now["examples a step"]
+            done -= done % now["steps an update"]
             run.progress.batches = min(done, steps_an_epoch)
+            own["pending_gradients"] = {}  # of a part of an update
         for name, gradient in own["pending_gradients"].items():
             run.model.get_parameter(name).grad = gradient.to(self.args.device)
         set_rng_state(own["rng"], self.args.device)
@@ -437,6 +446,33 @@ def note_best(
     if best is None or (value > best if args.greater_is_better else value < best):
         state.best_metric = value
         state.best_model_checkpoint = str(folder)
+
+
+def find_best(state: TrainerState, args: TrainingArguments, folder: Path) -> None:
+    """Finds in a Trainer's state the best of the checkpoints that are there, when a run resumes.
+
+    The folder may have been copied or moved, checkpoints may be gone, and another metric may be
+    compared now.
+
+    Args:
+        state: with the run's evaluations.
+        args: say what is compared.
+        folder: the run's.
+    """
+    if args.metric_for_best_model is None:
+        return
+    noted, value = state.best_model_checkpoint, state.best_metric
+    state.best_model_checkpoint = state.best_metric = None
+    name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
+    for record in state.log_history:
+        checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{record['step']}"
+        if name in record and checkpoint.is_dir():
+            note_best(state, args, record, checkpoint)
+    if noted and state.best_metric != value:
+        logger.warning(
+            "%s was the best model: of the checkpoints that are there, %s is it, by %s",
+            *(noted, state.best_model_checkpoint or "none", args.metric_for_best_model),
+        )
 
 
 def outdated_checkpoints(args: TrainingArguments, is_new: bool = True) -> list[str]:

@@ -85,6 +85,13 @@ def check_model(model: nn.Module, args: TrainingArguments, label_names: Sequence
             raise ValueError(f"--{name} needs a model of this package: leave it out")
     if ours:
         consistency.check(model.config)
+        known = inspect.signature(model.forward).parameters
+        unknown = [name for name in label_names if name not in known]
+        if unknown:
+            raise ValueError(
+                f"--label_names: {type(model).__name__} takes no {', '.join(unknown)}; it takes "
+                "what batches call 'labels', unless the task says otherwise"
+            )
     if args.label_smoothing_factor > 0:
         _check_smoothing(model, label_names)
 

@@ -260,6 +260,20 @@ def _check_labels(data: Dataset, path: str, name: str) -> None:
     if not isinstance(data.features[name], Value):
         raise ValueError(f"{path}: {name} is of several kinds, such as 1 and '1'; make it one")
     _check_numbers(data, path, name)
+    if path.endswith(".csv") and "int" in data.features[name].dtype:
+        _check_numerals(path, name)
+
+
+def _check_numerals(path: str, name: str) -> None:
+    """Refuses labels in a CSV file that are read as numbers and written otherwise, as 007 is."""
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        for row, values in enumerate(csv.DictReader(file), start=1):
+            text = (values[name] or "").strip()
+            if text and text != str(int(text)):
+                raise ValueError(
+                    f"{path}: row {row}: its {name} is {text}, and would be read as {int(text)}: "
+                    "write it so, or give the classes names that are not numbers"
+                )
 
 
 def _check_numbers(data: Dataset, path: str, name: str) -> None:

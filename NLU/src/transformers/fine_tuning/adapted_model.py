@@ -27,6 +27,7 @@ from ..configuration_utils import PretrainedConfig, targets_of_modules
 from ..modeling_utils import PreTrainedModel
 from ..models.auto.configuration_auto import AutoConfig
 from ..models.auto.tokenization_auto import AutoTokenizer
+from ..models.registry import CARRIED
 from ..tokenization_utils_base import PreTrainedTokenizerBase
 from ..training_args import TrainingArguments
 from ..utils.cli import check_vocabulary
@@ -239,16 +240,37 @@ class Origin:
             "%s was trained for %s: training on %s begins there", self.source, self.task, task
         )
 
+    def order_of(self, labels: Sequence[str]) -> tuple[int, ...]:
+        """Where classes are among its own, which may be in another order and case.
+
+        Returns:
+            For each label the number of its output; () where they are not its classes, or it does
+            not name them.
+        """
+        own, others = ([name.casefold() for name in names] for names in (self.labels, labels))
+        if not own or sorted(own) != sorted(others) or len({*own}) < len(own):
+            return ()
+        return tuple(own.index(name) for name in others)
+
     def check_labels(self, labels: tuple[str, ...], training: bool) -> None:
         """Refuses to evaluate a head on classes that it was not trained for.
+
+        Training on others begins with the head where it has as many outputs, which is warned of.
 
         Raises:
             ValueError: they are others, or in another order.
         """
-        if self.labels and labels and self.labels != labels and not training:
+        if not self.labels or not labels or self.labels == labels:
+            return
+        theirs, ours = ", ".join(self.labels), ", ".join(labels)
+        if not training:
             raise ValueError(
-                f"{self.source} was trained for the labels {', '.join(self.labels)}; "
-                f"the data has {', '.join(labels)}"
+                f"{self.source} was trained for the labels {theirs}; the data has {ours}"
+            )
+        if len(self.labels) == len(labels):
+            logger.warning(
+                "%s was trained for the labels %s: its head is trained on for %s",
+                *(self.source, theirs, ours),
             )
 
     def check_texts(self, columns: Sequence[str], training: bool) -> None:
@@ -337,6 +359,7 @@ def build_model(
     config: PretrainedConfig,
     adapters: Sequence[Adapter],
     args: TrainingArguments,
+    order: Sequence[int] = (),
 ) -> PreTrainedModel:
     """The model, with the adapters in it, and frozen except what is to be trained.
 
@@ -346,6 +369,7 @@ def build_model(
         config: its settings.
         adapters: what it begins with, if anything.
         args: say whether it is to be trained, and may get a new head; and in what precision.
+        order: where the run's classes are among the head's, see `Origin.order_of`.
 
     Raises:
         ValueError: there is nothing to evaluate: the head is not trained.
@@ -369,8 +393,19 @@ def build_model(
             f"{model_args.model_name_or_path} has no trained {min(untrained)}, …: there is nothing "
             "to evaluate; give --lora_path, or a model that is trained for the task"
         )
+    if list(order) != sorted(order):
+        _reorder_outputs(model, order)
     train_adapted(model)
     return model
+
+
+@torch.no_grad()
+def _reorder_outputs(model: PreTrainedModel, order: Sequence[int]) -> None:
+    """Gives a model's outputs the order of the run's classes, on which its metrics depend too."""
+    head = CARRIED[model.config.model_type].family.heads[model.head]
+    for parameter in model.get_submodule(head.logits).parameters():
+        parameter.copy_(parameter[list(order)])
+    logger.info("the outputs of %s are put in the order of the data's classes", head.logits)
 
 
 def train_adapted(model: PreTrainedModel) -> None:
