@@ -28,6 +28,17 @@ if [ -n "${TRIAL_DIR:-}" ]; then
     card=xs base=$TRIAL_DIR/base.pt vocab=$TRIAL_DIR/vocab data=$TRIAL_DIR/data
 fi
 
+# What would leave the decoding without its model.
+for flag in "$@"; do
+    case $flag in
+    --work_dir | --work_dir=*) instead="RUN_DIR says where to write" ;;
+    --save_lora_only) instead="the decoding takes the complete model" ;;
+    *) continue ;;
+    esac
+    echo "$script: error: ${flag%%=*} is not for recipes: $instead" >&2
+    exit 2
+done
+
 # With --estimate, the training says what it would take, in one process, and nothing else is run.
 estimate=
 case " $* " in *" --estimate "*) estimate=1 ;; esac
@@ -46,7 +57,7 @@ out_of() {
 # need FILE COMMAND: where the file is missing, ends the recipe with the command that makes it.
 need() {
     if [ ! -e "$1" ]; then
-        echo "$script: error: $1 is not there; make it by: cd $PWD && $2" >&2
+        echo "$script: error: $1 is not there; make it by: cd $(printf %q "$PWD") && $2" >&2
         exit 1
     fi
 }
@@ -89,13 +100,13 @@ train() {
         --work_dir "$out" --random_seed "$SEED" --resume "$@"
 }
 
-# generate FLAGS…: texts for the test's contexts, into predict.jsonl.
+# generate FLAGS…: texts for the test's contexts, into predict.jsonl. The model says its rank and
+# alpha, which may be others than the recipe's.
 generate() {
     launch src/gpt2_beam.py --platform local \
         --data "$data/test.jsonl" --batch_size 16 --seq_len 512 --eval_len 64 \
         --model_card gpt2.$card --init_checkpoint "$(last_checkpoint "$out")" \
-        --lora_dim 4 --lora_alpha 32 --beam 10 --no_repeat_ngram_size 4 \
-        --repetition_penalty 1.0 --eos_token_id 628 --work_dir "$out" \
+        --beam 10 --no_repeat_ngram_size 4 --repetition_penalty 1.0 --eos_token_id 628 --work_dir "$out" \
         --output_file predict.jsonl "$@"
 }
 

@@ -79,14 +79,14 @@ def as_lines(path: str | os.PathLike) -> list[str]:
     """
     is_test = os.path.basename(path).startswith("testset")
     lines = []
-    with open(path, encoding="utf-8", newline="") as file:
+    with open(path, encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
         try:
             for row in reader:
                 where = f"{path}:{reader.line_num}"
                 if reader.line_num == 1:
                     _check_header(row, where)
-                else:
+                elif row:  # an empty line, as at the file's end
                     lines.append(_as_line(row, is_test, where))
         except csv.Error as error:
             raise ValueError(f"{path}:{reader.line_num}: not CSV ({error})") from error

@@ -109,9 +109,10 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
     resumed = find_run(work_dir, args.resume)
 
     # ---- data ----
-    settings = (args.seq_len, args.obj == "jlm", args.random_seed)
-    train_data = FT_Dataset(args.train_data, args.train_batch_size, *settings)
-    valid_data = FT_Dataset(args.valid_data, args.valid_batch_size, *settings)
+    length, seed = args.seq_len, args.random_seed
+    train_data = FT_Dataset(args.train_data, args.train_batch_size, length, args.obj == "jlm", seed)
+    # Judged by its completions, whatever it is trained on.
+    valid_data = FT_Dataset(args.valid_data, args.valid_batch_size, length, False, seed)
     epoch_steps = batches_per_epoch(train_data, dist_env)
     if args.max_step is None and args.max_epoch is not None:
         args.max_step = math.ceil(args.max_epoch * train_data.num_batches / dist_env.world_size)
@@ -144,12 +145,16 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
     warm_up_ddp(ddp_model, lambda: loss_of(ddp_model, short_batch()).backward())
 
     # ---- where the run is ----
-    max_step = scheduler.max_step
-    identity = identity_of(args, model.config, dist_env, max_step, base.fingerprint)
+    last_step = max_step = scheduler.max_step
+    if args.max_epoch is not None:
+        last_step = min(max_step, args.max_epoch * epoch_steps)
+    check_updates(args.grad_acc, last_step)
+    ends = max_step, last_step
+    identity = identity_of(args, model.config, dist_env, *ends, base.fingerprint)
     parts = {"optimizer": optimizer, "scheduler": scheduler, "precision": precision}
     place = {"step": 0, "epoch": 0, "batches_done": 0, "best_ppl": math.inf}
     if resumed is None:
-        begin_run(args, dist_env)
+        begin_run(args, dist_env, identity)
     else:
         place = restore_run(work_dir, dist_env, identity, resumed, place, model, parts)
     if dist_env.is_main:
@@ -161,9 +166,6 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
     metrics = MetricsLog(work_dir, step, dist_env.is_main, args.report_to)
 
     # ---- the loop ----
-    last_step = scheduler.max_step
-    if args.max_epoch is not None:
-        last_step = min(last_step, args.max_epoch * epoch_steps)
     share_warnings(dist_env.rank, dist_env.world_size)
     if dist_env.is_main:
         show_beginning(args, dist_env, model, (train_data, valid_data), step, last_step)
@@ -235,6 +237,23 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
     share_warnings(dist_env.rank, dist_env.world_size)
     if dist_env.is_main:
         show_end(work_dir, model, step, best_ppl, begun, curves)
+
+
+def check_updates(grad_acc: int, last_step: int) -> None:
+    """Checks that a run makes updates, and says which of its batches do not count.
+
+    Raises:
+        ValueError: it makes none.
+    """
+    if last_step < grad_acc:
+        raise ValueError(
+            f"--grad_acc {grad_acc}: the run has {last_step} steps, and would make no update"
+        )
+    if last_step % grad_acc:
+        logger.warning(
+            "--grad_acc %d: the last %d of %d steps make no update, as in the release",
+            *(grad_acc, last_step % grad_acc, last_step),
+        )
 
 
 def loss_function(precision: Precision, device: torch.device) -> Callable[..., Tensor]:

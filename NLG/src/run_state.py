@@ -36,7 +36,7 @@ from model import GPT2Config, own_tensors
 logger = logging.getLogger(__name__)
 
 RESUME_NAME = "resume.pt"
-_WAY_OUT = "remove it to start the run over"
+_WAY_OUT = "remove it and the model.*.pt beside it to start the run over"
 
 # What decides the bits that a run ends with: a resumed run has to have the same.
 _SAME_IN_A_RUN = (
@@ -64,6 +64,7 @@ def identity_of(
     config: GPT2Config,
     dist_env: DistEnv,
     max_step: int,
+    last_step: int,
     base: str | None,
 ) -> dict[str, Any]:
     """What has to be the same for a run to resume, by name.
@@ -73,6 +74,7 @@ def identity_of(
         config: the model's, which says what patterns mean: they can be written in several ways.
         dist_env: this process.
         max_step: at which the learning rate's schedule ends.
+        last_step: at which the run ends.
         base: the fingerprint of the model that the run starts from.
     """
     patterns = {
@@ -87,6 +89,7 @@ def identity_of(
         "last step": max_step,
         "training data": hashlib.sha256(Path(args.train_data).read_bytes()).hexdigest(),
         "base": base,
+        "number of steps": last_step,
     }
 
 
@@ -102,20 +105,26 @@ def find_run(work_dir: str | os.PathLike, resume: bool) -> dict[str, Any] | None
         What `write_run` or `write_finished` wrote; None for a new run.
 
     Raises:
-        CheckpointError: there is an unfinished run, and `resume` is not set.
+        CheckpointError: there is an unfinished run with something to resume, and `resume` is not
+            set.
         DamagedStateError: the file is damaged, or holds something else.
     """
     state = read_run(work_dir)
     if resume:
         if state is None:
             logger.warning("%s holds no run to resume: beginning one", work_dir)
-        return state
-    if state is not None and not state["finished"]:
+        return state if has_begun(state) else None
+    if has_begun(state) and not state["finished"]:
         raise CheckpointError(
             f"{work_dir}: holds a run that ended at step {state['step']}: resume it by --resume, "
-            f"or remove its {RESUME_NAME}, or give another --work_dir"
+            f"or remove its {RESUME_NAME} and model.*.pt, or give another --work_dir"
         )
     return None
+
+
+def has_begun(state: Mapping[str, Any] | None) -> bool:
+    """Whether a run has come to its first `write_run`."""
+    return state is not None and state["step"] > 0
 
 
 def read_run(work_dir: str | os.PathLike) -> dict[str, Any] | None:
@@ -131,8 +140,8 @@ def read_run(work_dir: str | os.PathLike) -> dict[str, Any] | None:
         return read_state(path, {"run": {}, "step": 0, "finished": False})
 
 
-def begin_run(args: argparse.Namespace, dist_env: DistEnv) -> None:
-    """Checks that this run's files cannot be mistaken for another run's.
+def begin_run(args: argparse.Namespace, dist_env: DistEnv, identity: Mapping[str, Any]) -> None:
+    """Checks that this run's files cannot be mistaken for another run's, and says whose they are.
 
     Raises:
         CheckpointError: there are models of another run.
@@ -140,13 +149,16 @@ def begin_run(args: argparse.Namespace, dist_env: DistEnv) -> None:
     barrier(dist_env.world_size)  # all have looked for a run to resume
     if not dist_env.is_main:
         return
-    # With --resume they are this run's: it was killed before its first resume.pt.
-    if not args.resume and any(Path(args.work_dir).glob("model.*.pt")):
+    work_dir = Path(args.work_dir)
+    state = read_run(work_dir)
+    # This run may have been killed between its first model and its first state.
+    is_own = args.resume and state is not None and not has_begun(state) and state["run"] == identity
+    if not is_own and any(work_dir.glob("model.*.pt")):
         raise CheckpointError(
             f"{args.work_dir}: holds models of another run, which would be mixed up with this "
             "one's: remove them, or give another --work_dir"
         )
-    Path(args.work_dir, RESUME_NAME).unlink(missing_ok=True)
+    write_torch(work_dir / RESUME_NAME, {"run": dict(identity), "step": 0, "finished": False})
 
 
 def write_run(
@@ -222,9 +234,9 @@ def restore_run(
         DamagedStateError: the state is not built as this run's.
     """
     way_out = "give the same to resume it, or begin a new run in another --work_dir"
-    # Whether an older run was deterministic is unknown: it may be resumed either way.
-    flag = "--use_deterministic_algorithms"
-    before = {**_BEFORE, flag: identity.get(flag), **state["run"]}
+    # Older runs do not say these: they may be resumed either way.
+    unsaid = ("--use_deterministic_algorithms", "number of steps")
+    before = {**_BEFORE, **{name: identity.get(name) for name in unsaid}, **state["run"]}
     check_same_run(work_dir, before, identity, way_out)
     if state["finished"]:
         return {**place, "step": state["step"]}

@@ -201,7 +201,8 @@ def test_csv_in_the_releases_form(name, sentences, tmp_path):
         f'"name[The Mill], eatType[pub], priceRange[£20-25], familyFriendly[no]","{text}"'
         for text, _ in sentences
     ]
-    (tmp_path / name).write_text("\n".join(["mr,ref", *rows, ""]), "utf-8")
+    # As spreadsheets write it: a byte-order mark, and an empty line at the end.
+    (tmp_path / name).write_text("\n".join(["mr,ref", *rows, "", ""]), "utf-8-sig")
     context = "name : The Mill | Type : pub | price : £ 20 - 25 | family friendly : no"
     lines = format_converting_e2e.as_lines(tmp_path / name)
     assert lines == [f"{context}||{text}" for _, text in sentences]

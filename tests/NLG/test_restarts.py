@@ -54,7 +54,7 @@ def calls(tiny, tmp_path):
     ("processes", "rank", "at", "count", "forks"),
     [
         (3, 1, "beat", 11, True),  # in a step, or an evaluation
-        (3, 0, "sync", 6, True),  # while a checkpoint is written
+        (3, 0, "sync", 8, True),  # while a checkpoint is written
         (1, 0, "beat", 30, False),
     ],
     ids=["rank 1 in a step", "rank 0 in a write", "alone"],

@@ -404,6 +404,54 @@ def test_the_models_of_two_runs_are_not_mixed(tiny, tmp_path, error_of, files_of
     assert files_of(tmp_path / "run") == before
 
 
+@pytest.mark.parametrize("resume", [[], ["--resume"]])
+def test_a_foreign_model_is_not_taken_for_this_run_s(tiny, tmp_path, error_of, resume):
+    """Recipes always resume, and decode the model of the last step."""
+    argv = arguments(tiny, "lora", tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model.26289.pt").write_bytes(b"another's")
+    assert f"{tmp_path / 'run'}: holds models of another run" in error_of([*argv, *resume])
+
+
+def test_a_run_that_was_killed_after_its_first_model(tiny, tmp_path, monkeypatch, error_of):
+    """There is a model then, and nothing to resume but the note of whose it is."""
+    argv = arguments(tiny, "lora", tmp_path / "run")
+    run_until(argv, (gpt2_ft, "write_run"), 1, monkeypatch)
+    assert [path.name for path in (tmp_path / "run").glob("model.*")] == ["model.4.pt"]
+    assert "holds models of another run" in error_of(argv)
+    assert "holds models of another run" in error_of([*argv, "--resume", "--lr", "0.5"])
+    gpt2_ft.main([*argv, "--resume"])
+    assert read_run(tmp_path / "run")["finished"]
+
+
+def test_a_run_that_was_killed_before_its_first_model_may_be_another(tiny, tmp_path, monkeypatch):
+    argv = arguments(tiny, "lora", tmp_path / "run")
+    run_until(argv, STEP, 1, monkeypatch)
+    assert read_run(tmp_path / "run")["step"] == 0
+    gpt2_ft.main([*argv, "--resume", "--lr", "0.01"])
+    assert read_run(tmp_path / "run")["run"]["--lr"] == 0.01
+
+
+def test_where_a_run_ends_is_its_own(tiny, tmp_path, monkeypatch, error_of):
+    """Another --max_epoch below --max_step would end it at once, or call it finished."""
+    argv = tiny.flags(
+        tmp_path / "run", *["--max_step", "40", "--max_epoch", "3", "--save_interval", "3"]
+    )
+    run_until(argv, STEP, 8, monkeypatch)
+    line = error_of([*argv, "--max_epoch", "1", "--resume"])
+    assert "is of a run with number of steps 12, not 4" in line
+    gpt2_ft.main([*argv, "--resume"])
+    line = error_of([*argv, "--max_epoch", "4", "--resume"])
+    assert "is of a run with number of steps 12, not 16" in line
+
+
+def test_a_run_without_an_update_is_refused(tiny, tmp_path, error_of, caplog):
+    argv = tiny.flags(tmp_path / "run", *["--max_step", "4", "--grad_acc", "5"])
+    assert "--grad_acc 5: the run has 4 steps, and would make no update" in error_of(argv)
+    gpt2_ft.main(tiny.flags(tmp_path / "run", *["--max_step", "4", "--grad_acc", "3"]))
+    assert "--grad_acc 3: the last 1 of 4 steps make no update" in caplog.text
+
+
 def test_a_finished_run_can_be_begun_anew(tiny, tmp_path, monkeypatch, result_of):
     """Killed before its first checkpoint, the second run must not pass for the finished one."""
     argv = arguments(tiny, "lora", tmp_path / "run")
@@ -506,7 +554,7 @@ def test_a_state_with_damaged_fields_is_an_error(killed, error_of, files_of, nam
     before = files_of(path.parent)
     line = error_of([*killed, "--resume"])
     assert f"{path}: missing or damaged (" in line
-    assert line.endswith("); remove it to start the run over")
+    assert line.endswith("); remove it and the model.*.pt beside it to start the run over")
     assert files_of(path.parent) == before
 
 

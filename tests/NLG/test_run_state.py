@@ -103,7 +103,9 @@ def test_a_damaged_file(tmp_path, content):
     (tmp_path / RESUME_NAME).write_bytes(content)
     with pytest.raises(CheckpointError, match=r"resume\.pt: missing or damaged \(") as caught:
         read_run(tmp_path)
-    assert str(caught.value).endswith("); remove it to start the run over")
+    assert str(caught.value).endswith(
+        "); remove it and the model.*.pt beside it to start the run over"
+    )
     assert "\n" not in str(caught.value)
 
 

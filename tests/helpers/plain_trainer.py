@@ -103,14 +103,14 @@ class PlainTrainer:
         for start in range(0, len(order) - size + 1, size):
             yield [self.examples[index] for index in order[start : start + size]]
 
-    def _padded(self, examples: list[Example]) -> tuple[Tensor, Tensor, Tensor]:
+    def _padded(self, examples: list[Example], obj: str) -> tuple[Tensor, Tensor, Tensor]:
         """Input, target and mask, (batch, seq_len)."""
         length = self.flags.seq_len
         inputs, targets = (torch.zeros(len(examples), length, dtype=torch.int64) for _ in "it")
         mask = torch.zeros(len(examples), length, dtype=torch.float64)
         for row, example in enumerate(examples):
             tokens = example["context"] + example["completion"]
-            begin = 1 if self.flags.obj == "jlm" else max(1, len(example["context"]))
+            begin = 1 if obj == "jlm" else max(1, len(example["context"]))
             for position, token in enumerate(tokens):
                 if position < length:
                     inputs[row, position] = token
@@ -121,7 +121,7 @@ class PlainTrainer:
 
     def _gradients(self, examples: list[Example]) -> tuple[float, dict[str, Tensor]]:
         leaves = {name: self.p[name].clone().requires_grad_() for name in self.trained}
-        inputs, targets, mask = self._padded(examples)
+        inputs, targets, mask = self._padded(examples, self.flags.obj)
         log_p = torch.log_softmax(self.logits(inputs, {**self.p, **leaves}), dim=-1)
         token_loss = -log_p.gather(-1, targets[..., None])[..., 0]
         epsilon = self.flags.label_smooth
@@ -152,10 +152,10 @@ class PlainTrainer:
             self.p[name] = p if exempt else p - lr * flags.weight_decay * p
 
     def valid_loss(self, examples: list[Example]) -> float:
-        """The plain mean over all targets, one example at a time."""
+        """The plain mean over all tokens of completions, one example at a time."""
         losses = []
         for example in examples:
-            inputs, targets, mask = self._padded([example])
+            inputs, targets, mask = self._padded([example], "clm")
             log_p = torch.log_softmax(self.logits(inputs, self.p), dim=-1)
             nll = -log_p.gather(-1, targets[..., None])[..., 0]
             losses += nll[mask == 1].tolist()

@@ -512,8 +512,9 @@ class EncoderForSequenceClassification(PreTrainedModel):
     def __init__(self, config: PretrainedConfig):
         if getattr(config, "problem_type", None) == "multi_label_classification":
             raise ValueError(
-                "problem_type is 'multi_label_classification': this package's classifiers give each "
-                "text one label; upstream's transformers has others, in an environment of its own"
+                "problem_type is 'multi_label_classification': this package's classifiers give "
+                "each text one label; upstream's transformers has others, in an environment of its "
+                "own"
             )
         super().__init__(config)
 

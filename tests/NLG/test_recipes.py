@@ -1,0 +1,40 @@
+"""The recipes' own checks, before anything is run."""
+
+import os
+import re
+import shlex
+import subprocess
+
+import pytest
+from places import ROOT
+
+
+@pytest.mark.parametrize("recipe", ["e2e_gpt2_md.sh", "dart_gpt2_lg.sh"])
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--work_dir", "x"], "--work_dir is not for recipes: RUN_DIR says where to write"),
+        (["--bf16", "--work_dir=x"], "--work_dir is not for recipes: RUN_DIR says"),
+        (["--save_lora_only"], "--save_lora_only is not for recipes: the decoding takes"),
+    ],
+)
+def test_flags_that_would_leave_the_decoding_without_a_model(recipe, flags, says):
+    ended = subprocess.run(
+        ["bash", recipe, *flags], cwd=ROOT / "NLG", capture_output=True, text=True
+    )
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(f"{recipe}: error: {says}")
+
+
+def test_what_makes_a_missing_file_can_be_pasted(tmp_path):
+    clone = tmp_path / "a folder"
+    clone.mkdir()
+    for name in ("recipes", "e2e_gpt2_md.sh"):
+        os.symlink(ROOT / "NLG" / name, clone / name)
+    command = ["bash", str(clone / "e2e_gpt2_md.sh")]
+    environment = {**os.environ, "TRIAL_DIR": str(tmp_path / "none")}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 1
+    (command,) = re.findall(r"make it by: (cd .*) && ", ended.stderr)
+    assert shlex.split(command) == ["cd", str(clone)]
