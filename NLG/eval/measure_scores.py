@@ -57,6 +57,15 @@ def start() -> None:
 # ------------------------------------------------------------------------------------------------
 
 
+# Flags of the release's eval.py, and the one value that each has here.
+_FIXED: dict[tuple[str, str], tuple[str | int, str]] = {
+    ("-lng", "--language"): ("en", "the language"),
+    ("-nc", "--ncorder"): (6, "chrF++: the longest n-grams of characters"),
+    ("-nw", "--nworder"): (2, "chrF++: the longest n-grams of words"),
+    ("-b", "--beta"): (2, "chrF++: how much recall counts"),
+}
+
+
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Scores predictions against their references. With two files: E2E's metrics. "
@@ -106,7 +115,18 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="what these scores are called in the JSON file and the table, such as all, seen, "
         "unseen (default: all)",
     )
+    for flags, (value, meaning) in _FIXED.items():
+        parser.add_argument(
+            *flags,
+            default=value,
+            type=type(value),
+            metavar=str(value).upper(),
+            help=f"{meaning}; accepted as in the release, and nothing but {value}",
+        )
     args = parser.parse_args(argv)
+    for flags, (value, _) in _FIXED.items():
+        if getattr(args, flags[-1].lstrip("-")) != value:
+            raise ValueError(f"{flags[0]}: can be {value} alone")
     two_files = args.references is not None and args.predictions is not None
     with_flags = args.reference is not None and args.hypothesis is not None
     given = [args.references, args.predictions, args.reference, args.hypothesis]

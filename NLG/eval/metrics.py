@@ -8,7 +8,7 @@ that is a reference of length 0, which the brevity penalty may choose as the clo
 
 E2E is judged as in its challenge: BLEU and NIST by mteval-v13a, which lower-cases; METEOR, ROUGE-L
 and CIDEr as in MS-COCO's caption evaluation, on Penn Treebank tokens without punctuation. WebNLG
-and DART are judged by BLEU as multi-bleu-detok computes it, METEOR, TER (tercom's) and chrF++.
+and DART are judged by BLEU as multi-bleu-detok computes it, METEOR, TER by pyter and chrF++.
 
 METEOR and the Treebank tokenizer are Java programs, which come with the package pycocoevalcap;
 `missing_java` says what they lack. All else is Python.
@@ -28,7 +28,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from sacrebleu.metrics import BLEU, CHRF, TER
+import pyter
+from sacrebleu.metrics import BLEU, CHRF
 from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
 from tqdm.auto import tqdm
 
@@ -68,25 +69,26 @@ def mteval_bleu(references: References, predictions: list[str]) -> float:
 
 
 def ter(references: References, predictions: list[str]) -> float:
-    """Translation edit rate: edits and shifts per word of the average reference; 0 is perfect.
+    """Translation edit rate: edits and shifts per word of a reference; 0 is perfect.
 
+    The mean over rows of the lowest rate to one of their references, by pyter, as the release's
+    eval.py has it. (Tercom's, over a corpus, divides all edits by the average references' words.)
     Words are what stands between blanks, so that punctuation counts as a word only where the text
-    has been tokenised; case is ignored.
+    has been tokenised; case counts.
     """
-    # Each row takes tens of milliseconds, so the rows are distributed over the processors.
+    # A row takes up to seconds, so the rows are distributed over the processors.
     with ExitStack() as stack:
-        rows = map(_edits, predictions, references)
+        rows = map(_lowest_rate, predictions, references)
         if len(predictions) >= TER_POOL_FROM:
             pool = stack.enter_context(ProcessPoolExecutor())
-            rows = pool.map(_edits, predictions, references, chunksize=16)
-        done = list(tqdm(rows, "TER", len(predictions), unit="row", leave=False, disable=None))
-    return sum(edits for edits, _ in done) / sum(words for _, words in done)
+            rows = pool.map(_lowest_rate, predictions, references, chunksize=16)
+        rates = list(tqdm(rows, "TER", len(predictions), unit="row", leave=False, disable=None))
+    return sum(rates) / len(rates)
 
 
-def _edits(prediction: str, row: list[str]) -> tuple[int, float]:
-    """The edits to the nearest reference of a row, and its references' average length."""
-    result = TER().sentence_score(prediction, row)
-    return result.num_edits, result.ref_length
+def _lowest_rate(prediction: str, row: list[str]) -> float:
+    """The edit rate to the nearest reference of a row."""
+    return min(pyter.ter(prediction.split(), reference.split()) for reference in row)
 
 
 def chrf(references: References, predictions: list[str]) -> float:

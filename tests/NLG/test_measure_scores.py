@@ -309,6 +309,8 @@ def test_bad_files_of_webnlg(tmp_path, monkeypatch, capsys, files, said):
         (["-R", "r", "-H", "p", "-m", "nist"], "known: bleu, meteor, ter, chrf++"),
         (["-R", "r", "-H", "p", "-m", ""], "no metric ''"),
         (["-R", "r", "-H", "p", "-nr", "0"], "-nr is 0"),
+        (["-R", "r", "-H", "p", "-lng", "de"], "-lng: can be en alone"),
+        (["-R", "r", "-H", "p", "-nc", "4"], "-nc: can be 6 alone"),
         ([], "give either"),
         (["r"], "give either"),
         (["-R", "r"], "give either"),
@@ -323,7 +325,7 @@ def test_bad_arguments(monkeypatch, capsys, argv, said):
 @pytest.mark.parametrize("script", ["e2e/measure_scores.py", "GenerationEval/eval.py"])
 def test_names_of_the_release(tmp_path, monkeypatch, capsys, script):
     arguments = (
-        write_columns(tmp_path, PERFECT)
+        [*write_columns(tmp_path, PERFECT), *"-lng en -nc 6 -nw 2 -b 2".split()]
         if script.startswith("Generation")
         else [*write_e2e(tmp_path, PERFECT), "-p"]
     )
