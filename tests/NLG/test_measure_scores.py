@@ -325,7 +325,7 @@ def test_bad_arguments(monkeypatch, capsys, argv, said):
 @pytest.mark.parametrize("script", ["e2e/measure_scores.py", "GenerationEval/eval.py"])
 def test_names_of_the_release(tmp_path, monkeypatch, capsys, script):
     arguments = (
-        [*write_columns(tmp_path, PERFECT), *"-lng en -nc 6 -nw 2 -b 2".split()]
+        [*write_columns(tmp_path, PERFECT), *["-lng", "en", "-nc", "6", "-nw", "2", "-b", "2"]]
         if script.startswith("Generation")
         else [*write_e2e(tmp_path, PERFECT), "-p"]
     )
