@@ -266,12 +266,13 @@ class LoRALayer:
         sources = self._sources()
         if is_transformed(*sources):  # whose derivatives a copy would not have
             return None
-        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in sources)
+        trained = any(t.requires_grad for t in sources)
+        recorded = torch.is_grad_enabled() and trained
         if recorded or any(t.is_inference() for t in sources):
             self._merged_copy = None
             return None
         versions = ((t.data_ptr(), t.dtype, t._version) for t in sources)
-        stamp = (self.scaling, _optimizer_steps, *versions)
+        stamp = (self.scaling, _optimizer_steps if trained else 0, *versions)
         if self._merged_copy is None or self._merged_copy[0] != stamp:
             with torch.inference_mode(False):
                 # The aliases keep the sources' addresses from being given to other tensors.

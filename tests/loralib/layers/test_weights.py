@@ -162,6 +162,19 @@ def test_a_fused_step_after_a_forward_between_it_and_its_backward_is_seen(case, 
         close(layer(x), reference(layer, x))
 
 
+def test_a_frozen_layer_keeps_its_copy_while_another_model_is_trained():
+    layer, x = built(CASES["linear"]).eval().requires_grad_(False), CASES["linear"].x()
+    other = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([other], lr=0.1)
+    copies = []
+    for _ in range(2):
+        layer(x)
+        copies.append(layer._merged_copy)
+        other.sum().backward()
+        optimizer.step()
+    assert copies[0] is copies[1]
+
+
 def test_a_parametrization_of_a_factor_is_seen():
     layer = built(CASES["linear"]).eval()
     torch.nn.utils.parametrize.register_parametrization(layer, "lora_A", nn.Tanh())
