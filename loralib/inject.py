@@ -406,7 +406,9 @@ def _check_model(model: nn.Module) -> None:
             )
     own = names_of_updates(model)
     for name, parameter in model.named_parameters():
-        if "lora_" in name and name.rpartition(".")[0] not in own:
+        owner = name.partition(".parametrizations.")[0]
+        owner = owner if owner != name else name.rpartition(".")[0]
+        if "lora_" in name and owner not in own:
             raise ValueError(
                 f"{name} has 'lora_' in its name, by which LoRA's own parameters are known: rename "
                 "that module first"
@@ -504,12 +506,16 @@ def _check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[s
         whole_parts.update(model.get_submodule(whole).modules())
     for whole in trained:
         parts = set(model.get_submodule(whole).parameters())
-        for name, module in model.named_modules():
-            if module not in whole_parts and parts & {*module._parameters.values()}:
-                raise ValueError(
-                    f"{whole} shares a weight with {name}, which would be trained as well: name "
-                    "both in modules_to_train, or neither"
-                )
+        others = [
+            name
+            for name, module in model.named_modules()
+            if module not in whole_parts and parts & {*module._parameters.values()}
+        ]
+        if others:
+            raise ValueError(
+                f"{whole} shares a weight with {', '.join(others)}, which would be trained as "
+                "well: name all of them in modules_to_train, or none"
+            )
         for name, own in frozen.items():
             if own & parts:
                 raise ValueError(
@@ -574,8 +580,10 @@ def _check_owner(model: nn.Module, name: str) -> None:
     class where that is adapted.
     """
     owner = model.get_submodule(name.rpartition(".")[0])
-    plain = (nn.MultiheadAttention, MultiheadAttention)
-    if isinstance(owner, nn.MultiheadAttention) and type(owner) not in plain:
+    if not isinstance(owner, nn.MultiheadAttention) or isinstance(owner, MultiheadAttention):
+        return
+    has_own_forward = type(owner).forward is not nn.MultiheadAttention.forward
+    if has_own_forward or _of_its_own(type(owner), nn.MultiheadAttention):
         raise UnsupportedLayerError(
             f"{name} belongs to a {type(owner).__qualname__}, which computes with its weight in a "
             "way of its own: exclude it"

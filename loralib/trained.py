@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from torch import nn
 
 _RECORD = "_trained_besides_lora"
+_UNTIED = "_untied_by_adapter"
 
 
 def note_trained(model: nn.Module, names: Iterable[str], source: str | None = None) -> None:
@@ -22,17 +23,34 @@ def note_trained(model: nn.Module, names: Iterable[str], source: str | None = No
     """
     for name in names:
         owner, _, last = name.rpartition(".")
-        vars(model.get_submodule(owner)).setdefault(_RECORD, {})[last] = source
+        module = model.get_submodule(owner)
+        record = vars(module).setdefault(_RECORD, {})
+        record[last] = source, module.get_parameter(last)._version
 
 
 def noted(model: nn.Module) -> dict[str, str | None]:
-    """What was noted of a model: by the parameter's name, the adapter that it is from, or None."""
+    """What was noted of a model.
+
+    Returns:
+        By the parameter's name the adapter that it is from; None where it is from none, or has
+        been changed since, by training or by loading another state.
+    """
     return {
-        f"{owner}.{last}" if owner else last: source
+        f"{owner}.{last}" if owner else last: source if parameter._version == version else None
         for owner, module in model.named_modules()
-        for last, source in vars(module).get(_RECORD, {}).items()
-        if module._parameters.get(last) is not None
+        for last, (source, version) in vars(module).get(_RECORD, {}).items()
+        if (parameter := module._parameters.get(last)) is not None
     }
+
+
+def note_untied(module: nn.Module) -> None:
+    """Notes that an adapter has given a module a weight of its own, which it shared with others."""
+    vars(module)[_UNTIED] = True
+
+
+def has_untied(model: nn.Module) -> bool:
+    """Whether an adapter has given modules of a model weights of their own."""
+    return any(_UNTIED in vars(module) for module in model.modules())
 
 
 def forget_trained(model: nn.Module) -> None:

@@ -27,11 +27,13 @@ ROOMS = {
     "initialization": set(),
     "layers": {"functional", "initialization", "nn"},
     "in_place": {"adapted_layers", "layers"},
-    "utils": {"functional", "in_place", "layers", "nn"},
+    "trained": set(),
+    "utils": {"functional", "in_place", "layers", "nn", "trained"},
     "adapted_layers": {"functional", "layers", "nn"},
     "targets": set(),
     "inject": {
-        *("adapted_layers", "errors", "functional", "in_place", "layers", "targets", "utils"),
+        *("adapted_layers", "errors", "functional", "in_place", "layers", "targets"),
+        *("trained", "utils"),
     },
     "adapters": {
         *(
@@ -44,7 +46,7 @@ ROOMS = {
             "layers",
             "nn",
         ),
-        *("targets", "utils"),
+        *("targets", "trained", "utils"),
     },
     "serving": {
         *("adapted_layers", "adapters", "errors", "functional", "inject", "io", "layers", "nn"),

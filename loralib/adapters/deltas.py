@@ -25,6 +25,7 @@ from ..nn.positions import shared_projections, unshare_positions
 from ..targets import first_names, other_places
 from .adapter import LORA, Adapter
 from .checks import check_positions
+from .completeness import check_all_there
 from .families import enabled_slices
 from .peft import unlike_pefts
 
@@ -284,6 +285,7 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
         CheckpointError: as `deltas_of`, or it does not fit the model; that is unchanged then.
     """
     modules = adapted_modules(model, adapter)
+    check_all_there(model, adapter, modules)
     others = {name: t for name, t in adapter.tensors.items() if LORA.part not in name}
     own = _named_tensors(model)
     adapted_weights = {id(adapted.weight) for adapted in modules.values()}
@@ -313,8 +315,8 @@ def merge_into(model: nn.Module, adapter: Adapter) -> None:
 def untied_by(model: nn.Module, adapter: Adapter) -> dict[str, tuple[str, ...]]:
     """What an adapter brings for one of several modules that share a weight in a model.
 
-    Our own adapters bring a shared weight once for all of them, or for each by its name. PEFT's
-    have a weight of its own for each module that they name, as PEFT does.
+    Our own adapters bring a shared weight once for all of them, or for each by its name, unless
+    their metadata says otherwise. PEFT's have a weight of its own for each module that they name.
 
     Returns:
         By the names of such weights, the names that the others have; they keep what they have.
@@ -328,7 +330,7 @@ def untied_by(model: nn.Module, adapter: Adapter) -> dict[str, tuple[str, ...]]:
         sharing = {_in_module(other, first): other for other in own if own[other] is own[name]}
         others = [n for module, n in sharing.items() if module != _in_module(name, first)]
         brought = [besides[other] for other in others if other in besides]
-        is_ours = adapter.format != "peft"
+        is_ours = adapter.format != "peft" and not adapter.lora.separate
         if (is_ours and not brought) or (
             len(brought) == len(others) and all(torch.equal(tensor, each) for each in brought)
         ):

@@ -47,7 +47,7 @@ _NOT_IN_RELEASE = (
 )
 # What PEFT has no place for, and no need of.
 _NOT_IN_PEFT = (
-    *("base_fingerprint", "task", "labels", "text_columns", "trained_with", "freeze_A"),
+    *("base_fingerprint", "task", "labels", "text_columns", "trained_with", "freeze_A", "separate"),
 )
 # Initializations that a trained adapter does not show.
 _WITHOUT_EFFECT = ("orthogonal",)

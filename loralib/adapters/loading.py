@@ -18,17 +18,17 @@ from ..initialization import deferring_start, starts_from_weight
 from ..inject import LayerSettings, adapt
 from ..layers import LoRALayer, MergedLinear
 from ..nn.positions import lora_reaches_positions, shared_projections
-from ..trained import note_trained, noted
+from ..trained import note_trained, note_untied, noted
 from ..utils import freeze_base
 from .adapter import LORA, Adapter, adapter_tensors, base_biases, trained_with
 from .checks import check_base, check_finite, check_positions, check_possible_base
+from .completeness import check_all_there
 from .deltas import AdaptedWeight, adapted_modules, is_of_slices, slices_of, untied_by
 from .families import backbone_prefixes, enabled_slices, top_module
 from .fingerprint import possible_fingerprints
 from .formats import read_adapter
 from .metadata import LoraMetadata, usual
 from .names import are_targets, lora_targets
-from .peft_reading import check_all_there
 
 logger = logging.getLogger(__name__)
 
@@ -451,6 +451,7 @@ def _copy(model: nn.Module, adapter: Adapter) -> None:
             )
             own = nn.Parameter(torch.empty_like(own))
             setattr(model.get_submodule(owner), last, own)
+            note_untied(model.get_submodule(owner))
         own.copy_(tensor)
         if LORA.part not in name and isinstance(own, nn.Parameter):
             own.requires_grad = True

@@ -130,6 +130,8 @@ class LoraMetadata(AdapterMetadata):
         embeddings: the full names of the adapted modules that are embeddings.
         slices: which of the equal slices of its output an update reaches, by the module's full
             name: of stacked updates in models of no registered family.
+        separate: True where what is held besides LoRA is each module's own, whatever shares it with
+            others in the base, as PEFT has it: in models of no registered family.
     """
 
     rank: int
@@ -145,6 +147,7 @@ class LoraMetadata(AdapterMetadata):
     freeze_A: bool | None = None
     embeddings: tuple[str, ...] | None = None
     slices: Mapping[str, tuple[bool, ...]] | None = None
+    separate: bool | None = None
 
     own: ClassVar[frozenset[str]] = frozenset({"rank", "alpha", "targets"})
 
@@ -153,6 +156,7 @@ class LoraMetadata(AdapterMetadata):
             "variant": None if self.variant == "lora" else self.variant,
             "initialization": None if self.initialization == "default" else self.initialization,
             "freeze_A": None if self.freeze_A is False else self.freeze_A,
+            "separate": self.separate or None,
             "rank_pattern": _others(self.rank_pattern, self.rank),
             "alpha_pattern": _others(self.alpha_pattern, self.alpha),
             "embeddings": self.embeddings or None,
@@ -196,6 +200,7 @@ class LoraMetadata(AdapterMetadata):
             ("alpha_pattern", _is_mapping(self.alpha_pattern, is_alpha)),
             ("initialization", self.initialization in (None, *INITIALIZATIONS)),
             ("freeze_A", isinstance(self.freeze_A, bool | None)),
+            ("separate", isinstance(self.separate, bool | None)),
             ("slices", _is_mapping(self.slices, _is_slices)),
         ):
             if not is_sound:

@@ -78,9 +78,12 @@ def is_targeted(config: Mapping[str, Any], name: str) -> bool:
     by_end = not isinstance(targets, str) and name not in (targets or ())
     if layers is None or layers == [] or not by_end:
         return _is_named(targets, name)
-    within = config.get("layers_pattern") or r"[^.]*"
-    for each in [within] if isinstance(within, str) else within:
-        number = re.match(rf"(?:^|.*?\.){each}\.(\d+)\.", name)
+    within = config.get("layers_pattern") or ()
+    expressions = [
+        rf"(?:^|.*?\.){each}\.(\d+)\." for each in ([within] if isinstance(within, str) else within)
+    ]
+    for expression in expressions or [r".*?\.[^.]*\.(\d+)\."]:
+        number = re.match(expression, name)
         if number:
             wanted = [layers] if isinstance(layers, int) else layers
             return int(number[1]) in wanted and _is_named(targets, name)

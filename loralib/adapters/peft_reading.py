@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import CheckpointError, first_line
 from ..functional import variant_of
 from ..io.tensors import same_tensor
-from ..targets import first_names
 from .adapter import LORA, Adapter, base_biases, lora_metadata
 from .deltas import MAGNITUDE, lora_pairs, ranks_of
 from .families import enabled_slices, family_of, in_known_backbone
@@ -30,7 +29,6 @@ from .peft import (
     as_int,
     attention_of,
     end_of_name,
-    is_targeted,
     magnitude_of,
 )
 
@@ -124,6 +122,7 @@ def read(
         base=config.get("base_model_name_or_path"),
         base_revision=config.get("revision"),
         head=_head_of_task(config.get("task_type"), tensors),
+        separate=bool(config.get("modules_to_save")) and family_of(tensors) is None,
     )
     if known is not None:
         metadata = _with_known(metadata, known, pairs, source)
@@ -278,7 +277,28 @@ _SOUND: dict[str, Callable[[Any], bool]] = {
     "base_model_name_or_path": lambda value: value is None or isinstance(value, str),
     "revision": lambda value: value is None or isinstance(value, str),
     "init_lora_weights": lambda value: value is None or isinstance(value, bool | str),
+    "target_modules": lambda value: _are_names(value),
+    "exclude_modules": lambda value: _are_names(value),
+    "layers_pattern": lambda value: _are_expressions(value),
+    "modules_to_save": lambda value: _are_expressions(value) and not isinstance(value, str),
+    "layers_to_transform": lambda value: _are_integers(value),
 }
+
+
+def _are_names(value: Any) -> bool:
+    if isinstance(value, str):
+        return _is_expression(value)
+    return value is None or (isinstance(value, list) and all(isinstance(x, str) for x in value))
+
+
+def _are_expressions(value: Any) -> bool:
+    several = [value] if isinstance(value, str) else value
+    return _are_names(several) and all(map(_is_expression, several or ()))
+
+
+def _are_integers(value: Any) -> bool:
+    several = value if isinstance(value, list) else [] if value is None else [value]
+    return all(isinstance(x, int) and not isinstance(x, bool) for x in several)
 
 
 def _check_complete(
@@ -306,38 +326,9 @@ def _check_complete(
         if numbers != everywhere and not _names_layers(config):
             missing = min(everywhere - numbers)
             raise CheckpointError(f"{source}: lacks the update of {kind} in layer {missing}")
-    saved = config.get("modules_to_save")
+    saved = config.get("modules_to_save") if layers else None  # else the model says, later
     if saved and not any(LORA.part not in name for name in tensors.keys() - base_biases(tensors)):
         raise CheckpointError(f"{source}: lacks what {CONFIG_NAME} says is saved: {_shown(saved)}")
-
-
-def check_all_there(model: nn.Module, adapter: Adapter, adapted: Collection[str]) -> None:
-    """Checks that a folder holds all that its settings say is adapted, trained or saved of a model.
-
-    Args:
-        model: the one that the adapter is for.
-        adapter: with the settings that PEFT has written; without, there is nothing to check.
-        adapted: the names of the modules that it has updates of.
-
-    Raises:
-        CheckpointError: it does not.
-    """
-    said = adapter.said
-    first = first_names(model)
-    for name, module in model.named_modules():
-        is_saved = any(name.endswith(end) for end in said.get("modules_to_save") or ())
-        held = adapter.tensors.keys() | adapter.base_weights.keys()
-        needed = [n for n, _ in module.named_parameters(name)] if is_saved else []
-        if said.get("bias") == "all" or (said.get("bias") == "lora_only" and name in adapted):
-            needed += [f"{name}.bias"] if module._parameters.get("bias") is not None else []
-        for missing in (n for n in needed if LORA.part not in n and n not in held):
-            raise CheckpointError(
-                f"{adapter.source}: lacks {missing}, which {CONFIG_NAME} says is trained"
-            )
-        if is_targeted(said, name) and not {name, first.get(name)} & {*adapted}:
-            raise CheckpointError(
-                f"{adapter.source}: lacks the update of {name}, which {CONFIG_NAME} says is adapted"
-            )
 
 
 def _names_layers(config: Mapping[str, Any]) -> bool:

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError, NeedsMergingError
+from ..functional import variant_of
 from ..initialization import starts_from_weight
 from ..layers import Conv1d, Conv2d, Conv3d, LoRALayer
 from ..targets import other_places
-from ..trained import noted
+from ..trained import has_untied, noted
 from ..utils import check_whole
 from .adapter import LORA, Adapter, base_biases, lora_metadata
 from .fingerprint import fingerprint_without
@@ -120,6 +121,7 @@ def _adapter_of(
         base_fingerprint=fingerprint_without(model, besides),
         task=task,
         labels=None if labels is None else tuple(labels),
+        separate=has_untied(model) or None,
     )
     return Adapter(tensors, metadata, source=type(model).__name__)
 
@@ -160,6 +162,8 @@ def _without_effect(model: nn.Module, source: str) -> list[str]:
 @torch.no_grad()
 def _is_zero(layer: LoRALayer) -> bool:
     """Whether an update leaves its weight as it is, as it does at its start."""
+    if variant_of(layer.variant).has_magnitude:
+        return False  # which may be all that was trained
     if starts_from_weight(layer.initialization):
         pairs = (layer.lora_A, layer.lora_A_start), (layer.lora_B, layer.lora_B_start)
         return all(torch.equal(half, start) for half, start in pairs)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..adapted_layers import convolved_update
 from ..adapters.adapter import LORA, Adapter
 from ..adapters.checks import check_finite, check_possible_base
+from ..adapters.completeness import check_all_there
 from ..adapters.deltas import PARTS, AdaptedWeight, adapted_modules, out_in
 from ..adapters.families import in_known_backbone, top_module
 from ..adapters.fingerprint import fingerprint, last_projection, possible_fingerprints
@@ -137,6 +138,7 @@ def prepare(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) ->
             f"to a model of their own ({adapter.kind.switch})"
         )
     modules = adapted_modules(model, adapter)
+    check_all_there(model, adapter, modules)
     _check_called(modules, model, adapter.source)
     _check_metadata(adapter)
     tensors = _head_tensors(adapter, modules)

@@ -116,6 +116,11 @@ def test_numbers_of_which_some_are_missing(tmp_path, labels, message):
         read(path, path.read_text())
 
 
+def test_numbers_as_labels_of_long_texts(tmp_path):
+    rows = read(tmp_path / "rows.csv", f"text,label\n{'a ' * 80_000},0\nno,1\n")[1]
+    assert [row["label"] for row in rows] == [0, 1]
+
+
 def test_labels_of_two_kinds_in_json(tmp_path):
     with pytest.raises(ValueError, match="label is of several kinds"):
         read(tmp_path / "a.jsonl", '{"text": "a", "label": "1"}\n{"text": "b", "label": 1}\n')

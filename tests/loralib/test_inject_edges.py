@@ -320,6 +320,23 @@ def test_an_attention_with_a_forward_of_its_own_keeps_it():
     unchanged_by(model, message, "out_proj", r=2, kind=UnsupportedLayerError)
 
 
+class BatchFirst(nn.MultiheadAttention):
+    """An attention that is built in another way, and nothing else."""
+
+    def __init__(self, size):
+        super().__init__(size, 2, batch_first=True)
+
+
+def test_an_attention_that_is_built_in_another_way_is_one():
+    model = nn.Sequential(BatchFirst(8))
+    x = torch.rand(2, 3, 8)
+    before = model[0](x, x, x)[0]
+    lora.add_lora(model, "out_proj", r=2)
+    torch.testing.assert_close(model[0](x, x, x)[0], before)
+    lora.remove_lora(model)
+    assert type(model[0]) is BatchFirst
+
+
 def test_an_eight_bit_weight_is_quantized():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight = nn.Parameter(model[1].weight.to(torch.float8_e4m3fn), requires_grad=False)

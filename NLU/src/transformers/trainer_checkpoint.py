@@ -328,11 +328,12 @@ class Checkpoints:
                 "--max_seq_length, to resume it, or begin a new run with another --output_dir or "
                 "--overwrite_output_dir"
             )
-        lasts_epochs = self.args.max_steps <= 0
         differ = [name for name in now if before[name] != now[name]]
-        if differ and lasts_epochs:
+        # With as many examples a step, an epoch has the same steps in any number of processes.
+        others = [name for name in differ if name != "processes"]
+        if others and self.args.max_steps <= 0:
             was, becomes = (
-                ", ".join(f"{name} = {layout[name]}" for name in differ) for layout in (before, now)
+                ", ".join(f"{name} = {layout[name]}" for name in others) for layout in (before, now)
             )
             raise CheckpointError(
                 f"{path}: is of a run with {was}, this one has {becomes}: an epoch has other steps "
@@ -353,9 +354,10 @@ class Checkpoints:
                 ", ".join(f"{name} = {now[name]}" for name in differ),
             )
             done = run.progress.batches * before["examples a step"] // now["examples a step"]
-            done -= done % now["steps an update"]
+            if others:
+                done -= done % now["steps an update"]
+                own["pending_gradients"] = {}  # of a part of an update
             run.progress.batches = min(done, steps_an_epoch)
-            own["pending_gradients"] = {}  # of a part of an update
         for name, gradient in own["pending_gradients"].items():
             run.model.get_parameter(name).grad = gradient.to(self.args.device)
         set_rng_state(own["rng"], self.args.device)
@@ -466,7 +468,7 @@ def find_best(state: TrainerState, args: TrainingArguments, folder: Path) -> Non
     name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
     for record in state.log_history:
         checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{record['step']}"
-        if name in record and checkpoint.is_dir():
+        if not math.isnan(record.get(name, math.nan)) and checkpoint.is_dir():
             note_best(state, args, record, checkpoint)
     if noted and state.best_metric != value:
         logger.warning(

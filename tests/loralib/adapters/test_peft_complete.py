@@ -48,7 +48,7 @@ INCOMPLETE = {
         {"target_modules": r"layers\.\d\.(qkv|out)"},
         "the update of layers.0.qkv, which",
     ),
-    "one of two heads": ("head", r"score", {}, "lacks score.weight, which"),
+    "one of two heads": ("head", r"score", {}, "lacks score.bias, which"),
     "half of a head": ("head", r"score\.bias", {}, "lacks score.bias, which"),
     "all biases": ("biases", r"bias$", {}, "lacks layers.0.qkv.bias, which"),
     "one bias": ("own biases", r"layers\.1.*bias$", {}, "lacks layers.1.out.bias, which"),
@@ -76,6 +76,44 @@ def test_a_complete_folder_is_taken(tmp_path, name):
     lora.load_adapter(model, folder)
     inputs = CASES[name].inputs
     torch.testing.assert_close(model.eval()(*inputs), adapted(*inputs))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": "("},
+        {"target_modules": 5},
+        {"target_modules": ["out", 5]},
+        {"exclude_modules": "("},
+        {"modules_to_save": "score"},
+        {"modules_to_save": ["("]},
+        {"layers_pattern": ["("], "layers_to_transform": [0]},
+        {"layers_to_transform": "x"},
+        {"layers_to_transform": [True]},
+    ],
+)
+def test_settings_that_peft_could_not_have_written(tmp_path, settings):
+    folder = as_pefts(saved(tmp_path, "head"), **settings)
+    with pytest.raises(CheckpointError, match=f"adapter_config.json: {min(settings)[:7]}"):
+        lora.load_adapter(CASES["head"].build(), folder)
+
+
+@pytest.mark.parametrize(
+    "take", [merge_into, lambda model, adapter: lora.AdapterBank(model).add("a", adapter)]
+)
+def test_an_incomplete_folder_is_refused_everywhere(tmp_path, take):
+    folder = as_pefts(saved(tmp_path, "linear"), without=r"layers\.1\.")
+    model, adapter = CASES["linear"].build(), read_adapter(folder)
+    with pytest.raises(CheckpointError, match=r"the update of layers\.1\.qkv, which"):
+        take(model, adapter)
+
+
+def test_a_head_of_another_name_than_peft_guesses(tmp_path):
+    """PEFT adds the usual names of classifiers by itself, where the task is SEQ_CLS."""
+    adapted = CASES["linear"].adapted()
+    lora.save_adapter(adapted, tmp_path / "a")
+    as_pefts(tmp_path / "a", task_type="SEQ_CLS", modules_to_save=["classifier", "logits"])
+    lora.load_adapter(CASES["linear"].build(), tmp_path / "a")
 
 
 def test_what_settings_name_in_vain_is_not_lacking(tmp_path):
@@ -113,6 +151,9 @@ TARGETED = [
         False,
     ),
     ({"target_modules": ["q"], "layers_to_transform": [1], "layers_pattern": ["h"]}, "h.1.q", True),
+    # Without a pattern, the list of layers is within something, and its number is the first.
+    ({"target_modules": ["q"], "layers_to_transform": [0]}, "layers.0.q", False),
+    ({"target_modules": ["q"], "layers_to_transform": [0]}, "layers.1.experts.0.q", True),
     ({"target_modules": None}, "a.q", False),
 ]
 
@@ -164,6 +205,28 @@ def test_peft_would_save_a_block_as_a_whole(tmp_path):
 
 
 # ---- shared weights: PEFT gives each module that it saves a weight of its own ----
+
+
+def test_a_weight_that_was_untied_stays_so(tmp_path):
+    """Saved again from the model, or written in another format from the folder alone."""
+    model = tied()
+    lora.add_lora(model, "up", r=2, modules_to_train=["last", "words"])
+    torch.nn.init.normal_(model.up.lora_B)
+    lora.save_adapter(model, tmp_path / "a")
+    as_pefts(tmp_path / "a", without="words", modules_to_save=["last"])
+    tensors = load_file(tmp_path / "a" / WEIGHTS)
+    tensors["base_model.model.last.weight"] += 1
+    save_file(tensors, tmp_path / "a" / WEIGHTS)
+    loaded = tied()
+    lora.load_adapter(loaded, tmp_path / "a")
+    lora.save_adapter(loaded, tmp_path / "b.safetensors")
+    lora.save_adapter(loaded, tmp_path / "b")
+    lora.write_adapter(tmp_path / "c.safetensors", lora.read_adapter(tmp_path / "a"))
+    for name in ("b.safetensors", "b", "c.safetensors"):
+        again = tied()
+        lora.load_adapter(again, tmp_path / name)
+        assert again.last.weight is not again.words.weight
+        torch.testing.assert_close(again(IDS), loaded(IDS))
 
 
 @pytest.mark.parametrize("brought", [("last",), ("words",), ("last", "words")])

@@ -76,6 +76,18 @@ def test_an_adapter_has_to_replace_all_that_one_before_has_brought(tmp_path):
     lora.load_adapter(model, tmp_path / "with.safetensors")
 
 
+def test_what_an_adapter_brought_may_be_replaced_by_the_base_s_own(tmp_path):
+    lora.save_adapter(HEAD.adapted(), tmp_path / "with.safetensors")
+    lora.save_adapter(HEAD.adapted(modules_to_train=[]), tmp_path / "without.safetensors")
+    model = HEAD.build()
+    lora.load_adapter(model, tmp_path / "with.safetensors")
+    lora.remove_lora(model)
+    model.load_state_dict(HEAD.build().state_dict())
+    lora.load_adapter(model, tmp_path / "without.safetensors")
+    expected = reloaded(tmp_path / "without.safetensors")
+    torch.testing.assert_close(model.eval()(*HEAD.inputs), expected)
+
+
 def test_a_head_that_is_new_may_stay_beside_an_adapter_without_one(tmp_path):
     lora.save_adapter(HEAD.adapted(modules_to_train=[]), tmp_path / "a.safetensors")
     model = HEAD.build()
@@ -199,6 +211,12 @@ def test_a_scaling_that_alpha_does_not_make_is_not_saved(tmp_path, name):
     layer.lora_alpha, layer.scaling = 6, 3.0
     lora.save_adapter(model, tmp_path / "a.safetensors")
     torch.testing.assert_close(reloaded(tmp_path / "a.safetensors"), model(*HEAD.inputs))
+
+
+def test_magnitudes_alone_are_an_effect(tmp_path):
+    model = HEAD.build()
+    lora.add_lora(model, "out", r=2, variant="dora")
+    assert lora.save_adapter(model.eval(), tmp_path / "a.safetensors")[:-1] == []
 
 
 @pytest.mark.parametrize("initialization", ["default", "pissa"])

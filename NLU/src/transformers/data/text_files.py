@@ -266,14 +266,18 @@ def _check_labels(data: Dataset, path: str, name: str) -> None:
 
 def _check_numerals(path: str, name: str) -> None:
     """Refuses labels in a CSV file that are read as numbers and written otherwise, as 007 is."""
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        for row, values in enumerate(csv.DictReader(file), start=1):
-            text = (values[name] or "").strip()
-            if text and text != str(int(text)):
-                raise ValueError(
-                    f"{path}: row {row}: its {name} is {text}, and would be read as {int(text)}: "
-                    "write it so, or give the classes names that are not numbers"
-                )
+    before = csv.field_size_limit(_LONGEST_FIELD)
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            texts = [(row[name] or "").strip() for row in csv.DictReader(file)]
+    finally:
+        csv.field_size_limit(before)
+    for row, text in enumerate(texts, start=1):
+        if re.fullmatch(r"[+-]?\d+", text) and text != str(int(text)):
+            raise ValueError(
+                f"{path}: row {row}: its {name} is {text}, and would be read as {int(text)}: "
+                "write it so, or give the classes names that are not numbers"
+            )
 
 
 def _check_numbers(data: Dataset, path: str, name: str) -> None:

@@ -1,0 +1,58 @@
+"""Whether a folder of PEFT's holds all that its settings say is adapted, trained or saved."""
+
+import re
+from collections.abc import Collection
+
+from torch import nn
+
+from ..errors import CheckpointError
+from ..targets import first_names
+from .adapter import LORA, Adapter
+from .peft import CONFIG_NAME, is_targeted
+
+
+def check_all_there(model: nn.Module, adapter: Adapter, adapted: Collection[str]) -> None:
+    """Checks that an adapter lacks nothing of a model that its settings name.
+
+    Args:
+        model: the one that the adapter is for.
+        adapter: with the settings that PEFT has written; without, there is nothing to check.
+        adapted: the names of the modules that it has updates of.
+
+    Raises:
+        CheckpointError: it does.
+    """
+    if not adapter.said:
+        return
+    held, first = adapter.tensors.keys() | adapter.base_weights.keys(), first_names(model)
+    for name, module in model.named_modules():
+        for missing in sorted(_trained_of(name, module, adapter, adapted) - held):
+            raise CheckpointError(
+                f"{adapter.source}: lacks {missing}, which {CONFIG_NAME} says is trained"
+            )
+        if _is_meant(name, adapter) and not {name, first.get(name)} & {*adapted}:
+            raise CheckpointError(
+                f"{adapter.source}: lacks the update of {name}, which {CONFIG_NAME} says is adapted"
+            )
+
+
+def _trained_of(
+    name: str, module: nn.Module, adapter: Adapter, adapted: Collection[str]
+) -> set[str]:
+    """The names of a module's parameters that the settings say are saved beside LoRA."""
+    bias, saved = adapter.said.get("bias"), adapter.said.get("modules_to_save") or ()
+    names = {n for n, _ in module.named_parameters(name)} if name.endswith(tuple(saved)) else set()
+    has_bias = module._parameters.get("bias") is not None
+    if has_bias and (bias == "all" or (bias == "lora_only" and name in adapted)):
+        names.add(f"{name}.bias")
+    return {n for n in names if LORA.part not in n}
+
+
+def _is_meant(name: str, adapter: Adapter) -> bool:
+    """Whether a module is one of those to adapt, whichever of PEFT's versions has written that.
+
+    They differ in which of several numbers in a name is the layer's.
+    """
+    by_layer = adapter.said.get("layers_to_transform") not in (None, [])
+    is_ambiguous = by_layer and len(re.findall(r"(?:^|\.)\d+(?=\.)", name)) > 1
+    return not is_ambiguous and is_targeted(adapter.said, name)
