@@ -43,14 +43,19 @@ def noted(model: nn.Module) -> dict[str, str | None]:
     }
 
 
-def note_untied(module: nn.Module) -> None:
-    """Notes that an adapter has given a module a weight of its own, which it shared with others."""
-    vars(module)[_UNTIED] = True
+def note_untied(module: nn.Module, others: Iterable[str]) -> None:
+    """Notes that an adapter has given a module a weight of its own.
+
+    Args:
+        module: the module.
+        others: what the model calls the weight that it was, in the modules that still have it.
+    """
+    vars(module)[_UNTIED] = {*vars(module).get(_UNTIED, ()), *others}
 
 
-def has_untied(model: nn.Module) -> bool:
-    """Whether an adapter has given modules of a model weights of their own."""
-    return any(_UNTIED in vars(module) for module in model.modules())
+def untied_from(model: nn.Module) -> set[str]:
+    """The names of the weights that modules of a model had before adapters gave them their own."""
+    return {name for module in model.modules() for name in vars(module).get(_UNTIED, ())}
 
 
 def forget_trained(model: nn.Module) -> None:

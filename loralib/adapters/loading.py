@@ -451,7 +451,7 @@ def _copy(model: nn.Module, adapter: Adapter) -> None:
             )
             own = nn.Parameter(torch.empty_like(own))
             setattr(model.get_submodule(owner), last, own)
-            note_untied(model.get_submodule(owner))
+            note_untied(model.get_submodule(owner), untied[name])
         own.copy_(tensor)
         if LORA.part not in name and isinstance(own, nn.Parameter):
             own.requires_grad = True

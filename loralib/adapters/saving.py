@@ -19,7 +19,7 @@ from ..functional import variant_of
 from ..initialization import starts_from_weight
 from ..layers import Conv1d, Conv2d, Conv3d, LoRALayer
 from ..targets import other_places
-from ..trained import has_untied, noted
+from ..trained import noted, untied_from
 from ..utils import check_whole
 from .adapter import LORA, Adapter, base_biases, lora_metadata
 from .fingerprint import fingerprint_without
@@ -107,7 +107,7 @@ def _adapter_of(
     state = model.state_dict()
     _check_layers(layers)
     check_whole(state, "it is saved")
-    besides = _trained_besides(model, state)
+    besides, untied = _trained_besides(model, state), untied_from(model)
     second = _second_names(model)
     updates = {n for n in state if LORA.part in n and n.rpartition(".")[0] not in second}
     tensors = {n: t.detach() for n, t in state.items() if n in updates | besides}
@@ -118,10 +118,10 @@ def _adapter_of(
         dropout=_dropout(layers) or None,
         bias=seen.bias,
         base=base or _name_in_config(model),
-        base_fingerprint=fingerprint_without(model, besides),
+        base_fingerprint=fingerprint_without(model, besides | untied),
         task=task,
         labels=None if labels is None else tuple(labels),
-        separate=has_untied(model) or None,
+        separate=bool(untied) or None,
     )
     return Adapter(tensors, metadata, source=type(model).__name__)
 

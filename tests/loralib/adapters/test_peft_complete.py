@@ -207,15 +207,16 @@ def test_peft_would_save_a_block_as_a_whole(tmp_path):
 # ---- shared weights: PEFT gives each module that it saves a weight of its own ----
 
 
-def test_a_weight_that_was_untied_stays_so(tmp_path):
+@pytest.mark.parametrize(("brought", "other"), [("last", "words"), ("words", "last")])
+def test_a_weight_that_was_untied_stays_so(tmp_path, brought, other):
     """Saved again from the model, or written in another format from the folder alone."""
     model = tied()
     lora.add_lora(model, "up", r=2, modules_to_train=["last", "words"])
     torch.nn.init.normal_(model.up.lora_B)
     lora.save_adapter(model, tmp_path / "a")
-    as_pefts(tmp_path / "a", without="words", modules_to_save=["last"])
+    as_pefts(tmp_path / "a", without=other, modules_to_save=[brought])
     tensors = load_file(tmp_path / "a" / WEIGHTS)
-    tensors["base_model.model.last.weight"] += 1
+    tensors[f"base_model.model.{brought}.weight"] += 1
     save_file(tensors, tmp_path / "a" / WEIGHTS)
     loaded = tied()
     lora.load_adapter(loaded, tmp_path / "a")
