@@ -86,8 +86,8 @@ def foreign_adapter(folder: Path, modules: dict[str, tuple[int, int]]) -> dict[s
         tensors[f"base_model.model.{name}.lora_B.weight"] = B
         sums[f"{name}.weight"] = (10 / 4 * B.double() @ A.double()).t()
     save_file(tensors, folder / "adapter_model.safetensors")
-    targets = [module.rpartition(".")[2] for module in modules]
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 10, "target_modules": targets}
+    # Not their last parts alone: c_proj is the attention's and the MLP's.
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 10, "target_modules": list(modules)}
     (folder / "adapter_config.json").write_text(json.dumps({**config, "fan_in_fan_out": True}))
     return sums
 
