@@ -11,9 +11,10 @@ import csv
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from loralib.io.encoding import refuse_utf16_file
 
@@ -86,6 +87,17 @@ def read_table(path: str, texts: Sequence[str] = ()) -> Dataset:
         raise ValueError(f"{path}: holds no examples, or none that can be read") from error
 
 
+@contextmanager
+def _open_csv(path: str) -> Iterator[TextIO]:
+    """A file for the csv module, which by default takes no more than 131,072 characters a field."""
+    before = csv.field_size_limit(_LONGEST_FIELD)
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            yield file
+    finally:
+        csv.field_size_limit(before)
+
+
 def _header(path: str) -> list[str]:
     """The names of a CSV file's columns.
 
@@ -93,16 +105,12 @@ def _header(path: str) -> list[str]:
         ValueError: one is there twice, which pandas would give another name; or the first row
             has more fields.
     """
-    # By default it takes no more than 131,072 characters for a field.
-    before = csv.field_size_limit(_LONGEST_FIELD)
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
+        with _open_csv(path) as file:
             rows = (row for row in csv.reader(file) if row)  # pandas passes empty lines over
             names, first = next(rows, []), next(rows, [])
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path}: cannot be read ({error}); is it UTF-8 text?") from error
-    finally:
-        csv.field_size_limit(before)
     repeated = [name for name in dict.fromkeys(names) if names.count(name) > 1]
     if repeated:
         raise ValueError(
@@ -266,12 +274,8 @@ def _check_labels(data: Dataset, path: str, name: str) -> None:
 
 def _check_numerals(path: str, name: str) -> None:
     """Refuses labels in a CSV file that are read as numbers and written otherwise, as 007 is."""
-    before = csv.field_size_limit(_LONGEST_FIELD)
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            texts = [(row[name] or "").strip() for row in csv.DictReader(file)]
-    finally:
-        csv.field_size_limit(before)
+    with _open_csv(path) as file:
+        texts = [(row[name] or "").strip() for row in csv.DictReader(file)]
     for row, text in enumerate(texts, start=1):
         if re.fullmatch(r"[+-]?\d+", text) and text != str(int(text)):
             raise ValueError(
