@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from .adapters.saving import save_adapter
     from .errors import UnsupportedLayerError
     from .inject import add_lora, remove_lora
-    from .layers import Conv1d, Conv2d, Conv3d, Embedding, Linear, LoRALayer, MergedLinear
+    from .layers import Conv1d, Conv2d, Conv3d, Embedding, Linear, MergedLinear
+    from .lora_layer import LoRALayer
     from .nn.dropout import Dropout, dropout
     from .serving.bank import AdapterBank
     from .utils import (
@@ -54,7 +55,7 @@ _MODULE_OF = {
     "Conv3d": ".layers",
     "Embedding": ".layers",
     "Linear": ".layers",
-    "LoRALayer": ".layers",
+    "LoRALayer": ".lora_layer",
     "MergedLinear": ".layers",
     "Dropout": ".nn.dropout",
     "dropout": ".nn.dropout",

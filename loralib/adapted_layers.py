@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .functional import Delta
-from .layers import LoRALayer, _cast
+from .lora_layer import LoRALayer, cast
 from .nn.products import product_dtype
 
 
@@ -49,7 +49,7 @@ class _AdaptedConv(LoRALayer):
     def forward(self, x: Tensor) -> Tensor:
         """(batch, in_channels, …) -> (batch, out_channels, …)."""
         dtype = product_dtype(x)
-        x, bias = x.to(dtype), _cast(self.bias, dtype)
+        x, bias = x.to(dtype), cast(self.bias, dtype)
         merged = self._merged_weight()
         if merged is not None:
             return self._conv_forward(x, merged.to(dtype), bias)

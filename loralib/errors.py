@@ -5,7 +5,7 @@ The library's messages name its own arguments. A script whose flags set them add
 """
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -179,6 +179,12 @@ def adding_ways_out(ways_out: Mapping[type[CheckpointError], WayOut]) -> Iterato
                 added = way_out if isinstance(way_out, str) else way_out(error)
                 error.args = (f"{error} ({added})",)
         raise
+
+
+def listed(names: Iterable[str], at_most: int = 4) -> str:
+    """Names for an error: the first ones, in order, and whether there are more."""
+    ordered = sorted(names)
+    return ", ".join(ordered[:at_most]) + (", …" if len(ordered) > at_most else "")
 
 
 def first_line(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .adapted_layers import AdaptedProjection
-from .layers import LoRALayer
+from .lora_layer import LoRALayer
 
 
 class _Turned(NamedTuple):

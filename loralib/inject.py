@@ -39,7 +39,8 @@ from .in_place import (
     turning,
     was_turned,
 )
-from .layers import Embedding, Linear, LoRALayer, MergedLinear
+from .layers import Embedding, Linear, MergedLinear
+from .lora_layer import LoRALayer
 from .targets import (
     Target,
     as_targets,

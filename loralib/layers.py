@@ -40,270 +40,20 @@ Layers compute in their input's dtype, or autocast's. W may be held in half prec
 the bias stay in float32: those are cast as they are used, and get their gradients in float32.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .functional import Delta, joined_with_start, merge, variant_of
-from .initialization import (
-    check_initialization,
-    from_weight,
-    orthogonal,
-    start_is_deferred,
-    starts_from_weight,
-)
-from .nn.dropout import Dropout
+from .functional import variant_of
+from .lora_layer import LoRALayer, cast
 from .nn.plain import is_transformed
 from .nn.products import linear, product_dtype
 
-_optimizer_steps = 0  # of all optimizers: fused ones change tensors, but not their versions
-
-
-def _count_step(*_: Any) -> None:
-    global _optimizer_steps
-    _optimizer_steps += 1
-
-
-register_optimizer_step_post_hook(_count_step)
-
-
-class LoRALayer:
-    """What all LoRA layers share; a mix-in that stands before the plain layer among the bases.
-
-    The plain layer's constructor has to run first.
-
-    Args:
-        r: rank of the update; 0 for none, which makes the layer its plain counterpart.
-        lora_alpha: the update is scaled by lora_alpha / r.
-        lora_dropout: probability that an element of the update's input is dropped in training.
-        merge_weights: whether evaluation mode puts the merged weight into effect.
-        variant: of the update, a name in `loralib.functional.VARIANTS`; "lora" is the paper's.
-        initialization: of A and B, a name in `loralib.initialization.INITIALIZATIONS`.
-        freeze_A: A keeps its initial values, and B alone is trained (LoRA-FA, Zhang et al., 2023,
-            arXiv:2308.03303): the layer's input need not be held for the backward pass.
-
-    Attributes:
-        scaling: what B A is multiplied by: lora_alpha / r, or what the variant says.
-        merged: whether the merged weight is in effect.
-        lora_magnitude_vector: with DoRA, m, one number for each updated row of the weight.
-        lora_A_start: what A starts as, where that is made of the weight; the update is then
-            s · (B A − B_start A_start), so that it starts as zero.
-        lora_B_start: likewise, what B starts as.
-
-    Raises:
-        ValueError: r is not an integer or is negative; lora_dropout lies outside [0, 1]; the
-            variant or the initialization is unknown.
-    """
-
-    r: int = 0
-    variant: str = "lora"
-    initialization: str = "default"
-    freeze_A: bool = False
-    merged: bool = False
-    lora_A: nn.Parameter
-    lora_B: nn.Parameter
-    lora_magnitude_vector: nn.Parameter
-    lora_A_start: Tensor
-    lora_B_start: Tensor
-    lora_dropout: nn.Module
-
-    # Of the plain layer.
-    _parameters: dict[str, Tensor]
-    _buffers: dict[str, Tensor]
-    _modules: dict[str, nn.Module | None]
-    register_buffer: Callable[[str, Tensor], None]
-
-    # The first row of each slice of the output that is updated.
-    _starts: tuple[int, ...] = (0,)
-
-    def __init__(
-        self,
-        r: int,
-        lora_alpha: float,
-        lora_dropout: float,
-        merge_weights: bool,
-        variant: str = "lora",
-        initialization: str = "default",
-        freeze_A: bool = False,
-    ):
-        if not isinstance(r, int) or isinstance(r, bool) or r < 0:
-            raise ValueError(f"r, the rank, must be an integer of at least 0, got {r!r}")
-        self.r = r
-        check_initialization(initialization, r)
-        self.lora_alpha = lora_alpha
-        self.variant = variant
-        self.initialization = initialization
-        self.freeze_A = freeze_A
-        self.scaling = variant_of(variant).scale(lora_alpha, r)
-        self.lora_dropout = nn.Identity() if lora_dropout == 0 else Dropout(lora_dropout)
-        self.merge_weights = merge_weights
-        self.merged = False
-        self._merged_copy: tuple[tuple, list[Tensor], Tensor] | None = None
-
-    @property
-    def base(self) -> Any:
-        """The module that holds the frozen `weight` and the bias: the layer itself, or its part."""
-        return self
-
-    # What the frozen weight is called in its module.
-    frozen_name: str = "weight"
-
-    @property
-    def frozen_weight(self) -> nn.Parameter:
-        """The weight that the update is added to."""
-        return self.base.weight
-
-    @property
-    def base_bias(self) -> nn.Parameter | None:
-        """The frozen layer's bias, if it has one."""
-        return getattr(self.base, "bias", None)
-
-    def train(self, mode: bool = True) -> "LoRALayer":
-        """Takes the merged weight out of effect (mode=True) or puts it into effect."""
-        super().train(mode)
-        self.merged = self.merge_weights and not mode
-        self._merged_copy = None
-        return self
-
-    def merged_layer(self) -> nn.Module:
-        """A plain PyTorch layer with the update merged into its weight; see `loralib.merge`."""
-        raise TypeError(f"{type(self).__name__} has no merged_layer() that merges its update")
-
-    def _delta(self, dtype: torch.dtype | None = None) -> Delta:
-        """The low-rank update, see functional.py; A and B are cast to `dtype`."""
-        A, B = self._factors()
-        A, B, kind = A.to(dtype=dtype), B.to(dtype=dtype), variant_of(self.variant)
-        magnitude: Any = {"magnitude": self.lora_magnitude_vector} if kind.has_magnitude else {}
-        return kind(A, B, self.scaling, self._starts, **magnitude)
-
-    def _factors(self) -> tuple[Tensor, Tensor]:
-        """A and B as matrices; with a start made of the weight, A above it and B beside it."""
-        if not starts_from_weight(self.initialization):
-            return self.lora_A, self.lora_B
-        return joined_with_start(
-            self.lora_A, self.lora_B, self.lora_A_start, self.lora_B_start, len(self._starts)
-        )
-
-    def _as_matrix(self, weight: Tensor) -> Tensor:
-        """A view of the weight as the (out, in) that the update is added to."""
-        raise NotImplementedError
-
-    def _add_lora_parameters(
-        self, shape_A: tuple[int, ...], shape_B: tuple[int, ...], dtype: torch.dtype | None = None
-    ) -> None:
-        """Creates the update's parameters, empty, in the base weight's dtype, and freezes that."""
-        weight = self.frozen_weight
-        self.lora_A = nn.Parameter(weight.new_empty(shape_A, dtype=dtype))
-        self.lora_B = nn.Parameter(weight.new_empty(shape_B, dtype=dtype))
-        self.lora_A.requires_grad = not self.freeze_A
-        if variant_of(self.variant).has_magnitude:
-            self.lora_magnitude_vector = nn.Parameter(weight.new_empty(shape_B[0], dtype=dtype))
-        if starts_from_weight(self.initialization):
-            for name, shape in (("lora_A_start", shape_A), ("lora_B_start", shape_B)):
-                self.register_buffer(name, weight.new_empty(shape, dtype=dtype))
-        weight.requires_grad = False
-
-    def extra_repr(self) -> str:
-        """What `print` shows of the layer: the plain one's settings, and the update's."""
-        shown = [super().extra_repr()]
-        if self.r > 0:
-            shown += [f"r={self.r}", f"lora_alpha={self.lora_alpha}"]
-            shown += [self.variant] if self.variant != "lora" else []
-        return ", ".join(text for text in shown if text)
-
-    def reset_lora_parameters(self) -> None:
-        """Initializes A and B, as a rule A as a plain linear layer's weight and B with zeros."""
-        if self.r > 0:
-            if self.initialization == "orthogonal":
-                orthogonal(self.lora_A, self.lora_B, self.r)
-            else:
-                self._reset_factors()
-            self.start_from_weight()
-
-    def _reset_factors(self) -> None:
-        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
-        nn.init.zeros_(self.lora_B)
-
-    @torch.no_grad()
-    def start_from_weight(self) -> None:
-        """Initializes what depends on the weight: DoRA's magnitudes, factors that are made of it.
-
-        It has to be called again when the weight has been loaded; see
-        `loralib.utils.start_from_weights`. Without such a part, nothing changes.
-        """
-        if self.r == 0 or start_is_deferred():
-            return
-        weight = self._as_matrix(self.frozen_weight)
-        width = len(self.lora_B) // len(self._starts)
-        parts = [weight[start : start + width] for start in self._starts]
-        if starts_from_weight(self.initialization):
-            rank = self.lora_B.shape[1]
-            pairs = [from_weight(self.initialization, W, rank, self.scaling) for W in parts]
-            for lora, start, made in (
-                (self.lora_A, self.lora_A_start, torch.cat([A for A, _ in pairs])),
-                (self.lora_B, self.lora_B_start, torch.cat([B for _, B in pairs])),
-            ):
-                lora.copy_(start.copy_(made.view(start.shape)))
-        if variant_of(self.variant).has_magnitude:
-            # The update starts as zero, so that these are the norms of the adapted weight.
-            norms = [torch.linalg.vector_norm(W, dim=1, dtype=_wide(W)) for W in parts]
-            self.lora_magnitude_vector.copy_(torch.cat(norms))
-
-    def _merge(self) -> Tensor:
-        """The weight with the update merged into it."""
-        return merge(self.frozen_weight, self._delta(), self._as_matrix)
-
-    def _merged_weight(self) -> Tensor | None:
-        """The merged copy of the weight, or None where the low-rank branch has to be computed."""
-        if not self.merged or torch.compiler.is_compiling() or torch.jit.is_tracing():
-            return None
-        sources = self._sources()
-        if is_transformed(*sources):  # whose derivatives a copy would not have
-            return None
-        trained = any(t.requires_grad for t in sources)
-        recorded = torch.is_grad_enabled() and trained
-        if recorded or any(t.is_inference() for t in sources):
-            self._merged_copy = None
-            return None
-        versions = ((t.data_ptr(), t.dtype, t._version) for t in sources)
-        stamp = (self.scaling, _optimizer_steps if trained else 0, *versions)
-        if self._merged_copy is None or self._merged_copy[0] != stamp:
-            with torch.inference_mode(False):
-                # The aliases keep the sources' addresses from being given to other tensors.
-                self._merged_copy = (stamp, [t.detach() for t in sources], self._merge())
-        return self._merged_copy[2]
-
-    def _sources(self) -> tuple[Tensor, ...]:
-        """The tensors that the merged weight is made of."""
-        own = {**self._parameters, **self._buffers}
-        # What torch.nn.utils.parametrize makes A or B of.
-        parametrized = self._modules.get("parametrizations")
-        originals = parametrized.parameters() if parametrized is not None else ()
-        lora = (own[name] for name in own if name.startswith("lora_"))
-        return self.frozen_weight, *lora, *originals
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Moves and casts (`to`, `half`, `cuda`, …) the layer, and drops the merged copy."""
-        self._merged_copy = None
-        return super()._apply(*args, **kwargs)
-
-    def __getstate__(self) -> dict:
-        return {**self.__dict__, "_merged_copy": None}
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    """The tensor's dtype, or float32 if that is wider."""
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if tensor is None else tensor.to(dtype)
+__all__ = ["Conv1d", "Conv2d", "Conv3d", "Embedding", "Linear", "LoRALayer", "MergedLinear"]
 
 
 def _be_called(layer: nn.Module, inputs: tuple) -> None:
@@ -390,7 +140,7 @@ class _SlicedLinear(LoRALayer, nn.Linear):
         dtype = product_dtype(x)
         merged = self._merged_weight()
         if merged is not None:
-            weight, bias = self._as_matrix(merged).to(dtype), _cast(self.bias, dtype)
+            weight, bias = self._as_matrix(merged).to(dtype), cast(self.bias, dtype)
             return linear(x.to(dtype), weight, bias)
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
         dropped = self.lora_dropout(rows)
@@ -398,7 +148,7 @@ class _SlicedLinear(LoRALayer, nn.Linear):
             rows,
             None if dropped is rows else dropped,
             self._as_matrix(self.weight).to(dtype),
-            _cast(self.bias, dtype),
+            cast(self.bias, dtype),
         )
         return out.view(*x.shape[:-1], self.out_features)
 
@@ -768,7 +518,7 @@ class _ConvNd(LoRALayer, nn.Module):
         if self.r == 0:
             return self.conv(x)
         dtype = product_dtype(x)
-        x, bias = x.to(dtype), _cast(self.conv.bias, dtype)
+        x, bias = x.to(dtype), cast(self.conv.bias, dtype)
         merged = self._merged_weight()
         if merged is not None:
             return self.conv._conv_forward(x, merged.to(dtype), bias)

@@ -15,6 +15,8 @@ from typing import TypeVar
 
 from torch import nn
 
+from .errors import listed
+
 ALL_LINEAR = "all-linear"
 
 Target = str | re.Pattern[str]
@@ -222,7 +224,8 @@ def by_pattern(
     for pattern in patterns:
         if not any(matches(name, pattern) for name in names):
             raise ValueError(
-                f"the pattern '{pattern}' matches none of the adapted modules: {_listed(names)}"
+                f"the pattern '{pattern}' matches none of the adapted modules: "
+                f"{listed(names, at_most=8)}"
             )
     return {
         name: next((v for pattern, v in patterns.items() if matches(name, pattern)), default)
@@ -257,12 +260,7 @@ def _nothing_matches(target: Target, names: Collection[str], left_out: Collectio
     ends = sorted({end for name in names if not (end := name.rpartition(".")[2]).isdigit()})
     last = text.rpartition(".")[2]
     near = difflib.get_close_matches(last, ends, n=6, cutoff=0.5)
-    return f"'{text}' matches no module of the model; it has {_listed(near or ends)}"
-
-
-def _listed(names: Collection[str]) -> str:
-    shown = sorted(names)[:8]
-    return ", ".join(shown) + (", …" if len(names) > len(shown) else "")
+    return f"'{text}' matches no module of the model; it has {listed(near or ends, at_most=8)}"
 
 
 # ---- on a command line ----

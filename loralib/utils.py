@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from .in_place import leave_fast_path, merge_in_place, merged_copy, was_turned
-from .layers import Embedding, LoRALayer
+from .layers import Embedding
+from .lora_layer import LoRALayer
 from .nn.positions import lora_reaches_positions, unshare_positions
 from .trained import forget_trained, note_trained
 

@@ -25,15 +25,16 @@ ROOMS = {
     "training": {"errors", "io", "nn"},
     "functional": {"nn"},
     "initialization": set(),
-    "layers": {"functional", "initialization", "nn"},
-    "in_place": {"adapted_layers", "layers"},
+    "lora_layer": {"functional", "initialization", "nn"},
+    "layers": {"functional", "lora_layer", "nn"},
+    "in_place": {"adapted_layers", "lora_layer"},
     "trained": set(),
-    "utils": {"functional", "in_place", "layers", "nn", "trained"},
-    "adapted_layers": {"functional", "layers", "nn"},
-    "targets": set(),
+    "utils": {"functional", "in_place", "layers", "lora_layer", "nn", "trained"},
+    "adapted_layers": {"functional", "lora_layer", "nn"},
+    "targets": {"errors"},
     "inject": {
-        *("adapted_layers", "errors", "functional", "in_place", "layers", "targets"),
-        *("trained", "utils"),
+        *("adapted_layers", "errors", "functional", "in_place", "layers", "lora_layer"),
+        *("targets", "trained", "utils"),
     },
     "adapters": {
         *(
@@ -44,13 +45,14 @@ ROOMS = {
             "inject",
             "io",
             "layers",
+            "lora_layer",
             "nn",
         ),
         *("targets", "trained", "utils"),
     },
     "serving": {
-        *("adapted_layers", "adapters", "errors", "functional", "inject", "io", "layers", "nn"),
-        "utils",
+        *("adapted_layers", "adapters", "errors", "functional", "inject", "io", "nn"),
+        *("lora_layer", "utils"),
     },
 }
 

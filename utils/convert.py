@@ -61,9 +61,9 @@ from split_lora import extract
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.adapter_kinds import KINDS
 from transformers.configuration_utils import OWN_SETTINGS, write_settings
-from transformers.modeling_utils import read_weights
 from transformers.models.auto.modeling_auto import auto_model_for
 from transformers.utils.logging import errors_only
+from transformers.weight_files import read_weights
 
 DTYPES = ("float32", "bfloat16", "float16")
 # The files that tokenizers of all families may have; for the others see `Family`.

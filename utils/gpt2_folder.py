@@ -11,7 +11,7 @@ from loralib.errors import CheckpointError
 from loralib.io.tensors import read_tensors, write_tensors
 from transformers.configuration_utils import PretrainedConfig, write_settings
 from transformers.file_utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
-from transformers.modeling_utils import read_weights
+from transformers.weight_files import read_weights
 
 # The NLG tree is a folder of scripts, not a package.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "NLG" / "src"))

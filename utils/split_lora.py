@@ -40,8 +40,8 @@ from loralib.training import process
 from transformers.adapter_kinds import BITFIT, BOTTLENECK, KINDS
 from transformers.configuration_utils import PretrainedConfig
 from transformers.file_utils import CONFIG_NAME
-from transformers.modeling_utils import read_weights
 from transformers.models.registry import head_of_class
+from transformers.weight_files import read_weights
 
 # The metadata's fields of LoRA that settings may leave out, and the settings.
 _OF_LORA = {

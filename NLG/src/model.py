@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import loralib as lora
 from family import DEFAULT_TARGETS, GPT2, TARGETS, enabled_slices, in_order
 from loralib.adapters.loading import lora_layers
-from loralib.errors import CheckpointError
+from loralib.errors import CheckpointError, listed
 from loralib.functional import variant_of
 from loralib.initialization import (
     NoInitialization,
@@ -682,8 +682,7 @@ def _check_base(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], s
             )
     for what, names in (("lacks", missing), ("has, unknown to the model,", unknown)):
         if names:
-            listed = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
-            raise CheckpointError(f"{source}: {what} {len(names)} tensors: {listed}")
+            raise CheckpointError(f"{source}: {what} {len(names)} tensors: {listed(names)}")
     for name, tensor in tensors.items():
         # The sum is 40 times as fast: not finite if any value is not, and hardly ever otherwise.
         if not tensor.sum(dtype=torch.float32).isfinite() and not tensor.isfinite().all():

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, MissingLayersError
+from ..errors import CheckpointError, MissingLayersError, listed
 from ..functional import variant_of
 from ..initialization import deferring_start, starts_from_weight
 from ..inject import LayerSettings, adapt
-from ..layers import LoRALayer, MergedLinear
+from ..layers import MergedLinear
+from ..lora_layer import LoRALayer
 from ..nn.positions import lora_reaches_positions, shared_projections
 from ..trained import note_trained, note_untied, noted
 from ..utils import freeze_base
@@ -229,8 +230,7 @@ def _check_names(adapter: Adapter, own: Mapping[str, Tensor], starts: tuple[str,
     lacking, unknown = own.keys() - adapter.tensors.keys(), adapter.tensors.keys() - own.keys()
     for what, some in (("lacks", lacking), ("has, unknown to the model,", unknown)):
         if some:
-            listed = ", ".join(sorted(some)[:4]) + (", …" if len(some) > 4 else "")
-            raise CheckpointError(f"{adapter.source}: {what} {len(some)} tensors: {listed}")
+            raise CheckpointError(f"{adapter.source}: {what} {len(some)} tensors: {listed(some)}")
 
 
 def _check_shapes(
@@ -376,10 +376,9 @@ def _check_besides(model: nn.Module, adapter: Adapter, besides: Mapping[str, Ten
                 f"{adapter.source}: brings no {name}, and the model has that of {source}: load it "
                 "into the base as it was"
             )
-    unknown = sorted(besides.keys() - state.keys())
+    unknown = besides.keys() - state.keys()
     if unknown:
-        listed = ", ".join(unknown[:4]) + (", …" if len(unknown) > 4 else "")
-        raise CheckpointError(f"{adapter.source}: has, unknown to the model, {listed}")
+        raise CheckpointError(f"{adapter.source}: has, unknown to the model, {listed(unknown)}")
     differing = [
         f"{name} is {_kind(tensor)} in the file, {_kind(state[name])} in the model"
         for name, tensor in sorted(besides.items())

@@ -17,7 +17,8 @@ from torch import nn
 from ..errors import CheckpointError, NeedsMergingError
 from ..functional import variant_of
 from ..initialization import starts_from_weight
-from ..layers import Conv1d, Conv2d, Conv3d, LoRALayer
+from ..layers import Conv1d, Conv2d, Conv3d
+from ..lora_layer import LoRALayer
 from ..targets import other_places
 from ..trained import noted, untied_from
 from ..utils import check_whole

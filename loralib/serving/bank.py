@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..adapters.adapter import Adapter
 from ..adapters.loading import lora_layers
-from ..layers import LoRALayer
+from ..lora_layer import LoRALayer
 from ..nn.routing import Routing, in_effect, routed, slices
 from .prepared import PreparedAdapter, fingerprint_of, prepare
 

@@ -14,7 +14,7 @@ from product_ways import Ways
 
 import gpt2_ft
 from loralib.io.tensors import read_tensors
-from loralib.layers import LoRALayer
+from loralib.lora_layer import LoRALayer
 from loralib.training.locks import sole_use
 from model import own_tensors
 from optimizer import Scheduler

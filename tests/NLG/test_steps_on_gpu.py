@@ -59,7 +59,7 @@ def test_no_step_waits(tiny, tmp_path, steps):
     assert len(steps) == 8
     (first, _), (after_an_epoch, _) = steps[0], steps[4]
     # Before it, the model comes to the device.
-    assert files_of(first) == {"gpt2_ft.py", "layers.py"}
+    assert files_of(first) == {"gpt2_ft.py", "lora_layer.py"}
     assert all(wait.startswith("a copy to the device") for wait in first)
     assert files_of(after_an_epoch) == AT_AN_EPOCHS_END
     for number, (waits, launches) in enumerate(steps):

@@ -18,8 +18,8 @@ from loralib.training import compiled
 from loralib.training.precision import hold_frozen_in
 from transformers import TrainerCallback
 from transformers.data.data_collator import PackedCollator
-from transformers.modeling_utils import read_weights
 from transformers.trainer_data import TrainingPasses
+from transformers.weight_files import read_weights
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from transformers import (
     RobertaForSequenceClassification,
     RobertaModel,
 )
-from transformers.modeling_utils import read_weights
+from transformers.weight_files import read_weights
 
 CLASSES = (RobertaModel, RobertaForMaskedLM, RobertaForSequenceClassification)
 

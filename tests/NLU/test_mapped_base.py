@@ -12,7 +12,7 @@ from trainer_runs import trained
 from loralib.io.tensors import write_tensors
 from loralib.training.precision import hold_frozen_in
 from transformers import RobertaForSequenceClassification
-from transformers.modeling_utils import read_weights
+from transformers.weight_files import read_weights
 
 LORA = {"apply_lora": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.1}
 

@@ -20,9 +20,9 @@ from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.io.tensors import read_tensors
 from loralib.training.locks import LOCK_NAME
 from transformers import HfArgumentParser
-from transformers.modeling_utils import read_weights
 from transformers.trainer_utils import list_checkpoints
 from transformers.utils.cli import check_length
+from transformers.weight_files import read_weights
 
 pytestmark = pytest.mark.slow
 

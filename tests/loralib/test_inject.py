@@ -13,7 +13,7 @@ from torch import nn
 import loralib as lora
 from loralib.functional import VARIANTS
 from loralib.initialization import INITIALIZATIONS
-from loralib.layers import LoRALayer
+from loralib.lora_layer import LoRALayer
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 import copy
 import inspect
-import json
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,24 +14,21 @@ from torch import Tensor, nn
 from loralib.adapters.adapter import LORA, Adapter, Kind, adapter_tensors, trained_with
 from loralib.adapters.checks import check_together
 from loralib.adapters.families import in_backbone
-from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.loading import load_into, lora_layers, lora_settings
 from loralib.errors import CheckpointError
 from loralib.initialization import NoInitialization, deferring_start
 from loralib.io.atomic import atomic_write
-from loralib.io.hub import resolve_file
-from loralib.io.tensors import read_tensors, write_tensors
-from loralib.layers import LoRALayer
+from loralib.io.tensors import write_tensors
+from loralib.lora_layer import LoRALayer
 from loralib.utils import start_from_weights
 
 from .adapter_kinds import BITFIT, BOTTLENECK
 from .adapters import UpProjection
+from .checkpoint_loading import ADDED, CheckpointLoadingMixin
 from .configuration_utils import PretrainedConfig, check_same_adaptation
 from .file_utils import (
     CONFIG_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
     ModelOutput,
 )
@@ -42,30 +37,13 @@ from .models.registry import CARRIED
 from .module_utils import ModuleUtilsMixin
 from .pruning import heads_by_layer
 from .token_embeddings import TokenEmbeddingsMixin
-from .utils import logging
+from .weight_files import WEIGHTS_NAMES, read_weights
 
-logger = logging.get_logger(__name__)
-
-WEIGHTS_NAMES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-# What other models' heads are called; a checkpoint may hold one, and it is left out.
-_A_HEAD_S = "head."
-_HEADS = (_A_HEAD_S, "lm_head.", "lm_predictions.", "cls.")
 # Numbers that are compared at a time.
 _AT_ONCE = 2**24
-# Upstream's buffer of 0, 1, 2, …, which holds no information.
-_POSITION_IDS = "embeddings.position_ids"
 
 
-# What adds tensors to a backbone, and the error where the model has no place for them.
-_ADDED = {
-    LORA: "LoRA weights that the model has no place for, such as {}; add --apply_lora with their "
-    "rank and alpha",
-    BOTTLENECK: "adapter weights that the model has no place for, such as {}; add --apply_adapter "
-    "with their --adapter_type and --adapter_size",
-}
-
-
-class PreTrainedModel(nn.Module, ModuleUtilsMixin, TokenEmbeddingsMixin):
+class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, TokenEmbeddingsMixin):
     """A model that is read from and written to a folder or the hub.
 
     Attributes:
@@ -372,7 +350,7 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin, TokenEmbeddingsMixin):
         config, stated = cls._settings_for(name_or_path, config, where, arguments, state_dict)
         name = "state_dict" if name_or_path is None else os.fspath(name_or_path)
         tensors = read_weights(name, **where) if state_dict is None else state_dict
-        for kind in _ADDED:
+        for kind in ADDED:
             if stated.get(kind.switch) and not any(kind.part in tensor for tensor in tensors):
                 raise CheckpointError(
                     f"{name}: its {CONFIG_NAME} says {kind.switch}, its weights hold none"
@@ -424,153 +402,6 @@ class PreTrainedModel(nn.Module, ModuleUtilsMixin, TokenEmbeddingsMixin):
         if elsewhere:
             check_same_adaptation(name, stated, vars(config))
         return config, stated
-
-    def load_checkpoint(
-        self, tensors: Mapping[str, Tensor], source: str, held_in: torch.dtype = torch.float32
-    ) -> dict[str, list[str]]:
-        """Copies a checkpoint's tensors in, and initializes what it may lack.
-
-        Args:
-            tensors: the checkpoint's.
-            source: names it in errors.
-            held_in: as in `from_pretrained`.
-
-        Returns:
-            What did not fit; see `from_pretrained`, as for what is raised.
-        """
-        own = self.state_dict()
-        matched = self._join_tied(self._match_names(tensors, own), source)
-        missing = own.keys() - matched.keys() - self.tied.keys() - self.cloned.keys()
-        self._check_missing(missing, source)
-        fitting = self._drop_foreign(matched, own, source)
-        for name, tensor in fitting.items():
-            if tensor.shape != own[name].shape:
-                raise CheckpointError(_shape_message(source, name, tensor, own[name]))
-        with deferring_start():
-            self._initialize(missing)
-        self.newly_initialized = frozenset(missing)
-        stays = self._backbone_weights(own) if held_in is not torch.float32 else {}
-        with torch.no_grad():
-            for name, tensor in fitting.items():
-                if name in stays and tensor.dtype is held_in:
-                    stays[name].data = tensor
-                else:
-                    own[name].copy_(tensor)
-        self._copy_clones(matched)
-        if any(LORA.part in name for name in missing):
-            # A new update may start from the weights that are here only now.
-            start_from_weights(self)
-        self.tensors_read = fitting
-        self.base_fingerprint = fingerprint(fitting, [self._prefix(own)])
-        left_out = matched.keys() - fitting.keys()
-        if self._prefix(tensors) and not self._prefix(own):
-            left_out = {name.removeprefix(_A_HEAD_S) for name in left_out}
-        return {
-            "missing_keys": sorted(missing),
-            "unexpected_keys": sorted(n for n in left_out if not n.endswith(_POSITION_IDS)),
-            "error_msgs": [],
-        }
-
-    def _backbone_weights(self, own: Iterable[str]) -> dict[str, nn.Parameter]:
-        """The backbone's parameters, by name, except those that adapt it."""
-        prefix, adapting = self._prefix(own), [kind.part for kind in self.adapted_by]
-        return {
-            name: parameter
-            for name, parameter in self.named_parameters()
-            if in_backbone(name, (prefix,)) and not any(part in name for part in adapting)
-        }
-
-    def _copy_clones(self, read: Mapping[str, Tensor]) -> None:
-        """Gives clones that a checkpoint did not have the values of what they are clones of."""
-        with torch.no_grad():
-            for name, source in self.cloned.items():
-                if name not in read:
-                    self.get_parameter(name).copy_(self.get_parameter(source))
-
-    def _prefix(self, names: Iterable[str]) -> str:
-        """What a backbone tensor's name starts with: nothing where there is no head."""
-        start = f"{self.base_model_prefix}."
-        return start if any(name.startswith(start) for name in names) else ""
-
-    def _match_names(
-        self, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Gives a checkpoint's tensors this model's names, for old endings and another prefix."""
-        ours, theirs = self._prefix(own), self._prefix(tensors)
-        matched = {}
-        for name, tensor in tensors.items():
-            name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name)
-            name = re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name)
-            if theirs and not ours:
-                # A head of the checkpoint keeps a name that no backbone has.
-                name = (
-                    name.removeprefix(theirs) if name.startswith(theirs) else f"{_A_HEAD_S}{name}"
-                )
-            elif ours and not theirs and not name.startswith(_HEADS):
-                name = f"{ours}{name}"
-            matched[name] = tensor
-        return matched
-
-    def _join_tied(self, tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
-        """Leaves one of the tensors that are tied, under the name that they are tied to."""
-        tensors = dict(tensors)
-        for name, kept in self.tied.items():
-            if name in tensors:
-                tied = tensors.pop(name)
-                if not torch.equal(tied, tensors.setdefault(kept, tied)):
-                    raise CheckpointError(
-                        f"{source}: {name} differs from {kept}; the model has one tensor for both"
-                    )
-        return tensors
-
-    def _check_missing(self, missing: set[str], source: str) -> None:
-        own = self.state_dict().keys()
-        prefix = self._prefix(own)
-        groups = {kind.name: {name for name in own if kind.part in name} for kind in _ADDED}
-        head = {name for name in own if prefix and not name.startswith(prefix)}
-        groups["head"] = head.difference(self.tied, self.cloned, *groups.values())
-        groups["pooler"] = {name for name in own if name.startswith(f"{prefix}pooler.")}
-        for what, names in groups.items():
-            if names and names <= missing:
-                # Of an adapted model, a file brings them, or they are what is to be trained.
-                level, but = (logging.INFO, ", unless an adapter brings them")
-                if not self.adapted_by:
-                    level, but = logging.WARNING, ""
-                said = "%s has no %s weights: they are newly initialized%s"
-                logger.log(level, said, source, what, but)
-                missing = missing - names
-        if missing:
-            raise CheckpointError(f"{source}: lacks {len(missing)} tensors: {_some(missing)}")
-
-    def _drop_foreign(
-        self, tensors: dict[str, Tensor], own: Mapping[str, Tensor], source: str
-    ) -> dict[str, Tensor]:
-        """Leaves out what belongs to another head; refuses what this model should have known."""
-        prefix = self._prefix(own)
-        unknown = tensors.keys() - own.keys()
-        for kind, message in _ADDED.items():
-            added = {name for name in unknown if kind.part in name}
-            if added:
-                raise CheckpointError(f"{source}: holds {message.format(_some(added))}")
-        foreign = {
-            name
-            for name in unknown
-            if name.endswith(_POSITION_IDS)
-            or name.startswith((f"{prefix}pooler.", *_HEADS))
-            or (prefix and not name.startswith(prefix))
-        }
-        if unknown - foreign:
-            raise CheckpointError(
-                f"{source}: has {len(unknown - foreign)} tensors unknown to the model: "
-                f"{_some(unknown - foreign)}"
-            )
-        return {name: tensor for name, tensor in tensors.items() if name not in foreign}
-
-    def _initialize(self, missing: set[str]) -> None:
-        """Initializes the modules that own a missing tensor; loading overwrites the others."""
-        missing = missing | {tied for tied, kept in self.tied.items() if kept in missing}
-        for name in sorted({name.rpartition(".")[0] for name in missing}):
-            self._init_weights(self.get_submodule(name))
 
     # ---- saving ----
 
@@ -650,66 +481,3 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
     if logits.shape[-1] == 1:
         return F.mse_loss(logits.squeeze(-1).float(), labels.float())
     return F.cross_entropy(logits.float(), labels)
-
-
-def read_weights(
-    name_or_path: str | os.PathLike, verify: bool = False, **where: Any
-) -> dict[str, Tensor]:
-    """All tensors of a model: safetensors first, then torch files, sharded or not.
-
-    Args:
-        name_or_path: a folder, or a repository's name.
-        verify: as in `read_tensors`.
-        where: as in `resolve_file`.
-
-    Raises:
-        OSError: there is no such model, or it has no weights.
-        CheckpointError: they are damaged.
-    """
-    name_or_path = os.fspath(name_or_path)
-    for name in WEIGHTS_NAMES:
-        path = resolve_file(name_or_path, name, **where)
-        if path is None:
-            continue
-        if not name.endswith(".index.json"):
-            return read_tensors(path, verify)[0]
-        return _read_shards(name_or_path, path, verify, **where)
-    raise OSError(
-        f"'{name_or_path}' has no weights: neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME}, "
-        "nor an index of shards"
-    )
-
-
-def _read_shards(name_or_path: str, index: Path, verify: bool, **where: Any) -> dict[str, Tensor]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        shards = sorted({os.fspath(shard) for shard in weight_map.values()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index}: not an index of shards") from error
-    tensors: dict[str, Tensor] = {}
-    for shard in shards:
-        if Path(shard).name != shard:
-            raise CheckpointError(f"{index}: '{shard}' is not the name of a file next to it")
-        path = resolve_file(name_or_path, shard, **where)
-        if path is None:
-            raise CheckpointError(f"{index}: names the shard {shard}, which is missing")
-        tensors.update(read_tensors(path, verify)[0])
-    absent = weight_map.keys() - tensors.keys()
-    if absent:
-        raise CheckpointError(f"{index}: its shards lack {len(absent)} tensors: {_some(absent)}")
-    return tensors
-
-
-def _some(names: Iterable[str]) -> str:
-    names = sorted(names)
-    return ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
-
-
-def _shape_message(source: str, name: str, read: Tensor, own: Tensor) -> str:
-    shapes = f"{tuple(read.shape)} in the file, {tuple(own.shape)} in the model"
-    message = f"{source}: {name} is {shapes}"
-    if name.endswith("lora_A"):
-        message += f": rank {read.shape[0]}, not {own.shape[0]}"
-    elif not re.search(r"embeddings|encoder|layer", name):
-        message += ": a head for another number of labels?"
-    return message

@@ -13,7 +13,8 @@ from loralib.training.resume import damage_named, read_state
 
 from .adapter_kinds import KINDS
 from .file_utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
-from .modeling_utils import PreTrainedModel, read_weights
+from .modeling_utils import PreTrainedModel
+from .weight_files import read_weights
 
 # All files that `save_weights` may write.
 WEIGHTS_FILES = (WEIGHTS_NAME, SAFE_WEIGHTS_NAME, *(name for kind in KINDS for name in kind.files))

@@ -9,7 +9,7 @@ from conversions import ENCODERS, LABELS, OUT, assert_same_tensors
 from loralib.adapters.formats import read_adapter
 from loralib.io.tensors import read_tensors, write_wrapped_tensors
 from transformers import AutoModelForSequenceClassification
-from transformers.modeling_utils import read_weights
+from transformers.weight_files import read_weights
 
 
 @pytest.mark.parametrize("said", [True, False])

@@ -1,0 +1,212 @@
+"""A checkpoint's tensors into a model: whose they are, what may be missing, what belongs elsewhere.
+
+names as in the file ── the model's names ── tied ones joined ── missing and foreign ones ── copied
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loralib.adapters.adapter import LORA, Kind
+from loralib.adapters.families import in_backbone
+from loralib.adapters.fingerprint import fingerprint
+from loralib.errors import CheckpointError, listed
+from loralib.initialization import deferring_start
+from loralib.utils import start_from_weights
+
+from .adapter_kinds import BOTTLENECK
+from .utils import logging
+
+logger = logging.get_logger(__name__)
+
+# What other models' heads are called; a checkpoint may hold one, and it is left out.
+_A_HEAD_S = "head."
+_HEADS = (_A_HEAD_S, "lm_head.", "lm_predictions.", "cls.")
+# Upstream's buffer of 0, 1, 2, …, which holds no information.
+_POSITION_IDS = "embeddings.position_ids"
+
+
+# What adds tensors to a backbone, and the error where the model has no place for them.
+ADDED = {
+    LORA: "LoRA weights that the model has no place for, such as {}; add --apply_lora with their "
+    "rank and alpha",
+    BOTTLENECK: "adapter weights that the model has no place for, such as {}; add --apply_adapter "
+    "with their --adapter_type and --adapter_size",
+}
+
+
+class CheckpointLoadingMixin:
+    """Gives a built model the tensors of a checkpoint; a mix-in for `PreTrainedModel`."""
+
+    adapted_by: tuple[Kind, ...]
+    base_fingerprint: str | None
+    base_model_prefix: Any
+    cloned: Any
+    get_parameter: Any
+    get_submodule: Any
+    named_parameters: Any
+    newly_initialized: frozenset[str]
+    state_dict: Any
+    tensors_read: dict[str, Tensor]
+    tied: Any
+    _init_weights: Any
+
+    def load_checkpoint(
+        self, tensors: Mapping[str, Tensor], source: str, held_in: torch.dtype = torch.float32
+    ) -> dict[str, list[str]]:
+        """Copies a checkpoint's tensors in, and initializes what it may lack.
+
+        Args:
+            tensors: the checkpoint's.
+            source: names it in errors.
+            held_in: as in `from_pretrained`.
+
+        Returns:
+            What did not fit; see `from_pretrained`, as for what is raised.
+        """
+        own = self.state_dict()
+        matched = self._join_tied(self._match_names(tensors, own), source)
+        missing = own.keys() - matched.keys() - self.tied.keys() - self.cloned.keys()
+        self._check_missing(missing, source)
+        fitting = self._drop_foreign(matched, own, source)
+        for name, tensor in fitting.items():
+            if tensor.shape != own[name].shape:
+                raise CheckpointError(_shape_message(source, name, tensor, own[name]))
+        with deferring_start():
+            self._initialize(missing)
+        self.newly_initialized = frozenset(missing)
+        stays = self._backbone_weights(own) if held_in is not torch.float32 else {}
+        with torch.no_grad():
+            for name, tensor in fitting.items():
+                if name in stays and tensor.dtype is held_in:
+                    stays[name].data = tensor
+                else:
+                    own[name].copy_(tensor)
+        self._copy_clones(matched)
+        if any(LORA.part in name for name in missing):
+            # A new update may start from the weights that are here only now.
+            start_from_weights(self)
+        self.tensors_read = fitting
+        self.base_fingerprint = fingerprint(fitting, [self._prefix(own)])
+        left_out = matched.keys() - fitting.keys()
+        if self._prefix(tensors) and not self._prefix(own):
+            left_out = {name.removeprefix(_A_HEAD_S) for name in left_out}
+        return {
+            "missing_keys": sorted(missing),
+            "unexpected_keys": sorted(n for n in left_out if not n.endswith(_POSITION_IDS)),
+            "error_msgs": [],
+        }
+
+    def _backbone_weights(self, own: Iterable[str]) -> dict[str, nn.Parameter]:
+        """The backbone's parameters, by name, except those that adapt it."""
+        prefix, adapting = self._prefix(own), [kind.part for kind in self.adapted_by]
+        return {
+            name: parameter
+            for name, parameter in self.named_parameters()
+            if in_backbone(name, (prefix,)) and not any(part in name for part in adapting)
+        }
+
+    def _copy_clones(self, read: Mapping[str, Tensor]) -> None:
+        """Gives clones that a checkpoint did not have the values of what they are clones of."""
+        with torch.no_grad():
+            for name, source in self.cloned.items():
+                if name not in read:
+                    self.get_parameter(name).copy_(self.get_parameter(source))
+
+    def _prefix(self, names: Iterable[str]) -> str:
+        """What a backbone tensor's name starts with: nothing where there is no head."""
+        start = f"{self.base_model_prefix}."
+        return start if any(name.startswith(start) for name in names) else ""
+
+    def _match_names(
+        self, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Gives a checkpoint's tensors this model's names, for old endings and another prefix."""
+        ours, theirs = self._prefix(own), self._prefix(tensors)
+        matched = {}
+        for name, tensor in tensors.items():
+            name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name)
+            name = re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name)
+            if theirs and not ours:
+                # A head of the checkpoint keeps a name that no backbone has.
+                name = (
+                    name.removeprefix(theirs) if name.startswith(theirs) else f"{_A_HEAD_S}{name}"
+                )
+            elif ours and not theirs and not name.startswith(_HEADS):
+                name = f"{ours}{name}"
+            matched[name] = tensor
+        return matched
+
+    def _join_tied(self, tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
+        """Leaves one of the tensors that are tied, under the name that they are tied to."""
+        tensors = dict(tensors)
+        for name, kept in self.tied.items():
+            if name in tensors:
+                tied = tensors.pop(name)
+                if not torch.equal(tied, tensors.setdefault(kept, tied)):
+                    raise CheckpointError(
+                        f"{source}: {name} differs from {kept}; the model has one tensor for both"
+                    )
+        return tensors
+
+    def _check_missing(self, missing: set[str], source: str) -> None:
+        own = self.state_dict().keys()
+        prefix = self._prefix(own)
+        groups = {kind.name: {name for name in own if kind.part in name} for kind in ADDED}
+        head = {name for name in own if prefix and not name.startswith(prefix)}
+        groups["head"] = head.difference(self.tied, self.cloned, *groups.values())
+        groups["pooler"] = {name for name in own if name.startswith(f"{prefix}pooler.")}
+        for what, names in groups.items():
+            if names and names <= missing:
+                # Of an adapted model, a file brings them, or they are what is to be trained.
+                level, but = (logging.INFO, ", unless an adapter brings them")
+                if not self.adapted_by:
+                    level, but = logging.WARNING, ""
+                said = "%s has no %s weights: they are newly initialized%s"
+                logger.log(level, said, source, what, but)
+                missing = missing - names
+        if missing:
+            raise CheckpointError(f"{source}: lacks {len(missing)} tensors: {listed(missing)}")
+
+    def _drop_foreign(
+        self, tensors: dict[str, Tensor], own: Mapping[str, Tensor], source: str
+    ) -> dict[str, Tensor]:
+        """Leaves out what belongs to another head; refuses what this model should have known."""
+        prefix = self._prefix(own)
+        unknown = tensors.keys() - own.keys()
+        for kind, message in ADDED.items():
+            added = {name for name in unknown if kind.part in name}
+            if added:
+                raise CheckpointError(f"{source}: holds {message.format(listed(added))}")
+        foreign = {
+            name
+            for name in unknown
+            if name.endswith(_POSITION_IDS)
+            or name.startswith((f"{prefix}pooler.", *_HEADS))
+            or (prefix and not name.startswith(prefix))
+        }
+        if unknown - foreign:
+            raise CheckpointError(
+                f"{source}: has {len(unknown - foreign)} tensors unknown to the model: "
+                f"{listed(unknown - foreign)}"
+            )
+        return {name: tensor for name, tensor in tensors.items() if name not in foreign}
+
+    def _initialize(self, missing: set[str]) -> None:
+        """Initializes the modules that own a missing tensor; loading overwrites the others."""
+        missing = missing | {tied for tied, kept in self.tied.items() if kept in missing}
+        for name in sorted({name.rpartition(".")[0] for name in missing}):
+            self._init_weights(self.get_submodule(name))
+
+
+def _shape_message(source: str, name: str, read: Tensor, own: Tensor) -> str:
+    shapes = f"{tuple(read.shape)} in the file, {tuple(own.shape)} in the model"
+    message = f"{source}: {name} is {shapes}"
+    if name.endswith("lora_A"):
+        message += f": rank {read.shape[0]}, not {own.shape[0]}"
+    elif not re.search(r"embeddings|encoder|layer", name):
+        message += ": a head for another number of labels?"
+    return message
