@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .functional import Delta
 from .lora_layer import LoRALayer, cast
+from .nn.plain import is_transformed
 from .nn.products import product_dtype
 
 
@@ -46,10 +47,10 @@ class _AdaptedConv(LoRALayer):
         A, B = super()._factors()
         return A.flatten(1), B.flatten(1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """(batch, in_channels, …) -> (batch, out_channels, …)."""
-        dtype = product_dtype(x)
-        x, bias = x.to(dtype), cast(self.bias, dtype)
+        dtype = product_dtype(input)
+        x, bias = input.to(dtype), cast(self.bias, dtype)
         merged = self._merged_weight()
         if merged is not None:
             return self._conv_forward(x, merged.to(dtype), bias)
@@ -117,7 +118,7 @@ class AdaptedProjection(LoRALayer, nn.Module):
     @property
     def frozen_weight(self) -> nn.Parameter:
         """The attention's."""
-        return self.base.get_parameter(self.frozen_name)
+        return getattr(self.base, self.frozen_name)
 
     @property
     def base_bias(self) -> None:
@@ -227,17 +228,20 @@ def _weight_of(attention: MultiheadAttention, name: str) -> Tensor:
     projection = attention._modules.get(name)
     if isinstance(projection, AdaptedProjection):
         return projection.effective_weight()
-    return attention.get_parameter(f"{name}_weight")
+    return getattr(attention, f"{name}_weight")
 
 
-def _effective(layer: nn.Module) -> Tensor:
+def _effective(layer: Any) -> Tensor:
     """A layer's weight with its update merged into it, if it has one; gradients reach A and B."""
     if not isinstance(layer, LoRALayer):
-        return layer.get_parameter("weight")
+        return layer.weight
     if layer.r == 0:
         return layer.frozen_weight
     merged = layer._merged_weight()
     if merged is not None:
         return merged
     weight = layer.frozen_weight
-    return layer._delta(weight.dtype).merge_(weight.clone())
+    delta = layer._delta(weight.dtype)
+    if is_transformed(weight, delta.A, delta.B):
+        return delta.merged(weight)
+    return delta.merge_(weight.clone())

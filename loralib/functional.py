@@ -117,7 +117,8 @@ class Delta:
             (rows, out).
         """
         given = (x, dropped, weight, bias, self.A, self.B)
-        if is_transformed(*(tensor for tensor in given if tensor is not None)):
+        tensors = [tensor for tensor in given if tensor is not None]
+        if torch.jit.is_tracing() or is_transformed(*tensors):  # a traced function cannot be saved
             z = F.linear(x if dropped is None else dropped, self.A)
             return self.expanded(F.linear(x, weight, bias), z)
         return _LowRankLinear.apply(
@@ -394,7 +395,7 @@ class _LowRankLinear(torch.autograd.Function):
         # On CPUs these products take half the time or less in the layouts chosen here.
         grad_z = _joined(
             [
-                products.small_product(grad[:, block.columns], block.B.t().contiguous())
+                products.small_product(_columns(grad, block.columns), block.B.t().contiguous())
                 for block in blocks
             ],
             dim=1,
@@ -414,11 +415,18 @@ class _LowRankLinear(torch.autograd.Function):
             grad_A = products.small_product(grad_z.t(), lora_input.t())
         if needs[5]:
             parts = (
-                products.small_product(z[:, block.rows].t(), grad[:, block.columns].t())
+                products.small_product(
+                    _columns(z, block.rows).t(), _columns(grad, block.columns).t()
+                )
                 for block in blocks
             )
             grad_B = _joined([part.t() for part in parts], dim=0)
         return grad_x, grad_dropped, grad_weight, grad_bias, grad_A, grad_B, None, None
+
+
+def _columns(tensor: Tensor, part: slice) -> Tensor:
+    """Some of the columns; all of them without a view, which not all transforms have a rule for."""
+    return tensor if part == slice(0, tensor.shape[1]) else tensor[:, part]
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:

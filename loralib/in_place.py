@@ -73,6 +73,7 @@ def _names(module: nn.Module) -> frozenset[str]:
 
 def merge_in_place(model: nn.Module) -> None:
     """Turns a model's modules back; each gets a new weight, with its update merged into it."""
+    _check_turnable(model)
     layers: list[Any] = [m for m in model.modules() if is_in_place(m)]
     merged = [
         (layer.base, layer.frozen_name, _merged_parameter(layer)) for layer in layers if layer.r > 0
@@ -83,11 +84,29 @@ def merge_in_place(model: nn.Module) -> None:
 
 
 def turn_all_back(model: nn.Module) -> None:
-    """Turns a model's modules back, and lets its encoders take their fast path again."""
+    """Turns a model's modules back, and lets its encoders take their fast path again.
+
+    Raises:
+        ValueError: since it was adapted, a module has been parametrized or pruned.
+    """
+    _check_turnable(model)
     for module in list(model.modules()):
         if was_turned(module):
             turn_back(module)
     take_fast_path(model)
+
+
+def _check_turnable(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if not is_in_place(module) or not isinstance(module, LoRALayer):
+            continue
+        base = module.base
+        is_plain = module.r == 0 or base._parameters.get(module.frozen_name) is not None
+        if not is_plain or "parametrizations" in base._modules:
+            raise ValueError(
+                f"{name or 'the layer'} has been parametrized or pruned since it was adapted: "
+                "undo that first (parametrize.remove_parametrizations, prune.remove)"
+            )
 
 
 def merged_copy(layer: nn.Module) -> nn.Module:

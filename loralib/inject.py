@@ -317,6 +317,13 @@ def _is_without_update(module: nn.Module) -> bool:
 _HARMLESS = {"reset_parameters", "extra_repr"}
 
 
+# The attributes of a LoRA layer that a model may not have for something else.
+_OF_LORA_LAYERS = {
+    *("base", "enable_lora", "freeze_A", "initialization", "lora_alpha", "lora_dropout"),
+    *("merge_weights", "merged", "r", "scaling", "variant"),
+}
+
+
 def _of_its_own(kind: type[nn.Module], plain: type[nn.Module]) -> set[str]:
     """The attributes and methods that a subclass of a plain layer adds to it."""
     between = kind.__mro__[: kind.__mro__.index(plain)]
@@ -467,6 +474,11 @@ def _check_module(name: str, module: nn.Module, settings: LayerSettings) -> None
         _builder(module)
     except UnsupportedLayerError as error:
         raise UnsupportedLayerError(f"{name} is a {error}: exclude it") from None
+    own = sorted(vars(module).keys() & _OF_LORA_LAYERS)
+    if own and not isinstance(module, LoRALayer):
+        raise UnsupportedLayerError(
+            f"{name} has a {own[0]} of its own, which LoRA's layers have for theirs: exclude it"
+        )
     if "forward" in vars(module):
         raise UnsupportedLayerError(
             f"{name} has a forward of its own, as a device map's hooks give it: adapt the model "

@@ -133,8 +133,9 @@ class _SlicedLinear(LoRALayer, nn.Linear):
         """The weight as (out, in), however it is held."""
         return weight.t() if self.fan_in_fan_out else weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """(…, in_features) -> (…, out_features)."""
+        x = input
         if self.r == 0:
             return linear(x, self._as_matrix(self.weight), self.bias)
         dtype = product_dtype(x)
@@ -387,8 +388,9 @@ class Embedding(LoRALayer, nn.Embedding):
             ids, weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq, sparse=sparse
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """(…) of row numbers -> (…, embedding_dim)."""
+        x = input
         if self.r == 0:
             return nn.Embedding.forward(self, x)
         merged = self._merged_weight()
@@ -511,14 +513,14 @@ class _ConvNd(LoRALayer, nn.Module):
         self.reset_lora_parameters()
 
     def _as_matrix(self, weight: Tensor) -> Tensor:
-        return weight.view(len(self.lora_B), -1)
+        return weight.reshape(len(self.lora_B), -1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """(batch, in_channels, …) -> (batch, out_channels, …)."""
         if self.r == 0:
-            return self.conv(x)
-        dtype = product_dtype(x)
-        x, bias = x.to(dtype), cast(self.conv.bias, dtype)
+            return self.conv(input)
+        dtype = product_dtype(input)
+        x, bias = input.to(dtype), cast(self.conv.bias, dtype)
         merged = self._merged_weight()
         if merged is not None:
             return self.conv._conv_forward(x, merged.to(dtype), bias)

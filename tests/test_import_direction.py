@@ -29,6 +29,7 @@ ROOMS = {
     "layers": {"functional", "lora_layer", "nn"},
     "in_place": {"adapted_layers", "lora_layer"},
     "trained": set(),
+    "wrappers": set(),
     "utils": {"functional", "in_place", "layers", "lora_layer", "nn", "trained"},
     "adapted_layers": {"functional", "lora_layer", "nn"},
     "targets": {"errors"},
@@ -48,11 +49,11 @@ ROOMS = {
             "lora_layer",
             "nn",
         ),
-        *("targets", "trained", "utils"),
+        *("targets", "trained", "utils", "wrappers"),
     },
     "serving": {
         *("adapted_layers", "adapters", "errors", "functional", "inject", "io", "nn"),
-        *("lora_layer", "utils"),
+        *("lora_layer", "utils", "wrappers"),
     },
 }
 

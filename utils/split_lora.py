@@ -27,7 +27,7 @@ from torch import Tensor
 
 import gpt2_folder  # noqa: F401 - registers GPT-2
 from loralib.adapters.adapter import LORA, Adapter, Kind, adapter_tensors, lora_metadata
-from loralib.adapters.canonical import canonical_names
+from loralib.adapters.canonical import canonical_names, without_ddps_names
 from loralib.adapters.deltas import ranks_of
 from loralib.adapters.families import backbone_prefixes, family_of
 from loralib.adapters.fingerprint import fingerprint
@@ -81,7 +81,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
         tensors, metadata = read_tensors(path, verify=True)
     config = folder / CONFIG_NAME
     settings = PretrainedConfig.read_values(config) if config.is_file() else {}
-    return Checkpoint(path, canonical_names(tensors, str(path)), metadata, settings)
+    return Checkpoint(path, _canonical(tensors, path), metadata, settings)
+
+
+def _canonical(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+    return canonical_names(without_ddps_names(tensors, str(path)), str(path))
 
 
 def describe(
@@ -173,7 +177,7 @@ def check_free(target: Path, kind: Kind) -> None:
     if not target.is_file():
         return
     try:
-        tensors = canonical_names(read_tensors(target)[0], str(target))
+        tensors = _canonical(read_tensors(target)[0], target)
         is_part = adapter_tensors(tensors, kind=LORA).keys() == tensors.keys()
         is_lora = is_part and any(LORA.holds(name, backbone_prefixes()) for name in tensors)
     except CheckpointError:

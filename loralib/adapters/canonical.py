@@ -1,35 +1,63 @@
 """The canonical names of an adapter's tensors: those that this project's models have for them."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from torch import Tensor
 
 from ..errors import CheckpointError
 from ..io.tensors import same_tensor
-from .families import family_of, registered
+from .families import family_of, in_known_backbone, registered
+
+_DDPS = "module."
 
 
 def canonical_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     """An adapter's tensors, or a full checkpoint's, under their canonical names.
 
-    Replaced are DDP's ``module.`` and the earlier names of registered families. Tensors that such a
-    family ties to another one are left out.
+    Replaced are the earlier names of registered families. Tensors that such a family ties to
+    another one are left out.
 
     Raises:
         CheckpointError: two tensors have one name, or tied ones differ.
     """
+    return _without_tied(_renamed(tensors, _newest_name, source), source)
+
+
+def without_ddps_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """The tensors of a file that may have been written of a DDP wrapper, without its ``module.``.
+
+    A model may have a module of that name itself. So it is the wrapper's where all names begin so,
+    or the name of a registered family's backbone follows it.
+
+    Raises:
+        CheckpointError: two tensors have one name.
+    """
+    if not is_taken_for_ddps(tensors):
+        return dict(tensors)
+    return _renamed(tensors, lambda name: name.removeprefix(_DDPS), source)
+
+
+def is_taken_for_ddps(names: Collection[str]) -> bool:
+    """Whether the names that begin with ``module.`` would be a DDP wrapper's, by that rule."""
+    wrapped = [name.removeprefix(_DDPS) for name in names if name.startswith(_DDPS)]
+    is_known = any(in_known_backbone(_newest_name(name)) for name in wrapped)
+    return is_known or len(wrapped) == len(names) > 0
+
+
+def _renamed(
+    tensors: Mapping[str, Tensor], rename: Callable[[str], str], source: str
+) -> dict[str, Tensor]:
     renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        own = _canonical_name(name)
+        own = rename(name)
         if own in renamed:
             raise CheckpointError(f"{source}: holds {own} under two names")
         renamed[own] = tensor
-    return _without_tied(renamed, source)
+    return renamed
 
 
-def _canonical_name(name: str) -> str:
-    name = name.removeprefix("module.")
+def _newest_name(name: str) -> str:
     for family in registered():
         for old, new in family.old_names.items():
             name = re.sub(old, new, name)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..functional import Delta, joined_with_start, merge
+from ..io.tensors import same_tensor
 from ..nn.positions import shared_projections, unshare_positions
 from ..targets import first_names, other_places
 from .adapter import LORA, Adapter
@@ -71,7 +72,7 @@ def ranks_of(tensors: Mapping[str, Tensor], source: str) -> dict[str, int]:
     """
     ranks = {module: B.shape[1] for module, (_, B) in lora_pairs(tensors, source).items()}
     if not ranks:
-        raise CheckpointError(f"{source}: has 0 ranks: none")
+        raise CheckpointError(f"{source}: holds no LoRA: no tensor ends in lora_A or lora_B")
     return ranks
 
 
@@ -193,6 +194,11 @@ def adapted_module(model: nn.Module, name: str, adapter: Adapter) -> tuple[nn.Mo
     if module is None:
         raise CheckpointError(f"{source}: the model has no {name} to be adapted")
     weight = getattr(module, weight_name, None)
+    if weight is not None and module._parameters.get(weight_name) is None:
+        raise CheckpointError(
+            f"{source}: the {weight_name} of {name} is computed from other tensors, as by "
+            "weight_norm or pruning: make it a plain parameter first"
+        )
     dimensions = adapter.tensors[f"{name}.lora_A"].dim()
     what = "a linear layer" if dimensions == 2 else f"a convolution in {dimensions - 2}-D"
     what = "an embedding" if name in embeddings else what
@@ -237,12 +243,15 @@ def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, AdaptedWeig
     Raises:
         CheckpointError: as `deltas_of`; or the model lacks such a module, has it in another shape,
             or in several places, of which PEFT has adapted one alone, or as a convolution whose
-        update PEFT computes in another way.
+            update PEFT computes in another way; or it holds several updates of one module.
     """
-    modules = {}
+    modules: dict[str, AdaptedWeight] = {}
+    first = first_names(model)
     others = other_places(model) if adapter.format == "peft" else {}
     for name, delta in deltas_of(adapter).items():
         module, weight = adapted_module(model, name, adapter)
+        if _is_repeated(adapter, name, first):
+            continue
         if name in others or name in others.values():
             raise CheckpointError(
                 f"{adapter.source}: adapts {name}, which the model uses in several places, and "
@@ -265,6 +274,20 @@ def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, AdaptedWeig
     if shared_projections(model) & modules.keys():
         check_positions(adapter)
     return modules
+
+
+def _is_repeated(adapter: Adapter, name: str, first: Mapping[str, str]) -> bool:
+    """Whether an adapter has this module's update under the module's first name as well."""
+    original = first.get(name, name)
+    if original == name or f"{original}.lora_A" not in adapter.tensors:
+        return False
+    for full, tensor in adapter.tensors.items():
+        module, _, part = full.rpartition(".")
+        if module == name and not same_tensor(tensor, adapter.tensors[f"{original}.{part}"]):
+            raise CheckpointError(
+                f"{adapter.source}: {name} and {original} are one module of the model, and differ"
+            )
+    return True
 
 
 @torch.no_grad()

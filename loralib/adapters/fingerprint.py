@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,8 @@ def fingerprint(tensors: Mapping[str, Tensor], backbones: Iterable[str] | None =
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
+        if not isinstance(tensor, Tensor):  # a module's get_extra_state
+            continue
         is_weight = tensor.dim() >= 2 and tensor.is_floating_point()
         if not is_weight or not name.startswith(starts):
             continue
@@ -52,9 +55,11 @@ def fingerprint_without(model: nn.Module, trained: Collection[str]) -> str | Non
     """
     names = _with_tied(model, trained)
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in names}
-    if any(tensor.dtype == torch.float16 for tensor in state.values()):
-        return None
-    return fingerprint(state)
+    return None if _has_float16(state) else fingerprint(state)
+
+
+def _has_float16(state: Mapping[str, Any]) -> bool:
+    return any(isinstance(t, Tensor) and t.dtype == torch.float16 for t in state.values())
 
 
 def possible_fingerprints(
@@ -74,7 +79,7 @@ def possible_fingerprints(
     state = model.state_dict()
     if any(in_known_backbone(name) for name in state):
         state = {name: tensor for name, tensor in state.items() if in_known_backbone(name)}
-    if any(tensor.dtype == torch.float16 for tensor in state.values()):
+    if _has_float16(state):
         return []
     tops = {name.partition(".")[0] for name in adapted}
     heads = {name.partition(".")[0] for name in (*brought, last_projection(model))} - tops

@@ -31,7 +31,7 @@ from ..io.hub import resolve_file
 from ..io.tensors import same_tensor, write_tensors, write_wrapped_tensors
 from . import peft, peft_reading, peft_writing
 from .adapter import LORA, Adapter, Foreign, Kind, plain
-from .canonical import canonical_names
+from .canonical import canonical_names, is_taken_for_ddps, without_ddps_names
 from .checksums import read_checked, with_checksum
 from .deltas import lora_pairs, slices_of
 from .families import backbone_prefixes, enabled_slices, family_of, in_known_backbone
@@ -168,6 +168,8 @@ def _read_file(path: Path, kind: Kind) -> Adapter:
     metadata = kind.metadata.from_metadata(fields, path) or _metadata_of_sidecar(
         path, tensors, kind
     )
+    if metadata is None or path.suffix != ".safetensors":  # which has the model's own names
+        tensors = without_ddps_names(tensors, str(path))
     tensors = canonical_names(tensors, str(path))
     if not any(kind.holds(name, backbone_prefixes()) for name in tensors):
         raise CheckpointError(
@@ -270,6 +272,8 @@ def format_of_name(path: Path) -> str:
 def what_forbids(adapter: Adapter, format: str) -> str | None:
     """Why an adapter would compute something else in a format; None where it computes the same."""
     reached = getattr(adapter.metadata, "positions", None)
+    if format == "release" and is_taken_for_ddps(adapter.tensors):
+        return "its names begin with 'module.', which readers of this format take for DDP's"
     if format == "release" and adapter.metadata is not None:
         for what in _NOT_IN_RELEASE:
             value = getattr(adapter.metadata, what, None)

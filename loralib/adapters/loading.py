@@ -21,6 +21,7 @@ from ..lora_layer import LoRALayer
 from ..nn.positions import lora_reaches_positions, shared_projections
 from ..trained import note_trained, note_untied, noted
 from ..utils import freeze_base
+from ..wrappers import without_wrappers
 from .adapter import LORA, Adapter, adapter_tensors, base_biases, trained_with
 from .checks import check_base, check_finite, check_positions, check_possible_base
 from .completeness import check_all_there
@@ -273,7 +274,8 @@ def load_adapter(
     besides, which replace the model's. If the model had no LoRA, the rest is frozen.
 
     Args:
-        model: the base, plain or with LoRA layers of the adapter's own settings.
+        model: the base, plain or with LoRA layers of the adapter's own settings; with these it may
+            be wrapped, as by DDP.
         source: a file, a folder, or the name of a repository on the hub; see `read_adapter`.
         lora_alpha: the alpha that it was trained with, where it does not say it.
         revision: for the hub, as in `read_adapter`.
@@ -293,6 +295,21 @@ def load_adapter(
     adapter = read_adapter(
         source, lora_alpha=lora_alpha, revision=revision, cache_dir=cache_dir, token=token
     )
+    with without_wrappers(model) as plain:
+        if plain is not model and not lora_layers(plain):
+            # What DDP shares and torch.compile has compiled is settled when they wrap.
+            raise ValueError(
+                f"the model is wrapped or compiled already ({type(model).__name__}): load the "
+                "adapter before that"
+            )
+        return _load(plain, adapter)
+
+
+def _load(model: nn.Module, adapter: Adapter) -> tuple[str, ...]:
+    """As `load_adapter`, of a model without wrappers."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"{name} is on the meta device: load the model's weights first")
     weights = adapted_modules(model, adapter)
     besides = {name: t for name, t in adapter.tensors.items() if LORA.part not in name}
     present = lora_layers(model)

@@ -6,8 +6,7 @@ lora.save_adapter(model, "my_adapter.safetensors")       one file, with all that
 
 import logging
 import os
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from ..lora_layer import LoRALayer
 from ..targets import other_places
 from ..trained import noted, untied_from
 from ..utils import check_whole
+from ..wrappers import without_wrappers
 from .adapter import LORA, Adapter, base_biases, lora_metadata
 from .fingerprint import fingerprint_without
 from .formats import SUFFIXES, format_of_name, write_checked_adapter
@@ -30,13 +30,6 @@ from .metadata import LoraMetadata
 from .peft import unlike_pefts
 
 logger = logging.getLogger(__name__)
-
-# The classes of wrappers, and what they call the module within.
-_WRAPPERS = {
-    "DistributedDataParallel": "module",
-    "OptimizedModule": "_orig_mod",
-    "CheckpointWrapper": "_checkpoint_wrapped_module",
-}
 
 
 def save_adapter(
@@ -71,7 +64,7 @@ def save_adapter(
     path = Path(path)
     if format is None:
         format = format_of_name(path) if path.suffix in SUFFIXES else "peft"
-    with _without_wrappers(model) as plain:
+    with without_wrappers(model) as plain:
         adapter = _adapter_of(plain, base, task, labels)
         if format == "peft":
             _check_peft_adapts(plain, adapter.source)
@@ -95,7 +88,7 @@ def adapter_of(
         ValueError: the model has no LoRA layers, or is sharded.
         CheckpointError: its LoRA layers are of several kinds, which no file holds.
     """
-    with _without_wrappers(model) as plain:
+    with without_wrappers(model) as plain:
         return _adapter_of(plain, base, task, labels)
 
 
@@ -169,34 +162,6 @@ def _is_zero(layer: LoRALayer) -> bool:
         pairs = (layer.lora_A, layer.lora_A_start), (layer.lora_B, layer.lora_B_start)
         return all(torch.equal(half, start) for half, start in pairs)
     return not (layer.lora_A.any() and layer.lora_B.any())
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The module that DDP, `torch.compile` or PyTorch's checkpoint wrapper has wrapped."""
-    inner = _WRAPPERS.get(type(model).__name__, "")
-    return unwrapped(getattr(model, inner)) if hasattr(model, inner) else model
-
-
-@contextmanager
-def _without_wrappers(model: nn.Module) -> Iterator[nn.Module]:
-    """The model, within this block without wrappers, its own and those of its modules.
-
-    These have another name in what they hold.
-    """
-    model = unwrapped(model)
-    wrapped = [
-        (owner, name, module)
-        for owner in model.modules()
-        for name, module in owner._modules.items()
-        if module is not None and unwrapped(module) is not module
-    ]
-    try:
-        for owner, name, module in wrapped:
-            owner._modules[name] = unwrapped(module)
-        yield model
-    finally:
-        for owner, name, module in wrapped:
-            owner._modules[name] = module
 
 
 def _check_layers(layers: dict[str, LoRALayer]) -> None:

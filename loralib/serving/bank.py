@@ -15,10 +15,12 @@ forward hooks, which act within `use` alone. routing.py tells which rows are who
 """
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +31,7 @@ from ..adapters.adapter import Adapter
 from ..adapters.loading import lora_layers
 from ..lora_layer import LoRALayer
 from ..nn.routing import Routing, in_effect, routed, slices
+from ..wrappers import unwrapped, without_wrappers
 from .prepared import PreparedAdapter, fingerprint_of, prepare
 
 logger = logging.getLogger(__name__)
@@ -50,13 +53,14 @@ class AdapterBank:
     """
 
     def __init__(self, model: nn.Module):
-        for name in lora_layers(model):
+        for name in lora_layers(unwrapped(model)):
             raise ValueError(
                 f"{name} has LoRA of its own: build the model without LoRA, or merge it"
             )
         self._model = model
         self._key = object()
-        self._fingerprint = fingerprint_of(model)
+        with without_wrappers(model) as plain:
+            self._fingerprint = fingerprint_of(plain)
         self._adapters: dict[str, PreparedAdapter] = {}
         self._hooks: dict[_Hook, RemovableHandle] = {}
         self._closed = False
@@ -100,14 +104,22 @@ class AdapterBank:
             )
         if name in self._adapters:
             raise ValueError(f"there is an adapter '{name}' already, among {self._listed()}")
-        prepared = prepare(self._model, adapter, self._fingerprint)
+        with without_wrappers(self._model) as plain:
+            prepared = prepare(plain, adapter, self._fingerprint)
+            self._add_hooks(plain, prepared)
+        self._adapters[name] = prepared
+
+    def _add_hooks(self, model: nn.Module, prepared: PreparedAdapter) -> None:
+        """Sees to it that all modules that an adapter changes have their hook."""
         hooks = [_Hook(self._key, module, _add_deltas) for module in prepared.deltas]
         hooks += [_Hook(self._key, module, _apply_heads) for module in prepared.heads]
-        for hook in hooks:
-            if hook not in self._hooks:
-                module = self._model.get_submodule(hook.module)
-                self._hooks[hook] = module.register_forward_hook(hook)
-        self._adapters[name] = prepared
+        new = [hook for hook in hooks if hook not in self._hooks]
+        for hook in new:
+            module = model.get_submodule(hook.module)
+            self._hooks[hook] = module.register_forward_hook(hook, with_kwargs=True)
+        if new and "torch._dynamo" in sys.modules:
+            # What was compiled before does not see hooks that came later.
+            torch.compiler.reset()
 
     def remove(self, name: str) -> None:
         """Drops an adapter; blocks in progress keep it.
@@ -139,8 +151,9 @@ class AdapterBank:
                 Any order will do, but rows of one adapter are fastest next to each other.
 
         Raises:
-            ValueError: there is no such adapter, names are empty, or the bank is closed; or it is
-                within a block of another bank. From the model: it is given another number of rows
+            ValueError: there is no such adapter, names are empty, or the bank is closed; it is
+                within a block of another bank; or rows have adapters of their own in a model that
+                has tokens first. From the model: it is given another number of rows
                 than names, or one of its layers an input in which rows cannot be told.
         """
         self._check_open()
@@ -149,6 +162,11 @@ class AdapterBank:
         elif names:
             segments = [(name, len(list(rows))) for name, rows in groupby(names)]
             adapters = self._find([name for name, _ in segments])
+            for module in filter(None, (adapter.tokens_first for adapter in adapters)):
+                raise ValueError(
+                    f"{module} has an nn.MultiheadAttention without batch_first beside it, so that "
+                    "rows are not its input's first dimension: name one adapter for all of them"
+                )
             routing = Routing(self._key, adapters, slices([count for _, count in segments]))
         else:
             raise ValueError(f"no adapter is named; there are {self._listed()}")
@@ -187,18 +205,22 @@ class _Hook:
 
     key: object
     module: str
-    act: Callable[[str, Routing, Tensor, Tensor], Tensor]
+    act: Callable[..., Tensor]
 
-    def __call__(self, module: nn.Module, args: tuple[Tensor], out: Tensor) -> Tensor:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
+    ) -> Tensor:
         routing = in_effect()
         if routing is None or routing.key is not self.key:
             return out
         if isinstance(module, LoRALayer) and module.r > 0:
             raise ValueError(f"{self.module} has got LoRA of its own since: remove_lora first")
-        return self.act(self.module, routing, *args, out)
+        return self.act(self.module, routing, args, kwargs, out)
 
 
-def _add_deltas(module: str, routing: Routing, x: Tensor, out: Tensor) -> Tensor:
+def _add_deltas(
+    module: str, routing: Routing, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
+) -> Tensor:
     """Adds each adapter's delta to its rows, in place: nothing else uses such a layer's output.
 
     Of positions, every segment of rows has an output of its own: (n, …) -> (segments, n, …).
@@ -208,6 +230,12 @@ def _add_deltas(module: str, routing: Routing, x: Tensor, out: Tensor) -> Tensor
         deltas = [delta if delta and delta.positions else None for delta in deltas]
     if not any(deltas):
         return out
+    (x,) = (*args, *kwargs.values())
+    if x.is_nested:
+        raise ValueError(
+            f"{module} is given a nested tensor, which a bank cannot add to: turn "
+            "use_nested_tensor of the model's nn.TransformerEncoder off"
+        )
     if routing.positions and routing.rows is not None:
         x, out = (tensor.expand(len(deltas), *tensor.shape) for tensor in (x, out))
     out = out.contiguous()
@@ -218,15 +246,36 @@ def _add_deltas(module: str, routing: Routing, x: Tensor, out: Tensor) -> Tensor
     return out
 
 
-def _apply_heads(module: str, routing: Routing, x: Tensor, out: Tensor) -> Tensor:
-    """Gives each adapter's rows to its own head; those of adapters without one have `out`."""
+def _apply_heads(
+    module: str, routing: Routing, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
+) -> Tensor:
+    """Gives each adapter's rows to its own head; those of adapters without one have `out`.
+
+    What else a head is given is the same for all rows.
+    """
     heads = [adapter.heads.get(module) for adapter in routing.adapters]
-    parts = zip(heads, routing.parts(x), strict=True)
-    outputs = [out[part] if head is None else head(x[part]) for head, part in parts]
-    if len(outputs) == 1:
-        return outputs[0]
+    x, *others = (*args, *kwargs.values())
+    parts = routing.parts(x)
+    if len(parts) == 1:
+        return out if heads[0] is None else heads[0](*args, **kwargs)
+    if any(isinstance(other, Tensor) for other in others):
+        raise ValueError(f"{module} is given several tensors: use one adapter at a time")
+    outputs = [
+        out[part] if head is None else _called_with(head, x[part], args, kwargs)
+        for head, part in zip(heads, parts, strict=True)
+    ]
     widest = max(output.shape[-1] for output in outputs)
     padding = [(0, widest - output.shape[-1]) for output in outputs]
     return torch.cat(
         [F.pad(*part, value=float("-inf")) for part in zip(outputs, padding, strict=True)]
     )
+
+
+def _called_with(
+    head: nn.Module, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """A head's output with another first argument."""
+    if args:
+        return head(x, *args[1:], **kwargs)
+    first, *_ = kwargs
+    return head(**{**kwargs, first: x})

@@ -13,7 +13,7 @@ from ..adapted_layers import convolved_update
 from ..adapters.adapter import LORA, Adapter
 from ..adapters.checks import check_finite, check_possible_base
 from ..adapters.completeness import check_all_there
-from ..adapters.deltas import PARTS, AdaptedWeight, adapted_modules, out_in
+from ..adapters.deltas import PARTS, AdaptedWeight, adapted_modules, lora_pairs, out_in
 from ..adapters.families import in_known_backbone, top_module
 from ..adapters.fingerprint import fingerprint, last_projection, possible_fingerprints
 from ..errors import CheckpointError, NeedsMergingError
@@ -79,7 +79,7 @@ class ConvolutionDelta(DeviceDelta):
     def add_to(self, out: Tensor, x: Tensor) -> None:
         """out += conv(x, s · B A), the product read as a kernel; times the gain, but for b."""
         delta, module = self._in(out.dtype), self.module
-        per_channel = (-1, *[1] * (out.dim() - 2))
+        per_channel = (-1, *[1] * (module.weight.dim() - 2))
         gain = delta.gain(module.weight.flatten(1))
         scaled_bias = None if gain is None or module.bias is None else module.bias.view(per_channel)
         if scaled_bias is not None:
@@ -108,11 +108,14 @@ class PreparedAdapter:
         deltas: by the name of the module that each belongs to.
         heads: modules that take the place of the model's, by name.
         labels: what the head's outputs stand for; () without a head.
+        tokens_first: a module of `deltas` to which tokens come first and a batch's rows second;
+            None where none is known.
     """
 
     deltas: Mapping[str, DeviceDelta]
     heads: Mapping[str, nn.Module]
     labels: tuple[str, ...]
+    tokens_first: str | None
 
 
 def fingerprint_of(model: nn.Module) -> str | None:
@@ -141,7 +144,7 @@ def prepare(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) ->
     check_all_there(model, adapter, modules)
     _check_called(modules, model, adapter.source)
     _check_metadata(adapter)
-    tensors = _head_tensors(adapter, modules)
+    tensors = _head_tensors(adapter)
     known = [base_fingerprint] if base_fingerprint else None
     check_possible_base(adapter, known or possible_fingerprints(model, modules, tensors))
     check_finite(adapter)
@@ -152,7 +155,19 @@ def prepare(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) ->
     }
     positions = adapter.lora.positions is not False
     deltas = {name: device_delta(adapted, positions) for name, adapted in modules.items()}
-    return PreparedAdapter(deltas, heads, _labels(adapter, tensors.get(f"{last}.weight")))
+    labels = _labels(adapter, tensors.get(f"{last}.weight"))
+    return PreparedAdapter(deltas, heads, labels, _with_tokens_first(model, modules))
+
+
+def _with_tokens_first(model: nn.Module, adapted: Collection[str]) -> str | None:
+    """The first of these modules in a block of one of PyTorch's attentions without batch_first."""
+    blocks = {
+        name.rpartition(".")[0]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.MultiheadAttention) and not module.batch_first
+    }
+    within = (name for name in adapted for block in blocks if f"{name}.".startswith(f"{block}."))
+    return next(within if "" not in blocks else iter(adapted), None)
 
 
 def _check_called(modules: Mapping[str, AdaptedWeight], model: nn.Module, source: str) -> None:
@@ -182,12 +197,13 @@ def _check_metadata(adapter: Adapter) -> None:
         raise NeedsMergingError(source, f"was trained with {switches} as well")
 
 
-def _head_tensors(adapter: Adapter, adapted: Collection[str]) -> dict[str, Tensor]:
+def _head_tensors(adapter: Adapter) -> dict[str, Tensor]:
     """An adapter's tensors that belong to its head.
 
     Raises:
         CheckpointError: one of them is the backbone's, or the head itself is adapted.
     """
+    adapted = lora_pairs(adapter.tensors, adapter.source)
     parts = {f"{module}.{part}" for module in adapted for part in PARTS}
     rest = {name: tensor for name, tensor in adapter.tensors.items() if name not in parts}
     for name in rest:

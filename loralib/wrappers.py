@@ -1,0 +1,40 @@
+"""Modules that wrap a model, or a part of it, and give what they hold other names."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+# The classes of PyTorch's wrappers, and what they call the module within.
+_WRAPPERS = {
+    "AveragedModel": "module",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+}
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module within wrappers: DDP, `torch.compile`'s, an average of weights, and so on."""
+    inner = _WRAPPERS.get(type(model).__name__, "")
+    return unwrapped(getattr(model, inner)) if hasattr(model, inner) else model
+
+
+@contextmanager
+def without_wrappers(model: nn.Module) -> Iterator[nn.Module]:
+    """The model, within this block without wrappers, its own and those of its modules."""
+    model = unwrapped(model)
+    wrapped = [
+        (owner, name, module)
+        for owner in model.modules()
+        for name, module in owner._modules.items()
+        if module is not None and unwrapped(module) is not module
+    ]
+    try:
+        for owner, name, module in wrapped:
+            owner._modules[name] = unwrapped(module)
+        yield model
+    finally:
+        for owner, name, module in wrapped:
+            owner._modules[name] = module

@@ -1,0 +1,362 @@
+"""Models as other people write, wrap, compile and call them: right, or an error of one line."""
+
+import copy
+
+import pytest
+import torch
+from compare import assert_same_bits
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+from torch.optim.swa_utils import AveragedModel
+
+import loralib as lora
+from loralib.adapters.deltas import merge_into
+from loralib.errors import CheckpointError, NeedsMergingError, UnsupportedLayerError
+from loralib.wrappers import unwrapped
+
+
+class Net(nn.Module):
+    """Two layers and a head, which may be given more than its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+def drawn(model, targets, **settings):
+    """A copy of the model with updates that are not zero, in evaluation mode."""
+    model = copy.deepcopy(model)
+    lora.add_lora(model, targets, r=2, **settings)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("lora_A", "lora_B")):
+            nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def close(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def bank_of(model, *paths):
+    bank = lora.AdapterBank(model)
+    for number, path in enumerate(paths):
+        bank.add(f"a{number}", lora.read_adapter(path))
+    return bank
+
+
+# ---- names ----
+
+
+class NamedModule(nn.Module):
+    """A model with a part called `module`, as DDP calls a whole model, beside one of its names."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin, self.module = nn.Linear(4, 4), nn.ModuleDict({"lin": nn.Linear(4, 4)})
+
+    def forward(self, x):
+        return self.module["lin"](torch.tanh(self.lin(x)))
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a"])
+@pytest.mark.parametrize("target", ["module.lin", "lin"])
+@torch.no_grad()
+def test_a_part_called_module_is_no_wrapper(tmp_path, name, target):
+    base, x = NamedModule().eval(), torch.randn(2, 4)
+    model = drawn(base, [target])
+    lora.save_adapter(model, tmp_path / name)
+    plain = copy.deepcopy(base)
+    assert lora.load_adapter(plain, tmp_path / name) == tuple(
+        name for name, _ in base.named_modules() if name.endswith(target)
+    )
+    close(plain.eval()(x), model(x))
+    with bank_of(base, tmp_path / name).use("a0"):
+        close(base(x), model(x))
+
+
+def test_where_a_part_called_module_cannot_be_told_from_a_wrapper(tmp_path):
+    model = drawn(NamedModule(), ["module.lin"])
+    with pytest.raises(NeedsMergingError, match=r"'module.', which readers of this format take"):
+        lora.save_adapter(model, tmp_path / "a.bin")
+
+
+def test_a_file_of_a_wrapped_model_is_of_the_model(tmp_path):
+    model = drawn(Net(), ["a"])
+    state = {f"module.{n}": tensor for n, tensor in lora.lora_state_dict(model).items()}
+    torch.save(state, tmp_path / "a.bin")
+    read = lora.read_adapter(tmp_path / "a.bin", lora_alpha=16)
+    assert_same_bits(read.tensors, lora.lora_state_dict(model))
+
+
+# ---- modules in several places ----
+
+
+class Repeated(nn.Module):
+    """One block in three places, as ALBERT has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Tanh())] * 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@torch.no_grad()
+def test_an_update_that_a_file_has_under_several_names_is_added_once(tmp_path):
+    base, x = Repeated().eval(), torch.randn(2, 6)
+    model = drawn(base, ["layers.*.0"])
+    torch.save(lora.lora_state_dict(model), tmp_path / "a.bin")
+    adapter = lora.read_adapter(tmp_path / "a.bin", lora_alpha=16)
+    assert len(adapter.tensors) == 6
+    bank = lora.AdapterBank(base)
+    bank.add("a", adapter)
+    with bank.use("a"):
+        close(base(x), model(x))
+    merged = copy.deepcopy(base)
+    merge_into(merged, adapter)
+    close(merged(x), model(x))
+    adapter.tensors["layers.1.0.lora_B"] = torch.ones(6, 2)
+    with pytest.raises(CheckpointError, match=r"layers.1.0 and layers.0.0 are one module"):
+        merge_into(copy.deepcopy(base), adapter)
+
+
+# ---- wrappers ----
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, AveragedModel, torch.compile])
+@pytest.mark.parametrize("name", ["a.safetensors", "a"])
+@torch.no_grad()
+def test_wrapped_models_are_saved_loaded_and_served(tmp_path, wrap, name):
+    base, x = Net().eval(), torch.randn(2, 6)
+    model = drawn(base, ["a"])
+    lora.save_adapter(wrap(model), tmp_path / name)
+    again, served = wrap(drawn(base, ["a"])), wrap(copy.deepcopy(base))
+    assert lora.load_adapter(again, tmp_path / name) == ("a",)
+    close(unwrapped(again).eval()(x), model(x))
+    with pytest.raises(ValueError, match="is wrapped or compiled already"):
+        lora.load_adapter(served, tmp_path / name)
+    with bank_of(served, tmp_path / name).use("a0"):
+        close(unwrapped(served).eval()(x), model(x))
+
+
+@pytest.mark.parametrize("way", ["outside", "in place", "another one of its class"])
+@torch.no_grad()
+def test_a_bank_for_a_model_that_was_compiled_and_run(tmp_path, way):
+    base, x = Net().eval(), torch.randn(2, 6)
+    model, run = drawn(base, ["a"]), base
+    plain = model(x), base(x)
+    lora.save_adapter(model, tmp_path / "a")
+    if way == "in place":
+        base.compile(backend="eager")
+    else:
+        run = torch.compile(base, backend="eager")
+    (torch.compile(Net(), backend="eager") if way.startswith("another") else run)(x)
+    bank = bank_of(base, tmp_path / "a")
+    with bank.use("a0"):
+        close(run(x), plain[0])
+    close(run(x), plain[1])
+
+
+# ---- calls ----
+
+
+class Head(nn.Linear):
+    def forward(self, input, scale=1.0, shift=0.0):
+        return super().forward(input) * scale + shift
+
+
+class Calls(Net):
+    """Calls its layers by keywords, and its head with more than the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = Head(6, 3)
+
+    def forward(self, x, shift=0.0):
+        h = torch.tanh(self.b(input=torch.tanh(self.a(input=x))))
+        return self.head(h, 3.0, shift=shift)
+
+
+@torch.no_grad()
+def test_layers_and_heads_are_called_as_the_model_calls_them(tmp_path):
+    base, x = Calls().eval(), torch.randn(3, 6)
+    models = [drawn(base, ["a", "b"], modules_to_train=["head"]) for _ in range(2)]
+    for number, model in enumerate(models):
+        nn.init.normal_(model.head.weight)
+        lora.save_adapter(model, tmp_path / f"{number}.safetensors")
+    bank = bank_of(base, *(tmp_path / f"{number}.safetensors" for number in range(2)))
+    with bank.use("a1"):
+        close(base(x, torch.ones(3)), models[1](x, torch.ones(3)))
+    with bank.use(["a0", "a1", "a1"]):
+        close(base(x), torch.cat([models[0](x[:1]), models[1](x[1:])]))
+        with pytest.raises(ValueError, match="head is given several tensors: use one adapter"):
+            base(x, torch.ones(3))
+
+
+@pytest.mark.parametrize("build", [nn.Linear, nn.Conv1d, nn.Embedding])
+def test_an_input_may_be_a_keyword(build):
+    model = nn.ModuleDict({"a": build(6, 6, 1) if build is nn.Conv1d else build(6, 6)})
+    x = torch.randint(6, (2, 6)) if build is nn.Embedding else torch.randn(2, 6, 6)
+    before = model["a"](input=x)
+    lora.add_lora(model, ["a"], r=2)
+    close(model["a"](input=x), before)
+
+
+@pytest.mark.parametrize("build", [nn.Conv1d, nn.Conv2d])
+@torch.no_grad()
+def test_an_unbatched_input_of_a_convolution_in_a_bank(tmp_path, build):
+    """With as many channels as there are positions, which broadcast just as well."""
+    base = nn.ModuleDict({"a": build(6, 6, 3, padding=1)}).eval()
+    x = torch.randn(*[6] * base["a"].weight.dim())[0]
+    model = drawn(base, ["a"], variant="dora")
+    model["a"].lora_magnitude_vector.mul_(1.3)
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    with bank_of(base, tmp_path / "a.safetensors").use("a0"):
+        close(base["a"](x), model["a"](x))
+
+
+@torch.no_grad()
+def test_a_nested_tensor_is_refused_by_a_bank(tmp_path):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    base = nn.TransformerEncoder(layer, 1).eval()
+    lora.save_adapter(drawn(base, ["linear1"]), tmp_path / "a")
+    bank, x = bank_of(base, tmp_path / "a"), torch.randn(2, 3, 8)
+    padding = torch.tensor([[False, False, False], [False, False, True]])
+    with bank.use("a0"):
+        with pytest.raises(ValueError, match="turn use_nested_tensor of the model's"):
+            base(x, src_key_padding_mask=padding)
+        base.use_nested_tensor = False
+        base(x, src_key_padding_mask=padding)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@torch.no_grad()
+def test_rows_of_a_model_that_has_tokens_first(tmp_path, batch_first):
+    """As many tokens as rows: the shapes do not tell."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=batch_first)
+    for base in (layer, nn.ModuleDict({"encoder": nn.TransformerEncoder(layer, 1)})):
+        model, folder = drawn(base.eval(), ["linear1"]), tmp_path / type(base).__name__
+        lora.save_adapter(model, folder)
+        bank, x = bank_of(base, folder, folder), torch.randn(3, 3, 8)
+        call = base.encoder if base is not layer else base
+        with bank.use("a0"):
+            close(call(x), (model.encoder if base is not layer else model)(x))
+        if batch_first:
+            with bank.use(["a0", "a1", "a0"]):
+                close(call(x), (model.encoder if base is not layer else model)(x))
+        else:
+            with pytest.raises(ValueError, match=r"linear1 has an nn.MultiheadAttention without"):
+                bank.use(["a0", "a1", "a0"]).__enter__()
+
+
+# ---- attributes and weights ----
+
+
+@pytest.mark.parametrize("name", ["scaling", "r", "merged", "base"])
+def test_what_a_model_has_set_on_its_layer_is_not_written_over(name):
+    model = Net()
+    setattr(model.a, name, 0.5)
+    with pytest.raises(UnsupportedLayerError, match=f"a has a {name} of its own"):
+        lora.add_lora(model, ["a", "b"], r=2)
+    assert type(model.b) is nn.Linear
+    lora.add_lora(model, ["b"], r=2)
+
+
+def normed(layer):
+    parametrizations.weight_norm(layer)
+
+
+def pruned(layer):
+    prune.l1_unstructured(layer, "weight", 0.3)
+
+
+@pytest.mark.parametrize("change", [normed, pruned])
+def test_weights_that_are_computed_from_others(tmp_path, change):
+    model = drawn(Net(), ["a"])
+    lora.save_adapter(model, tmp_path / "a")
+    base = Net()
+    change(base.a)
+    for attempt in (
+        lambda: lora.load_adapter(base, tmp_path / "a"),
+        lambda: lora.AdapterBank(base).add("a", lora.read_adapter(tmp_path / "a")),
+    ):
+        with pytest.raises(CheckpointError, match="weight of a is computed from other tensors"):
+            attempt()
+    change(model.a)
+    for undo in (lora.merge, lora.remove_lora):
+        with pytest.raises(ValueError, match="a has been parametrized or pruned since"):
+            undo(model)
+    model(torch.randn(2, 6))
+
+
+def test_a_model_without_weights_is_refused(tmp_path):
+    lora.save_adapter(drawn(Net(), ["a"]), tmp_path / "a")
+    with pytest.raises(ValueError, match=r"a.weight is on the meta device"):
+        lora.load_adapter(Net().to("meta"), tmp_path / "a")
+
+
+class WithState(Net):
+    def get_extra_state(self):
+        return {"version": 1}
+
+    def set_extra_state(self, state):
+        assert state == {"version": 1}
+
+
+@torch.no_grad()
+def test_a_state_that_is_no_tensor(tmp_path):
+    base, x = WithState().eval(), torch.randn(2, 6)
+    model = drawn(base, ["a"])
+    lora.save_adapter(model, tmp_path / "a")
+    lora.load_adapter(base, tmp_path / "a")
+    assert torch.equal(base.eval()(x), model(x))
+
+
+def test_a_kernel_in_channels_last_starts_from_its_weight():
+    layer = lora.Conv2d(4, 4, 3, r=2, initialization="pissa")
+    expected = copy.deepcopy(layer)
+    layer.conv.to(memory_format=torch.channels_last)
+    for each in (layer, expected):
+        each.start_from_weight()
+    close(layer._delta().product(), expected._delta().product())
+
+
+# ---- transforms ----
+
+
+@pytest.mark.parametrize("sizes", [{}, {"kdim": 6, "vdim": 4}])
+@pytest.mark.parametrize("exclude", [[], ["out_proj"]])
+def test_functional_calls_and_several_adapters_of_an_attention(sizes, exclude):
+    model = nn.ModuleDict({"a": nn.MultiheadAttention(8, 2, batch_first=True, **sizes)})
+    model = drawn(model, ["a"], exclude=exclude)["a"]
+    query = torch.randn(2, 3, 8)
+    key, value = (torch.randn(2, 3, sizes.get(n, 8)) for n in ("kdim", "vdim"))
+    call = (query, key, value)
+    close(torch.func.functional_call(model, dict(model.named_parameters()), call), model(*call))
+    updates = {n: p.detach() for n, p in model.named_parameters() if "lora_" in n}
+    stacked = {n: torch.stack([p, 2 * p]) for n, p in updates.items()}
+    both, _ = torch.vmap(lambda own: torch.func.functional_call(model, own, call))(stacked)
+    for number in range(2):
+        own = {n: tensor[number] for n, tensor in stacked.items()}
+        close(both[number], torch.func.functional_call(model, own, call)[0])
+
+
+def test_vectorized_jacobians():
+    model = drawn(Net(), ["a", "b"])
+    x = torch.randn(2, 6)
+    jacobian = torch.autograd.functional.jacobian
+    close(jacobian(model, x, vectorize=True), jacobian(model, x))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_traced_model_can_be_saved(tmp_path):
+    model, x = drawn(Net(), ["a"]), torch.randn(2, 6)
+    torch.jit.trace(model, x).save(tmp_path / "a.pt")
+    close(torch.jit.load(tmp_path / "a.pt")(x), model(x))
