@@ -581,6 +581,8 @@ def _check_settings(name: str, module: nn.Module, weight: Tensor, own: LayerSett
         raise ValueError(f"lora_alpha has to be a number above 0, got {own.lora_alpha!r} ({name})")
     if not isinstance(own.lora_dropout, int | float):
         raise ValueError(f"lora_dropout has to be a probability, got {own.lora_dropout!r}")
+    if own.lora_dropout == 1:
+        raise ValueError("lora_dropout 1 drops all of an update's input: nothing would be trained")
     if isinstance(module, nn.Embedding):
         Embedding.check_update(module.max_norm, own.freeze_A, own.initialization)
     LoRALayer(**{**own.of_layer(), "merge_weights": False})  # its own checks of the settings

@@ -51,6 +51,8 @@ def parse_args(argv: list[str] | None = None, description: str | None = None) ->
         if value is not None and not least <= value <= most:
             bound = f"at most {most:g}" if value > most else f"at least {least:g}"
             raise ValueError(f"--{flag} has to be {bound}, but is {value}")
+        if flag in ("lora_dropout", "label_smooth") and value == 1:
+            raise ValueError(f"--{flag} 1 leaves nothing to learn from: give less")
     check_report_to(args.report_to)
     _check_estimate(args)
     if not 0 < args.lora_plus_ratio < math.inf:

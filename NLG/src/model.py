@@ -34,7 +34,7 @@ from loralib.initialization import (
     deferring_start,
     starts_from_weight,
 )
-from loralib.io.settings import Count, Index, NotNegative, Positive, Share, check_settings
+from loralib.io.settings import Count, Index, NotNegative, Positive, ShareBelowOne, check_settings
 from loralib.nn.filling import fill, filled_up, recurring
 from loralib.nn.norm import LayerNorm
 from loralib.nn.packing import PackedRows, attend
@@ -81,7 +81,7 @@ class GPT2Config:
     initializer_range: NotNegative = 0.02
     lora_attn_dim: Index = 0
     lora_attn_alpha: Positive = 128
-    lora_dropout: Share = 0.0
+    lora_dropout: ShareBelowOne = 0.0
     lora_targets: Iterable[str] = DEFAULT_TARGETS
     lora_variant: str = "lora"
     lora_init: str = "default"

@@ -153,6 +153,12 @@ class DataTrainingArguments(DataArguments):
             for name in ("text_columns", "label_column"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"--{name} is for files of your own, not for --task_name")
+            for split, path in self.files.items():
+                if path is not None:
+                    raise ValueError(
+                        f"--{split}_file {path} would not be read: leave --task_name out, or the "
+                        "file (GLUE's own are in --data_dir)"
+                    )
             return
         if not any(self.files.values()):
             raise ValueError("give --task_name, or --train_file / --validation_file / --test_file")
@@ -258,6 +264,7 @@ def load_own_files(data_args: DataTrainingArguments, splits: list[str], origin: 
         if len(labels) > len(sets["train"]) / 2:
             counts = f"{len(labels):,} classes in {len(sets['train']):,} rows"
             logger.warning("%s: %s; is %s its label?", files["train"], counts, label)
+        warn_of_one_word(labels, files["train"])
     what = f"classes {', '.join(labels)}" if labels else "scores"
     logger.info(
         "%s: texts from %s%s",
@@ -266,6 +273,17 @@ def load_own_files(data_args: DataTrainingArguments, splits: list[str], origin: 
         f"; labels from {label}: {what}" if labelled else "",
     )
     return TextData(sets, TEXT_KEYS[: len(columns.texts)], labels, columns.texts)
+
+
+def warn_of_one_word(labels: Sequence[str], path: str) -> None:
+    """Warns of labels that differ in nothing but blanks and capitals."""
+    spellings: dict[str, list[str]] = {}
+    for label in labels:
+        spellings.setdefault(" ".join(label.split()).casefold(), []).append(label)
+    for several in spellings.values():
+        if len(several) > 1:
+            listed = ", ".join(f"'{label}'" for label in several)
+            logger.warning("%s: %s are classes of their own; are they one?", path, listed)
 
 
 def own_labels(

@@ -38,6 +38,7 @@ _SMALLEST = math.ulp(0.0)
 Count = Annotated[int, Range(1, math.inf, "be a positive integer")]
 Index = Annotated[int, Range(0, math.inf, "be an integer from 0 on")]
 Share = Annotated[float, Range(0, 1, "lie in [0, 1]")]
+ShareBelowOne = Annotated[float, Range(0, math.nextafter(1, 0), "lie in [0, 1)")]
 Positive = Annotated[float, Range(_SMALLEST, math.inf, "be a positive number")]
 NotNegative = Annotated[float, Range(0, math.inf, "be a number from 0 on")]
 

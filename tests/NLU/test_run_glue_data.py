@@ -289,6 +289,15 @@ def test_a_class_for_each_row_is_warned_of(glue, tmp_path, caplog):
     train = ["--train_file", write(tmp_path / "train.csv", rows), "--do_train", *LORA]
     glue(*train, "--max_steps", 1, "--output_dir", "out")
     assert "8 classes in 8 rows; is label its label?" in caplog.text
+    assert "are they one?" not in caplog.text
+
+
+def test_two_spellings_of_a_label_are_warned_of(glue, tmp_path, caplog):
+    spellings = ("good", "bad", "Good ", "good")
+    rows = [{**row, "label": spellings[n % 4]} for n, row in enumerate(own_rows(["a"], count=8))]
+    train = ["--train_file", write(tmp_path / "train.csv", rows), "--do_train", *LORA]
+    glue(*train, "--max_steps", 1, "--output_dir", "out")
+    assert "'Good ', 'good' are classes of their own; are they one?" in caplog.text
 
 
 def test_a_run_is_not_resumed_on_other_rows(glue, tmp_path, caplog):

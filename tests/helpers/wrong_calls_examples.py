@@ -180,6 +180,10 @@ CALLS = {
             "{rte} --text_columns a",
             "--text_columns is for files of your own, not for --task_name",
         ),
+        (
+            "{rte} --train_file mine.csv",
+            "--train_file mine.csv would not be read: leave --task_name out, or the file",
+        ),
     ],
     MLM: [
         (

@@ -91,6 +91,10 @@ CALLS = {
             "--train_data {good}/encoded.jsonl --lora_dropout 2",
             "--lora_dropout has to be at most 1, but is 2.0",
         ),
+        (
+            "--train_data {good}/encoded.jsonl --lora_dropout 1",
+            "--lora_dropout 1 leaves nothing to learn from: give less",
+        ),
     ],
     BEAM: [
         (

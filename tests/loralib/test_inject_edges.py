@@ -225,6 +225,7 @@ WRONG_TYPES = {
     "a slice": ({"enable_lora": {"q_proj": 2}}, "has to be a list for layers.0.q_proj, .* got 2"),
     "alpha": ({"lora_alpha": "16"}, "lora_alpha has to be a number above 0, got '16'"),
     "dropout": ({"lora_dropout": "0.1"}, "lora_dropout has to be a probability, got '0.1'"),
+    "all dropped": ({"lora_dropout": 1.0}, "lora_dropout 1 drops all of an update's input"),
 }
 
 

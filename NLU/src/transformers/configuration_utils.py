@@ -14,7 +14,16 @@ from loralib.functional import VARIANTS
 from loralib.initialization import INITIALIZATIONS
 from loralib.io.atomic import atomic_write
 from loralib.io.hub import resolve_file
-from loralib.io.settings import Count, Index, NotNegative, Positive, Share, check_settings, checked
+from loralib.io.settings import (
+    Count,
+    Index,
+    NotNegative,
+    Positive,
+    Share,
+    ShareBelowOne,
+    check_settings,
+    checked,
+)
 
 from .file_utils import CONFIG_NAME
 from .loading_arguments import refuse_unknown, split_arguments
@@ -182,7 +191,7 @@ class PretrainedConfig:
         lora_alpha: Positive | None = None,
         lora_targets: Iterable[str] = ("query", "value"),
         lora_layers: Iterable[int] | None = None,
-        lora_dropout: Share = 0.0,
+        lora_dropout: ShareBelowOne = 0.0,
         lora_variant: str = "lora",
         lora_init: str = "default",
         lora_freeze_A: bool = False,
