@@ -75,6 +75,8 @@ def two_gpus(monkeypatch, joined):
     chosen = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    # A PyTorch that has been built for CUDA would ask the GPU what it can do.
+    monkeypatch.setattr(torch.cuda, "get_arch_list", list)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     return chosen
 
