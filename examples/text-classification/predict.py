@@ -44,7 +44,7 @@ from tqdm.auto import tqdm
 
 from loralib.adapters.adapter import Adapter, plain
 from loralib.adapters.formats import read_adapter
-from loralib.io.atomic import atomic_write, check_writable
+from loralib.io.atomic import atomic_write, check_apart, check_writable
 from loralib.io.encoding import refuse_utf16
 from loralib.serving.bank import AdapterBank
 from loralib.training.determinism import set_up_device
@@ -289,8 +289,7 @@ def check_output(path: str, source: str) -> None:
     """
     if path == STANDARD_STREAM:
         return
-    if source != STANDARD_STREAM and Path(path).exists() and Path(path).samefile(source):
-        raise ValueError(f"--output_file {path} is the input as well; give another name")
+    check_apart([path], [source] if source != STANDARD_STREAM else [])
     if Path(path).is_dir():
         raise IsADirectoryError(f"--output_file {path} is a folder")
     Path(path).parent.mkdir(parents=True, exist_ok=True)

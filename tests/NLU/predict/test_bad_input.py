@@ -133,6 +133,13 @@ def test_an_error_on_the_way_leaves_nothing(
     assert "the disk is full" in line
 
 
+def test_an_output_that_is_the_input(predict, bases, adapters, tmp_path, capsys):
+    given = write(tmp_path / "in.jsonl", some_lines(1))
+    arguments = [*common(bases["roberta"], given, given), *named(adapters["roberta"])]
+    assert "in.jsonl: is an input as well" in failure(predict, arguments, capsys)
+    assert len(read(given)) == 1
+
+
 def test_an_output_that_is_a_folder(predict, bases, adapters, tmp_path, capsys):
     given = write(tmp_path / "in.jsonl", some_lines(1))
     (tmp_path / "out").mkdir()
