@@ -78,6 +78,10 @@ BAD_ARGUMENTS = {
     "another family": ("rte={deberta}", "deberta_rte.safetensors: "),
     "another size": ("rte={tmp}/narrow.safetensors", "base of another size"),
     "another base": ("rte={tmp}/other.safetensors", "was trained on another base"),
+    "another alpha than theirs": (
+        "rte={rte} mnli={mnli} --lora_alpha 8",
+        "was trained with alpha 6, but lora_alpha is 8: leave it out (--lora_alpha)",
+    ),
     "an alpha that is none": ("rte={tmp}/lone.bin --lora_alpha 0", "--lora_alpha"),
     "too long": ("rte={rte} --max_seq_length 65", "--max_seq_length 65: the model has 64"),
     "too short": ("rte={rte} --max_seq_length 0", "--max_seq_length 0"),
