@@ -169,6 +169,8 @@ def read_lines(path: str, names: Sequence[str]) -> list[dict[str, Any]]:
     is_stdin = path == STANDARD_STREAM
     if not is_stdin and not Path(path).is_file():
         raise FileNotFoundError(f"--input_file {path}: no such file")
+    if is_stdin and sys.stdin is None:
+        raise OSError("stdin is closed: give --input_file")
     source, lines = "stdin" if is_stdin else path, []
     with nullcontext(sys.stdin.buffer) if is_stdin else open(path, "rb") as file:
         contents = file.readlines()
@@ -290,6 +292,8 @@ def check_output(path: str, source: str) -> None:
         ValueError: it is `source`, the input.
     """
     if path == STANDARD_STREAM:
+        if sys.stdout is None:
+            raise OSError("stdout is closed: give --output_file")
         return
     check_apart([path], [source] if source != STANDARD_STREAM else [])
     if Path(path).is_dir():
