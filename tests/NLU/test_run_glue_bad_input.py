@@ -293,7 +293,7 @@ BAD = {
     "own: UTF-16 JSON": (f"{TRAIN_OWN}/utf16_null.json", "is UTF-16 text; save it as UTF-8"),
     "own: no such text column": (
         f"{TRAIN_OWN}/good.csv --text_columns words",
-        "good.csv: has no column 'words', but number, review, label; --text_columns says another",
+        "good.csv: has no column 'words', but 'number', 'review', 'label'; --text_columns",
     ),
     "own: no such label column": (
         f"{TRAIN_OWN}/good.csv --label_column gold",
@@ -315,10 +315,13 @@ BAD = {
     "own: another kind": (f"{TRAIN_OWN}/train.txt", "must end in .csv, .json or .jsonl"),
     "own: no file": (f"{TRAIN_OWN}/good.csv --do_eval", "this run needs --validation_file"),
     "own: header alone": (f"{TRAIN_OWN}/header.csv", "header.csv: holds no examples"),
-    "own: no byte": (f"{TRAIN_OWN}/zero.csv", "zero.csv: cannot be read"),
+    "own: no byte": (f"{TRAIN_OWN}/zero.csv", "zero.csv: is empty"),
     "own: no byte of JSON": (f"{TRAIN_OWN}/zero.json", "zero.json: holds no examples"),
     "own: no row of JSON": (f"{TRAIN_OWN}/none.json", "none.json: holds no examples"),
-    "own: ragged": (f"{TRAIN_OWN}/ragged.csv", "ragged.csv: cannot be read"),
+    "own: ragged": (
+        f"{TRAIN_OWN}/ragged.csv",
+        "ragged.csv: row 2: has 4 fields, the header names 2 columns: a text that holds a comma",
+    ),
     "own: broken": (f"{TRAIN_OWN}/broken.json", "broken.json: cannot be read"),
     "own: no label column": (f"{TRAIN_OWN}/unlabelled.csv", "has no column 'label'"),
     "own: no text": (f"{TRAIN_OWN}/textless.csv", "has 0 text columns (number is of int64)"),
