@@ -265,8 +265,10 @@ def _set_lora(args: argparse.Namespace, file: Adapter | Base, path: str | None) 
                 f"{path}: was trained with {name} {_shown(theirs)}, but --{flag} is {_shown(ours)}"
             )
         setattr(args, flag, next(v for v in (ours, theirs, default) if v is not None))
-    if args.lora_dim < 0 or args.lora_alpha <= 0:
-        raise ValueError("--lora_dim has to be at least 0, and --lora_alpha above 0")
+    if args.lora_dim < 0:
+        raise ValueError(f"--lora_dim has to be at least 0, but is {args.lora_dim}")
+    if args.lora_alpha <= 0:
+        raise ValueError(f"--lora_alpha has to be above 0, but is {args.lora_alpha:g}")
     # Decoding has no use for them without a rank, and an estimate does not read what files record.
     trains = "lora_dropout" in vars(args) and not args.estimate
     if trains and args.lora_dim > 0 and given["lora_alpha"] is None and not recorded:

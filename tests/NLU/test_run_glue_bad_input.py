@@ -188,7 +188,7 @@ BAD = {
     ),
     "no adapter of such a size": (
         f"{RTE} --do_train --apply_adapter --adapter_size 0",
-        "adapter_size must be a positive integer, not 0",
+        "--adapter_size must be at least 1, not 0",
     ),
     "masking more than all": (
         f"{RTE} --do_train --masking_prob 1.5",
@@ -234,7 +234,14 @@ BAD = {
     ),
     "an infinite rate": (f"{RTE} --do_train --learning_rate inf", "--learning_rate must be"),
     "no epoch": (f"{RTE} --do_train --num_train_epochs -2", "--num_train_epochs must be positive"),
-    "alpha 0": (f"{RTE} --do_train --apply_lora --lora_r 4 --lora_alpha 0", "lora_alpha must be"),
+    "alpha 0": (
+        f"{RTE} --do_train --apply_lora --lora_r 4 --lora_alpha 0",
+        "--lora_alpha must be at",
+    ),
+    "rank 0": (
+        f"{RTE} --do_train --apply_lora --lora_r 0 --lora_alpha 8",
+        "--lora_r must be at least 1, not 0",
+    ),
     "cls_dropout": (f"{RTE} --do_train --cls_dropout 0.1", "a roberta model has no such dropout"),
     "another task's adapter": (
         "--task_name qnli --data_dir {tmp} --do_eval --apply_lora "

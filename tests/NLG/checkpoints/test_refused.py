@@ -216,7 +216,10 @@ def test_a_file_that_does_not_say_its_alpha(tmp_path, base_path, caplog, lora_on
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [(("--lora_dim", -1), "--lora_dim has to be"), (("--lora_alpha", 0), "--lora_alpha above 0")],
+    [
+        (("--lora_dim", -1), "--lora_dim has to be"),
+        (("--lora_alpha", 0), "--lora_alpha has to be above"),
+    ],
 )
 def test_flags_out_of_range(base_path, flags, message):
     with pytest.raises(ValueError, match=message):
