@@ -15,12 +15,13 @@ from family import DEFAULT_TARGETS, GPT2, TARGETS, in_order, targets_of
 from loralib.adapters.adapter import Adapter
 from loralib.adapters.checks import check_base, warn_of_alpha, warn_of_base
 from loralib.adapters.deltas import lora_pairs, merge_into, slices_of
+from loralib.adapters.families import family_of
 from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.formats import read_adapter
 from loralib.adapters.loading import load_into, lora_layers, lora_settings
 from loralib.adapters.metadata import LoraMetadata
 from loralib.adapters.names import within_layer
-from loralib.errors import AlphaError, CheckpointError
+from loralib.errors import AlphaError, CheckpointError, listed
 from loralib.functional import VARIANTS
 from loralib.initialization import INITIALIZATIONS
 from loralib.io.tensors import read_tensors, write_wrapped_tensors
@@ -170,6 +171,7 @@ def open_model(
         )
     base = read_base(args.init_checkpoint)
     _check_not_lora_alone(base)
+    _check_is_gpt2(base)
     adapter = None
     if lora_path is not None:
         adapter = read_adapter(lora_path, lora_alpha=args.lora_alpha)
@@ -238,6 +240,12 @@ def _check_not_lora_alone(base: Base) -> None:
             f"{base.source}: holds LoRA weights only, without the base that they belong to; "
             "give the base as --init_checkpoint and, to decode, this file as --lora_path"
         )
+
+
+def _check_is_gpt2(base: Base) -> None:
+    if base.tensors and family_of(base.tensors) is None:
+        names = [name.removeprefix(GPT2.backbone) for name in base.tensors]
+        raise CheckpointError(f"{base.source}: holds no GPT-2: its tensors are {listed(names)}")
 
 
 def _check_base_alone(base: Base) -> None:
