@@ -149,7 +149,9 @@ def read_base(name: str, adapter: Adapter) -> Base:
 
 def _read_encoder(family: Family, name: str, revision: str | None, adapter: Adapter) -> Base:
     if Path(name).is_file():
-        raise CheckpointError(f"{name}: is a file; give the base's folder, with its config.json")
+        raise CheckpointError(
+            f"{name}: is a file; give a folder of {family.title}'s, with its config.json"
+        )
     settings = PretrainedConfig.read_values(name, revision=revision)
     for kind in KINDS:
         if settings.get(kind.switch):
