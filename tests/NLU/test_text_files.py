@@ -73,6 +73,13 @@ def test_files_that_are_not_csv(tmp_path, content, message):
         read(tmp_path / "rows.csv", content)
 
 
+def test_a_later_row_that_is_not_utf_8(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b"text,label\n" + b"yes,a\nno,b\n" * 9_000 + b"caf\xe9,a\n")
+    with pytest.raises(ValueError, match=r"rows\.csv: cannot be read .*utf-8"):
+        read_table(str(path))
+
+
 def test_blanks_in_a_column_s_name_are_shown(tmp_path):
     with pytest.raises(ValueError, match="has no column 'label', but 'text', ' label'; --label_"):
         read(tmp_path / "rows.csv", "text, label\n1,a\nno,b\n")

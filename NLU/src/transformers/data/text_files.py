@@ -151,8 +151,10 @@ def _check_rows(path: str, names: Sequence[str]) -> None:
     row = 0  # the header's
     with _open_csv(path) as file:
         try:
-            for row, fields in enumerate(filter(None, csv.reader(file, strict=True)), start=0):
+            for row, fields in enumerate(filter(None, csv.reader(file, strict=True))):
                 _check_fields(path, row, fields, names)
+        except UnicodeDecodeError:
+            return  # of which pandas says where it is
         except csv.Error as error:
             if "unexpected end" in str(error):
                 raise ValueError(
