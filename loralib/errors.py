@@ -187,6 +187,11 @@ def listed(names: Iterable[str], at_most: int = 4) -> str:
     return ", ".join(ordered[:at_most]) + (", …" if len(ordered) > at_most else "")
 
 
+def quoted(names: Iterable[str]) -> str:
+    """Names for an error, each in quotes: blanks in them are seen."""
+    return ", ".join(f"'{name}'" for name in names)
+
+
 def first_line(error: BaseException) -> str:
     """What an error says, cut to one line."""
     text = str(error).strip() or type(error).__name__

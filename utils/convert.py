@@ -149,7 +149,9 @@ def read_base(name: str, adapter: Adapter) -> Base:
 
 def _read_encoder(family: Family, name: str, revision: str | None, adapter: Adapter) -> Base:
     if Path(name).is_file():
-        raise CheckpointError(f"{name}: is a file; give the base's folder, with its config.json")
+        raise CheckpointError(
+            f"{name}: is a file; give a folder of {family.title}'s, with its config.json"
+        )
     settings = PretrainedConfig.read_values(name, revision=revision)
     for kind in KINDS:
         if settings.get(kind.switch):
@@ -422,6 +424,20 @@ def _updated(slices: Mapping[str, tuple[bool, ...]] | None) -> str | None:
 # ------------------------------------------------------------------------------------------------
 
 
+def format_named(path: Path) -> str:
+    """The format that OUT's name says.
+
+    Raises:
+        CheckpointError: it does not tell.
+    """
+    if not path.suffix:
+        raise CheckpointError(
+            f"{path}: a name without .safetensors (lora), .bin or .pt (release) does not tell the "
+            "format to write: give --to, such as --to peft or --to merged for a folder"
+        )
+    return format_of_name(path)
+
+
 def check_target(path: Path, format: str) -> None:
     """Checks that OUT can be written, before anything is read.
 
@@ -539,7 +555,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Reads, checks, converts, and says what was written."""
-    format = args.to or format_of_name(args.target)
+    format = args.to or format_named(args.target)
     check_target(args.target, format)
     adapter = read_source(args.source, args.lora_alpha)
     check_complete(adapter, format, args.base)

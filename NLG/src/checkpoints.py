@@ -15,12 +15,13 @@ from family import DEFAULT_TARGETS, GPT2, TARGETS, in_order, targets_of
 from loralib.adapters.adapter import Adapter
 from loralib.adapters.checks import check_base, warn_of_alpha, warn_of_base
 from loralib.adapters.deltas import lora_pairs, merge_into, slices_of
+from loralib.adapters.families import family_of
 from loralib.adapters.fingerprint import fingerprint
 from loralib.adapters.formats import read_adapter
 from loralib.adapters.loading import load_into, lora_layers, lora_settings
 from loralib.adapters.metadata import LoraMetadata
 from loralib.adapters.names import within_layer
-from loralib.errors import AlphaError, CheckpointError
+from loralib.errors import AlphaError, CheckpointError, listed
 from loralib.functional import VARIANTS
 from loralib.initialization import INITIALIZATIONS
 from loralib.io.tensors import read_tensors, write_wrapped_tensors
@@ -170,6 +171,7 @@ def open_model(
         )
     base = read_base(args.init_checkpoint)
     _check_not_lora_alone(base)
+    _check_is_gpt2(base)
     adapter = None
     if lora_path is not None:
         adapter = read_adapter(lora_path, lora_alpha=args.lora_alpha)
@@ -240,6 +242,12 @@ def _check_not_lora_alone(base: Base) -> None:
         )
 
 
+def _check_is_gpt2(base: Base) -> None:
+    if base.tensors and family_of(base.tensors) is None:
+        names = [name.removeprefix(GPT2.backbone) for name in base.tensors]
+        raise CheckpointError(f"{base.source}: holds no GPT-2: its tensors are {listed(names)}")
+
+
 def _check_base_alone(base: Base) -> None:
     if any("lora_" in name for name in base.tensors):
         raise CheckpointError(
@@ -265,8 +273,10 @@ def _set_lora(args: argparse.Namespace, file: Adapter | Base, path: str | None) 
                 f"{path}: was trained with {name} {_shown(theirs)}, but --{flag} is {_shown(ours)}"
             )
         setattr(args, flag, next(v for v in (ours, theirs, default) if v is not None))
-    if args.lora_dim < 0 or args.lora_alpha <= 0:
-        raise ValueError("--lora_dim has to be at least 0, and --lora_alpha above 0")
+    if args.lora_dim < 0:
+        raise ValueError(f"--lora_dim has to be at least 0, but is {args.lora_dim}")
+    if args.lora_alpha <= 0:
+        raise ValueError(f"--lora_alpha has to be above 0, but is {args.lora_alpha:g}")
     # Decoding has no use for them without a rank, and an estimate does not read what files record.
     trains = "lora_dropout" in vars(args) and not args.estimate
     if trains and args.lora_dim > 0 and given["lora_alpha"] is None and not recorded:

@@ -212,7 +212,7 @@ def main(argv: list[str] | None = None) -> None:
     """Parses the command line and fetches what it names, as far as that is possible.
 
     Raises:
-        OSError: something could not be fetched; the message names all of it.
+        OSError: something could not be fetched; what failed before it has had a line of its own.
     """
     parser = ArgumentParser(
         description="Fetch GPT-2's vocabulary, the corpora, and pretrained models."
@@ -233,8 +233,10 @@ def main(argv: list[str] | None = None) -> None:
             _fetcher(name)(args.folder)
         except (OSError, ValueError) as error:
             failures.append(f"{name}: {error}")
+    for failure in failures[:-1]:
+        logger.error("%s", failure)
     if failures:
-        raise OSError("; ".join(failures))
+        raise OSError(failures[-1])
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from exp_utils import read_json_lines, write_json_lines
+from loralib.io.atomic import check_apart
 from loralib.io.command_line import ArgumentParser
 from loralib.io.encoding import refuse_utf16_file
 
@@ -92,12 +93,14 @@ def convert(
         argv: the command line; that of the process if None.
 
     Raises:
-        OSError, ValueError: the file cannot be read, or is not in its corpus's format.
+        OSError, ValueError: the file cannot be read, is not in its corpus's format, or is the one
+            to write.
     """
     parser = ArgumentParser(description=description)
     parser.add_argument("input", help="the corpus's file")
     parser.add_argument("output", help="the formatted file to write, JSON lines")
     args = parser.parse_args(argv)
+    check_apart([args.output], [args.input])
     rows = read_rows(args.input)
     if not rows:
         raise ValueError(f"{args.input}: holds no texts")

@@ -35,6 +35,7 @@ from exp_utils import (
     write_json_lines,
 )
 from gpu import DistEnv, add_gpu_params, start
+from loralib.io.atomic import check_apart, check_folder_writable
 from loralib.io.command_line import ArgumentParser
 from loralib.nn.products import use_products
 from loralib.training import process, watch
@@ -253,14 +254,14 @@ def decode(
     return {prompt: text for part in parts for prompt, text in part.items()}
 
 
-def _prepare(path: str, settings: BeamSettings) -> None:
+def _prepare(path: str, data: str, settings: BeamSettings) -> None:
     """Finds out before the search, not after it, whether the output can be written."""
+    check_apart([path], [data])
     if os.path.isdir(path):
         raise IsADirectoryError(f"--output_file {path} is a folder")
     folder = os.path.dirname(os.path.abspath(path))
     os.makedirs(folder, exist_ok=True)
-    if not os.access(folder, os.W_OK):
-        raise PermissionError(f"{folder}: no permission to write there")
+    check_folder_writable(folder)
     unusual = set(settings.eos_token_ids) - {_END_OF_TEXT, _BLANK_LINE}
     if unusual:
         logger.warning(
@@ -284,7 +285,7 @@ def main(argv: list[str] | None = None) -> None:
     set_up_logging(args.log_level)
     path = os.path.join(args.work_dir, args.output_file)
     if dist_env.is_main:
-        _prepare(path, settings)
+        _prepare(path, args.data, settings)
     model = model_to_decode(args, dist_env)
     longest = args.seq_len - args.eval_len
     prompts = read_prompts(args.data, longest, model.config.vocab_size)

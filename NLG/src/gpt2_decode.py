@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 from encoder import END_OF_TEXT, Encoder, get_encoder
 from exp_utils import add_log_level, read_json_lines, read_lines, run, set_up_logging
 from formatted import Row, read_formatted
-from loralib.io.atomic import atomic_write
+from loralib.io.atomic import atomic_write, check_apart
 from loralib.io.command_line import ArgumentParser
 
 logger = logging.getLogger(__name__)
@@ -208,14 +208,21 @@ def write_lines(path: str | os.PathLike, lines: Iterable[str]) -> None:
         temporary.write_text("".join(f"{line}\n" for line in lines), "utf-8")
 
 
+def reference_files(args: argparse.Namespace) -> list[Path]:
+    """The files that the references go into, by --ref_type."""
+    if args.ref_type == "e2e":
+        return [Path(args.output_ref_file)]
+    return [Path(args.output_ref_file, f"reference{n}") for n in range(args.ref_num)]
+
+
 def write_references(args: argparse.Namespace, groups: list[Group]) -> None:
     """Writes the references in the format of --ref_type, to --output_ref_file."""
     if args.ref_type == "e2e":
-        lines = (line for group in groups for line in (*group.references, ""))
-        write_lines(args.output_ref_file, lines)
-        return
-    for n, column in enumerate(reference_columns(groups, args.ref_num)):
-        write_lines(Path(args.output_ref_file, f"reference{n}"), column)
+        columns = [[line for group in groups for line in (*group.references, "")]]
+    else:
+        columns = reference_columns(groups, args.ref_num)
+    for path, column in zip(reference_files(args), columns, strict=True):
+        write_lines(path, column)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -273,11 +280,16 @@ def main(argv: list[str] | None = None) -> None:
     """Parses the command line and decodes.
 
     Raises:
-        OSError, ValueError: a file cannot be read, is not in its format, or the predictions do not
-            cover the input; nothing is written then.
+        OSError, ValueError: a file cannot be read, is not in its format, or is one to write as
+            well, or the predictions do not cover the input; nothing is written then.
     """
     args = parse_arguments(argv)
     set_up_logging(args.log_level)
+    given = (args.sample_file, args.input_file, args.ref_unique_file)
+    check_apart(
+        [args.output_pred_file, *reference_files(args)],
+        [path for path in given if path is not None],
+    )
     rows = read_formatted(args.input_file)
     if args.ref_unique_file is None:
         keys = [row["context"] for row in rows]

@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from encoder import END_OF_TEXT_ID, Encoder, get_encoder
 from exp_utils import run, write_json_lines
 from formatted import Row, read_formatted
+from loralib.io.atomic import check_apart
 from loralib.io.command_line import ArgumentParser
 
 BATCH = 1024  # rows that are encoded at once
@@ -61,6 +62,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--add_bos", action="store_true", help="end contexts in <|endoftext|>")
     parser.add_argument("--add_eos", action="store_true", help="end completions in <|endoftext|>")
     args = parser.parse_args(argv)
+    check_apart([args.output], [args.input])
     rows = read_formatted(args.input)
     encoder = get_encoder(args.vocab)
     encoded = encode_rows(rows, encoder, add_bos=args.add_bos, add_eos=args.add_eos)

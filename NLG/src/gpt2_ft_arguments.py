@@ -16,6 +16,7 @@ _MANY = 2**62
 _RANGES = {
     **dict.fromkeys(("grad_acc", "log_interval", "eval_interval", "save_interval"), (1, _MANY)),
     **dict.fromkeys(("max_step", "max_epoch"), (1, _MANY)),
+    **dict.fromkeys(("train_batch_size", "valid_batch_size", "seq_len"), (1, _MANY)),
     **dict.fromkeys(("estimate_devices", "estimate_length"), (1, _MANY)),
     **dict.fromkeys(("lora_dropout", "label_smooth"), (0, 1)),
     **dict.fromkeys(("clip", "lora_alpha"), (0, 1e30)),

@@ -30,7 +30,7 @@ import gc
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -44,7 +44,9 @@ from tqdm.auto import tqdm
 
 from loralib.adapters.adapter import Adapter, plain
 from loralib.adapters.formats import read_adapter
-from loralib.io.atomic import atomic_write, check_writable
+from loralib.errors import AlphaError
+from loralib.io.atomic import atomic_write, check_apart, check_writable
+from loralib.io.console import counted
 from loralib.io.encoding import refuse_utf16
 from loralib.serving.bank import AdapterBank
 from loralib.training.determinism import set_up_device
@@ -167,6 +169,8 @@ def read_lines(path: str, names: Sequence[str]) -> list[dict[str, Any]]:
     is_stdin = path == STANDARD_STREAM
     if not is_stdin and not Path(path).is_file():
         raise FileNotFoundError(f"--input_file {path}: no such file")
+    if is_stdin and sys.stdin is None:
+        raise OSError("stdin is closed: give --input_file")
     source, lines = "stdin" if is_stdin else path, []
     with nullcontext(sys.stdin.buffer) if is_stdin else open(path, "rb") as file:
         contents = file.readlines()
@@ -288,9 +292,10 @@ def check_output(path: str, source: str) -> None:
         ValueError: it is `source`, the input.
     """
     if path == STANDARD_STREAM:
+        if sys.stdout is None:
+            raise OSError("stdout is closed: give --output_file")
         return
-    if source != STANDARD_STREAM and Path(path).exists() and Path(path).samefile(source):
-        raise ValueError(f"--output_file {path} is the input as well; give another name")
+    check_apart([path], [source] if source != STANDARD_STREAM else [])
     if Path(path).is_dir():
         raise IsADirectoryError(f"--output_file {path} is a folder")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -346,18 +351,37 @@ def load_tokenizer(
 
 
 def read_adapters(args: argparse.Namespace) -> dict[str, Adapter]:
-    """The adapters by name; one that does not name its labels gets a warning."""
+    """The adapters by name; one that does not name its labels gets a warning.
+
+    Raises:
+        AlphaError: one does not say its alpha, or all do and --lora_alpha is another.
+    """
     where = {"cache_dir": args.cache_dir, "token": args.use_auth_token}
-    adapters = {}
-    for name, source in args.adapters.items():
-        adapter = read_adapter(source, **where)
-        if adapter.metadata is None and args.lora_alpha is not None:
-            # The flag is only for adapters that do not say theirs.
-            adapter = read_adapter(source, lora_alpha=args.lora_alpha, **where)
+    adapters = {name: read_adapter(source, **where) for name, source in args.adapters.items()}
+    # The flag is only for adapters that do not say theirs.
+    silent = [name for name, adapter in adapters.items() if adapter.metadata is None]
+    if args.lora_alpha is not None:
+        if not silent:
+            check_alpha(adapters.values(), args.lora_alpha)
+        for name in silent:
+            source = args.adapters[name]
+            adapters[name] = read_adapter(source, lora_alpha=args.lora_alpha, **where)
+    for name, adapter in adapters.items():
         if adapter.metadata is not None and adapter.metadata.labels is None:
+            source = args.adapters[name]
             logger.warning("%s does not name its labels: they are LABEL_0, LABEL_1, …", source)
-        adapters[name] = adapter
     return adapters
+
+
+def check_alpha(adapters: Iterable[Adapter], given: float) -> None:
+    """Checks an alpha that was given although all adapters say theirs.
+
+    Raises:
+        AlphaError: one says another.
+    """
+    for adapter in adapters:
+        if adapter.lora.alpha != given:
+            raise AlphaError(adapter.source, adapter.lora.alpha, given)
 
 
 def head_of(adapters: Mapping[str, Adapter]) -> str:
@@ -582,7 +606,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         hold_frozen_in(model, precision.dtype, model.tensors_read)
     model.to(device)
     bank, labels = fill_bank(model, adapters, args.model_name_or_path)
-    logger.info("%d lines for %d adapters, on %s", len(lines), len(adapters), device)
+    of_adapters = counted(len(adapters), "adapter")
+    logger.info("%s for %s, on %s", counted(len(lines), "line"), of_adapters, device)
     chosen = [line["adapter"] for line in lines]
     collate = PackedCollator(DataCollatorWithPadding(tokenizer))
     logits = compute_logits(model, bank, chosen, rows, collate, precision, args.batch_size)

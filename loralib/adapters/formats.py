@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import AlphaError, CheckpointError, NeedsMergingError
+from ..errors import AlphaError, CheckpointError, NeedsMergingError, listed
 from ..io.hub import resolve_file
 from ..io.tensors import same_tensor, write_tensors, write_wrapped_tensors
 from . import peft, peft_reading, peft_writing
@@ -127,10 +127,19 @@ def _within(source: str, kind: Kind, foreign: Foreign | None, where: Mapping[str
             "name one of these files"
         )
     if not own and not theirs:
-        raise CheckpointError(f"{source}: holds no adapter: none of {', '.join(names)}")
+        others = _files_of_weights(source)
+        hint = f"; if it is one of {listed(others)}, name that file" if others else ""
+        raise CheckpointError(f"{source}: holds no adapter: none of {', '.join(names)}{hint}")
     if foreign and theirs and not os.path.isdir(source):
         _fetch_first(source, foreign.others, where)
     return (own or theirs)[0]
+
+
+def _files_of_weights(folder: str) -> list[str]:
+    """The files of a folder that may be adapters under names of their own, such as GPT-2's."""
+    if not os.path.isdir(folder):
+        return []
+    return [name for name in os.listdir(folder) if name.endswith(SUFFIXES)]
 
 
 def _may_be_on_hub(source: str) -> bool:

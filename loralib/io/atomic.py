@@ -6,7 +6,7 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -80,6 +80,43 @@ def check_writable(path: str | os.PathLike) -> None:
         _check_replaceable(path)
 
 
+def check_apart(outputs: Sequence[str | os.PathLike], inputs: Sequence[str | os.PathLike]) -> None:
+    """Checks, before anything is written, that no file to write is one that is read, or another.
+
+    Pipes, devices and open files do not count: writing to one destroys nothing.
+
+    Args:
+        outputs: the files to write.
+        inputs: the files to read.
+
+    Raises:
+        ValueError: one is.
+    """
+    for number, output in enumerate(outputs):
+        for others, what in ((inputs, "an input"), (outputs[:number], "another output")):
+            if any(_are_one_file(Path(output), Path(other)) for other in others):
+                raise ValueError(f"{output}: is {what} as well; give another name to write to")
+
+
+def _are_one_file(path: Path, other: Path) -> bool:
+    """Whether two paths name one regular file, there or not yet."""
+    if _open_file(path) is not None or _is_stream(path):
+        return False
+    if path.exists() and other.exists():
+        return path.samefile(other)  # links of both kinds, and names in upper and lower case
+    return os.path.realpath(path) == os.path.realpath(other)
+
+
+def check_folder_writable(folder: str | os.PathLike) -> None:
+    """Checks that files can be made in a folder that is there.
+
+    Raises:
+        PermissionError: they cannot.
+    """
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(f"{folder}: no permission to write there; give another folder")
+
+
 def _is_stream(path: Path) -> bool:
     """Whether there is something at `path` that bytes go into and that stays: a pipe, a device."""
     try:
@@ -135,6 +172,7 @@ def _check_replaceable(path: Path) -> Path:
         raise FileNotFoundError(f"{name} there is no folder {target.parent}")
     if target.exists() and not os.access(target, os.W_OK):
         raise PermissionError(f"{name} is read-only; give another name")
+    check_folder_writable(target.parent)
     return target
 
 

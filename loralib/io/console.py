@@ -28,14 +28,19 @@ Rows = Iterable[tuple[str, str]]
 # ---- colours and tables ----
 
 
-def has_colours(stream: TextIO) -> bool:
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether a stream is a terminal; Python's are None where they were closed from outside."""
+    return stream is not None and stream.isatty()
+
+
+def has_colours(stream: TextIO | None) -> bool:
     """Whether what is written to a stream may be coloured."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
         return False
-    return stream.isatty()
+    return is_terminal(stream)
 
 
-def painted(text: str, style: str, stream: TextIO) -> str:
+def painted(text: str, style: str, stream: TextIO | None) -> str:
     """Text in a style, "bold", "dim", "red", "yellow" or "cyan", where a stream has colours."""
     return f"\033[{_STYLES[style]}m{text}\033[0m" if has_colours(stream) else text
 

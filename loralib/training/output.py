@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..errors import TrainingError
-from ..io.atomic import remove_leftovers
+from ..io.atomic import check_folder_writable, remove_leftovers
 from .distributed import barrier, gather_objects
 from .locks import sole_use
 
@@ -59,6 +59,7 @@ def _make(folder: Path, stack: ExitStack) -> None:
     if not folder.exists():
         folder.mkdir(parents=True)
         stack.callback(_remove_if_empty, folder)
+    check_folder_writable(folder)
 
 
 def _remove_if_empty(folder: Path) -> None:

@@ -163,6 +163,15 @@ def test_what_is_refused(name, content, message, tmp_path):
     assert os.listdir(tmp_path) == ["source"]
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_the_input_is_not_overwritten(name, tmp_path):
+    source = tmp_path / "source"
+    source.write_text(CASES[name][1], "utf-8")
+    with pytest.raises(ValueError, match="source: is an input as well; give another name"):
+        CASES[name][0].main([str(source), str(source)])
+    assert source.read_text("utf-8") == CASES[name][1].replace("\r\n", "\n")
+
+
 @pytest.mark.slow
 def test_an_error_is_one_line_and_keeps_the_old_file(tmp_path):
     source, target = tmp_path / "source", tmp_path / "formatted.jsonl"

@@ -288,6 +288,14 @@ def test_an_absolute_output_file_is_taken_as_it_is(files, tmp_path, one_process)
     assert not (tmp_path / "work").exists()
 
 
+def test_the_contexts_are_not_overwritten(files, tmp_path, one_process):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes((files / "data.jsonl").read_bytes())
+    with pytest.raises(ValueError, match=r"data\.jsonl: is an input as well"):
+        gpt2_beam.main(flags(files, tmp_path, path, "--output_file", path))
+    assert path.read_bytes() == (files / "data.jsonl").read_bytes()
+
+
 BAD_LINES = [
     ('{"context": [1, 2', r"data.jsonl:2: not JSON"),
     ("[1, 2]", r"data.jsonl:2: not a JSON object"),

@@ -193,6 +193,31 @@ def test_what_does_not_fit(given, message, run, tmp_path):
     assert written(tmp_path) == {}
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--output_pred_file={0}/input", "{0}/input: is an input as well"),
+        ("--output_ref_file={0}/sample", "{0}/sample: is an input as well"),
+        ("--output_ref_file={0}/pred", "{0}/pred: is another output as well"),
+        (
+            "--ref_type=dart --ref_num=3 --output_pred_file={0}/ref/reference2",
+            "{0}/ref/reference2: is another output as well",
+        ),
+    ],
+)
+def test_no_file_is_written_over_another(flags, message, run, tmp_path):
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        run(*flags.format(tmp_path).split())
+    assert str(error.value).startswith(message.format(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == ["input", "sample"]
+
+
+def test_keys_are_not_overwritten(run, tmp_path):
+    with pytest.raises(ValueError, match="keys: is an input as well"):
+        run(f"--output_ref_file={tmp_path}/keys", keys="112131")
+    assert (tmp_path / "keys").read_text() == "1\n1\n2\n1\n3\n1\n"
+
+
 @pytest.mark.parametrize("number", ["0", "-1"])
 def test_ref_num_below_one(number, run, capsys):
     with pytest.raises(SystemExit, match="2"):

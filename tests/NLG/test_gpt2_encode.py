@@ -72,6 +72,14 @@ def test_a_bad_line(line, message, tmp_path, vocab_folder):
     assert os.listdir(tmp_path) == ["in.jsonl"]
 
 
+def test_the_input_is_not_overwritten(tmp_path, vocab_folder):
+    path = write_lines(tmp_path / "in.jsonl", ROWS)
+    flags = [f"--input={path}", f"--output={path}", f"--vocab={vocab_folder}"]
+    with pytest.raises(ValueError, match=r"in\.jsonl: is an input as well; give another name"):
+        gpt2_encode.main(flags)
+    assert read_lines(path) == ROWS
+
+
 @pytest.mark.slow
 def test_no_vocabulary_is_one_line_and_keeps_the_old_file(tmp_path):
     write_lines(tmp_path / "in.jsonl", ROWS)

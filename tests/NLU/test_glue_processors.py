@@ -6,6 +6,7 @@ import pytest
 
 from transformers.data.processors.glue import (
     GLUE_TASKS,
+    glue_file,
     glue_output_modes,
     glue_processors,
     glue_task,
@@ -119,6 +120,14 @@ def test_real_files(name, counts, first):
     for rows in splits[:2]:
         assert {row.label for row in rows} == set(processor.get_labels())
     assert all(row.text_a and (row.text_b is None) == (name != "rte") for row in train)
+
+
+def test_a_folder_s_name_is_quoted_and_a_file_is_no_folder(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"--data_dir '.*/my data' --tasks RTE` fetches it"):
+        glue_file(glue_task("rte"), tmp_path / "my data", "train")
+    (tmp_path / "train.tsv").write_text("")
+    with pytest.raises(NotADirectoryError, match=r"train\.tsv: is a file; give its folder$"):
+        glue_file(glue_task("rte"), tmp_path / "train.tsv", "train")
 
 
 @needs_real

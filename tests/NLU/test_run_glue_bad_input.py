@@ -188,7 +188,7 @@ BAD = {
     ),
     "no adapter of such a size": (
         f"{RTE} --do_train --apply_adapter --adapter_size 0",
-        "adapter_size must be a positive integer, not 0",
+        "--adapter_size must be at least 1, not 0",
     ),
     "masking more than all": (
         f"{RTE} --do_train --masking_prob 1.5",
@@ -234,7 +234,14 @@ BAD = {
     ),
     "an infinite rate": (f"{RTE} --do_train --learning_rate inf", "--learning_rate must be"),
     "no epoch": (f"{RTE} --do_train --num_train_epochs -2", "--num_train_epochs must be positive"),
-    "alpha 0": (f"{RTE} --do_train --apply_lora --lora_r 4 --lora_alpha 0", "lora_alpha must be"),
+    "alpha 0": (
+        f"{RTE} --do_train --apply_lora --lora_r 4 --lora_alpha 0",
+        "--lora_alpha must be at",
+    ),
+    "rank 0": (
+        f"{RTE} --do_train --apply_lora --lora_r 0 --lora_alpha 8",
+        "--lora_r must be at least 1, not 0",
+    ),
     "cls_dropout": (f"{RTE} --do_train --cls_dropout 0.1", "a roberta model has no such dropout"),
     "another task's adapter": (
         "--task_name qnli --data_dir {tmp} --do_eval --apply_lora "
@@ -293,7 +300,7 @@ BAD = {
     "own: UTF-16 JSON": (f"{TRAIN_OWN}/utf16_null.json", "is UTF-16 text; save it as UTF-8"),
     "own: no such text column": (
         f"{TRAIN_OWN}/good.csv --text_columns words",
-        "good.csv: has no column 'words', but number, review, label; --text_columns says another",
+        "good.csv: has no column 'words', but 'number', 'review', 'label'; --text_columns",
     ),
     "own: no such label column": (
         f"{TRAIN_OWN}/good.csv --label_column gold",
@@ -315,10 +322,13 @@ BAD = {
     "own: another kind": (f"{TRAIN_OWN}/train.txt", "must end in .csv, .json or .jsonl"),
     "own: no file": (f"{TRAIN_OWN}/good.csv --do_eval", "this run needs --validation_file"),
     "own: header alone": (f"{TRAIN_OWN}/header.csv", "header.csv: holds no examples"),
-    "own: no byte": (f"{TRAIN_OWN}/zero.csv", "zero.csv: cannot be read"),
+    "own: no byte": (f"{TRAIN_OWN}/zero.csv", "zero.csv: is empty"),
     "own: no byte of JSON": (f"{TRAIN_OWN}/zero.json", "zero.json: holds no examples"),
     "own: no row of JSON": (f"{TRAIN_OWN}/none.json", "none.json: holds no examples"),
-    "own: ragged": (f"{TRAIN_OWN}/ragged.csv", "ragged.csv: cannot be read"),
+    "own: ragged": (
+        f"{TRAIN_OWN}/ragged.csv",
+        "ragged.csv: row 2: has 4 fields, the header names 2 columns: a text that holds a comma",
+    ),
     "own: broken": (f"{TRAIN_OWN}/broken.json", "broken.json: cannot be read"),
     "own: no label column": (f"{TRAIN_OWN}/unlabelled.csv", "has no column 'label'"),
     "own: no text": (f"{TRAIN_OWN}/textless.csv", "has 0 text columns (number is of int64)"),

@@ -66,7 +66,7 @@ def test_columns_of_words_and_tags_by_name_or_by_place(tmp_path):
     data = sentences(table, words="tokens2", tags="t")
     assert data.tables["train"].rows[TAGS][1] == [2, 0]
     message = error_of(lambda: sentences(table, words="token"))
-    assert message.startswith(f"{tmp_path}/train.json: has no column 'token', but w, t, tokens2")
+    assert message.startswith(f"{tmp_path}/train.json: has no column 'token', but 'w', 't', 'tok")
 
 
 def test_a_trained_model_s_order_of_tags_is_kept(tmp_path):

@@ -46,6 +46,45 @@ def test_a_repeated_name_below_an_empty_line(tmp_path):
         read(tmp_path / "rows.csv", "\ntext,label,label\nyes,a,a\n")
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is empty"),
+        ("\n\n", "is empty"),
+        (
+            "text;label\nyes, it is;a\n",
+            "seems to be separated by semicolons: it has to be by commas",
+        ),
+        ("text\tlabel\nyes it is\ta\n", "seems to be separated by tabs: it has to be by commas"),
+        (
+            "text,label\nyes, it is,a\n",
+            "row 1: has 3 fields, the header names 2 columns: a text that holds a comma has to be",
+        ),
+        (
+            'text,label\n"no, it\nis",a\n\nyes, it is,a\n',
+            "row 2: has 3 fields, the header names 2 columns: a text that holds a comma has to be",
+        ),
+        ('text,label\nyes,a\n"no,a\nno,b\n', "row 2: a quote is opened and not closed"),
+        ('text,label\n"no,a\nno,b\n', "row 1: a quote is opened and not closed"),
+    ],
+)
+def test_files_that_are_not_csv(tmp_path, content, message):
+    with pytest.raises(ValueError, match=f"rows.csv: {message}"):
+        read(tmp_path / "rows.csv", content)
+
+
+def test_a_later_row_that_is_not_utf_8(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b"text,label\n" + b"yes,a\nno,b\n" * 9_000 + b"caf\xe9,a\n")
+    with pytest.raises(ValueError, match=r"rows\.csv: cannot be read .*utf-8"):
+        read_table(str(path))
+
+
+def test_blanks_in_a_column_s_name_are_shown(tmp_path):
+    with pytest.raises(ValueError, match="has no column 'label', but 'text', ' label'; --label_"):
+        read(tmp_path / "rows.csv", "text, label\n1,a\nno,b\n")
+
+
 def test_texts_of_which_some_are_numbers(tmp_path):
     columns, rows = read(tmp_path / "rows.csv", "text,label\n1.5,0\nno number,1\n")
     assert columns == Columns(("text",))

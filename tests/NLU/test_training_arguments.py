@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 
 import pytest
 import torch
@@ -87,6 +88,11 @@ def test_fields_and_defaults(args):
     assert {name: getattr(made, name) for name in DEFAULTS} == DEFAULTS
     fields = {field.name for field in dataclasses.fields(made) if field.init}
     assert {"output_dir", "logging_dir", "disable_tqdm", "report_to", *DEFAULTS} <= fields
+
+
+def test_no_bars_where_standard_error_is_closed(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "stderr", None)
+    assert TrainingArguments(str(tmp_path)).disable_tqdm is True
 
 
 def test_batch_sizes_and_devices(args):

@@ -157,11 +157,11 @@ CALLS = {
         ),
         (
             "{own}three.csv --text_columns d",
-            "three.csv: has no column 'd', but a, b, c, label; --text_columns says another",
+            "three.csv: has no column 'd', but 'a', 'b', 'c', 'label'; --text_columns says another",
         ),
         (
             "{own}three.csv --text_columns a --label_column gold",
-            "three.csv: has no column 'gold', but a, b, c, label; --label_column says another",
+            "three.csv: has no column 'gold', but 'a', 'b', 'c', 'label'; --label_column says",
         ),
         (
             "--task_name rte --data_dir {bad}",
@@ -302,7 +302,7 @@ CALLS = {
         ),
         (
             "--train_file {good}/tags.json --text_column_name words",
-            "tags.json: has no column 'words', but tokens, ner_tags; --text_column_name and "
+            "tags.json: has no column 'words', but 'tokens', 'ner_tags'; --text_column_name and "
             "--label_column_name say others",
         ),
         (
@@ -335,7 +335,7 @@ CALLS = {
         ),
         (
             "--train_file {bad}/three.csv",
-            "three.csv: has no column 'question', but a, b, c, label",
+            "three.csv: has no column 'question', but 'a', 'b', 'c', 'label'",
         ),
         (
             "--train_file {bad}/span.json --max_answer_length 0",

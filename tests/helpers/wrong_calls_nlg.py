@@ -49,15 +49,15 @@ CALLS = {
         ),
         (
             "--train_data {good}/encoded.jsonl --lora_dim -1",
-            "--lora_dim has to be at least 0, and --lora_alpha above 0",
+            "--lora_dim has to be at least 0, but is -1",
         ),
         (
             "--train_data {good}/encoded.jsonl --seq_len 0",
-            "the sequence length has to be at least 1, but is 0",
+            "--seq_len has to be at least 1, but is 0",
         ),
         (
             "--train_data {good}/encoded.jsonl --lora_alpha 0",
-            "--lora_dim has to be at least 0, and --lora_alpha above 0",
+            "--lora_alpha has to be above 0, but is 0",
         ),
         (
             "--train_data {good}/encoded.jsonl --lora_targets query key query",

@@ -31,6 +31,11 @@ CALLS = {
             "and .pt are release",
         ),
         (
+            "{good}/lora.safetensors out",
+            "out: a name without .safetensors (lora), .bin or .pt (release) does not tell the "
+            "format to write: give --to, such as --to peft or --to merged for a folder",
+        ),
+        (
             "{good}/lora.safetensors out --to merged --base {bad}/string_heads",
             'string_heads/config.json: num_attention_heads must be a positive integer, not "2"',
         ),

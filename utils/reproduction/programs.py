@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -46,18 +46,32 @@ def _free_port() -> int:
 def lock_folder(folder: Path) -> Iterator[int]:
     """Holds a folder for this program and those that it starts; yields the descriptor.
 
-    What it starts may outlive it, and nothing else may begin the same work then.
+    What it starts may outlive it, and nothing else may begin the same work then. Where nothing was
+    written, the lock and the folders that were made for it are removed.
 
     Raises:
         ValueError: another program is at work there.
     """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ValueError(f"{folder}: another program is at work there") from error
-        yield file.fileno()
+        try:
+            yield file.fileno()
+        finally:
+            _remove_unused(folder, made)
+
+
+def _remove_unused(folder: Path, made: Sequence[Path]) -> None:
+    """Removes the lock of a folder with nothing else in it, and what was made and is empty then."""
+    if [path.name for path in folder.iterdir()] == ["lock"]:
+        (folder / "lock").unlink()
+        with suppress(OSError):  # the first that holds something, and so all above it
+            for path in made:
+                path.rmdir()
 
 
 def execute(tree: Tree, run: Run, flags: Sequence[str]) -> None:

@@ -15,6 +15,7 @@ from typing import Any, get_type_hints
 import torch
 import torch.distributed as dist
 
+from loralib.io.console import is_terminal
 from loralib.training.distributed import TIMEOUT, barrier, choose_device, join
 from loralib.training.launch import Launch
 from loralib.training.precision import check_precision, compute_dtype, has_apex
@@ -60,7 +61,7 @@ _DEFAULTS: dict[str, Callable[["TrainingArguments"], Any]] = {
     "do_eval": lambda args: args.evaluation_strategy is not IntervalStrategy.NO,
     "eval_steps": lambda args: args.logging_steps,
     "logging_dir": lambda args: default_logdir(),
-    "disable_tqdm": lambda args: not sys.stderr.isatty(),
+    "disable_tqdm": lambda args: not is_terminal(sys.stderr),
     "run_name": lambda args: args.output_dir,
     "metric_for_best_model": lambda args: "loss" if args.load_best_model_at_end else None,
     "greater_is_better": lambda args: _is_a_score(args.metric_for_best_model),

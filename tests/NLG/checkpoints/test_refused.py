@@ -80,7 +80,14 @@ BAD_BASES = {
     ),
     "another model's": (
         lambda: {"roberta.embeddings.weight": torch.ones(2, 2)},
-        ["lacks 28 tensors"],
+        ["holds no GPT-2: its tensors are roberta.embeddings.weight"],
+    ),
+    "another model's, with LoRA": (
+        lambda: {
+            "roberta.encoder.layer.0.attention.self.query.lora_A": torch.ones(2, 2),
+            "classifier.dense.bias": torch.ones(2),
+        },
+        ["holds no GPT-2: its tensors are classifier.dense.bias, roberta.encoder.layer.0."],
     ),
     "no tensors": (lambda: {"wte.weight": 3}, ["holds something else than named tensors"]),
     "a list": (lambda: [torch.ones(2)], ["holds something else than named tensors"]),
@@ -216,7 +223,10 @@ def test_a_file_that_does_not_say_its_alpha(tmp_path, base_path, caplog, lora_on
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [(("--lora_dim", -1), "--lora_dim has to be"), (("--lora_alpha", 0), "--lora_alpha above 0")],
+    [
+        (("--lora_dim", -1), "--lora_dim has to be"),
+        (("--lora_alpha", 0), "--lora_alpha has to be above"),
+    ],
 )
 def test_flags_out_of_range(base_path, flags, message):
     with pytest.raises(ValueError, match=message):

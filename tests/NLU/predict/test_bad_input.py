@@ -78,6 +78,10 @@ BAD_ARGUMENTS = {
     "another family": ("rte={deberta}", "deberta_rte.safetensors: "),
     "another size": ("rte={tmp}/narrow.safetensors", "base of another size"),
     "another base": ("rte={tmp}/other.safetensors", "was trained on another base"),
+    "another alpha than theirs": (
+        "rte={rte} mnli={mnli} --lora_alpha 8",
+        "was trained with alpha 6, but lora_alpha is 8: leave it out (--lora_alpha)",
+    ),
     "an alpha that is none": ("rte={tmp}/lone.bin --lora_alpha 0", "--lora_alpha"),
     "too long": ("rte={rte} --max_seq_length 65", "--max_seq_length 65: the model has 64"),
     "too short": ("rte={rte} --max_seq_length 0", "--max_seq_length 0"),
@@ -131,6 +135,13 @@ def test_an_error_on_the_way_leaves_nothing(
     else:
         line = failure(predict, arguments, capsys)
     assert "the disk is full" in line
+
+
+def test_an_output_that_is_the_input(predict, bases, adapters, tmp_path, capsys):
+    given = write(tmp_path / "in.jsonl", some_lines(1))
+    arguments = [*common(bases["roberta"], given, given), *named(adapters["roberta"])]
+    assert "in.jsonl: is an input as well" in failure(predict, arguments, capsys)
+    assert len(read(given)) == 1
 
 
 def test_an_output_that_is_a_folder(predict, bases, adapters, tmp_path, capsys):

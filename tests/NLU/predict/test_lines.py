@@ -122,6 +122,15 @@ def test_long_texts_are_cut(predict, bases, adapters, tmp_path):
     assert answers[0]["probabilities"] == close(answers[1]["probabilities"])
 
 
+def test_an_alpha_that_an_adapter_says_itself(predict, bases, adapters, tmp_path, caplog):
+    given, out = write(tmp_path / "in.jsonl", [{"text": "a"}]), tmp_path / "out.jsonl"
+    arguments = [*common(bases["roberta"], given, out), *named(adapters["roberta"], ["rte"])]
+    with caplog.at_level("INFO"):
+        predict.main([*arguments, "--lora_alpha", "8"])
+    assert "1 line for 1 adapter, on " in caplog.text
+    assert len(read(out)) == 1
+
+
 def test_alpha_is_for_those_that_do_not_say_theirs(
     predict, bases, adapters, expected, tmp_path, capsys, caplog
 ):

@@ -46,3 +46,12 @@ def test_what_cannot_be_written_is_found_before_anything_is_computed(predict, tm
         predict.check_output(str(tmp_path / "link"), predict.STANDARD_STREAM)
     with pytest.raises(IsADirectoryError, match="is a folder"):
         predict.check_output(str(tmp_path), predict.STANDARD_STREAM)
+
+
+def test_closed_streams_are_found_before_anything_is_computed(predict, monkeypatch):
+    monkeypatch.setattr(predict.sys, "stdout", None)
+    with pytest.raises(OSError, match="stdout is closed: give --output_file"):
+        predict.check_output(predict.STANDARD_STREAM, predict.STANDARD_STREAM)
+    monkeypatch.setattr(predict.sys, "stdin", None)
+    with pytest.raises(OSError, match="stdin is closed: give --input_file"):
+        predict.read_lines(predict.STANDARD_STREAM, ["rte"])

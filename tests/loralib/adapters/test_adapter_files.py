@@ -96,6 +96,10 @@ def test_two_adapters_in_one_folder(tmp_path, format):
 
 def test_folders_that_hold_no_adapter(tmp_path):
     refused(lambda: read_adapter(tmp_path), tmp_path, "holds no adapter")
+    for name in ("model.5.pt", "model.10.pt", "metrics.jsonl"):
+        (tmp_path / name).touch()
+    says = "; if it is one of model.10.pt, model.5.pt, name that file"
+    refused(lambda: read_adapter(tmp_path), tmp_path, "holds no adapter", says)
     folder = peft_folder(tmp_path / "a")
     (folder / "adapter_model.safetensors").unlink()
     for source in (folder, folder / "adapter_config.json"):

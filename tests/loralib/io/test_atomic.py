@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from loralib.errors import DiskFullError
-from loralib.io.atomic import atomic_write, atomic_write_folder
+from loralib.io.atomic import atomic_write, atomic_write_folder, check_apart
 from loralib.io.tensors import read_tensors, write_tensors, write_torch, write_wrapped_tensors
 
 posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX's links, pipes and devices")
@@ -171,11 +171,13 @@ def test_what_cannot_be_written(tmp_path, kind, reason):
 
 AS_NOBODY = """
 import os, sys
-from loralib.io.atomic import atomic_write, atomic_write_folder
+from loralib.io.atomic import atomic_write, atomic_write_folder, check_writable
 if os.geteuid() == 0:
     os.setuid(65534)
 try:
-    if sys.argv[1].endswith("/new_folder"):
+    if sys.argv[1].endswith("/asked"):
+        check_writable(sys.argv[1])
+    elif sys.argv[1].endswith("/new_folder"):
         with atomic_write_folder(sys.argv[1]) as path:
             (path / "file").write_text("new")
     else:
@@ -204,13 +206,41 @@ def test_files_and_folders_without_permission():
         file.chmod(0o444)
         assert said(file) == f"{file}: is read-only; give another name\n"
         folder.chmod(0o555)
-        for other in (folder / "other", folder / "new_folder"):
-            assert said(other) == f"[Errno 13] Permission denied: '{other}'\n"
+        for other in (folder / "asked", folder / "other"):
+            assert said(other) == f"{folder}: no permission to write there; give another folder\n"
+        other = folder / "new_folder"
+        assert said(other) == f"[Errno 13] Permission denied: '{other}'\n"
         assert file.read_text() == "old"
         folder.chmod(0o777)
         file.chmod(0o666)
         assert said(file) == ""
         assert file.read_text() == "new"
+
+
+def refusal(outputs, inputs) -> str:
+    """What is wrong with the last of the outputs; "" where nothing is."""
+    try:
+        check_apart(outputs, inputs)
+    except ValueError as error:
+        return str(error).removeprefix(f"{outputs[-1]}: ")
+    return ""
+
+
+@posix
+def test_outputs_that_are_inputs_or_each_other(tmp_path):
+    file, new, other = tmp_path / "file", tmp_path / "new", tmp_path / "other"
+    for path in (file, other):
+        path.write_text("read")
+    (tmp_path / "link").symlink_to(file)
+    (tmp_path / "to_new").symlink_to(new)
+    (tmp_path / "hard").hardlink_to(file)
+    for name in (file, tmp_path / "link", tmp_path / "hard", f"{tmp_path}/x/../file"):
+        assert refusal([name], [other, file]).startswith("is an input as well")
+        assert refusal([new, file, name], []).startswith("is another output as well")
+    assert refusal([new, tmp_path / "to_new"], []).startswith("is another output as well")
+    assert refusal([new, tmp_path / "more"], [file, other]) == ""
+    for stream in ("/dev/null", "/dev/stdout"):
+        assert refusal([stream, stream], [stream]) == ""
 
 
 # ---- pipes, devices, open files ----

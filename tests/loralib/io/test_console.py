@@ -60,6 +60,11 @@ def test_an_empty_table():
 # ---- colours ----
 
 
+def test_a_stream_that_was_closed_from_outside_has_no_colours(terminal):
+    assert not has_colours(None)
+    assert painted("text", "bold", None) == "text"
+
+
 def test_colours_are_a_terminal_s(terminal, monkeypatch):
     assert has_colours(terminal)
     assert painted("x", "red", terminal) == "\033[31mx\033[0m"

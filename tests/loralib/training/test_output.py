@@ -1,5 +1,9 @@
 """A run's output folder: made, locked, cleared, and removed where nothing was written."""
 
+import os
+import re
+from pathlib import Path
+
 import pytest
 
 from loralib.errors import TrainingError
@@ -51,3 +55,11 @@ def test_a_file_is_no_folder(tmp_path):
     with is_a_file, output_folder(tmp_path / "out", 0, 1):
         pytest.fail("there is no folder")
     assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_a_folder_that_may_not_be_written_to_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    message = f"^{re.escape(str(tmp_path))}: no permission to write there; give another folder$"
+    with pytest.raises(PermissionError, match=message), output_folder(tmp_path, 0, 1):
+        pass
+    assert not list(tmp_path.iterdir())

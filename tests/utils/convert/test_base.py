@@ -240,7 +240,7 @@ def test_a_base_with_a_changed_value_is_not_merged_into(failure, trained, tmp_pa
         ("absent/x/y", "'absent/x/y': no such folder"),
         ("empty", "has no config.json"),
         ("bare", "has no weights"),
-        ("base/model.safetensors", "is a file; give the base's folder"),
+        ("base/model.safetensors", "is a file; give a folder of RoBERTa's"),
         ("damaged", "damaged"),
     ],
 )

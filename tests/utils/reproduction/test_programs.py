@@ -123,3 +123,16 @@ def test_an_estimate_is_what_the_recipe_says(nlg, run, program, capfd):
     assert not run.folder.exists()
     program("exit 3")
     assert programs.show_estimate(nlg, run, []) == 3
+
+
+def test_a_lock_under_which_nothing_is_written_leaves_nothing(tmp_path):
+    with pytest.raises(KeyError), programs.lock_folder(tmp_path / "new" / "run"):
+        raise KeyError
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "there").mkdir()
+    with programs.lock_folder(tmp_path / "there"):
+        pass
+    assert not list((tmp_path / "there").iterdir())
+    with programs.lock_folder(tmp_path / "new" / "run"):
+        (tmp_path / "new" / "run" / "log.txt").touch()
+    assert (tmp_path / "new" / "run" / "log.txt").exists()

@@ -130,9 +130,11 @@ def test_learning_rates_are_chosen_on_the_training_set_alone(glue_dir):
         (["--data_dir", "nowhere"], "download_glue_data.py"),
     ],
 )
-def test_what_cannot_run_is_one_line(flags, said):
+def test_what_cannot_run_is_one_line_and_leaves_nothing(flags, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises((ValueError, FileNotFoundError), match=re.escape(said)):
         reproduce.main(["--study", *flags])
+    assert not list(tmp_path.iterdir())
 
 
 def results(score, **changes):

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
+from loralib.errors import quoted
 from loralib.io.encoding import refuse_utf16_file
 
 if TYPE_CHECKING:  # else imported where a file is read: --help and wrong flags need not wait for it
@@ -26,6 +27,8 @@ TEXT_KEYS = ("text", "text_pair")
 # Names of columns that identify rows and are not a part of them.
 _IDENTIFIER = re.compile(r"(.*[-_ .])?(id|ids|idx|index|guid|uid|uuid|unnamed: \d+)", re.IGNORECASE)
 _LONGEST_FIELD = 2**31 - 1  # characters; the most that csv can be told on every system
+# What some spreadsheets write in place of commas.
+_OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs"}
 _STRINGS = ("string", "large_string")
 # What tables have where a number is missing.
 _MISSING = ("na", "n/a", "nan", "none", "null", "-", "?")
@@ -80,8 +83,9 @@ def read_table(path: str, texts: Sequence[str] = ()) -> Dataset:
     try:
         return load_dataset(kind, data_files=path, split="train", **options)
     except DatasetGenerationError as error:
-        hint = "; is it comma-separated?" if kind == "csv" else ""
-        raise ValueError(f"{path}: cannot be read ({error.__cause__ or error}){hint}") from error
+        if kind == "csv":
+            _check_rows(path, header)
+        raise ValueError(f"{path}: cannot be read ({error.__cause__ or error})") from error
     except (StopIteration, ValueError) as error:
         # What the library makes of a file without rows.
         raise ValueError(f"{path}: holds no examples, or none that can be read") from error
@@ -102,8 +106,8 @@ def _header(path: str) -> list[str]:
     """The names of a CSV file's columns.
 
     Raises:
-        ValueError: one is there twice, which pandas would give another name; or the first row
-            has more fields.
+        ValueError: there are none; they are not separated by commas; one is there twice, which
+            pandas would give another name; or the first row has more fields.
     """
     try:
         with _open_csv(path) as file:
@@ -111,18 +115,51 @@ def _header(path: str) -> list[str]:
             names, first = next(rows, []), next(rows, [])
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path}: cannot be read ({error}); is it UTF-8 text?") from error
+    if not names:
+        raise ValueError(f"{path}: is empty")
+    for separator, plural in _OTHER_SEPARATORS.items():
+        if len(names) == 1 and separator in names[0]:
+            raise ValueError(
+                f"{path}: seems to be separated by {plural}: it has to be by commas, with texts "
+                "that hold one in quotes"
+            )
     repeated = [name for name in dict.fromkeys(names) if names.count(name) > 1]
     if repeated:
         raise ValueError(
             f"{path}: has the column '{repeated[0]}' {names.count(repeated[0])} times; "
             "give each column a name of its own"
         )
-    if len(first) > len(names):
-        # pandas would take the first for names of rows, and move the others.
-        raise ValueError(
-            f"{path}: row 1: has {len(first)} fields, the header names {len(names)} columns"
-        )
+    # pandas would take the first for names of rows, and move the others.
+    _check_fields(path, 1, first, names)
     return names
+
+
+def _check_fields(path: str, row: int, fields: Sequence[str], names: Sequence[str]) -> None:
+    if len(fields) > len(names):
+        raise ValueError(
+            f"{path}: row {row}: has {len(fields)} fields, the header names {len(names)} columns: "
+            "a text that holds a comma has to be in quotes"
+        )
+
+
+def _check_rows(path: str, names: Sequence[str]) -> None:
+    """Looks for the row for which pandas could not read a CSV file.
+
+    Raises:
+        ValueError: it is found; it has more fields than names, or a quote that is not closed.
+    """
+    row = 0  # the header's
+    with _open_csv(path) as file:
+        try:
+            for row, fields in enumerate(filter(None, csv.reader(file, strict=True))):
+                _check_fields(path, row, fields, names)
+        except UnicodeDecodeError:
+            return  # of which pandas says where it is
+        except csv.Error as error:
+            if "unexpected end" in str(error):
+                raise ValueError(
+                    f"{path}: row {row + 1}: a quote is opened and not closed"
+                ) from error
 
 
 def choose_columns(
@@ -215,7 +252,7 @@ def _is_number(text: str) -> bool:
 def _check_has(data: Dataset, path: str, name: str, flag: str) -> None:
     if name not in data.column_names:
         raise ValueError(
-            f"{path}: has no column '{name}', but {', '.join(data.column_names)}; --{flag} says "
+            f"{path}: has no column '{name}', but {quoted(data.column_names)}; --{flag} says "
             "another"
         )
 

@@ -86,6 +86,10 @@ def check_arguments(
         for name in (paths[switch], *names):
             if getattr(model_args, name) is not None and not getattr(model_args, switch):
                 raise ValueError(f"--{name} needs --{switch}")
+    for name in ("lora_r", "lora_alpha", "adapter_size"):
+        value = getattr(model_args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} must be at least 1, not {value}")
     for adapter in adapters:
         if adapter.kind is LORA and adapter.metadata is None:
             raise AlphaError(adapter.source)

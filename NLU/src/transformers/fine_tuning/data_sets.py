@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from loralib.errors import quoted
+
 from ..data.text_files import read_table
 from .arguments import DataArguments, HubDataArguments
 
@@ -42,7 +44,7 @@ class Table:
         """
         for name in names:
             if name not in self.rows.column_names:
-                columns = ", ".join(self.rows.column_names)
+                columns = quoted(self.rows.column_names)
                 raise ValueError(f"{self.source}: has no column '{name}', but {columns}{hint}")
 
     def column(self, name: str) -> list[Any]:

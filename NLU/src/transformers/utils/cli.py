@@ -16,6 +16,7 @@ from loralib.errors import (
     WrongBaseError,
     adding_ways_out,
 )
+from loralib.io.console import is_terminal
 from loralib.training import process
 from loralib.training.launch import find_launch
 from loralib.training.output import output_folder
@@ -57,7 +58,7 @@ def set_up_datasets() -> None:
 
     # Its messages go to the root logger's handlers; its own would show them a second time.
     logging.getLogger("datasets").handlers.clear()
-    if process.rank() != 0 or not sys.stderr.isatty():
+    if process.rank() != 0 or not is_terminal(sys.stderr):
         datasets.disable_progress_bars()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -200,18 +201,21 @@ def glue_file(task: GlueTask, data_dir: str | PathLike, split: str) -> Path:
     Raises:
         ValueError: the task has no such split.
         FileNotFoundError: the file is not there.
+        NotADirectoryError: `data_dir` is a file.
     """
     if split not in task.files:
         raise ValueError(f"{task.name} has no split {split!r} (it has {', '.join(task.files)})")
     folder = Path(data_dir)
+    if folder.is_file():
+        raise NotADirectoryError(f"{folder}: is a file; give its folder")
     is_tasks_own = folder.name == task.folder or (folder / task.files[split]).is_file()
     if (folder / task.folder).is_dir() or not is_tasks_own:
         folder = folder / task.folder
     path = folder / task.files[split]
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path}: no such file; `python utils/download_glue_data.py --data_dir {folder.parent} "
-            f"--tasks {task.folder}` fetches it"
+            f"{path}: no such file; `python utils/download_glue_data.py --data_dir "
+            f"{shlex.quote(str(folder.parent))} --tasks {task.folder}` fetches it"
         )
     return path
 
