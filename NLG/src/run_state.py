@@ -5,7 +5,6 @@ are pending.
 """
 
 import argparse
-import hashlib
 import logging
 import os
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from checkpoints import check_finite
 from family import DEFAULT_TARGETS
 from gpu import DistEnv
 from loralib.errors import CheckpointError
+from loralib.io.digests import file_digest
 from loralib.io.likeness import check_like
 from loralib.io.tensors import write_torch
 from loralib.training.determinism import rng_state, set_rng_state
@@ -87,7 +87,7 @@ def identity_of(
         **patterns,
         "number of processes": dist_env.world_size,
         "last step": max_step,
-        "training data": hashlib.sha256(Path(args.train_data).read_bytes()).hexdigest(),
+        "training data": file_digest(args.train_data),
         "base": base,
         "number of steps": last_step,
     }
