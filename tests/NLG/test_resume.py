@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from flipped import flip_in
 from product_ways import Ways
 
 import gpt2_ft
@@ -510,11 +511,15 @@ def _another_file(path: Path) -> None:
     shutil.copy(path.with_name("model.8.pt"), path)
 
 
+def _flipped(path: Path) -> None:
+    flip_in(path, torch.load(path, weights_only=True)["optimizer"]["state"][0]["exp_avg"])
+
+
 def _a_list(path: Path) -> None:
     torch.save([1, 2], path)
 
 
-@pytest.mark.parametrize("damage", [_cut, _empty, _another_file, _a_list])
+@pytest.mark.parametrize("damage", [_cut, _empty, _another_file, _flipped, _a_list])
 @pytest.mark.parametrize("more", [[], ["--resume"]])
 def test_a_damaged_file_is_an_error(killed, error_of, files_of, damage, more):
     work_dir = Path(killed[killed.index("--work_dir") + 1])

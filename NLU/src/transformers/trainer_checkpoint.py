@@ -38,6 +38,7 @@ from loralib.training.resume import (
 )
 
 from .configuration_utils import as_words
+from .file_utils import CONFIG_NAME
 from .modeling_utils import PreTrainedModel
 from .tokenization_utils_base import PreTrainedTokenizerBase
 from .trainer_callback import TrainerState
@@ -378,9 +379,12 @@ class Checkpoints:
 
 def _model_settings(model: PreTrainedModel, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a run keeps of its model's settings, by name: the checkpoint's, and this model's."""
-    config, own = type(model.config).read_values(path), model.config.to_dict()
-    # Filled in, because a checkpoint may be older than a setting.
-    saved = type(model.config).from_dict(config).to_dict()
+    own = model.config.to_dict()
+    with _damage_named(path / CONFIG_NAME):
+        config = type(model.config).read_values(path)
+        check_like(config, {"id2label": {}})
+        # Filled in, because a checkpoint may be older than a setting.
+        saved = type(model.config).from_dict(config).to_dict()
     columns = ["text_columns"] if saved["text_columns"] is not None else []
     return tuple(
         {
