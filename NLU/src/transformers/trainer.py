@@ -35,6 +35,7 @@ from loralib.training.resume import first_not_finite
 from loralib.utils import with_lora_plus
 
 from .data.data_collator import DataCollatorWithPadding, default_data_collator
+from .data.table_digest import table_digest
 from .integrations import reporting_callbacks
 from .modeling_utils import PreTrainedModel
 from .optimization import Adafactor, AdamW, get_scheduler
@@ -57,7 +58,7 @@ from .trainer_checkpoint import (
     outdated_checkpoints,
 )
 from .trainer_checks import check_data, check_hooks, check_model
-from .trainer_data import TrainingPasses, digest_of_sample, label_names_of, length_of, overrides
+from .trainer_data import TrainingPasses, label_names_of, length_of, overrides
 from .trainer_evaluation import TrainerEvaluation, loss_of
 from .trainer_pt_utils import LabelSmoother
 from .trainer_records import TrainerRecords
@@ -381,7 +382,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             raise TypeError(f"train() got an unexpected argument: {', '.join(kwargs)}")
         self.state, self.control = self._new_state(), TrainerControl()
         self._progress = Progress()
-        self._data_digest = digest_of_sample(self.train_dataset)
+        self._data_digest = table_digest(self.train_dataset)
         self._set_up_trial(trial)
         if self.model_init is not None:
             set_seed(args.seed)

@@ -145,7 +145,7 @@ class RunState:
         progress: this process's.
         trainer: the Trainer's state.
         examples: how many the training set has.
-        data: what `digest_of_sample` says of them.
+        data: what `table_digest` says of them.
     """
 
     model: nn.Module
@@ -248,7 +248,8 @@ class Checkpoints:
             "layout": self._layout(run),
             "rng": rng_state(self.args.device),
             **({} if begun is None else {"epoch_rng": begun}),
-            **({} if run.data is None else {"data": run.data}),
+            # Another name than that of older checkpoints, which did not look at all rows.
+            **({} if run.data is None else {"rows": run.data}),
         }
 
     def _layout(self, run: RunState) -> dict[str, int]:
@@ -322,7 +323,7 @@ class Checkpoints:
         """Puts this process's place in the data, gradients and generators where they were."""
         own = self._read_process_state(path, 0, run)
         before, now = own["layout"], self._layout(run)
-        data = own.get("data"), run.data
+        data = own.get("rows"), run.data
         if before["examples"] == now["examples"] and None not in data and data[0] != data[1]:
             raise CheckpointError(
                 f"{path}: is of a run on as many examples of other data: give the same data, and "
@@ -368,7 +369,7 @@ class Checkpoints:
         path = path / _process_state_name(index)
         with _damage_named(path):
             example = self._process_state(run)
-            example.pop("data", None)  # which older checkpoints do not have
+            example.pop("rows", None)  # which older checkpoints do not have
             own = read_state(path, {**example, "pending_gradients": {}, "rng": like_rng_state()})
             if "epoch_rng" in own:
                 check_like(own["epoch_rng"], like_rng_state(), "'epoch_rng'")
