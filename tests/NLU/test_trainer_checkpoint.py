@@ -214,6 +214,16 @@ RESUMES = {
     "with gradients left over": ({"gradient_accumulation_steps": 2, "save_strategy": "epoch"}, 2),
     "between two evaluations": ({"evaluation_strategy": "steps", "eval_steps": 2}, 5),
     "before an epoch's evaluation": ({"evaluation_strategy": "epoch"}, 5),
+    "before the last epoch's evaluation": ({"evaluation_strategy": "epoch"}, 10),
+    "before the evaluation of a part of an epoch": (
+        {"evaluation_strategy": "epoch", "max_steps": 7},
+        7,
+    ),
+    "after the evaluation of a part of an epoch": (
+        {"evaluation_strategy": "epoch", "save_strategy": "epoch", "max_steps": 7},
+        7,
+    ),
+    "before the last epoch's log": ({"logging_strategy": "epoch"}, 10),
     "between two logs": ({"logging_steps": 4}, 6),
     "with LoRA alone": ({"save_lora_only": True}, 3),
     "in bfloat16": ({"bf16": True}, 3),

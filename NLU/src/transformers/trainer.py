@@ -417,7 +417,10 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         self._log_beginning(passes.examples, max_steps, checkpoint)
 
         self._call("on_train_begin")
-        self.control.should_training_stop |= steps_before >= max_steps
+        if steps_before >= max_steps:
+            self.control.should_training_stop = True
+            if not self._progress.has_ended:  # what follows the last step's checkpoint is missing
+                self._end_epoch(self._progress.epoch, passes)
         for epoch in range(self._progress.epoch, epochs):
             if self.control.should_training_stop:
                 break
@@ -513,6 +516,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         # As many as a pass has, or is counted as where nobody knows.
         length = passes.length or self.state.max_steps * args.gradient_accumulation_steps
         self._call("on_epoch_begin")
+        progress.has_ended = False
         batches, progress.epoch_rng = passes.begin(epoch, skip, before, progress.epoch_rng)
         for index, inputs in enumerate(batches, start=skip):
             # A set shorter than an accumulation makes its one update at its end. Else, what is left
@@ -537,8 +541,14 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             if skip == 0 and self.state.global_step == before:
                 passes.check_one_update(progress.batches)
             progress.epoch, progress.batches = epoch + 1, 0
+        self._end_epoch(epoch, passes)
+
+    def _end_epoch(self, epoch: int, passes: TrainingPasses) -> None:
+        """Does what falls on the end of a pass, be it complete or not."""
+        progress = self._progress
         if progress.batches == passes.length or self.control.should_epoch_stop:
             progress.epoch, progress.batches = epoch + 1, 0
+        progress.has_ended = True
         self._call("on_epoch_end")
         self._log_evaluate_save()
 

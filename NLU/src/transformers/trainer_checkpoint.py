@@ -93,6 +93,7 @@ class Progress:
 
     Attributes:
         epoch, batches: full passes done, and batches done in the current one.
+        has_ended: whether what falls on a pass's end was done, or begun, after the last step.
         step: updates done; logged_step: at the last log.
         loss_since_log, loss_total: sums of the losses that have been read.
         first_bad_step: the first step with a loss that is not finite, of those that have been read,
@@ -105,6 +106,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.epoch = self.batches = self.step = self.logged_step = 0
+        self.has_ended = True
         self.loss_since_log = self.loss_total = 0.0
         self.first_bad_step = -1
         self.flos = 0
@@ -369,7 +371,8 @@ class Checkpoints:
         path = path / _process_state_name(index)
         with _damage_named(path):
             example = self._process_state(run)
-            example.pop("rows", None)  # which older checkpoints do not have
+            for part, name in ((example, "rows"), (example["progress"], "has_ended")):
+                part.pop(name, None)  # older checkpoints do not have it
             own = read_state(path, {**example, "pending_gradients": {}, "rng": like_rng_state()})
             if "epoch_rng" in own:
                 check_like(own["epoch_rng"], like_rng_state(), "'epoch_rng'")
