@@ -1,5 +1,7 @@
 """The Trainer's checkpoints: which are kept, what resuming gives, what is not resumed."""
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from trainer_runs import (
 )
 
 from loralib.adapters.formats import read_adapter
-from loralib.errors import CheckpointError
+from loralib.errors import CheckpointError, DiskFullError
 from loralib.io.tensors import read_tensors, write_tensors
 from loralib.training import launch
 from transformers import (
@@ -26,6 +28,7 @@ from transformers import (
     TrainingArguments,
     TrainingError,
 )
+from transformers.trainer_callback import TrainerState
 from transformers.trainer_checkpoint import identities
 from transformers.trainer_utils import list_checkpoints
 from transformers.utils.cli import find_checkpoint
@@ -176,6 +179,18 @@ def test_a_restart_resumes_its_own_run_alone(tmp_path, monkeypatch, folder):
     assert Path(find_checkpoint(args)).name == "checkpoint-30"
     Path("out/checkpoint-30").rmdir()
     assert Path(find_checkpoint(args)).name == "checkpoint-10"
+
+
+def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_nothing(
+    make_trainer, tmp_path, monkeypatch
+):
+    def fail(state, path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(TrainerState, "save_to_json", fail)
+    with pytest.raises(DiskFullError, match="/checkpoint-3: the disk is full"):
+        make_trainer(save_strategy="steps", save_steps=3).train()
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_early_stopping(make_trainer, tmp_path):

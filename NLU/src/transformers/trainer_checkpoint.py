@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from loralib.errors import CheckpointError, TrainingError
-from loralib.io.atomic import replace_folder
+from loralib.io.atomic import replacing_folder
 from loralib.io.likeness import check_like
 from loralib.io.tensors import write_torch
 from loralib.training.determinism import rng_state, set_rng_state
@@ -54,6 +54,13 @@ TRAINING_ARGS_NAME = "training_args.bin"
 OPTIMIZER_NAME = "optimizer.pt"
 SCHEDULER_NAME = "scheduler.pt"
 SCALER_NAME = "scaler.pt"
+
+# Where checkpoints are written before they are renamed; one name for all.
+_UNFINISHED = f".{PREFIX_CHECKPOINT_DIR}.unfinished"
+# What a run that was killed may leave; see `output_folder`.
+LEFT_FOLDERS = tuple(
+    f".{PREFIX_CHECKPOINT_DIR}{rest}" for rest in (".unfinished", ".replaced", "-*.deleted")
+)
 
 # What the state of every PyTorch schedule holds; the rest differs between versions of PyTorch.
 _OF_A_SCHEDULE = ("base_lrs", "last_epoch", "_last_lr")
@@ -200,20 +207,17 @@ class Checkpoints:
             save_model: writes the model into a folder; `Trainer.save_model`.
         """
         folder = self.folder(run.trainer.global_step)
-        # One name for all: what a run that was killed has left is removed by the next.
-        unfinished = Path(self.args.output_dir, f".{PREFIX_CHECKPOINT_DIR}.unfinished")
         process_states = gather_objects(self._process_state(run), self.args.world_size)
         if self.args.is_main_process:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir(parents=True)
-            for index, process_state in enumerate(process_states):
-                write_torch(unfinished / _process_state_name(index), process_state)
-            save_model(unfinished)
-            write_torch(unfinished / OPTIMIZER_NAME, run.optimizer.state_dict())
-            write_torch(unfinished / SCHEDULER_NAME, run.lr_scheduler.state_dict())
-            write_torch(unfinished / SCALER_NAME, run.precision.state_dict())
-            run.trainer.save_to_json(unfinished / TRAINER_STATE_NAME)
-            replace_folder(unfinished, folder)
+            unfinished = Path(self.args.output_dir, _UNFINISHED)
+            with replacing_folder(folder, unfinished):
+                for index, process_state in enumerate(process_states):
+                    write_torch(unfinished / _process_state_name(index), process_state)
+                save_model(unfinished)
+                write_torch(unfinished / OPTIMIZER_NAME, run.optimizer.state_dict())
+                write_torch(unfinished / SCHEDULER_NAME, run.lr_scheduler.state_dict())
+                write_torch(unfinished / SCALER_NAME, run.precision.state_dict())
+                run.trainer.save_to_json(unfinished / TRAINER_STATE_NAME)
             self._delete_old(folder, run.trainer.best_model_checkpoint)
         self.args.barrier()
 

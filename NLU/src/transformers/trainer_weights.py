@@ -18,9 +18,6 @@ from .file_utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from .modeling_utils import PreTrainedModel
 from .weight_files import read_weights
 
-# All files that `save_weights` may write.
-WEIGHTS_FILES = (WEIGHTS_NAME, SAFE_WEIGHTS_NAME, *(name for kind in KINDS for name in kind.files))
-
 
 def adapted_by(model: nn.Module) -> tuple[Kind, ...]:
     """As `PreTrainedModel.adapted_by`; nothing for any other module."""
