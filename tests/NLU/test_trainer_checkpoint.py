@@ -363,8 +363,9 @@ def test_a_checkpoint_on_another_base(make_trainer, make_model, checkpoint, tiny
     tensors, _ = read_tensors(other / "pytorch_model.bin")
     name = "encoder.layer.0.output.dense.weight"
     write_tensors(other / "pytorch_model.bin", {**tensors, name: tensors[name] * 2})
+    no_dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
     model = RobertaForSequenceClassification.from_pretrained(
-        other, apply_lora=True, lora_r=4, lora_alpha=8
+        other, apply_lora=True, lora_r=4, lora_alpha=8, **no_dropout
     )
     with pytest.raises(CheckpointError, match="was trained on another base"):
         make_trainer(model).train(str(checkpoint))
@@ -475,6 +476,27 @@ def test_another_task_s_checkpoint_is_not_resumed(make_trainer, make_model, tmp_
     model.config.finetuning_task = "rte"
     with pytest.raises(CheckpointError, match="is of a run with task None, not rte"):
         make_trainer(model).train(str(tmp_path / "out" / "checkpoint-3"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("hidden_act", "relu", "gelu, not relu"),
+        ("layer_norm_eps", 0.01, "1e-05, not 0.01"),
+        ("hidden_dropout_prob", 0.5, "0.0, not 0.5"),
+        ("attention_probs_dropout_prob", 0.5, "0.0, not 0.5"),
+        ("num_attention_heads", 2, "4, not 2"),
+    ],
+)
+def test_a_base_of_other_settings_is_not_resumed(
+    make_trainer, make_model, tmp_path, name, value, message
+):
+    make_trainer(save_strategy="steps", save_steps=3).train()
+    model = make_model()
+    setattr(model.config, name, value)
+    with pytest.raises(CheckpointError) as caught:
+        make_trainer(model).train(str(tmp_path / "out" / "checkpoint-3"))
+    assert f"is of a run with {name} (config.json) {message}: give the same" in str(caught.value)
 
 
 def test_what_an_earlier_run_left_is_not_taken_for_this_one_s(make_trainer, tmp_path):

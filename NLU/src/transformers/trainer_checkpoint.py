@@ -93,6 +93,14 @@ _SAME_OF_A_MODEL = (
     *("lora_variant", "lora_init", "lora_freeze_A", "lora_rank_pattern", "lora_alpha_pattern"),
     *("lora_dropout", "cls_dropout", "reg_loss_wgt", "masking_prob", "apply_bitfit"),
 )
+# Likewise, of its base's config.json: what shows neither in its weights nor in their shapes.
+_SAME_OF_A_BASE = (
+    *("hidden_act", "pooler_hidden_act", "conv_act", "conv_groups", "layer_norm_eps"),
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "pooler_dropout"),
+    *("num_attention_heads", "pad_token_id", "tie_word_embeddings", "position_biased_input"),
+    *("relative_attention", "max_relative_positions", "position_buckets", "pos_att_type"),
+    *("share_att_key", "norm_rel_ebd"),
+)
 
 
 class Progress:
@@ -401,6 +409,7 @@ def _model_settings(model: PreTrainedModel, path: Path) -> tuple[dict[str, Any],
             # JSON has no integers for keys.
             "labels": {str(k): v for k, v in source["id2label"].items()},
             **{f"--{name}": as_words(filled[name]) for name in _SAME_OF_A_MODEL if name in own},
+            **{f"{name} ({CONFIG_NAME})": filled[name] for name in _SAME_OF_A_BASE if name in own},
         }
         for source, filled in ((config, saved), (own, own))
     )
