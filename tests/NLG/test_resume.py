@@ -364,6 +364,21 @@ def test_a_gpu_s_run_on_a_cpu_says_so(killed, caplog):
     assert "resumes, but not bit-exact: the checkpoint was written on a " in line
 
 
+@pytest.mark.parametrize("before", [None, 0, 3])
+def test_another_number_of_threads_is_said(killed, caplog, before):
+    path = Path(killed[killed.index("--work_dir") + 1]) / "resume.pt"
+    state, now = torch.load(path, weights_only=True), torch.get_num_threads()
+    assert state.pop("threads") == now
+    if before is not None:
+        state["threads"] = now + before
+    torch.save(state, path)
+    gpt2_ft.main([*killed, "--resume"])
+    said = [message for message in caplog.messages if "OMP_NUM_THREADS" in message]
+    on_cpu = not torch.cuda.is_available()
+    assert len(said) == (bool(before) and on_cpu)
+    assert not said or f"with OMP_NUM_THREADS={now + 3}, this run has {now}," in said[0]
+
+
 @pytest.mark.parametrize("asked", [True, False])
 def test_settings_of_the_device(tiny, device_settings, tmp_path, asked):
     device_settings.write(not asked, not asked, True, False)

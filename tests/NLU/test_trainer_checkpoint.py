@@ -291,6 +291,21 @@ def test_a_gpu_s_checkpoint_on_a_cpu_says_so(make_trainer, tmp_path, caplog):
     assert_same_bits(again.model.state_dict(), trainer.model.state_dict())
 
 
+@pytest.mark.parametrize("before", [None, 0, 3])
+def test_another_number_of_threads_is_said(make_trainer, checkpoint, caplog, before):
+    """Zero stands for as many; a checkpoint of an older version does not say how many."""
+    path, now = checkpoint / "rng_state_0.pth", torch.get_num_threads()
+    own = torch.load(path, weights_only=True)
+    assert own.pop("threads") == now
+    if before is not None:
+        own["threads"] = now + before
+    torch.save(own, path)
+    make_trainer(no_cuda=True).train(str(checkpoint))
+    said = [message for message in caplog.messages if "OMP_NUM_THREADS" in message]
+    assert len(said) == bool(before)
+    assert not said or f"with OMP_NUM_THREADS={now + 3}, this run has {now}," in said[0]
+
+
 def test_resume_differs_where_chance_is_not_restored(make_trainer, tmp_path):
     """That the bits above are equal is not for want of dropout."""
     finals = []

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -25,7 +26,7 @@ from loralib.errors import CheckpointError, TrainingError
 from loralib.io.atomic import replacing_folder
 from loralib.io.likeness import check_like
 from loralib.io.tensors import write_torch
-from loralib.training.determinism import rng_state, set_rng_state
+from loralib.training.determinism import rng_state, set_rng_state, warn_of_other_threads
 from loralib.training.distributed import gather_objects
 from loralib.training.losses import PendingLosses
 from loralib.training.precision import Precision
@@ -261,6 +262,7 @@ class Checkpoints:
             "pending_gradients": pending,
             "layout": self._layout(run),
             "rng": rng_state(self.args.device),
+            "threads": torch.get_num_threads(),
             **({} if begun is None else {"epoch_rng": begun}),
             # Another name than that of older checkpoints, which did not look at all rows.
             **({} if run.data is None else {"rows": run.data}),
@@ -377,14 +379,16 @@ class Checkpoints:
         for name, gradient in own["pending_gradients"].items():
             run.model.get_parameter(name).grad = gradient.to(self.args.device)
         set_rng_state(own["rng"], self.args.device)
+        warn_of_other_threads(own.get("threads"), self.args.device)
 
     def _read_process_state(self, path: Path, index: int, run: RunState) -> dict[str, Any]:
         """What a process alone had, checked; see `_process_state`."""
         path = path / _process_state_name(index)
         with _damage_named(path):
             example = self._process_state(run)
-            for part, name in ((example, "rows"), (example["progress"], "has_ended")):
-                part.pop(name, None)  # older checkpoints do not have it
+            # Older checkpoints do not have these.
+            example.pop("rows", None)
+            del example["threads"], example["progress"]["has_ended"]
             own = read_state(path, {**example, "pending_gradients": {}, "rng": like_rng_state()})
             if "epoch_rng" in own:
                 check_like(own["epoch_rng"], like_rng_state(), "'epoch_rng'")
