@@ -432,6 +432,13 @@ def test_resuming_a_run_with_another_length_says_so(make_trainer, checkpoint, ep
     assert (told in caplog.text) is says
 
 
+@pytest.mark.parametrize("length", [{"num_train_epochs": 0.8}, {"max_steps": 4}])
+def test_a_checkpoint_beyond_the_run_s_end_is_no_result_of_it(make_trainer, checkpoint, length):
+    with pytest.raises(CheckpointError) as caught:
+        make_trainer(**length).train(str(checkpoint))
+    assert f"{checkpoint}: has made 5 steps, and this run ends after 4: " in str(caught.value)
+
+
 def test_a_run_whose_folder_was_moved_finds_its_best_model(make_trainer, tmp_path):
     settings = {
         "load_best_model_at_end": True,

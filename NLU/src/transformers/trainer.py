@@ -404,14 +404,8 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         set_dropout_seed(args.seed, args.process_index)
         self._warm_up(passes)
         self._begin(checkpoint, passes)
-        if checkpoint and self.state.max_steps != max_steps:
-            logger.warning(
-                "%s is of a run of %d steps, this one has %d: the learning rate follows the new "
-                "length from here on, so that the result is that of neither",
-                checkpoint,
-                self.state.max_steps,
-                max_steps,
-            )
+        if checkpoint:
+            self._compare_length(checkpoint, max_steps)
         self.state.max_steps, self.state.num_train_epochs = max_steps, epochs
         steps_before = self.state.global_step
         self._log_beginning(passes.examples, max_steps, checkpoint)
@@ -507,6 +501,26 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         if checkpoint:
             steps = passes.length or sys.maxsize
             self.state = self.checkpoints.resume(checkpoint, self._run_state(), steps)
+
+    def _compare_length(self, checkpoint: str, max_steps: int) -> None:
+        """Warns where a resumed run has another length than it began with.
+
+        Raises:
+            CheckpointError: the checkpoint is beyond the run's end.
+        """
+        before, done = self.state.max_steps, self.state.global_step
+        if done > max_steps:
+            raise CheckpointError(
+                f"{checkpoint}: has made {done} steps, and this run ends after {max_steps}: give "
+                "the length that it began with, or begin a new run with another --output_dir or "
+                "--overwrite_output_dir"
+            )
+        if before != max_steps:
+            logger.warning(
+                "%s is of a run of %d steps, this one has %d: the learning rate follows the new "
+                "length from here on, so that the result is that of neither",
+                *(checkpoint, before, max_steps),
+            )
 
     def _train_epoch(self, epoch: int, passes: TrainingPasses) -> None:
         args, progress = self.args, self._progress
