@@ -58,6 +58,12 @@ def output_folder(
 def _make(folder: Path, stack: ExitStack) -> None:
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file")
+    for path in (folder, *folder.parents):
+        if path.is_symlink() and not path.exists():
+            raise FileNotFoundError(
+                f"{path} is a link to {os.readlink(path)}, which is not there: make that folder, "
+                "or remove the link"
+            )
     if not folder.exists():
         folder.mkdir(parents=True)
         stack.callback(_remove_if_empty, folder)

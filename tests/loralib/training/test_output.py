@@ -1,5 +1,6 @@
 """A run's output folder: made, locked, cleared, and removed where nothing was written."""
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -57,6 +58,16 @@ def test_another_run_is_kept_out(tmp_path):
         pytest.fail("both have it")
     with sole_use(tmp_path):
         pass
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX's links")
+@pytest.mark.parametrize("name", ["out", "out/run"])
+def test_a_link_to_nothing_is_named(tmp_path, name):
+    (tmp_path / "out").symlink_to("nowhere")
+    is_a_link = pytest.raises(FileNotFoundError, match="out is a link to nowhere, which is not")
+    with is_a_link, output_folder(tmp_path / name, 0, 1):
+        pytest.fail("there is no folder")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_file_is_no_folder(tmp_path):
