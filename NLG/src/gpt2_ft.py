@@ -43,7 +43,7 @@ from data_utils import (
     short_batch,
     validation_batches,
 )
-from exp_utils import METRICS_NAME, MetricsLog, run, set_up_logging
+from exp_utils import MetricsLog, run, set_up_logging
 from gpt2_ft_arguments import check_fits, parse_args
 from gpu import DistEnv, start
 from loralib.adapters.summary import lora_in_words, trained_in_words
@@ -93,8 +93,7 @@ def main(argv: list[str] | None = None) -> None:
         if dist_env.is_main:
             print(taken)
         return
-    files = ("model.*.pt", RESUME_NAME, METRICS_NAME)
-    with output_folder(args.work_dir, dist_env.rank, dist_env.world_size, files):
+    with output_folder(args.work_dir, dist_env.rank, dist_env.world_size):
         train(args, dist_env)
 
 
@@ -232,8 +231,8 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
 
     check_losses(losses, scheduler)
     write_model(args, dist_env, step, model, base, lora_only=args.save_lora_only)
+    curves = metrics.draw()  # before the run counts as finished, and is left alone
     write_finished(work_dir, dist_env, identity, step)
-    curves = metrics.draw()
     share_warnings(dist_env.rank, dist_env.world_size)
     if dist_env.is_main:
         show_end(work_dir, model, step, best_ppl, begun, curves)

@@ -5,7 +5,6 @@ are pending.
 """
 
 import argparse
-import hashlib
 import logging
 import os
 from collections.abc import Mapping
@@ -19,9 +18,10 @@ from checkpoints import check_finite
 from family import DEFAULT_TARGETS
 from gpu import DistEnv
 from loralib.errors import CheckpointError
+from loralib.io.digests import file_digest
 from loralib.io.likeness import check_like
 from loralib.io.tensors import write_torch
-from loralib.training.determinism import rng_state, set_rng_state
+from loralib.training.determinism import rng_state, set_rng_state, warn_of_other_threads
 from loralib.training.distributed import barrier, gather_objects
 from loralib.training.resume import (
     Stateful,
@@ -87,7 +87,7 @@ def identity_of(
         **patterns,
         "number of processes": dist_env.world_size,
         "last step": max_step,
-        "training data": hashlib.sha256(Path(args.train_data).read_bytes()).hexdigest(),
+        "training data": file_digest(args.train_data),
         "base": base,
         "number of steps": last_step,
     }
@@ -190,6 +190,7 @@ def write_run(
         check_finite(path, trained)
         states = {name: part.state_dict() for name, part in parts.items()}
         state = {"run": dict(identity), "finished": False, **place, "trained": trained}
+        state["threads"] = torch.get_num_threads()
         write_torch(path, {**state, **states, **generators})
 
 
@@ -252,4 +253,5 @@ def restore_run(
             # An optimizer checks its state itself.
             restore(part, state[name], checked=() if name == "optimizer" else None)
         set_rng_state(state["chance"][dist_env.rank], dist_env.device)
+    warn_of_other_threads(state.get("threads"), dist_env.device)
     return {name: state[name] for name in place}

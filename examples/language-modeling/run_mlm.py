@@ -41,6 +41,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.data.text_files import load_rows
 from transformers.hf_argparser import flag
 from transformers.trainer_estimate import EstimateArguments, estimate_run
 from transformers.utils.cli import (
@@ -178,9 +179,7 @@ def read_sets(
 
 def read_lines(path: str, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
     """A text file's lines as token ids, and whether each was cut; empty lines are left out."""
-    from datasets import load_dataset
-
-    lines = load_dataset("text", data_files=path, split="train")
+    lines = load_rows("text", path)
     lines = lines.filter(lambda row: bool(row["text"].strip()))
 
     def encode(rows: dict[str, list]) -> dict[str, list]:

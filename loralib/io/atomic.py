@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 import stat
 import sys
@@ -236,13 +237,31 @@ def atomic_write_folder(path: str | os.PathLike) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def replace_folder(complete: Path, path: Path) -> None:
-    """Renames a folder to `path`, and removes what was there before.
+@contextmanager
+def replacing_folder(path: Path, temporary: Path) -> Iterator[None]:
+    """Makes a folder `temporary`, which replaces `path` when the block ends without an error.
+
+    Its files are to be synced, as those by `atomic_write` are. What a kill leaves is called as
+    `temporary` is, with its suffix or ``.replaced``; the next call with that name removes it.
 
     Args:
-        complete: the folder, next to `path`, with files that are synced.
-        path: its place.
+        path: the folder's place, whether there is one or not.
+        temporary: next to it.
+
+    Raises:
+        DiskFullError: the disk is full.
     """
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        with _errors_of(path, temporary):
+            yield
+        _replace_folder(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _replace_folder(complete: Path, path: Path) -> None:
     replaced = complete.with_suffix(".replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if path.exists():
@@ -263,10 +282,18 @@ def _umask() -> int:
     return umask
 
 
-def remove_leftovers(folder: str | os.PathLike, name: str) -> None:
-    """Removes what `atomic_write` leaves of files called `name` (a pattern) when it is killed."""
-    for path in Path(folder).glob(f".{name}.*"):
-        path.unlink(missing_ok=True)
+# What `mkstemp` makes of a file's name and suffix, for `atomic_write`.
+_TEMPORARY = re.compile(r"\..+(\.\w+)\.[a-z0-9_]{8}\1")
+
+
+def remove_leftovers(folder: str | os.PathLike) -> None:
+    """Removes the files that `atomic_write` leaves in a folder when it is killed.
+
+    Those of names without a suffix are left: they could be somebody's.
+    """
+    for path in Path(folder).glob(".*"):
+        if _TEMPORARY.fullmatch(path.name) and path.is_file():
+            path.unlink(missing_ok=True)
 
 
 def sync_folder(folder: str | os.PathLike) -> None:

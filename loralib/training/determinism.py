@@ -101,3 +101,19 @@ def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> 
             "on %s, which has other random numbers",
             *(places if on_gpu else reversed(places)),
         )
+
+
+def warn_of_other_threads(before: int | None, device: torch.device) -> None:
+    """Warns, on the main process, where a run resumes on a CPU with another number of threads.
+
+    Args:
+        before: `torch.get_num_threads()` when the state was written; None where it does not say.
+        device: where the run computes.
+    """
+    now = torch.get_num_threads()
+    if before not in (None, now) and device.type == "cpu" and rank() == 0:
+        logger.warning(
+            "resumes, perhaps not bit-exact: the checkpoint was written with OMP_NUM_THREADS=%s, "
+            "this run has %d, and sums of other parts may differ in their last bits",
+            *(before, now),
+        )

@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import shutil
 import socket
 import time
 from collections.abc import Iterable, Iterator
@@ -15,10 +16,12 @@ from ..io.atomic import check_folder_writable, remove_leftovers
 from .distributed import barrier, gather_objects
 from .locks import sole_use
 
+_PROBE = ".shared"  # begins the name of a file that all processes have to see
+
 
 @contextmanager
 def output_folder(
-    folder: str | os.PathLike, rank: int, world_size: int, files: Iterable[str] = ()
+    folder: str | os.PathLike, rank: int, world_size: int, folders: Iterable[str] = ()
 ) -> Iterator[None]:
     """Makes a run's output folder, and keeps other runs out of it within the block.
 
@@ -29,8 +32,8 @@ def output_folder(
     Args:
         folder: all processes give the same.
         rank, world_size: this process's number, and how many there are.
-        files: names or patterns of the files that the run writes; what a run that was killed has
-            left of them half-written is removed.
+        folders: patterns of the folders in which the run prepares others. What a run that was
+            killed has left of them is removed, and the files that it has left half-written.
 
     Raises:
         OSError: the folder cannot be made, or written to.
@@ -42,8 +45,7 @@ def output_folder(
             try:
                 _make(Path(folder), stack)
                 stack.enter_context(sole_use(folder))
-                for name in files:
-                    remove_leftovers(folder, name)
+                _clear(Path(folder), folders)
             except (OSError, TrainingError) as error:
                 problem = error
         message = gather_objects(problem and str(problem), world_size)[0]
@@ -56,10 +58,25 @@ def output_folder(
 def _make(folder: Path, stack: ExitStack) -> None:
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file")
+    for path in (folder, *folder.parents):
+        if path.is_symlink() and not path.exists():
+            raise FileNotFoundError(
+                f"{path} is a link to {os.readlink(path)}, which is not there: make that folder, "
+                "or remove the link"
+            )
     if not folder.exists():
         folder.mkdir(parents=True)
         stack.callback(_remove_if_empty, folder)
     check_folder_writable(folder)
+
+
+def _clear(folder: Path, folders: Iterable[str]) -> None:
+    remove_leftovers(folder)
+    for pattern in folders:
+        for path in folder.glob(pattern):
+            shutil.rmtree(path)
+    for probe in folder.glob(f"{_PROBE}.*"):
+        probe.unlink(missing_ok=True)
 
 
 def _remove_if_empty(folder: Path) -> None:
@@ -75,7 +92,7 @@ def check_shared(folder: str | os.PathLike, world_size: int) -> None:
     """
     if world_size == 1:
         return
-    probe = Path(folder, f".shared.{gather_objects(secrets.token_hex(4), world_size)[0]}")
+    probe = Path(folder, f"{_PROBE}.{gather_objects(secrets.token_hex(4), world_size)[0]}")
     try:
         if dist.get_rank() == 0:
             probe.touch()

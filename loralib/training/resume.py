@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, first_line
 from ..io.likeness import check_like
+from ..io.tensors import verify_archive
 from .determinism import rng_state
 
 
@@ -59,7 +60,7 @@ def damage_named(path: str | os.PathLike, way_out: str) -> Iterator[None]:
 def read_state(
     path: str | os.PathLike, example: Any = None, device: torch.device | str = "cpu"
 ) -> Any:
-    """Reads a torch file, weights-only: nothing in it is run.
+    """Reads a torch file, weights-only, after its checksums: nothing in it is run.
 
     Args:
         path: the file.
@@ -69,6 +70,7 @@ def read_state(
     Raises:
         Exception: of any kind, where the file is missing or damaged; see `damage_named`.
     """
+    verify_archive(path)
     state = torch.load(Path(path), map_location=device, weights_only=True)
     check_like(state, example)
     return state

@@ -64,7 +64,11 @@ class Watch(threading.Thread):
                 self.look()
             except (RuntimeError, TimeoutError) as error:
                 if not self.stopped.is_set():
-                    self.end(f"the run's first host can no longer be reached ({first_line(error)})")
+                    # Without a launcher, that host's first process keeps the store.
+                    self.end(
+                        f"the run's first host can no longer be reached ({first_line(error)}); if "
+                        "its process ended by an error, it has said which"
+                    )
                 return
 
     def look(self) -> None:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -174,6 +175,18 @@ def test_a_resumed_run_is_drawn_as_a_whole(tiny, tmp_path, drawn, monkeypatch):
     gpt2_ft.main([*argv, "--resume"])
     (panels,) = drawn
     assert list(panels["loss"]["training"]) == [*range(1, 9)]
+
+
+def test_a_run_killed_at_its_picture_is_drawn_when_it_resumes(tiny, tmp_path, drawn, monkeypatch):
+    argv = tiny.flags(tmp_path, "--max_step", 6, "--save_interval", 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(curves, "_draw", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            gpt2_ft.main(argv)
+    assert not (tmp_path / CURVES_NAME).exists()
+    gpt2_ft.main([*argv, "--resume"])
+    assert (tmp_path / CURVES_NAME).exists()
+    assert list(drawn[0]["loss"]["training"]) == [*range(1, 7)]
 
 
 @pytest.mark.parametrize("report_to", ["none", "tensorboard", "plot"])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from flipped import flip_in
 from product_ways import Ways
 
 import gpt2_ft
@@ -363,6 +364,21 @@ def test_a_gpu_s_run_on_a_cpu_says_so(killed, caplog):
     assert "resumes, but not bit-exact: the checkpoint was written on a " in line
 
 
+@pytest.mark.parametrize("before", [None, 0, 3])
+def test_another_number_of_threads_is_said(killed, caplog, before):
+    path = Path(killed[killed.index("--work_dir") + 1]) / "resume.pt"
+    state, now = torch.load(path, weights_only=True), torch.get_num_threads()
+    assert state.pop("threads") == now
+    if before is not None:
+        state["threads"] = now + before
+    torch.save(state, path)
+    gpt2_ft.main([*killed, "--resume"])
+    said = [message for message in caplog.messages if "OMP_NUM_THREADS" in message]
+    on_cpu = not torch.cuda.is_available()
+    assert len(said) == (bool(before) and on_cpu)
+    assert not said or f"with OMP_NUM_THREADS={now + 3}, this run has {now}," in said[0]
+
+
 @pytest.mark.parametrize("asked", [True, False])
 def test_settings_of_the_device(tiny, device_settings, tmp_path, asked):
     device_settings.write(not asked, not asked, True, False)
@@ -475,10 +491,11 @@ def test_two_runs_in_one_folder_at_once(tiny, tmp_path, error_of):
 def test_what_a_kill_left_half_written_is_removed(tiny, tmp_path):
     argv = arguments(tiny, "lora", tmp_path / "run")
     (tmp_path / "run").mkdir()
-    for name in (".model.4.pt.x1y2.pt", ".resume.pt.x1y2.pt", ".metrics.jsonl.x1y2.jsonl"):
-        (tmp_path / "run" / name).write_bytes(b"half")
+    for name in ("model.4.pt", "resume.pt", "metrics.jsonl", "learning_curves.png"):
+        half = f".{name}.x1y2z3_4{Path(name).suffix}"
+        (tmp_path / "run" / half).write_bytes(b"half")
     gpt2_ft.main(argv)
-    assert not list((tmp_path / "run").glob(".*.x1y2.*"))
+    assert not list((tmp_path / "run").glob(".*.x1y2z3_4.*"))
 
 
 def test_damaged_lines_of_the_log_are_left_out(killed, caplog):
@@ -510,11 +527,15 @@ def _another_file(path: Path) -> None:
     shutil.copy(path.with_name("model.8.pt"), path)
 
 
+def _flipped(path: Path) -> None:
+    flip_in(path, torch.load(path, weights_only=True)["optimizer"]["state"][0]["exp_avg"])
+
+
 def _a_list(path: Path) -> None:
     torch.save([1, 2], path)
 
 
-@pytest.mark.parametrize("damage", [_cut, _empty, _another_file, _a_list])
+@pytest.mark.parametrize("damage", [_cut, _empty, _another_file, _flipped, _a_list])
 @pytest.mark.parametrize("more", [[], ["--resume"]])
 def test_a_damaged_file_is_an_error(killed, error_of, files_of, damage, more):
     work_dir = Path(killed[killed.index("--work_dir") + 1])

@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from flipped import flip_in
 
 from loralib.errors import CheckpointError
+from loralib.io.tensors import read_tensors
 
 STATE, OPTIMIZER, SCHEDULER = "trainer_state.json", "optimizer.pt", "scheduler.pt"
-RNG, SETTINGS = "rng_state_0.pth", "training_args.bin"
+RNG, SETTINGS, CONFIG = "rng_state_0.pth", "training_args.bin", "config.json"
+WAY_OUT = "; move {} away to resume from an earlier checkpoint, or start over with "
+WAY_OUT += "--overwrite_output_dir"
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +38,7 @@ def refused(make_trainer, checkpoint: Path, name: str) -> str:
         make_trainer(gradient_accumulation_steps=2).train(str(checkpoint))
     message = str(caught.value)
     assert message.startswith(f"{checkpoint / name}: missing or damaged (")
-    way_out = f"; move {checkpoint} away to resume from an earlier checkpoint, or start over with "
-    assert message.endswith(f"{way_out}--overwrite_output_dir")
+    assert message.endswith(WAY_OUT.format(checkpoint))
     assert "\n" not in message
     # One reason, one way out.
     assert message.count("missing or damaged") == message.count(str(checkpoint / name)) == 1
@@ -69,11 +72,39 @@ DAMAGES = {
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("name", [STATE, OPTIMIZER, SCHEDULER, RNG, SETTINGS, "scaler.pt"])
+@pytest.mark.parametrize("name", [STATE, OPTIMIZER, SCHEDULER, RNG, SETTINGS, "scaler.pt", CONFIG])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_files(make_trainer, checkpoint, name, damage):
     DAMAGES[damage](checkpoint / name)
     refused(make_trainer, checkpoint, name)
+
+
+@pytest.mark.parametrize("name", [OPTIMIZER, RNG])
+def test_a_flipped_bit(make_trainer, checkpoint, name):
+    """It would leave a state of the same structure, and a run that ends with other bits."""
+    value = read(checkpoint / name)
+    state = first(value["state"])["exp_avg"] if name == OPTIMIZER else value["rng"]["torch"]
+    flip_in(checkpoint / name, state)
+    assert "the checksum of" in refused(make_trainer, checkpoint, name)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model_lora.safetensors"])
+def test_a_flipped_bit_in_the_weights(make_trainer, checkpoint, name):
+    path = checkpoint / name
+    tensors = read_tensors(path)[0]
+    flip_in(path, next(tensor for key, tensor in tensors.items() if key.endswith("lora_A")))
+    with pytest.raises(CheckpointError, match="checksum") as caught:
+        make_trainer(gradient_accumulation_steps=2).train(str(checkpoint))
+    message = str(caught.value)
+    assert message.startswith(f"{path}: damaged")
+    assert message.endswith(WAY_OUT.format(checkpoint))
+
+
+def test_a_file_of_torch_s_older_format_is_read(make_trainer, checkpoint):
+    """It has no checksums."""
+    path = checkpoint / OPTIMIZER
+    torch.save(read(path), path, _use_new_zipfile_serialization=False)
+    make_trainer(gradient_accumulation_steps=2).train(str(checkpoint))
 
 
 def first(mapping):

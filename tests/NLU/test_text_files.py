@@ -1,10 +1,17 @@
 """Files of one's own that are sound, however unusual: what is read of them."""
 
 import csv
+import os
 
 import pytest
 
-from transformers.data.text_files import Columns, choose_columns, read_table, take_columns
+from transformers.data.text_files import (
+    Columns,
+    choose_columns,
+    load_rows,
+    read_table,
+    take_columns,
+)
 
 
 def read(path, content):
@@ -163,3 +170,25 @@ def test_numbers_as_labels_of_long_texts(tmp_path):
 def test_labels_of_two_kinds_in_json(tmp_path):
     with pytest.raises(ValueError, match="label is of several kinds"):
         read(tmp_path / "a.jsonl", '{"text": "a", "label": "1"}\n{"text": "b", "label": 1}\n')
+
+
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [("csv", "text,label\n{},a\n"), ("json", '{{"text": "{}"}}\n'), ("text", "{}")],
+)
+def test_a_file_of_the_name_and_time_of_another_is_read(tmp_path, kind, content):
+    """As `cp -p` makes it; the cache of datasets goes by these two."""
+    path = tmp_path / f"rows.{kind}"
+    for text in ("first", "other"):
+        path.write_text(content.format(text))
+        os.utime(path, (1e9, 1e9))
+        assert load_rows(kind, str(path))["text"][:] == [text]
+
+
+def test_a_table_in_the_place_of_another_is_read(tmp_path):
+    path = tmp_path / "rows.csv"
+    for text in ("first", "other"):
+        path.write_text(f"text,label\n{text},a\n")
+        os.utime(path, (1e9, 1e9))
+        mapped = read_table(str(path)).map(lambda row: {"twice": 2 * row["text"]})
+        assert mapped["twice"][:] == [2 * text]

@@ -1,5 +1,7 @@
 """The Trainer's checkpoints: which are kept, what resuming gives, what is not resumed."""
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from trainer_runs import (
 )
 
 from loralib.adapters.formats import read_adapter
-from loralib.errors import CheckpointError
+from loralib.errors import CheckpointError, DiskFullError
 from loralib.io.tensors import read_tensors, write_tensors
 from loralib.training import launch
 from transformers import (
@@ -26,6 +28,7 @@ from transformers import (
     TrainingArguments,
     TrainingError,
 )
+from transformers.trainer_callback import TrainerState
 from transformers.trainer_checkpoint import identities
 from transformers.trainer_utils import list_checkpoints
 from transformers.utils.cli import find_checkpoint
@@ -178,6 +181,18 @@ def test_a_restart_resumes_its_own_run_alone(tmp_path, monkeypatch, folder):
     assert Path(find_checkpoint(args)).name == "checkpoint-10"
 
 
+def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_nothing(
+    make_trainer, tmp_path, monkeypatch
+):
+    def fail(state, path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(TrainerState, "save_to_json", fail)
+    with pytest.raises(DiskFullError, match="/checkpoint-3: the disk is full"):
+        make_trainer(save_strategy="steps", save_steps=3).train()
+    assert list((tmp_path / "out").iterdir()) == []
+
+
 def test_early_stopping(make_trainer, tmp_path):
     settings = {
         "load_best_model_at_end": True,
@@ -214,6 +229,16 @@ RESUMES = {
     "with gradients left over": ({"gradient_accumulation_steps": 2, "save_strategy": "epoch"}, 2),
     "between two evaluations": ({"evaluation_strategy": "steps", "eval_steps": 2}, 5),
     "before an epoch's evaluation": ({"evaluation_strategy": "epoch"}, 5),
+    "before the last epoch's evaluation": ({"evaluation_strategy": "epoch"}, 10),
+    "before the evaluation of a part of an epoch": (
+        {"evaluation_strategy": "epoch", "max_steps": 7},
+        7,
+    ),
+    "after the evaluation of a part of an epoch": (
+        {"evaluation_strategy": "epoch", "save_strategy": "epoch", "max_steps": 7},
+        7,
+    ),
+    "before the last epoch's log": ({"logging_strategy": "epoch"}, 10),
     "between two logs": ({"logging_steps": 4}, 6),
     "with LoRA alone": ({"save_lora_only": True}, 3),
     "in bfloat16": ({"bf16": True}, 3),
@@ -264,6 +289,21 @@ def test_a_gpu_s_checkpoint_on_a_cpu_says_so(make_trainer, tmp_path, caplog):
     (line,) = [message for message in caplog.messages if "bit-exact" in message]
     assert "was written on a GPU, and this run computes on a CPU" in line
     assert_same_bits(again.model.state_dict(), trainer.model.state_dict())
+
+
+@pytest.mark.parametrize("before", [None, 0, 3])
+def test_another_number_of_threads_is_said(make_trainer, checkpoint, caplog, before):
+    """Zero stands for as many; a checkpoint of an older version does not say how many."""
+    path, now = checkpoint / "rng_state_0.pth", torch.get_num_threads()
+    own = torch.load(path, weights_only=True)
+    assert own.pop("threads") == now
+    if before is not None:
+        own["threads"] = now + before
+    torch.save(own, path)
+    make_trainer(no_cuda=True).train(str(checkpoint))
+    said = [message for message in caplog.messages if "OMP_NUM_THREADS" in message]
+    assert len(said) == bool(before)
+    assert not said or f"with OMP_NUM_THREADS={now + 3}, this run has {now}," in said[0]
 
 
 def test_resume_differs_where_chance_is_not_restored(make_trainer, tmp_path):
@@ -338,8 +378,9 @@ def test_a_checkpoint_on_another_base(make_trainer, make_model, checkpoint, tiny
     tensors, _ = read_tensors(other / "pytorch_model.bin")
     name = "encoder.layer.0.output.dense.weight"
     write_tensors(other / "pytorch_model.bin", {**tensors, name: tensors[name] * 2})
+    no_dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
     model = RobertaForSequenceClassification.from_pretrained(
-        other, apply_lora=True, lora_r=4, lora_alpha=8
+        other, apply_lora=True, lora_r=4, lora_alpha=8, **no_dropout
     )
     with pytest.raises(CheckpointError, match="was trained on another base"):
         make_trainer(model).train(str(checkpoint))
@@ -389,6 +430,13 @@ def test_resuming_a_run_with_another_length_says_so(make_trainer, checkpoint, ep
     assert trainer.train(str(checkpoint)).global_step == 5 * epochs
     told = f"{checkpoint} is of a run of 10 steps, this one has {5 * epochs}: the learning rate"
     assert (told in caplog.text) is says
+
+
+@pytest.mark.parametrize("length", [{"num_train_epochs": 0.8}, {"max_steps": 4}])
+def test_a_checkpoint_beyond_the_run_s_end_is_no_result_of_it(make_trainer, checkpoint, length):
+    with pytest.raises(CheckpointError) as caught:
+        make_trainer(**length).train(str(checkpoint))
+    assert f"{checkpoint}: has made 5 steps, and this run ends after 4: " in str(caught.value)
 
 
 def test_a_run_whose_folder_was_moved_finds_its_best_model(make_trainer, tmp_path):
@@ -450,6 +498,27 @@ def test_another_task_s_checkpoint_is_not_resumed(make_trainer, make_model, tmp_
     model.config.finetuning_task = "rte"
     with pytest.raises(CheckpointError, match="is of a run with task None, not rte"):
         make_trainer(model).train(str(tmp_path / "out" / "checkpoint-3"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("hidden_act", "relu", "gelu, not relu"),
+        ("layer_norm_eps", 0.01, "1e-05, not 0.01"),
+        ("hidden_dropout_prob", 0.5, "0.0, not 0.5"),
+        ("attention_probs_dropout_prob", 0.5, "0.0, not 0.5"),
+        ("num_attention_heads", 2, "4, not 2"),
+    ],
+)
+def test_a_base_of_other_settings_is_not_resumed(
+    make_trainer, make_model, tmp_path, name, value, message
+):
+    make_trainer(save_strategy="steps", save_steps=3).train()
+    model = make_model()
+    setattr(model.config, name, value)
+    with pytest.raises(CheckpointError) as caught:
+        make_trainer(model).train(str(tmp_path / "out" / "checkpoint-3"))
+    assert f"is of a run with {name} (config.json) {message}: give the same" in str(caught.value)
 
 
 def test_what_an_earlier_run_left_is_not_taken_for_this_one_s(make_trainer, tmp_path):

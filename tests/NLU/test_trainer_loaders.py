@@ -10,8 +10,8 @@ from small_trainers import Line, SizedStream, Stream, line_of, make_line_trainer
 from torch.utils.data import DataLoader, SequentialSampler
 from trainer_runs import Recorder, without_runtimes
 
+from loralib.errors import CheckpointError
 from transformers import Trainer, TrainingError
-from transformers.trainer_data import digest_of_sample
 
 
 @pytest.fixture
@@ -363,15 +363,15 @@ def test_training_twice_is_two_runs(make):
     assert line_of(trainer) != first
 
 
-def test_a_digest_tells_rows_of_a_table_apart():
-    rows = [{"input_ids": [n, n + 1], "label": n % 2} for n in range(3000)]
-    digest = digest_of_sample(Dataset.from_list(rows))
-    assert digest == digest_of_sample(Dataset.from_list(rows))
-    assert digest == digest_of_sample(Dataset.from_list(rows).with_format("torch"))
-    assert digest == digest_of_sample(Dataset.from_list(rows + rows).select(range(3000)))
-    inverted = [{**row, "label": 1 - row["label"]} for row in rows]
-    assert digest != digest_of_sample(Dataset.from_list(inverted))
-    assert digest != digest_of_sample(Dataset.from_list(rows[::-1]))
-    assert digest_of_sample(rows) is None
-    assert digest_of_sample(Dataset.from_list([{"label": b"bytes"}])) is None
-    assert digest_of_sample(Dataset.from_list([{"label": 1}])) is not None
+def test_a_run_on_other_rows_of_a_table_is_not_resumed(make, tmp_path):
+    """Though only one of many differs."""
+    rows = [{"x": n / 3000, "labels": 0.5} for n in range(3000)]
+    settings = {"per_device_train_batch_size": 1000, "max_steps": 2}
+    make(
+        train_dataset=Dataset.from_list(rows), save_steps=1, save_strategy="steps", **settings
+    ).train()
+    checkpoint = str(tmp_path / "out" / "checkpoint-1")
+    make(train_dataset=Dataset.from_list(rows), **settings).train(checkpoint)
+    rows[1] = {**rows[1], "labels": 0.25}
+    with pytest.raises(CheckpointError, match="on as many examples of other data"):
+        make(train_dataset=Dataset.from_list(rows), **settings).train(checkpoint)

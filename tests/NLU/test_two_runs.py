@@ -1,6 +1,7 @@
 """Two runs of the scripts into one output folder: the second ends at once, and touches nothing."""
 
 import os
+from pathlib import Path
 
 import pytest
 from glue_runs import SCRIPT, common, failure, lora_of, on_rte
@@ -63,9 +64,12 @@ def test_several_processes(tiny_base, tiny_glue, tmp_path):
 
 def test_what_a_killed_run_has_left_half_written_is_removed(tmp_path):
     """In the output folder itself; elsewhere nothing is touched, nor is what else is hidden."""
-    left = [".pytorch_model.bin.ab12cd_3.bin", ".pytorch_model_lora.safetensors.x.safetensors"]
+    written = ("pytorch_model_lora.safetensors", "all_results.json", "training_args.bin")
+    left = [f".{name}.ab12cd_3{Path(name).suffix}" for name in (*written, "learning_curves.png")]
     for name in (*left, "pytorch_model.bin", ".notes"):
         (tmp_path / name).touch()
+    for name in (".checkpoint.unfinished", ".checkpoint.replaced", ".checkpoint-3.deleted"):
+        (tmp_path / name / "inner").mkdir(parents=True)
     with sole_use_of_output(TrainingArguments(str(tmp_path), no_cuda=True)):
         names = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".lock")}
     assert names == {"pytorch_model.bin", ".notes"}

@@ -35,6 +35,7 @@ from loralib.training.resume import first_not_finite
 from loralib.utils import with_lora_plus
 
 from .data.data_collator import DataCollatorWithPadding, default_data_collator
+from .data.table_digest import table_digest
 from .integrations import reporting_callbacks
 from .modeling_utils import PreTrainedModel
 from .optimization import Adafactor, AdamW, get_scheduler
@@ -57,7 +58,7 @@ from .trainer_checkpoint import (
     outdated_checkpoints,
 )
 from .trainer_checks import check_data, check_hooks, check_model
-from .trainer_data import TrainingPasses, digest_of_sample, label_names_of, length_of, overrides
+from .trainer_data import TrainingPasses, label_names_of, length_of, overrides
 from .trainer_evaluation import TrainerEvaluation, loss_of
 from .trainer_pt_utils import LabelSmoother
 from .trainer_records import TrainerRecords
@@ -381,7 +382,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             raise TypeError(f"train() got an unexpected argument: {', '.join(kwargs)}")
         self.state, self.control = self._new_state(), TrainerControl()
         self._progress = Progress()
-        self._data_digest = digest_of_sample(self.train_dataset)
+        self._data_digest = table_digest(self.train_dataset)
         self._set_up_trial(trial)
         if self.model_init is not None:
             set_seed(args.seed)
@@ -403,20 +404,17 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         set_dropout_seed(args.seed, args.process_index)
         self._warm_up(passes)
         self._begin(checkpoint, passes)
-        if checkpoint and self.state.max_steps != max_steps:
-            logger.warning(
-                "%s is of a run of %d steps, this one has %d: the learning rate follows the new "
-                "length from here on, so that the result is that of neither",
-                checkpoint,
-                self.state.max_steps,
-                max_steps,
-            )
+        if checkpoint:
+            self._compare_length(checkpoint, max_steps)
         self.state.max_steps, self.state.num_train_epochs = max_steps, epochs
         steps_before = self.state.global_step
         self._log_beginning(passes.examples, max_steps, checkpoint)
 
         self._call("on_train_begin")
-        self.control.should_training_stop |= steps_before >= max_steps
+        if steps_before >= max_steps:
+            self.control.should_training_stop = True
+            if not self._progress.has_ended:  # what follows the last step's checkpoint is missing
+                self._end_epoch(self._progress.epoch, passes)
         for epoch in range(self._progress.epoch, epochs):
             if self.control.should_training_stop:
                 break
@@ -504,6 +502,26 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             steps = passes.length or sys.maxsize
             self.state = self.checkpoints.resume(checkpoint, self._run_state(), steps)
 
+    def _compare_length(self, checkpoint: str, max_steps: int) -> None:
+        """Warns where a resumed run has another length than it began with.
+
+        Raises:
+            CheckpointError: the checkpoint is beyond the run's end.
+        """
+        before, done = self.state.max_steps, self.state.global_step
+        if done > max_steps:
+            raise CheckpointError(
+                f"{checkpoint}: has made {done} steps, and this run ends after {max_steps}: give "
+                "the length that it began with, or begin a new run with another --output_dir or "
+                "--overwrite_output_dir"
+            )
+        if before != max_steps:
+            logger.warning(
+                "%s is of a run of %d steps, this one has %d: the learning rate follows the new "
+                "length from here on, so that the result is that of neither",
+                *(checkpoint, before, max_steps),
+            )
+
     def _train_epoch(self, epoch: int, passes: TrainingPasses) -> None:
         args, progress = self.args, self._progress
         # Where a run resumes in the middle of its epoch: the batches that it has seen.
@@ -512,6 +530,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         # As many as a pass has, or is counted as where nobody knows.
         length = passes.length or self.state.max_steps * args.gradient_accumulation_steps
         self._call("on_epoch_begin")
+        progress.has_ended = False
         batches, progress.epoch_rng = passes.begin(epoch, skip, before, progress.epoch_rng)
         for index, inputs in enumerate(batches, start=skip):
             # A set shorter than an accumulation makes its one update at its end. Else, what is left
@@ -536,8 +555,14 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             if skip == 0 and self.state.global_step == before:
                 passes.check_one_update(progress.batches)
             progress.epoch, progress.batches = epoch + 1, 0
+        self._end_epoch(epoch, passes)
+
+    def _end_epoch(self, epoch: int, passes: TrainingPasses) -> None:
+        """Does what falls on the end of a pass, be it complete or not."""
+        progress = self._progress
         if progress.batches == passes.length or self.control.should_epoch_stop:
             progress.epoch, progress.batches = epoch + 1, 0
+        progress.has_ended = True
         self._call("on_epoch_end")
         self._log_evaluate_save()
 

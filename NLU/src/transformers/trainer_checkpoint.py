@@ -18,14 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from loralib.errors import CheckpointError, TrainingError
-from loralib.io.atomic import replace_folder
+from loralib.io.atomic import replacing_folder
 from loralib.io.likeness import check_like
 from loralib.io.tensors import write_torch
-from loralib.training.determinism import rng_state, set_rng_state
+from loralib.training.determinism import rng_state, set_rng_state, warn_of_other_threads
 from loralib.training.distributed import gather_objects
 from loralib.training.losses import PendingLosses
 from loralib.training.precision import Precision
@@ -38,6 +39,7 @@ from loralib.training.resume import (
 )
 
 from .configuration_utils import as_words
+from .file_utils import CONFIG_NAME
 from .modeling_utils import PreTrainedModel
 from .tokenization_utils_base import PreTrainedTokenizerBase
 from .trainer_callback import TrainerState
@@ -53,6 +55,13 @@ TRAINING_ARGS_NAME = "training_args.bin"
 OPTIMIZER_NAME = "optimizer.pt"
 SCHEDULER_NAME = "scheduler.pt"
 SCALER_NAME = "scaler.pt"
+
+# Where checkpoints are written before they are renamed; one name for all.
+_UNFINISHED = f".{PREFIX_CHECKPOINT_DIR}.unfinished"
+# What a run that was killed may leave; see `output_folder`.
+LEFT_FOLDERS = tuple(
+    f".{PREFIX_CHECKPOINT_DIR}{rest}" for rest in (".unfinished", ".replaced", "-*.deleted")
+)
 
 # What the state of every PyTorch schedule holds; the rest differs between versions of PyTorch.
 _OF_A_SCHEDULE = ("base_lrs", "last_epoch", "_last_lr")
@@ -85,6 +94,14 @@ _SAME_OF_A_MODEL = (
     *("lora_variant", "lora_init", "lora_freeze_A", "lora_rank_pattern", "lora_alpha_pattern"),
     *("lora_dropout", "cls_dropout", "reg_loss_wgt", "masking_prob", "apply_bitfit"),
 )
+# Likewise, of its base's config.json: what shows neither in its weights nor in their shapes.
+_SAME_OF_A_BASE = (
+    *("hidden_act", "pooler_hidden_act", "conv_act", "conv_groups", "layer_norm_eps"),
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "pooler_dropout"),
+    *("num_attention_heads", "pad_token_id", "tie_word_embeddings", "position_biased_input"),
+    *("relative_attention", "max_relative_positions", "position_buckets", "pos_att_type"),
+    *("share_att_key", "norm_rel_ebd"),
+)
 
 
 class Progress:
@@ -92,6 +109,7 @@ class Progress:
 
     Attributes:
         epoch, batches: full passes done, and batches done in the current one.
+        has_ended: whether what falls on a pass's end was done, or begun, after the last step.
         step: updates done; logged_step: at the last log.
         loss_since_log, loss_total: sums of the losses that have been read.
         first_bad_step: the first step with a loss that is not finite, of those that have been read,
@@ -104,6 +122,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.epoch = self.batches = self.step = self.logged_step = 0
+        self.has_ended = True
         self.loss_since_log = self.loss_total = 0.0
         self.first_bad_step = -1
         self.flos = 0
@@ -144,7 +163,7 @@ class RunState:
         progress: this process's.
         trainer: the Trainer's state.
         examples: how many the training set has.
-        data: what `digest_of_sample` says of them.
+        data: what `table_digest` says of them.
     """
 
     model: nn.Module
@@ -197,20 +216,17 @@ class Checkpoints:
             save_model: writes the model into a folder; `Trainer.save_model`.
         """
         folder = self.folder(run.trainer.global_step)
-        # One name for all: what a run that was killed has left is removed by the next.
-        unfinished = Path(self.args.output_dir, f".{PREFIX_CHECKPOINT_DIR}.unfinished")
         process_states = gather_objects(self._process_state(run), self.args.world_size)
         if self.args.is_main_process:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir(parents=True)
-            for index, process_state in enumerate(process_states):
-                write_torch(unfinished / _process_state_name(index), process_state)
-            save_model(unfinished)
-            write_torch(unfinished / OPTIMIZER_NAME, run.optimizer.state_dict())
-            write_torch(unfinished / SCHEDULER_NAME, run.lr_scheduler.state_dict())
-            write_torch(unfinished / SCALER_NAME, run.precision.state_dict())
-            run.trainer.save_to_json(unfinished / TRAINER_STATE_NAME)
-            replace_folder(unfinished, folder)
+            unfinished = Path(self.args.output_dir, _UNFINISHED)
+            with replacing_folder(folder, unfinished):
+                for index, process_state in enumerate(process_states):
+                    write_torch(unfinished / _process_state_name(index), process_state)
+                save_model(unfinished)
+                write_torch(unfinished / OPTIMIZER_NAME, run.optimizer.state_dict())
+                write_torch(unfinished / SCHEDULER_NAME, run.lr_scheduler.state_dict())
+                write_torch(unfinished / SCALER_NAME, run.precision.state_dict())
+                run.trainer.save_to_json(unfinished / TRAINER_STATE_NAME)
             self._delete_old(folder, run.trainer.best_model_checkpoint)
         self.args.barrier()
 
@@ -246,8 +262,10 @@ class Checkpoints:
             "pending_gradients": pending,
             "layout": self._layout(run),
             "rng": rng_state(self.args.device),
+            "threads": torch.get_num_threads(),
             **({} if begun is None else {"epoch_rng": begun}),
-            **({} if run.data is None else {"data": run.data}),
+            # Another name than that of older checkpoints, which did not look at all rows.
+            **({} if run.data is None else {"rows": run.data}),
         }
 
     def _layout(self, run: RunState) -> dict[str, int]:
@@ -321,7 +339,7 @@ class Checkpoints:
         """Puts this process's place in the data, gradients and generators where they were."""
         own = self._read_process_state(path, 0, run)
         before, now = own["layout"], self._layout(run)
-        data = own.get("data"), run.data
+        data = own.get("rows"), run.data
         if before["examples"] == now["examples"] and None not in data and data[0] != data[1]:
             raise CheckpointError(
                 f"{path}: is of a run on as many examples of other data: give the same data, and "
@@ -361,13 +379,16 @@ class Checkpoints:
         for name, gradient in own["pending_gradients"].items():
             run.model.get_parameter(name).grad = gradient.to(self.args.device)
         set_rng_state(own["rng"], self.args.device)
+        warn_of_other_threads(own.get("threads"), self.args.device)
 
     def _read_process_state(self, path: Path, index: int, run: RunState) -> dict[str, Any]:
         """What a process alone had, checked; see `_process_state`."""
         path = path / _process_state_name(index)
         with _damage_named(path):
             example = self._process_state(run)
-            example.pop("data", None)  # which older checkpoints do not have
+            # Older checkpoints do not have these.
+            example.pop("rows", None)
+            del example["threads"], example["progress"]["has_ended"]
             own = read_state(path, {**example, "pending_gradients": {}, "rng": like_rng_state()})
             if "epoch_rng" in own:
                 check_like(own["epoch_rng"], like_rng_state(), "'epoch_rng'")
@@ -378,9 +399,12 @@ class Checkpoints:
 
 def _model_settings(model: PreTrainedModel, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a run keeps of its model's settings, by name: the checkpoint's, and this model's."""
-    config, own = type(model.config).read_values(path), model.config.to_dict()
-    # Filled in, because a checkpoint may be older than a setting.
-    saved = type(model.config).from_dict(config).to_dict()
+    own = model.config.to_dict()
+    with _damage_named(path / CONFIG_NAME):
+        config = type(model.config).read_values(path)
+        check_like(config, {"id2label": {}})
+        # Filled in, because a checkpoint may be older than a setting.
+        saved = type(model.config).from_dict(config).to_dict()
     columns = ["text_columns"] if saved["text_columns"] is not None else []
     return tuple(
         {
@@ -389,6 +413,7 @@ def _model_settings(model: PreTrainedModel, path: Path) -> tuple[dict[str, Any],
             # JSON has no integers for keys.
             "labels": {str(k): v for k, v in source["id2label"].items()},
             **{f"--{name}": as_words(filled[name]) for name in _SAME_OF_A_MODEL if name in own},
+            **{f"{name} ({CONFIG_NAME})": filled[name] for name in _SAME_OF_A_BASE if name in own},
         }
         for source, filled in ((config, saved), (own, own))
     )

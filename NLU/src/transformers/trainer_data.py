@@ -1,11 +1,8 @@
 """The data as the Trainer goes through it: which examples, in which order, on which process."""
 
-import hashlib
 import inspect
 import itertools
-import json
 import math
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -286,27 +283,6 @@ def overrides(instance: Any, owner: type, names: Iterable[str]) -> bool:
     """Whether an instance of `owner` has another method of one of these names."""
     methods = ((getattr(instance, name), getattr(owner, name)) for name in names)
     return any(getattr(own, "__func__", own) is not plain for own, plain in methods)
-
-
-_SAMPLED_ROWS = 1000
-
-
-def digest_of_sample(data: Any) -> str | None:
-    """What tells a table's rows from another's of the same length: of as many as are looked at.
-
-    None for data sets of other kinds, which may draw their rows anew each time, and for tables of
-    more than texts and numbers.
-    """
-    tables = sys.modules.get("datasets")
-    if tables is None or not isinstance(data, tables.Dataset):
-        return None
-    places = np.linspace(0, len(data) - 1, min(len(data), _SAMPLED_ROWS)).astype(int)
-    rows = data.with_format(None).select(places)[:]
-    try:
-        text = json.dumps(rows, sort_keys=True)
-    except TypeError:
-        return None
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def length_of(data: Any) -> int | None:

@@ -1,5 +1,7 @@
 """The Trainer's model on disk: all of it, and what is trained of it in files of its own."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -15,9 +17,6 @@ from .adapter_kinds import KINDS
 from .file_utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from .modeling_utils import PreTrainedModel
 from .weight_files import read_weights
-
-# All files that `save_weights` may write.
-WEIGHTS_FILES = (WEIGHTS_NAME, SAFE_WEIGHTS_NAME, *(name for kind in KINDS for name in kind.files))
 
 
 def adapted_by(model: nn.Module) -> tuple[Kind, ...]:
@@ -80,11 +79,14 @@ def load_weights(model: nn.Module, folder: Path, device: torch.device, way_out: 
     kinds = adapted_by(model)
     if kinds:
         # These files say rank, alpha and base as well, which the full model's does not.
-        model.load_adapters([read_adapter(folder, kind) for kind in kinds])
+        with _ending_with(way_out):
+            adapters = [read_adapter(folder, kind) for kind in kinds]
+        model.load_adapters(adapters)
         if not (folder / WEIGHTS_NAME).is_file() and not (folder / SAFE_WEIGHTS_NAME).is_file():
             return
     if isinstance(model, PreTrainedModel):
-        weights = read_weights(str(folder))
+        with _ending_with(way_out):
+            weights = read_weights(folder, verify=True)
     else:
         with damage_named(folder / WEIGHTS_NAME, way_out):
             weights = read_state(folder / WEIGHTS_NAME, device=device)
@@ -93,3 +95,12 @@ def load_weights(model: nn.Module, folder: Path, device: torch.device, way_out: 
     except RuntimeError as error:
         lines = " ".join(str(error).split())
         raise CheckpointError(f"{folder}: does not fit the model: {lines}") from error
+
+
+@contextmanager
+def _ending_with(way_out: str) -> Iterator[None]:
+    """Errors in reading weights end with what the user can do."""
+    try:
+        yield
+    except (CheckpointError, OSError) as error:
+        raise CheckpointError(f"{error}; {way_out}") from error

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from loralib.errors import DiskFullError
-from loralib.io.atomic import atomic_write, atomic_write_folder, check_apart
+from loralib.io.atomic import atomic_write, atomic_write_folder, check_apart, replacing_folder
 from loralib.io.tensors import read_tensors, write_tensors, write_torch, write_wrapped_tensors
 
 posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX's links, pipes and devices")
@@ -101,6 +101,36 @@ def test_a_folder_is_written_atomically(tmp_path):
         "new/a/x",
     }
     assert oct((tmp_path / "new" / "a").stat().st_mode & 0o777) == oct(0o777 & ~umask())
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_folder_is_replaced_by_another_one(tmp_path, there):
+    path, temporary = tmp_path / "a", tmp_path / ".a.unfinished"
+    for folder in (temporary, *([path] if there else [])):
+        folder.mkdir()
+        (folder / "old").write_text("old")
+    with replacing_folder(path, temporary):
+        assert path.exists() == there
+        (temporary / "x").write_text("x")
+    assert names(tmp_path) == ["a"]
+    assert names(path) == ["x"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_folder_that_does_not_fit_leaves_nothing(tmp_path, there):
+    """And the message names what would have been there."""
+    path, temporary = tmp_path / "a", tmp_path / ".a.unfinished"
+    if there:
+        path.mkdir()
+
+    def replace():
+        with replacing_folder(path, temporary):
+            (temporary / "x").write_text("x")
+            fail(temporary / "y", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+    with pytest.raises(DiskFullError, match=re.escape(f"{path}: the disk is full")):
+        replace()
+    assert names(tmp_path) == (["a"] if there else [])
 
 
 @posix

@@ -2,11 +2,13 @@
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from loralib.errors import TrainingError
+from loralib.io.atomic import atomic_write
 from loralib.training.locks import sole_use
 from loralib.training.output import output_folder
 
@@ -30,12 +32,22 @@ def test_an_empty_folder_of_the_user_s_stays(tmp_path):
     assert tmp_path.is_dir()
 
 
-def test_half_written_files_are_removed(tmp_path):
-    for name in (".model.4.pt.x1y2.pt", ".notes.txt.x1y2.txt", "model.4.pt"):
+def test_half_written_files_are_removed(tmp_path, monkeypatch):
+    kept = {"model.4.pt", ".notes.txt", ".notes.txt.backup.txt", ".my.settings", ".own"}
+    for name in kept:
         (tmp_path / name).touch()
-    with output_folder(tmp_path, 0, 1, ["model.*.pt"]):
+    monkeypatch.setattr(Path, "unlink", lambda *given, **more: None)  # as if killed
+    for name in ("model.4.pt", "curves.png", "results.json"):
+        with suppress(KeyboardInterrupt), atomic_write(tmp_path / name):
+            raise KeyboardInterrupt
+    monkeypatch.undo()
+    (tmp_path / ".shared.01234567").touch()
+    (tmp_path / ".folder.half").mkdir()
+    (tmp_path / ".folder.half" / "file").touch()
+    assert len([*tmp_path.iterdir()]) == len(kept) + 5
+    with output_folder(tmp_path, 0, 1, [".folder.*"]):
         left = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".lock")}
-    assert left == {".notes.txt.x1y2.txt", "model.4.pt"}
+    assert left == kept
 
 
 def test_another_run_is_kept_out(tmp_path):
@@ -47,6 +59,16 @@ def test_another_run_is_kept_out(tmp_path):
         pytest.fail("both have it")
     with sole_use(tmp_path):
         pass
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX's links")
+@pytest.mark.parametrize("name", ["out", "out/run"])
+def test_a_link_to_nothing_is_named(tmp_path, name):
+    (tmp_path / "out").symlink_to("nowhere")
+    is_a_link = pytest.raises(FileNotFoundError, match="out is a link to nowhere, which is not")
+    with is_a_link, output_folder(tmp_path / name, 0, 1):
+        pytest.fail("there is no folder")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_file_is_no_folder(tmp_path):

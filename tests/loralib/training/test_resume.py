@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from flipped import flip_in
 from torch import nn
 
 from loralib.errors import CheckpointError
@@ -29,6 +30,10 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-50])
 
 
+def with_a_bit_flipped(path):
+    flip_in(path, torch.tensor([3.0, 5.0]))
+
+
 def of_another_kind(path):
     write_torch(path, [1, 2])
 
@@ -37,11 +42,13 @@ def without_an_entry(path):
     write_torch(path, {"step": 3})
 
 
-@pytest.mark.parametrize("damage", [missing, cut, of_another_kind, without_an_entry])
+@pytest.mark.parametrize(
+    "damage", [missing, cut, with_a_bit_flipped, of_another_kind, without_an_entry]
+)
 def test_damage_names_the_file_and_the_way_out(tmp_path, damage):
     path, example = tmp_path / "state.pt", {"step": 0, "rate": 0.0}
-    write_torch(path, {"step": 3, "rate": 0.5})
-    assert read_state(path, example) == {"step": 3, "rate": 0.5}
+    write_torch(path, {"step": 3, "rate": 0.5, "averages": torch.tensor([3.0, 5.0])})
+    assert read_state(path, example)["rate"] == 0.5
     damage(path)
     with pytest.raises(DamagedStateError) as caught, damage_named(path, "remove it"):
         read_state(path, example)
@@ -49,6 +56,11 @@ def test_damage_names_the_file_and_the_way_out(tmp_path, damage):
     assert message.startswith(f"{path}: missing or damaged (")
     assert message.endswith("); remove it")
     assert message.count(str(path)) == 1
+
+
+def test_a_file_of_torch_s_older_format_is_read(tmp_path):
+    torch.save({"step": 3}, tmp_path / "state.pt", _use_new_zipfile_serialization=False)
+    assert read_state(tmp_path / "state.pt", {"step": 0}) == {"step": 3}
 
 
 def test_the_innermost_file_is_named(tmp_path):

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
 from loralib.errors import quoted
+from loralib.io.digests import file_digest
 from loralib.io.encoding import refuse_utf16_file
 
 if TYPE_CHECKING:  # else imported where a file is read: --help and wrong flags need not wait for it
@@ -67,7 +68,6 @@ def read_table(path: str, texts: Sequence[str] = ()) -> Dataset:
         FileNotFoundError: there is no such file.
         ValueError: it is not of this kind, has a column twice, or no rows.
     """
-    from datasets import load_dataset
     from datasets.exceptions import DatasetGenerationError
 
     if not os.path.isfile(path):
@@ -81,7 +81,7 @@ def read_table(path: str, texts: Sequence[str] = ()) -> Dataset:
         options["keep_default_na"] = False
         options["converters"] = {name: str for name in texts if name in header} or None
     try:
-        return load_dataset(kind, data_files=path, split="train", **options)
+        return load_rows(kind, path, **options)
     except DatasetGenerationError as error:
         if kind == "csv":
             _check_rows(path, header)
@@ -89,6 +89,24 @@ def read_table(path: str, texts: Sequence[str] = ()) -> Dataset:
     except (StopIteration, ValueError) as error:
         # What the library makes of a file without rows.
         raise ValueError(f"{path}: holds no examples, or none that can be read") from error
+
+
+def load_rows(kind: str, path: str, **options: Any) -> Dataset:
+    """A file's rows by a reader of datasets, in whose cache they are found by the file's content.
+
+    The library itself goes by a file's name and time, which another one that is put in its place
+    may share, as after ``cp -p``.
+
+    Args:
+        kind: the reader's name.
+        path: the file.
+        options: the reader's own.
+    """
+    from datasets import load_dataset
+
+    # All settings of a reader are in the cache's key; this one changes nothing else.
+    content = file_digest(path)
+    return load_dataset(kind, data_files=path, split="train", description=content, **options)
 
 
 @contextmanager

@@ -24,9 +24,8 @@ from loralib.training.output import output_folder
 from ..adapter_kinds import path_flag
 from ..configuration_utils import PretrainedConfig
 from ..tokenization_utils_base import PreTrainedTokenizerBase
-from ..trainer_checkpoint import outdated_checkpoints
+from ..trainer_checkpoint import LEFT_FOLDERS, outdated_checkpoints
 from ..trainer_utils import get_last_checkpoint
-from ..trainer_weights import WEIGHTS_FILES
 from ..training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ def sole_use_of_output(args: TrainingArguments) -> AbstractContextManager[None]:
     folder = Path(args.output_dir)
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"--output_dir {folder} is a file")
-    return output_folder(folder, args.process_index, args.world_size, WEIGHTS_FILES)
+    return output_folder(folder, args.process_index, args.world_size, LEFT_FOLDERS)
 
 
 def find_checkpoint(args: TrainingArguments) -> str | None:

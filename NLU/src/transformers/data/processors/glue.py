@@ -7,7 +7,6 @@ publishes (https://gluebenchmark.com), and the column names of its copy on the h
 
 from __future__ import annotations
 
-import hashlib
 import math
 import shlex
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from loralib.io.digests import file_digest
 
 from .utils import DataProcessor, InputExample, read_tsv
 
@@ -273,12 +274,12 @@ def glue_table(
     from datasets.exceptions import DatasetGenerationError
 
     task = glue_task(name)
-    contents = glue_file(task, data_dir, split).read_bytes()
+    content = file_digest(glue_file(task, data_dir, split))
     asked = {"name": name, "data_dir": str(data_dir), "split": split}
     try:
         return Dataset.from_generator(
             _table_rows,
-            gen_kwargs={**asked, "sha256": hashlib.sha256(contents).hexdigest()},
+            gen_kwargs={**asked, "sha256": content},
             cache_dir=cache_dir,
         )
     except DatasetGenerationError as error:
