@@ -161,6 +161,20 @@ def test_an_impossible_answer_has_the_least_score_of_its_parts(make, family, tok
     assert (empty["start"], empty["end"]) == (0, 0)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_an_answer_competes_with(make, family, tokenizers, models):
+    """The first token, which stands for "no answer", where its id is not 0; not the question's."""
+    tokenizer, model = tokenizers[family], models[family, "question-answering"]
+    answers = make(family, "question-answering")(QUESTION, CONTEXT, topk=10**6, max_answer_len=1)
+    encoded = tokenizer(QUESTION, CONTEXT, return_tensors="pt")
+    text = [i for i, of in enumerate(encoded.sequence_ids(0)) if of == 1]
+    keep = [0, *text] if family == "deberta" else text
+    with torch.no_grad():
+        logits = model(**encoded).to_tuple()[:2]
+    start, end = (each[0, keep].softmax(0)[-len(text) :] for each in logits)
+    assert sum(a["score"] for a in answers) == pytest.approx(float(start @ end), rel=1e-3)
+
+
 def test_the_likeliest_spans():
     """All products of a start and an end that is not before it, nor too far from it."""
     rng = np.random.default_rng(0)

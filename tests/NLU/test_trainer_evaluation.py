@@ -399,12 +399,11 @@ def test_a_checkpoint_is_written_whole_or_not_at_all(make_trainer, tmp_path, mon
         write(path, value)
 
     monkeypatch.setattr(trainer_checkpoint, "write_torch", disk_full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="the disk is full"):
         make_trainer(**settings).train()
     monkeypatch.undo()
     out = tmp_path / "out"
-    assert [Path(path).name for path in list_checkpoints(out)] == ["checkpoint-2"]
-    assert len(list(out.iterdir())) == 2
+    assert [path.name for path in out.iterdir()] == ["checkpoint-2"]
 
     resumed = make_trainer(**settings)
     resumed.train(resume_from_checkpoint=str(out / "checkpoint-2"))

@@ -179,15 +179,15 @@ class QuestionAnsweringPipeline(Pipeline):
     ) -> Iterator[tuple[SquadExample, list["_Part"]]]:
         """Each example with the parts of its text, in their order.
 
-        The softmax is over the text's tokens; where there may be no answer, over the first one as
-        well, which stands for that.
+        The softmax is over the text's tokens, and over the first one, which stands for "no answer".
+        As in 4.4, RoBERTa's, whose id is 0, is left out where there has to be an answer.
         """
         windows = list(self._windows(examples, max_seq_len, doc_stride))
         said = self.forward([row for _, row, _ in windows])
         parts: list[list[_Part]] = [[] for _ in examples]
         for (number, _, encoding), (start, end) in zip(windows, said, strict=True):
             possible = np.array([each == 1 for each in encoding.sequence_ids])
-            possible[0] = may_be_none
+            possible[0] = may_be_none or bool(self.tokenizer.cls_token_id)
             probabilities = (
                 softmax(np.where(possible, logits, _IMPOSSIBLE)) for logits in (start, end)
             )
