@@ -24,7 +24,6 @@ from transformers import (
     trainer_checkpoint,
 )
 from transformers import trainer as trainer_module
-from transformers.trainer_utils import list_checkpoints
 from transformers.utils.cli import run
 
 pytestmark = pytest.mark.slow
