@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import assert_same_bits
+from torch import nn
 from trainer_runs import Recorder, collate, make_data
 
 from loralib.adapters.formats import read_adapter
@@ -40,6 +41,34 @@ def test_evaluation_counts_examples_not_batches(make_trainer, make_model):
         logits = model(**{name: inputs[name] for name in ("input_ids", "attention_mask")})["logits"]
     expected = F.cross_entropy(logits, inputs["labels"])
     assert metrics["eval_loss"] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_numpys_numbers_are_plain_ones_in_the_metrics(make_trainer):
+    trainer = make_trainer(compute_metrics=lambda p: {"half": np.float32(0.5), "rows": np.int64(3)})
+    metrics = trainer.evaluate()
+    assert json.dumps([metrics["eval_half"], metrics["eval_rows"]]) == "[0.5, 3]"
+
+
+class OneLossForEachToken(nn.Module):
+    """Its loss is the mean of the targets' numbers; of none, 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, input_ids, labels):
+        counted = labels[labels != -100].float()
+        return {"loss": counted.sum() / max(len(counted), 1) + self.weight}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_batch_without_a_target_says_nothing_of_the_loss(tmp_path, size):
+    rows = [{"input_ids": [1, 2], "labels": [-100, 3 if n % 4 == 3 else -100]} for n in range(8)]
+    for data, expected in ((rows, 3.0), (rows[:3], math.nan)):
+        settings = {"per_device_eval_batch_size": size, "report_to": ["none"]}
+        args = TrainingArguments(str(tmp_path), disable_tqdm=True, **settings)
+        loss = Trainer(OneLossForEachToken(), args).evaluate(data)["eval_loss"]
+        assert loss == pytest.approx(expected, nan_ok=True)
 
 
 def test_an_evaluation_multiplies_as_its_training_does(make_trainer, monkeypatch):

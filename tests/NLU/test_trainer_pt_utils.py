@@ -242,6 +242,14 @@ def test_label_smoothing_is_its_formula(ignored):
     assert torch.equal(labels, before)
 
 
+def test_smoothing_where_no_label_counts():
+    logits = torch.randn(2, 3, 4, requires_grad=True)
+    loss = LabelSmoother(0.1)((logits,), torch.full((2, 3), -100))
+    loss.backward()
+    assert loss == 0
+    assert not logits.grad.any()
+
+
 def test_labels_that_cannot_be_smoothed():
     with pytest.raises(TrainingError, match="needs class labels, not numbers"):
         LabelSmoother()((torch.zeros(2, 3),), torch.zeros(2))

@@ -19,7 +19,7 @@ from loralib.training.distributed import gather_objects, sum_over_processes
 from loralib.training.precision import Precision, all_in_half
 from loralib.training.product_choices import chosen_products, frozen_weights
 
-from .data.data_collator import PackedCollator, only_pads
+from .data.data_collator import IGNORED_LABEL, PackedCollator, only_pads
 from .trainer_callback import CallbackHandler, TrainerControl
 from .trainer_data import Examples, length_of, lengths_at_hand, overrides, takes_packed_rows
 from .trainer_loaders import TrainerLoaders
@@ -165,6 +165,7 @@ class Evaluation:
         self._collectors = [Collector(accumulation_steps), Collector(accumulation_steps)]
         self._rows: list[int] = []
         self._losses: list[Tensor | None] = []
+        self._have_targets: list[bool] = []
 
     def add(
         self,
@@ -181,6 +182,7 @@ class Evaluation:
         rows = rows_of(inputs) if self._share is None else self._rows_in_share()
         self._rows.append(rows)
         self._losses.append(None if loss is None else loss.detach().mean())
+        self._have_targets.append(has_targets(inputs))
         for collector, parts in zip(self._collectors, (predictions, labels), strict=True):
             batch = as_tensors(parts)
             check_rows(batch, rows)
@@ -211,18 +213,34 @@ class Evaluation:
         return self._mean_loss(indices, limit), predictions, labels, min(total, limit)
 
     def _mean_loss(self, indices: Sequence[int], limit: int) -> float | None:
-        """The mean over all examples that count, those below `limit`."""
+        """The mean over all examples that count, those below `limit` in batches with targets.
+
+        Where a batch's labels are all ignored, its loss of 0 says nothing; nan where all are.
+        """
         counts, losses, done = [], [], 0
-        for rows, loss in zip(self._rows, self._losses, strict=True):
+        batches = zip(self._rows, self._losses, self._have_targets, strict=True)
+        for rows, loss, has_target in batches:
             if loss is not None:
-                counts.append(sum(index < limit for index in indices[done : done + rows]))
+                counted = indices[done : done + rows] if has_target else ()
+                counts.append(sum(index < limit for index in counted))
                 losses.append(loss.double())
             done += rows
         values = torch.stack(losses).tolist() if losses else []
         own = math.fsum(count * value for count, value in zip(counts, values, strict=True))
-        sums = torch.tensor([own, sum(counts)], dtype=torch.float64, device=self._device)
-        total, count = sum_over_processes(sums, self._world_size).tolist()
-        return None if count == 0 else total / count
+        sums = [own, sum(counts), len(losses)]
+        sums = torch.tensor(sums, dtype=torch.float64, device=self._device)
+        total, count, had_loss = sum_over_processes(sums, self._world_size).tolist()
+        if not had_loss:
+            return None
+        return total / count if count else math.nan
+
+
+def has_targets(inputs: Any) -> bool:
+    """Whether a batch has a label that counts, where it has one for each token."""
+    labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+    if not isinstance(labels, Tensor) or labels.dim() < 2:
+        return True
+    return bool((labels != IGNORED_LABEL).any())
 
 
 class TrainerEvaluation(TrainerLoaders):
@@ -323,7 +341,9 @@ class TrainerEvaluation(TrainerLoaders):
         if self.compute_metrics and predictions is not None and labels is not None:
             given = self.compute_metrics(EvalPrediction(predictions, labels))
             for name, value in given.items():
-                metrics[f"{metric_key_prefix}_{name.removeprefix(f'{metric_key_prefix}_')}"] = value
+                is_numpys = isinstance(value, np.generic)  # which JSON does not know
+                name = f"{metric_key_prefix}_{name.removeprefix(f'{metric_key_prefix}_')}"
+                metrics[name] = value.item() if is_numpys else value
         metrics.update(speed_metrics(metric_key_prefix, start, count))
         return PredictionOutput(predictions, labels, metrics)
 

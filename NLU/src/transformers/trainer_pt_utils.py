@@ -477,7 +477,7 @@ class LabelSmoother:
     ignore_index: int = IGNORED_LABEL
 
     def __call__(self, model_output: Any, labels: Tensor) -> Tensor:
-        """The mean over the labels that count.
+        """The mean over the labels that count; zero where none does.
 
         Args:
             model_output: logits (…, classes), or first of all in a dict or a tuple without a loss.
@@ -495,12 +495,15 @@ class LabelSmoother:
                 f"logits: the labels have the shape {tuple(labels.shape)}, and what it returns "
                 f"has {'no rows' if logits is None else tuple(logits.shape)}"
             )
-        return F.cross_entropy(
+        labels = labels.flatten()
+        total = F.cross_entropy(
             logits.float().flatten(0, -2),
-            labels.flatten(),
+            labels,
             ignore_index=self.ignore_index,
             label_smoothing=self.epsilon,
+            reduction="sum",
         )
+        return total / (labels != self.ignore_index).sum().clamp(min=1)
 
 
 def get_parameter_names(model: nn.Module, forbidden_layer_types: Sequence[type]) -> list[str]:

@@ -263,7 +263,8 @@ class QuestionAnsweringPipeline(Pipeline):
         for first, last, score in spans:
             if score > 0:
                 begin, after = part.word(first)[0], part.word(last)[1]
-                answer = text[begin:after].lstrip()  # in SentencePiece, a word has the space before
+                word = text[begin:after]
+                answer = word.lstrip() or word  # in SentencePiece, a word has the space before
                 begin = after - len(answer)
                 values = {"score": float(score), "start": begin, "end": after, "answer": answer}
                 answers.append(values)

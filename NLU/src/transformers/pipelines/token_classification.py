@@ -51,7 +51,8 @@ class Tokens:
         if self.offsets is None:
             return None, None
         start, end = map(int, self.offsets[index])
-        return end - len(self.text[start:end].lstrip()), end
+        characters = self.text[start:end]
+        return end - len(characters.lstrip() or characters), end  # some are nothing but a space
 
     def goes_on(self, index: int) -> bool:
         """Whether a token is a later one of its word."""
