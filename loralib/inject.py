@@ -477,7 +477,7 @@ def _check_module(name: str, module: nn.Module, settings: LayerSettings) -> None
     own = sorted(vars(module).keys() & _OF_LORA_LAYERS)
     if own and not isinstance(module, LoRALayer):
         raise UnsupportedLayerError(
-            f"{name} has a {own[0]} of its own, which LoRA's layers have for theirs: exclude it"
+            f"{name} has an attribute '{own[0]}', as LoRA's layers have it for theirs: exclude it"
         )
     if "forward" in vars(module):
         raise UnsupportedLayerError(

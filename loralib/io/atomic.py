@@ -25,6 +25,10 @@ class NoSpaceError(OSError):
 # The system's error numbers of a disk without room, and of a quota that is used up.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
+# What follows a file's name in that of its temporary file, for which nobody else calls theirs so.
+_HALF = ".half-"
+_HALF_WRITTEN = re.compile(rf"\..+{re.escape(_HALF)}[a-z0-9_]{{8}}(\.\w+)?")
+
 
 @contextmanager
 def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
@@ -51,7 +55,7 @@ def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
     target = _check_replaceable(path)
     try:
         handle, name = tempfile.mkstemp(
-            prefix=f".{target.name}.", suffix=target.suffix, dir=target.parent
+            prefix=f".{target.name}{_HALF}", suffix=target.suffix, dir=target.parent
         )
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
@@ -282,17 +286,10 @@ def _umask() -> int:
     return umask
 
 
-# What `mkstemp` makes of a file's name and suffix, for `atomic_write`.
-_TEMPORARY = re.compile(r"\..+(\.\w+)\.[a-z0-9_]{8}\1")
-
-
 def remove_leftovers(folder: str | os.PathLike) -> None:
-    """Removes the files that `atomic_write` leaves in a folder when it is killed.
-
-    Those of names without a suffix are left: they could be somebody's.
-    """
+    """Removes the files that `atomic_write` leaves in a folder when it is killed."""
     for path in Path(folder).glob(".*"):
-        if _TEMPORARY.fullmatch(path.name) and path.is_file():
+        if _HALF_WRITTEN.fullmatch(path.name) and path.is_file():
             path.unlink(missing_ok=True)
 
 

@@ -151,9 +151,8 @@ class AdapterBank:
                 Any order will do, but rows of one adapter are fastest next to each other.
 
         Raises:
-            ValueError: there is no such adapter, names are empty, or the bank is closed; it is
-                within a block of another bank; or rows have adapters of their own in a model that
-                has tokens first. From the model: it is given another number of rows
+            ValueError: there is no such adapter, names are empty, or the bank is closed; or it is
+                within a block of another bank. From the model: it is given another number of rows
                 than names, or one of its layers an input in which rows cannot be told.
         """
         self._check_open()
@@ -162,11 +161,6 @@ class AdapterBank:
         elif names:
             segments = [(name, len(list(rows))) for name, rows in groupby(names)]
             adapters = self._find([name for name, _ in segments])
-            for module in filter(None, (adapter.tokens_first for adapter in adapters)):
-                raise ValueError(
-                    f"{module} has an nn.MultiheadAttention without batch_first beside it, so that "
-                    "rows are not its input's first dimension: name one adapter for all of them"
-                )
             routing = Routing(self._key, adapters, slices([count for _, count in segments]))
         else:
             raise ValueError(f"no adapter is named; there are {self._listed()}")
@@ -236,6 +230,8 @@ def _add_deltas(
             f"{module} is given a nested tensor, which a bank cannot add to: turn "
             "use_nested_tensor of the model's nn.TransformerEncoder off"
         )
+    if any(module in adapter.tokens_first for adapter in routing.adapters):
+        _check_told(module, routing, x)
     if routing.positions and routing.rows is not None:
         x, out = (tensor.expand(len(deltas), *tensor.shape) for tensor in (x, out))
     out = out.contiguous()
@@ -244,6 +240,15 @@ def _add_deltas(
         if delta is not None:
             delta.add_to(out[part], x[part])
     return out
+
+
+def _check_told(module: str, routing: Routing, x: Tensor) -> None:
+    """Checks that rows are not as many as tokens, where these may be the first dimension."""
+    if routing.rows is not None and x.dim() > 2 and len(x) == x.shape[1] == routing.rows[-1].stop:
+        raise ValueError(
+            f"{module} is given as many tokens as rows, and an nn.MultiheadAttention without "
+            "batch_first is near: which of them come first cannot be told: name one adapter for all"
+        )
 
 
 def _apply_heads(

@@ -108,14 +108,13 @@ class PreparedAdapter:
         deltas: by the name of the module that each belongs to.
         heads: modules that take the place of the model's, by name.
         labels: what the head's outputs stand for; () without a head.
-        tokens_first: a module of `deltas` to which tokens come first and a batch's rows second;
-            None where none is known.
+        tokens_first: the modules of `deltas` to which a batch's rows may come second, after tokens.
     """
 
     deltas: Mapping[str, DeviceDelta]
     heads: Mapping[str, nn.Module]
     labels: tuple[str, ...]
-    tokens_first: str | None
+    tokens_first: frozenset[str]
 
 
 def fingerprint_of(model: nn.Module) -> str | None:
@@ -159,15 +158,18 @@ def prepare(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) ->
     return PreparedAdapter(deltas, heads, labels, _with_tokens_first(model, modules))
 
 
-def _with_tokens_first(model: nn.Module, adapted: Collection[str]) -> str | None:
-    """The first of these modules in a block of one of PyTorch's attentions without batch_first."""
+def _with_tokens_first(model: nn.Module, adapted: Collection[str]) -> frozenset[str]:
+    """Those of these modules in a block of one of PyTorch's attentions without batch_first."""
     blocks = {
         name.rpartition(".")[0]
         for name, module in model.named_modules()
         if isinstance(module, nn.MultiheadAttention) and not module.batch_first
     }
-    within = (name for name in adapted for block in blocks if f"{name}.".startswith(f"{block}."))
-    return next(within if "" not in blocks else iter(adapted), None)
+    return frozenset(
+        name
+        for name in adapted
+        if any(not block or name.startswith(f"{block}.") for block in blocks)
+    )
 
 
 def _check_called(modules: Mapping[str, AdaptedWeight], model: nn.Module, source: str) -> None:

@@ -74,9 +74,11 @@ def _clear(folder: Path, folders: Iterable[str]) -> None:
     remove_leftovers(folder)
     for pattern in folders:
         for path in folder.glob(pattern):
-            shutil.rmtree(path)
-    for probe in folder.glob(f"{_PROBE}.*"):
-        probe.unlink(missing_ok=True)
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+    for probe in folder.glob(f"{_PROBE}.{'[0-9a-f]' * 8}"):
+        if probe.is_file():
+            probe.unlink(missing_ok=True)
 
 
 def _remove_if_empty(folder: Path) -> None:

@@ -192,3 +192,8 @@ def test_a_table_in_the_place_of_another_is_read(tmp_path):
         os.utime(path, (1e9, 1e9))
         mapped = read_table(str(path)).map(lambda row: {"twice": 2 * row["text"]})
         assert mapped["twice"][:] == [2 * text]
+
+
+def test_a_column_may_be_called_with_a_semicolon(tmp_path):
+    (tmp_path / "a.csv").write_text("text; and more\nhello\nthere\n")
+    assert read_table(str(tmp_path / "a.csv")).column_names == ["text; and more"]

@@ -252,8 +252,31 @@ def test_rows_of_a_model_that_has_tokens_first(tmp_path, batch_first):
             with bank.use(["a0", "a1", "a0"]):
                 close(call(x), (model.encoder if base is not layer else model)(x))
         else:
-            with pytest.raises(ValueError, match=r"linear1 has an nn.MultiheadAttention without"):
-                bank.use(["a0", "a1", "a0"]).__enter__()
+            message = r"linear1 is given as many tokens as rows, .* name one adapter for all"
+            with bank.use(["a0", "a1", "a0"]), pytest.raises(ValueError, match=message):
+                call(x)
+
+
+class Pooled(nn.Module):
+    """Rows come first, but for the attention, which has them second."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.pool = nn.Linear(8, 8), nn.MultiheadAttention(8, 2)
+
+    def forward(self, x):
+        h = torch.tanh(self.a(x)).transpose(0, 1)
+        return self.pool(h, h, h)[0].transpose(0, 1)
+
+
+@torch.no_grad()
+def test_rows_before_an_attention_that_has_tokens_first(tmp_path):
+    base, x = Pooled().eval(), torch.randn(3, 5, 8)
+    models = [drawn(base, ["a"]) for _ in range(2)]
+    for number, model in enumerate(models):
+        lora.save_adapter(model, tmp_path / f"{number}")
+    with bank_of(base, tmp_path / "0", tmp_path / "1").use(["a0", "a1", "a1"]):
+        close(base(x), torch.cat([models[0](x[:1]), models[1](x[1:])]))
 
 
 # ---- attributes and weights ----
@@ -263,7 +286,7 @@ def test_rows_of_a_model_that_has_tokens_first(tmp_path, batch_first):
 def test_what_a_model_has_set_on_its_layer_is_not_written_over(name):
     model = Net()
     setattr(model.a, name, 0.5)
-    with pytest.raises(UnsupportedLayerError, match=f"a has a {name} of its own"):
+    with pytest.raises(UnsupportedLayerError, match=f"a has an attribute '{name}'"):
         lora.add_lora(model, ["a", "b"], r=2)
     assert type(model.b) is nn.Linear
     lora.add_lora(model, ["b"], r=2)

@@ -33,11 +33,11 @@ def test_an_empty_folder_of_the_user_s_stays(tmp_path):
 
 
 def test_half_written_files_are_removed(tmp_path, monkeypatch):
-    kept = {"model.4.pt", ".notes.txt", ".notes.txt.backup.txt", ".my.settings", ".own"}
+    kept = {"model.4.pt", ".notes.txt", ".photo.jpg.backup_1.jpg", ".my.settings", ".shared.notes"}
     for name in kept:
         (tmp_path / name).touch()
     monkeypatch.setattr(Path, "unlink", lambda *given, **more: None)  # as if killed
-    for name in ("model.4.pt", "curves.png", "results.json"):
+    for name in ("model.4.pt", "curves.png", "results"):
         with suppress(KeyboardInterrupt), atomic_write(tmp_path / name):
             raise KeyboardInterrupt
     monkeypatch.undo()

@@ -136,7 +136,7 @@ def _header(path: str) -> list[str]:
     if not names:
         raise ValueError(f"{path}: is empty")
     for separator, plural in _OTHER_SEPARATORS.items():
-        if len(names) == 1 and separator in names[0]:
+        if len(names) == 1 and separator in names[0] and any(separator in f for f in first):
             raise ValueError(
                 f"{path}: seems to be separated by {plural}: it has to be by commas, with texts "
                 "that hold one in quotes"
