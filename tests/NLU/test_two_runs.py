@@ -65,7 +65,8 @@ def test_several_processes(tiny_base, tiny_glue, tmp_path):
 def test_what_a_killed_run_has_left_half_written_is_removed(tmp_path):
     """In the output folder itself; elsewhere nothing is touched, nor is what else is hidden."""
     written = ("pytorch_model_lora.safetensors", "all_results.json", "training_args.bin")
-    left = [f".{name}.ab12cd_3{Path(name).suffix}" for name in (*written, "learning_curves.png")]
+    written = (*written, "learning_curves.png")
+    left = [f".{name}.half-ab12cd_3{Path(name).suffix}" for name in written]
     for name in (*left, "pytorch_model.bin", ".notes"):
         (tmp_path / name).touch()
     for name in (".checkpoint.unfinished", ".checkpoint.replaced", ".checkpoint-3.deleted"):
