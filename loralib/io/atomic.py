@@ -25,7 +25,7 @@ class NoSpaceError(OSError):
 # The system's error numbers of a disk without room, and of a quota that is used up.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
-# What follows a file's name in that of its temporary file, for which nobody else calls theirs so.
+# Stands after a file's name in that of its temporary file, by which it is known as one of ours.
 _HALF = ".half-"
 _HALF_WRITTEN = re.compile(rf"\..+{re.escape(_HALF)}[a-z0-9_]{{8}}(\.\w+)?")
 
