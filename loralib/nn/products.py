@@ -1,9 +1,9 @@
 """x Wᵀ + b of large matrices, in the fastest way that PyTorch has on this processor.
 
 On a CPU there are several ways (ways.py). Which of them is the fastest depends on the processor,
-the shape and the dtype: MKL's kernels for float32, for instance, are a tenth slower than oneDNN's
-on AMD's processors, and on Intel's with AMX, weights in oneDNN's own layout are multiplied twice as
-fast.
+the shape and the dtype: on AMD's processors, for instance, MKL's kernels for float32 take 1.1 to 2
+times as long as oneDNN's, and on Intel's with AMX, weights in oneDNN's own layout are multiplied
+twice as fast.
 
 bfloat16 is not faster everywhere. Where a processor has no instructions for it, PyTorch's products
 were seen to take 12 times as long as in float32, and 190 times with a transposed weight. Some of
@@ -14,7 +14,8 @@ processor has no instructions for bfloat16. Training scripts, evaluation and bea
 of them on their frozen weights before they begin (`measure`), for about as many rows as they will
 have: with few rows, most of the time goes into bringing the weight into another layout. Ways differ
 in the order in which they add, and so in rounding: a run uses choices for its own weights alone,
-keeps them in its checkpoints, and resumes with them (`choices`, `use_choices`).
+keeps them in its checkpoints, and resumes with them (`choices`, `use_choices`). With trained
+weights nothing is measured.
 """
 
 import statistics
@@ -46,7 +47,8 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`, to rounding; fast where the weight is frozen, or bfloat16 is emulated.
+    """`F.linear`, to rounding; fast where the weight is frozen, and where it is trained and
+    PyTorch's own product is known to be slow: emulated bfloat16, and float32 on AMD's processors.
 
     Args:
         x: (…, in).
@@ -59,10 +61,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.device.type != "cpu" or not _is_ordinary(x, weight):
         return F.linear(x, weight, bias)
     dtype = product_dtype(x)
-    is_trained = weight.requires_grad and torch.is_grad_enabled()
     is_cast = dtype is not x.dtype or torch.is_autocast_enabled("cpu")
-    is_emulated = dtype is torch.bfloat16 and not processor.has_bfloat16()
-    if is_trained and not (is_emulated and (is_cast or weight.dtype is dtype)):
+    is_trained = weight.requires_grad and torch.is_grad_enabled()
+    if is_trained and not _has_way_of_trained(weight, dtype, is_cast):
         return F.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1]).to(dtype)
     cast_bias = None if bias is None else bias.to(dtype)
@@ -70,8 +71,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out.view(*x.shape[:-1], len(weight))
 
 
+def _has_way_of_trained(weight: Tensor, dtype: torch.dtype, is_cast: bool) -> bool:
+    """Whether `_Linear` is better than `F.linear` where the weight is trained."""
+    if dtype is torch.float32:
+        return weight.dtype is dtype and not is_cast and _is_onednn_faster()
+    is_emulated = dtype is torch.bfloat16 and not processor.has_bfloat16()
+    return is_emulated and (is_cast or weight.dtype is dtype)
+
+
 class Linear(nn.Linear):
-    """`nn.Linear`, to rounding; fast while its weight is frozen."""
+    """`nn.Linear`, to rounding; fast while its weight is frozen, and where `linear` is."""
 
     @property
     def matrix(self) -> Tensor:
@@ -123,6 +132,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         of_x, of_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
+        ctx.is_transposed = not weight.is_contiguous()
         return product(x, weight, bias)
 
     @staticmethod
@@ -130,8 +140,18 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
         grad_x = product(grad, weight.t()) if of_x else None
-        grad_weight = small_product(grad.t(), x.t()) if of_weight else None
+        grad_weight = _gradient_of_weight(grad, x, ctx.is_transposed) if of_weight else None
         return grad_x, grad_weight, grad.sum(0) if of_bias else None
+
+
+def _gradient_of_weight(grad: Tensor, x: Tensor, is_transposed: bool) -> Tensor:
+    """gradᵀ x, which lies in memory as the weight does: autograd would copy it otherwise."""
+    if is_transposed:
+        return _gradient_of_weight(x, grad, is_transposed=False).t()
+    a, b = grad.t(), x.t()
+    if grad.is_contiguous() and x.is_contiguous() and _is_ordinary(a, b) and _is_for_ways(a, b):
+        return WAYS[_usual(a, b, None)](a, b, None)
+    return small_product(a, b)
 
 
 # ---- products outside of autograd ----
@@ -227,11 +247,15 @@ def _way_of_batches(dtype: torch.dtype) -> str:
 
 
 def _has_ways(x: Tensor, weight: Tensor) -> bool:
-    """Whether the product is large enough, and of a kind that there is a choice for."""
+    """Whether there is a choice for this product of a layer."""
+    return x.is_contiguous() and _is_for_ways(x, weight)
+
+
+def _is_for_ways(x: Tensor, weight: Tensor) -> bool:
+    """Whether the product is large enough, and of a kind that there are ways for."""
     return (
         x.device.type == "cpu"
         and x.dtype in (torch.float32, torch.bfloat16)
-        and x.is_contiguous()
         and len(x) * weight.numel() >= (_LARGE_OF_FEW if len(x) <= _FEW else _LARGE)
         and not torch.is_grad_enabled()
         and bool(torch.backends.mkldnn.enabled)
@@ -354,16 +378,28 @@ def _like(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 def _usual(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
     """The way where nothing was measured.
 
-    In half precision, PyTorch's own writes the bias to the result first, in a pass of its own. In
-    float32, it is MKL's: a tenth slower than oneDNN on AMD's processors; on Intel's about the same,
-    where oneDNN takes up to 2.4 times as long with some transposed weights (5632 x 2048 is one).
+    In half precision, PyTorch's own writes the bias to the result first, in a pass of its own.
     """
     if processor.is_emulated(x):
         return "float32"
-    is_large = len(x) * weight.numel() >= _LARGE
-    is_faster = bias is not None if x.dtype is torch.bfloat16 else not processor.is_intels()
-    is_good = is_large and is_faster and processor.has_avx512() and processor.has_onednn(x.dtype)
+    if len(x) * weight.numel() < _LARGE:
+        return "plain"
+    if x.dtype is torch.float32:
+        return "onednn" if _is_onednn_faster() else "plain"
+    is_good = bias is not None and processor.has_avx512() and processor.has_onednn(x.dtype)
     return "onednn" if is_good else "plain"
+
+
+def _is_onednn_faster() -> bool:
+    """Whether oneDNN is known to be faster in float32 than MKL, which is PyTorch's own.
+
+    On AMD's processors MKL takes 1.1 or 2 times as long, by the processor; on Intel's about as
+    long, where oneDNN takes up to 2.4 times as long with some transposed weights (5632 x 2048 is
+    one).
+    """
+    return (
+        not processor.is_intels() and processor.has_avx512() and processor.has_onednn(torch.float32)
+    )
 
 
 def _key(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:

@@ -1,5 +1,6 @@
 """Products of large matrices: the same numbers whoever computes them, and gradients where asked."""
 
+import collections
 import gc
 import weakref
 
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from compare import assert_close_to_rounding, rounding
 from half_products import HalfProducts, choose_processor
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import loralib as lora
 from loralib.nn import processor, products
@@ -264,6 +266,65 @@ def test_a_trained_weight_gets_its_gradient():
     layer, x = products.Linear(1024, 832), torch.randn(320, 1024)
     layer(x).sum().backward()
     assert_close_to_rounding(layer.weight.grad, x.sum(0).expand(832, -1), 320)
+
+
+@pytest.fixture
+def onednn_is_faster(monkeypatch, no_choices):
+    """As on AMD's processors: in float32, trained weights are multiplied by oneDNN as well."""
+    if not processor.has_onednn(torch.float32):
+        pytest.skip("PyTorch is built without oneDNN here")
+    monkeypatch.setattr(products, "_is_onednn_faster", lambda: True)
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operators that are called, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("with_bias", "transposed"), SETTINGS)
+def test_onednn_multiplies_with_trained_weights_where_it_is_faster(
+    onednn_is_faster, with_bias, transposed
+):
+    x, weight, bias = make(SIZES[1], torch.float32, with_bias)
+    leaves = [x, weight.t().contiguous() if transposed else weight, *([bias] if with_bias else [])]
+    grad = torch.randn(len(x), len(weight))
+
+    def out_and_gradients(dtype, multiply):
+        given = [leaf.to(dtype).requires_grad_() for leaf in leaves]
+        matrix = given[1].t() if transposed else given[1]
+        out = multiply(given[0], matrix, given[2] if with_bias else None)
+        return [out, *torch.autograd.grad(out, given, grad.to(dtype))]
+
+    with Calls() as calls:
+        found = out_and_gradients(torch.float32, products.linear)
+    assert calls.counts["_linear_pointwise"] == 3
+    assert not calls.counts.keys() & {"mm", "addmm", "clone", "copy_"}
+    exact = out_and_gradients(torch.float64, F.linear)
+    for ours, theirs, terms in zip(found, exact, (1024, 832, 320, 320), strict=False):
+        assert ours.is_contiguous(), "the weight's gradient lies in memory as the weight does"
+        assert_close_to_rounding(ours.double(), theirs, terms)
+
+
+def test_onednn_is_not_asked_where_gradients_are_odd(onednn_is_faster):
+    """Few rows, the gradient of a sum (one row, repeated), and gradients of gradients."""
+    layer = products.Linear(1024, 832)
+    for rows in (5, 320):
+        x = torch.randn(rows, 1024)
+        layer.zero_grad()
+        layer(x).sum().backward()
+        assert_close_to_rounding(layer.weight.grad, x.sum(0).expand(832, -1), rows)
+    x.requires_grad_()
+    out = layer(x)
+    (first,) = torch.autograd.grad(out, layer.weight, torch.ones_like(out), create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert_close_to_rounding(second, torch.full_like(x, 832), 832)
 
 
 def packed_where_possible(x, weight, bias):
