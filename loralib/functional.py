@@ -408,7 +408,7 @@ class _LowRankLinear(torch.autograd.Function):
         if needs[1]:
             grad_dropped = products.small_product(grad_z, A.t())
         if needs[2]:
-            grad_weight = products.small_product(grad.t(), x.t())
+            grad_weight = products.gradient_of_weight(grad, x, not weight.is_contiguous())
         if needs[3]:
             grad_bias = grad.sum(0)
         if needs[4]:

@@ -140,18 +140,8 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
         grad_x = product(grad, weight.t()) if of_x else None
-        grad_weight = _gradient_of_weight(grad, x, ctx.is_transposed) if of_weight else None
+        grad_weight = gradient_of_weight(grad, x, ctx.is_transposed) if of_weight else None
         return grad_x, grad_weight, grad.sum(0) if of_bias else None
-
-
-def _gradient_of_weight(grad: Tensor, x: Tensor, is_transposed: bool) -> Tensor:
-    """gradᵀ x, which lies in memory as the weight does: autograd would copy it otherwise."""
-    if is_transposed:
-        return _gradient_of_weight(x, grad, is_transposed=False).t()
-    a, b = grad.t(), x.t()
-    if grad.is_contiguous() and x.is_contiguous() and _is_ordinary(a, b) and _is_for_ways(a, b):
-        return WAYS[_usual(a, b, None)](a, b, None)
-    return small_product(a, b)
 
 
 # ---- products outside of autograd ----
@@ -203,6 +193,26 @@ def small_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
         return in_float32(x, weight, bias)
     wide = _wide_matmul(x, weight.t())
     return (wide if bias is None else wide + bias).to(x.dtype)
+
+
+def gradient_of_weight(grad: Tensor, x: Tensor, is_transposed: bool = False) -> Tensor:
+    """gradᵀ x, to rounding: the gradient of W where x Wᵀ has the gradient `grad`.
+
+    Args:
+        grad: (rows, out).
+        x: (rows, in), of the same dtype.
+        is_transposed: whether W is so in memory. The result then is as well: autograd would copy
+            it otherwise.
+
+    Returns:
+        (out, in).
+    """
+    if is_transposed:
+        return gradient_of_weight(x, grad).t()
+    a, b = grad.t(), x.t()
+    if grad.is_contiguous() and x.is_contiguous() and _is_ordinary(a, b) and _is_for_ways(a, b):
+        return WAYS[_usual(a, b, None)](a, b, None)
+    return small_product(a, b)
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
