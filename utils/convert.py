@@ -62,6 +62,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.adapter_kinds import KINDS
 from transformers.configuration_utils import OWN_SETTINGS, write_settings
 from transformers.models.auto.modeling_auto import auto_model_for
+from transformers.models.registry import head_of_class
 from transformers.utils.logging import errors_only
 from transformers.weight_files import read_weights
 
@@ -158,6 +159,7 @@ def _read_encoder(family: Family, name: str, revision: str | None, adapter: Adap
             raise ValueError(
                 f"{name} was trained with --{kind.switch} itself: it is not a plain base"
             )
+    _check_head(family, name, settings, adapter)
     auto_model = auto_model_for(adapter.head or DEFAULT_HEAD)
     # No warning of a newly initialized head: the adapter brings one, or merging reports it.
     with errors_only():
@@ -169,6 +171,25 @@ def _read_encoder(family: Family, name: str, revision: str | None, adapter: Adap
             **_settings_of(adapter),
         )
     return Base(family, name, revision, model, model.base_fingerprint, settings)
+
+
+def _check_head(family: Family, name: str, settings: Mapping[str, Any], adapter: Adapter) -> None:
+    """Checks what an adapter's names alone say of its head against the base's own model.
+
+    Raises:
+        CheckpointError: that has another head of the same name.
+    """
+    said, own = adapter.metadata and adapter.metadata.head, adapter.head
+    if said or own is None:
+        return
+    for theirs in map(head_of_class, settings.get("architectures") or ()):
+        head = family.heads.get(theirs or own)
+        if theirs not in (None, own) and head and head.logits == family.heads[own].logits:
+            raise CheckpointError(
+                f"{adapter.source}: does not say what its head is for: its names are those of "
+                f"{own}, {name} is a model for {theirs}; give a base without a head, or PEFT's "
+                "folder with its task_type"
+            )
 
 
 def _settings_of(adapter: Adapter) -> dict[str, object]:
@@ -227,6 +248,9 @@ def _write_encoder(folder: Path, adapter: Adapter, base: Base) -> None:
     lacking = {name for name in own if name.partition(".")[0] in brought} - adapter.tensors.keys()
     if lacking:
         raise CheckpointError(f"{adapter.source}: lacks {min(lacking)} of the head that it brings")
+    ties = model.tied.items()
+    if any(model.get_parameter(n) is not model.get_parameter(kept) for n, kept in ties):
+        model.config.tie_word_embeddings = False  # the adapter has an update of one, or its own
     model.save_pretrained(folder, safe_serialization=True)
     # Upstream's settings are the base's; the model's own are these.
     settings = {k: v for k, v in base.settings.items() if k not in (*OWN_SETTINGS, *_OF_HEAD)}
@@ -234,6 +258,8 @@ def _write_encoder(folder: Path, adapter: Adapter, base: Base) -> None:
     # Merging may have given positions projections of their own.
     from_model = ("architectures", "id2label", "label2id", *settings.keys() & {"share_att_key"})
     settings |= {name: written[name] for name in from_model}
+    if not written["tie_word_embeddings"]:
+        settings["tie_word_embeddings"] = False
     if adapter.metadata.is_decoder:
         settings["is_decoder"] = True
     if adapter.metadata.task:

@@ -19,6 +19,8 @@ import model as gpt2
 from family import GPT2
 
 _SHAPE = ("n_embd", "n_layer", "n_head", "vocab_size", "n_positions")
+# The head here, where it is not the embedding.
+_HEAD = "lm_head.decoder.weight"
 # What a GPT-2 of this project is beyond its shape, under upstream's names.
 _FIXED = {
     "model_type": "gpt2",
@@ -87,13 +89,17 @@ def _config(settings: dict[str, Any], name: str) -> gpt2.GPT2Config:
 def write_gpt2(folder: Path, model: nn.Module, settings: dict[str, Any]) -> None:
     """Writes a plain GPT-2 as config.json and model.safetensors."""
     weights = dict(model.named_parameters())
+    # An adapter of the embedding, merged, has untied the head from it.
+    head = weights.pop(_HEAD, None)
+    if head is not None:
+        weights["lm_head.weight"] = head
     write_tensors(folder / SAFE_WEIGHTS_NAME, weights)
     dtype = str(weights["transformer.wte.weight"].dtype).removeprefix("torch.")
-    # Whatever the base's settings say, the head is known to be the embedding, and is left out.
+    # Whatever the base's settings say, its head is known to be the embedding; it is then left out.
     own = {
         "architectures": _FIXED["architectures"],
         "torch_dtype": dtype,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": head is None,
     }
     # Upstream's later name for torch_dtype.
     settings = {key: value for key, value in settings.items() if key != "dtype"}

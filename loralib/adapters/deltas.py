@@ -11,7 +11,7 @@ block for each updated slice of the output (see functional.py). The tensors do n
 these are: the metadata does, or the model's `Family`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from ..targets import first_names, other_places
 from .adapter import LORA, Adapter
 from .checks import check_positions
 from .completeness import check_all_there
-from .families import enabled_slices
+from .families import enabled_slices, family_of
 from .peft import unlike_pefts
 
 MAGNITUDE = "lora_magnitude_vector"
@@ -339,27 +339,42 @@ def untied_by(model: nn.Module, adapter: Adapter) -> dict[str, tuple[str, ...]]:
     """What an adapter brings for one of several modules that share a weight in a model.
 
     Our own adapters bring a shared weight once for all of them, or for each by its name, unless
-    their metadata says otherwise. PEFT's have a weight of its own for each module that they name.
+    their metadata says otherwise, or they bring what their family has tied to another weight: one
+    that is tied is in no adapter. PEFT's have a weight of its own for each module that they name.
 
     Returns:
         By the names of such weights, the names that the others have; they keep what they have.
     """
     own, first, untied = _named_tensors(model), first_names(model), {}
+    family = family_of(adapter.tensors)
+    of_their_own = family.untied_in(adapter.tensors) if family else set()
     besides = {name: t for name, t in adapter.tensors.items() if LORA.part not in name}
     for name, tensor in besides.items():
         if name not in own:
             continue
         # By the first name of each module: one that is used twice shares nothing with itself.
         sharing = {_in_module(other, first): other for other in own if own[other] is own[name]}
-        others = [n for module, n in sharing.items() if module != _in_module(name, first)]
+        others = [
+            other
+            for module, other in sharing.items()
+            if module != _in_module(name, first) and not _is_left_out(other, name, besides)
+        ]
         brought = [besides[other] for other in others if other in besides]
-        is_ours = adapter.format != "peft" and not adapter.lora.separate
+        is_ours = not (adapter.format == "peft" or adapter.lora.separate or name in of_their_own)
         if (is_ours and not brought) or (
             len(brought) == len(others) and all(torch.equal(tensor, each) for each in brought)
         ):
             continue
         untied[name] = tuple(others)
     return untied
+
+
+def _is_left_out(other: str, name: str, brought: Collection[str]) -> bool:
+    """Whether a tensor is within the module that `name` is of, which was brought as a whole: then
+    it was left out of the adapter as one that is tied, such as a bias with a second name.
+    """
+    module = name.rpartition(".")[0]
+    return bool(module) and other.startswith(f"{module}.") and other not in brought
 
 
 def _in_module(name: str, first: Mapping[str, str]) -> str:

@@ -113,6 +113,10 @@ class Family:
         of_head = {name for name in names if not in_backbone(name, (self.backbone,))}
         return next((kind for kind, head in self.heads.items() if head.is_of(of_head)), None)
 
+    def untied_in(self, names: Collection[str]) -> set[str]:
+        """Those of these tensors that are one with the backbone's, unless a file brings them."""
+        return {n for n, kept in self.tied.items() if n in names and kept.startswith(self.backbone)}
+
     def unused_by_head(self, names: Collection[str]) -> set[str]:
         """Those of these tensors that are a head's within the backbone, but no part of this one.
 

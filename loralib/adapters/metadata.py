@@ -131,7 +131,8 @@ class LoraMetadata(AdapterMetadata):
         slices: which of the equal slices of its output an update reaches, by the module's full
             name: of stacked updates in models of no registered family.
         separate: True where what is held besides LoRA is each module's own, whatever shares it with
-            others in the base, as PEFT has it: in models of no registered family.
+            others in the base, as PEFT has it: in models of no registered family, and where a
+            family ties it.
     """
 
     rank: int

@@ -50,6 +50,15 @@ TASK_OF_HEAD = {
     "question_answering": "QUESTION_ANS",
     "causal_lm": "CAUSAL_LM",
 }
+# How the names of upstream's classes end, which PEFT's settings have where there is no task type.
+HEAD_OF_CLASS = {
+    "ForSequenceClassification": "sequence_classification",
+    "ForTokenClassification": "token_classification",
+    "ForQuestionAnswering": "question_answering",
+    "ForMultipleChoice": "multiple_choice",
+    "ForMaskedLM": "masked_lm",
+    "ForCausalLM": "causal_lm",
+}
 # What follows the name of an `nn.MultiheadAttention` in its output projection's.
 OUT_PROJ = ".out_proj"
 # How often PEFT adds an update to an attention's output projection; a power of 2 rounds nothing.

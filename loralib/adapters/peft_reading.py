@@ -21,6 +21,7 @@ from .families import enabled_slices, family_of, in_known_backbone
 from .metadata import LoraMetadata, is_alpha, is_dropout, is_rank, usual
 from .peft import (
     CONFIG_NAME,
+    HEAD_OF_CLASS,
     PREFIX,
     TASK_OF_HEAD,
     TIMES_ADDED,
@@ -121,8 +122,8 @@ def read(
         dropout=config.get("lora_dropout") or None,
         base=config.get("base_model_name_or_path"),
         base_revision=config.get("revision"),
-        head=_head_of_task(config.get("task_type"), tensors),
-        separate=bool(config.get("modules_to_save")) and family_of(tensors) is None,
+        head=_head_of(config, tensors),
+        separate=bool(config.get("modules_to_save")) and _may_share(tensors),
     )
     if known is not None:
         metadata = _with_known(metadata, known, pairs, source)
@@ -131,14 +132,24 @@ def read(
     return Adapter(tensors, metadata, source, format="peft", said=said)
 
 
-def _head_of_task(task: object, names: Iterable[str]) -> str | None:
-    """The head that PEFT's task type is for; in a registered family, if that has it."""
-    family = family_of(names)
+def _may_share(tensors: Collection[str]) -> bool:
+    """Whether what is saved may share weights in the base: in a registered family, what it ties."""
+    family = family_of(tensors)
+    return family is None or bool(family.untied_in(tensors))
+
+
+def _head_of(config: Mapping[str, Any], names: Iterable[str]) -> str | None:
+    """The head that PEFT's task type is for; in a registered family, if that has it.
+
+    Of such a family the model's class says it as well.
+    """
+    family, task = family_of(names), config.get("task_type")
     heads = family.heads if family else TASK_OF_HEAD
-    return next(
-        (head for head, its_task in TASK_OF_HEAD.items() if its_task == task and head in heads),
-        None,
-    )
+    told = [head for head, its_task in TASK_OF_HEAD.items() if its_task == task]
+    if family:
+        name = str((config.get("auto_mapping") or {}).get("base_model_class"))
+        told += [head for ending, head in HEAD_OF_CLASS.items() if name.endswith(ending)]
+    return next((head for head in told if head in heads), None)
 
 
 def _as_ours(
@@ -277,6 +288,7 @@ _SOUND: dict[str, Callable[[Any], bool]] = {
     "base_model_name_or_path": lambda value: value is None or isinstance(value, str),
     "revision": lambda value: value is None or isinstance(value, str),
     "init_lora_weights": lambda value: value is None or isinstance(value, bool | str),
+    "auto_mapping": lambda value: value is None or isinstance(value, dict),
     "target_modules": lambda value: _are_names(value),
     "exclude_modules": lambda value: _are_names(value),
     "layers_pattern": lambda value: _are_expressions(value),

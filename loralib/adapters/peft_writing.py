@@ -176,7 +176,7 @@ def tensors_of(adapter: Adapter) -> dict[str, Tensor]:
     named, deltas = {}, deltas_of(adapter)
     embeddings = adapter.lora.embeddings or ()
     _refuse_embeddings(adapter, deltas.keys() - set(embeddings))
-    for name, tensor in adapter.tensors.items():
+    for name, tensor in (_tied_within(adapter) | adapter.tensors).items():
         module, _, last = name.rpartition(".")
         if LORA.part not in name:
             named[f"{_place(module, deltas)}.{last}" if module else name] = tensor
@@ -191,6 +191,16 @@ def tensors_of(adapter: Adapter) -> dict[str, Tensor]:
         if magnitude is not None:
             named[f"{place}.{MAGNITUDE}"] = magnitude_for(magnitude, A)
     return named
+
+
+def _tied_within(adapter: Adapter) -> dict[str, Tensor]:
+    """What the family ties to a tensor that the adapter brings: PEFT saves it under both names."""
+    family = family_of(adapter.tensors)
+    return {
+        name: adapter.tensors[kept]
+        for name, kept in (family.tied if family else {}).items()
+        if kept in adapter.tensors
+    }
 
 
 def _divided(B: Tensor, module: str, source: str) -> Tensor:

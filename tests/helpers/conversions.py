@@ -75,6 +75,21 @@ def seed(number: int) -> torch.Generator:
     return torch.Generator().manual_seed(number)
 
 
+def write_as_peft(folder: Path, tensors: dict[str, torch.Tensor], **config: object) -> None:
+    """A folder as PEFT writes it: LoRA of rank 4 and alpha 10, and what is saved besides.
+
+    Args:
+        folder: a new one.
+        tensors: by the model's names, without ``base_model.model.``.
+        config: target_modules and other settings.
+    """
+    folder.mkdir(parents=True)
+    named = {f"base_model.model.{name}": tensor.clone() for name, tensor in tensors.items()}
+    save_file(named, folder / "adapter_model.safetensors", {"format": "pt"})
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 10, **config}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+
+
 def write_weights(folder: Path, tensors: dict[str, torch.Tensor], format: str) -> None:
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     if format == "safetensors":
