@@ -37,9 +37,10 @@ from torch import Tensor, nn
 
 from gpt2_folder import GPT2, read_gpt2, write_gpt2
 from loralib.adapters.adapter import LORA, Adapter, lora_metadata, plain
-from loralib.adapters.checks import check_base
+from loralib.adapters.checks import check_possible_base
 from loralib.adapters.deltas import adapted_modules, lora_pairs, merge_into, rank_of
 from loralib.adapters.families import Family, family_of, registered
+from loralib.adapters.fingerprint import has_float16
 from loralib.adapters.formats import FORMATS, format_of_name, read_adapter, write_adapter
 from loralib.adapters.names import within_layer
 from loralib.adapters.soundness import check_lora
@@ -108,7 +109,7 @@ class Base:
         name: its folder, file or name on the hub.
         revision: of the hub's repository; None for its main branch.
         model: a plain model, float32, with a head of the adapter's shape.
-        fingerprint: of its weights, see `loralib.adapters.fingerprint`.
+        fingerprint: of its weights, see `loralib.adapters.fingerprint`; None in float16.
         settings: the content of its config.json, for upstream.
     """
 
@@ -144,7 +145,8 @@ def read_base(name: str, adapter: Adapter) -> Base:
     else:
         base = _read_encoder(family, name, revision, adapter)
     adapted_modules(base.model, with_metadata(adapter))
-    check_base(adapter, base.fingerprint)
+    known = [] if base.fingerprint is None else [base.fingerprint]
+    check_possible_base(with_metadata(adapter), known)
     return base
 
 
@@ -161,16 +163,18 @@ def _read_encoder(family: Family, name: str, revision: str | None, adapter: Adap
             )
     _check_head(family, name, settings, adapter)
     auto_model = auto_model_for(adapter.head or DEFAULT_HEAD)
+    weights = read_weights(name, verify=True, revision=revision)
     # No warning of a newly initialized head: the adapter brings one, or merging reports it.
     with errors_only():
         model = auto_model.from_pretrained(
             name,
             # What is written from it should not pass for sound where it is damaged.
-            state_dict=read_weights(name, verify=True, revision=revision),
+            state_dict=weights,
             revision=revision,
             **_settings_of(adapter),
         )
-    return Base(family, name, revision, model, model.base_fingerprint, settings)
+    fingerprint = None if has_float16(weights) else model.base_fingerprint
+    return Base(family, name, revision, model, fingerprint, settings)
 
 
 def _check_head(family: Family, name: str, settings: Mapping[str, Any], adapter: Adapter) -> None:
@@ -331,15 +335,34 @@ def with_task(adapter: Adapter, task: str | None, labels: Sequence[str] | None) 
 def with_base(adapter: Adapter, base: Base) -> Adapter:
     """The adapter with what its base says of it, where it has metadata to hold that.
 
-    This is the base's name and fingerprint, and whether any adapted projection is shared at all.
+    This is the base's name, and whether any adapted projection is shared at all. Its fingerprint is
+    taken on a user's word, as an alpha is, unless the adapter names another base.
     """
     if adapter.metadata is None:
         return adapter
     own: dict[str, Any] = {"base": base.name, "base_revision": base.revision}
-    own["base_fingerprint"] = base.fingerprint
+    if adapter.metadata.base_fingerprint is None and not names_another(adapter, base):
+        own["base_fingerprint"] = base.fingerprint
     if shared_projections(base.model).isdisjoint(lora_pairs(adapter.tensors, adapter.source)):
         own["positions"] = None
     return replace(adapter, metadata=replace(adapter.metadata, **own))
+
+
+def names_another(adapter: Adapter, base: Base) -> bool:
+    """Whether an adapter says a base of another name."""
+    said = adapter.metadata.base if adapter.metadata else None
+    return said is not None and Path(said) != Path(base.name)
+
+
+def unverified(adapter: Adapter, base: Base | None) -> list[str]:
+    """What a user has to know of a base that nothing but its name can confirm, a line each."""
+    if base is None or adapter.metadata is None or not names_another(adapter, base):
+        return []
+    if adapter.metadata.base_fingerprint and base.fingerprint:
+        return []
+    return [
+        f"{adapter.source} names its base '{adapter.metadata.base}', which --base is not called"
+    ]
 
 
 def in_dtype(adapter: Adapter, dtype: torch.dtype | None) -> Adapter:
@@ -590,6 +613,7 @@ def run(args: argparse.Namespace) -> None:
     dtype = getattr(torch, args.dtype) if args.dtype else None
     args.target.parent.mkdir(parents=True, exist_ok=True)
     said, remarks = convert(adapter, args.target, format, base, dtype)
+    remarks = [*unverified(adapter, base), *remarks]
     if adapter.format == FULL:
         remarks = [f"{adapter.source} is a full model: its LoRA and head were taken", *remarks]
     show(f"{args.target}: written, from {adapter.source}:", said, remarks)

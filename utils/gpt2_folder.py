@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from loralib.adapters.fingerprint import fingerprint
+from loralib.adapters.fingerprint import fingerprint, has_float16
 from loralib.errors import CheckpointError
 from loralib.io.tensors import read_tensors, write_tensors
 from transformers.configuration_utils import PretrainedConfig, write_settings
@@ -32,8 +32,10 @@ _FIXED = {
 }
 
 
-def read_gpt2(name: str, revision: str | None = None) -> tuple[nn.Module, str, dict[str, Any]]:
-    """A plain GPT-2, its fingerprint, and its settings as its config.json has them.
+def read_gpt2(
+    name: str, revision: str | None = None
+) -> tuple[nn.Module, str | None, dict[str, Any]]:
+    """A plain GPT-2, its fingerprint (None in float16), and its settings as config.json has them.
 
     Args:
         name: a folder, a name on the hub, or a file of weights, such as the release's scripts use.
@@ -51,7 +53,8 @@ def read_gpt2(name: str, revision: str | None = None) -> tuple[nn.Module, str, d
         settings = PretrainedConfig.read_values(name, revision=revision)
         tensors = _plain_weights(read_weights(name, verify=True, revision=revision), name)
     model = gpt2.load_base(_config(settings, name), tensors, name)
-    return model, fingerprint(tensors, GPT2.of_base), settings
+    known = None if has_float16(tensors) else fingerprint(tensors, GPT2.of_base)
+    return model, known, settings
 
 
 def _plain_weights(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:

@@ -55,10 +55,11 @@ def fingerprint_without(model: nn.Module, trained: Collection[str]) -> str | Non
     """
     names = _with_tied(model, trained)
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in names}
-    return None if _has_float16(state) else fingerprint(state)
+    return None if has_float16(state) else fingerprint(state)
 
 
-def _has_float16(state: Mapping[str, Any]) -> bool:
+def has_float16(state: Mapping[str, Any]) -> bool:
+    """Whether weights are rounded to float16, and so have no fingerprint to compare."""
     return any(isinstance(t, Tensor) and t.dtype == torch.float16 for t in state.values())
 
 
@@ -79,7 +80,7 @@ def possible_fingerprints(
     state = model.state_dict()
     if any(in_known_backbone(name) for name in state):
         state = {name: tensor for name, tensor in state.items() if in_known_backbone(name)}
-    if _has_float16(state):
+    if has_float16(state):
         return []
     tops = {name.partition(".")[0] for name in adapted}
     heads = {name.partition(".")[0] for name in (*brought, last_projection(model))} - tops

@@ -131,11 +131,9 @@ def test_what_is_not_an_alpha(failure, trained, tmp_path, alpha):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("format", FORMATS)
-def test_base_goes_into_the_metadata(convert, trained, tmp_path, family, format):
+def test_base_goes_into_the_metadata(convert, trained, tmp_path, caplog, family, format):
     given = for_formats(trained, family, format)
-    said_before = replace(
-        given.adapter.metadata, base="elsewhere", base_revision="v2", base_fingerprint=None
-    )
+    said_before = replace(given.adapter.metadata, base=None, base_fingerprint=None)
     write_adapter(tmp_path / "in.safetensors", replace(given.adapter, metadata=said_before))
     said = convert(
         *(tmp_path / "in.safetensors", tmp_path / OUT[format]), "--to", format, "--base", given.base
@@ -145,8 +143,36 @@ def test_base_goes_into_the_metadata(convert, trained, tmp_path, family, format)
         return
     assert said["base"] == str(given.base)
     assert said["fingerprint"] == given.adapter.metadata.base_fingerprint
-    assert "revision" not in said
     assert read_adapter(tmp_path / OUT[format]).metadata == given.adapter.metadata
+    assert f"{tmp_path / 'in.safetensors'} does not say its base's fingerprint" in caplog.text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_base_of_another_name_is_not_taken_for_known(convert, trained, tmp_path, caplog, family):
+    given, source = trained[family], tmp_path / "in.safetensors"
+    said_before = replace(
+        given.adapter.metadata, base="elsewhere", base_revision="v2", base_fingerprint=None
+    )
+    write_adapter(source, replace(given.adapter, metadata=said_before))
+    said = convert(source, tmp_path / "out.safetensors", "--base", given.base)
+    assert said["base"] == str(given.base)
+    assert not {"fingerprint", "revision"} & said.keys()
+    assert said["notes"] == [f"{source} names its base 'elsewhere', which --base is not called"]
+    assert f"{source} does not say its base's fingerprint: unverified" in caplog.text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_base_in_float16_has_no_fingerprint(convert, trained, tmp_path, caplog, family):
+    """Its values are rounded, and those of another base would be as well."""
+    given, source = trained[family], tmp_path / "in.safetensors"
+    base = make_base(tmp_path / "half", family, dtype=torch.float16)
+    write_adapter(source, given.adapter)
+    said = convert(source, tmp_path / "a.safetensors", "--base", base)
+    assert said["fingerprint"] == given.adapter.metadata.base_fingerprint
+    assert f"{source}: a model in float16 has no fingerprint: unverified" in caplog.text
+    silent = replace(given.adapter.metadata, base=None, base_fingerprint=None)
+    write_adapter(source, replace(given.adapter, metadata=silent))
+    assert "fingerprint" not in convert(source, tmp_path / "b.safetensors", "--base", base)
 
 
 # What is wrong with a base; its family, and make_base's arguments.
