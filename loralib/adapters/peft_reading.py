@@ -356,12 +356,12 @@ _PATTERNS = {"r": "rank_pattern", "lora_alpha": "alpha_pattern"}
 def _by_pattern(
     config: Mapping[str, Any], setting: str, module: str, modules: Collection[str]
 ) -> Any:
-    """A module's rank or alpha: that of the first pattern which matches, as in PEFT."""
-    name = attention_of(module, modules) or module
-    for pattern, value in (config.get(_PATTERNS[setting]) or {}).items():
-        if end_of_name(pattern).match(name):
-            return value
-    return config[setting]
+    """A module's rank or alpha, as in PEFT: that of the first pattern which matches, or else that
+    of its name, which as a pattern may not match itself.
+    """
+    name, patterns = attention_of(module, modules) or module, config.get(_PATTERNS[setting]) or {}
+    matching = (value for key, value in patterns.items() if end_of_name(key).match(name))
+    return next(matching, patterns.get(name, config[setting]))
 
 
 def _adds_twice(config: Mapping[str, Any]) -> bool:

@@ -313,15 +313,22 @@ def _auto_mapping(model_class: type) -> dict[str, str]:
 
 
 def _pattern(values: Mapping[str, float], modules: Collection[str]) -> dict[str, float]:
-    """How PEFT is told the rank or alpha of some of the adapted modules: by names, where none of
-    them is the end of another's.
+    """How PEFT is told the rank or alpha of some of the adapted modules: by their names, where
+    these, as the expressions that PEFT takes them for, mean these modules alone.
     """
     return {
-        f"^{re.escape(module)}"
-        if any(other != module and end_of_name(module).match(other) for other in modules)
-        else module: as_int(value)
+        module if _meant_by(module, modules) == [module] else f"^{re.escape(module)}": as_int(value)
         for module, value in values.items()
     }
+
+
+def _meant_by(pattern: str, modules: Iterable[str]) -> list[str]:
+    """The modules that a pattern's key means; none if it is no expression."""
+    try:
+        expression = end_of_name(pattern)
+    except re.error:
+        return []
+    return [module for module in modules if expression.match(module)]
 
 
 def _targets(modules: Collection[str], model: nn.Module | None) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """PEFT's format beyond plain linear layers: what its files hold, by its own names and shapes."""
 
+import copy
 import json
 import math
 import re
@@ -101,6 +102,32 @@ def test_convolutions_that_peft_computes_otherwise(tmp_path, settings):
     assert_same_bits(other.state_dict(), before)
     lora.save_adapter(adapted, tmp_path / "a.safetensors")
     lora.load_adapter(other, tmp_path / "a.safetensors")  # ours has them
+
+
+@pytest.mark.parametrize("name", ["c++", "a|b", "(", "x[", "^a", "a?b", "b$", "a(b)"])
+@pytest.mark.parametrize("pattern", ["rank_pattern", "alpha_pattern"])
+def test_patterns_of_names_that_are_no_expression_of_themselves(tmp_path, name, pattern):
+    plain = nn.ModuleDict({each: nn.Linear(4, 4) for each in ("a", "b", name)})
+    adapted = copy.deepcopy(plain)
+    lora.add_lora(adapted, ["a", "b", name], r=2, lora_alpha=4, **{pattern: {name: 3}})
+    lora.save_adapter(adapted, tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    (key,) = config[pattern]
+    meant = [each for each in ("a", "b", name) if re.match(rf"(.*\.)?({key})$", each)]
+    assert meant == [name]  # as PEFT reads it
+    lora.load_adapter(plain, tmp_path / "a")
+
+
+@pytest.mark.parametrize("name", ["c++", "a|b"])
+def test_a_patterns_key_may_be_the_name_itself(tmp_path, name):
+    """As PEFT looks it up where no key matches as an expression."""
+    tensors = {f"{PREFIX}e.{each}.lora_A.weight": torch.ones(2, 4) for each in (name, "java")}
+    tensors |= {n.replace("lora_A", "lora_B"): t.T.contiguous() for n, t in tensors.items()}
+    targets = [f"e.{name}", "e.java"]
+    alphas = {f"e.{name}": 64}
+    peft_folder(tmp_path / "a", tensors, target_modules=targets, alpha_pattern=alphas)
+    metadata = read_adapter(tmp_path / "a").lora
+    assert (metadata.alpha_of(f"e.{name}"), metadata.alpha_of("e.java")) == (64, 3)
 
 
 def test_a_task_or_the_models_class(tmp_path):
