@@ -43,6 +43,7 @@ from loralib.adapters.families import Family, family_of, registered
 from loralib.adapters.fingerprint import has_float16
 from loralib.adapters.formats import FORMATS, format_of_name, read_adapter, write_adapter
 from loralib.adapters.names import within_layer
+from loralib.adapters.peft import CONFIG_NAME, WEIGHTS_NAMES
 from loralib.adapters.soundness import check_lora
 from loralib.errors import (
     AlphaError,
@@ -68,9 +69,11 @@ from transformers.utils.logging import errors_only
 from transformers.weight_files import read_weights
 
 DTYPES = ("float32", "bfloat16", "float16")
-# The files that tokenizers of all families may have; for the others see `Family`.
+# The files that tokenizers of all families may have, for the others see `Family`; and how a model
+# generates.
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "generation_config.json"),
 )
 # The format, as messages show it, of an adapter that was extracted from a full checkpoint.
 FULL = "in a full model"
@@ -84,14 +87,18 @@ WAYS_OUT = {
 DEFAULT_HEAD = "sequence_classification"
 # Formats that are folders.
 _FOLDERS = ("peft", "merged")
-# Settings of the base's own head, and upstream's later name for torch_dtype.
-_OF_HEAD = ("num_labels", "_num_labels", "problem_type", "dtype", "text_columns")
+# Settings of the base that the merged model's own take the place of: its labels, and upstream's
+# later name for torch_dtype.
+_REPLACED = ("num_labels", "_num_labels", "dtype")
+# What holds for the base's own head alone.
+_OF_HEAD = ("problem_type", "text_columns")
 # What is still true of an adapter once it is merged.
 _OF_MERGED = ("base", "revision", "fingerprint", "task", "head", "labels", "texts")
 _REACHED = {
     True: "reached by the update, as PEFT's are",
     False: "not reached by the update, as in the release",
 }
+_SEPARATE = "what is held besides LoRA is each module's own, whatever shares it in the base"
 _FILE_SUFFIXES = (".safetensors", ".bin", ".pt")
 
 
@@ -257,7 +264,9 @@ def _write_encoder(folder: Path, adapter: Adapter, base: Base) -> None:
         model.config.tie_word_embeddings = False  # the adapter has an update of one, or its own
     model.save_pretrained(folder, safe_serialization=True)
     # Upstream's settings are the base's; the model's own are these.
-    settings = {k: v for k, v in base.settings.items() if k not in (*OWN_SETTINGS, *_OF_HEAD)}
+    is_own_head = brought.isdisjoint(name.partition(".")[0] for name in own)
+    left_out = {*OWN_SETTINGS, *_REPLACED, *(() if is_own_head else _OF_HEAD)}
+    settings = {k: v for k, v in base.settings.items() if k not in left_out}
     written = model.config.to_dict()
     # Merging may have given positions projections of their own.
     from_model = ("architectures", "id2label", "label2id", *settings.keys() & {"share_att_key"})
@@ -275,7 +284,7 @@ def _write_encoder(folder: Path, adapter: Adapter, base: Base) -> None:
 
 
 def copy_tokenizer(base: Base, folder: Path) -> None:
-    """Copies the base's tokenizer, as far as it has one: a file of weights has none."""
+    """Copies what is beside the base's weights; beside a file of weights is nothing of its own."""
     if Path(base.name).is_file():
         return
     for name in (*TOKENIZER_FILES, *base.family.tokenizer_files):
@@ -429,6 +438,7 @@ def describe(adapter: Adapter) -> dict[str, str]:
         "slices": _updated(metadata.slices),
         "dropout": metadata.dropout,
         "biases": metadata.bias,
+        "separate": _SEPARATE if metadata.separate else None,
         "positions": None if metadata.positions is None else _REACHED[metadata.positions],
         "parameters": f"{lora:,} of LoRA, {others:,} others",
         "size": f"{sum(t.nbytes for t in adapter.tensors.values()) / 2**20:.2f} MiB",
@@ -487,21 +497,37 @@ def format_named(path: Path) -> str:
     return format_of_name(path)
 
 
-def check_target(path: Path, format: str) -> None:
+def check_target(path: Path, format: str, source: str) -> None:
     """Checks that OUT can be written, before anything is read.
 
     Raises:
-        CheckpointError: it is there already, or it is not a folder's name.
+        CheckpointError: it is there already, it is not a folder's name, or it is a folder with
+            another adapter than IN, `source`.
     """
     if format in _FOLDERS and path.suffix in _FILE_SUFFIXES:
         raise CheckpointError(f"{path}: the format {format} is a folder; give it a folder's name")
     if format in _FOLDERS:
         is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     else:
-        path = _written(path, format)
-        is_free = not path.exists()
+        written = _written(path, format)
+        is_free = not written.exists()
+        if is_free and written != path:
+            _check_no_other(path, source)
+        path = written
     if not is_free:
         raise CheckpointError(f"{path}: exists already; give another name")
+
+
+def _check_no_other(folder: Path, source: str) -> None:
+    """Checks that a folder holds no adapter that would be read in the place of the written one."""
+    for name in (*LORA.files, CONFIG_NAME, *WEIGHTS_NAMES):
+        file = folder / name
+        is_own = name in LORA.files and Path(source).resolve() in (folder.resolve(), file.resolve())
+        if file.exists() and not is_own:
+            raise CheckpointError(
+                f"{file}: is another adapter's, which would be read in the place of the new one; "
+                "give another folder"
+            )
 
 
 def _written(path: Path, format: str) -> Path:
@@ -605,7 +631,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(args: argparse.Namespace) -> None:
     """Reads, checks, converts, and says what was written."""
     format = args.to or format_named(args.target)
-    check_target(args.target, format)
+    check_target(args.target, format, args.source)
     adapter = read_source(args.source, args.lora_alpha)
     check_complete(adapter, format, args.base)
     adapter = with_task(adapter, args.task, args.labels)

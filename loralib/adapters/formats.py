@@ -290,6 +290,12 @@ def what_forbids(adapter: Adapter, format: str) -> str | None:
                 return f"its metadata has {what}, which this format cannot say"
             if value and value not in _WITHOUT_EFFECT:
                 return f"its LoRA is of the {what} {plain(value)}, which this format cannot say"
+        # Of a registered family, the names of what is held say it.
+        if getattr(adapter.metadata, "separate", None) and family_of(adapter.tensors) is None:
+            return (
+                "its head is its own where it shares a weight in the base, as in PEFT (separate), "
+                "which this format cannot say"
+            )
     if format == "peft" and isinstance(adapter.metadata, LoraMetadata):
         reason = peft_writing.what_forbids(adapter)
         if reason:

@@ -13,9 +13,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 import loralib as lora
-from loralib.adapters.formats import read_adapter
+from loralib.adapters.adapter import Adapter
+from loralib.adapters.formats import read_adapter, write_adapter
+from loralib.adapters.metadata import LoraMetadata
 from loralib.adapters.saving import adapter_of
-from loralib.errors import CheckpointError
+from loralib.errors import CheckpointError, NeedsMergingError
 
 HEAD = CASES["head"]
 
@@ -121,6 +123,17 @@ def test_a_shared_weight_is_saved_by_all_of_its_names(tmp_path, format):
     lora.load_adapter(loaded, path)
     assert loaded.last.weight is loaded.words.weight
     torch.testing.assert_close(loaded(IDS), model(IDS))
+
+
+def test_what_is_apart_is_not_written_where_that_cannot_be_said(tmp_path):
+    """PEFT has a weight of its own for the module that it saves, also where the base shares it."""
+    tensors = {"up.lora_A": torch.ones(2, 6), "up.lora_B": torch.ones(6, 2)}
+    metadata = LoraMetadata(rank=2, alpha=2, targets=("up",), separate=True)
+    adapter = Adapter({**tensors, "last.weight": torch.ones(9, 6)}, metadata)
+    with pytest.raises(NeedsMergingError, match=r"as in PEFT \(separate\), which this format"):
+        write_adapter(tmp_path / "a.bin", adapter)
+    write_adapter(tmp_path / "a.safetensors", adapter)
+    assert read_adapter(tmp_path / "a.safetensors").lora.separate
 
 
 # ---- wrapped ----

@@ -55,6 +55,25 @@ def test_targets_that_are_refused(failure, trained, tmp_path, target, format, re
     assert reason in failure(tmp_path / "in.safetensors", tmp_path / target, *flags)
 
 
+@pytest.mark.parametrize(("first", "second"), [("lora", "release"), ("release", "lora")])
+def test_a_folder_with_another_adapter(convert, failure, trained, tmp_path, first, second):
+    """Which would be read in the place of the new one; beside itself an adapter may be written."""
+    given, folder = trained["roberta"], tmp_path / "folder"
+    write_adapter(tmp_path / "in.safetensors", given.adapter)
+    convert(tmp_path / "in.safetensors", folder, "--to", first)
+    line = failure(tmp_path / "in.safetensors", folder, "--to", second)
+    assert "is another adapter's, which would be read in the place of the new one" in line
+    convert(folder, folder, "--to", second, *(("--lora_alpha", 6) if second == "lora" else ()))
+    assert len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.parametrize("format", ["lora", "release"])
+def test_a_folder_of_pefts(failure, trained, tmp_path, format):
+    write_adapter(tmp_path / "in", trained["roberta"].adapter, "peft")
+    line = failure(tmp_path / "in", tmp_path / "in", "--to", format)
+    assert "adapter_config.json: is another adapter's" in line
+
+
 @pytest.mark.parametrize("format", [*FORMATS, "merged"])
 def test_a_targets_folder_is_made(convert, trained, tmp_path, format):
     given = trained["roberta"]

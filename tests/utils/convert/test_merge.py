@@ -1,6 +1,7 @@
 """convert.py --to merged: the merged model computes what base and adapter compute."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -214,6 +215,32 @@ def test_settings_of_the_base_s_own_head_are_left_behind(convert, tmp_path):
     settings = json.loads((tmp_path / "out" / "config.json").read_text())
     assert not own.keys() & settings.keys()
     assert list(settings["id2label"].values()) == list(LABELS)
+
+
+def test_settings_of_a_head_that_is_kept_are_kept(convert, tmp_path):
+    base = make_base(tmp_path / "base", "roberta", head="classifier", num_labels=3)
+    config = json.loads((base / "config.json").read_text())
+    own = {"problem_type": "single_label_classification", "text_columns": ["review"]}
+    (base / "config.json").write_text(json.dumps(config | own))
+    adapter = train(base, "roberta").adapter
+    lora = {name: tensor for name, tensor in adapter.tensors.items() if "lora_" in name}
+    metadata = replace(adapter.metadata, text_columns=None, labels=None)
+    write_adapter(tmp_path / "in.safetensors", replace(adapter, tensors=lora, metadata=metadata))
+    convert(tmp_path / "in.safetensors", tmp_path / "out", "--to", "merged", "--base", base)
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert own.items() <= settings.items()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_beside_the_base_s_weights_is_copied(convert, trained, tmp_path, family):
+    given = trained[family]
+    base = shutil.copytree(given.base, tmp_path / "base")
+    for name in ("generation_config.json", "chat_template.jinja"):
+        (base / name).write_text(name)
+    write_adapter(tmp_path / "in.safetensors", given.adapter)
+    convert(tmp_path / "in.safetensors", tmp_path / "out", "--to", "merged", "--base", base)
+    for name in ("generation_config.json", "chat_template.jinja"):
+        assert (tmp_path / "out" / name).read_text() == name
 
 
 def test_half_a_head_is_not_completed_from_the_base(tmp_path, failure):
