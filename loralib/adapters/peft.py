@@ -50,6 +50,8 @@ TASK_OF_HEAD = {
     "question_answering": "QUESTION_ANS",
     "causal_lm": "CAUSAL_LM",
 }
+# Of these, the tasks of which PEFT expects the head among what is saved.
+TASKS_WITH_HEAD = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
 # How the names of upstream's classes end, which PEFT's settings have where there is no task type.
 HEAD_OF_CLASS = {
     "ForSequenceClassification": "sequence_classification",

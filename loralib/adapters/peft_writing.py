@@ -33,6 +33,7 @@ from .peft import (
     OUT_PROJ,
     PREFIX,
     TASK_OF_HEAD,
+    TASKS_WITH_HEAD,
     TIMES_ADDED,
     VARIANT_OF_FLAGS,
     WEIGHTS_NAMES,
@@ -263,6 +264,7 @@ def config_of(adapter: Adapter, model: nn.Module | None = None) -> dict[str, Any
     )
     saved = _saved_modules(adapter)
     task = (family.peft_task if family else None) or TASK_OF_HEAD.get(adapter.head or "")
+    task = None if family and task in TASKS_WITH_HEAD and not saved else task
     task = task or ("SEQ_CLS" if _CLASSIFIER in saved and not adapter.head else None)
     has_attention = len(targets) < len(parts)
     told = {name: flags for flags, name in VARIANT_OF_FLAGS.items()}

@@ -156,6 +156,17 @@ def test_a_head_is_what_the_model_s_class_says(convert, tmp_path, family, throug
     assert config["architectures"] == [name]
 
 
+def test_a_head_that_is_the_base_s_is_not_asked_of_pefts_folder(convert, tmp_path):
+    """With its task type, PEFT would look for the head in the folder."""
+    tensors = low_rank(LM["roberta"][2].format(0), 16, 16)
+    mapping = {"base_model_class": "RobertaForSequenceClassification"}
+    write_as_peft(tmp_path / "in", tensors, target_modules=["query"], auto_mapping=mapping)
+    said = convert(tmp_path / "in", tmp_path / "a.safetensors")
+    assert said["head"] == "sequence_classification"
+    convert(tmp_path / "a.safetensors", tmp_path / "out", "--to", "peft")
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["task_type"] is None
+
+
 @pytest.mark.parametrize("family", CLASSES)
 def test_a_head_that_nothing_tells_is_not_guessed_against_the_base(failure, tmp_path, family):
     base, *_ = classifier(tmp_path, family)
