@@ -66,6 +66,7 @@ from transformers.configuration_utils import OWN_SETTINGS, write_settings
 from transformers.models.auto.modeling_auto import auto_model_for
 from transformers.models.registry import head_of_class
 from transformers.utils.logging import errors_only
+from transformers.weight_files import WEIGHTS_NAMES as FULL_NAMES
 from transformers.weight_files import read_weights
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -305,9 +306,18 @@ def read_source(source: str, lora_alpha: float | None) -> Adapter:
         CheckpointError, OSError: as `read_adapter`.
     """
     try:
-        return read_adapter(source, lora_alpha=lora_alpha)
+        if not _is_full_folder(Path(source)):
+            return read_adapter(source, lora_alpha=lora_alpha)
     except FullModelError:
-        return replace(check_lora(extract(Path(source)), lora_alpha), format=FULL)
+        pass
+    return replace(check_lora(extract(Path(source)), lora_alpha), format=FULL)
+
+
+def _is_full_folder(path: Path) -> bool:
+    """Whether a folder holds a full model's weights, and no adapter beside them."""
+    of_adapters = (*LORA.files, CONFIG_NAME, *WEIGHTS_NAMES)
+    has_adapter = any((path / name).exists() for name in of_adapters)
+    return not has_adapter and any((path / name).is_file() for name in FULL_NAMES)
 
 
 def with_metadata(adapter: Adapter) -> Adapter:

@@ -15,7 +15,7 @@ repeated: it replaces a .bin or .pt that holds LoRA and a head and nothing else.
 
 import argparse
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from loralib.adapters.formats import write_adapter
 from loralib.adapters.metadata import AdapterMetadata, are_text_columns
 from loralib.errors import CheckpointError
 from loralib.io.command_line import ArgumentParser
-from loralib.io.tensors import read_tensors
+from loralib.io.tensors import check_is_whole, read_tensors
 from loralib.training import process
 from transformers.adapter_kinds import BITFIT, BOTTLENECK, KINDS
 from transformers.configuration_utils import PretrainedConfig
@@ -78,6 +78,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if path.is_dir():
         tensors, metadata = read_weights(path, verify=True), {}
     else:
+        check_is_whole(path)
         tensors, metadata = read_tensors(path, verify=True)
     config = folder / CONFIG_NAME
     settings = PretrainedConfig.read_values(config) if config.is_file() else {}
@@ -99,6 +100,7 @@ def describe(
         CheckpointError: the settings say another rank than the weights have.
     """
     config = checkpoint.config
+    _check_settings(checkpoint)
     if not config.get(kind.switch):
         return kind.metadata.from_metadata(checkpoint.metadata, checkpoint.source)
     own = _own_settings(checkpoint, part, kind)
@@ -115,18 +117,48 @@ def describe(
         task=config.get("finetuning_task"),
         head=head,
         is_decoder=config.get("is_decoder") or None,
-        labels=_labels(checkpoint, head),
+        labels=_labels(checkpoint, part, head),
         text_columns=_text_columns(checkpoint, head),
         trained_with=tuple(switch for switch in others if config.get(switch)) or None,
     )
 
 
-def _labels(checkpoint: Checkpoint, head: str | None) -> tuple[str, ...] | None:
+def _check_settings(checkpoint: Checkpoint) -> None:
+    for name, is_sound in _SOUND.items():
+        value = checkpoint.config.get(name)
+        if value is not None and not is_sound(value):
+            raise CheckpointError(f"{checkpoint.source}: {name} {value!r} in its {CONFIG_NAME}")
+
+
+def _are_labels(value: object) -> bool:
+    return isinstance(value, dict) and all(
+        str(number).isdecimal() and isinstance(label, str) for number, label in value.items()
+    )
+
+
+# What settings that are not looked at elsewhere can be.
+_SOUND: dict[str, Callable[[Any], bool]] = {
+    "architectures": lambda value: isinstance(value, list),
+    "id2label": _are_labels,
+    "lora_rank_pattern": lambda value: isinstance(value, dict),
+    "lora_alpha_pattern": lambda value: isinstance(value, dict),
+}
+
+
+def _labels(
+    checkpoint: Checkpoint, part: Mapping[str, Tensor], head: str | None
+) -> tuple[str, ...] | None:
     """What the outputs of a checkpoint's head stand for; None where that is not labels."""
     family = family_of(checkpoint.tensors)
     if family and head and not family.heads[head].labelled:
         return None
     names = checkpoint.config.get("id2label") or {}
+    outputs = Adapter(dict(part), None).outputs
+    if names and outputs not in (None, len(names)):
+        raise CheckpointError(
+            f"{checkpoint.source}: its head has {outputs} outputs, its {CONFIG_NAME} names "
+            f"{len(names)} labels (id2label)"
+        )
     return tuple(names[number] for number in sorted(names, key=int))
 
 
@@ -201,9 +233,8 @@ def split(source: Path, target: Path, name: str = "lora", overwrite: bool = Fals
             or exists, see `check_free`.
     """
     kind = KINDS_BY_NAME[name]
-    folder = source if source.is_dir() else source.parent
-    inside = target.exists() and target.resolve().parent == folder.resolve()
-    if inside and (target.samefile(source) or name not in target.name):
+    is_own = _is_in_checkpoint(target, source)
+    if is_own and (target.samefile(source) or name not in target.name):
         raise CheckpointError(f"{target}: would replace a file of the checkpoint it is taken from")
     adapter = extract(source, kind)
     if adapter.metadata is None and target.suffix == ".safetensors":
@@ -217,6 +248,14 @@ def split(source: Path, target: Path, name: str = "lora", overwrite: bool = Fals
     target.parent.mkdir(parents=True, exist_ok=True)
     write_adapter(target, adapter)
     return adapter
+
+
+def _is_in_checkpoint(target: Path, source: Path) -> bool:
+    """Whether `target` is a file of the checkpoint `source`, directly or through links."""
+    own = source.resolve()
+    folders = {source, own} if source.is_dir() else {source.parent, own.parent}
+    files = [file for folder in folders if folder.is_dir() for file in folder.iterdir()]
+    return target.exists() and any(file.exists() and target.samefile(file) for file in files)
 
 
 def extract(source: Path, kind: Kind = LORA) -> Adapter:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from ..errors import AlphaError, CheckpointError, NeedsMergingError, listed
 from ..io.hub import resolve_file
-from ..io.tensors import same_tensor, write_tensors, write_wrapped_tensors
+from ..io.tensors import check_is_whole, index_of, same_tensor, write_tensors, write_wrapped_tensors
 from . import peft, peft_reading, peft_writing
 from .adapter import LORA, Adapter, Foreign, Kind, plain
 from .canonical import canonical_names, is_taken_for_ddps, without_ddps_names
@@ -139,7 +139,11 @@ def _files_of_weights(folder: str) -> list[str]:
     """The files of a folder that may be adapters under names of their own, such as GPT-2's."""
     if not os.path.isdir(folder):
         return []
-    return [name for name in os.listdir(folder) if name.endswith(SUFFIXES)]
+    return [
+        name
+        for name in os.listdir(folder)
+        if name.endswith(SUFFIXES) and index_of(Path(folder, name)) is None
+    ]
 
 
 def _may_be_on_hub(source: str) -> bool:
@@ -168,6 +172,7 @@ _PEFT = Foreign("PEFT", (peft.CONFIG_NAME,), peft.WEIGHTS_NAMES, _read_peft)
 
 
 def _read_file(path: Path, kind: Kind) -> Adapter:
+    check_is_whole(path)
     tensors, fields = read_checked(path, kind)
     if any(name.startswith(peft.PREFIX) for name in tensors):
         raise CheckpointError(

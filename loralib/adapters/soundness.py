@@ -83,6 +83,11 @@ def check_names(adapter: Adapter) -> None:
             raise CheckpointError(f"{source}: {name} is not the name of a low-rank update")
         is_of_base = in_known_backbone(name) and name not in biases
         if (is_of_base and name not in parts) or name in of_adapted:
+            if adapter.format == "peft":
+                raise CheckpointError(
+                    f"{source}: {name} of the base is trained as well, which adapters do not hold "
+                    "here: merge it with PEFT"
+                )
             raise FullModelError(source, name)
     metadata = None if adapter.metadata is None else adapter.lora
     _check_parts(tensors, ranks, metadata, source)

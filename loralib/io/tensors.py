@@ -112,6 +112,32 @@ class _Sink:
         """Does nothing: nothing is held back."""
 
 
+def index_of(path: str | os.PathLike) -> Path | None:
+    """The index beside a file that lists it as a part of a model, if there is one."""
+    path = Path(path)
+    for index in sorted(path.parent.glob("*.index.json")):
+        try:
+            shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            continue
+        if path.name in shards:
+            return index
+    return None
+
+
+def check_is_whole(path: str | os.PathLike) -> None:
+    """Checks that a file is not a part of a model alone.
+
+    Raises:
+        CheckpointError: it is.
+    """
+    index = index_of(path)
+    if index is not None:
+        raise CheckpointError(
+            f"{path}: is a part of a model, of which {index.name} lists others; give the folder"
+        )
+
+
 def write_wrapped_tensors(
     path: str | os.PathLike, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> None:

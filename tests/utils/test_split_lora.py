@@ -248,6 +248,47 @@ def test_a_checkpoint_s_own_file_is_not_written_over(script, tmp_path, name):
     assert (folder / name).read_bytes() == before
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "config.json"])
+@pytest.mark.parametrize("linked", ["file", "folder", "files of a folder"])
+def test_a_checkpoint_behind_links_is_not_written_over(script, tmp_path, name, linked):
+    folder = checkpoint_folder(tmp_path / "checkpoint")
+    before, source = (folder / name).read_bytes(), tmp_path / "link"
+    if linked == "folder":
+        source.symlink_to(folder)
+    else:
+        source.mkdir()
+        for file in folder.iterdir():
+            (source / file.name).symlink_to(file)
+        source = source / "pytorch_model.bin" if linked == "file" else source
+    line = failure(script, source, folder / name, "--overwrite")
+    assert "would replace a file of the checkpoint" in line
+    assert (folder / name).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"id2label": ["a"]}, "id2label ['a'] in its config.json"),
+        ({"id2label": {"x": "y"}}, "id2label {'x': 'y'} in its config.json"),
+        ({"id2label": {"0": 1}}, "id2label {'0': 1} in its config.json"),
+        ({"architectures": 3}, "architectures 3 in its config.json"),
+        ({"lora_rank_pattern": 3}, "lora_rank_pattern 3 in its config.json"),
+        ({"lora_alpha_pattern": [3]}, "lora_alpha_pattern [3] in its config.json"),
+        (
+            {"id2label": {"0": "a", "1": "b"}, "architectures": [3]},
+            "its head has 3 outputs, its config.json names 2 labels (id2label)",
+        ),
+    ],
+)
+def test_damaged_settings(script, tmp_path, settings, reason):
+    folder = checkpoint_folder(tmp_path / "full", config={**CONFIG, **settings})
+    tensors = {**full_checkpoint(), "pooler.dense.bias": torch.ones(6)}
+    tensors |= {"classifier.weight": torch.ones(3, 6), "classifier.bias": torch.ones(3)}
+    torch.save(tensors, folder / "pytorch_model.bin")
+    assert failure(script, folder, tmp_path / "lora.safetensors") == f"{folder}: {reason}"
+    assert not (tmp_path / "lora.safetensors").exists()
+
+
 GPT2_INFO = LoraMetadata(rank=2, alpha=8, targets=("c_attn",), base="gpt2.bin", dropout=0.1)
 
 

@@ -1,5 +1,6 @@
 """An adapter's files and folders: sidecars, two in one place, writing that fails."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from adapter_files import INFOS, adapter_of, listing, peft_folder, refused, tens
 from compare import assert_same_bits
 
 from loralib.adapters.formats import read_adapter, write_adapter
+from loralib.errors import CheckpointError
 from loralib.io import tensors as tensor_files
 from loralib.io.tensors import read_tensors
 
@@ -111,6 +113,19 @@ def test_folders_that_hold_no_adapter(tmp_path):
     refused(lambda: read_adapter(weights), weights, "adapter_config.json is missing")
     weights.rename(folder / "other.safetensors")
     refused(lambda: read_adapter(folder / "other.safetensors"), folder, "weights of PEFT")
+
+
+def test_a_part_of_a_model_is_not_taken_for_an_adapter(tmp_path):
+    write_adapter(tmp_path / "model-1.bin", adapter_of("roberta"))
+    index = {"weight_map": {"roberta.x": "model-1.bin", "roberta.y": "model-2.bin"}}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    shard = tmp_path / "model-1.bin"
+    refused(lambda: read_adapter(shard), shard, "is a part of a model", "give the folder")
+    with pytest.raises(CheckpointError) as raised:
+        read_adapter(tmp_path)
+    assert "model-1" not in str(raised.value)
+    (tmp_path / "pytorch_model.bin.index.json").write_text("{")
+    read_adapter(shard)
 
 
 @pytest.mark.parametrize("name", ["a.safetensors", "a.bin", "a.pt", "peft", "new/folder"])

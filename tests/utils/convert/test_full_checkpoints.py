@@ -1,10 +1,12 @@
 """convert.py takes LoRA and head out of a full model's checkpoint."""
 
+import json
 import shutil
 
 import pytest
 import torch
-from conversions import ENCODERS, LABELS, OUT, assert_same_tensors
+from conversions import ENCODERS, LABELS, OUT, assert_same_tensors, write_as_peft
+from safetensors.torch import save_file
 
 from loralib.adapters.formats import read_adapter
 from loralib.io.tensors import read_tensors, write_wrapped_tensors
@@ -65,6 +67,47 @@ def test_a_full_encoder_checkpoint_has_its_lora_taken_out(convert, trained, tmp_
     found = read_adapter(tmp_path / "out.safetensors")
     assert_same_tensors(found.tensors, one.adapter.tensors)
     assert (found.metadata.alpha, found.metadata.labels) == (one.adapter.metadata.alpha, LABELS)
+
+
+def sharded(trained, folder):
+    """A full checkpoint in two files, of which one alone looks like a whole one."""
+    one = trained["roberta"]
+    tensors = read_tensors(one.base / "model.safetensors")[0]
+    whole = {f"roberta.{n}": t for n, t in tensors.items()} | one.adapter.tensors
+    parts = [{n: t for n, t in whole.items() if ("layer.1" in n) == second} for second in (0, 1)]
+    folder.mkdir()
+    for number, part in enumerate(parts):
+        save_file({n: t.clone() for n, t in part.items()}, folder / f"part-{number}.safetensors")
+    files = {name: f"part-{i}.safetensors" for i, part in enumerate(parts) for name in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    settings = {"model_type": "roberta", "apply_lora": True, "lora_r": 2, "lora_alpha": 6}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return one.adapter
+
+
+def test_a_checkpoint_in_several_files_is_taken_whole(convert, failure, trained, tmp_path):
+    adapter = sharded(trained, tmp_path / "full")
+    line = failure(tmp_path / "full" / "part-0.safetensors", tmp_path / "a.safetensors")
+    assert "is a part of a model, of which model.safetensors.index.json lists others" in line
+    convert(tmp_path / "full", tmp_path / "a.safetensors")
+    assert_same_tensors(read_adapter(tmp_path / "a.safetensors").tensors, adapter.tensors)
+
+
+def test_a_full_model_without_lora_in_a_folder(failure, trained, tmp_path):
+    line = failure(trained["roberta"].base, tmp_path / "a.safetensors")
+    assert "holds no LoRA weights; give a checkpoint that was trained with them" in line
+
+
+def test_pefts_adapter_of_parts_of_the_base(failure, trained, tmp_path):
+    query = "roberta.encoder.layer.0.attention.self.query"
+    norm = "roberta.encoder.layer.0.output.LayerNorm.weight"
+    tensors = {f"{query}.lora_A.weight": torch.ones(4, 16), norm: torch.ones(16)}
+    tensors[f"{query}.lora_B.weight"] = torch.ones(16, 4)
+    modules = {"target_modules": ["query"], "modules_to_save": ["LayerNorm"]}
+    write_as_peft(tmp_path / "in", tensors, **modules)
+    line = failure(tmp_path / "in", tmp_path / "a.safetensors")
+    assert f"{norm} of the base is trained as well, which adapters do not hold here" in line
+    assert line.endswith("merge it with PEFT")
 
 
 def test_a_full_checkpoint_without_settings_beside_it(convert, failure, trained, tmp_path):
