@@ -43,6 +43,8 @@ class AlphaError(CheckpointError):
         self.found, self.given = found, given
         if given is None:
             message = "does not say with what alpha it was trained; give it as lora_alpha"
+        elif found is None and given > 0:
+            message = f"lora_alpha is too {'large' if given > 1 else 'small'}: {given:g}"
         elif found is None:
             message = f"lora_alpha has to be above 0, not {given:g}"
         else:

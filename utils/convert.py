@@ -385,7 +385,7 @@ def unverified(adapter: Adapter, base: Base | None) -> list[str]:
 
 
 def in_dtype(adapter: Adapter, dtype: torch.dtype | None) -> Adapter:
-    """The adapter with all tensors in one dtype.
+    """The adapter with all tensors in one dtype, but for counters and masks among its buffers.
 
     Raises:
         CheckpointError: it has several, and none was asked for; or values are beyond the range of
@@ -399,7 +399,10 @@ def in_dtype(adapter: Adapter, dtype: torch.dtype | None) -> Adapter:
         )
     if dtype is None:
         return adapter
-    tensors = {name: tensor.to(dtype) for name, tensor in adapter.tensors.items()}
+    tensors = {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in adapter.tensors.items()
+    }
     check_range(tensors, adapter.source, dtype)
     return replace(adapter, tensors=tensors)
 
@@ -419,8 +422,9 @@ def check_range(tensors: Mapping[str, Tensor], name: object, dtype: torch.dtype)
 
 
 def dtypes_of(adapter: Adapter) -> list[str]:
-    """The names of the dtypes of an adapter's tensors."""
-    return sorted({_name_of(tensor.dtype) for tensor in adapter.tensors.values()})
+    """The names of the dtypes of an adapter's tensors, but for counters and masks."""
+    tensors = adapter.tensors.values()
+    return sorted({_name_of(tensor.dtype) for tensor in tensors if tensor.is_floating_point()})
 
 
 def _name_of(dtype: torch.dtype) -> str:
@@ -649,10 +653,18 @@ def run(args: argparse.Namespace) -> None:
     dtype = getattr(torch, args.dtype) if args.dtype else None
     args.target.parent.mkdir(parents=True, exist_ok=True)
     said, remarks = convert(adapter, args.target, format, base, dtype)
-    remarks = [*unverified(adapter, base), *remarks]
+    remarks = [*unverified(adapter, base), *_unsaid(adapter, args), *remarks]
     if adapter.format == FULL:
         remarks = [f"{adapter.source} is a full model: its LoRA and head were taken", *remarks]
     show(f"{args.target}: written, from {adapter.source}:", said, remarks)
+
+
+def _unsaid(adapter: Adapter, args: argparse.Namespace) -> list[str]:
+    """What a user named that is not written, as nothing is of an adapter whose alpha is unknown."""
+    if adapter.metadata is not None:
+        return []
+    named = {"task": args.task, "labels": tuple(args.labels or ())}
+    return [f"not in this format: {name} {plain(value)}" for name, value in named.items() if value]
 
 
 def show(first: str, said: Mapping[str, str], remarks: Sequence[str] = ()) -> None:

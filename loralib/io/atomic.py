@@ -13,6 +13,9 @@ from pathlib import Path
 
 from ..errors import CheckpointError, DiskFullError
 
+if os.name == "posix":
+    import fcntl
+
 
 class NoSpaceError(OSError):
     """A write that failed for lack of space, with what is known of the file's size."""
@@ -215,19 +218,23 @@ def _remove_any(path: Path) -> None:
 def atomic_write_folder(path: str | os.PathLike) -> Iterator[Path]:
     """Yields a temporary folder, which becomes `path` when the block ends without an error.
 
+    What a kill has left of an earlier call is removed.
+
     Raises:
-        CheckpointError: there is something at `path` already, other than an empty folder.
+        CheckpointError: there is something at `path`, before the block or after it, other than an
+            empty folder.
     """
     path = Path(path)
     if path.is_symlink():
         path = path.resolve()  # a link to an empty folder stays one
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise CheckpointError(f"{path}: exists already; give the name of a new folder")
+    _check_free(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_half_folders(path)
     try:
-        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}{_HALF}", dir=path.parent))
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
+    lock = _lock(temporary)
     try:
         with _errors_of(path, temporary):
             yield temporary
@@ -235,10 +242,48 @@ def atomic_write_folder(path: str | os.PathLike) -> Iterator[Path]:
                 _sync(file)
             sync_folder(temporary)
         temporary.chmod(0o777 & ~_umask())
-        temporary.replace(path)
+        try:
+            temporary.replace(path)
+        except OSError:
+            _check_free(path)  # another process may have written it in the meantime
+            raise
         sync_folder(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _check_free(path: Path) -> None:
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise CheckpointError(f"{path}: exists already; give the name of a new folder")
+
+
+def _remove_half_folders(path: Path) -> None:
+    """Removes what `atomic_write_folder` has left of `path` when it was killed."""
+    name = re.compile(rf"\.{re.escape(path.name + _HALF)}[a-z0-9_]{{8}}")
+    for folder in path.parent.glob(".*"):
+        if name.fullmatch(folder.name) and folder.is_dir():
+            lock = _lock(folder)
+            if lock is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
+
+
+def _lock(folder: Path) -> int | None:
+    """Takes a folder for this process, until what is returned is closed, or the process ends.
+
+    None where another has it, or where the system has no such locks.
+    """
+    if os.name != "posix":
+        return None
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
 
 
 @contextmanager

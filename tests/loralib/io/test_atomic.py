@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from loralib.errors import DiskFullError
+from loralib.errors import CheckpointError, DiskFullError
 from loralib.io.atomic import atomic_write, atomic_write_folder, check_apart, replacing_folder
 from loralib.io.tensors import read_tensors, write_tensors, write_torch, write_wrapped_tensors
 
@@ -101,6 +102,44 @@ def test_a_folder_is_written_atomically(tmp_path):
         "new/a/x",
     }
     assert oct((tmp_path / "new" / "a").stat().st_mode & 0o777) == oct(0o777 & ~umask())
+
+
+@posix
+def test_what_a_kill_leaves_of_a_folder_is_removed_by_the_next_call(tmp_path):
+    code = (
+        "import os, signal, sys; from loralib.io.atomic import atomic_write_folder as write\n"
+        "with write(sys.argv[1]) as path:\n"
+        "    (path / 'x').touch(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path / "a")])
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".a.half-")
+    other = tmp_path / ".b.half-aaaaaaaa"
+    other.mkdir()
+    with atomic_write_folder(tmp_path / "a"):
+        pass
+    assert {*tmp_path.iterdir()} == {tmp_path / "a", other}
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_a_folder_that_appears_while_it_is_written(tmp_path, as_file):
+    path = tmp_path / "a"
+
+    def written_meanwhile() -> None:
+        with atomic_write_folder(path) as first:
+            (first / "x").touch()
+            if as_file:
+                path.write_text("mine")
+                return
+            with atomic_write_folder(path) as second:
+                assert first.exists()  # it is being written
+                (second / "y").touch()
+
+    with pytest.raises(CheckpointError, match="a: exists already; give the name of a new folder"):
+        written_meanwhile()
+    assert [*tmp_path.iterdir()] == [path]
+    assert path.is_file() if as_file else [*path.iterdir()] == [path / "y"]
 
 
 @pytest.mark.parametrize("there", [True, False])

@@ -121,11 +121,19 @@ def test_another_alpha_is_refused(failure, trained, tmp_path, start, format):
     )
 
 
-@pytest.mark.parametrize("alpha", ["0", "-1", "nan", "inf"])
-def test_what_is_not_an_alpha(failure, trained, tmp_path, alpha):
+@pytest.mark.parametrize(
+    ("alpha", "reason"),
+    [
+        *((alpha, "lora_alpha has to be above 0, not") for alpha in ("0", "-1", "nan")),
+        ("inf", "lora_alpha is too large: inf"),
+        ("1e40", "lora_alpha is too large: 1e+40"),
+        ("1e-35", "lora_alpha is too small: 1e-35"),
+    ],
+)
+def test_what_is_not_an_alpha(failure, trained, tmp_path, alpha, reason):
     torch.save(trained["roberta"].adapter.tensors, tmp_path / "in.bin")
     line = failure(tmp_path / "in.bin", tmp_path / "out.safetensors", f"--lora_alpha={alpha}")
-    assert "lora_alpha has to be above 0" in line
+    assert reason in line
     assert line.endswith("(--lora_alpha)")
 
 

@@ -75,6 +75,28 @@ def test_every_format_into_every_format(convert, trained, tmp_path, family, star
         assert any("one of rank 4 and alpha 12" in note for note in said["notes"])
 
 
+def test_task_and_labels_of_an_adapter_whose_alpha_is_unknown(convert, trained, tmp_path):
+    torch.save(trained["roberta"].adapter.tensors, tmp_path / "in.bin")
+    named = ("--task", "mnli", "--labels", *LABELS)
+    notes = convert(tmp_path / "in.bin", tmp_path / "out.bin", *named)["notes"]
+    lost = ["task mnli", f"labels {', '.join(LABELS)}"]
+    assert notes == [f"not in this format: {what}" for what in lost]
+
+
+def test_counters_of_a_trained_head_stay_what_they_are(convert, tmp_path):
+    """BatchNorm counts its batches in integers, which have to be loaded as such."""
+    tensors = {"up.lora_A": torch.ones(2, 6), "up.lora_B": torch.ones(6, 2)}
+    tensors |= {"head.weight": torch.ones(4), "head.num_batches_tracked": torch.tensor(300)}
+    adapter = Adapter(tensors, lora_metadata(tensors, 2, 6))
+    write_adapter(tmp_path / "in.safetensors", adapter)
+    assert convert(tmp_path / "in.safetensors", tmp_path / "a.safetensors")["dtype"] == "float32"
+    flags = ("--dtype", "bfloat16")
+    said = convert(tmp_path / "in.safetensors", tmp_path / "b.safetensors", *flags)
+    assert said["dtype"] == "bfloat16"
+    counted = read_adapter(tmp_path / "b.safetensors").tensors["head.num_batches_tracked"]
+    assert (counted.dtype, int(counted)) == (torch.int64, 300)
+
+
 @pytest.mark.parametrize("format", ["lora", "peft"])
 def test_task_and_labels_that_the_releases_format_does_not_hold(convert, trained, tmp_path, format):
     given = trained["roberta"].adapter
