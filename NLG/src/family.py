@@ -70,6 +70,8 @@ GPT2 = register(
         title="GPT-2",
         backbone="transformer.",
         layers="transformer.h.",
+        # Those of GPT-J or BLOOM are in a `transformer.h` as well.
+        layer_parts=("attn.c_", "attn.bias", "attn.masked_bias", "mlp.c_", "ln_1", "ln_2"),
         release_modules=("attn.c_attn",),
         stacked={"attn.c_attn": enabled_slices(DEFAULT_TARGETS, "attn.c_attn")},
         tied=dict.fromkeys(("lm_head.weight", "lm_head.decoder.weight"), "transformer.wte.weight"),

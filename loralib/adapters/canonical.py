@@ -1,13 +1,14 @@
 """The canonical names of an adapter's tensors: those that this project's models have for them."""
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 
 from torch import Tensor
 
 from ..errors import CheckpointError
 from ..io.tensors import same_tensor
-from .families import family_of, in_known_backbone, registered
+from .families import Family, family_of, in_known_backbone, registered
 
 _DDPS = "module."
 
@@ -21,7 +22,9 @@ def canonical_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Ten
     Raises:
         CheckpointError: two tensors have one name, or tied ones differ.
     """
-    return _without_tied(_renamed(tensors, _newest_name, source), source)
+    families = [family for family in registered() if _has_names_of(family, tensors)]
+    rename = partial(_newest_name, families=families)
+    return _without_tied(_renamed(tensors, rename, source), source)
 
 
 def without_ddps_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
@@ -57,8 +60,15 @@ def _renamed(
     return renamed
 
 
-def _newest_name(name: str) -> str:
-    for family in registered():
+def _has_names_of(family: Family, names: Iterable[str]) -> bool:
+    """Whether names may be earlier ones of this family: not where its layers would be another's."""
+    newest = [_newest_name(name, [family]) for name in names]
+    inside = [name for name in newest if name.startswith(family.layers)]
+    return not inside or family.has_layers_of(inside)
+
+
+def _newest_name(name: str, families: Iterable[Family] | None = None) -> str:
+    for family in registered() if families is None else families:
         for old, new in family.old_names.items():
             name = re.sub(old, new, name)
     return name

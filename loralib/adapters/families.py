@@ -67,6 +67,8 @@ class Family:
         backbone: what the names of the backbone's tensors start with; what starts otherwise belongs
             to a head.
         layers: what the names of its layers start with, up to the number.
+        layer_parts: what the names of all tensors in a layer start with, after its number, where
+            other models have layers of that name; empty for any.
         heads: its models' heads, by what they do, such as "token_classification".
         release_modules: the modules of a layer in which the release's models can have LoRA; None
             where its format is written for any.
@@ -88,6 +90,7 @@ class Family:
     title: str
     backbone: str
     layers: str
+    layer_parts: tuple[str, ...] = ()
     heads: Mapping[str, Head] = field(default_factory=dict)
     release_modules: tuple[str, ...] | None = None
     stacked: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
@@ -104,6 +107,11 @@ class Family:
     def of_base(self) -> tuple[str, ...]:
         """What the names of all tensors of a base start with, those that are tied included."""
         return self.backbone, *self.tied
+
+    def has_layers_of(self, names: Iterable[str]) -> bool:
+        """Whether some of these modules or tensors are in its layers, none in another model's."""
+        inside = [within_layer(name) for name in names if name.startswith(self.layers)]
+        return bool(inside) and all(name.startswith(self.layer_parts or "") for name in inside)
 
     def head_of(self, names: Iterable[str]) -> str | None:
         """Which head these tensors are, those of the backbone left out; None if it is not clear.
@@ -180,10 +188,7 @@ def top_module(name: str) -> str:
 def family_of(names: Iterable[str]) -> Family | None:
     """The registered family whose layers some of these modules or tensors are in, if any."""
     names = tuple(names)
-    for family in registered():
-        if any(name.startswith(family.layers) for name in names):
-            return family
-    return None
+    return next((family for family in registered() if family.has_layers_of(names)), None)
 
 
 def enabled_slices(module: str) -> tuple[bool, ...]:

@@ -144,7 +144,9 @@ def _head_of(config: Mapping[str, Any], names: Iterable[str]) -> str | None:
     Of such a family the model's class says it as well.
     """
     family, task = family_of(names), config.get("task_type")
-    heads = family.heads if family else TASK_OF_HEAD
+    if family and family.peft_task and task == family.peft_task:
+        return None
+    heads = family.heads if family and family.heads else TASK_OF_HEAD
     told = [head for head, its_task in TASK_OF_HEAD.items() if its_task == task]
     if family:
         name = str((config.get("auto_mapping") or {}).get("base_model_class"))

@@ -263,7 +263,7 @@ def config_of(adapter: Adapter, model: nn.Module | None = None) -> dict[str, Any
         {m: _joined_alpha(metadata, metadata.alpha_of(m), parts[m]) for m in parts if m in targets}
     )
     saved = _saved_modules(adapter)
-    task = (family.peft_task if family else None) or TASK_OF_HEAD.get(adapter.head or "")
+    task = TASK_OF_HEAD.get(adapter.head or "") or (family.peft_task if family else None)
     task = None if family and task in TASKS_WITH_HEAD and not saved else task
     task = task or ("SEQ_CLS" if _CLASSIFIER in saved and not adapter.head else None)
     has_attention = len(targets) < len(parts)

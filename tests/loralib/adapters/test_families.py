@@ -9,7 +9,7 @@ from dataclasses import replace
 import all_families  # noqa: F401
 import pytest
 import torch
-from adapter_files import FAMILIES, MODULES, TARGETS, adapter_of, refused, tensors_of
+from adapter_files import FAMILIES, MODULES, TARGETS, adapter_of, peft_folder, refused, tensors_of
 from compare import assert_same_bits
 from safetensors.torch import load_file, save_file
 
@@ -17,7 +17,7 @@ from loralib.adapters import families
 from loralib.adapters.adapter import Adapter, adapter_tensors
 from loralib.adapters.canonical import canonical_names
 from loralib.adapters.checksums import with_checksum
-from loralib.adapters.deltas import deltas_of
+from loralib.adapters.deltas import deltas_of, ranks_of
 from loralib.adapters.families import Family, Head, family_of, register
 from loralib.adapters.formats import FORMATS, read_adapter, write_adapter
 from loralib.adapters.metadata import LoraMetadata
@@ -46,6 +46,49 @@ def test_the_library_alone_knows_none():
     code = f"{code}; print(f.registered())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "()"
+
+
+OTHERS = {
+    "GPT-J": ("attn.q_proj", "mlp.fc_in"),
+    "GPT-Neo": ("attn.attention.q_proj", "mlp.c_fc"),
+    "BLOOM": ("self_attention.dense", "mlp.dense_h_to_4h"),
+}
+
+
+@pytest.mark.parametrize("modules", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("prefix", ["transformer.h.", "h."])
+def test_models_whose_layers_are_called_as_gpt2s(tmp_path, modules, prefix):
+    """They are any model: their names stay, and their head is theirs."""
+    tensors = {"lm_head.weight": torch.ones(7, 6)} if prefix.startswith("transformer") else {}
+    for module in modules:
+        names = [f"base_model.model.{prefix}0.{module}.lora_{half}.weight" for half in "AB"]
+        tensors |= {names[0]: torch.ones(2, 6), names[1]: torch.ones(6, 2)}
+    tensors = {n if "lora" in n else f"base_model.model.{n}": t for n, t in tensors.items()}
+    saved = ["lm_head"] if len(tensors) > 4 else None
+    targets = {"target_modules": [*modules], "modules_to_save": saved}
+    peft_folder(tmp_path / "in", tensors, task_type="CAUSAL_LM", **targets)
+    adapter = read_adapter(tmp_path / "in")
+    assert {f"{prefix}0.{module}" for module in modules} == ranks_of(adapter.tensors, "a").keys()
+    write_adapter(tmp_path / "a.safetensors", adapter)
+    write_adapter(tmp_path / "out", read_adapter(tmp_path / "a.safetensors"), "peft")
+    assert_same_bits(load_file(tmp_path / "out" / "adapter_model.safetensors"), tensors)
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (config["fan_in_fan_out"], config["task_type"]) == (False, "CAUSAL_LM")
+
+
+def test_the_task_of_a_classifier_on_gpt2_is_kept(tmp_path):
+    module = "base_model.model.transformer.h.0.mlp.c_fc"
+    tensors = {
+        f"{module}.lora_A.weight": torch.ones(2, 6),
+        "base_model.model.score.weight": torch.ones(3, 6),
+    }
+    tensors[f"{module}.lora_B.weight"] = torch.ones(6, 2)
+    targets = {"target_modules": ["c_fc"], "modules_to_save": ["score"]}
+    peft_folder(tmp_path / "in", tensors, task_type="SEQ_CLS", **targets)
+    write_adapter(tmp_path / "a.safetensors", read_adapter(tmp_path / "in"))
+    write_adapter(tmp_path / "out", read_adapter(tmp_path / "a.safetensors"), "peft")
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (config["fan_in_fan_out"], config["task_type"]) == (True, "SEQ_CLS")
 
 
 def test_a_family_is_registered_once(unregistered):
