@@ -70,6 +70,7 @@ def test_a_trained_head_is_its_own(convert, tmp_path, family, through):
         pytest.skip("PEFT's LoRA reaches positions, the release's does not")
     base, _, logits = trained_lm(tmp_path, family)
     source = tmp_path / "in"
+    assert convert(source, "--info")["separate"].startswith("what is held besides LoRA is each mod")
     for target in through:
         given = ("--to", "peft") if target == "peft" else ()
         convert(source, tmp_path / target, *given)
