@@ -85,8 +85,8 @@ def check_names(adapter: Adapter) -> None:
         if (is_of_base and name not in parts) or name in of_adapted:
             if adapter.format == "peft":
                 raise CheckpointError(
-                    f"{source}: {name} of the base is trained as well, which adapters do not hold "
-                    "here: merge it with PEFT"
+                    f"{source}: holds {name}, which is the base's, as adapters here do not: merge "
+                    "it with PEFT"
                 )
             raise FullModelError(source, name)
     metadata = None if adapter.metadata is None else adapter.lora

@@ -502,7 +502,7 @@ def put(name, tensor):
         ),
         (
             put(f"{PREFIX}roberta.embeddings.word_embeddings.weight", torch.ones(48, 32)),
-            "holds a full model, not LoRA alone",
+            "holds roberta.embeddings.word_embeddings.weight, which is the base's",
         ),
         (
             lambda tensors: [tensors.pop(name) for name in list(tensors) if "lora_" in name],
