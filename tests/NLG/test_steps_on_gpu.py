@@ -242,6 +242,14 @@ def test_beams_are_the_cpus(gpu, beams, length_penalty):
     assert search(model.to("cuda:0"), PROMPTS, settings) == expected
 
 
+def test_beams_with_gpus_as_the_default_device(gpu):
+    model = small_model().eval().to("cuda:0")
+    settings = BeamSettings(beam=3, eval_len=6, eos_token_ids=(29,))
+    expected = search(model, PROMPTS, settings)
+    with torch.device("cuda:0"):
+        assert search(model, PROMPTS, settings) == expected
+
+
 def test_no_layer_makes_a_mask_of_its_own(gpu):
     """Of 5 prompts with 3 beams, whose slots are no multiple of 8."""
     launched = []

@@ -10,7 +10,14 @@ from pretended_device import OnGpu, PretendedGpu, on_cpu
 
 from loralib.errors import TrainingError
 from loralib.training.precision import Precision, hold_frozen_in
-from transformers import RobertaConfig, RobertaForMaskedLM, Trainer, TrainerCallback
+from transformers import (
+    RobertaConfig,
+    RobertaForMaskedLM,
+    RobertaTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    pipeline,
+)
 from transformers.data.data_collator import PackedCollator
 from transformers.models.deberta_v2 import modeling_deberta_v2
 
@@ -238,6 +245,26 @@ def test_losses_and_gradients_are_the_cpus(model_of, batch, family, dtype, terms
         assert isinstance(gradient, OnGpu)
         expected = theirs[name].norm()
         assert (on_cpu(gradient) - theirs[name]).norm() <= rounding(0, terms, dtype, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_batch_that_is_made_on_the_device(model_of, gpu, batch, family):
+    """With GPUs as PyTorch's default device, as within a pipeline's `device_placement`."""
+    model = model_of(family, num_labels=3).eval().to("cuda:0")
+    on_device = {name: x.to("cuda:0") for name, x in batch.items()}
+    with torch.no_grad():
+        expected = model(**on_device).logits
+        with torch.device("cuda:0"):
+            assert torch.equal(on_cpu(model(**on_device).logits), on_cpu(expected))
+
+
+def test_a_pipeline_places_its_work(model_of, gpu, tiny_base):
+    tokenizer = RobertaTokenizerFast.from_pretrained(tiny_base)
+    model = model_of("roberta", vocab_size=len(tokenizer))
+    classify = pipeline("text-classification", model, tokenizer=tokenizer, device=0)
+    expected = classify(["a film", "a longer film"])
+    with classify.device_placement():
+        assert classify(["a film", "a longer film"]) == expected
 
 
 # ---- losses that are read late ----
