@@ -13,14 +13,15 @@ Lines of one context get one search. Several processes share the contexts.
 """
 
 import argparse
-import gc
 import logging
 import os
 from collections.abc import Sequence
 from typing import Any
 
 if __name__ == "__main__":
-    gc.disable()  # until `run`, see `process.without_collector`
+    from loralib.training.process import begin
+
+    begin()
 
 import torch
 from tqdm.auto import tqdm
