@@ -14,7 +14,6 @@ A step is one batch. Into --work_dir go
 """
 
 import argparse
-import gc
 import logging
 import math
 import os
@@ -23,7 +22,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
-    gc.disable()  # until `run`, see `process.without_collector`
+    from loralib.training.process import begin
+
+    begin()
 
 import torch
 from torch import Tensor, nn

@@ -9,7 +9,6 @@ the given shape is initialized at random. What it writes is a base model for run
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import os
@@ -21,7 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
-    gc.disable()  # until `run`, see `process.without_collector`
+    from loralib.training.process import begin
+
+    begin()
 
 from tokenizers import ByteLevelBPETokenizer
 

@@ -17,13 +17,14 @@ has.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
-    gc.disable()  # until `run`, see `process.without_collector`
+    from loralib.training.process import begin
+
+    begin()
 
 import numpy as np
 

@@ -12,7 +12,6 @@ file: run_glue.py settings.json.
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
-    gc.disable()  # until `run`, see `process.without_collector`
+    from loralib.training.process import begin
+
+    begin()
 
 import numpy as np
 
