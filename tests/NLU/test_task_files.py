@@ -69,6 +69,46 @@ def test_columns_of_words_and_tags_by_name_or_by_place(tmp_path):
     assert message.startswith(f"{tmp_path}/train.json: has no column 'token', but 'w', 't', 'tok")
 
 
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("labels", "tokens"), "has no column 'ner_tags', but 'labels', 'tokens'; --text_column"),
+        (("tags", "words"), "would take its words from 'tags' and its tags from 'words'; --text_c"),
+        (("ner_tags", "words"), "would take its words from 'ner_tags' and its tags from 'ner_tag"),
+    ],
+)
+def test_columns_whose_places_are_not_what_their_names_say(tmp_path, names, message):
+    tags, words = names
+    rows = [{tags: row["ner_tags"], words: row["tokens"]} for row in SENTENCES]
+    table = table_of(tmp_path / "train.json", rows)
+    assert f"{tmp_path}/train.json: {message}" in error_of(sentences, table)
+    data = sentences(table, words=words, tags=tags)
+    assert data.tables["train"].rows[WORDS][1] == ["in", "Paris"]
+    assert "its words from" in error_of(lambda: sentences(table, words=words, tags=words))
+
+
+def test_words_alone_are_a_test_set(tmp_path):
+    rows = [{"id": "1", "tokens": ["Ann", "ran"]}]
+    tables = {"test": table_of(tmp_path / "test.json", rows)}
+    data = check_sentences(tables, None, None, "ner", ("O", "B-PER"))
+    assert data.tables["test"].rows[:] == {WORDS: [["Ann", "ran"]]}
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_hidden_tags_are_those_of_all_rows(tmp_path, suffix):
+    train = table_of(tmp_path / f"train{suffix}", SENTENCES)
+    hidden = [{"tokens": ["Ann", "ran"], "ner_tags": [-1, -1]}] * 2
+    test = table_of(tmp_path / f"hidden{suffix}", hidden)
+    assert sentences(train, train, test).tables["test"].rows.column_names == [WORDS]
+    tags = [{"tokens": ["Ann", "ran"], "ner_tags": [n, n]} for n in (0, 0, -1)]
+    path = tmp_path / f"some{suffix}"
+    message = error_of(sentences, train, train, table_of(path, tags))
+    assert message == (
+        f"{path}: row 3: hides its ner_tags (-1), and row 1 does not: give those of all rows, "
+        "for scores, or of none"
+    )
+
+
 def test_a_trained_model_s_order_of_tags_is_kept(tmp_path):
     table = table_of(tmp_path / "train.json", SENTENCES)
     known = ("O", "B-PER", "B-LOC", "B-ORG")
@@ -335,6 +375,15 @@ def test_wrong_choices(tmp_path, name):
     assert f"{path}: {message}" in error_of(check_choices, {"x": table_of(path, [choice(), row])})
 
 
+def test_hidden_labels_are_those_of_all_rows(tmp_path):
+    path = tmp_path / "test.json"
+    test = {"test": table_of(path, [choice(-1), choice(-1)])}
+    assert "label" not in check_choices(test).tables["test"].rows.column_names
+    test = {"test": table_of(path, [choice(1), choice(-1)])}
+    message = f"{path}: row 2: hides its label (-1), and row 1 does not: give those of all rows"
+    assert message in error_of(check_choices, test)
+
+
 def test_sets_with_other_numbers_of_endings(tmp_path):
     train = table_of(tmp_path / "train.json", [choice()])
     dev = table_of(tmp_path / "dev.json", [choice(count=4)])
@@ -356,6 +405,9 @@ def test_splits_and_limits(tmp_path):
     flags = HubDataArguments(**files, max_train_samples=2, max_val_samples=0)
     tables = load_tables(flags, ["train"], None)
     assert tables["train"].rows[:] == {"a": ["0", "1"]}
+    whole = load_tables(flags, ["train"], None, whole=["train"])["train"]
+    assert len(whole.rows) == 5
+    assert whole.first("train", flags).rows[:] == {"a": ["0", "1"]}
     assert "the validation set holds no examples" in error_of(
         load_tables, flags, ["validation"], None
     )
