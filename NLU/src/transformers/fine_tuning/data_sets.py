@@ -7,11 +7,13 @@ A `Table` knows where its rows come from, so that what is wrong with one can be 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from loralib.errors import quoted
+from loralib.io.digests import folder_digest
 
 from ..data.text_files import read_table
 from .arguments import DataArguments, HubDataArguments
@@ -163,8 +165,10 @@ def _from_hub(data_args: HubDataArguments, cache_dir: str | None) -> Mapping[str
     from datasets import load_dataset
 
     name, config = data_args.dataset_name, data_args.dataset_config_name
+    # As in `load_rows`: the library goes by names and times of a folder's files.
+    content = {"description": folder_digest(name)} if os.path.isdir(name) else {}
     try:
-        return load_dataset(name, config, cache_dir=cache_dir)
+        return load_dataset(name, config, cache_dir=cache_dir, **content)
     except RuntimeError as error:  # what the library raises for a data set that is a program
         raise ValueError(f"--dataset_name {name}: {error}; give it in files") from error
 
