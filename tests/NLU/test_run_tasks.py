@@ -325,6 +325,31 @@ def test_questions_without_answers(call, tiny_deberta_base, tmp_path):
         assert sum(map(bool, answers.values())) == wanted
 
 
+def test_a_run_that_ends_before_its_first_checkpoint_is_started_again(
+    scripts, call, tmp_path, monkeypatch
+):
+    data = write_data("qa", tmp_path / "data")
+    flags = [*data, "--do_train", "--do_eval", "--evaluation_strategy", "steps", "--eval_steps", 2]
+    flags += ["--max_steps", 4]
+    score, seen = scripts["qa"].scores_of, []
+
+    def end_at_the_second(*given):
+        seen.append(given)
+        if len(seen) == 2:
+            raise RuntimeError("killed")
+        return score(*given)
+
+    monkeypatch.setattr(scripts["qa"], "scores_of", end_at_the_second)
+    with pytest.raises(RuntimeError, match="killed"):
+        call("qa", "out", *flags)
+    out = call("qa", "out", *flags)
+    answers = json.loads((out / "eval_predictions.json").read_text())
+    assert answers.keys() == {row["id"] for row in read_rows(data[3])}
+    loss = call("qa", "loss", *flags[:-2], "--lora_path", out, "--prediction_loss_only")
+    assert results(loss).keys() == {"eval_loss", "eval_samples"}
+    assert not (loss / "eval_predictions.json").exists()
+
+
 def test_the_n_best(call, tmp_path):
     data = write_data("qa", tmp_path / "data")
     flags = [*data, "--do_train", "--do_eval", "--max_steps", 1]
@@ -444,6 +469,10 @@ def test_a_question_that_is_too_long(call, tmp_path):
         ("qa", ["--no_use_fast_tokenizer"], "only a fast tokenizer knows which words and char"),
         ("swag", ["--lora_path", "nowhere.bin"], "nowhere.bin: no such checkpoint file"),
         ("ner", ["--do_train", False], "nothing to do"),
+        ("ner", ["--do_predict", "--prediction_loss_only"], "--prediction_loss_only leaves no pr"),
+        ("qa", ["--do_predict", "--prediction_loss_only"], "--prediction_loss_only leaves no pr"),
+        ("swag", ["--do_predict", "--prediction_loss_only"], "--prediction_loss_only leaves no "),
+        ("qa", ["--label_smoothing_factor", 0.1], "smooths one label, and an answer has two"),
         ("swag", ["--do_eval"], "this run needs --validation_file"),
     ],
 )

@@ -81,6 +81,8 @@ def check_arguments(
     """Fills in what LoRA and adapter files say of themselves, and refuses flags that clash."""
     if not (args.do_train or args.do_eval or args.do_predict):
         raise ValueError("nothing to do: give --do_train, --do_eval or --do_predict")
+    if args.do_predict and args.prediction_loss_only:
+        raise ValueError("--prediction_loss_only leaves no predictions for --do_predict")
     paths = {kind.switch: path for kind, path in PATHS.items()}
     for switch, names in ADAPTATIONS.items():
         for name in (paths[switch], *names):
