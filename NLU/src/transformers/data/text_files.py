@@ -89,7 +89,6 @@ def read_table(path: str, texts: Sequence[str] = ()) -> Dataset:
         options["chunksize"] = min(max(os.path.getsize(path), _PIECE), _LARGEST_PIECE)
     try:
         rows = load_rows(kind, path, **options)
-        return rows if kind == "csv" else _with_texts(rows, path)
     except DatasetGenerationError as error:
         if kind == "csv":
             _check_rows(path, header)
@@ -97,6 +96,7 @@ def read_table(path: str, texts: Sequence[str] = ()) -> Dataset:
     except (StopIteration, ValueError) as error:
         # What the library makes of a file without rows.
         raise ValueError(f"{path}: holds no examples, or none that can be read") from error
+    return rows if kind == "csv" else _with_texts(rows, path)
 
 
 def load_rows(kind: str, path: str, **options: Any) -> Dataset:
@@ -121,7 +121,7 @@ def _with_texts(rows: Dataset, path: str) -> Dataset:
     """A JSON file's rows, where the reader took texts for times because all of them look like one.
 
     Raises:
-        ValueError: there are such, and the file is not of rows.
+        ValueError: there are such, and the file is not of objects.
     """
     schema = rows.features.arrow_schema
     taken = [name for name in schema.names if _holds_times(schema.field(name).type)]
