@@ -13,7 +13,8 @@ def folder_digest(path: str | os.PathLike) -> str:
         below[:] = sorted(name for name in below if not name.startswith("."))
         for name in sorted(name for name in names if not name.startswith(".")):
             file = os.path.join(folder, name)
-            digest.update(f"{os.path.relpath(file, path)}\n{file_digest(file)}\n".encode())
+            if os.path.isfile(file):  # and not a link to nowhere, or a pipe
+                digest.update(f"{os.path.relpath(file, path)}\n{file_digest(file)}\n".encode())
     return digest.hexdigest()
 
 
