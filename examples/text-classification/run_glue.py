@@ -504,8 +504,6 @@ def fine_tune(
 ) -> None:
     """Loads, trains, evaluates, predicts; as far as the flags ask for it."""
     checkpoint, adapters = begin(model_args, args)
-    if args.do_predict and args.prediction_loss_only:
-        raise ValueError("--prediction_loss_only leaves no predictions for --do_predict")
     splits = splits_of(glue_task(data_args.task_name) if data_args.task_name else None, args)
     prepared = prepare(model_args, data_args, args, adapters, splits)
     datasets = prepared.datasets
