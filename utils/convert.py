@@ -21,7 +21,6 @@ a format cannot hold is listed. Existing files are never overwritten.
 """
 
 import argparse
-import gc
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -30,7 +29,9 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    gc.disable()  # until `run`, see `process.without_collector`
+    from loralib.training.process import begin
+
+    begin()
 
 import torch
 from torch import Tensor, nn

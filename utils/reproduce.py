@@ -39,7 +39,6 @@ from reproduction.glue import Glue
 from reproduction.nlg import Nlg
 from reproduction.plan import SMALL_SEEDS, check_settings, choose, plan_runs, read_rows
 from reproduction.programs import execute, show_estimate
-from reproduction.report import RESULTS_NAME, write_report
 from reproduction.runs import Run, Tree, problem_of
 
 logger = logging.getLogger(__name__)
@@ -165,11 +164,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     args, flags = parse_args(argv)
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO)
     out = args.output_dir.absolute()
+    # Names are checked before libraries that take seconds to import.
     rows = read_rows([Glue(out, args.small), Nlg(out, args.small)])
     runs = plan_runs(choose(args.names, rows), rows, args.seeds, out)
     if args.estimate:
         estimate_all(runs, flags)
         return
+    from reproduction.report import RESULTS_NAME, write_report
+
     variables = {name: os.environ[name] for name in DECISIVE if os.environ.get(name)}
     settings = {"small": args.small, "flags": flags, "environment": variables}
     check_settings(out, settings)

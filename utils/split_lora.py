@@ -14,14 +14,15 @@ repeated: it replaces a .bin or .pt that holds LoRA and a head and nothing else.
 """
 
 import argparse
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    gc.disable()  # until `run`, see `process.without_collector`
+    from loralib.training.process import begin
+
+    begin()
 
 from torch import Tensor
 

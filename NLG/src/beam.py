@@ -151,7 +151,7 @@ class _Search:
         count = len(prompts)
         ends = sorted(set(settings.eos_token_ids))
         self.ends = torch.tensor(ends, dtype=torch.int64, device=device)
-        self.ids = [torch.tensor(prompt) for prompt in prompts]
+        self.ids = [torch.tensor(prompt, device="cpu") for prompt in prompts]
         self.lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         self.places = torch.arange(count, device=device)
         wide = torch.promote_types(weight.dtype, torch.float32)

@@ -1,11 +1,12 @@
-"""What the scripts share: their end, files of JSON lines, and a run's figures."""
+"""What the scripts share: their end, files of JSON lines, contexts, and a run's figures."""
 
 import argparse
 import codecs
+import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,19 @@ def write_json_lines(path: str | os.PathLike, rows: Iterable[dict[str, Any]]) ->
     with atomic_write(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         for row in rows:
             file.write(json.dumps(row) + "\n")
+
+
+def context_digest(ids: Sequence[int], end: int) -> str:
+    """What tells a context from others: 16 hexadecimal digits of the SHA-256 of its ids.
+
+    Args:
+        ids: the context's.
+        end: the token that --add_bos puts after it, which does not count.
+    """
+    length = len(ids)
+    while length and ids[length - 1] == end:
+        length -= 1
+    return hashlib.sha256(" ".join(map(str, ids[:length])).encode()).hexdigest()[:16]
 
 
 METRICS_NAME = "metrics.jsonl"

@@ -7,19 +7,21 @@
 holds both, is given as --init_checkpoint alone.
 
 Into --work_dir goes --output_file, one line for each line of --data and in its order:
-{"id": number of the line, "predict": [token ids, the end token included, and 0 up to --eval_len]}.
+{"id": number of the line, "predict": [token ids, the end token included, and 0 up to --eval_len],
+"context_digest": what tells its context from others, by which gpt2_decode.py knows its input}.
 Lines of one context get one search. Several processes share the contexts.
 """
 
 import argparse
-import gc
 import logging
 import os
 from collections.abc import Sequence
 from typing import Any
 
 if __name__ == "__main__":
-    gc.disable()  # until `run`, see `process.without_collector`
+    from loralib.training.process import begin
+
+    begin()
 
 import torch
 from tqdm.auto import tqdm
@@ -29,6 +31,7 @@ from beam import BeamSettings, search
 from checkpoints import add_model_params, open_model
 from exp_utils import (
     add_log_level,
+    context_digest,
     read_json_lines,
     run,
     set_up_logging,
@@ -182,22 +185,31 @@ def prepare_products(model: GPT2LMModel, beams: int, world_size: int) -> None:
     choose_products(frozen_weights(model), dtype, world_size, beams, backward=False)
 
 
-def read_prompts(path: str, longest: int, vocab_size: int) -> list[Prompt]:
-    """The contexts of an encoded file, cut to their last tokens, with a warning, if too long.
+def read_contexts(path: str, vocab_size: int) -> list[Prompt]:
+    """The contexts of an encoded file.
 
     Args:
         path: JSON lines with ``"context": [ids]``.
-        longest: tokens at most.
         vocab_size: ids have to be below it.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: a line has no context of token ids within the vocabulary.
     """
-    contexts = [
+    return [
         _context_of(row, vocab_size, f"{path}:{number}")
         for number, row in enumerate(read_json_lines(path), start=1)
     ]
+
+
+def cut_contexts(contexts: list[Prompt], longest: int, path: str) -> list[Prompt]:
+    """Contexts cut to their last tokens, with a warning, if they are longer than `longest`.
+
+    Args:
+        contexts: of the file `path`.
+        longest: tokens at most.
+        path: for the warning.
+    """
     cut = sum(len(context) > longest for context in contexts)
     if cut and process.rank() == 0:
         logger.warning(
@@ -288,7 +300,8 @@ def main(argv: list[str] | None = None) -> None:
         _prepare(path, args.data, settings)
     model = model_to_decode(args, dist_env)
     longest = args.seq_len - args.eval_len
-    prompts = read_prompts(args.data, longest, model.config.vocab_size)
+    contexts = read_contexts(args.data, model.config.vocab_size)
+    prompts = cut_contexts(contexts, longest, args.data)
     if dist_env.device.type == "cpu":
         prepare_products(model, args.batch_size * settings.beam, dist_env.world_size)
     texts = decode(model, prompts, settings, args.batch_size, dist_env)
@@ -298,8 +311,12 @@ def main(argv: list[str] | None = None) -> None:
     write_json_lines(
         path,
         (
-            {"id": number, "predict": (texts[prompt] + padding)[: args.eval_len]}
-            for number, prompt in enumerate(prompts)
+            {
+                "id": number,
+                "predict": (texts[prompt] + padding)[: args.eval_len],
+                "context_digest": context_digest(context, _END_OF_TEXT),
+            }
+            for number, (context, prompt) in enumerate(zip(contexts, prompts, strict=True))
         ),
     )
     logger.info("wrote %s: %d contexts, %d of them distinct", path, len(prompts), len(texts))

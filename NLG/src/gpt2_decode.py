@@ -23,8 +23,15 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
-from encoder import END_OF_TEXT, Encoder, get_encoder
-from exp_utils import add_log_level, read_json_lines, read_lines, run, set_up_logging
+from encoder import END_OF_TEXT, END_OF_TEXT_ID, Encoder, get_encoder
+from exp_utils import (
+    add_log_level,
+    context_digest,
+    read_json_lines,
+    read_lines,
+    run,
+    set_up_logging,
+)
 from formatted import Row, read_formatted
 from loralib.io.atomic import atomic_write, check_apart
 from loralib.io.command_line import ArgumentParser
@@ -125,18 +132,32 @@ def kept_rows(rows: list[Row], which: str, path: str) -> list[int]:
     return kept
 
 
-def read_predictions(path: str, rows: int) -> list[list[int]]:
-    """The predicted ids of each row of the input.
+@dataclass(frozen=True)
+class Prediction:
+    """What is predicted for a row of the input.
 
     Args:
-        path: JSON lines ``{"id": row's number from 0, "predict": [ids]}``, in any order.
+        ids: the text's.
+        context: the `context_digest` of what it was predicted for; None in older files.
+    """
+
+    ids: list[int]
+    context: str | None
+
+
+def read_predictions(path: str, rows: int) -> list[Prediction]:
+    """The prediction for each row of the input.
+
+    Args:
+        path: JSON lines ``{"id": row's number from 0, "predict": [ids]}``, in any order, with a
+            "context_digest" where gpt2_beam.py has written them.
         rows: number of rows of the input.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: a line is not in this format, or the ids are not those of the input's rows.
     """
-    found: dict[int, list[int]] = {}
+    found: dict[int, Prediction] = {}
     for number, line in enumerate(read_json_lines(path), start=1):
         row, ids = line.get("id"), line.get("predict")
         if type(row) is not int or not isinstance(ids, list):
@@ -147,7 +168,7 @@ def read_predictions(path: str, rows: int) -> list[list[int]]:
             raise ValueError(f"{path}:{number}: id {row}, but the input's rows are 0 to {rows - 1}")
         if row in found:
             raise ValueError(f"{path}:{number}: another prediction of id {row}")
-        found[row] = ids
+        found[row] = Prediction(ids, line.get("context_digest"))
     missing = [row for row in range(rows) if row not in found]
     if missing:
         more = f" and {len(missing) - 1:,} others" if len(missing) > 1 else ""
@@ -155,14 +176,36 @@ def read_predictions(path: str, rows: int) -> list[list[int]]:
     return [found[row] for row in range(rows)]
 
 
+def check_contexts(
+    args: argparse.Namespace, rows: list[Row], predictions: list[Prediction], encoder: Encoder
+) -> None:
+    """Checks that predictions are those of the input, as far as they say it.
+
+    Raises:
+        ValueError: one was made for another context.
+    """
+    contexts = encoder.encode_batch([row["context"] for row in rows])
+    others = [
+        number
+        for number, (prediction, ids) in enumerate(zip(predictions, contexts, strict=True))
+        if prediction.context not in (None, context_digest(ids, END_OF_TEXT_ID))
+    ]
+    if others:
+        raise ValueError(
+            f"{args.sample_file}: {len(others):,} of {len(rows):,} predictions, that of id "
+            f"{others[0]} first, are of other contexts than those of {args.input_file}: give the "
+            "--input_file and --vocab that gpt2_beam.py's --data was encoded from"
+        )
+
+
 def decode_groups(
-    groups: list[Group], predictions: list[list[int]], encoder: Encoder, path: str
+    groups: list[Group], predictions: list[Prediction], encoder: Encoder, path: str
 ) -> list[str]:
     """The text that is predicted for each group, cut.
 
     Args:
         groups: of rows of the input.
-        predictions: ids for each row of the input.
+        predictions: for each row of the input.
         encoder: the vocabulary's.
         path: the predictions' file, for errors.
 
@@ -173,11 +216,11 @@ def decode_groups(
     for group in tqdm(groups, desc="decode", unit="text", disable=None):
         first = group.rows[0]
         try:
-            texts.append(cut(encoder.decode(predictions[first])))
+            texts.append(cut(encoder.decode(predictions[first].ids)))
         except ValueError as error:
             raise ValueError(f"{path}: id {first}: {error}") from error
     differing = sum(
-        any(predictions[row] != predictions[group.rows[0]] for row in group.rows)
+        any(predictions[row].ids != predictions[group.rows[0]].ids for row in group.rows)
         for group in groups
     )
     if differing:
@@ -281,7 +324,8 @@ def main(argv: list[str] | None = None) -> None:
 
     Raises:
         OSError, ValueError: a file cannot be read, is not in its format, or is one to write as
-            well, or the predictions do not cover the input; nothing is written then.
+            well, or the predictions do not cover the input, or are of another; nothing is written
+            then.
     """
     args = parse_arguments(argv)
     set_up_logging(args.log_level)
@@ -298,7 +342,9 @@ def main(argv: list[str] | None = None) -> None:
     kept = kept_rows(rows, args.filter, args.input_file)
     groups = group_rows(rows, keys, kept, args.input_file)
     predictions = read_predictions(args.sample_file, len(rows))
-    texts = decode_groups(groups, predictions, get_encoder(args.vocab), args.sample_file)
+    encoder = get_encoder(args.vocab)
+    check_contexts(args, rows, predictions, encoder)
+    texts = decode_groups(groups, predictions, encoder, args.sample_file)
 
     def finish(text: str) -> str:
         return normalize(text, tokenize=args.tokenize, lower=args.lower)

@@ -14,7 +14,6 @@ A step is one batch. Into --work_dir go
 """
 
 import argparse
-import gc
 import logging
 import math
 import os
@@ -23,7 +22,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
-    gc.disable()  # until `run`, see `process.without_collector`
+    from loralib.training.process import begin
+
+    begin()
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,7 @@ from loralib.training.precision import (
     Precision,
     check_precision,
     compute_dtype,
+    counted_half,
     has_apex,
     hold_frozen_in,
 )
@@ -337,8 +339,8 @@ def estimate_run(args: argparse.Namespace, dist_env: DistEnv) -> Estimate:
     """
     device, config = dist_env.device, config_of_flags(args, args.lora_dropout)
     check_fits(args, config)
-    # float16 takes the memory of bfloat16, and has a scaler that decides by the gradients' values.
-    precise = argparse.Namespace(**{**vars(args), "fp16": False, "bf16": args.fp16 or args.bf16})
+    fp16, bf16 = counted_half(args.fp16, args.bf16, device)
+    precise = argparse.Namespace(**{**vars(args), "fp16": fp16, "bf16": bf16})
     data = estimated_data(args)
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(args.random_seed))
     batches = order.split(args.train_batch_size)
@@ -381,7 +383,7 @@ def training_of(model: nn.Module, args: argparse.Namespace, device: torch.device
     choose_trained(model, args.lora_dim)
     hold_frozen_in(model, frozen_dtype(args))
     optimizer = create_adam_optimizer(model, args)
-    precision = create_precision(args, model, optimizer, device)
+    precision = Precision(compute_dtype(args.fp16, args.bf16), device.type, scaled=False)
     loss_of = loss_function(precision, device)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
 

@@ -441,7 +441,8 @@ class GPT2LMModel(nn.Module):
 
 def _needed_rows(lm_mask: Tensor) -> PackedRows:
     """The tokens up to each row's last target, after which none can change its loss."""
-    needed = lm_mask.flip(1).cumsum(1).flip(1)
+    # Whole numbers: of others, a GPU's sums have no deterministic kernel.
+    needed = (lm_mask != 0).long().flip(1).cumsum(1).flip(1)
     needed[:, 0] = 1
     return PackedRows(needed)
 

@@ -9,7 +9,6 @@ the given shape is initialized at random. What it writes is a base model for run
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import os
@@ -17,23 +16,26 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
-    gc.disable()  # until `run`, see `process.without_collector`
+    from loralib.training.process import begin
+
+    begin()
 
 from tokenizers import ByteLevelBPETokenizer
 
 from loralib.io.encoding import refuse_utf16_file
 from loralib.training.watch import beat
 from transformers import (
-    AutoConfig,
     AutoModelForMaskedLM,
     AutoTokenizer,
     DataCollatorForLanguageModeling,
     HfArgumentParser,
     PretrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     RobertaConfig,
     RobertaTokenizerFast,
@@ -42,6 +44,8 @@ from transformers import (
     set_seed,
 )
 from transformers.data.text_files import load_rows
+from transformers.fine_tuning.adapted_model import build_model, load_config, untrained_model
+from transformers.fine_tuning.arguments import AdaptedModelArguments
 from transformers.hf_argparser import flag
 from transformers.trainer_estimate import EstimateArguments, estimate_run
 from transformers.utils.cli import (
@@ -136,8 +140,8 @@ def choose_shape(
     """The model's settings, its tokenizer, and how many tokens lines are cut to."""
     length = data_args.max_seq_length
     if model_args.model_name_or_path:
-        other_head: dict[str, Any] = {"finetuning_task": None, "text_columns": None}
-        config = AutoConfig.from_pretrained(model_args.model_name_or_path, **other_head)
+        origin = AdaptedModelArguments(model_args.model_name_or_path)
+        config = load_config(origin, finetuning_task=None, text_columns=None)
         tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, config=config)
         check_vocabulary(tokenizer, config)
         return config, tokenizer, choose_length(length, config, tokenizer, is_pair=False)
@@ -145,6 +149,39 @@ def choose_shape(
     tokenizer = learn_tokenizer(data_args.train_file, model_args.vocab_size, length)
     check_room(length, tokenizer, is_pair=False)
     return new_config(model_args, len(tokenizer), length), tokenizer, length
+
+
+def make_model(
+    model_args: ModelArguments, config: PretrainedConfig, args: TrainingArguments
+) -> PreTrainedModel:
+    """The model to begin with; of an adapted one, what it is adapted by and the head are trained.
+
+    Raises:
+        ValueError: it is to be evaluated alone, and its head is not trained.
+    """
+    if model_args.model_name_or_path is None:
+        return untrained_model(AutoModelForMaskedLM, config)
+    origin = AdaptedModelArguments(model_args.model_name_or_path)
+    way_out = "a model that is trained to fill masks, or --do_train as well"
+    return build_model(AutoModelForMaskedLM, origin, config, (), args, way_out=way_out)
+
+
+def check_stages(
+    model_args: ModelArguments, data_args: DataArguments, args: TrainingArguments
+) -> None:
+    """Refuses a run without a stage, and one that lacks what a stage needs.
+
+    Raises:
+        ValueError: it is such a run.
+    """
+    if not (args.do_train or args.do_eval):
+        raise ValueError("nothing to do: give --do_train or --do_eval")
+    if args.do_eval and data_args.validation_file is None:
+        raise ValueError("--do_eval needs --validation_file")
+    if not (args.do_train or model_args.model_name_or_path):
+        raise ValueError(
+            "there is nothing to evaluate: --do_eval without --do_train needs --model_name_or_path"
+        )
 
 
 def check_text(path: str) -> None:
@@ -224,18 +261,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 def train(model_args: ModelArguments, data_args: DataArguments, args: TrainingArguments) -> None:
     """Builds, trains, evaluates, saves; as far as the flags ask for it."""
     set_up_datasets()
+    check_stages(model_args, data_args, args)
     checkpoint = find_checkpoint(args)
-    if args.do_eval and data_args.validation_file is None:
-        raise ValueError("--do_eval needs --validation_file")
     for file in filter(None, (data_args.train_file, data_args.validation_file)):
         check_text(file)
 
     set_seed(args.seed)
     config, tokenizer, length = choose_shape(model_args, data_args)
-    if model_args.model_name_or_path:
-        model = AutoModelForMaskedLM.from_pretrained(model_args.model_name_or_path, config=config)
-    else:
-        model = AutoModelForMaskedLM.from_config(config)
+    model = make_model(model_args, config, args)
     sets = read_sets(data_args, tokenizer, length)
     trainer = Trainer(
         model,
@@ -253,6 +286,7 @@ def train(model_args: ModelArguments, data_args: DataArguments, args: TrainingAr
         trainer.log_metrics("train", metrics)
         trainer.save_metrics("train", metrics)
     if args.do_eval:
+        trainer.label_smoother = None  # perplexity is of the words as they are
         metrics = trainer.evaluate()
         metrics["eval_samples"] = len(trainer.eval_dataset)
         metrics["perplexity"] = perplexity(metrics["eval_loss"])
@@ -275,7 +309,7 @@ def estimate(
     config, tokenizer, length = choose_shape(model_args, data_args)
     lines = replace(data_args, validation_file=None)
     taken = estimate_run(
-        AutoModelForMaskedLM.from_config,
+        partial(untrained_model, AutoModelForMaskedLM),
         config,
         args,
         asked,

@@ -15,14 +15,15 @@ whose flags for models and adapters this script has.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
-    gc.disable()  # until `run`, see `process.without_collector`
+    from loralib.training.process import begin
+
+    begin()
 
 from loralib.adapters.adapter import Adapter
 from loralib.io.atomic import atomic_write

@@ -17,13 +17,14 @@ has.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
-    gc.disable()  # until `run`, see `process.without_collector`
+    from loralib.training.process import begin
+
+    begin()
 
 import numpy as np
 
@@ -92,10 +93,15 @@ class DataTrainingArguments(HubDataArguments):
     version_2_with_negative: bool = flag(False, "questions may have no answer, as in SQuAD 2.0")
     null_score_diff_threshold: float = flag(
         0.0,
-        "there is no answer where that scores higher than the best one by more than this; see "
-        "best_f1_thresh of an evaluation",
+        "there is no answer where that scores higher than the best one by more than this; "
+        "best_f1_thresh of an evaluation is the best such number, 0 where no answer at all is "
+        "best, among those up to the evaluation's own: evaluate with a high one to look for it",
     )
-    n_best_size: int = flag(20, "answers of a question to keep and to write")
+    n_best_size: int = flag(
+        20,
+        "answers of a question to keep and to write; also how many starts and ends of each part "
+        "of its text are considered for them",
+    )
     max_answer_length: int = flag(30, "the most tokens of an answer")
 
     def __post_init__(self) -> None:
@@ -133,6 +139,11 @@ def prepare(
     splits: Sequence[str],
 ) -> PreparedQuestions:
     """Reads settings, data and tokenizer, and checks that they belong together."""
+    if args.label_smoothing_factor:
+        raise ValueError(
+            "--label_smoothing_factor smooths one label, and an answer has two, its start and its "
+            "end: leave it out"
+        )
     config = load_task_config(model_args, args, adapters)
     tables = load_tables(data_args, splits, model_args.cache_dir, read_questions)
     questions = check_questions(tables, data_args.version_2_with_negative)
@@ -233,19 +244,37 @@ def answer(
     )
 
 
-def metrics_for(
-    prepared: PreparedQuestions, data_args: DataTrainingArguments, args: TrainingArguments
-) -> Callable[[EvalPrediction], dict[str, float]]:
-    """SQuAD's scores of the validation set; the last evaluation's answers are in files as well."""
-    questions = prepared.questions.get("validation", [])
+@dataclass
+class Scorer:
+    """SQuAD's scores of the validation set.
 
-    def compute(evaluated: EvalPrediction) -> dict[str, float]:
-        answers = answer(evaluated.predictions, prepared, "validation", data_args)
-        if args.is_main_process:
-            write_answers(args.output_dir, "eval", questions, answers)
-        return scores_of(questions, answers, data_args.version_2_with_negative)
+    Args:
+        prepared, data_args: the questions, and what counts as an answer.
+        answers: those of the last evaluation.
+    """
 
-    return compute
+    prepared: PreparedQuestions
+    data_args: DataTrainingArguments
+    answers: list[Answer] = field(default_factory=list)
+
+    def __call__(self, evaluated: EvalPrediction) -> dict[str, float]:
+        """The scores of one evaluation, whose answers are kept."""
+        questions = self.prepared.questions["validation"]
+        self.answers = answer(evaluated.predictions, self.prepared, "validation", self.data_args)
+        return scores_of(questions, self.answers, self.data_args.version_2_with_negative)
+
+
+def evaluate(trainer: Trainer, scorer: Scorer) -> None:
+    """Writes the validation set's scores, and the answers that they are of.
+
+    Those of evaluations in training are in no file: a run that is killed before its first
+    checkpoint would leave them, and could not be started again in that folder.
+    """
+    questions = scorer.prepared.questions["validation"]
+    metrics = trainer.evaluate()
+    if trainer.is_world_process_zero() and scorer.answers:
+        write_answers(trainer.args.output_dir, "eval", questions, scorer.answers)
+    report(trainer, "eval", metrics, questions)
 
 
 def predict(
@@ -274,11 +303,12 @@ def fine_tune(
     prepared = prepare(model_args, data_args, args, adapters, needed_splits(args))
     set_seed(args.seed)
     model = build_model(AutoModelForQuestionAnswering, model_args, prepared.config, adapters, args)
-    trainer = prepared.trainer(model, args, metrics_for(prepared, data_args, args))
+    scorer = Scorer(prepared, data_args)
+    trainer = prepared.trainer(model, args, scorer)
     if args.do_train:
         train(trainer, checkpoint)
     if args.do_eval:
-        report(trainer, "eval", trainer.evaluate(), prepared.questions["validation"])
+        evaluate(trainer, scorer)
     if args.do_predict:
         predict(trainer, prepared, data_args)
     trainer.log_end()

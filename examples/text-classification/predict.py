@@ -26,7 +26,6 @@ The base is read once, and one batch holds rows of several adapters:
 """
 
 import argparse
-import gc
 import json
 import logging
 import sys
@@ -36,7 +35,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 if __name__ == "__main__":
-    gc.disable()  # until `run`, see `process.without_collector`
+    from loralib.training.process import begin
+
+    begin()
 
 import numpy as np
 import torch

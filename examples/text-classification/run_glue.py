@@ -12,7 +12,6 @@ file: run_glue.py settings.json.
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
-    gc.disable()  # until `run`, see `process.without_collector`
+    from loralib.training.process import begin
+
+    begin()
 
 import numpy as np
 
@@ -503,8 +504,6 @@ def fine_tune(
 ) -> None:
     """Loads, trains, evaluates, predicts; as far as the flags ask for it."""
     checkpoint, adapters = begin(model_args, args)
-    if args.do_predict and args.prediction_loss_only:
-        raise ValueError("--prediction_loss_only leaves no predictions for --do_predict")
     splits = splits_of(glue_task(data_args.task_name) if data_args.task_name else None, args)
     prepared = prepare(model_args, data_args, args, adapters, splits)
     datasets = prepared.datasets

@@ -15,14 +15,16 @@ run_glue.py, whose flags for models and adapters this script has.
 
 from __future__ import annotations
 
-import gc
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
-    gc.disable()  # until `run`, see `process.without_collector`
+    from loralib.training.process import begin
+
+    begin()
 
 from loralib.adapters.adapter import Adapter
 from loralib.io.atomic import atomic_write
@@ -36,10 +38,11 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.data.metrics.entity_metrics import entity_metrics
+from transformers.data.metrics.entity_metrics import conll_tags, entity_metrics, unread_tags
 from transformers.data.word_labels import (
     first_tokens,
     label_tokens,
+    labels_of_words,
     tags_of_labels,
     tags_of_words,
 )
@@ -68,6 +71,8 @@ from transformers.utils.cli import choose_length, cut_rows, report_cut, run
 if TYPE_CHECKING:  # else imported where data is read: --help and wrong flags need not wait for it
     from datasets import Dataset
 
+logger = logging.getLogger(__name__)
+
 # Tokens that sentences are cut to by default.
 LONGEST = 512
 # Columns beside what the model takes: whether a row was cut, and its words' first tokens.
@@ -89,7 +94,9 @@ class DataTrainingArguments(HubDataArguments):
         "takes)",
     )
     label_all_tokens: bool = flag(
-        False, "a word's tag is that of all its tokens, not of the first alone"
+        False,
+        "a word's tag is that of all its tokens in the loss, not of the first alone; scores and "
+        "predictions are of words, by their first tokens",
     )
     return_entity_level_metrics: bool = flag(False, "scores of each type of entity as well")
 
@@ -125,7 +132,8 @@ def prepare(
     read = list(splits)
     if not origin.labels and "train" not in splits and data_args.train_file:
         read.append("train")  # the order of the tags is that of its training set
-    tables = load_tables(data_args, read, model_args.cache_dir)
+    # Tags are those of the whole training set, however much of it is trained on.
+    tables = load_tables(data_args, read, model_args.cache_dir, whole=["train"])
     words, tags = data_args.text_column_name, data_args.label_column_name
     data = check_sentences(tables, words, tags, data_args.task_name, origin.labels)
     origin.check_task(data_args.task_name, args.do_train)
@@ -138,7 +146,7 @@ def prepare(
     data_args.max_seq_length = choose_length(
         data_args.max_seq_length, config, tokenizer, is_pair=False, usual=LONGEST
     )
-    tables = {split: data.tables[split] for split in splits}
+    tables = {split: data.tables[split].first(split, data_args) for split in splits}
     datasets, firsts = tokenize(tables, tokenizer, data_args)
     names = dict(enumerate(data.labels))
     settings = {"num_labels": len(names), "id2label": names}
@@ -204,12 +212,14 @@ def tokenize(
 
 
 def metrics_for(
-    labels: Sequence[str], each_type: bool
+    prepared: PreparedWords, split: str, each_type: bool
 ) -> Callable[[EvalPrediction], dict[str, float]]:
     """Precision, recall and F1 of entities, and the words' accuracy; of each type if asked for."""
+    names, firsts = conll_tags(prepared.labels), prepared.firsts.get(split, [])
 
     def compute(evaluated: EvalPrediction) -> dict[str, float]:
-        scores = entity_metrics(*tags_of_labels(*evaluated, labels))
+        logits, labels = evaluated
+        scores = entity_metrics(*tags_of_labels(logits, labels_of_words(labels, firsts), names))
         if each_type:
             return flat(scores)
         return {
@@ -228,8 +238,25 @@ def flat(scores: dict[str, Any]) -> dict[str, float]:
     return named
 
 
-def predict(trainer: Trainer, prepared: PreparedWords) -> None:
+def warn_of_tags(labels: Sequence[str]) -> None:
+    """Says of which tags the scores are not those of entities, if there are any."""
+    unread = unread_tags(labels)
+    if unread:
+        logger.warning(
+            "scores take tags such as '%s' for types of entities: of those of entities, write "
+            "prefixes as in B-PER, I-PER, and O outside (BILOU, BMES and BMEWO are read as well)",
+            unread[0],
+        )
+    elif all(label.isdecimal() for label in labels):
+        logger.warning(
+            "the tags are numbers, of which scores take each for a type of entity, also one that "
+            "stands for O: write their names in files, such as O and B-PER, for scores of entities"
+        )
+
+
+def predict(trainer: Trainer, prepared: PreparedWords, each_type: bool) -> None:
     """Writes test_predictions.txt, and the scores where the test set has tags."""
+    trainer.compute_metrics = metrics_for(prepared, "test", each_type)
     rows = prepared.datasets["test"]
     output = trainer.predict(rows, metric_key_prefix="test")
     report(trainer, "test", output.metrics, rows)
@@ -250,14 +277,16 @@ def fine_tune(
     model = build_model(
         AutoModelForTokenClassification, model_args, prepared.config, adapters, args
     )
-    metrics = metrics_for(prepared.labels, data_args.return_entity_level_metrics)
-    trainer = prepared.trainer(model, args, metrics)
+    each_type = data_args.return_entity_level_metrics
+    trainer = prepared.trainer(model, args, metrics_for(prepared, "validation", each_type))
+    if args.do_eval or args.do_predict:
+        warn_of_tags(prepared.labels)
     if args.do_train:
         train(trainer, checkpoint)
     if args.do_eval:
         report(trainer, "eval", trainer.evaluate(), trainer.eval_dataset)
     if args.do_predict:
-        predict(trainer, prepared)
+        predict(trainer, prepared, each_type)
     trainer.log_end()
 
 

@@ -7,7 +7,7 @@ its metadata, against which everything is checked. Their formats on disk are in
 formats.py.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -196,14 +196,23 @@ def _tied(state_dict: Mapping[str, Tensor]) -> set[str]:
 def base_biases(tensors: Iterable[str]) -> set[str]:
     """The biases of a base among the names of a LoRA adapter's tensors.
 
-    In a model of no registered family, the bias of a head is one whose weight is there as well.
+    In a model of no registered family, the bias of a head is one whose weight is there as well: its
+    own, or one within the module that has the bias, as in a masked-language model's lm_head.
     """
     names = set(tensors)
     ends = ("bias", "bias_k", "bias_v")  # the latter two of an `nn.MultiheadAttention`
     biases = {name for name in names if name.endswith(ends) and LORA.part not in name}
     if any(in_known_backbone(name) for name in names):
         return {name for name in biases if in_known_backbone(name)}
-    return {name for name in biases if f"{name.rpartition('bias')[0]}weight" not in names}
+    weights = {name for name in names if name.endswith("weight") and LORA.part not in name}
+    return {name for name in biases if not _is_of_head(name, weights)}
+
+
+def _is_of_head(bias: str, weights: Collection[str]) -> bool:
+    """Whether a bias belongs to one of these weights, by their names."""
+    start = bias.rpartition("bias")[0]
+    within = bias.endswith(".bias") and any(weight.startswith(start) for weight in weights)
+    return within or f"{start}weight" in weights
 
 
 def lora_metadata(tensors: Iterable[str], rank: int, alpha: float) -> LoraMetadata:

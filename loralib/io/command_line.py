@@ -2,17 +2,20 @@
 
 import argparse
 import difflib
+import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 _SIMILAR = 0.75  # of two names' letters, by difflib
+# A number below zero as `float` reads it, be it in scientific notation.
+_NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$|-inf(inity)?$", re.IGNORECASE)
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """A parser of whole flags, whose errors are one line.
+    """A parser of whole flags, whose errors are one line, and whose numbers may be below zero.
 
     An abbreviation of one script's flag may be another script's flag of another meaning, and all
-    flags' usage would bury an error.
+    flags' usage would bury an error. argparse itself takes ``-1e-5`` for a flag.
 
     Args:
         arguments: those of `argparse.ArgumentParser`.
@@ -21,6 +24,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def __init__(self, **arguments: Any):
         arguments.setdefault("allow_abbrev", False)
         super().__init__(**arguments)
+        self._negative_number_matcher = _NEGATIVE  # argparse has no public name for it
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None

@@ -6,6 +6,18 @@ import os
 _BLOCK = 2**20  # bytes that are read at once
 
 
+def folder_digest(path: str | os.PathLike) -> str:
+    """SHA-256 of the names and contents of a folder's files, hidden ones left out, likewise."""
+    digest = hashlib.sha256()
+    for folder, below, names in os.walk(os.fspath(path), followlinks=True):
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        for name in sorted(name for name in names if not name.startswith(".")):
+            file = os.path.join(folder, name)
+            if os.path.isfile(file):  # and not a link to nowhere, or a pipe
+                digest.update(f"{os.path.relpath(file, path)}\n{file_digest(file)}\n".encode())
+    return digest.hexdigest()
+
+
 def file_digest(path: str | os.PathLike) -> str:
     """SHA-256 of a file's content, in hexadecimal digits."""
     digest = hashlib.sha256()

@@ -8,7 +8,9 @@ import difflib
 import functools
 import logging
 import os
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
@@ -111,6 +113,10 @@ def fetch_file(
     if "/" in name and not offline:
         _say_that_the_hub_is_asked(name)
     try:
+        if not offline and (
+            found := _out_of_reach(hub, name, filename, where, folder, force_download)
+        ):
+            return found
         with _quiet(hub):
             path = hub.hf_hub_download(
                 name,
@@ -129,7 +135,7 @@ def fetch_file(
 
 @functools.cache  # a model has several files
 def _say_that_the_hub_is_asked(name: str) -> None:
-    """Said before: where there is no internet, half a minute goes by until that is an error.
+    """Said before: where there is no internet, seconds go by until that is an error.
 
     A warning where the first part of the name is a folder here, so that it may well be a path.
     """
@@ -140,6 +146,92 @@ def _say_that_the_hub_is_asked(name: str) -> None:
     meant = "".join(f" (did you mean {first}/{found}?)" for found in near)
     level = logging.WARNING if is_path else logging.INFO
     logger.log(level, "%s is not a folder here%s: asking the hub for it", name, meant)
+
+
+def _out_of_reach(
+    hub: ModuleType,
+    name: str,
+    filename: str,
+    where: dict[str, str | None],
+    folder: str | os.PathLike | None,
+    force_download: bool,
+) -> Path | None:
+    """The file as an earlier download left it, where the hub does not answer; None where it does.
+
+    Raises:
+        Exception: there is none, or it is to be fetched again.
+    """
+    found = None if force_download else _left_here(hub, name, filename, where, folder)
+    unreached = _why_unreached(hub, _PAUSES if found is None else _PAUSES[:1])
+    if unreached is None or found is not None:
+        return found if unreached else None
+    if force_download:
+        raise unreached
+    raise hub.errors.LocalEntryNotFoundError(filename) from unreached
+
+
+def _left_here(
+    hub: ModuleType,
+    name: str,
+    filename: str,
+    where: dict[str, str | None],
+    folder: str | os.PathLike | None,
+) -> Path | None:
+    """Where an earlier download has put a file."""
+    if folder is not None:
+        path = Path(folder, filename)
+        return path if path.is_file() else None
+    found = hub.try_to_load_from_cache(name, filename, **where)
+    return Path(found) if isinstance(found, str) else None
+
+
+_PAUSES = (0, 1, 2)  # seconds before each attempt to reach the hub
+_reached: set[str] = set()  # the hubs that have answered
+
+
+def _why_unreached(hub: ModuleType, pauses: Sequence[float]) -> Exception | None:
+    """Why the hub does not answer; None where it does, or did before.
+
+    The library itself tries again for half a minute, and for minutes where nothing is heard of a
+    connection, as it waits for each of the hub's addresses in turn. Here all attempts together have
+    as long as the library waits for one answer: 10 seconds, or ``HF_HUB_ETAG_TIMEOUT``.
+    """
+    endpoint, seconds = hub.constants.ENDPOINT, hub.constants.HF_HUB_ETAG_TIMEOUT
+    if endpoint in _reached:
+        return None
+    errors: list[Exception] = []
+    given = (hub, endpoint, seconds, pauses, errors)
+    asking = threading.Thread(target=_ask, args=given, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    if asking.is_alive():
+        return TimeoutError(f"{endpoint} did not answer within {seconds} seconds")
+    if errors:
+        return errors[-1]
+    _reached.add(endpoint)
+    return None
+
+
+def _ask(
+    hub: ModuleType,
+    endpoint: str,
+    seconds: float,
+    pauses: Sequence[float],
+    errors: list[Exception],
+) -> None:
+    """Tries to get any answer; `errors` then has the last attempt's error, if it failed."""
+    for pause in pauses:
+        time.sleep(pause)
+        errors.clear()
+        try:
+            hub.get_session().head(endpoint, timeout=seconds)
+        except Exception as error:
+            # By name, as which HTTP client the library has changes. Any other error is the
+            # library's to tell, which asks once more.
+            if {"ConnectError", "TimeoutException"} & {t.__name__ for t in type(error).__mro__}:
+                errors.append(error)
+                continue
+        return
 
 
 def _seen_from_here(name: str) -> str:
@@ -164,6 +256,7 @@ def _hub_library(name: str) -> ModuleType:
     """huggingface_hub, which is to fetch from the repository `name`."""
     try:
         import huggingface_hub
+        import huggingface_hub.constants
         import huggingface_hub.errors
     except ImportError as error:
         raise OSError(

@@ -60,9 +60,9 @@ def keep_mask(shape: Sequence[int], p: float) -> Tensor:
         int8 tensor of that shape: -1 (all bits set) where kept, 0 where dropped.
     """
     count = math.prod(shape)
+    numbers = torch.empty((count + 7) // 8, dtype=torch.int64, device="cpu")
     # The bounds are spelled out because random_() alone leaves the sign bit of an int64 zero.
-    numbers = torch.empty((count + 7) // 8, dtype=torch.int64).random_(-(2**63), None)
-    drawn = numbers.view(torch.int8)
+    drawn = numbers.random_(-(2**63), None).view(torch.int8)
     high, low = divmod(_dropped_values(p), 256)
     # 1 where the byte `high` itself drops. Bytes are signed here: they begin at -128.
     tie = drawn.roll(1).lt_(low - 128)

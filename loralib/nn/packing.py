@@ -78,7 +78,7 @@ class PackedRows:
         self.offsets = F.pad(ends, (1, 0)).int()
         self.lengths: list[int] = lengths.tolist()
         self.longest = max(self.lengths, default=0)
-        columns = torch.arange(1, mask.shape[1] + 1)
+        columns = torch.arange(1, mask.shape[1] + 1, device="cpu")
         self.spans: list[int] = (mask * columns).amax(dim=1).tolist()
         self.padded_right = self.spans == self.lengths
         self.targets: Tensor | None = None
@@ -98,8 +98,8 @@ class PackedRows:
         """
         if min(lengths) < 1:
             raise ValueError(f"row {lengths.index(min(lengths))} of the batch has no token")
-        columns = torch.arange(max(lengths) if length is None else length)
-        return cls(columns < torch.tensor(lengths)[:, None])
+        columns = torch.arange(max(lengths) if length is None else length, device="cpu")
+        return cls(columns < torch.tensor(lengths, device="cpu")[:, None])
 
     # ---- on its way to the model ----
 

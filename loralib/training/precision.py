@@ -45,6 +45,19 @@ def check_precision(fp16: bool, bf16: bool, device: torch.device) -> None:
         )
 
 
+def counted_half(fp16: bool, bf16: bool, device: torch.device) -> tuple[bool, bool]:
+    """The flags fp16 and bf16 that a run's steps are counted and timed with; see estimate.py.
+
+    A CPU's stand for a GPU's: float16 is bfloat16 there, which takes the same memory.
+
+    Raises:
+        ValueError: the device has no bfloat16, and the run asks for it.
+    """
+    check_precision(False, bf16, device)
+    is_gpu = device.type == "cuda"
+    return fp16 and is_gpu, bf16 or (fp16 and not is_gpu)
+
+
 def hold_frozen_in(
     model: nn.Module, dtype: torch.dtype, read: Mapping[str, Tensor] | None = None
 ) -> None:
@@ -81,12 +94,15 @@ class Precision:
     Args:
         dtype: what matrices are multiplied in.
         device_type: "cpu" or "cuda".
+        scaled: whether float16's gradients are; not where steps are counted, since the scaler
+            decides by the gradients' values.
     """
 
-    def __init__(self, dtype: torch.dtype, device_type: str):
+    def __init__(self, dtype: torch.dtype, device_type: str, scaled: bool = True):
         self.dtype = dtype
         self.device_type = device_type
-        self.scaler = torch.amp.GradScaler(device_type, enabled=dtype is torch.float16)
+        needs_scaler = scaled and dtype is torch.float16
+        self.scaler = torch.amp.GradScaler(device_type, enabled=needs_scaler)
 
     def autocast(self) -> AbstractContextManager:
         """The context for a forward pass."""

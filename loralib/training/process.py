@@ -7,6 +7,7 @@ import atexit
 import gc
 import logging
 import os
+import signal
 import sys
 import time
 import warnings
@@ -82,15 +83,40 @@ def warnings_so_far() -> list[str]:
 _is_script = False  # whether this process began without the garbage collector, for `run`
 
 
+def begin() -> None:
+    """Begins a script, before it imports what takes seconds; `run` ends what holds until then.
+
+    The garbage collector is off, see `without_collector`. Ctrl-C ends the process at once, with one
+    line: there is nothing to put in order yet, and an exception within an import may be lost.
+    """
+    gc.disable()
+    # Not where somebody has had it ignored, as nohup's shell does.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end_interrupted)
+
+
+def _end_interrupted(*_: object) -> None:
+    _say_interrupted(say)
+    end_at_once(_INTERRUPTED)
+
+
+_INTERRUPTED = 130  # what shells call a program's status that SIGINT has ended
+
+
+def _say_interrupted(report: Callable[[str], None]) -> None:
+    if not rank():
+        report(f"{os.path.basename(sys.argv[0])}: interrupted")
+
+
 @contextmanager
 def without_collector() -> Iterator[None]:
     """Keeps Python's garbage collector off in this block, which imports much, and off its objects.
 
     Importing PyTorch makes some 250,000 objects that stay, and the collector goes through them
     several times meanwhile, which is a fifth of the time or more. The tasks' scripts, GPT-2's, and
-    those that convert turn it off in their first lines; `run` turns it on. This block is for what
-    they import later; where a script's `main` is called by another process, it changes nothing:
-    what that holds may become garbage that has to be collected.
+    those that convert turn it off by `begin`; `run` turns it on. This block is for what they import
+    later; where a script's `main` is called by another process, it changes nothing: what that holds
+    may become garbage that has to be collected.
     """
     if not _is_script:
         yield
@@ -134,6 +160,8 @@ def run(
     if not gc.isenabled():
         _is_script = True
         _turn_collector_on()
+    if signal.getsignal(signal.SIGINT) is _end_interrupted:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         main()
         _leave_group()
@@ -153,9 +181,8 @@ def run(
         _report(TrainingError(gone), report)
         _end(1)
     except KeyboardInterrupt:
-        if not rank():
-            report(f"{os.path.basename(sys.argv[0])}: interrupted")
-        sys.exit(130)
+        _say_interrupted(report)
+        sys.exit(_INTERRUPTED)
 
 
 def _expected_errors() -> tuple[type[Exception], ...]:

@@ -12,6 +12,7 @@ import torch
 import gpt2_beam
 from beam import BeamSettings, search
 from checkpoints import Base, add_model_params, open_model, save_model
+from exp_utils import context_digest
 from family import TARGETS
 from loralib.adapters.adapter import Adapter
 from loralib.adapters.formats import read_adapter, write_adapter
@@ -80,7 +81,7 @@ def flags(files: Path, work_dir: Path, data: Path, *more: object) -> list[str]:
 def read(path: Path) -> list[list[int]]:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["id"] for row in rows] == list(range(len(rows)))
-    assert all(row.keys() == {"id", "predict"} for row in rows)
+    assert all(row.keys() == {"id", "predict", "context_digest"} for row in rows)
     return [row["predict"] for row in rows]
 
 
@@ -286,6 +287,18 @@ def test_an_absolute_output_file_is_taken_as_it_is(files, tmp_path, one_process)
     gpt2_beam.main(flags(files, tmp_path, files / "data.jsonl", *more))
     assert len(read(path)) == len(CONTEXTS)
     assert not (tmp_path / "work").exists()
+
+
+def test_a_prediction_says_which_context_it_is_of(decode, files, tmp_path):
+    """The whole one: a search may have its end alone. What --add_bos appends does not count."""
+    contexts = [*CONTEXTS, [*range(1, 20)], [*CONTEXTS[0], 50256]]
+    write_contexts(tmp_path / "data.jsonl", contexts)
+    decode(data=tmp_path / "data.jsonl")
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    digests = [json.loads(line)["context_digest"] for line in lines]
+    assert digests == [context_digest(context, 50256) for context in contexts]
+    assert digests[-1] == digests[0]
+    assert len({*digests}) == len({*map(tuple, contexts)}) - 1
 
 
 def test_the_contexts_are_not_overwritten(files, tmp_path, one_process):

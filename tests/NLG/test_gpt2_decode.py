@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import gpt2_decode
-from encoder import get_encoder
+from encoder import END_OF_TEXT_ID, get_encoder
+from exp_utils import context_digest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "NLG" / "src" / "gpt2_decode.py"
 
@@ -190,6 +191,34 @@ def test_what_does_not_fit(given, message, run, tmp_path):
     with pytest.raises(ValueError) as error:  # noqa: PT011
         run(*given.pop("flags", ()), **given)
     assert str(error.value).startswith(message.format(tmp_path))
+    assert written(tmp_path) == {}
+
+
+def noted(vocab_folder, contexts, add_bos=True):
+    """Predictions that say their contexts, as gpt2_beam.py does."""
+    ids = get_encoder(vocab_folder).encode_batch(contexts)
+    ends = [END_OF_TEXT_ID] * add_bos
+    digests = [context_digest(row + ends, END_OF_TEXT_ID) for row in ids]
+    return [{"id": n, "predict": [32], "context_digest": x} for n, x in enumerate(digests)]
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_predictions_of_this_input(run, vocab_folder, add_bos):
+    predictions = noted(vocab_folder, [row[0] for row in ROWS], add_bos)
+    assert run(predictions=predictions)["pred"] == ["A", "A", "A"]
+    del predictions[3]["context_digest"]  # as older files
+    assert run(predictions=predictions)["pred"] == ["A", "A", "A"]
+
+
+def test_predictions_of_another_input_with_as_many_rows(run, vocab_folder, tmp_path):
+    predictions = noted(vocab_folder, ["A", "B", "A", "D", "A", "A"])
+    with pytest.raises(ValueError, match="gpt2_beam") as error:
+        run(predictions=predictions)
+    assert str(error.value) == (
+        f"{tmp_path}/sample: 2 of 6 predictions, that of id 3 first, are of other contexts than "
+        f"those of {tmp_path}/input: give the --input_file and --vocab that gpt2_beam.py's --data "
+        "was encoded from"
+    )
     assert written(tmp_path) == {}
 
 

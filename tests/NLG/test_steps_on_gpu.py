@@ -7,13 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from compare import assert_close_to_rounding, rounding
-from pretended_device import OnGpu, PretendedGpu, on_cpu
+from launches import launch
+from places import HELPERS
+from pretended_device import GPUS, PretendedGpu, brought_back, on_cpu
 
 import gpt2_ft
 import loralib as lora
 import model as model_module
 from beam import BeamSettings, TreeCache, search
 from data_utils import Row, collate
+from gpt2_ft_arguments import parse_args
+from gpu import DistEnv
 from loralib.training.precision import Precision, hold_frozen_in
 from model import GPT2Config, GPT2LMModel, head_loss
 
@@ -156,6 +160,46 @@ def test_a_run_has_the_cpus_losses(tiny, tmp_path):
     assert ours == pytest.approx(theirs, abs=1e-3)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", [[], ["--fp16"], ["--torch_compile"]])
+def test_a_run_on_a_gpu_has_the_cpus_losses(tiny, tmp_path, monkeypatch, how):
+    flags = ["--max_step", "4", "--lr", "1e-4", "--eval_interval", "2"]
+    with monkeypatch.context() as hidden:
+        hidden.setattr(torch.cuda, "is_available", lambda: False)
+        gpt2_ft.main(tiny.flags(tmp_path / "cpu", *flags))
+    gpt2_ft.main(tiny.flags(tmp_path / "gpu", *flags, *how))
+    ours, theirs = losses_of(tmp_path / "gpu"), losses_of(tmp_path / "cpu")
+    assert len(theirs) == 6
+    assert ours == pytest.approx(theirs, abs=0.05 if how == ["--fp16"] else 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", [[], ["--fp16"]])
+def test_a_gpus_rate_is_measured(tiny, tmp_path, monkeypatch, precision):
+    monkeypatch.setattr("loralib.training.estimate._TIMED", 0.1)
+    more = ["--max_step", "4", "--estimate", "--estimate_length", "10", *precision]
+    args = parse_args(list(map(str, tiny.flags(tmp_path, *more))))
+    found = gpt2_ft.estimate_run(args, DistEnv(0, 0, 1, torch.device("cuda", 0)))
+    assert found.rate > 0
+    assert found.plan.device.type == "cuda"
+
+
+@pytest.mark.gpu
+def test_two_processes_on_two_gpus(tiny, tmp_path, seeing_gpus):
+    """Through NCCL; the losses are those of two processes on a CPU."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    losses = []
+    for name, environment in (("cpu", {"CUDA_VISIBLE_DEVICES": ""}), ("gpu", seeing_gpus)):
+        flags = tiny.flags(tmp_path / name, *["--max_step", "4", "--lr", "1e-4"])
+        calls = tmp_path / f"{name}.json"
+        calls.write_text(json.dumps([{"argv": flags, "kill_in_step": None}]))
+        run = launch(2, HELPERS / "tiny_gpt2_ft.py", calls, **environment)
+        assert run.returncode == 0, run.stderr[-3000:]
+        losses.append(losses_of(tmp_path / name))
+    assert losses[1] == pytest.approx(losses[0], abs=1e-3)
+
+
 def small_model(**settings) -> GPT2LMModel:
     torch.manual_seed(3)
     shape = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 30, "n_positions": 40}
@@ -168,7 +212,8 @@ def small_model(**settings) -> GPT2LMModel:
 
 @pytest.mark.parametrize("at_once", [4, 2048])
 @pytest.mark.parametrize(("dtype", "terms"), [(torch.float32, TERMS), (torch.bfloat16, 16)])
-def test_losses_and_gradients_are_the_cpus(monkeypatch, dtype, terms, at_once):
+@pytest.mark.parametrize("kind", GPUS)
+def test_losses_and_gradients_are_the_cpus(monkeypatch, kind, dtype, terms, at_once):
     """Rows of several lengths, of which one has no target; ten targets, so many at a time."""
     monkeypatch.setattr(model_module, "_TARGETS_AT_ONCE_ON_GPU", at_once)
     expected = small_model(lora_attn_dim=2)
@@ -190,16 +235,17 @@ def test_losses_and_gradients_are_the_cpus(monkeypatch, dtype, terms, at_once):
         return loss
 
     theirs = loss_of(expected, "cpu")
-    with PretendedGpu() as gpu:
+    with kind() as gpu:
         ours = loss_of(model.to("cuda:0"), "cuda")
-        assert gpu.launches["amax"] == -(-10 // at_once)
-    assert_close_to_rounding(on_cpu(ours), theirs, terms, dtype)
+        if kind is PretendedGpu:
+            assert gpu.launches["amax"] == -(-10 // at_once)
+    assert_close_to_rounding(brought_back(ours), theirs, terms, dtype)
     for (name, own), other in zip(model.named_parameters(), expected.parameters(), strict=True):
         assert (own.grad is None) == (other.grad is None), name
         if own.grad is not None:
-            assert isinstance(own.grad, OnGpu)
+            assert own.grad.is_cuda
             allowed = rounding(0, terms, dtype, float(other.grad.norm()))
-            assert (on_cpu(own.grad) - other.grad).norm() <= allowed, name
+            assert (brought_back(own.grad) - other.grad).norm() <= allowed, name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -240,6 +286,14 @@ def test_beams_are_the_cpus(gpu, beams, length_penalty):
     expected = search(model, PROMPTS, settings)
     assert len({len(text) for text in expected}) > 1
     assert search(model.to("cuda:0"), PROMPTS, settings) == expected
+
+
+def test_beams_with_gpus_as_the_default_device(gpu):
+    model = small_model().eval().to("cuda:0")
+    settings = BeamSettings(beam=3, eval_len=6, eos_token_ids=(29,))
+    expected = search(model, PROMPTS, settings)
+    with torch.device("cuda:0"):
+        assert search(model, PROMPTS, settings) == expected
 
 
 def test_no_layer_makes_a_mask_of_its_own(gpu):

@@ -18,6 +18,7 @@ from loralib.training import compiled
 from loralib.training.precision import hold_frozen_in
 from transformers import TrainerCallback
 from transformers.data.data_collator import PackedCollator
+from transformers.models.deberta_v2 import modeling_deberta_v2
 from transformers.trainer_data import TrainingPasses
 from transformers.weight_files import read_weights
 
@@ -53,6 +54,13 @@ def batch_of(lengths):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_forward_pass_is_one_graph(model_of, family):
     model = model_of(family)
+    assert breaks_of(lambda batch: model(**batch).loss, batch_of([7, 4, 11])) == []
+
+
+def test_a_forward_pass_that_copies_to_a_gpu_is_one_graph(model_of, monkeypatch):
+    """DeBERTa's table of distances comes there once."""
+    monkeypatch.setattr(modeling_deberta_v2, "_FROM_PINNED_MEMORY", ("cpu",))
+    model = model_of("deberta")
     assert breaks_of(lambda batch: model(**batch).loss, batch_of([7, 4, 11])) == []
 
 

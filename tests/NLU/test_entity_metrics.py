@@ -5,7 +5,13 @@ import json
 import pytest
 from places import FIXTURES
 
-from transformers.data.metrics.entity_metrics import Entity, entities_of, entity_metrics
+from transformers.data.metrics.entity_metrics import (
+    Entity,
+    conll_tags,
+    entities_of,
+    entity_metrics,
+    unread_tags,
+)
 
 CASES = json.loads((FIXTURES / "entity_fixture.json").read_text())
 NAMES = ("precision", "recall", "f1", "number")
@@ -40,6 +46,53 @@ def test_scores_are_seqevals(case):
 )
 def test_entities(tags, entities):
     assert entities_of(tags.split()) == [Entity(*each) for each in entities]
+
+
+# Five entities, of which two follow others of their type, in each scheme's way to write them.
+ROW = "B-PER I-PER E-PER S-PER O B-LOC E-LOC S-PER O S-LOC"
+SCHEMES = {"BILOU": ("I", "L", "U"), "BMES": ("M", "E", "S"), "BMEWO": ("M", "E", "W")}
+
+
+@pytest.mark.parametrize("separator", "-_")
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_other_schemes_are_read(scheme, separator):
+    letters = dict(zip("BIESO", ["B", *SCHEMES[scheme], "O"], strict=True))
+    tags = [letters[tag[0]] + tag[1:].replace("-", separator) for tag in ROW.split()]
+    assert conll_tags(tags) == ROW.split()
+    assert unread_tags(tags) == []
+    read = [tag.partition(separator)[0] for tag in tags]
+    assert conll_tags(read) == [tag.partition("-")[0] for tag in ROW.split()]
+
+
+@pytest.mark.parametrize(
+    "tags",
+    [
+        "O B-PER I-PER E-PER S-PER",
+        "NOUN VERB M U LS",  # no scheme has no B
+        "B-PER I-PER M-PER O",  # two would be one
+        "B-PER B_PER O",
+    ],
+)
+def test_what_is_no_other_scheme_stays(tags):
+    assert conll_tags(tags.split()) == tags.split()
+
+
+@pytest.mark.parametrize(
+    ("tags", "unread"),
+    [
+        ("O B-PER I-PER", ""),
+        ("NOUN VERB SYM . O", ""),
+        ("O PER LOC", ""),
+        ("B M E S", ""),
+        ("O PER-B PER-I", "PER-B PER-I"),
+        ("o b-per i-per", "b-per i-per"),
+        ("O B.PER I/PER", "B.PER I/PER"),
+        ("O U-PER L-PER", "U-PER L-PER"),
+        ("B-PER I-PER other [CLS]", "other [CLS]"),
+    ],
+)
+def test_tags_that_look_as_if_they_were_read(tags, unread):
+    assert unread_tags(tags.split()) == unread.split()
 
 
 def test_a_part_of_an_entity_is_not_found():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from glue_runs import LORA, common, failure
 from measured_memory import measured_peak
+from pretended_device import PretendedGpu
 
 from loralib.training.estimate import cost_of_batch
 from transformers import (
@@ -18,12 +19,14 @@ from transformers import (
     trainer_estimate,
     training_args,
 )
+from transformers.data.data_collator import PackedCollator
 from transformers.trainer_estimate import published_settings, training_of
 
 # Steps on fake tensors take a second each.
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
+LORA_OF_4 = {"apply_lora": True, "lora_r": 4, "lora_alpha": 8}
 SMALL = {
     "vocab_size": 300,
     "hidden_size": 64,
@@ -181,12 +184,46 @@ def test_half_precision(said, tiny_base, half):
     assert gib(figures["weights"]) <= gib(full["weights"])
 
 
-def test_float16_is_counted_on_a_gpu_without_bfloat16(monkeypatch, tmp_path):
+@pytest.fixture
+def gpu_without_bfloat16(monkeypatch):
     monkeypatch.setattr(training_args, "choose_device", lambda *_: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "an old GPU")
+
+
+def test_float16_is_counted_on_a_gpu_without_bfloat16(gpu_without_bfloat16, tmp_path):
     asked = TrainingArguments(str(tmp_path), fp16=True)
     with trainer_estimate._without_output(asked) as own:
-        assert (own.fp16, own.bf16, own.device.type) == (False, True, "cuda")
+        assert (own.fp16, own.bf16, own.device.type) == (True, False, "cuda")
+    with (
+        pytest.raises(ValueError, match="an old GPU has not"),
+        trainer_estimate._without_output(TrainingArguments(str(tmp_path), bf16=True)),
+    ):
+        pass
+
+
+def test_on_a_cpu_float16_is_counted_as_bfloat16(tmp_path):
+    asked = TrainingArguments(str(tmp_path), fp16=True, no_cuda=True)
+    with trainer_estimate._without_output(asked) as own:
+        assert (own.fp16, own.bf16, own.device.type) == (False, True, "cpu")
+
+
+def test_steps_that_are_counted_do_not_wait_for_a_scaler(make_classifier, tmp_path):
+    args = TrainingArguments(str(tmp_path), report_to=["none"], fp16=True)
+    model = make_classifier("roberta", num_labels=2, pad_token_id=1, **LORA_OF_4)
+    model.train_only(("lora",))
+    with PretendedGpu() as gpu:
+        training = trainer_estimate.training_of(model, args, lambda rows: rows)
+        batch = {"input_ids": torch.full((2, 4), 5), "labels": torch.zeros(2, dtype=torch.int64)}
+        batch = PackedCollator(lambda _: batch)([])
+        training.add_gradients({name: x.pin_memory() for name, x in batch.items()})
+        gpu.waits.clear()
+        training.update()
+        assert gpu.waits == []
+        assert {str(p.dtype) for p in model.base_model.parameters()} == {
+            "torch.float16",  # what is frozen
+            "torch.float32",
+        }
 
 
 def gib(text: str) -> float:

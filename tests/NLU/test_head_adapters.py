@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -17,6 +19,7 @@ from head_cases import (
     real,
     without_labels,
 )
+from two_predictions import make_mlm
 
 import loralib as lora
 from loralib.adapters.deltas import merge_into
@@ -58,6 +61,17 @@ def adapted(family, head, **settings):
 def test_other_heads_say_no_columns_of_texts(head):
     model = adapted("roberta", head, **LORA, text_columns=["premise", "claim"])
     assert model.adapter().metadata.text_columns is None
+
+
+@pytest.mark.parametrize("family", ["roberta", "deberta"])
+def test_a_masked_language_head_s_bias_is_none_of_the_base_s(tmp_path, family):
+    """Also to `loralib` by itself, without the fork, which would know the family."""
+    adapter = make_mlm(family, **LORA).adapter()
+    write_adapter(tmp_path / "lora.safetensors", adapter)
+    code = f"import loralib, sys; a = loralib.read_adapter({str(tmp_path / 'lora.safetensors')!r})"
+    code += "; assert 'transformers' not in sys.modules; print(len(a.tensors), a.metadata.bias)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == [str(len(adapter.tensors)), "none"], done.stderr
 
 
 def other_head(model, seed=3):

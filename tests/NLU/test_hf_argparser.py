@@ -263,6 +263,32 @@ def test_json_says_what_the_command_line_says(parser, tmp_path):
     assert parser.parse_dict({"name": "x", "color": Color.BLUE})[0].color == "blue"
 
 
+@dataclass
+class Canvas:
+    tags: list[str] = field(default_factory=lambda: ["plain"])
+    sizes: list[int] | None = None
+    names: dict[str, int] | None = None
+    options: dict = field(default_factory=dict)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"tags": []},
+        {"tags": ["-a", "--sizes", "--"], "sizes": [-1, 2]},
+        {"names": {"-a": 1}, "options": {}},
+        {"options": {"a": [1, {"b": None}]}},
+    ],
+)
+def test_json_values_that_no_command_line_could_give(tmp_path, values):
+    parser = HfArgumentParser(Canvas, prog="paint")
+    assert parse_json(parser, tmp_path, values) == (Canvas(**values),)
+
+
+def test_json_of_one_value_for_a_list(parser):
+    assert parser.parse_dict({"name": "x", "tags": "-a"})[0].tags == ["-a"]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -278,6 +304,11 @@ def test_json_says_what_the_command_line_says(parser, tmp_path):
         ({"name": "x", "layers": 1.5}, "argument --layers: invalid int value: '1.5'"),
         ({"name": "x", "dry": "maybe"}, "argument --dry: 'maybe' is neither true nor false"),
         ({"name": "x", "color": "green"}, "argument --color: invalid choice: 'green'"),
+        ({"name": "x", "sizes": [1, "-b"]}, "argument --sizes: invalid int value: '-b'"),
+        ({"name": "x", "layers": [1]}, "argument --layers: takes no list"),
+        ({"name": "x", "mixed": []}, "argument --mixed: takes no list"),
+        ({"name": "x", "finish": {"a": 1}}, "argument --finish: takes no dict"),
+        ({"name": "x", "tags": {"a": 1}}, "argument --tags: takes no dict"),
         ({"name": "x", "layers": 0}, "--layers must be at least 1, not 0"),
     ],
 )

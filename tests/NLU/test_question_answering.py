@@ -32,7 +32,8 @@ OFFSETS = [NONE, NONE, NONE, [0, 3], [4, 7], [8, 9], [10, 13], [14, 19], NONE]
         ("a red house", (5, 7)),
         (TEXT, (3, 7)),
         ("ed hou", (6, 7)),  # the tokens that cover it
-        (" red", (5, 6)),
+        (" red", (6, 6)),  # spaces are of no token
+        ("Ann ", (3, 3)),
     ],
 )
 def test_the_smallest_range_of_tokens_that_covers_an_answer(words, tokens):
@@ -51,6 +52,24 @@ def test_the_smallest_range_of_tokens_that_covers_an_answer(words, tokens):
 )
 def test_a_row_without_the_whole_answer_has_none(span, offsets):
     assert positions_of(span, offsets) == (0, 0)
+
+
+def test_a_character_of_several_tokens_is_all_of_them():
+    offsets = [NONE, [0, 1], [2, 3], [2, 3], [2, 3], [4, 5], NONE]  # three bytes
+    assert positions_of(Span(2, 3), offsets) == (2, 4)
+    assert positions_of(Span(0, 3), offsets) == (1, 4)
+    assert positions_of(Span(1, 2), offsets) == (0, 0)  # a space alone is none
+
+
+@pytest.mark.parametrize("answer", ["日", "😀", "é", " dog", "dog ", " 日本 "])
+def test_an_answer_s_tokens_are_those_of_its_characters(tokenizer, answer):
+    text = f"the {answer} is".replace("  ", " ")
+    start = text.index(answer)
+    rows = rows_of(tokenizer, ["a"], [text], [(start, start + len(answer))], 40, 3)
+    first, last = rows["start_positions"][0], rows["end_positions"][0]
+    assert 0 < first <= last
+    offsets = rows["offsets"][0]
+    assert text[offsets[first][0] : offsets[last][1]].strip() == answer.strip()
 
 
 # ---- texts as rows ----
@@ -111,6 +130,16 @@ def logits_of(length: int, **best: tuple[int, float]) -> tuple[np.ndarray, np.nd
         token, value = best[name]
         rows[side, 0, token] = value
     return tuple(rows)
+
+
+def test_an_answer_begins_without_the_space_of_its_first_token():
+    """SentencePiece's tokens have the space before them; a token of spaces alone stays."""
+    offsets = [NONE, [0, 3], [3, 7], [7, 8]]
+    both = logits_of(4, start=(2, 3.0), end=(2, 2.0))
+    (answer,) = answers_of(["the dog  "], [0], [offsets], *both)
+    assert answer.text == "dog"
+    both = logits_of(4, start=(3, 3.0), end=(3, 2.0))
+    assert answers_of(["the dog  "], [0], [offsets], *both)[0].text == " "
 
 
 def test_the_best_range_of_tokens_is_the_answer():

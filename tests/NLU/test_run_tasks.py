@@ -224,6 +224,59 @@ def test_all_tokens_of_a_word(call, tmp_path):
         assert [len(line.split()) for line in lines] == [2] * 4
 
 
+def test_scores_are_of_words_where_all_tokens_are_labelled(call, tmp_path):
+    """As the predictions are, which are written."""
+    chance = random.Random(3)
+    tags = {"unheard-of": "B-A", "zebra-like": "B-B", "dog": "O", "warm": "O"}
+    rows = [
+        {"tokens": words, "ner_tags": [tags[word] for word in words]}
+        for words in (chance.choices(list(tags), k=5) for _ in range(24))
+    ]
+    file = write(tmp_path / "rows.json", rows)
+    files = [f"--{split}_file={file}" for split in ("train", "validation", "test")]
+    out = call("ner", "out", *files, *STAGES, "--max_steps", 4, "--label_all_tokens")
+    lines = (out / "test_predictions.txt").read_text().splitlines()
+    same = [
+        ours == true
+        for line, row in zip(lines, rows, strict=True)
+        for ours, true in zip(line.split(), row["ner_tags"], strict=True)
+    ]
+    assert 0 < sum(same) < len(same) == 120
+    for stage in ("eval", "test"):
+        assert results(out, stage)[f"{stage}_accuracy"] == pytest.approx(sum(same) / len(same))
+
+
+def test_the_tags_of_a_training_set_that_is_cut(call, tmp_path):
+    """They are those of all its rows, so that a longer run has the same head."""
+    data = write_data("ner", tmp_path / "data")
+    rows = [{"tokens": ["the"], "ner_tags": ["O"]}, *read_rows(data[1])]
+    write(data[1], rows)
+    flags = [*data, "--do_train", "--do_eval", "--max_steps", 1, "--max_train_samples", 1]
+    out = call("ner", "out", *flags)
+    assert results(out, "train")["train_samples"] == 1
+    settings = json.loads((out / "config.json").read_text())
+    assert [*settings["id2label"].values()] == ["B-ANI", "B-PLA", "O"]
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ({"O": 0, "B-ANI": 1, "B-PLA": 2}, "the tags are numbers, of which scores take each for"),
+        ({"O": "O", "B-ANI": "ANI-B", "B-PLA": "PLA-B"}, "scores take tags such as 'ANI-B' for"),
+        ({"O": "O", "B-ANI": "U_ANI", "B-PLA": "B_PLA"}, ""),
+    ],
+)
+def test_tags_that_are_no_entities_are_warned_of(call, tmp_path, caplog, names, said):
+    data = write_data("ner", tmp_path / "data")
+    for file in data[1::2]:
+        rows = read_rows(file)
+        write(file, [{**row, "ner_tags": [names[tag] for tag in row["ner_tags"]]} for row in rows])
+    call("ner", "out", *data, *STAGES, "--max_steps", 1)
+    warned = [record.message for record in caplog.records if "scores take" in record.message]
+    assert len(warned) == bool(said)
+    assert said in "".join(warned)
+
+
 def test_a_file_that_names_no_tags_is_given_them(learned, call, tmp_path):
     """A .bin adapter does not say what its classes are: the training set does."""
     out, flags = learned("ner", "tiny_base")
@@ -270,6 +323,31 @@ def test_questions_without_answers(call, tiny_deberta_base, tmp_path):
         other = call("qa", f"other{threshold}", *evaluate, threshold, base=base)
         answers = json.loads((other / "eval_predictions.json").read_text())
         assert sum(map(bool, answers.values())) == wanted
+
+
+def test_a_run_that_ends_before_its_first_checkpoint_is_started_again(
+    scripts, call, tmp_path, monkeypatch
+):
+    data = write_data("qa", tmp_path / "data")
+    flags = [*data, "--do_train", "--do_eval", "--evaluation_strategy", "steps", "--eval_steps", 2]
+    flags += ["--max_steps", 4]
+    score, seen = scripts["qa"].scores_of, []
+
+    def end_at_the_second(*given):
+        seen.append(given)
+        if len(seen) == 2:
+            raise RuntimeError("killed")
+        return score(*given)
+
+    monkeypatch.setattr(scripts["qa"], "scores_of", end_at_the_second)
+    with pytest.raises(RuntimeError, match="killed"):
+        call("qa", "out", *flags)
+    out = call("qa", "out", *flags)
+    answers = json.loads((out / "eval_predictions.json").read_text())
+    assert answers.keys() == {row["id"] for row in read_rows(data[3])}
+    loss = call("qa", "loss", *flags[:-2], "--lora_path", out, "--prediction_loss_only")
+    assert results(loss).keys() == {"eval_loss", "eval_samples"}
+    assert not (loss / "eval_predictions.json").exists()
 
 
 def test_the_n_best(call, tmp_path):
@@ -391,6 +469,10 @@ def test_a_question_that_is_too_long(call, tmp_path):
         ("qa", ["--no_use_fast_tokenizer"], "only a fast tokenizer knows which words and char"),
         ("swag", ["--lora_path", "nowhere.bin"], "nowhere.bin: no such checkpoint file"),
         ("ner", ["--do_train", False], "nothing to do"),
+        ("ner", ["--do_predict", "--prediction_loss_only"], "--prediction_loss_only leaves no pr"),
+        ("qa", ["--do_predict", "--prediction_loss_only"], "--prediction_loss_only leaves no pr"),
+        ("swag", ["--do_predict", "--prediction_loss_only"], "--prediction_loss_only leaves no "),
+        ("qa", ["--label_smoothing_factor", 0.1], "smooths one label, and an answer has two"),
         ("swag", ["--do_eval"], "this run needs --validation_file"),
     ],
 )

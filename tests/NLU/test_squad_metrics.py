@@ -90,6 +90,21 @@ def test_best_thresholds_are_the_best_there_are(seed):
             assert tried[threshold] == pytest.approx(scores[f"best_{score}"])
 
 
+def test_an_answer_of_articles_is_one_in_the_search_for_a_threshold():
+    """As in SQuAD's script, which asks there whether a question has answers, whatever they are.
+
+    It begins with the one question that has none. "1" then adds its point, as its answer is none
+    once normalized and "" was predicted; "2" adds none, "3" a point, and "4" loses the first.
+    """
+    answers = {"1": ["the"], "2": ["..."], "3": ["Paris"], "4": []}
+    predictions = {"1": "", "2": "Rome", "3": "Paris", "4": "Rome"}
+    odds = {"1": -2.0, "2": -1.0, "3": 0.5, "4": 1.0}
+    scores = squad_v2_metrics(predictions, answers, odds)
+    for score in ("exact", "f1"):
+        assert (scores[f"best_{score}"], scores[f"best_{score}_thresh"]) == (75, 0.5)
+    assert (scores["HasAns_total"], scores["NoAns_total"]) == (3, 1)
+
+
 @pytest.mark.parametrize(
     ("predictions", "answers", "message"),
     [

@@ -6,11 +6,18 @@ import pytest
 import torch
 from compare import assert_close_to_rounding, rounding
 from encoder_options import ENCODER_TERMS
-from pretended_device import OnGpu, PretendedGpu, on_cpu
+from pretended_device import GPUS, PretendedGpu, brought_back, on_cpu
 
 from loralib.errors import TrainingError
 from loralib.training.precision import Precision, hold_frozen_in
-from transformers import RobertaConfig, RobertaForMaskedLM, Trainer, TrainerCallback
+from transformers import (
+    RobertaConfig,
+    RobertaForMaskedLM,
+    RobertaTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    pipeline,
+)
 from transformers.data.data_collator import PackedCollator
 from transformers.models.deberta_v2 import modeling_deberta_v2
 
@@ -218,7 +225,8 @@ def test_an_evaluation_waits_as_often_for_many_batches(make_trainer, model_of, g
 # bfloat16 rounds activations: about eight times a layer, there and back.
 @pytest.mark.parametrize(("dtype", "terms"), [(torch.float32, ENCODER_TERMS), (torch.bfloat16, 16)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_losses_and_gradients_are_the_cpus(model_of, batch, family, dtype, terms):
+@pytest.mark.parametrize("kind", GPUS)
+def test_losses_and_gradients_are_the_cpus(model_of, batch, kind, family, dtype, terms):
     settings = {"num_labels": 3, **STEADY}
     expected = model_of(family, **settings).train()
     if dtype is not torch.float32:
@@ -227,17 +235,37 @@ def test_losses_and_gradients_are_the_cpus(model_of, batch, family, dtype, terms
         loss = expected(**batch).loss
     loss.backward()
     model = model_of(family, **settings).train()
-    with PretendedGpu() as gpu:
+    with kind() as gpu:
         ours = loss_of(gpu, model, batch, dtype)
         ours.backward()
-    assert_close_to_rounding(on_cpu(ours), loss, terms, dtype)
+    assert_close_to_rounding(brought_back(ours), loss, terms, dtype)
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     theirs = {n: p.grad for n, p in expected.named_parameters() if p.grad is not None}
     assert gradients.keys() == theirs.keys()
     for name, gradient in gradients.items():
-        assert isinstance(gradient, OnGpu)
+        assert gradient.is_cuda
         expected = theirs[name].norm()
-        assert (on_cpu(gradient) - theirs[name]).norm() <= rounding(0, terms, dtype, expected)
+        assert (brought_back(gradient) - theirs[name]).norm() <= rounding(0, terms, dtype, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_batch_that_is_made_on_the_device(model_of, gpu, batch, family):
+    """With GPUs as PyTorch's default device, as within a pipeline's `device_placement`."""
+    model = model_of(family, num_labels=3).eval().to("cuda:0")
+    on_device = {name: x.to("cuda:0") for name, x in batch.items()}
+    with torch.no_grad():
+        expected = model(**on_device).logits
+        with torch.device("cuda:0"):
+            assert torch.equal(on_cpu(model(**on_device).logits), on_cpu(expected))
+
+
+def test_a_pipeline_places_its_work(model_of, gpu, tiny_base):
+    tokenizer = RobertaTokenizerFast.from_pretrained(tiny_base)
+    model = model_of("roberta", vocab_size=len(tokenizer))
+    classify = pipeline("text-classification", model, tokenizer=tokenizer, device=0)
+    expected = classify(["a film", "a longer film"])
+    with classify.device_placement():
+        assert classify(["a film", "a longer film"]) == expected
 
 
 # ---- losses that are read late ----

@@ -1,17 +1,24 @@
 """Files of tagged words, questions and choices: what is read of them, and what is wrong in one."""
 
+import datetime
 import json
+import os
 from pathlib import Path
 
 import pytest
 from glue_runs import write
 
-from transformers.data.question_answering import Span
+from transformers.data.question_answering import Answer, Candidate, Span
 from transformers.data.text_files import read_table
 from transformers.fine_tuning.arguments import HubDataArguments
 from transformers.fine_tuning.choices import check_choices, read_choices
 from transformers.fine_tuning.data_sets import Table, load_tables
-from transformers.fine_tuning.questions import Question, check_questions, read_questions
+from transformers.fine_tuning.questions import (
+    Question,
+    check_questions,
+    read_questions,
+    write_answers,
+)
 from transformers.fine_tuning.tagged_words import TAGS, WORDS, check_sentences
 
 SUFFIXES = [".csv", ".json"]
@@ -67,6 +74,46 @@ def test_columns_of_words_and_tags_by_name_or_by_place(tmp_path):
     assert data.tables["train"].rows[TAGS][1] == [2, 0]
     message = error_of(lambda: sentences(table, words="token"))
     assert message.startswith(f"{tmp_path}/train.json: has no column 'token', but 'w', 't', 'tok")
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("labels", "tokens"), "has no column 'ner_tags', but 'labels', 'tokens'; --text_column"),
+        (("tags", "words"), "would take its words from 'tags' and its tags from 'words'; --text_c"),
+        (("ner_tags", "words"), "would take its words from 'ner_tags' and its tags from 'ner_tag"),
+    ],
+)
+def test_columns_whose_places_are_not_what_their_names_say(tmp_path, names, message):
+    tags, words = names
+    rows = [{tags: row["ner_tags"], words: row["tokens"]} for row in SENTENCES]
+    table = table_of(tmp_path / "train.json", rows)
+    assert f"{tmp_path}/train.json: {message}" in error_of(sentences, table)
+    data = sentences(table, words=words, tags=tags)
+    assert data.tables["train"].rows[WORDS][1] == ["in", "Paris"]
+    assert "its words from" in error_of(lambda: sentences(table, words=words, tags=words))
+
+
+def test_words_alone_are_a_test_set(tmp_path):
+    rows = [{"id": "1", "tokens": ["Ann", "ran"]}]
+    tables = {"test": table_of(tmp_path / "test.json", rows)}
+    data = check_sentences(tables, None, None, "ner", ("O", "B-PER"))
+    assert data.tables["test"].rows[:] == {WORDS: [["Ann", "ran"]]}
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_hidden_tags_are_those_of_all_rows(tmp_path, suffix):
+    train = table_of(tmp_path / f"train{suffix}", SENTENCES)
+    hidden = [{"tokens": ["Ann", "ran"], "ner_tags": [-1, -1]}] * 2
+    test = table_of(tmp_path / f"hidden{suffix}", hidden)
+    assert sentences(train, train, test).tables["test"].rows.column_names == [WORDS]
+    tags = [{"tokens": ["Ann", "ran"], "ner_tags": [n, n]} for n in (0, 0, -1)]
+    path = tmp_path / f"some{suffix}"
+    message = error_of(sentences, train, train, table_of(path, tags))
+    assert message == (
+        f"{path}: row 3: hides its ner_tags (-1), and row 1 does not: give those of all rows, "
+        "for scores, or of none"
+    )
 
 
 def test_a_trained_model_s_order_of_tags_is_kept(tmp_path):
@@ -207,6 +254,112 @@ def test_squad_s_own_files(tmp_path):
         assert questions(table, may_have_none=True) == expected
 
 
+def test_answers_that_squad_s_own_files_do_not_give(tmp_path):
+    """Not given is not none, except where is_impossible says so, and in a test set."""
+    path = tmp_path / "squad.json"
+
+    def table(*said: dict) -> Table:
+        asked = [{"id": str(n), "question": "What?", **each} for n, each in enumerate(said)]
+        paragraph = {"context": CONTEXT, "qas": asked}
+        path.write_text(json.dumps({"data": [{"title": "a", "paragraphs": [paragraph]}]}))
+        return Table(read_questions(str(path)), str(path))
+
+    given = {"answers": [{"text": "Ann", "answer_start": 0}]}
+    message = f'{path}: row 2: its answers are not {{"text": […], "answer_start": […]}} (null)'
+    for split, may_have_none in (("train", True), ("validation", True), ("train", False)):
+        assert error_of(questions, table(given, {}), split, may_have_none) == message
+    read = questions(table(given, {"is_impossible": True}), may_have_none=True)
+    assert [asked.answers for asked in read] == [("Ann",), ()]
+    assert [asked.answers for asked in questions(table({}, {}), "test")] == [(), ()]
+
+
+def test_columns_that_the_first_row_lacks(tmp_path):
+    rows = [{**question(n, "Paris"), "title": "a"} for n in range(3)]
+    first = {name: rows[0][name] for name in ("question", "context")}
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({"data": [first, *rows[1:]]}))
+    table = Table(read_questions(str(path)), str(path))
+    message = f"{path}: row 1: its id is neither a text nor a number (None)"
+    assert error_of(questions, table) == message
+    path.write_text(json.dumps({"data": [{"id": "q0", **first}, *rows[1:]]}))
+    table = Table(read_questions(str(path)), str(path))
+    assert f"{path}: row 1: its answers are not" in error_of(questions, table)
+    assert len(questions(Table(table.rows.select([1, 2]), "rows"))) == 2
+
+
+def test_texts_that_look_like_dates(tmp_path):
+    """They stay texts, wherever they are, where all of a column's do."""
+    dates = ["2020-01-01", "2021-05-06"]
+    context = f"on {dates[0]} here"
+    rows = [
+        question(0, dates[0], context=context, id=date, question="2020-01-01 10:00:00")
+        for date in dates
+    ]
+    rows = [{"n": number, **row} for number, row in enumerate(rows)]
+    lines = table_of(tmp_path / "lines.json", rows, read_questions)
+    assert lines.rows.column_names == [*rows[0]]
+    place = Span(3, 13)
+    assert questions(lines) == [
+        Question(date, "2020-01-01 10:00:00", context, (dates[0],), place) for date in dates
+    ]
+    words = [{"tokens": dates, "ner_tags": ["B-DAY", "O"]}] * 2
+    path = tmp_path / "words.json"
+    table_of(path, words)
+    for text in (path.read_text(), json.dumps(words), json.dumps(words, indent=1)):
+        path.write_text(text)
+        data = sentences(Table(read_table(str(path)), str(path)))
+        assert data.tables["train"].rows[WORDS][1] == dates
+    chosen = {"train": table_of(tmp_path / "ends.json", [choice(ending0=date) for date in dates])}
+    assert check_choices(chosen).tables["train"].rows["ending0"][:] == dates
+
+
+@pytest.mark.parametrize("places", [range(2), range(10, 12)], ids=["first", "last"])
+def test_texts_that_look_like_dates_in_a_part_of_a_large_file(tmp_path, places):
+    """Of which 10 MB are read at once by default."""
+    texts = [f"2020-01-{n + 10}" if n in places else f"text {n}" for n in range(12)]
+    if 0 in places:
+        texts[2:10] = [f"2020-02-{n + 10}" for n in range(8)]  # as far as the first piece goes
+    rows = [{"a": text, "long": "x" * (1100 * 1024)} for text in texts]
+    assert table_of(tmp_path / "rows.json", rows).column("a") == texts
+
+
+def test_dates_in_a_file_that_is_not_of_objects(tmp_path):
+    path = tmp_path / "dates.json"
+    path.write_text(json.dumps(["2020-01-01", "2021-05-06"]))
+    message = f"{path}: text holds dates, which would not stay texts: write an object a line"
+    assert error_of(read_table, str(path)) == message
+
+
+def test_times_that_a_data_set_has_are_no_texts(tmp_path):
+    from datasets import Dataset
+
+    when = datetime.datetime(2020, 1, 1)
+    rows = [question(0, "Paris") | {"question": when}]
+    message = 'set: row 1: its question is not a text ("2020-01-01 00:00:00")'
+    assert error_of(questions, Table(Dataset.from_list(rows), "set")) == message
+    rows = [question(0, "Paris") | {"id": when}]
+    message = "set: row 1: its id is neither a text nor a number (2020-01-01 00:00:00)"
+    assert error_of(questions, Table(Dataset.from_list(rows), "set")) == message
+
+
+def test_a_test_set_is_answered_in_all_rows_or_in_none(tmp_path):
+    table = table_of(tmp_path / "test.json", [question(1, "Ann"), question(2)], read_questions)
+    assert len(questions(table, "test", may_have_none=True)) == 2
+    message = f"{tmp_path}/test.json: row 2: has no answer, and row 1 has: give those of all rows"
+    assert message in error_of(questions, table, "test")
+
+
+def test_files_of_answers_are_those_of_one_run(tmp_path):
+    """Without odds, no file of another run's is left for them."""
+    asked = [Question("q", "What?", CONTEXT)]
+    best = (Candidate("", 0.0, 0.0),)
+    write_answers(tmp_path, "eval", asked, [Answer("", best, 1.0)])
+    assert json.loads((tmp_path / "eval_null_odds.json").read_text()) == {"q": 1.0}
+    write_answers(tmp_path, "eval", asked, [Answer("", best)])
+    names = {"eval_predictions.json", "eval_nbest_predictions.json"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
 def test_a_test_set_needs_no_answers(tmp_path):
     rows = [{"question": "Who?", "context": "Ann ran."}] * 2
     read = questions(table_of(tmp_path / "test.csv", rows), "test")
@@ -231,6 +384,7 @@ BAD_QUESTIONS = {
         "row 2: has 1 answers, but 2 in answer_start",
     ),
     "an empty one": (answers(("", 0)), "row 2: an answer is not a text with its place ('', 0)"),
+    "a blank one": (answers((" ", 3)), "row 2: an answer is not a text with its place (' ', 3)"),
     "nothing": (None, 'row 2: its answers are not {"text": […], "answer_start": […]} (null)'),
 }
 
@@ -335,6 +489,15 @@ def test_wrong_choices(tmp_path, name):
     assert f"{path}: {message}" in error_of(check_choices, {"x": table_of(path, [choice(), row])})
 
 
+def test_hidden_labels_are_those_of_all_rows(tmp_path):
+    path = tmp_path / "test.json"
+    test = {"test": table_of(path, [choice(-1), choice(-1)])}
+    assert "label" not in check_choices(test).tables["test"].rows.column_names
+    test = {"test": table_of(path, [choice(1), choice(-1)])}
+    message = f"{path}: row 2: hides its label (-1), and row 1 does not: give those of all rows"
+    assert message in error_of(check_choices, test)
+
+
 def test_sets_with_other_numbers_of_endings(tmp_path):
     train = table_of(tmp_path / "train.json", [choice()])
     dev = table_of(tmp_path / "dev.json", [choice(count=4)])
@@ -356,6 +519,9 @@ def test_splits_and_limits(tmp_path):
     flags = HubDataArguments(**files, max_train_samples=2, max_val_samples=0)
     tables = load_tables(flags, ["train"], None)
     assert tables["train"].rows[:] == {"a": ["0", "1"]}
+    whole = load_tables(flags, ["train"], None, whole=["train"])["train"]
+    assert len(whole.rows) == 5
+    assert whole.first("train", flags).rows[:] == {"a": ["0", "1"]}
     assert "the validation set holds no examples" in error_of(
         load_tables, flags, ["validation"], None
     )
@@ -370,6 +536,17 @@ def test_a_data_set_that_is_a_program(tmp_path):
     message = error_of(load_tables, flags, ["train"], None)
     assert "scripts are no longer supported" in message
     assert message.endswith("; give it in files")
+
+
+def test_a_data_set_s_folder_is_read_by_its_content(tmp_path):
+    """Not by its names and times, which a copy may share (`cp -p`)."""
+    (tmp_path / "set").mkdir()
+    flags = HubDataArguments(dataset_name=str(tmp_path / "set"))
+    for text in ("b", "c"):
+        path = write(tmp_path / "set" / "train.json", [{"a": text}])
+        os.utime(path, (1e9, 1e9))
+        table = load_tables(flags, ["train"], str(tmp_path / "cache"))["train"]
+        assert table.rows[:] == {"a": [text]}
 
 
 def test_a_data_set_without_a_split(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import assert_same_bits
-from torch import nn
+from small_trainers import MeanOfTargets
 from trainer_runs import Recorder, collate, make_data
 
 from loralib.adapters.formats import read_adapter
@@ -49,25 +49,13 @@ def test_numpys_numbers_are_plain_ones_in_the_metrics(make_trainer):
     assert json.dumps([metrics["eval_half"], metrics["eval_rows"]]) == "[0.5, 3]"
 
 
-class OneLossForEachToken(nn.Module):
-    """Its loss is the mean of the targets' numbers; of none, 0."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(()))
-
-    def forward(self, input_ids, labels):
-        counted = labels[labels != -100].float()
-        return {"loss": counted.sum() / max(len(counted), 1) + self.weight}
-
-
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_batch_without_a_target_says_nothing_of_the_loss(tmp_path, size):
     rows = [{"input_ids": [1, 2], "labels": [-100, 3 if n % 4 == 3 else -100]} for n in range(8)]
     for data, expected in ((rows, 3.0), (rows[:3], math.nan)):
         settings = {"per_device_eval_batch_size": size, "report_to": ["none"]}
         args = TrainingArguments(str(tmp_path), disable_tqdm=True, **settings)
-        loss = Trainer(OneLossForEachToken(), args).evaluate(data)["eval_loss"]
+        loss = Trainer(MeanOfTargets(), args).evaluate(data)["eval_loss"]
         assert loss == pytest.approx(expected, nan_ok=True)
 
 

@@ -6,6 +6,7 @@ import pytest
 from transformers.data.word_labels import (
     first_tokens,
     label_tokens,
+    labels_of_words,
     tags_of_labels,
     tags_of_words,
 )
@@ -35,6 +36,12 @@ def test_first_tokens():
 def logits_of(numbers: list[list[int]]) -> np.ndarray:
     """(rows, tokens, labels) whose largest are at these labels."""
     return np.eye(len(NAMES))[np.array(numbers)]
+
+
+def test_labels_of_words_are_those_of_their_first_tokens():
+    labels = np.array([[-100, 0, 1, 1, 1, 0], [-100, 2, 2, -100, -100, -100]])
+    words = labels_of_words(labels, [[1, 2, -1, 5], [1]])
+    assert words.tolist() == [[-100, 0, 1, -100, -100, 0], [-100, 2, *[-100] * 4]]
 
 
 def test_tags_where_there_are_labels():

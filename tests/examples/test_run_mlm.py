@@ -72,6 +72,82 @@ def test_a_model_that_classified_texts_no_longer_says_which(script, run, tmp_pat
     assert {said[name] for name in own} == {None}
 
 
+@pytest.fixture(scope="module")
+def adapted(run) -> Path:
+    """The model of that run with LoRA, as a task's script leaves one behind."""
+    from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+    out, _ = run
+    folder = out.with_name("adapted")
+    settings = {"apply_lora": True, "lora_r": 2, "lora_alpha": 4}
+    AutoModelForMaskedLM.from_pretrained(out, **settings).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(out).save_pretrained(folder)
+    return folder
+
+
+def further(script, base: Path, out: Path, *flags: str) -> Path:
+    """Two steps from a model on."""
+    texts = base.parent
+    script.main(
+        [
+            *("--model_name_or_path", str(base), "--train_file", str(texts / "train.txt")),
+            *("--validation_file", str(texts / "valid.txt"), "--output_dir", str(out)),
+            *("--report_to", "none", "--disable_tqdm", "--save_strategy", "no", "--no_cuda"),
+            *("--max_steps", "2", "--learning_rate", "1e-2", *flags),
+        ]
+    )
+    return out
+
+
+def test_an_adapted_model_s_base_stays_as_it_is(script, adapted, tmp_path, caplog):
+    """Trained are LoRA and the head, and the adapter that is written holds all of that."""
+    import torch
+
+    from loralib.adapters.formats import read_adapter
+    from transformers import AutoModelForMaskedLM
+
+    whole = further(script, adapted, tmp_path / "whole", "--do_train")
+    assert caplog.text.count("was made with --apply_lora, and stays so") == 1
+    alone = further(script, adapted, tmp_path / "alone", "--do_train", "--save_lora_only")
+    models = [AutoModelForMaskedLM.from_pretrained(each).eval() for each in (adapted, whole)]
+    before, after = (model.state_dict() for model in models)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed
+    assert all("lora_" in name or name.startswith("lm_head.") for name in changed)
+    adapter = read_adapter(alone)
+    assert adapter.metadata.head == "masked_lm"
+    models[0].load_adapters([adapter])
+    ids = torch.tensor([[0, 40, 41, 2]])
+    with torch.no_grad():
+        assert torch.equal(models[0](ids).logits, models[1](ids).logits)
+
+
+def test_perplexity_is_of_the_words_as_they_are(script, adapted, tmp_path):
+    """However labels are smoothed in training, which is of no update here."""
+    flags = ("--do_train", "--do_eval", "--learning_rate", "0", "--label_smoothing_factor")
+    plain, smooth = (
+        further(script, adapted, tmp_path / factor, *flags, factor) for factor in ("0", "0.5")
+    )
+    results = [json.loads((out / "eval_results.json").read_text()) for out in (plain, smooth)]
+    assert results[0]["perplexity"] == pytest.approx(results[1]["perplexity"], rel=1e-6)
+
+
+def test_nothing_is_evaluated_that_is_not_trained(script, run, tmp_path):
+    from transformers import AutoModel, AutoTokenizer
+
+    out, results = run
+    AutoModel.from_pretrained(out).save_pretrained(tmp_path / "headless")
+    AutoTokenizer.from_pretrained(out).save_pretrained(tmp_path / "headless")
+    for name in ("train.txt", "valid.txt"):
+        shutil.copy(out.with_name(name), tmp_path)
+    message = "has no trained lm_head.*nothing to evaluate; give a model that is trained to fill"
+    with pytest.raises(ValueError, match=message):
+        further(script, tmp_path / "headless", tmp_path / "out", "--do_eval")
+    evaluated = further(script, out, tmp_path / "out", "--do_eval", "--mlm_probability", "0.3")
+    again = json.loads((evaluated / "eval_results.json").read_text())
+    assert again["eval_loss"] == pytest.approx(results["eval_loss"], abs=1)  # other masks
+
+
 def test_an_estimate(script, tmp_path, capsys):
     """Of a new model on 40 lines: the vocabulary is learned, and nothing is written."""
     (tmp_path / "lines.txt").write_text("the dog sees a warm house\n" * 40)

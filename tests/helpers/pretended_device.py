@@ -29,6 +29,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.nn.functional as F
 from places import ROOT
@@ -39,6 +40,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from loralib.training.determinism import set_up_device
 
 GPU = torch.device("cuda", 0)
 
@@ -76,6 +79,11 @@ def on_cpu(value: Any) -> Any:
         return value
     with torch._C._DisableTorchDispatch():
         return Tensor._make_subclass(Tensor, value)
+
+
+def brought_back(tensor: Tensor) -> Tensor:
+    """The CPU's, of a tensor on the pretended device or on a real GPU."""
+    return on_cpu(tensor) if isinstance(tensor, OnGpu) else tensor.detach().cpu()
 
 
 def on_gpu(value: Any) -> Any:
@@ -176,6 +184,28 @@ class PretendedGpu:
         if not (non_blocking and self.is_pinned(x)):
             self.wait("a copy to the device, not from pinned memory")
         return on_gpu(x.detach().clone())
+
+
+class RealGpu:
+    """A GPU that is there, in the place of the pretended one; nothing is noted.
+
+    Attributes:
+        waits, launches: as of `PretendedGpu`.
+    """
+
+    def __init__(self) -> None:
+        self.waits: list[str] = []
+        self.launches: Counter[str] = Counter()
+
+    def __enter__(self) -> "RealGpu":
+        set_up_device()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
+GPUS = [PretendedGpu, pytest.param(RealGpu, marks=pytest.mark.gpu)]
 
 
 class _Operations(TorchDispatchMode):

@@ -7,6 +7,7 @@ main process writes them to FOLDER/<family>-<eval_accumulation_steps>.npz.
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,13 +38,13 @@ SHAPE = {
 }
 
 
-def make_mlm(family: str) -> PreTrainedModel:
+def make_mlm(family: str, **settings: Any) -> PreTrainedModel:
     """A model of "roberta" or "deberta"."""
     torch.manual_seed(0)
     if family == "roberta":
-        return RobertaForMaskedLM(RobertaConfig(**SHAPE, type_vocab_size=1))
+        return RobertaForMaskedLM(RobertaConfig(**SHAPE, type_vocab_size=1, **settings))
     relative = {"relative_attention": True, "pos_att_type": "p2c|c2p"}
-    return DebertaV2ForMaskedLM(DebertaV2Config(**SHAPE, **relative))
+    return DebertaV2ForMaskedLM(DebertaV2Config(**SHAPE, **relative, **settings))
 
 
 def make_rows() -> list[dict[str, torch.Tensor]]:

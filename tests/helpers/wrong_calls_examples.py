@@ -230,6 +230,19 @@ CALLS = {
             "--train_file {good}/corpus.txt --do_eval",
             "--do_eval needs --validation_file",
         ),
+        (
+            "--train_file {good}/corpus.txt --do_train False",
+            "nothing to do: give --do_train or --do_eval",
+        ),
+        (
+            "--train_file {good}/corpus.txt --do_train False --do_predict",
+            "nothing to do: give --do_train or --do_eval",
+        ),
+        (
+            "--train_file {good}/corpus.txt --do_train False --do_eval --validation_file "
+            "{good}/corpus.txt",
+            "there is nothing to evaluate: --do_eval without --do_train needs --model_name_or_path",
+        ),
     ],
     PREDICT: [
         (

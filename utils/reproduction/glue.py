@@ -1,4 +1,7 @@
-"""The recipes of NLU/, on GLUE's development sets."""
+"""The recipes of NLU/, on GLUE's development sets.
+
+PyTorch, and what needs it, is imported where runs are looked at: names are checked before.
+"""
 
 import importlib.util
 import os
@@ -7,11 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
-from loralib.adapters.families import in_known_backbone
 from reproduction.programs import atomic_folder, make
 from reproduction.runs import ROOT, Figures, Run, Tree, read_json, run_of, trained_sizes
-from transformers.models import registry  # noqa: F401 - registers the families of checkpoints
-from transformers.trainer_utils import get_last_checkpoint
+
+
+def last_checkpoint(folder: Path) -> str | None:
+    """The last checkpoint in a run's output; None without one."""
+    from transformers.trainer_utils import get_last_checkpoint
+
+    return get_last_checkpoint(folder)
 
 
 def load_recipe_module() -> ModuleType:
@@ -97,7 +104,7 @@ class Glue(Tree):
             variables["NPROC"] = str(nproc)
         if recipe.after and not os.environ.get("MNLI_CHECKPOINT") and (start := self._start(run)):
             variables["MNLI_CHECKPOINT"] = str(start)
-        resumes = run.output.is_dir() and get_last_checkpoint(run.output) is not None
+        resumes = run.output.is_dir() and last_checkpoint(run.output) is not None
         flags += ["--seed", run.seed, "--output_dir", run.output, "--overwrite_output_dir"]
         flags += [not resumes, "--logging_dir", run.folder / "runs"]
         flags += ["--load_best_model_at_end", "--save_total_limit", 1]
@@ -133,6 +140,9 @@ class Glue(Tree):
 
     def trained(self, run: Run) -> str:
         """How many parameters a finished run has trained; empty where its checkpoints are gone."""
+        from loralib.adapters.families import in_known_backbone
+        from transformers.models import registry  # noqa: F401 - registers checkpoints' families
+
         sizes: dict[str, int] = {}
         for path in run.output.glob("pytorch_model_*.safetensors"):
             sizes |= trained_sizes(path)
@@ -182,7 +192,7 @@ class Glue(Tree):
         """The evaluations that a run has logged, finished or not."""
         path = run.output / "trainer_state.json"
         if not path.is_file() and run.output.is_dir():
-            path = Path(get_last_checkpoint(run.output) or run.output) / path.name
+            path = Path(last_checkpoint(run.output) or run.output) / path.name
         if not path.is_file():
             return []
         return [record for record in read_json(path)["log_history"] if "eval_loss" in record]

@@ -7,10 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from loralib.adapters.deltas import START_A, START_B
-from loralib.adapters.metadata import LoraMetadata
-from loralib.io.tensors import read_tensors
-
 ROOT = Path(__file__).resolve().parents[2]
 """The project's folder."""
 
@@ -67,6 +63,10 @@ def trained_sizes(path: Path) -> dict[str, int]:
     Of LoRA, a frozen A is not trained, nor is what A and B started as; a full model's file also
     holds the base.
     """
+    from loralib.adapters.deltas import START_A, START_B
+    from loralib.adapters.metadata import LoraMetadata
+    from loralib.io.tensors import read_tensors
+
     tensors, fields = read_tensors(path)
     metadata = LoraMetadata.from_metadata(fields, path)
     frozen = (START_A, START_B, *(["lora_A"] if metadata and metadata.freeze_A else []))

@@ -6,7 +6,7 @@ import os
 import sys
 import types
 import typing
-from argparse import Action, ArgumentDefaultsHelpFormatter, ArgumentTypeError
+from argparse import Action, ArgumentDefaultsHelpFormatter, ArgumentError, ArgumentTypeError
 from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
@@ -100,15 +100,19 @@ class HfArgumentParser(ArgumentParser):
         if remaining and not return_remaining_strings:
             self.refuse(remaining)
         values = vars(found)  # what is taken out of it is taken out of `found`
+        results = self._instances(values)
+        results += [found] if values else []
+        return (*results, remaining) if return_remaining_strings else tuple(results)
+
+    def _instances(self, values: dict[str, Any]) -> list[Any]:
+        """One instance of each dataclass; its values are taken out of `values`."""
         try:
-            results = [
+            return [
                 type_(**{name: values.pop(name) for name in _flag_names(type_)})
                 for type_ in self.dataclass_types
             ]
         except ValueError as error:
             self.error(str(error))
-        results += [found] if values else []
-        return (*results, remaining) if return_remaining_strings else tuple(results)
 
     def parse_json_file(self, json_file: str) -> tuple[Any, ...]:
         """The same from a JSON file of values by field name."""
@@ -125,20 +129,47 @@ class HfArgumentParser(ArgumentParser):
     def parse_dict(self, values: dict[str, Any]) -> tuple[Any, ...]:
         """The same from a dict; its values are checked as the command line's are.
 
-        None stands for a flag that is not given.
+        None stands for a flag that is not given. A list may be empty, and a field that is a dict is
+        given as one: the command line has no words for either.
         """
         names = {name for type_ in self.dataclass_types for name in _flag_names(type_)}
         unknown = values.keys() - names
         if unknown:
             self.error(f"unknown settings: {', '.join(sorted(unknown))}")
-        args = []
-        for name, value in values.items():
-            if isinstance(value, list | tuple):
-                args += [f"--{name}", *map(_as_text, value)]
-            elif value is not None:
-                args.append(f"--{name}={_as_text(value)}")
-        parsed = self.parse_args_into_dataclasses(args, look_for_args_file=False)
-        return parsed[: len(self.dataclass_types)]
+        actions = {action.dest: action for action in self._actions if action.dest in names}
+        given = {name: value for name, value in values.items() if value is not None}
+        missing = [n for n, action in actions.items() if action.required and n not in given]
+        if missing:
+            flags = ", ".join(f"--{name}" for name in missing)
+            self.error(f"the following arguments are required: {flags}")
+        try:
+            read = {
+                name: self._read(action, given[name])
+                for name, action in actions.items()
+                if name in given
+            }
+        except ArgumentError as error:
+            self.error(str(error))
+        return tuple(self._instances({name: self.get_default(name) for name in names} | read))
+
+    def _read(self, action: Action, value: Any) -> Any:
+        """A flag's value from one of a dict.
+
+        Raises:
+            ArgumentError: it is none that the flag can have.
+        """
+        is_dict, is_list = isinstance(value, dict), isinstance(value, list | tuple)
+        if is_dict and (typing.get_origin(action.type) or action.type) is dict:
+            return value
+        if is_dict or (is_list and action.nargs != "+"):
+            raise ArgumentError(action, f"takes no {type(value).__name__}")
+        # As text, so that argparse reads and checks it.
+        items = [
+            self._get_value(action, _as_text(item)) for item in (value if is_list else [value])
+        ]
+        for item in items:
+            self._check_value(action, item)
+        return items if action.nargs == "+" else items[0]
 
 
 def _flag_names(type_: type) -> list[str]:

@@ -59,7 +59,7 @@ from .trainer_checkpoint import (
 )
 from .trainer_checks import check_data, check_hooks, check_model
 from .trainer_data import TrainingPasses, label_names_of, length_of, overrides
-from .trainer_evaluation import TrainerEvaluation, loss_of
+from .trainer_evaluation import TrainerEvaluation, has_targets, loss_of
 from .trainer_pt_utils import LabelSmoother
 from .trainer_records import TrainerRecords
 from .trainer_search import TrainerSearch
@@ -430,7 +430,10 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
     def _summary(self, start: float, steps_before: int) -> TrainOutput:
         """Logs and returns what a run has done since it was started or resumed."""
         args, steps = self.args, self.state.global_step
-        loss = self._mean_loss(self._progress.loss_total, max(steps, 1))
+        progress = self._progress
+        loss = self._mean_loss(
+            *(progress.loss_total, max(steps, 1)), progress.weight_total, progress.empty_total
+        )
         an_update = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
         metrics = speed_metrics("train", start, (steps - steps_before) * an_update)
         self.store_flos()
@@ -569,10 +572,12 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
     def _add_gradients(self, inputs: dict[str, Any], weight: float, update: bool) -> None:
         """Computes a batch; its gradients are summed over processes where an update follows."""
         self._weight = weight
+        has_target = has_targets(inputs)  # before a subclass takes labels out
         with sync_gradients(self.model_wrapped, due=update):
             loss = self.training_step(self.model_wrapped, inputs)
         watch.beat()
-        self._progress.add(loss)
+        part = weight / self.args.gradient_accumulation_steps
+        self._progress.add(loss, part, has_target)
         self._progress.flos += self.floating_point_ops(inputs)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -658,13 +663,16 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             self.control.should_save = True
         if self.control.should_log and self.state.global_step > self._progress.logged_step:
             self._check_finite()
-            steps = self.state.global_step - self._progress.logged_step
+            progress = self._progress
+            loss = self._mean_loss(
+                *(progress.loss_since_log, self.state.global_step - progress.logged_step),
+                *(progress.weight_since_log, progress.empty_since_log),
+            )
             logs = {
-                "loss": round(self._mean_loss(self._progress.loss_since_log, steps), 4),
+                "loss": round(loss, 4),
                 "learning_rate": self.lr_scheduler.get_last_lr()[0],
             }
-            self._progress.loss_since_log = 0.0
-            self._progress.logged_step = self.state.global_step
+            progress.note_log(self.state.global_step)
             self.log(logs)
         metrics = None
         if self.control.should_evaluate or self.control.should_save:

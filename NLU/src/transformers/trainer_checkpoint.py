@@ -103,6 +103,9 @@ _SAME_OF_A_BASE = (
     *("share_att_key", "norm_rel_ebd"),
 )
 
+# What a process's progress counts of batches with targets; older checkpoints do not have it.
+_COUNTED = ("weight_since_log", "weight_total", "empty_since_log", "empty_total")
+
 
 class Progress:
     """Where the loop is in the data, and the losses that it has not logged yet.
@@ -111,7 +114,10 @@ class Progress:
         epoch, batches: full passes done, and batches done in the current one.
         has_ended: whether what falls on a pass's end was done, or begun, after the last step.
         step: updates done; logged_step: at the last log.
-        loss_since_log, loss_total: sums of the losses that have been read.
+        loss_since_log, loss_total: sums of the losses that have been read; a batch without a
+            target says nothing, and is left out.
+        weight_since_log, weight_total: how many updates' losses these are, in parts.
+        empty_since_log, empty_total: how many batches had no target.
         first_bad_step: the first step with a loss that is not finite, of those that have been read,
             or -1.
         flos: operations of this process that the Trainer's state does not count yet.
@@ -124,32 +130,58 @@ class Progress:
         self.epoch = self.batches = self.step = self.logged_step = 0
         self.has_ended = True
         self.loss_since_log = self.loss_total = 0.0
+        self.weight_since_log = self.weight_total = 0.0
+        self.empty_since_log = self.empty_total = 0
         self.first_bad_step = -1
         self.flos = 0
         self.pending = PendingLosses()
+        self._parts: list[tuple[float, bool | Tensor]] = []  # of the pending losses
         self.epoch_rng: dict[str, Any] | None = None
 
-    def add(self, loss: Tensor) -> None:
-        """Takes a batch's part of its update's loss."""
+    def add(self, loss: Tensor, weight: float, has_target: bool | Tensor) -> None:
+        """Takes a batch's part of its update's loss.
+
+        Args:
+            loss: the part.
+            weight: how much of that loss it is.
+            has_target: whether the batch has a target; on the device, it is read with the loss.
+        """
         self.pending.add(self.step, loss)
+        self._parts.append((weight, has_target))
 
     def read_losses(self) -> None:
         """Adds up the pending losses; waits for the last one."""
-        for step, loss in self.pending.read():
+        parts, self._parts = self._parts, []
+        for (step, loss), (weight, has_target) in zip(self.pending.read(), parts, strict=True):
             if not math.isfinite(loss) and self.first_bad_step < 0:
                 self.first_bad_step = step
+            # What a process computes while the others have the last examples has no weight.
+            if weight and not has_target:
+                self.empty_since_log += 1
+                self.empty_total += 1
+                continue
             self.loss_since_log += loss
             self.loss_total += loss
+            self.weight_since_log += weight
+            self.weight_total += weight
+
+    def note_log(self, step: int) -> None:
+        """Begins anew what is summed up between logs, of which there is one at this step."""
+        self.loss_since_log = self.weight_since_log = 0.0
+        self.empty_since_log, self.logged_step = 0, step
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, as plain values."""
         self.read_losses()
-        aside = ("flos", "pending", "epoch_rng")
+        aside = ("flos", "pending", "_parts", "epoch_rng")
         return {name: value for name, value in vars(self).items() if name not in aside}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Puts the loop where `state_dict` found it."""
-        for name, value in state.items():
+        # Older checkpoints took every batch for one with targets.
+        since_log = state["step"] - state["logged_step"]
+        counted = {"weight_since_log": float(since_log), "weight_total": float(state["step"])}
+        for name, value in {**counted, **state}.items():
             setattr(self, name, value)
 
 
@@ -389,6 +421,8 @@ class Checkpoints:
             # Older checkpoints do not have these.
             example.pop("rows", None)
             del example["threads"], example["progress"]["has_ended"]
+            for name in _COUNTED:
+                del example["progress"][name]
             own = read_state(path, {**example, "pending_gradients": {}, "rng": like_rng_state()})
             if "epoch_rng" in own:
                 check_like(own["epoch_rng"], like_rng_state(), "'epoch_rng'")
@@ -422,8 +456,9 @@ def _model_settings(model: PreTrainedModel, path: Path) -> tuple[dict[str, Any],
 def _mean_state(states: list[dict[str, Any]]) -> dict[str, Any]:
     """The processes' own states as one: for a run that resumes with another number of them."""
     progress, pending = dict(states[0]["progress"]), dict(states[0]["pending_gradients"])
-    for name in ("loss_since_log", "loss_total"):
-        progress[name] = sum(state["progress"][name] for state in states) / len(states)
+    for name in ("loss_since_log", "loss_total", *_COUNTED):
+        if name in progress:  # older checkpoints do not have all
+            progress[name] = sum(state["progress"][name] for state in states) / len(states)
     for name in pending:
         pending[name] = sum(state["pending_gradients"][name] for state in states) / len(states)
     return {**states[0], "progress": progress, "pending_gradients": pending}

@@ -22,6 +22,7 @@ from loralib.training.estimate import (
     notable_batches,
     rate_of,
 )
+from loralib.training.precision import Precision, counted_half
 
 from .configuration_utils import PretrainedConfig
 from .hf_argparser import flag
@@ -159,16 +160,12 @@ def estimate_run(
 
 @contextmanager
 def _without_output(args: TrainingArguments) -> Iterator[TrainingArguments]:
-    """The settings for steps that are counted: nothing of them is kept.
-
-    Half precision is bfloat16: float16 takes the same memory, and has a scaler that decides by the
-    gradients' values.
-    """
+    """The settings for steps that are counted: nothing of them is kept."""
     with tempfile.TemporaryDirectory() as folder:
         own = replace(args, output_dir=folder, report_to=["none"], fp16=False, bf16=False)
         own.torch_compile = False  # operations are counted one by one
-        _ = own.device  # chosen first, so that it need not have the run's precision
-        own.bf16 = args.fp16 or args.bf16
+        device = own.device  # chosen first, so that it need not have the run's precision
+        own.fp16, own.bf16 = counted_half(args.fp16, args.bf16, device)
         yield own
 
 
@@ -179,6 +176,7 @@ def training_of(
 ) -> Training:
     """The Trainer's loop, without its checks of what was computed."""
     trainer = Trainer(model, args, collator)
+    trainer.precision = Precision(args.compute_dtype, args.device.type, scaled=False)
     trainer.create_optimizer_and_scheduler(1)
     optimizer = trainer.optimizer
 

@@ -165,7 +165,7 @@ class Evaluation:
         self._collectors = [Collector(accumulation_steps), Collector(accumulation_steps)]
         self._rows: list[int] = []
         self._losses: list[Tensor | None] = []
-        self._have_targets: list[bool] = []
+        self._have_targets: list[bool | Tensor] = []
 
     def add(
         self,
@@ -235,12 +235,15 @@ class Evaluation:
         return total / count if count else math.nan
 
 
-def has_targets(inputs: Any) -> bool:
-    """Whether a batch has a label that counts, where it has one for each token."""
+def has_targets(inputs: Any) -> bool | Tensor:
+    """Whether a batch has a label that counts, where it has one for each token.
+
+    A tensor where the labels are: on a device, whoever reads it waits.
+    """
     labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
     if not isinstance(labels, Tensor) or labels.dim() < 2:
         return True
-    return bool((labels != IGNORED_LABEL).any())
+    return (labels != IGNORED_LABEL).any()
 
 
 class TrainerEvaluation(TrainerLoaders):

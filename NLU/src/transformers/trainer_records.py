@@ -1,5 +1,6 @@
 """The Trainer's records: logs, metrics on the screen and on disk, what a run has computed."""
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -132,10 +133,25 @@ class TrainerRecords:
             rows.append(("best", f"step {best['step']:,}: {listed} (by {own}){kept}"))
         return rows
 
-    def _mean_loss(self, total: float, steps: int) -> float:
-        own = torch.tensor(total, dtype=torch.float64, device=self.args.device)
-        summed = sum_over_processes(own, self.args.world_size)
-        return summed.item() / self.args.world_size / steps
+    def _mean_loss(self, total: float, steps: int, weight: float, empty: int) -> float:
+        """The mean of the losses of updates, of all processes.
+
+        Batches without a target are left out, as in evaluations; nan where none had one.
+
+        Args:
+            total: the sum of this process's losses, those batches left out.
+            steps: the updates.
+            weight: how many updates' losses `total` is, in parts.
+            empty: how many of this process's batches had no target.
+        """
+        args = self.args
+        own = torch.tensor(total, dtype=torch.float64, device=args.device)
+        summed = sum_over_processes(own, args.world_size).item()
+        own = torch.tensor([weight, empty], dtype=torch.float64, device=args.device)
+        weight, empty = sum_over_processes(own, args.world_size).tolist()
+        if not empty:
+            return summed / args.world_size / steps
+        return summed / weight if weight else math.nan
 
     def save_state(self) -> None:
         """Writes ``trainer_state.json`` into the output folder."""

@@ -9,11 +9,28 @@ from compare import assert_same_bits
 from tiny_adapters import FORMATS, INFO, Tiny, tiny_adapter
 from torch import nn
 
-from loralib.adapters.adapter import adapter_tensors
+from loralib.adapters.adapter import adapter_tensors, base_biases
 from loralib.adapters.canonical import canonical_names
 from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.errors import CheckpointError
 from loralib.io.tensors import read_tensors, write_tensors
+
+# ---- names ----
+
+
+@pytest.mark.parametrize(
+    ("others", "of_base"),
+    [
+        ((), {"a.bias", "a.k_bias_k"}),
+        (("a.weight",), {"a.k_bias_k"}),  # a head of one layer
+        (("a.dense.weight", "a.norm.weight"), {"a.k_bias_k"}),  # a head that ends in a bias
+        (("a.dense.lora_A", "a.dense.lora_B"), {"a.bias", "a.k_bias_k"}),
+        (("ab.weight",), {"a.bias", "a.k_bias_k"}),
+    ],
+)
+def test_the_biases_of_a_base_of_no_known_family(others, of_base):
+    assert base_biases(["a.bias", "a.k_bias_k", *others]) == of_base
+
 
 # ---- files ----
 

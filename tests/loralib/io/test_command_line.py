@@ -41,3 +41,21 @@ def test_a_script_may_take_abbreviations():
     parser = ArgumentParser(allow_abbrev=True)
     parser.add_argument("--data")
     assert parser.parse_args(["--dat", "x"]).data == "x"
+
+
+@pytest.mark.parametrize(
+    "text", ["-1e-5", "-1E+5", "-1.5e3", "-.5e-3", "-3.", "-2", "-0.5", "-inf"]
+)
+def test_numbers_below_zero_are_values(parser, text):
+    parser.add_argument("--threshold", type=float)
+    parser.add_argument_group("more").add_argument("--pair", type=float, nargs="+")
+    args = parser.parse_args(["--data", "x", "--threshold", text, "--pair", "1", text])
+    assert (args.threshold, args.pair) == (float(text), [1, float(text)])
+
+
+@pytest.mark.parametrize("text", ["-e5", "-1x", "-info", "--1e-5", "-1e", "-"])
+def test_what_is_no_number_is_no_value(parser, capsys, text):
+    parser.add_argument("--threshold", type=float)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--data", "x", "--threshold", text])
+    assert "argument --threshold: " in capsys.readouterr().err

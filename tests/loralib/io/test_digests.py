@@ -13,3 +13,19 @@ def test_a_file_s_digest_is_of_all_its_blocks(tmp_path, monkeypatch, size):
     content = bytes(range(size))
     (tmp_path / "file").write_bytes(content)
     assert digests.file_digest(tmp_path / "file") == hashlib.sha256(content).hexdigest()
+
+
+def test_a_folder_s_digest_is_of_names_and_contents(tmp_path):
+    (tmp_path / "a" / "below").mkdir(parents=True)
+    path = tmp_path / "a" / "below" / "rows.json"
+    seen = []
+    for text in ("b", "c"):
+        path.write_text(text)
+        seen.append(digests.folder_digest(tmp_path / "a"))
+    path.rename(path.with_name("other.json"))
+    seen.append(digests.folder_digest(tmp_path / "a"))
+    assert len({*seen}) == 3
+    (tmp_path / "a").rename(tmp_path / "moved")
+    (tmp_path / "moved" / ".hidden").write_text("")
+    (tmp_path / "moved" / "nowhere").symlink_to(tmp_path / "absent")
+    assert digests.folder_digest(tmp_path / "moved") == seen[-1]

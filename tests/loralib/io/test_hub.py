@@ -3,12 +3,15 @@
 import logging
 import os
 import re
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
+import huggingface_hub.constants
 import pytest
 from hub_process import run_on_hub
 from huggingface_hub.errors import GatedRepoError
@@ -55,6 +58,12 @@ def asked(*names, repo="org/adapter"):
 def matches(shown, kind, start):
     error, message = shown
     return error == kind and message.startswith(start) and "\n" not in message
+
+
+@pytest.fixture(autouse=True)
+def _reached(monkeypatch):
+    """In this process the hub counts as one that has answered: its library is replaced."""
+    monkeypatch.setattr(hub_files, "_reached", {huggingface_hub.constants.ENDPOINT})
 
 
 # ---- without the hub library ----
@@ -283,6 +292,91 @@ show(fetch_file, "org/adapter", "config.json")
         hub, home, PRELUDE + f"show(resolve_file, 'org/secret', {CONFIG!r})", HF_TOKEN="hf_open"
     )
     assert found == "settings"
+
+
+# ---- a hub that does not answer ----
+
+
+@pytest.fixture
+def mute_hub():
+    """The address of a hub that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def took(function, *args, **environment):
+    """What `run_on_hub` gives, and how long it took, in seconds."""
+    begin = time.monotonic()
+    return function(*args, **environment), time.monotonic() - begin
+
+
+@pytest.mark.slow
+def test_a_hub_that_does_not_answer_is_an_error_soon(hub, tmp_path, mute_hub):
+    """The library alone takes minutes: each attempt waits, and there are many."""
+    home, cache = tmp_path / "home", str(tmp_path / "cache")
+    run_on_hub(hub, home, PRELUDE + asked(CONFIG))
+    again = f"show(fetch_file, 'org/adapter', {CONFIG!r}, force_download=True)\n"
+    code = asked(CONFIG, WEIGHTS) + f"show(fetch_file, 'a', 'b', cache_dir={cache!r})\n" + again
+    limits = {"HF_ENDPOINT": mute_hub, "HF_HUB_ETAG_TIMEOUT": "1"}
+    shown, seconds = took(run_on_hub, hub, home, PRELUDE + code, **limits)
+    cached, weights, other, forced = shown
+    reason = f"{mute_hub} did not answer within 1 seconds"
+    assert cached == "settings"
+    start = "'org/adapter' is not a local folder and cannot be fetched"
+    assert matches(weights, "FileNotFoundError", f"{start}: {reason}")
+    assert matches(
+        other, "FileNotFoundError", f"'a' is not a local folder and cannot be fetched: {reason}"
+    )
+    assert matches(forced, "OSError", f"'org/adapter' cannot be fetched from the hub: {reason}")
+    assert seconds < 30  # four of one second, on a machine that does other things as well
+
+
+@pytest.mark.slow
+def test_a_file_that_was_put_into_a_folder_is_found_without_the_hub(hub, tmp_path):
+    code = f"show(fetch_file, 'org/adapter', {CONFIG!r}, folder={str(tmp_path / 'own')!r})\n"
+    for endpoint in (hub.url, "http://127.0.0.1:9"):
+        shown = run_on_hub(hub, tmp_path / "home", PRELUDE + code, HF_ENDPOINT=endpoint)
+        assert shown == ["settings"]
+
+
+class ConnectError(Exception):
+    """By its name one of the HTTP client's, as the next two."""
+
+
+class TimeoutException(Exception):
+    pass
+
+
+class ReadTimeout(TimeoutException):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("answers", "unreached"),
+    [
+        ([None], None),
+        ([ConnectError("refused"), None], None),
+        ([ReadTimeout("late"), ConnectError("refused"), None], None),
+        ([ConnectError("first"), ConnectError("second"), ReadTimeout("last")], "last"),
+        ([ConnectError("refused"), ValueError("the library's to tell")], None),
+    ],
+)
+def test_a_hub_is_tried_again_where_it_cannot_be_reached(monkeypatch, answers, unreached):
+    left = list(answers)
+
+    def head(address, timeout):
+        assert (address, timeout) == ("https://hub", 5)
+        answer = left.pop(0)
+        if answer is not None:
+            raise answer
+
+    constants = SimpleNamespace(ENDPOINT="https://hub", HF_HUB_ETAG_TIMEOUT=5)
+    library = SimpleNamespace(constants=constants, get_session=lambda: SimpleNamespace(head=head))
+    for _ in range(2):
+        found = hub_files._why_unreached(library, (0, 0, 0))
+        assert left == []
+        assert (found if found is None else str(found)) == unreached
+        left += answers if unreached else []  # it is not asked again once it has answered
 
 
 # ---- errors ----

@@ -320,22 +320,22 @@ def test_a_process_ends_where_nobody_reads_its_output():
 # ---- imports without the garbage collector ----
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "script",
-    [
-        "examples/text-classification/run_glue.py",
-        "examples/text-classification/predict.py",
-        "examples/language-modeling/run_mlm.py",
-        "examples/token-classification/run_ner.py",
-        "examples/question-answering/run_qa.py",
-        "examples/multiple-choice/run_swag.py",
-        "NLG/src/gpt2_ft.py",
-        "NLG/src/gpt2_beam.py",
-        "utils/convert.py",
-        "utils/split_lora.py",
-    ],
+SCRIPTS = (
+    "examples/text-classification/run_glue.py",
+    "examples/text-classification/predict.py",
+    "examples/language-modeling/run_mlm.py",
+    "examples/token-classification/run_ner.py",
+    "examples/question-answering/run_qa.py",
+    "examples/multiple-choice/run_swag.py",
+    "NLG/src/gpt2_ft.py",
+    "NLG/src/gpt2_beam.py",
+    "utils/convert.py",
+    "utils/split_lora.py",
 )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_scripts_import_pytorch_without_the_collector(script):
     """And it is on, for what comes after, once they begin to work."""
     path = ROOT / script
@@ -350,6 +350,57 @@ def test_scripts_import_pytorch_without_the_collector(script):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.split() == ["True", "0", "True", "True"], done.stderr
+
+
+INTERRUPTED = """
+import os, runpy, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, *more):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+sys.argv = ["", "--help"]
+sys.path.insert(0, {folder!r})
+runpy.run_path({path!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_interrupt_while_a_script_imports_pytorch_is_one_line(script):
+    path = ROOT / script
+    code = INTERRUPTED.format(folder=str(path.parent), path=str(path))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, f"{path.name}: interrupted\n")
+
+
+BEGUN = """
+import os, signal, sys
+from loralib.training.process import begin, run
+sys.argv = ["script.py"]
+signal.signal(signal.SIGINT, signal.{before})
+begin()
+def main():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        print("put in order")
+run(main)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "status", "said"),
+    [("default_int_handler", 130, "script.py: interrupted\n"), ("SIG_IGN", 0, "")],
+)
+def test_an_interrupt_of_what_has_begun_is_an_exception_again(before, status, said):
+    """Unless it is ignored, as under nohup."""
+    code = BEGUN.format(before=before)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "put in order\n", said)
 
 
 def test_what_a_script_imports_later_is_imported_without_it(monkeypatch):

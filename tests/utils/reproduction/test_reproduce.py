@@ -149,6 +149,24 @@ def test_an_error_is_one_line():
     )
 
 
+WITHOUT_TORCH = """
+import contextlib, sys
+sys.path.insert(0, {folder!r})
+import reproduce
+for words in (["no_such_recipe"], ["roberta_base_rte", "--", "--seed", "7"]):
+    with contextlib.suppress(ValueError):
+        reproduce.main(words)
+print({{"torch", "scipy", "matplotlib"}} & sys.modules.keys())
+"""
+
+
+@pytest.mark.slow
+def test_names_and_flags_are_checked_before_anything_slow_is_imported():
+    code = WITHOUT_TORCH.format(folder=str(SCRIPT.parent))
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == "set()\n", result.stderr
+
+
 @pytest.mark.slow
 def test_told_to_end_it_ends_with_its_table(out, tmp_path):
     """Its run is told, too, and is unfinished."""

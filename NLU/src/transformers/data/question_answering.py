@@ -53,7 +53,7 @@ def rows_of(
         tokenizer: of the model.
         questions, texts: one each an example.
         spans: where the answers are, as `Span` has it; None for an example without one. None for
-            all of them: the rows are to be predicted.
+            all of them: the rows are to be predicted. Spaces around an answer are none of it.
         max_length: tokens a row, special ones included.
         stride: tokens of the text that a row and the next one share.
         pad_to_max_length: fill all rows up to `max_length`.
@@ -82,13 +82,24 @@ def rows_of(
         for row, offsets in enumerate(encoded["offset_mapping"])
     ]
     if spans is not None:
+        inner = [
+            span and _without_spaces(text, Span(*span))
+            for text, span in zip(texts, spans, strict=True)
+        ]
         found = [
-            positions_of(spans[example] and Span(*spans[example]), offsets)
+            positions_of(inner[example], offsets)
             for example, offsets in zip(rows[EXAMPLE], rows[OFFSETS], strict=True)
         ]
         rows["start_positions"] = [start for start, _ in found]
         rows["end_positions"] = [end for _, end in found]
     return rows
+
+
+def _without_spaces(text: str, span: Span) -> Span:
+    """An answer without the spaces around it."""
+    answer = text[span.start : span.end]
+    start = span.start + len(answer) - len(answer.lstrip())
+    return Span(start, start + len(answer.strip()))
 
 
 def positions_of(span: Span | None, offsets: Sequence[Sequence[int]]) -> tuple[int, int]:
@@ -108,8 +119,9 @@ def positions_of(span: Span | None, offsets: Sequence[Sequence[int]]) -> tuple[i
     starts, ends = ([offsets[token][side] for token in inside] for side in (0, 1))
     if span.start < starts[0] or span.end > ends[-1]:
         return NO_ANSWER, NO_ANSWER
-    first, last = bisect_right(starts, span.start) - 1, bisect_left(ends, span.end)
-    return inside[first], inside[last]
+    # A character may be several tokens; between tokens there may be spaces, which are of none.
+    first, last = bisect_right(ends, span.start), bisect_left(starts, span.end) - 1
+    return (inside[first], inside[last]) if first <= last else (NO_ANSWER, NO_ANSWER)
 
 
 @dataclass(frozen=True)
@@ -232,10 +244,15 @@ def _candidates(
     start, end = first[start], last[end]
     order = np.argsort(-(starts[start] + ends[end]), kind="stable")[:count]
     return [
-        Candidate(text[offsets[i, 0] : offsets[j, 1]], float(starts[i]), float(ends[j]))
+        Candidate(_answer(text, *offsets[[i, j], [0, 1]]), float(starts[i]), float(ends[j]))
         for i, j in zip(start[order], end[order], strict=True)
         if offsets[i, 0] < offsets[j, 1]
     ]
+
+
+def _answer(text: str, start: int, end: int) -> str:
+    """A part of a text; without the space before it that SentencePiece's first token has."""
+    return text[start:end].lstrip() or text[start:end]
 
 
 def _or_none(best: list[Candidate], none: Candidate, count: int, threshold: float) -> Answer:

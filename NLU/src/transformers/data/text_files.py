@@ -28,12 +28,16 @@ TEXT_KEYS = ("text", "text_pair")
 # Names of columns that identify rows and are not a part of them.
 _IDENTIFIER = re.compile(r"(.*[-_ .])?(id|ids|idx|index|guid|uid|uuid|unnamed: \d+)", re.IGNORECASE)
 _LONGEST_FIELD = 2**31 - 1  # characters; the most that csv can be told on every system
+# Bytes of a JSON file that are read at once: the least, which is the library's, and the most, as
+# pyarrow counts them in 32 bits.
+_PIECE, _LARGEST_PIECE = 10 * 2**20, 2**30
 # What some spreadsheets write in place of commas.
 _OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs"}
 _STRINGS = ("string", "large_string")
 # What tables have where a number is missing.
 _MISSING = ("na", "n/a", "nan", "none", "null", "-", "?")
 _DECIMAL_COMMA = re.compile(r"\s*-?\d+,\d+\s*")
+_SPACES = re.compile(r"\s*")
 # JSON's names of Python's types.
 _KINDS = {
     dict: "an object",
@@ -80,8 +84,11 @@ def read_table(path: str, texts: Sequence[str] = ()) -> Dataset:
         # pandas reads an empty cell as a missing value, and words such as "null" with it.
         options["keep_default_na"] = False
         options["converters"] = {name: str for name in texts if name in header} or None
+    else:
+        # A column's type is then that of all its rows, and not of each piece's for itself.
+        options["chunksize"] = min(max(os.path.getsize(path), _PIECE), _LARGEST_PIECE)
     try:
-        return load_rows(kind, path, **options)
+        rows = load_rows(kind, path, **options)
     except DatasetGenerationError as error:
         if kind == "csv":
             _check_rows(path, header)
@@ -89,6 +96,7 @@ def read_table(path: str, texts: Sequence[str] = ()) -> Dataset:
     except (StopIteration, ValueError) as error:
         # What the library makes of a file without rows.
         raise ValueError(f"{path}: holds no examples, or none that can be read") from error
+    return rows if kind == "csv" else _with_texts(rows, path)
 
 
 def load_rows(kind: str, path: str, **options: Any) -> Dataset:
@@ -107,6 +115,48 @@ def load_rows(kind: str, path: str, **options: Any) -> Dataset:
     # All settings of a reader are in the cache's key; this one changes nothing else.
     content = file_digest(path)
     return load_dataset(kind, data_files=path, split="train", description=content, **options)
+
+
+def _with_texts(rows: Dataset, path: str) -> Dataset:
+    """A JSON file's rows, where the reader took texts for times because all of them look like one.
+
+    Raises:
+        ValueError: there are such, and the file is not of objects.
+    """
+    schema = rows.features.arrow_schema
+    taken = [name for name in schema.names if _holds_times(schema.field(name).type)]
+    if not taken:
+        return rows
+    given = _json_rows(path)
+    if len(given) != len(rows):
+        raise ValueError(
+            f"{path}: {taken[0]} holds dates, which would not stay texts: write an object a line"
+        )
+    names = rows.column_names
+    for name in taken:
+        values = [row.get(name) for row in given]
+        rows = rows.remove_columns(name).add_column(name, values)
+    return rows.select_columns(names)  # in the file's order
+
+
+def _holds_times(kind: Any) -> bool:
+    """Whether a type of pyarrow's is one of times, or has parts that are."""
+    import pyarrow
+
+    parts = (kind.field(index).type for index in range(kind.num_fields))
+    return pyarrow.types.is_temporal(kind) or any(map(_holds_times, parts))
+
+
+def _json_rows(path: str) -> list[dict[str, Any]]:
+    """The objects in a JSON file, of a list or one after the other; none where it is otherwise."""
+    with open(path, encoding="utf-8-sig") as file:
+        text = file.read().strip()
+    decoder, place, found = json.JSONDecoder(), 0, []
+    while place < len(text):
+        value, place = decoder.raw_decode(text, place)
+        found += value if isinstance(value, list) else [value]
+        place = _SPACES.match(text, place).end()
+    return found if all(isinstance(row, dict) for row in found) else []
 
 
 @contextmanager

@@ -42,6 +42,20 @@ def first_tokens(word_ids: Sequence[int | None]) -> dict[int, int]:
     return firsts
 
 
+def labels_of_words(labels: np.ndarray, firsts: Sequence[Sequence[int]]) -> np.ndarray:
+    """The labels of words alone: -100 at all other tokens than their first.
+
+    Args:
+        labels: (rows, tokens), -100 where there is none.
+        firsts: each word's first token by row, -1 where it has none.
+    """
+    kept = np.full_like(labels, IGNORED_LABEL)
+    for row, tokens in enumerate(firsts):
+        seen = [token for token in tokens if token >= 0]
+        kept[row, seen] = labels[row, seen]
+    return kept
+
+
 def tags_of_labels(
     logits: np.ndarray, labels: np.ndarray, names: Sequence[str]
 ) -> tuple[list[list[str]], list[list[str]]]:

@@ -81,6 +81,8 @@ def check_arguments(
     """Fills in what LoRA and adapter files say of themselves, and refuses flags that clash."""
     if not (args.do_train or args.do_eval or args.do_predict):
         raise ValueError("nothing to do: give --do_train, --do_eval or --do_predict")
+    if args.do_predict and args.prediction_loss_only:
+        raise ValueError("--prediction_loss_only leaves no predictions for --do_predict")
     paths = {kind.switch: path for kind, path in PATHS.items()}
     for switch, names in ADAPTATIONS.items():
         for name in (paths[switch], *names):
@@ -364,6 +366,7 @@ def build_model(
     adapters: Sequence[Adapter],
     args: TrainingArguments,
     order: Sequence[int] = (),
+    way_out: str = "--lora_path, or a model that is trained for the task",
 ) -> PreTrainedModel:
     """The model, with the adapters in it, and frozen except what is to be trained.
 
@@ -374,6 +377,7 @@ def build_model(
         adapters: what it begins with, if anything.
         args: say whether it is to be trained, and may get a new head; and in what precision.
         order: where the run's classes are among the head's, see `Origin.order_of`.
+        way_out: what to give where there is nothing to evaluate.
 
     Raises:
         ValueError: there is nothing to evaluate: the head is not trained.
@@ -395,7 +399,7 @@ def build_model(
     if untrained and not args.do_train:
         raise ValueError(
             f"{model_args.model_name_or_path} has no trained {min(untrained)}, …: there is nothing "
-            "to evaluate; give --lora_path, or a model that is trained for the task"
+            f"to evaluate; give {way_out}"
         )
     if list(order) != sorted(order):
         _reorder_outputs(model, order)

@@ -77,7 +77,9 @@ def check_choices(tables: Mapping[str, Table]) -> Choices:
 
 def _is_labelled(table: Table) -> bool:
     """Whether a test set has labels, and not the hub's -1 in their place."""
-    return LABEL in table.rows.column_names and -1 not in table.column(LABEL)
+    if LABEL not in table.rows.column_names:
+        return False
+    return not table.all_hidden(LABEL, [label == -1 for label in table.column(LABEL)])
 
 
 def _endings(table: Table) -> tuple[str, ...]:

@@ -7,11 +7,13 @@ A `Table` knows where its rows come from, so that what is wrong with one can be 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from loralib.errors import quoted
+from loralib.io.digests import folder_digest
 
 from ..data.text_files import read_table
 from .arguments import DataArguments, HubDataArguments
@@ -46,6 +48,10 @@ class Table:
             if name not in self.rows.column_names:
                 columns = quoted(self.rows.column_names)
                 raise ValueError(f"{self.source}: has no column '{name}', but {columns}{hint}")
+
+    def first(self, split: str, data_args: DataArguments) -> Table:
+        """As many rows as --max_…_samples allows, see `first_rows`."""
+        return replace(self, rows=first_rows(self.rows, split, data_args))
 
     def column(self, name: str) -> list[Any]:
         """The values of a column, by row."""
@@ -85,6 +91,24 @@ class Table:
         except (TypeError, ValueError) as error:
             raise self.wrong(row, f"its {name} is not JSON: {cell!s:.40}") from error
 
+    def all_hidden(self, name: str, hidden: Sequence[bool]) -> bool:
+        """Whether a test set's labels are hidden, as the hub has them.
+
+        Args:
+            name: their column.
+            hidden: whether each row's are.
+
+        Raises:
+            ValueError: some are, and others are not.
+        """
+        if any(hidden) and not all(hidden):
+            raise self.wrong(
+                hidden.index(True),
+                f"hides its {name} (-1), and row {hidden.index(False) + 1} does not: give those of "
+                "all rows, for scores, or of none",
+            )
+        return any(hidden)
+
     def check_strings(self, name: str) -> None:
         """Refuses a column that does not have a text in each row.
 
@@ -93,7 +117,8 @@ class Table:
         """
         for row, value in enumerate(self.column(name)):
             if not isinstance(value, str):
-                raise self.wrong(row, f"its {name} is not a text ({json.dumps(value):.40})")
+                shown = json.dumps(value, default=str)
+                raise self.wrong(row, f"its {name} is not a text ({shown:.40})")
 
 
 def load_tables(
@@ -101,6 +126,7 @@ def load_tables(
     splits: Sequence[str],
     cache_dir: str | None,
     read: Callable[[str], Dataset] = read_table,
+    whole: Sequence[str] = (),
 ) -> dict[str, Table]:
     """The splits' examples, from files where these are given, else from the hub; cut to limits.
 
@@ -109,6 +135,7 @@ def load_tables(
         splits: "train", "validation", "test", as far as they are needed.
         cache_dir: where to keep what is downloaded.
         read: reads a file.
+        whole: splits that are not cut here, as something is to be found in all of their rows.
 
     Raises:
         ValueError: a split is needed and not to be had, or holds nothing.
@@ -129,9 +156,8 @@ def load_tables(
                 f"{data_args.dataset_name} has no {split} set, but {', '.join(loaded)}: give "
                 f"--{split}_file"
             )
-        tables[split] = replace(
-            tables[split], rows=first_rows(tables[split].rows, split, data_args)
-        )
+        if split not in whole:
+            tables[split] = tables[split].first(split, data_args)
     return tables
 
 
@@ -139,8 +165,10 @@ def _from_hub(data_args: HubDataArguments, cache_dir: str | None) -> Mapping[str
     from datasets import load_dataset
 
     name, config = data_args.dataset_name, data_args.dataset_config_name
+    # As in `load_rows`: the library goes by names and times of a folder's files.
+    content = {"description": folder_digest(name)} if os.path.isdir(name) else {}
     try:
-        return load_dataset(name, config, cache_dir=cache_dir)
+        return load_dataset(name, config, cache_dir=cache_dir, **content)
     except RuntimeError as error:  # what the library raises for a data set that is a program
         raise ValueError(f"--dataset_name {name}: {error}; give it in files") from error
 

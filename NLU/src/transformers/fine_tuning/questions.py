@@ -66,8 +66,10 @@ def read_questions(path: str) -> Dataset:
     rows = list(_flat(path, data)) if data and "paragraphs" in data[0] else data
     if not rows:
         raise ValueError(f"{path}: holds no examples")
+    # The library takes the first row's columns for those of all.
+    names = dict.fromkeys(name for row in rows for name in row)
     try:
-        return Dataset.from_list(rows)
+        return Dataset.from_list([{name: row.get(name) for name in names} for row in rows])
     except (ValueError, TypeError) as error:  # pyarrow's errors are among them
         raise ValueError(f"{path}: cannot be read ({error})") from error
 
@@ -87,23 +89,28 @@ def _object_in(path: str) -> dict[str, Any] | None:
 
 
 def _flat(path: str, articles: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The questions of SQuAD's own files: articles of paragraphs of questions."""
+    """The questions of SQuAD's own files: articles of paragraphs of questions.
+
+    Answers are None where they are not given, and the question is not said to have none.
+    """
     for number, article in enumerate(articles, start=1):
         try:
             for paragraph in article["paragraphs"]:
                 for asked in paragraph["qas"]:
-                    answers = asked.get("answers", [])
+                    answers = asked.get("answers", [] if asked.get("is_impossible") else None)
                     yield {
                         "id": asked["id"],
                         "question": asked["question"],
                         "context": paragraph["context"],
-                        ANSWERS: {
-                            "text": [answer["text"] for answer in answers],
-                            "answer_start": [answer["answer_start"] for answer in answers],
-                        },
+                        ANSWERS: None if answers is None else _in_columns(answers),
                     }
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path}: article {number} is not as SQuAD's are: {error}") from error
+
+
+def _in_columns(answers: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Answers of SQuAD's own files as a row has them."""
+    return {name: [answer[name] for answer in answers] for name in ("text", "answer_start")}
 
 
 def check_questions(tables: Mapping[str, Table], may_have_none: bool) -> dict[str, list[Question]]:
@@ -126,7 +133,7 @@ def _questions(split: str, table: Table, may_have_none: bool) -> list[Question]:
         table.check_strings(name)
     names = _names(table)
     texts = list(zip(names, *(table.column(name) for name in COLUMNS), strict=True))
-    if split == "test" and ANSWERS not in table.rows.column_names:
+    if split == "test" and not _has_answers(table):
         return [Question(*three) for three in texts]
     table.check_columns([ANSWERS])
     table = table.decoded(ANSWERS)
@@ -140,6 +147,8 @@ def _questions(split: str, table: Table, may_have_none: bool) -> list[Question]:
         if asked.span and asked.answers[0] != asked.context[asked.span.start : asked.span.end]:
             moved.append(row)
         questions.append(asked)
+    if split == "test" and not may_have_none:
+        _check_all_or_none(table, [bool(asked.answers) for asked in questions])
     if moved:
         logger.warning(
             "%s: %d of %d answers differ from the text at their answer_start, row %d's first",
@@ -148,11 +157,31 @@ def _questions(split: str, table: Table, may_have_none: bool) -> list[Question]:
     return questions
 
 
+def _check_all_or_none(table: Table, answered: Sequence[bool]) -> None:
+    """Refuses a test set that could not be scored although some of its questions have answers."""
+    if any(answered) and not all(answered):
+        raise table.wrong(
+            answered.index(False),
+            f"has no answer, and row {answered.index(True) + 1} has: give those of all rows, for "
+            "scores, or of none; --version_2_with_negative is for sets with such questions",
+        )
+
+
+def _has_answers(table: Table) -> bool:
+    """Whether a test set has answers, in some of its rows at least."""
+    if ANSWERS not in table.rows.column_names:
+        return False
+    return any(answers is not None for answers in table.column(ANSWERS))
+
+
 def _names(table: Table) -> list[str]:
     """The questions' ids; their numbers where there are none."""
     if "id" not in table.rows.column_names:
         return [str(row) for row in range(len(table.rows))]
-    names = [str(name) for name in table.column("id")]
+    for row, name in enumerate(given := table.column("id")):
+        if not isinstance(name, str | int | float):
+            raise table.wrong(row, f"its id is neither a text nor a number ({name})")
+    names = [str(name) for name in given]
     seen: dict[str, int] = {}
     for row, name in enumerate(names):
         if name in seen:
@@ -176,7 +205,7 @@ def _answers(
     if len(texts) != len(starts):
         raise table.wrong(row, f"has {len(texts)} answers, but {len(starts)} in answer_start")
     for text, start in zip(texts, starts, strict=True):
-        if not isinstance(text, str) or not text or type(start) is not int:
+        if not isinstance(text, str) or not text.strip() or type(start) is not int:
             raise table.wrong(row, f"an answer is not a text with its place ({text!r}, {start!r})")
         if start < 0 or start + len(text) > len(context):
             raise table.wrong(
@@ -238,7 +267,8 @@ def write_answers(
     """Writes answers by their questions' ids.
 
     They are in ``<stage>_predictions.json``, the n best in ``<stage>_nbest_predictions.json``, and,
-    where questions may have none, how much likelier that is, in ``<stage>_null_odds.json``.
+    where questions may have none, how much likelier that is, in ``<stage>_null_odds.json``; else
+    that file is removed, if another run has left it.
     """
     by_name = dict(zip((asked.name for asked in questions), answers, strict=True))
     files: dict[str, dict[str, Any]] = {
@@ -247,5 +277,7 @@ def write_answers(
     }
     if any(answer.null_odds is not None for answer in answers):
         files["null_odds"] = {name: answer.null_odds for name, answer in by_name.items()}
+    else:
+        Path(folder, f"{stage}_null_odds.json").unlink(missing_ok=True)
     for name, content in files.items():
         write_json(Path(folder, f"{stage}_{name}.json"), content, indent=4)

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WORDS, TAGS = "words", "tags"
+# Names of columns that say what they are, and are not where such columns are looked for.
+_NAMES_OF_WORDS, _NAMES_OF_TAGS = ("words", "tokens"), ("tags", "labels", "tag", "label")
+_SAY_OTHERS = "--text_column_name and --label_column_name say others"
 
 
 @dataclass(frozen=True)
@@ -51,19 +54,20 @@ def check_sentences(
         known: the tags of a model that is already trained; they keep their order.
 
     Raises:
-        ValueError: a column is absent; a row's words are not words, its tags are not as many, or
-            one of them is unknown.
+        ValueError: a column is absent, or they do not say which one is which; a row's words are not
+            words, its tags are not as many, or one of them is unknown.
     """
     first = next(iter(tables.values()))
-    words = words or _usual(first, "tokens", 0)
-    tags = tags or _usual(first, f"{task}_tags", 1)
+    words, tags = _columns(first, words, tags, task)
     sentences: dict[str, Table] = {}
     for split, table in tables.items():
         used = {words: WORDS, tags: TAGS}
-        if split == "test" and _has_no_tags(table, tags):
+        if split == "test" and tags not in table.rows.column_names:
             del used[tags]
-        table.check_columns(list(used), "; --text_column_name and --label_column_name say others")
+        table.check_columns(list(used), f"; {_SAY_OTHERS}")
         table = table.decoded(*used)
+        if split == "test" and tags in used and _are_hidden(table, tags):
+            del used[tags]
         _check_words(table, words)
         if TAGS in used.values():
             _check_counts(table, words, tags)
@@ -82,11 +86,32 @@ def check_sentences(
     return TaggedWords(numbered, labels)
 
 
-def _has_no_tags(table: Table, name: str) -> bool:
-    """Whether a test set's tags are absent, or hidden, as the hub has them: -1."""
-    return name not in table.rows.column_names or any(
-        isinstance(tags, list) and -1 in tags for tags in table.column(name)
+def _are_hidden(table: Table, name: str) -> bool:
+    """Whether a test set's tags are hidden, as the hub has them: -1."""
+    return table.all_hidden(
+        name, [isinstance(tags, list) and -1 in tags for tags in table.column(name)]
     )
+
+
+def _columns(table: Table, words: str | None, tags: str | None, task: str) -> tuple[str, str]:
+    """The columns of words and tags: those that are named, else the usual ones, or by their place.
+
+    Raises:
+        ValueError: one would be both, or one's name says that it is the other.
+    """
+    words_at = words or _usual(table, "tokens", 0)
+    tags_at = tags or _usual(table, f"{task}_tags", 1)
+    if tags is None and tags_at == words_at:
+        tags_at = f"{task}_tags"  # it is absent, and the words are in its place
+    swapped = (words is None and words_at.endswith(_NAMES_OF_TAGS)) or (
+        tags is None and tags_at in _NAMES_OF_WORDS
+    )
+    if words_at == tags_at or swapped:
+        raise ValueError(
+            f"{table.source}: would take its words from '{words_at}' and its tags from "
+            f"'{tags_at}'; {_SAY_OTHERS}"
+        )
+    return words_at, tags_at
 
 
 def _usual(table: Table, name: str, place: int) -> str:

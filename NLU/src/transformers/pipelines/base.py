@@ -194,7 +194,7 @@ class Pipeline(ABC):
         names = [name for name in ("input_ids", "token_type_ids", "labels") if name in rows[0]]
         batch = {
             name: pad_sequence(
-                [torch.tensor(row[name]) for row in rows],
+                [torch.tensor(row[name], device="cpu") for row in rows],
                 batch_first=True,
                 padding_value=self._FILL.get(name, self.model.config.pad_token_id),
             ).to(self.device)

@@ -3,6 +3,9 @@
 An entity is a run of words of one type: B-PER I-PER. How tags make entities is conlleval's rule
 (Tjong Kim Sang and De Meulder 2003, the shared task of CoNLL), which reads every scheme of B, I, E
 and S, and takes an I- that follows nothing as a beginning. seqeval's default mode is the same.
+
+It knows no other prefixes: of BILOU's B-PER L-PER B-PER it loses the first entity. `conll_tags`
+writes such tags as those that stand for them.
 """
 
 import re
@@ -13,6 +16,11 @@ from typing import NamedTuple
 OUTSIDE = "O"
 # The prefix of a tag, and the type where it has one.
 _TAG = re.compile(r"([BIES])(?:-(.+))?")
+# The same in other schemes: BILOU (Ratinov and Roth 2009), BMES, BMEWO; and with "_".
+_OTHER_TAG = re.compile(r"([BIESMLUW])(?:([-_])(.+))?")
+_STANDS_FOR = {**dict(zip("BIES", "BIES", strict=True)), "M": "I", "L": "E", "U": "S", "W": "S"}
+# What looks like a prefix or a suffix of a scheme, and is not read as one.
+_UNREAD = re.compile(r"[BIESMLUW]([^\w].+|_.+)|[bi][-_].+|.+[-_][BIbi]")
 
 
 class Entity(NamedTuple):
@@ -26,6 +34,39 @@ class Entity(NamedTuple):
     type: str
     start: int
     end: int
+
+
+def conll_tags(names: Sequence[str]) -> list[str]:
+    """The names of tags with the prefixes B, I, E and S, and "-" before the type.
+
+    Those of BILOU, BMES and BMEWO stand for these, and "_" for "-": B_PER and U_PER are B-PER and
+    S-PER. A set of tags without such a B (or an I with a type) is none of these schemes, and stays
+    as it is; so does one of which two would become the same.
+    """
+    matches = [_OTHER_TAG.fullmatch(name) for name in names]
+    begin = [match for match in matches if match and match[1] in ("BI" if match[2] else "B")]
+    forms = {match[2] for match in begin}
+    read = [
+        _STANDS_FOR[match[1]] + (f"-{match[3]}" if match[3] else "")
+        if match and match[2] in forms
+        else name
+        for name, match in zip(names, matches, strict=True)
+    ]
+    return read if len({*read}) == len({*names}) else list(names)
+
+
+def unread_tags(names: Sequence[str]) -> list[str]:
+    """The names of tags that seem to say where an entity begins or ends, and are not read so.
+
+    Where others have a prefix, these are also the ones without, but for O.
+    """
+    read = [_TAG.fullmatch(name) for name in conll_tags(names)]
+    have_prefixes = any(match and match[2] for match in read)
+    return [
+        name
+        for name, match in zip(names, read, strict=True)
+        if name != OUTSIDE and not match and (have_prefixes or _UNREAD.fullmatch(name))
+    ]
 
 
 def entities_of(tags: Sequence[str]) -> list[Entity]:

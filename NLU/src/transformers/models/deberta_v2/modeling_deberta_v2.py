@@ -503,6 +503,8 @@ class DebertaV2Layer(EncoderLayer):
         super().__init__(config, placed, DisentangledSelfAttention(config, placed))
 
 
+# Devices that copy from such memory without being waited for.
+_FROM_PINNED_MEMORY = ("cuda",)
 # Columns of scores. On a GPU, PyTorch copies a bias of another number of them, in every layer.
 _ALIGNED = 8
 
@@ -552,8 +554,9 @@ class DebertaV2Encoder(Encoder):
             longest = max(length, config.max_position_embeddings)
             rows = relative_rows(longest, config.position_buckets, config.furthest)
             with torch.inference_mode(False):  # training uses it as well
-                table = torch.tensor(rows)
-                if device.type == "cuda":  # which is not waited for
+                table = torch.tensor(rows, device="cpu")
+                # PyTorch's compiler has no rule for pinned memory.
+                if device.type in _FROM_PINNED_MEMORY and not torch.compiler.is_compiling():
                     table = table.pin_memory()
                 table = table.to(device, non_blocking=True)
             self._rows_of_distances = table

@@ -1,0 +1,137 @@
+"""The losses that the Trainer logs: means over the batches that have a target."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from pretended_device import PretendedGpu
+from small_trainers import MeanOfTargets, make_targets
+from torch.utils.data import DataLoader
+
+from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
+from transformers.trainer_checkpoint import Progress, _mean_state
+
+
+class InOrder(Trainer):
+    """Reads the rows in their order, one a batch."""
+
+    def get_train_dataloader(self):
+        pinned = self.args.device.type == "cuda"
+        return DataLoader(self.train_dataset, collate_fn=default_data_collator, pin_memory=pinned)
+
+
+class OnTheDevice(InOrder):
+    """Has a loader that gives batches on the device."""
+
+    def get_train_dataloader(self):
+        batches = [default_data_collator([row]) for row in self.train_dataset]
+        return [{name: x.to(self.args.device) for name, x in batch.items()} for batch in batches]
+
+
+def make_trainer(folder: Path, rows, kind=InOrder, callbacks=None, **settings) -> Trainer:
+    defaults = {
+        "num_train_epochs": 1,
+        "logging_steps": 2,
+        "save_strategy": "no",
+        "report_to": ["none"],
+        "disable_tqdm": True,
+    }
+    args = TrainingArguments(str(folder), **{**defaults, **settings})
+    return kind(MeanOfTargets(), args, train_dataset=make_targets(*rows), callbacks=callbacks)
+
+
+def losses_of(trainer: Trainer) -> list[float]:
+    """Those that were logged, and the run's."""
+    history = trainer.state.log_history
+    return [record[name] for record in history for name in ("loss", "train_loss") if name in record]
+
+
+@pytest.mark.parametrize(
+    ("rows", "accumulation", "expected"),
+    [
+        ((2, 4, 6, 8), 1, [3, 7, 5]),
+        ((2, None, None, 8), 1, [2, 8, 5]),
+        ((None, None, 5, 8), 1, [math.nan, 6.5, 6.5]),
+        ((None, None), 1, [math.nan, math.nan]),
+        ((2, None, None, 8, None, None, 3, 3), 2, [5, 3, 4]),
+        # In the first of two passes, the last row is left over for the next pass's update.
+        ((None, None, 4), 2, [4, math.nan, 4]),
+    ],
+)
+def test_a_batch_without_a_target_says_nothing_of_the_loss(tmp_path, rows, accumulation, expected):
+    settings = {"logging_strategy": "epoch", "num_train_epochs": 2} if len(rows) == 3 else {}
+    trainer = make_trainer(tmp_path, rows, gradient_accumulation_steps=accumulation, **settings)
+    result = trainer.train()
+    assert losses_of(trainer) == pytest.approx(expected, nan_ok=True)
+    assert result.training_loss == pytest.approx(expected[-1], nan_ok=True)
+
+
+ROWS = (2, None, 6, None, None, 9, 1, None, 4)
+
+
+def test_a_resumed_run_logs_the_same(tmp_path):
+    """Resumed between two logs, each time."""
+    settings = {"logging_steps": 4, "save_strategy": "steps", "save_steps": 1}
+    whole = make_trainer(tmp_path, ROWS, **settings)
+    whole.train()
+    for step in range(1, len(ROWS)):
+        resumed = make_trainer(tmp_path / "resumed", ROWS, **settings)
+        resumed.train(str(tmp_path / f"checkpoint-{step}"))
+        assert losses_of(resumed) == losses_of(whole)
+
+
+def test_an_older_checkpoint_counts_all_of_its_batches(tmp_path):
+    """It does not say which had a target."""
+    settings = {"logging_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    make_trainer(tmp_path, ROWS, **settings).train()
+    file = tmp_path / "checkpoint-2" / "rng_state_0.pth"
+    state = torch.load(file, weights_only=True)
+    for name in ("weight_since_log", "weight_total", "empty_since_log", "empty_total"):
+        del state["progress"][name]
+    torch.save(state, file)
+    resumed = make_trainer(tmp_path / "resumed", ROWS, **settings)
+    resumed.train(str(tmp_path / "checkpoint-2"))
+    assert losses_of(resumed) == pytest.approx([(2 + 0 + 6) / 3, 10 / 2, 22 / 6], abs=1e-4)
+
+
+def test_what_a_process_computes_for_the_others_sake_is_no_batch_without_a_target():
+    progress = Progress()
+    for loss, weight, has_target in ((3.0, 0.5, True), (0.0, 0.0, False), (0.0, 0.5, False)):
+        progress.add(torch.tensor(loss), weight, has_target)
+    progress.read_losses()
+    assert (progress.loss_total, progress.weight_total, progress.empty_total) == (3.0, 0.5, 1)
+
+
+def test_processes_states_are_joined_for_another_number_of_them():
+    states = []
+    for loss, has_target in ((4.0, True), (0.0, False)):
+        progress = Progress()
+        progress.add(torch.tensor(loss), 1.0, has_target)
+        states.append({"progress": progress.state_dict(), "pending_gradients": {}})
+    joined = _mean_state(states)["progress"]
+    assert joined["loss_total"] / joined["weight_total"] == 4.0
+    assert joined["empty_total"] > 0
+
+
+class Waits(TrainerCallback):
+    """What made the CPU wait in the steps before a log."""
+
+    def __init__(self, gpu):
+        self.gpu, self.seen = gpu, []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.gpu.waits.clear()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seen += self.gpu.waits
+
+
+@pytest.mark.parametrize("kind", [InOrder, OnTheDevice])
+def test_no_step_waits_to_learn_whether_there_was_a_target(tmp_path, kind):
+    with PretendedGpu() as gpu:
+        waits = Waits(gpu)
+        trainer = make_trainer(tmp_path, (2, None, None, 8), kind, [waits])
+        trainer.train()
+    assert losses_of(trainer) == [2, 8, 5]
+    assert waits.seen == []
