@@ -16,6 +16,7 @@ import argparse
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 if __name__ == "__main__":
@@ -40,8 +41,10 @@ from exp_utils import (
 from gpu import DistEnv, add_gpu_params, start
 from loralib.io.atomic import check_apart, check_folder_writable
 from loralib.io.command_line import ArgumentParser
+from loralib.io.digests import file_digest
 from loralib.nn.products import use_products
 from loralib.training import process, watch
+from loralib.training.agreement import check_alike, check_same_weights
 from loralib.training.determinism import set_up_device
 from loralib.training.distributed import gather_objects
 from loralib.training.precision import check_precision
@@ -154,6 +157,7 @@ def model_to_decode(args: argparse.Namespace, dist_env: DistEnv) -> GPT2LMModel:
         CheckpointError: a file cannot be read, or does not fit the flags or the other.
         ValueError: base or LoRA are missing; or the model has fewer positions than asked for; or
             the device has not the half precision that is asked for.
+        TrainingError: another process has other weights.
     """
     check_precision(args.fp16, args.bf16, dist_env.device)
     if args.init_checkpoint is None and args.lora_path is None:
@@ -168,6 +172,7 @@ def model_to_decode(args: argparse.Namespace, dist_env: DistEnv) -> GPT2LMModel:
         raise ValueError(
             f"--seq_len {args.seq_len}: the model has {model.config.n_positions} positions"
         )
+    check_same_weights(model, dist_env.world_size)  # of merged ones, bits depend on the processor
     dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
     return lora.merge(model).to(dist_env.device, dtype).eval().requires_grad_(False)
 
@@ -200,6 +205,18 @@ def read_contexts(path: str, vocab_size: int) -> list[Prompt]:
         _context_of(row, vocab_size, f"{path}:{number}")
         for number, row in enumerate(read_json_lines(path), start=1)
     ]
+
+
+def check_same_search(args: argparse.Namespace, settings: BeamSettings, dist_env: DistEnv) -> None:
+    """Checks that all processes search alike, each of which answers a part of the contexts.
+
+    Raises:
+        TrainingError: a process has other settings or contexts.
+    """
+    if dist_env.world_size > 1:
+        flags = {f"--{name}": value for name, value in asdict(settings).items()}
+        flags |= {"--seq_len": args.seq_len, "contexts of --data": file_digest(args.data)}
+        check_alike(flags, dist_env.world_size)
 
 
 def cut_contexts(contexts: list[Prompt], longest: int, path: str) -> list[Prompt]:
@@ -304,6 +321,7 @@ def main(argv: list[str] | None = None) -> None:
     prompts = cut_contexts(contexts, longest, args.data)
     if dist_env.device.type == "cpu":
         prepare_products(model, args.batch_size * settings.beam, dist_env.world_size)
+    check_same_search(args, settings, dist_env)
     texts = decode(model, prompts, settings, args.batch_size, dist_env)
     if not dist_env.is_main:
         return

@@ -74,6 +74,7 @@ from optimizer import Scheduler, create_adam_optimizer, create_optimizer_schedul
 from run_state import (
     RESUME_NAME,
     begin_run,
+    check_same_start,
     find_run,
     identity_of,
     restore_run,
@@ -152,6 +153,7 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
     check_updates(args.grad_acc, last_step)
     ends = max_step, last_step
     identity = identity_of(args, model.config, dist_env, *ends, base.fingerprint)
+    check_same_start(args, dist_env, identity, resumed)
     parts = {"optimizer": optimizer, "scheduler": scheduler, "precision": precision}
     place = {"step": 0, "epoch": 0, "batches_done": 0, "best_ppl": math.inf}
     if resumed is None:

@@ -21,6 +21,7 @@ from loralib.errors import CheckpointError
 from loralib.io.digests import file_digest
 from loralib.io.likeness import check_like
 from loralib.io.tensors import write_torch
+from loralib.training.agreement import check_alike
 from loralib.training.determinism import rng_state, set_rng_state, warn_of_other_threads
 from loralib.training.distributed import barrier, gather_objects
 from loralib.training.resume import (
@@ -120,6 +121,31 @@ def find_run(work_dir: str | os.PathLike, resume: bool) -> dict[str, Any] | None
             f"or remove its {RESUME_NAME} and model.*.pt, or give another --work_dir"
         )
     return None
+
+
+def check_same_start(
+    args: argparse.Namespace,
+    dist_env: DistEnv,
+    identity: Mapping[str, Any],
+    resumed: Mapping[str, Any] | None,
+) -> None:
+    """Checks that all processes train alike, from the same step on; to be called by all of them.
+
+    A machine's view of a shared folder may be some seconds old, its files those of another run.
+
+    Args:
+        args: the flags.
+        dist_env: this process.
+        identity: see `identity_of`.
+        resumed: what `find_run` returned.
+
+    Raises:
+        TrainingError: a process has other settings, other data, or resumes from another step.
+    """
+    if dist_env.world_size > 1:
+        step = None if resumed is None else resumed["step"]
+        own = {"validation data": file_digest(args.valid_data), "step to resume from": step}
+        check_alike({**identity, **own}, dist_env.world_size)
 
 
 def has_begun(state: Mapping[str, Any] | None) -> bool:

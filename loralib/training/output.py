@@ -99,7 +99,7 @@ def check_shared(folder: str | os.PathLike, world_size: int) -> None:
         if dist.get_rank() == 0:
             probe.touch()
         barrier(world_size)
-        seen = gather_objects((_appears(probe), socket.gethostname()), world_size)
+        seen = gather_objects((appears(probe), socket.gethostname()), world_size)
     finally:
         if dist.get_rank() == 0:
             probe.unlink(missing_ok=True)
@@ -112,7 +112,7 @@ def check_shared(folder: str | os.PathLike, world_size: int) -> None:
         )
 
 
-def _appears(path: Path, seconds: float = 10.0) -> bool:
+def appears(path: Path, seconds: float = 10.0) -> bool:
     """Whether a file is there; network file systems may take a while to show it."""
     end = time.monotonic() + seconds
     while not path.exists():

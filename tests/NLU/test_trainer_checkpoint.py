@@ -21,15 +21,18 @@ from loralib.adapters.formats import read_adapter
 from loralib.errors import CheckpointError, DiskFullError
 from loralib.io.tensors import read_tensors, write_tensors
 from loralib.training import launch
+from loralib.training.determinism import set_dropout_seed
 from transformers import (
     EarlyStoppingCallback,
     RobertaForSequenceClassification,
     TrainerCallback,
     TrainingArguments,
     TrainingError,
+    trainer_agreement,
 )
+from transformers.trainer_agreement import agreed_checkpoint
 from transformers.trainer_callback import TrainerState
-from transformers.trainer_checkpoint import identities
+from transformers.trainer_checkpoint import Progress, identities
 from transformers.trainer_utils import list_checkpoints
 from transformers.utils.cli import find_checkpoint
 
@@ -289,6 +292,76 @@ def test_a_gpu_s_checkpoint_on_a_cpu_says_so(make_trainer, tmp_path, caplog):
     (line,) = [message for message in caplog.messages if "bit-exact" in message]
     assert "was written on a GPU, and this run computes on a CPU" in line
     assert_same_bits(again.model.state_dict(), trainer.model.state_dict())
+
+
+def test_a_process_at_another_step_is_refused(make_trainer, checkpoint):
+    """As where another process of the run that wrote it had resumed from an older checkpoint."""
+    path = checkpoint / "rng_state_0.pth"
+    own = torch.load(path, weights_only=True)
+    own["progress"]["step"] -= 1
+    torch.save(own, path)
+    step = own["progress"]["step"]
+    with pytest.raises(CheckpointError, match=rf"rng_state_0.pth: .*of step {step}, the other"):
+        make_trainer().train(str(checkpoint))
+
+
+def test_no_two_processes_draw_the_same_after_a_change_of_their_number(
+    make_trainer, checkpoint, monkeypatch, tmp_path
+):
+    """A checkpoint of two resumes in three: each has its own generators, the third those of a new
+    run's third.
+    """
+    other = torch.load(checkpoint / "rng_state_0.pth", weights_only=True)
+    other["rng"]["torch"] = torch.Generator().manual_seed(99).get_state()
+    drawn = []
+    for index in range(3):
+        folder = shutil.copytree(checkpoint, tmp_path / str(index) / checkpoint.name)
+        own = torch.load(folder / "rng_state_0.pth", weights_only=True)
+        for state in (own, other):
+            state["layout"]["processes"] = 2
+        torch.save(own, folder / "rng_state_0.pth")
+        torch.save(other, folder / "rng_state_1.pth")
+        trainer = make_trainer(max_steps=12)
+        monkeypatch.setattr(type(trainer.args), "process_index", property(lambda self, i=index: i))
+        passes = trainer._training_passes()
+        trainer._prepare_optimizer(12)
+        trainer._progress, trainer._data_digest = Progress(), None
+        set_dropout_seed(trainer.args.seed, index)
+        trainer.checkpoints.resume(str(folder), trainer._run_state(), passes.length)
+        drawn.append(torch.rand(4))
+    assert torch.equal(drawn[1], torch.rand(4, generator=torch.Generator().manual_seed(99)))
+    fresh = torch.Generator().manual_seed(trainer.args.seed + 2)
+    assert torch.equal(drawn[2], torch.rand(4, generator=fresh))
+    assert not torch.equal(drawn[0], drawn[1])
+
+
+@pytest.fixture
+def said_by_process_0(monkeypatch):
+    """Has process 0 of two say what it finds; this one is process 1."""
+
+    def pretend(name):
+        monkeypatch.setattr(trainer_agreement, "gather_objects", lambda value, _: [name, value])
+
+    return pretend
+
+
+def test_the_first_process_s_checkpoint_is_every_process_s(checkpoint, said_by_process_0):
+    args = TrainingArguments(str(checkpoint.parent))
+    said_by_process_0(checkpoint.name)
+    assert agreed_checkpoint(args, str(checkpoint)) == str(checkpoint)
+    for seen in (None, str(checkpoint.with_name("checkpoint-1"))):
+        assert agreed_checkpoint(args, seen) == str(checkpoint)
+
+
+@pytest.mark.parametrize("first", [None, "checkpoint-99"])
+def test_a_checkpoint_that_not_all_see_is_refused(
+    checkpoint, said_by_process_0, monkeypatch, first
+):
+    monkeypatch.setattr(trainer_agreement, "appears", lambda path: path.exists())
+    said_by_process_0(first)
+    args = TrainingArguments(str(checkpoint.parent))
+    with pytest.raises(TrainingError, match=f"{first or 'none'}.*machines have to share"):
+        agreed_checkpoint(args, str(checkpoint))
 
 
 @pytest.mark.parametrize("before", [None, 0, 3])

@@ -27,7 +27,6 @@ from loralib.training import watch
 from loralib.training.compiled import compile_layers
 from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
 from loralib.training.determinism import set_dropout_seed, set_seed, set_up_device
-from loralib.training.distributed import gather_objects
 from loralib.training.optimizer import decay_groups
 from loralib.training.precision import ApexPrecision, Precision, hold_frozen_in
 from loralib.training.product_choices import choose_products, frozen_weights
@@ -40,6 +39,7 @@ from .integrations import reporting_callbacks
 from .modeling_utils import PreTrainedModel
 from .optimization import Adafactor, AdamW, get_scheduler
 from .tokenization_utils_base import PreTrainedTokenizerBase
+from .trainer_agreement import agreed_checkpoint, check_same_training
 from .trainer_callback import (
     CallbackHandler,
     DefaultFlowCallback,
@@ -396,6 +396,8 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             )
         passes = self._training_passes()
         max_steps, epochs = self._updates_and_epochs(passes.length)
+        about_data = passes.examples, self._data_digest
+        check_same_training(args, self.model, max_steps, *about_data)
         self._prepare_optimizer(max_steps)
         self._wrap()
         if args.device.type == "cpu":
@@ -403,7 +405,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             self._has_products = True
         set_dropout_seed(args.seed, args.process_index)
         self._warm_up(passes)
-        self._begin(checkpoint, passes)
+        checkpoint = self._begin(checkpoint, passes)
         if checkpoint:
             self._compare_length(checkpoint, max_steps)
         self.state.max_steps, self.state.num_train_epochs = max_steps, epochs
@@ -484,19 +486,18 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             loader.collate_fn = self._collator()
         return TrainingPasses(loader, self.args.seed, self.args.device)
 
-    def _begin(self, checkpoint: str | None, passes: TrainingPasses) -> None:
+    def _begin(self, checkpoint: str | None, passes: TrainingPasses) -> str | None:
         """Resumes from a checkpoint, or begins a new run; the launcher is told that it has begun.
 
+        Returns:
+            The checkpoint, which all processes have resumed from.
+
         Raises:
-            TrainingError: some processes have a checkpoint, and others have none.
+            TrainingError: processes have other checkpoints, or none.
             CheckpointError: it is damaged, or does not fit.
         """
         args = self.args
-        if len({*gather_objects(bool(checkpoint), args.world_size)}) > 1:
-            raise TrainingError(
-                f"not every process sees a checkpoint in {args.output_dir} to resume from: "
-                "machines have to share that folder"
-            )
+        checkpoint = agreed_checkpoint(args, checkpoint)
         self.checkpoints.outdated = outdated_checkpoints(args, is_new=checkpoint is None)
         if args.launch is not None and args.is_main_process:
             now = identities(args)
@@ -504,6 +505,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         if checkpoint:
             steps = passes.length or sys.maxsize
             self.state = self.checkpoints.resume(checkpoint, self._run_state(), steps)
+        return checkpoint
 
     def _compare_length(self, checkpoint: str, max_steps: int) -> None:
         """Warns where a resumed run has another length than it began with.

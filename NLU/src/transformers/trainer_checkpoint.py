@@ -342,7 +342,7 @@ class Checkpoints:
             with _damage_named(path / name):
                 device = self.args.device if part is run.optimizer else "cpu"
                 restore(part, read_state(path / name, device=device), checked)
-        self._resume_process(path, run, steps_an_epoch)
+        self._resume_process(path, run, steps_an_epoch, state.global_step)
         return state
 
     def load_weights(self, folder: str, model: nn.Module) -> None:
@@ -367,9 +367,14 @@ class Checkpoints:
         way_out = "give the same setting to resume it, or begin a new run with another "
         check_same_run(path, *settings, f"{way_out}--output_dir or --overwrite_output_dir")
 
-    def _resume_process(self, path: Path, run: RunState, steps_an_epoch: int) -> None:
-        """Puts this process's place in the data, gradients and generators where they were."""
-        own = self._read_process_state(path, 0, run)
+    def _resume_process(self, path: Path, run: RunState, steps_an_epoch: int, step: int) -> None:
+        """Puts this process's place in the data, gradients and generators where they were.
+
+        Args:
+            path, run, steps_an_epoch: as `resume` has them.
+            step: of the checkpoint.
+        """
+        own = self._read_process_state(path, 0, run, step)
         before, now = own["layout"], self._layout(run)
         data = own.get("rows"), run.data
         if before["examples"] == now["examples"] and None not in data and data[0] != data[1]:
@@ -390,10 +395,11 @@ class Checkpoints:
                 "then; give the same processes, batches and data, or say --max_steps"
             )
         if before == now:
-            own = self._read_process_state(path, self.args.process_index, run)
+            own = self._read_process_state(path, self.args.process_index, run, step)
         else:
             processes = range(before["processes"])
-            own = _mean_state([self._read_process_state(path, n, run) for n in processes])
+            states = [self._read_process_state(path, n, run, step) for n in processes]
+            own = _mean_state(states) | self._own_generators(states)
         run.progress.load_state_dict(own["progress"])
         run.progress.epoch_rng = own.get("epoch_rng")
         if differ:
@@ -410,11 +416,23 @@ class Checkpoints:
             run.progress.batches = min(done, steps_an_epoch)
         for name, gradient in own["pending_gradients"].items():
             run.model.get_parameter(name).grad = gradient.to(self.args.device)
-        set_rng_state(own["rng"], self.args.device)
+        if "rng" in own:
+            set_rng_state(own["rng"], self.args.device)
         warn_of_other_threads(own.get("threads"), self.args.device)
 
-    def _read_process_state(self, path: Path, index: int, run: RunState) -> dict[str, Any]:
-        """What a process alone had, checked; see `_process_state`."""
+    def _own_generators(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """Where this process's generators were, if there was a process of its number.
+
+        Those of a new one stay as a new run begins with them: no two processes draw the same
+        dropout masks.
+        """
+        index = self.args.process_index
+        return {"rng": states[index]["rng"]} if index < len(states) else {}
+
+    def _read_process_state(
+        self, path: Path, index: int, run: RunState, step: int
+    ) -> dict[str, Any]:
+        """What a process alone had at a step, checked; see `_process_state`."""
         path = path / _process_state_name(index)
         with _damage_named(path):
             example = self._process_state(run)
@@ -424,6 +442,8 @@ class Checkpoints:
             for name in _COUNTED:
                 del example["progress"][name]
             own = read_state(path, {**example, "pending_gradients": {}, "rng": like_rng_state()})
+            if own["progress"]["step"] != step:
+                raise ValueError(f"of step {own['progress']['step']}, the other files of {step}")
             if "epoch_rng" in own:
                 check_like(own["epoch_rng"], like_rng_state(), "'epoch_rng'")
             for name, gradient in own["pending_gradients"].items():
@@ -461,7 +481,8 @@ def _mean_state(states: list[dict[str, Any]]) -> dict[str, Any]:
             progress[name] = sum(state["progress"][name] for state in states) / len(states)
     for name in pending:
         pending[name] = sum(state["pending_gradients"][name] for state in states) / len(states)
-    return {**states[0], "progress": progress, "pending_gradients": pending}
+    shared = {name: value for name, value in states[0].items() if name != "rng"}
+    return {**shared, "progress": progress, "pending_gradients": pending}
 
 
 def _process_state_name(index: int) -> str:

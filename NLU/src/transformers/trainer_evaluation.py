@@ -20,6 +20,7 @@ from loralib.training.precision import Precision, all_in_half
 from loralib.training.product_choices import chosen_products, frozen_weights
 
 from .data.data_collator import IGNORED_LABEL, PackedCollator, only_pads
+from .trainer_agreement import check_same_evaluation
 from .trainer_callback import CallbackHandler, TrainerControl
 from .trainer_data import Examples, length_of, lengths_at_hand, overrides, takes_packed_rows
 from .trainer_loaders import TrainerLoaders
@@ -271,6 +272,7 @@ class TrainerEvaluation(TrainerLoaders):
                 configuration's ``keys_to_ignore_at_inference``.
             metric_key_prefix: see above.
         """
+        self._check_same_evaluation(eval_dataset if eval_dataset is not None else self.eval_dataset)
         loader = self._evaluation_loader("get_eval_dataloader", eval_dataset)
         loss_only = True if self.compute_metrics is None else None
         output = self.prediction_loop(
@@ -293,6 +295,7 @@ class TrainerEvaluation(TrainerLoaders):
         Predictions are what the model returns besides the loss; see `EvalPrediction`. The arguments
         are those of `evaluate`.
         """
+        self._check_same_evaluation(test_dataset)
         loader = self._evaluation_loader("get_test_dataloader", test_dataset)
         output = self.prediction_loop(loader, "predicting", None, ignore_keys, metric_key_prefix)
         output.metrics.update(self._memory_metrics(metric_key_prefix))
@@ -348,7 +351,13 @@ class TrainerEvaluation(TrainerLoaders):
                 name = f"{metric_key_prefix}_{name.removeprefix(f'{metric_key_prefix}_')}"
                 metrics[name] = value.item() if is_numpys else value
         metrics.update(speed_metrics(metric_key_prefix, start, count))
+        # One process's for all: what follows from them, such as the best checkpoint, is the same.
+        metrics = gather_objects(metrics, args.world_size)[0]
         return PredictionOutput(predictions, labels, metrics)
+
+    def _check_same_evaluation(self, dataset: Any) -> None:
+        has_trained = self.state.global_step > 0
+        check_same_evaluation(self.args, None if has_trained else self.model, dataset)
 
     def _products(self) -> AbstractContextManager:
         """How an evaluation multiplies: as this Trainer's training does, or did, if there was one.

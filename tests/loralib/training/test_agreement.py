@@ -1,0 +1,76 @@
+"""Processes that were given other settings, data or weights are told so before they compute."""
+
+import pytest
+import torch
+from torch import nn
+
+from loralib.errors import TrainingError
+from loralib.training import agreement
+from loralib.training.agreement import check_alike, check_same_weights
+
+
+@pytest.fixture
+def others(monkeypatch):
+    """Lists what the other processes say, in the order of the calls, each of them on a host."""
+    said = []
+
+    def gather(value, world_size):
+        found = [value, *said.pop(0)]
+        assert len(found) == world_size
+        return found
+
+    monkeypatch.setattr(agreement, "gather_objects", gather)
+    monkeypatch.setattr(agreement.socket, "gethostname", lambda: "first")
+    return said
+
+
+def test_what_is_the_same(others):
+    settings = {"--seed": 3, "--lr": 0.5, "nothing": float("nan")}
+    others.append([("second", dict(settings)), ("third", {**settings, "nothing": float("nan")})])
+    check_alike(settings, 3)
+    check_alike(settings, 1)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        ({"--seed": 4, "--lr": 0.5}, "--seed 4, process 0 on first has 3"),
+        ({"--seed": 3}, "--lr None, process 0 on first has 0.5"),
+        ({"--seed": 3, "--lr": 0.5, "--new": True}, "--new True, process 0 on first has None"),
+    ],
+)
+def test_what_differs_is_named_with_its_process(others, theirs, said):
+    settings = {"--seed": 3, "--lr": 0.5}
+    others.append([("second", settings), ("third", theirs)])
+    with pytest.raises(TrainingError, match=f"process 2 on third has {said}: give all"):
+        check_alike(settings, 3)
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+
+
+def model_of(*tensors):
+    model = nn.Module()
+    for number, tensor in enumerate(tensors):
+        model.register_buffer(f"b{number}", tensor)
+    return model
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_are_compared_by_their_bits(others, dtype):
+    """In any order in memory; the smallest change is seen."""
+    values = torch.randint(2, (6, 4)).to(dtype)
+    twice = torch.stack([values, values], dim=2)[:, :, 0]
+    sums = agreement._sums_of_bits(model_of(torch.ones(3), values))
+    assert sums == agreement._sums_of_bits(model_of(torch.ones(3), values.t().contiguous().t()))
+    assert sums == agreement._sums_of_bits(model_of(torch.ones(3), twice))
+    changed = values.clone()
+    changed[0, 0] = values[0, 0] == 0
+    others.append([("second", {f"weights of {n} (sum of bits)": s for n, s in sums.items()})])
+    with pytest.raises(TrainingError, match="process 1 on second has weights of b1"):
+        check_same_weights(model_of(torch.ones(3), changed), 2)
+
+
+def test_a_model_without_tensors(others):
+    others.append([("second", {})])
+    check_same_weights(nn.ReLU(), 2)
