@@ -63,7 +63,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     dtype = product_dtype(x)
     is_cast = dtype is not x.dtype or torch.is_autocast_enabled("cpu")
     is_trained = weight.requires_grad and torch.is_grad_enabled()
-    if is_trained and not _has_way_of_trained(weight, dtype, is_cast):
+    if is_trained and not (
+        _is_slow_in_float32(x, weight, bias)
+        if dtype is torch.float32 and not is_cast
+        else _is_emulated_with(weight, dtype, is_cast)
+    ):
         return F.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1]).to(dtype)
     cast_bias = None if bias is None else bias.to(dtype)
@@ -71,12 +75,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out.view(*x.shape[:-1], len(weight))
 
 
-def _has_way_of_trained(weight: Tensor, dtype: torch.dtype, is_cast: bool) -> bool:
-    """Whether `_Linear` is better than `F.linear` where the weight is trained."""
-    if dtype is torch.float32:
-        return weight.dtype is dtype and not is_cast and _is_onednn_faster()
+def _is_emulated_with(weight: Tensor, dtype: torch.dtype, is_cast: bool) -> bool:
     is_emulated = dtype is torch.bfloat16 and not processor.has_bfloat16()
     return is_emulated and (is_cast or weight.dtype is dtype)
+
+
+def _is_slow_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether PyTorch's product is known to be slow, and one of matrices: `F.linear` takes more."""
+    if not _is_onednn_faster() or weight.dtype is not x.dtype:
+        return False
+    if bias is not None and (
+        bias.shape != weight.shape[:1] or bias.dtype is not x.dtype or is_transformed(bias)
+    ):
+        return False
+    are_strided = x.layout is weight.layout is torch.strided and not x.is_nested
+    return are_strided and weight.dim() == 2 and x.numel() > 0
 
 
 class Linear(nn.Linear):

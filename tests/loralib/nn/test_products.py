@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from compare import assert_close_to_rounding, rounding
 from half_products import HalfProducts, choose_processor
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import loralib as lora
@@ -310,6 +311,27 @@ def test_onednn_multiplies_with_trained_weights_where_it_is_faster(
     for ours, theirs, terms in zip(found, exact, (1024, 832, 320, 320), strict=False):
         assert ours.is_contiguous(), "the weight's gradient lies in memory as the weight does"
         assert_close_to_rounding(ours.double(), theirs, terms)
+
+
+def test_what_else_f_linear_takes(onednn_is_faster):
+    """Without inputs or rows, with biases of other shapes, one output, tangents, sparse inputs."""
+    x, weight, bias = (t.requires_grad_() for t in make(SIZES[1], torch.float32, True))
+    given = [
+        (x[:0], weight, bias),
+        (x[:, :0], weight[:, :0], bias),
+        (x, weight, bias[:1]),
+        (x, weight, bias.expand(len(x), -1)),
+        (x, weight[0], None),
+        (x.detach().to_sparse(), weight, None),
+    ]
+    for case in given:
+        torch.testing.assert_close(products.linear(*case), F.linear(*case))
+    with forward_ad.dual_level():
+        moved = forward_ad.make_dual(bias.detach(), torch.ones_like(bias))
+        tangent = forward_ad.unpack_dual(products.linear(x, weight, moved)).tangent
+    assert torch.equal(tangent, torch.ones(len(x), len(weight)))
+    with pytest.raises(RuntimeError, match="dtype"):
+        products.linear(x, weight, bias.double())
 
 
 def test_onednn_is_not_asked_where_gradients_are_odd(onednn_is_faster):
