@@ -5,6 +5,10 @@
 #   bash run_tests.sh --fast               two minutes: no processes that talk, no fuzzing, nothing slow
 #   bash run_tests.sh tests/loralib -x     arguments go to pytest, after --fast as well
 set -euo pipefail
+
+case ${1:-} in
+-h | --help) sed -n '/^set /q; s/^#$//p; s/^# //p' "$0" && exit ;;
+esac
 cd "$(dirname "$0")"
 
 # Three workers on two cores: many tests wait for processes of their own. The fast ones do not.

@@ -5,6 +5,10 @@
 #   bash create_datasets.sh                      every corpus that is there
 #   bash create_datasets.sh e2e [webnlg] [dart]  those that are named
 set -euo pipefail
+
+case ${1:-} in
+-h | --help) sed -n '/^set /q; s/^#$//p; s/^# //p' "$0" && exit ;;
+esac
 cd "$(dirname "$0")"
 
 die() {

@@ -187,6 +187,38 @@ def test_a_quickstart_that_is_given_arguments_does_not_begin(tmp_path, script):
         assert "#" not in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("script", "says", "refuses"),
+    [
+        ("utils/make_environment.sh", "[--with-tests]", True),
+        ("NLG/eval/download_evalscript.sh", "what METEOR, ROUGE-L and CIDEr need", True),
+        ("NLG/create_datasets.sh", "e2e [webnlg] [dart]", False),
+        ("run_tests.sh", "arguments go to pytest", False),
+    ],
+)
+def test_a_script_that_is_asked_for_help_does_not_begin(tmp_path, script, says, refuses):
+    path = tmp_path / script
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes((ROOT / script).read_bytes())
+
+    def call(flag: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHON": "none"}  # nothing is installed if one does begin
+        return subprocess.run(
+            ["bash", path, flag], capture_output=True, text=True, cwd=tmp_path, env=environment
+        )
+
+    for flag in ("--help", "-h"):
+        done = call(flag)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert says in done.stdout
+        assert "#" not in done.stdout
+    if refuses:
+        done = call("--with-test")
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert f"{path.name}: error: takes " in done.stderr
+        assert "--with-test\n" in done.stderr
+
+
 def test_the_tables_are_as_long_as_they_claim():
     """Forty kinds of input, over every script that is an entry point."""
     scripts = {*CALLS, *(row[0].split()[0] for row in PROCESSES)}

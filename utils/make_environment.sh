@@ -5,6 +5,12 @@
 #
 # PYTHON names the interpreter to make it with (default: the first of python3, python3.13 … 3.10).
 set -euo pipefail
+
+case $* in
+'' | --with-tests) ;;
+-h | --help) sed -n '/^set /q; s/^#$//p; s/^# //p' "$0" && exit ;;
+*) echo "make_environment.sh: error: takes --with-tests alone, but got $*" >&2 && exit 2 ;;
+esac
 cd "$(dirname "$0")/.."
 
 project=(-e . -e "NLU[tensorboard]" -r NLG/requirements.txt -r utils/requirements.txt)

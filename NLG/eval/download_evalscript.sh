@@ -3,6 +3,12 @@
 #
 #   cd eval && bash download_evalscript.sh
 set -euo pipefail
+
+case ${1:-} in
+'') ;;
+-h | --help) sed -n '/^set /q; s/^#$//p; s/^# //p' "$0" && exit ;;
+*) echo "download_evalscript.sh: error: takes no arguments, but got $1" >&2 && exit 2 ;;
+esac
 cd "$(dirname "$0")"
 
 python -m pip install -c ../../constraints.txt -r ../requirements-java.txt

@@ -197,7 +197,8 @@ def base_biases(tensors: Iterable[str]) -> set[str]:
     """The biases of a base among the names of a LoRA adapter's tensors.
 
     In a model of no registered family, the bias of a head is one whose weight is there as well: its
-    own, or one within the module that has the bias, as in a masked-language model's lm_head.
+    own, or one within the module that has the bias, as in a masked-language model's lm_head. A
+    module with LoRA in it is no head.
     """
     names = set(tensors)
     ends = ("bias", "bias_k", "bias_v")  # the latter two of an `nn.MultiheadAttention`
@@ -205,14 +206,18 @@ def base_biases(tensors: Iterable[str]) -> set[str]:
     if any(in_known_backbone(name) for name in names):
         return {name for name in biases if in_known_backbone(name)}
     weights = {name for name in names if name.endswith("weight") and LORA.part not in name}
-    return {name for name in biases if not _is_of_head(name, weights)}
+    return {name for name in biases if not _is_of_head(name, weights, names)}
 
 
-def _is_of_head(bias: str, weights: Collection[str]) -> bool:
-    """Whether a bias belongs to one of these weights, by their names."""
+def _is_of_head(bias: str, weights: Collection[str], names: Collection[str]) -> bool:
+    """Whether a bias belongs to one of these weights, by the names of an adapter's tensors."""
     start = bias.rpartition("bias")[0]
-    within = bias.endswith(".bias") and any(weight.startswith(start) for weight in weights)
-    return within or f"{start}weight" in weights
+    if f"{start}weight" in weights:
+        return True
+    # A container with LoRA in it is the base's, even where a trained head is in it as well.
+    if not bias.endswith(".bias") or any(n.startswith(start) and LORA.part in n for n in names):
+        return False
+    return any(weight.startswith(start) for weight in weights)
 
 
 def lora_metadata(tensors: Iterable[str], rank: int, alpha: float) -> LoraMetadata:

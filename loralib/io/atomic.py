@@ -7,6 +7,7 @@ import shutil
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -218,7 +219,7 @@ def _remove_any(path: Path) -> None:
 def atomic_write_folder(path: str | os.PathLike) -> Iterator[Path]:
     """Yields a temporary folder, which becomes `path` when the block ends without an error.
 
-    What a kill has left of an earlier call is removed.
+    What a kill has left of a call more than a minute ago is removed.
 
     Raises:
         CheckpointError: there is something at `path`, before the block or after it, other than an
@@ -263,21 +264,36 @@ def _remove_half_folders(path: Path) -> None:
     """Removes what `atomic_write_folder` has left of `path` when it was killed."""
     name = re.compile(rf"\.{re.escape(path.name + _HALF)}[a-z0-9_]{{8}}")
     for folder in path.parent.glob(".*"):
-        if name.fullmatch(folder.name) and folder.is_dir():
+        if name.fullmatch(folder.name) and _is_old(folder):
             lock = _lock(folder)
             if lock is not None:
                 shutil.rmtree(folder, ignore_errors=True)
                 os.close(lock)
 
 
+def _is_old(folder: Path) -> bool:
+    """Whether a folder is there, and was last changed more than a minute ago.
+
+    A younger one may be that of another process, which has made it and is yet to lock it.
+    """
+    try:
+        status = folder.stat()
+    except OSError:
+        return False  # it has become another process's result meanwhile, or was removed
+    return stat.S_ISDIR(status.st_mode) and time.time() - status.st_mtime > 60
+
+
 def _lock(folder: Path) -> int | None:
     """Takes a folder for this process, until what is returned is closed, or the process ends.
 
-    None where another has it, or where the system has no such locks.
+    None where another has it, it is another user's or gone, or the system has no such locks.
     """
     if os.name != "posix":
         return None
-    handle = os.open(folder, os.O_RDONLY)
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -113,14 +113,17 @@ class _Sink:
 
 
 def index_of(path: str | os.PathLike) -> Path | None:
-    """The index beside a file that lists it as a part of a model, if there is one."""
+    """The index beside a file that lists it as a part of a model, if there is one.
+
+    One that lists no other file is that of a model which is whole in this one.
+    """
     path = Path(path)
     for index in sorted(path.parent.glob("*.index.json")):
         try:
             shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
-        if path.name in shards:
+        if path.name in shards and any(shard != path.name for shard in shards):
             return index
     return None
 

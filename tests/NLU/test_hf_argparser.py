@@ -289,6 +289,11 @@ def test_json_of_one_value_for_a_list(parser):
     assert parser.parse_dict({"name": "x", "tags": "-a"})[0].tags == ["-a"]
 
 
+def test_json_of_a_list_for_one_value(parser):
+    paint, _ = parser.parse_dict({"name": ["x"], "layers": [3], "dry": [True]})
+    assert (paint.name, paint.layers, paint.dry) == ("x", 3, True)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -305,7 +310,7 @@ def test_json_of_one_value_for_a_list(parser):
         ({"name": "x", "dry": "maybe"}, "argument --dry: 'maybe' is neither true nor false"),
         ({"name": "x", "color": "green"}, "argument --color: invalid choice: 'green'"),
         ({"name": "x", "sizes": [1, "-b"]}, "argument --sizes: invalid int value: '-b'"),
-        ({"name": "x", "layers": [1]}, "argument --layers: takes no list"),
+        ({"name": "x", "layers": [1, 2]}, "argument --layers: takes no list"),
         ({"name": "x", "mixed": []}, "argument --mixed: takes no list"),
         ({"name": "x", "finish": {"a": 1}}, "argument --finish: takes no dict"),
         ({"name": "x", "tags": {"a": 1}}, "argument --tags: takes no dict"),

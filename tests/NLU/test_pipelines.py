@@ -30,6 +30,7 @@ from transformers.pipelines import (
     TokenClassificationArgumentHandler,
     base,
 )
+from transformers.pipelines.token_classification import Tokens
 
 # SentencePiece's sign for an unknown piece is upstream's word of several tokens; ours is the token.
 FIXTURE = json.loads(maker.FIXTURE.read_text("utf-8").replace(r" \u2047 ", "[UNK]"))["pipelines"]
@@ -265,6 +266,22 @@ def test_subwords_are_later_tokens_of_a_word(make, family, tokenizers):
         words[each["index"]] == words[each["index"] - 1] for each in seen[0]
     ]
     assert any(each["is_subword"] for each in seen[0])
+
+
+@pytest.mark.parametrize(
+    ("ignore_subwords", "found"), [(True, [("PER", 0, 4)]), (False, [("PER", 0, 2), ("LOC", 7, 8)])]
+)
+def test_later_tokens_have_the_label_of_their_words_first_one(make, ignore_subwords, found):
+    """An entity goes to its word's end, and a word without a label has no part with one."""
+    settings = {"grouped_entities": True, "ignore_subwords": ignore_subwords}
+    pipe = make("roberta", "ner", **settings)
+    places = [(0, 0), (0, 2), (2, 4), (5, 7), (7, 8), (0, 0)]
+    words = [None, 0, 0, 1, 1, None]
+    tokens = Tokens("Anna runs", [0, 5, 6, 7, 8, 2], [1, 0, 0, 0, 0, 1], places, words)
+    scores = np.eye(3)[[0, 1, 0, 0, 2, 0]]
+    with mock.patch.object(pipe.model.config, "id2label", {0: "O", 1: "B-PER", 2: "B-LOC"}):
+        groups = pipe.group_entities(pipe._entities(tokens, scores))
+    assert [(each["entity_group"], each["start"], each["end"]) for each in groups] == found
 
 
 def test_a_slow_tokenizer_knows_no_places(models, tmp_path):

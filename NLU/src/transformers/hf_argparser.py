@@ -129,8 +129,8 @@ class HfArgumentParser(ArgumentParser):
     def parse_dict(self, values: dict[str, Any]) -> tuple[Any, ...]:
         """The same from a dict; its values are checked as the command line's are.
 
-        None stands for a flag that is not given. A list may be empty, and a field that is a dict is
-        given as one: the command line has no words for either.
+        None stands for a flag that is not given, and a list of one for its value. A list may be
+        empty, and a field that is a dict is given as one: the command line has no words for either.
         """
         names = {name for type_ in self.dataclass_types for name in _flag_names(type_)}
         unknown = values.keys() - names
@@ -161,7 +161,7 @@ class HfArgumentParser(ArgumentParser):
         is_dict, is_list = isinstance(value, dict), isinstance(value, list | tuple)
         if is_dict and (typing.get_origin(action.type) or action.type) is dict:
             return value
-        if is_dict or (is_list and action.nargs != "+"):
+        if is_dict or (is_list and action.nargs != "+" and len(value) != 1):
             raise ArgumentError(action, f"takes no {type(value).__name__}")
         # As text, so that argparse reads and checks it.
         items = [

@@ -117,9 +117,33 @@ def test_what_a_kill_leaves_of_a_folder_is_removed_by_the_next_call(tmp_path):
     assert left.name.startswith(".a.half-")
     other = tmp_path / ".b.half-aaaaaaaa"
     other.mkdir()
+    new = tmp_path / ".a.half-aaaaaaaa"
+    new.mkdir()  # perhaps by a process that is about to lock it
+    for folder in (left, other):
+        os.utime(folder, (0, 0))
     with atomic_write_folder(tmp_path / "a"):
         pass
-    assert {*tmp_path.iterdir()} == {tmp_path / "a", other}
+    assert {*tmp_path.iterdir()} == {tmp_path / "a", other, new}
+
+
+@posix
+@pytest.mark.parametrize("error", [PermissionError, FileNotFoundError])
+def test_a_half_folder_that_cannot_be_opened_is_left_alone(tmp_path, monkeypatch, error):
+    """It is another user's, or that user's process has removed it meanwhile."""
+    left = tmp_path / ".a.half-aaaaaaaa"
+    left.mkdir()
+    os.utime(left, (0, 0))
+    really_open = os.open
+
+    def refusing(path, *arguments, **settings):
+        if path == left:
+            raise error(errno.EACCES, "refused")
+        return really_open(path, *arguments, **settings)
+
+    monkeypatch.setattr(os, "open", refusing)
+    with atomic_write_folder(tmp_path / "a"):
+        pass
+    assert {*tmp_path.iterdir()} == {tmp_path / "a", left}
 
 
 @pytest.mark.parametrize("as_file", [True, False])
@@ -129,6 +153,7 @@ def test_a_folder_that_appears_while_it_is_written(tmp_path, as_file):
     def written_meanwhile() -> None:
         with atomic_write_folder(path) as first:
             (first / "x").touch()
+            os.utime(first, (0, 0))
             if as_file:
                 path.write_text("mine")
                 return

@@ -56,7 +56,14 @@ class Tokens:
 
     def goes_on(self, index: int) -> bool:
         """Whether a token is a later one of its word."""
-        return self.words is not None and self.words[index] == self.words[index - 1]
+        return self.words is not None and index > 0 and self.words[index] == self.words[index - 1]
+
+    def labels_by_word(self, labels: list[int]) -> list[int]:
+        """The tokens' labels, where a word's later tokens have that of its first one."""
+        of_words: list[int] = []
+        for index, label in enumerate(labels):
+            of_words.append(of_words[-1] if self.goes_on(index) else label)
+        return of_words
 
 
 class TokenClassificationArgumentHandler(ArgumentHandler):
@@ -160,7 +167,10 @@ class TokenClassificationPipeline(Pipeline):
     def _entities(self, tokens: "Tokens", scores: np.ndarray) -> list[Entity]:
         """A text's tokens that have an entity's label; `scores` are (tokens, labels)."""
         entities: list[Entity] = []
-        for index, label in enumerate(scores.argmax(axis=-1).tolist()):
+        by_word = self.grouped_entities and self.ignore_subwords
+        labels = scores.argmax(axis=-1).tolist()
+        # Models are trained on words' first tokens: what they say of others means nothing.
+        for index, label in enumerate(tokens.labels_by_word(labels) if by_word else labels):
             name = self.model.config.id2label[label]
             if name in self.ignore_labels or tokens.is_special[index]:
                 continue
@@ -176,7 +186,7 @@ class TokenClassificationPipeline(Pipeline):
                 "start": start,
                 "end": end,
             }
-            if self.grouped_entities and self.ignore_subwords:
+            if by_word:
                 entity["is_subword"] = tokens.goes_on(index)
             entities.append(entity)
         return entities
