@@ -230,8 +230,9 @@ def test_a_large_json_file_is_read_in_pieces_unless_they_may_differ(
     assert ("chunksize" in read_options) == is_whole
 
 
-def test_columns_of_dates_alone_stay_texts(tmp_path):
+@pytest.mark.parametrize("names", [["from"], ["from", "to"]])
+def test_columns_of_dates_alone_stay_texts(tmp_path, names):
     path = tmp_path / "dates.json"
-    rows = [{"from": f"2020-01-0{n}", "to": f"2020-02-0{n}"} for n in range(1, 4)]
+    rows = [dict.fromkeys(names, f"2020-01-0{n}") for n in range(1, 4)]
     path.write_text("\n".join(map(json.dumps, rows)))
     assert read_table(str(path)).to_list() == rows
