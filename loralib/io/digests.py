@@ -9,7 +9,14 @@ _BLOCK = 2**20  # bytes that are read at once
 def folder_digest(path: str | os.PathLike) -> str:
     """SHA-256 of the names and contents of a folder's files, hidden ones left out, likewise."""
     digest = hashlib.sha256()
+    visited: dict[tuple[int, int], str] = {}  # as links may lead back to a folder they are in
     for folder, below, names in os.walk(os.fspath(path), followlinks=True):
+        status, name = os.stat(folder), os.path.relpath(folder, path)
+        first = visited.setdefault((status.st_dev, status.st_ino), name)
+        if first != name:
+            digest.update(f"{name}\n{first}\n".encode())
+            below.clear()
+            continue
         below[:] = sorted(name for name in below if not name.startswith("."))
         for name in sorted(name for name in names if not name.startswith(".")):
             file = os.path.join(folder, name)

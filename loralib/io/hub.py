@@ -8,6 +8,7 @@ import difflib
 import functools
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -162,6 +163,8 @@ def _out_of_reach(
         Exception: there is none, or it is to be fetched again.
     """
     found = None if force_download else _left_here(hub, name, filename, where, folder)
+    if found is not None and folder is None and _COMMIT.fullmatch(where["revision"] or ""):
+        return found  # a commit's files do not change: there is nothing to ask
     unreached = _why_unreached(hub, _PAUSES if found is None else _PAUSES[:1])
     if unreached is None or found is not None:
         return found if unreached else None
@@ -185,8 +188,12 @@ def _left_here(
     return Path(found) if isinstance(found, str) else None
 
 
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _PAUSES = (0, 1, 2)  # seconds before each attempt to reach the hub
 _reached: set[str] = set()  # the hubs that have answered
+_FORGOTTEN_AFTER = 60  # seconds
+# Why a hub did not answer, and when: a model's other files need not wait for it again.
+_unreached: dict[str, tuple[float, Exception]] = {}
 
 
 def _why_unreached(hub: ModuleType, pauses: Sequence[float]) -> Exception | None:
@@ -199,17 +206,24 @@ def _why_unreached(hub: ModuleType, pauses: Sequence[float]) -> Exception | None
     endpoint, seconds = hub.constants.ENDPOINT, hub.constants.HF_HUB_ETAG_TIMEOUT
     if endpoint in _reached:
         return None
+    when, before = _unreached.get(endpoint, (0.0, None))
+    if before is not None and time.monotonic() - when < _FORGOTTEN_AFTER:
+        return before
     errors: list[Exception] = []
     given = (hub, endpoint, seconds, pauses, errors)
     asking = threading.Thread(target=_ask, args=given, daemon=True)
     asking.start()
     asking.join(seconds)
     if asking.is_alive():
-        return TimeoutError(f"{endpoint} did not answer within {seconds} seconds")
-    if errors:
-        return errors[-1]
-    _reached.add(endpoint)
-    return None
+        why: Exception = TimeoutError(f"{endpoint} did not answer within {seconds} seconds")
+    elif errors:
+        why = errors[-1]
+    else:
+        _reached.add(endpoint)
+        return None
+    if asking.is_alive() or len(pauses) == len(_PAUSES):  # else it was refused once, at once
+        _unreached[endpoint] = time.monotonic(), why
+    return why
 
 
 def _ask(
@@ -306,6 +320,8 @@ def _not_cached(
         return AbsentFileError(f"'{name}' has no {filename} on the hub")
     if not offline:
         why = _reason(error)
+        if "/" in name and not _seen_from_here(name):
+            why += f"; as a path it was looked for in {os.getcwd()}"
     elif _seems_absent(hub, name, filename, where):
         return AbsentFileError(f"'{name}': {offline} and {filename} cannot be fetched")
     else:

@@ -1,6 +1,7 @@
 """Models from the hub: a local server speaks for it, and processes of their own load from there."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -135,9 +136,10 @@ show(logits, "roberta-base")
     shown = run_on_hub(hub_server, home, PRELUDE + gone, HF_ENDPOINT="http://127.0.0.1:9")
     assert shown[:4] == [*expected, 0]
     assert shown[5:8] == expected
+    where = f"; as a path it was looked for in {os.getcwd()}"
     reasons = {
         "org/none": ("offline mode is on and it is not in the cache", shown[4]),
-        "org/none ": ("[Errno 111] Connection refused", shown[8]),
+        "org/none ": (f"[Errno 111] Connection refused{where}", shown[8]),
         "roberta-base": ("[Errno 111] Connection refused", shown[9]),
     }
     for name, (reason, (error, message)) in reasons.items():

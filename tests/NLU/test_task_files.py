@@ -116,6 +116,24 @@ def test_hidden_tags_are_those_of_all_rows(tmp_path, suffix):
     )
 
 
+@pytest.mark.parametrize("none", [None, [None, None]])
+def test_null_is_hidden_beside_hidden_tags(tmp_path, none):
+    train = table_of(tmp_path / "train.json", SENTENCES)
+    rows = [{"tokens": ["Ann", "ran"], "ner_tags": tags} for tags in ([-1, -1], none)]
+    test = table_of(tmp_path / "test.json", rows)
+    assert sentences(train, train, test).tables["test"].rows.column_names == [WORDS]
+    path = tmp_path / "some.json"
+    some = table_of(path, [rows[1], {**rows[1], "ner_tags": [0, 0]}])
+    assert f"{path}: row 1: " in error_of(sentences, train, train, some)
+
+
+@pytest.mark.parametrize("name", ["hashtag", "text_with_hashtags"])
+def test_words_in_a_column_whose_name_ends_like_that_of_tags(tmp_path, name):
+    rows = [{name: row["tokens"], "ner_tags": row["ner_tags"]} for row in SENTENCES]
+    data = sentences(table_of(tmp_path / "train.json", rows))
+    assert data.tables["train"].rows[WORDS][1] == ["in", "Paris"]
+
+
 def test_a_trained_model_s_order_of_tags_is_kept(tmp_path):
     table = table_of(tmp_path / "train.json", SENTENCES)
     known = ("O", "B-PER", "B-LOC", "B-ORG")

@@ -1,10 +1,12 @@
 """Files of one's own that are sound, however unusual: what is read of them."""
 
 import csv
+import json
 import os
 
 import pytest
 
+from transformers.data import text_files
 from transformers.data.text_files import (
     Columns,
     choose_columns,
@@ -197,3 +199,40 @@ def test_a_table_in_the_place_of_another_is_read(tmp_path):
 def test_a_column_may_be_called_with_a_semicolon(tmp_path):
     (tmp_path / "a.csv").write_text("text; and more\nhello\nthere\n")
     assert read_table(str(tmp_path / "a.csv")).column_names == ["text; and more"]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_whole"),
+    [
+        ("no date", False),
+        ("of 2020-01-01", False),
+        ("2020-01-01 and later", False),
+        ("2020-01-01", True),
+        ("2020-01-01 10:00", True),
+        ("2020-01-01T10:00:00.5Z", True),
+    ],
+)
+def test_a_large_json_file_is_read_in_pieces_unless_they_may_differ(
+    tmp_path, monkeypatch, text, is_whole
+):
+    """At once it takes several times the memory and the time."""
+    read_options = {}
+
+    def load(kind, path, **options):
+        read_options.update(options)
+        return load_rows(kind, path, **options)
+
+    monkeypatch.setattr(text_files, "_PIECE", 20)
+    monkeypatch.setattr(text_files, "load_rows", load)
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({"2020-01-01": "a", "text": text}))
+    assert read_table(str(path))["text"][:] == [text]
+    assert ("chunksize" in read_options) == is_whole
+
+
+@pytest.mark.parametrize("names", [["from"], ["from", "to"]])
+def test_columns_of_dates_alone_stay_texts(tmp_path, names):
+    path = tmp_path / "dates.json"
+    rows = [dict.fromkeys(names, f"2020-01-0{n}") for n in range(1, 4)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert read_table(str(path)).to_list() == rows

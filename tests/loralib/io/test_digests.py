@@ -29,3 +29,19 @@ def test_a_folder_s_digest_is_of_names_and_contents(tmp_path):
     (tmp_path / "moved" / ".hidden").write_text("")
     (tmp_path / "moved" / "nowhere").symlink_to(tmp_path / "absent")
     assert digests.folder_digest(tmp_path / "moved") == seen[-1]
+
+
+def test_links_back_to_a_folder_lead_to_an_end(tmp_path):
+    """Two of them double the folders with each step, until the system refuses the name."""
+    (tmp_path / "below").mkdir()
+    (tmp_path / "other").mkdir()
+    for name in ("l1", "l2"):
+        (tmp_path / name).symlink_to(".")
+    seen = []
+    for target in (".", "below", "other"):
+        (tmp_path / "l3").unlink(missing_ok=True)
+        (tmp_path / "l3").symlink_to(target)
+        seen.append(digests.folder_digest(tmp_path))
+    assert len({*seen}) == 3
+    (tmp_path / "below" / "file").write_text("a")
+    assert digests.folder_digest(tmp_path) not in seen

@@ -64,6 +64,7 @@ def matches(shown, kind, start):
 def _reached(monkeypatch):
     """In this process the hub counts as one that has answered: its library is replaced."""
     monkeypatch.setattr(hub_files, "_reached", {huggingface_hub.constants.ENDPOINT})
+    monkeypatch.setattr(hub_files, "_unreached", {})
 
 
 # ---- without the hub library ----
@@ -377,6 +378,53 @@ def test_a_hub_is_tried_again_where_it_cannot_be_reached(monkeypatch, answers, u
         assert left == []
         assert (found if found is None else str(found)) == unreached
         left += answers if unreached else []  # it is not asked again once it has answered
+        hub_files._unreached.clear()
+
+
+class Silent:
+    """The library with a hub of which nothing is heard; it counts how often that is asked."""
+
+    def __init__(self):
+        self.constants = SimpleNamespace(ENDPOINT="https://hub", HF_HUB_ETAG_TIMEOUT=0.05)
+        self.asked = 0
+
+    def get_session(self):
+        self.asked += 1
+        return SimpleNamespace(head=lambda address, timeout: time.sleep(1))
+
+    def try_to_load_from_cache(self, name, filename, **where):
+        return f"/cache/{where['revision']}/{filename}"
+
+
+def test_a_hub_that_does_not_answer_is_waited_for_once_a_minute(monkeypatch):
+    library = Silent()
+    for pauses in ((0,), (0, 0, 0), (0,)):
+        assert "did not answer" in str(hub_files._why_unreached(library, pauses))
+    assert library.asked == 1
+    monkeypatch.setattr(hub_files, "_FORGOTTEN_AFTER", 0)
+    hub_files._why_unreached(library, (0,))
+    assert library.asked == 2
+
+
+@pytest.mark.parametrize(("revision", "times"), [("a0" * 20, 0), ("main", 1), (None, 1)])
+def test_a_commit_in_the_cache_is_taken_without_the_hub(revision, times):
+    library, where = Silent(), {"revision": revision, "cache_dir": None}
+    found = hub_files._out_of_reach(library, "org/tiny", CONFIG, where, None, False)
+    assert found == Path(f"/cache/{revision}/{CONFIG}")
+    assert library.asked == times
+
+
+@pytest.mark.parametrize("made", ["", "runs"])
+def test_where_a_path_was_looked_for_is_said_where_no_hub_answers(tmp_path, monkeypatch, made):
+    """A name with one slash may be either; where its first part is here, that is said before."""
+    (tmp_path / made).mkdir(exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub_files, "_why_unreached", lambda *given: ConnectError("refused"))
+    for name in ("runs/model", "roberta-base"):
+        with pytest.raises(FileNotFoundError) as raised:
+            fetch_file(name, CONFIG, cache_dir=str(tmp_path / "cache"))
+        is_said = str(raised.value).endswith(f"refused; as a path it was looked for in {tmp_path}")
+        assert is_said == (name == "runs/model" and not made)
 
 
 # ---- errors ----

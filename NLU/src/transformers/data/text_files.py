@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import json
+import mmap
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -28,9 +29,11 @@ TEXT_KEYS = ("text", "text_pair")
 # Names of columns that identify rows and are not a part of them.
 _IDENTIFIER = re.compile(r"(.*[-_ .])?(id|ids|idx|index|guid|uid|uuid|unnamed: \d+)", re.IGNORECASE)
 _LONGEST_FIELD = 2**31 - 1  # characters; the most that csv can be told on every system
-# Bytes of a JSON file that are read at once: the least, which is the library's, and the most, as
-# pyarrow counts them in 32 bits.
+# Bytes of a JSON file that are read at once: as the library does, and the most where its pieces
+# would differ, as pyarrow counts them in 32 bits.
 _PIECE, _LARGEST_PIECE = 10 * 2**20, 2**30
+# A text in JSON which pyarrow takes for a time, where all of a column's in a piece are such.
+_LOOKS_LIKE_A_TIME = re.compile(rb'"\d{4}-\d\d-\d\d(?:[ T][\d:.+\-]*Z?)?"(?!\s*:)')
 # What some spreadsheets write in place of commas.
 _OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs"}
 _STRINGS = ("string", "large_string")
@@ -84,9 +87,10 @@ def read_table(path: str, texts: Sequence[str] = ()) -> Dataset:
         # pandas reads an empty cell as a missing value, and words such as "null" with it.
         options["keep_default_na"] = False
         options["converters"] = {name: str for name in texts if name in header} or None
-    else:
-        # A column's type is then that of all its rows, and not of each piece's for itself.
-        options["chunksize"] = min(max(os.path.getsize(path), _PIECE), _LARGEST_PIECE)
+    elif os.path.getsize(path) > _PIECE and _has_times(path):
+        # A column's type is then that of all its rows: a piece in which all texts look like times
+        # would be refused beside others, or its texts written otherwise. It takes more memory.
+        options["chunksize"] = min(os.path.getsize(path), _LARGEST_PIECE)
     try:
         rows = load_rows(kind, path, **options)
     except DatasetGenerationError as error:
@@ -117,12 +121,23 @@ def load_rows(kind: str, path: str, **options: Any) -> Dataset:
     return load_dataset(kind, data_files=path, split="train", description=content, **options)
 
 
+def _has_times(path: str) -> bool:
+    """Whether a JSON file, which is not empty, has a text that looks like a time."""
+    with (
+        open(path, "rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
+        return _LOOKS_LIKE_A_TIME.search(content) is not None
+
+
 def _with_texts(rows: Dataset, path: str) -> Dataset:
     """A JSON file's rows, where the reader took texts for times because all of them look like one.
 
     Raises:
         ValueError: there are such, and the file is not of objects.
     """
+    from datasets import Dataset, concatenate_datasets
+
     schema = rows.features.arrow_schema
     taken = [name for name in schema.names if _holds_times(schema.field(name).type)]
     if not taken:
@@ -133,10 +148,11 @@ def _with_texts(rows: Dataset, path: str) -> Dataset:
             f"{path}: {taken[0]} holds dates, which would not stay texts: write an object a line"
         )
     names = rows.column_names
-    for name in taken:
-        values = [row.get(name) for row in given]
-        rows = rows.remove_columns(name).add_column(name, values)
-    return rows.select_columns(names)  # in the file's order
+    texts = Dataset.from_dict({name: [row.get(name) for row in given] for name in taken})
+    others = [name for name in names if name not in taken]
+    if others:  # a table without columns has no rows
+        texts = concatenate_datasets([rows.select_columns(others), texts], axis=1)
+    return texts.select_columns(names)  # in the file's order
 
 
 def _holds_times(kind: Any) -> bool:

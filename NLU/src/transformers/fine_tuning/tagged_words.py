@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,8 @@ logger = logging.getLogger(__name__)
 
 WORDS, TAGS = "words", "tags"
 # Names of columns that say what they are, and are not where such columns are looked for.
-_NAMES_OF_WORDS, _NAMES_OF_TAGS = ("words", "tokens"), ("tags", "labels", "tag", "label")
+_NAMES_OF_WORDS = ("words", "tokens")
+_ENDS_WITH_TAGS = re.compile(r"(.*[^a-z])?(tags?|labels?)", re.IGNORECASE)  # and not hashtags
 _SAY_OTHERS = "--text_column_name and --label_column_name say others"
 
 
@@ -87,10 +89,16 @@ def check_sentences(
 
 
 def _are_hidden(table: Table, name: str) -> bool:
-    """Whether a test set's tags are hidden, as the hub has them: -1."""
-    return table.all_hidden(
-        name, [isinstance(tags, list) and -1 in tags for tags in table.column(name)]
-    )
+    """Whether a test set's tags are hidden, as the hub has them: -1, or, beside such, none."""
+    rows = table.column(name)
+    hidden = [isinstance(tags, list) and -1 in tags for tags in rows]
+    if any(hidden):
+        hidden = [is_so or _are_none(tags) for is_so, tags in zip(hidden, rows, strict=True)]
+    return table.all_hidden(name, hidden)
+
+
+def _are_none(tags: Any) -> bool:
+    return tags is None or (isinstance(tags, list) and all(tag is None for tag in tags))
 
 
 def _columns(table: Table, words: str | None, tags: str | None, task: str) -> tuple[str, str]:
@@ -103,7 +111,7 @@ def _columns(table: Table, words: str | None, tags: str | None, task: str) -> tu
     tags_at = tags or _usual(table, f"{task}_tags", 1)
     if tags is None and tags_at == words_at:
         tags_at = f"{task}_tags"  # it is absent, and the words are in its place
-    swapped = (words is None and words_at.endswith(_NAMES_OF_TAGS)) or (
+    swapped = (words is None and _ENDS_WITH_TAGS.fullmatch(words_at) is not None) or (
         tags is None and tags_at in _NAMES_OF_WORDS
     )
     if words_at == tags_at or swapped:
