@@ -7,6 +7,7 @@ from trainer_runs import make_data
 
 from transformers import trainer_agreement, trainer_evaluation
 from transformers.trainer_agreement import check_same_evaluation
+from transformers.trainer_evaluation import TrainerEvaluation
 
 
 @pytest.fixture
@@ -35,28 +36,51 @@ def test_a_training_s_settings_and_data(make_trainer, compared):
 
 def test_an_evaluation_s_data_and_weights(compared):
     model, two = object(), SimpleNamespace(world_size=2)
-    check_same_evaluation(two, model, make_data(7))
+    check_same_evaluation(two, model, 7, "0123456789abcdef0123")
     assert compared["examples to evaluate on (number)"] == 7
+    assert compared["examples to evaluate on (digest)"] == "0123456789abcdef"
     assert compared.pop("weights") is model
-    check_same_evaluation(two, None, make_data(7))
+    check_same_evaluation(two, None, None, None)
     assert "weights" not in compared
-    compared.clear()
-    check_same_evaluation(SimpleNamespace(world_size=1), model, make_data(7))
-    assert not compared
 
 
-def test_weights_are_compared_before_a_training_alone(make_trainer, monkeypatch):
-    """After it they are the same but for rounding, which may differ between processors."""
-    models = []
+@pytest.fixture
+def of_two(monkeypatch):
+    """What each evaluation compares, in a run that seems to have two processes in this alone."""
+    found = []
+    compare = TrainerEvaluation._check_same_evaluation
+
+    def check(trainer, dataset):
+        args = trainer.args
+        trainer.args = SimpleNamespace(world_size=2)
+        compare(trainer, dataset)
+        trainer.args = args
+
+    monkeypatch.setattr(TrainerEvaluation, "_check_same_evaluation", check)
     monkeypatch.setattr(
-        trainer_evaluation, "check_same_evaluation", lambda args, model, data: models.append(model)
+        trainer_evaluation, "check_same_evaluation", lambda args, *given: found.append(given)
     )
+    return found
+
+
+def test_a_set_is_digested_once(make_trainer, of_two, monkeypatch):
+    digested = []
+    monkeypatch.setattr(trainer_evaluation, "table_digest", lambda data: digested.append(data))
+    trainer = make_trainer()
+    for data in (None, None, make_data(3)):
+        trainer.evaluate(data)
+    assert [len(data) for data in digested] == [len(trainer.eval_dataset), 3]
+    assert [given[1] for given in of_two] == [*[len(trainer.eval_dataset)] * 2, 3]
+
+
+def test_weights_are_compared_before_a_training_alone(make_trainer, of_two):
+    """After it they are the same but for rounding, which may differ between processors."""
     trainer = make_trainer(max_steps=1)
     trainer.evaluate()
     trainer.train()
     trainer.evaluate()
     trainer.predict(trainer.eval_dataset)
-    assert models == [trainer.model, None, None]
+    assert [given[0] for given in of_two] == [trainer.model, None, None]
 
 
 def test_all_processes_have_the_first_one_s_metrics(make_trainer, monkeypatch):

@@ -13,11 +13,9 @@ from loralib.training.agreement import check_alike, check_same_weights
 from loralib.training.distributed import gather_objects
 from loralib.training.output import appears
 
-from .data.table_digest import table_digest
 from .file_utils import CONFIG_NAME
 from .modeling_utils import PreTrainedModel
 from .trainer_checkpoint import TRAINER_STATE_NAME
-from .trainer_data import length_of
 from .training_args import TrainingArguments
 
 # Settings that may be each process's own.
@@ -51,22 +49,22 @@ def check_same_training(
     check_alike({**flags, **of_model, **of_data, "updates to make": updates}, args.world_size)
 
 
-def check_same_evaluation(args: TrainingArguments, model: nn.Module | None, dataset: Any) -> None:
+def check_same_evaluation(
+    args: TrainingArguments, model: nn.Module | None, examples: int | None, digest: str | None
+) -> None:
     """Checks that all processes evaluate one model on one set.
 
     Args:
         args: the run's.
         model: its weights are compared; None after a training, in which it is the same, but for
             rounding where machines are of several kinds.
-        dataset: the set.
+        examples: of the set, where it has a length.
+        digest: what `table_digest` says of them.
 
     Raises:
         TrainingError: a process has others.
     """
-    if args.world_size == 1:
-        return
-    of_data = _about_data("to evaluate on", length_of(dataset), table_digest(dataset))
-    check_alike(of_data, args.world_size)
+    check_alike(_about_data("to evaluate on", examples, digest), args.world_size)
     if model is not None:
         check_same_weights(model, args.world_size)
 

@@ -20,6 +20,7 @@ from loralib.training.precision import Precision, all_in_half
 from loralib.training.product_choices import chosen_products, frozen_weights
 
 from .data.data_collator import IGNORED_LABEL, PackedCollator, only_pads
+from .data.table_digest import table_digest
 from .trainer_agreement import check_same_evaluation
 from .trainer_callback import CallbackHandler, TrainerControl
 from .trainer_data import Examples, length_of, lengths_at_hand, overrides, takes_packed_rows
@@ -255,6 +256,8 @@ class TrainerEvaluation(TrainerLoaders):
     compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None
     label_smoother: LabelSmoother | None
     precision: Precision
+    # The last set that was compared, and its digest: evaluations in training are of one set.
+    _digested: tuple[Any, str | None] = None, None
 
     def evaluate(
         self,
@@ -356,8 +359,12 @@ class TrainerEvaluation(TrainerLoaders):
         return PredictionOutput(predictions, labels, metrics)
 
     def _check_same_evaluation(self, dataset: Any) -> None:
-        has_trained = self.state.global_step > 0
-        check_same_evaluation(self.args, None if has_trained else self.model, dataset)
+        if self.args.world_size == 1:
+            return
+        if dataset is not self._digested[0]:
+            self._digested = dataset, table_digest(dataset)
+        model = None if self.state.global_step > 0 else self.model
+        check_same_evaluation(self.args, model, length_of(dataset), self._digested[1])
 
     def _products(self) -> AbstractContextManager:
         """How an evaluation multiplies: as this Trainer's training does, or did, if there was one.
