@@ -1,7 +1,7 @@
 """x Wᵀ + b of large matrices, in the fastest way that PyTorch has on this processor.
 
 On a CPU there are several ways (ways.py). Which of them is the fastest depends on the processor,
-the shape and the dtype: on AMD's processors, for instance, MKL's kernels for float32 take 1.1 to 2
+the shape and the dtype: on AMD's processors, for instance, MKL's kernels for float32 take 1.1 to 2.2
 times as long as oneDNN's, and on Intel's with AMX, weights in oneDNN's own layout are multiplied
 twice as fast.
 
@@ -416,7 +416,7 @@ def _usual(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
 def _is_onednn_faster() -> bool:
     """Whether oneDNN is known to be faster in float32 than MKL, which is PyTorch's own.
 
-    On AMD's processors MKL takes 1.1 or 2 times as long, by the processor; on Intel's about as
+    On the two of AMD's that were measured, MKL takes 1.1 and 2.2 times as long; on Intel's about as
     long, where oneDNN takes up to 2.4 times as long with some transposed weights (5632 x 2048 is
     one).
     """
