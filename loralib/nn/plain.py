@@ -1,11 +1,11 @@
 """One switch for what is done for speed alone: plain, PyTorch's own public operations compute.
 
-These are, on a CPU, products with weights (trained ones where it pays), attention, and dropout, and no batch is
-filled up to sizes that recur; on a GPU, attention, which then pads rows. Without dropout, results
-differ in rounding; with it, PyTorch draws other numbers. The switch is for comparing, and for
-finding out whether a fault lies here; it is the environment variable ``LORALIB_PLAIN=1``, or
-`plain`. It is on by itself within `torch.func`, for whose transforms what is fast here has no
-rules.
+These are, on a CPU, products with weights (trained ones where it pays), attention, and dropout, and
+no batch is filled up to sizes that recur; on a GPU, attention, which then pads rows. Without
+dropout, results differ in rounding; with it, PyTorch draws other numbers. The switch is for
+comparing, and for finding out whether a fault lies here; it is the environment variable
+``LORALIB_PLAIN=1``, or `plain`. It is on by itself within `torch.func`, for whose transforms what
+is fast here has no rules.
 """
 
 import os

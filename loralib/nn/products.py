@@ -1,8 +1,8 @@
 """x Wᵀ + b of large matrices, in the fastest way that PyTorch has on this processor.
 
 On a CPU there are several ways (ways.py). Which of them is the fastest depends on the processor,
-the shape and the dtype: on AMD's processors, for instance, MKL's kernels for float32 take 1.1 to 2.2
-times as long as oneDNN's, and on Intel's with AMX, weights in oneDNN's own layout are multiplied
+the shape and the dtype: on AMD's processors, for instance, MKL's kernels for float32 take 1.1 to
+2.2 times as long as oneDNN's, and on Intel's with AMX, weights in oneDNN's own layout are multiplied
 twice as fast.
 
 bfloat16 is not faster everywhere. Where a processor has no instructions for it, PyTorch's products
