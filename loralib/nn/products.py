@@ -2,8 +2,8 @@
 
 On a CPU there are several ways (ways.py). Which of them is the fastest depends on the processor,
 the shape and the dtype: on AMD's processors, for instance, MKL's kernels for float32 take 1.1 to
-2.2 times as long as oneDNN's, and on Intel's with AMX, weights in oneDNN's own layout are multiplied
-twice as fast.
+2.2 times as long as oneDNN's, and on Intel's with AMX, weights in oneDNN's own layout are
+multiplied twice as fast.
 
 bfloat16 is not faster everywhere. Where a processor has no instructions for it, PyTorch's products
 were seen to take 12 times as long as in float32, and 190 times with a transposed weight. Some of
