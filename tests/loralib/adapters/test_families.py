@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -215,13 +216,15 @@ def test_stacked_updates_in_an_earlier_peft_folder(request, tmp_path):
     """It does not say which slices they reach: each is the one update that it is there."""
     folder, adapter = tmp_path / "a", adapter_of("gpt2")
     write_adapter(folder, adapter, "peft")
-    known = read_adapter(folder)
-    path = folder / "adapter_model.safetensors"
-    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
-    save_file(tensors, path, with_checksum(tensors, adapter.metadata))
-    assert read_adapter(folder).metadata == known.metadata
+    known, earlier = read_adapter(folder), tmp_path / "earlier"
+    shutil.copytree(folder, earlier)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    save_file(
+        tensors, earlier / "adapter_model.safetensors", with_checksum(tensors, adapter.metadata)
+    )
+    assert read_adapter(earlier).metadata == known.metadata
     request.getfixturevalue("unregistered")
-    found = read_adapter(folder)
+    found = read_adapter(earlier)
     assert (found.metadata.rank, found.metadata.alpha) == (4, 6)
     for name, delta in deltas_of(found).items():
         (part,) = delta.blocks()

@@ -81,7 +81,8 @@ def test_a_seed_and_a_generator_state_reproduce_it():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_gradient_passes_where_the_output_does(dtype):
-    x = torch.randn(40, 30, dtype=dtype, requires_grad=True)
+    # In half precision, some PyTorch's random numbers are 0 at times.
+    x = torch.rand(40, 30).add_(1).to(dtype).requires_grad_()
     out = dropout(x, 0.4)
     weights = torch.randn_like(x)
     (grad,) = torch.autograd.grad(out, x, weights)
