@@ -270,7 +270,7 @@ def _row_norms(weight: Tensor, block: Block, scaling: float) -> Tensor:
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager:
-    if not torch.amp.is_autocast_available(device_type):
+    if not products.has_autocast(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)
 

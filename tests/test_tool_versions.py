@@ -16,6 +16,15 @@ def test_ruff_before_a_commit_is_the_tests_ruff():
     assert re.search(r"ruff-pre-commit\n\s+rev: v(\S+)$", config, re.M)[1] == pinned
 
 
+def test_the_oldest_versions_that_are_tested_are_those_that_are_taken():
+    needs = "".join(map(read, ["setup.py", "NLU/setup.py", "NLG/requirements.txt"]))
+    oldest = dict(re.findall(r"\b(?!python|loralib)([a-z_]+)>=([\d.]+)", needs))
+    tested = dict(re.findall(r"^([a-z_]+)==(\S+)$", read("tests/oldest.txt"), re.M))
+    assert tested.keys() == oldest.keys()
+    for name, version in oldest.items():
+        assert f"{tested[name]}.".startswith(f"{version}."), name
+
+
 def test_continuous_integration_runs_every_supported_python():
     matrix = re.search(r"python: \[(.*)\]", read(".github/workflows/tests.yml"))[1]
     versions = re.findall(r"3\.(\d+)", matrix)

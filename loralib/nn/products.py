@@ -34,14 +34,16 @@ from .ways import WAYS, WAYS_OF_BATCHES, drop_copies, frozen_owner, in_float32
 # ---- products that autograd records ----
 
 
+def has_autocast(device: str) -> bool:
+    """Whether autocast knows devices of a type; others, such as "meta", it may not be asked of."""
+    # PyTorch's own question breaks a graph before 2.10, and nothing is compiled for other devices.
+    return torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
+
+
 def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype that a matrix product with x has: autocast's where it is on, else x's own."""
     device = x.device.type
-    if (
-        torch.amp.is_autocast_available(device)
-        and torch.is_autocast_enabled(device)
-        and x.dtype != torch.float64
-    ):
+    if has_autocast(device) and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
     return x.dtype
 

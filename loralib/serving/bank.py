@@ -265,9 +265,10 @@ def _apply_heads(
         return out if heads[0] is None else heads[0](*args, **kwargs)
     if any(isinstance(other, Tensor) for other in others):
         raise ValueError(f"{module} is given several tensors: use one adapter at a time")
+    of_each = list(zip(heads, parts, strict=True))  # an open zip with strict breaks Dynamo's graphs
     outputs = [
         out[part] if head is None else _called_with(head, x[part], args, kwargs)
-        for head, part in zip(heads, parts, strict=True)
+        for head, part in of_each
     ]
     widest = max(output.shape[-1] for output in outputs)
     padding = [(0, widest - output.shape[-1]) for output in outputs]
