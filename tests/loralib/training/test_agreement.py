@@ -56,19 +56,52 @@ def model_of(*tensors):
     return model
 
 
+def said_of(*tensors):
+    """What a process says of such a model."""
+    digests = agreement._digests(dict(model_of(*tensors).named_buffers()))
+    return {f"weights of {name} (shape, digest)": each for name, each in digests.items()}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_are_compared_by_their_bits(others, dtype):
     """In any order in memory; the smallest change is seen."""
     values = torch.randint(2, (6, 4)).to(dtype)
     twice = torch.stack([values, values], dim=2)[:, :, 0]
-    sums = agreement._sums_of_bits(model_of(torch.ones(3), values))
-    assert sums == agreement._sums_of_bits(model_of(torch.ones(3), values.t().contiguous().t()))
-    assert sums == agreement._sums_of_bits(model_of(torch.ones(3), twice))
+    known = said_of(torch.ones(3), values)
+    assert known == said_of(torch.ones(3), values.t().contiguous().t())
+    assert known == said_of(torch.ones(3), twice)
     changed = values.clone()
     changed[0, 0] = values[0, 0] == 0
-    others.append([("second", {f"weights of {n} (sum of bits)": s for n, s in sums.items()})])
+    others.append([("second", known)])
     with pytest.raises(TrainingError, match="process 1 on second has weights of b1"):
         check_same_weights(model_of(torch.ones(3), changed), 2)
+
+
+VALUES = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [VALUES.t(), VALUES.flip(0), VALUES.flip(1), VALUES.reshape(4), VALUES.reshape(1, 4)],
+    ids=["transposed", "other rows", "other columns", "a vector", "one row"],
+)
+def test_the_same_values_in_another_order_or_shape(others, theirs):
+    others.append([("second", said_of(VALUES))])
+    with pytest.raises(TrainingError, match="process 1 on second has weights of b0"):
+        check_same_weights(model_of(theirs), 2)
+
+
+def test_a_digest_does_not_depend_on_what_is_read_at_a_time(monkeypatch):
+    tensors = [torch.randn(37), torch.empty(0), torch.tensor(3), torch.randn(5, 7)]
+    known = said_of(*tensors)
+    for size in (1, 4, 36, 37):
+        monkeypatch.setitem(agreement._BLOCK, "cpu", size)
+        assert said_of(*tensors) == known
+
+
+def test_some_weights_alone(others):
+    others.append([("second", said_of(VALUES))])
+    check_same_weights(model_of(VALUES, torch.ones(3)), 2, names=["b0", "of another"])
 
 
 def test_a_model_without_tensors(others):
