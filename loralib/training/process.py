@@ -168,6 +168,7 @@ def run(
     except _expected_errors() as error:
         if os.environ.get("LORA_DEBUG") == "1":
             raise
+        _stop_watching()  # this process's own error is what ends it, not that others are gone
         if rank():
             time.sleep(HEAD_START)
         _report(error, report)
@@ -175,6 +176,7 @@ def run(
     except RuntimeError as error:
         if not is_lost_peer(error) or os.environ.get("LORA_DEBUG") == "1":
             raise
+        _stop_watching()
         gone = "another process of the run is gone; if it ended by an error, it has said which"
         if any(mark in str(error).lower() for mark in _TOO_LATE):
             gone = f"other processes of the run did not answer in time; see {timeout}"
@@ -196,6 +198,14 @@ def _is_in_group() -> bool:
     """Whether this is one of several processes that PyTorch has joined."""
     dist = sys.modules.get("torch.distributed")
     return dist is not None and dist.is_initialized()
+
+
+def _stop_watching() -> None:
+    """Has this process be watched no longer, if it is one of several; see watch.py."""
+    if _is_in_group():
+        from .watch import stop_watching  # which needs this module
+
+        stop_watching()
 
 
 def _report(error: Exception, report: Callable[[str], None]) -> None:
@@ -258,9 +268,7 @@ def _leave_group() -> None:
         return
     import torch.distributed as dist
 
-    from .watch import stop_watching  # which needs this module
-
-    stop_watching()
+    _stop_watching()
     dist.barrier()
     if dist.get_backend() == "nccl":
         dist.destroy_process_group()
