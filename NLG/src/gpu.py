@@ -9,11 +9,13 @@ import argparse
 import math
 import os
 import socket
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from loralib.training.agreement import check_alike
 from loralib.training.distributed import TIMEOUT, choose_device, join
 
 PLATFORMS = ("k8s", "local", "philly", "azure")
@@ -76,6 +78,28 @@ class DistEnv:
     def is_main(self) -> bool:
         """Whether this is the process that writes and reports."""
         return self.rank == 0
+
+
+# Flags that each process may have its own of: where its files are, and what it says. What the files
+# hold is compared apart.
+_OWN = {"platform", "local_rank", "rank", "device", "world_size", "ddp_timeout"}
+_OWN |= {"work_dir", "output_file", "data", "train_data", "valid_data", "init_checkpoint"}
+_OWN |= {"lora_path", "log_level", "report_to"}
+
+
+def check_same_flags(args: argparse.Namespace, world_size: int, but: Collection[str] = ()) -> None:
+    """Checks that all processes were started alike, before they wait for each other elsewhere.
+
+    Args:
+        args: all flags, as they were given.
+        world_size: how many processes there are.
+        but: more flags that may differ.
+
+    Raises:
+        TrainingError: a flag differs; the message names it, and the processes.
+    """
+    own = {*_OWN, *but}
+    check_alike({f"--{n}": value for n, value in vars(args).items() if n not in own}, world_size)
 
 
 def start(args: argparse.Namespace) -> DistEnv:

@@ -15,6 +15,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -179,6 +180,23 @@ def sum_over_processes(value: Tensor, world_size: int) -> Tensor:
     if world_size > 1:
         dist.all_reduce(total)
     return total
+
+
+@torch.no_grad()
+def share_tensors(tensors: Iterable[Tensor], world_size: int) -> None:
+    """Gives all processes the first one's values, in place.
+
+    Args:
+        tensors: of the same shapes in all processes; with NCCL, on this process's GPU.
+        world_size: how many processes there are.
+    """
+    if world_size == 1:
+        return
+    for tensor in tensors:
+        whole = tensor.detach().contiguous()
+        dist.broadcast(whole, 0)
+        if whole.data_ptr() != tensor.data_ptr():  # its values do not lie one after the other
+            tensor.copy_(whole)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import HashStore
 
 import gpu
-from gpu import DistEnv, add_gpu_params, start
+from gpu import DistEnv, add_gpu_params, check_same_flags, start
 from loralib.training import distributed, watch
 from loralib.training.distributed import barrier, gather_objects, sum_over_processes
 
@@ -182,6 +182,17 @@ def test_a_process_without_a_gpu(joined, two_gpus, local_rank):
     with pytest.raises(ValueError, match=f"process {local_rank} of this.* has no GPU, there are 2"):
         start(parse("--local_rank", local_rank))
     assert two_gpus == []
+
+
+def test_flags_that_processes_have_to_share(monkeypatch):
+    compared = []
+    monkeypatch.setattr(gpu, "check_alike", lambda flags, world_size: compared.append(flags))
+    args = parse("--random_seed", 3, "--local_rank", 1)
+    args.eval_interval, args.work_dir, args.resume = 5, "here", True
+    check_same_flags(args, 2, but=["resume"])
+    check_same_flags(args, 2)
+    alike = {"--random_seed": 3, "--eval_interval": 5}
+    assert compared == [alike, {**alike, "--resume": True}]
 
 
 def install_horovod(monkeypatch, rank: int, received: tuple[str, str] | None) -> list:
