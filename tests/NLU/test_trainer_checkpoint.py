@@ -29,10 +29,11 @@ from transformers import (
     TrainingArguments,
     TrainingError,
     trainer_agreement,
+    trainer_checkpoint,
 )
 from transformers.trainer_agreement import agreed_checkpoint
 from transformers.trainer_callback import TrainerState
-from transformers.trainer_checkpoint import Progress, identities
+from transformers.trainer_checkpoint import Progress, find_best, identities, outdated_checkpoints
 from transformers.trainer_utils import list_checkpoints
 from transformers.utils.cli import find_checkpoint
 
@@ -325,7 +326,7 @@ def test_no_two_processes_draw_the_same_after_a_change_of_their_number(
         monkeypatch.setattr(type(trainer.args), "process_index", property(lambda self, i=index: i))
         passes = trainer._training_passes()
         trainer._prepare_optimizer(12)
-        trainer._progress, trainer._data_digest = Progress(), None
+        trainer._progress = Progress()
         set_dropout_seed(trainer.args.seed, index)
         trainer.checkpoints.resume(str(folder), trainer._run_state(), passes.length)
         drawn.append(torch.rand(4))
@@ -614,3 +615,53 @@ def test_another_model_given_to_a_trainer_is_the_one_that_is_saved(
     trainer.save_model(tmp_path / "other")
     saved = torch.load(tmp_path / "other" / "pytorch_model.bin", weights_only=True)
     assert_same_bits(saved, other.state_dict())
+
+
+# ---- several processes ----
+
+NAME = "roberta.encoder.layer.0.attention.self.query.lora_A"
+
+
+def test_weights_are_compared_once_they_are_read(make_trainer, tmp_path, monkeypatch):
+    """Each machine may see another file."""
+    make_trainer(save_strategy="steps", save_steps=4).train()
+    compared = []
+    monkeypatch.setattr(
+        trainer_checkpoint,
+        "check_same_weights",
+        lambda model, _: compared.append(model.get_parameter(NAME).detach().clone()),
+    )
+    trainer = make_trainer(max_steps=4)
+    trainer.train(str(tmp_path / "out" / "checkpoint-4"))
+    (weight,) = compared
+    assert torch.equal(weight, trainer.model.get_parameter(NAME))
+
+
+@pytest.fixture
+def of_the_first(monkeypatch):
+    """Has every gathering in trainer_checkpoint.py find another value of the first process."""
+
+    def set_value(value):
+        monkeypatch.setattr(trainer_checkpoint, "gather_objects", lambda own, _: [value, own])
+
+    return set_value
+
+
+def test_the_first_process_says_which_checkpoints_are_replaced(tmp_path, of_the_first):
+    (tmp_path / "checkpoint-3").mkdir()
+    args = TrainingArguments(str(tmp_path), overwrite_output_dir=True)
+    of_the_first(["checkpoint-7"])
+    assert outdated_checkpoints(args) == ["checkpoint-7"]
+
+
+def test_the_first_process_says_which_model_is_the_best(tmp_path, of_the_first):
+    args = TrainingArguments(str(tmp_path), metric_for_best_model="score")
+    state = TrainerState()
+    state.log_history = [{"eval_score": 0.5, "step": step} for step in (2, 4)]
+    (tmp_path / "checkpoint-4").mkdir()  # this machine does not see the other one yet
+    of_the_first(("checkpoint-2", 0.5))
+    find_best(state, args, tmp_path)
+    assert state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    of_the_first((None, None))
+    find_best(state, args, tmp_path)
+    assert (state.best_model_checkpoint, state.best_metric) == (None, None)

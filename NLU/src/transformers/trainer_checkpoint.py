@@ -26,6 +26,7 @@ from loralib.errors import CheckpointError, TrainingError
 from loralib.io.atomic import replacing_folder
 from loralib.io.likeness import check_like
 from loralib.io.tensors import write_torch
+from loralib.training.agreement import check_same_weights
 from loralib.training.determinism import rng_state, set_rng_state, warn_of_other_threads
 from loralib.training.distributed import gather_objects
 from loralib.training.losses import PendingLosses
@@ -346,9 +347,15 @@ class Checkpoints:
         return state
 
     def load_weights(self, folder: str, model: nn.Module) -> None:
-        """Copies a checkpoint's weights into a model."""
+        """Copies a checkpoint's weights into a model; to be called by all processes.
+
+        Raises:
+            CheckpointError: a file is damaged, or does not fit the model.
+            TrainingError: another process has read others.
+        """
         path = Path(folder)
         load_weights(model, path, self.args.device, _way_out(path))
+        check_same_weights(model, self.args.world_size)
 
     def _check_same_run(self, path: Path, model: nn.Module) -> None:
         """Refuses to resume a run of another task or with other settings."""
@@ -535,7 +542,7 @@ def find_best(state: TrainerState, args: TrainingArguments, folder: Path) -> Non
     """Finds in a Trainer's state the best of the checkpoints that are there, when a run resumes.
 
     The folder may have been copied or moved, checkpoints may be gone, and another metric may be
-    compared now.
+    compared now. What the first process sees holds for all, which have to call this.
 
     Args:
         state: with the run's evaluations.
@@ -551,6 +558,9 @@ def find_best(state: TrainerState, args: TrainingArguments, folder: Path) -> Non
         checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{record['step']}"
         if not math.isnan(record.get(name, math.nan)) and checkpoint.is_dir():
             note_best(state, args, record, checkpoint)
+    found = state.best_model_checkpoint and Path(state.best_model_checkpoint).name
+    found, state.best_metric = gather_objects((found, state.best_metric), args.world_size)[0]
+    state.best_model_checkpoint = found and str(folder / found)
     if noted and state.best_metric != value:
         logger.warning(
             "%s was the best model: of the checkpoints that are there, %s is it, by %s",
@@ -562,12 +572,16 @@ def outdated_checkpoints(args: TrainingArguments, is_new: bool = True) -> list[s
     """The names of an earlier run's checkpoints in the output folder, which this run replaces.
 
     Those that are there when a new run begins with --overwrite_output_dir; and when a launcher
-    starts that again, those of them of which the place has not been taken.
+    starts that again, those of them of which the place has not been taken. What the first process
+    finds holds for all, which have to call this: on another machine files have other identities.
     """
+    found, now = [], identities(args)
     if args.launch is not None and args.launch.is_restart:
-        noted, now = args.launch.note.items(), identities(args)
-        return [name for name, identity in noted if now.get(name) == identity]
-    return [*identities(args)] if args.overwrite_output_dir and is_new else []
+        noted = args.launch.note.items()
+        found = [name for name, identity in noted if now.get(name) == identity]
+    elif args.overwrite_output_dir and is_new:
+        found = [*now]
+    return gather_objects(found, args.world_size)[0]
 
 
 def identities(args: TrainingArguments) -> dict[str, list[int]]:
