@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from ..errors import TrainingError, first_line
-from .process import warnings_so_far
+from .process import launched_address, launched_place, warnings_so_far
 from .watch import start_watching
 
 logger = logging.getLogger(__name__)
@@ -106,12 +106,12 @@ def join(device: torch.device, timeout: float = TIMEOUT) -> None:
 
     Raises:
         TrainingError: not all processes were there in time.
-        ValueError: the environment is incomplete, or `timeout` is not positive.
+        ValueError: the environment is incomplete or wrong, or `timeout` is not positive.
     """
     if not 0 < timeout < 1e9:
         raise ValueError(f"the timeout has to be a positive number of seconds, not {timeout:g}")
-    rank, world_size = (int(_environment(name)) for name in ("RANK", "WORLD_SIZE"))
-    address = _environment("MASTER_ADDR"), int(_environment("MASTER_PORT"))
+    place = launched_place(local_rank=0)  # the device is chosen
+    rank, world_size, address = place.rank, place.world_size, launched_address()
     prefix, store = _attempts_store(address, rank, world_size, timeout)
     on_gpu = device.type == "cuda"
     if not on_gpu:
@@ -235,18 +235,6 @@ def _address_of(probe: socket.socket, interface: str) -> str | None:
     return socket.inet_ntoa(answer[20:24])
 
 
-def _environment(name: str) -> str:
-    """What the launcher says: a number or, for MASTER_ADDR, a host."""
-    value = os.environ.get(name, "")
-    if not value or not (value.isdecimal() or name == "MASTER_ADDR"):
-        raise ValueError(
-            f"{name} is {value!r} in the environment: start processes with torchrun or "
-            "torch.distributed.launch, which set it, or set RANK, WORLD_SIZE, MASTER_ADDR and "
-            "MASTER_PORT"
-        )
-    return value
-
-
 def _attempts_store(
     address: tuple[str, int], rank: int, world_size: int, timeout: float
 ) -> tuple[str, Store]:
@@ -291,13 +279,14 @@ def _agree_on_attempt(store: Store, rank: int, world_size: int, timeout: float) 
         store.set(f"hello/{rank}", own)
         store.wait([f"answer/{own}"], limit)
         name = store.get(f"answer/{own}").decode()
-        store.set(f"confirmed/{name}/{rank}", "1")
+        store.set(f"confirmed/{name}/{rank}", str(world_size))
         return name
     missing, answered, end = set(range(1, world_size)), set(), time.monotonic() + timeout
     while missing:
         for other in sorted(missing):
             if store.check([f"confirmed/{own}/{other}"]):
                 missing.discard(other)
+                _check_same_size(other, int(store.get(f"confirmed/{own}/{other}")), world_size)
             elif store.check([f"hello/{other}"]):
                 hello = store.get(f"hello/{other}").decode()
                 if hello not in answered:
@@ -310,3 +299,11 @@ def _agree_on_attempt(store: Store, rank: int, world_size: int, timeout: float) 
             )
         time.sleep(0.01)
     return own
+
+
+def _check_same_size(other: int, theirs: int, ours: int) -> None:
+    if theirs != ours:
+        raise TrainingError(
+            f"process {other} was started with WORLD_SIZE {theirs}, process 0 with {ours}: give "
+            "all processes of a run the same"
+        )

@@ -8,11 +8,13 @@ import gc
 import logging
 import os
 import signal
+import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,14 +28,113 @@ def started(pid: int) -> str:
     It tells a process from a later one of the same number.
     """
     try:
-        # The command's name, in parentheses, may hold anything; this is the 20th field after it.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        return _stat(pid)[19]
     except OSError:
         return ""
 
 
+def parent_of(pid: int) -> int | None:
+    """The process that has started another, or has taken its place; None where nobody knows."""
+    try:
+        return int(_stat(pid)[1])
+    except OSError:  # not Linux, or no such process
+        command = ["ps", "-o", "ppid=", "-p", str(pid)]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return int(said)
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        return None
+
+
+def _stat(pid: int) -> list[str]:
+    """What Linux tells of a process, from its state on."""
+    # The command's name, in parentheses, may hold anything.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+# ------------------------------------------------------------------------------------------------
+# What launchers say in the environment
+# ------------------------------------------------------------------------------------------------
+
+_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process among those of a run.
+
+    Attributes:
+        rank: its number, from 0.
+        world_size: how many processes there are.
+        local_rank: its number on its machine.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+def is_launched() -> bool:
+    """Whether a launcher has set some of what `launched_place` reads."""
+    return any(name in os.environ for name in _PLACE)
+
+
+def launched_place(local_rank: int | None = None, names: tuple[str, str, str] = _PLACE) -> Place:
+    """Which process this is, as its launcher says.
+
+    Args:
+        local_rank: where the environment need not say it. Else it has to, where there are several
+            processes: of those of one machine, each has a GPU of its own.
+        names: what the launcher calls rank, world size and local rank.
+
+    Raises:
+        ValueError: a variable is missing, or says nothing that can be.
+    """
+    of_rank, of_size, of_local = names
+    world_size = launched_number(of_size, least=1)
+    rank = launched_number(of_rank, most=world_size - 1)
+    if local_rank is None:
+        local_rank = launched_number(of_local) if world_size > 1 or of_local in os.environ else 0
+    return Place(rank, world_size, local_rank)
+
+
+def launched_address() -> tuple[str, int]:
+    """Host and port at which the first process of the run is reached; raises a ValueError likewise.
+
+    The first process may have another host than this one.
+    """
+    host = os.environ.get("MASTER_ADDR", "").strip()
+    if not host:
+        raise _not_launched("MASTER_ADDR")
+    return host, launched_number("MASTER_PORT", least=1, most=2**16 - 1)
+
+
+def launched_number(name: str, least: int = 0, most: int | None = None) -> int:
+    """A variable of a launcher's that is a whole number.
+
+    Raises:
+        ValueError: it is missing, no number, or out of its range.
+    """
+    text = os.environ.get(name, "").strip()
+    if not (text.isascii() and text.isdecimal()):
+        raise _not_launched(name)
+    number = int(text)
+    if number < least or (most is not None and number > most):
+        limit = f"at least {least}" if most is None else f"a number from {least} to {most}"
+        raise ValueError(f"{name} is {number} in the environment, and has to be {limit}")
+    return number
+
+
+def _not_launched(name: str) -> ValueError:
+    return ValueError(
+        f"{name} is {os.environ.get(name, '')!r} in the environment: start processes with torchrun "
+        "or torch.distributed.launch, which set it, or set RANK, WORLD_SIZE, LOCAL_RANK, "
+        "MASTER_ADDR and MASTER_PORT"
+    )
+
+
 def rank() -> int:
-    """This process's number among those of the run, as launchers set it; 0 without one."""
+    """This process's number among those of the run, for messages; 0 where nobody says it."""
     text = os.environ.get("RANK", "")
     return int(text) if text.isdecimal() else 0
 

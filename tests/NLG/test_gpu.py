@@ -82,7 +82,7 @@ def two_gpus(monkeypatch, joined):
 
 
 def test_defaults_of_the_flags():
-    expected = dict(local_rank=0, rank=0, device=0, world_size=0, random_seed=10)
+    expected = dict(local_rank=None, rank=0, device=0, world_size=0, random_seed=10)
     expected["ddp_timeout"] = 1800
     assert vars(parse()) == {"platform": "k8s", **expected}
 
@@ -149,11 +149,17 @@ def test_a_launcher_of_one_process_needs_no_group(environment, joined):
         ({**openmpi(0, 2, 0), "MASTER_PORT": "1"}, [], "MASTER_ADDR is '' in the environment"),
         ({**openmpi(0, 2, 0), "MASTER_ADDR": "here"}, [], "MASTER_PORT is '' in the environment"),
         (torchrun(0, 2, 0), ["--platform", "local"], "MASTER_ADDR is ''"),
-        ({"RANK": "0"}, [], "WORLD_SIZE is not set"),
-        ({"WORLD_SIZE": "2"}, [], "RANK is not set"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, [], "OMPI_COMM_WORLD_RANK is not set"),
-        ({**torchrun(0, 2, 0), "RANK": "first"}, [], "RANK in the environment.*'first'"),
-        ({**torchrun(2, 2, 0), **MASTER}, [], "process 2 of 2"),
+        ({"RANK": "0"}, [], "WORLD_SIZE is '' in the environment"),
+        ({"WORLD_SIZE": "2"}, [], "^RANK is '' in the environment"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, [], "OMPI_COMM_WORLD_RANK is ''"),
+        ({**torchrun(0, 2, 0), "RANK": "first"}, [], "^RANK is 'first' in the environment"),
+        (
+            {**torchrun(2, 2, 0), **MASTER},
+            [],
+            "^RANK is 2 in the environment, and has to be a number from 0 to 1",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "2", **MASTER}, [], "^LOCAL_RANK is '' in the environment"),
+        ({"LOCAL_RANK": "0"}, ["--platform", "local"], "WORLD_SIZE is '' in the environment"),
         ({**torchrun(0, 2, 0), **MASTER}, ["--world_size", 4], "--world_size is 4.*started 2"),
         ({}, ["--world_size", 2], "--world_size is 2, but the launcher started 1"),
     ],
