@@ -40,7 +40,7 @@ from exp_utils import (
 from gpu import DistEnv, add_gpu_params, check_same_flags, start
 from loralib.io.atomic import check_apart, check_folder_writable
 from loralib.io.command_line import ArgumentParser
-from loralib.io.digests import file_digest
+from loralib.io.digests import lines_digest
 from loralib.nn.products import use_products
 from loralib.training import process, watch
 from loralib.training.agreement import check_alike, check_same_weights
@@ -213,7 +213,7 @@ def check_same_contexts(path: str, world_size: int) -> None:
         TrainingError: a process has others.
     """
     if world_size > 1:
-        check_alike({"contexts of --data": file_digest(path)}, world_size)
+        check_alike({"contexts of --data": lines_digest(path)}, world_size)
 
 
 def cut_contexts(contexts: list[Prompt], longest: int, path: str) -> list[Prompt]:
@@ -308,7 +308,7 @@ def main(argv: list[str] | None = None) -> None:
     settings = settings_of(args)
     dist_env = start(args)
     set_up_logging(args.log_level)
-    check_same_flags(args, dist_env.world_size)
+    check_same_flags(args, dist_env)
     set_up_device(tf32=args.tf32)
     path = os.path.join(args.work_dir, args.output_file)
     if dist_env.is_main:

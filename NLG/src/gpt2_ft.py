@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
     dist_env = start(args)
     set_up_logging(args.log_level)  # not before: the launcher's RANK may be known by now alone
     # Whether a run resumes depends on what is in its folder, too; see `check_same_start`.
-    check_same_flags(args, dist_env.world_size, but=["resume"])
+    check_same_flags(args, dist_env, but=["resume"])
     set_up_device(tf32=args.tf32, deterministic=args.use_deterministic_algorithms)
     if args.estimate:
         taken = estimate_run(args, dist_env)

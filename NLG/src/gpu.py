@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from loralib.training.agreement import check_alike
+from loralib.training.agreement import check_alike, check_same_code
 from loralib.training.distributed import TIMEOUT, choose_device, join
 from loralib.training.process import Place, is_launched, launched_place
 
@@ -89,19 +89,23 @@ _OWN |= {"work_dir", "output_file", "data", "train_data", "valid_data", "init_ch
 _OWN |= {"lora_path", "log_level", "report_to"}
 
 
-def check_same_flags(args: argparse.Namespace, world_size: int, but: Collection[str] = ()) -> None:
+def check_same_flags(
+    args: argparse.Namespace, dist_env: DistEnv, but: Collection[str] = ()
+) -> None:
     """Checks that all processes were started alike, before they wait for each other elsewhere.
 
     Args:
         args: all flags, as they were given.
-        world_size: how many processes there are.
+        dist_env: this process.
         but: more flags that may differ.
 
     Raises:
-        TrainingError: a flag differs; the message names it, and the processes.
+        TrainingError: a flag differs, or the version of the project.
     """
+    check_same_code(dist_env.rank, dist_env.world_size)
     own = {*_OWN, *but}
-    check_alike({f"--{n}": value for n, value in vars(args).items() if n not in own}, world_size)
+    flags = {f"--{name}": value for name, value in vars(args).items() if name not in own}
+    check_alike(flags, dist_env.world_size)
 
 
 def start(args: argparse.Namespace) -> DistEnv:

@@ -18,12 +18,12 @@ from checkpoints import check_finite
 from family import DEFAULT_TARGETS
 from gpu import DistEnv
 from loralib.errors import CheckpointError
-from loralib.io.digests import file_digest
+from loralib.io.digests import lines_digest
 from loralib.io.likeness import check_like
 from loralib.io.tensors import write_torch
 from loralib.training.agreement import check_alike, check_same_weights
 from loralib.training.determinism import rng_state, set_rng_state, warn_of_other_threads
-from loralib.training.distributed import barrier, gather_objects
+from loralib.training.distributed import barrier, gather_on_first
 from loralib.training.resume import (
     Stateful,
     check_same_run,
@@ -88,7 +88,7 @@ def identity_of(
         **patterns,
         "number of processes": dist_env.world_size,
         "last step": max_step,
-        "training data": file_digest(args.train_data),
+        "training data": lines_digest(args.train_data),
         "base": base,
         "number of steps": last_step,
     }
@@ -145,7 +145,7 @@ def check_same_start(
     """
     if dist_env.world_size > 1:
         step = None if resumed is None else resumed["step"]
-        own = {"validation data": file_digest(args.valid_data), "step to resume from": step}
+        own = {"validation data": lines_digest(args.valid_data), "step to resume from": step}
         own["a run to resume that is finished"] = resumed is not None and resumed["finished"]
         check_alike({**identity, **own}, dist_env.world_size)
 
@@ -211,7 +211,8 @@ def write_run(
         CheckpointError: a weight is not finite; the last state stays.
     """
     # The key cannot change: older runs wrote it.
-    generators = {"chance": gather_objects(rng_state(dist_env.device), dist_env.world_size)}
+    own = rng_state(dist_env.device)
+    generators = {"chance": gather_on_first(own, dist_env.rank, dist_env.world_size)}
     if dist_env.is_main:
         path = Path(work_dir, RESUME_NAME)
         trained = _kept(model)

@@ -4,6 +4,7 @@ Each process reads flags, data and weights for itself, on several machines each 
 differ, gradients are averages over other runs, and scores are of several models.
 """
 
+import logging
 import socket
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -11,8 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import __version__
 from ..errors import TrainingError
-from .distributed import gather_objects
+from ..io.digests import shown
+from .distributed import gather_objects, gather_on_first
+
+logger = logging.getLogger(__name__)
 
 
 def check_alike(settings: Mapping[str, Any], world_size: int) -> None:
@@ -36,9 +41,30 @@ def check_alike(settings: Mapping[str, Any], world_size: int) -> None:
             # Not a number is no other than itself here.
             if ours != theirs and not (ours != ours and theirs != theirs):
                 raise TrainingError(
-                    f"process {number} on {host} has {name} {theirs}, process 0 on {first_host} "
-                    f"has {ours}: give all processes of a run the same"
+                    f"process {number} on {host} has {name} {shown(theirs)}, process 0 on "
+                    f"{first_host} has {shown(ours)}: give all processes of a run the same"
                 )
+
+
+def check_same_code(rank: int, world_size: int) -> None:
+    """Checks that all processes run one version of this project; to be called by all of them.
+
+    Warns of other versions of PyTorch, whose results may differ by rounding.
+
+    Raises:
+        TrainingError: a process has another one.
+    """
+    if world_size == 1:
+        return
+    check_alike({"version of loralib": __version__}, world_size)
+    versions = gather_on_first(torch.__version__, rank, world_size)
+    for number, version in enumerate(versions):
+        if version != versions[0]:
+            logger.warning(
+                "process %d has PyTorch %s, process 0 %s: last bits may depend on which machine "
+                "computes what",
+                *(number, version, versions[0]),
+            )
 
 
 def check_same_weights(

@@ -150,6 +150,15 @@ def gather_objects(value: Any, world_size: int) -> list[Any]:
     return values
 
 
+def gather_on_first(value: Any, rank: int, world_size: int) -> list[Any]:
+    """Every process's `value` (anything that pickles), by rank, on the first; nothing on others."""
+    if world_size == 1:
+        return [value]
+    values = [None] * world_size if rank == 0 else None
+    dist.gather_object(value, values)
+    return values or []
+
+
 def share_warnings(rank: int, world_size: int) -> None:
     """Has the main process show what the others have logged as warnings, and it has not.
 
@@ -157,9 +166,7 @@ def share_warnings(rank: int, world_size: int) -> None:
     """
     if world_size == 1:
         return
-    shares = gather_objects(warnings_so_far(), world_size)
-    if rank != 0:
-        return
+    shares = gather_on_first(warnings_so_far(), rank, world_size)
     known = set(warnings_so_far())
     for number, share in enumerate(shares[1:], start=1):
         for text in share:

@@ -205,8 +205,11 @@ _INTERRUPTED = 130  # what shells call a program's status that SIGINT has ended
 
 
 def _say_interrupted(report: Callable[[str], None]) -> None:
-    if not rank():
-        report(f"{os.path.basename(sys.argv[0])}: interrupted")
+    """Says it; another process than the main one only where that is not interrupted as well."""
+    if rank():
+        _stop_watching()
+        time.sleep(HEAD_START)
+    report(f"{os.path.basename(sys.argv[0])}: interrupted{_which()}")
 
 
 @contextmanager
@@ -310,9 +313,12 @@ def _stop_watching() -> None:
 
 
 def _report(error: Exception, report: Callable[[str], None]) -> None:
-    where = f" (process {rank()})" if rank() else ""
     message = " ".join(_in_words(error).split())
-    report(f"{os.path.basename(sys.argv[0])}: error{where}: {message}")
+    report(f"{os.path.basename(sys.argv[0])}: error{_which()}: {message}")
+
+
+def _which() -> str:
+    return f" (process {rank()})" if rank() else ""
 
 
 def _in_words(error: Exception) -> str:

@@ -195,8 +195,9 @@ def test_flags_that_processes_have_to_share(monkeypatch):
     monkeypatch.setattr(gpu, "check_alike", lambda flags, world_size: compared.append(flags))
     args = parse("--random_seed", 3, "--local_rank", 1)
     args.eval_interval, args.work_dir, args.resume = 5, "here", True
-    check_same_flags(args, 2, but=["resume"])
-    check_same_flags(args, 2)
+    monkeypatch.setattr(gpu, "check_same_code", lambda *_: None)
+    check_same_flags(args, DistEnv(0, 0, 2, torch.device("cpu")), but=["resume"])
+    check_same_flags(args, DistEnv(0, 0, 2, torch.device("cpu")))
     alike = {"--random_seed": 3, "--eval_interval": 5}
     assert compared == [alike, {**alike, "--resume": True}]
 
@@ -259,7 +260,9 @@ import argparse, json
 import torch
 from gpu import add_gpu_params, start
 from exp_utils import run
-from loralib.training.distributed import barrier, gather_objects, sum_over_processes
+from loralib.training.distributed import (
+    barrier, gather_objects, gather_on_first, share_tensors, sum_over_processes
+)
 
 def main():
     parser = argparse.ArgumentParser()
@@ -271,8 +274,11 @@ def main():
     total = sum_over_processes(value, env.world_size).tolist()
     found = gather_objects([env.rank, env.local_rank, str(env.device), total], env.world_size)
     barrier(env.world_size)
+    first = gather_on_first(env.rank, env.rank, env.world_size)
+    shared = torch.arange(6.0).reshape(2, 3).t() * (1 - env.rank)  # its values do not lie in order
+    share_tensors([shared], env.world_size)
     with open(f"{args.out}/{env.rank}.json", "w") as file:
-        json.dump([found, value.tolist()], file)
+        json.dump([found, value.tolist(), first, shared.tolist()], file)
 
 run(main)
 """
@@ -300,6 +306,8 @@ def test_two_processes(launcher, tmp_path):
     assert result.returncode == 0, result.stderr
     everyone = [[rank, rank, "cpu", [3.0, 30.0]] for rank in (0, 1)]
     for rank in (0, 1):
-        found, value = json.loads((tmp_path / f"{rank}.json").read_text())
+        found, value, first, shared = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert first == ([] if rank else [0, 1])
+        assert shared == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
         assert found == everyone
         assert value == [rank + 1.0, 10.0 * (rank + 1)]

@@ -3,6 +3,8 @@
 import errno
 import os
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from trainer_runs import (
 
 from loralib.adapters.formats import read_adapter
 from loralib.errors import CheckpointError, DiskFullError
-from loralib.io.tensors import read_tensors, write_tensors
+from loralib.io.tensors import read_tensors, write_tensors, write_torch
 from loralib.training import launch
 from loralib.training.determinism import set_dropout_seed
 from transformers import (
@@ -615,6 +617,36 @@ def test_another_model_given_to_a_trainer_is_the_one_that_is_saved(
     trainer.save_model(tmp_path / "other")
     saved = torch.load(tmp_path / "other" / "pytorch_model.bin", weights_only=True)
     assert_same_bits(saved, other.state_dict())
+
+
+@dataclass
+class Collator:
+    """Pads, and has a setting."""
+
+    share: float
+    pad: Callable
+
+    def __call__(self, rows):
+        return self.pad(rows)
+
+
+def test_another_setting_of_the_collator_is_refused(make_trainer, tmp_path):
+    def make(share):
+        trainer = make_trainer(save_strategy="steps", save_steps=4, max_steps=4)
+        trainer.data_collator = Collator(share, trainer.data_collator)
+        return trainer
+
+    make(0.15).train()
+    checkpoint = tmp_path / "out" / "checkpoint-4"
+    make(0.15).train(str(checkpoint))
+    with pytest.raises(CheckpointError, match=r"with share \(data collator\) 0.15, not 0.2: give"):
+        make(0.2).train(str(checkpoint))
+    # An older checkpoint does not say it.
+    path = checkpoint / "rng_state_0.pth"
+    state = torch.load(path, weights_only=True)
+    del state["collator"]
+    write_torch(path, state)
+    make(0.2).train(str(checkpoint))
 
 
 # ---- several processes ----

@@ -58,7 +58,13 @@ from .trainer_checkpoint import (
     outdated_checkpoints,
 )
 from .trainer_checks import check_data, check_hooks, check_model
-from .trainer_data import TrainingPasses, label_names_of, length_of, overrides
+from .trainer_data import (
+    TrainingPasses,
+    collator_settings,
+    label_names_of,
+    length_of,
+    overrides,
+)
 from .trainer_evaluation import TrainerEvaluation, has_targets, loss_of
 from .trainer_pt_utils import LabelSmoother
 from .trainer_records import TrainerRecords
@@ -465,7 +471,8 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         sets = [ComparedSet("to train on", examples, self._train_digest.of(self.train_dataset))]
         if self.args.evaluation_strategy is not IntervalStrategy.NO:
             sets.append(self._about_evaluation(self.eval_dataset))
-        check_same_training(self.args, self.model, updates, *sets)
+        of_collator = collator_settings(self.data_collator)
+        check_same_training(self.args, self.model, updates, *sets, **of_collator)
 
     def _updates_and_epochs(self, length: int | None) -> tuple[int, int]:
         """How many updates and passes a run makes whose passes have so many batches.
@@ -721,6 +728,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             self.state,
             length_of(self.train_dataset) or 0,
             self._train_digest.of(self.train_dataset),
+            collator_settings(self.data_collator),
         )
 
     def _load_best(self) -> None:

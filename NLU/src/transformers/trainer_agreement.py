@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from loralib.errors import TrainingError
-from loralib.training.agreement import check_alike, check_same_weights
+from loralib.training.agreement import check_alike, check_same_code, check_same_weights
 from loralib.training.distributed import gather_objects
 from loralib.training.output import appears
 
@@ -65,8 +65,9 @@ def check_same_flags(args: TrainingArguments, *others: Any) -> None:
         others: the script's other flags, a dataclass for each group.
 
     Raises:
-        TrainingError: a flag differs; the message names it, and the processes.
+        TrainingError: a flag differs, or the version of the project.
     """
+    check_same_code(args.process_index, args.world_size)
     flags = _flags(args.to_dict())
     for group in others:
         flags |= _flags(vars(group))
@@ -74,7 +75,7 @@ def check_same_flags(args: TrainingArguments, *others: Any) -> None:
 
 
 def check_same_training(
-    args: TrainingArguments, model: nn.Module, updates: int, *sets: ComparedSet
+    args: TrainingArguments, model: nn.Module, updates: int, *sets: ComparedSet, **others: Any
 ) -> None:
     """Checks that all processes train alike: with other settings, replicas would drift apart.
 
@@ -83,11 +84,12 @@ def check_same_training(
         model: its weights are not compared: DDP gives all processes the first one's.
         updates: of the run.
         sets: what it trains on, and what it evaluates on meanwhile.
+        others: more settings, by name.
 
     Raises:
         TrainingError: a process has other settings or other data.
     """
-    _check_alike(args, model, *sets, updates=updates)
+    _check_alike(args, model, *sets, **{"updates to make": updates, **others})
 
 
 def check_same_evaluation(
@@ -110,12 +112,11 @@ def check_same_evaluation(
 
 
 def _check_alike(
-    args: TrainingArguments, model: nn.Module | None, *sets: ComparedSet, updates: int | None = None
+    args: TrainingArguments, model: nn.Module | None, *sets: ComparedSet, **others: Any
 ) -> None:
     of_model = _of_config(model.config) if isinstance(model, PreTrainedModel) else {}
     of_data = {name: each for examples in sets for name, each in examples.settings().items()}
-    found = {**_flags(args.to_dict()), **of_model, **of_data, "updates to make": updates}
-    check_alike(found, args.world_size)
+    check_alike({**_flags(args.to_dict()), **of_model, **of_data, **others}, args.world_size)
 
 
 def _flags(values: Mapping[str, Any]) -> dict[str, Any]:

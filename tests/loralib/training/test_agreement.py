@@ -6,7 +6,7 @@ from torch import nn
 
 from loralib.errors import TrainingError
 from loralib.training import agreement
-from loralib.training.agreement import check_alike, check_same_weights
+from loralib.training.agreement import check_alike, check_same_code, check_same_weights
 
 
 @pytest.fixture
@@ -44,6 +44,27 @@ def test_what_differs_is_named_with_its_process(others, theirs, said):
     others.append([("second", settings), ("third", theirs)])
     with pytest.raises(TrainingError, match=f"process 2 on third has {said}: give all"):
         check_alike(settings, 3)
+
+
+def test_digests_are_shown_in_part(others):
+    others.append([("second", {"data": "ab" * 32})])
+    with pytest.raises(TrainingError, match=r"has data abababababababab…, .* cdcdcdcdcdcdcdcd…:"):
+        check_alike({"data": "cd" * 32}, 2)
+
+
+def test_versions(others, monkeypatch, caplog):
+    version = {"version of loralib": agreement.__version__}
+    found = [["2.13.0", "2.13.0"], ["2.13.0", "2.6.0"], []]
+    monkeypatch.setattr(agreement, "gather_on_first", lambda *_: found.pop(0))
+    for expected in ([], ["process 1 has PyTorch 2.6.0, process 0 2.13.0: "], []):
+        others.append([("second", version)])
+        caplog.clear()
+        check_same_code(0, 2)
+        assert [line[: len(expected[0])] for line in caplog.messages] == expected
+    check_same_code(0, 1)
+    others.append([("second", {"version of loralib": "0.1.2"})])
+    with pytest.raises(TrainingError, match=r"has version of loralib 0\.1\.2"):
+        check_same_code(0, 2)
 
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]

@@ -239,7 +239,9 @@ def test_processes_join_and_watch_in_any_supported_version(tmp_path):
 def test_warnings_of_other_processes_are_shown_where_they_differ(monkeypatch, caplog):
     shares = [["of all"], ["of all", "of the second"], ["of the second", "of the third"]]
     monkeypatch.setattr(distributed, "warnings_so_far", lambda: shares[0])
-    monkeypatch.setattr(distributed, "gather_objects", lambda value, world_size: shares)
+    monkeypatch.setattr(
+        distributed, "gather_on_first", lambda value, rank, _: [] if rank else shares
+    )
     distributed.share_warnings(1, 3)
     assert not caplog.messages
     distributed.share_warnings(0, 3)
@@ -251,5 +253,5 @@ def test_warnings_of_other_processes_are_shown_where_they_differ(monkeypatch, ca
 
 
 def test_one_process_shares_nothing(monkeypatch):
-    monkeypatch.setattr(distributed, "gather_objects", None)
+    monkeypatch.setattr(distributed.dist, "gather_object", None)
     distributed.share_warnings(0, 1)

@@ -274,6 +274,21 @@ def test_an_interrupted_script(lines):
     assert line.endswith(": interrupted")
 
 
+def test_an_interrupt_of_another_process_alone(lines, monkeypatch):
+    """Where the main one is interrupted as well, it is over before that would be said."""
+
+    def main():
+        raise KeyboardInterrupt
+
+    waits = []
+    monkeypatch.setattr(time, "sleep", lambda seconds: waits.append((seconds, len(lines))))
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(SystemExit):
+        run(main, lines.append)
+    assert lines == ["script.py: interrupted (process 3)"]
+    assert waits == [(HEAD_START, 0)]
+
+
 # ---- the end of a process that belongs to a group ----
 
 SCRIPT = """
