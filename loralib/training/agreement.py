@@ -7,7 +7,7 @@ differ, gradients are averages over other runs, and scores are of several models
 import logging
 import socket
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,13 @@ from .distributed import gather_objects, gather_on_first
 logger = logging.getLogger(__name__)
 
 
+class _Said(NamedTuple):
+    """What a process says of itself."""
+
+    host: str
+    settings: dict[str, Any]
+
+
 def check_alike(settings: Mapping[str, Any], world_size: int) -> None:
     """Checks that all processes have the same settings; to be called by all of them.
 
@@ -28,13 +35,19 @@ def check_alike(settings: Mapping[str, Any], world_size: int) -> None:
         world_size: how many processes there are.
 
     Raises:
-        TrainingError: one differs; the message names it, and the processes.
+        TrainingError: one differs; the message names it, and the processes. Or a process is
+            elsewhere.
     """
     if world_size == 1:
         return
-    (first_host, first), *others = gather_objects(
-        (socket.gethostname(), dict(settings)), world_size
-    )
+    said = gather_objects(_Said(socket.gethostname(), dict(settings)), world_size)
+    elsewhere = [str(number) for number, each in enumerate(said) if not isinstance(each, _Said)]
+    if elsewhere:
+        raise TrainingError(
+            f"process {', '.join(elsewhere)} is at another step of the run than this one: all have "
+            "to train, evaluate and predict alike"
+        )
+    (first_host, first), *others = said
     for number, (host, other) in enumerate(others, start=1):
         for name in [*first, *(name for name in other if name not in first)]:
             ours, theirs = first.get(name), other.get(name)

@@ -145,6 +145,12 @@ def test_a_set_is_digested_once(make_trainer, of_two, monkeypatch):
     assert [given[1].number for given in of_two] == [*[len(trainer.eval_dataset)] * 2, 3]
 
 
+def test_a_run_that_is_not_compared_digests_nothing(make_trainer, monkeypatch):
+    """A large set takes seconds."""
+    monkeypatch.setattr(table_digest, "table_digest", None)
+    make_trainer(max_steps=1, save_strategy="no").train()
+
+
 def test_weights_are_compared_before_a_training_alone(make_trainer, of_two):
     """After it they are the same but for rounding, which may differ between processors."""
     trainer = make_trainer(max_steps=1)

@@ -9,13 +9,17 @@ from loralib.training import agreement
 from loralib.training.agreement import check_alike, check_same_code, check_same_weights
 
 
+def _as_said(each):
+    return agreement._Said(*each) if isinstance(each, tuple) else each
+
+
 @pytest.fixture
 def others(monkeypatch):
     """Lists what the other processes say, in the order of the calls, each of them on a host."""
     said = []
 
     def gather(value, world_size):
-        found = [value, *said.pop(0)]
+        found = [value, *(_as_said(each) for each in said.pop(0))]
         assert len(found) == world_size
         return found
 
@@ -44,6 +48,13 @@ def test_what_differs_is_named_with_its_process(others, theirs, said):
     others.append([("second", settings), ("third", theirs)])
     with pytest.raises(TrainingError, match=f"process 2 on third has {said}: give all"):
         check_alike(settings, 3)
+
+
+def test_a_process_that_is_elsewhere(others):
+    """It shares warnings, say, and has not evaluated with the others."""
+    others.append([("second", {"--seed": 3}), ["a warning", "another"]])
+    with pytest.raises(TrainingError, match=r"^process 2 is at another step of the run than this"):
+        check_alike({"--seed": 3}, 3)
 
 
 def test_digests_are_shown_in_part(others):
