@@ -16,7 +16,6 @@ import argparse
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 if __name__ == "__main__":
@@ -38,10 +37,10 @@ from exp_utils import (
     set_up_logging,
     write_json_lines,
 )
-from gpu import DistEnv, add_gpu_params, start
+from gpu import DistEnv, add_gpu_params, check_same_flags, start
 from loralib.io.atomic import check_apart, check_folder_writable
 from loralib.io.command_line import ArgumentParser
-from loralib.io.digests import file_digest
+from loralib.io.digests import lines_digest
 from loralib.nn.products import use_products
 from loralib.training import process, watch
 from loralib.training.agreement import check_alike, check_same_weights
@@ -207,16 +206,14 @@ def read_contexts(path: str, vocab_size: int) -> list[Prompt]:
     ]
 
 
-def check_same_search(args: argparse.Namespace, settings: BeamSettings, dist_env: DistEnv) -> None:
-    """Checks that all processes search alike, each of which answers a part of the contexts.
+def check_same_contexts(path: str, world_size: int) -> None:
+    """Checks that all processes have the same contexts, of which each answers a part.
 
     Raises:
-        TrainingError: a process has other settings or contexts.
+        TrainingError: a process has others.
     """
-    if dist_env.world_size > 1:
-        flags = {f"--{name}": value for name, value in asdict(settings).items()}
-        flags |= {"--seq_len": args.seq_len, "contexts of --data": file_digest(args.data)}
-        check_alike(flags, dist_env.world_size)
+    if world_size > 1:
+        check_alike({"contexts of --data": lines_digest(path)}, world_size)
 
 
 def cut_contexts(contexts: list[Prompt], longest: int, path: str) -> list[Prompt]:
@@ -310,8 +307,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     settings = settings_of(args)
     dist_env = start(args)
-    set_up_device(tf32=args.tf32)
     set_up_logging(args.log_level)
+    check_same_flags(args, dist_env)
+    set_up_device(tf32=args.tf32)
     path = os.path.join(args.work_dir, args.output_file)
     if dist_env.is_main:
         _prepare(path, args.data, settings)
@@ -321,7 +319,7 @@ def main(argv: list[str] | None = None) -> None:
     prompts = cut_contexts(contexts, longest, args.data)
     if dist_env.device.type == "cpu":
         prepare_products(model, args.batch_size * settings.beam, dist_env.world_size)
-    check_same_search(args, settings, dist_env)
+    check_same_contexts(args.data, dist_env.world_size)
     texts = decode(model, prompts, settings, args.batch_size, dist_env)
     if not dist_env.is_main:
         return

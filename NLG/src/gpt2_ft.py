@@ -18,7 +18,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -46,15 +46,16 @@ from data_utils import (
 )
 from exp_utils import MetricsLog, run, set_up_logging
 from gpt2_ft_arguments import check_fits, parse_args
-from gpu import DistEnv, start
+from gpu import DistEnv, check_same_flags, start
 from loralib.adapters.summary import lora_in_words, trained_in_words
 from loralib.errors import TrainingError
 from loralib.io.console import Pace, counted, devices_in_words, in_words, steps_in_words, table
 from loralib.training import watch
+from loralib.training.agreement import check_same_weights
 from loralib.training.compiled import compile_layers
 from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
 from loralib.training.determinism import set_dropout_seed, set_seed, set_up_device
-from loralib.training.distributed import share_warnings, sum_over_processes
+from loralib.training.distributed import share_tensors, share_warnings, sum_over_processes
 from loralib.training.estimate import Estimate, Plan, Training, estimate, notable_batches
 from loralib.training.launch import find_launch
 from loralib.training.losses import PendingLosses
@@ -69,7 +70,7 @@ from loralib.training.precision import (
     hold_frozen_in,
 )
 from loralib.training.product_choices import choose_products, frozen_weights
-from model import GPT2LMModel
+from model import GPT2LMModel, own_tensors
 from optimizer import Scheduler, create_adam_optimizer, create_optimizer_scheduler
 from run_state import (
     RESUME_NAME,
@@ -90,6 +91,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv, __doc__)
     dist_env = start(args)
     set_up_logging(args.log_level)  # not before: the launcher's RANK may be known by now alone
+    # Whether a run resumes depends on what is in its folder, too; see `check_same_start`.
+    check_same_flags(args, dist_env, but=["resume"])
     set_up_device(tf32=args.tf32, deterministic=args.use_deterministic_algorithms)
     if args.estimate:
         taken = estimate_run(args, dist_env)
@@ -119,7 +122,7 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
     if args.max_step is None and args.max_epoch is not None:
         args.max_step = math.ceil(args.max_epoch * train_data.num_batches / dist_env.world_size)
 
-    # ---- model, the same in all processes ----
+    # ---- model ----
     set_seed(args.random_seed)
     held_in = frozen_dtype(args)
     model, base = open_model(
@@ -135,18 +138,8 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
     optimizer = create_adam_optimizer(model, args)
     scheduler = create_optimizer_scheduler(optimizer, args)
     precision = create_precision(args, model, optimizer, device)
-    if device.type == "cpu":
-        choose_products(frozen_weights(model), precision.dtype, dist_env.world_size)
-    if args.torch_compile:
-        compile_layers(model.transformer.h, device)
-    # All processes have the same model, but for the last bits of what is computed from weights.
-    settings = {"init_sync": model.config.lora_is_made_of_weights}
-    ddp_model = wrap_ddp(model, device, dist_env.world_size, **settings)
 
-    loss_of = loss_function(precision, device)
-    warm_up_ddp(ddp_model, lambda: loss_of(ddp_model, short_batch()).backward())
-
-    # ---- where the run is ----
+    # ---- what has to be the same in all processes ----
     last_step = max_step = scheduler.max_step
     if args.max_epoch is not None:
         last_step = min(max_step, args.max_epoch * epoch_steps)
@@ -154,6 +147,19 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
     ends = max_step, last_step
     identity = identity_of(args, model.config, dist_env, *ends, base.fingerprint)
     check_same_start(args, dist_env, identity, resumed)
+    agree_on_weights(model, base.tensors, dist_env.world_size)
+
+    # ---- how it computes ----
+    if device.type == "cpu":
+        choose_products(frozen_weights(model), precision.dtype, dist_env.world_size)
+    if args.torch_compile:
+        compile_layers(model.transformer.h, device)
+    # All processes have the same model by now.
+    ddp_model = wrap_ddp(model, device, dist_env.world_size, init_sync=False)
+    loss_of = loss_function(precision, device)
+    warm_up_ddp(ddp_model, lambda: loss_of(ddp_model, short_batch()).backward())
+
+    # ---- a new run, or where it was ----
     parts = {"optimizer": optimizer, "scheduler": scheduler, "precision": precision}
     place = {"step": 0, "epoch": 0, "batches_done": 0, "best_ppl": math.inf}
     if resumed is None:
@@ -240,6 +246,24 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
     share_warnings(dist_env.rank, dist_env.world_size)
     if dist_env.is_main:
         show_end(work_dir, model, step, best_ppl, begun, curves)
+
+
+def agree_on_weights(model: nn.Module, read: Collection[str], world_size: int) -> None:
+    """Gives all processes the same model; to be called by all of them.
+
+    What is drawn or computed, whose last bits may depend on the processor, is the first process's.
+
+    Args:
+        model: not yet in DDP.
+        read: names of the tensors that were read from a file: these are compared.
+        world_size: how many processes there are.
+
+    Raises:
+        TrainingError: a process has read others.
+    """
+    check_same_weights(model, world_size, read)
+    others = (tensor for name, tensor in own_tensors(model).items() if name not in read)
+    share_tensors(others, world_size)
 
 
 def check_updates(grad_acc: int, last_step: int) -> None:

@@ -9,12 +9,17 @@ import argparse
 import math
 import os
 import socket
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from loralib.training.agreement import check_alike, check_same_code
 from loralib.training.distributed import TIMEOUT, choose_device, join
+from loralib.training.process import Place, is_launched, launched_place
+
+_OF_OPENMPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 PLATFORMS = ("k8s", "local", "philly", "azure")
 
@@ -33,10 +38,9 @@ def add_gpu_params(parser: argparse.ArgumentParser) -> None:
     add(
         "--local_rank",
         "--local-rank",
-        default=0,
         type=int,
         help="this process's number on its machine, and its GPU's; LOCAL_RANK in the environment "
-        "takes precedence",
+        "takes precedence; default, for one process: 0",
     )
     add("--rank", default=0, type=int, help="accepted as in the release; the launcher decides")
     add("--device", default=0, type=int, help="accepted as in the release; see --local_rank")
@@ -78,6 +82,32 @@ class DistEnv:
         return self.rank == 0
 
 
+# Flags that each process may have its own of: where its files are, and what it says. What the files
+# hold is compared apart.
+_OWN = {"platform", "local_rank", "rank", "device", "world_size", "ddp_timeout"}
+_OWN |= {"work_dir", "output_file", "data", "train_data", "valid_data", "init_checkpoint"}
+_OWN |= {"lora_path", "log_level", "report_to"}
+
+
+def check_same_flags(
+    args: argparse.Namespace, dist_env: DistEnv, but: Collection[str] = ()
+) -> None:
+    """Checks that all processes were started alike, before they wait for each other elsewhere.
+
+    Args:
+        args: all flags, as they were given.
+        dist_env: this process.
+        but: more flags that may differ.
+
+    Raises:
+        TrainingError: a flag differs, or the version of the project.
+    """
+    check_same_code(dist_env.rank, dist_env.world_size)
+    own = {*_OWN, *but}
+    flags = {f"--{name}": value for name, value in vars(args).items() if name not in own}
+    check_alike(flags, dist_env.world_size)
+
+
 def start(args: argparse.Namespace) -> DistEnv:
     """Finds out which process this is, chooses its device, and joins the others.
 
@@ -94,9 +124,8 @@ def start(args: argparse.Namespace) -> DistEnv:
     """
     if not 0 < args.ddp_timeout < math.inf:
         raise ValueError(f"--ddp_timeout has to be positive, but is {args.ddp_timeout}")
-    rank, world_size, local_rank = _place(args)
-    if not 0 <= rank < world_size:
-        raise ValueError(f"the launcher says process {rank} of {world_size}: no such process")
+    place = _place(args)
+    rank, world_size, local_rank = place.rank, place.world_size, place.local_rank
     if args.world_size not in (0, world_size):
         raise ValueError(
             f"--world_size is {args.world_size}, but the launcher started {world_size} "
@@ -109,19 +138,18 @@ def start(args: argparse.Namespace) -> DistEnv:
     return DistEnv(rank, local_rank, world_size, device)
 
 
-def _place(args: argparse.Namespace) -> tuple[int, int, int]:
-    """(rank, world size, local rank), as the platform tells them."""
+def _place(args: argparse.Namespace) -> Place:
+    """This process, as the platform tells it."""
     if args.platform == "azure":
         return _place_from_horovod()
     if args.platform == "k8s" and "OMPI_COMM_WORLD_SIZE" in os.environ:
-        return tuple(_number(f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "SIZE", "LOCAL_RANK"))
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        return 0, 1, args.local_rank
-    local_rank = _number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else args.local_rank
-    return _number("RANK"), _number("WORLD_SIZE"), local_rank
+        return launched_place(names=_OF_OPENMPI)
+    if not is_launched():
+        return Place(0, 1, args.local_rank or 0)
+    return launched_place(None if "LOCAL_RANK" in os.environ else args.local_rank)
 
 
-def _place_from_horovod() -> tuple[int, int, int]:
+def _place_from_horovod() -> Place:
     try:
         import horovod.torch as hvd
     except ImportError as error:
@@ -136,19 +164,10 @@ def _place_from_horovod() -> tuple[int, int, int]:
         address = host, os.environ.get("MASTER_PORT") or str(_free_port())
     host, port = hvd.broadcast_object(address, root_rank=0)
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=port)
-    return hvd.rank(), hvd.size(), hvd.local_rank()
+    return Place(hvd.rank(), hvd.size(), hvd.local_rank())
 
 
 def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("", 0))
         return listener.getsockname()[1]
-
-
-def _number(name: str) -> int:
-    text = os.environ.get(name)
-    if text is None:
-        raise ValueError(f"{name} is not set in the environment, though its companions are")
-    if not text.isdecimal():
-        raise ValueError(f"{name} in the environment has to be a whole number, but is {text!r}")
-    return int(text)

@@ -32,7 +32,6 @@ from loralib.initialization import (
     NoInitialization,
     check_initialization,
     deferring_start,
-    starts_from_weight,
 )
 from loralib.io.settings import Count, Index, NotNegative, Positive, ShareBelowOne, check_settings
 from loralib.nn.filling import fill, filled_up, recurring
@@ -109,12 +108,6 @@ class GPT2Config:
         layers = dict.fromkeys(TARGETS[name] for name in self.lora_targets)
         blocks = range(self.n_layer if self.lora_attn_dim > 0 else 0)
         return [f"{GPT2.layers}{block}.{layer}" for block in blocks for layer in layers]
-
-    @property
-    def lora_is_made_of_weights(self) -> bool:
-        """Whether LoRA's tensors start as something that is computed from the base's weights."""
-        has_magnitude = variant_of(self.lora_variant).has_magnitude
-        return has_magnitude or starts_from_weight(self.lora_init)
 
     def rank_of(self, module: str) -> int:
         """The rank of a linear layer's update."""

@@ -18,12 +18,12 @@ from checkpoints import check_finite
 from family import DEFAULT_TARGETS
 from gpu import DistEnv
 from loralib.errors import CheckpointError
-from loralib.io.digests import file_digest
+from loralib.io.digests import lines_digest
 from loralib.io.likeness import check_like
 from loralib.io.tensors import write_torch
-from loralib.training.agreement import check_alike
+from loralib.training.agreement import check_alike, check_same_weights
 from loralib.training.determinism import rng_state, set_rng_state, warn_of_other_threads
-from loralib.training.distributed import barrier, gather_objects
+from loralib.training.distributed import barrier, gather_on_first
 from loralib.training.resume import (
     Stateful,
     check_same_run,
@@ -88,7 +88,7 @@ def identity_of(
         **patterns,
         "number of processes": dist_env.world_size,
         "last step": max_step,
-        "training data": file_digest(args.train_data),
+        "training data": lines_digest(args.train_data),
         "base": base,
         "number of steps": last_step,
     }
@@ -131,7 +131,8 @@ def check_same_start(
 ) -> None:
     """Checks that all processes train alike, from the same step on; to be called by all of them.
 
-    A machine's view of a shared folder may be some seconds old, its files those of another run.
+    Their flags are compared before, by `check_same_flags`. Here is what follows from their files: a
+    machine's view of a shared folder may be some seconds old, its files those of another run.
 
     Args:
         args: the flags.
@@ -144,7 +145,8 @@ def check_same_start(
     """
     if dist_env.world_size > 1:
         step = None if resumed is None else resumed["step"]
-        own = {"validation data": file_digest(args.valid_data), "step to resume from": step}
+        own = {"validation data": lines_digest(args.valid_data), "step to resume from": step}
+        own["a run to resume that is finished"] = resumed is not None and resumed["finished"]
         check_alike({**identity, **own}, dist_env.world_size)
 
 
@@ -209,7 +211,8 @@ def write_run(
         CheckpointError: a weight is not finite; the last state stays.
     """
     # The key cannot change: older runs wrote it.
-    generators = {"chance": gather_objects(rng_state(dist_env.device), dist_env.world_size)}
+    own = rng_state(dist_env.device)
+    generators = {"chance": gather_on_first(own, dist_env.rank, dist_env.world_size)}
     if dist_env.is_main:
         path = Path(work_dir, RESUME_NAME)
         trained = _kept(model)
@@ -259,6 +262,7 @@ def restore_run(
     Raises:
         CheckpointError: it is a run with other settings.
         DamagedStateError: the state is not built as this run's.
+        TrainingError: another process has read other weights.
     """
     way_out = "give the same to resume it, or begin a new run in another --work_dir"
     # Older runs do not say these: they may be resumed either way.
@@ -279,5 +283,6 @@ def restore_run(
             # An optimizer checks its state itself.
             restore(part, state[name], checked=() if name == "optimizer" else None)
         set_rng_state(state["chance"][dist_env.rank], dist_env.device)
+    check_same_weights(model, dist_env.world_size, weights)
     warn_of_other_threads(state.get("threads"), dist_env.device)
     return {name: state[name] for name in place}

@@ -47,6 +47,7 @@ from transformers.data.text_files import load_rows
 from transformers.fine_tuning.adapted_model import build_model, load_config, untrained_model
 from transformers.fine_tuning.arguments import AdaptedModelArguments
 from transformers.hf_argparser import flag
+from transformers.trainer_agreement import check_same_flags
 from transformers.trainer_estimate import EstimateArguments, estimate_run
 from transformers.utils.cli import (
     DEFAULT_LENGTH,
@@ -251,6 +252,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     model_args, data_args, args, asked = parser.parse_args_into_dataclasses(argv)
     set_up_logging(args.log_level)
+    check_same_flags(args, model_args, data_args, asked)
     if asked.estimate:
         estimate(model_args, data_args, args, asked)
         return

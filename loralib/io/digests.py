@@ -2,8 +2,11 @@
 
 import hashlib
 import os
+import re
+from typing import Any
 
 _BLOCK = 2**20  # bytes that are read at once
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 def folder_digest(path: str | os.PathLike) -> str:
@@ -32,3 +35,21 @@ def file_digest(path: str | os.PathLike) -> str:
         while block := file.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()
+
+
+def lines_digest(path: str | os.PathLike) -> str:
+    """SHA-256 of a text file as `file_digest` has it, whether its lines end as on Windows or not.
+
+    A copy from another system has the same lines.
+    """
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        for line in file:
+            digest.update(line.replace(b"\r\n", b"\n"))
+    return digest.hexdigest()
+
+
+def shown(value: Any) -> Any:
+    """A value for a message: of a digest, as many digits as people compare."""
+    is_digest = isinstance(value, str) and _DIGEST.fullmatch(value)
+    return f"{value[:16]}…" if is_digest else value

@@ -4,15 +4,27 @@ Each process reads flags, data and weights for itself, on several machines each 
 differ, gradients are averages over other runs, and scores are of several models.
 """
 
+import logging
 import socket
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .. import __version__
 from ..errors import TrainingError
-from .distributed import gather_objects
+from ..io.digests import shown
+from .distributed import gather_objects, gather_on_first
+
+logger = logging.getLogger(__name__)
+
+
+class _Said(NamedTuple):
+    """What a process says of itself."""
+
+    host: str
+    settings: dict[str, Any]
 
 
 def check_alike(settings: Mapping[str, Any], world_size: int) -> None:
@@ -23,58 +35,109 @@ def check_alike(settings: Mapping[str, Any], world_size: int) -> None:
         world_size: how many processes there are.
 
     Raises:
-        TrainingError: one differs; the message names it, and the processes.
+        TrainingError: one differs; the message names it, and the processes. Or a process is
+            elsewhere.
     """
     if world_size == 1:
         return
-    (first_host, first), *others = gather_objects(
-        (socket.gethostname(), dict(settings)), world_size
-    )
+    said = gather_objects(_Said(socket.gethostname(), dict(settings)), world_size)
+    elsewhere = [str(number) for number, each in enumerate(said) if not isinstance(each, _Said)]
+    if elsewhere:
+        raise TrainingError(
+            f"process {', '.join(elsewhere)} is at another step of the run than this one: all have "
+            "to train, evaluate and predict alike"
+        )
+    (first_host, first), *others = said
     for number, (host, other) in enumerate(others, start=1):
         for name in [*first, *(name for name in other if name not in first)]:
             ours, theirs = first.get(name), other.get(name)
             # Not a number is no other than itself here.
             if ours != theirs and not (ours != ours and theirs != theirs):
                 raise TrainingError(
-                    f"process {number} on {host} has {name} {theirs}, process 0 on {first_host} "
-                    f"has {ours}: give all processes of a run the same"
+                    f"process {number} on {host} has {name} {shown(theirs)}, process 0 on "
+                    f"{first_host} has {shown(ours)}: give all processes of a run the same"
                 )
 
 
-def check_same_weights(model: nn.Module, world_size: int) -> None:
+def check_same_code(rank: int, world_size: int) -> None:
+    """Checks that all processes run one version of this project; to be called by all of them.
+
+    Warns of other versions of PyTorch, whose results may differ by rounding.
+
+    Raises:
+        TrainingError: a process has another one.
+    """
+    if world_size == 1:
+        return
+    check_alike({"version of loralib": __version__}, world_size)
+    versions = gather_on_first(torch.__version__, rank, world_size)
+    for number, version in enumerate(versions):
+        if version != versions[0]:
+            logger.warning(
+                "process %d has PyTorch %s, process 0 %s: last bits may depend on which machine "
+                "computes what",
+                *(number, version, versions[0]),
+            )
+
+
+def check_same_weights(
+    model: nn.Module, world_size: int, names: Collection[str] | None = None
+) -> None:
     """Checks that all processes have a model with the same bits; to be called by all of them.
 
     Args:
         model: as it was read: what is computed of weights may have other bits on other processors.
         world_size: how many processes there are.
+        names: the parameters and buffers that are compared; None for all.
 
     Raises:
         TrainingError: a tensor differs; the message names it, and the processes.
     """
     if world_size > 1:
-        sums = _sums_of_bits(model)
-        check_alike({f"weights of {name} (sum of bits)": s for name, s in sums.items()}, world_size)
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        if names is not None:
+            tensors = {name: tensor for name, tensor in tensors.items() if name in names}
+        digests = _digests(tensors)
+        check_alike(
+            {f"weights of {name} (shape, digest)": each for name, each in digests.items()},
+            world_size,
+        )
 
 
-def _sums_of_bits(model: nn.Module) -> dict[str, int]:
-    """A number for each of a model's tensors, which other weights hardly have: exact everywhere.
+def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Each tensor's shape, and a number that other weights hardly have: exact everywhere.
 
-    It is the sum of its bits, read as whole numbers; the order in which they are added does not
-    matter, as it would to sums of the values. On a GPU all are read at once.
+    On a GPU all are read at once.
     """
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     if not tensors:
         return {}
-    sums = torch.stack([_sum_of_bits(tensor.detach()) for tensor in tensors.values()])
-    return dict(zip(tensors, sums.tolist(), strict=True))
+    sums = torch.stack([_sum_of_bits(tensor.detach()) for tensor in tensors.values()]).tolist()
+    return {
+        name: f"{'x'.join(map(str, tensor.shape)) or 'one value'}, {number % 2**64:016x}"
+        for (name, tensor), number in zip(tensors.items(), sums, strict=True)
+    }
 
 
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# How many values are read at a time: on a CPU, what stays in its cache.
+_BLOCK = {"cpu": 2**16}
+_LARGE_BLOCK = 2**24
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's bits, read as whole numbers, each times 1, 3, 5, … by its place.
+
+    It is taken modulo 2⁶⁴, so that the order of the additions does not matter, as it would to sums
+    of the values. An odd factor loses no bit: a single value that differs always shows.
+    """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if tensor.dtype is not torch.bool:
         tensor = tensor.contiguous().view(_WHOLE[tensor.element_size()])
-    return tensor.sum(dtype=torch.int64)
+    blocks = tensor.reshape(-1).split(_BLOCK.get(tensor.device.type, _LARGE_BLOCK))
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    factors = 2 * torch.arange(len(blocks[0]), device=tensor.device) + 1
+    for block in blocks:
+        total += (block * factors[: len(block)]).sum()
+        factors += 2 * len(factors)
+    return total

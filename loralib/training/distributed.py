@@ -15,6 +15,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from ..errors import TrainingError, first_line
-from .process import warnings_so_far
+from .process import launched_address, launched_place, warnings_so_far
 from .watch import start_watching
 
 logger = logging.getLogger(__name__)
@@ -105,12 +106,12 @@ def join(device: torch.device, timeout: float = TIMEOUT) -> None:
 
     Raises:
         TrainingError: not all processes were there in time.
-        ValueError: the environment is incomplete, or `timeout` is not positive.
+        ValueError: the environment is incomplete or wrong, or `timeout` is not positive.
     """
     if not 0 < timeout < 1e9:
         raise ValueError(f"the timeout has to be a positive number of seconds, not {timeout:g}")
-    rank, world_size = (int(_environment(name)) for name in ("RANK", "WORLD_SIZE"))
-    address = _environment("MASTER_ADDR"), int(_environment("MASTER_PORT"))
+    place = launched_place(local_rank=0)  # the device is chosen
+    rank, world_size, address = place.rank, place.world_size, launched_address()
     prefix, store = _attempts_store(address, rank, world_size, timeout)
     on_gpu = device.type == "cuda"
     if not on_gpu:
@@ -149,6 +150,15 @@ def gather_objects(value: Any, world_size: int) -> list[Any]:
     return values
 
 
+def gather_on_first(value: Any, rank: int, world_size: int) -> list[Any]:
+    """Every process's `value` (anything that pickles), by rank, on the first; nothing on others."""
+    if world_size == 1:
+        return [value]
+    values = [None] * world_size if rank == 0 else None
+    dist.gather_object(value, values)
+    return values or []
+
+
 def share_warnings(rank: int, world_size: int) -> None:
     """Has the main process show what the others have logged as warnings, and it has not.
 
@@ -156,9 +166,7 @@ def share_warnings(rank: int, world_size: int) -> None:
     """
     if world_size == 1:
         return
-    shares = gather_objects(warnings_so_far(), world_size)
-    if rank != 0:
-        return
+    shares = gather_on_first(warnings_so_far(), rank, world_size)
     known = set(warnings_so_far())
     for number, share in enumerate(shares[1:], start=1):
         for text in share:
@@ -179,6 +187,23 @@ def sum_over_processes(value: Tensor, world_size: int) -> Tensor:
     if world_size > 1:
         dist.all_reduce(total)
     return total
+
+
+@torch.no_grad()
+def share_tensors(tensors: Iterable[Tensor], world_size: int) -> None:
+    """Gives all processes the first one's values, in place.
+
+    Args:
+        tensors: of the same shapes in all processes; with NCCL, on this process's GPU.
+        world_size: how many processes there are.
+    """
+    if world_size == 1:
+        return
+    for tensor in tensors:
+        whole = tensor.detach().contiguous()
+        dist.broadcast(whole, 0)
+        if whole.data_ptr() != tensor.data_ptr():  # its values do not lie one after the other
+            tensor.copy_(whole)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -215,18 +240,6 @@ def _address_of(probe: socket.socket, interface: str) -> str | None:
     except OSError:
         return None
     return socket.inet_ntoa(answer[20:24])
-
-
-def _environment(name: str) -> str:
-    """What the launcher says: a number or, for MASTER_ADDR, a host."""
-    value = os.environ.get(name, "")
-    if not value or not (value.isdecimal() or name == "MASTER_ADDR"):
-        raise ValueError(
-            f"{name} is {value!r} in the environment: start processes with torchrun or "
-            "torch.distributed.launch, which set it, or set RANK, WORLD_SIZE, MASTER_ADDR and "
-            "MASTER_PORT"
-        )
-    return value
 
 
 def _attempts_store(
@@ -273,13 +286,14 @@ def _agree_on_attempt(store: Store, rank: int, world_size: int, timeout: float) 
         store.set(f"hello/{rank}", own)
         store.wait([f"answer/{own}"], limit)
         name = store.get(f"answer/{own}").decode()
-        store.set(f"confirmed/{name}/{rank}", "1")
+        store.set(f"confirmed/{name}/{rank}", str(world_size))
         return name
     missing, answered, end = set(range(1, world_size)), set(), time.monotonic() + timeout
     while missing:
         for other in sorted(missing):
             if store.check([f"confirmed/{own}/{other}"]):
                 missing.discard(other)
+                _check_same_size(other, int(store.get(f"confirmed/{own}/{other}")), world_size)
             elif store.check([f"hello/{other}"]):
                 hello = store.get(f"hello/{other}").decode()
                 if hello not in answered:
@@ -292,3 +306,11 @@ def _agree_on_attempt(store: Store, rank: int, world_size: int, timeout: float) 
             )
         time.sleep(0.01)
     return own
+
+
+def _check_same_size(other: int, theirs: int, ours: int) -> None:
+    if theirs != ours:
+        raise TrainingError(
+            f"process {other} was started with WORLD_SIZE {theirs}, process 0 with {ours}: give "
+            "all processes of a run the same"
+        )

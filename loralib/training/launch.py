@@ -2,6 +2,7 @@
 
 import json
 import logging
+import multiprocessing
 import os
 import socket
 from collections.abc import Collection
@@ -11,7 +12,7 @@ from typing import Any
 
 from ..io.atomic import atomic_write
 from .distributed import gather_objects
-from .process import started
+from .process import parent_of, started
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,22 @@ def _agent() -> str | None:
     """The launcher's agent that started this process, by a unique name; None without a launcher."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    return f"{socket.gethostname()} {os.getppid()} {started(os.getppid())}"
+    agent = _agent_number()
+    return f"{socket.gethostname()} {agent} {started(agent)}"
+
+
+def _agent_number() -> int:
+    """The agent's process.
+
+    It has this one made by `multiprocessing`, or starts a program, which leads a session of its
+    own: Python, or a shell that starts Python.
+    """
+    maker, leader = multiprocessing.parent_process(), os.getsid(0)
+    if maker is not None and maker.pid is not None:
+        return maker.pid
+    if leader in (0, os.getpid()):  # 0: it is out of sight, outside this container
+        return os.getppid()
+    return parent_of(leader) or os.getppid()
 
 
 def _read_launch(path: Path, agents: Collection[str]) -> dict[str, Any] | None:

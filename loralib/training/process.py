@@ -8,11 +8,13 @@ import gc
 import logging
 import os
 import signal
+import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,14 +28,113 @@ def started(pid: int) -> str:
     It tells a process from a later one of the same number.
     """
     try:
-        # The command's name, in parentheses, may hold anything; this is the 20th field after it.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        return _stat(pid)[19]
     except OSError:
         return ""
 
 
+def parent_of(pid: int) -> int | None:
+    """The process that has started another, or has taken its place; None where nobody knows."""
+    try:
+        return int(_stat(pid)[1])
+    except OSError:  # not Linux, or no such process
+        command = ["ps", "-o", "ppid=", "-p", str(pid)]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return int(said)
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        return None
+
+
+def _stat(pid: int) -> list[str]:
+    """What Linux tells of a process, from its state on."""
+    # The command's name, in parentheses, may hold anything.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+# ------------------------------------------------------------------------------------------------
+# What launchers say in the environment
+# ------------------------------------------------------------------------------------------------
+
+_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process among those of a run.
+
+    Attributes:
+        rank: its number, from 0.
+        world_size: how many processes there are.
+        local_rank: its number on its machine.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+def is_launched() -> bool:
+    """Whether a launcher has set some of what `launched_place` reads."""
+    return any(name in os.environ for name in _PLACE)
+
+
+def launched_place(local_rank: int | None = None, names: tuple[str, str, str] = _PLACE) -> Place:
+    """Which process this is, as its launcher says.
+
+    Args:
+        local_rank: where the environment need not say it. Else it has to, where there are several
+            processes: of those of one machine, each has a GPU of its own.
+        names: what the launcher calls rank, world size and local rank.
+
+    Raises:
+        ValueError: a variable is missing, or says nothing that can be.
+    """
+    of_rank, of_size, of_local = names
+    world_size = launched_number(of_size, least=1)
+    rank = launched_number(of_rank, most=world_size - 1)
+    if local_rank is None:
+        local_rank = launched_number(of_local) if world_size > 1 or of_local in os.environ else 0
+    return Place(rank, world_size, local_rank)
+
+
+def launched_address() -> tuple[str, int]:
+    """Host and port at which the first process of the run is reached; raises a ValueError likewise.
+
+    The first process may have another host than this one.
+    """
+    host = os.environ.get("MASTER_ADDR", "").strip()
+    if not host:
+        raise _not_launched("MASTER_ADDR")
+    return host, launched_number("MASTER_PORT", least=1, most=2**16 - 1)
+
+
+def launched_number(name: str, least: int = 0, most: int | None = None) -> int:
+    """A variable of a launcher's that is a whole number.
+
+    Raises:
+        ValueError: it is missing, no number, or out of its range.
+    """
+    text = os.environ.get(name, "").strip()
+    if not (text.isascii() and text.isdecimal()):
+        raise _not_launched(name)
+    number = int(text)
+    if number < least or (most is not None and number > most):
+        limit = f"at least {least}" if most is None else f"a number from {least} to {most}"
+        raise ValueError(f"{name} is {number} in the environment, and has to be {limit}")
+    return number
+
+
+def _not_launched(name: str) -> ValueError:
+    return ValueError(
+        f"{name} is {os.environ.get(name, '')!r} in the environment: start processes with torchrun "
+        "or torch.distributed.launch, which set it, or set RANK, WORLD_SIZE, LOCAL_RANK, "
+        "MASTER_ADDR and MASTER_PORT"
+    )
+
+
 def rank() -> int:
-    """This process's number among those of the run, as launchers set it; 0 without one."""
+    """This process's number among those of the run, for messages; 0 where nobody says it."""
     text = os.environ.get("RANK", "")
     return int(text) if text.isdecimal() else 0
 
@@ -104,8 +205,11 @@ _INTERRUPTED = 130  # what shells call a program's status that SIGINT has ended
 
 
 def _say_interrupted(report: Callable[[str], None]) -> None:
-    if not rank():
-        report(f"{os.path.basename(sys.argv[0])}: interrupted")
+    """Says it; another process than the main one only where that is not interrupted as well."""
+    if rank():
+        _stop_watching()
+        time.sleep(HEAD_START)
+    report(f"{os.path.basename(sys.argv[0])}: interrupted{_which()}")
 
 
 @contextmanager
@@ -168,6 +272,7 @@ def run(
     except _expected_errors() as error:
         if os.environ.get("LORA_DEBUG") == "1":
             raise
+        _stop_watching()  # this process's own error is what ends it, not that others are gone
         if rank():
             time.sleep(HEAD_START)
         _report(error, report)
@@ -175,6 +280,7 @@ def run(
     except RuntimeError as error:
         if not is_lost_peer(error) or os.environ.get("LORA_DEBUG") == "1":
             raise
+        _stop_watching()
         gone = "another process of the run is gone; if it ended by an error, it has said which"
         if any(mark in str(error).lower() for mark in _TOO_LATE):
             gone = f"other processes of the run did not answer in time; see {timeout}"
@@ -198,10 +304,21 @@ def _is_in_group() -> bool:
     return dist is not None and dist.is_initialized()
 
 
+def _stop_watching() -> None:
+    """Has this process be watched no longer, if it is one of several; see watch.py."""
+    if _is_in_group():
+        from .watch import stop_watching  # which needs this module
+
+        stop_watching()
+
+
 def _report(error: Exception, report: Callable[[str], None]) -> None:
-    where = f" (process {rank()})" if rank() else ""
     message = " ".join(_in_words(error).split())
-    report(f"{os.path.basename(sys.argv[0])}: error{where}: {message}")
+    report(f"{os.path.basename(sys.argv[0])}: error{_which()}: {message}")
+
+
+def _which() -> str:
+    return f" (process {rank()})" if rank() else ""
 
 
 def _in_words(error: Exception) -> str:
@@ -258,9 +375,7 @@ def _leave_group() -> None:
         return
     import torch.distributed as dist
 
-    from .watch import stop_watching  # which needs this module
-
-    stop_watching()
+    _stop_watching()
     dist.barrier()
     if dist.get_backend() == "nccl":
         dist.destroy_process_group()

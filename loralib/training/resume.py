@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, first_line
+from ..io.digests import shown
 from ..io.likeness import check_like
 from ..io.tensors import verify_archive
 from .determinism import rng_state
@@ -119,8 +120,10 @@ def check_same_run(
     """
     for name, value in now.items():
         if before.get(name) != value:
-            was = before.get(name)
-            raise CheckpointError(f"{where}: is of a run with {name} {was}, not {value}: {way_out}")
+            was, becomes = shown(before.get(name)), shown(value)
+            raise CheckpointError(
+                f"{where}: is of a run with {name} {was}, not {becomes}: {way_out}"
+            )
 
 
 def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:

@@ -125,12 +125,19 @@ def launch():
 def launch_tiny(launch, tmp_path):
     """``launch_tiny(module, argv, …)``: gpt2_ft.py on several processes, once for each `argv`.
 
-    With `kill_in_step`, process 1 is killed in that step of the last one.
+    With `kill_in_step`, process 1 is killed in that step of the last one; `other` says what else it
+    does otherwise there, see tiny_gpt2_ft.py.
     """
 
-    def run(module: str, *runs: list[str], kill_in_step: int | None = None, processes: int = 2):
+    def run(
+        module: str,
+        *runs: list[str],
+        kill_in_step: int | None = None,
+        processes: int = 2,
+        **other: object,
+    ):
         calls = [{"argv": argv, "kill_in_step": None} for argv in runs]
-        calls[-1]["kill_in_step"] = kill_in_step
+        calls[-1] |= {"kill_in_step": kill_in_step, **other}
         (tmp_path / "calls.json").write_text(json.dumps(calls))
         script = HELPERS / "tiny_gpt2_ft.py"
         return launch(module, script, tmp_path / "calls.json", processes=processes, forks=True)

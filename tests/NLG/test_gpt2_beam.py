@@ -383,6 +383,15 @@ def test_base_and_lora_that_do_not_fit(files, tmp_path, one_process, base, more,
     assert list(tmp_path.iterdir()) == []
 
 
+def test_flags_are_compared_before_anything_is_read(tmp_path, monkeypatch, one_process):
+    def compare(args, dist_env):
+        raise LookupError(args.lora_alpha)
+
+    monkeypatch.setattr(gpt2_beam, "check_same_flags", compare)
+    with pytest.raises(LookupError, match="7"):
+        gpt2_beam.main(["--init_checkpoint", "nowhere", "--lora_alpha", "7"])
+
+
 @pytest.mark.distributed
 def test_two_processes_write_what_one_does(decode, files, tmp_path, launch):
     alone = decode("--lora_path", files / "lora.pt", "--batch_size", 1)

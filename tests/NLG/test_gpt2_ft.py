@@ -3,10 +3,12 @@
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from compare import assert_same_bits
 
 import gpt2_ft
 from loralib.io.tensors import read_tensors
@@ -163,3 +165,47 @@ def test_two_processes_of_torchrun(launch_tiny, tiny, compare, tmp_path):
     compare(tiny, whole, world_size=2)
     compare(tiny, adapted, world_size=2)
     compare(tiny, little, world_size=2, valid_examples=tiny.valid_examples[:1])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--eval_interval", 3], "process 1 on .* has --eval_interval 3, process 0 on .* has 2"),
+        (["--lora_targets", "query"], "process 1 on .* has --lora_targets "),
+        (["--init_checkpoint", "another.pt"], "process 1 on .* has weights of .*ln_f.bias"),
+    ],
+)
+def test_a_process_with_another_flag_or_base(launch_tiny, tiny, tmp_path, more, message):
+    """Any of them would make the processes wait for each other, or train other models."""
+    tensors = read_tensors(tiny.base)[0]
+    name = next(name for name in tensors if name.endswith("ln_f.bias"))
+    torch.save({**tensors, name: tensors[name] * 1.001}, tmp_path / "another.pt")
+    more = [str(tmp_path / word) if word == "another.pt" else str(word) for word in more]
+    given = ["--init_checkpoint", tiny.base, "--eval_interval", 2, "--max_step", 4]
+    argv = tiny.flags(tmp_path / "run", *given, "--ddp_timeout", 20)
+    result = launch_tiny("torch.distributed.run", argv, more=more)
+    assert result.returncode != 0
+    assert re.search(f"error: {message}", result.stderr), result.stderr
+    assert "hang" not in result.stderr
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "all of the model"])
+def test_all_processes_start_from_the_first_one_s_draws(launch_tiny, tiny, tmp_path, lora):
+    base = ["--init_checkpoint", str(tiny.base)] if lora else []
+    folders = [tmp_path / "one", tmp_path / "other"]
+    runs = [tiny.flags(folder, "--max_step", 3, "--lr", 0.01, *base) for folder in folders]
+    if not lora:
+        runs = [without_base(argv) for argv in runs]
+    result = launch_tiny("torch.distributed.run", *runs, draws=99)
+    assert result.returncode == 0, result.stderr
+    one, other = (read_tensors(folder / "model.3.pt")[0] for folder in folders)
+    assert_same_bits(one, other)
+
+
+def without_base(argv):
+    """The command line of a training of all of a model that is initialized at random."""
+    dropped = {"--init_checkpoint", "--lora_dim", "--lora_alpha"}
+    pairs = zip(argv[::2], argv[1::2], strict=True)
+    return [word for flag, value in pairs if flag not in dropped for word in (flag, value)]

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import HashStore
 
 import gpu
-from gpu import DistEnv, add_gpu_params, start
+from gpu import DistEnv, add_gpu_params, check_same_flags, start
 from loralib.training import distributed, watch
 from loralib.training.distributed import barrier, gather_objects, sum_over_processes
 
@@ -82,7 +82,7 @@ def two_gpus(monkeypatch, joined):
 
 
 def test_defaults_of_the_flags():
-    expected = dict(local_rank=0, rank=0, device=0, world_size=0, random_seed=10)
+    expected = dict(local_rank=None, rank=0, device=0, world_size=0, random_seed=10)
     expected["ddp_timeout"] = 1800
     assert vars(parse()) == {"platform": "k8s", **expected}
 
@@ -149,11 +149,17 @@ def test_a_launcher_of_one_process_needs_no_group(environment, joined):
         ({**openmpi(0, 2, 0), "MASTER_PORT": "1"}, [], "MASTER_ADDR is '' in the environment"),
         ({**openmpi(0, 2, 0), "MASTER_ADDR": "here"}, [], "MASTER_PORT is '' in the environment"),
         (torchrun(0, 2, 0), ["--platform", "local"], "MASTER_ADDR is ''"),
-        ({"RANK": "0"}, [], "WORLD_SIZE is not set"),
-        ({"WORLD_SIZE": "2"}, [], "RANK is not set"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, [], "OMPI_COMM_WORLD_RANK is not set"),
-        ({**torchrun(0, 2, 0), "RANK": "first"}, [], "RANK in the environment.*'first'"),
-        ({**torchrun(2, 2, 0), **MASTER}, [], "process 2 of 2"),
+        ({"RANK": "0"}, [], "WORLD_SIZE is '' in the environment"),
+        ({"WORLD_SIZE": "2"}, [], "^RANK is '' in the environment"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, [], "OMPI_COMM_WORLD_RANK is ''"),
+        ({**torchrun(0, 2, 0), "RANK": "first"}, [], "^RANK is 'first' in the environment"),
+        (
+            {**torchrun(2, 2, 0), **MASTER},
+            [],
+            "^RANK is 2 in the environment, and has to be a number from 0 to 1",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "2", **MASTER}, [], "^LOCAL_RANK is '' in the environment"),
+        ({"LOCAL_RANK": "0"}, ["--platform", "local"], "WORLD_SIZE is '' in the environment"),
         ({**torchrun(0, 2, 0), **MASTER}, ["--world_size", 4], "--world_size is 4.*started 2"),
         ({}, ["--world_size", 2], "--world_size is 2, but the launcher started 1"),
     ],
@@ -182,6 +188,18 @@ def test_a_process_without_a_gpu(joined, two_gpus, local_rank):
     with pytest.raises(ValueError, match=f"process {local_rank} of this.* has no GPU, there are 2"):
         start(parse("--local_rank", local_rank))
     assert two_gpus == []
+
+
+def test_flags_that_processes_have_to_share(monkeypatch):
+    compared = []
+    monkeypatch.setattr(gpu, "check_alike", lambda flags, world_size: compared.append(flags))
+    args = parse("--random_seed", 3, "--local_rank", 1)
+    args.eval_interval, args.work_dir, args.resume = 5, "here", True
+    monkeypatch.setattr(gpu, "check_same_code", lambda *_: None)
+    check_same_flags(args, DistEnv(0, 0, 2, torch.device("cpu")), but=["resume"])
+    check_same_flags(args, DistEnv(0, 0, 2, torch.device("cpu")))
+    alike = {"--random_seed": 3, "--eval_interval": 5}
+    assert compared == [alike, {**alike, "--resume": True}]
 
 
 def install_horovod(monkeypatch, rank: int, received: tuple[str, str] | None) -> list:
@@ -242,7 +260,9 @@ import argparse, json
 import torch
 from gpu import add_gpu_params, start
 from exp_utils import run
-from loralib.training.distributed import barrier, gather_objects, sum_over_processes
+from loralib.training.distributed import (
+    barrier, gather_objects, gather_on_first, share_tensors, sum_over_processes
+)
 
 def main():
     parser = argparse.ArgumentParser()
@@ -254,8 +274,11 @@ def main():
     total = sum_over_processes(value, env.world_size).tolist()
     found = gather_objects([env.rank, env.local_rank, str(env.device), total], env.world_size)
     barrier(env.world_size)
+    first = gather_on_first(env.rank, env.rank, env.world_size)
+    shared = torch.arange(6.0).reshape(2, 3).t() * (1 - env.rank)  # its values do not lie in order
+    share_tensors([shared], env.world_size)
     with open(f"{args.out}/{env.rank}.json", "w") as file:
-        json.dump([found, value.tolist()], file)
+        json.dump([found, value.tolist(), first, shared.tolist()], file)
 
 run(main)
 """
@@ -283,6 +306,8 @@ def test_two_processes(launcher, tmp_path):
     assert result.returncode == 0, result.stderr
     everyone = [[rank, rank, "cpu", [3.0, 30.0]] for rank in (0, 1)]
     for rank in (0, 1):
-        found, value = json.loads((tmp_path / f"{rank}.json").read_text())
+        found, value, first, shared = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert first == ([] if rank else [0, 1])
+        assert shared == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
         assert found == everyone
         assert value == [rank + 1.0, 10.0 * (rank + 1)]

@@ -1,13 +1,20 @@
 """What the Trainer's processes compare before they train or evaluate together."""
 
+import runpy
 from types import SimpleNamespace
 
 import pytest
+from places import ROOT
 from trainer_runs import make_data
 
-from transformers import trainer_agreement, trainer_evaluation
-from transformers.trainer_agreement import check_same_evaluation
+import transformers.trainer as trainer_module
+from transformers import DataCollatorForLanguageModeling, trainer_agreement, trainer_evaluation
+from transformers.data import table_digest
+from transformers.fine_tuning import script as script_module
+from transformers.trainer_agreement import ComparedSet, check_same_evaluation, check_same_flags
 from transformers.trainer_evaluation import TrainerEvaluation
+
+EXAMPLES = ROOT / "examples"
 
 
 @pytest.fixture
@@ -22,26 +29,91 @@ def compared(monkeypatch):
 
 
 def test_a_training_s_settings_and_data(make_trainer, compared):
-    make_trainer(train=make_data(20), max_steps=2, seed=5).train()
+    trainer = make_trainer(train=make_data(20), max_steps=2, seed=5)
+    trainer.data_collator = DataCollatorForLanguageModeling(trainer.tokenizer, mlm=False)
+    trainer._check_same_training(20, 2)
     expected = {
         "--seed": 5,
         "lora_r (config.json)": 4,
         "examples to train on (number)": 20,
         "updates to make": 2,
+        "mlm (data collator)": False,
+        "mlm_probability (data collator)": 0.15,
     }
     assert expected.items() <= compared.items()
     own = {"--output_dir", "--local_rank", "--dataloader_num_workers"}
     assert not (own | {"base_name_or_path (config.json)"}) & compared.keys()
 
 
-def test_an_evaluation_s_data_and_weights(compared):
-    model, two = object(), SimpleNamespace(world_size=2)
-    check_same_evaluation(two, model, 7, "0123456789abcdef0123")
+def two_processes(**settings):
+    """Settings of a run of two processes."""
+    return SimpleNamespace(world_size=2, process_index=0, to_dict=lambda: settings)
+
+
+def test_an_evaluation_s_settings_data_and_weights(make_trainer, compared):
+    model, two = make_trainer().model, two_processes(bf16=True, output_dir="own")
+    check_same_evaluation(two, model, ComparedSet("to evaluate on", 7, "0123456789abcdef0123"))
     assert compared["examples to evaluate on (number)"] == 7
     assert compared["examples to evaluate on (digest)"] == "0123456789abcdef"
+    assert compared["--bf16"] is True
+    assert "--output_dir" not in compared
+    assert compared["lora_alpha (config.json)"] == model.config.lora_alpha
+    assert compared["layer_norm_eps (config.json)"] == model.config.layer_norm_eps
     assert compared.pop("weights") is model
-    check_same_evaluation(two, None, None, None)
+    check_same_evaluation(two, None, ComparedSet("to evaluate on", None, None))
     assert "weights" not in compared
+
+
+def test_settings_without_effect_may_differ(make_trainer, compared):
+    model, names = make_trainer().model, {"architectures", "initializer_range", "torch_dtype"}
+    names |= {"base_name_or_path", "of another version"}
+    for name in names:
+        setattr(model.config, name, "another")
+    check_same_evaluation(two_processes(), model, ComparedSet("to evaluate on", 1, None))
+    assert not {f"{name} (config.json)" for name in names} & compared.keys()
+    assert {"hidden_size (config.json)", "pad_token_id (config.json)"} <= compared.keys()
+
+
+def test_the_flags_of_a_script(compared, monkeypatch):
+    monkeypatch.setattr(trainer_agreement, "check_same_code", lambda *_: None)
+    groups = (
+        SimpleNamespace(model_name_or_path="own", lora_alpha=4),
+        SimpleNamespace(train_file="own", mlm_probability=0.2),
+    )
+    check_same_flags(two_processes(seed=3, local_rank=1), *groups)
+    assert compared == {"--seed": 3, "--lora_alpha": 4, "--mlm_probability": 0.2}
+
+
+@pytest.mark.parametrize("script", ["text-classification/run_glue", "language-modeling/run_mlm"])
+def test_scripts_compare_their_flags_first(monkeypatch, tmp_path, script):
+    """Before they read anything: there is no such model."""
+
+    def compare(args, *groups):
+        raise LookupError({name for group in groups for name in vars(group)})
+
+    path = EXAMPLES / f"{script}.py"
+    found = runpy.run_path(str(path))
+    monkeypatch.setattr(script_module, "check_same_flags", compare)
+    monkeypatch.setitem(found["main"].__globals__, "check_same_flags", compare)
+    argv = ["--output_dir", str(tmp_path), "--do_train", "--model_name_or_path", "nowhere"]
+    with pytest.raises(LookupError) as caught:
+        found["main"]([*argv, "--train_file", "nothing.json"])
+    assert {"model_name_or_path", "estimate"} <= caught.value.args[0]
+
+
+def test_a_training_compares_what_it_is_going_to_evaluate_on(make_trainer, monkeypatch):
+    compared = []
+    monkeypatch.setattr(
+        trainer_module, "check_same_training", lambda *given: compared.extend(given)
+    )
+    trainer = make_trainer(evaluation_strategy="epoch")
+    trainer._check_same_training(20, 3)
+    assert compared[2] == 3
+    purposes = {(each.purpose, each.number) for each in compared[3:]}
+    assert purposes == {("to train on", 20), ("to evaluate on", len(trainer.eval_dataset))}
+    compared.clear()
+    make_trainer()._check_same_training(20, 3)
+    assert [each.purpose for each in compared[3:]] == ["to train on"]
 
 
 @pytest.fixture
@@ -65,12 +137,18 @@ def of_two(monkeypatch):
 
 def test_a_set_is_digested_once(make_trainer, of_two, monkeypatch):
     digested = []
-    monkeypatch.setattr(trainer_evaluation, "table_digest", lambda data: digested.append(data))
+    monkeypatch.setattr(table_digest, "table_digest", lambda data: digested.append(data))
     trainer = make_trainer()
     for data in (None, None, make_data(3)):
         trainer.evaluate(data)
     assert [len(data) for data in digested] == [len(trainer.eval_dataset), 3]
-    assert [given[1] for given in of_two] == [*[len(trainer.eval_dataset)] * 2, 3]
+    assert [given[1].number for given in of_two] == [*[len(trainer.eval_dataset)] * 2, 3]
+
+
+def test_a_run_that_is_not_compared_digests_nothing(make_trainer, monkeypatch):
+    """A large set takes seconds."""
+    monkeypatch.setattr(table_digest, "table_digest", None)
+    make_trainer(max_steps=1, save_strategy="no").train()
 
 
 def test_weights_are_compared_before_a_training_alone(make_trainer, of_two):

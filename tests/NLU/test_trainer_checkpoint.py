@@ -3,6 +3,8 @@
 import errno
 import os
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from trainer_runs import (
 
 from loralib.adapters.formats import read_adapter
 from loralib.errors import CheckpointError, DiskFullError
-from loralib.io.tensors import read_tensors, write_tensors
+from loralib.io.tensors import read_tensors, write_tensors, write_torch
 from loralib.training import launch
 from loralib.training.determinism import set_dropout_seed
 from transformers import (
@@ -29,10 +31,11 @@ from transformers import (
     TrainingArguments,
     TrainingError,
     trainer_agreement,
+    trainer_checkpoint,
 )
 from transformers.trainer_agreement import agreed_checkpoint
 from transformers.trainer_callback import TrainerState
-from transformers.trainer_checkpoint import Progress, identities
+from transformers.trainer_checkpoint import Progress, find_best, identities, outdated_checkpoints
 from transformers.trainer_utils import list_checkpoints
 from transformers.utils.cli import find_checkpoint
 
@@ -325,7 +328,7 @@ def test_no_two_processes_draw_the_same_after_a_change_of_their_number(
         monkeypatch.setattr(type(trainer.args), "process_index", property(lambda self, i=index: i))
         passes = trainer._training_passes()
         trainer._prepare_optimizer(12)
-        trainer._progress, trainer._data_digest = Progress(), None
+        trainer._progress = Progress()
         set_dropout_seed(trainer.args.seed, index)
         trainer.checkpoints.resume(str(folder), trainer._run_state(), passes.length)
         drawn.append(torch.rand(4))
@@ -614,3 +617,83 @@ def test_another_model_given_to_a_trainer_is_the_one_that_is_saved(
     trainer.save_model(tmp_path / "other")
     saved = torch.load(tmp_path / "other" / "pytorch_model.bin", weights_only=True)
     assert_same_bits(saved, other.state_dict())
+
+
+@dataclass
+class Collator:
+    """Pads, and has a setting."""
+
+    share: float
+    pad: Callable
+
+    def __call__(self, rows):
+        return self.pad(rows)
+
+
+def test_another_setting_of_the_collator_is_refused(make_trainer, tmp_path):
+    def make(share):
+        trainer = make_trainer(save_strategy="steps", save_steps=4, max_steps=4)
+        trainer.data_collator = Collator(share, trainer.data_collator)
+        return trainer
+
+    make(0.15).train()
+    checkpoint = tmp_path / "out" / "checkpoint-4"
+    make(0.15).train(str(checkpoint))
+    with pytest.raises(CheckpointError, match=r"with share \(data collator\) 0.15, not 0.2: give"):
+        make(0.2).train(str(checkpoint))
+    # An older checkpoint does not say it.
+    path = checkpoint / "rng_state_0.pth"
+    state = torch.load(path, weights_only=True)
+    del state["collator"]
+    write_torch(path, state)
+    make(0.2).train(str(checkpoint))
+
+
+# ---- several processes ----
+
+NAME = "roberta.encoder.layer.0.attention.self.query.lora_A"
+
+
+def test_weights_are_compared_once_they_are_read(make_trainer, tmp_path, monkeypatch):
+    """Each machine may see another file."""
+    make_trainer(save_strategy="steps", save_steps=4).train()
+    compared = []
+    monkeypatch.setattr(
+        trainer_checkpoint,
+        "check_same_weights",
+        lambda model, _: compared.append(model.get_parameter(NAME).detach().clone()),
+    )
+    trainer = make_trainer(max_steps=4)
+    trainer.train(str(tmp_path / "out" / "checkpoint-4"))
+    (weight,) = compared
+    assert torch.equal(weight, trainer.model.get_parameter(NAME))
+
+
+@pytest.fixture
+def of_the_first(monkeypatch):
+    """Has every gathering in trainer_checkpoint.py find another value of the first process."""
+
+    def set_value(value):
+        monkeypatch.setattr(trainer_checkpoint, "gather_objects", lambda own, _: [value, own])
+
+    return set_value
+
+
+def test_the_first_process_says_which_checkpoints_are_replaced(tmp_path, of_the_first):
+    (tmp_path / "checkpoint-3").mkdir()
+    args = TrainingArguments(str(tmp_path), overwrite_output_dir=True)
+    of_the_first(["checkpoint-7"])
+    assert outdated_checkpoints(args) == ["checkpoint-7"]
+
+
+def test_the_first_process_says_which_model_is_the_best(tmp_path, of_the_first):
+    args = TrainingArguments(str(tmp_path), metric_for_best_model="score")
+    state = TrainerState()
+    state.log_history = [{"eval_score": 0.5, "step": step} for step in (2, 4)]
+    (tmp_path / "checkpoint-4").mkdir()  # this machine does not see the other one yet
+    of_the_first(("checkpoint-2", 0.5))
+    find_best(state, args, tmp_path)
+    assert state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    of_the_first((None, None))
+    find_best(state, args, tmp_path)
+    assert (state.best_model_checkpoint, state.best_metric) == (None, None)

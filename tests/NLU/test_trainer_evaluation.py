@@ -469,7 +469,8 @@ def test_a_rank_without_a_launcher_is_refused(monkeypatch):
 
 
 def test_defaults_that_follow_from_others(monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "3")
+    for name, value in {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}.items():
+        monkeypatch.setenv(name, value)
     args = TrainingArguments("~/out", evaluation_strategy="epoch", logging_steps=7)
     assert args.local_rank == 3
     assert TrainingArguments("out", local_rank=1).local_rank == 1

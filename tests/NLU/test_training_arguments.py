@@ -90,6 +90,28 @@ def test_fields_and_defaults(args):
     assert {"output_dir", "logging_dir", "disable_tqdm", "report_to", *DEFAULTS} <= fields
 
 
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, 1),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, -1),  # left over from another job, perhaps
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, 0),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "^LOCAL_RANK is '' in the environment: start"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "first"}, "^LOCAL_RANK is 'first'"),
+    ],
+)
+def test_the_local_rank_that_a_launcher_gives(args, monkeypatch, environment, expected):
+    """Without one, of several processes each would be a run of its own."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if isinstance(expected, int):
+        assert args().local_rank == expected
+        assert args(local_rank=3).local_rank == 3
+        return
+    with pytest.raises(ValueError, match=expected):
+        args()
+
+
 def test_no_bars_where_standard_error_is_closed(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "stderr", None)
     assert TrainingArguments(str(tmp_path)).disable_tqdm is True

@@ -3,7 +3,8 @@
     torchrun … tiny_gpt2_ft.py calls.json
 
 The file lists runs, one after the other: the script's arguments as "argv", and as "kill_in_step",
-where that is not null, the step in which process 1 is killed.
+where that is not null, the step in which process 1 is killed. It has also "more", arguments that
+process 1 is given alone, and "draws" as the seed by which it initializes, where these are there.
 """
 
 import json
@@ -42,9 +43,13 @@ def main(argv: list[str] | None = None) -> None:
     sys.modules["tensorboard"] = sys.modules["matplotlib"] = None  # which take seconds to start
     checkpoints.config_of = tiny_config_of
     optimizer.Scheduler = Killed
+    set_seed = gpt2_ft.set_seed
     for call in json.loads(Path((argv or sys.argv)[-1]).read_text()):
         Killed.kill_in_step = call["kill_in_step"]
-        gpt2_ft.main(call["argv"])
+        is_other = os.environ.get("RANK") == "1"
+        draws = call.get("draws") if is_other else None
+        gpt2_ft.set_seed = set_seed if draws is None else lambda _, seed=draws: set_seed(seed)
+        gpt2_ft.main([*call["argv"], *(call.get("more", ()) if is_other else ())])
 
 
 if __name__ == "__main__":

@@ -34,12 +34,12 @@ from loralib.training.resume import first_not_finite
 from loralib.utils import with_lora_plus
 
 from .data.data_collator import DataCollatorWithPadding, default_data_collator
-from .data.table_digest import table_digest
+from .data.table_digest import LastDigest
 from .integrations import reporting_callbacks
 from .modeling_utils import PreTrainedModel
 from .optimization import Adafactor, AdamW, get_scheduler
 from .tokenization_utils_base import PreTrainedTokenizerBase
-from .trainer_agreement import agreed_checkpoint, check_same_training
+from .trainer_agreement import ComparedSet, agreed_checkpoint, check_same_training
 from .trainer_callback import (
     CallbackHandler,
     DefaultFlowCallback,
@@ -58,7 +58,13 @@ from .trainer_checkpoint import (
     outdated_checkpoints,
 )
 from .trainer_checks import check_data, check_hooks, check_model
-from .trainer_data import TrainingPasses, label_names_of, length_of, overrides
+from .trainer_data import (
+    TrainingPasses,
+    collator_settings,
+    label_names_of,
+    length_of,
+    overrides,
+)
 from .trainer_evaluation import TrainerEvaluation, has_targets, loss_of
 from .trainer_pt_utils import LabelSmoother
 from .trainer_records import TrainerRecords
@@ -140,6 +146,7 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         self.compute_metrics = compute_metrics
         self.optimizer, self.lr_scheduler = optimizers
         self._made: dict[str, Any] = {}  # the optimizer and schedule that `train` has made
+        self._train_digest, self._eval_digest = LastDigest(), LastDigest()
         self._weight = 1.0  # of this process's loss among the processes' in a batch
         self.state = self._new_state()
         self.control = TrainerControl()
@@ -382,7 +389,6 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             raise TypeError(f"train() got an unexpected argument: {', '.join(kwargs)}")
         self.state, self.control = self._new_state(), TrainerControl()
         self._progress = Progress()
-        self._data_digest = table_digest(self.train_dataset)
         self._set_up_trial(trial)
         if self.model_init is not None:
             set_seed(args.seed)
@@ -396,8 +402,8 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             )
         passes = self._training_passes()
         max_steps, epochs = self._updates_and_epochs(passes.length)
-        about_data = passes.examples, self._data_digest
-        check_same_training(args, self.model, max_steps, *about_data)
+        if args.world_size > 1:
+            self._check_same_training(passes.examples, max_steps)
         self._prepare_optimizer(max_steps)
         self._wrap()
         if args.device.type == "cpu":
@@ -459,6 +465,14 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         if found is None:
             raise ValueError(f"{self.args.output_dir} has no checkpoint to resume from")
         return found
+
+    def _check_same_training(self, examples: int, updates: int) -> None:
+        """Compares this process's run with the others', as `check_same_training` does."""
+        sets = [ComparedSet("to train on", examples, self._train_digest.of(self.train_dataset))]
+        if self.args.evaluation_strategy is not IntervalStrategy.NO:
+            sets.append(self._about_evaluation(self.eval_dataset))
+        of_collator = collator_settings(self.data_collator)
+        check_same_training(self.args, self.model, updates, *sets, **of_collator)
 
     def _updates_and_epochs(self, length: int | None) -> tuple[int, int]:
         """How many updates and passes a run makes whose passes have so many batches.
@@ -713,7 +727,8 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
             self._progress,
             self.state,
             length_of(self.train_dataset) or 0,
-            self._data_digest,
+            self._train_digest.of(self.train_dataset),
+            collator_settings(self.data_collator),
         )
 
     def _load_best(self) -> None:

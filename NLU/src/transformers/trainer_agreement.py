@@ -3,32 +3,79 @@
 Of one process there is nothing to compare.
 """
 
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from loralib.errors import TrainingError
-from loralib.training.agreement import check_alike, check_same_weights
+from loralib.training.agreement import check_alike, check_same_code, check_same_weights
 from loralib.training.distributed import gather_objects
 from loralib.training.output import appears
 
+from .configuration_utils import PretrainedConfig
 from .file_utils import CONFIG_NAME
 from .modeling_utils import PreTrainedModel
 from .trainer_checkpoint import TRAINER_STATE_NAME
 from .training_args import TrainingArguments
 
-# Settings that may be each process's own.
+# Flags that each process may have its own of: where its files are, and what it says or uses for its
+# work. What the files hold is compared apart.
 _OWN = {"output_dir", "overwrite_output_dir", "logging_dir", "run_name", "report_to", "log_level"}
 _OWN |= {"local_rank", "no_cuda", "disable_tqdm", "dataloader_num_workers", "dataloader_pin_memory"}
-_OWN |= {"ddp_timeout", "debug", "skip_memory_metrics", "tpu_num_cores", "tpu_metrics_debug"}
+_OWN |= {"ddp_timeout", "skip_memory_metrics", "preprocessing_num_workers", "overwrite_cache"}
+_OWN |= {"model_name_or_path", "config_name", "tokenizer_name", "cache_dir", "use_auth_token"}
+_OWN |= {"lora_path", "adapter_path", "bitfit_path", "data_dir"}
+_OWN |= {"train_file", "validation_file", "test_file"}
 
-# Settings of a model that say where it was read from.
-_PLACES = {"base_name_or_path", "_name_or_path"}
+# Settings of a model that decide none of its numbers, once its weights are there.
+_WITHOUT_EFFECT = {"name_or_path", "base_name_or_path", "base_revision"}
+_WITHOUT_EFFECT |= {"initializer_range", "gradient_checkpointing"}
+
+
+@dataclass(frozen=True)
+class ComparedSet:
+    """What is compared of a set of examples.
+
+    Args:
+        purpose: what they are for, in words.
+        number: how many there are; None where nobody knows.
+        digest: what `table_digest` says of them.
+    """
+
+    purpose: str
+    number: int | None
+    digest: str | None
+
+    def settings(self) -> dict[str, Any]:
+        """What is compared, by name."""
+        short = self.digest and self.digest[:16]  # to be read by people
+        name = f"examples {self.purpose}"
+        return {f"{name} (number)": self.number, f"{name} (digest)": short}
+
+
+def check_same_flags(args: TrainingArguments, *others: Any) -> None:
+    """Checks that all processes were started alike, before they wait for each other elsewhere.
+
+    Args:
+        args: the run's.
+        others: the script's other flags, a dataclass for each group.
+
+    Raises:
+        TrainingError: a flag differs, or the version of the project.
+    """
+    check_same_code(args.process_index, args.world_size)
+    flags = _flags(args.to_dict())
+    for group in others:
+        flags |= _flags(vars(group))
+    check_alike(flags, args.world_size)
 
 
 def check_same_training(
-    args: TrainingArguments, model: nn.Module, updates: int, examples: int, digest: str | None
+    args: TrainingArguments, model: nn.Module, updates: int, *sets: ComparedSet, **others: Any
 ) -> None:
     """Checks that all processes train alike: with other settings, replicas would drift apart.
 
@@ -36,42 +83,54 @@ def check_same_training(
         args: the run's.
         model: its weights are not compared: DDP gives all processes the first one's.
         updates: of the run.
-        examples: of the training set.
-        digest: what `table_digest` says of them.
+        sets: what it trains on, and what it evaluates on meanwhile.
+        others: more settings, by name.
 
     Raises:
         TrainingError: a process has other settings or other data.
     """
-    flags = {f"--{name}": each for name, each in args.to_dict().items() if name not in _OWN}
-    config = model.config.to_dict() if isinstance(model, PreTrainedModel) else {}
-    of_model = {f"{n} ({CONFIG_NAME})": each for n, each in config.items() if n not in _PLACES}
-    of_data = _about_data("to train on", examples, digest)
-    check_alike({**flags, **of_model, **of_data, "updates to make": updates}, args.world_size)
+    _check_alike(args, model, *sets, **{"updates to make": updates, **others})
 
 
 def check_same_evaluation(
-    args: TrainingArguments, model: nn.Module | None, examples: int | None, digest: str | None
+    args: TrainingArguments, model: nn.Module | None, examples: ComparedSet
 ) -> None:
-    """Checks that all processes evaluate one model on one set.
+    """Checks that all processes evaluate one model on one set, with the same settings.
 
     Args:
         args: the run's.
-        model: its weights are compared; None after a training, in which it is the same, but for
-            rounding where machines are of several kinds.
-        examples: of the set, where it has a length.
-        digest: what `table_digest` says of them.
+        model: its settings and weights are compared; None after a training, in which it is the
+            same, but for rounding where machines are of several kinds.
+        examples: the set.
 
     Raises:
         TrainingError: a process has others.
     """
-    check_alike(_about_data("to evaluate on", examples, digest), args.world_size)
+    _check_alike(args, model, examples)
     if model is not None:
         check_same_weights(model, args.world_size)
 
 
-def _about_data(what: str, examples: int | None, digest: str | None) -> dict[str, Any]:
-    short = digest and digest[:16]  # to be read by people
-    return {f"examples {what} (number)": examples, f"examples {what} (digest)": short}
+def _check_alike(
+    args: TrainingArguments, model: nn.Module | None, *sets: ComparedSet, **others: Any
+) -> None:
+    of_model = _of_config(model.config) if isinstance(model, PreTrainedModel) else {}
+    of_data = {name: each for examples in sets for name, each in examples.settings().items()}
+    check_alike({**_flags(args.to_dict()), **of_model, **of_data, **others}, args.world_size)
+
+
+def _flags(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"--{name}": value for name, value in values.items() if name not in _OWN}
+
+
+def _of_config(config: PretrainedConfig) -> dict[str, Any]:
+    """The settings that a model computes by; others, which it does not know, are passed over."""
+    known: set[str] = set()
+    for kind in type(config).__mro__:
+        known |= {*inspect.signature(kind.__init__).parameters}
+    names = known - _WITHOUT_EFFECT
+    values = config.to_dict().items()
+    return {f"{name} ({CONFIG_NAME})": value for name, value in values if name in names}
 
 
 def agreed_checkpoint(args: TrainingArguments, checkpoint: str | None) -> str | None:

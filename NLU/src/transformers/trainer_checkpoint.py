@@ -12,7 +12,7 @@ state of its random generators.
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +26,9 @@ from loralib.errors import CheckpointError, TrainingError
 from loralib.io.atomic import replacing_folder
 from loralib.io.likeness import check_like
 from loralib.io.tensors import write_torch
+from loralib.training.agreement import check_same_weights
 from loralib.training.determinism import rng_state, set_rng_state, warn_of_other_threads
-from loralib.training.distributed import gather_objects
+from loralib.training.distributed import gather_objects, gather_on_first
 from loralib.training.losses import PendingLosses
 from loralib.training.precision import Precision
 from loralib.training.resume import (
@@ -101,6 +102,11 @@ _SAME_OF_A_BASE = (
     *("num_attention_heads", "pad_token_id", "tie_word_embeddings", "position_biased_input"),
     *("relative_attention", "max_relative_positions", "position_buckets", "pos_att_type"),
     *("share_att_key", "norm_rel_ebd"),
+)
+
+_NEW_RUN = (
+    "give the same setting to resume it, or begin a new run with another --output_dir or "
+    "--overwrite_output_dir"
 )
 
 # What a process's progress counts of batches with targets; older checkpoints do not have it.
@@ -196,6 +202,7 @@ class RunState:
         trainer: the Trainer's state.
         examples: how many the training set has.
         data: what `table_digest` says of them.
+        collator: the settings of what makes batches of them.
     """
 
     model: nn.Module
@@ -206,6 +213,7 @@ class RunState:
     trainer: TrainerState
     examples: int
     data: str | None
+    collator: Mapping[str, Any]
 
 
 class Checkpoints:
@@ -248,7 +256,8 @@ class Checkpoints:
             save_model: writes the model into a folder; `Trainer.save_model`.
         """
         folder = self.folder(run.trainer.global_step)
-        process_states = gather_objects(self._process_state(run), self.args.world_size)
+        own = self._process_state(run)
+        process_states = gather_on_first(own, self.args.process_index, self.args.world_size)
         if self.args.is_main_process:
             unfinished = Path(self.args.output_dir, _UNFINISHED)
             with replacing_folder(folder, unfinished):
@@ -298,6 +307,7 @@ class Checkpoints:
             **({} if begun is None else {"epoch_rng": begun}),
             # Another name than that of older checkpoints, which did not look at all rows.
             **({} if run.data is None else {"rows": run.data}),
+            "collator": dict(run.collator),
         }
 
     def _layout(self, run: RunState) -> dict[str, int]:
@@ -346,9 +356,15 @@ class Checkpoints:
         return state
 
     def load_weights(self, folder: str, model: nn.Module) -> None:
-        """Copies a checkpoint's weights into a model."""
+        """Copies a checkpoint's weights into a model; to be called by all processes.
+
+        Raises:
+            CheckpointError: a file is damaged, or does not fit the model.
+            TrainingError: another process has read others.
+        """
         path = Path(folder)
         load_weights(model, path, self.args.device, _way_out(path))
+        check_same_weights(model, self.args.world_size)
 
     def _check_same_run(self, path: Path, model: nn.Module) -> None:
         """Refuses to resume a run of another task or with other settings."""
@@ -364,8 +380,7 @@ class Checkpoints:
         if isinstance(model, PreTrainedModel):
             of_model = _model_settings(model, path)
             settings = [{**of_model[index], **settings[index]} for index in (0, 1)]
-        way_out = "give the same setting to resume it, or begin a new run with another "
-        check_same_run(path, *settings, f"{way_out}--output_dir or --overwrite_output_dir")
+        check_same_run(path, *settings, _NEW_RUN)
 
     def _resume_process(self, path: Path, run: RunState, steps_an_epoch: int, step: int) -> None:
         """Puts this process's place in the data, gradients and generators where they were.
@@ -383,6 +398,9 @@ class Checkpoints:
                 "--max_seq_length, to resume it, or begin a new run with another --output_dir or "
                 "--overwrite_output_dir"
             )
+        # Older checkpoints do not say these.
+        collator = own.get("collator", run.collator)
+        check_same_run(path, collator, {n: run.collator.get(n) for n in collator}, _NEW_RUN)
         differ = [name for name in now if before[name] != now[name]]
         # With as many examples a step, an epoch has the same steps in any number of processes.
         others = [name for name in differ if name != "processes"]
@@ -438,7 +456,7 @@ class Checkpoints:
             example = self._process_state(run)
             # Older checkpoints do not have these.
             example.pop("rows", None)
-            del example["threads"], example["progress"]["has_ended"]
+            del example["collator"], example["threads"], example["progress"]["has_ended"]
             for name in _COUNTED:
                 del example["progress"][name]
             own = read_state(path, {**example, "pending_gradients": {}, "rng": like_rng_state()})
@@ -535,7 +553,7 @@ def find_best(state: TrainerState, args: TrainingArguments, folder: Path) -> Non
     """Finds in a Trainer's state the best of the checkpoints that are there, when a run resumes.
 
     The folder may have been copied or moved, checkpoints may be gone, and another metric may be
-    compared now.
+    compared now. What the first process sees holds for all, which have to call this.
 
     Args:
         state: with the run's evaluations.
@@ -551,6 +569,9 @@ def find_best(state: TrainerState, args: TrainingArguments, folder: Path) -> Non
         checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{record['step']}"
         if not math.isnan(record.get(name, math.nan)) and checkpoint.is_dir():
             note_best(state, args, record, checkpoint)
+    found = state.best_model_checkpoint and Path(state.best_model_checkpoint).name
+    found, state.best_metric = gather_objects((found, state.best_metric), args.world_size)[0]
+    state.best_model_checkpoint = found and str(folder / found)
     if noted and state.best_metric != value:
         logger.warning(
             "%s was the best model: of the checkpoints that are there, %s is it, by %s",
@@ -562,12 +583,16 @@ def outdated_checkpoints(args: TrainingArguments, is_new: bool = True) -> list[s
     """The names of an earlier run's checkpoints in the output folder, which this run replaces.
 
     Those that are there when a new run begins with --overwrite_output_dir; and when a launcher
-    starts that again, those of them of which the place has not been taken.
+    starts that again, those of them of which the place has not been taken. What the first process
+    finds holds for all, which have to call this: on another machine files have other identities.
     """
+    found, now = [], identities(args)
     if args.launch is not None and args.launch.is_restart:
-        noted, now = args.launch.note.items(), identities(args)
-        return [name for name, identity in noted if now.get(name) == identity]
-    return [*identities(args)] if args.overwrite_output_dir and is_new else []
+        noted = args.launch.note.items()
+        found = [name for name, identity in noted if now.get(name) == identity]
+    elif args.overwrite_output_dir and is_new:
+        found = [*now]
+    return gather_objects(found, args.world_size)[0]
 
 
 def identities(args: TrainingArguments) -> dict[str, list[int]]:

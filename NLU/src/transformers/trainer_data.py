@@ -4,6 +4,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -283,6 +284,19 @@ def overrides(instance: Any, owner: type, names: Iterable[str]) -> bool:
     """Whether an instance of `owner` has another method of one of these names."""
     methods = ((getattr(instance, name), getattr(owner, name)) for name in names)
     return any(getattr(own, "__func__", own) is not plain for own, plain in methods)
+
+
+def collator_settings(collator: Any) -> dict[str, Any]:
+    """The plain values among a collator's fields, by name; none of one that is no dataclass."""
+    if not is_dataclass(collator) or isinstance(collator, type):
+        return {}
+    values = {each.name: getattr(collator, each.name) for each in fields(collator)}
+    plain = (bool, int, float, str, type(None))
+    return {
+        f"{name} (data collator)": value
+        for name, value in values.items()
+        if isinstance(value, plain)
+    }
 
 
 def length_of(data: Any) -> int | None:

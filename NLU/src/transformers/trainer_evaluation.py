@@ -20,8 +20,8 @@ from loralib.training.precision import Precision, all_in_half
 from loralib.training.product_choices import chosen_products, frozen_weights
 
 from .data.data_collator import IGNORED_LABEL, PackedCollator, only_pads
-from .data.table_digest import table_digest
-from .trainer_agreement import check_same_evaluation
+from .data.table_digest import LastDigest
+from .trainer_agreement import ComparedSet, check_same_evaluation
 from .trainer_callback import CallbackHandler, TrainerControl
 from .trainer_data import Examples, length_of, lengths_at_hand, overrides, takes_packed_rows
 from .trainer_loaders import TrainerLoaders
@@ -256,8 +256,7 @@ class TrainerEvaluation(TrainerLoaders):
     compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None
     label_smoother: LabelSmoother | None
     precision: Precision
-    # The last set that was compared, and its digest: evaluations in training are of one set.
-    _digested: tuple[Any, str | None] = None, None
+    _eval_digest: LastDigest  # evaluations in training are of one set
 
     def evaluate(
         self,
@@ -359,12 +358,13 @@ class TrainerEvaluation(TrainerLoaders):
         return PredictionOutput(predictions, labels, metrics)
 
     def _check_same_evaluation(self, dataset: Any) -> None:
-        if self.args.world_size == 1:
-            return
-        if dataset is not self._digested[0]:
-            self._digested = dataset, table_digest(dataset)
-        model = None if self.state.global_step > 0 else self.model
-        check_same_evaluation(self.args, model, length_of(dataset), self._digested[1])
+        if self.args.world_size > 1:
+            model = None if self.state.global_step > 0 else self.model
+            check_same_evaluation(self.args, model, self._about_evaluation(dataset))
+
+    def _about_evaluation(self, dataset: Any) -> ComparedSet:
+        digest = self._eval_digest.of(dataset)
+        return ComparedSet("to evaluate on", length_of(dataset), digest)
 
     def _products(self) -> AbstractContextManager:
         """How an evaluation multiplies: as this Trainer's training does, or did, if there was one.

@@ -19,7 +19,7 @@ from loralib.io.console import is_terminal
 from loralib.training.distributed import TIMEOUT, barrier, choose_device, join
 from loralib.training.launch import Launch
 from loralib.training.precision import check_precision, compute_dtype, has_apex
-from loralib.training.process import LOG_LEVELS, rank
+from loralib.training.process import LOG_LEVELS, is_launched, launched_place, rank
 from loralib.training.reports import check_none_is_alone
 
 from .hf_argparser import flag
@@ -239,8 +239,10 @@ class TrainingArguments:
             if getattr(self, name) is None:
                 setattr(self, name, default(self))
         # torchrun, and torch.distributed.launch as well, say it in the environment.
-        if self.local_rank == -1 and "LOCAL_RANK" in os.environ:
-            self.local_rank = int(os.environ["LOCAL_RANK"])
+        if self.local_rank == -1 and is_launched():
+            place = launched_place()
+            if place.world_size > 1 or "LOCAL_RANK" in os.environ:
+                self.local_rank = place.local_rank
 
     def check(self) -> None:
         """Checks the settings, also after one was changed.

@@ -15,6 +15,22 @@ def test_a_file_s_digest_is_of_all_its_blocks(tmp_path, monkeypatch, size):
     assert digests.file_digest(tmp_path / "file") == hashlib.sha256(content).hexdigest()
 
 
+def test_lines_end_in_either_way(tmp_path):
+    unix, windows = tmp_path / "unix", tmp_path / "windows"
+    unix.write_bytes(b"a\nb\n")
+    windows.write_bytes(b"a\r\nb\r\n")
+    digest = digests.lines_digest(unix)
+    assert digest == digests.file_digest(unix) == digests.lines_digest(windows)
+    windows.write_bytes(b"a\r\n\r\nb\r\n")
+    assert digest != digests.lines_digest(windows)
+
+
+def test_a_digest_is_shown_in_part():
+    assert digests.shown("0123456789abcdef" * 4) == "0123456789abcdef…"
+    for value in ("0123456789abcdef", 3, None, "x" * 64):
+        assert digests.shown(value) == value
+
+
 def test_a_folder_s_digest_is_of_names_and_contents(tmp_path):
     (tmp_path / "a" / "below").mkdir(parents=True)
     path = tmp_path / "a" / "below" / "rows.json"

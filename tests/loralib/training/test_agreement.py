@@ -6,7 +6,11 @@ from torch import nn
 
 from loralib.errors import TrainingError
 from loralib.training import agreement
-from loralib.training.agreement import check_alike, check_same_weights
+from loralib.training.agreement import check_alike, check_same_code, check_same_weights
+
+
+def _as_said(each):
+    return agreement._Said(*each) if isinstance(each, tuple) else each
 
 
 @pytest.fixture
@@ -15,7 +19,7 @@ def others(monkeypatch):
     said = []
 
     def gather(value, world_size):
-        found = [value, *said.pop(0)]
+        found = [value, *(_as_said(each) for each in said.pop(0))]
         assert len(found) == world_size
         return found
 
@@ -46,6 +50,34 @@ def test_what_differs_is_named_with_its_process(others, theirs, said):
         check_alike(settings, 3)
 
 
+def test_a_process_that_is_elsewhere(others):
+    """It shares warnings, say, and has not evaluated with the others."""
+    others.append([("second", {"--seed": 3}), ["a warning", "another"]])
+    with pytest.raises(TrainingError, match=r"^process 2 is at another step of the run than this"):
+        check_alike({"--seed": 3}, 3)
+
+
+def test_digests_are_shown_in_part(others):
+    others.append([("second", {"data": "ab" * 32})])
+    with pytest.raises(TrainingError, match=r"has data abababababababab…, .* cdcdcdcdcdcdcdcd…:"):
+        check_alike({"data": "cd" * 32}, 2)
+
+
+def test_versions(others, monkeypatch, caplog):
+    version = {"version of loralib": agreement.__version__}
+    found = [["2.13.0", "2.13.0"], ["2.13.0", "2.6.0"], []]
+    monkeypatch.setattr(agreement, "gather_on_first", lambda *_: found.pop(0))
+    for expected in ([], ["process 1 has PyTorch 2.6.0, process 0 2.13.0: "], []):
+        others.append([("second", version)])
+        caplog.clear()
+        check_same_code(0, 2)
+        assert [line[: len(expected[0])] for line in caplog.messages] == expected
+    check_same_code(0, 1)
+    others.append([("second", {"version of loralib": "0.1.2"})])
+    with pytest.raises(TrainingError, match=r"has version of loralib 0\.1\.2"):
+        check_same_code(0, 2)
+
+
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
 
 
@@ -56,19 +88,52 @@ def model_of(*tensors):
     return model
 
 
+def said_of(*tensors):
+    """What a process says of such a model."""
+    digests = agreement._digests(dict(model_of(*tensors).named_buffers()))
+    return {f"weights of {name} (shape, digest)": each for name, each in digests.items()}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_are_compared_by_their_bits(others, dtype):
     """In any order in memory; the smallest change is seen."""
     values = torch.randint(2, (6, 4)).to(dtype)
     twice = torch.stack([values, values], dim=2)[:, :, 0]
-    sums = agreement._sums_of_bits(model_of(torch.ones(3), values))
-    assert sums == agreement._sums_of_bits(model_of(torch.ones(3), values.t().contiguous().t()))
-    assert sums == agreement._sums_of_bits(model_of(torch.ones(3), twice))
+    known = said_of(torch.ones(3), values)
+    assert known == said_of(torch.ones(3), values.t().contiguous().t())
+    assert known == said_of(torch.ones(3), twice)
     changed = values.clone()
     changed[0, 0] = values[0, 0] == 0
-    others.append([("second", {f"weights of {n} (sum of bits)": s for n, s in sums.items()})])
+    others.append([("second", known)])
     with pytest.raises(TrainingError, match="process 1 on second has weights of b1"):
         check_same_weights(model_of(torch.ones(3), changed), 2)
+
+
+VALUES = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [VALUES.t(), VALUES.flip(0), VALUES.flip(1), VALUES.reshape(4), VALUES.reshape(1, 4)],
+    ids=["transposed", "other rows", "other columns", "a vector", "one row"],
+)
+def test_the_same_values_in_another_order_or_shape(others, theirs):
+    others.append([("second", said_of(VALUES))])
+    with pytest.raises(TrainingError, match="process 1 on second has weights of b0"):
+        check_same_weights(model_of(theirs), 2)
+
+
+def test_a_digest_does_not_depend_on_what_is_read_at_a_time(monkeypatch):
+    tensors = [torch.randn(37), torch.empty(0), torch.tensor(3), torch.randn(5, 7)]
+    known = said_of(*tensors)
+    for size in (1, 4, 36, 37):
+        monkeypatch.setitem(agreement._BLOCK, "cpu", size)
+        assert said_of(*tensors) == known
+
+
+def test_some_weights_alone(others):
+    others.append([("second", said_of(VALUES))])
+    check_same_weights(model_of(VALUES, torch.ones(3)), 2, names=["b0", "of another"])
 
 
 def test_a_model_without_tensors(others):

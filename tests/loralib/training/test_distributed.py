@@ -105,6 +105,19 @@ def test_a_process_of_another_number_of_processes(store):
     assert len(set(agree(store, 2))) == 1
 
 
+def test_processes_of_other_world_sizes(store):
+    """The first one says so at once, where both have come."""
+
+    def join_as(number, world_size):
+        return distributed._agree_on_attempt(store(), number, world_size, 30)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.submit(join_as, 0, 2), pool.submit(join_as, 1, 3)
+        with pytest.raises(TrainingError, match=r"process 1 was .* WORLD_SIZE 3, process 0 with 2"):
+            first.result(20)
+        second.result(20)
+
+
 def test_nobody_is_there(store):
     with pytest.raises(RuntimeError, match=r"(?i)timeout"):
         distributed._agree_on_attempt(store(), 1, 2, 0.2)
@@ -134,6 +147,27 @@ def test_an_incomplete_environment(monkeypatch, name):
         monkeypatch.setenv(key, value)
     monkeypatch.delenv(name)
     with pytest.raises(ValueError, match=f"^{name} is '' in the environment: "):
+        join(CPU, timeout=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("RANK", "2", "^RANK is 2 in the environment, and has to be a number from 0 to 1$"),
+        ("RANK", "-1", "^RANK is '-1' in the environment: "),
+        ("RANK", "²", "^RANK is '²' in the environment: "),
+        ("WORLD_SIZE", "0", "^WORLD_SIZE is 0 in the environment, and has to be at least 1$"),
+        ("WORLD_SIZE", "two", "^WORLD_SIZE is 'two' in the environment: "),
+        ("MASTER_ADDR", " ", "^MASTER_ADDR is ' ' in the environment: "),
+        ("MASTER_PORT", "70000", "^MASTER_PORT is 70000 .* has to be a number from 1 to 65535$"),
+        ("MASTER_PORT", "http", "^MASTER_PORT is 'http' in the environment: "),
+    ],
+)
+def test_an_environment_that_cannot_be(monkeypatch, name, value, message):
+    given = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    for key, each in {**given, name: value}.items():
+        monkeypatch.setenv(key, each)
+    with pytest.raises(ValueError, match=message):
         join(CPU, timeout=1)
 
 
@@ -205,7 +239,9 @@ def test_processes_join_and_watch_in_any_supported_version(tmp_path):
 def test_warnings_of_other_processes_are_shown_where_they_differ(monkeypatch, caplog):
     shares = [["of all"], ["of all", "of the second"], ["of the second", "of the third"]]
     monkeypatch.setattr(distributed, "warnings_so_far", lambda: shares[0])
-    monkeypatch.setattr(distributed, "gather_objects", lambda value, world_size: shares)
+    monkeypatch.setattr(
+        distributed, "gather_on_first", lambda value, rank, _: [] if rank else shares
+    )
     distributed.share_warnings(1, 3)
     assert not caplog.messages
     distributed.share_warnings(0, 3)
@@ -217,5 +253,5 @@ def test_warnings_of_other_processes_are_shown_where_they_differ(monkeypatch, ca
 
 
 def test_one_process_shares_nothing(monkeypatch):
-    monkeypatch.setattr(distributed, "gather_objects", None)
+    monkeypatch.setattr(distributed.dist, "gather_object", None)
     distributed.share_warnings(0, 1)

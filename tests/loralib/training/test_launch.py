@@ -2,6 +2,10 @@
 
 import json
 import os
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,11 +68,36 @@ def test_without_a_launcher_nothing_is_left(agent, tmp_path):
     assert not find_launch(tmp_path / "nowhere", 1).is_restart
 
 
-def test_the_agent_is_the_parent(monkeypatch):
+def test_the_agent_of_a_process_that_was_made_in_python(monkeypatch):
+    """As with torchrun --run_path: it is in the agent's session."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert launch._agent() is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    maker = SimpleNamespace(pid=os.getppid())
+    monkeypatch.setattr(launch.multiprocessing, "parent_process", lambda: maker)
     assert launch._agent().split()[1] == str(os.getppid())
+
+
+WITHOUT_PROC = "from loralib.training import process; process._stat = open; "
+AGENT = "from loralib.training import launch; print(launch._agent())"
+
+
+@pytest.mark.parametrize("wrapper", ["exec {}", "{}; exit $?", "sh -c '{}; exit $?'"])
+@pytest.mark.parametrize("has_proc", [True, False], ids=["Linux", "another system"])
+def test_the_agent_has_started_a_shell(wrapper, has_proc):
+    """As with torchrun --no-python and a script that starts Python."""
+    if not has_proc and shutil.which("ps") is None:
+        pytest.skip("needs ps")
+    code = AGENT if has_proc else f"{WITHOUT_PROC}{AGENT}"
+    python = f'"{sys.executable}" -c "{code}"'
+    result = subprocess.run(
+        ["sh", "-c", wrapper.format(python)],
+        env={**os.environ, "TORCHELASTIC_RUN_ID": "none"},
+        start_new_session=True,  # as torchrun's agent does
+        capture_output=True,
+        text=True,
+    )
+    assert result.stdout.split()[1:2] == [str(os.getpid())], result.stderr
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"agents": 3}', "null"])

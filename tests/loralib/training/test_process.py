@@ -15,6 +15,7 @@ import torch
 
 import loralib.training.process as process_module
 from loralib.errors import CheckpointError, TrainingError
+from loralib.training import watch
 from loralib.training.determinism import rng_state, set_rng_state, set_seed, set_up_device
 from loralib.training.process import HEAD_START, rank, run, without_collector
 
@@ -243,6 +244,25 @@ def test_a_process_whose_peer_has_died(lines, monkeypatch, message, told):
     assert f"error: {told}" in lines[0]
 
 
+@pytest.mark.parametrize("error", [ValueError("bad"), RuntimeError("connection reset by peer")])
+def test_a_process_with_an_error_is_watched_no_longer(lines, monkeypatch, error):
+    """Else it may end by the others' end before it has said why it ends itself."""
+
+    def fail():
+        raise error
+
+    ended = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(time, "sleep", lambda seconds: ended.append("waited"))
+    monkeypatch.setattr(watch, "stop_watching", lambda: ended.append("watch"))
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):
+        run(fail, lines.append)
+    assert ended[0] == "watch"
+    assert len(lines) == 1
+
+
 def test_an_interrupted_script(lines):
     def main():
         raise KeyboardInterrupt
@@ -252,6 +272,21 @@ def test_an_interrupted_script(lines):
     assert ended.value.code == 130
     (line,) = lines
     assert line.endswith(": interrupted")
+
+
+def test_an_interrupt_of_another_process_alone(lines, monkeypatch):
+    """Where the main one is interrupted as well, it is over before that would be said."""
+
+    def main():
+        raise KeyboardInterrupt
+
+    waits = []
+    monkeypatch.setattr(time, "sleep", lambda seconds: waits.append((seconds, len(lines))))
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(SystemExit):
+        run(main, lines.append)
+    assert lines == ["script.py: interrupted (process 3)"]
+    assert waits == [(HEAD_START, 0)]
 
 
 # ---- the end of a process that belongs to a group ----

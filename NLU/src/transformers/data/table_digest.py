@@ -34,6 +34,19 @@ def table_digest(data: Any) -> str | None:
     return digest.hexdigest()
 
 
+class LastDigest:
+    """The digest of one set after another, computed once for each: it may take seconds."""
+
+    def __init__(self) -> None:
+        self._known: tuple[Any, str | None] = None, None
+
+    def of(self, data: Any) -> str | None:
+        """What `table_digest` says of a set."""
+        if data is not self._known[0]:
+            self._known = data, table_digest(data)
+        return self._known[1]
+
+
 def _in_one(column: pa.ChunkedArray) -> pa.Array:
     import pyarrow as pa
 

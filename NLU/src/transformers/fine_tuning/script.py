@@ -22,6 +22,7 @@ from ..hf_argparser import HfArgumentParser
 from ..modeling_utils import PreTrainedModel
 from ..tokenization_utils_base import PreTrainedTokenizerBase
 from ..trainer import Trainer
+from ..trainer_agreement import check_same_flags
 from ..trainer_estimate import EstimateArguments, estimate_run, published_settings
 from ..trainer_utils import EvalPrediction
 from ..training_args import TrainingArguments
@@ -76,6 +77,7 @@ def start(
     else:
         *of_task, args, asked = parser.parse_args_into_dataclasses(argv)
     set_up_logging(args.log_level)
+    check_same_flags(args, *of_task, asked)
     if asked.estimate:
         estimate(*of_task, args, asked)
         return
