@@ -36,7 +36,7 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor, nn
 
-from gpt2_folder import GPT2, read_gpt2, write_gpt2
+from gpt2_folder import GPT2, check_trained_on_card, read_gpt2, write_gpt2
 from loralib.adapters.adapter import LORA, Adapter, lora_metadata, plain
 from loralib.adapters.checks import check_possible_base
 from loralib.adapters.deltas import adapted_modules, lora_pairs, merge_into, rank_of
@@ -151,6 +151,8 @@ def read_base(name: str, adapter: Adapter) -> Base:
         )
     if family == GPT2:
         base = Base(family, name, revision, *read_gpt2(name, revision))
+        if adapter.format in ("release", FULL):
+            check_trained_on_card(adapter, name, base.settings)
     else:
         base = _read_encoder(family, name, revision, adapter)
     adapted_modules(base.model, with_metadata(adapter))

@@ -35,6 +35,7 @@ from model import (
     load_base,
     own_tensors,
 )
+from settings_beside import check_settings_beside
 
 logger = logging.getLogger(__name__)
 
@@ -136,11 +137,16 @@ class Base:
 
 
 def read_base(path: str | None) -> Base:
-    """Reads a base's file, under any of the naming schemes that `model.canonical_names` knows."""
+    """Reads a base's file, under any of the naming schemes that `model.canonical_names` knows.
+
+    Raises:
+        CheckpointError: it cannot be read, or the config.json beside it is of another model.
+    """
     if path is None:
         return Base({})
     tensors, metadata = read_tensors(path)
     tensors = canonical_names(tensors, path)
+    check_settings_beside(path, tensors)
     own = LoraMetadata.from_metadata(metadata, Path(path))
     return Base(tensors, path, fingerprint(tensors, GPT2.of_base), own)
 
