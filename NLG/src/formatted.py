@@ -77,7 +77,7 @@ def read_json(path: str | os.PathLike) -> Any:
     """
     refuse_utf16_file(path)
     try:
-        return json.loads(Path(path).read_text("utf-8"))
+        return json.loads(Path(path).read_text("utf-8-sig"))
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error})") from error
 

@@ -98,11 +98,12 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
 @pytest.mark.parametrize("name", CASES)
-def test_rows(name, tmp_path):
+def test_rows(name, tmp_path, mark):
     module, content, expected = CASES[name]
     source, target = tmp_path / "source", tmp_path / "made" / "formatted.jsonl"
-    source.write_bytes(content.encode())
+    source.write_bytes(mark + content.encode())
     module.main([str(source), str(target)])
     assert [json.loads(line) for line in target.read_text("utf-8").splitlines()] == expected
 
