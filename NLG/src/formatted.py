@@ -59,7 +59,10 @@ def _check(row: Row, where: str) -> None:
     for name in ("context", "completion"):
         text = row.get(name)
         if not isinstance(text, str):
-            raise ValueError(f'{where}: "{name}" is missing or not a text')
+            hint = "; to decode without one to compare with, give any text"
+            raise ValueError(
+                f'{where}: "{name}" is missing or not a text{hint if name == "completion" else ""}'
+            )
         try:
             text.encode()
         except UnicodeEncodeError as error:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from loralib.errors import CheckpointError, first_line
-from model import GPT2Config, card_of, config_of
+from model import GPT2Config, card_of, config_of, shape_of
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,8 @@ def settings_beside(path: str, tensors: Mapping[str, Tensor]) -> dict[str, Any] 
         return None
     if settings.get("model_type", "gpt2") != "gpt2":
         return None
-    for field, theirs in _shape_of(tensors).items():
+    shape = shape_of(tensors) or ()
+    for field, theirs in zip(("n_embd", "n_layer"), shape, strict=False):
         if settings.get(field, theirs) != theirs:
             logger.warning(
                 "%s: is not looked at: its %s is %s, that of the weights beside it is %s",
@@ -76,13 +77,6 @@ def settings_beside(path: str, tensors: Mapping[str, Tensor]) -> dict[str, Any] 
             )
             return None
     return settings
-
-
-def _shape_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    blocks = {name.split(".")[2] for name in tensors if name.startswith("transformer.h.")}
-    embedding = tensors.get("transformer.wte.weight")
-    width = {} if embedding is None else {"n_embd": embedding.shape[-1]}
-    return {**width, "n_layer": len(blocks)}
 
 
 def first_difference(
