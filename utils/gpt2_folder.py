@@ -60,6 +60,22 @@ def read_gpt2(
     return model, known, settings
 
 
+def is_whole_gpt2(source: str) -> bool:
+    """Whether a file holds a GPT-2 in the shape of a card, and no LoRA.
+
+    Such is what gpt2_ft.py writes without --lora_dim.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    path = Path(source)
+    if not path.is_file() or path.suffix not in (".bin", ".pt", ".safetensors"):
+        return False
+    tensors, _ = read_tensors(path)
+    has_lora = any("lora_" in name for name in tensors)
+    return not has_lora and gpt2.card_of(gpt2.canonical_names(tensors, source)) is not None
+
+
 def _plain_weights(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
     if any("lora_" in tensor for tensor in tensors):
         raise ValueError(f"{name} holds LoRA weights itself: it is not a plain base")

@@ -66,6 +66,26 @@ def test_a_file_of_no_known_card(failure, trained, tmp_path, lacking):
 
 
 @pytest.mark.slow
+def test_a_gpt2_that_was_trained_as_a_whole(convert, failure, tmp_path):
+    """As gpt2_ft.py writes it without LoRA: it has no base."""
+    folder, source = make_base(tmp_path / "base", "gpt2", **CARD), tmp_path / "model.9.pt"
+    tensors = read_tensors(folder / "model.safetensors")[0]
+    tensors = {f"module.transformer.{name}": tensor for name, tensor in tensors.items()}
+    write_wrapped_tensors(source, tensors, {})
+    line = failure(source, tmp_path / "out", "--to", "merged", "--base", folder, "--task", "rte")
+    assert line.endswith(f"{source}: is a whole GPT-2 without LoRA: leave out --base and --task")
+    said = convert(source, tmp_path / "out", "--to", "merged", "--dtype", "bfloat16")
+    assert said["first"] == f"{tmp_path / 'out'}: written, from {source}:"
+    assert (said["format"], said["dtype"], said["notes"]) == ("merged", "bfloat16", [])
+    written = read_tensors(tmp_path / "out" / "model.safetensors")[0]
+    for name, tensor in tensors.items():
+        assert torch.equal(written[name.removeprefix("module.")], tensor.bfloat16())
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {**settings, **CARD, "torch_dtype": "bfloat16"} == settings
+    assert "none of its" in failure(source, tmp_path / "out.bin")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["folder", "file"])
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_base_with_other_heads_than_its_card(convert, failure, tmp_path, given, whole):
