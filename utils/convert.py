@@ -7,7 +7,8 @@
     python utils/convert.py model.26290.pt e2e_merged --to merged --base gpt2-medium
 
 IN is an adapter of any format: a file, a folder, or a name on the hub. From a full
-checkpoint with LoRA, the adapter is extracted. OUT is
+checkpoint with LoRA, the adapter is extracted; that of a GPT-2 that was trained without LoRA is
+written as it is, with --to merged and without --base. OUT is
 
     lora      a .safetensors file, which says rank, alpha, targets, base, task, labels, and the
               columns of the texts that it was trained on
@@ -36,7 +37,7 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor, nn
 
-from gpt2_folder import GPT2, read_gpt2, write_gpt2
+from gpt2_folder import GPT2, check_trained_on_card, is_whole_gpt2, read_gpt2, write_gpt2
 from loralib.adapters.adapter import LORA, Adapter, lora_metadata, plain
 from loralib.adapters.checks import check_possible_base
 from loralib.adapters.deltas import adapted_modules, lora_pairs, merge_into, rank_of
@@ -151,6 +152,8 @@ def read_base(name: str, adapter: Adapter) -> Base:
         )
     if family == GPT2:
         base = Base(family, name, revision, *read_gpt2(name, revision))
+        if adapter.format in ("release", FULL):
+            check_trained_on_card(adapter, name, base.settings)
     else:
         base = _read_encoder(family, name, revision, adapter)
     adapted_modules(base.model, with_metadata(adapter))
@@ -237,6 +240,33 @@ def merge(path: Path, adapter: Adapter, base: Base, dtype: torch.dtype) -> None:
             `dtype`; or there is something at `path`.
     """
     merge_into(base.model, adapter)
+    _write_model(path, base, dtype, adapter)
+
+
+def write_whole(source: str, path: Path, dtype: torch.dtype) -> dict[str, str]:
+    """Writes a GPT-2 that was trained as a whole, without LoRA, as a plain model's folder.
+
+    Returns:
+        What was written, by name, for people.
+
+    Raises:
+        CheckpointError: its values are damaged, or beyond the range of `dtype`; or there is
+            something at `path`.
+    """
+    whole = Base(GPT2, source, None, *read_gpt2(source))
+    _write_model(path, whole, dtype)
+    return _described_model(whole, dtype)
+
+
+def _described_model(base: Base, dtype: torch.dtype) -> dict[str, str]:
+    values = sum(parameter.numel() for parameter in base.model.parameters())
+    size = f"{values * dtype.itemsize / 2**20:.2f} MiB"
+    return {"format": "merged", "size": size, "dtype": _name_of(dtype)}
+
+
+def _write_model(
+    path: Path, base: Base, dtype: torch.dtype, adapter: Adapter | None = None
+) -> None:
     base.model.to(dtype)
     check_range(dict(base.model.named_parameters()), path, dtype)
     with atomic_write_folder(path) as folder:
@@ -584,9 +614,7 @@ def convert(
     if format == "merged":
         dtype = dtype or torch.float32
         merge(path, adapter, base, dtype)
-        values = sum(parameter.numel() for parameter in base.model.parameters())
-        size = f"{values * dtype.itemsize / 2**20:.2f} MiB"
-        own = {"format": format, "size": size, "dtype": _name_of(dtype)}
+        own = _described_model(base, dtype)
         kept = {name: value for name, value in describe(adapter).items() if name in _OF_MERGED}
         return {**own, **kept}, []
     adapter = in_dtype(adapter, dtype)
@@ -647,6 +675,9 @@ def run(args: argparse.Namespace) -> None:
     """Reads, checks, converts, and says what was written."""
     format = args.to or format_named(args.target)
     check_target(args.target, format, args.source)
+    if format == "merged" and is_whole_gpt2(args.source):
+        run_on_whole(args)
+        return
     adapter = read_source(args.source, args.lora_alpha)
     check_complete(adapter, format, args.base)
     adapter = with_task(adapter, args.task, args.labels)
@@ -658,6 +689,19 @@ def run(args: argparse.Namespace) -> None:
     if adapter.format == FULL:
         remarks = [f"{adapter.source} is a full model: its LoRA and head were taken", *remarks]
     show(f"{args.target}: written, from {adapter.source}:", said, remarks)
+
+
+def run_on_whole(args: argparse.Namespace) -> None:
+    """The same where IN is no adapter, but a GPT-2 that was trained without LoRA."""
+    flags = ("base", "lora_alpha", "task", "labels")
+    given = [f"--{flag}" for flag in flags if getattr(args, flag) is not None]
+    if given:
+        raise CheckpointError(
+            f"{args.source}: is a whole GPT-2 without LoRA: leave out {' and '.join(given)}"
+        )
+    args.target.parent.mkdir(parents=True, exist_ok=True)
+    said = write_whole(args.source, args.target, getattr(torch, args.dtype or "float32"))
+    show(f"{args.target}: written, from {args.source}:", said)
 
 
 def _unsaid(adapter: Adapter, args: argparse.Namespace) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from loralib.adapters.adapter import Adapter
 from loralib.adapters.fingerprint import fingerprint, has_float16
 from loralib.errors import CheckpointError
 from loralib.io.tensors import read_tensors, write_tensors
@@ -17,6 +18,7 @@ from transformers.weight_files import read_weights
 sys.path.append(str(Path(__file__).resolve().parents[1] / "NLG" / "src"))
 import model as gpt2
 from family import GPT2
+from settings_beside import TANH_GELUS, first_difference, settings_beside
 
 _SHAPE = ("n_embd", "n_layer", "n_head", "vocab_size", "n_positions")
 # The head here, where it is not the embedding.
@@ -38,7 +40,8 @@ def read_gpt2(
     """A plain GPT-2, its fingerprint (None in float16), and its settings as config.json has them.
 
     Args:
-        name: a folder, a name on the hub, or a file of weights, such as the release's scripts use.
+        name: a folder, a name on the hub, or a file of weights, such as the release's scripts use:
+            its settings are those of the config.json beside it or, without one, its model card's.
         revision: branch, tag or commit, for the hub.
 
     Raises:
@@ -48,13 +51,29 @@ def read_gpt2(
     """
     if Path(name).is_file():
         tensors = _plain_weights(read_tensors(name, verify=True)[0], name)
-        settings = _of_shape(tensors, name)
+        settings = settings_beside(name, tensors) or _of_shape(tensors, name)
     else:
         settings = PretrainedConfig.read_values(name, revision=revision)
         tensors = _plain_weights(read_weights(name, verify=True, revision=revision), name)
     model = gpt2.load_base(_config(settings, name), tensors, name)
     known = None if has_float16(tensors) else fingerprint(tensors, GPT2.of_base)
     return model, known, settings
+
+
+def is_whole_gpt2(source: str) -> bool:
+    """Whether a file holds a GPT-2 in the shape of a card, and no LoRA.
+
+    Such is what gpt2_ft.py writes without --lora_dim.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    path = Path(source)
+    if not path.is_file() or path.suffix not in (".bin", ".pt", ".safetensors"):
+        return False
+    tensors, _ = read_tensors(path)
+    has_lora = any("lora_" in name for name in tensors)
+    return not has_lora and gpt2.card_of(gpt2.canonical_names(tensors, source)) is not None
 
 
 def _plain_weights(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
@@ -75,9 +94,9 @@ def _of_shape(tensors: dict[str, Tensor], name: str) -> dict[str, Any]:
 
 
 def _config(settings: dict[str, Any], name: str) -> gpt2.GPT2Config:
-    for key in ("model_type", "activation_function"):
-        if settings.get(key, _FIXED[key]) != _FIXED[key]:
-            raise ValueError(f"{name}: its {key} is {settings[key]}, not {_FIXED[key]}")
+    for key, known in (("model_type", ("gpt2",)), ("activation_function", TANH_GELUS)):
+        if settings.get(key, known[0]) not in known:
+            raise ValueError(f"{name}: its {key} is {settings[key]}, not {known[0]}")
     missing = [key for key in _SHAPE if key not in settings]
     if missing:
         raise ValueError(f"{name}: its settings lack {', '.join(missing)}")
@@ -87,6 +106,33 @@ def _config(settings: dict[str, Any], name: str) -> gpt2.GPT2Config:
         return gpt2.GPT2Config(**shape, layer_norm_epsilon=epsilon)
     except ValueError as error:
         raise ValueError(f"{name}/{CONFIG_NAME}: {error}") from error
+
+
+def check_trained_on_card(adapter: Adapter, base: str, settings: dict[str, Any]) -> None:
+    """Checks that an adapter of the release's format was trained as the model that its base is.
+
+    Its tensors show no number of heads, nor does the base's fingerprint: but the scripts that write
+    this format have the heads of their model cards alone.
+
+    Args:
+        adapter: of a GPT-2, from a file as those scripts write it.
+        base: its base's name, for the error.
+        settings: of the base.
+
+    Raises:
+        CheckpointError: the base has a card's shape, and computes something else.
+    """
+    shapes = {its[:2]: card for card, its in gpt2.MODEL_CARDS.items()}
+    card = shapes.get((settings["n_embd"], settings["n_layer"]))
+    if card is None:
+        return
+    different = first_difference(settings, gpt2.config_of(card))
+    if different is not None:
+        field, theirs, ours = different
+        raise CheckpointError(
+            f"{adapter.source}: was trained as {card}, whose {field} is {ours}; that of {base} is "
+            f"{theirs}: give the base that it was trained on"
+        )
 
 
 def write_gpt2(folder: Path, model: nn.Module, settings: dict[str, Any]) -> None:

@@ -195,8 +195,8 @@ def read_reference_files(prefix: str, count: int) -> References:
             raise ValueError(f"{paths[0]} has {len(files[0])} lines, but {path} has {len(lines)}")
     if not any(line for lines in files for line in lines):
         raise ValueError(f"{', '.join(paths)}: no references")
-    # A row with fewer references than others has empty lines, which BLEU counts, or its first
-    # reference again: once is enough, and TER averages over the references.
+    # A row with fewer references than others has empty lines, which BLEU and TER count, or its
+    # first reference again. To no metric does it matter how often one is there.
     rows = [list(dict.fromkeys(row)) for row in zip(*files, strict=True)]
     for number, row in enumerate(rows, start=1):
         if row == [""]:
@@ -222,7 +222,7 @@ def read_predictions(path: str, count: int) -> list[str]:
 def _read_lines(path: str) -> list[str]:
     refuse_utf16_file(path)
     try:
-        text = Path(path).read_bytes().decode("utf-8")
+        text = Path(path).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not text in UTF-8 ({error.reason})") from error
     # Only the line feed ends a line; Python's splitlines would also split at characters that may
@@ -235,7 +235,7 @@ def _read_table(path: str) -> dict[str, dict[str, float | None]]:
     if not os.path.exists(path):
         return {}
     try:
-        table = json.loads(Path(path).read_text(encoding="utf-8"))
+        table = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise ValueError(f"{path}: is there already, but not as JSON ({error})") from error
     if not isinstance(table, dict) or not all(isinstance(row, dict) for row in table.values()):

@@ -2,9 +2,10 @@
 
 A corpus is a list of rows: `references[i]` are the texts that are right for row i, one or more,
 and `predictions[i]` is the text to be judged. A metric takes both and gives one number. Where a row
-has fewer references than others, the files of WebNLG and DART have an empty line. For multi-bleu
-that is a reference of length 0, which the brevity penalty may choose as the closest one, so that
-`score` gives it to BLEU; to the other metrics it is not a reference.
+has fewer references than others, the files of WebNLG and DART have an empty line. In the release
+that is a reference of length 0 for BLEU, whose brevity penalty may choose it as the closest one,
+and one at a rate of 1 for TER, so that `score` gives it to these two; to the other metrics it is
+not a reference.
 
 E2E is judged as in its challenge: BLEU and NIST by mteval-v13a, which lower-cases; METEOR, ROUGE-L
 and CIDEr as in MS-COCO's caption evaluation, on Penn Treebank tokens without punctuation. WebNLG
@@ -27,6 +28,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import pyter
 from sacrebleu.metrics import BLEU, CHRF
@@ -51,21 +53,26 @@ PTB_PUNCTUATION = {*".?!,:;-'`", "''", "``", "--", "...", "-LRB-", "-RRB-", "-LC
 # ------------------------------------------------------------------------------------------------
 
 
-def bleu(references: References, predictions: list[str], lowercase: bool = False) -> float:
-    """Corpus BLEU-4, 0 to 100, on mteval-v13a's tokens; an order without a match is smoothed.
+def bleu(references: References, predictions: list[str]) -> float:
+    """Corpus BLEU-4, 0 to 100, as multi-bleu-detok prints it: 0 if an order has no match.
 
-    The brevity penalty compares each prediction with the reference of the closest length, of two
-    that are as close with the shorter one. An empty reference counts, with length 0, as it does in
-    multi-bleu; sacrebleu leaves out a None, and takes an empty text for a reference likewise.
+    Tokens are mteval-v13a's. The brevity penalty compares each prediction with the reference of the
+    closest length, of two that are as close with the shorter one. An empty reference counts, with
+    length 0, as it does in multi-bleu; sacrebleu leaves out a None, and takes an empty text for a
+    reference likewise.
     """
-    # force: no warning about tokenised predictions, as the release's are.
-    metric = BLEU(lowercase=lowercase, tokenize="13a", force=True)
-    return metric.corpus_score(predictions, _streams(references)).score
+    return _corpus_bleu(references, predictions, smooth_method="none")
 
 
 def mteval_bleu(references: References, predictions: list[str]) -> float:
-    """Corpus BLEU-4 as mteval-v13a prints it: lower-cased, 0 to 1."""
-    return bleu(references, predictions, lowercase=True) / 100
+    """Corpus BLEU-4, 0 to 1, as mteval-v13a prints it: in lower case, an empty order smoothed."""
+    return _corpus_bleu(references, predictions, smooth_method="exp", lowercase=True) / 100
+
+
+def _corpus_bleu(references: References, predictions: list[str], **settings: Any) -> float:
+    # force: no warning about tokenised predictions, as the release's are.
+    metric = BLEU(tokenize="13a", force=True, **settings)
+    return metric.corpus_score(predictions, _streams(references)).score
 
 
 def ter(references: References, predictions: list[str]) -> float:
@@ -74,7 +81,8 @@ def ter(references: References, predictions: list[str]) -> float:
     The mean over rows of the lowest rate to one of their references, by pyter, as the release's
     eval.py has it. (Tercom's, over a corpus, divides all edits by the average references' words.)
     Words are what stands between blanks, so that punctuation counts as a word only where the text
-    has been tokenised; case counts.
+    has been tokenised; case counts. A reference without words is at a rate of 1, as in eval.py: a
+    row that has one is never worse than that.
     """
     # A row takes up to seconds, so the rows are distributed over the processors.
     with ExitStack() as stack:
@@ -88,12 +96,19 @@ def ter(references: References, predictions: list[str]) -> float:
 
 def _lowest_rate(prediction: str, row: list[str]) -> float:
     """The edit rate to the nearest reference of a row."""
-    return min(pyter.ter(prediction.split(), reference.split()) for reference in row)
+    system, rights = prediction.split(), [reference.split() for reference in row]
+    return min(pyter.ter(system, right) if right else 1.0 for right in rights)
 
 
 def chrf(references: References, predictions: list[str]) -> float:
-    """chrF++, 0 to 1: F2 over characters up to order 6 and words up to order 2."""
-    return CHRF(word_order=2).corpus_score(predictions, _streams(references)).score / 100
+    """chrF++, 0 to 1, as the release's chrF++.py counts it.
+
+    The mean of F2 over the eight orders, characters up to 6 and words up to 2, of which one without
+    n-grams counts as 0. (sacrebleu's own chrF++ is the F2 of precision and recall averaged over the
+    orders that have some.) A tab is a blank here, where chrF++.py takes it for a character.
+    """
+    metric = CHRF(word_order=2, eps_smoothing=True)
+    return metric.corpus_score(predictions, _streams(references)).score / 100
 
 
 def _streams(references: References) -> list[list[str | None]]:
@@ -107,6 +122,9 @@ def nist(references: References, predictions: list[str]) -> float:
     A matching n-gram is worth log2(occurrences of its first n − 1 words / its own), counted over
     all references (for one word: words of all references / occurrences). The score is the sum over
     n of worth of the matches per predicted n-gram, times a penalty for short predictions.
+
+    Raises:
+        ValueError: the references hold no words, so that they have no length.
     """
     tokenize = Tokenizer13a()
 
@@ -131,6 +149,8 @@ def nist(references: References, predictions: list[str]) -> float:
             predicted[n] += max(len(prediction) - n, 0)
         average_length += sum(map(len, row)) / len(row)
 
+    if not average_length:
+        raise ValueError("NIST: the references hold no words, only what is dropped as markup")
     score = sum(gain / max(count, 1) for gain, count in zip(worth, predicted, strict=True))
     return score * _nist_penalty(predicted[0] / average_length)
 
@@ -306,7 +326,7 @@ E2E = {
 WEBNLG_AND_DART = {
     "bleu": Metric("BLEU", bleu, scale="0-100", decimals=2, counts_empty=True),
     "meteor": Metric("METEOR", meteor, java=True),
-    "ter": Metric("TER", ter, scale="0 and up, less is better"),
+    "ter": Metric("TER", ter, scale="0 and up, less is better", counts_empty=True),
     "chrf++": Metric("chrF++", chrf),
 }
 

@@ -23,7 +23,7 @@ from loralib.adapters.names import within_layer
 from loralib.errors import AlphaError, CheckpointError, listed
 from loralib.functional import VARIANTS
 from loralib.initialization import INITIALIZATIONS
-from loralib.io.tensors import read_tensors, write_wrapped_tensors
+from loralib.io.tensors import index_of, read_tensors, write_wrapped_tensors
 from loralib.targets import pattern_of_words
 from loralib.training.resume import first_not_finite
 from model import (
@@ -35,6 +35,7 @@ from model import (
     load_base,
     own_tensors,
 )
+from settings_beside import check_settings_beside
 
 logger = logging.getLogger(__name__)
 
@@ -136,13 +137,42 @@ class Base:
 
 
 def read_base(path: str | None) -> Base:
-    """Reads a base's file, under any of the naming schemes that `model.canonical_names` knows."""
+    """Reads a base's file, under any of the naming schemes that `model.canonical_names` knows.
+
+    Raises:
+        CheckpointError: it cannot be read, or the config.json beside it is of another model.
+    """
     if path is None:
         return Base({})
+    _check_is_one_file(path)
     tensors, metadata = read_tensors(path)
     tensors = canonical_names(tensors, path)
+    check_settings_beside(path, tensors)
     own = LoraMetadata.from_metadata(metadata, Path(path))
     return Base(tensors, path, fingerprint(tensors, GPT2.of_base), own)
+
+
+def _check_is_one_file(path: str) -> None:
+    """Checks that a base is not what upstream takes for a model besides: a folder, a name, parts.
+
+    Raises:
+        CheckpointError: it is, and the message says what to give instead.
+    """
+    nothing = f"{path}: no such checkpoint file"
+    if Path(path).is_dir():
+        raise CheckpointError(
+            f"{nothing}: it is a folder; give the file of weights in it, such as model.safetensors "
+            "or pytorch_model.bin"
+        )
+    if not Path(path).exists():
+        raise CheckpointError(
+            f"{nothing}; download_pretrained_checkpoints.sh fetches GPT-2's from the hub"
+        )
+    if Path(path).name.endswith(".index.json") or index_of(path) is not None:
+        raise CheckpointError(
+            f"{path}: belongs to a model in several files; save it in one, as upstream's "
+            'save_pretrained(FOLDER, max_shard_size="100GB") does, and give that'
+        )
 
 
 def open_model(

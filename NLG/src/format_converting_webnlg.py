@@ -6,8 +6,15 @@
 Rows carry "cate": whether the entry's category is one of those that the training data has.
 """
 
+import logging
+
 from exp_utils import run
 from formatted import Row, convert, join_triples, make_row, read_json
+
+logger = logging.getLogger(__name__)
+
+GOOD = "good"
+"""The comment of the texts that count."""
 
 SEEN = frozenset(
     (
@@ -27,22 +34,35 @@ SEEN = frozenset(
 
 
 def read_rows(path: str) -> list[Row]:
-    """The rows of a file: one for each text that is marked as good.
+    """The rows of a file: one for each text that is marked as good; says how many are not.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not in WebNLG's format; the message names file and entry.
+        ValueError: it is not in WebNLG's format, or no text is marked so; the message names file
+            and entry.
     """
     content = read_json(path)
     if not isinstance(content, dict) or not isinstance(content.get("entries"), list):
         raise ValueError(f'{path}: not WebNLG\'s format, it has no list of "entries"')
-    rows = []
+    rows: list[Row] = []
+    texts = 0
     for number, entry in enumerate(content["entries"], start=1):
         where = f"{path}: entry {number}"
         try:
             rows += _entry_rows(entry[str(number)], where)
+            texts += len(entry[str(number)]["lexicalisations"])
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{where}: not in WebNLG's format ({error!r})") from error
+    if texts and not rows:
+        raise ValueError(
+            f'{path}: holds no texts with the comment "{GOOD}", which alone count: all {texts:,} '
+            "have another one"
+        )
+    if len(rows) < texts:
+        logger.info(
+            '%s: left out %s of %s texts, whose comment is not "%s"',
+            *(path, f"{texts - len(rows):,}", f"{texts:,}", GOOD),
+        )
     return rows
 
 
@@ -55,7 +75,7 @@ def _entry_rows(entry: dict, where: str) -> list[Row]:
     return [
         make_row(context, text["lex"], where) | {"cate": seen}
         for text in entry["lexicalisations"]
-        if text["comment"] == "good"
+        if text["comment"] == GOOD
     ]
 
 

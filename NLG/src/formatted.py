@@ -59,7 +59,10 @@ def _check(row: Row, where: str) -> None:
     for name in ("context", "completion"):
         text = row.get(name)
         if not isinstance(text, str):
-            raise ValueError(f'{where}: "{name}" is missing or not a text')
+            hint = "; to decode without one to compare with, give any text"
+            raise ValueError(
+                f'{where}: "{name}" is missing or not a text{hint if name == "completion" else ""}'
+            )
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -77,7 +80,7 @@ def read_json(path: str | os.PathLike) -> Any:
     """
     refuse_utf16_file(path)
     try:
-        return json.loads(Path(path).read_text("utf-8"))
+        return json.loads(Path(path).read_text("utf-8-sig"))
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error})") from error
 

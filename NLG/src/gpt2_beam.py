@@ -8,7 +8,8 @@ holds both, is given as --init_checkpoint alone.
 
 Into --work_dir goes --output_file, one line for each line of --data and in its order:
 {"id": number of the line, "predict": [token ids, the end token included, and 0 up to --eval_len],
-"context_digest": what tells its context from others, by which gpt2_decode.py knows its input}.
+"length": of the text without these 0, by which gpt2_decode.py tells its end, "context_digest": what
+tells its context from others, by which that knows its input}.
 Lines of one context get one search. Several processes share the contexts.
 """
 
@@ -52,7 +53,7 @@ from model import GPT2LMModel
 
 logger = logging.getLogger(__name__)
 
-_END_OF_TEXT, _BLANK_LINE = 50256, 628
+_END_OF_TEXT = 50256
 
 Prompt = tuple[int, ...]
 
@@ -134,6 +135,16 @@ def settings_of(args: argparse.Namespace) -> BeamSettings:
         raise ValueError(
             f"--seq_len {args.seq_len} leaves no token for a context next to --eval_len "
             f"{args.eval_len}"
+        )
+    if args.min_length > args.eval_len:
+        raise ValueError(
+            f"--min_length {args.min_length} is more than --eval_len {args.eval_len}, the most "
+            "tokens that a text has"
+        )
+    if args.min_length == args.eval_len:
+        logger.warning(
+            "--min_length is --eval_len, %d: no text ends before it has so many tokens",
+            args.eval_len,
         )
     try:
         return BeamSettings(
@@ -280,7 +291,7 @@ def decode(
     return {prompt: text for part in parts for prompt, text in part.items()}
 
 
-def _prepare(path: str, data: str, settings: BeamSettings) -> None:
+def _prepare(path: str, data: str) -> None:
     """Finds out before the search, not after it, whether the output can be written."""
     check_apart([path], [data])
     if os.path.isdir(path):
@@ -288,13 +299,6 @@ def _prepare(path: str, data: str, settings: BeamSettings) -> None:
     folder = os.path.dirname(os.path.abspath(path))
     os.makedirs(folder, exist_ok=True)
     check_folder_writable(folder)
-    unusual = set(settings.eos_token_ids) - {_END_OF_TEXT, _BLANK_LINE}
-    if unusual:
-        logger.warning(
-            "gpt2_decode.py cuts texts at tokens %d and %d only: after an end by %s it takes the "
-            "padding, token 0, for text",
-            *(_BLANK_LINE, _END_OF_TEXT, ", ".join(map(str, sorted(unusual)))),
-        )
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -312,7 +316,7 @@ def main(argv: list[str] | None = None) -> None:
     set_up_device(tf32=args.tf32)
     path = os.path.join(args.work_dir, args.output_file)
     if dist_env.is_main:
-        _prepare(path, args.data, settings)
+        _prepare(path, args.data)
     model = model_to_decode(args, dist_env)
     longest = args.seq_len - args.eval_len
     contexts = read_contexts(args.data, model.config.vocab_size)
@@ -323,13 +327,13 @@ def main(argv: list[str] | None = None) -> None:
     texts = decode(model, prompts, settings, args.batch_size, dist_env)
     if not dist_env.is_main:
         return
-    padding = [0] * args.eval_len
     write_json_lines(
         path,
         (
             {
                 "id": number,
-                "predict": (texts[prompt] + padding)[: args.eval_len],
+                "predict": texts[prompt] + [0] * (args.eval_len - len(texts[prompt])),
+                "length": len(texts[prompt]),
                 "context_digest": context_digest(context, _END_OF_TEXT),
             }
             for number, (context, prompt) in enumerate(zip(contexts, prompts, strict=True))

@@ -10,10 +10,12 @@ in which they first appear in the input.
 
 --ref_type e2e writes one file of references, one a line, with a blank line after each group.
 webnlg and dart write a folder with the files reference0 … reference{N-1}, N being --ref_num, with
-a line for each group; a group with fewer references repeats its first.
+a line for each group; a group with fewer references repeats its first. Files reference{N} … that an
+earlier call has left there are removed.
 """
 
 import argparse
+import itertools
 import logging
 import os
 import re
@@ -54,9 +56,17 @@ class Group:
 
 def cut(text: str) -> str:
     """What comes before ``<|endoftext|>`` and before a blank line, as one line."""
-    text = text.split(END_OF_TEXT)[0].split("\n\n")[0].strip()
     # The files hold one text a line.
-    return " ".join(text.splitlines())
+    return " ".join(_kept(text).strip().splitlines())
+
+
+def _kept(text: str) -> str:
+    return text.split(END_OF_TEXT)[0].split("\n\n")[0]
+
+
+def loses_text(text: str) -> bool:
+    """Whether `cut` leaves out more than marks and white space."""
+    return bool(text[len(_kept(text)) :].replace(END_OF_TEXT, "").strip())
 
 
 def normalize(text: str, *, tokenize: bool, lower: bool) -> str:
@@ -90,6 +100,8 @@ def read_keys(path: str, rows: int) -> list[str]:
 def group_rows(rows: list[Row], keys: list[str], kept: Iterable[int], path: str) -> list[Group]:
     """The groups of the rows that are kept, in the order of their first row.
 
+    References that `cut` shortens are warned of.
+
     Args:
         rows: the input.
         keys: rows of one key are one group.
@@ -100,13 +112,23 @@ def group_rows(rows: list[Row], keys: list[str], kept: Iterable[int], path: str)
         ValueError: a row's reference is empty once it is cut.
     """
     groups: dict[str, Group] = {}
+    shortened = []
     for number in kept:
-        reference = cut(rows[number]["completion"])
+        completion = rows[number]["completion"]
+        reference = cut(completion)
+        if loses_text(completion):
+            shortened.append(number)
         if not reference:
             raise ValueError(f"{path}:{number + 1}: the completion is empty")
         group = groups.setdefault(keys[number], Group([], []))
         group.rows.append(number)
         group.references.append(reference)
+    if shortened:
+        logger.warning(
+            "%s: %d references, the first in line %d, are cut at a blank line or %s, as "
+            "predictions are: what follows there is not scored",
+            *(path, len(shortened), shortened[0] + 1, END_OF_TEXT),
+        )
     return list(groups.values())
 
 
@@ -137,7 +159,7 @@ class Prediction:
     """What is predicted for a row of the input.
 
     Args:
-        ids: the text's.
+        ids: the text's, and what it is padded with where the file does not say its length.
         context: the `context_digest` of what it was predicted for; None in older files.
     """
 
@@ -150,7 +172,8 @@ def read_predictions(path: str, rows: int) -> list[Prediction]:
 
     Args:
         path: JSON lines ``{"id": row's number from 0, "predict": [ids]}``, in any order, with a
-            "context_digest" where gpt2_beam.py has written them.
+            "length" (the ids that are no padding) and a "context_digest" where gpt2_beam.py has
+            written them.
         rows: number of rows of the input.
 
     Raises:
@@ -168,7 +191,10 @@ def read_predictions(path: str, rows: int) -> list[Prediction]:
             raise ValueError(f"{path}:{number}: id {row}, but the input's rows are 0 to {rows - 1}")
         if row in found:
             raise ValueError(f"{path}:{number}: another prediction of id {row}")
-        found[row] = Prediction(ids, line.get("context_digest"))
+        length = line.get("length", len(ids))
+        if type(length) is not int or not 0 <= length <= len(ids):
+            raise ValueError(f'{path}:{number}: "length" is not a number of ids of "predict"')
+        found[row] = Prediction(ids[:length], line.get("context_digest"))
     missing = [row for row in range(rows) if row not in found]
     if missing:
         more = f" and {len(missing) - 1:,} others" if len(missing) > 1 else ""
@@ -258,14 +284,36 @@ def reference_files(args: argparse.Namespace) -> list[Path]:
     return [Path(args.output_ref_file, f"reference{n}") for n in range(args.ref_num)]
 
 
+def stale_reference_files(args: argparse.Namespace) -> list[Path]:
+    """Those that an earlier call with a larger --ref_num has left in the folder.
+
+    With them, a scorer that is told of more files than there are now would mix two inputs up.
+    """
+    if args.ref_type == "e2e":
+        return []
+    beyond = (Path(args.output_ref_file, f"reference{n}") for n in itertools.count(args.ref_num))
+    return list(itertools.takewhile(Path.is_file, beyond))
+
+
 def write_references(args: argparse.Namespace, groups: list[Group]) -> None:
-    """Writes the references in the format of --ref_type, to --output_ref_file."""
+    """Writes the references in the format of --ref_type, to --output_ref_file.
+
+    The `stale_reference_files` are removed.
+    """
     if args.ref_type == "e2e":
         columns = [[line for group in groups for line in (*group.references, "")]]
     else:
         columns = reference_columns(groups, args.ref_num)
+    stale = stale_reference_files(args)
     for path, column in zip(reference_files(args), columns, strict=True):
         write_lines(path, column)
+    for path in reversed(stale):  # what a kill leaves is found again
+        path.unlink()
+    if stale:
+        logger.warning(
+            "removed %s, of an earlier call with another --ref_num",
+            " and ".join([str(stale[0]), *(path.name for path in stale[1:])]),
+        )
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -331,7 +379,7 @@ def main(argv: list[str] | None = None) -> None:
     set_up_logging(args.log_level)
     given = (args.sample_file, args.input_file, args.ref_unique_file)
     check_apart(
-        [args.output_pred_file, *reference_files(args)],
+        [args.output_pred_file, *reference_files(args), *stale_reference_files(args)],
         [path for path in given if path is not None],
     )
     rows = read_formatted(args.input_file)

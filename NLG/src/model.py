@@ -564,6 +564,8 @@ def _cross_entropy(
 # ------------------------------------------------------------------------------------------------
 
 _OLD_ENDINGS = {".g": ".weight", ".b": ".bias", ".w": ".weight"}
+# What torch.compile puts into names.
+_OF_COMPILED = "_orig_mod."
 # Buffers of other implementations: the causal mask, and the value that it masks with.
 _NO_WEIGHTS = (".attn.bias", ".attn.masked_bias")
 
@@ -571,16 +573,16 @@ _NO_WEIGHTS = (".attn.bias", ".attn.masked_bias")
 def canonical_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     """The tensors of a GPT-2 file under this model's names.
 
-    Known are names with or without the prefix ``transformer.`` or ``module.transformer.``, and
-    those of GPT-2's first files, which end in ``.g``, ``.b`` and ``.w``. The head, tied to the
-    embedding, is left out.
+    Known are names with or without the prefix ``transformer.`` or ``module.transformer.``, those of
+    a compiled model, and those of GPT-2's first files, which end in ``.g``, ``.b`` and ``.w``. The
+    head, tied to the embedding, is left out.
 
     Raises:
         CheckpointError: a tensor is there under two names, or the head is not the embedding.
     """
     named, head = {}, None
     for name, tensor in tensors.items():
-        short = name.removeprefix("module.")
+        short = name.replace(_OF_COMPILED, "").removeprefix("module.")
         if short in GPT2.tied:
             head = tensor
             continue
@@ -667,6 +669,8 @@ def _check_base(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], s
     card = card_of(tensors)
     if card not in (None, card_of(expected)):
         raise CheckpointError(f"{source}: holds a {card}; give --model_card {card}")
+    if card is None and card_of(expected) is not None:
+        _check_shape(expected, tensors, source)
     for name in sorted(wanted & tensors.keys()):
         theirs, ours = tuple(tensors[name].shape), tuple(expected[name].shape)
         if theirs != ours:
@@ -677,15 +681,48 @@ def _check_base(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], s
     for what, names in (("lacks", missing), ("has, unknown to the model,", unknown)):
         if names:
             raise CheckpointError(f"{source}: {what} {len(names)} tensors: {listed(names)}")
+    _check_values(tensors, source)
+
+
+def _check_values(tensors: Mapping[str, Tensor], source: str) -> None:
     for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise CheckpointError(
+                f"{source}: {name} holds {kind}, which is no weight without the scale that belongs "
+                "to it: give the model in float32, bfloat16 or float16"
+            )
         # The sum is 40 times as fast: not finite if any value is not, and hardly ever otherwise.
         if not tensor.sum(dtype=torch.float32).isfinite() and not tensor.isfinite().all():
             raise CheckpointError(f"{source}: {name} holds values that are not finite")
 
 
+def _check_shape(
+    expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], source: str
+) -> None:
+    """Checks width and blocks of a model that no card means."""
+    theirs = shape_of(tensors)
+    if theirs is not None and theirs != shape_of(expected):
+        cards = ", ".join(f"{card} {its[0]} and {its[1]}" for card, its in MODEL_CARDS.items())
+        raise CheckpointError(
+            f"{source}: holds a GPT-2 of width {theirs[0]} with {theirs[1]} blocks, which is none "
+            f"of the model cards ({cards}): give a base of one of these shapes"
+        )
+
+
+def shape_of(tensors: Mapping[str, Tensor]) -> tuple[int, int] | None:
+    """The width and the number of blocks of tensors under their canonical names.
+
+    None where they have no embedding of tokens, or lack a block.
+    """
+    blocks = {name.split(".")[2] for name in tensors if name.startswith("transformer.h.")}
+    embedding = tensors.get("transformer.wte.weight")
+    if embedding is None or embedding.dim() != 2 or blocks != {*map(str, range(len(blocks)))}:
+        return None
+    return embedding.shape[1], len(blocks)
+
+
 def card_of(tensors: Mapping[str, Tensor]) -> str | None:
     """The model card that tensors under their canonical names belong to; None if it is unknown."""
-    blocks = {name.split(".")[2] for name in tensors if name.startswith("transformer.h.")}
-    embedding = tensors.get("transformer.wte.weight", torch.empty(0))
-    shape = (*embedding.shape[1:], len(blocks))
+    shape = shape_of(tensors)
     return next((card for card, (*its, _) in MODEL_CARDS.items() if (*its,) == shape), None)

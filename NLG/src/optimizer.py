@@ -59,6 +59,10 @@ def add_optimizer_params(parser: argparse.ArgumentParser) -> None:
     add("--i_lrs", default="0.00025", type=str, help="cycle: the rates at these steps")
 
 
+# What of AdamW's settings has another name as a flag.
+_FLAGS = {"eps": "--adam_epislon", "betas": "--adam_beta1 and --adam_beta2"}
+
+
 def create_adam_optimizer(model: nn.Module, args: argparse.Namespace) -> AdamW:
     """AdamW over what is to be trained in a model, with the hyperparameters of the flags.
 
@@ -72,14 +76,19 @@ def create_adam_optimizer(model: nn.Module, args: argparse.Namespace) -> AdamW:
     groups = decay_groups(model, args.weight_decay, args.no_decay_bias)
     if not groups:
         raise ValueError("the model has nothing to train: all its parameters are frozen")
-    return AdamW(
-        with_lora_plus(model, groups, args.lr, args.lora_plus_ratio),
-        lr=args.lr,
-        betas=(args.adam_beta1, args.adam_beta2),
-        eps=args.adam_epislon,
-        weight_decay=args.weight_decay,
-        correct_bias=args.correct_bias,
-    )
+    groups = with_lora_plus(model, groups, args.lr, args.lora_plus_ratio)
+    try:
+        return AdamW(
+            groups,
+            lr=args.lr,
+            betas=(args.adam_beta1, args.adam_beta2),
+            eps=args.adam_epislon,
+            weight_decay=args.weight_decay,
+            correct_bias=args.correct_bias,
+        )
+    except ValueError as error:
+        setting, _, rest = str(error).partition(" ")
+        raise ValueError(f"{_FLAGS.get(setting, f'--{setting}')} {rest}") from error
 
 
 def linear(step: int, warmup: int, max_step: int) -> float:

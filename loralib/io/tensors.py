@@ -200,14 +200,25 @@ def read_tensors(
     if isinstance(tensors, Mapping) and isinstance(tensors.get("model_state_dict"), Mapping):
         metadata = tensors.get("metadata", {})
         tensors = tensors["model_state_dict"]
-    if not isinstance(tensors, Mapping) or not all(
-        isinstance(name, str) and isinstance(tensor, Tensor) and _is_held(tensor)
-        for name, tensor in tensors.items()
-    ):
-        raise CheckpointError(f"{path}: holds something else than named tensors")
+    if not _are_named_tensors(tensors):
+        raise CheckpointError(f"{path}: holds something else than named tensors{_where(tensors)}")
     if not isinstance(metadata, Mapping):
         raise CheckpointError(f"{path}: its metadata is damaged (not a mapping)")
     return dict(tensors), dict(metadata)
+
+
+def _are_named_tensors(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(name, str) and isinstance(tensor, Tensor) and _is_held(tensor)
+        for name, tensor in value.items()
+    )
+
+
+def _where(value: Any) -> str:
+    """Which entry of a file has the tensors that the whole of it is not, for an error."""
+    entries = value.items() if isinstance(value, Mapping) else ()
+    found = next((key for key, entry in entries if entry and _are_named_tensors(entry)), None)
+    return "" if found is None else f": these are in its entry {found!r}; save that alone"
 
 
 def _check_kind(path: Path, is_archive: bool) -> None:

@@ -1,6 +1,7 @@
 """The three format_converting scripts: the rows that they make, and what they refuse."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -98,11 +99,12 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
 @pytest.mark.parametrize("name", CASES)
-def test_rows(name, tmp_path):
+def test_rows(name, tmp_path, mark):
     module, content, expected = CASES[name]
     source, target = tmp_path / "source", tmp_path / "made" / "formatted.jsonl"
-    source.write_bytes(content.encode())
+    source.write_bytes(mark + content.encode())
     module.main([str(source), str(target)])
     assert [json.loads(line) for line in target.read_text("utf-8").splitlines()] == expected
 
@@ -125,7 +127,11 @@ def test_rows(name, tmp_path):
         ("webnlg", "{", ": not JSON"),
         ("webnlg", "[]", ': not WebNLG\'s format, it has no list of "entries"'),
         ("webnlg", webnlg(), ": holds no texts"),
-        ("webnlg", webnlg(("City", [CITY], [("toFix", "One.")])), ": holds no texts"),
+        (
+            "webnlg",
+            webnlg(("City", [CITY], [("toFix", "One."), ("", "Two.")])),
+            ': holds no texts with the comment "good", which alone count: all 2 have another one',
+        ),
         (
             "webnlg",
             webnlg(("City", [CITY], [("good", "One.")]), ("City", [CITY], [("good", "")])),
@@ -161,6 +167,16 @@ def test_what_is_refused(name, content, message, tmp_path):
         CASES[name][0].main([str(source), str(target)])
     assert str(error.value).startswith(f"{source}{message}")
     assert os.listdir(tmp_path) == ["source"]
+
+
+def test_texts_that_are_left_out_are_counted(tmp_path, caplog):
+    """WebNLG's that are not good."""
+    for name, (module, content, _) in CASES.items():
+        (tmp_path / name).write_text(content, "utf-8")
+        with caplog.at_level(logging.INFO):
+            module.main([str(tmp_path / name), str(tmp_path / "formatted.jsonl")])
+    path = tmp_path / "webnlg"
+    assert caplog.messages == [f'{path}: left out 2 of 5 texts, whose comment is not "good"']
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -81,7 +81,7 @@ def flags(files: Path, work_dir: Path, data: Path, *more: object) -> list[str]:
 def read(path: Path) -> list[list[int]]:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["id"] for row in rows] == list(range(len(rows)))
-    assert all(row.keys() == {"id", "predict", "context_digest"} for row in rows)
+    assert all(row.keys() == {"id", "predict", "length", "context_digest"} for row in rows)
     return [row["predict"] for row in rows]
 
 
@@ -166,6 +166,23 @@ def test_texts_that_end_are_padded_with_zeros(decode, files):
     settings = BeamSettings(3, 6, 0, 4, 1.0, 0, (50256, first))
     assert texts == expected(files, "base.pt", CONTEXTS, settings)
     assert texts[0] == [first, 0, 0, 0, 0, 0]
+
+
+def test_a_prediction_says_how_long_its_text_is(decode, files, tmp_path):
+    """So that the padding after an end by any token is not taken for text."""
+    first = decode()[0][0]
+    lengths = {}
+    for name, flags in (("open", []), ("ended", ["--eos_token_id", first, "--length_penalty", 0])):
+        decode(*flags)
+        lines = (tmp_path / "out.jsonl").read_text().splitlines()
+        lengths[name] = [json.loads(line)["length"] for line in lines]
+    assert set(lengths["open"]) == {6}
+    assert lengths["ended"][0] == 1
+
+
+def test_no_text_that_can_end_is_warned_of(decode, caplog):
+    decode("--min_length", 6)
+    assert "--min_length is --eval_len, 6: no text ends before it" in caplog.text
 
 
 @pytest.mark.slow
@@ -338,6 +355,7 @@ def test_bad_lines(decode, tmp_path, line, message):
     [
         (["--seq_len", 6], "--seq_len 6 leaves no token for a context next to --eval_len 6"),
         (["--seq_len", 1025], "--seq_len 1025: the model has 1024 positions"),
+        (["--min_length", 7], "--min_length 7 is more than --eval_len 6, the most tokens that a"),
         (["--batch_size", 0], "--batch_size has to be at least 1"),
         (["--beam", 0], "--beam has to be at least 1, but is 0"),
         (["--repetition_penalty", 0], "--repetition_penalty has to be above 0"),

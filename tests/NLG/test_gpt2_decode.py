@@ -90,6 +90,48 @@ def test_a_folder_of_references(kind, run):
     }
 
 
+def test_references_that_are_cut_are_told(run, caplog):
+    """Marks and blank lines at the end are nothing that is lost."""
+    run(rows=[*ROWS, ("D", "Whole.\n\n<|endoftext|>\n", True, "")])
+    [warning] = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert "input: 2 references, the first in line 3, are cut at a blank line or <|" in warning
+    caplog.clear()
+    run(rows=ROWS[:2])
+    assert "cut" not in caplog.text
+
+
+def test_references_of_an_earlier_larger_number_go(run, tmp_path, caplog):
+    """Those that such a call has written, and no others."""
+    run("--ref_type", "dart", "--ref_num", "4")
+    for name in ("reference5", "reference", "reference07", "other"):
+        (tmp_path / "ref" / name).write_text("mine\n")
+    assert caplog.text.count("removed") == 0
+    run("--ref_type", "dart", "--ref_num", "2")
+    left = {"reference0", "reference1", "reference5", "reference", "reference07", "other"}
+    assert {*os.listdir(tmp_path / "ref")} == left
+    assert f"removed {tmp_path / 'ref' / 'reference2'} and reference3" in caplog.text
+
+
+def test_an_input_among_stale_references_stays(run, tmp_path):
+    (tmp_path / "ref").mkdir()
+    keys = tmp_path / "ref" / "reference2"
+    keys.write_text("1\n" * len(ROWS))
+    with pytest.raises(ValueError, match="reference2: is an input as well"):
+        run("--ref_type=dart", "--ref_num=2", f"--ref_unique_file={keys}")
+    assert keys.exists()
+
+
+def test_the_length_of_a_prediction_ends_it(run, vocab_folder):
+    """A text that another token than the usual ones has ended; older files do not say it."""
+    text = get_encoder(vocab_folder).encode(" A.")
+    row = {"predict": [*text, 0, 0], "length": len(text)}
+    made = run(predictions=[{"id": n, **row} for n in range(len(ROWS))])
+    assert made["pred"] == ["A."] * 3
+    del row["length"]
+    made = run(predictions=[{"id": n, **row} for n in range(len(ROWS))])
+    assert made["pred"] == ["A.!!"] * 3
+
+
 def test_references_beyond_ref_num_are_counted(run, caplog):
     made = run("--ref_type", "dart", "--ref_num", "1")
     assert sorted(made) == ["pred", "ref/reference0"]
@@ -168,6 +210,10 @@ def ids(*numbers):
         (
             {"predictions": [{"id": 0, "predict": [1.5]}]},
             '{0}/sample:1: "predict" holds more than token ids',
+        ),
+        (
+            {"predictions": [{"id": 0, "predict": [1], "length": 2}]},
+            '{0}/sample:1: "length" is not a number of ids of "predict"',
         ),
         (
             {"predictions": [*ids(0, 2, 3, 4, 5), {"id": 1, "predict": [1, 50257]}]},

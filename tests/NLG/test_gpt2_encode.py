@@ -56,7 +56,11 @@ def test_rows(bos, eos, batch, tmp_path, vocab_folder, monkeypatch):
     [
         ("{", ":2: not JSON"),
         ("[]", ":2: not a JSON object"),
-        ('{"context": "a"}', ':2: "completion" is missing or not a text'),
+        (
+            '{"context": "a"}',
+            ':2: "completion" is missing or not a text; to decode without one to compare with, '
+            "give any text",
+        ),
         ('{"context": [1], "completion": "a"}', ':2: "context" is missing or not a text'),
         ('{"context": "a", "completion": ""}', ":2: the completion is empty"),
         ('{"context": "a", "completion": " \\n"}', ":2: the completion is empty"),

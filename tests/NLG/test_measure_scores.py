@@ -189,10 +189,14 @@ def test_missing_references_are_empty_or_repeat_the_first(tmp_path, missing):
 SHORT = ["The Punter.", "Loch Fyne serves French food.", "Aromi is cheap ."]
 
 
+LONG = ["The Punter.", "x " * 24, "x " * 24]
+
+
 @pytest.mark.usefixtures("no_java")
-@pytest.mark.parametrize("predictions", [SHORT, WORSE])
-def test_empty_references_are_bleu_s_alone(tmp_path, predictions):
-    """Rows with empty lines have the scores of rows without; but for BLEU, where it is short."""
+@pytest.mark.parametrize("predictions", [SHORT, WORSE, LONG])
+def test_empty_references_are_for_bleu_and_ter(tmp_path, predictions):
+    """Rows with empty lines have the scores of rows without; but for BLEU, where it is short, and
+    TER, where a row with one is at a rate above 1."""
     scores = []
     for missing in ("", None):
         path = tmp_path / f"{missing}.json"
@@ -200,7 +204,9 @@ def test_empty_references_are_bleu_s_alone(tmp_path, predictions):
         measure_scores.main([*arguments, "--json", str(path)])
         scores.append(json.loads(path.read_text())["all"])
     empty, repeated = (score.pop("BLEU") for score in scores)
+    with_blank, without = (score.pop("TER") for score in scores)
     assert scores[0] == scores[1]
+    assert (with_blank < without) if predictions is LONG else (with_blank == without)
     assert repeated == pytest.approx(plain_bleu(REFERENCES, predictions), rel=1e-12)
     with_empty = [[*row, "", ""][:3] for row in REFERENCES]
     assert empty == pytest.approx(plain_bleu(with_empty, predictions), rel=1e-12)
@@ -213,6 +219,21 @@ def test_single_reference_file_with_and_without_its_number(tmp_path):
     assert by_number == [row[:1] for row in REFERENCES]
     by_name = measure_scores.read_reference_files(str(tmp_path / "reference0"), 1)
     assert by_name == by_number
+
+
+@pytest.mark.usefixtures("no_java")
+def test_a_byte_order_mark_is_no_character(tmp_path, capsys):
+    said = []
+    for mark in (b"", b"\xef\xbb\xbf"):
+        for path in write_e2e(tmp_path, PERFECT):
+            Path(path).write_bytes(mark + Path(path).read_bytes())
+        measure_scores.main([str(tmp_path / "ref.txt"), str(tmp_path / "pred.txt")])
+        arguments = write_columns(tmp_path, PERFECT)
+        first = tmp_path / "reference0"
+        first.write_bytes(mark + first.read_bytes())
+        measure_scores.main(arguments)
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
 
 
 @pytest.mark.parametrize("end", ["", "\n", "\n\n", "\n\n\n"])

@@ -32,6 +32,8 @@ def test_worse_predictions_score_worse(name):
     )
     if name == "ter":
         assert good < worse < worst < nothing
+    elif name == "bleu":  # in neither of the last two, four words in a row are right
+        assert good > worse > worst == nothing == 0
     else:
         assert good > worse > worst > nothing == 0
 
@@ -116,11 +118,60 @@ def test_ter_is_the_mean_of_the_rows_lowest():
     assert metrics.ter(references, ["a b c d e f g h", "c d e f"]) == pytest.approx((0 + 2) / 2)
 
 
-def test_chrf_by_hand():
-    # Characters: 2 of 2 (reference: 3), 1 of 1 (2); words: 0 of 1 (1). The other orders are empty.
-    precision, recall = (1 + 1 + 0) / 3, (2 / 3 + 1 / 2 + 0) / 3
-    expected = 5 * precision * recall / (4 * precision + recall)
-    assert metrics.chrf([["abc"]], ["ab"]) == pytest.approx(expected)
+@pytest.mark.parametrize(
+    ("references", "predictions", "expected"),
+    [
+        # TER by hand is above; here, lines of files where a row has fewer references.
+        ([["a b c d", ""]], ["a c d"], 1 / 4),
+        ([["a b", ""]], ["c d e f"], 1),  # 2 of its only one
+        ([["", "a b"]], ["c d e f"], 1),
+        ([["a b", " "], ["a b"]], ["c d e f", "c d e f"], (1 + 2) / 2),
+        ([[""]], [""], 1),
+    ],
+)
+def test_a_reference_without_words_is_at_a_rate_of_1(references, predictions, expected):
+    assert metrics.ter(references, predictions) == pytest.approx(expected)
+
+
+def f2(found, predicted, right):
+    precision, recall = found / predicted, found / right
+    return 5 * precision * recall / (4 * precision + recall)
+
+
+@pytest.mark.parametrize(
+    ("references", "predictions", "expected"),
+    [
+        # Characters: 2 of 2 (reference: 3), 1 of 1 (2); words: 0 of 1 (1). The other orders are
+        # empty, and count.
+        ([["abc"]], ["ab"], (f2(2, 2, 3) + f2(1, 1, 2)) / 8),
+        # The reference whose F2 is the highest; a full stop is a word of its own.
+        ([["xyz", "ab."]], ["ab"], (f2(2, 2, 3) + f2(1, 1, 2) + f2(1, 1, 2)) / 8),
+        # Counts of both rows are added up, then divided; a lone "abc" has 3 + 2 + 1 n-grams and a
+        # word.
+        (
+            [["abc"], ["abc"]],
+            ["ab", "abc"],
+            (f2(5, 5, 6) + f2(3, 3, 4) + f2(1, 1, 2) + f2(1, 2, 2)) / 8,
+        ),
+    ],
+)
+def test_chrf_by_hand(references, predictions, expected):
+    assert metrics.chrf(references, predictions) == pytest.approx(expected)
+
+
+def test_an_order_without_a_match_is_smoothed_in_e2e_alone():
+    """multi-bleu-detok prints 0; of mteval-v13a, the first such order has half a match."""
+    references, predictions = [["a b c d e"]], ["a b c x"]
+    assert metrics.bleu(references, predictions) == 0
+    by_hand = (3 / 4 * 2 / 3 * 1 / 2 * (1 / 2) / 1) ** 0.25 * math.exp(1 - 5 / 4)
+    assert metrics.mteval_bleu(references, predictions) == pytest.approx(by_hand)
+
+
+def test_nist_of_references_without_words():
+    with pytest.raises(ValueError, match="the references hold no words") as caught:
+        metrics.nist([["<skipped>"]], ["a b"])
+    assert "\n" not in str(caught.value)
+    assert metrics.nist([["<skipped>", "a b"]], ["a b"]) > 0
 
 
 @pytest.mark.parametrize(

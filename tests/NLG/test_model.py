@@ -575,6 +575,21 @@ def test_another_size_names_the_card_that_fits(card):
     assert str(caught.value) == f"base.bin: holds a {card}; give --model_card {card}"
 
 
+def test_a_shape_that_no_card_has():
+    """Such as that of distilgpt2."""
+    with torch.device("meta"):
+        small = GPT2LMModel(config_of("gpt2.sm").with_layers(6))
+    shapes = {name: p.shape for name, p in small.named_parameters()}
+    tensors = {name: torch.zeros(()).expand(shape) for name, shape in shapes.items()}
+    with pytest.raises(CheckpointError) as caught:
+        load_base(config_of("gpt2.sm"), tensors, "base.bin")
+    assert str(caught.value) == (
+        "base.bin: holds a GPT-2 of width 768 with 6 blocks, which is none of the model cards "
+        "(gpt2.xs 128 and 4, gpt2.sm 768 and 12, gpt2.md 1024 and 24, gpt2.lg 1280 and 36): give a "
+        "base of one of these shapes"
+    )
+
+
 # ---- tokens that fill a batch up ----
 
 

@@ -1,5 +1,6 @@
 """GPT-2's files that do not fit: one clear line each."""
 
+import json
 import os
 
 import pytest
@@ -78,6 +79,18 @@ BAD_BASES = {
         lambda: not_finite(draw_base(), "ln_f.bias", float("-inf")),
         ["transformer.ln_f.bias holds values that are not finite"],
     ),
+    "eight bits": (
+        lambda: {**draw_base(), "h.0.ln_1.bias": torch.ones(WIDTH, dtype=torch.int8)},
+        ["transformer.h.0.ln_1.bias holds int8, which is no weight without", "in float32, bfloat"],
+    ),
+    "eight bits with a point": (
+        lambda: {**draw_base(), "ln_f.bias": torch.ones(WIDTH).to(torch.float8_e4m3fn)},
+        ["transformer.ln_f.bias holds float8_e4m3fn, which is no weight"],
+    ),
+    "in another entry": (
+        lambda: {"epoch": 3, "state_dict": draw_base()},
+        ["something else than named tensors: these are in its entry 'state_dict'; save that alone"],
+    ),
     "another model's": (
         lambda: {"roberta.embeddings.weight": torch.ones(2, 2)},
         ["holds no GPT-2: its tensors are roberta.embeddings.weight"],
@@ -146,11 +159,25 @@ def test_a_truncated_file(tmp_path, base_path, write, share):
 
 def test_files_that_are_not_there(tmp_path, base_path):
     nowhere = tmp_path / "no.bin"
-    for path in (nowhere, tmp_path):
-        refuses([f"{path}: no such checkpoint file"], ("--init_checkpoint", path))
+    for path, way_out in (
+        (nowhere, "; download_pretrained_checkpoints.sh fetches GPT-2's from the hub"),
+        ("gpt2-medium", "; download_pretrained_checkpoints.sh fetches"),
+        (tmp_path, ": it is a folder; give the file of weights in it, such as model.safetensors"),
+    ):
+        refuses([f"{path}: no such checkpoint file{way_out}"], ("--init_checkpoint", path))
     refuses([f"{nowhere}: no such checkpoint file"], ("--init_checkpoint", base_path), nowhere)
     (tmp_path / "text.bin").write_text("<html>404</html>")
     refuses(["text.bin: damaged"], ("--init_checkpoint", tmp_path / "text.bin"))
+
+
+def test_a_model_in_several_files(tmp_path):
+    parts = {name: f"model-{n}.safetensors" for n, name in enumerate(draw_base())}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": parts}))
+    part = write_safe(draw_base(), tmp_path).rename(tmp_path / "model-0.safetensors")
+    for path in (index, part):
+        says = [f"{path}: belongs to a model in several files; save it in one", "max_shard_size"]
+        refuses(says, ("--init_checkpoint", path))
 
 
 # ---- LoRA files that do not fit, and files in the wrong place ----

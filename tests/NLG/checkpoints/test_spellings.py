@@ -60,6 +60,11 @@ SPELLINGS = {
         **prefixed(t, "module.transformer."),
         "module.lm_head.decoder.weight": t["wte.weight"],
     },
+    "compiled": lambda t: prefixed(t, "_orig_mod.transformer."),
+    "compiled blocks, in DDP": lambda t: {
+        f"module.transformer.{name.replace('.attn.', '._orig_mod.attn.')}": tensor
+        for name, tensor in t.items()
+    },
     "head beside plain names": lambda t: {"lm_head.weight": t["wte.weight"].clone(), **t},
 }
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from loralib.adapters.deltas import deltas_of
 from loralib.adapters.formats import read_adapter, write_adapter
-from loralib.io.tensors import read_tensors
+from loralib.io.tensors import read_tensors, write_wrapped_tensors
 
 
 @pytest.mark.slow
@@ -63,6 +63,63 @@ def test_a_file_of_no_known_card(failure, trained, tmp_path, lacking):
         *("--base", tmp_path / "base.bin"),
     )
     assert ("give the folder of the model" if lacking == "all cards" else "wte.weight is") in line
+
+
+@pytest.mark.slow
+def test_a_gpt2_that_was_trained_as_a_whole(convert, failure, tmp_path):
+    """As gpt2_ft.py writes it without LoRA: it has no base."""
+    folder, source = make_base(tmp_path / "base", "gpt2", **CARD), tmp_path / "model.9.pt"
+    tensors = read_tensors(folder / "model.safetensors")[0]
+    tensors = {f"module.transformer.{name}": tensor for name, tensor in tensors.items()}
+    write_wrapped_tensors(source, tensors, {})
+    line = failure(source, tmp_path / "out", "--to", "merged", "--base", folder, "--task", "rte")
+    assert line.endswith(f"{source}: is a whole GPT-2 without LoRA: leave out --base and --task")
+    said = convert(source, tmp_path / "out", "--to", "merged", "--dtype", "bfloat16")
+    assert said["first"] == f"{tmp_path / 'out'}: written, from {source}:"
+    assert (said["format"], said["dtype"], said["notes"]) == ("merged", "bfloat16", [])
+    written = read_tensors(tmp_path / "out" / "model.safetensors")[0]
+    for name, tensor in tensors.items():
+        assert torch.equal(written[name.removeprefix("module.")], tensor.bfloat16())
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {**settings, **CARD, "torch_dtype": "bfloat16"} == settings
+    assert "none of its" in failure(source, tmp_path / "out.bin")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", ["folder", "file"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_base_with_other_heads_than_its_card(convert, failure, tmp_path, given, whole):
+    """Neither tensors nor fingerprint show them, and gpt2_ft.py trains with the card's alone."""
+    bases = {n: make_base(tmp_path / f"base{n}", "gpt2", **CARD | {"n_head": n}) for n in (4, 8)}
+    trained, adapter = train(bases[4], "gpt2"), tmp_path / "model.9.pt"
+    tensors = trained.adapter.tensors
+    if whole:
+        base = read_tensors(bases[4] / "model.safetensors")[0]
+        tensors = tensors | {f"transformer.{name}": tensor for name, tensor in base.items()}
+    tensors = {f"module.{name}": tensor for name, tensor in tensors.items()}
+    write_wrapped_tensors(adapter, tensors, trained.adapter.metadata.to_metadata())
+
+    def command(heads):
+        base = bases[heads] if given == "folder" else bases[heads] / "model.safetensors"
+        return adapter, tmp_path / "out", "--to", "merged", "--base", base
+
+    line = failure(*command(8))
+    assert f"{adapter}: was trained as gpt2.xs, whose n_head is 4; that of " in line
+    assert line.endswith("is 8: give the base that it was trained on")
+    convert(*command(4))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["n_head"] == 4
+
+
+@pytest.mark.slow
+def test_a_file_of_weights_has_the_settings_beside_it(convert, tmp_path):
+    """An adapter that another program trained fits other heads than a card's."""
+    base = make_base(tmp_path / "base", "gpt2", **CARD | {"n_head": 8})
+    given = train(base, "gpt2")
+    write_adapter(tmp_path / "in.safetensors", given.adapter)
+    flags = ("--to", "merged", "--base", base / "model.safetensors")
+    convert(tmp_path / "in.safetensors", tmp_path / "out", *flags)
+    close(plain_logits(tmp_path / "out", "gpt2"), given.logits, CARD_TERMS)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["n_head"] == 8
 
 
 # PEFT's adapters of GPT-2 that the release's layers have no place for; of all of c_attn as one, nor

@@ -1,0 +1,106 @@
+"""What the config.json beside a GPT-2's weights says of them, held against what is computed here.
+
+Weights of one shape can be those of different models: how many heads they have, their activation or
+their norms' epsilon is not in the tensors. Upstream's Transformers reads it from config.json.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from loralib.errors import CheckpointError, first_line
+from model import GPT2Config, card_of, config_of, shape_of
+
+logger = logging.getLogger(__name__)
+
+CONFIG_NAME = "config.json"
+TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+"""Upstream's names of the activation that GPT-2 has here; its plain gelu is by erf, another one."""
+
+
+def check_settings_beside(path: str, tensors: Mapping[str, Tensor]) -> None:
+    """Checks that weights in the shape of a model card are those of the model that the card means.
+
+    Args:
+        path: the weights' file.
+        tensors: of it, under canonical names.
+
+    Raises:
+        CheckpointError: the config.json beside the file says that they are another model's.
+    """
+    card, settings = card_of(tensors), settings_beside(path, tensors)
+    if card is None or settings is None:
+        return
+    different = first_difference(settings, config_of(card))
+    if different is not None:
+        field, theirs, ours = different
+        file = Path(path)
+        raise CheckpointError(
+            f"{file.with_name(CONFIG_NAME)}: {field} is {theirs}, but {card} has {ours}, and "
+            f"{file.name} would run as another model than it is: give another base or, if this "
+            f"{CONFIG_NAME} is of other weights, keep the two in different folders"
+        )
+
+
+def settings_beside(path: str, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
+    """What the config.json beside a file of weights says of them.
+
+    None where there is none or it is another model's; and, with a warning, where it cannot be read
+    or is of another shape than the weights.
+    """
+    file = Path(path).with_name(CONFIG_NAME)
+    try:
+        settings = json.loads(file.read_text("utf-8-sig"))
+        if not isinstance(settings, dict):
+            raise ValueError("it holds no settings")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        logger.warning(
+            "%s: cannot be read (%s), so that nothing says whether the weights beside it are those "
+            "of a GPT-2 as it is computed here",
+            *(file, first_line(error)),
+        )
+        return None
+    if settings.get("model_type", "gpt2") != "gpt2":
+        return None
+    shape = shape_of(tensors) or ()
+    for field, theirs in zip(("n_embd", "n_layer"), shape, strict=False):
+        if settings.get(field, theirs) != theirs:
+            logger.warning(
+                "%s: is not looked at: its %s is %s, that of the weights beside it is %s",
+                *(file, field, settings[field], theirs),
+            )
+            return None
+    return settings
+
+
+def first_difference(
+    settings: Mapping[str, Any], config: GPT2Config
+) -> tuple[str, Any, Any] | None:
+    """The first setting by which upstream computes something else than the model here.
+
+    Args:
+        settings: of a config.json; what it does not say counts as alike.
+        config: the model's.
+
+    Returns:
+        The setting's name, its value and the one that would be right; None if there is none.
+    """
+    expected: dict[str, tuple[Any, ...]] = {
+        "n_head": (config.n_head,),
+        "n_positions": (config.n_positions,),
+        "layer_norm_epsilon": (config.layer_norm_epsilon,),
+        "activation_function": TANH_GELUS,
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+    }
+    for field, right in expected.items():
+        value = settings.get(field, right[0])
+        if value not in right:
+            return field, value, right[0]
+    return None
