@@ -9,6 +9,6 @@ setup(
     license="MIT",
     packages=find_packages(include=["loralib", "loralib.*"]),
     python_requires=">=3.10",
-    install_requires=["filelock", "numpy>=1.26", "safetensors>=0.7", "torch>=2.6"],
+    install_requires=["filelock", "numpy>=1.26", "safetensors>=0.7", "torch>=2.9"],
     extras_require={"hub": ["huggingface_hub>=1.0"]},
 )

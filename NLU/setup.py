@@ -13,7 +13,7 @@ setup(
     python_requires=">=3.10",
     install_requires=[
         "loralib>=0.2.0",
-        "torch>=2.6",
+        "torch>=2.9",
         "datasets>=5.0",
         "filelock",
         "huggingface_hub>=1.0",
@@ -23,7 +23,7 @@ setup(
         "safetensors>=0.7",
         "scikit-learn",
         "scipy",
-        "sentencepiece>=0.2",
+        "sentencepiece>=0.2.1",
         "tokenizers>=0.22.2",
         "tqdm",
     ],

@@ -36,7 +36,7 @@ from .ways import WAYS, WAYS_OF_BATCHES, drop_copies, frozen_owner, in_float32
 
 def has_autocast(device: str) -> bool:
     """Whether autocast knows devices of a type; others, such as "meta", it may not be asked of."""
-    # PyTorch's own question breaks a graph before 2.10, and nothing is compiled for other devices.
+    # In PyTorch 2.9 its own question breaks a graph; nothing is compiled for other devices.
     return torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
 
 

@@ -26,17 +26,9 @@ def compile_layers(layers: Iterable[nn.Module], device: torch.device) -> None:
         TrainingError: nothing can be compiled here.
     """
     _check_compiler(device)
-    _allow_graphs(_GRAPHS)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
     for layer in layers:
         layer.compile(backend=_BACKEND, fullgraph=True, dynamic=True)
-
-
-def _allow_graphs(count: int) -> None:
-    """Raises PyTorch's limit of graphs of one layer to at least this many."""
-    settings = torch._dynamo.config
-    # PyTorch 2.6 knows it by the earlier name alone.
-    name = "recompile_limit" if hasattr(settings, "recompile_limit") else "cache_size_limit"
-    setattr(settings, name, max(getattr(settings, name), count))
 
 
 def _check_compiler(device: torch.device) -> None:
