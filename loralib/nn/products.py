@@ -35,7 +35,13 @@ from .ways import WAYS, WAYS_OF_BATCHES, drop_copies, frozen_owner, in_float32
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that a matrix product with x has: autocast's where it is on, else x's own."""
+    """The dtype that a matrix product with x has: autocast's where it is on, else x's own.
+
+    Raises:
+        TypeError: x is of integers, which weights would be rounded to.
+    """
+    if not (x.is_floating_point() or x.is_complex()):
+        raise TypeError(f"a layer with weights is given {x.dtype}: convert its input, as x.float()")
     device = x.device.type
     if (
         torch.amp.is_autocast_available(device)
