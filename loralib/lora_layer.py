@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,8 @@ from .initialization import (
     starts_from_weight,
 )
 from .nn.dropout import Dropout
-from .nn.plain import is_transformed
+from .nn.plain import has_mode, is_transformed
+from .wrappers import is_managed
 
 _optimizer_steps = 0  # of all optimizers: fused ones change tensors, but not their versions
 
@@ -28,6 +29,22 @@ def _count_step(*_: Any) -> None:
 
 
 register_optimizer_step_post_hook(_count_step)
+
+
+class _MergedCopy(NamedTuple):
+    """The merged copy of a layer's weight.
+
+    Args:
+        stamp: what its sources were when it was made, as far as numbers tell.
+        alias: of the weight, which keeps its address from being given to another tensor.
+        update: the tensors of the update as they were: copies on a CPU, else aliases.
+        weight: the copy.
+    """
+
+    stamp: tuple
+    alias: Tensor
+    update: list[Tensor]
+    weight: Tensor
 
 
 class LoRALayer:
@@ -101,7 +118,7 @@ class LoRALayer:
         self.lora_dropout = nn.Identity() if lora_dropout == 0 else Dropout(lora_dropout)
         self.merge_weights = merge_weights
         self.merged = False
-        self._merged_copy: tuple[tuple, list[Tensor], Tensor] | None = None
+        self._merged_copy: _MergedCopy | None = None
 
     @property
     def base(self) -> Any:
@@ -220,30 +237,56 @@ class LoRALayer:
         """The merged copy of the weight, or None where the low-rank branch has to be computed."""
         if not self.merged or torch.compiler.is_compiling() or torch.jit.is_tracing():
             return None
-        sources = self._sources()
-        if is_transformed(*sources):  # whose derivatives a copy would not have
-            return None
-        trained = any(t.requires_grad for t in sources)
-        recorded = torch.is_grad_enabled() and trained
-        if recorded or any(t.is_inference() for t in sources):
+        weight, update = self.frozen_weight, self._update_tensors()
+        # What is transformed has derivatives, which a copy would not have.
+        if not self._can_keep_copy(weight, update) or is_transformed(weight, *update):
             self._merged_copy = None
             return None
-        versions = ((t.data_ptr(), t.dtype, t._version) for t in sources)
-        stamp = (self.scaling, _optimizer_steps if trained else 0, *versions)
-        if self._merged_copy is None or self._merged_copy[0] != stamp:
-            with torch.inference_mode(False):
-                # The aliases keep the sources' addresses from being given to other tensors.
-                self._merged_copy = (stamp, [t.detach() for t in sources], self._merge())
-        return self._merged_copy[2]
+        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (weight, *update))
+        if recorded or any(t.is_inference() for t in (weight, *update)):
+            self._merged_copy = None
+            return None
+        stamp, kept = self._stamp(weight, update), self._merged_copy
+        if kept is None or kept.stamp != stamp or not _are_same(kept.update, update):
+            with torch.inference_mode(False), torch.no_grad():
+                was = [t.clone() if t.is_cpu else t.detach() for t in update]
+                kept = self._merged_copy = _MergedCopy(stamp, weight.detach(), was, self._merge())
+        return kept.weight
 
-    def _sources(self) -> tuple[Tensor, ...]:
-        """The tensors that the merged weight is made of."""
-        own = {**self._parameters, **self._buffers}
-        # What torch.nn.utils.parametrize makes A or B of.
-        parametrized = self._modules.get("parametrizations")
-        originals = parametrized.parameters() if parametrized is not None else ()
-        lora = (own[name] for name in own if name.startswith("lora_"))
-        return self.frozen_weight, *lora, *originals
+    def _update_tensors(self) -> list[Tensor]:
+        """The tensors that the update is made of; not those that a parametrization computes."""
+        held = (*self._parameters.items(), *self._buffers.items())
+        return [tensor for name, tensor in held if name.startswith("lora_")]
+
+    def _can_keep_copy(self, weight: Tensor, update: list[Tensor]) -> bool:
+        """Whether all changes of the weight and the update can be seen from one call to the next.
+
+        Not where they are computed or replaced for each call: by FSDP, by hooks that offload them,
+        by a parametrization. Nor of tensors of other kinds, and where a mode makes such ones.
+        """
+        own = self._parameters
+        return (
+            {type(weight), *map(type, update)} <= _PLAIN
+            and isinstance(weight, nn.Parameter)
+            and isinstance(own.get("lora_A"), nn.Parameter)
+            and isinstance(own.get("lora_B"), nn.Parameter)
+            and not has_mode()
+            and "forward" not in vars(self)
+            and not is_managed(self)
+        )
+
+    def _stamp(self, weight: Tensor, update: list[Tensor]) -> tuple:
+        """What tells whether a merged copy is still right, beside the values of the update.
+
+        Writes through `.data`, by averages of weights for instance, change no version. On a CPU an
+        update's values are compared, which are few. Elsewhere that would wait for the device: there
+        all that an optimizer's step may have changed counts as changed.
+        """
+        tensors = [weight, *(t for t in update if not t.is_cpu)]
+        is_seen = weight.is_cpu and len(tensors) == 1
+        steps = _optimizer_steps if weight.requires_grad or not is_seen else 0
+        kinds = [(t.dtype, t.device) for t in update]
+        return self.scaling, steps, kinds, [(t.data_ptr(), t.dtype, t._version) for t in tensors]
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Moves and casts (`to`, `half`, `cuda`, …) the layer, and drops the merged copy."""
@@ -252,6 +295,14 @@ class LoRALayer:
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_merged_copy": None}
+
+
+_PLAIN = {Tensor, nn.Parameter}
+
+
+def _are_same(kept: list[Tensor], update: list[Tensor]) -> bool:
+    """Whether an update has the values that it had; of what is not on a CPU the stamp tells."""
+    return all(torch.equal(was, t) for was, t in zip(kept, update, strict=True) if t.is_cpu)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

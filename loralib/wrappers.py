@@ -38,3 +38,8 @@ def without_wrappers(model: nn.Module) -> Iterator[nn.Module]:
     finally:
         for owner, name, module in wrapped:
             owner._modules[name] = module
+
+
+def is_managed(module: object) -> bool:
+    """Whether FSDP, of either version, gives this module its parameters for each call."""
+    return "_is_fsdp_managed_module" in vars(module)

@@ -25,7 +25,7 @@ ROOMS = {
     "training": {"errors", "io", "nn"},
     "functional": {"nn"},
     "initialization": set(),
-    "lora_layer": {"functional", "initialization", "nn"},
+    "lora_layer": {"functional", "initialization", "nn", "wrappers"},
     "layers": {"functional", "lora_layer", "nn"},
     "in_place": {"adapted_layers", "lora_layer"},
     "trained": set(),
