@@ -313,8 +313,16 @@ def _is_without_update(module: nn.Module) -> bool:
     return is_adapted and "q_proj" not in module._modules
 
 
-# What a subclass of a plain layer may define without being missed in a LoRA layer.
-_HARMLESS = {"reset_parameters", "extra_repr"}
+# What a subclass of a plain layer may define without being missed in a LoRA layer: of names with
+# two underscores, those that Python gives to every class, or that show and restore a layer.
+_HARMLESS = {
+    *("reset_parameters", "extra_repr", "_abc_impl"),
+    *("__abstractmethods__", "__annotate__", "__annotate_func__", "__annotations__"),
+    *("__annotations_cache__", "__constants__", "__conditional_annotations__", "__dict__"),
+    *("__doc__", "__firstlineno__", "__init__", "__init_subclass__", "__jit_unused_properties__"),
+    *("__module__", "__orig_bases__", "__parameters__", "__qualname__", "__repr__", "__setstate__"),
+    *("__slots__", "__static_attributes__", "__str__", "__type_params__", "__weakref__"),
+}
 
 
 # The attributes of a LoRA layer that a model may not have for something else.
@@ -327,7 +335,7 @@ _OF_LORA_LAYERS = {
 def _of_its_own(kind: type[nn.Module], plain: type[nn.Module]) -> set[str]:
     """The attributes and methods that a subclass of a plain layer adds to it."""
     between = kind.__mro__[: kind.__mro__.index(plain)]
-    names = {name for each in between for name in vars(each) if not name.startswith("__")}
+    names = {name for each in between for name in vars(each)}
     return names - _HARMLESS - vars(plain).keys()
 
 
