@@ -18,7 +18,7 @@ from .initialization import (
 )
 from .nn.dropout import Dropout
 from .nn.plain import has_mode, is_transformed
-from .wrappers import is_managed
+from .wrappers import is_managed, is_sharded
 
 _optimizer_steps = 0  # of all optimizers: fused ones change tensors, but not their versions
 
@@ -92,6 +92,9 @@ class LoRALayer:
     _buffers: dict[str, Tensor]
     _modules: dict[str, nn.Module | None]
     register_buffer: Callable[[str, Tensor], None]
+
+    # Whether A and B were made on the meta device, and nothing has filled them since.
+    _is_empty: bool = False
 
     # The first row of each slice of the output that is updated.
     _starts: tuple[int, ...] = (0,)
@@ -194,6 +197,8 @@ class LoRALayer:
     def reset_lora_parameters(self) -> None:
         """Initializes A and B, as a rule A as a plain linear layer's weight and B with zeros."""
         if self.r > 0:
+            self._check_startable()
+            self._is_empty = self.lora_A.is_meta and not start_is_deferred()
             if self.initialization == "orthogonal":
                 orthogonal(self.lora_A, self.lora_B, self.r)
             else:
@@ -209,10 +214,15 @@ class LoRALayer:
         """Initializes what depends on the weight: DoRA's magnitudes, factors that are made of it.
 
         It has to be called again when the weight has been loaded; see
-        `loralib.utils.start_from_weights`. Without such a part, nothing changes.
+        `loralib.utils.start_from_weights`. Without such a part, nothing changes, unless A and B
+        were made on the meta device and have only got memory since: then they are initialized.
         """
         if self.r == 0 or start_is_deferred():
             return
+        if self._is_empty and not self.lora_A.is_meta:
+            self.reset_lora_parameters()
+            return
+        self._check_startable()
         weight = self._as_matrix(self.frozen_weight)
         width = len(self.lora_B) // len(self._starts)
         parts = [weight[start : start + width] for start in self._starts]
@@ -228,6 +238,30 @@ class LoRALayer:
             # The update starts as zero, so that these are the norms of the adapted weight.
             norms = [torch.linalg.vector_norm(W, dim=1, dtype=_wide(W)) for W in parts]
             self.lora_magnitude_vector.copy_(torch.cat(norms))
+
+    def _check_startable(self) -> None:
+        """Checks that A and B are whole where they are made together, or of the whole weight."""
+        is_start_whole = not is_sharded(getattr(self, "lora_A_start", None))
+        if is_sharded(self.lora_A) and self.initialization != "default" and is_start_whole:
+            raise ValueError(
+                f"the initialization {self.initialization} needs whole tensors, and those of a "
+                f"{type(self).__name__} are sharded: load the weights and call start_from_weights "
+                "before that"
+            )
+
+    def note_filled(self) -> None:
+        """Notes that A and B have values, where they were made on the meta device."""
+        self._is_empty = self._is_empty and self.lora_A.is_meta
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        given = state_dict.get(f"{prefix}lora_A")
+        # Where a state is incomplete, PyTorch fills it up with the model's own tensors.
+        is_new = given is not None and _address(given) != _address(self.lora_A)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        if is_new:
+            self.note_filled()
 
     def _merge(self) -> Tensor:
         """The weight with the update merged into it."""
@@ -303,6 +337,12 @@ _PLAIN = {Tensor, nn.Parameter}
 def _are_same(kept: list[Tensor], update: list[Tensor]) -> bool:
     """Whether an update has the values that it had; of what is not on a CPU the stamp tells."""
     return all(torch.equal(was, t) for was, t in zip(kept, update, strict=True) if t.is_cpu)
+
+
+def _address(tensor: Any) -> int:
+    """Where a tensor lies; of one that is sharded, this process's part."""
+    own: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return own.data_ptr()
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

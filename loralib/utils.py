@@ -89,7 +89,9 @@ def start_from_weights(model: nn.Module) -> None:
     """Initializes what depends on the base's weights, in every LoRA layer; see `LoRALayer`.
 
     To be called when a base has been loaded into a model that was built with DoRA, or with an
-    initialization that is made of the weights, and before an adapter is.
+    initialization that is made of the weights, and before an adapter is. Likewise for any model
+    that was adapted on the meta device and has got memory since (`to_empty`): A and B then get
+    their first values.
     """
     for layer in model.modules():
         if isinstance(layer, LoRALayer):

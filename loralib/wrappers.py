@@ -43,3 +43,8 @@ def without_wrappers(model: nn.Module) -> Iterator[nn.Module]:
 def is_managed(module: object) -> bool:
     """Whether FSDP, of either version, gives this module its parameters for each call."""
     return "_is_fsdp_managed_module" in vars(module)
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether a tensor may lie in several processes, as FSDP2's and tensor parallelism's do."""
+    return hasattr(tensor, "full_tensor")

@@ -472,3 +472,5 @@ def _copy(model: nn.Module, adapter: Adapter) -> None:
         if LORA.part not in name and isinstance(own, nn.Parameter):
             own.requires_grad = True
             note_trained(model, [name], adapter.source)
+    for layer in lora_layers(model).values():
+        layer.note_filled()

@@ -1,6 +1,8 @@
 """Models as other people write, wrap, compile and call them: right, or an error of one line."""
 
 import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -142,8 +144,30 @@ def test_wrapped_models_are_saved_loaded_and_served(tmp_path, wrap, name):
     close(unwrapped(again).eval()(x), model(x))
     with pytest.raises(ValueError, match="is wrapped or compiled already"):
         lora.load_adapter(served, tmp_path / name)
+    if wrap is nn.DataParallel:
+        with pytest.raises(ValueError, match="DataParallel computes in threads of its own"):
+            lora.AdapterBank(served)
+        served = unwrapped(served)
     with bank_of(served, tmp_path / name).use("a0"):
         close(unwrapped(served).eval()(x), model(x))
+
+
+@torch.no_grad()
+def test_a_bank_refuses_the_replicas_of_its_model(tmp_path):
+    """`nn.DataParallel` makes them, with the model's hooks, and calls them in other threads."""
+    base, x = Net().eval(), torch.randn(2, 6)
+    lora.save_adapter(drawn(base, ["a"]), tmp_path / "a")
+    bank, replica = bank_of(base, tmp_path / "a"), base.a._replicate_for_data_parallel()
+    replica.weight, replica.bias = base.a.weight.detach(), base.a.bias.detach()
+    with bank.use("a0"), ThreadPoolExecutor() as pool:
+        with pytest.raises(ValueError, match="DataParallel computes in threads of its own"):
+            pool.submit(replica, x).result()
+        copied = copy.deepcopy(base)
+        replica_of_copy = copied.a._replicate_for_data_parallel()
+        replica_of_copy.weight, replica_of_copy.bias = replica.weight, replica.bias
+        pool.submit(replica_of_copy, x).result()
+    close(replica(x), base.a(x))
+    lora.AdapterBank(pickle.loads(pickle.dumps(base)))
 
 
 @pytest.mark.parametrize("way", ["outside", "in place", "another one of its class"])
@@ -383,3 +407,95 @@ def test_a_traced_model_can_be_saved(tmp_path):
     model, x = drawn(Net(), ["a"]), torch.randn(2, 6)
     torch.jit.trace(model, x).save(tmp_path / "a.pt")
     close(torch.jit.load(tmp_path / "a.pt")(x), model(x))
+
+
+# ---- subclasses of plain layers ----
+
+
+class Called(nn.Linear):
+    def __call__(self, input):
+        return 2 * super().__call__(input)
+
+
+class Computed(nn.Linear):
+    def __getattr__(self, name):
+        return super().__getattr__("weight") * 2 if name == "doubled" else super().__getattr__(name)
+
+
+class Shown(nn.Linear):
+    """One that changes nothing of what a model computes with it."""
+
+    __slots__ = ()
+    note: int
+
+    def __init__(self, *args):
+        super().__init__(*args)
+
+    def __repr__(self):
+        return "Shown()"
+
+
+@pytest.mark.parametrize("kind", [Called, Computed])
+def test_a_subclass_that_is_called_or_asked_in_another_way(kind):
+    with pytest.raises(UnsupportedLayerError, match=f"0 is a .*{kind.__name__}, which has no LoRA"):
+        lora.add_lora(nn.Sequential(kind(6, 4)), "0", r=2)
+
+
+def test_a_subclass_that_only_shows_itself_in_another_way():
+    assert lora.add_lora(nn.Sequential(Shown(6, 4)), "0", r=2) == ("0",)
+
+
+# ---- the meta device ----
+
+STARTS = [
+    {},
+    {"variant": "dora"},
+    {"initialization": "pissa"},
+    {"initialization": "orthogonal"},
+    {"freeze_A": True},
+]
+
+
+@pytest.fixture
+def empty_memory_shows():
+    torch.use_deterministic_algorithms(True)  # memory that is not filled holds NaN
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("settings", STARTS, ids=str)
+@torch.no_grad()
+def test_a_model_that_is_adapted_before_it_has_memory(empty_memory_shows, settings):
+    base, x = Net().eval(), torch.randn(2, 6)
+    with torch.device("meta"):
+        model = Net()
+    lora.add_lora(model, ["a", "b"], r=2, **settings)
+    model.to_empty(device="cpu")
+    model.load_state_dict({**model.state_dict(), **base.state_dict()})  # as FSDP's loading does
+    lora.start_from_weights(model)
+    close(model(x), base(x))
+    nn.init.normal_(model.a.lora_B)
+    before = model.a.lora_B.clone()
+    if not settings.get("initialization"):
+        lora.start_from_weights(model)  # there are values now
+        assert torch.equal(model.a.lora_B, before)
+
+
+@pytest.mark.parametrize("way", ["state", "assigned state", "adapter"])
+@torch.no_grad()
+def test_what_was_loaded_into_such_a_model_stays(empty_memory_shows, tmp_path, way):
+    base = Net()
+    trained = drawn(base, ["a"])
+    lora.save_adapter(trained, tmp_path / "a")
+    with torch.device("meta"):
+        model = Net()
+    lora.add_lora(model, ["a"], r=2)
+    if way != "assigned state":
+        model.to_empty(device="cpu")
+    if way == "adapter":
+        model.load_state_dict(base.state_dict(), strict=False)
+        lora.load_adapter(model, tmp_path / "a")
+    else:
+        model.load_state_dict(trained.state_dict(), assign=way == "assigned state")
+    lora.start_from_weights(model)
+    assert_same_bits(model.state_dict(), trained.state_dict())
