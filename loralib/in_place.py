@@ -86,7 +86,8 @@ def turn_all_back(model: nn.Module) -> None:
     """Turns a model's modules back, and lets its encoders take their fast path again.
 
     Raises:
-        ValueError: since it was adapted, a module has been parametrized or pruned.
+        ValueError: since it was adapted, a module has been parametrized or pruned, or has got a
+            forward of its own.
     """
     _check_turnable(model)
     for module in list(model.modules()):
@@ -105,6 +106,11 @@ def _check_turnable(model: nn.Module) -> None:
             raise ValueError(
                 f"{name or 'the layer'} has been parametrized or pruned since it was adapted: "
                 "undo that first (parametrize.remove_parametrizations, prune.remove)"
+            )
+        if "forward" in vars(base):
+            raise ValueError(
+                f"{name or 'the layer'} has a forward of its own, as hooks that offload weights "
+                "give it: take these out first (accelerate's remove_hook_from_submodules)"
             )
 
 

@@ -52,6 +52,7 @@ from .targets import (
 )
 from .trained import note_trained
 from .utils import check_bias, check_whole, freeze_base, train_biases
+from .wrappers import is_of_another_kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +256,7 @@ def remove_lora(model: nn.Module) -> tuple[str, ...]:
             f"{type(model).__name__} is one adapted layer: give the model that it is part of, or "
             "the block"
         )
-    check_whole(dict(model.named_parameters()), "LoRA is removed")
+    check_whole(model, "LoRA is removed")
     layers = {n: each for n, each in model.named_modules() if isinstance(each, LoRALayer)}
     if not layers:
         raise ValueError("the model has no LoRA to remove")
@@ -501,6 +502,9 @@ def _check_module(name: str, module: nn.Module, settings: LayerSettings) -> None
             raise UnsupportedLayerError(
                 f"{name} is quantized (its weight is {weight.dtype}): exclude it"
             )
+        if is_of_another_kind(weight):
+            kind = f"{type(weight).__module__}.{type(weight).__qualname__}"
+            raise UnsupportedLayerError(f"{name} is quantized (its weight is a {kind}): exclude it")
         _check_settings(name, module, weight, settings)
 
 

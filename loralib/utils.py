@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from .layers import Embedding
 from .lora_layer import LoRALayer
 from .nn.positions import lora_reaches_positions, unshare_positions
 from .trained import forget_trained, note_trained
+from .wrappers import is_managed, is_of_another_kind, is_sharded
 
 logger = logging.getLogger(__name__)
 
@@ -204,9 +205,11 @@ def merge(module: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: a subclass of `LoRALayer` in another package does not say how to merge it.
-        ValueError: the parameters are sharded over several processes.
+        ValueError: the parameters are sharded over several processes, are not there (offloaded, or
+            on the meta device), or are quantized.
     """
-    check_whole(dict(module.named_parameters()), "LoRA is merged")
+    check_whole(module, "LoRA is merged")
+    check_there(_weights_with_updates(module), "LoRA is merged")
     if isinstance(module, LoRALayer):
         return merged_copy(module) if was_turned(module) else module.merged_layer()
     merge_in_place(module)
@@ -224,8 +227,14 @@ def merge(module: nn.Module) -> nn.Module:
     return module
 
 
-def check_whole(tensors: Mapping[str, Tensor], what: str) -> None:
-    """Checks that no tensor is sharded over several processes, as FSDP2 shards a model's.
+def _weights_with_updates(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoRALayer) and layer.r > 0:
+            yield f"the weight of {name}" if name else "the weight", layer.frozen_weight
+
+
+def check_whole(model: nn.Module, what: str) -> None:
+    """Checks that no parameter of a model is sharded: by FSDP, of either version, or as a DTensor.
 
     Args:
         what: for which they have to be whole, such as "LoRA is merged".
@@ -233,8 +242,35 @@ def check_whole(tensors: Mapping[str, Tensor], what: str) -> None:
     Raises:
         ValueError: one is.
     """
-    for name, tensor in tensors.items():
-        if hasattr(tensor, "full_tensor"):
+    managed = (name or "the model" for name, module in model.named_modules() if is_managed(module))
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    sharded = (name for name, tensor in tensors if is_sharded(tensor))
+    for name in (*managed, *sharded):
+        raise ValueError(
+            f"{name} is sharded over several processes: gather the model before {what}, into a "
+            "plain one (get_model_state_dict with full_state_dict=True)"
+        )
+
+
+def check_there(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
+    """Checks that tensors have values, and are plain ones, which quantized weights are not.
+
+    Args:
+        tensors: with their names.
+        what: for which they have to be there, such as "LoRA is merged".
+
+    Raises:
+        ValueError: one has not, or is not.
+    """
+    for name, tensor in tensors:
+        if tensor.is_meta:
             raise ValueError(
-                f"{name} is sharded over several processes: gather the model before {what}"
+                f"{name} is on the meta device: load the model's weights first, or take out the "
+                f"hooks that offload them, before {what}"
+            )
+        if is_of_another_kind(tensor) and tensor.is_floating_point():
+            kind = type(tensor)
+            raise ValueError(
+                f"{name} is quantized (a {kind.__module__}.{kind.__qualname__}): load plain "
+                f"weights before {what}"
             )

@@ -48,3 +48,15 @@ def is_managed(module: object) -> bool:
 def is_sharded(tensor: object) -> bool:
     """Whether a tensor may lie in several processes, as FSDP2's and tensor parallelism's do."""
     return hasattr(tensor, "full_tensor")
+
+
+# PyTorch's tensors that compute as plain ones do: also what is sharded, has a shape alone, or gets
+# one in the first pass.
+_ORDINARY = {"Tensor", "Parameter", "Buffer", "DTensor", "FakeTensor"}
+_ORDINARY |= {"UninitializedParameter", "UninitializedBuffer"}
+
+
+def is_of_another_kind(tensor: object) -> bool:
+    """Whether a tensor is of a class that computes in a way of its own, as quantized ones do."""
+    kind = type(tensor)
+    return kind.__module__.partition(".")[0] != "torch" or kind.__name__ not in _ORDINARY

@@ -30,12 +30,12 @@ ROOMS = {
     "in_place": {"adapted_layers", "lora_layer"},
     "trained": set(),
     "wrappers": set(),
-    "utils": {"functional", "in_place", "layers", "lora_layer", "nn", "trained"},
+    "utils": {"functional", "in_place", "layers", "lora_layer", "nn", "trained", "wrappers"},
     "adapted_layers": {"functional", "lora_layer", "nn"},
     "targets": {"errors"},
     "inject": {
         *("adapted_layers", "errors", "functional", "in_place", "layers", "lora_layer"),
-        *("targets", "trained", "utils"),
+        *("targets", "trained", "utils", "wrappers"),
     },
     "adapters": {
         *(

@@ -32,6 +32,7 @@ from ..adapters.adapter import Adapter
 from ..adapters.loading import lora_layers
 from ..lora_layer import LoRALayer
 from ..nn.routing import Routing, in_effect, routed, slices
+from ..utils import check_there, check_whole
 from ..wrappers import unwrapped, without_wrappers
 from .prepared import PreparedAdapter, fingerprint_of, prepare
 
@@ -50,13 +51,15 @@ class AdapterBank:
     model. A model may have two banks; their blocks cannot be nested.
 
     Raises:
-        ValueError: the model has LoRA layers; or it is an `nn.DataParallel`, which computes in
-            threads of its own.
+        ValueError: the model has LoRA layers, or is sharded, offloaded or quantized; or it is an
+            `nn.DataParallel`, which computes in threads of its own.
     """
 
     def __init__(self, model: nn.Module):
         if any(isinstance(module, nn.DataParallel) for module in model.modules()):
             raise ValueError(_IN_THREADS)
+        check_whole(model, "it gets a bank")
+        check_there(model.named_parameters(), "it gets a bank")
         for name in lora_layers(unwrapped(model)):
             raise ValueError(
                 f"{name} has LoRA of its own: build the model without LoRA, or merge it"

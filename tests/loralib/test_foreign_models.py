@@ -1,6 +1,7 @@
 """Models as other people write, wrap, compile and call them: right, or an error of one line."""
 
 import copy
+import functools
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
@@ -344,9 +345,29 @@ def test_weights_that_are_computed_from_others(tmp_path, change):
 
 
 def test_a_model_without_weights_is_refused(tmp_path):
-    lora.save_adapter(drawn(Net(), ["a"]), tmp_path / "a")
-    with pytest.raises(ValueError, match=r"a.weight is on the meta device"):
-        lora.load_adapter(Net().to("meta"), tmp_path / "a")
+    model = drawn(Net(), ["a"])
+    lora.save_adapter(model, tmp_path / "a")
+    model.a.to("meta")
+    for refused in (
+        lambda: lora.load_adapter(Net().to("meta"), tmp_path / "a"),
+        lambda: lora.AdapterBank(Net().to("meta")),
+        lambda: lora.save_adapter(model, tmp_path / "b"),
+        lambda: lora.merge(model),
+    ):
+        with pytest.raises(ValueError, match=r"a(.weight)? is on the meta device: load .* first"):
+            refused()
+
+
+def test_a_layer_whose_forward_hooks_have_replaced_is_not_made_plain():
+    """As accelerate's do that offload weights: they keep the LoRA layer's forward."""
+    model = drawn(Net(), ["a"])
+    model.a.forward = functools.partial(model.a.forward)
+    for undo in (lora.merge, lora.remove_lora):
+        with pytest.raises(ValueError, match=r"a has a forward of its own, .*: take these out"):
+            undo(model)
+        assert isinstance(model.a, lora.LoRALayer)
+    del model.a.forward
+    lora.merge(model)
 
 
 class WithState(Net):

@@ -345,6 +345,32 @@ def test_an_eight_bit_weight_is_quantized():
     unchanged_by(model, message, ["0", "1"], r=2, kind=UnsupportedLayerError)
 
 
+class EightBit(torch.Tensor):
+    """A tensor as quantizing libraries have them: it says float32, and holds something else."""
+
+
+def test_a_weight_of_another_kind_is_quantized(tmp_path):
+    plain, model = (nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2))
+    lora.add_lora(plain, "0", r=2)
+    lora.save_adapter(plain, tmp_path / "a")
+    model[1].weight = nn.Parameter(model[1].weight.detach().as_subclass(EightBit), False)
+    message = "1 is quantized .its weight is a .*EightBit.: exclude it"
+    unchanged_by(model, message, ["0", "1"], r=2, kind=UnsupportedLayerError)
+    lora.add_lora(plain, "1", r=2)
+    plain[1].weight = model[1].weight
+    for refused, needed in (
+        (lambda: lora.merge(plain), "LoRA is merged"),
+        (lambda: lora.save_adapter(plain, tmp_path / "b"), "it is saved"),
+        (lambda: lora.load_adapter(model, tmp_path / "a"), "an adapter is loaded"),
+        (lambda: lora.AdapterBank(model), "it gets a bank"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"quantized \(a .*EightBit\): load.* before {needed}"
+        ):
+            refused()
+    assert not (tmp_path / "b").exists()
+
+
 def test_a_decomposition_that_fails_leaves_everything_as_it_was():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight.data[0, 0] = float("nan")
