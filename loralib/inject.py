@@ -14,6 +14,7 @@ again: names in the state dict stay, and `….lora_A`, `….lora_B` come with th
 """
 
 import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -154,9 +155,9 @@ def add_lora(
     slices = by_pattern(names, enable_lora or {}, (True,))
     settings = {
         name: LayerSettings(
-            r=ranks[name],
-            lora_alpha=alphas[name],
-            lora_dropout=lora_dropout,
+            r=_as_pythons(ranks[name]),
+            lora_alpha=_as_pythons(alphas[name]),
+            lora_dropout=_as_pythons(lora_dropout),
             variant=variant,
             initialization=initialization,
             freeze_A=freeze_A,
@@ -448,6 +449,13 @@ def _by_first_name(
     return own
 
 
+def _as_pythons(value: Any) -> Any:
+    """A number of NumPy's as one of Python's, which files can hold; the rest as it is."""
+    if isinstance(value, bool | int | float) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
 def _as_flags(enabled: Any, name: str) -> tuple[bool, ...]:
     """A module's enable_lora as a tuple."""
     if isinstance(enabled, str) or not isinstance(enabled, Sequence):
@@ -498,6 +506,10 @@ def _check_module(name: str, module: nn.Module, settings: LayerSettings) -> None
     if not weights or any(isinstance(w, nn.parameter.UninitializedParameter) for w in weights):
         raise UnsupportedLayerError(f"{name} has no weight that is a plain parameter: exclude it")
     for weight in weights:
+        if weight.is_complex():
+            raise UnsupportedLayerError(
+                f"{name} has complex weights ({weight.dtype}), which have no LoRA: exclude it"
+            )
         if not weight.is_floating_point() or weight.element_size() < 2:
             raise UnsupportedLayerError(
                 f"{name} is quantized (its weight is {weight.dtype}): exclude it"
@@ -516,7 +528,7 @@ def _weight_names(module: nn.Module) -> tuple[str, ...]:
 
 def _out_in(module: nn.Module, weight: Tensor) -> tuple[int, int]:
     """The sizes of a weight as a matrix (out, in)."""
-    out, inner = weight.shape[0], weight[0].numel()
+    out, inner = weight.shape[0], math.prod(weight.shape[1:])
     return (inner, out) if _is_conv1d(module) else (out, inner)
 
 

@@ -55,7 +55,7 @@ from torch import Tensor, nn
 from .functional import variant_of
 from .lora_layer import LoRALayer, cast
 from .nn.plain import is_watched
-from .nn.products import linear, product_dtype
+from .nn.products import check_dense, linear, product_dtype
 
 __all__ = ["Conv1d", "Conv2d", "Conv3d", "Embedding", "Linear", "LoRALayer", "MergedLinear"]
 
@@ -142,6 +142,7 @@ class _SlicedLinear(LoRALayer, nn.Linear):
         x = input
         if self.r == 0:
             return linear(x, self._as_matrix(self.weight), self.bias)
+        check_dense(x)
         dtype = product_dtype(x)
         merged = self._merged_weight()
         if merged is not None:

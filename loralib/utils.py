@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .in_place import leave_fast_path, merge_in_place, merged_copy, was_turned
@@ -209,9 +210,11 @@ def merge(module: nn.Module) -> nn.Module:
             on the meta device), or are quantized.
     """
     check_whole(module, "LoRA is merged")
-    check_there(_weights_with_updates(module), "LoRA is merged")
+    own = _layers_with_updates(module)
+    check_there(((f"the weight of {n or 'the layer'}", m.frozen_weight) for n, m in own), "merging")
     if isinstance(module, LoRALayer):
         return merged_copy(module) if was_turned(module) else module.merged_layer()
+    updated = [name for name, _ in _layers_with_updates(module)]
     merge_in_place(module)
     forget_trained(module)
     layers = {
@@ -224,13 +227,27 @@ def merge(module: nn.Module) -> nn.Module:
         unshare_positions(module, layers)
     for name, layer in layers.items():
         module.set_submodule(name, merged[layer])
+    _warn_of_overflow(module, updated)
     return module
 
 
-def _weights_with_updates(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _warn_of_overflow(model: nn.Module, merged: Iterable[str]) -> None:
+    """Says which merged weights hold sums that float16 cannot."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, weight in parameters.items():
+        is_merged = name.startswith(tuple(merged)) and weight.dtype is torch.float16
+        if is_merged and not weight.isfinite().all():
+            logger.warning(
+                "%s: the merged weight is too large for float16: convert the model to float32 or "
+                "bfloat16 before it is merged",
+                name,
+            )
+
+
+def _layers_with_updates(model: nn.Module) -> Iterator[tuple[str, LoRALayer]]:
     for name, layer in model.named_modules():
         if isinstance(layer, LoRALayer) and layer.r > 0:
-            yield f"the weight of {name}" if name else "the weight", layer.frozen_weight
+            yield name, layer
 
 
 def check_whole(model: nn.Module, what: str) -> None:
@@ -263,6 +280,8 @@ def check_there(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
         ValueError: one has not, or is not.
     """
     for name, tensor in tensors:
+        if isinstance(tensor, nn.parameter.UninitializedParameter):
+            raise ValueError(f"{name} has no shape yet: call the model once before {what}")
         if tensor.is_meta:
             raise ValueError(
                 f"{name} is on the meta device: load the model's weights first, or take out the "

@@ -52,6 +52,19 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
+def check_dense(x: Tensor) -> None:
+    """Checks that x has rows of one length, all of whose numbers are there.
+
+    Raises:
+        TypeError: it is nested or sparse.
+    """
+    if x.is_nested or x.layout is not torch.strided:
+        raise TypeError(
+            "a layer with LoRA is given a nested or sparse tensor: convert it, as by "
+            "to_padded_tensor(0.0) or to_dense()"
+        )
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`, to rounding; fast where the weight is frozen, and where it is trained and
     PyTorch's own product is known to be slow: emulated bfloat16, and float32 on AMD's processors.

@@ -520,3 +520,56 @@ def test_what_was_loaded_into_such_a_model_stays(empty_memory_shows, tmp_path, w
         model.load_state_dict(trained.state_dict(), assign=way == "assigned state")
     lora.start_from_weights(model)
     assert_same_bits(model.state_dict(), trained.state_dict())
+
+
+# ---- tracing ----
+
+
+def test_symbolic_traces_take_layers_as_leaves():
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, module, name):
+            return isinstance(module, lora.LoRALayer) or super().is_leaf_module(module, name)
+
+    model, x = drawn(Net(), ["a", "b"]), torch.randn(2, 6)
+    traced = torch.fx.GraphModule(model, Tracer().trace(model))
+    close(traced(x), model(x))
+
+
+# ---- inputs and weights of other kinds ----
+
+RAGGED = [torch.ones(2, 6), torch.ones(3, 6)]
+INPUTS = {
+    "sparse": lambda: torch.eye(6).to_sparse(),
+    "rows": lambda: torch.eye(6).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor(RAGGED),
+    "jagged": lambda: torch.nested.nested_tensor(RAGGED, layout=torch.jagged),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", INPUTS)
+@torch.no_grad()
+def test_inputs_that_are_not_dense(kind, training):
+    with pytest.raises(TypeError, match="is given a nested or sparse tensor: convert it"):
+        drawn(Net(), ["a"]).train(training).a(INPUTS[kind]())
+
+
+def test_a_layer_without_a_shape_yet_may_be_elsewhere(tmp_path):
+    model = nn.Sequential(nn.Linear(6, 6), nn.LazyLinear(3))
+    lora.add_lora(model, "0", r=2)
+    with pytest.raises(ValueError, match=r"1.weight has no shape yet: call the model once before"):
+        lora.save_adapter(model, tmp_path / "a")
+    model(torch.ones(2, 6))
+    lora.save_adapter(model, tmp_path / "a")
+
+
+@pytest.mark.parametrize("adapted", ["a", "in_place"])
+def test_a_sum_that_float16_cannot_hold(adapted, caplog):
+    model = Net().half() if adapted == "a" else nn.Sequential(lora.Linear(6, 6, r=2)).half()
+    layer = model.a if adapted == "a" else model[0]
+    if adapted == "a":
+        lora.add_lora(model, "a", r=2)
+    nn.init.constant_(layer.lora_A, 300)
+    nn.init.constant_(layer.lora_B, 300)
+    lora.merge(model)
+    assert "weight: the merged weight is too large for float16" in caplog.text

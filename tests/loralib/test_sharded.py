@@ -54,10 +54,9 @@ WAYS = [fsdp_1, fsdp_2, tensor_parallel]
 @pytest.mark.parametrize("shard", WAYS)
 def test_what_needs_whole_parameters_is_refused(tmp_path, mesh, shard):
     lora.save_adapter(adapted(net()), tmp_path / "a")
-    if shard is tensor_parallel:
-        model = adapted(shard(net(), mesh))
-    else:
-        model = shard(adapted(net()), mesh)
+    # Tensor parallelism comes before LoRA.
+    is_first = shard is tensor_parallel
+    model = adapted(shard(net(), mesh)) if is_first else shard(adapted(net()), mesh)
     for refused in (
         lambda: lora.save_adapter(model, tmp_path / "b"),
         lambda: lora.save_adapter(model, tmp_path / "b.safetensors"),
