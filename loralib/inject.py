@@ -53,7 +53,7 @@ from .targets import (
 )
 from .trained import note_trained
 from .utils import check_bias, check_whole, freeze_base, train_biases
-from .wrappers import is_of_another_kind
+from .wrappers import has_own_forward, is_of_another_kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -496,7 +496,7 @@ def _check_module(name: str, module: nn.Module, settings: LayerSettings) -> None
         raise UnsupportedLayerError(
             f"{name} has an attribute '{own[0]}', as LoRA's layers have it for theirs: exclude it"
         )
-    if "forward" in vars(module):
+    if has_own_forward(module):
         raise UnsupportedLayerError(
             f"{name} has a forward of its own, as a device map's hooks give it: adapt the model "
             "before it is dispatched"

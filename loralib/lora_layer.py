@@ -18,7 +18,7 @@ from .initialization import (
 )
 from .nn.dropout import Dropout
 from .nn.plain import has_mode, is_transformed
-from .wrappers import is_managed, is_sharded
+from .wrappers import has_own_forward, is_managed, is_sharded
 
 _optimizer_steps = 0  # of all optimizers: fused ones change tensors, but not their versions
 
@@ -305,7 +305,7 @@ class LoRALayer:
             and isinstance(own.get("lora_A"), nn.Parameter)
             and isinstance(own.get("lora_B"), nn.Parameter)
             and not has_mode()
-            and "forward" not in vars(self)
+            and not has_own_forward(self)
             and not is_managed(self)
         )
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -60,3 +61,15 @@ def is_of_another_kind(tensor: object) -> bool:
     """Whether a tensor is of a class that computes in a way of its own, as quantized ones do."""
     kind = type(tensor)
     return kind.__module__.partition(".")[0] != "torch" or kind.__name__ not in _ORDINARY
+
+
+def has_own_forward(module: Any) -> bool:
+    """Whether a forward other than its class's was set on a module, as hooks that offload do."""
+    forward = vars(module).get("forward")
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
+
+
+def drop_set_forward(module: nn.Module) -> None:
+    """Takes a forward off a module that is its class's own, which such hooks leave behind."""
+    if "forward" in vars(module) and not has_own_forward(module):
+        del vars(module)["forward"]

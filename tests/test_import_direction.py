@@ -27,7 +27,7 @@ ROOMS = {
     "initialization": set(),
     "lora_layer": {"functional", "initialization", "nn", "wrappers"},
     "layers": {"functional", "lora_layer", "nn"},
-    "in_place": {"adapted_layers", "lora_layer"},
+    "in_place": {"adapted_layers", "lora_layer", "wrappers"},
     "trained": set(),
     "wrappers": set(),
     "utils": {"functional", "in_place", "layers", "lora_layer", "nn", "trained", "wrappers"},

@@ -366,8 +366,16 @@ def test_a_layer_whose_forward_hooks_have_replaced_is_not_made_plain():
         with pytest.raises(ValueError, match=r"a has a forward of its own, .*: take these out"):
             undo(model)
         assert isinstance(model.a, lora.LoRALayer)
-    del model.a.forward
+    x = torch.randn(2, 6)
+    model.a.forward = model.a.forward.func  # what these hooks leave behind
+    expected = model(x)
     lora.merge(model)
+    assert "forward" not in vars(model.a)
+    close(model(x), expected)
+    model.a.forward = model.a.forward
+    lora.add_lora(model, "a", r=2)
+    nn.init.normal_(model.a.lora_B)
+    assert not torch.allclose(model(x), expected, atol=1e-3)
 
 
 class WithState(Net):
