@@ -254,6 +254,23 @@ def test_the_merged_copy_is_dropped(case, leave):
     assert layer._merged_copy is None
 
 
+def test_elsewhere_an_optimizers_step_counts_as_a_change():
+    """A frozen average of weights may have been written to then. Values are not compared there.
+
+    The meta device stands for one that would have to be waited for: it has no values to compare.
+    """
+    layer, x = built(CASES["linear"]).requires_grad_(False).to("meta").eval(), torch.ones(3, 6)
+    other = nn.Parameter(torch.ones(1))
+    other.grad = torch.ones(1)
+    copies = []
+    for step in (lambda: None, lambda: None, torch.optim.SGD([other], lr=0.1).step):
+        step()
+        layer(x.to("meta"))
+        copies.append(layer._merged_copy)
+    assert copies[0] is copies[1]
+    assert copies[1] is not copies[2]
+
+
 # ---- Where no copy is kept ----
 
 
