@@ -210,8 +210,7 @@ def merge(module: nn.Module) -> nn.Module:
             on the meta device), or are quantized.
     """
     check_whole(module, "LoRA is merged")
-    own = _layers_with_updates(module)
-    check_there(((f"the weight of {n or 'the layer'}", m.frozen_weight) for n, m in own), "merging")
+    check_there(_weights_with_updates(module), "merging")
     if isinstance(module, LoRALayer):
         return merged_copy(module) if was_turned(module) else module.merged_layer()
     updated = [name for name, _ in _layers_with_updates(module)]
@@ -248,6 +247,13 @@ def _layers_with_updates(model: nn.Module) -> Iterator[tuple[str, LoRALayer]]:
     for name, layer in model.named_modules():
         if isinstance(layer, LoRALayer) and layer.r > 0:
             yield name, layer
+
+
+def _weights_with_updates(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, layer in _layers_with_updates(model):
+        weight = getattr(layer, "frozen_weight", None)  # which layers of other packages may lack
+        if weight is not None:
+            yield f"the weight of {name or 'the layer'}", weight
 
 
 def check_whole(model: nn.Module, what: str) -> None:
