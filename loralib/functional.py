@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .nn import products
-from .nn.plain import is_transformed
+from .nn.plain import is_watched
 
 _Own = TypeVar("_Own", bound="Delta")
 _OwnDora = TypeVar("_OwnDora", bound="DoraDelta")
@@ -118,7 +118,7 @@ class Delta:
         """
         given = (x, dropped, weight, bias, self.A, self.B)
         tensors = [tensor for tensor in given if tensor is not None]
-        if torch.jit.is_tracing() or is_transformed(*tensors):  # a traced function cannot be saved
+        if torch.jit.is_tracing() or is_watched(*tensors):  # a traced function cannot be saved
             z = F.linear(x if dropped is None else dropped, self.A)
             return self.expanded(F.linear(x, weight, bias), z)
         return _LowRankLinear.apply(
@@ -233,7 +233,9 @@ class DoraDelta(Delta):
         self, x: Tensor, dropped: Tensor | None, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         """As for `Delta`, with the rows of the sum multiplied by the gain."""
-        out, gain = super().linear(x, dropped, weight, None), self.gain(weight).to(x.dtype)
+        # The gain comes first: after the product, PyTorch's compiler fails where s is dynamic.
+        gain = self.gain(weight).to(x.dtype)
+        out = super().linear(x, dropped, weight, None)
         return out * gain if bias is None else torch.addcmul(bias, out, gain)
 
     def add_to(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -244,6 +246,10 @@ class DoraDelta(Delta):
         out.mul_(self.gain(weight).to(out.dtype))
         if bias is not None:
             out.add_(bias)
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """m ⊙ (W + s · B A) / ‖W + s · B A‖, as for `Delta`."""
+        return super().merged(weight) * self.gain(weight).to(weight.dtype)[:, None]
 
     def merge_(self, weight: Tensor) -> Tensor:
         """W = m ⊙ (W + s · B A) / ‖W + s · B A‖, in place."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from .adapted_layers import AdaptedProjection
 from .lora_layer import LoRALayer
+from .wrappers import drop_set_forward, has_own_forward
 
 
 class _Turned(NamedTuple):
@@ -40,12 +41,14 @@ def turning(module: nn.Module) -> Iterator[None]:
 
 def turn_into(module: nn.Module, kind: type[nn.Module]) -> None:
     """Makes a module one of another class, in a `turning` block that adds what that class needs."""
+    drop_set_forward(module)
     vars(module)["_turned"] = _Turned(type(module), frozenset())
     module.__class__ = kind
 
 
 def turn_back(module: nn.Module) -> None:
     """Undoes what was done in `turning` blocks: the class, and the attributes."""
+    drop_set_forward(module)
     turned = vars(module)["_turned"]
     for attributes in _attributes(module):
         for name in attributes.keys() & turned.added:
@@ -86,7 +89,8 @@ def turn_all_back(model: nn.Module) -> None:
     """Turns a model's modules back, and lets its encoders take their fast path again.
 
     Raises:
-        ValueError: since it was adapted, a module has been parametrized or pruned.
+        ValueError: since it was adapted, a module has been parametrized or pruned, or has got a
+            forward of its own.
     """
     _check_turnable(model)
     for module in list(model.modules()):
@@ -105,6 +109,11 @@ def _check_turnable(model: nn.Module) -> None:
             raise ValueError(
                 f"{name or 'the layer'} has been parametrized or pruned since it was adapted: "
                 "undo that first (parametrize.remove_parametrizations, prune.remove)"
+            )
+        if has_own_forward(base):
+            raise ValueError(
+                f"{name or 'the layer'} has a forward of its own, as hooks that offload weights "
+                "give it: take these out first (accelerate's remove_hook_from_submodules)"
             )
 
 

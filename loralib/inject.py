@@ -14,6 +14,7 @@ again: names in the state dict stay, and `….lora_A`, `….lora_B` come with th
 """
 
 import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -52,6 +53,7 @@ from .targets import (
 )
 from .trained import note_trained
 from .utils import check_bias, check_whole, freeze_base, train_biases
+from .wrappers import has_own_forward, is_of_another_kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,9 +155,9 @@ def add_lora(
     slices = by_pattern(names, enable_lora or {}, (True,))
     settings = {
         name: LayerSettings(
-            r=ranks[name],
-            lora_alpha=alphas[name],
-            lora_dropout=lora_dropout,
+            r=_as_pythons(ranks[name]),
+            lora_alpha=_as_pythons(alphas[name]),
+            lora_dropout=_as_pythons(lora_dropout),
             variant=variant,
             initialization=initialization,
             freeze_A=freeze_A,
@@ -255,7 +257,7 @@ def remove_lora(model: nn.Module) -> tuple[str, ...]:
             f"{type(model).__name__} is one adapted layer: give the model that it is part of, or "
             "the block"
         )
-    check_whole(dict(model.named_parameters()), "LoRA is removed")
+    check_whole(model, "LoRA is removed")
     layers = {n: each for n, each in model.named_modules() if isinstance(each, LoRALayer)}
     if not layers:
         raise ValueError("the model has no LoRA to remove")
@@ -313,8 +315,16 @@ def _is_without_update(module: nn.Module) -> bool:
     return is_adapted and "q_proj" not in module._modules
 
 
-# What a subclass of a plain layer may define without being missed in a LoRA layer.
-_HARMLESS = {"reset_parameters", "extra_repr"}
+# What a subclass of a plain layer may define without being missed in a LoRA layer: of names with
+# two underscores, those that Python gives to every class, or that show and restore a layer.
+_HARMLESS = {
+    *("reset_parameters", "extra_repr", "_abc_impl"),
+    *("__abstractmethods__", "__annotate__", "__annotate_func__", "__annotations__"),
+    *("__annotations_cache__", "__constants__", "__conditional_annotations__", "__dict__"),
+    *("__doc__", "__firstlineno__", "__init__", "__init_subclass__", "__jit_unused_properties__"),
+    *("__module__", "__orig_bases__", "__parameters__", "__qualname__", "__repr__", "__setstate__"),
+    *("__slots__", "__static_attributes__", "__str__", "__type_params__", "__weakref__"),
+}
 
 
 # The attributes of a LoRA layer that a model may not have for something else.
@@ -327,7 +337,7 @@ _OF_LORA_LAYERS = {
 def _of_its_own(kind: type[nn.Module], plain: type[nn.Module]) -> set[str]:
     """The attributes and methods that a subclass of a plain layer adds to it."""
     between = kind.__mro__[: kind.__mro__.index(plain)]
-    names = {name for each in between for name in vars(each) if not name.startswith("__")}
+    names = {name for each in between for name in vars(each)}
     return names - _HARMLESS - vars(plain).keys()
 
 
@@ -439,6 +449,13 @@ def _by_first_name(
     return own
 
 
+def _as_pythons(value: Any) -> Any:
+    """A number of NumPy's as one of Python's, which files can hold; the rest as it is."""
+    if isinstance(value, bool | int | float) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
 def _as_flags(enabled: Any, name: str) -> tuple[bool, ...]:
     """A module's enable_lora as a tuple."""
     if isinstance(enabled, str) or not isinstance(enabled, Sequence):
@@ -479,7 +496,7 @@ def _check_module(name: str, module: nn.Module, settings: LayerSettings) -> None
         raise UnsupportedLayerError(
             f"{name} has an attribute '{own[0]}', as LoRA's layers have it for theirs: exclude it"
         )
-    if "forward" in vars(module):
+    if has_own_forward(module):
         raise UnsupportedLayerError(
             f"{name} has a forward of its own, as a device map's hooks give it: adapt the model "
             "before it is dispatched"
@@ -489,10 +506,17 @@ def _check_module(name: str, module: nn.Module, settings: LayerSettings) -> None
     if not weights or any(isinstance(w, nn.parameter.UninitializedParameter) for w in weights):
         raise UnsupportedLayerError(f"{name} has no weight that is a plain parameter: exclude it")
     for weight in weights:
+        if weight.is_complex():
+            raise UnsupportedLayerError(
+                f"{name} has complex weights ({weight.dtype}), which have no LoRA: exclude it"
+            )
         if not weight.is_floating_point() or weight.element_size() < 2:
             raise UnsupportedLayerError(
                 f"{name} is quantized (its weight is {weight.dtype}): exclude it"
             )
+        if is_of_another_kind(weight):
+            kind = f"{type(weight).__module__}.{type(weight).__qualname__}"
+            raise UnsupportedLayerError(f"{name} is quantized (its weight is a {kind}): exclude it")
         _check_settings(name, module, weight, settings)
 
 
@@ -504,7 +528,7 @@ def _weight_names(module: nn.Module) -> tuple[str, ...]:
 
 def _out_in(module: nn.Module, weight: Tensor) -> tuple[int, int]:
     """The sizes of a weight as a matrix (out, in)."""
-    out, inner = weight.shape[0], weight[0].numel()
+    out, inner = weight.shape[0], math.prod(weight.shape[1:])
     return (inner, out) if _is_conv1d(module) else (out, inner)
 
 

@@ -29,12 +29,16 @@ and added in place to the left-hand one's result. In evaluation mode (`layer.eva
 `merge_weights=False`, one product with a merged copy W + (alpha / r) · B A takes the place of both;
 `layer.merged` tells which mode is in effect. The copy is neither parameter nor buffer, so
 `state_dict()` is the same in both modes. It takes as much memory as W, is made at the first forward
-that needs it, made again when the tensors it came from have changed, and dropped by `train()`.
-(Writes that PyTorch cannot see, through `parameter.data` in the middle of evaluation, take effect
-at the next `train()` or `eval()`.) Two cases take the right-hand branch in evaluation mode as well,
-with the same result to rounding: a forward that autograd records for the sake of A, B or W, because
-the copy has no gradient, and one under `torch.compile` or `torch.jit.trace`; `loralib.merge` makes
-a plain model for these.
+that needs it, made again when the tensors it came from have changed, and dropped by `train()`. On a
+CPU, that A or B has changed is seen by their values. Elsewhere that would wait for the device, and
+writes that PyTorch does not count, through `parameter.data` in the middle of evaluation, take
+effect after the next step of an optimizer, or at the next `train()` or `eval()`; so do those to W.
+
+Some cases take the right-hand branch in evaluation mode as well, with the same result to rounding:
+a forward that autograd records for the sake of A, B or W, because the copy has no gradient; one
+under `torch.compile` or `torch.jit.trace` (`loralib.merge` makes a plain model for these); one
+within a `TorchDispatchMode`; and one whose tensors are not the layer's own parameters, or are no
+plain ones: sharded by FSDP or as DTensors, offloaded by hooks, parametrized, quantized.
 
 Layers compute in their input's dtype, or autocast's. W may be held in half precision while A, B and
 the bias stay in float32: those are cast as they are used, and get their gradients in float32.
@@ -50,8 +54,8 @@ from torch import Tensor, nn
 
 from .functional import variant_of
 from .lora_layer import LoRALayer, cast
-from .nn.plain import is_transformed
-from .nn.products import linear, product_dtype
+from .nn.plain import is_watched
+from .nn.products import check_dense, linear, product_dtype
 
 __all__ = ["Conv1d", "Conv2d", "Conv3d", "Embedding", "Linear", "LoRALayer", "MergedLinear"]
 
@@ -138,6 +142,7 @@ class _SlicedLinear(LoRALayer, nn.Linear):
         x = input
         if self.r == 0:
             return linear(x, self._as_matrix(self.weight), self.bias)
+        check_dense(x)
         dtype = product_dtype(x)
         merged = self._merged_weight()
         if merged is not None:
@@ -401,7 +406,7 @@ class Embedding(LoRALayer, nn.Embedding):
         delta = self._delta()
         z = self._rows(ids, delta.A.t(), sparse=False)
         delta, z = replace(delta, B=delta.B.to(out.dtype)), z.to(out.dtype)
-        if is_transformed(out, z, delta.B):
+        if is_watched(out, z, delta.B):
             out = delta.expanded(out, z)
         else:
             delta.expand_into(out, z)

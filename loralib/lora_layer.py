@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,8 @@ from .initialization import (
     starts_from_weight,
 )
 from .nn.dropout import Dropout
-from .nn.plain import is_transformed
+from .nn.plain import has_mode, is_transformed
+from .wrappers import has_own_forward, is_managed, is_sharded
 
 _optimizer_steps = 0  # of all optimizers: fused ones change tensors, but not their versions
 
@@ -28,6 +29,22 @@ def _count_step(*_: Any) -> None:
 
 
 register_optimizer_step_post_hook(_count_step)
+
+
+class _MergedCopy(NamedTuple):
+    """The merged copy of a layer's weight.
+
+    Args:
+        stamp: what its sources were when it was made, as far as numbers tell.
+        alias: of the weight, which keeps its address from being given to another tensor.
+        update: the tensors of the update as they were: copies on a CPU, else aliases.
+        weight: the copy.
+    """
+
+    stamp: tuple
+    alias: Tensor
+    update: list[Tensor]
+    weight: Tensor
 
 
 class LoRALayer:
@@ -76,6 +93,9 @@ class LoRALayer:
     _modules: dict[str, nn.Module | None]
     register_buffer: Callable[[str, Tensor], None]
 
+    # Whether A and B were made on the meta device, and nothing has filled them since.
+    _is_empty: bool = False
+
     # The first row of each slice of the output that is updated.
     _starts: tuple[int, ...] = (0,)
 
@@ -101,7 +121,7 @@ class LoRALayer:
         self.lora_dropout = nn.Identity() if lora_dropout == 0 else Dropout(lora_dropout)
         self.merge_weights = merge_weights
         self.merged = False
-        self._merged_copy: tuple[tuple, list[Tensor], Tensor] | None = None
+        self._merged_copy: _MergedCopy | None = None
 
     @property
     def base(self) -> Any:
@@ -177,6 +197,8 @@ class LoRALayer:
     def reset_lora_parameters(self) -> None:
         """Initializes A and B, as a rule A as a plain linear layer's weight and B with zeros."""
         if self.r > 0:
+            self._check_startable()
+            self._is_empty = self.lora_A.is_meta and not start_is_deferred()
             if self.initialization == "orthogonal":
                 orthogonal(self.lora_A, self.lora_B, self.r)
             else:
@@ -192,10 +214,15 @@ class LoRALayer:
         """Initializes what depends on the weight: DoRA's magnitudes, factors that are made of it.
 
         It has to be called again when the weight has been loaded; see
-        `loralib.utils.start_from_weights`. Without such a part, nothing changes.
+        `loralib.utils.start_from_weights`. Without such a part, nothing changes, unless A and B
+        were made on the meta device and have only got memory since: then they are initialized.
         """
         if self.r == 0 or start_is_deferred():
             return
+        if self._is_empty and not self.lora_A.is_meta:
+            self.reset_lora_parameters()
+            return
+        self._check_startable()
         weight = self._as_matrix(self.frozen_weight)
         width = len(self.lora_B) // len(self._starts)
         parts = [weight[start : start + width] for start in self._starts]
@@ -212,6 +239,30 @@ class LoRALayer:
             norms = [torch.linalg.vector_norm(W, dim=1, dtype=_wide(W)) for W in parts]
             self.lora_magnitude_vector.copy_(torch.cat(norms))
 
+    def _check_startable(self) -> None:
+        """Checks that A and B are whole where they are made together, or of the whole weight."""
+        is_start_whole = not is_sharded(getattr(self, "lora_A_start", None))
+        if is_sharded(self.lora_A) and self.initialization != "default" and is_start_whole:
+            raise ValueError(
+                f"the initialization {self.initialization} needs whole tensors, and those of a "
+                f"{type(self).__name__} are sharded: load the weights and call start_from_weights "
+                "before that"
+            )
+
+    def note_filled(self) -> None:
+        """Notes that A and B have values, where they were made on the meta device."""
+        self._is_empty = self._is_empty and self.lora_A.is_meta
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        given = state_dict.get(f"{prefix}lora_A")
+        # Where a state is incomplete, PyTorch fills it up with the model's own tensors.
+        is_new = given is not None and _address(given) != _address(self.lora_A)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        if is_new:
+            self.note_filled()
+
     def _merge(self) -> Tensor:
         """The weight with the update merged into it."""
         return merge(self.frozen_weight, self._delta(), self._as_matrix)
@@ -220,30 +271,56 @@ class LoRALayer:
         """The merged copy of the weight, or None where the low-rank branch has to be computed."""
         if not self.merged or torch.compiler.is_compiling() or torch.jit.is_tracing():
             return None
-        sources = self._sources()
-        if is_transformed(*sources):  # whose derivatives a copy would not have
-            return None
-        trained = any(t.requires_grad for t in sources)
-        recorded = torch.is_grad_enabled() and trained
-        if recorded or any(t.is_inference() for t in sources):
+        weight, update = self.frozen_weight, self._update_tensors()
+        # What is transformed has derivatives, which a copy would not have.
+        if not self._can_keep_copy(weight, update) or is_transformed(weight, *update):
             self._merged_copy = None
             return None
-        versions = ((t.data_ptr(), t.dtype, t._version) for t in sources)
-        stamp = (self.scaling, _optimizer_steps if trained else 0, *versions)
-        if self._merged_copy is None or self._merged_copy[0] != stamp:
-            with torch.inference_mode(False):
-                # The aliases keep the sources' addresses from being given to other tensors.
-                self._merged_copy = (stamp, [t.detach() for t in sources], self._merge())
-        return self._merged_copy[2]
+        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (weight, *update))
+        if recorded or any(t.is_inference() for t in (weight, *update)):
+            self._merged_copy = None
+            return None
+        stamp, kept = self._stamp(weight, update), self._merged_copy
+        if kept is None or kept.stamp != stamp or not _are_same(kept.update, update):
+            with torch.inference_mode(False), torch.no_grad():
+                was = [t.clone() if t.is_cpu else t.detach() for t in update]
+                kept = self._merged_copy = _MergedCopy(stamp, weight.detach(), was, self._merge())
+        return kept.weight
 
-    def _sources(self) -> tuple[Tensor, ...]:
-        """The tensors that the merged weight is made of."""
-        own = {**self._parameters, **self._buffers}
-        # What torch.nn.utils.parametrize makes A or B of.
-        parametrized = self._modules.get("parametrizations")
-        originals = parametrized.parameters() if parametrized is not None else ()
-        lora = (own[name] for name in own if name.startswith("lora_"))
-        return self.frozen_weight, *lora, *originals
+    def _update_tensors(self) -> list[Tensor]:
+        """The tensors that the update is made of; not those that a parametrization computes."""
+        held = (*self._parameters.items(), *self._buffers.items())
+        return [tensor for name, tensor in held if name.startswith("lora_")]
+
+    def _can_keep_copy(self, weight: Tensor, update: list[Tensor]) -> bool:
+        """Whether all changes of the weight and the update can be seen from one call to the next.
+
+        Not where they are computed or replaced for each call: by FSDP, by hooks that offload them,
+        by a parametrization. Nor of tensors of other kinds, and where a mode makes such ones.
+        """
+        own = self._parameters
+        return (
+            {type(weight), *map(type, update)} <= _PLAIN
+            and isinstance(weight, nn.Parameter)
+            and isinstance(own.get("lora_A"), nn.Parameter)
+            and isinstance(own.get("lora_B"), nn.Parameter)
+            and not has_mode()
+            and not has_own_forward(self)
+            and not is_managed(self)
+        )
+
+    def _stamp(self, weight: Tensor, update: list[Tensor]) -> tuple:
+        """What tells whether a merged copy is still right, beside the values of the update.
+
+        Writes through `.data`, by averages of weights for instance, change no version. On a CPU an
+        update's values are compared, which are few. Elsewhere that would wait for the device: there
+        all that an optimizer's step may have changed counts as changed.
+        """
+        tensors = [weight, *(t for t in update if not t.is_cpu)]
+        is_seen = weight.is_cpu and len(tensors) == 1
+        steps = _optimizer_steps if weight.requires_grad or not is_seen else 0
+        kinds = [(t.dtype, t.device) for t in update]
+        return self.scaling, steps, kinds, [(t.data_ptr(), t.dtype, t._version) for t in tensors]
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Moves and casts (`to`, `half`, `cuda`, …) the layer, and drops the merged copy."""
@@ -252,6 +329,20 @@ class LoRALayer:
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_merged_copy": None}
+
+
+_PLAIN = {Tensor, nn.Parameter}
+
+
+def _are_same(kept: list[Tensor], update: list[Tensor]) -> bool:
+    """Whether an update has the values that it had; of what is not on a CPU the stamp tells."""
+    return all(torch.equal(was, t) for was, t in zip(kept, update, strict=True) if t.is_cpu)
+
+
+def _address(tensor: Any) -> int:
+    """Where a tensor lies; of one that is sharded, this process's part."""
+    own: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return own.data_ptr()
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

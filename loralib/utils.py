@@ -2,9 +2,10 @@
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .in_place import leave_fast_path, merge_in_place, merged_copy, was_turned
@@ -12,6 +13,7 @@ from .layers import Embedding
 from .lora_layer import LoRALayer
 from .nn.positions import lora_reaches_positions, unshare_positions
 from .trained import forget_trained, note_trained
+from .wrappers import is_managed, is_of_another_kind, is_sharded
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +91,9 @@ def start_from_weights(model: nn.Module) -> None:
     """Initializes what depends on the base's weights, in every LoRA layer; see `LoRALayer`.
 
     To be called when a base has been loaded into a model that was built with DoRA, or with an
-    initialization that is made of the weights, and before an adapter is.
+    initialization that is made of the weights, and before an adapter is. Likewise for any model
+    that was adapted on the meta device and has got memory since (`to_empty`): A and B then get
+    their first values.
     """
     for layer in model.modules():
         if isinstance(layer, LoRALayer):
@@ -202,11 +206,14 @@ def merge(module: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: a subclass of `LoRALayer` in another package does not say how to merge it.
-        ValueError: the parameters are sharded over several processes.
+        ValueError: the parameters are sharded over several processes, are not there (offloaded, or
+            on the meta device), or are quantized.
     """
-    check_whole(dict(module.named_parameters()), "LoRA is merged")
+    check_whole(module, "LoRA is merged")
+    check_there(_weights_with_updates(module), "merging")
     if isinstance(module, LoRALayer):
         return merged_copy(module) if was_turned(module) else module.merged_layer()
+    updated = [name for name, _ in _layers_with_updates(module)]
     merge_in_place(module)
     forget_trained(module)
     layers = {
@@ -219,11 +226,38 @@ def merge(module: nn.Module) -> nn.Module:
         unshare_positions(module, layers)
     for name, layer in layers.items():
         module.set_submodule(name, merged[layer])
+    _warn_of_overflow(module, updated)
     return module
 
 
-def check_whole(tensors: Mapping[str, Tensor], what: str) -> None:
-    """Checks that no tensor is sharded over several processes, as FSDP2 shards a model's.
+def _warn_of_overflow(model: nn.Module, merged: Iterable[str]) -> None:
+    """Says which merged weights hold sums that float16 cannot."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, weight in parameters.items():
+        is_merged = name.startswith(tuple(merged)) and weight.dtype is torch.float16
+        if is_merged and not weight.isfinite().all():
+            logger.warning(
+                "%s: the merged weight is too large for float16: convert the model to float32 or "
+                "bfloat16 before it is merged",
+                name,
+            )
+
+
+def _layers_with_updates(model: nn.Module) -> Iterator[tuple[str, LoRALayer]]:
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoRALayer) and layer.r > 0:
+            yield name, layer
+
+
+def _weights_with_updates(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, layer in _layers_with_updates(model):
+        weight = getattr(layer, "frozen_weight", None)  # which layers of other packages may lack
+        if weight is not None:
+            yield f"the weight of {name or 'the layer'}", weight
+
+
+def check_whole(model: nn.Module, what: str) -> None:
+    """Checks that no parameter of a model is sharded: by FSDP, of either version, or as a DTensor.
 
     Args:
         what: for which they have to be whole, such as "LoRA is merged".
@@ -231,8 +265,37 @@ def check_whole(tensors: Mapping[str, Tensor], what: str) -> None:
     Raises:
         ValueError: one is.
     """
-    for name, tensor in tensors.items():
-        if hasattr(tensor, "full_tensor"):
+    managed = (name or "the model" for name, module in model.named_modules() if is_managed(module))
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    sharded = (name for name, tensor in tensors if is_sharded(tensor))
+    for name in (*managed, *sharded):
+        raise ValueError(
+            f"{name} is sharded over several processes: gather the model before {what}, into a "
+            "plain one (get_model_state_dict with full_state_dict=True)"
+        )
+
+
+def check_there(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
+    """Checks that tensors have values, and are plain ones, which quantized weights are not.
+
+    Args:
+        tensors: with their names.
+        what: for which they have to be there, such as "LoRA is merged".
+
+    Raises:
+        ValueError: one has not, or is not.
+    """
+    for name, tensor in tensors:
+        if isinstance(tensor, nn.parameter.UninitializedParameter):
+            raise ValueError(f"{name} has no shape yet: call the model once before {what}")
+        if tensor.is_meta:
             raise ValueError(
-                f"{name} is sharded over several processes: gather the model before {what}"
+                f"{name} is on the meta device: load the model's weights first, or take out the "
+                f"hooks that offload them, before {what}"
+            )
+        if is_of_another_kind(tensor) and tensor.is_floating_point():
+            kind = type(tensor)
+            raise ValueError(
+                f"{name} is quantized (a {kind.__module__}.{kind.__qualname__}): load plain "
+                f"weights before {what}"
             )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -38,3 +39,37 @@ def without_wrappers(model: nn.Module) -> Iterator[nn.Module]:
     finally:
         for owner, name, module in wrapped:
             owner._modules[name] = module
+
+
+def is_managed(module: object) -> bool:
+    """Whether FSDP, of either version, gives this module its parameters for each call."""
+    return "_is_fsdp_managed_module" in vars(module)
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether a tensor may lie in several processes, as FSDP2's and tensor parallelism's do."""
+    return hasattr(tensor, "full_tensor")
+
+
+# PyTorch's tensors that compute as plain ones do: also what is sharded, has a shape alone, or gets
+# one in the first pass.
+_ORDINARY = {"Tensor", "Parameter", "Buffer", "DTensor", "FakeTensor"}
+_ORDINARY |= {"UninitializedParameter", "UninitializedBuffer"}
+
+
+def is_of_another_kind(tensor: object) -> bool:
+    """Whether a tensor is of a class that computes in a way of its own, as quantized ones do."""
+    kind = type(tensor)
+    return kind.__module__.partition(".")[0] != "torch" or kind.__name__ not in _ORDINARY
+
+
+def has_own_forward(module: Any) -> bool:
+    """Whether a forward other than its class's was set on a module, as hooks that offload do."""
+    forward = vars(module).get("forward")
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
+
+
+def drop_set_forward(module: nn.Module) -> None:
+    """Takes a forward off a module that is its class's own, which such hooks leave behind."""
+    if "forward" in vars(module) and not has_own_forward(module):
+        del vars(module)["forward"]

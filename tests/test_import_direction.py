@@ -25,17 +25,17 @@ ROOMS = {
     "training": {"errors", "io", "nn"},
     "functional": {"nn"},
     "initialization": set(),
-    "lora_layer": {"functional", "initialization", "nn"},
+    "lora_layer": {"functional", "initialization", "nn", "wrappers"},
     "layers": {"functional", "lora_layer", "nn"},
-    "in_place": {"adapted_layers", "lora_layer"},
+    "in_place": {"adapted_layers", "lora_layer", "wrappers"},
     "trained": set(),
     "wrappers": set(),
-    "utils": {"functional", "in_place", "layers", "lora_layer", "nn", "trained"},
+    "utils": {"functional", "in_place", "layers", "lora_layer", "nn", "trained", "wrappers"},
     "adapted_layers": {"functional", "lora_layer", "nn"},
     "targets": {"errors"},
     "inject": {
         *("adapted_layers", "errors", "functional", "in_place", "layers", "lora_layer"),
-        *("targets", "trained", "utils"),
+        *("targets", "trained", "utils", "wrappers"),
     },
     "adapters": {
         *(

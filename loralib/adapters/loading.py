@@ -20,7 +20,7 @@ from ..layers import MergedLinear
 from ..lora_layer import LoRALayer
 from ..nn.positions import lora_reaches_positions, shared_projections
 from ..trained import note_trained, note_untied, noted
-from ..utils import freeze_base
+from ..utils import check_there, check_whole, freeze_base
 from ..wrappers import without_wrappers
 from .adapter import LORA, Adapter, adapter_tensors, base_biases, trained_with
 from .checks import check_base, check_finite, check_positions, check_possible_base
@@ -307,9 +307,8 @@ def load_adapter(
 
 def _load(model: nn.Module, adapter: Adapter) -> tuple[str, ...]:
     """As `load_adapter`, of a model without wrappers."""
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(f"{name} is on the meta device: load the model's weights first")
+    check_whole(model, "an adapter is loaded")
+    check_there(model.named_parameters(), "an adapter is loaded")
     weights = adapted_modules(model, adapter)
     besides = {name: t for name, t in adapter.tensors.items() if LORA.part not in name}
     present = lora_layers(model)
@@ -472,3 +471,5 @@ def _copy(model: nn.Module, adapter: Adapter) -> None:
         if LORA.part not in name and isinstance(own, nn.Parameter):
             own.requires_grad = True
             note_trained(model, [name], adapter.source)
+    for layer in lora_layers(model).values():
+        layer.note_filled()

@@ -20,7 +20,7 @@ from ..layers import Conv1d, Conv2d, Conv3d
 from ..lora_layer import LoRALayer
 from ..targets import other_places
 from ..trained import noted, untied_from
-from ..utils import check_whole
+from ..utils import check_there, check_whole
 from ..wrappers import without_wrappers
 from .adapter import LORA, Adapter, base_biases, lora_metadata
 from .fingerprint import fingerprint_without
@@ -57,7 +57,7 @@ def save_adapter(
         What a user has to know of the result, a line each, as `write_adapter` does.
 
     Raises:
-        ValueError: the model has no LoRA layers, or is sharded.
+        ValueError: the model has no LoRA layers, is sharded, offloaded or quantized.
         NeedsMergingError: the format cannot express the adapter.
         CheckpointError: the adapter is not sound; or the folder is there already.
     """
@@ -85,7 +85,7 @@ def adapter_of(
     of one whose bias alone is trained, the bias. The tensors share their memory with the model's.
 
     Raises:
-        ValueError: the model has no LoRA layers, or is sharded.
+        ValueError: the model has no LoRA layers, is sharded, offloaded or quantized.
         CheckpointError: its LoRA layers are of several kinds, which no file holds.
     """
     with without_wrappers(model) as plain:
@@ -98,9 +98,10 @@ def _adapter_of(
     layers = lora_layers(model)
     if not layers:
         raise ValueError(f"{type(model).__name__} has no LoRA to save")
+    check_whole(model, "it is saved")
+    check_there(model.named_parameters(), "it is saved")
     state = model.state_dict()
     _check_layers(layers)
-    check_whole(state, "it is saved")
     besides, untied = _trained_besides(model, state), untied_from(model)
     second = _second_names(model)
     updates = {n for n in state if LORA.part in n and n.rpartition(".")[0] not in second}

@@ -5,7 +5,8 @@ no batch is filled up to sizes that recur; on a GPU, attention, which then pads 
 dropout, results differ in rounding; with it, PyTorch draws other numbers. The switch is for
 comparing, and for finding out whether a fault lies here; it is the environment variable
 ``LORALIB_PLAIN=1``, or `plain`. It is on by itself within `torch.func`, for whose transforms what
-is fast here has no rules.
+is fast here has no rules; and within modes that keep what operations return, or count them, and
+know public ones alone (selective checkpointing, `FlopCounterMode`).
 """
 
 import os
@@ -19,12 +20,39 @@ from torch.autograd import forward_ad
 _IN_TRANSFORM = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 _IS_BATCHED = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda x: False)
 
+_MODES = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+_MODE = getattr(torch._C, "_get_dispatch_stack_at", lambda index: None)
+# Modes that know PyTorch's public operations alone, and none that writes over another's result.
+_KEEPING = {"_CachingTorchDispatchMode", "_CachedTorchDispatchMode"}
+_COUNTING = {"FlopCounterMode", "_FlopCounterMode"}
+
 _plain = os.environ.get("LORALIB_PLAIN", "0") not in ("", "0")
 
 
 def is_plain() -> bool:
     """Whether PyTorch's own operations are to compute."""
-    return _plain or is_transformed()
+    return _plain or is_watched()
+
+
+def has_mode() -> bool:
+    """Whether a `TorchDispatchMode` is active in this thread: it may compute what it likes."""
+    return _MODES() > 0
+
+
+def is_watched(*tensors: Tensor) -> bool:
+    """Whether only public operations are right, of which none is in place.
+
+    So it is where PyTorch transforms what is computed, and within modes that keep or count results.
+
+    Args:
+        tensors: what is computed with.
+    """
+    if is_transformed(*tensors):
+        return True
+    if torch.compiler.is_compiling() or not has_mode():
+        return False
+    modes = {type(_MODE(index)).__name__ for index in range(_MODES())}
+    return not modes.isdisjoint(_KEEPING | _COUNTING)
 
 
 def is_transformed(*tensors: Tensor) -> bool:

@@ -41,11 +41,30 @@ def has_autocast(device: str) -> bool:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that a matrix product with x has: autocast's where it is on, else x's own."""
+    """The dtype that a matrix product with x has: autocast's where it is on, else x's own.
+
+    Raises:
+        TypeError: x is of integers, which weights would be rounded to.
+    """
+    if not (x.is_floating_point() or x.is_complex()):
+        raise TypeError(f"a layer with weights is given {x.dtype}: convert its input, as x.float()")
     device = x.device.type
     if has_autocast(device) and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
     return x.dtype
+
+
+def check_dense(x: Tensor) -> None:
+    """Checks that x has rows of one length, all of whose numbers are there.
+
+    Raises:
+        TypeError: it is nested or sparse.
+    """
+    if x.is_nested or x.layout is not torch.strided:
+        raise TypeError(
+            "a layer with LoRA is given a nested or sparse tensor: convert it, as by "
+            "to_padded_tensor(0.0) or to_dense()"
+        )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -16,6 +16,7 @@ forward hooks, which act within `use` alone. routing.py tells which rows are who
 
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from ..adapters.adapter import Adapter
 from ..adapters.loading import lora_layers
 from ..lora_layer import LoRALayer
 from ..nn.routing import Routing, in_effect, routed, slices
+from ..utils import check_there, check_whole
 from ..wrappers import unwrapped, without_wrappers
 from .prepared import PreparedAdapter, fingerprint_of, prepare
 
@@ -49,16 +51,21 @@ class AdapterBank:
     model. A model may have two banks; their blocks cannot be nested.
 
     Raises:
-        ValueError: the model has LoRA layers.
+        ValueError: the model has LoRA layers, or is sharded, offloaded or quantized; or it is an
+            `nn.DataParallel`, which computes in threads of its own.
     """
 
     def __init__(self, model: nn.Module):
+        if any(isinstance(module, nn.DataParallel) for module in model.modules()):
+            raise ValueError(_IN_THREADS)
+        check_whole(model, "it gets a bank")
+        check_there(model.named_parameters(), "it gets a bank")
         for name in lora_layers(unwrapped(model)):
             raise ValueError(
                 f"{name} has LoRA of its own: build the model without LoRA, or merge it"
             )
         self._model = model
-        self._key = object()
+        self._key = _Key()
         with without_wrappers(model) as plain:
             self._fingerprint = fingerprint_of(plain)
         self._adapters: dict[str, PreparedAdapter] = {}
@@ -164,7 +171,7 @@ class AdapterBank:
             routing = Routing(self._key, adapters, slices([count for _, count in segments]))
         else:
             raise ValueError(f"no adapter is named; there are {self._listed()}")
-        with routed(routing):
+        with routed(routing), self._key.in_use():
             yield
 
     def _find(self, names: Sequence[str]) -> tuple[PreparedAdapter, ...]:
@@ -184,6 +191,35 @@ class AdapterBank:
 
 # ---- hooks ----
 
+_IN_THREADS = (
+    "nn.DataParallel computes in threads of its own, which a bank's blocks do not reach: give the "
+    "bank the model within, and call that on one device"
+)
+
+
+class _Key:
+    """What tells a bank's hooks and blocks from another's; it counts the blocks in progress."""
+
+    def __init__(self) -> None:
+        self._lock, self.blocks = threading.Lock(), 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Key":
+        return _Key()  # a copied model's hooks are of no bank
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Key, ()
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Counts a block."""
+        with self._lock:
+            self.blocks += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.blocks -= 1
+
 
 @dataclass(frozen=True)
 class _Hook:
@@ -197,7 +233,7 @@ class _Hook:
         act: what it does within that bank's blocks.
     """
 
-    key: object
+    key: _Key
     module: str
     act: Callable[..., Tensor]
 
@@ -206,6 +242,8 @@ class _Hook:
     ) -> Tensor:
         routing = in_effect()
         if routing is None or routing.key is not self.key:
+            if self.key.blocks and "_is_replica" in vars(module):
+                raise ValueError(_IN_THREADS)
             return out
         if isinstance(module, LoRALayer) and module.r > 0:
             raise ValueError(f"{self.module} has got LoRA of its own since: remove_lora first")

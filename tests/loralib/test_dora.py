@@ -126,3 +126,16 @@ def test_an_embeddings_padding_row_gives_magnitudes_no_gradient():
     for ours, theirs in zip(found, torch.autograd.grad(expected, leaves, grad), strict=True):
         assert theirs.any()
         torch.testing.assert_close(ours, theirs)
+
+
+def test_a_compiled_layer_whose_sizes_or_scaling_change():
+    torch._dynamo.reset()
+    model = torch.nn.Sequential(torch.nn.Linear(INPUTS, WIDTH))
+    lora.add_lora(model, "0", r=RANK, variant="dora")
+    torch.nn.init.normal_(model[0].lora_B)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="eager")
+    for rows in (3, 4):
+        x = torch.randn(rows, INPUTS)
+        torch.testing.assert_close(compiled(x), model(x))
+        model[0].scaling *= 0.5
+    torch.testing.assert_close(compiled(x), model(x))

@@ -1,6 +1,9 @@
 """Models as other people write, wrap, compile and call them: right, or an error of one line."""
 
 import copy
+import functools
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -142,8 +145,30 @@ def test_wrapped_models_are_saved_loaded_and_served(tmp_path, wrap, name):
     close(unwrapped(again).eval()(x), model(x))
     with pytest.raises(ValueError, match="is wrapped or compiled already"):
         lora.load_adapter(served, tmp_path / name)
+    if wrap is nn.DataParallel:
+        with pytest.raises(ValueError, match="DataParallel computes in threads of its own"):
+            lora.AdapterBank(served)
+        served = unwrapped(served)
     with bank_of(served, tmp_path / name).use("a0"):
         close(unwrapped(served).eval()(x), model(x))
+
+
+@torch.no_grad()
+def test_a_bank_refuses_the_replicas_of_its_model(tmp_path):
+    """`nn.DataParallel` makes them, with the model's hooks, and calls them in other threads."""
+    base, x = Net().eval(), torch.randn(2, 6)
+    lora.save_adapter(drawn(base, ["a"]), tmp_path / "a")
+    bank, replica = bank_of(base, tmp_path / "a"), base.a._replicate_for_data_parallel()
+    replica.weight, replica.bias = base.a.weight.detach(), base.a.bias.detach()
+    with bank.use("a0"), ThreadPoolExecutor() as pool:
+        with pytest.raises(ValueError, match="DataParallel computes in threads of its own"):
+            pool.submit(replica, x).result()
+        copied = copy.deepcopy(base)
+        replica_of_copy = copied.a._replicate_for_data_parallel()
+        replica_of_copy.weight, replica_of_copy.bias = replica.weight, replica.bias
+        pool.submit(replica_of_copy, x).result()
+    close(replica(x), base.a(x))
+    lora.AdapterBank(pickle.loads(pickle.dumps(base)))
 
 
 @pytest.mark.parametrize("way", ["outside", "in place", "another one of its class"])
@@ -320,9 +345,37 @@ def test_weights_that_are_computed_from_others(tmp_path, change):
 
 
 def test_a_model_without_weights_is_refused(tmp_path):
-    lora.save_adapter(drawn(Net(), ["a"]), tmp_path / "a")
-    with pytest.raises(ValueError, match=r"a.weight is on the meta device"):
-        lora.load_adapter(Net().to("meta"), tmp_path / "a")
+    model = drawn(Net(), ["a"])
+    lora.save_adapter(model, tmp_path / "a")
+    model.a.to("meta")
+    for refused in (
+        lambda: lora.load_adapter(Net().to("meta"), tmp_path / "a"),
+        lambda: lora.AdapterBank(Net().to("meta")),
+        lambda: lora.save_adapter(model, tmp_path / "b"),
+        lambda: lora.merge(model),
+    ):
+        with pytest.raises(ValueError, match=r"a(.weight)? is on the meta device: load .* first"):
+            refused()
+
+
+def test_a_layer_whose_forward_hooks_have_replaced_is_not_made_plain():
+    """As accelerate's do that offload weights: they keep the LoRA layer's forward."""
+    model = drawn(Net(), ["a"])
+    model.a.forward = functools.partial(model.a.forward)
+    for undo in (lora.merge, lora.remove_lora):
+        with pytest.raises(ValueError, match=r"a has a forward of its own, .*: take these out"):
+            undo(model)
+        assert isinstance(model.a, lora.LoRALayer)
+    x = torch.randn(2, 6)
+    model.a.forward = model.a.forward.func  # what these hooks leave behind
+    expected = model(x)
+    lora.merge(model)
+    assert "forward" not in vars(model.a)
+    close(model(x), expected)
+    model.a.forward = model.a.forward
+    lora.add_lora(model, "a", r=2)
+    nn.init.normal_(model.a.lora_B)
+    assert not torch.allclose(model(x), expected, atol=1e-3)
 
 
 class WithState(Net):
@@ -383,3 +436,148 @@ def test_a_traced_model_can_be_saved(tmp_path):
     model, x = drawn(Net(), ["a"]), torch.randn(2, 6)
     torch.jit.trace(model, x).save(tmp_path / "a.pt")
     close(torch.jit.load(tmp_path / "a.pt")(x), model(x))
+
+
+# ---- subclasses of plain layers ----
+
+
+class Called(nn.Linear):
+    def __call__(self, input):
+        return 2 * super().__call__(input)
+
+
+class Computed(nn.Linear):
+    def __getattr__(self, name):
+        return super().__getattr__("weight") * 2 if name == "doubled" else super().__getattr__(name)
+
+
+class Shown(nn.Linear):
+    """One that changes nothing of what a model computes with it."""
+
+    __slots__ = ()
+    note: int
+
+    def __init__(self, *args):
+        super().__init__(*args)
+
+    def __repr__(self):
+        return "Shown()"
+
+
+@pytest.mark.parametrize("kind", [Called, Computed])
+def test_a_subclass_that_is_called_or_asked_in_another_way(kind):
+    with pytest.raises(UnsupportedLayerError, match=f"0 is a .*{kind.__name__}, which has no LoRA"):
+        lora.add_lora(nn.Sequential(kind(6, 4)), "0", r=2)
+
+
+def test_a_subclass_that_only_shows_itself_in_another_way():
+    assert lora.add_lora(nn.Sequential(Shown(6, 4)), "0", r=2) == ("0",)
+
+
+# ---- the meta device ----
+
+STARTS = [
+    {},
+    {"variant": "dora"},
+    {"initialization": "pissa"},
+    {"initialization": "orthogonal"},
+    {"freeze_A": True},
+]
+
+
+@pytest.fixture
+def empty_memory_shows():
+    torch.use_deterministic_algorithms(True)  # memory that is not filled holds NaN
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("settings", STARTS, ids=str)
+@torch.no_grad()
+def test_a_model_that_is_adapted_before_it_has_memory(empty_memory_shows, settings):
+    base, x = Net().eval(), torch.randn(2, 6)
+    with torch.device("meta"):
+        model = Net()
+    lora.add_lora(model, ["a", "b"], r=2, **settings)
+    model.to_empty(device="cpu")
+    model.load_state_dict({**model.state_dict(), **base.state_dict()})  # as FSDP's loading does
+    lora.start_from_weights(model)
+    close(model(x), base(x))
+    nn.init.normal_(model.a.lora_B)
+    before = model.a.lora_B.clone()
+    if not settings.get("initialization"):
+        lora.start_from_weights(model)  # there are values now
+        assert torch.equal(model.a.lora_B, before)
+
+
+@pytest.mark.parametrize("way", ["state", "assigned state", "adapter"])
+@torch.no_grad()
+def test_what_was_loaded_into_such_a_model_stays(empty_memory_shows, tmp_path, way):
+    base = Net()
+    trained = drawn(base, ["a"])
+    lora.save_adapter(trained, tmp_path / "a")
+    with torch.device("meta"):
+        model = Net()
+    lora.add_lora(model, ["a"], r=2)
+    if way != "assigned state":
+        model.to_empty(device="cpu")
+    if way == "adapter":
+        model.load_state_dict(base.state_dict(), strict=False)
+        lora.load_adapter(model, tmp_path / "a")
+    else:
+        model.load_state_dict(trained.state_dict(), assign=way == "assigned state")
+    lora.start_from_weights(model)
+    assert_same_bits(model.state_dict(), trained.state_dict())
+
+
+# ---- tracing ----
+
+
+def test_symbolic_traces_take_layers_as_leaves():
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, module, name):
+            return isinstance(module, lora.LoRALayer) or super().is_leaf_module(module, name)
+
+    model, x = drawn(Net(), ["a", "b"]), torch.randn(2, 6)
+    traced = torch.fx.GraphModule(model, Tracer().trace(model))
+    close(traced(x), model(x))
+
+
+# ---- inputs and weights of other kinds ----
+
+RAGGED = [torch.ones(2, 6), torch.ones(3, 6)]
+INPUTS = {
+    "sparse": lambda: torch.eye(6).to_sparse(),
+    "rows": lambda: torch.eye(6).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor(RAGGED),
+    "jagged": lambda: torch.nested.nested_tensor(RAGGED, layout=torch.jagged),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", INPUTS)
+@torch.no_grad()
+def test_inputs_that_are_not_dense(kind, training):
+    with pytest.raises(TypeError, match="is given a nested or sparse tensor: convert it"):
+        drawn(Net(), ["a"]).train(training).a(INPUTS[kind]())
+
+
+def test_a_layer_without_a_shape_yet_may_be_elsewhere(tmp_path):
+    model = nn.Sequential(nn.Linear(6, 6), nn.LazyLinear(3))
+    lora.add_lora(model, "0", r=2)
+    with pytest.raises(ValueError, match=r"1.weight has no shape yet: call the model once before"):
+        lora.save_adapter(model, tmp_path / "a")
+    model(torch.ones(2, 6))
+    lora.save_adapter(model, tmp_path / "a")
+
+
+@pytest.mark.parametrize("adapted", ["a", "in_place"])
+def test_a_sum_that_float16_cannot_hold(adapted, caplog):
+    model = Net().half() if adapted == "a" else nn.Sequential(lora.Linear(6, 6, r=2)).half()
+    layer = model.a if adapted == "a" else model[0]
+    if adapted == "a":
+        lora.add_lora(model, "a", r=2)
+    nn.init.constant_(layer.lora_A, 300)
+    nn.init.constant_(layer.lora_B, 300)
+    lora.merge(model)
+    assert "weight: the merged weight is too large for float16" in caplog.text

@@ -1,5 +1,6 @@
 """add_lora where a model, an order of calls or a class is unusual: right, or refused in words."""
 
+import numpy
 import pytest
 import torch
 from any_models import AnyModel, ids
@@ -345,6 +346,32 @@ def test_an_eight_bit_weight_is_quantized():
     unchanged_by(model, message, ["0", "1"], r=2, kind=UnsupportedLayerError)
 
 
+class EightBit(torch.Tensor):
+    """A tensor as quantizing libraries have them: it says float32, and holds something else."""
+
+
+def test_a_weight_of_another_kind_is_quantized(tmp_path):
+    plain, model = (nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2))
+    lora.add_lora(plain, "0", r=2)
+    lora.save_adapter(plain, tmp_path / "a")
+    model[1].weight = nn.Parameter(model[1].weight.detach().as_subclass(EightBit), False)
+    message = "1 is quantized .its weight is a .*EightBit.: exclude it"
+    unchanged_by(model, message, ["0", "1"], r=2, kind=UnsupportedLayerError)
+    lora.add_lora(plain, "1", r=2)
+    plain[1].weight = model[1].weight
+    for refused, needed in (
+        (lambda: lora.merge(plain), "merging"),
+        (lambda: lora.save_adapter(plain, tmp_path / "b"), "it is saved"),
+        (lambda: lora.load_adapter(model, tmp_path / "a"), "an adapter is loaded"),
+        (lambda: lora.AdapterBank(model), "it gets a bank"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"quantized \(a .*EightBit\): load.* before {needed}"
+        ):
+            refused()
+    assert not (tmp_path / "b").exists()
+
+
 def test_a_decomposition_that_fails_leaves_everything_as_it_was():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight.data[0, 0] = float("nan")
@@ -362,3 +389,26 @@ def test_layers_without_an_update_leave_the_rest_to_be_frozen():
     lora.add_lora(model, "1", r=2)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained == {"1.lora_A", "1.lora_B"}
+
+
+def test_numbers_of_numpys(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    alphas = {"1": numpy.float32(4)}
+    lora.add_lora(
+        model, ["0", "1"], r=numpy.int64(2), lora_alpha=numpy.int64(8), alpha_pattern=alphas
+    )
+    assert (model[0].r, model[0].lora_alpha, model[1].lora_alpha) == (2, 8, 4.0)
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    assert lora.read_adapter(tmp_path / "a.safetensors").lora.alpha_of("1") == 4
+
+
+def test_a_layer_without_outputs():
+    unchanged_by(
+        nn.Sequential(nn.Linear(4, 0)), "r = 1 is larger than a dimension of 0: 0", "0", r=1
+    )
+
+
+def test_complex_weights_are_called_so():
+    model = nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64))
+    message = "0 has complex weights .torch.complex64., which have no LoRA"
+    unchanged_by(model, message, "0", r=2, kind=UnsupportedLayerError)

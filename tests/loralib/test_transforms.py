@@ -9,6 +9,7 @@ from layer_cases import CASES, R, built
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 
+import loralib as lora
 from loralib.nn.plain import is_transformed
 from loralib.nn.products import Linear
 
@@ -159,3 +160,26 @@ def test_batches_of_gradients():
     out, grads = layer(x), torch.randn(3, 640, 768)
     (found,) = torch.autograd.grad(out, x, grads, is_grads_batched=True)
     assert_close_to_rounding(found, grads @ layer.weight, 768)
+
+
+def test_an_attention_with_doras_gain():
+    """It takes weights: the gain is in them here as it is elsewhere."""
+    torch.manual_seed(0)
+    attention = torch.nn.Sequential(torch.nn.MultiheadAttention(8, 2)).double()
+    lora.add_lora(attention, "0", r=2, variant="dora")
+    layer, x = attention[0], torch.randn(2, 5, 8, dtype=torch.double)
+    for parameter in (layer.lora_B, layer.out_proj.lora_B, layer.lora_magnitude_vector):
+        torch.nn.init.normal_(parameter, mean=1.0)
+    expected = torch.stack([layer(each, each, each)[0] for each in x])
+    torch.testing.assert_close(vmap(lambda each: layer(each, each, each)[0])(x), expected)
+    trained, frozen = split(layer)
+
+    def loss(parameters, x):
+        return functional_call(layer, {**frozen, **parameters}, (x, x, x))[0].square().sum()
+
+    named = {name: p for name, p in layer.named_parameters() if p.requires_grad}
+    found = vmap(grad(loss), (None, 0))(trained, x)
+    for index, example in enumerate(x):
+        gradients = torch.autograd.grad(loss(named, example), named.values())
+        for name, theirs in zip(named, gradients, strict=True):
+            torch.testing.assert_close(found[name][index], theirs)

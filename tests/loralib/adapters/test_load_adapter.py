@@ -7,9 +7,7 @@ import pytest
 import torch
 from adapted_models import CASES, Words
 from compare import assert_same_bits
-from torch import distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch import nn
 
 import loralib as lora
 from loralib.adapters.adapter import Adapter
@@ -322,17 +320,3 @@ def test_halves_that_half_precision_cannot_halve(tmp_path):
     with pytest.raises(CheckpointError, match=r"cannot be halved in torch\.float16"):
         lora.write_adapter(tmp_path / "b", Adapter(tensors, adapter.metadata), "peft")
     assert not (tmp_path / "b").exists()
-
-
-def test_a_sharded_model_is_refused(tmp_path, monkeypatch):
-    """What FSDP2 makes of parameters: each process has a part of them."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    model = WORDS.adapted()
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        with pytest.raises(ValueError, match="is sharded over several processes: gather the model"):
-            lora.save_adapter(model, tmp_path / "a.safetensors")
-    finally:
-        distributed.destroy_process_group()
-    assert not list(tmp_path.iterdir())

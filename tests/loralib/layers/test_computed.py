@@ -187,3 +187,28 @@ def test_an_input_of_another_size_is_refused(name, mode):
     layer = built(CASES[name]).train(mode)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         layer(torch.randn(6, 2))  # as many numbers as two rows have
+
+
+# ---- What is refused ----
+
+
+@pytest.mark.parametrize("rank", [0, R])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", WITH_DROPOUT)
+def test_integers_are_refused_as_the_plain_layer_refuses_them(name, training, rank):
+    layer, x = CASES[name].make(r=rank).train(training).requires_grad_(False), CASES[name].x()
+    for dtype in (torch.int64, torch.uint8, torch.bool):
+        with pytest.raises((TypeError, RuntimeError)):
+            CASES[name].plain()(x.to(dtype))
+        if rank or "conv" not in name:  # of rank 0, a convolution is the plain one
+            with pytest.raises(TypeError, match=r"is given torch[.].*: convert its input"):
+                layer(x.to(dtype))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_adapted_convolution_refuses_integers(training):
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3))
+    lora.add_lora(model, "0", r=2)
+    model.train(training)
+    with torch.no_grad(), pytest.raises(TypeError, match=r"is given torch[.]uint8: convert"):
+        model(torch.ones(1, 3, 5, 5, dtype=torch.uint8))

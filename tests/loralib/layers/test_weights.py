@@ -1,6 +1,7 @@
 """A table of LoRA layers × what becomes of their weights: saved, copied, merged."""
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -19,6 +20,9 @@ from layer_cases import (
     trainable,
 )
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.func import functional_call
 
 import loralib as lora
 
@@ -151,6 +155,35 @@ def test_a_fused_step_after_a_backward_in_evaluation_mode_is_seen(case):
         close(layer(x), reference(layer, x))
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_write_through_data_is_seen(case, frozen):
+    """So averages of weights are kept (ema-pytorch, torch_ema, TRL), and read between writes."""
+    layer, x = built(case).requires_grad_(not frozen).eval(), case.x()
+    with torch.no_grad():
+        layer(x)
+        for tensor in (layer.lora_A, layer.lora_B):
+            tensor.data.mul_(0.4).add_(torch.ones_like(tensor), alpha=0.6)
+            close(layer(x), reference(layer, x))
+
+
+def test_dora_sees_writes_to_its_magnitudes():
+    layer, x = built(CASES["linear"], variant="dora").eval(), CASES["linear"].x()
+    with torch.no_grad():
+        layer(x)
+        layer.lora_magnitude_vector.data.mul_(2)
+        close(layer(x), layer.train()(x))
+
+
+def test_a_write_by_another_process_is_seen(case):
+    """It changes shared memory, and no version here."""
+    layer, x = built(case).eval(), case.x()
+    layer.share_memory()
+    with torch.no_grad():
+        layer(x)
+        layer.lora_B.numpy()[...] *= 2
+        close(layer(x), reference(layer, x))
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_a_fused_step_after_a_forward_between_it_and_its_backward_is_seen(case, kind):
     layer, x = built(case).eval(), case.x()
@@ -219,6 +252,93 @@ def test_the_merged_copy_is_dropped(case, leave):
     assert layer._merged_copy is not None
     leave(layer)
     assert layer._merged_copy is None
+
+
+def test_elsewhere_an_optimizers_step_counts_as_a_change():
+    """A frozen average of weights may have been written to then. Values are not compared there.
+
+    The meta device stands for one that would have to be waited for: it has no values to compare.
+    """
+    layer, x = built(CASES["linear"]).requires_grad_(False).to("meta").eval(), torch.ones(3, 6)
+    other = nn.Parameter(torch.ones(1))
+    other.grad = torch.ones(1)
+    copies = []
+    for step in (lambda: None, lambda: None, torch.optim.SGD([other], lr=0.1).step):
+        step()
+        layer(x.to("meta"))
+        copies.append(layer._merged_copy)
+    assert copies[0] is copies[1]
+    assert copies[1] is not copies[2]
+
+
+# ---- Where no copy is kept ----
+
+
+def keeps_no_copy(layer, x, expected):
+    with torch.no_grad():
+        close(layer(x), expected)
+    assert layer._merged_copy is None
+
+
+def test_tensors_that_something_gives_for_each_call(case):
+    layer, x = built(case).eval(), case.x()
+    expected = reference(layer, x)
+    held = {name: p.detach() for name, p in layer.named_parameters()}
+    with torch.no_grad():
+        close(functional_call(layer, held, (x,)), expected)
+    assert layer._merged_copy is None
+    layer.forward = functools.partial(layer.forward)  # as the hooks do that offload weights
+    keeps_no_copy(layer, x, expected)
+
+
+def test_tensors_of_other_kinds(case):
+    """What wraps others, such as DTensor and quantized weights, has no address of its own."""
+
+    class Other(torch.Tensor):
+        pass
+
+    layer, x = built(case).eval(), case.x()
+    expected = reference(layer, x)
+    layer.lora_B = nn.Parameter(layer.lora_B.detach().as_subclass(Other))
+    keeps_no_copy(layer, x, expected)
+
+
+def test_a_pass_that_computes_shapes_alone():
+    layer, x = built(CASES["linear"]).eval(), CASES["linear"].x()
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        assert layer(x).shape == (3, 5, 12)
+    assert layer._merged_copy is None
+    with torch.no_grad():
+        out = layer(x)
+    assert type(out) is torch.Tensor
+    close(out, reference(layer, x))
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_fsdp_gives_tensors_for_each_call(one_process, version):
+    model, x = nn.Sequential(built(CASES["linear"])).eval(), CASES["linear"].x()
+    layer, other = model[0], copy.deepcopy(model[0])
+    if version == 1:
+        cpu = torch.device("cpu")
+        model = FullyShardedDataParallel(model, use_orig_params=True, device_id=cpu)
+    else:
+        fully_shard(model, mesh=one_process)
+    with torch.no_grad():
+        for factor in (1, 3):
+            other.lora_B.mul_(factor)
+            state = {name: factor * t for name, t in model.state_dict().items() if "lora_B" in name}
+            model.load_state_dict(state, strict=False)
+            close(model(x), reference(other, x))
+            assert layer._merged_copy is None
 
 
 # ---- merge ----
