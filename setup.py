@@ -10,5 +10,5 @@ setup(
     packages=find_packages(include=["loralib", "loralib.*"]),
     python_requires=">=3.10",
     install_requires=["filelock", "numpy>=1.26", "safetensors>=0.7", "torch>=2.9"],
-    extras_require={"hub": ["huggingface_hub>=1.0"]},
+    extras_require={"hub": ["huggingface_hub>=1.33"]},
 )
