@@ -167,6 +167,21 @@ def test_what_conda_is_given_is_there():
         assert (path / "setup.py").is_file() if flag == "-e" else path.is_file()
 
 
+def test_an_environment_of_another_python_is_named(tmp_path):
+    script, python = tmp_path / "utils" / "make_environment.sh", tmp_path / ".venv/bin/python"
+    for path in (script, python):
+        path.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "utils" / script.name, script)
+    python.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.2\n')
+    python.chmod(0o755)
+    done = subprocess.run(["bash", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "make_environment.sh: error: .venv is of Python 3.9.2, and has to be of Python 3.10 to "
+        "3.13: remove it (rm -r .venv) and run this again\n"
+    )
+
+
 def test_the_fork_asks_for_this_library():
     needed = re.search(r'"loralib>=(.+?)"', (ROOT / "NLU/setup.py").read_text(encoding="utf-8"))[1]
     assert needed == version_of("setup.py")

@@ -43,6 +43,10 @@ find_python() {
     die "needs Python 3.10 to 3.13; install one, or name it: PYTHON=/path/to/python3.11 bash $0"
 }
 
+if [ -x .venv/bin/python ] && ! is_supported .venv/bin/python; then
+    die ".venv is of $(.venv/bin/python --version), and has to be of Python 3.10 to 3.13: remove" \
+        "it (rm -r .venv) and run this again"
+fi
 if [ ! -x .venv/bin/python ]; then
     python=$(find_python)
     echo "making .venv with $("$python" --version)"
