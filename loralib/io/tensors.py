@@ -217,7 +217,7 @@ def _are_named_tensors(value: Any) -> bool:
 def _where(value: Any) -> str:
     """Which entry of a file has the tensors that the whole of it is not, for an error."""
     entries = value.items() if isinstance(value, Mapping) else ()
-    found = next((key for key, entry in entries if entry and _are_named_tensors(entry)), None)
+    found = next((key for key, entry in entries if _are_named_tensors(entry) and entry), None)
     return "" if found is None else f": these are in its entry {found!r}; save that alone"
 
 

@@ -290,6 +290,8 @@ def test_defaults_are_the_releases(release_flags, monkeypatch):
     given |= {"fp16": False, "correct_bias": False, "no_decay_bias": False}
     # Not given, they are those of the file, or else the release's: the test below.
     assert (given.pop("lora_dim"), given.pop("lora_alpha")) == (0, 128)
+    # Not given, it is 0 for one process, as the release's: that of several has to be known.
+    assert given.pop("local_rank") == 0
     defaults = parse()
     assert {name: defaults[name] for name in given} == given
     monkeypatch.setenv("PT_OUTPUT_DIR", "elsewhere")
