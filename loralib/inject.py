@@ -315,16 +315,10 @@ def _is_without_update(module: nn.Module) -> bool:
     return is_adapted and "q_proj" not in module._modules
 
 
-# What a subclass of a plain layer may define without being missed in a LoRA layer: of names with
-# two underscores, those that Python gives to every class, or that show and restore a layer.
-_HARMLESS = {
-    *("reset_parameters", "extra_repr", "_abc_impl"),
-    *("__abstractmethods__", "__annotate__", "__annotate_func__", "__annotations__"),
-    *("__annotations_cache__", "__constants__", "__conditional_annotations__", "__dict__"),
-    *("__doc__", "__firstlineno__", "__init__", "__init_subclass__", "__jit_unused_properties__"),
-    *("__module__", "__orig_bases__", "__parameters__", "__qualname__", "__repr__", "__setstate__"),
-    *("__slots__", "__static_attributes__", "__str__", "__type_params__", "__weakref__"),
-}
+# What a subclass of a plain layer may define without being missed in a LoRA layer; and of Python's
+# own methods, those that decide what it computes.
+_HARMLESS = {"reset_parameters", "extra_repr", "_abc_impl"}
+_CALLED = {"__call__", "__getattr__", "__getattribute__", "__setattr__", "__delattr__"}
 
 
 # The attributes of a LoRA layer that a model may not have for something else.
@@ -338,7 +332,8 @@ def _of_its_own(kind: type[nn.Module], plain: type[nn.Module]) -> set[str]:
     """The attributes and methods that a subclass of a plain layer adds to it."""
     between = kind.__mro__[: kind.__mro__.index(plain)]
     names = {name for each in between for name in vars(each)}
-    return names - _HARMLESS - vars(plain).keys()
+    own = {name for name in names if not name.startswith("__") or name in _CALLED}
+    return own - _HARMLESS - vars(plain).keys()
 
 
 def computes_as(kind: type[nn.Module], plain: type[nn.Module]) -> bool:

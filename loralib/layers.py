@@ -142,12 +142,12 @@ class _SlicedLinear(LoRALayer, nn.Linear):
         x = input
         if self.r == 0:
             return linear(x, self._as_matrix(self.weight), self.bias)
-        check_dense(x)
         dtype = product_dtype(x)
         merged = self._merged_weight()
         if merged is not None:
             weight, bias = self._as_matrix(merged).to(dtype), cast(self.bias, dtype)
             return linear(x.to(dtype), weight, bias)
+        check_dense(x)
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
         dropped = self.lora_dropout(rows)
         out = self._delta(dtype).linear(

@@ -18,7 +18,7 @@ from model import GPT2Config, card_of, config_of, shape_of
 logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.json"
-TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate", "gelu_python_tanh")
 """Upstream's names of the activation that GPT-2 has here; its plain gelu is by erf, another one."""
 
 
@@ -100,7 +100,7 @@ def first_difference(
         "scale_attn_by_inverse_layer_idx": (False,),
     }
     for field, right in expected.items():
-        value = settings.get(field, right[0])
-        if value not in right:
+        value = settings.get(field)
+        if value is not None and value not in right:
             return field, value, right[0]
     return None

@@ -27,8 +27,8 @@ def set_up_device(*, tf32: bool = False, deterministic: bool = False) -> None:
             memory in it, because what is computed here is never read before it is written.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # These names are known to all versions from 2.6 on, and set those of the later fp32_precision
-    # as well; after the reverse, reading these raises an error, which torch.compile runs into.
+    # These names set those of the later fp32_precision as well; after the reverse, reading these
+    # raises an error, which torch.compile runs into.
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
     if deterministic:

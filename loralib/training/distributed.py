@@ -130,8 +130,7 @@ def join(device: torch.device, timeout: float = TIMEOUT) -> None:
             f"the {world_size} processes of the run could not join ({first_line(error)})"
         ) from error
     if world_size > 1:
-        # A connection of its own: one that waits for a key keeps all others of it waiting. A store
-        # can be cloned only from PyTorch 2.8 on.
+        # A connection of its own: one that waits for a key keeps all others of it waiting.
         own = PrefixStore(prefix, _connect(address, False, timeout))
         start_watching(own, rank, world_size, timeout)
 

@@ -75,16 +75,23 @@ class Place:
 
 
 def is_launched() -> bool:
-    """Whether a launcher has set some of what `launched_place` reads."""
-    return any(name in os.environ for name in _PLACE)
+    """Whether a launcher says which process this is.
+
+    One or two variables alone may be left over, and say nothing where they are of a single process.
+    """
+    rank, world_size, local_rank = (os.environ.get(name, "").strip() for name in _PLACE)
+    if rank and world_size:
+        return True
+    is_single = rank in ("", "0") and world_size in ("", "1") and local_rank in ("", "-1", "0")
+    return not is_single
 
 
 def launched_place(local_rank: int | None = None, names: tuple[str, str, str] = _PLACE) -> Place:
     """Which process this is, as its launcher says.
 
     Args:
-        local_rank: where the environment need not say it. Else it has to, where there are several
-            processes: of those of one machine, each has a GPU of its own.
+        local_rank: where the environment need not say it. Else it has to, where a machine has
+            several GPUs: each process there has one of its own.
         names: what the launcher calls rank, world size and local rank.
 
     Raises:
@@ -94,8 +101,17 @@ def launched_place(local_rank: int | None = None, names: tuple[str, str, str] = 
     world_size = launched_number(of_size, least=1)
     rank = launched_number(of_rank, most=world_size - 1)
     if local_rank is None:
-        local_rank = launched_number(of_local) if world_size > 1 or of_local in os.environ else 0
+        local_rank = _launched_local_rank(of_local, world_size)
     return Place(rank, world_size, local_rank)
+
+
+def _launched_local_rank(name: str, world_size: int) -> int:
+    import torch  # here, because it takes seconds, and this module comes before all others
+
+    is_said = os.environ.get(name, "").strip() not in ("", "-1")
+    if not is_said and (world_size == 1 or torch.cuda.device_count() <= 1):
+        return 0
+    return launched_number(name)
 
 
 def launched_address() -> tuple[str, int]:
@@ -126,10 +142,12 @@ def launched_number(name: str, least: int = 0, most: int | None = None) -> int:
 
 
 def _not_launched(name: str) -> ValueError:
+    value = os.environ.get(name)
+    said = "not set" if value is None else repr(value)
     return ValueError(
-        f"{name} is {os.environ.get(name, '')!r} in the environment: start processes with torchrun "
-        "or torch.distributed.launch, which set it, or set RANK, WORLD_SIZE, LOCAL_RANK, "
-        "MASTER_ADDR and MASTER_PORT"
+        f"{name} is {said} in the environment: start processes with torchrun or "
+        "torch.distributed.launch, which set it, or set RANK, WORLD_SIZE, LOCAL_RANK, "
+        "MASTER_ADDR and MASTER_PORT; for a single process, unset them"
     )
 
 

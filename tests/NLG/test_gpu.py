@@ -146,20 +146,23 @@ def test_a_launcher_of_one_process_needs_no_group(environment, joined):
 @pytest.mark.parametrize(
     ("values", "flags", "message"),
     [
-        ({**openmpi(0, 2, 0), "MASTER_PORT": "1"}, [], "MASTER_ADDR is '' in the environment"),
-        ({**openmpi(0, 2, 0), "MASTER_ADDR": "here"}, [], "MASTER_PORT is '' in the environment"),
-        (torchrun(0, 2, 0), ["--platform", "local"], "MASTER_ADDR is ''"),
-        ({"RANK": "0"}, [], "WORLD_SIZE is '' in the environment"),
-        ({"WORLD_SIZE": "2"}, [], "^RANK is '' in the environment"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, [], "OMPI_COMM_WORLD_RANK is ''"),
+        ({**openmpi(0, 2, 0), "MASTER_PORT": "1"}, [], "MASTER_ADDR is not set in the environment"),
+        (
+            {**openmpi(0, 2, 0), "MASTER_ADDR": "here"},
+            [],
+            "MASTER_PORT is not set in the environment",
+        ),
+        (torchrun(0, 2, 0), ["--platform", "local"], "MASTER_ADDR is not set"),
+        ({"RANK": "1"}, [], "WORLD_SIZE is not set in the environment"),
+        ({"WORLD_SIZE": "2"}, [], "^RANK is not set in the environment"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, [], "OMPI_COMM_WORLD_RANK is not set"),
         ({**torchrun(0, 2, 0), "RANK": "first"}, [], "^RANK is 'first' in the environment"),
         (
             {**torchrun(2, 2, 0), **MASTER},
             [],
             "^RANK is 2 in the environment, and has to be a number from 0 to 1",
         ),
-        ({"RANK": "0", "WORLD_SIZE": "2", **MASTER}, [], "^LOCAL_RANK is '' in the environment"),
-        ({"LOCAL_RANK": "0"}, ["--platform", "local"], "WORLD_SIZE is '' in the environment"),
+        ({"LOCAL_RANK": "1"}, ["--platform", "local"], "WORLD_SIZE is not set in the environment"),
         ({**torchrun(0, 2, 0), **MASTER}, ["--world_size", 4], "--world_size is 4.*started 2"),
         ({}, ["--world_size", 2], "--world_size is 2, but the launcher started 1"),
     ],
@@ -169,6 +172,24 @@ def test_an_environment_that_does_not_fit(environment, joined, values, flags, me
     with pytest.raises(ValueError, match=message):
         start(parse(*flags))
     assert joined == []
+
+
+@pytest.mark.parametrize(
+    "left", [{"RANK": "0"}, {"WORLD_SIZE": "1"}, {"LOCAL_RANK": "0"}, {"LOCAL_RANK": "-1"}]
+)
+def test_one_variable_of_a_single_process(environment, joined, left):
+    environment(left)
+    assert start(parse()) == DistEnv(0, 0, 1, torch.device("cpu"))
+    assert joined == []
+
+
+def test_one_process_a_machine(environment, joined, monkeypatch):
+    """As of a job of which each has a container with one GPU: none says which of its machine it is."""
+    environment({"RANK": "1", "WORLD_SIZE": "2", **MASTER})
+    assert start(parse()).local_rank == 0
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="^LOCAL_RANK is not set in the environment: start"):
+        start(parse())
 
 
 def test_each_process_has_a_gpu(environment, joined, two_gpus):

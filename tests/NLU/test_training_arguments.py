@@ -96,7 +96,9 @@ def test_fields_and_defaults(args):
         ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, 1),
         ({"RANK": "0", "WORLD_SIZE": "1"}, -1),  # left over from another job, perhaps
         ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, 0),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, "^LOCAL_RANK is '' in the environment: start"),
+        ({"LOCAL_RANK": "-1"}, -1),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, 0),  # a process a machine: it has one GPU, or none
+        ({"WORLD_SIZE": "2"}, "^RANK is not set in the environment: start"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "first"}, "^LOCAL_RANK is 'first'"),
     ],
 )
