@@ -184,12 +184,14 @@ def test_one_variable_of_a_single_process(environment, joined, left):
 
 
 def test_one_process_a_machine(environment, joined, monkeypatch):
-    """As of a job of which each has a container with one GPU: none says which of its machine it is."""
+    """Each in a container with one GPU or none: it need not be said which of its machine it is."""
     environment({"RANK": "1", "WORLD_SIZE": "2", **MASTER})
-    assert start(parse()).local_rank == 0
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match="^LOCAL_RANK is not set in the environment: start"):
+    with pytest.raises(ValueError, match=r"^LOCAL_RANK is not set in the environment: start"):
         start(parse())
+    assert joined == []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert start(parse()).local_rank == 0
 
 
 def test_each_process_has_a_gpu(environment, joined, two_gpus):

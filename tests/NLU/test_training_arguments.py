@@ -104,6 +104,7 @@ def test_fields_and_defaults(args):
 )
 def test_the_local_rank_that_a_launcher_gives(args, monkeypatch, environment, expected):
     """Without one, of several processes each would be a run of its own."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     if isinstance(expected, int):
