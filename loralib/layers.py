@@ -144,10 +144,11 @@ class _SlicedLinear(LoRALayer, nn.Linear):
             return linear(x, self._as_matrix(self.weight), self.bias)
         dtype = product_dtype(x)
         merged = self._merged_weight()
+        if merged is None or x.layout is not torch.jagged:  # of which PyTorch has products
+            check_dense(x)
         if merged is not None:
             weight, bias = self._as_matrix(merged).to(dtype), cast(self.bias, dtype)
             return linear(x.to(dtype), weight, bias)
-        check_dense(x)
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
         dropped = self.lora_dropout(rows)
         out = self._delta(dtype).linear(

@@ -552,10 +552,21 @@ INPUTS = {
     "nested": lambda: torch.nested.nested_tensor(RAGGED),
     "jagged": lambda: torch.nested.nested_tensor(RAGGED, layout=torch.jagged),
 }
+# In evaluation either.
+NEVER_TAKEN = ("sparse", "rows", "nested")
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("kind", INPUTS)
+@torch.no_grad()
+def test_jagged_rows_in_evaluation():
+    layer = drawn(Net(), ["a"]).eval().a
+    for rows, given in zip(layer(INPUTS["jagged"]()), RAGGED, strict=True):
+        torch.testing.assert_close(rows, layer(given))
+
+
+@pytest.mark.parametrize(
+    ("kind", "training"),
+    [*((kind, True) for kind in INPUTS), *((kind, False) for kind in NEVER_TAKEN)],
+)
 @torch.no_grad()
 def test_inputs_that_are_not_dense(kind, training):
     with pytest.raises(TypeError, match="is given a nested or sparse tensor: convert it"):
