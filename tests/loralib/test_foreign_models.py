@@ -9,6 +9,7 @@ import pytest
 import torch
 from compare import assert_same_bits
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel
 
@@ -528,6 +529,87 @@ def test_what_was_loaded_into_such_a_model_stays(empty_memory_shows, tmp_path, w
         model.load_state_dict(trained.state_dict(), assign=way == "assigned state")
     lora.start_from_weights(model)
     assert_same_bits(model.state_dict(), trained.state_dict())
+
+
+def without_memory_before(**settings):
+    with torch.device("meta"):
+        model = Net()
+    lora.add_lora(model, ["a"], r=2, **settings)
+    return model.to_empty(device="cpu")
+
+
+def fill_in_place(state, values):
+    """As torch.distributed.checkpoint.load does."""
+    for name, tensor in state.items():
+        tensor.copy_(values[name])
+
+
+@pytest.mark.parametrize("way", ["state", "own state", "half", "copied", "pickled", "by hand"])
+@torch.no_grad()
+def test_what_was_written_into_such_a_model_stays(empty_memory_shows, way):
+    trained, model = drawn(Net(), ["a"]), without_memory_before()
+    state = model.state_dict()
+    if way == "state":
+        model.load_state_dict(trained.state_dict())
+    elif way == "by hand":
+        for own, theirs in zip(model.parameters(), trained.parameters(), strict=True):
+            own.copy_(theirs)
+    else:
+        fill_in_place(state, trained.state_dict())
+    if way == "own state":
+        model.load_state_dict(state)
+    elif way == "half":
+        model, trained = model.half(), trained.half()
+    elif way == "copied":
+        model = copy.deepcopy(model)
+    elif way == "pickled":
+        model = pickle.loads(pickle.dumps(model))
+    lora.start_from_weights(model)
+    assert_same_bits(model.state_dict(), trained.state_dict())
+
+
+@pytest.mark.parametrize("way", ["function", "own state", "copied", "pickled", "half"])
+@torch.no_grad()
+def test_what_an_incomplete_state_is_filled_up_with_is_no_value(empty_memory_shows, way):
+    base, model, x = Net(), without_memory_before(), torch.randn(2, 6)
+    if way == "function":
+        options = StateDictOptions(full_state_dict=True, strict=False)
+        set_model_state_dict(model, base.state_dict(), options=options)
+    else:
+        model.load_state_dict({**model.state_dict(), **base.state_dict()})
+    if way == "copied":
+        model = copy.deepcopy(model)
+    elif way == "pickled":
+        model = pickle.loads(pickle.dumps(model))
+    elif way == "half":
+        model = model.half().float()
+        base = base.half().float()
+    lora.start_from_weights(model)
+    close(model(x), base(x))
+
+
+@torch.no_grad()
+def test_what_is_loaded_before_there_is_memory_is_no_value(empty_memory_shows):
+    base, x = Net(), torch.randn(2, 6)
+    with torch.device("meta"):
+        model = Net()
+    lora.add_lora(model, ["a"], r=2)
+    with pytest.warns(UserWarning, match="which is a no-op"):
+        model.load_state_dict(drawn(base, ["a"]).state_dict())
+    model.to_empty(device="cpu").load_state_dict(base.state_dict(), strict=False)
+    lora.start_from_weights(model)
+    close(model(x), base(x))
+
+
+@torch.no_grad()
+def test_loading_what_is_no_dense_tensor_is_left_to_pytorch():
+    model = without_memory_before()
+    state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"expected .* or Tensor-like object"):
+        model.load_state_dict(state)
+    model, state = without_memory_before(), drawn(Net(), ["a"]).state_dict()
+    model.load_state_dict({**state, "a.lora_A": state["a.lora_A"].to_sparse()}, assign=True)
+    assert model.a.lora_A.is_sparse
 
 
 # ---- tracing ----
