@@ -330,11 +330,13 @@ class LoRALayer:
 
         Writes through `.data`, by averages of weights for instance, change no version. On a CPU an
         update's values are compared, which are few. Elsewhere that would wait for the device: there
-        all that an optimizer's step may have changed counts as changed.
+        all that an optimizer's step may have changed counts as changed. So does the weight, which
+        is too large to compare, but for a layer on a CPU that is frozen as a whole.
         """
         tensors = [weight, *(t for t in update if not t.is_cpu)]
         is_seen = weight.is_cpu and len(tensors) == 1
-        steps = _optimizer_steps if weight.requires_grad or not is_seen else 0
+        is_trained = any(t.requires_grad for t in (weight, *update))
+        steps = _optimizer_steps if is_trained or not is_seen else 0
         kinds = [(t.dtype, t.device) for t in update]
         return self.scaling, steps, kinds, [(t.data_ptr(), t.dtype, t._version) for t in tensors]
 
@@ -360,8 +362,17 @@ _PLAIN = {Tensor, nn.Parameter}
 
 
 def _are_same(kept: list[Tensor], update: list[Tensor]) -> bool:
-    """Whether an update has the values that it had; of what is not on a CPU the stamp tells."""
-    return all(torch.equal(was, t) for was, t in zip(kept, update, strict=True) if t.is_cpu)
+    """Whether an update has the bits that it had; of what is not on a CPU the stamp tells."""
+    pairs = zip(kept, update, strict=True)
+    return all(torch.equal(_bits(was), _bits(t)) for was, t in pairs if t.is_cpu)
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """A tensor's values as integers, as NaN equals nothing."""
+    return tensor.detach().view(_INTEGERS.get(tensor.element_size(), tensor.dtype))
 
 
 def _local(tensor: Any) -> Any:

@@ -663,3 +663,15 @@ def test_a_sum_that_float16_cannot_hold(adapted, caplog):
     nn.init.constant_(layer.lora_B, 300)
     lora.merge(model)
     assert "weight: the merged weight is too large for float16" in caplog.text
+
+
+def test_what_float16_did_not_hold_before_is_not_warned_of(caplog):
+    layers = {"layer1": nn.Linear(6, 6), "layer10": nn.Linear(6, 6), "layer2": nn.Linear(6, 6)}
+    model = nn.ModuleDict(layers).half()
+    lora.add_lora(model, ["layer1", "layer2"], r=2)
+    nn.init.constant_(model["layer10"].weight, torch.inf)
+    nn.init.constant_(model["layer1"].bias, torch.inf)
+    with torch.no_grad():
+        model["layer2"].weight[0, 0] = torch.nan
+    lora.merge(model)
+    assert "too large for float16" not in caplog.text
