@@ -13,7 +13,7 @@ from .layers import Embedding
 from .lora_layer import LoRALayer
 from .nn.positions import lora_reaches_positions, unshare_positions
 from .trained import forget_trained, note_trained
-from .wrappers import is_managed, is_of_another_kind, is_sharded
+from .wrappers import is_managed, is_sharded, quantized
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +210,7 @@ def merge(module: nn.Module) -> nn.Module:
             on the meta device), or are quantized.
     """
     check_whole(module, "LoRA is merged")
-    check_there(_weights_with_updates(module), "merging")
+    check_there(weights_with_updates(module), "merging")
     if isinstance(module, LoRALayer):
         return merged_copy(module) if was_turned(module) else module.merged_layer()
     sound = [name for name, layer in _layers_with_updates(module) if _is_finite(layer)]
@@ -262,11 +262,19 @@ def _layers_with_updates(model: nn.Module) -> Iterator[tuple[str, LoRALayer]]:
             yield name, layer
 
 
-def _weights_with_updates(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def weights_with_updates(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The frozen weights of a model's LoRA layers, and what errors call them."""
     for name, layer in _layers_with_updates(model):
         weight = getattr(layer, "frozen_weight", None)  # which layers of other packages may lack
         if weight is not None:
             yield f"the weight of {name or 'the layer'}", weight
+
+
+def tensors_of(model: nn.Module, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """A model's LoRA, and those of its other parameters that have these names."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if "lora_" in name or name in names:
+            yield name, parameter
 
 
 def check_whole(model: nn.Module, what: str) -> None:
@@ -306,9 +314,5 @@ def check_there(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
                 f"{name} is on the meta device: load the model's weights first, or take out the "
                 f"hooks that offload them, before {what}"
             )
-        if is_of_another_kind(tensor) and tensor.is_floating_point():
-            kind = type(tensor)
-            raise ValueError(
-                f"{name} is quantized (a {kind.__module__}.{kind.__qualname__}): load plain "
-                f"weights before {what}"
-            )
+        if tensor.is_floating_point() and (reason := quantized(tensor)):
+            raise ValueError(f"{name} is {reason}: load plain weights before {what}")

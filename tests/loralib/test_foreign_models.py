@@ -351,7 +351,7 @@ def test_a_model_without_weights_is_refused(tmp_path):
     model.a.to("meta")
     for refused in (
         lambda: lora.load_adapter(Net().to("meta"), tmp_path / "a"),
-        lambda: lora.AdapterBank(Net().to("meta")),
+        lambda: lora.AdapterBank(Net().to("meta")).add("a", lora.read_adapter(tmp_path / "a")),
         lambda: lora.save_adapter(model, tmp_path / "b"),
         lambda: lora.merge(model),
     ):
@@ -646,11 +646,11 @@ def test_inputs_that_are_not_dense(kind, training):
 
 def test_a_layer_without_a_shape_yet_may_be_elsewhere(tmp_path):
     model = nn.Sequential(nn.Linear(6, 6), nn.LazyLinear(3))
+    lora.AdapterBank(model)
     lora.add_lora(model, "0", r=2)
-    with pytest.raises(ValueError, match=r"1.weight has no shape yet: call the model once before"):
-        lora.save_adapter(model, tmp_path / "a")
-    model(torch.ones(2, 6))
     lora.save_adapter(model, tmp_path / "a")
+    model(torch.ones(2, 6))
+    lora.save_adapter(model, tmp_path / "b")
 
 
 @pytest.mark.parametrize("adapted", ["a", "in_place"])
