@@ -375,24 +375,28 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().view(_INTEGERS.get(tensor.element_size(), tensor.dtype))
 
 
-def _local(tensor: Any) -> Any:
-    """The tensor; of one that is sharded, this process's part."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
-
-
 @torch.no_grad()
-def _writes(tensor: Tensor) -> int:
-    """How often a tensor was written to in place, as PyTorch counts it; 0 where it does not."""
-    own: Tensor = _local(tensor)
-    return 0 if own.is_inference() else own._version
+def _writes(tensor: Any) -> int:
+    """How often a tensor was written to in place, as PyTorch counts it; 0 where it does not.
+
+    Of one that is sharded, as a whole or in this process's part.
+    """
+    counted = [tensor, tensor.to_local()] if is_sharded(tensor) else [tensor]
+    return sum(0 if each.is_inference() else each._version for each in counted)
 
 
-@torch.no_grad()
 def _is_alias(given: object, tensor: Tensor) -> bool:
-    """Whether what a state dict holds is a layer's own tensor, or lies in its memory."""
-    one, own = _local(given), _local(tensor)
-    is_dense = all(type(t) in _PLAIN and t.layout is torch.strided for t in (one, own))
-    return given is tensor or (is_dense and one.data_ptr() == own.data_ptr())
+    """Whether what a state dict holds is a layer's own tensor, or lies in its memory.
+
+    What is sharded has no common count of writes with its aliases in a state dict, so that these
+    may have been filled.
+    """
+    if given is tensor:
+        return True
+    if not (isinstance(given, Tensor) and {type(given), type(tensor)} <= _PLAIN):
+        return False
+    is_dense = given.layout == tensor.layout == torch.strided
+    return is_dense and given.data_ptr() == tensor.data_ptr()
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
