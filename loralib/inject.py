@@ -53,7 +53,7 @@ from .targets import (
 )
 from .trained import note_trained
 from .utils import check_bias, check_whole, freeze_base, train_biases
-from .wrappers import has_own_forward, is_of_another_kind
+from .wrappers import has_own_forward, quantized
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -505,13 +505,8 @@ def _check_module(name: str, module: nn.Module, settings: LayerSettings) -> None
             raise UnsupportedLayerError(
                 f"{name} has complex weights ({weight.dtype}), which have no LoRA: exclude it"
             )
-        if not weight.is_floating_point() or weight.element_size() < 2:
-            raise UnsupportedLayerError(
-                f"{name} is quantized (its weight is {weight.dtype}): exclude it"
-            )
-        if is_of_another_kind(weight):
-            kind = f"{type(weight).__module__}.{type(weight).__qualname__}"
-            raise UnsupportedLayerError(f"{name} is quantized (its weight is a {kind}): exclude it")
+        if reason := quantized(weight):
+            raise UnsupportedLayerError(f"the weight of {name} is {reason}: exclude {name}")
         _check_settings(name, module, weight, settings)
 
 

@@ -32,7 +32,8 @@ and added in place to the left-hand one's result. In evaluation mode (`layer.eva
 that needs it, made again when the tensors it came from have changed, and dropped by `train()`. On a
 CPU, that A or B has changed is seen by their values. Elsewhere that would wait for the device, and
 writes that PyTorch does not count, through `parameter.data` in the middle of evaluation, take
-effect after the next step of an optimizer, or at the next `train()` or `eval()`; so do those to W.
+effect after the next step of any optimizer, or at the next `train()` or `eval()`. So do those to W,
+on a CPU as well; but there, if A, B and W are all frozen, at `train()` or `eval()` alone.
 
 Some cases take the right-hand branch in evaluation mode as well, with the same result to rounding:
 a forward that autograd records for the sake of A, B or W, because the copy has no gradient; one

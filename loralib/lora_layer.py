@@ -93,8 +93,9 @@ class LoRALayer:
     _modules: dict[str, nn.Module | None]
     register_buffer: Callable[[str, Tensor], None]
 
-    # Whether A and B were made on the meta device, and nothing has filled them since.
-    _is_empty: bool = False
+    # Of A and B, what was made on the meta device and may have no values yet: its name, and how
+    # often it had been written to when it got memory.
+    _empty: tuple[tuple[str, int], ...] = ()
 
     # The first row of each slice of the output that is updated.
     _starts: tuple[int, ...] = (0,)
@@ -198,7 +199,8 @@ class LoRALayer:
         """Initializes A and B, as a rule A as a plain linear layer's weight and B with zeros."""
         if self.r > 0:
             self._check_startable()
-            self._is_empty = self.lora_A.is_meta and not start_is_deferred()
+            is_empty = self.lora_A.is_meta and not start_is_deferred()
+            self._empty = tuple((name, 0) for name in _FACTORS if is_empty)
             if self.initialization == "orthogonal":
                 orthogonal(self.lora_A, self.lora_B, self.r)
             else:
@@ -216,10 +218,11 @@ class LoRALayer:
         It has to be called again when the weight has been loaded; see
         `loralib.utils.start_from_weights`. Without such a part, nothing changes, unless A and B
         were made on the meta device and have only got memory since: then they are initialized.
+        What has been loaded into them, or written by hand, stays.
         """
         if self.r == 0 or start_is_deferred():
             return
-        if self._is_empty and not self.lora_A.is_meta:
+        if self._still_empty() and not self.lora_A.is_meta:
             self.reset_lora_parameters()
             return
         self._check_startable()
@@ -251,17 +254,30 @@ class LoRALayer:
 
     def note_filled(self) -> None:
         """Notes that A and B have values, where they were made on the meta device."""
-        self._is_empty = self._is_empty and self.lora_A.is_meta
+        self._empty = tuple(each for each in self._empty if getattr(self, each[0]).is_meta)
+
+    def _still_empty(self) -> tuple[str, ...]:
+        """The names of A and B where nothing has been loaded into them or written to them."""
+        tensors = [(name, getattr(self, name), writes) for name, writes in self._empty]
+        return tuple(name for name, t, writes in tensors if t.is_meta or _writes(t) <= writes)
+
+    def _note_empty(self, names: tuple[str, ...]) -> None:
+        """Notes that those of these names have no values, however they were written to so far."""
+        self._empty = tuple((name, _writes(getattr(self, name))) for name in names)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        given = state_dict.get(f"{prefix}lora_A")
-        # Where a state is incomplete, PyTorch fills it up with the model's own tensors.
-        is_new = given is not None and _address(given) != _address(self.lora_A)
+        given = {name: state_dict.get(f"{prefix}{name}") for name in self._still_empty()}
+        # An incomplete state may be filled up with the model's own, as `set_model_state_dict` does.
+        is_given = {
+            name: value is not None and not _is_alias(value, getattr(self, name))
+            for name, value in given.items()
+        }
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        if is_new:
-            self.note_filled()
+        self._note_empty(
+            tuple(name for name in given if not is_given[name] or getattr(self, name).is_meta)
+        )
 
     def _merge(self) -> Tensor:
         """The weight with the update merged into it."""
@@ -314,35 +330,73 @@ class LoRALayer:
 
         Writes through `.data`, by averages of weights for instance, change no version. On a CPU an
         update's values are compared, which are few. Elsewhere that would wait for the device: there
-        all that an optimizer's step may have changed counts as changed.
+        all that an optimizer's step may have changed counts as changed. So does the weight, which
+        is too large to compare, but for a layer on a CPU that is frozen as a whole.
         """
         tensors = [weight, *(t for t in update if not t.is_cpu)]
         is_seen = weight.is_cpu and len(tensors) == 1
-        steps = _optimizer_steps if weight.requires_grad or not is_seen else 0
+        is_trained = any(t.requires_grad for t in (weight, *update))
+        steps = _optimizer_steps if is_trained or not is_seen else 0
         kinds = [(t.dtype, t.device) for t in update]
         return self.scaling, steps, kinds, [(t.data_ptr(), t.dtype, t._version) for t in tensors]
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Moves and casts (`to`, `half`, `cuda`, …) the layer, and drops the merged copy."""
         self._merged_copy = None
-        return super()._apply(*args, **kwargs)
+        empty = self._still_empty()
+        moved = super()._apply(*args, **kwargs)
+        self._note_empty(empty)
+        return moved
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_merged_copy": None}
+        empty = tuple((name, 0) for name in self._still_empty())
+        return {**self.__dict__, "_merged_copy": None, "_empty": empty}
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._note_empty(tuple(name for name, _ in self._empty))  # a copy has other counts
 
 
+_FACTORS = ("lora_A", "lora_B")
 _PLAIN = {Tensor, nn.Parameter}
 
 
 def _are_same(kept: list[Tensor], update: list[Tensor]) -> bool:
-    """Whether an update has the values that it had; of what is not on a CPU the stamp tells."""
-    return all(torch.equal(was, t) for was, t in zip(kept, update, strict=True) if t.is_cpu)
+    """Whether an update has the bits that it had; of what is not on a CPU the stamp tells."""
+    pairs = zip(kept, update, strict=True)
+    return all(torch.equal(_bits(was), _bits(t)) for was, t in pairs if t.is_cpu)
 
 
-def _address(tensor: Any) -> int:
-    """Where a tensor lies; of one that is sharded, this process's part."""
-    own: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
-    return own.data_ptr()
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """A tensor's values as integers, as NaN equals nothing."""
+    return tensor.detach().view(_INTEGERS.get(tensor.element_size(), tensor.dtype))
+
+
+@torch.no_grad()
+def _writes(tensor: Any) -> int:
+    """How often a tensor was written to in place, as PyTorch counts it; 0 where it does not.
+
+    Of one that is sharded, as a whole or in this process's part.
+    """
+    counted = [tensor, tensor.to_local()] if is_sharded(tensor) else [tensor]
+    return sum(0 if each.is_inference() else each._version for each in counted)
+
+
+def _is_alias(given: object, tensor: Tensor) -> bool:
+    """Whether what a state dict holds is a layer's own tensor, or lies in its memory.
+
+    What is sharded has no common count of writes with its aliases in a state dict, so that these
+    may have been filled.
+    """
+    if given is tensor:
+        return True
+    if not (isinstance(given, Tensor) and {type(given), type(tensor)} <= _PLAIN):
+        return False
+    is_dense = given.layout == tensor.layout == torch.strided
+    return is_dense and given.data_ptr() == tensor.data_ptr()
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

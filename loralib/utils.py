@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from .layers import Embedding
 from .lora_layer import LoRALayer
 from .nn.positions import lora_reaches_positions, unshare_positions
 from .trained import forget_trained, note_trained
-from .wrappers import is_managed, is_of_another_kind, is_sharded
+from .wrappers import is_managed, is_sharded, quantized
 
 logger = logging.getLogger(__name__)
 
@@ -210,10 +210,11 @@ def merge(module: nn.Module) -> nn.Module:
             on the meta device), or are quantized.
     """
     check_whole(module, "LoRA is merged")
-    check_there(_weights_with_updates(module), "merging")
+    check_there(weights_with_updates(module), "merging")
     if isinstance(module, LoRALayer):
         return merged_copy(module) if was_turned(module) else module.merged_layer()
-    updated = [name for name, _ in _layers_with_updates(module)]
+    sound = [name for name, layer in _layers_with_updates(module) if _is_finite(layer)]
+    earlier = list(module.parameters())
     merge_in_place(module)
     forget_trained(module)
     layers = {
@@ -226,16 +227,28 @@ def merge(module: nn.Module) -> nn.Module:
         unshare_positions(module, layers)
     for name, layer in layers.items():
         module.set_submodule(name, merged[layer])
-    _warn_of_overflow(module, updated)
+    _warn_of_overflow(module, sound, {id(parameter) for parameter in earlier})
     return module
 
 
-def _warn_of_overflow(model: nn.Module, merged: Iterable[str]) -> None:
-    """Says which merged weights hold sums that float16 cannot."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, weight in parameters.items():
-        is_merged = name.startswith(tuple(merged)) and weight.dtype is torch.float16
-        if is_merged and not weight.isfinite().all():
+def _is_finite(layer: LoRALayer) -> bool:
+    """Whether a layer's frozen weight is in float16 and finite."""
+    weight = getattr(layer, "frozen_weight", None)  # which layers of other packages may lack
+    return weight is not None and weight.dtype is torch.float16 and bool(weight.isfinite().all())
+
+
+def _warn_of_overflow(model: nn.Module, merged: Iterable[str], earlier: Collection[int]) -> None:
+    """Says which merged weights hold sums that float16 cannot.
+
+    Args:
+        merged: names of the layers that were merged, of which the weights were finite.
+        earlier: the ids of the parameters that the model had before.
+    """
+    starts = tuple(f"{name}." for name in merged)
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        if not name.startswith(starts) or id(weight) in earlier:
+            continue
+        if not weight.isfinite().all():
             logger.warning(
                 "%s: the merged weight is too large for float16: convert the model to float32 or "
                 "bfloat16 before it is merged",
@@ -249,11 +262,19 @@ def _layers_with_updates(model: nn.Module) -> Iterator[tuple[str, LoRALayer]]:
             yield name, layer
 
 
-def _weights_with_updates(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def weights_with_updates(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The frozen weights of a model's LoRA layers, and what errors call them."""
     for name, layer in _layers_with_updates(model):
         weight = getattr(layer, "frozen_weight", None)  # which layers of other packages may lack
         if weight is not None:
             yield f"the weight of {name or 'the layer'}", weight
+
+
+def tensors_of(model: nn.Module, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """A model's LoRA, and those of its other parameters that have these names."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if "lora_" in name or name in names:
+            yield name, parameter
 
 
 def check_whole(model: nn.Module, what: str) -> None:
@@ -293,9 +314,5 @@ def check_there(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
                 f"{name} is on the meta device: load the model's weights first, or take out the "
                 f"hooks that offload them, before {what}"
             )
-        if is_of_another_kind(tensor) and tensor.is_floating_point():
-            kind = type(tensor)
-            raise ValueError(
-                f"{name} is quantized (a {kind.__module__}.{kind.__qualname__}): load plain "
-                f"weights before {what}"
-            )
+        if tensor.is_floating_point() and (reason := quantized(tensor)):
+            raise ValueError(f"{name} is {reason}: load plain weights before {what}")

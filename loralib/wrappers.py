@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 # The classes of PyTorch's wrappers, and what they call the module within.
 _WRAPPERS = {
@@ -53,14 +53,25 @@ def is_sharded(tensor: object) -> bool:
 
 # PyTorch's tensors that compute as plain ones do: also what is sharded, has a shape alone, or gets
 # one in the first pass.
-_ORDINARY = {"Tensor", "Parameter", "Buffer", "DTensor", "FakeTensor"}
+_ORDINARY = {"Tensor", "TensorBase", "Parameter", "Buffer", "DTensor", "FakeTensor"}
 _ORDINARY |= {"UninitializedParameter", "UninitializedBuffer"}
 
 
-def is_of_another_kind(tensor: object) -> bool:
-    """Whether a tensor is of a class that computes in a way of its own, as quantized ones do."""
+def quantized(tensor: Tensor) -> str | None:
+    """That a tensor is quantized, in words, where it is, or else computes in a way of its own."""
     kind = type(tensor)
-    return kind.__module__.partition(".")[0] != "torch" or kind.__name__ not in _ORDINARY
+    if any(_OWN_WAYS & vars(each).keys() for each in kind.__mro__ if not _is_ordinary(each)):
+        return f"quantized (a {kind.__module__}.{kind.__qualname__})"
+    if not tensor.is_floating_point() or tensor.element_size() < 2:
+        return f"quantized ({tensor.dtype})"
+    return None
+
+
+_OWN_WAYS = {"__torch_dispatch__", "__torch_function__"}
+
+
+def _is_ordinary(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "torch" and kind.__name__ in _ORDINARY
 
 
 def has_own_forward(module: Any) -> bool:

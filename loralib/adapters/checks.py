@@ -92,7 +92,7 @@ def check_base(adapter: Adapter, base_fingerprint: str | None) -> None:
 
 
 def check_possible_base(adapter: Adapter, fingerprints: Sequence[str]) -> None:
-    """As `check_base`, for a base that has several fingerprints, or none in float16.
+    """As `check_base`, for a base that has several fingerprints, or none.
 
     Where they cannot be compared, a warning says so.
     """
@@ -100,6 +100,10 @@ def check_possible_base(adapter: Adapter, fingerprints: Sequence[str]) -> None:
     if not theirs:
         logger.warning("%s does not say its base's fingerprint: unverified", adapter.source)
     elif not fingerprints:
-        logger.warning("%s: a model in float16 has no fingerprint: unverified", adapter.source)
+        logger.warning(
+            "%s: a model in float16, or quantized or offloaded in part, has no fingerprint: "
+            "unverified",
+            adapter.source,
+        )
     elif theirs not in fingerprints:
         check_base(adapter, fingerprints[0])

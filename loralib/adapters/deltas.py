@@ -24,6 +24,7 @@ from ..functional import Delta, joined_with_start, merge
 from ..io.tensors import same_tensor
 from ..nn.positions import shared_projections, unshare_positions
 from ..targets import first_names, other_places
+from ..utils import check_there
 from .adapter import LORA, Adapter
 from .checks import check_positions
 from .completeness import check_all_there
@@ -244,6 +245,7 @@ def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, AdaptedWeig
         CheckpointError: as `deltas_of`; or the model lacks such a module, has it in another shape,
             or in several places, of which PEFT has adapted one alone, or as a convolution whose
             update PEFT computes in another way; or it holds several updates of one module.
+        ValueError: such a module's weight has no values, or is quantized.
     """
     modules: dict[str, AdaptedWeight] = {}
     first = first_names(model)
@@ -261,6 +263,7 @@ def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, AdaptedWeig
         if reason:
             raise CheckpointError(f"{adapter.source}: {name} is {reason}: load it with PEFT")
         adapted = AdaptedWeight(module, weight, delta)
+        check_there([(f"the weight of {name}", adapted.weight)], "it gets an adapter")
         kernel = adapter.tensors[f"{name}.lora_A"].shape[1:]
         theirs = (delta.out_features, *(kernel if len(kernel) > 1 else [delta.in_features]))
         is_kernel = adapted.weight.dim() > 2

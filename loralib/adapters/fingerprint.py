@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..wrappers import quantized
 from .families import backbone_prefixes, in_known_backbone
 
 # Parts of names of what is trained in a base, and of what not every model has. Files record
@@ -50,12 +51,11 @@ def fingerprint(tensors: Mapping[str, Tensor], backbones: Iterable[str] | None =
 def fingerprint_without(model: nn.Module, trained: Collection[str]) -> str | None:
     """The fingerprint of a model's matrices but for some that are trained, by their names.
 
-    None in float16, in which weights are rounded and have another fingerprint than where they came
-    from.
+    None where `has_no_fingerprint` says so.
     """
     names = _with_tied(model, trained)
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in names}
-    return None if has_float16(state) else fingerprint(state)
+    return None if has_no_fingerprint(state) else fingerprint(state)
 
 
 def has_float16(state: Mapping[str, Any]) -> bool:
@@ -63,10 +63,21 @@ def has_float16(state: Mapping[str, Any]) -> bool:
     return any(isinstance(t, Tensor) and t.dtype == torch.float16 for t in state.values())
 
 
+def has_no_fingerprint(state: Mapping[str, Any]) -> bool:
+    """Whether weights are rounded to float16, or cannot be read: offloaded, quantized, lazy."""
+    return has_float16(state) or any(
+        isinstance(t, nn.parameter.UninitializedParameter)
+        or t.is_meta
+        or (t.is_floating_point() and quantized(t) is not None)
+        for t in state.values()
+        if isinstance(t, Tensor)
+    )
+
+
 def possible_fingerprints(
     model: nn.Module, adapted: Collection[str], brought: Collection[str]
 ) -> list[str]:
-    """The fingerprints by which an adapter may know a model as its base; none in float16.
+    """The fingerprints by which an adapter may know a model as its base, if it has any.
 
     Of a registered family it is that of the backbone. Other names do not tell backbone from head:
     the backbone is all but what the adapter brings besides LoRA; or all but the top modules with
@@ -80,7 +91,7 @@ def possible_fingerprints(
     state = model.state_dict()
     if any(in_known_backbone(name) for name in state):
         state = {name: tensor for name, tensor in state.items() if in_known_backbone(name)}
-    if has_float16(state):
+    if has_no_fingerprint(state):
         return []
     tops = {name.partition(".")[0] for name in adapted}
     heads = {name.partition(".")[0] for name in (*brought, last_projection(model))} - tops

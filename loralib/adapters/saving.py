@@ -20,7 +20,7 @@ from ..layers import Conv1d, Conv2d, Conv3d
 from ..lora_layer import LoRALayer
 from ..targets import other_places
 from ..trained import noted, untied_from
-from ..utils import check_there, check_whole
+from ..utils import check_there, check_whole, tensors_of, weights_with_updates
 from ..wrappers import without_wrappers
 from .adapter import LORA, Adapter, base_biases, lora_metadata
 from .fingerprint import fingerprint_without
@@ -99,10 +99,11 @@ def _adapter_of(
     if not layers:
         raise ValueError(f"{type(model).__name__} has no LoRA to save")
     check_whole(model, "it is saved")
-    check_there(model.named_parameters(), "it is saved")
     state = model.state_dict()
     _check_layers(layers)
     besides, untied = _trained_besides(model, state), untied_from(model)
+    check_there(weights_with_updates(model), "it is saved")
+    check_there(tensors_of(model, besides), "it is saved")
     second = _second_names(model)
     updates = {n for n in state if LORA.part in n and n.rpartition(".")[0] not in second}
     tensors = {n: t.detach() for n, t in state.items() if n in updates | besides}

@@ -32,7 +32,7 @@ from ..adapters.adapter import Adapter
 from ..adapters.loading import lora_layers
 from ..lora_layer import LoRALayer
 from ..nn.routing import Routing, in_effect, routed, slices
-from ..utils import check_there, check_whole
+from ..utils import check_whole
 from ..wrappers import unwrapped, without_wrappers
 from .prepared import PreparedAdapter, fingerprint_of, prepare
 
@@ -51,15 +51,14 @@ class AdapterBank:
     model. A model may have two banks; their blocks cannot be nested.
 
     Raises:
-        ValueError: the model has LoRA layers, or is sharded, offloaded or quantized; or it is an
-            `nn.DataParallel`, which computes in threads of its own.
+        ValueError: the model has LoRA layers or is sharded; or it is an `nn.DataParallel`, which
+            computes in threads of its own.
     """
 
     def __init__(self, model: nn.Module):
         if any(isinstance(module, nn.DataParallel) for module in model.modules()):
             raise ValueError(_IN_THREADS)
         check_whole(model, "it gets a bank")
-        check_there(model.named_parameters(), "it gets a bank")
         for name in lora_layers(unwrapped(model)):
             raise ValueError(
                 f"{name} has LoRA of its own: build the model without LoRA, or merge it"
@@ -101,7 +100,8 @@ class AdapterBank:
 
         Raises:
             TypeError: it is something else, such as a path.
-            ValueError: there is one of this name, or the bank is closed.
+            ValueError: there is one of this name, or the bank is closed; or what the adapter
+                changes is offloaded or quantized.
             CheckpointError: it is not LoRA alone, or does not fit the model.
         """
         self._check_open()

@@ -15,10 +15,16 @@ from ..adapters.checks import check_finite, check_possible_base
 from ..adapters.completeness import check_all_there
 from ..adapters.deltas import PARTS, AdaptedWeight, adapted_modules, lora_pairs, out_in
 from ..adapters.families import in_known_backbone, top_module
-from ..adapters.fingerprint import fingerprint, last_projection, possible_fingerprints
+from ..adapters.fingerprint import (
+    fingerprint,
+    has_no_fingerprint,
+    last_projection,
+    possible_fingerprints,
+)
 from ..errors import CheckpointError, NeedsMergingError
 from ..functional import Delta
 from ..inject import computes_as
+from ..utils import check_there, tensors_of
 
 
 class DeviceDelta:
@@ -118,14 +124,13 @@ class PreparedAdapter:
 
 
 def fingerprint_of(model: nn.Module) -> str | None:
-    """The fingerprint of a model's backbone; None if it is of no registered family, or in float16.
+    """The fingerprint of a model's backbone; None if it is of no registered family, or has none.
 
-    (In float16 a weight is rounded, and has another fingerprint than where it came from.) For
-    other families see `possible_fingerprints`.
+    For other families see `possible_fingerprints`.
     """
     state = model.state_dict()
-    of_backbone = [state[name].dtype for name in state if in_known_backbone(name)]
-    if not of_backbone or torch.float16 in of_backbone:
+    of_backbone = {name: state[name] for name in state if in_known_backbone(name)}
+    if not of_backbone or has_no_fingerprint(of_backbone):
         return None
     return fingerprint(state)
 
@@ -144,6 +149,7 @@ def prepare(model: nn.Module, adapter: Adapter, base_fingerprint: str | None) ->
     _check_called(modules, model, adapter.source)
     _check_metadata(adapter)
     tensors = _head_tensors(adapter)
+    check_there(tensors_of(model, tensors), "it gets an adapter")
     known = [base_fingerprint] if base_fingerprint else None
     check_possible_base(adapter, known or possible_fingerprints(model, modules, tensors))
     check_finite(adapter)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from compare import assert_same_bits
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel
 
@@ -350,7 +351,7 @@ def test_a_model_without_weights_is_refused(tmp_path):
     model.a.to("meta")
     for refused in (
         lambda: lora.load_adapter(Net().to("meta"), tmp_path / "a"),
-        lambda: lora.AdapterBank(Net().to("meta")),
+        lambda: lora.AdapterBank(Net().to("meta")).add("a", lora.read_adapter(tmp_path / "a")),
         lambda: lora.save_adapter(model, tmp_path / "b"),
         lambda: lora.merge(model),
     ):
@@ -530,6 +531,87 @@ def test_what_was_loaded_into_such_a_model_stays(empty_memory_shows, tmp_path, w
     assert_same_bits(model.state_dict(), trained.state_dict())
 
 
+def without_memory_before(**settings):
+    with torch.device("meta"):
+        model = Net()
+    lora.add_lora(model, ["a"], r=2, **settings)
+    return model.to_empty(device="cpu")
+
+
+def fill_in_place(state, values):
+    """As torch.distributed.checkpoint.load does."""
+    for name, tensor in state.items():
+        tensor.copy_(values[name])
+
+
+@pytest.mark.parametrize("way", ["state", "own state", "half", "copied", "pickled", "by hand"])
+@torch.no_grad()
+def test_what_was_written_into_such_a_model_stays(empty_memory_shows, way):
+    trained, model = drawn(Net(), ["a"]), without_memory_before()
+    state = model.state_dict()
+    if way == "state":
+        model.load_state_dict(trained.state_dict())
+    elif way == "by hand":
+        for own, theirs in zip(model.parameters(), trained.parameters(), strict=True):
+            own.copy_(theirs)
+    else:
+        fill_in_place(state, trained.state_dict())
+    if way == "own state":
+        model.load_state_dict(state)
+    elif way == "half":
+        model, trained = model.half(), trained.half()
+    elif way == "copied":
+        model = copy.deepcopy(model)
+    elif way == "pickled":
+        model = pickle.loads(pickle.dumps(model))
+    lora.start_from_weights(model)
+    assert_same_bits(model.state_dict(), trained.state_dict())
+
+
+@pytest.mark.parametrize("way", ["function", "own state", "copied", "pickled", "half"])
+@torch.no_grad()
+def test_what_an_incomplete_state_is_filled_up_with_is_no_value(empty_memory_shows, way):
+    base, model, x = Net(), without_memory_before(), torch.randn(2, 6)
+    if way == "function":
+        options = StateDictOptions(full_state_dict=True, strict=False)
+        set_model_state_dict(model, base.state_dict(), options=options)
+    else:
+        model.load_state_dict({**model.state_dict(), **base.state_dict()})
+    if way == "copied":
+        model = copy.deepcopy(model)
+    elif way == "pickled":
+        model = pickle.loads(pickle.dumps(model))
+    elif way == "half":
+        model = model.half().float()
+        base = base.half().float()
+    lora.start_from_weights(model)
+    close(model(x), base(x))
+
+
+@torch.no_grad()
+def test_what_is_loaded_before_there_is_memory_is_no_value(empty_memory_shows):
+    base, x = Net(), torch.randn(2, 6)
+    with torch.device("meta"):
+        model = Net()
+    lora.add_lora(model, ["a"], r=2)
+    with pytest.warns(UserWarning, match="which is a no-op"):
+        model.load_state_dict(drawn(base, ["a"]).state_dict())
+    model.to_empty(device="cpu").load_state_dict(base.state_dict(), strict=False)
+    lora.start_from_weights(model)
+    close(model(x), base(x))
+
+
+@torch.no_grad()
+def test_loading_what_is_no_dense_tensor_is_left_to_pytorch():
+    model = without_memory_before()
+    state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"expected .* or Tensor-like object"):
+        model.load_state_dict(state)
+    model, state = without_memory_before(), drawn(Net(), ["a"]).state_dict()
+    model.load_state_dict({**state, "a.lora_A": state["a.lora_A"].to_sparse()}, assign=True)
+    assert model.a.lora_A.is_sparse
+
+
 # ---- tracing ----
 
 
@@ -575,11 +657,11 @@ def test_inputs_that_are_not_dense(kind, training):
 
 def test_a_layer_without_a_shape_yet_may_be_elsewhere(tmp_path):
     model = nn.Sequential(nn.Linear(6, 6), nn.LazyLinear(3))
+    lora.AdapterBank(model)
     lora.add_lora(model, "0", r=2)
-    with pytest.raises(ValueError, match=r"1.weight has no shape yet: call the model once before"):
-        lora.save_adapter(model, tmp_path / "a")
-    model(torch.ones(2, 6))
     lora.save_adapter(model, tmp_path / "a")
+    model(torch.ones(2, 6))
+    lora.save_adapter(model, tmp_path / "b")
 
 
 @pytest.mark.parametrize("adapted", ["a", "in_place"])
@@ -592,3 +674,15 @@ def test_a_sum_that_float16_cannot_hold(adapted, caplog):
     nn.init.constant_(layer.lora_B, 300)
     lora.merge(model)
     assert "weight: the merged weight is too large for float16" in caplog.text
+
+
+def test_what_float16_did_not_hold_before_is_not_warned_of(caplog):
+    layers = {"layer1": nn.Linear(6, 6), "layer10": nn.Linear(6, 6), "layer2": nn.Linear(6, 6)}
+    model = nn.ModuleDict(layers).half()
+    lora.add_lora(model, ["layer1", "layer2"], r=2)
+    nn.init.constant_(model["layer10"].weight, torch.inf)
+    nn.init.constant_(model["layer1"].bias, torch.inf)
+    with torch.no_grad():
+        model["layer2"].weight[0, 0] = torch.nan
+    lora.merge(model)
+    assert "too large for float16" not in caplog.text

@@ -342,12 +342,20 @@ def test_an_attention_that_is_built_in_another_way_is_one():
 def test_an_eight_bit_weight_is_quantized():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight = nn.Parameter(model[1].weight.to(torch.float8_e4m3fn), requires_grad=False)
-    message = "1 is quantized .its weight is torch.float8_e4m3fn"
+    message = "the weight of 1 is quantized .torch.float8_e4m3fn.: exclude 1"
     unchanged_by(model, message, ["0", "1"], r=2, kind=UnsupportedLayerError)
 
 
 class EightBit(torch.Tensor):
     """A tensor as quantizing libraries have them: it says float32, and holds something else."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class Marked(nn.Parameter):
+    """A parameter as frameworks have them, to hang something on."""
 
 
 def test_a_weight_of_another_kind_is_quantized(tmp_path):
@@ -355,21 +363,87 @@ def test_a_weight_of_another_kind_is_quantized(tmp_path):
     lora.add_lora(plain, "0", r=2)
     lora.save_adapter(plain, tmp_path / "a")
     model[1].weight = nn.Parameter(model[1].weight.detach().as_subclass(EightBit), False)
-    message = "1 is quantized .its weight is a .*EightBit.: exclude it"
+    message = "the weight of 1 is quantized .a .*EightBit.: exclude 1"
     unchanged_by(model, message, ["0", "1"], r=2, kind=UnsupportedLayerError)
     lora.add_lora(plain, "1", r=2)
+    lora.save_adapter(plain, tmp_path / "both")
     plain[1].weight = model[1].weight
+    both = lora.read_adapter(tmp_path / "both")
     for refused, needed in (
         (lambda: lora.merge(plain), "merging"),
         (lambda: lora.save_adapter(plain, tmp_path / "b"), "it is saved"),
-        (lambda: lora.load_adapter(model, tmp_path / "a"), "an adapter is loaded"),
-        (lambda: lora.AdapterBank(model), "it gets a bank"),
+        (lambda: lora.load_adapter(model, tmp_path / "both"), "it gets an adapter"),
+        (lambda: lora.AdapterBank(model).add("both", both), "it gets an adapter"),
     ):
         with pytest.raises(
             ValueError, match=rf"quantized \(a .*EightBit\): load.* before {needed}"
         ):
             refused()
     assert not (tmp_path / "b").exists()
+
+
+def holding(weight):
+    layer = nn.Linear(8, 8)
+    layer.weight = weight
+    return layer
+
+
+ELSEWHERE = {
+    "quantized": lambda: holding(nn.Parameter(torch.randn(8, 8).as_subclass(EightBit))),
+    "marked": lambda: holding(Marked(torch.randn(8, 8))),
+    "offloaded": lambda: holding(nn.Parameter(torch.empty(8, 8, device="meta"))),
+    "lazy": lambda: nn.LazyLinear(8),
+}
+
+
+@pytest.mark.parametrize("kind", ELSEWHERE)
+@torch.no_grad()
+def test_what_a_weight_is_that_lora_leaves_alone_does_not_matter(tmp_path, kind):
+    trained, x = nn.Sequential(nn.Linear(8, 8), ELSEWHERE[kind]()), torch.randn(2, 8)
+    lora.add_lora(trained, "0", r=2)
+    nn.init.normal_(trained[0].lora_B)
+    expected = trained.eval()[0](x)
+    lora.save_adapter(trained, tmp_path / "a")
+    adapter = lora.read_adapter(tmp_path / "a")
+    assert (adapter.metadata.base_fingerprint is None) == (kind != "marked")
+    loaded = nn.Sequential(nn.Linear(8, 8), trained[1])
+    loaded[0].weight, loaded[0].bias = trained[0].weight, trained[0].bias
+    bank = lora.AdapterBank(loaded)
+    bank.add("a", adapter)
+    with bank.use("a"):
+        torch.testing.assert_close(loaded[0](x), expected)
+    bank.close()
+    lora.load_adapter(loaded, tmp_path / "a")
+    torch.testing.assert_close(loaded.eval()[0](x), expected)
+    lora.merge(loaded)
+    torch.testing.assert_close(loaded[0](x), expected)
+
+
+@torch.no_grad()
+def test_a_parameter_that_computes_as_any_other_is_adapted(tmp_path):
+    model, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(2, 8)
+    model[0].weight = Marked(model[0].weight.detach())
+    lora.add_lora(model, "0", r=2)
+    nn.init.normal_(model[0].lora_B)
+    expected = model.eval()(x)
+    lora.save_adapter(model, tmp_path / "a")
+    lora.merge(model)
+    torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize("kind", ["quantized", "offloaded", "lazy"])
+def test_a_head_that_is_read_or_written_has_to_be_there(tmp_path, kind):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    lora.add_lora(model, "0", r=2, modules_to_train=["1"])
+    lora.save_adapter(model, tmp_path / "a")
+    model[1] = ELSEWHERE[kind]()
+    with pytest.raises(ValueError, match=r"1\.weight (is|has no shape).* before it is saved"):
+        lora.save_adapter(model, tmp_path / "b")
+    plain, adapter = nn.Sequential(nn.Linear(8, 8), model[1]), lora.read_adapter(tmp_path / "a")
+    bank = lora.AdapterBank(plain)
+    for take in (lambda: lora.load_adapter(plain, tmp_path / "a"), lambda: bank.add("a", adapter)):
+        with pytest.raises(ValueError, match=r"1\.weight (is|has no shape).* it gets an adapter"):
+            take()
 
 
 def test_a_decomposition_that_fails_leaves_everything_as_it_was():

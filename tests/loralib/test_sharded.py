@@ -3,9 +3,14 @@
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import loralib as lora
@@ -102,6 +107,43 @@ def test_a_model_that_is_sharded_before_it_has_memory(mesh, variant):
         layer.lora_A.fill_(torch.nan)
     lora.start_from_weights(model)
     torch.testing.assert_close(model(x), net()(x))
+
+
+@torch.no_grad()
+def test_a_base_that_is_loaded_into_a_sharded_model_is_no_value_of_lora(mesh):
+    x, base = torch.randn(3, 8), net()
+    with torch.device("meta"):
+        model = net()
+    lora.add_lora(model, ["0", "2"], r=2)
+    model = fsdp_2(model, mesh)
+    model.to_empty(device="cpu")
+    for layer in (model[0], model[2]):
+        layer.lora_A.to_local().data.fill_(torch.nan)
+    options = StateDictOptions(full_state_dict=True, strict=False)
+    set_model_state_dict(model, base.state_dict(), options=options)
+    lora.start_from_weights(model)
+    torch.testing.assert_close(model(x), base(x))
+
+
+@pytest.mark.parametrize("way", ["state", "whole", "parts"])
+@torch.no_grad()
+def test_what_was_loaded_into_a_sharded_model_without_memory_stays(mesh, way):
+    x, trained = torch.randn(3, 8), adapted(net())
+    with torch.device("meta"):
+        model = net()
+    lora.add_lora(model, ["0", "2"], r=2)
+    model = fsdp_2(model, mesh)
+    model.to_empty(device="cpu")
+    state = model.state_dict() if way == "state" else dict(model.named_parameters())
+    for name, tensor in trained.state_dict().items():
+        if way == "whole":
+            state[name].copy_(distribute_tensor(tensor, mesh, state[name].placements))
+        else:
+            state[name].to_local().copy_(tensor)
+    if way == "state":  # which torch.distributed.checkpoint.load fills
+        model.load_state_dict(state)
+    lora.start_from_weights(model)
+    torch.testing.assert_close(model(x), trained(x))
 
 
 @pytest.mark.parametrize("initialization", ["pissa", "olora", "orthogonal"])

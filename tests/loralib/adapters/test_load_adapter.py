@@ -137,7 +137,9 @@ def test_a_base_in_another_precision(saved, caplog, dtype):
 
 def test_what_is_unverified_is_said(saved, tmp_path, caplog):
     lora.load_adapter(WORDS.build().half(), saved())
-    assert "a model in float16 has no fingerprint: unverified" in caplog.text
+    assert (
+        "a model in float16, or quantized or offloaded in part, has no fingerprint" in caplog.text
+    )
     caplog.clear()
     torch.save(lora.lora_state_dict(WORDS.adapted()), tmp_path / "a.pt")
     with caplog.at_level(logging.WARNING):

@@ -271,6 +271,30 @@ def test_elsewhere_an_optimizers_step_counts_as_a_change():
     assert copies[1] is not copies[2]
 
 
+def test_a_write_to_the_frozen_weight_through_data_is_seen_after_a_step(case):
+    layer, x = built(case).eval(), case.x()
+    other = nn.Parameter(torch.ones(1))
+    other.grad = torch.ones(1)
+    with torch.no_grad():
+        layer(x)
+        base_of(layer).weight.data.mul_(2)
+    torch.optim.SGD([other], lr=0.1).step()
+    with torch.no_grad():
+        close(layer(x), reference(layer, x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex128])
+@torch.no_grad()
+def test_a_copy_of_values_that_are_no_numbers_is_used_again(dtype):
+    layer = lora.Linear(6, 4, r=2, dtype=dtype).eval()
+    if dtype is not torch.complex128:
+        layer.lora_A[0, 0] = torch.nan
+    layer(torch.ones(3, 6, dtype=dtype))
+    made = layer._merged_copy
+    layer(torch.ones(3, 6, dtype=dtype))
+    assert layer._merged_copy is made is not None
+
+
 # ---- Where no copy is kept ----
 
 

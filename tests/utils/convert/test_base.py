@@ -177,7 +177,10 @@ def test_a_base_in_float16_has_no_fingerprint(convert, trained, tmp_path, caplog
     write_adapter(source, given.adapter)
     said = convert(source, tmp_path / "a.safetensors", "--base", base)
     assert said["fingerprint"] == given.adapter.metadata.base_fingerprint
-    assert f"{source}: a model in float16 has no fingerprint: unverified" in caplog.text
+    assert (
+        f"{source}: a model in float16, or quantized or offloaded in part, has no fingerprint"
+        in caplog.text
+    )
     silent = replace(given.adapter.metadata, base=None, base_fingerprint=None)
     write_adapter(source, replace(given.adapter, metadata=silent))
     assert "fingerprint" not in convert(source, tmp_path / "b.safetensors", "--base", base)
