@@ -93,7 +93,7 @@ def start_from_weights(model: nn.Module) -> None:
     To be called when a base has been loaded into a model that was built with DoRA, or with an
     initialization that is made of the weights, and before an adapter is. Likewise for any model
     that was adapted on the meta device and has got memory since (`to_empty`): A and B then get
-    their first values.
+    their first values, unless they have been loaded or written to by then.
     """
     for layer in model.modules():
         if isinstance(layer, LoRALayer):
@@ -233,7 +233,7 @@ def merge(module: nn.Module) -> nn.Module:
 
 def _is_finite(layer: LoRALayer) -> bool:
     """Whether a layer's frozen weight is in float16 and finite."""
-    weight = getattr(layer, "frozen_weight", None)  # which layers of other packages may lack
+    weight = _frozen_weight(layer)
     return weight is not None and weight.dtype is torch.float16 and bool(weight.isfinite().all())
 
 
@@ -262,10 +262,14 @@ def _layers_with_updates(model: nn.Module) -> Iterator[tuple[str, LoRALayer]]:
             yield name, layer
 
 
+def _frozen_weight(layer: LoRALayer) -> Tensor | None:
+    return getattr(layer, "frozen_weight", None)  # which layers of other packages may lack
+
+
 def weights_with_updates(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The frozen weights of a model's LoRA layers, and what errors call them."""
     for name, layer in _layers_with_updates(model):
-        weight = getattr(layer, "frozen_weight", None)  # which layers of other packages may lack
+        weight = _frozen_weight(layer)
         if weight is not None:
             yield f"the weight of {name or 'the layer'}", weight
 

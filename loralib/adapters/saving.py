@@ -57,7 +57,8 @@ def save_adapter(
         What a user has to know of the result, a line each, as `write_adapter` does.
 
     Raises:
-        ValueError: the model has no LoRA layers, is sharded, offloaded or quantized.
+        ValueError: the model has no LoRA layers or is sharded; or what has LoRA or is trained is
+            offloaded or quantized.
         NeedsMergingError: the format cannot express the adapter.
         CheckpointError: the adapter is not sound; or the folder is there already.
     """
@@ -85,7 +86,8 @@ def adapter_of(
     of one whose bias alone is trained, the bias. The tensors share their memory with the model's.
 
     Raises:
-        ValueError: the model has no LoRA layers, is sharded, offloaded or quantized.
+        ValueError: the model has no LoRA layers or is sharded; or what has LoRA or is trained is
+            offloaded or quantized.
         CheckpointError: its LoRA layers are of several kinds, which no file holds.
     """
     with without_wrappers(model) as plain:
