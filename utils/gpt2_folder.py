@@ -16,9 +16,10 @@ from transformers.weight_files import read_weights
 
 # The NLG tree is a folder of scripts, not a package.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "NLG" / "src"))
-import model as gpt2
 from family import GPT2
+from model import MODEL_CARDS, GPT2Config, config_of
 from settings_beside import TANH_GELUS, first_difference, settings_beside
+from weights import canonical_names, card_of, load_base
 
 _SHAPE = ("n_embd", "n_layer", "n_head", "vocab_size", "n_positions")
 # The head here, where it is not the embedding.
@@ -55,7 +56,7 @@ def read_gpt2(
     else:
         settings = PretrainedConfig.read_values(name, revision=revision)
         tensors = _plain_weights(read_weights(name, verify=True, revision=revision), name)
-    model = gpt2.load_base(_config(settings, name), tensors, name)
+    model = load_base(_config(settings, name), tensors, name)
     known = None if has_float16(tensors) else fingerprint(tensors, GPT2.of_base)
     return model, known, settings
 
@@ -73,27 +74,27 @@ def is_whole_gpt2(source: str) -> bool:
         return False
     tensors, _ = read_tensors(path)
     has_lora = any("lora_" in name for name in tensors)
-    return not has_lora and gpt2.card_of(gpt2.canonical_names(tensors, source)) is not None
+    return not has_lora and card_of(canonical_names(tensors, source)) is not None
 
 
 def _plain_weights(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
     if any("lora_" in tensor for tensor in tensors):
         raise ValueError(f"{name} holds LoRA weights itself: it is not a plain base")
-    return gpt2.canonical_names(tensors, name)
+    return canonical_names(tensors, name)
 
 
 def _of_shape(tensors: dict[str, Tensor], name: str) -> dict[str, Any]:
-    card = gpt2.card_of(tensors)
+    card = card_of(tensors)
     if card is None:
         raise CheckpointError(
-            f"{name}: holds none of {', '.join(gpt2.MODEL_CARDS)}; give the folder of the model, "
+            f"{name}: holds none of {', '.join(MODEL_CARDS)}; give the folder of the model, "
             "with its config.json, instead"
         )
-    config = gpt2.config_of(card)
+    config = config_of(card)
     return {**_FIXED, **{key: getattr(config, key) for key in _SHAPE}}
 
 
-def _config(settings: dict[str, Any], name: str) -> gpt2.GPT2Config:
+def _config(settings: dict[str, Any], name: str) -> GPT2Config:
     for key, known in (("model_type", ("gpt2",)), ("activation_function", TANH_GELUS)):
         if settings.get(key, known[0]) not in known:
             raise ValueError(f"{name}: its {key} is {settings[key]}, not {known[0]}")
@@ -103,7 +104,7 @@ def _config(settings: dict[str, Any], name: str) -> gpt2.GPT2Config:
     shape = {key: settings[key] for key in _SHAPE}
     epsilon = settings.get("layer_norm_epsilon", _FIXED["layer_norm_epsilon"])
     try:
-        return gpt2.GPT2Config(**shape, layer_norm_epsilon=epsilon)
+        return GPT2Config(**shape, layer_norm_epsilon=epsilon)
     except ValueError as error:
         raise ValueError(f"{name}/{CONFIG_NAME}: {error}") from error
 
@@ -122,11 +123,11 @@ def check_trained_on_card(adapter: Adapter, base: str, settings: dict[str, Any])
     Raises:
         CheckpointError: the base has a card's shape, and computes something else.
     """
-    shapes = {its[:2]: card for card, its in gpt2.MODEL_CARDS.items()}
+    shapes = {its[:2]: card for card, its in MODEL_CARDS.items()}
     card = shapes.get((settings["n_embd"], settings["n_layer"]))
     if card is None:
         return
-    different = first_difference(settings, gpt2.config_of(card))
+    different = first_difference(settings, config_of(card))
     if different is not None:
         field, theirs, ours = different
         raise CheckpointError(

@@ -26,16 +26,9 @@ from loralib.initialization import INITIALIZATIONS
 from loralib.io.tensors import index_of, read_tensors, write_wrapped_tensors
 from loralib.targets import pattern_of_words
 from loralib.training.resume import first_not_finite
-from model import (
-    MODEL_CARDS,
-    GPT2Config,
-    GPT2LMModel,
-    canonical_names,
-    config_of,
-    load_base,
-    own_tensors,
-)
+from model import MODEL_CARDS, GPT2Config, GPT2LMModel, config_of
 from settings_beside import check_settings_beside
+from weights import canonical_names, load_base, own_tensors
 
 logger = logging.getLogger(__name__)
 

@@ -70,7 +70,7 @@ from loralib.training.precision import (
     hold_frozen_in,
 )
 from loralib.training.product_choices import choose_products, frozen_weights
-from model import GPT2LMModel, own_tensors
+from model import GPT2LMModel
 from optimizer import Scheduler, create_adam_optimizer, create_optimizer_scheduler
 from run_state import (
     RESUME_NAME,
@@ -82,6 +82,7 @@ from run_state import (
     write_finished,
     write_run,
 )
+from weights import own_tensors
 
 logger = logging.getLogger(__name__)
 

@@ -25,14 +25,8 @@ from torch import Tensor, nn
 
 import loralib as lora
 from family import DEFAULT_TARGETS, GPT2, TARGETS, enabled_slices, in_order
-from loralib.adapters.loading import lora_layers
-from loralib.errors import CheckpointError, listed
 from loralib.functional import variant_of
-from loralib.initialization import (
-    NoInitialization,
-    check_initialization,
-    deferring_start,
-)
+from loralib.initialization import check_initialization
 from loralib.io.settings import Count, Index, NotNegative, Positive, ShareBelowOne, check_settings
 from loralib.nn.filling import fill, filled_up, recurring
 from loralib.nn.norm import LayerNorm
@@ -340,7 +334,8 @@ class GPT2LMModel(nn.Module):
     """GPT-2 with its head: logits, or the loss of a batch.
 
     Weights are newly initialized: normal with `initializer_range`, biases zero, norms one, LoRA's
-    as in loralib; `load_base` and `loralib.adapters.loading.load_into` bring trained ones.
+    as in loralib; `weights.load_base` and `loralib.adapters.loading.load_into` bring trained
+    ones.
     """
 
     def __init__(self, config: GPT2Config):
@@ -557,172 +552,3 @@ def _cross_entropy(
         x.scatter_add_(1, targets, scales * (label_smooth - 1))
         logits.copy_(x)
     return (losses * factors).sum()
-
-
-# ------------------------------------------------------------------------------------------------
-# Checkpoints
-# ------------------------------------------------------------------------------------------------
-
-_OLD_ENDINGS = {".g": ".weight", ".b": ".bias", ".w": ".weight"}
-# What torch.compile puts into names.
-_OF_COMPILED = "_orig_mod."
-# Buffers of other implementations: the causal mask, and the value that it masks with.
-_NO_WEIGHTS = (".attn.bias", ".attn.masked_bias")
-
-
-def canonical_names(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """The tensors of a GPT-2 file under this model's names.
-
-    Known are names with or without the prefix ``transformer.`` or ``module.transformer.``, those of
-    a compiled model, and those of GPT-2's first files, which end in ``.g``, ``.b`` and ``.w``. The
-    head, tied to the embedding, is left out.
-
-    Raises:
-        CheckpointError: a tensor is there under two names, or the head is not the embedding.
-    """
-    named, head = {}, None
-    for name, tensor in tensors.items():
-        short = name.replace(_OF_COMPILED, "").removeprefix("module.")
-        if short in GPT2.tied:
-            head = tensor
-            continue
-        short = short.removeprefix(GPT2.backbone)
-        if short.endswith(_NO_WEIGHTS):
-            continue
-        for old, new in _OLD_ENDINGS.items():
-            if short.endswith(old):
-                short = short.removesuffix(old) + new
-        if f"{GPT2.backbone}{short}" in named:
-            raise CheckpointError(f"{source}: holds {short} under two names")
-        named[f"{GPT2.backbone}{short}"] = tensor
-    embedding = named.get("transformer.wte.weight")
-    if head is not None and embedding is not None and not torch.equal(head, embedding):
-        raise CheckpointError(
-            f"{source}: its head differs from its token embedding; GPT-2's are one tensor"
-        )
-    return named
-
-
-def load_base(
-    config: GPT2Config,
-    tensors: Mapping[str, Tensor],
-    source: str,
-    new_lora: bool = True,
-    held_in: torch.dtype = torch.float32,
-) -> GPT2LMModel:
-    """A model on trained weights.
-
-    Frozen or not, parameters share their memory with `tensors` where these are float32, or in
-    `held_in`: those of a mapped file are read as they are used. Train them only after copying them.
-
-    Args:
-        config: the shape, and the LoRA.
-        tensors: a complete base under its canonical names, with all LoRA tensors or none (they
-            are then newly initialized).
-        source: names the file in errors.
-        new_lora: whether LoRA tensors that the file lacks are initialized; not where an adapter or
-            a run's state brings them next, because decomposing weights may take minutes.
-        held_in: what weights that LoRA adapts, or stands beside, are going to be held in. Those
-            that the file has in it stay so, and all others are float32.
-
-    Raises:
-        CheckpointError: tensors are missing, unknown or of another shape, or not finite numbers.
-    """
-    with torch.device("meta"), NoInitialization(), deferring_start():
-        model = GPT2LMModel(config)
-    expected = own_tensors(model)
-    _check_base(expected, tensors, source)
-    for name, tensor in tensors.items():
-        is_frozen = config.lora_attn_dim > 0 and "lora_" not in name
-        _set_tensor(
-            model, name, tensor if is_frozen and tensor.dtype == held_in else tensor.float()
-        )
-    for name, tensor in expected.items():
-        if "lora_" in name and name not in tensors:
-            _set_tensor(model, name, torch.empty(tensor.shape))
-    if new_lora and not any("lora_" in name for name in tensors):
-        for layer in lora_layers(model).values():
-            layer.reset_lora_parameters()
-    model.lm_head.decoder.weight = model.transformer.wte.weight
-    return model
-
-
-def own_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All of a model's tensors, tied ones once: parameters and, of LoRA, buffers."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def _set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replaces a parameter, which stays frozen if it is one of LoRA's, or a buffer."""
-    owner, _, last = name.rpartition(".")
-    module = model.get_submodule(owner)
-    old = getattr(module, last)
-    if isinstance(old, nn.Parameter):
-        tensor = nn.Parameter(tensor, requires_grad=old.requires_grad or "lora_" not in name)
-    setattr(module, last, tensor)
-
-
-def _check_base(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], source: str) -> None:
-    lora_given = any("lora_" in name for name in tensors)
-    wanted = {name for name in expected if lora_given or "lora_" not in name}
-    missing, unknown = sorted(wanted - tensors.keys()), sorted(tensors.keys() - expected.keys())
-    card = card_of(tensors)
-    if card not in (None, card_of(expected)):
-        raise CheckpointError(f"{source}: holds a {card}; give --model_card {card}")
-    if card is None and card_of(expected) is not None:
-        _check_shape(expected, tensors, source)
-    for name in sorted(wanted & tensors.keys()):
-        theirs, ours = tuple(tensors[name].shape), tuple(expected[name].shape)
-        if theirs != ours:
-            what = "LoRA of another rank" if "lora_" in name else "a model of another size"
-            raise CheckpointError(
-                f"{source}: is {what}: {name} is {theirs} in the file, {ours} in the model"
-            )
-    for what, names in (("lacks", missing), ("has, unknown to the model,", unknown)):
-        if names:
-            raise CheckpointError(f"{source}: {what} {len(names)} tensors: {listed(names)}")
-    _check_values(tensors, source)
-
-
-def _check_values(tensors: Mapping[str, Tensor], source: str) -> None:
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or tensor.element_size() < 2:
-            kind = str(tensor.dtype).removeprefix("torch.")
-            raise CheckpointError(
-                f"{source}: {name} holds {kind}, which is no weight without the scale that belongs "
-                "to it: give the model in float32, bfloat16 or float16"
-            )
-        # The sum is 40 times as fast: not finite if any value is not, and hardly ever otherwise.
-        if not tensor.sum(dtype=torch.float32).isfinite() and not tensor.isfinite().all():
-            raise CheckpointError(f"{source}: {name} holds values that are not finite")
-
-
-def _check_shape(
-    expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], source: str
-) -> None:
-    """Checks width and blocks of a model that no card means."""
-    theirs = shape_of(tensors)
-    if theirs is not None and theirs != shape_of(expected):
-        cards = ", ".join(f"{card} {its[0]} and {its[1]}" for card, its in MODEL_CARDS.items())
-        raise CheckpointError(
-            f"{source}: holds a GPT-2 of width {theirs[0]} with {theirs[1]} blocks, which is none "
-            f"of the model cards ({cards}): give a base of one of these shapes"
-        )
-
-
-def shape_of(tensors: Mapping[str, Tensor]) -> tuple[int, int] | None:
-    """The width and the number of blocks of tensors under their canonical names.
-
-    None where they have no embedding of tokens, or lack a block.
-    """
-    blocks = {name.split(".")[2] for name in tensors if name.startswith("transformer.h.")}
-    embedding = tensors.get("transformer.wte.weight")
-    if embedding is None or embedding.dim() != 2 or blocks != {*map(str, range(len(blocks)))}:
-        return None
-    return embedding.shape[1], len(blocks)
-
-
-def card_of(tensors: Mapping[str, Tensor]) -> str | None:
-    """The model card that tensors under their canonical names belong to; None if it is unknown."""
-    shape = shape_of(tensors)
-    return next((card for card, (*its, _) in MODEL_CARDS.items() if (*its,) == shape), None)

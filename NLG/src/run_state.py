@@ -32,7 +32,8 @@ from loralib.training.resume import (
     read_state,
     restore,
 )
-from model import GPT2Config, own_tensors
+from model import GPT2Config
+from weights import own_tensors
 
 logger = logging.getLogger(__name__)
 

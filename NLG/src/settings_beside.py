@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from loralib.errors import CheckpointError, first_line
-from model import GPT2Config, card_of, config_of, shape_of
+from model import GPT2Config, config_of
+from weights import card_of, shape_of
 
 logger = logging.getLogger(__name__)
 

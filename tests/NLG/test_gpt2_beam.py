@@ -22,7 +22,8 @@ from loralib.io.tensors import read_tensors
 from loralib.nn import processor, products
 from loralib.nn.ways import WAYS
 from loralib.training import product_choices
-from model import GPT2LMModel, canonical_names, config_of
+from model import GPT2LMModel, config_of
+from weights import canonical_names
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,8 @@ from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.adapters.loading import lora_layers
 from loralib.adapters.peft import CONFIG_NAME, PREFIX, WEIGHTS_NAMES
 from loralib.errors import CheckpointError
-from model import GPT2Config, canonical_names, load_base
+from model import GPT2Config
+from weights import canonical_names, load_base
 
 PEFT = maker.PeftFixture()
 CASES = [case for case in maker.CASES if maker.family_of(case) == "gpt2"]

@@ -17,9 +17,9 @@ import gpt2_ft
 from loralib.io.tensors import read_tensors
 from loralib.lora_layer import LoRALayer
 from loralib.training.locks import sole_use
-from model import own_tensors
 from optimizer import Scheduler
 from run_state import read_run
+from weights import own_tensors
 
 pytestmark = pytest.mark.slow
 

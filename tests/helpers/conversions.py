@@ -211,7 +211,8 @@ def train(base: Path, family: str, bias: str = "none", **settings) -> Trained:
 
 def train_gpt2(base: Path) -> Trained:
     import gpt2_folder
-    from model import GPT2, canonical_names, load_base
+    from family import GPT2
+    from weights import canonical_names, load_base
 
     settings = json.loads((base / "config.json").read_text())
     plain = canonical_names(gpt2_folder.read_weights(base), str(base))

@@ -45,10 +45,11 @@ import make_peft_fixture as maker
 import convert
 from checkpoints import read_base, save_model
 from loralib.adapters.formats import read_adapter, what_forbids, write_adapter
-from model import GPT2Config, load_base
+from model import GPT2Config
 from transformers import AutoModelForSequenceClassification
 from transformers.configuration_utils import LORA_TARGETS
 from transformers.models.auto.modeling_auto import auto_model_for
+from weights import load_base
 
 # Settings of LoRA. DeBERTa's reaches contents alone, which PEFT cannot hold, or positions too.
 ENCODERS = {

@@ -17,7 +17,8 @@ from loralib.adapters.deltas import merge_into
 from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.adapters.loading import lora_layers
 from loralib.errors import NeedsMergingError
-from model import GPT2LMModel, own_tensors
+from model import GPT2LMModel
+from weights import own_tensors
 
 pytestmark = pytest.mark.slow
 

@@ -11,11 +11,12 @@ from gpt2_files import BLOCKS, LORA_A, WIDTH, draw_base, parameters, parse, pref
 
 import loralib as lora
 from checkpoints import open_model, save_model
+from family import GPT2
 from loralib.adapters.formats import read_adapter
 from loralib.errors import CheckpointError
 from loralib.io.tensors import read_tensors
 from loralib.training.precision import hold_frozen_in
-from model import GPT2, canonical_names
+from weights import canonical_names
 
 
 def test_a_lora_file_is_the_release_s_form(lora_path, open_lora, base_path):
