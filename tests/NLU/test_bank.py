@@ -26,7 +26,7 @@ from transformers.configuration_utils import LORA_TARGETS
 
 pytestmark = pytest.mark.slow
 
-DEBERTA = importlib.import_module("transformers.models.deberta_v2.modeling_deberta_v2")
+DEBERTA = importlib.import_module("transformers.models.deberta_v2.attention_deberta_v2")
 FAMILIES = ("roberta", "deberta")
 ALL = tuple(LORA_TARGETS)
 

@@ -34,7 +34,7 @@ from transformers import (
     DebertaV2ForSequenceClassification,
 )
 
-MODELING = importlib.import_module("transformers.models.deberta_v2.modeling_deberta_v2")
+ATTENTION = importlib.import_module("transformers.models.deberta_v2.attention_deberta_v2")
 UPSTREAM = load_file(maker.FIXTURE)
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
@@ -49,7 +49,7 @@ def real(tensor, arguments):
 def path(request, monkeypatch):
     """Attention by either path."""
     cheap = request.param == "padded"
-    monkeypatch.setattr(MODELING.Batch, "_padding_is_cheap", lambda *_: cheap)
+    monkeypatch.setattr(ATTENTION.Batch, "_padding_is_cheap", lambda *_: cheap)
     return request.param
 
 
@@ -193,8 +193,10 @@ def test_losses_and_gradients_of_the_literal_formulas(is_plain, variant, adapted
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_training_computes_what_the_plain_path_does(monkeypatch, dtype, variant, adapted):
     """Logits and all gradients, the last layer's with one query a row."""
-    calls, attend = [], MODELING.attend_rows
-    monkeypatch.setattr(MODELING, "attend_rows", lambda *a, **b: calls.append(a) or attend(*a, **b))
+    calls, attend = [], ATTENTION.attend_rows
+    monkeypatch.setattr(
+        ATTENTION, "attend_rows", lambda *a, **b: calls.append(a) or attend(*a, **b)
+    )
     found = []
     for is_plain in (True, False):
         model = build("classifier", variant, **adapted, **NO_DROPOUT).train()
@@ -218,7 +220,7 @@ def test_training_computes_what_the_plain_path_does(monkeypatch, dtype, variant,
 @pytest.mark.parametrize(("buckets", "furthest"), [(-1, 6), (8, 24), (6, 12), (256, 512), (7, 40)])
 @pytest.mark.parametrize("length", [1, 2, 9, 300])
 def test_relative_rows_are_the_literal_ones(length, buckets, furthest):
-    rows = MODELING.relative_rows(length, buckets, furthest)
+    rows = ATTENTION.relative_rows(length, buckets, furthest)
     literal = literal_rows(length, buckets, furthest)
     expected = [*literal[0].flip(0).tolist(), *literal[1:, 0].tolist()]
     assert list(rows) == expected
@@ -263,7 +265,7 @@ def test_rows_of_very_different_length_are_taken_one_by_one():
     def by_row(lengths, holes=False):
         mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
         mask[0, 2] = 1 - int(holes)
-        return MODELING.Batch(PackedRows(mask), None, heads=12).by_row
+        return ATTENTION.Batch(PackedRows(mask), None, heads=12).by_row
 
     assert by_row([9, 200, 3])
     assert not by_row([30] * 16)

@@ -19,7 +19,7 @@ from transformers import (
     pipeline,
 )
 from transformers.data.data_collator import PackedCollator
-from transformers.models.deberta_v2 import modeling_deberta_v2
+from transformers.models.deberta_v2 import attention_deberta_v2
 
 FAMILIES = ("roberta", "deberta")
 LORA = {"apply_lora": True, "lora_r": 4, "lora_alpha": 8}
@@ -147,13 +147,13 @@ def test_attention_is_one_kernel_in_each_direction(model_of, gpu, batch, family)
 
 def test_products_with_distances_are_aligned(model_of, gpu, batch, monkeypatch):
     """In memory, to 16 bytes: the number of distances is a multiple of 8."""
-    widths, multiply = [], modeling_deberta_v2._products
+    widths, multiply = [], attention_deberta_v2._products
 
     def note(content, distances):
         widths.append(len(distances))
         return multiply(content, distances)
 
-    monkeypatch.setattr(modeling_deberta_v2, "_products", note)
+    monkeypatch.setattr(attention_deberta_v2, "_products", note)
     loss_of(gpu, model_of("deberta", num_labels=3), batch, torch.bfloat16)
     # Rows of 16 columns; the last of two layers has one query a row.
     assert widths == [32, 32, 16, 16]

@@ -1,43 +1,26 @@
 """DeBERTa-v2 with LoRA, as published on its attention's query and value projections.
 
-Disentangled attention depends on two tokens' contents and on the distance between them. With
-content queries Q and keys K, and P, projected embeddings of the distance i - j:
-
-    score(i, j)  =  ( Q_i · K_j  +  Q_i · P_key(i - j)  +  P_query(i - j) · K_j ) / √(d (1 + terms))
-                       content            "c2p"                    "p2c"
-
-Each position term is one product with all distances that occur, and a view of its result: see
-loralib/nn/distances.py. What depends on distances alone is computed once a forward, see `Batch`.
-
-This file goes from the ids to a head's logits. What RoBERTa has as well, the layers around
-attention and the forward passes, is in modeling_encoder.py. The encoder works on packed tokens,
-(tokens, hidden); see loralib/nn/packing.py. adapters.py says where LoRA and bottleneck
-adapters go. Names are upstream's, so that published weights load.
-Source: DeBERTa, arXiv 2006.03654, section 3, with version 2's buckets, shared projections and
-convolution; LoRA, arXiv 2106.09685, section 4.2.
+This file goes from the ids to a head's logits. Attention is in attention_deberta_v2.py; what
+RoBERTa has as well, the layers around attention and the forward passes, is in modeling_encoder.py.
+The encoder works on packed tokens, (tokens, hidden); see loralib/nn/packing.py. adapters.py says
+where LoRA and bottleneck adapters go. Names are upstream's, so that published weights load.
+Source: DeBERTa, arXiv 2006.03654, with version 2's convolution; LoRA, arXiv 2106.09685, section
+4.2.
 """
 
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import loralib as lora
-from loralib.nn.distances import skew
 from loralib.nn.norm import LayerNorm
 from loralib.nn.packing import PackedRows
-from loralib.nn.products import Linear, linear, matmul
-from loralib.nn.routing import for_each_segment
-from loralib.nn.row_attention import attend_rows, trains_on_cpu
+from loralib.nn.products import Linear
 
 from ...activations import ACT2FN
-from ...adapters import projection
 from ...lora_placement import Placed, by_layer
 from ...modeling_encoder import (
     AnyRows,
@@ -56,6 +39,14 @@ from ...modeling_heads import (
 )
 from ...modeling_plain import PaddedRows, PlainAttention, visible
 from ...modeling_utils import PreTrainedModel
+from .attention_deberta_v2 import (
+    SPARE_ON_GPU,
+    Batch,
+    DisentangledSelfAttention,
+    RelativePositions,
+    relative_rows,
+    row_of,
+)
 from .configuration_deberta_v2 import DebertaV2Config
 from .family import DEBERTA_V2
 
@@ -111,355 +102,6 @@ class DebertaV2Embeddings(nn.Module):
                 types = rows.pack(token_type_ids)
             embedded = embedded + self.token_type_embeddings(types)
         return self.dropout(rows.hide_padding(self.LayerNorm(embedded)))
-
-
-# ---- disentangled attention ----
-
-
-def relative_rows(length: int, buckets: int, furthest: int) -> tuple[int, ...]:
-    """Rows of the relative positions' embedding for distances from 1 - length to length - 1.
-
-    Args:
-        length: tokens of the longest sequence.
-        buckets: rows in each direction. Distances up to half of it have a row each, further ones
-            share rows by their logarithm. With 0 or less, each distance has its own row.
-        furthest: distances from this one on are clamped.
-
-    Returns:
-        2 · length - 1 rows, ascending.
-    """
-    return tuple(_row(distance, buckets, furthest) for distance in range(1 - length, length))
-
-
-def _row(distance: int, buckets: int, furthest: int) -> int:
-    span = buckets if buckets > 0 else furthest
-    return min(max(span + _bucket(distance, buckets, furthest), 0), 2 * span - 1)
-
-
-def _bucket(distance: int, buckets: int, furthest: int) -> int:
-    middle = buckets // 2
-    if buckets <= 0 or abs(distance) <= middle:
-        return distance
-    share = math.log(abs(distance) / middle) / math.log((furthest - 1) / middle)
-    bucket = middle + math.ceil(share * (middle - 1))
-    return bucket if distance > 0 else -bucket
-
-
-# Keys and queries of distances, (2 · length - 1, hidden); None for a term that there is not. On a
-# GPU, the length is that of the rows and one more; see `_SPARE_ON_GPU`.
-_Positions = tuple[Tensor | None, Tensor | None]
-
-
-@dataclass(frozen=True)
-class RelativePositions:
-    """The distances within a batch.
-
-    Args:
-        embeddings: (rows, hidden), the rows of the relative positions' embedding that occur.
-        rows: (2 · length - 1,), which of them each distance has, from 1 - length to length - 1.
-        reversed_rows: the same from length - 1 to 1 - length.
-    """
-
-    embeddings: Tensor
-    rows: Tensor
-    reversed_rows: Tensor
-
-
-class Batch:
-    """What all layers use of a batch; made once a forward.
-
-    Args:
-        rows: where its tokens are.
-        relative: its distances; None where attention does not use them.
-        heads: attention heads.
-
-    Attributes:
-        padding: (batch, 1, 1, length), True on padding; None without padding.
-        by_row: attention is computed row by row where nothing is trained.
-        first: as in `PackedRows`.
-        segments: of rows that share an adapter (see loralib/nn/routing.py), each as a batch; none
-            where there is but one.
-    On the plain path, the last three stay empty.
-    """
-
-    def __init__(self, rows: AnyRows, relative: RelativePositions | None, heads: int):
-        self.rows, self.first = rows, rows.first
-        self.relative = relative
-        self.padding, self.by_row = None, False
-        self.segments: list[Batch] = []
-        if isinstance(rows, PackedRows):
-            self._describe_packed(rows, heads)
-
-    def _describe_packed(self, rows: PackedRows, heads: int) -> None:
-        if len(rows.index) < rows.shape.numel():
-            self.padding = ~rows.is_token[:, None, None, :]
-        # On a GPU one kernel takes all rows, and a graph that is compiled for any number of tokens
-        # has no loop over them.
-        at_once = rows.index.is_cuda or torch.compiler.is_compiling()
-        self.by_row = not at_once and not self._padding_is_cheap(heads)
-        if len(rows.segments) > 1:
-            parts = map(rows.part, rows.segments)
-            self.segments = [Batch(part, self.relative, heads) for part in parts]
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether no row has padding between its tokens, so that its length says its distances."""
-        return self.rows.spans == self.rows.lengths
-
-    def _padding_is_cheap(self, heads: int) -> bool:
-        """Whether attention over padding costs less than taking rows one by one.
-
-        On a CPU a row costs about 0.5 ms of calls, a score about 60 ns.
-        """
-        rows, (count, longest) = self.rows, self.rows.shape
-        wasted = heads * (count * longest**2 - sum(length**2 for length in rows.lengths))
-        return wasted < 8_000 * count or not self.is_dense
-
-
-class DisentangledSelfAttention(nn.Module):
-    """Multi-head attention to contents and distances, without its output projection.
-
-    Where keys are shared, the content's projections are the distances' too: the query's those of
-    the "p2c" term, the key's those of "c2p". As in the release, LoRA reaches contents alone, and
-    distances are projected by the frozen weight. With `config.lora_positions` it reaches both, as
-    PEFT's does: in a batch with several such adapters each segment has distances of its own, and
-    attention takes segment after segment. See loralib/nn/positions.py.
-
-    Attributes:
-        shared_with_positions: names of the projections that are the distances' too.
-        lora_positions: whether LoRA in these reaches distances.
-    """
-
-    def __init__(self, config: DebertaV2Config, placed: Mapping[str, Placed]):
-        super().__init__()
-        width = config.hidden_size
-        self.heads = config.num_attention_heads
-        self.dropout_p = config.attention_probs_dropout_prob
-        self.scale = (width // self.heads * (1 + len(config.pos_att_type))) ** -0.5
-        self.query_proj = projection(config, placed, "query", width, width)
-        self.key_proj = projection(config, placed, "key", width, width)
-        self.value_proj = projection(config, placed, "value", width, width)
-        terms = config.pos_att_type if config.relative_attention else ()
-        self.c2p, self.p2c = "c2p" in terms, "p2c" in terms
-        self.config = config
-        self.share_att_key, self.lora_positions = config.share_att_key, config.lora_positions
-        self.pos_dropout = lora.Dropout(config.hidden_dropout_prob)
-        if self.c2p and not self.share_att_key:
-            self.pos_key_proj = Linear(width, width)
-        if self.p2c and not self.share_att_key:
-            self.pos_query_proj = Linear(width, width)
-
-    @property
-    def shared_with_positions(self) -> tuple[str, ...]:
-        """Names of the projections that are the distances' too."""
-        if not self.share_att_key:
-            return ()
-        terms = {"key_proj": self.c2p, "query_proj": self.p2c}
-        return tuple(name for name, is_there in terms.items() if is_there)
-
-    def unshare_positions(self) -> None:
-        """Gives distances projections of their own, which compute what the shared ones do."""
-        for name in self.shared_with_positions:
-            setattr(self, f"pos_{name}", _plain_copy(self.get_submodule(name)))
-        self.share_att_key = self.config.share_att_key = False
-
-    def _position_projection(self, name: str) -> Callable[[Tensor], Tensor]:
-        """What projects distances for a term: (n, hidden) -> the same."""
-        if name not in self.shared_with_positions:
-            return self.get_submodule(f"pos_{name}")
-        shared = self.get_submodule(name)
-        if isinstance(shared, lora.Linear) and not self.lora_positions:
-            return partial(linear, weight=shared.weight, bias=shared.bias)
-        return shared
-
-    def forward(
-        self,
-        hidden: Tensor,
-        queries: Tensor,
-        batch: Batch,
-        plain: PlainAttention | None = None,
-    ) -> Tensor:
-        """What `queries` gather from `hidden`.
-
-        Args:
-            hidden: (tokens, hidden).
-            queries: the same or, for each row's first token alone, (batch, hidden).
-            batch: which tokens make a row.
-            plain: as in `EncoderLayer.forward`.
-
-        Returns:
-            The same shape as `queries`.
-        """
-        q, k, v = self.query_proj(queries), self.key_proj(hidden), self.value_proj(hidden)
-        positions = self._project_positions(batch)
-        if plain is not None:
-            return self._attend_plainly(q, k, v, positions, plain)
-        if not batch.segments:
-            return self._attend_segment(q, k, v, positions[0], batch)
-        of_keys = [len(segment.rows.index) for segment in batch.segments]
-        firsts = [len(segment.first) for segment in batch.segments]
-        of_queries = of_keys if len(q) == len(k) else firsts
-        tensors = (q.split(of_queries), k.split(of_keys), v.split(of_keys))
-        parts = zip(*tensors, positions, batch.segments, strict=True)
-        return torch.cat([self._attend_segment(*part) for part in parts])
-
-    def _project_positions(self, batch: Batch) -> list[_Positions]:
-        """For each segment, keys and queries of distances, scaled.
-
-        Keys go from key - query = 1 - length to length - 1, as in the picture at the module's head;
-        queries go from query - key = 1 - length to length - 1.
-        """
-        relative = batch.relative
-        keys = queries = [None] * len(batch.rows.segments)
-        if relative is None:
-            return list(zip(keys, queries, strict=True))
-        embeddings = self.pos_dropout(relative.embeddings)
-        if self.c2p:
-            project = self._position_projection("key_proj")
-            keys = self._of_distances(project, embeddings, relative.reversed_rows)
-        if self.p2c:
-            project = self._position_projection("query_proj")
-            queries = self._of_distances(project, embeddings, relative.rows)
-        return list(zip(keys, queries, strict=True))
-
-    def _of_distances(
-        self, project: Callable[[Tensor], Tensor], embeddings: Tensor, rows: Tensor
-    ) -> list[Tensor]:
-        """For each segment, the scaled projections of these rows of the embeddings."""
-        projected = for_each_segment(project, embeddings)
-        return [(each * self.scale).index_select(0, rows) for each in projected]
-
-    def _attend_plainly(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: list[_Positions], plain: PlainAttention
-    ) -> Tensor:
-        """All rows at once, with attention's probabilities at hand."""
-        query, key = (plain.by_head(x, self.heads) for x in (q, k))
-        parts = zip(positions, plain.rows.segments, strict=True)
-        scores = [_position_scores(query[part], key[part], *terms) for terms, part in parts]
-        of_positions = None if scores[0] is None else torch.cat(scores)
-        dropout_p = self.dropout_p if self.training else 0.0
-        return plain.attend(q, k, v, self.heads, dropout_p, self.scale, of_positions)
-
-    def _attend_segment(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: _Positions, batch: Batch
-    ) -> Tensor:
-        """Attention within rows that share an adapter; `batch` is theirs."""
-        dropout_p = self.dropout_p if self.training else 0.0
-        if trains_on_cpu(q, k, v, *positions, dropout_p=dropout_p) and batch.is_dense:
-            settings = {"scale": self.scale, "c2p": positions[0], "p2c": positions[1]}
-            return attend_rows(q, k, v, batch.rows.lengths, self.heads, dropout_p, **settings)
-        attend = self._attend_rows if batch.by_row else self._attend_padded
-        return attend(q, k, v, positions, batch)
-
-    def _attend_rows(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: _Positions, batch: Batch
-    ) -> Tensor:
-        """Row by row: no padding."""
-        lengths = batch.rows.lengths
-        of_queries = lengths if len(q) == len(k) else [1] * len(lengths)
-        parts = zip(q.split(of_queries), k.split(lengths), v.split(lengths), strict=True)
-        attended = [self._attend(*(x[None] for x in row), positions, None) for row in parts]
-        return torch.cat([row[0] for row in attended])
-
-    def _attend_padded(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: _Positions, batch: Batch
-    ) -> Tensor:
-        """All rows at once, over the padded batch."""
-        rows = batch.rows
-        if len(q) != len(k):
-            q, k, v = q[:, None], rows.pad(k), rows.pad(v)
-            return self._attend(q, k, v, positions, batch.padding)[:, 0]
-        return rows.pack(self._attend(*map(rows.pad, (q, k, v)), positions, batch.padding))
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        positions: _Positions,
-        padding: Tensor | None,
-    ) -> Tensor:
-        """Attention of (batch, queries, hidden) to (batch, keys, hidden)."""
-        query, key, value = (x.unflatten(2, (self.heads, -1)) for x in (query, key, value))
-        bias = _position_scores(query, key, *positions)
-        if bias is not None and padding is not None:
-            bias = bias.masked_fill(padding, float("-inf"))
-        elif padding is not None:
-            bias = ~padding
-        parts = (x.transpose(1, 2) for x in (query, key, value))
-        dropout_p = self.dropout_p if self.training else 0.0
-        return _attention(*parts, bias, self.scale, dropout_p).transpose(1, 2).flatten(2)
-
-
-def _plain_copy(layer: nn.Linear) -> nn.Linear:
-    """A linear layer with a copy of another's weight and bias, and without its LoRA."""
-    copy = nn.Linear(layer.in_features, layer.out_features, device="meta")
-    for name in ("weight", "bias"):
-        own = getattr(layer, name)
-        setattr(copy, name, nn.Parameter(own.detach().clone(), requires_grad=own.requires_grad))
-    return copy.train(layer.training)
-
-
-# Distances that are multiplied with and not read: as many queries as keys have an odd number of
-# them, which is not aligned in memory, as a GPU's fast kernels need it.
-_SPARE_ON_GPU = 1
-
-
-def _position_scores(
-    query: Tensor, key: Tensor, pos_key: Tensor | None, pos_query: Tensor | None
-) -> Tensor | None:
-    """The position terms, (batch, heads, queries, keys), or None without any.
-
-    Args:
-        query: (batch, queries, heads, dim), of the first tokens of the rows.
-        key: (batch, keys, heads, dim).
-        pos_key, pos_query: as `_project_positions` gives them, for rows at least as long as these.
-    """
-    terms = []
-    queries, keys = query.shape[1], key.shape[1]
-    spare = _SPARE_ON_GPU if query.is_cuda and queries > 1 else 0
-    if pos_key is not None:
-        zero = len(pos_key) // 2
-        pos_key = pos_key[zero - queries + 1 : zero + keys + spare]
-        terms.append(skew(_products(query, pos_key), keys))
-    if pos_query is not None:
-        zero = len(pos_query) // 2
-        pos_query = pos_query[zero - keys + 1 : zero + queries + spare]
-        terms.append(skew(_products(key, pos_query), queries).transpose(-1, -2))
-    return sum(terms[1:], terms[0]).transpose(0, 1) if terms else None
-
-
-def _products(content: Tensor, positions: Tensor) -> Tensor:
-    """(batch, tokens, heads, dim), (distances, hidden) -> (heads, batch, tokens, distances)."""
-    batch, tokens, heads, dim = content.shape
-    by_head = positions.view(-1, heads, dim).permute(1, 2, 0)
-    products = matmul(content.reshape(-1, heads, dim).transpose(0, 1), by_head)
-    return products.unflatten(1, (batch, tokens))
-
-
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    dropout_p: float,
-) -> Tensor:
-    """Attention of (batch, heads, length, dim).
-
-    `bias` is added to the scores, or is False where no token may look.
-    """
-    if dropout_p == 0 or query.is_cuda:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=bias, dropout_p=dropout_p, scale=scale
-        )
-    # On a CPU, PyTorch's fused attention has no dropout, and its dropout is slow.
-    scores = (query * scale) @ key.transpose(2, 3)
-    if bias is not None and bias.dtype == torch.bool:
-        scores = scores.masked_fill(~bias, float("-inf"))
-    elif bias is not None:
-        scores = scores + bias
-    return lora.dropout(scores.softmax(dim=-1), dropout_p, training=True) @ value
 
 
 # ---- encoder ----
@@ -534,7 +176,7 @@ class DebertaV2Encoder(Encoder):
         if not config.relative_attention or not config.pos_att_type:
             return None
         first, last = (
-            _row(distance, config.position_buckets, config.furthest)
+            row_of(distance, config.position_buckets, config.furthest)
             for distance in (1 - length, length - 1)
         )
         embeddings = self.rel_embeddings.weight[first : last + 1]
@@ -570,7 +212,7 @@ class DebertaV2Encoder(Encoder):
         spare = 0
         if isinstance(rows, PackedRows) and rows.index.is_cuda:
             rows = rows.widened(-(-rows.shape[1] // _ALIGNED) * _ALIGNED)
-            spare = _SPARE_ON_GPU
+            spare = SPARE_ON_GPU
         length = self.config.max_position_embeddings if tracing else rows.shape[1]
         relative = self.relative_positions(length + spare)
         return Batch(rows, relative, self.config.num_attention_heads)
