@@ -16,6 +16,7 @@ from .initialization import (
     start_is_deferred,
     starts_from_weight,
 )
+from .nn.bits import bits_of
 from .nn.dropout import Dropout
 from .nn.plain import has_mode, is_transformed
 from .wrappers import has_own_forward, is_managed, is_sharded
@@ -364,15 +365,9 @@ _PLAIN = {Tensor, nn.Parameter}
 def _are_same(kept: list[Tensor], update: list[Tensor]) -> bool:
     """Whether an update has the bits that it had; of what is not on a CPU the stamp tells."""
     pairs = zip(kept, update, strict=True)
-    return all(torch.equal(_bits(was), _bits(t)) for was, t in pairs if t.is_cpu)
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """A tensor's values as integers, as NaN equals nothing."""
-    return tensor.detach().view(_INTEGERS.get(tensor.element_size(), tensor.dtype))
+    return all(
+        torch.equal(bits_of(was.detach()), bits_of(t.detach())) for was, t in pairs if t.is_cpu
+    )
 
 
 @torch.no_grad()

@@ -28,15 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .bits import bits_of, integer_of
 from .plain import is_plain, is_transformed
 
 _VALUES = 2**16  # that p is a share of
-_SAME_SIZE_INTEGER = {
-    torch.float64: torch.int64,
-    torch.float32: torch.int32,
-    torch.float16: torch.int16,
-    torch.bfloat16: torch.int16,
-}
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def _check_probability(p: float) -> None:
@@ -90,8 +86,7 @@ def apply_mask(x: Tensor, mask: Tensor, p: float) -> Tensor:
 
 def zero_dropped(x: Tensor, mask: Tensor) -> Tensor:
     """`apply_mask` without the scaling, for where a product that follows can do it."""
-    integer = _SAME_SIZE_INTEGER[x.dtype]
-    return mask.to(integer).bitwise_and_(x.contiguous().view(integer)).view(x.dtype)
+    return mask.to(integer_of(x.dtype)).bitwise_and_(bits_of(x.contiguous())).view(x.dtype)
 
 
 def kept_scale(p: float) -> float:
@@ -130,7 +125,7 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
     _check_probability(p)
     if not training or p == 0:
         return x
-    fast = x.device.type == "cpu" and x.dtype in _SAME_SIZE_INTEGER and p < 1
+    fast = x.device.type == "cpu" and x.dtype in _DTYPES and p < 1
     if not fast or is_plain() or torch.compiler.is_compiling() or is_transformed(x):
         return F.dropout(x, p)
     return _ApplyMask.apply(x, keep_mask(x.shape, p), p)

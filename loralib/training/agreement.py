@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .. import __version__
 from ..errors import TrainingError
 from ..io.digests import shown
+from ..nn.bits import bits_of
 from .distributed import gather_objects, gather_on_first
 
 logger = logging.getLogger(__name__)
@@ -118,7 +119,6 @@ def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     }
 
 
-_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # How many values are read at a time: on a CPU, what stays in its cache.
 _BLOCK = {"cpu": 2**16}
 _LARGE_BLOCK = 2**24
@@ -130,11 +130,7 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
     It is taken modulo 2⁶⁴, so that the order of the additions does not matter, as it would to sums
     of the values. An odd factor loses no bit: a single value that differs always shows.
     """
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    if tensor.dtype is not torch.bool:
-        tensor = tensor.contiguous().view(_WHOLE[tensor.element_size()])
-    blocks = tensor.reshape(-1).split(_BLOCK.get(tensor.device.type, _LARGE_BLOCK))
+    blocks = bits_of(tensor).reshape(-1).split(_BLOCK.get(tensor.device.type, _LARGE_BLOCK))
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     factors = 2 * torch.arange(len(blocks[0]), device=tensor.device) + 1
     for block in blocks:
