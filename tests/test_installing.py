@@ -5,6 +5,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
 from fnmatch import fnmatch
 from pathlib import Path
@@ -178,8 +179,39 @@ def test_an_environment_of_another_python_is_named(tmp_path):
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
         "make_environment.sh: error: .venv is of Python 3.9.2, and has to be of Python 3.10 to "
-        "3.13: remove it (rm -r .venv) and run this again\n"
+        "3.14: remove it (rm -r .venv) and run this again\n"
     )
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_an_environment_of_another_folder_is_named(tmp_path, is_moved):
+    """Its commands, and an editable installation, name the folder that it was made in."""
+    first, second = tmp_path / "first", tmp_path / "second's"
+    script = Path("utils/make_environment.sh")
+    (first / "utils").mkdir(parents=True)
+    shutil.copy(ROOT / script, first / script)
+    venv.create(first / ".venv", with_pip=False)
+    if is_moved:
+        first.rename(second)
+    else:
+        shutil.copytree(first, second, symlinks=True)
+    done = subprocess.run(["bash", second / script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"make_environment.sh: error: .venv belongs to another folder, {first}/.venv, and would "
+        "run what is there: remove it (rm -r .venv) and run this again\n"
+    )
+
+
+def test_an_environment_is_its_folder_s_through_a_link_too(tmp_path):
+    script = Path("utils/make_environment.sh")
+    (tmp_path / "folder/utils").mkdir(parents=True)
+    shutil.copy(ROOT / script, tmp_path / "folder" / script)
+    venv.create(tmp_path / "folder/.venv", with_pip=False)
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    done = subprocess.run(["bash", tmp_path / "link" / script], capture_output=True, text=True)
+    assert "another folder" not in done.stderr
+    assert "constraints.txt" in done.stderr  # which comes next, and is not there
 
 
 def test_the_fork_asks_for_this_library():

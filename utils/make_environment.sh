@@ -3,7 +3,7 @@
 #
 #   bash utils/make_environment.sh [--with-tests]
 #
-# PYTHON names the interpreter to make it with (default: the first of python3, python3.13 … 3.10).
+# PYTHON names the interpreter to make it with (default: the first of python3, python3.14 … 3.10).
 set -euo pipefail
 
 case $* in
@@ -24,27 +24,41 @@ die() {
     exit 1
 }
 
+case $(uname -s) in
+MINGW* | MSYS* | CYGWIN*) die "on Windows, run this in WSL: see docs/installing.md" ;;
+esac
+
 is_supported() {
-    "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
+    "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null
 }
 
 find_python() {
     if [ -n "${PYTHON:-}" ]; then
-        is_supported "$PYTHON" || die "PYTHON=$PYTHON is not a Python 3.10 to 3.13"
+        is_supported "$PYTHON" || die "PYTHON=$PYTHON is not a Python 3.10 to 3.14"
         echo "$PYTHON"
         return
     fi
-    for name in python3 python3.13 python3.12 python3.11 python3.10; do
+    for name in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
         if is_supported "$name"; then
             echo "$name"
             return
         fi
     done
-    die "needs Python 3.10 to 3.13; install one, or name it: PYTHON=/path/to/python3.11 bash $0"
+    die "needs Python 3.10 to 3.14; install one, or name it: PYTHON=/path/to/python3.11 bash $0"
 }
 
+# Which folder the commands in .venv/bin belong to: they name it.
+folder_of_venv() {
+    # shellcheck disable=SC1091
+    (set +u && . .venv/bin/activate && echo "$VIRTUAL_ENV")
+}
+
+if [ -f .venv/bin/activate ] && ! [ "$(folder_of_venv)" -ef .venv ]; then
+    die ".venv belongs to another folder, $(folder_of_venv), and would run what is there: remove it" \
+        "(rm -r .venv) and run this again"
+fi
 if [ -x .venv/bin/python ] && ! is_supported .venv/bin/python; then
-    die ".venv is of $(.venv/bin/python --version), and has to be of Python 3.10 to 3.13: remove" \
+    die ".venv is of $(.venv/bin/python --version), and has to be of Python 3.10 to 3.14: remove" \
         "it (rm -r .venv) and run this again"
 fi
 if [ ! -x .venv/bin/python ]; then
