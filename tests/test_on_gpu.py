@@ -70,9 +70,10 @@ def test_what_is_hidden_and_what_a_subprocess_sees(tmp_path, given, flags):
 @pytest.mark.slow
 def test_tests_of_a_gpu(seeing_gpus):
     """All that are marked, in a process of their own, where there is a GPU."""
-    found = run("-c", "import torch; print(torch.cuda.is_available())", environment=seeing_gpus)
-    if found.stdout.strip() != "True":
+    found = run("-c", "import torch; print(torch.cuda.device_count())", environment=seeing_gpus)
+    if int(found.stdout) == 0:
         pytest.skip("there is no GPU")
-    result = run("-m", "pytest", "-m", "gpu", environment=seeing_gpus)
+    result = run("-m", "pytest", "-rs", "-m", "gpu", environment=seeing_gpus)
     assert result.returncode == 0, result.stdout
-    assert "skipped" not in result.stdout
+    skipped = [line for line in result.stdout.splitlines() if line.startswith("SKIPPED")]
+    assert all(int(found.stdout) < 2 and "needs two GPUs" in line for line in skipped)

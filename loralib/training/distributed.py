@@ -81,13 +81,17 @@ def _check_kernels(device: torch.device) -> None:
     if len(built) < max(len(names), 1):
         return  # names that are unknown, or none
     own = torch.cuda.get_device_capability(device)
-    known = [((int(match["major"]), int(match["minor"])), match) for match in built]
-    for architecture, match in known:
+    known = [(int(match["major"]), int(match["minor"])) for match in built]
+    for architecture, match in zip(known, built, strict=True):
         is_later = own >= architecture and (match["kind"] == "compute" or own[0] == architecture[0])
         if own == architecture or (is_later and not match["alone"]):
             return
-    is_old = own < max(architecture for architecture, _ in known)
-    way_out = "an older CUDA, such as 12.6 for V100" if is_old else "a newer CUDA"
+    if own < min(known):
+        way_out = "an older CUDA, such as 12.6 for V100"
+    elif own > max(known):
+        way_out = "a newer CUDA"
+    else:
+        way_out = f"another CUDA; this one has {', '.join(names)}"
     raise ValueError(
         f"PyTorch {torch.__version__} has no kernels for {torch.cuda.get_device_name(device)} "
         f"(sm_{own[0]}{own[1]}): install its build for {way_out}"

@@ -166,6 +166,18 @@ def test_no_layer_aligns_its_scores(model_of, gpu, batch):
     assert gpu.launches["constant_pad_nd"] == 1
 
 
+@pytest.mark.parametrize("terms", ["c2p", "p2c", "p2c|c2p"])
+@pytest.mark.parametrize("length", [16, 11])
+def test_attention_is_one_kernel_without_padding(model_of, gpu, terms, length):
+    """Rows of one length, whose scores no mask makes new."""
+    model = model_of("deberta", pos_att_type=terms).train()
+    ids = torch.arange(2, 2 + length).expand(3, -1)
+    rows = {"input_ids": ids, "labels": torch.zeros(3, dtype=torch.long)}
+    loss_of(gpu, model, rows, torch.float16).backward()
+    assert gpu.launches["_scaled_dot_product_efficient_attention"] == 2  # layers
+    assert gpu.launches["constant_pad_nd"] <= 1  # once a batch
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float16_waits_for_the_scaler_alone(make_trainer, model_of, gpu, family):
     steps = Steps(gpu)

@@ -86,7 +86,17 @@ def _flash_backward(
     return attention.backward(grad, query, key, value)[:3]
 
 
+def _check_bias(bias):
+    """As the real one does: of another bias, PyTorch takes another kernel or a copy."""
+    if bias is None:
+        return
+    strides = [stride for size, stride in zip(bias.shape, bias.stride(), strict=True) if size > 1]
+    if strides and (bias.stride(-1) != 1 or any(stride % 8 for stride in strides[:-1])):
+        raise RuntimeError(f"a bias with strides of {bias.stride()} is not aligned")
+
+
 def _efficient(query, key, value, bias, compute_lse, dropout_p=0.0, causal=False, *, scale=None):
+    _check_bias(bias)
     seed = torch.randint(2**31, (2,))
     out = _Attention(bias, scale, causal, dropout_p, int(seed[0])).forward(query, key, value)
     return out, out[..., 0].float(), seed[0], seed[1]

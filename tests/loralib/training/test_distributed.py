@@ -41,6 +41,7 @@ WHEELS = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
         (WHEELS, (7, 0), "an older CUDA, such as 12.6 for V100"),
         (["sm_70", *WHEELS], (7, 0), None),
         (WHEELS, (13, 0), "a newer CUDA"),
+        (WHEELS, (11, 0), "another CUDA; this one has sm_75, sm_80, sm_86, sm_90, sm_100, sm_120"),
         ([*WHEELS, "compute_120"], (13, 0), None),
         ([*WHEELS, "compute_120a"], (13, 0), "a newer CUDA"),
         ([*WHEELS, "compute_120"], (7, 0), "an older CUDA"),

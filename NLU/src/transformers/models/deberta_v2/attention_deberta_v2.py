@@ -344,7 +344,11 @@ def _position_scores(
         zero = len(pos_query) // 2
         pos_query = pos_query[zero - keys + 1 : zero + queries + spare]
         terms.append(skew(_products(key, pos_query), queries).transpose(-1, -2))
-    return sum(terms[1:], terms[0]).transpose(0, 1) if terms else None
+    if not terms:
+        return None
+    scores = sum(terms[1:], terms[0])
+    # A term alone is a view, whose rows a GPU's fast kernels refuse, or copy in every layer.
+    return (scores.contiguous() if query.is_cuda else scores).transpose(0, 1)
 
 
 def _products(content: Tensor, positions: Tensor) -> Tensor:
