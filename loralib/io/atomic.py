@@ -242,7 +242,9 @@ def atomic_write_folder(path: str | os.PathLike) -> Iterator[Path]:
             for file in temporary.iterdir():
                 _sync(file)
             sync_folder(temporary)
-        temporary.chmod(0o777 & ~_umask())
+        # mkdtemp makes folders for their owner alone; a shared folder's setgid bit is inherited.
+        special = temporary.stat().st_mode & 0o7000
+        temporary.chmod(special | 0o777 & ~_umask())
         try:
             temporary.replace(path)
         except OSError:

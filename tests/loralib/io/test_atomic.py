@@ -105,6 +105,22 @@ def test_a_folder_is_written_atomically(tmp_path):
 
 
 @posix
+def test_a_folder_within_a_shared_one_stays_its_group_s(tmp_path, monkeypatch):
+    """On Linux a new folder has the setgid bit of the one around it; here it gets it anywhere."""
+    make = tempfile.mkdtemp
+
+    def mkdtemp(**places) -> str:
+        name = make(**places)
+        os.chmod(name, 0o2700)
+        return name
+
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    with atomic_write_folder(tmp_path / "new"):
+        pass
+    assert oct(stat.S_IMODE((tmp_path / "new").stat().st_mode)) == oct(0o2000 | 0o777 & ~umask())
+
+
+@posix
 def test_what_a_kill_leaves_of_a_folder_is_removed_by_the_next_call(tmp_path):
     code = (
         "import os, signal, sys; from loralib.io.atomic import atomic_write_folder as write\n"
