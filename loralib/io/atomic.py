@@ -29,6 +29,9 @@ class NoSpaceError(OSError):
 # The system's error numbers of a disk without room, and of a quota that is used up.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
+# What file systems answer that have no way to sync a folder, such as some network file systems.
+_NO_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOTTY)
+
 # Stands after a file's name in that of its temporary file, by which it is known as one of ours.
 _HALF = ".half-"
 _HALF_WRITTEN = re.compile(rf"\..+{re.escape(_HALF)}[a-z0-9_]{{8}}(\.\w+)?")
@@ -357,10 +360,17 @@ def remove_leftovers(folder: str | os.PathLike) -> None:
 
 
 def sync_folder(folder: str | os.PathLike) -> None:
-    """Makes the renames within `folder` survive a power cut, where the system has a way to."""
-    if os.name == "posix":
+    """Makes the renames within `folder` survive a power cut, where there is a way to."""
+    if os.name != "posix":
+        return
+    try:
         handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    except PermissionError:
+        return  # files may be written there, and not listed
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise OSError(error.errno, error.strerror, str(folder)) from error
+    finally:
+        os.close(handle)

@@ -539,6 +539,44 @@ def test_errors_of_the_disk_name_the_file(tmp_path, code):
     assert names(tmp_path) == ["file.txt"]
 
 
+@posix
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOTTY])
+def test_a_folder_that_cannot_be_synced(tmp_path, monkeypatch, code):
+    """As on some network file systems."""
+    fail_for_folders(monkeypatch, "fsync", code)
+    write(tmp_path / "file")
+    with atomic_write_folder(tmp_path / "folder"):
+        pass
+    assert names(tmp_path) == ["file", "folder"]
+
+
+@posix
+def test_a_folder_that_cannot_be_listed_is_written_in(tmp_path, monkeypatch):
+    fail_for_folders(monkeypatch, "open", errno.EACCES)
+    write(tmp_path / "file")
+    assert names(tmp_path) == ["file"]
+
+
+@posix
+def test_an_error_of_the_disk_names_the_folder(tmp_path, monkeypatch):
+    fail_for_folders(monkeypatch, "fsync", errno.EIO)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)) as caught:
+        write(tmp_path / "file")
+    assert caught.value.filename == str(tmp_path)
+
+
+def fail_for_folders(monkeypatch, name: str, code: int) -> None:
+    """Has a function of `os` fail where what it is given is a folder."""
+    function = getattr(os, name)
+
+    def fails(file, *more, **options):
+        if os.path.isdir(file):
+            raise OSError(code, os.strerror(code), *(() if isinstance(file, int) else (file,)))
+        return function(file, *more, **options)
+
+    monkeypatch.setattr(os, name, fails)
+
+
 def test_errors_of_other_files_stay_as_they_are(tmp_path):
     others = (FileNotFoundError(errno.ENOENT, "missing", "another"), ConnectionResetError(104, "x"))
     for error in others:
