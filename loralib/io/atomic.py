@@ -71,7 +71,7 @@ def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
     try:
         with _errors_of(path, temporary):
             yield temporary
-            _sync(temporary)
+            sync_file(temporary)
         # mkstemp makes files for their owner alone.
         exists = target.exists()
         temporary.chmod(target.stat().st_mode & 0o777 if exists else 0o666 & ~_umask())
@@ -243,7 +243,7 @@ def atomic_write_folder(path: str | os.PathLike) -> Iterator[Path]:
         with _errors_of(path, temporary):
             yield temporary
             for file in temporary.iterdir():
-                _sync(file)
+                sync_file(file)
             sync_folder(temporary)
         # mkdtemp makes folders for their owner alone; a shared folder's setgid bit is inherited.
         special = temporary.stat().st_mode & 0o7000
@@ -341,9 +341,22 @@ def _replace_folder(complete: Path, path: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def sync_file(path: str | os.PathLike) -> None:
+    """Makes what was written to a file survive a power cut."""
     with open(path, "rb+") as file:
-        os.fsync(file.fileno())
+        _sync(file.fileno())
+
+
+def _sync(handle: int) -> None:
+    full = getattr(fcntl, "F_FULLFSYNC", None) if os.name == "posix" else None
+    if full is not None:  # Apple's fsync does not wait for the disk
+        try:
+            fcntl.fcntl(handle, full)
+            return
+        except OSError as error:
+            if error.errno == errno.EIO:
+                raise
+    os.fsync(handle)
 
 
 def _umask() -> int:
@@ -368,7 +381,7 @@ def sync_folder(folder: str | os.PathLike) -> None:
     except PermissionError:
         return  # files may be written there, and not listed
     try:
-        os.fsync(handle)
+        _sync(handle)
     except OSError as error:
         if error.errno not in _NO_SYNC:
             raise OSError(error.errno, error.strerror, str(folder)) from error

@@ -11,12 +11,14 @@ import sys
 import tempfile
 import threading
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
 from loralib.errors import CheckpointError, DiskFullError
+from loralib.io import atomic
 from loralib.io.atomic import atomic_write, atomic_write_folder, check_apart, replacing_folder
 from loralib.io.tensors import read_tensors, write_tensors, write_torch, write_wrapped_tensors
 
@@ -563,6 +565,26 @@ def test_an_error_of_the_disk_names_the_folder(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=os.strerror(errno.EIO)) as caught:
         write(tmp_path / "file")
     assert caught.value.filename == str(tmp_path)
+
+
+@posix
+@pytest.mark.parametrize("code", [None, errno.ENOTSUP, errno.EIO])
+def test_on_a_mac_what_is_written_reaches_the_disk(tmp_path, monkeypatch, code):
+    """Its fsync does not wait for that; what does, some file systems refuse."""
+    called = []
+
+    def fcntl(handle: int, command: int) -> None:
+        called.append(command)
+        if code is not None:
+            raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(atomic.fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(atomic.fcntl, "fcntl", fcntl)
+    monkeypatch.setattr(os, "fsync", lambda handle: called.append("fsync"))
+    with pytest.raises(OSError, match="file") if code == errno.EIO else nullcontext():
+        write(tmp_path / "file")
+    # Of the file, and of its folder.
+    assert called == {None: [51, 51], errno.ENOTSUP: [51, "fsync"] * 2, errno.EIO: [51]}[code]
 
 
 def fail_for_folders(monkeypatch, name: str, code: int) -> None:
