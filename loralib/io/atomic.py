@@ -75,10 +75,21 @@ def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
         # mkstemp makes files for their owner alone.
         exists = target.exists()
         temporary.chmod(target.stat().st_mode & 0o777 if exists else 0o666 & ~_umask())
-        temporary.replace(target)
+        _take_place(temporary, target, path)
         sync_folder(target.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _take_place(temporary: Path, target: Path, path: Path) -> None:
+    try:
+        temporary.replace(target)
+    except PermissionError as error:
+        if os.name != "nt":
+            raise
+        # Windows replaces no file that is open, or mapped, as tensors are that were read from it.
+        message = f"{path}: is in use, maybe by this process, which has read it; give another name"
+        raise PermissionError(message) from error
 
 
 def check_writable(path: str | os.PathLike) -> None:

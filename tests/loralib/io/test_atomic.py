@@ -599,6 +599,24 @@ def fail_for_folders(monkeypatch, name: str, code: int) -> None:
     monkeypatch.setattr(os, name, fails)
 
 
+def test_on_windows_a_file_in_use_is_not_replaced(tmp_path, monkeypatch):
+    """As one whose tensors are mapped."""
+    path = tmp_path / "file.txt"
+    path.write_text("old")
+
+    def replace(self, target):
+        windows.setattr(os, "name", "nt")
+        raise PermissionError(errno.EACCES, "Access is denied", str(self), 5, str(target))
+
+    with monkeypatch.context() as windows:
+        windows.setattr(Path, "replace", replace)
+        with pytest.raises(PermissionError) as caught:
+            write(path)
+    assert str(caught.value).startswith(f"{path}: is in use, maybe by this process")
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["file.txt"]
+
+
 def test_errors_of_other_files_stay_as_they_are(tmp_path):
     others = (FileNotFoundError(errno.ENOENT, "missing", "another"), ConnectionResetError(104, "x"))
     for error in others:
