@@ -28,6 +28,7 @@ from urllib.request import Request, urlopen
 
 from tqdm import tqdm
 
+from loralib.io.atomic import sync_file
 from transformers.data.processors.glue import GlueTask, glue_task, iterate_glue_split
 from transformers.data.processors.utils import read_tsv
 
@@ -225,17 +226,12 @@ def assemble(
         fault = find_fault(task, rows, scratch)
         if fault is not None:
             raise ValueError(f"not the data of GLUE: {fault}")
-        _sync(scratch / task.folder)
+        for path in (scratch / task.folder).rglob("*"):
+            if path.is_file():
+                sync_file(path)
         os.replace(scratch / task.folder, data_dir / task.folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with open(path, "rb+") as file:
-                os.fsync(file.fileno())
 
 
 def unpack(archive: Path, folder: str, target: Path) -> None:

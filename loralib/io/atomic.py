@@ -29,6 +29,9 @@ class NoSpaceError(OSError):
 # The system's error numbers of a disk without room, and of a quota that is used up.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
+# What file systems answer that have no way to sync a folder, such as some network file systems.
+_NO_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOTTY)
+
 # Stands after a file's name in that of its temporary file, by which it is known as one of ours.
 _HALF = ".half-"
 _HALF_WRITTEN = re.compile(rf"\..+{re.escape(_HALF)}[a-z0-9_]{{8}}(\.\w+)?")
@@ -68,14 +71,25 @@ def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
     try:
         with _errors_of(path, temporary):
             yield temporary
-            _sync(temporary)
+            sync_file(temporary)
         # mkstemp makes files for their owner alone.
         exists = target.exists()
         temporary.chmod(target.stat().st_mode & 0o777 if exists else 0o666 & ~_umask())
-        temporary.replace(target)
+        _take_place(temporary, target, path)
         sync_folder(target.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _take_place(temporary: Path, target: Path, path: Path) -> None:
+    try:
+        temporary.replace(target)
+    except PermissionError as error:
+        if os.name != "nt":
+            raise
+        # Windows replaces no file that is open, or mapped, as tensors are that were read from it.
+        message = f"{path}: is in use, maybe by this process, which has read it; give another name"
+        raise PermissionError(message) from error
 
 
 def check_writable(path: str | os.PathLike) -> None:
@@ -240,9 +254,11 @@ def atomic_write_folder(path: str | os.PathLike) -> Iterator[Path]:
         with _errors_of(path, temporary):
             yield temporary
             for file in temporary.iterdir():
-                _sync(file)
+                sync_file(file)
             sync_folder(temporary)
-        temporary.chmod(0o777 & ~_umask())
+        # mkdtemp makes folders for their owner alone; a shared folder's setgid bit is inherited.
+        special = temporary.stat().st_mode & 0o7000
+        temporary.chmod(special | 0o777 & ~_umask())
         try:
             temporary.replace(path)
         except OSError:
@@ -336,9 +352,22 @@ def _replace_folder(complete: Path, path: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def sync_file(path: str | os.PathLike) -> None:
+    """Makes what was written to a file survive a power cut."""
     with open(path, "rb+") as file:
-        os.fsync(file.fileno())
+        _sync(file.fileno())
+
+
+def _sync(handle: int) -> None:
+    full = getattr(fcntl, "F_FULLFSYNC", None) if os.name == "posix" else None
+    if full is not None:  # Apple's fsync does not wait for the disk
+        try:
+            fcntl.fcntl(handle, full)
+            return
+        except OSError as error:
+            if error.errno == errno.EIO:
+                raise
+    os.fsync(handle)
 
 
 def _umask() -> int:
@@ -355,10 +384,17 @@ def remove_leftovers(folder: str | os.PathLike) -> None:
 
 
 def sync_folder(folder: str | os.PathLike) -> None:
-    """Makes the renames within `folder` survive a power cut, where the system has a way to."""
-    if os.name == "posix":
+    """Makes the renames within `folder` survive a power cut, where there is a way to."""
+    if os.name != "posix":
+        return
+    try:
         handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    except PermissionError:
+        return  # files may be written there, and not listed
+    try:
+        _sync(handle)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise OSError(error.errno, error.strerror, str(folder)) from error
+    finally:
+        os.close(handle)

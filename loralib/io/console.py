@@ -127,8 +127,11 @@ class Pace:
 def say(line: str) -> None:
     """Shows a line on standard error, above the progress bars that are there.
 
-    Text and line end are written at once: several processes write to the same place.
+    Text and line end are written at once: several processes write to the same place. Where standard
+    error was closed from outside, nothing is shown.
     """
+    if sys.stderr is None:
+        return  # print would take standard output, whose reader has asked for something else
     tqdm = sys.modules.get("tqdm")  # nothing else makes bars
     if tqdm is not None and getattr(tqdm.tqdm, "_instances", None):
         tqdm.tqdm.write(f"{line}\n", file=sys.stderr, end="")

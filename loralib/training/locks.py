@@ -71,9 +71,15 @@ class Owner:
             temporary.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
     @property
+    def can_be_asked_for(self) -> bool:
+        """Whether this host's system tells if the process is alive."""
+        # On Windows the question, signal 0, is Ctrl-C.
+        return self.host == socket.gethostname() and os.name != "nt"
+
+    @property
     def is_gone(self) -> bool:
-        """Whether the process is known to have ended; of another host's that is unknown."""
-        if self.host != socket.gethostname():
+        """Whether the process is known to have ended."""
+        if not self.can_be_asked_for:
             return False
         try:
             os.kill(self.pid, 0)
@@ -142,6 +148,6 @@ def means_no_locks(error: Exception) -> bool:
 def _held(folder: Path, owner: Owner | None) -> TrainingError:
     whose = "unknown" if owner is None else str(owner)
     advice = "wait for its end, or give another folder"
-    if owner is None or owner.host != socket.gethostname():
+    if owner is None or not owner.can_be_asked_for:
         advice += f"; if it is gone, remove {folder / LOCK_NAME} and {OWNER_NAME}"
     return TrainingError(f"{folder}: another run is writing there ({whose}): {advice}")

@@ -5,6 +5,7 @@ PyTorch, which takes a second to import, is not imported here: some scripts need
 
 import atexit
 import gc
+import io
 import logging
 import os
 import signal
@@ -208,10 +209,24 @@ def begin() -> None:
     The garbage collector is off, see `without_collector`. Ctrl-C ends the process at once, with one
     line: there is nothing to put in order yet, and an exception within an import may be lost.
     """
+    _set_up_streams()
     gc.disable()
     # Not where somebody has had it ignored, as nohup's shell does.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end_interrupted)
+
+
+def _set_up_streams() -> None:
+    """Has standard error be there, and standard output take all characters.
+
+    A stream is None where it was closed, as by ``2>&-``, or never there, as for Windows' services.
+    Standard output's encoding may lack characters, such as "√" on a pipe of Windows: they become
+    escapes, as they do on standard error, and no error.
+    """
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the end
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _end_interrupted(*_: object) -> None:
@@ -279,6 +294,7 @@ def run(
         timeout: what the script calls the time for which processes wait for each other.
     """
     global _is_script
+    _set_up_streams()
     if not gc.isenabled():
         _is_script = True
         _turn_collector_on()
@@ -377,7 +393,7 @@ def _end(status: int) -> None:
 
 def end_at_once(status: int) -> NoReturn:
     """Ends the process from any thread, even if its output can no longer be written."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         with suppress(OSError, ValueError):  # a pipe that is broken, a file that is closed
             stream.flush()
     os._exit(status)

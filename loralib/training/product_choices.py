@@ -106,13 +106,19 @@ def frozen_weights(model: nn.Module) -> list[FrozenWeight]:
     return found
 
 
-def _cache_path() -> Path:
+def _cache_path() -> Path | None:
+    """The file that choices are kept in; None where the user has no home folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "loralib" / "products.json"
+    try:
+        return Path(cache).expanduser() / "loralib" / "products.json"
+    except RuntimeError:  # neither HOME nor the list of users says it, as in some containers
+        return None
 
 
-def _read(path: Path) -> dict[str, dict[str, str]]:
+def _read(path: Path | None) -> dict[str, dict[str, str]]:
     """By machine, what was chosen before."""
+    if path is None:
+        return {}
     try:
         return _checked(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -131,8 +137,11 @@ def _checked(content: Any) -> dict[str, dict[str, str]]:
     return content
 
 
-def _add(path: Path, machine: str, measured: Mapping[str, str]) -> None:
+def _add(path: Path | None, machine: str, measured: Mapping[str, str]) -> None:
     """Adds to what the cache holds for a machine."""
+    if path is None:
+        logger.warning("no home folder to keep a cache in; the next run measures again: set HOME")
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _in_turn(path):

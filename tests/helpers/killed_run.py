@@ -31,7 +31,7 @@ def arm(moment: dict) -> None:
     """Sees to it that the moment kills this process."""
     if int(os.environ.get("RANK", 0)) != moment["rank"] or Path(moment["mark"]).exists():
         return
-    owner, name = {"beat": (watch, "beat"), "sync": (atomic, "_sync")}[moment["at"]]
+    owner, name = {"beat": (watch, "beat"), "sync": (atomic, "sync_file")}[moment["at"]]
     plain, calls = getattr(owner, name), []
 
     def act(*arguments):

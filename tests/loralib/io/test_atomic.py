@@ -11,12 +11,14 @@ import sys
 import tempfile
 import threading
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
 from loralib.errors import CheckpointError, DiskFullError
+from loralib.io import atomic
 from loralib.io.atomic import atomic_write, atomic_write_folder, check_apart, replacing_folder
 from loralib.io.tensors import read_tensors, write_tensors, write_torch, write_wrapped_tensors
 
@@ -102,6 +104,22 @@ def test_a_folder_is_written_atomically(tmp_path):
         "new/a/x",
     }
     assert oct((tmp_path / "new" / "a").stat().st_mode & 0o777) == oct(0o777 & ~umask())
+
+
+@posix
+def test_a_folder_within_a_shared_one_stays_its_group_s(tmp_path, monkeypatch):
+    """On Linux a new folder has the setgid bit of the one around it; here it gets it anywhere."""
+    make = tempfile.mkdtemp
+
+    def mkdtemp(**places) -> str:
+        name = make(**places)
+        os.chmod(name, 0o2700)
+        return name
+
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    with atomic_write_folder(tmp_path / "new"):
+        pass
+    assert oct(stat.S_IMODE((tmp_path / "new").stat().st_mode)) == oct(0o2000 | 0o777 & ~umask())
 
 
 @posix
@@ -519,6 +537,82 @@ def test_errors_of_the_disk_name_the_file(tmp_path, code):
     assert str(path) in message
     assert isinstance(caught.value, DiskFullError) is (code in full)
     assert code not in full or "takes more than 4 bytes" in message
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["file.txt"]
+
+
+@posix
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOTTY])
+def test_a_folder_that_cannot_be_synced(tmp_path, monkeypatch, code):
+    """As on some network file systems."""
+    fail_for_folders(monkeypatch, "fsync", code)
+    write(tmp_path / "file")
+    with atomic_write_folder(tmp_path / "folder"):
+        pass
+    assert names(tmp_path) == ["file", "folder"]
+
+
+@posix
+def test_a_folder_that_cannot_be_listed_is_written_in(tmp_path, monkeypatch):
+    fail_for_folders(monkeypatch, "open", errno.EACCES)
+    write(tmp_path / "file")
+    assert names(tmp_path) == ["file"]
+
+
+@posix
+def test_an_error_of_the_disk_names_the_folder(tmp_path, monkeypatch):
+    fail_for_folders(monkeypatch, "fsync", errno.EIO)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)) as caught:
+        write(tmp_path / "file")
+    assert caught.value.filename == str(tmp_path)
+
+
+@posix
+@pytest.mark.parametrize("code", [None, errno.ENOTSUP, errno.EIO])
+def test_on_a_mac_what_is_written_reaches_the_disk(tmp_path, monkeypatch, code):
+    """Its fsync does not wait for that; what does, some file systems refuse."""
+    called = []
+
+    def fcntl(handle: int, command: int) -> None:
+        called.append(command)
+        if code is not None:
+            raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(atomic.fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(atomic.fcntl, "fcntl", fcntl)
+    monkeypatch.setattr(os, "fsync", lambda handle: called.append("fsync"))
+    with pytest.raises(OSError, match="file") if code == errno.EIO else nullcontext():
+        write(tmp_path / "file")
+    # Of the file, and of its folder.
+    assert called == {None: [51, 51], errno.ENOTSUP: [51, "fsync"] * 2, errno.EIO: [51]}[code]
+
+
+def fail_for_folders(monkeypatch, name: str, code: int) -> None:
+    """Has a function of `os` fail where what it is given is a folder."""
+    function = getattr(os, name)
+
+    def fails(file, *more, **options):
+        if os.path.isdir(file):
+            raise OSError(code, os.strerror(code), *(() if isinstance(file, int) else (file,)))
+        return function(file, *more, **options)
+
+    monkeypatch.setattr(os, name, fails)
+
+
+def test_on_windows_a_file_in_use_is_not_replaced(tmp_path, monkeypatch):
+    """As one whose tensors are mapped."""
+    path = tmp_path / "file.txt"
+    path.write_text("old")
+
+    def replace(self, target):
+        windows.setattr(os, "name", "nt")
+        raise PermissionError(errno.EACCES, "Access is denied", str(self), 5, str(target))
+
+    with monkeypatch.context() as windows:
+        windows.setattr(Path, "replace", replace)
+        with pytest.raises(PermissionError) as caught:
+            write(path)
+    assert str(caught.value).startswith(f"{path}: is in use, maybe by this process")
     assert path.read_text() == "old"
     assert names(tmp_path) == ["file.txt"]
 

@@ -242,6 +242,15 @@ def test_levels_of_a_process(level, rank, ours, theirs, monkeypatch):
     assert "\033" not in done.stderr
 
 
+@pytest.mark.parametrize("bars", [False, True])
+def test_without_standard_error_nothing_goes_elsewhere(monkeypatch, capsys, bars):
+    """It is None where it was closed from outside."""
+    with tqdm(total=2, disable=not bars, file=io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", None)
+        say("a message")
+    assert capsys.readouterr().out == ""
+
+
 class Writes(io.StringIO):
     """Notes what is handed to the system, which another process may come between."""
 

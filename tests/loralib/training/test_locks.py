@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -137,6 +138,15 @@ def test_without_locks_the_owner_s_file_counts(tmp_path, no_locks):
 def test_another_process_of_the_same_number_is_not_the_owner(tmp_path, no_locks):
     write_owner(tmp_path, started="1")
     take(tmp_path)
+
+
+def test_on_windows_no_process_is_asked_whether_it_is_there(tmp_path, monkeypatch):
+    """Signal 0 is Ctrl-C there."""
+    owner = Owner.this_process()
+    monkeypatch.setattr(locks, "os", SimpleNamespace(name="nt"))  # without kill
+    assert not owner.is_gone
+    message = str(locks._held(tmp_path, owner))
+    assert message.endswith(f"if it is gone, remove {tmp_path / LOCK_NAME} and {OWNER_NAME}")
 
 
 def test_other_errors_are_not_taken_for_a_file_system_without_locks(tmp_path):

@@ -352,6 +352,50 @@ def test_a_process_ends_where_nobody_reads_its_output():
     assert process.wait(50) == 3
 
 
+# ---- standard streams ----
+
+
+CLOSED = """
+import logging, sys
+from loralib.training.process import begin, run, set_up_logging
+sys.stderr = None  # as Python has it where it was closed from outside
+begin()
+from tqdm.auto import tqdm
+def main():
+    set_up_logging()
+    logging.getLogger("loralib").warning("a warning")
+    print(len(list(tqdm("abc"))))
+run(main)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_script_without_standard_error_runs_and_prints_what_it_has_to(begins):
+    code = CLOSED if begins else CLOSED.replace("begin()\n", "")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
+
+
+@pytest.mark.slow
+def test_a_process_without_standard_output_ends_at_once():
+    code = "import sys; from loralib.training.process import end_at_once; "
+    code += "sys.stdout = None; end_at_once(3)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
+@pytest.mark.parametrize("call", ["begin(); print('√')", "run(lambda: print('√'))"])
+def test_what_an_encoding_lacks_is_an_escape(encoding, call):
+    code = f"from loralib.training.process import begin, run; {call}"
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True)
+    expected = "√" if encoding == "utf-8" else "\\u221a"
+    assert (done.returncode, done.stdout.decode().strip(), done.stderr) == (0, expected, b"")
+
+
 # ---- imports without the garbage collector ----
 
 

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -173,6 +174,18 @@ def test_without_a_place_to_write_the_run_goes_ahead(cache, measured, caplog):
     assert f"{cache} cannot be" in caplog.text
     assert products.choices()["ways"].keys() == KEYS
     choose_products(frozen_weights(model()), torch.float32, world_size=1)
+    assert len(measured) == len(KEYS), "a process measures once"
+
+
+def test_without_a_home_folder_the_run_goes_ahead(cache, measured, caplog, monkeypatch):
+    def expanduser(self):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", expanduser)
+    for _ in range(2):
+        choose_products(frozen_weights(model()), torch.float32, world_size=1)
+        assert products.choices()["ways"].keys() == KEYS
+    assert caplog.text.count("no home folder to keep a cache in") == 1
     assert len(measured) == len(KEYS), "a process measures once"
 
 
