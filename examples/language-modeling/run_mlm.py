@@ -264,7 +264,7 @@ def train(model_args: ModelArguments, data_args: DataArguments, args: TrainingAr
     """Builds, trains, evaluates, saves; as far as the flags ask for it."""
     set_up_datasets()
     check_stages(model_args, data_args, args)
-    checkpoint = find_checkpoint(args)
+    checkpoint = find_checkpoint(args, {"model_name_or_path": model_args.model_name_or_path})
     for file in filter(None, (data_args.train_file, data_args.validation_file)):
         check_text(file)
 

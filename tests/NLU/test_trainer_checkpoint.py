@@ -176,15 +176,47 @@ def test_a_restart_resumes_its_own_run_alone(tmp_path, monkeypatch, folder):
     for name in ("a", "out/checkpoint-30", "out/checkpoint-40"):
         Path(name).mkdir(parents=True)
     args = TrainingArguments(folder, do_train=True, overwrite_output_dir=True)
-    assert find_checkpoint(args) is None
+    assert find_checkpoint(args, {}) is None
     args.launch.begin(identities(args))
-    assert find_checkpoint(args) is None
+    assert find_checkpoint(args, {}) is None
     Path("out/checkpoint-10").mkdir()
     Path("out/checkpoint-30").rename("away")  # its place is taken
     Path("out/checkpoint-30").mkdir()
-    assert Path(find_checkpoint(args)).name == "checkpoint-30"
+    assert Path(find_checkpoint(args, {})).name == "checkpoint-30"
     Path("out/checkpoint-30").rmdir()
-    assert Path(find_checkpoint(args)).name == "checkpoint-10"
+    assert Path(find_checkpoint(args, {})).name == "checkpoint-10"
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+@pytest.mark.parametrize("source", ["out", "./out/", "link", "out/pytorch_model_lora.bin"])
+def test_training_does_not_overwrite_what_it_starts_from(tmp_path, monkeypatch, source, overwrite):
+    monkeypatch.chdir(tmp_path)
+    Path("out/checkpoint-5").mkdir(parents=True)
+    Path("out/pytorch_model_lora.bin").write_bytes(b"trained")
+    Path("link").symlink_to("out")
+    args = TrainingArguments("out", do_train=True, overwrite_output_dir=overwrite)
+    with pytest.raises(ValueError, match=r"^--lora_path \S+: training would overwrite it"):
+        find_checkpoint(args, {"model_name_or_path": "roberta-base", "lora_path": source})
+    args.do_train = False  # evaluation reads the folder, and writes results beside
+    assert find_checkpoint(args, {"lora_path": source}) is None
+
+
+def test_what_a_run_starts_from_may_be_beside_its_output(tmp_path, monkeypatch):
+    """Or a checkpoint in it, unless the run replaces its checkpoints."""
+    monkeypatch.chdir(tmp_path)
+    Path("base/out/checkpoint-5").mkdir(parents=True)
+    Path("base/config.json").write_text("{}")
+    args = TrainingArguments("base/out", do_train=True)
+    checkpoint = "base/out/checkpoint-5"
+    sources = {"model_name_or_path": "base", "config_name": "base/config.json", "lora_path": None}
+    for more in ({}, {"lora_path": checkpoint}, {"lora_path": "out"}):
+        assert Path(find_checkpoint(args, {**sources, **more})) == Path(checkpoint)
+    args.overwrite_output_dir = True
+    assert find_checkpoint(args, sources) is None
+    for path in (checkpoint, f"{checkpoint}/pytorch_model_lora.bin"):
+        Path(checkpoint, "pytorch_model_lora.bin").touch()
+        with pytest.raises(ValueError, match=r"--lora_path .*: training would overwrite it"):
+            find_checkpoint(args, {**sources, "lora_path": path})
 
 
 def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_nothing(

@@ -148,6 +148,17 @@ def test_nothing_is_evaluated_that_is_not_trained(script, run, tmp_path):
     assert again["eval_loss"] == pytest.approx(results["eval_loss"], abs=1)  # other masks
 
 
+def test_a_model_is_not_trained_in_its_own_folder(script, run, tmp_path):
+    out, _ = run
+    base = Path(shutil.copytree(out, tmp_path / "base"))
+    for name in ("train.txt", "valid.txt"):
+        shutil.copy(out.with_name(name), tmp_path)
+    before = (base / "pytorch_model.bin").read_bytes()
+    with pytest.raises(ValueError, match=r"--model_name_or_path .*: training would overwrite it"):
+        further(script, base, base, "--do_train", "--overwrite_output_dir")
+    assert (base / "pytorch_model.bin").read_bytes() == before
+
+
 def test_an_estimate(script, tmp_path, capsys):
     """Of a new model on 40 lines: the vocabulary is learned, and nothing is written."""
     (tmp_path / "lines.txt").write_text("the dog sees a warm house\n" * 40)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from loralib.functional import VARIANTS
@@ -86,6 +86,12 @@ class AdaptedModelArguments:
     )
     apply_bitfit: bool = flag(False, "train the biases and the head")
     bitfit_path: str | None = flag(None, "a file of trained biases, as lora_path is a LoRA file")
+
+    @property
+    def sources(self) -> dict[str, str | None]:
+        """What the model is made from, by the flag's name: folders, files and names on the hub."""
+        names = [item.name for item in fields(self) if item.name.endswith(("_path", "_name"))]
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass

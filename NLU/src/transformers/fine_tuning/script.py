@@ -124,7 +124,7 @@ def begin(
 ) -> tuple[str | None, list[Adapter]]:
     """The checkpoint to resume from, if there is one, and the adapters that the flags name."""
     set_up_datasets()
-    checkpoint = find_checkpoint(args)
+    checkpoint = find_checkpoint(args, model_args.sources)
     if not args.do_train:  # else the summary before the training says it
         logger.info("computing on %s", devices_in_words(args.device, args.world_size))
     adapters = read_adapters(model_args)
