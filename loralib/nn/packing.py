@@ -22,7 +22,7 @@ from torch import Tensor
 
 from . import flash
 from .routing import note_tokens, slices
-from .row_attention import attend_rows, trains_on_cpu
+from .row_attention import attend_rows, suits_cpu
 from .row_groups import ONE_GROUPS_CALLS
 
 
@@ -248,7 +248,7 @@ def attend(
         rows = PackedRows.from_lengths([1] * len(query)).to(query.device)
     if flash.suits(query, key, value, heads):
         attend_to = _attend_packed
-    elif trains_on_cpu(query, key, value, dropout_p=dropout_p):
+    elif suits_cpu(query, key, value, dropout_p=dropout_p):
         return attend_rows(query, key, value, rows.lengths, heads, dropout_p, causal)
     elif query.is_cuda or torch.compiler.is_compiling() or _padding_is_cheap(rows, heads):
         # A graph that is compiled for any number of tokens has no loop over rows.

@@ -1,4 +1,4 @@
-"""Attention within rows of packed tokens, for training on a CPU: rows of about one length at once.
+"""Attention within rows of packed tokens on a CPU: rows of about one length at once.
 
     S = Q Kᵀ / √d      P = softmax(S)      D = dropout(P)      O = D V      of a row and a head
 
@@ -6,7 +6,8 @@ To S may be added what the distances between tokens score; see distances.py. All
 for autograd, which keeps of it Q, K, V, P and one byte an element for what was dropped; no call is
 spent on views that are to be recorded. Rows are taken in groups; see row_groups.py. Where a group
 is padded, padding keys score -∞ with every token, and padding queries have a gradient of zero, so
-that padding adds to no gradient.
+that padding adds to no gradient. PyTorch's fused attention keeps less and has no dropout; it is
+faster for what is not recorded, but in bfloat16.
 
 In half precision groups are padded to multiples of 16 tokens: oneDNN compiles a kernel for each
 size that it meets, which takes a processor with AMX seven times as long as the product.
@@ -28,8 +29,11 @@ from .row_groups import GroupedTokens, group_rows
 _STEP = 16  # tokens
 
 
-def trains_on_cpu(*tensors: Tensor | None, dropout_p: float) -> bool:
-    """Whether attention is recorded, or has dropout, where `attend_rows` can compute it.
+def suits_cpu(*tensors: Tensor | None, dropout_p: float) -> bool:
+    """Whether `attend_rows` can compute attention, and is faster than PyTorch's.
+
+    It is for what is recorded or has dropout, and in bfloat16, which PyTorch's takes longer for
+    than for float32.
 
     Args:
         tensors: queries, keys, values, and the terms of distances that there are.
@@ -42,7 +46,8 @@ def trains_on_cpu(*tensors: Tensor | None, dropout_p: float) -> bool:
         return False
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in given)
     computable = all(x.device.type == "cpu" and x.dtype == given[0].dtype for x in given)
-    return computable and (recorded or dropout_p > 0) and dropout_p < 1
+    is_faster = recorded or dropout_p > 0 or given[0].dtype is torch.bfloat16
+    return computable and is_faster and dropout_p < 1
 
 
 def attend_rows(
@@ -105,6 +110,7 @@ class _RowAttention(torch.autograd.Function):
         sides = queries, keys, keys
         slots = [side.read(x) for side, x in zip(sides, (query, key, value), strict=True)]
         out_slots = queries.empty(like=query)
+        recorded = any(ctx.needs_input_grad)
         probabilities = []
         for q, k, v, out, hidden, keep in zip(
             *map(GroupedTokens.split, (*sides, queries), (*slots, out_slots)),
@@ -125,7 +131,8 @@ class _RowAttention(torch.autograd.Function):
                 scores.add_(hidden)
             p = torch.softmax(scores, dim=-1).to(query.dtype)
             batched_product(_zero_dropped(p, keep), v, dropouts.kept_scale(dropout_p), out)
-            probabilities.append(p)
+            if recorded:
+                probabilities.append(p)
         ctx.save_for_backward(query, key, value, c2p, p2c, *probabilities, *masks)
         return queries.pack(out_slots)
 

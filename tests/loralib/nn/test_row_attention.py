@@ -1,9 +1,12 @@
-"""Attention in training: its gradient of a softmax; calls under autocast; nothing to attend to."""
+"""Attention of rows in groups: a softmax's gradient; calls under autocast; what is kept."""
+
+import weakref
 
 import pytest
 import torch
 from compare import assert_close_to_rounding
 
+from loralib.nn import row_attention
 from loralib.nn.row_attention import _softmax_gradient, attend_rows
 
 
@@ -75,3 +78,19 @@ def test_what_is_kept_grows_with_tokens_not_with_their_padding():
     others = [t for t in kept if t.data_ptr() not in addresses]
     assert addresses <= {t.data_ptr() for t in kept}
     assert [t.shape[-2:] for t in others] == [(16, 16)] * len(others)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_probabilities_are_kept_for_a_backward_pass_alone(monkeypatch, recorded):
+    lengths = (60, 150, 300)  # too different for one group
+    leaves = torch.randn(3, sum(lengths), 24).bfloat16().requires_grad_(recorded).unbind()
+    made, alive, zero_dropped = [], [], row_attention._zero_dropped
+
+    def note(p, keep):
+        alive.append(sum(each() is not None for each in made))
+        made.append(weakref.ref(p))
+        return zero_dropped(p, keep)
+
+    monkeypatch.setattr(row_attention, "_zero_dropped", note)
+    attend_rows(*leaves, lengths, 3, 0.0)
+    assert alive == ([0, 1, 2] if recorded else [0, 0, 0])  # of those before

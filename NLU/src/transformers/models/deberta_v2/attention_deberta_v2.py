@@ -24,7 +24,7 @@ from loralib.nn.distances import skew
 from loralib.nn.packing import PackedRows
 from loralib.nn.products import Linear, linear, matmul
 from loralib.nn.routing import for_each_segment
-from loralib.nn.row_attention import attend_rows, trains_on_cpu
+from loralib.nn.row_attention import attend_rows, suits_cpu
 
 from ...adapters import projection
 from ...lora_placement import Placed
@@ -263,7 +263,7 @@ class DisentangledSelfAttention(nn.Module):
     ) -> Tensor:
         """Attention within rows that share an adapter; `batch` is theirs."""
         dropout_p = self.dropout_p if self.training else 0.0
-        if trains_on_cpu(q, k, v, *positions, dropout_p=dropout_p) and batch.is_dense:
+        if suits_cpu(q, k, v, *positions, dropout_p=dropout_p) and batch.is_dense:
             settings = {"scale": self.scale, "c2p": positions[0], "p2c": positions[1]}
             return attend_rows(q, k, v, batch.rows.lengths, self.heads, dropout_p, **settings)
         attend = self._attend_rows if batch.by_row else self._attend_padded
