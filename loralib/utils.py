@@ -12,8 +12,8 @@ from .in_place import leave_fast_path, merge_in_place, merged_copy, was_turned
 from .layers import Embedding
 from .lora_layer import LoRALayer
 from .nn.positions import lora_reaches_positions, unshare_positions
-from .trained import forget_trained, note_trained
-from .wrappers import is_managed, is_sharded, quantized
+from .trained import forget_trained, note_frozen, note_trained
+from .wrappers import is_managed, is_sharded, quantized, unwrapped
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,7 @@ def freeze_base(model: nn.Module) -> None:
     for parameter in frozen:
         parameter.requires_grad = False
         parameter.grad = None
+    note_frozen(unwrapped(model))
 
 
 def train_biases(model: nn.Module, bias: str) -> None:

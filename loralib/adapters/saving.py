@@ -19,7 +19,7 @@ from ..initialization import starts_from_weight
 from ..layers import Conv1d, Conv2d, Conv3d
 from ..lora_layer import LoRALayer
 from ..targets import other_places
-from ..trained import noted, untied_from
+from ..trained import never_frozen, noted, untied_from
 from ..utils import check_there, check_whole, tensors_of, weights_with_updates
 from ..wrappers import without_wrappers
 from .adapter import LORA, Adapter, base_biases, lora_metadata
@@ -70,7 +70,9 @@ def save_adapter(
         if format == "peft":
             _check_peft_adapts(plain, adapter.source)
         remarks = write_checked_adapter(path, adapter, format, plain)
-        return remarks + _left_behind(plain, adapter) + _without_effect(plain, adapter.source)
+        for warn in (_base_besides, _left_behind, _without_effect):
+            remarks += warn(plain, adapter)
+        return remarks
 
 
 def adapter_of(
@@ -124,6 +126,29 @@ def _adapter_of(
     return Adapter(tensors, metadata, source=type(model).__name__)
 
 
+def _base_besides(model: nn.Module, adapter: Adapter) -> list[str]:
+    """Says that an adapter holds most of its base, which was never frozen."""
+    of_lora = {id(weight) for _, weight in weights_with_updates(model)}
+    base = {
+        name: parameter.numel()
+        for name, parameter in model.named_parameters()
+        if LORA.part not in name
+        and id(parameter) not in of_lora
+        and not isinstance(parameter, nn.parameter.UninitializedParameter)
+    }
+    held = never_frozen(model) & base.keys() & adapter.tensors.keys()
+    size = sum(base[name] for name in held)
+    if 2 * size <= sum(base.values()):
+        return []
+    remark = (
+        f"holds {len(held)} tensors ({size:,} numbers) besides LoRA, most of the base that LoRA "
+        "leaves alone, because they were never frozen: if they are not meant to be trained, call "
+        "mark_only_lora_as_trainable before the training"
+    )
+    logger.warning("%s: %s", adapter.source, remark)
+    return [remark]
+
+
 def _left_behind(model: nn.Module, adapter: Adapter) -> list[str]:
     """What training mode changes of a model and an adapter does not hold: running statistics."""
     normed = [
@@ -142,7 +167,7 @@ def _left_behind(model: nn.Module, adapter: Adapter) -> list[str]:
     return [remark]
 
 
-def _without_effect(model: nn.Module, source: str) -> list[str]:
+def _without_effect(model: nn.Module, adapter: Adapter) -> list[str]:
     """Says which updates are zero: they were not trained, or the model does not call the layer."""
     layers = lora_layers(model)
     zero = [name for name, layer in layers.items() if _is_zero(layer)]
@@ -153,7 +178,7 @@ def _without_effect(model: nn.Module, source: str) -> list[str]:
         "not trained, or the model does not call these modules but reads their weights, and then "
         "LoRA has no effect there"
     )
-    logger.warning("%s: %s", source, remark)
+    logger.warning("%s: %s", adapter.source, remark)
     return [remark]
 
 
