@@ -13,6 +13,7 @@ again: names in the state dict stay, and `….lora_A`, `….lora_B` come with th
     nn.MultiheadAttention         MultiheadAttention              of in_proj; out_proj is a Linear
 """
 
+import logging
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,17 +44,21 @@ from .in_place import (
 from .layers import Embedding, Linear, MergedLinear
 from .lora_layer import LoRALayer
 from .targets import (
+    ALL_LINEAR,
     Target,
     as_targets,
     by_pattern,
     check_exclusions,
     find,
     first_names,
+    guessed_head,
     is_any,
 )
 from .trained import note_trained
 from .utils import check_bias, check_whole, freeze_base, train_biases
 from .wrappers import has_own_forward, quantized
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +109,8 @@ def add_lora(
     Args:
         model: any model of PyTorch's layers. In half precision the updates are float32. A module
             that it uses in several places has one update, and goes by the first of its names.
-        targets: which modules; see `loralib.targets`. An `nn.MultiheadAttention` is adapted with
+        targets: which modules; see `loralib.targets`, also for what "all-linear" takes for the
+            head and leaves out. An `nn.MultiheadAttention` is adapted with
             its out_proj, unless that is excluded.
         r: rank of the updates.
         lora_alpha: the updates are scaled by lora_alpha / r, or as the variant has it.
@@ -173,7 +179,25 @@ def add_lora(
     for name in trained:
         module = model.get_submodule(name).requires_grad_(True)
         note_trained(model, (f"{name}.{inner}" for inner, _ in module.named_parameters()))
+    if ALL_LINEAR in targets:
+        _warn_of_guessed_head(model, [*names, *trained], exclude)
     return adapted
+
+
+def _warn_of_guessed_head(
+    model: nn.Module, named: Iterable[str], exclude: Iterable[Target]
+) -> None:
+    """Says which layer "all-linear" has taken for the head, unless the caller has named it."""
+    head = guessed_head(model, is_linear)
+    if head is None or is_any(head, exclude):
+        return
+    if not any(head == name or head.startswith(f"{name}.") for name in named):
+        logger.warning(
+            "'%s' takes %s, the last linear layer, for the head, which stays frozen: add it to "
+            "targets to adapt it, or to modules_to_train to train it",
+            ALL_LINEAR,
+            head,
+        )
 
 
 def adapt(

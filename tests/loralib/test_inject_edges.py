@@ -240,6 +240,32 @@ def test_what_is_of_another_type_is_said_in_one_line(case):
     assert not names_of(model)
 
 
+@pytest.mark.parametrize(
+    ("settings", "warns"),
+    [
+        ({}, True),
+        ({"modules_to_train": "first"}, True),
+        ({"modules_to_train": "last"}, False),
+        ({"exclude": "last"}, False),
+        ({"targets": ["all-linear", "last"]}, False),
+        ({"targets": ["first", "second"]}, False),
+    ],
+)
+def test_a_layer_that_is_taken_for_the_head_is_named(caplog, settings, warns):
+    names = ("first", "second", "last")
+    model = nn.ModuleDict({name: nn.Linear(4, 4) for name in names})
+    first = {"exclude": "first"} if settings.get("modules_to_train") == "first" else {}
+    lora.add_lora(model, **{"targets": "all-linear", "r": 2, **settings, **first})
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == warns
+    assert all("'all-linear' takes last, the last linear layer, for the head" in s for s in said)
+
+
+def test_a_head_outside_of_numbered_layers_is_left_out_in_silence(caplog):
+    lora.add_lora(AnyModel(), "all-linear", r=2)
+    assert not caplog.records
+
+
 # ---- remove_lora ----
 
 
