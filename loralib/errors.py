@@ -194,6 +194,12 @@ def quoted(names: Iterable[str]) -> str:
     return ", ".join(f"'{name}'" for name in names)
 
 
+def shown(value: object) -> str:
+    """A value for an error: in one short line."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
 def first_line(error: BaseException) -> str:
     """What an error says, cut to one line."""
     text = str(error).strip() or type(error).__name__

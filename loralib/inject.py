@@ -15,7 +15,6 @@ again: names in the state dict stay, and `….lora_A`, `….lora_B` come with th
 
 import logging
 import math
-import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -30,6 +29,7 @@ from .adapted_layers import (
     AdaptedProjection,
     MultiheadAttention,
 )
+from .arguments import as_flag, as_flags, as_python, check_model
 from .errors import UnsupportedLayerError
 from .functional import variant_of
 from .in_place import (
@@ -145,7 +145,9 @@ def add_lora(
             model is wrapped (DDP, FSDP, compile) or its tensors are inference tensors.
         UnsupportedLayerError: there is no LoRA layer for such a module. Nothing is changed then.
     """
+    check_model(model, targets)
     check_bias(bias)
+    untie = as_flag("untie", untie)
     exclude = as_targets(exclude, "exclude")
     to_train = as_targets(modules_to_train, "modules_to_train")
     targets = as_targets(targets)
@@ -161,13 +163,13 @@ def add_lora(
     slices = by_pattern(names, enable_lora or {}, (True,))
     settings = {
         name: LayerSettings(
-            r=_as_pythons(ranks[name]),
-            lora_alpha=_as_pythons(alphas[name]),
-            lora_dropout=_as_pythons(lora_dropout),
+            r=as_python(ranks[name]),
+            lora_alpha=as_python(alphas[name]),
+            lora_dropout=as_python(lora_dropout),
             variant=variant,
             initialization=initialization,
-            freeze_A=freeze_A,
-            enable_lora=_as_flags(slices[name], name),
+            freeze_A=as_flag("freeze_A", freeze_A),
+            enable_lora=as_flags(f"enable_lora of {name}", slices[name]),
         )
         for name in names
     }
@@ -276,6 +278,7 @@ def remove_lora(model: nn.Module) -> tuple[str, ...]:
             layers, which `merge` can make plain; or its parameters are sharded over several
             processes.
     """
+    check_model(model)
     if isinstance(model, LoRALayer) and model.r > 0:
         raise ValueError(
             f"{type(model).__name__} is one adapted layer: give the model that it is part of, or "
@@ -468,22 +471,6 @@ def _by_first_name(
     return own
 
 
-def _as_pythons(value: Any) -> Any:
-    """A number of NumPy's as one of Python's, which files can hold; the rest as it is."""
-    if isinstance(value, bool | int | float) or not isinstance(value, numbers.Real):
-        return value
-    return int(value) if isinstance(value, numbers.Integral) else float(value)
-
-
-def _as_flags(enabled: Any, name: str) -> tuple[bool, ...]:
-    """A module's enable_lora as a tuple."""
-    if isinstance(enabled, str) or not isinstance(enabled, Sequence):
-        raise ValueError(
-            f"enable_lora has to be a list for {name}, such as [True, False, True], got {enabled!r}"
-        )
-    return tuple(map(bool, enabled))
-
-
 def _with_output_projections(
     model: nn.Module, names: Iterable[str], exclude: Iterable[Target]
 ) -> list[str]:
@@ -617,8 +604,6 @@ def _check_settings(name: str, module: nn.Module, weight: Tensor, own: LayerSett
     is_number = isinstance(own.lora_alpha, int | float) and not isinstance(own.lora_alpha, bool)
     if not is_number or not 0 < own.lora_alpha < math.inf:
         raise ValueError(f"lora_alpha has to be a number above 0, got {own.lora_alpha!r} ({name})")
-    if not isinstance(own.lora_dropout, int | float):
-        raise ValueError(f"lora_dropout has to be a probability, got {own.lora_dropout!r}")
     if own.lora_dropout == 1:
         raise ValueError("lora_dropout 1 drops all of an update's input: nothing would be trained")
     if isinstance(module, nn.Embedding):

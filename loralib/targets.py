@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from .errors import listed
+from .errors import listed, shown
 
 ALL_LINEAR = "all-linear"
 
@@ -55,7 +55,7 @@ def as_targets(targets: Target | Iterable[Target], what: str = "targets") -> tup
         if not isinstance(target, str | re.Pattern):
             raise ValueError(
                 f"{what} has to be a module's name, a pattern or a list of these, got "
-                f"{_shown(target)}"
+                f"{shown(target)}"
             )
     return several
 
@@ -71,17 +71,11 @@ def as_layers(layers: Iterable[int]) -> tuple[int, ...]:
     except TypeError:
         raise ValueError(
             f"layers has to be a list of numbers such as [0, 1] or range(6, 12), got "
-            f"{_shown(layers)}"
+            f"{shown(layers)}"
         ) from None
     if not numbers:
         raise ValueError("layers names none: leave it out to adapt them all")
     return numbers
-
-
-def _shown(value: object) -> str:
-    """A value in one short line."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
@@ -249,7 +243,7 @@ def by_pattern(
     if not isinstance(patterns, Mapping):
         raise ValueError(
             "values by pattern have to be a dict of targets and values, such as {'q_proj': …}, got "
-            f"{_shown(patterns)}"
+            f"{shown(patterns)}"
         )
     for pattern in patterns:
         if not any(matches(name, pattern) for name in names):

@@ -26,7 +26,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import AlphaError, CheckpointError, NeedsMergingError, listed
+from ..arguments import as_path
+from ..errors import AlphaError, CheckpointError, NeedsMergingError, listed, shown
 from ..io.hub import resolve_file
 from ..io.tensors import check_is_whole, index_of, same_tensor, write_tensors, write_wrapped_tensors
 from . import peft, peft_reading, peft_writing
@@ -95,7 +96,7 @@ def read_adapter(
             says something else than its own tensors.
         OSError: the hub cannot be reached.
     """
-    path = Path(source)
+    path = as_path("the adapter's name", source)
     foreign = _PEFT if kind is LORA else kind.foreign
     if not path.is_file():
         where = {"cache_dir": cache_dir, "revision": revision, "token": token}
@@ -235,7 +236,13 @@ def write_adapter(
         CheckpointError: the adapter is not sound, or the name does not fit the format. Nothing is
             written.
     """
-    format = format or format_of_name(Path(path))
+    path = as_path("the path to write to", path)
+    if not isinstance(adapter, Adapter):
+        raise TypeError(
+            f"the adapter has to be what lora.read_adapter(path) returns, got {shown(adapter)}; "
+            "save_adapter writes a model's"
+        )
+    format = format or format_of_name(path)
     return [*_unchecked(adapter, format), *write_checked_adapter(path, adapter, format)]
 
 

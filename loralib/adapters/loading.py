@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..arguments import as_python, check_model
 from ..errors import CheckpointError, MissingLayersError, listed
 from ..functional import variant_of
 from ..initialization import deferring_start, starts_from_weight
@@ -62,7 +63,7 @@ def lora_settings(model: nn.Module) -> dict[str, Any]:
                 f"{expected:g}: set both, or neither"
             )
     rank, ranks = usual({name: layer.r for name, layer in layers.items()})
-    alpha, alphas = usual({name: layer.lora_alpha for name, layer in layers.items()})
+    alpha, alphas = usual({name: as_python(layer.lora_alpha) for name, layer in layers.items()})
     embeddings = tuple(sorted(n for n, each in layers.items() if isinstance(each, nn.Embedding)))
     return {
         "rank": rank,
@@ -292,6 +293,7 @@ def load_adapter(
             cases the model is left as it was.
         OSError: the hub cannot be reached.
     """
+    check_model(model, source)
     adapter = read_adapter(
         source, lora_alpha=lora_alpha, revision=revision, cache_dir=cache_dir, token=token
     )

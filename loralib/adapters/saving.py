@@ -7,12 +7,12 @@ lora.save_adapter(model, "my_adapter.safetensors")       one file, with all that
 import logging
 import os
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..arguments import as_names, as_path, check_model
 from ..errors import CheckpointError, NeedsMergingError
 from ..functional import variant_of
 from ..initialization import starts_from_weight
@@ -62,7 +62,8 @@ def save_adapter(
         NeedsMergingError: the format cannot express the adapter.
         CheckpointError: the adapter is not sound; or the folder is there already.
     """
-    path = Path(path)
+    check_model(model, path)
+    path = as_path("the path to write to", path)
     if format is None:
         format = format_of_name(path) if path.suffix in SUFFIXES else "peft"
     with without_wrappers(model) as plain:
@@ -92,6 +93,7 @@ def adapter_of(
             offloaded or quantized.
         CheckpointError: its LoRA layers are of several kinds, which no file holds.
     """
+    check_model(model)
     with without_wrappers(model) as plain:
         return _adapter_of(plain, base, task, labels)
 
@@ -120,7 +122,7 @@ def _adapter_of(
         base=base or _name_in_config(model),
         base_fingerprint=fingerprint_without(model, besides | untied),
         task=task,
-        labels=None if labels is None else tuple(labels),
+        labels=None if labels is None else as_names("labels", labels),
         separate=bool(untied) or None,
     )
     return Adapter(tensors, metadata, source=type(model).__name__)

@@ -308,7 +308,7 @@ def test_parameter_groups_of_lora_plus(model):
 @pytest.mark.parametrize("ratio", [0, -1, float("inf"), float("nan")])
 def test_a_ratio_that_is_not_positive(model, ratio):
     lora.add_lora(model, "q_proj")
-    with pytest.raises(ValueError, match="lora_plus_ratio has to be above 0"):
+    with pytest.raises(ValueError, match="lora_plus_ratio has to be a number above 0"):
         lora.parameter_groups(model, 1e-3, lora_plus_ratio=ratio)
 
 
@@ -399,7 +399,7 @@ WRONG = {
         {"lora_alpha": float("inf")},
         "lora_alpha has to be a number above 0",
     ),
-    "dropout": (AnyModel, {"lora_dropout": 1.5}, "between 0 and 1"),
+    "dropout": (AnyModel, {"lora_dropout": 1.5}, "lora_dropout .* between 0 and 1"),
     "variant": (AnyModel, {"variant": "qlora"}, "unknown variant 'qlora'"),
     "initialization": (AnyModel, {"initialization": "eva"}, "unknown initialization 'eva'"),
     "bias": (AnyModel, {"bias": "some"}, "bias must be one of none, all, lora_only"),
