@@ -30,7 +30,7 @@ from .adapted_layers import (
     MultiheadAttention,
 )
 from .arguments import as_flag, as_flags, as_python, check_model
-from .errors import UnsupportedLayerError
+from .errors import UnsupportedLayerError, listed
 from .functional import variant_of
 from .in_place import (
     is_in_place,
@@ -55,8 +55,8 @@ from .targets import (
     is_any,
 )
 from .trained import note_trained
-from .utils import check_bias, check_whole, freeze_base, train_biases
-from .wrappers import has_own_forward, quantized
+from .utils import check_bias, check_not_pefts, check_whole, freeze_base, train_biases
+from .wrappers import has_own_forward, quantized, set_forward
 
 logger = logging.getLogger(__name__)
 
@@ -142,10 +142,12 @@ def add_lora(
             exclusion leaves out nothing; a setting is of another type than it has to be, or out of
             its range; a rank is larger than a dimension of its weight; DoRA is for a weight with
             rows of zeros; a module is both adapted and in modules_to_train; a weight is tied; the
-            model is wrapped (DDP, FSDP, compile) or its tensors are inference tensors.
+            model is wrapped (DDP, FSDP, compile), has LoRA of PEFT's, or its tensors are inference
+            tensors.
         UnsupportedLayerError: there is no LoRA layer for such a module. Nothing is changed then.
     """
     check_model(model, targets)
+    check_not_pefts(model)
     check_bias(bias)
     untie = as_flag("untie", untie)
     exclude = as_targets(exclude, "exclude")
@@ -496,7 +498,9 @@ def _check_module(name: str, module: nn.Module, settings: LayerSettings) -> None
     try:
         _builder(module)
     except UnsupportedLayerError as error:
-        raise UnsupportedLayerError(f"{name} is a {error}: exclude it") from None
+        inner = _layers_within(name, module)
+        instead = f"name those within, such as {inner}, or exclude it" if inner else "exclude it"
+        raise UnsupportedLayerError(f"{name} is a {error}: {instead}") from None
     own = sorted(vars(module).keys() & _OF_LORA_LAYERS)
     if own and not isinstance(module, LoRALayer):
         raise UnsupportedLayerError(
@@ -504,8 +508,12 @@ def _check_module(name: str, module: nn.Module, settings: LayerSettings) -> None
         )
     if has_own_forward(module):
         raise UnsupportedLayerError(
-            f"{name} has a forward of its own, as a device map's hooks give it: adapt the model "
-            "before it is dispatched"
+            set_forward(
+                name,
+                module,
+                "as a device map's hooks give it: adapt the model before it is dispatched",
+                "set on it, which would compute without LoRA",
+            )
         )
     found = (module._parameters.get(part) for part in _weight_names(module))
     weights = [weight for weight in found if weight is not None]
@@ -519,6 +527,13 @@ def _check_module(name: str, module: nn.Module, settings: LayerSettings) -> None
         if reason := quantized(weight):
             raise UnsupportedLayerError(f"the weight of {name} is {reason}: exclude {name}")
         _check_settings(name, module, weight, settings)
+
+
+def _layers_within(name: str, block: nn.Module) -> str:
+    """The linear layers within a block, as targets; empty where there are none."""
+    last = name.rpartition(".")[2]
+    within = [each for each, module in block.named_modules() if each and is_linear(module)]
+    return listed(f"{last}.{each}" for each in within)
 
 
 def _weight_names(module: nn.Module) -> tuple[str, ...]:

@@ -320,6 +320,22 @@ def check_whole(model: nn.Module, what: str) -> None:
         )
 
 
+def check_not_pefts(model: nn.Module) -> None:
+    """Checks that no layer of a model has LoRA of PEFT's.
+
+    Raises:
+        ValueError: one has.
+    """
+    for name, module in model.named_modules():
+        modules = [kind.__module__ for kind in type(module).__mro__]
+        is_pefts = any(each.startswith("peft.tuners.lora.") for each in modules)
+        if is_pefts and hasattr(module, "lora_A"):
+            raise ValueError(
+                f"{name or 'the model'} has LoRA of PEFT's: give the plain model, which PEFT's "
+                "unload() and merge_and_unload() return; load_adapter reads PEFT's folders"
+            )
+
+
 def check_there(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
     """Checks that tensors have values, and are plain ones, which quantized weights are not.
 

@@ -21,7 +21,7 @@ from ..layers import MergedLinear
 from ..lora_layer import LoRALayer
 from ..nn.positions import lora_reaches_positions, shared_projections
 from ..trained import note_trained, note_untied, noted
-from ..utils import check_there, check_whole, freeze_base, tensors_of
+from ..utils import check_not_pefts, check_there, check_whole, freeze_base, tensors_of
 from ..wrappers import without_wrappers
 from .adapter import LORA, Adapter, adapter_tensors, base_biases, trained_with
 from .checks import check_base, check_finite, check_positions, check_possible_base
@@ -309,6 +309,7 @@ def load_adapter(
 
 def _load(model: nn.Module, adapter: Adapter) -> tuple[str, ...]:
     """As `load_adapter`, of a model without wrappers."""
+    check_not_pefts(model)
     check_whole(model, "an adapter is loaded")
     weights = adapted_modules(model, adapter)
     besides = {name: t for name, t in adapter.tensors.items() if LORA.part not in name}

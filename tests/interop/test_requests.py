@@ -114,6 +114,14 @@ def test_a_model_is_loaded_with_a_device_map(tmp_path):
         assert grads.keys() == adapter_of(model).keys()
 
 
+def test_a_model_with_lora_of_pefts_is_refused():
+    theirs = with_peft(BY_NAME["llama"])
+    for model in (theirs, theirs.base_model.model):
+        with pytest.raises(ValueError, match=r"has LoRA of PEFT's: give the plain model"):
+            lora.add_lora(model, "down_proj", r=R)
+    assert len(lora.add_lora(theirs.unload(), "q_proj", r=R)) == 2
+
+
 def test_what_save_pretrained_writes_of_a_merged_model_is_the_model(tmp_path):
     case = BY_NAME["gpt2"]
     model = lora.merge(with_lora(case, "dora"))
@@ -125,7 +133,7 @@ def test_what_save_pretrained_writes_of_a_merged_model_is_the_model(tmp_path):
 
 UNSUPPORTED = {
     "a norm": ("llama", "input_layernorm", "LlamaRMSNorm, which has no LoRA layer: exclude it"),
-    "a block": ("bert", "attention.self", "which has no LoRA layer: exclude it"),
+    "a block": ("bert", "attention.self", "name those within, such as self.key, self.query, "),
 }
 
 

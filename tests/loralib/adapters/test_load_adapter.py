@@ -227,6 +227,22 @@ def test_a_module_that_cannot_be_adapted(saved):
     refused(model, saved(), "layers.1.out", "which has no LoRA layer", kind=TypeError)
 
 
+class PeftsLinear(nn.Module):
+    """What PEFT makes of a linear layer, as far as it is known by."""
+
+    __module__ = "peft.tuners.lora.layer"
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer, self.lora_A = base_layer, nn.ModuleDict({"default": nn.Linear(8, 2)})
+
+
+def test_a_model_that_has_lora_of_pefts(saved):
+    model = WORDS.build()
+    model.layers[1]["out"] = PeftsLinear(model.layers[1]["out"])
+    refused(model, saved(), "layers.1.out has LoRA of PEFT's", "unload()", kind=ValueError)
+
+
 # ---- saving ----
 
 
