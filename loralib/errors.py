@@ -84,8 +84,8 @@ class FullModelError(CheckpointError):
     def __init__(self, source: str, found: str):
         self.found = found
         super().__init__(
-            f"{source}: holds a full model, not LoRA alone: {found}, …; adapter_tensors takes "
-            "the adapter out of it"
+            f"{source}: holds a full model, not LoRA alone: {found}, …; load it into the model "
+            "with its LoRA layers by load_state_dict, and save_adapter writes the adapter"
         )
 
 

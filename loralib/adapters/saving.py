@@ -24,7 +24,7 @@ from ..utils import check_there, check_whole, tensors_of, weights_with_updates
 from ..wrappers import without_wrappers
 from .adapter import LORA, Adapter, base_biases, lora_metadata
 from .fingerprint import fingerprint_without
-from .formats import SUFFIXES, format_of_name, write_checked_adapter
+from .formats import format_of_path, write_checked_adapter
 from .loading import lora_layers, lora_settings
 from .metadata import LoraMetadata
 from .peft import unlike_pefts
@@ -47,7 +47,7 @@ def save_adapter(
         model: this project's own, one that `add_lora` has adapted, or any other with LoRA layers.
         path: a file, ``.safetensors`` for this project's format and ``.bin`` or ``.pt`` for the
             release's, either of which replaces a file that is there; without such a suffix a
-            folder in PEFT's, which must be new.
+            folder in PEFT's, which must be new. Other files' suffixes (``.pth``) are refused.
         format: of `loralib.adapters.formats.FORMATS`, where the name does not say it.
         base: the base's name or path, for the metadata; by default what the model's config says.
         task: the name of the task that it was trained for.
@@ -65,7 +65,7 @@ def save_adapter(
     check_model(model, path)
     path = as_path("the path to write to", path)
     if format is None:
-        format = format_of_name(path) if path.suffix in SUFFIXES else "peft"
+        format = format_of_path(path)
     with without_wrappers(model) as plain:
         adapter = _adapter_of(plain, base, task, labels)
         if format == "peft":

@@ -541,6 +541,12 @@ def test_errors_of_the_disk_name_the_file(tmp_path, code):
     assert names(tmp_path) == ["file.txt"]
 
 
+def test_a_disk_that_is_full_before_anything_is_written(tmp_path):
+    message = "the file takes an unknown number of bytes, the disk has "
+    with pytest.raises(DiskFullError, match=message), atomic_write(tmp_path / "file.txt"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 @posix
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOTTY])
 def test_a_folder_that_cannot_be_synced(tmp_path, monkeypatch, code):
