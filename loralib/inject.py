@@ -267,7 +267,8 @@ def adapt(
 def remove_lora(model: nn.Module) -> tuple[str, ...]:
     """Makes a model the plain one that it was before `add_lora`; the updates are dropped.
 
-    Weights have the bits that they had, and stay frozen. What was set on a module since stays, too.
+    Weights have the bits that they had, and stay frozen: `model.requires_grad_(True)` has all of
+    them trained again. What was set on a module since stays, too.
 
     Args:
         model: changed in place; also a part of a model, such as one of its blocks.

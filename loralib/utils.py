@@ -215,6 +215,7 @@ def merge(module: nn.Module) -> nn.Module:
     the plain layers' own. Where LoRA is kept from positions that share its weight, those first get
     projections of their own, see positions.py; a layer that is merged alone, and put in by hand,
     knows nothing of that. Modules that `add_lora` has adapted in place become what they were.
+    What was frozen stays so: `model.requires_grad_(True)` has all of it trained again.
 
     Args:
         module: a LoRA layer, which is left as it is; or a model, whose LoRA layers are replaced in
