@@ -68,10 +68,11 @@ def save_adapter(
         format = format_of_path(path)
     with without_wrappers(model) as plain:
         adapter = _adapter_of(plain, base, task, labels)
+        _check_buffers(plain, adapter)
         if format == "peft":
             _check_peft_adapts(plain, adapter.source)
         remarks = write_checked_adapter(path, adapter, format, plain)
-        for warn in (_base_besides, _left_behind, _without_effect):
+        for warn in (_base_besides, _left_behind, _without_effect, _of_several_dropouts):
             remarks += warn(plain, adapter)
         return remarks
 
@@ -91,7 +92,8 @@ def adapter_of(
     Raises:
         ValueError: the model has no LoRA layers or is sharded; or what has LoRA or is trained is
             offloaded or quantized.
-        CheckpointError: its LoRA layers are of several kinds, which no file holds.
+        CheckpointError: its LoRA layers are of several kinds, which no file holds; or the weight
+            of one is trained as well.
     """
     check_model(model)
     with without_wrappers(model) as plain:
@@ -195,6 +197,31 @@ def _is_zero(layer: LoRALayer) -> bool:
     return not (layer.lora_A.any() and layer.lora_B.any())
 
 
+def _of_several_dropouts(model: nn.Module, adapter: Adapter) -> list[str]:
+    """Says that layers differ in their dropout, of which files record one."""
+    taking = {n: layer for n, layer in lora_layers(model).items() if _takes_dropout(model, n)}
+    dropouts = {_dropout_of(layer) for layer in taking.values()}
+    if len(dropouts) < 2:
+        return []
+    remark = (
+        f"its layers have dropouts from {min(dropouts):g} to {max(dropouts):g}, and "
+        f"{max(dropouts):g} is recorded: where it is loaded to be trained on, all of them get that"
+    )
+    logger.warning("%s: %s", adapter.source, remark)
+    return [remark]
+
+
+def _takes_dropout(model: nn.Module, name: str) -> bool:
+    """Whether a layer's update can have dropout: those of embeddings and attentions cannot."""
+    layer, owner = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
+    takes_weights = any(isinstance(each, nn.MultiheadAttention) for each in (layer, owner))
+    return not isinstance(layer, nn.Embedding) and not takes_weights
+
+
+def _dropout_of(layer: LoRALayer) -> float:
+    return getattr(layer.lora_dropout, "p", 0.0)
+
+
 def _check_layers(layers: dict[str, LoRALayer]) -> None:
     for name, layer in layers.items():
         if isinstance(layer, Conv1d | Conv2d | Conv3d):
@@ -202,6 +229,12 @@ def _check_layers(layers: dict[str, LoRALayer]) -> None:
                 f"{name} is a loralib {type(layer).__name__}, whose factors are in the release's "
                 "shapes, which no adapter format describes: save them with lora_state_dict, or let "
                 "add_lora adapt a plain convolution"
+            )
+        weight = getattr(layer, "frozen_weight", None)  # which those of other packages may lack
+        if weight is not None and weight.requires_grad:
+            raise CheckpointError(
+                f"the weight of {name} is trained as well as its LoRA, and adapters do not hold "
+                "it: freeze it before the training, as mark_only_lora_as_trainable does"
             )
 
 
@@ -233,13 +266,23 @@ def _second_names(model: nn.Module) -> set[str]:
 
 def _dropout(layers: dict[str, LoRALayer]) -> float:
     """The dropout of the layers that have any: embeddings and attentions have none."""
-    return max(getattr(layer.lora_dropout, "p", 0.0) for layer in layers.values())
+    return max(map(_dropout_of, layers.values()))
 
 
 def _name_in_config(model: nn.Module) -> str | None:
     """What upstream's models have the name of their checkpoint under."""
     name = getattr(getattr(model, "config", None), "_name_or_path", None)
     return name if isinstance(name, str) and name else None
+
+
+def _check_buffers(model: nn.Module, adapter: Adapter) -> None:
+    """Refuses infinite buffers, such as a mask, which look like a training that has diverged."""
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in adapter.tensors and LORA.part not in name and not buffer.isfinite().all():
+            raise CheckpointError(
+                f"{adapter.source}: the buffer {name} holds values that are not finite, which no "
+                "adapter may: register it with persistent=False, if the model makes it by itself"
+            )
 
 
 def _check_peft_adapts(model: nn.Module, source: str) -> None:
