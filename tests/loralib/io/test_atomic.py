@@ -513,6 +513,8 @@ def test_a_full_disk(small_disk, tmp_path):
         needed, _, free = rest.partition(" bytes, the disk has ")
         free = int(free.partition(" free; make room")[0].replace(",", ""))
         assert 0 < free <= 2**20
+        if "text" in writer and needed == "an unknown number of":
+            continue  # it was full before the first byte
         number = int(needed.removeprefix("more than ").replace(",", ""))
         if "text" in writer:
             assert needed.startswith("more than ")
