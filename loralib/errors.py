@@ -84,8 +84,8 @@ class FullModelError(CheckpointError):
     def __init__(self, source: str, found: str):
         self.found = found
         super().__init__(
-            f"{source}: holds a full model, not LoRA alone: {found}, …; adapter_tensors takes "
-            "the adapter out of it"
+            f"{source}: holds a full model, not LoRA alone: {found}, …; load it into the model "
+            "with its LoRA layers by load_state_dict, and save_adapter writes the adapter"
         )
 
 
@@ -192,6 +192,12 @@ def listed(names: Iterable[str], at_most: int = 4) -> str:
 def quoted(names: Iterable[str]) -> str:
     """Names for an error, each in quotes: blanks in them are seen."""
     return ", ".join(f"'{name}'" for name in names)
+
+
+def shown(value: object) -> str:
+    """A value for an error: in one short line."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def first_line(error: BaseException) -> str:

@@ -328,7 +328,7 @@ def variant_of(name: str) -> type[Delta]:
     Raises:
         ValueError: there is none.
     """
-    if name not in VARIANTS:
+    if name not in tuple(VARIANTS):  # whatever was given, which may have no hash
         raise ValueError(f"unknown variant '{name}' of LoRA (known: {', '.join(VARIANTS)})")
     return VARIANTS[name]
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from .adapted_layers import AdaptedProjection
 from .lora_layer import LoRALayer
-from .wrappers import drop_set_forward, has_own_forward
+from .wrappers import drop_set_forward, has_own_forward, set_forward
 
 
 class _Turned(NamedTuple):
@@ -112,8 +112,13 @@ def _check_turnable(model: nn.Module) -> None:
             )
         if has_own_forward(base):
             raise ValueError(
-                f"{name or 'the layer'} has a forward of its own, as hooks that offload weights "
-                "give it: take these out first (accelerate's remove_hook_from_submodules)"
+                set_forward(
+                    name,
+                    base,
+                    "as hooks that offload weights give it: take these out first (accelerate's "
+                    "remove_hook_from_submodules)",
+                    "set since it was adapted, which may call the LoRA layer that it will not be",
+                )
             )
 
 

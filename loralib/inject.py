@@ -13,8 +13,8 @@ again: names in the state dict stay, and `….lora_A`, `….lora_B` come with th
     nn.MultiheadAttention         MultiheadAttention              of in_proj; out_proj is a Linear
 """
 
+import logging
 import math
-import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -29,7 +29,8 @@ from .adapted_layers import (
     AdaptedProjection,
     MultiheadAttention,
 )
-from .errors import UnsupportedLayerError
+from .arguments import as_flag, as_flags, as_python, check_model
+from .errors import UnsupportedLayerError, listed
 from .functional import variant_of
 from .in_place import (
     is_in_place,
@@ -43,17 +44,21 @@ from .in_place import (
 from .layers import Embedding, Linear, MergedLinear
 from .lora_layer import LoRALayer
 from .targets import (
+    ALL_LINEAR,
     Target,
     as_targets,
     by_pattern,
     check_exclusions,
     find,
     first_names,
+    guessed_head,
     is_any,
 )
 from .trained import note_trained
-from .utils import check_bias, check_whole, freeze_base, train_biases
-from .wrappers import has_own_forward, quantized
+from .utils import check_bias, check_not_pefts, check_whole, freeze_base, train_biases
+from .wrappers import has_own_forward, quantized, set_forward
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +109,8 @@ def add_lora(
     Args:
         model: any model of PyTorch's layers. In half precision the updates are float32. A module
             that it uses in several places has one update, and goes by the first of its names.
-        targets: which modules; see `loralib.targets`. An `nn.MultiheadAttention` is adapted with
+        targets: which modules; see `loralib.targets`, also for what "all-linear" takes for the
+            head and leaves out. An `nn.MultiheadAttention` is adapted with
             its out_proj, unless that is excluded.
         r: rank of the updates.
         lora_alpha: the updates are scaled by lora_alpha / r, or as the variant has it.
@@ -136,10 +142,14 @@ def add_lora(
             exclusion leaves out nothing; a setting is of another type than it has to be, or out of
             its range; a rank is larger than a dimension of its weight; DoRA is for a weight with
             rows of zeros; a module is both adapted and in modules_to_train; a weight is tied; the
-            model is wrapped (DDP, FSDP, compile) or its tensors are inference tensors.
+            model is wrapped (DDP, FSDP, compile), has LoRA of PEFT's, or its tensors are inference
+            tensors.
         UnsupportedLayerError: there is no LoRA layer for such a module. Nothing is changed then.
     """
+    check_model(model, targets)
+    check_not_pefts(model)
     check_bias(bias)
+    untie = as_flag("untie", untie)
     exclude = as_targets(exclude, "exclude")
     to_train = as_targets(modules_to_train, "modules_to_train")
     targets = as_targets(targets)
@@ -155,13 +165,13 @@ def add_lora(
     slices = by_pattern(names, enable_lora or {}, (True,))
     settings = {
         name: LayerSettings(
-            r=_as_pythons(ranks[name]),
-            lora_alpha=_as_pythons(alphas[name]),
-            lora_dropout=_as_pythons(lora_dropout),
+            r=as_python(ranks[name]),
+            lora_alpha=as_python(alphas[name]),
+            lora_dropout=as_python(lora_dropout),
             variant=variant,
             initialization=initialization,
-            freeze_A=freeze_A,
-            enable_lora=_as_flags(slices[name], name),
+            freeze_A=as_flag("freeze_A", freeze_A),
+            enable_lora=as_flags(f"enable_lora of {name}", slices[name]),
         )
         for name in names
     }
@@ -173,7 +183,25 @@ def add_lora(
     for name in trained:
         module = model.get_submodule(name).requires_grad_(True)
         note_trained(model, (f"{name}.{inner}" for inner, _ in module.named_parameters()))
+    if ALL_LINEAR in targets:
+        _warn_of_guessed_head(model, [*names, *trained], exclude)
     return adapted
+
+
+def _warn_of_guessed_head(
+    model: nn.Module, named: Iterable[str], exclude: Iterable[Target]
+) -> None:
+    """Says which layer "all-linear" has taken for the head, unless the caller has named it."""
+    head = guessed_head(model, is_linear)
+    if head is None or is_any(head, exclude):
+        return
+    if not any(head == name or head.startswith(f"{name}.") for name in named):
+        logger.warning(
+            "'%s' takes %s, the last linear layer, for the head, which stays frozen: add it to "
+            "targets to adapt it, or to modules_to_train to train it",
+            ALL_LINEAR,
+            head,
+        )
 
 
 def adapt(
@@ -239,7 +267,8 @@ def adapt(
 def remove_lora(model: nn.Module) -> tuple[str, ...]:
     """Makes a model the plain one that it was before `add_lora`; the updates are dropped.
 
-    Weights have the bits that they had, and stay frozen. What was set on a module since stays, too.
+    Weights have the bits that they had, and stay frozen: `model.requires_grad_(True)` has all of
+    them trained again. What was set on a module since stays, too.
 
     Args:
         model: changed in place; also a part of a model, such as one of its blocks.
@@ -252,6 +281,7 @@ def remove_lora(model: nn.Module) -> tuple[str, ...]:
             layers, which `merge` can make plain; or its parameters are sharded over several
             processes.
     """
+    check_model(model)
     if isinstance(model, LoRALayer) and model.r > 0:
         raise ValueError(
             f"{type(model).__name__} is one adapted layer: give the model that it is part of, or "
@@ -444,22 +474,6 @@ def _by_first_name(
     return own
 
 
-def _as_pythons(value: Any) -> Any:
-    """A number of NumPy's as one of Python's, which files can hold; the rest as it is."""
-    if isinstance(value, bool | int | float) or not isinstance(value, numbers.Real):
-        return value
-    return int(value) if isinstance(value, numbers.Integral) else float(value)
-
-
-def _as_flags(enabled: Any, name: str) -> tuple[bool, ...]:
-    """A module's enable_lora as a tuple."""
-    if isinstance(enabled, str) or not isinstance(enabled, Sequence):
-        raise ValueError(
-            f"enable_lora has to be a list for {name}, such as [True, False, True], got {enabled!r}"
-        )
-    return tuple(map(bool, enabled))
-
-
 def _with_output_projections(
     model: nn.Module, names: Iterable[str], exclude: Iterable[Target]
 ) -> list[str]:
@@ -485,7 +499,9 @@ def _check_module(name: str, module: nn.Module, settings: LayerSettings) -> None
     try:
         _builder(module)
     except UnsupportedLayerError as error:
-        raise UnsupportedLayerError(f"{name} is a {error}: exclude it") from None
+        inner = _layers_within(name, module)
+        instead = f"name those within, such as {inner}, or exclude it" if inner else "exclude it"
+        raise UnsupportedLayerError(f"{name} is a {error}: {instead}") from None
     own = sorted(vars(module).keys() & _OF_LORA_LAYERS)
     if own and not isinstance(module, LoRALayer):
         raise UnsupportedLayerError(
@@ -493,8 +509,12 @@ def _check_module(name: str, module: nn.Module, settings: LayerSettings) -> None
         )
     if has_own_forward(module):
         raise UnsupportedLayerError(
-            f"{name} has a forward of its own, as a device map's hooks give it: adapt the model "
-            "before it is dispatched"
+            set_forward(
+                name,
+                module,
+                "as a device map's hooks give it: adapt the model before it is dispatched",
+                "set on it, which would compute without LoRA",
+            )
         )
     found = (module._parameters.get(part) for part in _weight_names(module))
     weights = [weight for weight in found if weight is not None]
@@ -508,6 +528,13 @@ def _check_module(name: str, module: nn.Module, settings: LayerSettings) -> None
         if reason := quantized(weight):
             raise UnsupportedLayerError(f"the weight of {name} is {reason}: exclude {name}")
         _check_settings(name, module, weight, settings)
+
+
+def _layers_within(name: str, block: nn.Module) -> str:
+    """The linear layers within a block, as targets; empty where there are none."""
+    last = name.rpartition(".")[2]
+    within = [each for each, module in block.named_modules() if each and is_linear(module)]
+    return listed(f"{last}.{each}" for each in within)
 
 
 def _weight_names(module: nn.Module) -> tuple[str, ...]:
@@ -593,8 +620,6 @@ def _check_settings(name: str, module: nn.Module, weight: Tensor, own: LayerSett
     is_number = isinstance(own.lora_alpha, int | float) and not isinstance(own.lora_alpha, bool)
     if not is_number or not 0 < own.lora_alpha < math.inf:
         raise ValueError(f"lora_alpha has to be a number above 0, got {own.lora_alpha!r} ({name})")
-    if not isinstance(own.lora_dropout, int | float):
-        raise ValueError(f"lora_dropout has to be a probability, got {own.lora_dropout!r}")
     if own.lora_dropout == 1:
         raise ValueError("lora_dropout 1 drops all of an update's input: nothing would be trained")
     if isinstance(module, nn.Embedding):

@@ -53,6 +53,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .arguments import as_flag, as_flags
 from .functional import variant_of
 from .lora_layer import LoRALayer, cast
 from .nn.plain import is_watched
@@ -103,8 +104,8 @@ class _SlicedLinear(LoRALayer, nn.Linear):
             self.register_forward_pre_hook(_be_called)
         # A second time, as 0.1.2 does: a seed then gives the same weights.
         self.reset_parameters()
-        self.fan_in_fan_out = fan_in_fan_out
-        if fan_in_fan_out:
+        self.fan_in_fan_out = as_flag("fan_in_fan_out", fan_in_fan_out)
+        if self.fan_in_fan_out:
             self._transpose_weight()
 
     def _add_slices(self, enabled: Sequence[bool], dtype: torch.dtype | None = None) -> None:
@@ -277,7 +278,7 @@ class MergedLinear(_SlicedLinear):
         freeze_A: bool = False,
         **kwargs: Any,
     ):
-        enabled = [bool(on) for on in enable_lora]
+        enabled = list(as_flags("enable_lora", enable_lora))
         if not enabled or out_features % len(enabled) != 0:
             raise ValueError(
                 f"enable_lora must split out_features={out_features} into equal slices, "

@@ -3,7 +3,8 @@
 "q_proj"                          every module whose name ends in it, at a dot
 "attention.*.dense"               a glob over the end of the name
 re.compile(r"layers\\.\\d+\\.mlp")    a regular expression over the complete name
-"all-linear"                      every linear layer outside the head
+"all-linear"                      every linear layer in numbered layers, such as layers.0.mlp.up; in
+                                  a model without these every one but the last, its head
 """
 
 import difflib
@@ -15,7 +16,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from .errors import listed
+from .errors import listed, shown
 
 ALL_LINEAR = "all-linear"
 
@@ -54,7 +55,7 @@ def as_targets(targets: Target | Iterable[Target], what: str = "targets") -> tup
         if not isinstance(target, str | re.Pattern):
             raise ValueError(
                 f"{what} has to be a module's name, a pattern or a list of these, got "
-                f"{_shown(target)}"
+                f"{shown(target)}"
             )
     return several
 
@@ -66,18 +67,15 @@ def as_layers(layers: Iterable[int]) -> tuple[int, ...]:
         ValueError: they are something else.
     """
     try:
-        return tuple(map(operator.index, layers))
+        numbers = tuple(map(operator.index, layers))
     except TypeError:
         raise ValueError(
             f"layers has to be a list of numbers such as [0, 1] or range(6, 12), got "
-            f"{_shown(layers)}"
+            f"{shown(layers)}"
         ) from None
-
-
-def _shown(value: object) -> str:
-    """A value in one short line."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else f"{text[:60]}…"
+    if not numbers:
+        raise ValueError("layers names none: leave it out to adapt them all")
+    return numbers
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
@@ -137,16 +135,24 @@ def find(
     """
     first = first_names(model)
     names = list(first)
+    if not names:
+        raise ValueError(
+            f"{type(model).__name__} is itself a layer, and has none within that a target could "
+            "name: put it into a model, such as nn.Sequential, and name it there, as '0'"
+        )
     layers = None if layers is None else as_layers(layers)
     left_out = _left_out(names, as_targets(exclude, "exclude"), layers)
     meant: set[str] = set()
     for target in as_targets(targets):
         if target == ALL_LINEAR:
-            found = set(all_linear(model, is_linear)) - left_out
+            linear = all_linear(model, is_linear)
+            found = set(linear) - left_out
+            if not found:
+                raise ValueError(_no_linear_layer(linear, guessed_head(model, is_linear)))
         else:
             found = {name for name in names if matches(name, target)} - left_out
-        if not found:
-            raise ValueError(_nothing_matches(target, names, left_out))
+            if not found:
+                raise ValueError(_nothing_matches(target, names, left_out))
         meant |= found
     if not meant:
         raise ValueError("no target is given")
@@ -200,11 +206,29 @@ def all_linear(model: nn.Module, is_linear: Callable[[nn.Module], bool]) -> list
     """The names of a model's linear layers but for the head's.
 
     Those are meant that lie within a numbered layer, as in ``layers.0.mlp.up``. A model without
-    such layers has all of them but the last.
+    such layers has all of them but the last, see `guessed_head`.
     """
-    names = [name for name, module in model.named_modules() if is_linear(module)]
-    within = [name for name in names if re.search(r"(?:^|\.)\d+\.", name)]
-    return within or names[:-1]
+    names = _linear_names(model, is_linear)
+    return [name for name in names if _is_within_layer(name)] or names[:-1]
+
+
+def guessed_head(model: nn.Module, is_linear: Callable[[nn.Module], bool]) -> str | None:
+    """The linear layer that "all-linear" takes for the head because it is the last.
+
+    None for a model with numbered layers, of which it is known what lies outside, and for one
+    without linear layers.
+    """
+    names = _linear_names(model, is_linear)
+    return None if not names or any(map(_is_within_layer, names)) else names[-1]
+
+
+def _linear_names(model: nn.Module, is_linear: Callable[[nn.Module], bool]) -> list[str]:
+    return [name for name, module in model.named_modules() if name and is_linear(module)]
+
+
+def _is_within_layer(name: str) -> bool:
+    """Whether a module lies within a numbered layer, as in ``layers.0.mlp.up``."""
+    return re.search(r"(?:^|\.)\d+\.", name) is not None
 
 
 def by_pattern(
@@ -219,7 +243,7 @@ def by_pattern(
     if not isinstance(patterns, Mapping):
         raise ValueError(
             "values by pattern have to be a dict of targets and values, such as {'q_proj': …}, got "
-            f"{_shown(patterns)}"
+            f"{shown(patterns)}"
         )
     for pattern in patterns:
         if not any(matches(name, pattern) for name in names):
@@ -254,13 +278,25 @@ def _left_out(
 
 def _nothing_matches(target: Target, names: Collection[str], left_out: Collection[str]) -> str:
     text = target.pattern if isinstance(target, re.Pattern) else target
-    excluded = [name for name in left_out if target != ALL_LINEAR and matches(name, target)]
+    excluded = [name for name in left_out if matches(name, target)]
     if excluded:
         return f"'{text}' matches only modules that are left out, such as {min(excluded)}"
     ends = sorted({end for name in names if not (end := name.rpartition(".")[2]).isdigit()})
     last = text.rpartition(".")[2]
     near = difflib.get_close_matches(last, ends, n=6, cutoff=0.5)
     return f"'{text}' matches no module of the model; it has {listed(near or ends, at_most=8)}"
+
+
+def _no_linear_layer(linear: Collection[str], head: str | None) -> str:
+    """Why "all-linear" means nothing, of these layers that it would mean."""
+    if linear:
+        return f"'{ALL_LINEAR}' means only modules that are left out, such as {min(linear)}"
+    if head is None:
+        return f"'{ALL_LINEAR}' finds no linear layer in the model: name the layers to adapt"
+    return (
+        f"'{ALL_LINEAR}' takes {head}, the model's only linear layer, for its head, and leaves it "
+        "out: name it, to adapt it"
+    )
 
 
 # ---- on a command line ----

@@ -11,6 +11,7 @@ from torch import nn
 
 _RECORD = "_trained_besides_lora"
 _UNTIED = "_untied_by_adapter"
+_FROZEN = "_frozen_for_lora"
 
 
 def note_trained(model: nn.Module, names: Iterable[str], source: str | None = None) -> None:
@@ -58,7 +59,28 @@ def untied_from(model: nn.Module) -> set[str]:
     return {name for module in model.modules() for name in vars(module).get(_UNTIED, ())}
 
 
+def note_frozen(model: nn.Module) -> None:
+    """Notes that all but LoRA was frozen in a model: what is trained since then is meant to be."""
+    vars(model)[_FROZEN] = True
+
+
+def never_frozen(model: nn.Module) -> set[str]:
+    """The names of the trained parameters for which nobody has decided whether they are.
+
+    Those of parts in which LoRA's base was never frozen, but for what was noted.
+    """
+    parts = [name for name, module in model.named_modules() if _FROZEN in vars(module)]
+    decided = tuple(f"{name}." if name else "" for name in parts)
+    earlier = noted(model)
+    return {
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad and name not in earlier and not name.startswith(decided)
+    }
+
+
 def forget_trained(model: nn.Module) -> None:
     """Drops the record: the model, its LoRA merged, is a base of its own."""
     for module in model.modules():
         vars(module).pop(_RECORD, None)
+        vars(module).pop(_FROZEN, None)

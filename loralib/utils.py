@@ -2,20 +2,25 @@
 
 import logging
 import math
+import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .arguments import as_number, check_model
+from .errors import shown
 from .in_place import leave_fast_path, merge_in_place, merged_copy, was_turned
 from .layers import Embedding
 from .lora_layer import LoRALayer
 from .nn.positions import lora_reaches_positions, unshare_positions
-from .trained import forget_trained, note_trained
-from .wrappers import is_managed, is_sharded, quantized
+from .trained import forget_trained, note_frozen, note_trained
+from .wrappers import is_managed, is_sharded, quantized, unwrapped
 
 logger = logging.getLogger(__name__)
+
+_LARGEST = sys.float_info.max
 
 _BIAS_CHOICES = ("none", "all", "lora_only")
 
@@ -44,6 +49,7 @@ def mark_only_lora_as_trainable(model: nn.Module, bias: str = "none") -> None:
     Raises:
         ValueError: `bias` is none of these.
     """
+    check_model(model)
     check_bias(bias)
     freeze_base(model)
     train_biases(model, bias)
@@ -67,6 +73,7 @@ def freeze_base(model: nn.Module) -> None:
     for parameter in frozen:
         parameter.requires_grad = False
         parameter.grad = None
+    note_frozen(unwrapped(model))
 
 
 def train_biases(model: nn.Module, bias: str) -> None:
@@ -95,6 +102,7 @@ def start_from_weights(model: nn.Module) -> None:
     that was adapted on the meta device and has got memory since (`to_empty`): A and B then get
     their first values, unless they have been loaded or written to by then.
     """
+    check_model(model)
     for layer in model.modules():
         if isinstance(layer, LoRALayer):
             layer.start_from_weight()
@@ -115,14 +123,15 @@ def parameter_groups(
         weight_decay: of all of them.
 
     Raises:
-        ValueError: a rate is not positive; nothing is trained; or the model has no LoRA layers.
+        ValueError: a rate is not a number above 0, or the decay one below it; nothing is trained;
+            or the model has no LoRA layers.
 
     Source: "LoRA+: Efficient Low Rank Adaptation of Large Models" (Hayou et al., 2024),
     arXiv:2402.12354, section 4.
     """
-    for name, value in (("lr", lr), ("lora_plus_ratio", lora_plus_ratio)):
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} has to be above 0, got {value!r}")
+    check_model(model)
+    lr, lora_plus_ratio = _rate("lr", lr), _rate("lora_plus_ratio", lora_plus_ratio)
+    weight_decay = as_number("weight_decay", weight_decay, "a number of at least 0", (0, _LARGEST))
     if not any(isinstance(layer, LoRALayer) for layer in model.modules()):
         raise ValueError(f"{type(model).__name__} has no LoRA layers")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -130,6 +139,15 @@ def parameter_groups(
         raise ValueError("no parameter of the model is trained")
     groups = [{"params": trained, "weight_decay": weight_decay}]
     return with_lora_plus(model, groups, lr, lora_plus_ratio)
+
+
+def _rate(name: str, value: Any) -> Any:
+    """A rate above 0; PyTorch's optimizers take tensors as well."""
+    if isinstance(value, Tensor):
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} has to be a number above 0, got {shown(value)}")
+        return value
+    return as_number(name, value, "a number above 0", (math.ulp(0.0), _LARGEST))
 
 
 def with_lora_plus(
@@ -176,6 +194,7 @@ def lora_state_dict(model: nn.Module, bias: str = "none") -> dict[str, Tensor]:
     Raises:
         ValueError: `bias` is none of these.
     """
+    check_model(model)
     check_bias(bias)
     state = model.state_dict()
     names = {name for name in state if "lora_" in name or (bias == "all" and "bias" in name)}
@@ -196,6 +215,7 @@ def merge(module: nn.Module) -> nn.Module:
     the plain layers' own. Where LoRA is kept from positions that share its weight, those first get
     projections of their own, see positions.py; a layer that is merged alone, and put in by hand,
     knows nothing of that. Modules that `add_lora` has adapted in place become what they were.
+    What was frozen stays so: `model.requires_grad_(True)` has all of it trained again.
 
     Args:
         module: a LoRA layer, which is left as it is; or a model, whose LoRA layers are replaced in
@@ -209,6 +229,7 @@ def merge(module: nn.Module) -> nn.Module:
         ValueError: the parameters are sharded over several processes, are not there (offloaded, or
             on the meta device), or are quantized.
     """
+    check_model(module)
     check_whole(module, "LoRA is merged")
     check_there(weights_with_updates(module), "merging")
     if isinstance(module, LoRALayer):
@@ -298,6 +319,22 @@ def check_whole(model: nn.Module, what: str) -> None:
             f"{name} is sharded over several processes: gather the model before {what}, into a "
             "plain one (get_model_state_dict with full_state_dict=True)"
         )
+
+
+def check_not_pefts(model: nn.Module) -> None:
+    """Checks that no layer of a model has LoRA of PEFT's.
+
+    Raises:
+        ValueError: one has.
+    """
+    for name, module in model.named_modules():
+        modules = [kind.__module__ for kind in type(module).__mro__]
+        is_pefts = any(each.startswith("peft.tuners.lora.") for each in modules)
+        if is_pefts and hasattr(module, "lora_A"):
+            raise ValueError(
+                f"{name or 'the model'} has LoRA of PEFT's: give the plain model, which PEFT's "
+                "unload() and merge_and_unload() return; load_adapter reads PEFT's folders"
+            )
 
 
 def check_there(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:

@@ -80,6 +80,22 @@ def has_own_forward(module: Any) -> bool:
     return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 
 
+def set_forward(name: str, module: nn.Module, hooked: str, otherwise: str) -> str:
+    """What an error says of a module with a forward of its own.
+
+    Args:
+        name: of the module.
+        module: it has such a forward.
+        hooked: what of it, and what to do, where it is of hooks that offload weights.
+        otherwise: what of it where somebody else has set it.
+    """
+    what = f"{name or 'the layer'} has a forward of its own"
+    if "_hf_hook" in vars(module):  # accelerate's
+        return f"{what}, {hooked}"
+    delete = f"del model.get_submodule('{name}').forward" if name else "del model.forward"
+    return f"{what}, {otherwise}: delete it first ({delete})"
+
+
 def drop_set_forward(module: nn.Module) -> None:
     """Takes a forward off a module that is its class's own, which such hooks leave behind."""
     if "forward" in vars(module) and not has_own_forward(module):

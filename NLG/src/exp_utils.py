@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 WAYS_OUT = {
     AlphaError: "--lora_alpha",
     WrongBaseError: "--init_checkpoint",
-    FullModelError: "utils/split_lora.py does, or give it as --init_checkpoint",
+    FullModelError: "utils/split_lora.py takes the adapter out, or give it as --init_checkpoint",
     MissingLayersError: "--lora_dim",
     NeedsMergingError: "utils/convert.py --to merged",
 }

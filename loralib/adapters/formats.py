@@ -26,9 +26,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import AlphaError, CheckpointError, NeedsMergingError, listed
+from ..arguments import as_path
+from ..errors import AlphaError, CheckpointError, NeedsMergingError, listed, shown
 from ..io.hub import resolve_file
-from ..io.tensors import check_is_whole, index_of, same_tensor, write_tensors, write_wrapped_tensors
+from ..io.tensors import (
+    check_is_whole,
+    index_of,
+    read_tensors,
+    same_tensor,
+    write_tensors,
+    write_wrapped_tensors,
+)
 from . import peft, peft_reading, peft_writing
 from .adapter import LORA, Adapter, Foreign, Kind, plain
 from .canonical import canonical_names, is_taken_for_ddps, without_ddps_names
@@ -55,6 +63,11 @@ _WITHOUT_EFFECT = ("orthogonal",)
 _SUFFIXES = {"lora": (".safetensors",), "release": (".bin", ".pt")}
 # What a file's name ends in, where it tells the format.
 SUFFIXES = tuple(suffix for suffixes in _SUFFIXES.values() for suffix in suffixes)
+# What names of files end in, here, elsewhere or by mistake: a folder's or a repository's do not.
+_OF_FILES = (
+    *(*SUFFIXES, ".ckpt", ".gguf", ".h5", ".json", ".npz", ".onnx", ".pickle", ".pkl", ".pth"),
+    ".safetensor",
+)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -95,7 +108,7 @@ def read_adapter(
             says something else than its own tensors.
         OSError: the hub cannot be reached.
     """
-    path = Path(source)
+    path = as_path("the adapter's name", source)
     foreign = _PEFT if kind is LORA else kind.foreign
     if not path.is_file():
         where = {"cache_dir": cache_dir, "revision": revision, "token": token}
@@ -127,7 +140,7 @@ def _within(source: str, kind: Kind, foreign: Foreign | None, where: Mapping[str
             "name one of these files"
         )
     if not own and not theirs:
-        others = _files_of_weights(source)
+        others = _files_of_weights(source, kind)
         hint = f"; if it is one of {listed(others)}, name that file" if others else ""
         raise CheckpointError(f"{source}: holds no adapter: none of {', '.join(names)}{hint}")
     if foreign and theirs and not os.path.isdir(source):
@@ -135,21 +148,27 @@ def _within(source: str, kind: Kind, foreign: Foreign | None, where: Mapping[str
     return (own or theirs)[0]
 
 
-def _files_of_weights(folder: str) -> list[str]:
+def _files_of_weights(folder: str, kind: Kind) -> list[str]:
     """The files of a folder that may be adapters under names of their own, such as GPT-2's."""
     if not os.path.isdir(folder):
         return []
-    return [
-        name
-        for name in os.listdir(folder)
-        if name.endswith(SUFFIXES) and index_of(Path(folder, name)) is None
-    ]
+    paths = [Path(folder, name) for name in os.listdir(folder) if name.endswith(SUFFIXES)]
+    return [path.name for path in paths if index_of(path) is None and _seems_to_be(kind, path)]
+
+
+def _seems_to_be(kind: Kind, path: Path) -> bool:
+    """Whether a file holds tensors with names of this kind; an optimizer's state does not."""
+    try:
+        tensors, _ = read_tensors(path)
+    except CheckpointError:
+        return False
+    return any(kind.holds(name, backbone_prefixes()) for name in tensors)
 
 
 def _may_be_on_hub(source: str) -> bool:
     """Whether this can be a repository's name: not one that ends as a file does."""
     is_path = source.startswith((".", "~", os.sep)) or source.count("/") > 1
-    return not is_path and Path(source).suffix not in (".bin", ".pt", ".safetensors", ".json")
+    return not is_path and Path(source).suffix.lower() not in _OF_FILES
 
 
 def _fetch_first(source: str, names: Iterable[str], where: Mapping[str, Any]) -> None:
@@ -235,7 +254,13 @@ def write_adapter(
         CheckpointError: the adapter is not sound, or the name does not fit the format. Nothing is
             written.
     """
-    format = format or format_of_name(Path(path))
+    path = as_path("the path to write to", path)
+    if not isinstance(adapter, Adapter):
+        raise TypeError(
+            f"the adapter has to be what lora.read_adapter(path) returns, got {shown(adapter)}; "
+            "save_adapter writes a model's"
+        )
+    format = format or format_of_name(path)
     return [*_unchecked(adapter, format), *write_checked_adapter(path, adapter, format)]
 
 
@@ -281,6 +306,22 @@ def format_of_name(path: Path) -> str:
         f"{path}: its name does not tell the format to write: .safetensors is lora, .bin and .pt "
         "are release"
     )
+
+
+def format_of_path(path: Path) -> str:
+    """The format of an adapter at this path: a file's, or that of a folder, which is PEFT's.
+
+    Raises:
+        CheckpointError: the name is one of a file of another format.
+    """
+    if path.suffix in SUFFIXES:
+        return format_of_name(path)
+    if path.suffix.lower() in _OF_FILES:
+        raise CheckpointError(
+            f"{path}: the file of an adapter has a name that ends in {', '.join(SUFFIXES)}, and a "
+            "folder one without such an end"
+        )
+    return "peft"
 
 
 def what_forbids(adapter: Adapter, format: str) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..arguments import as_python, check_model
 from ..errors import CheckpointError, MissingLayersError, listed
 from ..functional import variant_of
 from ..initialization import deferring_start, starts_from_weight
@@ -20,7 +21,7 @@ from ..layers import MergedLinear
 from ..lora_layer import LoRALayer
 from ..nn.positions import lora_reaches_positions, shared_projections
 from ..trained import note_trained, note_untied, noted
-from ..utils import check_there, check_whole, freeze_base, tensors_of
+from ..utils import check_not_pefts, check_there, check_whole, freeze_base, tensors_of
 from ..wrappers import without_wrappers
 from .adapter import LORA, Adapter, adapter_tensors, base_biases, trained_with
 from .checks import check_base, check_finite, check_positions, check_possible_base
@@ -62,7 +63,7 @@ def lora_settings(model: nn.Module) -> dict[str, Any]:
                 f"{expected:g}: set both, or neither"
             )
     rank, ranks = usual({name: layer.r for name, layer in layers.items()})
-    alpha, alphas = usual({name: layer.lora_alpha for name, layer in layers.items()})
+    alpha, alphas = usual({name: as_python(layer.lora_alpha) for name, layer in layers.items()})
     embeddings = tuple(sorted(n for n, each in layers.items() if isinstance(each, nn.Embedding)))
     return {
         "rank": rank,
@@ -292,6 +293,7 @@ def load_adapter(
             cases the model is left as it was.
         OSError: the hub cannot be reached.
     """
+    check_model(model, source)
     adapter = read_adapter(
         source, lora_alpha=lora_alpha, revision=revision, cache_dir=cache_dir, token=token
     )
@@ -307,6 +309,7 @@ def load_adapter(
 
 def _load(model: nn.Module, adapter: Adapter) -> tuple[str, ...]:
     """As `load_adapter`, of a model without wrappers."""
+    check_not_pefts(model)
     check_whole(model, "an adapter is loaded")
     weights = adapted_modules(model, adapter)
     besides = {name: t for name, t in adapter.tensors.items() if LORA.part not in name}

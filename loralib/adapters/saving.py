@@ -7,24 +7,24 @@ lora.save_adapter(model, "my_adapter.safetensors")       one file, with all that
 import logging
 import os
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..arguments import as_names, as_path, check_model
 from ..errors import CheckpointError, NeedsMergingError
 from ..functional import variant_of
 from ..initialization import starts_from_weight
 from ..layers import Conv1d, Conv2d, Conv3d
 from ..lora_layer import LoRALayer
 from ..targets import other_places
-from ..trained import noted, untied_from
+from ..trained import never_frozen, noted, untied_from
 from ..utils import check_there, check_whole, tensors_of, weights_with_updates
 from ..wrappers import without_wrappers
 from .adapter import LORA, Adapter, base_biases, lora_metadata
 from .fingerprint import fingerprint_without
-from .formats import SUFFIXES, format_of_name, write_checked_adapter
+from .formats import format_of_path, write_checked_adapter
 from .loading import lora_layers, lora_settings
 from .metadata import LoraMetadata
 from .peft import unlike_pefts
@@ -47,7 +47,7 @@ def save_adapter(
         model: this project's own, one that `add_lora` has adapted, or any other with LoRA layers.
         path: a file, ``.safetensors`` for this project's format and ``.bin`` or ``.pt`` for the
             release's, either of which replaces a file that is there; without such a suffix a
-            folder in PEFT's, which must be new.
+            folder in PEFT's, which must be new. Other files' suffixes (``.pth``) are refused.
         format: of `loralib.adapters.formats.FORMATS`, where the name does not say it.
         base: the base's name or path, for the metadata; by default what the model's config says.
         task: the name of the task that it was trained for.
@@ -62,15 +62,19 @@ def save_adapter(
         NeedsMergingError: the format cannot express the adapter.
         CheckpointError: the adapter is not sound; or the folder is there already.
     """
-    path = Path(path)
+    check_model(model, path)
+    path = as_path("the path to write to", path)
     if format is None:
-        format = format_of_name(path) if path.suffix in SUFFIXES else "peft"
+        format = format_of_path(path)
     with without_wrappers(model) as plain:
         adapter = _adapter_of(plain, base, task, labels)
+        _check_buffers(plain, adapter)
         if format == "peft":
             _check_peft_adapts(plain, adapter.source)
         remarks = write_checked_adapter(path, adapter, format, plain)
-        return remarks + _left_behind(plain, adapter) + _without_effect(plain, adapter.source)
+        for warn in (_base_besides, _left_behind, _without_effect, _of_several_dropouts):
+            remarks += warn(plain, adapter)
+        return remarks
 
 
 def adapter_of(
@@ -88,8 +92,10 @@ def adapter_of(
     Raises:
         ValueError: the model has no LoRA layers or is sharded; or what has LoRA or is trained is
             offloaded or quantized.
-        CheckpointError: its LoRA layers are of several kinds, which no file holds.
+        CheckpointError: its LoRA layers are of several kinds, which no file holds; or the weight
+            of one is trained as well.
     """
+    check_model(model)
     with without_wrappers(model) as plain:
         return _adapter_of(plain, base, task, labels)
 
@@ -118,10 +124,33 @@ def _adapter_of(
         base=base or _name_in_config(model),
         base_fingerprint=fingerprint_without(model, besides | untied),
         task=task,
-        labels=None if labels is None else tuple(labels),
+        labels=None if labels is None else as_names("labels", labels),
         separate=bool(untied) or None,
     )
     return Adapter(tensors, metadata, source=type(model).__name__)
+
+
+def _base_besides(model: nn.Module, adapter: Adapter) -> list[str]:
+    """Says that an adapter holds most of its base, which was never frozen."""
+    of_lora = {id(weight) for _, weight in weights_with_updates(model)}
+    base = {
+        name: parameter.numel()
+        for name, parameter in model.named_parameters()
+        if LORA.part not in name
+        and id(parameter) not in of_lora
+        and not isinstance(parameter, nn.parameter.UninitializedParameter)
+    }
+    held = never_frozen(model) & base.keys() & adapter.tensors.keys()
+    size = sum(base[name] for name in held)
+    if 2 * size <= sum(base.values()):
+        return []
+    remark = (
+        f"holds {len(held)} tensors ({size:,} numbers) besides LoRA, most of the base that LoRA "
+        "leaves alone, because they were never frozen: if they are not meant to be trained, call "
+        "mark_only_lora_as_trainable before the training"
+    )
+    logger.warning("%s: %s", adapter.source, remark)
+    return [remark]
 
 
 def _left_behind(model: nn.Module, adapter: Adapter) -> list[str]:
@@ -142,7 +171,7 @@ def _left_behind(model: nn.Module, adapter: Adapter) -> list[str]:
     return [remark]
 
 
-def _without_effect(model: nn.Module, source: str) -> list[str]:
+def _without_effect(model: nn.Module, adapter: Adapter) -> list[str]:
     """Says which updates are zero: they were not trained, or the model does not call the layer."""
     layers = lora_layers(model)
     zero = [name for name, layer in layers.items() if _is_zero(layer)]
@@ -153,7 +182,7 @@ def _without_effect(model: nn.Module, source: str) -> list[str]:
         "not trained, or the model does not call these modules but reads their weights, and then "
         "LoRA has no effect there"
     )
-    logger.warning("%s: %s", source, remark)
+    logger.warning("%s: %s", adapter.source, remark)
     return [remark]
 
 
@@ -168,6 +197,31 @@ def _is_zero(layer: LoRALayer) -> bool:
     return not (layer.lora_A.any() and layer.lora_B.any())
 
 
+def _of_several_dropouts(model: nn.Module, adapter: Adapter) -> list[str]:
+    """Says that layers differ in their dropout, of which files record one."""
+    taking = {n: layer for n, layer in lora_layers(model).items() if _takes_dropout(model, n)}
+    dropouts = {_dropout_of(layer) for layer in taking.values()}
+    if len(dropouts) < 2:
+        return []
+    remark = (
+        f"its layers have dropouts from {min(dropouts):g} to {max(dropouts):g}, and "
+        f"{max(dropouts):g} is recorded: where it is loaded to be trained on, all of them get that"
+    )
+    logger.warning("%s: %s", adapter.source, remark)
+    return [remark]
+
+
+def _takes_dropout(model: nn.Module, name: str) -> bool:
+    """Whether a layer's update can have dropout: those of embeddings and attentions cannot."""
+    layer, owner = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
+    takes_weights = any(isinstance(each, nn.MultiheadAttention) for each in (layer, owner))
+    return not isinstance(layer, nn.Embedding) and not takes_weights
+
+
+def _dropout_of(layer: LoRALayer) -> float:
+    return getattr(layer.lora_dropout, "p", 0.0)
+
+
 def _check_layers(layers: dict[str, LoRALayer]) -> None:
     for name, layer in layers.items():
         if isinstance(layer, Conv1d | Conv2d | Conv3d):
@@ -175,6 +229,12 @@ def _check_layers(layers: dict[str, LoRALayer]) -> None:
                 f"{name} is a loralib {type(layer).__name__}, whose factors are in the release's "
                 "shapes, which no adapter format describes: save them with lora_state_dict, or let "
                 "add_lora adapt a plain convolution"
+            )
+        weight = getattr(layer, "frozen_weight", None)  # which those of other packages may lack
+        if weight is not None and weight.requires_grad:
+            raise CheckpointError(
+                f"the weight of {name} is trained as well as its LoRA, and adapters do not hold "
+                "it: freeze it before the training, as mark_only_lora_as_trainable does"
             )
 
 
@@ -206,13 +266,23 @@ def _second_names(model: nn.Module) -> set[str]:
 
 def _dropout(layers: dict[str, LoRALayer]) -> float:
     """The dropout of the layers that have any: embeddings and attentions have none."""
-    return max(getattr(layer.lora_dropout, "p", 0.0) for layer in layers.values())
+    return max(map(_dropout_of, layers.values()))
 
 
 def _name_in_config(model: nn.Module) -> str | None:
     """What upstream's models have the name of their checkpoint under."""
     name = getattr(getattr(model, "config", None), "_name_or_path", None)
     return name if isinstance(name, str) and name else None
+
+
+def _check_buffers(model: nn.Module, adapter: Adapter) -> None:
+    """Refuses infinite buffers, such as a mask, which look like a training that has diverged."""
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in adapter.tensors and LORA.part not in name and not buffer.isfinite().all():
+            raise CheckpointError(
+                f"{adapter.source}: the buffer {name} holds values that are not finite, which no "
+                "adapter may: register it with persistent=False, if the model makes it by itself"
+            )
 
 
 def _check_peft_adapts(model: nn.Module, source: str) -> None:

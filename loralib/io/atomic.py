@@ -218,7 +218,8 @@ def _errors_of(path: Path, temporary: Path) -> Iterator[None]:
             raise OSError(error.errno, error.strerror, str(path)) from error
         written = temporary.stat().st_size if temporary.is_file() else 0
         _remove_any(temporary)
-        needed = getattr(error, "needed", f"more than {written:,}")
+        at_least = f"more than {written:,}" if written else "an unknown number of"
+        needed = getattr(error, "needed", at_least)
         raise DiskFullError(path, needed, error.errno == errno.EDQUOT) from error
 
 

@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..adapters.adapter import Adapter
 from ..adapters.loading import lora_layers
+from ..arguments import check_model
 from ..lora_layer import LoRALayer
 from ..nn.routing import Routing, in_effect, routed, slices
 from ..utils import check_whole
@@ -56,6 +57,7 @@ class AdapterBank:
     """
 
     def __init__(self, model: nn.Module):
+        check_model(model)
         if any(isinstance(module, nn.DataParallel) for module in model.modules()):
             raise ValueError(_IN_THREADS)
         check_whole(model, "it gets a bank")

@@ -359,10 +359,25 @@ def test_a_model_without_weights_is_refused(tmp_path):
             refused()
 
 
+def test_a_forward_that_was_set_can_be_deleted_as_the_error_says():
+    model = drawn(Net(), ["a"])
+    forward, x = model.a.forward, torch.randn(2, 6)
+    expected = model(x)
+    model.a.forward = lambda x: 2 * forward(x)
+    with pytest.raises(ValueError, match=r"\(del model\.get_submodule\('a'\)\.forward\)$"):
+        lora.merge(model)
+    del model.get_submodule("a").forward
+    close(lora.merge(model)(x), expected)
+
+
 def test_a_layer_whose_forward_hooks_have_replaced_is_not_made_plain():
     """As accelerate's do that offload weights: they keep the LoRA layer's forward."""
     model = drawn(Net(), ["a"])
     model.a.forward = functools.partial(model.a.forward)
+    for undo in (lora.merge, lora.remove_lora):
+        with pytest.raises(ValueError, match=r"a has a forward of its own, set .*: delete it"):
+            undo(model)
+    model.a._hf_hook = object()
     for undo in (lora.merge, lora.remove_lora):
         with pytest.raises(ValueError, match=r"a has a forward of its own, .*: take these out"):
             undo(model)

@@ -308,7 +308,7 @@ def test_parameter_groups_of_lora_plus(model):
 @pytest.mark.parametrize("ratio", [0, -1, float("inf"), float("nan")])
 def test_a_ratio_that_is_not_positive(model, ratio):
     lora.add_lora(model, "q_proj")
-    with pytest.raises(ValueError, match="lora_plus_ratio has to be above 0"):
+    with pytest.raises(ValueError, match="lora_plus_ratio has to be a number above 0"):
         lora.parameter_groups(model, 1e-3, lora_plus_ratio=ratio)
 
 
@@ -359,6 +359,28 @@ def with_own_forward():
     return model
 
 
+def with_hooks():
+    """As accelerate has them, which offload weights."""
+    model = with_own_forward()
+    model.layers[1].q_proj._hf_hook = object()
+    return model
+
+
+def with_pefts_lora():
+    """A layer as PEFT makes it of a linear one."""
+    model = AnyModel()
+    layer = PeftsLinear()
+    layer.base_layer = model.layers[1].q_proj
+    for name, made in (("lora_A", nn.Linear(8, 2)), ("lora_B", nn.Linear(2, 8))):
+        setattr(layer, name, nn.ModuleDict({"default": made}))
+    model.layers[1].q_proj = layer
+    return model
+
+
+class PeftsLinear(nn.Module):
+    __module__ = "peft.tuners.lora.layer"
+
+
 def tied():
     model = AnyModel()
     model.head = nn.Linear(8, 11, bias=False)
@@ -388,8 +410,14 @@ WRONG = {
         {"exclude": "layers.1"},
         "none of the targets; layers.1.q_proj is inside of such a module, use 'layers.1.*'",
     ),
-    "a block": (AnyModel, {"targets": "layers.1"}, r"layers.1 is a .*Block, which has no LoRA"),
-    "norm": (AnyModel, {"targets": "norm1"}, "norm1 is a .*LayerNorm, which has no LoRA layer"),
+    "a block": (
+        AnyModel,
+        {"targets": "layers.1"},
+        r"layers.1 is a .*Block, which has no LoRA layer: name those within, such as 1\.c_attn, "
+        r"1\.down, 1\.q_proj, 1\.up, …, or exclude it$",
+    ),
+    "blocks": (AnyModel, {"targets": "encoder"}, r"such as encoder\.layers\.0\.linear1, "),
+    "norm": (AnyModel, {"targets": "norm1"}, "LayerNorm, which has no LoRA layer: exclude it$"),
     "rank": (AnyModel, {"r": 9}, "r = 9 is larger than a dimension of layers.0.q_proj: 8"),
     "no rank": (AnyModel, {"r": 0}, "an integer of at least 1, got 0"),
     "half a rank": (AnyModel, {"r": 1.5}, "an integer of at least 1, got 1.5"),
@@ -399,7 +427,7 @@ WRONG = {
         {"lora_alpha": float("inf")},
         "lora_alpha has to be a number above 0",
     ),
-    "dropout": (AnyModel, {"lora_dropout": 1.5}, "between 0 and 1"),
+    "dropout": (AnyModel, {"lora_dropout": 1.5}, "lora_dropout .* between 0 and 1"),
     "variant": (AnyModel, {"variant": "qlora"}, "unknown variant 'qlora'"),
     "initialization": (AnyModel, {"initialization": "eva"}, "unknown initialization 'eva'"),
     "bias": (AnyModel, {"bias": "some"}, "bias must be one of none, all, lora_only"),
@@ -445,7 +473,18 @@ WRONG = {
         {"variant": "dora"},
         "layers.1.q_proj has rows of zeros in its weight, which have no direction for dora",
     ),
-    "own forward": (with_own_forward, {}, "layers.1.q_proj has a forward of its own"),
+    "own forward": (
+        with_own_forward,
+        {},
+        r"layers.1.q_proj has a forward of its own, set on it, .*: delete it first "
+        r"\(del model\.get_submodule\('layers\.1\.q_proj'\)\.forward\)$",
+    ),
+    "hooks": (with_hooks, {}, "layers.1.q_proj has a forward of its own, as a device map's hooks"),
+    "PEFT's": (
+        with_pefts_lora,
+        {},
+        r"layers\.1\.q_proj has LoRA of PEFT's: give the plain model, which PEFT's unload\(\) and",
+    ),
     "tied": (tied, {"targets": "embed"}, "embed shares its weight with head; .* untie=True"),
     "inference": (inference, {}, "is an inference tensor"),
     "compiled": (lambda: torch.compile(AnyModel()), {}, "the model is wrapped or compiled"),

@@ -223,9 +223,17 @@ WRONG_TYPES = {
     "to train": ({"modules_to_train": 1}, "modules_to_train has to be .* got 1"),
     "ranks": ({"rank_pattern": 4}, "have to be a dict of targets and values, such as .* got 4"),
     "slices": ({"enable_lora": [True, False]}, r"have to be a dict .* got \[True, False\]"),
-    "a slice": ({"enable_lora": {"q_proj": 2}}, "has to be a list for layers.0.q_proj, .* got 2"),
+    "a slice": (
+        {"enable_lora": {"q_proj": 2}},
+        "enable_lora of layers.0.q_proj .* list .* got 2",
+    ),
+    "a flag": ({"enable_lora": {"q_proj": ["no"]}}, "each of enable_lora of .* True or False, got"),
     "alpha": ({"lora_alpha": "16"}, "lora_alpha has to be a number above 0, got '16'"),
-    "dropout": ({"lora_dropout": "0.1"}, "lora_dropout has to be a probability, got '0.1'"),
+    "dropout": ({"lora_dropout": "0.1"}, "lora_dropout has to be a probability .* got '0.1'"),
+    "too much dropout": ({"lora_dropout": 2}, "lora_dropout has to be a probability .* got 2"),
+    "a frozen half": ({"freeze_A": "no"}, "freeze_A has to be True or False, got 'no'"),
+    "tied": ({"untie": "no"}, "untie has to be True or False, got 'no'"),
+    "a variant": ({"variant": ["dora"]}, "unknown variant"),
     "all dropped": ({"lora_dropout": 1.0}, "lora_dropout 1 drops all of an update's input"),
 }
 
@@ -238,6 +246,32 @@ def test_what_is_of_another_type_is_said_in_one_line(case):
         lora.add_lora(model, **{"targets": "q_proj", **settings})
     assert "\n" not in str(error.value)
     assert not names_of(model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "warns"),
+    [
+        ({}, True),
+        ({"modules_to_train": "first"}, True),
+        ({"modules_to_train": "last"}, False),
+        ({"exclude": "last"}, False),
+        ({"targets": ["all-linear", "last"]}, False),
+        ({"targets": ["first", "second"]}, False),
+    ],
+)
+def test_a_layer_that_is_taken_for_the_head_is_named(caplog, settings, warns):
+    names = ("first", "second", "last")
+    model = nn.ModuleDict({name: nn.Linear(4, 4) for name in names})
+    first = {"exclude": "first"} if settings.get("modules_to_train") == "first" else {}
+    lora.add_lora(model, **{"targets": "all-linear", "r": 2, **settings, **first})
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == warns
+    assert all("'all-linear' takes last, the last linear layer, for the head" in s for s in said)
+
+
+def test_a_head_outside_of_numbered_layers_is_left_out_in_silence(caplog):
+    lora.add_lora(AnyModel(), "all-linear", r=2)
+    assert not caplog.records
 
 
 # ---- remove_lora ----

@@ -7,7 +7,15 @@ from any_models import AnyModel
 from torch import nn
 
 from loralib.inject import is_linear
-from loralib.targets import by_pattern, find, layer_of, layers_of_words, matches, pattern_of_words
+from loralib.targets import (
+    by_pattern,
+    find,
+    guessed_head,
+    layer_of,
+    layers_of_words,
+    matches,
+    pattern_of_words,
+)
 
 BLOCK = ("q_proj", "v_proj", "c_attn", "up", "down")
 
@@ -88,12 +96,40 @@ def test_all_linear_layers_but_the_head(model):
         ),
         ({"targets": "q_proj", "layers": [0, 3]}, r"has no layer 3; its numbers are 0 to 2"),
         ({"targets": ()}, r"no target is given"),
+        ({"targets": "q_proj", "layers": []}, r"layers names none: leave it out to adapt them all"),
+        (
+            {"targets": "all-linear", "exclude": ["layers.*", "encoder.*"]},
+            r"'all-linear' means only modules that are left out, such as encoder\.layers\.0\.lin",
+        ),
     ],
 )
 def test_what_matches_nothing(model, arguments, message):
     with pytest.raises(ValueError, match=message) as error:
         find(model, **arguments)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "target", "message"),
+    [
+        (nn.Linear(2, 2), "all-linear", r"Linear is itself a layer, and has none within .* as '0'"),
+        (nn.Linear(2, 2), "weight", r"Linear is itself a layer"),
+        (nn.Sequential(nn.ReLU(), nn.Linear(2, 2)), "all-linear", r"takes 1, the model's only lin"),
+        (nn.Sequential(nn.ReLU()), "all-linear", r"finds no linear layer in the model: name the"),
+    ],
+)
+def test_models_with_a_layer_or_none(model, target, message):
+    with pytest.raises(ValueError, match=message) as error:
+        find(model, target)
+    assert "\n" not in str(error.value)
+
+
+def test_the_layer_that_is_taken_for_the_head():
+    layers = {"first": nn.Linear(2, 2), "last": nn.Linear(2, 2)}
+    assert guessed_head(nn.ModuleDict(layers), is_linear) == "last"
+    assert guessed_head(nn.ModuleDict({"norm": nn.LayerNorm(2)}), is_linear) is None
+    numbered = nn.ModuleDict({**layers, "blocks": nn.Sequential(nn.Sequential(nn.Linear(2, 2)))})
+    assert guessed_head(numbered, is_linear) is None
 
 
 def test_names_that_end_in_a_number_are_offered_and_bare_numbers_are_not(model):

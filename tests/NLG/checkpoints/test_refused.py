@@ -202,7 +202,7 @@ def test_a_base_as_the_lora_file(tmp_path, base_path):
 def test_a_full_model_in_either_place(tmp_path, base_path, lora_path, open_lora):
     whole = tmp_path / "whole.pt"
     save_model(whole, *open_lora(), lora_only=False)
-    says = [f"{whole}: holds a full model, not LoRA alone", "adapter_tensors"]
+    says = [f"{whole}: holds a full model, not LoRA alone", "save_adapter writes the adapter"]
     refuses(says, ("--init_checkpoint", base_path), whole)
     says = [f"{whole}: holds LoRA weights of its own", "base alone"]
     refuses(says, ("--init_checkpoint", whole), lora_path)

@@ -10,6 +10,7 @@ import torch
 from adapter_files import INFOS, adapter_of, listing, peft_folder, refused, tensors_of
 from compare import assert_same_bits
 
+import loralib as lora
 from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.errors import CheckpointError
 from loralib.io import tensors as tensor_files
@@ -96,11 +97,35 @@ def test_two_adapters_in_one_folder(tmp_path, format):
     assert read_adapter(folder / "adapter_config.json").metadata.base == "theirs"
 
 
+@pytest.mark.parametrize("name", ["a.pth", "a.ckpt", "a.safetensor", "a.SAFETENSORS", "a.json"])
+def test_a_model_s_adapter_is_not_written_into_a_folder_that_is_called_as_a_file(tmp_path, name):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    lora.add_lora(model, "0", r=2)
+    refused(lambda: lora.save_adapter(model, tmp_path / name), tmp_path / name, "that ends in")
+    assert listing(tmp_path) == set()
+    refused(lambda: read_adapter(name), name, "no such checkpoint file")  # without asking the hub
+    for folder in ("v1.5", "run.final"):
+        lora.save_adapter(model, tmp_path / folder)
+        assert (tmp_path / folder / "adapter_config.json").is_file()
+
+
 def test_folders_that_hold_no_adapter(tmp_path):
     refused(lambda: read_adapter(tmp_path), tmp_path, "holds no adapter")
-    for name in ("model.5.pt", "model.10.pt", "metrics.jsonl"):
-        (tmp_path / name).touch()
-    says = "; if it is one of model.10.pt, model.5.pt, name that file"
+    others = {
+        "optimizer.pt": {"state": {0: {"exp_avg": torch.zeros(2)}}, "param_groups": []},
+        "resume.pt": {"step": 3, "model": {"a.lora_A": torch.zeros(2, 3)}},
+        "training_args.bin": {"lora_r": 8},
+        "model.pt": {"a.weight": torch.zeros(2)},
+    }
+    for name, value in others.items():
+        torch.save(value, tmp_path / name)
+    (tmp_path / "rng.pt").write_text("lora_A")
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json$"):
+        read_adapter(tmp_path)
+    (tmp_path / "metrics.jsonl").touch()
+    torch.save({"a.lora_A": torch.zeros(2, 3), "a.lora_B": torch.zeros(3, 2)}, tmp_path / "5.pt")
+    write_adapter(tmp_path / "model.10.safetensors", adapter_of("roberta"))
+    says = "; if it is one of 5.pt, model.10.safetensors, name that file"
     refused(lambda: read_adapter(tmp_path), tmp_path, "holds no adapter", says)
     folder = peft_folder(tmp_path / "a")
     (folder / "adapter_model.safetensors").unlink()

@@ -227,6 +227,22 @@ def test_a_module_that_cannot_be_adapted(saved):
     refused(model, saved(), "layers.1.out", "which has no LoRA layer", kind=TypeError)
 
 
+class PeftsLinear(nn.Module):
+    """What PEFT makes of a linear layer, as far as it is known by."""
+
+    __module__ = "peft.tuners.lora.layer"
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer, self.lora_A = base_layer, nn.ModuleDict({"default": nn.Linear(8, 2)})
+
+
+def test_a_model_that_has_lora_of_pefts(saved):
+    model = WORDS.build()
+    model.layers[1]["out"] = PeftsLinear(model.layers[1]["out"])
+    refused(model, saved(), "layers.1.out has LoRA of PEFT's", "unload()", kind=ValueError)
+
+
 # ---- saving ----
 
 
@@ -301,7 +317,7 @@ def test_a_weight_that_is_trained_and_adapted(tmp_path):
     """It is a full model's: LoRA alone does not say what is trained."""
     model = WORDS.adapted()
     model.layers[0]["out"].weight.requires_grad = True
-    with pytest.raises(CheckpointError, match=r"holds a full model.*layers\.0\.out\.weight"):
+    with pytest.raises(CheckpointError, match=r"weight of layers\.0\.out is trained as well"):
         lora.save_adapter(model, tmp_path / "a.safetensors")
 
 

@@ -221,6 +221,50 @@ def test_an_attention_without_dropout_beside_layers_with_it(tmp_path):
     assert isinstance(plain["attn"].out_proj.lora_dropout, nn.Identity)
 
 
+@pytest.mark.parametrize(("second", "warns"), [(0.5, False), (0.1, True), (0.0, True)])
+def test_dropouts_that_differ_are_named(tmp_path, caplog, second, warns):
+    model = nn.ModuleDict(
+        {"up": nn.Linear(8, 8), "down": nn.Linear(8, 8), "at": nn.Embedding(3, 8)}
+    )
+    lora.add_lora(model, "up", r=2, lora_dropout=0.5)
+    lora.add_lora(model, "down", r=2, lora_dropout=second)
+    lora.add_lora(model, "at", r=2)
+    remarks = lora.save_adapter(model, tmp_path / "a.safetensors")
+    said = [each for each in remarks if "dropouts" in each]
+    expected = f"its layers have dropouts from {second:g} to 0.5, and 0.5 is recorded: "
+    assert [each.startswith(expected) for each in said] == [True] * warns
+    assert sum("dropouts" in record.getMessage() for record in caplog.records) == warns
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_an_infinite_buffer_of_a_head_is_named_with_the_way_out(tmp_path, persistent):
+    def build():
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"up": nn.Linear(8, 8), "head": nn.Linear(8, 8)})
+        mask = torch.tensor([0.0, -torch.inf])
+        model["head"].register_buffer("mask", mask, persistent=persistent)
+        return model
+
+    model = build()
+    lora.add_lora(model, "up", r=2, modules_to_train="head")
+    if persistent:
+        with pytest.raises(CheckpointError, match=r"buffer head\.mask holds .* persistent=False"):
+            lora.save_adapter(model, tmp_path / "a.safetensors")
+        assert not any(tmp_path.iterdir())
+    else:
+        lora.save_adapter(model, tmp_path / "a.safetensors")
+        assert lora.load_adapter(build(), tmp_path / "a.safetensors") == ("up",)
+
+
+@pytest.mark.parametrize("name", ["linear", "attention", "separate"])
+def test_a_weight_that_is_trained_as_well_as_its_lora_is_named(tmp_path, name):
+    model = CASES[name].adapted()
+    model.requires_grad_(True)
+    with pytest.raises(CheckpointError, match=r"^the weight of .* is trained as well as its LoRA"):
+        lora.save_adapter(model, tmp_path / "a.safetensors")
+    assert not any(tmp_path.iterdir())
+
+
 def test_weights_are_not_decomposed_for_an_adapter_that_is_loaded(tmp_path, monkeypatch):
     case = CASES["linear"]
     model, plain = case.adapted(initialization="pissa"), case.build()

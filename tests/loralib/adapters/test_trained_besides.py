@@ -240,3 +240,80 @@ def test_updates_without_effect_are_named(tmp_path, initialization, caplog):
     (remark,) = lora.save_adapter(model, tmp_path / "a.safetensors")[-1:]
     assert remark.startswith("the updates of 1 of 2 modules are zero (layers.1.out, …)")
     assert remark in caplog.text
+
+
+# ---- a base that was never frozen ----
+
+
+class Hand(nn.Module):
+    """Built with a LoRA layer by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.up = nn.Embedding(30, 8), lora.Linear(8, 8, r=2)
+        self.mid, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+
+
+def train_head_alone(model):
+    model.requires_grad_(False)
+    for parameter in (*model.last.parameters(), model.up.lora_A, model.up.lora_B):
+        parameter.requires_grad = True
+
+
+def mark_and_train_all(model):
+    lora.mark_only_lora_as_trainable(model)
+    model.requires_grad_(True)
+    model.up.weight.requires_grad = False
+
+
+def mark_wrapped(model):
+    lora.mark_only_lora_as_trainable(nn.DataParallel(model))
+    model.words.requires_grad_(True)
+
+
+def adapt_a_block(model):
+    """What was frozen within a part is decided there; the rest is not."""
+    lora.mark_only_lora_as_trainable(model.up)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "warns"),
+    [
+        (lambda model: None, True),
+        (lambda model: model.mid.requires_grad_(False), True),
+        (adapt_a_block, True),
+        (lambda model: copy.deepcopy(model).requires_grad_(False), True),
+        (lora.mark_only_lora_as_trainable, False),
+        (train_head_alone, False),
+        (mark_and_train_all, False),
+        (mark_wrapped, False),
+    ],
+)
+def test_a_base_that_nobody_froze_is_warned_of(tmp_path, caplog, prepare, warns):
+    model = Hand()
+    nn.init.ones_(model.up.lora_B)
+    prepare(model)
+    remarks = lora.save_adapter(copy.deepcopy(model), tmp_path / "a.safetensors")
+    said = [each for each in remarks if "call mark_only_lora_as_trainable before" in each]
+    assert len(said) == warns
+    assert said == [record.getMessage().partition(": ")[2] for record in caplog.records]
+    held = read_adapter(tmp_path / "a.safetensors").tensors
+    besides = {name: each for name, each in held.items() if "lora_" not in name}
+    for each in said:
+        size = sum(tensor.numel() for tensor in besides.values())
+        assert each.startswith(f"holds {len(besides)} tensors ({size:,} numbers) besides LoRA")
+
+
+def test_what_add_lora_and_an_adapter_train_besides_is_meant(tmp_path, caplog):
+    model = HEAD.adapted(modules_to_train=["words", "norm", "score"])
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    model = HEAD.build()
+    lora.load_adapter(model, tmp_path / "a.safetensors")
+    lora.save_adapter(model, tmp_path / "b.safetensors")
+    assert not caplog.records
+    # Merged it is a base of its own, of which nothing is decided.
+    lora.merge(model)
+    model.requires_grad_(True)
+    model.words = lora.Embedding(11, 8, r=2)
+    remarks = lora.save_adapter(model, tmp_path / "c.safetensors")
+    assert any("mark_only_lora_as_trainable" in each for each in remarks)

@@ -1,5 +1,6 @@
 """How LoRA layers are made, what they refuse, and what a step costs."""
 
+import numpy
 import pytest
 import torch
 from layer_cases import (
@@ -114,8 +115,31 @@ def test_gradients_of_an_embedding_may_be_sparse_or_scaled():
         ("Linear", (4, 6), {"r": 1.5}, "got 1.5"),
         ("Linear", (4, 6), {"r": "8"}, "got '8'"),
         ("Linear", (4, 6), {"r": True}, "got True"),
-        ("Linear", (4, 6), {"r": 1, "lora_dropout": 1.5}, "between 0 and 1, but got 1.5"),
-        ("Linear", (4, 6), {"r": 1, "lora_dropout": -0.1}, "between 0 and 1, but got -0.1"),
+        (
+            "Linear",
+            (4, 6),
+            {"r": 1, "lora_dropout": 1.5},
+            "lora_dropout .* 0 and 1, got 1.5",
+        ),
+        (
+            "Linear",
+            (4, 6),
+            {"r": 1, "lora_dropout": -0.1},
+            "lora_dropout .* 0 and 1, got -0.1",
+        ),
+        ("Linear", (4, 6), {"r": 1, "lora_dropout": "0.1"}, "lora_dropout .* got '0.1'"),
+        ("Linear", (4, 6), {"r": 1, "lora_alpha": "16"}, "lora_alpha .* a finite number, got '16'"),
+        ("Linear", (4, 6), {"r": 1, "lora_alpha": float("nan")}, "lora_alpha .* number, got nan"),
+        ("Linear", (4, 6), {"r": 1, "lora_alpha": torch.tensor(4.0)}, "lora_alpha .* got tensor"),
+        (
+            "Linear",
+            (4, 6),
+            {"r": 1, "freeze_A": "no"},
+            "freeze_A .* True or False, got 'no'",
+        ),
+        ("Linear", (4, 6), {"merge_weights": None}, "merge_weights has to be True or False, got N"),
+        ("Linear", (4, 6), {"fan_in_fan_out": "no"}, "fan_in_fan_out has to be True or False"),
+        ("Linear", (4, 6), {"variant": ["dora"]}, "unknown variant"),
         ("Embedding", (4, 6), {"r": -2}, "got -2"),
         ("Embedding", (4, 6), {"r": 1, "max_norm": 2.0}, "max_norm=2.0"),
         ("MergedLinear", (4, 6), {"r": -3, "enable_lora": [True]}, "got -3"),
@@ -123,15 +147,37 @@ def test_gradients_of_an_embedding_may_be_sparse_or_scaled():
         ("MergedLinear", (4, 6), {"r": 1, "enable_lora": [False, False]}, "no slice for r=1"),
         ("MergedLinear", (4, 6), {"enable_lora": [True] * 4}, "out_features=6 .* got 4"),
         ("MergedLinear", (4, 6), {"enable_lora": []}, "out_features=6 .* got 0"),
+        ("MergedLinear", (4, 6), {"enable_lora": True}, "enable_lora has to be a list .* got True"),
+        ("MergedLinear", (4, 6), {"enable_lora": "ab"}, "enable_lora has to be a list .* got 'ab'"),
+        ("MergedLinear", (4, 6), {"enable_lora": [2, "no"]}, "each of enable_lora .* False, got 2"),
         ("Conv1d", (4, 6, 3), {"r": -1}, "got -1"),
         ("Conv2d", (4, 6, (3, 3)), {"r": 1}, r"kernel_size must be an integer, got \(3, 3\)"),
-        ("Conv3d", (4, 6, 3), {"r": 1, "lora_dropout": 2}, "but got 2"),
+        ("Conv3d", (4, 6, 3), {"r": 1, "lora_dropout": 2}, "got 2"),
     ],
 )
 def test_bad_arguments_are_named_in_one_line(kind, args, kwargs, message):
     with pytest.raises(ValueError, match=message) as error:
         getattr(lora, kind)(*args, **kwargs)
     assert "\n" not in str(error.value)
+
+
+def test_numbers_of_numpys_and_flags_as_numbers(tmp_path):
+    flags = {"fan_in_fan_out": 1, "merge_weights": numpy.bool_(False), "freeze_A": 0}
+    numbers = {"r": numpy.int64(2), "lora_alpha": numpy.float32(0.5), "lora_dropout": numpy.int8(0)}
+    layer = lora.Linear(4, 6, **numbers, **flags)
+    given = layer.r, layer.lora_alpha, layer.scaling, layer.fan_in_fan_out, layer.merge_weights
+    assert given == (2, 0.5, 0.25, True, False)
+    assert {type(each) for each in given} == {int, float, bool}
+    model = torch.nn.Sequential(layer)
+    layer.lora_alpha = numpy.float32(0.5)  # set since
+    lora.save_adapter(model, tmp_path / "a.safetensors")
+    lora.save_adapter(model, tmp_path / "folder")
+    for name in ("a.safetensors", "folder"):
+        assert lora.read_adapter(tmp_path / name).lora.alpha == 0.5
+    path = tmp_path / "a.safetensors"
+    assert lora.read_adapter(path, lora_alpha=numpy.float32(0.5)).lora.alpha == 0.5
+    with pytest.raises(ValueError, match=r"lora_alpha has to be a number, got '0\.5'"):
+        lora.read_adapter(path, lora_alpha="0.5")
 
 
 # ---- What it costs ----

@@ -269,7 +269,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfi
 WAYS_OUT = {
     AlphaError: "--lora_alpha",
     WrongBaseError: "--model_name_or_path",
-    FullModelError: "utils/split_lora.py does, or give it as --model_name_or_path",
+    FullModelError: "utils/split_lora.py takes the adapter out, or give it as --model_name_or_path",
     MissingLayersError: lambda error: f"--{error.switch}",
     MissingPartError: lambda error: path_flag(error.switch),
     NeedsMergingError: "utils/convert.py --to merged",

@@ -1,0 +1,111 @@
+"""Checks of what public functions are given: an error is one line that names the argument."""
+
+import numbers
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from .errors import CheckpointError, shown
+
+
+def as_python(value: Any) -> Any:
+    """A number of NumPy's as one of Python's, which files can hold; the rest as it is."""
+    if isinstance(value, bool | int | float) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+def as_number(
+    name: str,
+    value: object,
+    what: str = "a number",
+    within: tuple[float, float] | None = None,
+) -> float:
+    """A number, one of Python's.
+
+    Args:
+        name: of the argument.
+        value: what somebody gave.
+        what: it has to be, in words.
+        within: the smallest and the largest of these, where it is not any number.
+
+    Raises:
+        ValueError: it is something else, or lies outside.
+    """
+    number = as_python(value)
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    if not is_number or (within is not None and not within[0] <= number <= within[1]):
+        raise ValueError(f"{name} has to be {what}, got {shown(value)}")
+    return number
+
+
+def as_flag(name: str, value: object) -> bool:
+    """True or False, which may be given as 1 or 0.
+
+    Raises:
+        ValueError: it is something else, such as a text, which would count as True.
+    """
+    if value not in (0, 1):
+        raise ValueError(f"{name} has to be True or False, got {shown(value)}")
+    return bool(value)
+
+
+def as_flags(name: str, values: object) -> tuple[bool, ...]:
+    """A list of flags as a tuple.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
+        raise ValueError(
+            f"{name} has to be a list such as [True, False, True], got {shown(values)}"
+        )
+    return tuple(as_flag(f"each of {name}", value) for value in values)
+
+
+def as_names(name: str, values: object) -> tuple[str, ...]:
+    """A list of names as a tuple.
+
+    Raises:
+        ValueError: it is something else, such as one name.
+    """
+    if not isinstance(values, str) and isinstance(values, Iterable):
+        several = tuple(values)
+        if all(isinstance(value, str) for value in several):
+            return several
+    raise ValueError(f"{name} has to be a list of names such as ['no', 'yes'], got {shown(values)}")
+
+
+def check_model(model: object, second: object = None) -> None:
+    """Checks that a model is one.
+
+    Args:
+        model: what somebody gave for it.
+        second: the argument after it, which may have been given in its place.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(model, nn.Module):
+        return
+    kind = type(model).__name__
+    if isinstance(second, nn.Module):
+        raise TypeError(f"the model comes first, got a {kind} and then a {type(second).__name__}")
+    raise TypeError(f"the model has to be a torch.nn.Module, got a {kind}")
+
+
+def as_path(name: str, path: object) -> Path:
+    """A file's or folder's name as a path.
+
+    Raises:
+        TypeError: it is something else.
+        CheckpointError: it is empty.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{name} has to be a path, got {shown(path)}")
+    if not os.fspath(path):
+        raise CheckpointError(f"{name} is empty: give a path")
+    return Path(path)

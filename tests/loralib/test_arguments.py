@@ -1,0 +1,111 @@
+"""What public functions are given that is no model, no path, or in another's place."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import loralib as lora
+from loralib.errors import CheckpointError
+
+MODEL = nn.Sequential(nn.Linear(4, 4))
+
+# Public functions that take a model first.
+OF_A_MODEL = {
+    "add_lora": lambda model: lora.add_lora(model, "0"),
+    "load_adapter": lambda model: lora.load_adapter(model, "a.safetensors"),
+    "save_adapter": lambda model: lora.save_adapter(model, "a.safetensors"),
+    "remove_lora": lora.remove_lora,
+    "merge": lora.merge,
+    "mark_only_lora_as_trainable": lora.mark_only_lora_as_trainable,
+    "lora_state_dict": lora.lora_state_dict,
+    "start_from_weights": lora.start_from_weights,
+    "parameter_groups": lambda model: lora.parameter_groups(model, 1e-3),
+    "AdapterBank": lora.AdapterBank,
+}
+
+
+@pytest.mark.parametrize("call", OF_A_MODEL.values(), ids=OF_A_MODEL)
+@pytest.mark.parametrize("given", [[MODEL], MODEL.state_dict(), None])
+def test_what_is_no_model(call, given):
+    kind = type(given).__name__
+    with pytest.raises(
+        TypeError, match=rf"^the model has to be a torch\.nn\.Module, got a {kind}$"
+    ):
+        call(given)
+
+
+@pytest.mark.parametrize("call", [lora.add_lora, lora.save_adapter, lora.load_adapter])
+def test_a_model_in_the_second_place(call):
+    with pytest.raises(TypeError, match=r"^the model comes first, got a str and then a Seq"):
+        call("a.safetensors", MODEL)
+
+
+OF_A_PATH = {
+    "load_adapter": lambda path: lora.load_adapter(MODEL, path),
+    "save_adapter": lambda path: lora.save_adapter(adapted(), path),
+    "read_adapter": lora.read_adapter,
+    "write_adapter": lambda path: lora.write_adapter(path, None),
+}
+
+
+def adapted():
+    model = nn.Sequential(nn.Linear(4, 4))
+    lora.add_lora(model, "0", r=2)
+    return model
+
+
+@pytest.mark.parametrize("call", OF_A_PATH.values(), ids=OF_A_PATH)
+@pytest.mark.parametrize("given", [None, {"a": 1}, b"a"])
+def test_what_is_no_path(call, given):
+    with pytest.raises(TypeError, match=r"has to be a path, got (None|\{'a': 1\}|b'a')$"):
+        call(given)
+
+
+@pytest.mark.parametrize("call", OF_A_PATH.values(), ids=OF_A_PATH)
+def test_an_empty_path(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"is empty: give a path$"):
+        call("")
+    assert not any(Path().iterdir())
+
+
+def test_what_is_no_adapter(tmp_path):
+    with pytest.raises(TypeError, match=r"what lora\.read_adapter\(path\) returns, got Sequential"):
+        lora.write_adapter(tmp_path / "a.safetensors", adapted())
+
+
+@pytest.mark.parametrize("labels", ["no", [0, 1], 2])
+def test_what_are_no_labels(tmp_path, labels):
+    with pytest.raises(ValueError, match=r"labels has to be a list of names such as .*, got "):
+        lora.save_adapter(adapted(), tmp_path / "a.safetensors", labels=labels)
+    lora.save_adapter(adapted(), tmp_path / "a.safetensors", labels=iter(["no", "yes"]))
+    assert lora.read_adapter(tmp_path / "a.safetensors").lora.labels == ("no", "yes")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": "1e-3"}, r"lr has to be a number above 0, got '1e-3'"),
+        ({"lr": None}, r"lr has to be a number above 0, got None"),
+        ({"lr": torch.tensor(-1.0)}, r"lr has to be a number above 0, got tensor\(-1"),
+        ({"lr": 1e-3, "lora_plus_ratio": "16"}, r"lora_plus_ratio has to be a number above 0, got"),
+        (
+            {"lr": 1e-3, "weight_decay": "0.1"},
+            r"weight_decay has to be a number of at least 0, got",
+        ),
+        (
+            {"lr": 1e-3, "weight_decay": -1},
+            r"weight_decay has to be a number .* got -1",
+        ),
+    ],
+)
+def test_what_are_no_rates(settings, message):
+    with pytest.raises(ValueError, match=message):
+        lora.parameter_groups(adapted(), **settings)
+
+
+def test_rates_may_be_tensors():
+    rate = torch.tensor(1e-3)
+    assert lora.parameter_groups(adapted(), rate)[0]["lr"] is rate
