@@ -55,6 +55,7 @@ from transformers.data.text_files import (
     number_labels,
     read_table,
     take_columns,
+    whole_scores,
 )
 from transformers.fine_tuning.adapted_model import (
     Origin,
@@ -307,16 +308,18 @@ def own_labels(
     if not is_training and origin.outputs == 1:
         return {split: as_scores(data, files[split]) for split, data in labelled.items()}, ()
     scores = {split: is_score(data) for split, data in labelled.items()}
+    points = without_points(labelled)
     if len(set(scores.values())) > 1:
         kinds = ("classes", "scores")
         listed = ", ".join(f"{kinds[of_scores]} in {files[s]}" for s, of_scores in scores.items())
-        raise ValueError(f"the labels are of two kinds: {listed}")
+        raise ValueError(f"the labels are of two kinds: {listed}{points}")
     if any(scores.values()):
         if not is_training:
             raise ValueError(
                 f"{origin.source} has a head of {origin.outputs} classes, and the data's labels "
-                "are scores"
+                f"are scores{points}"
             )
+        check_scores(labelled["train"], files["train"], points)
         return labelled, ()
     labels = label_names(labelled.get("train"), origin.labels)
     if not labels:
@@ -326,6 +329,32 @@ def own_labels(
         )
     numbered = {s: number_labels(data, labels, files[s]) for s, data in labelled.items()}
     return numbered, labels
+
+
+def without_points(labelled: Mapping[str, Dataset]) -> str:
+    """How labels would be classes that are scores for their decimal points alone; "" for others."""
+    whole = [whole_scores(data) for data in labelled.values() if is_score(data)]
+    if not whole or not all(whole):
+        return ""
+    first = sorted({*whole[0]})[:3]
+    listed = ", ".join(f"{value:.0f}" for value in first)
+    return f"; if they are classes, write them without a point, as in {listed}"
+
+
+def check_scores(train: Dataset, path: str, points: str) -> None:
+    """Refuses two whole numbers as scores, and warns of more: they may be classes.
+
+    Tables that were made with missing values in them have whole numbers with points: 0.0 and 1.0.
+
+    Raises:
+        ValueError: there are two, which nobody takes for a scale.
+    """
+    whole = whole_scores(train) if points else []
+    if len(whole) == 2:
+        listed = " and ".join(map(str, whole))
+        raise ValueError(f"{path}: the labels {listed} would be scores, not classes{points}")
+    if len(whole) > 2:
+        logger.warning("%s: the labels, %s, …, are taken for scores%s", path, whole[0], points)
 
 
 def tokenize(

@@ -284,6 +284,16 @@ def test_labels_of_another_kind_than_the_model_s(glue, tmp_path):
         glue(*evaluate, "of words", "--validation_file", tmp_path / "scores.csv")
 
 
+@pytest.mark.parametrize("more", [[], [2.5]])
+def test_whole_numbers_with_points_are_warned_of(glue, tmp_path, caplog, more):
+    """They may be classes, of a table that had missing values; with fractions they are scores."""
+    rows = own_rows([0.0, 1.0, 2.0, *more])
+    train = ["--train_file", write(tmp_path / "train.csv", rows), "--do_train", *LORA]
+    glue(*train, "--max_steps", 1, "--output_dir", "out")
+    said = "are taken for scores; if they are classes, write them without a point, as in 0, 1, 2"
+    assert (said in caplog.text) == (not more)
+
+
 def test_a_class_for_each_row_is_warned_of(glue, tmp_path, caplog):
     rows = [{**row, "label": f"about {n}"} for n, row in enumerate(own_rows(["a"], count=8))]
     train = ["--train_file", write(tmp_path / "train.csv", rows), "--do_train", *LORA]

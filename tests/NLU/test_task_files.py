@@ -439,6 +439,15 @@ def test_an_answer_that_is_not_quite_where_it_says(tmp_path, caplog):
     assert caplog.text.count(said) == 1
 
 
+def test_empty_questions_and_contexts_are_counted(tmp_path, caplog):
+    empty = {"question": " ", "answers": answers(("Ann", CONTEXT.index("Ann")))}
+    questions(table_of(tmp_path / "asked.json", [question(1, "Ann"), question(2, **empty)]))
+    assert "1 of 2 rows have an empty question, row 2 first" in caplog.text
+    check_choices({"train": table_of(tmp_path / "a.json", [choice(sent1=""), choice(sent2="")])})
+    assert "1 of 2 rows have an empty sent1, row 1 first" in caplog.text
+    assert "empty sent2" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("whole", "message"),
     [
