@@ -43,7 +43,7 @@ from transformers import (
     set_seed,
 )
 from transformers.data.metrics import classification_metrics, regression_metrics
-from transformers.data.processors import GlueTask, glue_table, glue_task
+from transformers.data.processors import GlueTask, download_command, glue_table, glue_task
 from transformers.data.text_files import (
     LABEL,
     TEXT_KEYS,
@@ -67,7 +67,7 @@ from transformers.fine_tuning.adapted_model import (
     untrained_model,
 )
 from transformers.fine_tuning.arguments import AdaptedModelArguments, DataArguments
-from transformers.fine_tuning.data_sets import first_rows
+from transformers.fine_tuning.data_sets import first_rows, load_data_set
 from transformers.fine_tuning.script import (
     begin,
     begin_estimate,
@@ -209,14 +209,14 @@ def load_glue(
     data_args: DataTrainingArguments, splits: list[str], cache_dir: str | None
 ) -> TextData:
     """A GLUE task, from its TSV files or from the hub."""
-    from datasets import load_dataset
-
     task = glue_task(data_args.task_name)
     keys = tuple(key for key in task.text_keys if key)
     if data_args.data_dir is None:
         if task.name == "mnli-mm":
             raise ValueError("--task_name mnli evaluates on mnli-mm as well; give that")
-        loaded = load_dataset(HUB_GLUE, task.name, cache_dir=cache_dir)
+        way_out = f"`{download_command(task, 'glue_data')}` has another source: then give "
+        way_out += "--data_dir glue_data, or such a folder of another machine"
+        loaded = load_data_set(HUB_GLUE, task.name, cache_dir, way_out)
         sets = {split: loaded[split].select_columns([*keys, "label"]) for split in splits}
     else:
         folder = data_args.data_dir

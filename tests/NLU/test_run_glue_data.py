@@ -528,6 +528,8 @@ def test_glue_and_model_by_name_from_the_hub(hub_server, trained, tiny_base, tin
     call("offline", HF_HUB_OFFLINE="1")
     assert hub_server.requests == []
     assert_same_bits(lora_of(tmp_path / "offline"), lora_of(trained))
+    call("unreached", HF_ENDPOINT="http://127.0.0.1:9")  # where nobody listens
+    assert_same_bits(lora_of(tmp_path / "unreached"), lora_of(trained))
 
     adapter = ["--task_name", "rte", "--do_eval", "--apply_lora", "--lora_path", "org/peft"]
     for out, environment in (("peft", {}), ("peft_offline", {"HF_HUB_OFFLINE": "1"})):

@@ -55,8 +55,9 @@ def set_up_datasets() -> None:
     with process.without_collector():
         import datasets
 
-    # Its messages go to the root logger's handlers; its own would show them a second time.
-    logging.getLogger("datasets").handlers.clear()
+    # Messages go to the root logger's handlers; the libraries' own would show them a second time.
+    for library in ("datasets", "huggingface_hub"):
+        logging.getLogger(library).handlers.clear()
     if process.rank() != 0 or not is_terminal(sys.stderr):
         datasets.disable_progress_bars()
 
