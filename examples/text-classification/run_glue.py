@@ -323,10 +323,7 @@ def own_labels(
         return labelled, ()
     labels = label_names(labelled.get("train"), origin.labels)
     if not labels:
-        raise ValueError(
-            f"{origin.source} does not name its labels; give the --train_file that it was trained "
-            "on as well"
-        )
+        origin.check_named()
     numbered = {s: number_labels(data, labels, files[s]) for s, data in labelled.items()}
     return numbered, labels
 
