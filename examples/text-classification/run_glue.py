@@ -435,9 +435,12 @@ def predict(trainer: Trainer, splits: dict[str, Dataset], data: TextData) -> Non
             logger.info("predictions of %s: %s", split, path)
 
 
+FLAGS = (ModelArguments, DataTrainingArguments)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, and does what it asks for."""
-    start(argv, __doc__, (ModelArguments, DataTrainingArguments), fine_tune, estimate)
+    start(argv, __doc__, FLAGS, fine_tune, estimate)
 
 
 @dataclass
