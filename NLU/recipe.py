@@ -7,6 +7,7 @@ Each script of this folder runs the recipe of its own name: `bash roberta_base_r
 
 import argparse
 import configparser
+import importlib.util
 import os
 import shlex
 import sys
@@ -162,6 +163,26 @@ def _given(arguments: Sequence[str], name: str) -> str | None:
     return value
 
 
+def check_flags(recipe: Recipe, extra: Sequence[str]) -> None:
+    """Checks that run_glue.py takes the flags that were added to the recipe's own.
+
+    Said by the processes of a launcher, which tells of their end at length, it would go under.
+
+    Raises:
+        SystemExit: it does not, which is said.
+    """
+    if not extra:
+        return
+    from transformers.fine_tuning.script import parser_of  # takes seconds, as what it imports does
+
+    spec = importlib.util.spec_from_file_location("run_glue", SCRIPT)
+    sys.modules["run_glue"] = script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    parser = parser_of(script.FLAGS, script.__doc__)
+    parser.prog = recipe.script.name
+    parser.parse_args(recipe.arguments(extra))
+
+
 def check_start(recipe: Recipe, extra: Sequence[str] = ()) -> None:
     """Checks that the LoRA weights that the recipe starts from exist.
 
@@ -302,6 +323,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         recipe, nproc = chosen(args)
         estimated = "--estimate" in extra
         if not args.print and not estimated:
+            check_flags(recipe, extra)
             check_start(recipe, extra)
             if "NPROC" not in os.environ:
                 check_gpus(recipe, extra)

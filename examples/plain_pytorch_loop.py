@@ -10,6 +10,8 @@ seconds, in six steps that are the same for any model:
     4  train: the loop is the one that trained the base
     5  save the LoRA matrices alone
     6  load the base and the LoRA file into a new model
+
+The digits come with scikit-learn.
 """
 
 import argparse
@@ -17,7 +19,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import loralib as lora
@@ -29,6 +30,10 @@ Examples = tuple[Tensor, Tensor]
 
 def load_data(turned: bool) -> tuple[Examples, Examples]:
     """1,297 training and 500 test examples of scikit-learn's 8 × 8 digits, turned or upright."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise OSError("the digits come with scikit-learn: pip install scikit-learn") from error
     pixels, digits = load_digits(return_X_y=True)
     images = torch.tensor(pixels, dtype=torch.float32).view(-1, 8, 8) / 16
     images = images.rot90(k=int(turned), dims=(1, 2)).flatten(1)

@@ -73,6 +73,23 @@ class WrongBaseError(CheckpointError):
         )
 
 
+class AdapterAsModelError(CheckpointError, OSError):
+    """An adapter that is given in the place of a model.
+
+    Args:
+        source: the adapter.
+        base: the name of its base, as far as it says that.
+    """
+
+    def __init__(self, source: str, base: str | None = None):
+        self.source, self.base = source, base
+        named = f" ('{base}')" if base else ""
+        super().__init__(
+            f"'{source}' is an adapter, not a model: give its base{named} as the model, and this "
+            "as the adapter"
+        )
+
+
 class FullModelError(CheckpointError):
     """A checkpoint that holds a full model where an adapter alone is asked for.
 

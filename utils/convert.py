@@ -65,6 +65,7 @@ from split_lora import extract
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.adapter_kinds import KINDS
 from transformers.configuration_utils import OWN_SETTINGS, write_settings
+from transformers.data.processors import glue_task
 from transformers.models.auto.modeling_auto import auto_model_for
 from transformers.models.registry import head_of_class
 from transformers.utils.logging import errors_only
@@ -363,8 +364,11 @@ def with_task(adapter: Adapter, task: str | None, labels: Sequence[str] | None) 
     """The adapter with the task and labels that a user named, where it does not say its own.
 
     Raises:
-        CheckpointError: it says others, or its head has another number of outputs.
+        CheckpointError: it says others, its head has another number of outputs, or GLUE has no
+            such task.
     """
+    if task and adapter.head == DEFAULT_HEAD:
+        task = _glue_name(task)
     named = {"task": task, "labels": tuple(labels) if labels else None}
     for what, value in named.items():
         known = getattr(adapter.metadata, what, None)
@@ -380,6 +384,20 @@ def with_task(adapter: Adapter, task: str | None, labels: Sequence[str] | None) 
         return adapter
     own = {what: value for what, value in named.items() if value}
     return replace(adapter, metadata=replace(adapter.metadata, **own))
+
+
+def _glue_name(task: str) -> str:
+    """A task's name as run_glue.py records it, and compares it when it evaluates an adapter.
+
+    Raises:
+        CheckpointError: GLUE has no such task.
+    """
+    try:
+        return glue_task(task).name
+    except ValueError as error:
+        raise CheckpointError(
+            f"--task: {error}; for a task of your own leave it out, and give --labels"
+        ) from error
 
 
 def with_base(adapter: Adapter, base: Base) -> Adapter:

@@ -49,6 +49,8 @@ OWN_FLAGS = (
     *("--load_best_model_at_end", "--metric_for_best_model", "--greater_is_better"),
     *("--random_seed", "--work_dir", "--resume"),
 )
+# What errors say of a model or of data that is not here, where the hub is out of reach.
+UNFETCHED = "cannot be fetched"
 # Environment variables that change what a run computes.
 DECISIVE = ("NPROC", "MNLI_CHECKPOINT")
 
@@ -112,7 +114,11 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def execute_all(
     runs: Sequence[tuple[Tree, Run]], flags: Sequence[str], after_each: Callable[[], object]
 ) -> None:
-    """Every run that is not finished and can begin."""
+    """Every run that is not finished and can begin.
+
+    Where what one needs cannot be fetched, the recipe's other seeds would wait for it as long.
+    """
+    lacking: set[str] = set()
     for number, (tree, run) in enumerate(runs, start=1):
         where = f"[{number}/{len(runs)}] {run}"
         if tree.figures(run) is not None:
@@ -121,11 +127,17 @@ def execute_all(
         if obstacle := tree.obstacle(run):
             logger.info("%s: not run (%s)", where, obstacle)
             continue
+        if run.recipe in lacking:
+            logger.info("%s: not run (it needs what could not be fetched)", where)
+            continue
         logger.info("%s: %s", where, run.log)
         begun = time.monotonic()
         execute(tree, run, flags)
         minutes = (time.monotonic() - begun) / 60
-        logger.info("%s: %s, %.1f min", where, problem_of(tree, run) or "finished", minutes)
+        problem = problem_of(tree, run)
+        logger.info("%s: %s, %.1f min", where, problem or "finished", minutes)
+        if problem and UNFETCHED in problem:
+            lacking.add(run.recipe)
         after_each()
 
 

@@ -39,6 +39,16 @@ for flag in "$@"; do
     exit 2
 done
 
+# A wrong flag is said before anything else is: by processes of a launcher, which tells of their end
+# at length, it would go under.
+if [ $# -gt 0 ]; then
+    PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} python -c 'import sys
+from exp_utils import run
+from gpt2_ft_arguments import parse_args
+sys.argv = sys.argv[1:]
+run(parse_args)' "$script" --train_data "$data" --valid_data "$data" "$@"
+fi
+
 # With --estimate, the training says what it would take, in one process, and nothing else is run.
 estimate=
 case " $* " in *" --estimate "*) estimate=1 ;; esac

@@ -284,36 +284,35 @@ def reference_files(args: argparse.Namespace) -> list[Path]:
     return [Path(args.output_ref_file, f"reference{n}") for n in range(args.ref_num)]
 
 
-def stale_reference_files(args: argparse.Namespace) -> list[Path]:
-    """Those that an earlier call with a larger --ref_num has left in the folder.
+def check_no_others(args: argparse.Namespace) -> None:
+    """Refuses a folder with more files of references than this call writes.
 
-    With them, a scorer that is told of more files than there are now would mix two inputs up.
+    A scorer that is told of more files than these would mix two inputs up. Whether an earlier call
+    with a larger --ref_num has left them, or they are somebody's own, nothing tells.
+
+    Raises:
+        ValueError: there are such.
     """
     if args.ref_type == "e2e":
-        return []
+        return
     beyond = (Path(args.output_ref_file, f"reference{n}") for n in itertools.count(args.ref_num))
-    return list(itertools.takewhile(Path.is_file, beyond))
+    others = list(itertools.takewhile(Path.is_file, beyond))
+    if others:
+        named = " and ".join([str(others[0]), *(path.name for path in others[1:])])
+        raise ValueError(
+            f"{named} would be taken for references of this call, with --ref_num {args.ref_num}: "
+            "remove what is of another, or give another --output_ref_file"
+        )
 
 
 def write_references(args: argparse.Namespace, groups: list[Group]) -> None:
-    """Writes the references in the format of --ref_type, to --output_ref_file.
-
-    The `stale_reference_files` are removed.
-    """
+    """Writes the references in the format of --ref_type, to --output_ref_file."""
     if args.ref_type == "e2e":
         columns = [[line for group in groups for line in (*group.references, "")]]
     else:
         columns = reference_columns(groups, args.ref_num)
-    stale = stale_reference_files(args)
     for path, column in zip(reference_files(args), columns, strict=True):
         write_lines(path, column)
-    for path in reversed(stale):  # what a kill leaves is found again
-        path.unlink()
-    if stale:
-        logger.warning(
-            "removed %s, of an earlier call with another --ref_num",
-            " and ".join([str(stale[0]), *(path.name for path in stale[1:])]),
-        )
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -379,9 +378,10 @@ def main(argv: list[str] | None = None) -> None:
     set_up_logging(args.log_level)
     given = (args.sample_file, args.input_file, args.ref_unique_file)
     check_apart(
-        [args.output_pred_file, *reference_files(args), *stale_reference_files(args)],
+        [args.output_pred_file, *reference_files(args)],
         [path for path in given if path is not None],
     )
+    check_no_others(args)
     rows = read_formatted(args.input_file)
     if args.ref_unique_file is None:
         keys = [row["context"] for row in rows]

@@ -45,7 +45,7 @@ from tqdm.auto import tqdm
 
 from loralib.adapters.adapter import Adapter, plain
 from loralib.adapters.formats import read_adapter
-from loralib.errors import AlphaError
+from loralib.errors import AdapterAsModelError, AlphaError
 from loralib.io.atomic import atomic_write, check_apart, check_writable
 from loralib.io.console import counted
 from loralib.io.encoding import refuse_utf16
@@ -625,4 +625,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, {AdapterAsModelError: lambda error: f"NAME={error.source}"})

@@ -43,7 +43,7 @@ from transformers import (
     set_seed,
 )
 from transformers.data.metrics import classification_metrics, regression_metrics
-from transformers.data.processors import GlueTask, glue_table, glue_task
+from transformers.data.processors import GlueTask, download_command, glue_table, glue_task
 from transformers.data.text_files import (
     LABEL,
     TEXT_KEYS,
@@ -55,6 +55,7 @@ from transformers.data.text_files import (
     number_labels,
     read_table,
     take_columns,
+    whole_scores,
 )
 from transformers.fine_tuning.adapted_model import (
     Origin,
@@ -66,7 +67,7 @@ from transformers.fine_tuning.adapted_model import (
     untrained_model,
 )
 from transformers.fine_tuning.arguments import AdaptedModelArguments, DataArguments
-from transformers.fine_tuning.data_sets import first_rows
+from transformers.fine_tuning.data_sets import first_rows, load_data_set
 from transformers.fine_tuning.script import (
     begin,
     begin_estimate,
@@ -208,14 +209,14 @@ def load_glue(
     data_args: DataTrainingArguments, splits: list[str], cache_dir: str | None
 ) -> TextData:
     """A GLUE task, from its TSV files or from the hub."""
-    from datasets import load_dataset
-
     task = glue_task(data_args.task_name)
     keys = tuple(key for key in task.text_keys if key)
     if data_args.data_dir is None:
         if task.name == "mnli-mm":
             raise ValueError("--task_name mnli evaluates on mnli-mm as well; give that")
-        loaded = load_dataset(HUB_GLUE, task.name, cache_dir=cache_dir)
+        way_out = f"`{download_command(task, 'glue_data')}` has another source: then give "
+        way_out += "--data_dir glue_data, or such a folder of another machine"
+        loaded = load_data_set(HUB_GLUE, task.name, cache_dir, way_out)
         sets = {split: loaded[split].select_columns([*keys, "label"]) for split in splits}
     else:
         folder = data_args.data_dir
@@ -307,25 +308,50 @@ def own_labels(
     if not is_training and origin.outputs == 1:
         return {split: as_scores(data, files[split]) for split, data in labelled.items()}, ()
     scores = {split: is_score(data) for split, data in labelled.items()}
+    points = without_points(labelled)
     if len(set(scores.values())) > 1:
         kinds = ("classes", "scores")
         listed = ", ".join(f"{kinds[of_scores]} in {files[s]}" for s, of_scores in scores.items())
-        raise ValueError(f"the labels are of two kinds: {listed}")
+        raise ValueError(f"the labels are of two kinds: {listed}{points}")
     if any(scores.values()):
         if not is_training:
             raise ValueError(
                 f"{origin.source} has a head of {origin.outputs} classes, and the data's labels "
-                "are scores"
+                f"are scores{points}"
             )
+        check_scores(labelled["train"], files["train"], points)
         return labelled, ()
     labels = label_names(labelled.get("train"), origin.labels)
     if not labels:
-        raise ValueError(
-            f"{origin.source} does not name its labels; give the --train_file that it was trained "
-            "on as well"
-        )
+        origin.check_named()
     numbered = {s: number_labels(data, labels, files[s]) for s, data in labelled.items()}
     return numbered, labels
+
+
+def without_points(labelled: Mapping[str, Dataset]) -> str:
+    """How labels would be classes that are scores for their decimal points alone; "" for others."""
+    whole = [whole_scores(data) for data in labelled.values() if is_score(data)]
+    if not whole or not all(whole):
+        return ""
+    first = sorted({*whole[0]})[:3]
+    listed = ", ".join(f"{value:.0f}" for value in first)
+    return f"; if they are classes, write them without a point, as in {listed}"
+
+
+def check_scores(train: Dataset, path: str, points: str) -> None:
+    """Refuses two whole numbers as scores, and warns of more: they may be classes.
+
+    Tables that were made with missing values in them have whole numbers with points: 0.0 and 1.0.
+
+    Raises:
+        ValueError: there are two, which nobody takes for a scale.
+    """
+    whole = whole_scores(train) if points else []
+    if len(whole) == 2:
+        listed = " and ".join(map(str, whole))
+        raise ValueError(f"{path}: the labels {listed} would be scores, not classes{points}")
+    if len(whole) > 2:
+        logger.warning("%s: the labels, %s, …, are taken for scores%s", path, whole[0], points)
 
 
 def tokenize(
@@ -409,9 +435,12 @@ def predict(trainer: Trainer, splits: dict[str, Dataset], data: TextData) -> Non
             logger.info("predictions of %s: %s", split, path)
 
 
+FLAGS = (ModelArguments, DataTrainingArguments)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, and does what it asks for."""
-    start(argv, __doc__, (ModelArguments, DataTrainingArguments), fine_tune, estimate)
+    start(argv, __doc__, FLAGS, fine_tune, estimate)
 
 
 @dataclass

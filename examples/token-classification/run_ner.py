@@ -132,6 +132,8 @@ def prepare(
     read = list(splits)
     if not origin.labels and "train" not in splits and data_args.train_file:
         read.append("train")  # the order of the tags is that of its training set
+    if "train" not in read:
+        origin.check_named("tags")
     # Tags are those of the whole training set, however much of it is trained on.
     tables = load_tables(data_args, read, model_args.cache_dir, whole=["train"])
     words, tags = data_args.text_column_name, data_args.label_column_name

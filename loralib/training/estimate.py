@@ -12,6 +12,7 @@ masks what they compute. Counted are tensors: what libraries need besides, for p
 in caches, is not known before it is used.
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -31,6 +32,8 @@ from .product_choices import choose_products, frozen_weights
 
 if TYPE_CHECKING:  # else imported where it is used: it takes a second, and few runs use it
     from torch._subclasses.fake_tensor import FakeTensorMode
+
+logger = logging.getLogger(__name__)
 
 _Batch = TypeVar("_Batch")
 
@@ -442,6 +445,8 @@ def estimate(plan: Plan[Any]) -> Estimate:
     """
     typical = plan.batch_of(plan.typical.numbers)
     whole = partial(plan.build, None)
+    # Half a minute passes for a large model.
+    logger.info("counting the arithmetic and the memory of a step, operation by operation")
 
     def cost_of(rows: Rows) -> Cost:
         return cost_of_batch(whole, plan.batch_of(rows.numbers), plan.device, plan.batches)
@@ -458,6 +463,7 @@ def estimate(plan: Plan[Any]) -> Estimate:
         memory = replace(memory, gradients=2 * memory.gradients)
     rate = plan.rate
     if rate is None:
+        logger.info("measuring the rate of this %s with %d layers", plan.device.type, LAYERS_TIMED)
         build = partial(plan.build, LAYERS_TIMED)
         rate = measure_rate(build, typical, plan.device, plan.dtype)
     return Estimate(plan, cost.parameters, cost.trained, memory, operations, rate)

@@ -8,6 +8,7 @@ import gc
 import io
 import logging
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -285,8 +286,10 @@ def run(
 ) -> None:
     """Runs a script's `main`; an error that a user can mend ends it with one line and status 1.
 
-    With ``LORA_DEBUG=1`` the error comes with the traceback instead. Where the garbage collector is
-    off, the script has imported without it: it is turned on, see `without_collector`.
+    With ``LORA_DEBUG=1`` the error comes with the traceback instead. Where nobody reads standard
+    output any more, as after ``| head``, it ends without a word, and with the status that shells
+    have for that. Where the garbage collector is off, the script has imported without it: it is
+    turned on, see `without_collector`.
 
     Args:
         main: the script.
@@ -301,9 +304,12 @@ def run(
     if signal.getsignal(signal.SIGINT) is _end_interrupted:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        main()
+        with _flushing_output():
+            main()
         _leave_group()
     except _expected_errors() as error:
+        if isinstance(error, BrokenPipeError) and _is_unread():
+            _end_unread()
         if os.environ.get("LORA_DEBUG") == "1":
             raise
         _stop_watching()  # this process's own error is what ends it, not that others are gone
@@ -323,6 +329,50 @@ def run(
     except KeyboardInterrupt:
         _say_interrupted(report)
         sys.exit(_INTERRUPTED)
+
+
+@contextmanager
+def _flushing_output() -> Iterator[None]:
+    """Writes out at the block's end what was printed, so that an error of this can be handled.
+
+    At the interpreter's end it could not. Where the block ends with an error, that is the one.
+    """
+    try:
+        yield
+    except SystemExit:  # such as that of --help
+        _flush_output()
+        raise
+    _flush_output()
+
+
+def _flush_output() -> None:
+    if sys.stdout is not None and not sys.stdout.closed:
+        sys.stdout.flush()
+
+
+_UNREAD = 141  # what shells call a program's status that SIGPIPE has ended
+
+
+def _is_unread() -> bool:
+    """Whether standard output is a pipe that nobody reads any more."""
+    try:
+        sys.stdout.flush()  # what could not be written is still there, and cannot be now
+        if not hasattr(select, "poll"):
+            return False
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)  # no event but those that come unasked
+        return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
+    except BrokenPipeError:
+        return True
+    except (AttributeError, OSError, ValueError):  # there is none, or it is not a file
+        return False
+
+
+def _end_unread() -> NoReturn:
+    """Ends the process; what is left of its output would be an error at the interpreter's end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    _end(_UNREAD)
 
 
 def _expected_errors() -> tuple[type[Exception], ...]:
@@ -384,7 +434,7 @@ def is_lost_peer(error: RuntimeError) -> bool:
     return _is_in_group() and any(mark in text for mark in _LOST)
 
 
-def _end(status: int) -> None:
+def _end(status: int) -> NoReturn:
     """Ends the process; at once where it is one of a group, whose others wait for it."""
     if _is_in_group():
         end_at_once(status)

@@ -100,25 +100,20 @@ def test_references_that_are_cut_are_told(run, caplog):
     assert "cut" not in caplog.text
 
 
-def test_references_of_an_earlier_larger_number_go(run, tmp_path, caplog):
-    """Those that such a call has written, and no others."""
+def test_references_beyond_those_of_this_call_are_refused(run, tmp_path):
+    """A scorer would mix them up; whose they are, nothing tells, so that they are not removed."""
     run("--ref_type", "dart", "--ref_num", "4")
     for name in ("reference5", "reference", "reference07", "other"):
         (tmp_path / "ref" / name).write_text("mine\n")
-    assert caplog.text.count("removed") == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "ref").iterdir()}
+    with pytest.raises(ValueError, match="would be taken for references of this call") as error:
+        run("--ref_type", "dart", "--ref_num", "2")
+    assert str(error.value).startswith(f"{tmp_path / 'ref' / 'reference2'} and reference3 would")
+    assert {path: path.read_bytes() for path in (tmp_path / "ref").iterdir()} == before
+    for name in ("reference2", "reference3"):
+        (tmp_path / "ref" / name).unlink()
     run("--ref_type", "dart", "--ref_num", "2")
-    left = {"reference0", "reference1", "reference5", "reference", "reference07", "other"}
-    assert {*os.listdir(tmp_path / "ref")} == left
-    assert f"removed {tmp_path / 'ref' / 'reference2'} and reference3" in caplog.text
-
-
-def test_an_input_among_stale_references_stays(run, tmp_path):
-    (tmp_path / "ref").mkdir()
-    keys = tmp_path / "ref" / "reference2"
-    keys.write_text("1\n" * len(ROWS))
-    with pytest.raises(ValueError, match="reference2: is an input as well"):
-        run("--ref_type=dart", "--ref_num=2", f"--ref_unique_file={keys}")
-    assert keys.exists()
+    assert (tmp_path / "ref" / "reference5").read_text() == "mine\n"
 
 
 def test_the_length_of_a_prediction_ends_it(run, vocab_folder):

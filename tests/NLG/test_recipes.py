@@ -4,6 +4,8 @@ import os
 import re
 import shlex
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from places import ROOT
@@ -25,6 +27,21 @@ def test_flags_that_would_leave_the_decoding_without_a_model(recipe, flags, says
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
     assert line.startswith(f"{recipe}: error: {says}")
+
+
+@pytest.mark.slow
+def test_a_wrong_flag_is_said_before_anything_is_launched():
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    ended = subprocess.run(
+        ["bash", "e2e_gpt2_md.sh", "--bf16", "--lora_dimm", "4"],
+        cwd=ROOT / "NLG",
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    (line,) = ended.stderr.splitlines()
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert line.startswith("e2e_gpt2_md.sh: error: unrecognized arguments: --lora_dimm 4; did you")
 
 
 def test_what_makes_a_missing_file_can_be_pasted(tmp_path):

@@ -161,14 +161,20 @@ def test_columns_of_texts_are_one_or_two(columns):
     [
         ("adapter.safetensors", "is a file of weights; a model is a folder with config.json"),
         ("pytorch_model_lora.bin", "is a file of weights; a model is a folder with config.json"),
-        ("peft", "has no config.json, so it is an adapter in PEFT's format"),
+        (
+            "peft",
+            "is an adapter, not a model: give its base ('org/base') as the model, and this as",
+        ),
+        ("ours", "is an adapter, not a model: give its base as the model, and this as the adapter"),
         ("empty", "has no config.json, so it is not a model folder"),
     ],
 )
 def test_an_adapter_in_the_place_of_a_model(tmp_path, name, message):
-    for folder in ("peft", "empty"):
+    for folder in ("peft", "ours", "empty"):
         (tmp_path / folder).mkdir()
-    (tmp_path / "peft" / "adapter_config.json").write_text("{}")
+    settings = '{"base_model_name_or_path": "org/base"}'
+    (tmp_path / "peft" / "adapter_config.json").write_text(settings)
+    (tmp_path / "ours" / "pytorch_model_lora.safetensors").touch()
     for file in ("adapter.safetensors", "pytorch_model_lora.bin"):
         (tmp_path / file).write_bytes(b"\xbd")
     with fails(OSError, f"'{tmp_path / name}' {message}"):

@@ -448,6 +448,22 @@ def test_an_error_from_the_command_line_is_one_line():
     assert result.stderr.startswith("roberta_base_rte.sh: error: ./roberta_base_mnli_lora.bin: no")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["roberta_base_rte", "roberta_base_sst2"])
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--learning_rat", "1"], "unrecognized arguments: --learning_rat 1; did you mean --learn"),
+        (["--max_steps", "few"], "argument --max_steps: invalid int value: 'few'"),
+    ],
+)
+def test_a_wrong_flag_is_said_before_what_else_is_missing(name, flags, says):
+    """Before weights and GPUs that are not there, and by no launcher."""
+    result = run_script(name, *flags)
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert result.stderr.startswith(f"{name}.sh: error: {says}")
+
+
 # ---- what is written about them ----
 
 

@@ -29,6 +29,7 @@ def bad(tmp_path, tiny_glue, trained):
         )
     write(tmp_path / "integers.csv", [{"review": "a", "label": 0}, {"review": "b", "label": 1}])
     write(tmp_path / "floats.csv", [{"review": "a", "label": 0.0}, {"review": "b", "label": 1.0}])
+    write(tmp_path / "scores.csv", own_rows([0.5, 1.25]))
     write(tmp_path / "good.csv", rows)
     write(tmp_path / "unknown.csv", [*rows, {**rows[0], "label": "perhaps"}])
     write(tmp_path / "blank.csv", [*rows, {**rows[0], "label": ""}])
@@ -195,7 +196,7 @@ BAD = {
         "masking_prob must lie in [0, 1], not 1.5",
     ),
     "consistency of scores": (
-        f"{TRAIN_OWN}/floats.csv --apply_rdrop",
+        f"{TRAIN_OWN}/scores.csv --apply_rdrop",
         "a score has none: leave out --reg_loss_wgt",
     ),
     "consistency of smoothed labels": (
@@ -268,7 +269,7 @@ BAD = {
         f"{TRAIN_OWN}/repeated.csv",
         "repeated.csv: has the column 'label' 2 times; give each column a name of its own",
     ),
-    "own: repeated key": (f"{TRAIN_OWN}/repeated.json", "Column(/label) was specified twice"),
+    "own: repeated key": (f"{TRAIN_OWN}/repeated.json", "line 1: has the key 'label' 2 times"),
     "own: more fields than columns": (
         f"{TRAIN_OWN}/shifted.csv",
         "shifted.csv: row 1: has 3 fields, the header names 2 columns",
@@ -316,7 +317,12 @@ BAD = {
     ),
     "own: two kinds of labels": (
         f"{TRAIN_OWN}/integers.csv --do_eval --validation_file {{tmp}}/floats.csv",
-        "the labels are of two kinds: classes in",
+        "floats.csv; if they are classes, write them without a point, as in 0, 1",
+    ),
+    "own: classes with points": (
+        f"{TRAIN_OWN}/floats.csv",
+        "floats.csv: the labels 0.0 and 1.0 would be scores, not classes; if they are classes, "
+        "write them without a point, as in 0, 1",
     ),
     "own: no such file": (f"{TRAIN_OWN}/none.csv", "none.csv: no such file"),
     "own: another kind": (f"{TRAIN_OWN}/train.txt", "must end in .csv, .json or .jsonl"),
@@ -329,7 +335,7 @@ BAD = {
         f"{TRAIN_OWN}/ragged.csv",
         "ragged.csv: row 2: has 4 fields, the header names 2 columns: a text that holds a comma",
     ),
-    "own: broken": (f"{TRAIN_OWN}/broken.json", "broken.json: cannot be read"),
+    "own: broken": (f"{TRAIN_OWN}/broken.json", "broken.json: line 2: is not JSON"),
     "own: no label column": (f"{TRAIN_OWN}/unlabelled.csv", "has no column 'label'"),
     "own: no text": (f"{TRAIN_OWN}/textless.csv", "has 0 text columns (number is of int64)"),
     "own: three texts": (f"{TRAIN_OWN}/three.csv", "has 3 text columns (a, b, c)"),

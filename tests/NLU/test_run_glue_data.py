@@ -284,6 +284,16 @@ def test_labels_of_another_kind_than_the_model_s(glue, tmp_path):
         glue(*evaluate, "of words", "--validation_file", tmp_path / "scores.csv")
 
 
+@pytest.mark.parametrize("more", [[], [2.5]])
+def test_whole_numbers_with_points_are_warned_of(glue, tmp_path, caplog, more):
+    """They may be classes, of a table that had missing values; with fractions they are scores."""
+    rows = own_rows([0.0, 1.0, 2.0, *more])
+    train = ["--train_file", write(tmp_path / "train.csv", rows), "--do_train", *LORA]
+    glue(*train, "--max_steps", 1, "--output_dir", "out")
+    said = "are taken for scores; if they are classes, write them without a point, as in 0, 1, 2"
+    assert (said in caplog.text) == (not more)
+
+
 def test_a_class_for_each_row_is_warned_of(glue, tmp_path, caplog):
     rows = [{**row, "label": f"about {n}"} for n, row in enumerate(own_rows(["a"], count=8))]
     train = ["--train_file", write(tmp_path / "train.csv", rows), "--do_train", *LORA]
@@ -518,6 +528,8 @@ def test_glue_and_model_by_name_from_the_hub(hub_server, trained, tiny_base, tin
     call("offline", HF_HUB_OFFLINE="1")
     assert hub_server.requests == []
     assert_same_bits(lora_of(tmp_path / "offline"), lora_of(trained))
+    call("unreached", HF_ENDPOINT="http://127.0.0.1:9")  # where nobody listens
+    assert_same_bits(lora_of(tmp_path / "unreached"), lora_of(trained))
 
     adapter = ["--task_name", "rte", "--do_eval", "--apply_lora", "--lora_path", "org/peft"]
     for out, environment in (("peft", {}), ("peft_offline", {"HF_HUB_OFFLINE": "1"})):

@@ -282,7 +282,7 @@ def test_a_file_that_names_no_tags_is_given_them(learned, call, tmp_path):
     out, flags = learned("ner", "tiny_base")
     path = shutil.copy(out / "pytorch_model_lora.bin", tmp_path / "lone.bin")
     adapter = ["--lora_path", path, "--do_eval", "--lora_targets", "all-linear"]
-    with pytest.raises(ValueError, match="the model does not name its tags; give the --train_file"):
+    with pytest.raises(ValueError, match=r"\.bin does not name its tags; give the --train"):
         call("ner", "without", *flags[2:4], *adapter)
     assert results(call("ner", "with", *flags[:4], *adapter)) == results(out)
 

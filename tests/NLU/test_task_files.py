@@ -5,11 +5,13 @@ import json
 import os
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from glue_runs import write
 
 from transformers.data.question_answering import Answer, Candidate, Span
 from transformers.data.text_files import read_table
+from transformers.fine_tuning import data_sets
 from transformers.fine_tuning.arguments import HubDataArguments
 from transformers.fine_tuning.choices import check_choices, read_choices
 from transformers.fine_tuning.data_sets import Table, load_tables
@@ -439,6 +441,15 @@ def test_an_answer_that_is_not_quite_where_it_says(tmp_path, caplog):
     assert caplog.text.count(said) == 1
 
 
+def test_empty_questions_and_contexts_are_counted(tmp_path, caplog):
+    empty = {"question": " ", "answers": answers(("Ann", CONTEXT.index("Ann")))}
+    questions(table_of(tmp_path / "asked.json", [question(1, "Ann"), question(2, **empty)]))
+    assert "1 of 2 rows have an empty question, row 2 first" in caplog.text
+    check_choices({"train": table_of(tmp_path / "a.json", [choice(sent1=""), choice(sent2="")])})
+    assert "1 of 2 rows have an empty sent1, row 1 first" in caplog.text
+    assert "empty sent2" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("whole", "message"),
     [
@@ -554,6 +565,25 @@ def test_a_data_set_that_is_a_program(tmp_path):
     message = error_of(load_tables, flags, ["train"], None)
     assert "scripts are no longer supported" in message
     assert message.endswith("; give it in files")
+
+
+@pytest.mark.parametrize("why", ["offline mode is on", "[Errno -2] Name or service not known"])
+def test_a_hub_out_of_reach_is_not_asked_for_a_data_set(tmp_path, monkeypatch, why):
+    """The library alone would try for half a minute."""
+    monkeypatch.setattr(data_sets, "why_out_of_reach", lambda: why)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfApi.hf_hub_download", None)
+    flags = HubDataArguments(dataset_name="org/set")
+    with pytest.raises(OSError, match="the data set 'org/set' cannot be fetched: ") as raised:
+        load_tables(flags, ["train"], str(tmp_path))
+    assert f": {why}; give it in files" in str(raised.value)
+    assert not huggingface_hub.constants.HF_HUB_OFFLINE  # for what comes after
+
+
+def test_a_path_is_not_looked_for_on_the_hub(tmp_path):
+    flags = HubDataArguments(dataset_name=f"{tmp_path}/nowhere")
+    with pytest.raises(FileNotFoundError, match="nowhere: no such folder"):
+        load_tables(flags, ["train"], str(tmp_path))
 
 
 def test_a_data_set_s_folder_is_read_by_its_content(tmp_path):

@@ -169,9 +169,61 @@ def test_numbers_as_labels_of_long_texts(tmp_path):
     assert [row["label"] for row in rows] == [0, 1]
 
 
-def test_labels_of_two_kinds_in_json(tmp_path):
-    with pytest.raises(ValueError, match="label is of several kinds"):
-        read(tmp_path / "a.jsonl", '{"text": "a", "label": "1"}\n{"text": "b", "label": 1}\n')
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (['"x"', '"y"', "1"], r'row 3: its label is a number \(1\), that of row 1 is a text \("x'),
+        (["1", "1.5", '"1"'], r'row 3: its label is a text \("1"\), that of row 1 is a number \(1'),
+        (['"1"', "1"], r'row 2: its label is a number \(1\), that of row 1 is a text \("1"\)'),
+        (["1", "true"], r"row 2: its label is true or false \(true\), that of row 1 is a number"),
+    ],
+)
+def test_labels_of_two_kinds_in_json(tmp_path, labels, message):
+    lines = "".join(f'{{"text": "a", "label": {label}}}\n' for label in labels)
+    with pytest.raises(ValueError, match=f"{message}.*: write all of them alike"):
+        read(tmp_path / "a.jsonl", lines)
+
+
+def test_a_number_among_texts_that_look_like_numbers(tmp_path):
+    lines = '{"text": "5", "label": 0}\n{"text": 5, "label": 1}\n'
+    (tmp_path / "a.jsonl").write_text(lines)
+    data = read_table(str(tmp_path / "a.jsonl"))
+    with pytest.raises(ValueError, match=r"row 2: its text is a number, not a text \(5\)"):
+        take_columns(data, str(tmp_path / "a.jsonl"), Columns(("text",)))
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (['{"text": "a"}', '{"text": "b"', '{"text": "c"}'], "line 2: is not JSON"),
+        (['{"text": "a"}', "", '{"text": '], "line 3: is not JSON"),
+        (['{"text": "a"}', '["b"]'], r'line 2: is not a JSON object \(\["b"\]\)'),
+        (['{"text": "a"}', '{"text": "b", "text": "c"}'], "line 2: has the key 'text' 2 times"),
+        # Of one value over several lines pyarrow's row would be counted from 0.
+        (["[", '{"text": "a"},', '{"text": "b"', "]"], r"cannot be read \((?!.* in row )"),
+    ],
+)
+def test_json_that_cannot_be_read_is_said_by_its_line(tmp_path, lines, message):
+    with pytest.raises(ValueError, match=rf"rows\.jsonl: {message}"):
+        read(tmp_path / "rows.jsonl", "\n".join(lines))
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_empty_texts_are_counted(tmp_path, caplog, suffix):
+    texts = ["yes", "", "no", "  ", "yes"]
+    path = tmp_path / f"rows.{suffix}"
+    if suffix == "csv":
+        content = "text,label\n" + "".join(f"{text},{n % 2}\n" for n, text in enumerate(texts))
+    else:
+        rows = ({"text": text, "label": n % 2} for n, text in enumerate(texts))
+        content = "\n".join(map(json.dumps, rows))
+    _, rows = read(path, content)
+    assert [row["text"] for row in rows] == texts
+    (said,) = caplog.messages
+    assert said.startswith(f"{path}: 2 of 5 rows have an empty text, row 2 first")
+    caplog.clear()
+    read(path, content.replace("  ", "why").replace('""', '"not"').replace("\n,", "\nnot,"))
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The plain PyTorch loop: what it trains, what it saves, and that its files give the model back."""
 
 import re
+import sys
 
 import pytest
 import torch
@@ -92,3 +93,9 @@ def test_prints_the_table(loop, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines[1:]] == ["base", "base + LoRA", "reloaded"]
     assert lines[2].split()[-2:] == lines[3].split()[-2:]
+
+
+def test_without_scikit_learn_it_is_one_line(loop, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(OSError, match="the digits come with scikit-learn: pip install scikit-lear"):
+        loop.load_data(turned=False)

@@ -184,6 +184,21 @@ CALLS = {
             "{rte} --train_file mine.csv",
             "--train_file mine.csv would not be read: leave --task_name out, or the file",
         ),
+        (
+            "{rte} --do_train False --do_eval --apply_lora",
+            "--apply_lora needs --lora_r and --lora_alpha, for LoRA to be trained from its "
+            "beginning; LoRA that is trained has them: give it as --lora_path",
+        ),
+        (
+            "{rte} --do_train False --do_eval",
+            "there is nothing to evaluate; give --apply_lora --lora_path with an adapter, or a "
+            "model that is trained for the task, or --do_train",
+        ),
+        (
+            "{rte} --model_name_or_path {bad}/peft",
+            "peft' is an adapter, not a model: give its base ('roberta-base') as the model, and "
+            "this as the adapter (--apply_lora --lora_path ",
+        ),
     ],
     MLM: [
         (
@@ -303,6 +318,11 @@ CALLS = {
             "--input_file {good}/texts.jsonl a={bad}/damaged.pt",
             "two adapters have the name 'a'",
         ),
+        (
+            "--input_file {good}/texts.jsonl --model_name_or_path {bad}/peft",
+            "peft' is an adapter, not a model: give its base ('roberta-base') as the model, and "
+            "this as the adapter (NAME=",
+        ),
     ],
     NER: [
         (
@@ -312,6 +332,11 @@ CALLS = {
         (
             "--train_file {good}/tags.json --validation_file {bad}/unknown_tag.json --do_eval",
             "unknown_tag.json: row 1: tag 2: unknown tag 'B-LOC' (expected B-PER, O)",
+        ),
+        (
+            "--do_train False --do_eval --validation_file {good}/tags.json",
+            "base does not name its tags; give an adapter (--apply_lora --lora_path) where it is a "
+            "base, else the --train_file that it was trained on as well",
         ),
         (
             "--train_file {good}/tags.json --text_column_name words",

@@ -191,6 +191,10 @@ def write_bad(folder: Path, good: Path) -> Path:
         (folder / name / "config.json").write_text(json.dumps(values))
         (folder / name / "model.safetensors").write_text("not read before the settings are")
     make_gpt2(folder)
+    (folder / "peft").mkdir()
+    (folder / "peft" / "adapter_config.json").write_text(
+        '{"base_model_name_or_path": "roberta-base"}'
+    )
     (folder / "RTE").mkdir()
     shutil.copy(folder / "rte.tsv", folder / "RTE" / "train.tsv")
     return folder

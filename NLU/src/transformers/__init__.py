@@ -154,7 +154,7 @@ try:
     __version__ = version("transformers")
 except PackageNotFoundError:
     # Run from the source tree without an installation.
-    __version__ = "4.4.2+lora"
+    __version__ = "4.4.2+lora.1"  # as in setup.py
 
 # Public name -> its module.
 _MODULE_OF = {

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from loralib.adapters import peft
+from loralib.adapters.adapter import LORA
 from loralib.adapters.metadata import are_text_columns
+from loralib.errors import AdapterAsModelError
 from loralib.functional import VARIANTS
 from loralib.initialization import INITIALIZATIONS
 from loralib.io.atomic import atomic_write
@@ -268,9 +270,13 @@ class PretrainedConfig:
             raise ValueError(f"unknown adapter_type '{adapter_type}' (known: {known})")
 
     def _check_lora(self) -> None:
-        for name in ("lora_r", "lora_alpha"):
-            if getattr(self, name) is None:
-                raise ValueError(f"--apply_lora needs --{name}")
+        missing = [name for name in ("lora_r", "lora_alpha") if getattr(self, name) is None]
+        if missing:
+            raise ValueError(
+                f"--apply_lora needs {' and '.join(f'--{name}' for name in missing)}, for LoRA to "
+                "be trained from its beginning; LoRA that is trained has them: give it as "
+                "--lora_path"
+            )
         if not self.lora_targets:
             raise ValueError(
                 f"--apply_lora needs --lora_targets: some of {', '.join(LORA_TARGETS)}"
@@ -317,16 +323,19 @@ class PretrainedConfig:
         """The content of a model's ``config.json``; `where` as in `resolve_file`.
 
         Raises:
+            AdapterAsModelError: it is an adapter.
             OSError: there is no such model, it has no ``config.json``, or that is damaged.
         """
         name = os.fspath(name_or_path)
         if os.path.isfile(name) and name.endswith(_WEIGHTS):
-            raise OSError(f"'{name}' is a file of weights; a model is a folder with {CONFIG_NAME}")
+            raise OSError(
+                f"'{name}' is a file of weights; a model is a folder with {CONFIG_NAME}: of an "
+                "adapter give the base here, and the file as the adapter"
+            )
         path = Path(name) if os.path.isfile(name) else resolve_file(name, CONFIG_NAME, **where)
         if path is None:
-            is_peft = os.path.isfile(os.path.join(name, peft.CONFIG_NAME))
-            what = "it is an adapter in PEFT's format" if is_peft else "it is not a model folder"
-            raise OSError(f"'{name}' has no {CONFIG_NAME}, so {what}")
+            _refuse_adapter(name, where)
+            raise OSError(f"'{name}' has no {CONFIG_NAME}, so it is not a model folder")
         return _read_json(path)
 
     @classmethod
@@ -532,6 +541,15 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise OSError(f"{path}: holds a {type(values).__name__}, not settings by name")
     return values
+
+
+def _refuse_adapter(name: str, where: Mapping[str, Any]) -> None:
+    """Refuses a folder, or a repository of the hub, that holds an adapter and no model."""
+    settings = resolve_file(name, peft.CONFIG_NAME, **where)
+    if settings is not None:
+        raise AdapterAsModelError(name, _read_json(settings).get("base_model_name_or_path"))
+    if any(os.path.isfile(os.path.join(name, file)) for file in LORA.files):
+        raise AdapterAsModelError(name)
 
 
 def write_settings(folder: str | os.PathLike, settings: Mapping[str, Any]) -> None:

@@ -212,6 +212,15 @@ def test_on_several_devices_gradients_are_in_buckets_as_well():
     assert three.operations == one.operations
 
 
+@pytest.mark.parametrize("rate", [None, 1e9])
+def test_what_takes_long_is_said_before(monkeypatch, caplog, rate):
+    monkeypatch.setattr(module, "measure_rate", lambda *given: 7.0)
+    caplog.set_level("INFO")
+    estimate(plan_of(rate=rate))
+    assert ["counting" in said for said in caplog.messages] == [True, *([False] * (rate is None))]
+    assert "measuring the rate of this cpu with 2 layers" in caplog.text or rate
+
+
 def test_without_a_rate_that_of_few_layers_is_measured(monkeypatch):
     asked = []
     monkeypatch.setattr(module, "measure_rate", lambda build, *_: asked.append(build) or 7.0)

@@ -378,6 +378,46 @@ def test_a_script_without_standard_error_runs_and_prints_what_it_has_to(begins):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("printed", "last"),
+    [
+        ("for number in range(100_000): print(number)", "0"),
+        # So little that it is written at the end alone, when nobody reads any more.
+        ("sys.stdin.read(); print(1)", ""),
+        ("sys.stdin.read(); print(1); sys.exit(0)", ""),
+    ],
+)
+def test_output_that_nobody_reads_to_its_end_is_no_error(printed, last, unbuffered):
+    code = "import sys\nfrom loralib.training.process import run\n"
+    code += f"def main():\n {printed}\nrun(main)"
+    script = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with script:
+        if last:
+            assert script.stdout.readline().strip() == last
+        script.stdout.close()
+        script.stdin.close()
+        assert script.stderr.read() == ""
+        assert script.wait() == 141
+
+
+def test_a_pipe_that_breaks_elsewhere_is_an_error(lines):
+    def main():
+        raise BrokenPipeError(32, "Broken pipe")
+
+    with pytest.raises(SystemExit) as ended:
+        run(main, lines.append)
+    assert (ended.value.code, lines) == (1, ["script.py: error: [Errno 32] Broken pipe"])
+
+
+@pytest.mark.slow
 def test_a_process_without_standard_output_ends_at_once():
     code = "import sys; from loralib.training.process import end_at_once; "
     code += "sys.stdout = None; end_at_once(3)"

@@ -101,7 +101,7 @@ def test_counters_of_a_trained_head_stay_what_they_are(convert, tmp_path):
 def test_task_and_labels_that_the_releases_format_does_not_hold(convert, trained, tmp_path, format):
     given = trained["roberta"].adapter
     write_adapter(tmp_path / "in.bin", given)
-    flags = ["--to", format, "--lora_alpha", 6, "--task", "mnli", "--labels", *LABELS]
+    flags = ["--to", format, "--lora_alpha", 6, "--task", "MNLI", "--labels", *LABELS]
     said = convert(tmp_path / "in.bin", tmp_path / OUT[format], *flags)
     assert (said["task"], said["labels"]) == ("mnli", ", ".join(LABELS))
     info = read_adapter(tmp_path / OUT[format]).metadata
@@ -116,7 +116,8 @@ def test_task_and_labels_that_the_releases_format_does_not_hold(convert, trained
             ["--labels", "a", "b", "c"],
             f"says labels {', '.join(LABELS)}, but --labels is a, b, c",
         ),
-        (["--task", "other"], "but --task is other"),
+        (["--task", "RTE"], "but --task is rte"),
+        (["--task", "sst3"], "--task: unknown GLUE task 'sst3' (known: cola, "),
     ],
 )
 def test_a_task_or_labels_that_do_not_fit(trained, tmp_path, failure, flags, message):

@@ -44,6 +44,22 @@ def called(monkeypatch):
     return runs
 
 
+def test_what_cannot_be_fetched_is_not_tried_again_by_each_seed(called, out, monkeypatch, caplog):
+    noted = reproduce.execute
+
+    def execute(tree, run, flags):
+        noted(tree, run, flags)
+        run.error.write_text("run_glue.py: error: 'roberta-base' … cannot be fetched: refused\n")
+
+    monkeypatch.setattr(reproduce, "execute", execute)
+    caplog.set_level("INFO")
+    recipes = ["roberta_base_qqp", "roberta_base_sst2"]
+    with pytest.raises(RuntimeError, match="6 of 6 runs are not finished"):
+        reproduce.main([*recipes, "--output_dir", str(out), "--seeds", "0", "1", "2"])
+    assert sorted(run for run, _ in called) == [f"{recipe}, seed 0" for recipe in recipes]
+    assert caplog.text.count("not run (it needs what could not be fetched)") == 4
+
+
 @pytest.mark.slow
 def test_finished_runs_are_not_run_again(called, out, capsys):
     finish_glue(run_of(out, "roberta_base_qqp", 1), {"accuracy": 0.75, "f1": 0.5})

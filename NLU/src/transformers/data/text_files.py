@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import mmap
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
@@ -23,6 +24,8 @@ from loralib.io.encoding import refuse_utf16_file
 
 if TYPE_CHECKING:  # else imported where a file is read: --help and wrong flags need not wait for it
     from datasets import Dataset
+
+logger = logging.getLogger(__name__)
 
 LABEL = "label"
 TEXT_KEYS = ("text", "text_pair")
@@ -41,8 +44,11 @@ _STRINGS = ("string", "large_string")
 _MISSING = ("na", "n/a", "nan", "none", "null", "-", "?")
 _DECIMAL_COMMA = re.compile(r"\s*-?\d+,\d+\s*")
 _SPACES = re.compile(r"\s*")
+# Where pyarrow says that a JSON file is wrong: it counts from 0, and within a piece of the file.
+_IN_ROW = re.compile(r" in row \d+$")
 # JSON's names of Python's types.
 _KINDS = {
+    str: "a text",
     dict: "an object",
     list: "a list",
     bool: "true or false",
@@ -96,7 +102,10 @@ def read_table(path: str, texts: Sequence[str] = ()) -> Dataset:
     except DatasetGenerationError as error:
         if kind == "csv":
             _check_rows(path, header)
-        raise ValueError(f"{path}: cannot be read ({error.__cause__ or error})") from error
+        else:
+            _check_lines(path)
+        why = _IN_ROW.sub("", str(error.__cause__ or error))
+        raise ValueError(f"{path}: cannot be read ({why})") from error
     except (StopIteration, ValueError) as error:
         # What the library makes of a file without rows.
         raise ValueError(f"{path}: holds no examples, or none that can be read") from error
@@ -173,6 +182,37 @@ def _json_rows(path: str) -> list[dict[str, Any]]:
         found += value if isinstance(value, list) else [value]
         place = _SPACES.match(text, place).end()
     return found if all(isinstance(row, dict) for row in found) else []
+
+
+def _check_lines(path: str) -> None:
+    """Looks for the line for which pyarrow could not read a JSON-lines file.
+
+    Raises:
+        ValueError: it is found; it is not JSON, not an object, or has a key twice.
+    """
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            lines = [(row, line) for row, line in enumerate(file, start=1) if line.strip()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: cannot be read ({error}); is it UTF-8 text?") from error
+    if not lines or lines[0][1].strip() in ("[", "{") or lines[0][1].startswith("["):
+        return  # one value over several lines
+    for row, line in lines:
+        try:
+            value = json.loads(line, object_pairs_hook=_without_repetition)
+        except ValueError as error:  # of JSON's, the text has the place, which is within this line
+            what = f"is not JSON ({error.msg})" if hasattr(error, "msg") else str(error)
+            raise ValueError(f"{path}: line {row}: {what}") from error
+        if not isinstance(value, dict):
+            raise ValueError(f"{path}: line {row}: is not a JSON object ({line.strip():.40})")
+
+
+def _without_repetition(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"has the key '{name}' {names.count(name)} times")
+    return dict(pairs)
 
 
 @contextmanager
@@ -357,6 +397,7 @@ def take_columns(data: Dataset, path: str, columns: Columns, labelled: bool = Tr
     for name in columns.texts:
         _check_has(data, path, name, "text_columns")
         _check_texts(data, path, name)
+    warn_of_empty_texts(path, {name: data[name] for name in columns.texts})
     if labelled:
         names[columns.label] = LABEL
         _check_has(data, path, columns.label, "label_column")
@@ -366,8 +407,19 @@ def take_columns(data: Dataset, path: str, columns: Columns, labelled: bool = Tr
     return taken.rename_columns({old: new for old, new in names.items() if old != new})
 
 
+def _as_written(data: Dataset, path: str, name: str) -> list[Any]:
+    """A column's values; the file's own where they are of several kinds: "1" is read as 1 there."""
+    from datasets import Value
+
+    if not isinstance(data.features[name], Value) and not path.endswith(".csv"):
+        rows = _json_rows(path)
+        if len(rows) == len(data):
+            return [row.get(name) for row in rows]
+    return list(data[name])
+
+
 def _check_texts(data: Dataset, path: str, name: str) -> None:
-    for row, value in enumerate(data[name], start=1):
+    for row, value in enumerate(_as_written(data, path, name), start=1):
         if value is None:
             raise ValueError(f"{path}: row {row}: has no {name}")
         if not isinstance(value, str):
@@ -376,10 +428,28 @@ def _check_texts(data: Dataset, path: str, name: str) -> None:
             raise ValueError(f"{path}: row {row}: its {name} is {kind}, not a text ({quoted:.40})")
 
 
+def warn_of_empty_texts(path: str, columns: Mapping[str, Sequence[str]]) -> None:
+    """Says how many rows of a file have a text that is empty or blank, and which is the first.
+
+    Args:
+        path: the file.
+        columns: the texts by their column's name; all are of as many rows.
+    """
+    for name, texts in columns.items():
+        empty = [row for row, text in enumerate(texts, start=1) if not text.strip()]
+        if empty:
+            logger.warning(
+                "%s: %d of %d rows have an empty %s, row %d first: if that is not meant, leave "
+                "them out",
+                *(path, len(empty), len(texts), name, empty[0]),
+            )
+
+
 def _check_labels(data: Dataset, path: str, name: str) -> None:
     from datasets import Value
 
-    for row, value in enumerate(data[name], start=1):
+    values = _as_written(data, path, name)
+    for row, value in enumerate(values, start=1):
         # NaN alone differs from itself.
         if value is None or value == "" or value != value:
             raise ValueError(f"{path}: row {row}: has no {name}")
@@ -387,10 +457,20 @@ def _check_labels(data: Dataset, path: str, name: str) -> None:
             kind = _KINDS.get(type(value), f"of the type {type(value).__name__}")
             raise ValueError(f"{path}: row {row}: its {name} is {kind}, not a class or a score")
     if not isinstance(data.features[name], Value):
-        raise ValueError(f"{path}: {name} is of several kinds, such as 1 and '1'; make it one")
+        _refuse_kinds(values, path, name)
     _check_numbers(data, path, name)
     if path.endswith(".csv") and "int" in data.features[name].dtype:
         _check_numerals(path, name)
+
+
+def _refuse_kinds(values: Sequence[Any], path: str, name: str) -> None:
+    first = _KINDS[type(values[0])]
+    row = next((row for row, v in enumerate(values) if _KINDS[type(v)] != first), 0)
+    shown, other = (json.dumps(values[n], ensure_ascii=False) for n in (row, 0))
+    raise ValueError(
+        f"{path}: row {row + 1}: its {name} is {_KINDS[type(values[row])]} ({shown:.40}), that of "
+        f"row 1 is {first} ({other:.40}): write all of them alike"
+    )
 
 
 def _check_numerals(path: str, name: str) -> None:
@@ -436,6 +516,12 @@ def as_scores(data: Dataset, path: str) -> Dataset:
 def is_score(data: Dataset) -> bool:
     """Whether the labels of a table, as `take_columns` makes it, are scores rather than classes."""
     return str(getattr(data.features[LABEL], "dtype", "")).startswith("float")
+
+
+def whole_scores(data: Dataset) -> list[float]:
+    """The scores of a table, each once, where all of them are whole numbers; else none."""
+    values = sorted(data.unique(LABEL)) if is_score(data) else []
+    return values if all(value.is_integer() for value in values) else []
 
 
 def check_varied(train: Dataset, path: str) -> None:

@@ -224,6 +224,7 @@ class Origin:
         task: what it was trained for, if it says so.
         texts: the columns of its training data that were a row's texts, if it says so.
         outputs: of its head, or of the model's where it brings none; 1 gives scores.
+        is_adapter: it is an adapter's file.
     """
 
     source: str
@@ -231,6 +232,24 @@ class Origin:
     task: str | None
     texts: tuple[str, ...]
     outputs: int
+    is_adapter: bool
+
+    def check_named(self, what: str = "labels") -> None:
+        """Refuses what does not name its classes, where nothing else does.
+
+        Args:
+            what: what the task calls them.
+
+        Raises:
+            ValueError: it does not.
+        """
+        if not self.labels:
+            way_out = "the --train_file that it was trained on as well"
+            if not self.is_adapter:
+                way_out = (
+                    f"an adapter (--apply_lora --lora_path) where it is a base, else {way_out}"
+                )
+            raise ValueError(f"{self.source} does not name its {what}; give {way_out}")
 
     def check_task(self, task: str | None, training: bool) -> None:
         """Refuses to evaluate a head on another task; training may begin with it.
@@ -322,6 +341,7 @@ def origin_of(
         labels=() if names == tuple(f"LABEL_{index}" for index in range(len(names))) else names,
         task=info.task if info else config.finetuning_task,
         texts=tuple(texts or ()),
+        is_adapter=bool(adapters),
         outputs=(adapters[0].outputs if adapters else None) or config.num_labels,
     )
 
@@ -366,7 +386,8 @@ def build_model(
     adapters: Sequence[Adapter],
     args: TrainingArguments,
     order: Sequence[int] = (),
-    way_out: str = "--lora_path, or a model that is trained for the task",
+    way_out: str = "--apply_lora --lora_path with an adapter, or a model that is trained for the "
+    "task, or --do_train",
 ) -> PreTrainedModel:
     """The model, with the adapters in it, and frozen except what is to be trained.
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..data.text_files import read_table
+from ..data.text_files import read_table, warn_of_empty_texts
 from .data_sets import Table
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ def check_choices(tables: Mapping[str, Table]) -> Choices:
         _check_endings(table, endings)
         for name in (CONTEXT, BEGINNING):
             table.check_strings(name)
+        # Endings may begin at once, without a text that they share.
+        warn_of_empty_texts(table.source, {CONTEXT: table.column(CONTEXT)})
         if labelled:
             table = _with_numbers(table, len(endings))
         names = (CONTEXT, BEGINNING, *endings, *([LABEL] if labelled else []))

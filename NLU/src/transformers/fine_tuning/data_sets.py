@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from loralib.errors import quoted
+from loralib.errors import first_line, quoted
 from loralib.io.digests import folder_digest
+from loralib.io.hub import why_out_of_reach
 
 from ..data.text_files import read_table
 from .arguments import DataArguments, HubDataArguments
@@ -162,15 +164,65 @@ def load_tables(
 
 
 def _from_hub(data_args: HubDataArguments, cache_dir: str | None) -> Mapping[str, Dataset]:
-    from datasets import load_dataset
-
-    name, config = data_args.dataset_name, data_args.dataset_config_name
-    # As in `load_rows`: the library goes by names and times of a folder's files.
-    content = {"description": folder_digest(name)} if os.path.isdir(name) else {}
+    name = data_args.dataset_name
     try:
-        return load_dataset(name, config, cache_dir=cache_dir, **content)
+        return load_data_set(
+            name,
+            data_args.dataset_config_name,
+            cache_dir,
+            "give it in files (--train_file and the like), or as a folder here",
+        )
     except RuntimeError as error:  # what the library raises for a data set that is a program
         raise ValueError(f"--dataset_name {name}: {error}; give it in files") from error
+
+
+def load_data_set(
+    name: str, config: str | None, cache_dir: str | None, way_out: str
+) -> Mapping[str, Dataset]:
+    """The splits of a data set of the hub, or of a folder.
+
+    Where the hub does not answer, those that an earlier run has put into the cache.
+
+    Args:
+        name: a repository's name, or a folder.
+        config: which of its configurations; None for the only one.
+        cache_dir: where to keep what is downloaded.
+        way_out: what to do where it cannot be fetched.
+
+    Raises:
+        OSError: there is none of that name, or it cannot be fetched.
+    """
+    from datasets import load_dataset
+
+    if os.path.isdir(name):
+        # As in `load_rows`: the library goes by names and times of a folder's files.
+        return load_dataset(name, config, cache_dir=cache_dir, description=folder_digest(name))
+    if name.startswith((".", "/", "~")):
+        raise FileNotFoundError(f"{name}: no such folder")
+    why = why_out_of_reach()
+    try:
+        with _cache_alone() if why else nullcontext():
+            return load_dataset(name, config, cache_dir=cache_dir)
+    except ConnectionError as error:
+        why = why or first_line(error)
+        raise OSError(f"the data set '{name}' cannot be fetched: {why}; {way_out}") from error
+
+
+@contextmanager
+def _cache_alone() -> Iterator[None]:
+    """Keeps the library from the hub, which it would ask again and again for half a minute."""
+    import datasets
+    import huggingface_hub
+
+    settings = (datasets.config, huggingface_hub.constants)
+    before = [module.HF_HUB_OFFLINE for module in settings]
+    for module in settings:
+        module.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        for module, was in zip(settings, before, strict=True):
+            module.HF_HUB_OFFLINE = was
 
 
 def first_rows(rows: Dataset, split: str, data_args: DataArguments) -> Dataset:

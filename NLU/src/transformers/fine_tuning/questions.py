@@ -19,7 +19,7 @@ from loralib.io.encoding import refuse_utf16_file
 
 from ..data.metrics.squad_metrics import squad_metrics, squad_v2_metrics
 from ..data.question_answering import Answer, Span
-from ..data.text_files import read_table
+from ..data.text_files import read_table, warn_of_empty_texts
 from ..tokenization_files import write_json
 from ..tokenization_utils_base import PreTrainedTokenizerBase
 from .data_sets import Table
@@ -131,6 +131,7 @@ def _questions(split: str, table: Table, may_have_none: bool) -> list[Question]:
     table.check_columns(COLUMNS)
     for name in COLUMNS:
         table.check_strings(name)
+    warn_of_empty_texts(table.source, {name: table.column(name) for name in COLUMNS})
     names = _names(table)
     texts = list(zip(names, *(table.column(name) for name in COLUMNS), strict=True))
     if split == "test" and not _has_answers(table):

@@ -49,6 +49,18 @@ if TYPE_CHECKING:  # else imported where data is read: --help and wrong flags ne
 logger = logging.getLogger(__name__)
 
 
+def parser_of(types: Sequence[type], description: str) -> HfArgumentParser:
+    """What reads a script's command line: the flags of these dataclasses, and those of training.
+
+    Args:
+        types: the dataclasses of the flags for model and data.
+        description: what the script does; its first line is for --help.
+    """
+    return HfArgumentParser(
+        (*types, TrainingArguments, EstimateArguments), description=description.split("\n")[0]
+    )
+
+
 def start(
     argv: Sequence[str] | None,
     description: str,
@@ -60,16 +72,13 @@ def start(
 
     Args:
         argv: the command line; this process's where None.
-        description: what the script does; its first line is for --help.
-        types: the dataclasses of the flags for model and data.
+        description, types: as in `parser_of`.
         fine_tune: called with these and the `TrainingArguments`.
         estimate: called with the `EstimateArguments` as well, where --estimate asks for it.
     """
     set_up_logging()
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = HfArgumentParser(
-        (*types, TrainingArguments, EstimateArguments), description=description.split("\n")[0]
-    )
+    parser = parser_of(types, description)
     # What a launcher adds is in the environment, too.
     given = [arg for arg in argv if not arg.startswith(("--local_rank=", "--local-rank="))]
     if len(given) == 1 and given[0].endswith(".json"):

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from loralib.errors import (
+    AdapterAsModelError,
     AlphaError,
+    CheckpointError,
     FullModelError,
     MissingLayersError,
     MissingPartError,
     NeedsMergingError,
+    WayOut,
     WrongBaseError,
     adding_ways_out,
 )
@@ -55,8 +58,9 @@ def set_up_datasets() -> None:
     with process.without_collector():
         import datasets
 
-    # Its messages go to the root logger's handlers; its own would show them a second time.
-    logging.getLogger("datasets").handlers.clear()
+    # Messages go to the root logger's handlers; the libraries' own would show them a second time.
+    for library in ("datasets", "huggingface_hub"):
+        logging.getLogger(library).handlers.clear()
     if process.rank() != 0 or not is_terminal(sys.stderr):
         datasets.disable_progress_bars()
 
@@ -266,7 +270,8 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfi
 
 
 # What the scripts' users can do about the library's errors.
-WAYS_OUT = {
+WAYS_OUT: dict[type[CheckpointError], WayOut] = {
+    AdapterAsModelError: lambda error: f"--apply_lora --lora_path {error.source}",
     AlphaError: "--lora_alpha",
     WrongBaseError: "--model_name_or_path",
     FullModelError: "utils/split_lora.py takes the adapter out, or give it as --model_name_or_path",
@@ -276,10 +281,16 @@ WAYS_OUT = {
 }
 
 
-def run(main: Callable[[], None]) -> None:
+def run(
+    main: Callable[[], None], ways_out: Mapping[type[CheckpointError], WayOut] | None = None
+) -> None:
     """Runs a script's `main`, as `process.run` does; errors are printed clear of progress bars.
 
     Errors of the library get the flags that resolve them.
+
+    Args:
+        main: the script.
+        ways_out: those of its own, in place of `WAYS_OUT`'s.
     """
-    with_ways_out = adding_ways_out(WAYS_OUT)(main)
+    with_ways_out = adding_ways_out({**WAYS_OUT, **(ways_out or {})})(main)
     process.run(with_ways_out, timeout="--ddp_timeout")

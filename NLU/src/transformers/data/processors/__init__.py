@@ -3,6 +3,7 @@
 from .glue import (
     GLUE_TASKS,
     GlueTask,
+    download_command,
     glue_output_modes,
     glue_processors,
     glue_table,
@@ -18,6 +19,7 @@ __all__ = [
     "GlueTask",
     "InputExample",
     "InputFeatures",
+    "download_command",
     "glue_output_modes",
     "glue_processors",
     "glue_table",

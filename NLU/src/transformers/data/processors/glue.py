@@ -214,11 +214,15 @@ def glue_file(task: GlueTask, data_dir: str | PathLike, split: str) -> Path:
         folder = folder / task.folder
     path = folder / task.files[split]
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{path}: no such file; `python utils/download_glue_data.py --data_dir "
-            f"{shlex.quote(str(folder.parent))} --tasks {task.folder}` fetches it"
-        )
+        command = download_command(task, folder.parent)
+        raise FileNotFoundError(f"{path}: no such file; `{command}` fetches it")
     return path
+
+
+def download_command(task: GlueTask, data_dir: str | PathLike) -> str:
+    """The command that fetches a task's files into its folder in `data_dir`."""
+    folder = shlex.quote(str(data_dir))
+    return f"python utils/download_glue_data.py --data_dir {folder} --tasks {task.folder}"
 
 
 def iterate_glue_split(name: str, data_dir: str | PathLike, split: str) -> Iterator[InputExample]:
