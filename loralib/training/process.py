@@ -49,8 +49,9 @@ def parent_of(pid: int) -> int | None:
 
 def _stat(pid: int) -> list[str]:
     """What Linux tells of a process, from its state on."""
-    # The command's name, in parentheses, may hold anything.
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    # The command's name, in parentheses, may hold anything, as half of a letter of UTF-8.
+    stat = Path(f"/proc/{pid}/stat").read_bytes()
+    return stat.rpartition(b")")[2].decode("ascii").split()
 
 
 # ------------------------------------------------------------------------------------------------
