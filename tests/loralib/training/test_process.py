@@ -2,6 +2,7 @@
 
 import gc
 import io
+import operator
 import os
 import random
 import subprocess
@@ -154,6 +155,35 @@ def test_settings_of_the_device(device_settings, tf32, deterministic):
     if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         assert (torch.backends.cuda.matmul.fp32_precision == "tf32") == tf32
         assert (torch.backends.cudnn.conv.fp32_precision == "tf32") == tf32
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("tf32", [True, False])
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("", "tf32"),
+        ("", "bf16"),
+        ("cudnn", "tf32"),
+        ("cudnn.conv", "tf32"),
+        ("cuda.matmul", "tf32"),
+        ("mkldnn.matmul", "bf16"),
+        ("mkldnn.conv", "bf16"),
+        ("mkldnn.rnn", "bf16"),
+    ],
+)
+def test_float32_is_float32_whatever_was_set(device_settings, place, value, tf32):
+    backends = torch.backends
+    operator.attrgetter(f"{place}.fp32_precision".lstrip("."))(backends)  # there is such a name
+    target = operator.attrgetter(place)(backends) if place else backends
+    target.fp32_precision = value
+    set_up_device(tf32=tf32)
+    device_settings.expect(tf32)  # which is an error where two names are at odds
+    assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
+    on_gpu = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
+    assert {kind.fp32_precision == "tf32" for kind in on_gpu} == {tf32}
+    on_cpu = (backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn)
+    assert {kind.fp32_precision for kind in on_cpu} <= {"ieee", "none"}
 
 
 def test_what_a_user_has_set_stays(device_settings, monkeypatch):
