@@ -41,7 +41,7 @@ def parent_of(pid: int) -> int | None:
     except OSError:  # not Linux, or no such process
         command = ["ps", "-o", "ppid=", "-p", str(pid)]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(command, capture_output=True, check=True).stdout
         return int(said)
     except (OSError, ValueError, subprocess.CalledProcessError):
         return None

@@ -73,7 +73,8 @@ class TrainerState:
     def save_to_json(self, json_path: str | os.PathLike) -> None:
         """Writes the state."""
         with atomic_write(json_path) as temporary:
-            temporary.write_text(json.dumps(asdict(self), indent=2, sort_keys=True) + "\n")
+            text = json.dumps(asdict(self), indent=2, sort_keys=True)
+            temporary.write_text(f"{text}\n", encoding="utf-8")
 
     @classmethod
     def load_from_json(cls, json_path: str | os.PathLike) -> "TrainerState":
