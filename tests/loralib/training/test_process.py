@@ -377,7 +377,7 @@ def test_processes_of_a_group_end_together(tmp_path, fails, code, last):
         for number in range(2)
     ]
     for process in processes:
-        assert process.stdout.readline() == "worked\n"
+        assert "worked\n" in iter(process.stdout.readline, "")  # after what PyTorch 2.9 prints
     for process in processes:
         process.stdin.write("\n")
         process.stdin.flush()
