@@ -239,11 +239,28 @@ _INTERRUPTED = 130  # what shells call a program's status that SIGINT has ended
 
 
 def _say_interrupted(report: Callable[[str], None]) -> None:
-    """Says it; another process than the main one only where that is not interrupted as well."""
+    """Says it, once where several processes are interrupted together.
+
+    A launcher passes Ctrl-C on to all processes of its machine, of which the first one says it.
+    Without a launcher, another process than the main one says it where that is still there.
+    """
     if rank():
         _stop_watching()
-        time.sleep(HEAD_START)
+        with _ignoring_interrupts():  # the launcher's and the terminal's may both arrive
+            time.sleep(HEAD_START)
+    is_passed_on = "TORCHELASTIC_RUN_ID" in os.environ
+    if is_passed_on and os.environ.get("LOCAL_RANK", "0") != "0":
+        return
     report(f"{os.path.basename(sys.argv[0])}: interrupted{_which()}")
+
+
+@contextmanager
+def _ignoring_interrupts() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

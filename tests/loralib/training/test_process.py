@@ -5,6 +5,7 @@ import io
 import operator
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -338,6 +339,28 @@ def test_an_interrupt_of_another_process_alone(lines, monkeypatch):
         run(main, lines.append)
     assert lines == ["script.py: interrupted (process 3)"]
     assert waits == [(HEAD_START, 0)]
+
+
+@pytest.mark.parametrize(
+    ("number", "local", "said"),
+    [("0", "0", [""]), ("1", "1", []), ("4", "0", [" (process 4)"]), ("5", "1", [])],
+)
+def test_a_launcher_s_interrupt_is_a_line_a_machine(lines, monkeypatch, number, local, said):
+    """It passes Ctrl-C on to all of its processes; a second one arrives from the terminal."""
+
+    def main():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", lambda _: signal.raise_signal(signal.SIGINT))
+    of_launcher = {"TORCHELASTIC_RUN_ID": "none", "RANK": number, "LOCAL_RANK": local}
+    for name, value in of_launcher.items():
+        monkeypatch.setenv(name, value)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit) as ended:
+        run(main, lines.append)
+    assert ended.value.code == 130
+    assert lines == [f"script.py: interrupted{which}" for which in said]
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 # ---- the end of a process that belongs to a group ----
