@@ -109,6 +109,9 @@ class TrainerState:
 class TrainerControl:
     """What callbacks ask the Trainer for at its next opportunity.
 
+    Of several processes all have to ask for the same, at the same step: one that leaves or saves
+    alone keeps the others waiting, which is an error after ``--ddp_timeout``.
+
     Attributes:
         should_training_stop: end the run.
         should_epoch_stop: end this pass over the training set, and begin the next.
