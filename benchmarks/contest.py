@@ -310,7 +310,8 @@ def run_worker(python: str, name: str, plan: dict) -> dict:
         given, written = Path(folder, "plan.json"), Path(folder, "result.json")
         given.write_text(json.dumps(plan), encoding="utf-8")
         command = [python, ROOT / "workers" / f"{name}.py", given, written]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        text = {"encoding": "utf-8", "errors": "replace"}
+        done = subprocess.run(command, env=environment, capture_output=True, **text)
         if done.returncode == 0:
             return json.loads(written.read_text(encoding="utf-8"))
     if done.returncode < 0:
@@ -454,7 +455,8 @@ def machine(results: Results, load: float, is_quick: bool) -> str:
         is_quick: it was a trial in a tiny shape, whose figures mean nothing.
     """
     info = Path("/proc/cpuinfo")
-    about = dict(re.findall(r"^(.+?)\s*: (.+)$", info.read_text(), re.M)) if info.is_file() else {}
+    known = info.read_text(encoding="utf-8", errors="replace") if info.is_file() else ""
+    about = dict(re.findall(r"^(.+?)\s*: (.+)$", known, re.M))
     says = about.get("flags", about.get("Features", "")).split()
     flags = ", ".join(flag for flag in CPU_FLAGS if flag in says) or "no known flags"
     runs = [run for of_one in results.values() for run in of_one]

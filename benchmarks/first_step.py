@@ -113,7 +113,8 @@ def seconds_of(start: Start, cache: Path) -> float:
             env=environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
         )
     ) as process:
         for line in process.stderr:

@@ -93,8 +93,9 @@ launch() {
 
 # last_checkpoint FOLDER: the model.<step>.pt of the latest step.
 last_checkpoint() {
-    ls "$1" | sed -n 's/^model\.\([0-9]*\)\.pt$/\1/p' | sort -n | tail -n 1 |
-        sed "s|.*|$1/model.&.pt|"
+    local step
+    step=$(ls -- "$1" | sed -n 's/^model\.\([0-9]*\)\.pt$/\1/p' | sort -n | tail -n 1)
+    if [ -n "$step" ]; then echo "$1/model.$step.pt"; fi
 }
 
 # train FLAGS…: what all corpora have in common; FLAGS are the corpus's and the caller's. A run

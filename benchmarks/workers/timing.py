@@ -102,7 +102,10 @@ def _peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     if _STATUS.is_file():
-        lines = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
+        lines = dict(
+            line.split(":", 1)
+            for line in _STATUS.read_text(encoding="utf-8", errors="replace").splitlines()
+        )
         return int(lines["VmHWM"].removesuffix("kB")) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

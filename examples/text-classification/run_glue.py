@@ -224,7 +224,9 @@ def load_glue(
     return TextData(sets, keys, task.label_words, keys, task)
 
 
-def load_own_files(data_args: DataTrainingArguments, splits: list[str], origin: Origin) -> TextData:
+def load_own_files(
+    data_args: DataTrainingArguments, splits: list[str], origin: Origin, cache_dir: str | None
+) -> TextData:
     """One's own CSV or JSON files.
 
     Args:
@@ -232,6 +234,7 @@ def load_own_files(data_args: DataTrainingArguments, splits: list[str], origin: 
         splits: which of them are needed.
         origin: what the run begins with: where that is trained, its classes keep their order, and
             what its texts were called tells which they are.
+        cache_dir: where to keep the tables that are made of them; None for the usual place.
     """
     files = data_args.files
     for split in splits:
@@ -246,11 +249,11 @@ def load_own_files(data_args: DataTrainingArguments, splits: list[str], origin: 
             f"{origin.source} was trained on the texts of '{label}': --label_column has to say "
             "which other column is the label's, even where a file has none"
         )
-    table = read_table(first, asked or known)
+    table = read_table(first, asked or known, cache_dir)
     columns = choose_columns(table, first, asked, label, known, origin.labels)
 
     def read(split: str) -> Dataset:
-        table = read_table(files[split], columns.texts)
+        table = read_table(files[split], columns.texts, cache_dir)
         # A test set's labels, if it has any, are not used.
         return take_columns(table, files[split], columns, labelled=split != "test")
 
@@ -507,7 +510,7 @@ def prepare(
     if data_args.task_name:
         data = load_glue(data_args, splits, model_args.cache_dir)
     else:
-        data = load_own_files(data_args, splits, origin)
+        data = load_own_files(data_args, splits, origin, model_args.cache_dir)
     check_task(data, origin, args.do_train)
 
     tokenizer = open_tokenizer(model_args, config)
@@ -581,7 +584,7 @@ def estimate(
     """
     adapters = begin_estimate(model_args, args)
     if asked.estimate_length is None and (data_args.data_dir or data_args.train_file):
-        set_up_datasets()
+        set_up_datasets(model_args.cache_dir)
         prepared = prepare(model_args, data_args, args, adapters, ["train"])
         config, dataset = prepared.config, prepared.datasets["train"]
         collator, counted = prepared.collator(data_args), True

@@ -12,20 +12,27 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 def folder_digest(path: str | os.PathLike) -> str:
     """SHA-256 of the names and contents of a folder's files, hidden ones left out, likewise."""
     digest = hashlib.sha256()
-    visited: dict[tuple[int, int], str] = {}  # as links may lead back to a folder they are in
+    visited: dict[tuple[int, int], bytes] = {}  # as links may lead back to a folder they are in
     for folder, below, names in os.walk(os.fspath(path), followlinks=True):
-        status, name = os.stat(folder), os.path.relpath(folder, path)
+        status, name = os.stat(folder), _name_below(path, folder)
         first = visited.setdefault((status.st_dev, status.st_ino), name)
         if first != name:
-            digest.update(f"{name}\n{first}\n".encode())
+            digest.update(b"%b\n%b\n" % (name, first))
             below.clear()
             continue
         below[:] = sorted(name for name in below if not name.startswith("."))
         for name in sorted(name for name in names if not name.startswith(".")):
             file = os.path.join(folder, name)
             if os.path.isfile(file):  # and not a link to nowhere, or a pipe
-                digest.update(f"{os.path.relpath(file, path)}\n{file_digest(file)}\n".encode())
+                content = file_digest(file).encode()
+                digest.update(b"%b\n%b\n" % (_name_below(path, file), content))
     return digest.hexdigest()
+
+
+def _name_below(path: str | os.PathLike, file: str) -> bytes:
+    """A file's name within a folder, with the bytes that it has on Linux, whichever they are."""
+    name = os.path.relpath(file, path).replace(os.sep, "/")
+    return name.encode("utf-8", "surrogateescape")
 
 
 def file_digest(path: str | os.PathLike) -> str:

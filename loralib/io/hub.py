@@ -5,6 +5,7 @@ local files do not need it. It obeys ``HF_ENDPOINT`` and ``HF_HOME``, and checks
 """
 
 import difflib
+import errno
 import functools
 import logging
 import os
@@ -314,6 +315,11 @@ def _as_os_error(
             return _not_cached(hub, error, name, filename, where, offline)
         case hub.errors.EntryNotFoundError():
             return AbsentFileError(f"'{name}' has no {filename} on the hub")
+        case OSError(errno=errno.EACCES | errno.EPERM | errno.EROFS, filename=str(place)):
+            return OSError(
+                f"'{name}' is to be kept in {place}, which cannot be written to: set HF_HOME to a "
+                "folder of your own"
+            )
         case _:
             return OSError(f"'{name}' cannot be fetched from the hub: {_reason(error)}")
 

@@ -14,19 +14,22 @@ logger = logging.getLogger(__name__)
 
 
 def set_up_device(*, tf32: bool = False, deterministic: bool = False) -> None:
-    """Sets what PyTorch would otherwise decide by itself on a GPU; called before computing there.
+    """Sets what PyTorch would otherwise decide by itself; called before computing.
+
+    Float32 is computed as float32, whatever was set before by any of PyTorch's names for it.
 
     cuDNN's attention is switched off: it makes a plan for every new shape, which takes longer than
     the attention itself where batches are as long as their longest row.
 
     Args:
         tf32: let float32 products and convolutions run in TensorFloat-32, with 10 bits of mantissa
-            for 23; by default neither does. PyTorch's own default is convolutions alone.
+            for 23, on a GPU; by default neither does. PyTorch's own default is convolutions alone.
         deterministic: PyTorch's deterministic mode: the same bits from the same run on the same
             GPU. It stays on where it is on already; where it was off, PyTorch does not fill new
             memory in it, because what is computed here is never read before it is written.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
+    _forget_fp32_precision()
     # These names set those of the later fp32_precision as well; after the reverse, reading these
     # raises an error, which torch.compile runs into.
     torch.backends.cuda.matmul.allow_tf32 = tf32
@@ -39,6 +42,17 @@ def set_up_device(*, tf32: bool = False, deterministic: bool = False) -> None:
             # A property of the module, which mypy cannot see.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(True)
+
+
+def _forget_fp32_precision() -> None:
+    """Has each kind of operation computed in float32, unless something is set for it from here on.
+
+    Those of a GPU take what is set for all, or for cuDNN, where the older names say no.
+    """
+    backends: Any = torch.backends  # mypy does not see what these modules make of themselves
+    for kind in (backends, backends.cudnn, backends.mkldnn.conv, backends.mkldnn.rnn):
+        kind.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
 
 
 def set_seed(seed: int) -> None:

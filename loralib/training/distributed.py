@@ -14,6 +14,7 @@ import secrets
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from datetime import timedelta
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 TIMEOUT = 1800.0
 # Collectives wait longer than that: the watch knows which process is missing, they do not.
 _COLLECTIVES = 1.5
+
+# Seconds beyond the timeout in which PyTorch may say itself why there is no connection.
+_LATE = 5.0
 
 # Where NCCL's watchdog notes an error in the store, below all prefixes. A group that finds it there
 # ends its processes, eight minutes later.
@@ -267,13 +271,38 @@ def _attempts_store(
 
 
 def _connect(address: tuple[str, int], is_server: bool, timeout: float) -> TCPStore:
-    return TCPStore(
-        *address,
-        is_master=is_server,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
+    """A connection to the store, or the store itself.
+
+    PyTorch waits without end for the first word of whatever accepts a connection. So it is made in
+    a thread, which ends with the process.
+    """
+    made: list[TCPStore | Exception] = []
+
+    def make() -> None:
+        try:
+            made.append(
+                TCPStore(
+                    *address,
+                    is_master=is_server,
+                    timeout=timedelta(seconds=timeout),
+                    wait_for_workers=False,
+                    multi_tenant=True,
+                )
+            )
+        except Exception as error:
+            made.append(error)
+
+    thread = threading.Thread(target=make, daemon=True)
+    thread.start()
+    thread.join(timeout + _LATE)
+    if not made:
+        raise TimeoutError(
+            "it accepts connections and does not answer: does MASTER_PORT belong to another "
+            "program?"
+        )
+    if isinstance(made[0], Exception):
+        raise made[0]
+    return made[0]
 
 
 def _agree_on_attempt(store: Store, rank: int, world_size: int, timeout: float) -> str:

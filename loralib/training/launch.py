@@ -5,6 +5,7 @@ import logging
 import multiprocessing
 import os
 import socket
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,9 +81,12 @@ def _agent_number() -> int:
     It has this one made by `multiprocessing`, or starts a program, which leads a session of its
     own: Python, or a shell that starts Python.
     """
-    maker, leader = multiprocessing.parent_process(), os.getsid(0)
+    maker = multiprocessing.parent_process()
     if maker is not None and maker.pid is not None:
         return maker.pid
+    if sys.platform == "win32":  # without sessions
+        return os.getppid()
+    leader = os.getsid(0)
     if leader in (0, os.getpid()):  # 0: it is out of sight, outside this container
         return os.getppid()
     return parent_of(leader) or os.getppid()

@@ -114,6 +114,7 @@ def sole_use(folder: str | os.PathLike) -> Iterator[None]:
         owner_path.unlink(missing_ok=True)
         if os.name == "posix":
             # Before the lock is released: a process that has it open already sees it unlinked.
+            # Windows removes no file that is open; there, releasing the lock does it.
             Path(folder, LOCK_NAME).unlink(missing_ok=True)
         lock.release()
 

@@ -42,7 +42,7 @@ def parent_of(pid: int) -> int | None:
     except OSError:  # not Linux, or no such process
         command = ["ps", "-o", "ppid=", "-p", str(pid)]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(command, capture_output=True, check=True).stdout
         return int(said)
     except (OSError, ValueError, subprocess.CalledProcessError):
         return None
@@ -50,8 +50,9 @@ def parent_of(pid: int) -> int | None:
 
 def _stat(pid: int) -> list[str]:
     """What Linux tells of a process, from its state on."""
-    # The command's name, in parentheses, may hold anything.
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    # The command's name, in parentheses, may hold anything, as half of a letter of UTF-8.
+    stat = Path(f"/proc/{pid}/stat").read_bytes()
+    return stat.rpartition(b")")[2].decode("ascii").split()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -239,11 +240,28 @@ _INTERRUPTED = 130  # what shells call a program's status that SIGINT has ended
 
 
 def _say_interrupted(report: Callable[[str], None]) -> None:
-    """Says it; another process than the main one only where that is not interrupted as well."""
+    """Says it, once where several processes are interrupted together.
+
+    A launcher passes Ctrl-C on to all processes of its machine, of which the first one says it.
+    Without a launcher, another process than the main one says it where that is still there.
+    """
     if rank():
         _stop_watching()
-        time.sleep(HEAD_START)
+        with _ignoring_interrupts():  # the launcher's and the terminal's may both arrive
+            time.sleep(HEAD_START)
+    is_passed_on = "TORCHELASTIC_RUN_ID" in os.environ
+    if is_passed_on and os.environ.get("LOCAL_RANK", "0") != "0":
+        return
     report(f"{os.path.basename(sys.argv[0])}: interrupted{_which()}")
+
+
+@contextmanager
+def _ignoring_interrupts() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

@@ -55,3 +55,23 @@ def test_what_makes_a_missing_file_can_be_pasted(tmp_path):
     assert ended.returncode == 1
     (command,) = re.findall(r"make it by: (cd .*) && ", ended.stderr)
     assert shlex.split(command) == ["cd", str(clone)]
+
+
+@pytest.mark.parametrize("name", ["plain", "a & b", "r|s", r"C:\1\runs", "it's $HOME*.pt", "-n"])
+@pytest.mark.parametrize("steps", [[], [5], [900, 1000, 95]])
+def test_the_last_checkpoint_of_any_folder(tmp_path, name, steps):
+    folder = tmp_path / name
+    folder.mkdir(parents=True)
+    for step in steps:
+        (folder / f"model.{step}.pt").touch()
+        (folder / f"model.{step}.pt.half").touch()
+    code = 'source recipes/common.sh md; cd "$1"; last_checkpoint "$2"'
+    for where, given in ((str(ROOT), str(folder)), (str(tmp_path), name)):
+        ended = subprocess.run(
+            ["bash", "-c", code, "bash", where, given],
+            cwd=ROOT / "NLG",
+            capture_output=True,
+            text=True,
+        )
+        assert ended.stderr == ""
+        assert ended.stdout == (f"{given}/model.{max(steps)}.pt\n" if steps else "")

@@ -226,4 +226,6 @@ def test_the_rank_comes_from_either_flag_or_the_environment():
         text=True,
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines() == ["0 1 0 gloo"] * 3
+    # PyTorch 2.9 prints a line of its own where processes join.
+    said = [line for line in result.stdout.splitlines() if not line.startswith("[Gloo]")]
+    assert said == ["0 1 0 gloo"] * 3

@@ -6,8 +6,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+import datasets
 import pytest
 from compare import assert_same_bits
 from glue_runs import LORA, SCRIPT, common, lora_of, on_rte, own_rows, results, write
@@ -429,6 +431,46 @@ def test_tokens_are_cached_until_told_otherwise(glue, tmp_path, cached):
     before = cached()
     glue(*arguments, "fourth", "--overwrite_cache")
     assert cached() != before
+
+
+@pytest.fixture
+def usual_cache(monkeypatch):
+    """A function that says where the cache is to be, for those who name none."""
+    return partial(monkeypatch.setattr, datasets.config, "HF_DATASETS_CACHE")
+
+
+@pytest.mark.parametrize("kind", ["csv", "glue"])
+def test_data_is_kept_where_the_user_says(glue, tiny_glue, tmp_path, usual_cache, caplog, kind):
+    (tmp_path / "file").touch()
+    usual_cache(tmp_path / "file" / "no folder")
+    files = own(".csv", tmp_path, ["yes", "no"])[:2]
+    data = files if kind == "csv" else ["--task_name", "rte", "--data_dir", tiny_glue]
+    arguments = [*data, "--do_train", *LORA, "--max_steps", 1, "--cache_dir", "mine"]
+    glue(*arguments, "--output_dir", "out")
+    assert list((tmp_path / "mine").rglob("cache-*.arrow"))
+    assert "temporary folder" not in caplog.text
+
+
+@pytest.mark.parametrize("place", ["{}/file/huggingface", "~nosuchuser/.cache/huggingface"])
+def test_a_run_whose_cache_cannot_be_written(glue, tmp_path, usual_cache, caplog, place):
+    """As in a container whose user is not the image's."""
+    place = place.format(tmp_path)
+    (tmp_path / "file").touch()
+    usual_cache(Path(place))
+    files = own(".csv", tmp_path, ["yes", "no"])[:2]
+    before = {path.name for path in tmp_path.iterdir()}
+    glue(*files, "--do_train", *LORA, "--max_steps", 1, "--output_dir", "out")
+    assert f"{place}: cannot be written to, so data is kept in a temporary folder" in caplog.text
+    assert "set HF_HOME" in caplog.text
+    assert {path.name for path in tmp_path.iterdir()} == before | {"out"}
+
+
+def test_a_cache_that_is_asked_for_and_cannot_be_written(glue, tmp_path):
+    (tmp_path / "file").touch()
+    files = own(".csv", tmp_path, ["yes", "no"])[:2]
+    arguments = [*files, "--do_train", *LORA, "--output_dir", "out", "--cache_dir", "file/mine"]
+    with pytest.raises(OSError, match=r"--cache_dir file/mine: cannot be written to; give another"):
+        glue(*arguments)
 
 
 def test_tokens_of_glue_are_cached_by_the_files_contents(glue, tiny_glue, tmp_path, cached):

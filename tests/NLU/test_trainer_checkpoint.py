@@ -182,6 +182,8 @@ def test_a_restart_resumes_its_own_run_alone(tmp_path, monkeypatch, folder):
     Path("out/checkpoint-10").mkdir()
     Path("out/checkpoint-30").rename("away")  # its place is taken
     Path("out/checkpoint-30").mkdir()
+    later = os.stat("away").st_mtime_ns + 10**9
+    os.utime("out/checkpoint-30", ns=(later, later))
     assert Path(find_checkpoint(args, {})).name == "checkpoint-30"
     Path("out/checkpoint-30").rmdir()
     assert Path(find_checkpoint(args, {})).name == "checkpoint-10"
@@ -217,6 +219,28 @@ def test_what_a_run_starts_from_may_be_beside_its_output(tmp_path, monkeypatch):
         Path(checkpoint, "pytorch_model_lora.bin").touch()
         with pytest.raises(ValueError, match=r"--lora_path .*: training would overwrite it"):
             find_checkpoint(args, {**sources, "lora_path": path})
+
+
+def test_a_restart_on_another_machine_knows_what_an_earlier_run_has_left(tmp_path, monkeypatch):
+    """Which may number the files of a shared folder otherwise."""
+    monkeypatch.setattr(launch, "_agent", lambda: "host 1 1")
+    (tmp_path / "checkpoint-30").mkdir()
+    args = TrainingArguments(str(tmp_path), do_train=True, overwrite_output_dir=True)
+    assert find_checkpoint(args, {}) is None
+    args.launch.begin(identities(args))
+    seen_here = os.stat
+
+    def seen_there(path, *given, **more):
+        status = seen_here(path, *given, **more)
+        numbers = list(status)
+        numbers[1:3] = status.st_ino + 1, status.st_dev + 1
+        times = {name: getattr(status, name) for name in ("st_atime_ns", "st_mtime_ns")}
+        return os.stat_result(numbers, times)
+
+    monkeypatch.setattr(trainer_checkpoint.os, "stat", seen_there)
+    assert find_checkpoint(args, {}) is None
+    (tmp_path / "checkpoint-10").mkdir()
+    assert Path(find_checkpoint(args, {})).name == "checkpoint-10"
 
 
 def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_nothing(

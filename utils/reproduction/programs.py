@@ -1,6 +1,5 @@
 """Running the project's other programs: recipes, and the scripts that make small data."""
 
-import fcntl
 import os
 import re
 import shutil
@@ -50,11 +49,16 @@ def lock_folder(folder: Path) -> Iterator[int]:
     written, the lock and the folders that were made for it are removed.
 
     Raises:
-        ValueError: another program is at work there.
+        ValueError: another program is at work there; or this is Windows, which has no shell for the
+            recipes, nor a lock that programs inherit.
     """
+    try:
+        import fcntl  # here, so that --help and --estimate need none
+    except ImportError as error:
+        raise ValueError("on Windows, run this in WSL: see docs/installing.md") from error
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "a") as file:
+    with open(folder / "lock", "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -142,7 +146,8 @@ def make(script: str, *arguments: object) -> None:
         [sys.executable, ROOT / script, *map(str, arguments)],
         env=environment(SMALL_ENVIRONMENT),
         capture_output=True,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
     )
     if done.returncode:
         raise process.TrainingError(last_error(done.stderr) or f"{script} failed")

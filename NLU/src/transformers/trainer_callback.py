@@ -73,7 +73,8 @@ class TrainerState:
     def save_to_json(self, json_path: str | os.PathLike) -> None:
         """Writes the state."""
         with atomic_write(json_path) as temporary:
-            temporary.write_text(json.dumps(asdict(self), indent=2, sort_keys=True) + "\n")
+            text = json.dumps(asdict(self), indent=2, sort_keys=True)
+            temporary.write_text(f"{text}\n", encoding="utf-8")
 
     @classmethod
     def load_from_json(cls, json_path: str | os.PathLike) -> "TrainerState":
@@ -107,6 +108,9 @@ class TrainerState:
 @dataclass
 class TrainerControl:
     """What callbacks ask the Trainer for at its next opportunity.
+
+    Of several processes all have to ask for the same, at the same step: one that leaves or saves
+    alone keeps the others waiting, which is an error after ``--ddp_timeout``.
 
     Attributes:
         should_training_stop: end the run.

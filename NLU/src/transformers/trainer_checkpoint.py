@@ -584,7 +584,7 @@ def outdated_checkpoints(args: TrainingArguments, is_new: bool = True) -> list[s
 
     Those that are there when a new run begins with --overwrite_output_dir; and when a launcher
     starts that again, those of them of which the place has not been taken. What the first process
-    finds holds for all, which have to call this: on another machine files have other identities.
+    finds holds for all, which have to call this: another machine may see a change later.
     """
     found, now = [], identities(args)
     if args.launch is not None and args.launch.is_restart:
@@ -595,7 +595,11 @@ def outdated_checkpoints(args: TrainingArguments, is_new: bool = True) -> list[s
     return gather_objects(found, args.world_size)[0]
 
 
-def identities(args: TrainingArguments) -> dict[str, list[int]]:
-    """What tells each checkpoint in the output folder from another one of its name."""
-    found = ((os.path.basename(path), os.stat(path)) for path in list_checkpoints(args.output_dir))
-    return {name: [status.st_ino, status.st_mtime_ns] for name, status in found}
+def identities(args: TrainingArguments) -> dict[str, int]:
+    """What tells each checkpoint in the output folder from another one of its name.
+
+    It is when it was written, which is the same on all machines: those that share a folder may
+    number its files each in its own way.
+    """
+    folders = list_checkpoints(args.output_dir)
+    return {os.path.basename(path): os.stat(path).st_mtime_ns for path in folders}

@@ -184,7 +184,8 @@ def save_metrics(
 
 def _write_results(path: Path, results: dict[str, float]) -> None:
     with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps(results, indent=4, sort_keys=True) + "\n")
+        text = json.dumps(results, indent=4, sort_keys=True)
+        temporary.write_text(f"{text}\n", encoding="utf-8")
 
 
 def _read_results(path: Path) -> dict[str, float]:

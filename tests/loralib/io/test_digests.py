@@ -1,6 +1,8 @@
 """What tells one file from another: its content, all of it."""
 
 import hashlib
+import os
+import sys
 
 import pytest
 
@@ -45,6 +47,34 @@ def test_a_folder_s_digest_is_of_names_and_contents(tmp_path):
     (tmp_path / "moved" / ".hidden").write_text("")
     (tmp_path / "moved" / "nowhere").symlink_to(tmp_path / "absent")
     assert digests.folder_digest(tmp_path / "moved") == seen[-1]
+
+
+def test_a_folder_s_digest_is_the_same_on_all_systems(tmp_path, monkeypatch):
+    """What is within a folder is named by "/"."""
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "naïve.txt").write_text("a")
+    content = hashlib.sha256(b"a").hexdigest()
+    expected = hashlib.sha256(f"below/naïve.txt\n{content}\n".encode()).hexdigest()
+    assert digests.folder_digest(tmp_path) == expected
+
+    def relpath(file, start):
+        return original(file, start).replace("/", "\\")
+
+    original = os.path.relpath
+    monkeypatch.setattr(digests.os.path, "relpath", relpath)
+    monkeypatch.setattr(digests.os, "sep", "\\")
+    assert digests.folder_digest(tmp_path) == expected
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems' names are UTF-8")
+def test_names_that_are_not_utf_8(tmp_path):
+    seen = []
+    for name in (b"na\xefve", b"na\xeeve"):
+        path = os.path.join(os.fsencode(tmp_path), name)
+        with open(path, "wb"):
+            seen.append(digests.folder_digest(tmp_path))
+        os.unlink(path)
+    assert seen[0] != seen[1]
 
 
 def test_links_back_to_a_folder_lead_to_an_end(tmp_path):

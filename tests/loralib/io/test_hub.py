@@ -448,6 +448,14 @@ GATED = GatedRepoError("Access restricted\nask", response=SimpleNamespace(header
             OSError(28, "No space left on device"),
             "'org/tiny' cannot be fetched from the hub: [Errno 28]",
         ),
+        (
+            PermissionError(13, "Permission denied", "/.cache"),
+            "'org/tiny' is to be kept in /.cache, which cannot be written to: set HF_HOME",
+        ),
+        (
+            OSError(30, "Read-only file system", "/data/hub"),
+            "'org/tiny' is to be kept in /data/hub, which cannot be written to: set HF_HOME",
+        ),
         (ProtocolError(), "'org/tiny' cannot be fetched from the hub: ProtocolError"),
         (GATED, "'org/tiny' needs access rights: log in with `hf auth login`"),
     ],

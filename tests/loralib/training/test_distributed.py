@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -180,6 +181,21 @@ def test_a_first_process_that_is_not_there(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with pytest.raises(TrainingError, match=r"at 127\.0\.0\.1:9, could not be reached within 1 s"):
         join(CPU, timeout=1)
+
+
+@pytest.mark.slow
+def test_a_port_at_which_nobody_answers(monkeypatch):
+    """Another program's, or one that a firewall keeps open."""
+    monkeypatch.setattr(distributed, "_LATE", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        of_it = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(silent.getsockname()[1])}
+        for name, value in {"RANK": "1", "WORLD_SIZE": "2", **of_it}.items():
+            monkeypatch.setenv(name, value)
+        expected = r"could not be reached within 1 s \(it accepts connections and does not answer"
+        begun = time.monotonic()
+        with pytest.raises(TrainingError, match=expected):
+            join(CPU, timeout=1)
+        assert time.monotonic() - begun >= 1.5
 
 
 @pytest.mark.parametrize("timeout", [0, -3, float("nan"), float("inf")])

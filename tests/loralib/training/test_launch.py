@@ -78,6 +78,13 @@ def test_the_agent_of_a_process_that_was_made_in_python(monkeypatch):
     assert launch._agent().split()[1] == str(os.getppid())
 
 
+def test_the_agent_where_there_are_no_sessions(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setattr(launch.sys, "platform", "win32")
+    monkeypatch.delattr(os, "getsid")
+    assert launch._agent().split()[1] == str(os.getppid())
+
+
 WITHOUT_PROC = "from loralib.training import process; process._stat = open; "
 AGENT = "from loralib.training import launch; print(launch._agent())"
 

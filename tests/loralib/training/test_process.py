@@ -2,8 +2,10 @@
 
 import gc
 import io
+import operator
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -17,7 +19,7 @@ import loralib.training.process as process_module
 from loralib.errors import CheckpointError, TrainingError
 from loralib.training import watch
 from loralib.training.determinism import rng_state, set_rng_state, set_seed, set_up_device
-from loralib.training.process import HEAD_START, rank, run, without_collector
+from loralib.training.process import HEAD_START, parent_of, rank, run, started, without_collector
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -31,6 +33,27 @@ def draw():
         np.random.standard_normal(),
         torch.rand(()).item(),
     )
+
+
+# ---- other processes ----
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs Linux's /proc")
+@pytest.mark.parametrize(
+    "name",
+    ["plain", "train) R 1 (", "trainé-ünïcode", "ein-langer-naé", b"latin1-\xe9", "中文訓練程序"],
+)
+def test_a_process_of_any_name_is_told_from_others(tmp_path, name):
+    """Linux cuts a command's name to 15 bytes, within a letter maybe."""
+    script = os.path.join(os.fsencode(tmp_path), os.fsencode(name))
+    with open(script, "w", encoding="utf-8") as file:
+        file.write("#!/bin/sh\nread line\n")
+    os.chmod(script, 0o755)
+    with subprocess.Popen([script], stdin=subprocess.PIPE) as process:
+        assert started(process.pid).isdecimal()
+        assert parent_of(process.pid) == os.getpid()
+        process.communicate(b"\n")
+    assert started(process.pid) == ""
 
 
 # ---- chance ----
@@ -133,6 +156,35 @@ def test_settings_of_the_device(device_settings, tf32, deterministic):
     if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         assert (torch.backends.cuda.matmul.fp32_precision == "tf32") == tf32
         assert (torch.backends.cudnn.conv.fp32_precision == "tf32") == tf32
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("tf32", [True, False])
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("", "tf32"),
+        ("", "bf16"),
+        ("cudnn", "tf32"),
+        ("cudnn.conv", "tf32"),
+        ("cuda.matmul", "tf32"),
+        ("mkldnn.matmul", "bf16"),
+        ("mkldnn.conv", "bf16"),
+        ("mkldnn.rnn", "bf16"),
+    ],
+)
+def test_float32_is_float32_whatever_was_set(device_settings, place, value, tf32):
+    backends = torch.backends
+    operator.attrgetter(f"{place}.fp32_precision".lstrip("."))(backends)  # there is such a name
+    target = operator.attrgetter(place)(backends) if place else backends
+    target.fp32_precision = value
+    set_up_device(tf32=tf32)
+    device_settings.expect(tf32)  # which is an error where two names are at odds
+    assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
+    on_gpu = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
+    assert {kind.fp32_precision == "tf32" for kind in on_gpu} == {tf32}
+    on_cpu = (backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn)
+    assert {kind.fp32_precision for kind in on_cpu} <= {"ieee", "none"}
 
 
 def test_what_a_user_has_set_stays(device_settings, monkeypatch):
@@ -289,6 +341,28 @@ def test_an_interrupt_of_another_process_alone(lines, monkeypatch):
     assert waits == [(HEAD_START, 0)]
 
 
+@pytest.mark.parametrize(
+    ("number", "local", "said"),
+    [("0", "0", [""]), ("1", "1", []), ("4", "0", [" (process 4)"]), ("5", "1", [])],
+)
+def test_a_launcher_s_interrupt_is_a_line_a_machine(lines, monkeypatch, number, local, said):
+    """It passes Ctrl-C on to all of its processes; a second one arrives from the terminal."""
+
+    def main():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", lambda _: signal.raise_signal(signal.SIGINT))
+    of_launcher = {"TORCHELASTIC_RUN_ID": "none", "RANK": number, "LOCAL_RANK": local}
+    for name, value in of_launcher.items():
+        monkeypatch.setenv(name, value)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit) as ended:
+        run(main, lines.append)
+    assert ended.value.code == 130
+    assert lines == [f"script.py: interrupted{which}" for which in said]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 # ---- the end of a process that belongs to a group ----
 
 SCRIPT = """
@@ -326,7 +400,7 @@ def test_processes_of_a_group_end_together(tmp_path, fails, code, last):
         for number in range(2)
     ]
     for process in processes:
-        assert process.stdout.readline() == "worked\n"
+        assert "worked\n" in iter(process.stdout.readline, "")  # after what PyTorch 2.9 prints
     for process in processes:
         process.stdin.write("\n")
         process.stdin.flush()

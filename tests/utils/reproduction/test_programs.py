@@ -2,11 +2,13 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
 from reproduction import programs
 from reproduction.runs import problem_of
@@ -136,3 +138,31 @@ def test_a_lock_under_which_nothing_is_written_leaves_nothing(tmp_path):
     with programs.lock_folder(tmp_path / "new" / "run"):
         (tmp_path / "new" / "run" / "log.txt").touch()
     assert (tmp_path / "new" / "run" / "log.txt").exists()
+
+
+# ---- on Windows ----
+
+# What the standard library lacks there; the library asks for it by the system's name.
+WITHOUT_FCNTL = """
+import runpy, sys
+import loralib.io.atomic
+sys.modules["fcntl"] = None
+sys.path.insert(0, "utils")
+sys.argv = ["reproduce.py", *sys.argv[1:]]
+runpy.run_path("utils/reproduce.py", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_reproduce_helps_where_it_cannot_run(tmp_path):
+    command = [sys.executable, "-c", WITHOUT_FCNTL]
+    helped = subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert (helped.returncode, helped.stderr) == (0, "")
+    folder = tmp_path / "new"
+    for more in (["--small", "roberta_base_sst2"], ["--study"]):
+        flags = [*more, "--output_dir", str(folder)]
+        ended = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True)
+        assert ended.returncode == 1
+        assert ended.stderr.splitlines()[-1].endswith(
+            "error: on Windows, run this in WSL: see docs/installing.md"
+        )

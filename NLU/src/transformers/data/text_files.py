@@ -70,12 +70,13 @@ class Columns:
     label: str = LABEL
 
 
-def read_table(path: str, texts: Sequence[str] = ()) -> Dataset:
+def read_table(path: str, texts: Sequence[str] = (), cache_dir: str | None = None) -> Dataset:
     """A CSV or JSON-lines file, by its name's end.
 
     Args:
         path: the file.
         texts: columns of a CSV file that are texts, even where they look like numbers.
+        cache_dir: another folder than the usual one for the cache of datasets.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -98,7 +99,7 @@ def read_table(path: str, texts: Sequence[str] = ()) -> Dataset:
         # would be refused beside others, or its texts written otherwise. It takes more memory.
         options["chunksize"] = min(os.path.getsize(path), _LARGEST_PIECE)
     try:
-        rows = load_rows(kind, path, **options)
+        rows = load_rows(kind, path, cache_dir=cache_dir, **options)
     except DatasetGenerationError as error:
         if kind == "csv":
             _check_rows(path, header)
@@ -121,7 +122,7 @@ def load_rows(kind: str, path: str, **options: Any) -> Dataset:
     Args:
         kind: the reader's name.
         path: the file.
-        options: the reader's own.
+        options: the reader's own, and a ``cache_dir``.
     """
     from datasets import load_dataset
 

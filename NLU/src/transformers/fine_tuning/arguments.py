@@ -19,7 +19,7 @@ class AdaptedModelArguments:
     model_name_or_path: str = field(metadata={"help": "a model's folder, or its name on the hub"})
     config_name: str | None = flag(None, "folder or name of the settings, if not the model's")
     tokenizer_name: str | None = flag(None, "folder or name of the tokenizer, if not the model's")
-    cache_dir: str | None = flag(None, "where to keep what is downloaded")
+    cache_dir: str | None = flag(None, "where to keep what is downloaded, and tables of data")
     use_fast_tokenizer: bool = flag(True, "both values give the same ids")
     model_revision: str = flag("main", "branch, tag or commit on the hub")
     use_auth_token: bool = flag(False, "use the token of `hf auth login`, for private models")

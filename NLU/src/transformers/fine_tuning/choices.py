@@ -35,13 +35,18 @@ class Choices:
     endings: tuple[str, ...]
 
 
-def read_choices(path: str) -> Dataset:
+def read_choices(path: str, cache_dir: str | None = None) -> Dataset:
     """The rows of a file; a CSV's texts stay texts where they look like numbers.
+
+    Args:
+        path: the file.
+        cache_dir: as for `read_table`.
 
     Raises:
         FileNotFoundError, ValueError: as `read_table`.
     """
-    return read_table(path, (CONTEXT, BEGINNING, *(f"ending{n}" for n in range(_MOST_ENDINGS))))
+    endings = (f"ending{n}" for n in range(_MOST_ENDINGS))
+    return read_table(path, (CONTEXT, BEGINNING, *endings), cache_dir)
 
 
 def check_choices(tables: Mapping[str, Table]) -> Choices:

@@ -127,7 +127,7 @@ def load_tables(
     data_args: HubDataArguments,
     splits: Sequence[str],
     cache_dir: str | None,
-    read: Callable[[str], Dataset] = read_table,
+    read: Callable[..., Dataset] = read_table,
     whole: Sequence[str] = (),
 ) -> dict[str, Table]:
     """The splits' examples, from files where these are given, else from the hub; cut to limits.
@@ -135,8 +135,9 @@ def load_tables(
     Args:
         data_args: name files and data set.
         splits: "train", "validation", "test", as far as they are needed.
-        cache_dir: where to keep what is downloaded.
-        read: reads a file.
+        cache_dir: where to keep what is downloaded, and what files are read into; None for the
+            usual place.
+        read: reads a file; it is called with its path and `cache_dir`.
         whole: splits that are not cut here, as something is to be found in all of their rows.
 
     Raises:
@@ -150,7 +151,7 @@ def load_tables(
     loaded = _from_hub(data_args, cache_dir) if on_hub else {}
     for split in splits:
         if split not in on_hub:
-            tables[split] = Table(read(files[split]), files[split])
+            tables[split] = Table(read(files[split], cache_dir=cache_dir), files[split])
         elif split in loaded:
             tables[split] = Table(loaded[split], f"{data_args.dataset_name} ({split})")
         else:

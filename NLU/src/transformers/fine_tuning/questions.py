@@ -51,15 +51,19 @@ class Question:
     span: Span | None = None
 
 
-def read_questions(path: str) -> Dataset:
+def read_questions(path: str, cache_dir: str | None = None) -> Dataset:
     """The rows of a file.
+
+    Args:
+        path: the file.
+        cache_dir: as for `read_table`.
 
     Raises:
         FileNotFoundError, ValueError: as `read_table`; or a part of SQuAD's own form is absent.
     """
     whole = None if path.endswith(".csv") else _object_in(path)
     if whole is None:
-        return read_table(path, ("id", *COLUMNS))
+        return read_table(path, ("id", *COLUMNS), cache_dir)
     from datasets import Dataset
 
     data = whole["data"]

@@ -132,7 +132,7 @@ def begin(
     model_args: AdaptedModelArguments, args: TrainingArguments
 ) -> tuple[str | None, list[Adapter]]:
     """The checkpoint to resume from, if there is one, and the adapters that the flags name."""
-    set_up_datasets()
+    set_up_datasets(model_args.cache_dir)
     checkpoint = find_checkpoint(args, model_args.sources)
     if not args.do_train:  # else the summary before the training says it
         logger.info("computing on %s", devices_in_words(args.device, args.world_size))
@@ -213,7 +213,7 @@ def estimate_task(
         raise ValueError(
             "--estimate reads no data set of the hub: give --estimate_length, or --train_file"
         )
-    set_up_datasets()
+    set_up_datasets(model_args.cache_dir)
     prepared = prepare(model_args, data_args, args, adapters, ["train"])
     rows = prepared.datasets["train"]
     print_estimate(new_model, prepared.config, args, asked, rows, prepared.collator)

@@ -1,7 +1,12 @@
 """What the scripts share: logging, errors as one line, and checks of what they are given."""
 
+import atexit
+import functools
 import logging
+import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -19,6 +24,7 @@ from loralib.errors import (
     WrongBaseError,
     adding_ways_out,
 )
+from loralib.io.atomic import check_folder_writable
 from loralib.io.console import is_terminal
 from loralib.training import process
 from loralib.training.launch import find_launch
@@ -48,12 +54,19 @@ def set_up_logging(level: str | None = None) -> None:
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
 
 
-def set_up_datasets() -> None:
+def set_up_datasets(cache_dir: str | None = None) -> None:
     """Turns off the progress bars of datasets, except the main process's on a terminal.
 
-    Its messages are shown as the project's are, once.
+    Its messages are shown as the project's are, once. Where its cache cannot be written to, as in
+    a container whose user has no home folder, tables are kept in a temporary folder.
 
     It imports that library, so it is called after the command line has been checked.
+
+    Args:
+        cache_dir: the folder that the script gives it for a cache, if it does.
+
+    Raises:
+        OSError: `cache_dir` cannot be written to.
     """
     with process.without_collector():
         import datasets
@@ -63,6 +76,38 @@ def set_up_datasets() -> None:
         logging.getLogger(library).handlers.clear()
     if process.rank() != 0 or not is_terminal(sys.stderr):
         datasets.disable_progress_bars()
+    if cache_dir is not None:
+        if not _can_be_written_to(cache_dir):
+            raise OSError(f"--cache_dir {cache_dir}: cannot be written to; give another folder")
+    elif not _can_be_written_to(datasets.config.HF_DATASETS_CACHE):
+        logger.warning(
+            "%s: cannot be written to, so data is kept in a temporary folder, and the next run "
+            "reads it anew: set HF_HOME to a folder of your own",
+            datasets.config.HF_DATASETS_CACHE,
+        )
+        datasets.config.HF_DATASETS_CACHE = _temporary_cache()
+
+
+def _can_be_written_to(folder: str | os.PathLike) -> bool:
+    """Whether there is such a folder, or it can be made, and takes files."""
+    folder = os.path.expanduser(folder)
+    if folder.startswith("~"):  # nobody knows the user's home folder
+        return False
+    try:
+        os.makedirs(folder, exist_ok=True)
+        check_folder_writable(folder)
+    except OSError:
+        return False
+    return True
+
+
+@functools.cache
+def _temporary_cache() -> Path:
+    """A folder that goes when the process ends."""
+    folder = tempfile.mkdtemp(prefix="datasets-")
+    # Windows removes no file that is mapped, as tables are.
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 def sole_use_of_output(args: TrainingArguments) -> AbstractContextManager[None]:
