@@ -52,6 +52,7 @@ from transformers.trainer_estimate import EstimateArguments, estimate_run
 from transformers.utils.cli import (
     DEFAULT_LENGTH,
     check_room,
+    check_sources_kept,
     check_vocabulary,
     choose_length,
     cut_rows,
@@ -264,7 +265,8 @@ def train(model_args: ModelArguments, data_args: DataArguments, args: TrainingAr
     """Builds, trains, evaluates, saves; as far as the flags ask for it."""
     set_up_datasets()
     check_stages(model_args, data_args, args)
-    checkpoint = find_checkpoint(args, {"model_name_or_path": model_args.model_name_or_path})
+    check_sources_kept(args, {"model_name_or_path": model_args.model_name_or_path})
+    checkpoint = find_checkpoint(args)
     for file in filter(None, (data_args.train_file, data_args.validation_file)):
         check_text(file)
 

@@ -6,15 +6,15 @@ To S may be added what the distances between tokens score; see distances.py. All
 for autograd, which keeps of it Q, K, V, P and one byte an element for what was dropped; no call is
 spent on views that are to be recorded. Rows are taken in groups; see row_groups.py. Where a group
 is padded, padding keys score -∞ with every token, and padding queries have a gradient of zero, so
-that padding adds to no gradient. PyTorch's fused attention keeps less and has no dropout; it is
-faster for what is not recorded, but in bfloat16.
+that padding adds to no gradient. Where nothing is recorded, PyTorch's fused attention is
+as fast, and keeps no probabilities of long rows; it takes no distances but as a bias of that size.
 
 In half precision groups are padded to multiples of 16 tokens: oneDNN compiles a kernel for each
 size that it meets, which takes a processor with AMX seven times as long as the product.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,25 +29,29 @@ from .row_groups import GroupedTokens, group_rows
 _STEP = 16  # tokens
 
 
-def suits_cpu(*tensors: Tensor | None, dropout_p: float) -> bool:
-    """Whether `attend_rows` can compute attention, and is faster than PyTorch's.
-
-    It is for what is recorded or has dropout, and in bfloat16, which PyTorch's takes longer for
-    than for float32.
+def suits_cpu(
+    query: Tensor, key: Tensor, value: Tensor, *distances: Tensor | None, dropout_p: float
+) -> bool:
+    """Whether `attend_rows` can compute attention, and is to be taken before PyTorch's.
 
     Args:
-        tensors: queries, keys, values, and the terms of distances that there are.
+        query, key, value: what it would be given.
+        distances: the terms of distances that there are.
         dropout_p: dropout on the attention probabilities.
     """
     if is_plain() or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
-    given = [x for x in tensors if x is not None]
+    terms = [x for x in distances if x is not None]
+    given = [query, key, value, *terms]
     if is_transformed(*given):
         return False
-    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    computable = all(x.device.type == "cpu" and x.dtype == given[0].dtype for x in given)
-    is_faster = recorded or dropout_p > 0 or given[0].dtype is torch.bfloat16
-    return computable and is_faster and dropout_p < 1
+    computable = all(x.device.type == "cpu" and x.dtype == query.dtype for x in given)
+    is_taken = bool(terms) or dropout_p > 0 or _is_recorded(given)
+    return computable and is_taken and dropout_p < 1
+
+
+def _is_recorded(tensors: Iterable[Tensor | None]) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def attend_rows(
@@ -83,7 +87,8 @@ def attend_rows(
     one_query = len(query) != len(key)
     queries, keys = group_rows(tuple(lengths), heads, one_query, step)
     scale = (query.shape[1] // heads) ** -0.5 if scale is None else scale
-    settings = queries, keys, dropout_p, scale, causal
+    recorded = _is_recorded((query, key, value, c2p, p2c))
+    settings = queries, keys, dropout_p, scale, causal, recorded
     return _RowAttention.apply(query, key, value, c2p, p2c, *settings)
 
 
@@ -103,6 +108,7 @@ class _RowAttention(torch.autograd.Function):
         dropout_p: float,
         scale: float,
         causal: bool,
+        recorded: bool,
     ) -> Tensor:
         ctx.queries, ctx.keys, ctx.dropout_p, ctx.scale = queries, keys, dropout_p, scale
         of_queries, of_keys = (_term(distances, keys) for distances in (c2p, p2c))
@@ -110,7 +116,6 @@ class _RowAttention(torch.autograd.Function):
         sides = queries, keys, keys
         slots = [side.read(x) for side, x in zip(sides, (query, key, value), strict=True)]
         out_slots = queries.empty(like=query)
-        recorded = any(ctx.needs_input_grad)
         probabilities = []
         for q, k, v, out, hidden, keep in zip(
             *map(GroupedTokens.split, (*sides, queries), (*slots, out_slots)),
@@ -164,7 +169,7 @@ class _RowAttention(torch.autograd.Function):
                 grad_k.add_(of_keys.backward(k, grad_s.transpose(1, 2)))
         of_tokens = (side.pack(of_slots) for side, of_slots in zip(sides, grads, strict=True))
         of_distances = (_gradient(term) for term in (of_queries, of_keys))
-        return *of_tokens, *of_distances, None, None, None, None, None
+        return *of_tokens, *of_distances, None, None, None, None, None, None
 
 
 def _term(

@@ -37,7 +37,7 @@ from transformers.trainer_agreement import agreed_checkpoint
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_checkpoint import Progress, find_best, identities, outdated_checkpoints
 from transformers.trainer_utils import list_checkpoints
-from transformers.utils.cli import find_checkpoint
+from transformers.utils.cli import check_sources_kept, find_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -176,17 +176,17 @@ def test_a_restart_resumes_its_own_run_alone(tmp_path, monkeypatch, folder):
     for name in ("a", "out/checkpoint-30", "out/checkpoint-40"):
         Path(name).mkdir(parents=True)
     args = TrainingArguments(folder, do_train=True, overwrite_output_dir=True)
-    assert find_checkpoint(args, {}) is None
+    assert find_checkpoint(args) is None
     args.launch.begin(identities(args))
-    assert find_checkpoint(args, {}) is None
+    assert find_checkpoint(args) is None
     Path("out/checkpoint-10").mkdir()
     Path("out/checkpoint-30").rename("away")  # its place is taken
     Path("out/checkpoint-30").mkdir()
     later = os.stat("away").st_mtime_ns + 10**9
     os.utime("out/checkpoint-30", ns=(later, later))
-    assert Path(find_checkpoint(args, {})).name == "checkpoint-30"
+    assert Path(find_checkpoint(args)).name == "checkpoint-30"
     Path("out/checkpoint-30").rmdir()
-    assert Path(find_checkpoint(args, {})).name == "checkpoint-10"
+    assert Path(find_checkpoint(args)).name == "checkpoint-10"
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
@@ -197,14 +197,14 @@ def test_training_does_not_overwrite_what_it_starts_from(tmp_path, monkeypatch, 
     Path("out/pytorch_model_lora.bin").write_bytes(b"trained")
     Path("link").symlink_to("out")
     args = TrainingArguments("out", do_train=True, overwrite_output_dir=overwrite)
-    with pytest.raises(ValueError, match=r"^--lora_path \S+: training would overwrite it"):
-        find_checkpoint(args, {"model_name_or_path": "roberta-base", "lora_path": source})
+    with pytest.raises(ValueError, match=r"^--lora_path \S+: training might overwrite it"):
+        check_sources_kept(args, {"model_name_or_path": "roberta-base", "lora_path": source})
     args.do_train = False  # evaluation reads the folder, and writes results beside
-    assert find_checkpoint(args, {"lora_path": source}) is None
+    check_sources_kept(args, {"lora_path": source})
 
 
 def test_what_a_run_starts_from_may_be_beside_its_output(tmp_path, monkeypatch):
-    """Or a checkpoint in it, unless the run replaces its checkpoints."""
+    """Or a checkpoint in it, unless the run removes checkpoints."""
     monkeypatch.chdir(tmp_path)
     Path("base/out/checkpoint-5").mkdir(parents=True)
     Path("base/config.json").write_text("{}")
@@ -212,13 +212,14 @@ def test_what_a_run_starts_from_may_be_beside_its_output(tmp_path, monkeypatch):
     checkpoint = "base/out/checkpoint-5"
     sources = {"model_name_or_path": "base", "config_name": "base/config.json", "lora_path": None}
     for more in ({}, {"lora_path": checkpoint}, {"lora_path": "out"}):
-        assert Path(find_checkpoint(args, {**sources, **more})) == Path(checkpoint)
-    args.overwrite_output_dir = True
-    assert find_checkpoint(args, sources) is None
-    for path in (checkpoint, f"{checkpoint}/pytorch_model_lora.bin"):
-        Path(checkpoint, "pytorch_model_lora.bin").touch()
-        with pytest.raises(ValueError, match=r"--lora_path .*: training would overwrite it"):
-            find_checkpoint(args, {**sources, "lora_path": path})
+        check_sources_kept(args, {**sources, **more})
+    Path(checkpoint, "pytorch_model_lora.bin").touch()
+    for removing in ({"overwrite_output_dir": True}, {"save_total_limit": 1}):
+        args = TrainingArguments("base/out", do_train=True, **removing)
+        check_sources_kept(args, sources)
+        for path in (checkpoint, f"{checkpoint}/pytorch_model_lora.bin"):
+            with pytest.raises(ValueError, match=r"--lora_path .*: training might overwrite it"):
+                check_sources_kept(args, {**sources, "lora_path": path})
 
 
 def test_a_restart_on_another_machine_knows_what_an_earlier_run_has_left(tmp_path, monkeypatch):
@@ -226,7 +227,7 @@ def test_a_restart_on_another_machine_knows_what_an_earlier_run_has_left(tmp_pat
     monkeypatch.setattr(launch, "_agent", lambda: "host 1 1")
     (tmp_path / "checkpoint-30").mkdir()
     args = TrainingArguments(str(tmp_path), do_train=True, overwrite_output_dir=True)
-    assert find_checkpoint(args, {}) is None
+    assert find_checkpoint(args) is None
     args.launch.begin(identities(args))
     seen_here = os.stat
 
@@ -238,9 +239,9 @@ def test_a_restart_on_another_machine_knows_what_an_earlier_run_has_left(tmp_pat
         return os.stat_result(numbers, times)
 
     monkeypatch.setattr(trainer_checkpoint.os, "stat", seen_there)
-    assert find_checkpoint(args, {}) is None
+    assert find_checkpoint(args) is None
     (tmp_path / "checkpoint-10").mkdir()
-    assert Path(find_checkpoint(args, {})).name == "checkpoint-10"
+    assert Path(find_checkpoint(args)).name == "checkpoint-10"
 
 
 def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_nothing(

@@ -123,15 +123,14 @@ def test_rows_of_very_different_length_are_not_padded(monkeypatch, lengths, path
 
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_takes_rows_in_groups(monkeypatch, dtype, recorded):
-    """What is recorded; and bfloat16, which takes PyTorch's attention longer than float32."""
+def test_what_is_recorded_takes_rows_in_groups(monkeypatch, dtype, recorded):
+    """Else PyTorch's attention keeps scores in float32, and none of long rows."""
     called = []
     monkeypatch.setattr("loralib.nn.packing.attend_rows", lambda *_: called.append("groups"))
     monkeypatch.setattr("loralib.nn.packing._attention", lambda q, *_: called.append("SDPA") or q)
     x = torch.zeros(212, 24, dtype=dtype, requires_grad=recorded)
     attend(x, x, x, PackedRows.from_lengths([9, 200, 3]), 12)
-    in_groups = recorded or dtype is torch.bfloat16
-    assert {*called} == {"groups" if in_groups else "SDPA"}
+    assert {*called} == {"groups" if recorded else "SDPA"}
 
 
 # ---- every token looks at its whole row ----

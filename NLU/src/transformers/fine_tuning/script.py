@@ -28,6 +28,7 @@ from ..trainer_utils import EvalPrediction
 from ..training_args import TrainingArguments
 from ..utils.cli import (
     check_length,
+    check_sources_kept,
     find_checkpoint,
     set_up_datasets,
     set_up_logging,
@@ -133,7 +134,8 @@ def begin(
 ) -> tuple[str | None, list[Adapter]]:
     """The checkpoint to resume from, if there is one, and the adapters that the flags name."""
     set_up_datasets(model_args.cache_dir)
-    checkpoint = find_checkpoint(args, model_args.sources)
+    check_sources_kept(args, model_args.sources)
+    checkpoint = find_checkpoint(args)
     if not args.do_train:  # else the summary before the training says it
         logger.info("computing on %s", devices_in_words(args.device, args.world_size))
     adapters = read_adapters(model_args)

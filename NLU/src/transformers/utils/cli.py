@@ -125,46 +125,43 @@ def sole_use_of_output(args: TrainingArguments) -> AbstractContextManager[None]:
 
 
 def check_sources_kept(args: TrainingArguments, sources: Mapping[str, str | None]) -> None:
-    """Refuses to train into a folder that the run starts from, which saving would replace.
+    """Refuses to train into a folder that the run starts from: what it saves may replace that.
+
+    To be called before `find_checkpoint`, whose error proposes to overwrite a folder.
 
     Args:
         args: say whether there is training, and where it writes.
         sources: what the model is made from, by the flag's name: paths, names on the hub or None.
 
     Raises:
-        ValueError: one is the output folder, a file in it, or a checkpoint that is to be replaced.
+        ValueError: one is the output folder, a file in it, or a checkpoint that may be removed.
     """
     if not args.do_train:
         return
     output = Path(args.output_dir).resolve()
-    replaced = list_checkpoints(output) if args.overwrite_output_dir else []
+    are_removed = args.overwrite_output_dir or args.save_total_limit is not None
+    removed = list_checkpoints(output) if are_removed else []
     for flag, source in sources.items():
         path = Path(source or "").resolve()
         if not source or not path.exists():
             continue  # not given, or a name on the hub
-        is_lost = path == output or (path.is_file() and path.parent == output)
-        if is_lost or any(path.is_relative_to(checkpoint) for checkpoint in replaced):
+        is_in_reach = path == output or (path.is_file() and path.parent == output)
+        if is_in_reach or any(path.is_relative_to(checkpoint) for checkpoint in removed):
             raise ValueError(
-                f"--{flag} {source}: training would overwrite it, as it is in --output_dir "
+                f"--{flag} {source}: training might overwrite it, as it is in --output_dir "
                 f"{args.output_dir}; give another --output_dir"
             )
 
 
-def find_checkpoint(args: TrainingArguments, sources: Mapping[str, str | None]) -> str | None:
+def find_checkpoint(args: TrainingArguments) -> str | None:
     """The checkpoint to resume from: the last one in the output folder, which must be ours.
 
     A launcher gives every attempt the first one's command: --overwrite_output_dir is for that one.
     To be called by all processes of a run.
 
-    Args:
-        args: say where, and whether to start anew.
-        sources: as in `check_sources_kept`, which is called first.
-
     Raises:
-        ValueError: training would write over what the model is made from, or into a folder that
-            holds something, but no checkpoint.
+        ValueError: training would write into a folder that holds something, but no checkpoint.
     """
-    check_sources_kept(args, sources)
     folder = Path(args.output_dir)
     if not args.do_train:
         return None
