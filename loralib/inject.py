@@ -54,7 +54,7 @@ from .targets import (
     guessed_head,
     is_any,
 )
-from .trained import note_trained
+from .trained import forget_frozen, note_trained
 from .utils import check_bias, check_not_pefts, check_whole, freeze_base, train_biases
 from .wrappers import has_own_forward, quantized, set_forward
 
@@ -296,6 +296,7 @@ def remove_lora(model: nn.Module) -> tuple[str, ...]:
             raise ValueError(f"{name} was built as a LoRA layer, not adapted by add_lora")
     adapted = names_of_updates(model)
     turn_all_back(model)
+    forget_frozen(model)
     return adapted
 
 

@@ -16,7 +16,7 @@ from .layers import Embedding
 from .lora_layer import LoRALayer
 from .nn.positions import lora_reaches_positions, unshare_positions
 from .trained import forget_trained, note_frozen, note_trained
-from .wrappers import is_managed, is_sharded, quantized, unwrapped
+from .wrappers import is_managed, is_sharded, quantized
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def freeze_base(model: nn.Module) -> None:
     for parameter in frozen:
         parameter.requires_grad = False
         parameter.grad = None
-    note_frozen(unwrapped(model))
+    note_frozen(model)
 
 
 def train_biases(model: nn.Module, bias: str) -> None:
