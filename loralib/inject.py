@@ -15,7 +15,7 @@ again: names in the state dict stay, and `….lora_A`, `….lora_B` come with th
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -184,24 +184,27 @@ def add_lora(
         module = model.get_submodule(name).requires_grad_(True)
         note_trained(model, (f"{name}.{inner}" for inner, _ in module.named_parameters()))
     if ALL_LINEAR in targets:
-        _warn_of_guessed_head(model, [*names, *trained], exclude)
+        _warn_of_guessed_head(model, exclude)
     return adapted
 
 
-def _warn_of_guessed_head(
-    model: nn.Module, named: Iterable[str], exclude: Iterable[Target]
-) -> None:
-    """Says which layer "all-linear" has taken for the head, unless the caller has named it."""
+def _warn_of_guessed_head(model: nn.Module, exclude: Iterable[Target]) -> None:
+    """Says which layer "all-linear" has taken for the head, where that is frozen unasked."""
     head = guessed_head(model, is_linear)
-    if head is None or is_any(head, exclude):
+    if head is None or is_any(head, exclude) or head in names_of_updates(model):
         return
-    if not any(head == name or head.startswith(f"{name}.") for name in named):
-        logger.warning(
-            "'%s' takes %s, the last linear layer, for the head, which stays frozen: add it to "
-            "targets to adapt it, or to modules_to_train to train it",
-            ALL_LINEAR,
-            head,
-        )
+    module = model.get_submodule(head)
+    weights = set(module.parameters())
+    if any(weight.requires_grad for weight in weights):
+        return
+    is_tied = _sharing(model, weights, {*module.modules()})
+    logger.warning(
+        "'%s' takes %s, the last linear layer, for the head, which stays frozen: add it to %s"
+        "exclude, if it is to stay frozen",
+        ALL_LINEAR,
+        head,
+        "" if is_tied else "targets to adapt it, to modules_to_train to train it, or to ",
+    )
 
 
 def adapt(
@@ -561,11 +564,7 @@ def _check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[s
         whole_parts.update(model.get_submodule(whole).modules())
     for whole in trained:
         parts = set(model.get_submodule(whole).parameters())
-        others = [
-            name
-            for name, module in model.named_modules()
-            if module not in whole_parts and parts & {*module._parameters.values()}
-        ]
+        others = _sharing(model, parts, whole_parts)
         if others:
             raise ValueError(
                 f"{whole} shares a weight with {', '.join(others)}, which would be trained as "
@@ -577,6 +576,17 @@ def _check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[s
                     f"{whole} cannot be trained as it is while {name} is adapted, whose weight is "
                     "frozen: leave one of them out"
                 )
+
+
+def _sharing(
+    model: nn.Module, parameters: set[nn.Parameter], but_for: Collection[nn.Module]
+) -> list[str]:
+    """The names of the modules, but for some, that have one of these parameters."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if module not in but_for and parameters & {*module._parameters.values()}
+    ]
 
 
 def _check_rank(name: str, module: nn.Module, own: LayerSettings) -> None:

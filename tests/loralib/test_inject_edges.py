@@ -1,5 +1,7 @@
 """add_lora where a model, an order of calls or a class is unusual: right, or refused in words."""
 
+import copy
+
 import numpy
 import pytest
 import torch
@@ -255,6 +257,8 @@ def test_what_is_of_another_type_is_said_in_one_line(case):
         ({"modules_to_train": "first"}, True),
         ({"modules_to_train": "last"}, False),
         ({"exclude": "last"}, False),
+        ({"bias": "all"}, False),
+        ({"bias": "lora_only"}, True),
         ({"targets": ["all-linear", "last"]}, False),
         ({"targets": ["first", "second"]}, False),
     ],
@@ -267,6 +271,32 @@ def test_a_layer_that_is_taken_for_the_head_is_named(caplog, settings, warns):
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == warns
     assert all("'all-linear' takes last, the last linear layer, for the head" in s for s in said)
+    assert all(s.endswith("or to exclude, if it is to stay frozen") for s in said)
+
+
+@pytest.mark.parametrize("head", ["adapted before", "built with LoRA", "frozen with its LoRA"])
+def test_a_head_that_has_lora_is_not_taken_for_a_frozen_one(caplog, head):
+    model = nn.ModuleDict({"first": nn.Linear(4, 4), "last": nn.Linear(4, 4)})
+    if head == "built with LoRA":
+        model["last"] = lora.Linear(4, 4, r=2)
+    else:
+        lora.add_lora(model, "last", r=2)
+        model.requires_grad_(head == "adapted before")
+    assert lora.add_lora(model, "all-linear", r=2) == ("first",)
+    assert not caplog.records
+
+
+def test_a_head_with_the_embeddings_weight_can_only_be_excluded(caplog):
+    model = nn.ModuleDict({"words": nn.Embedding(9, 4), "first": nn.Linear(4, 4)})
+    model["last"] = nn.Linear(4, 9, bias=False)
+    model["last"].weight = model["words"].weight
+    plain = copy.deepcopy(model)
+    lora.add_lora(model, "all-linear", r=2)
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.endswith("which stays frozen: add it to exclude, if it is to stay frozen")
+    caplog.clear()
+    lora.add_lora(plain, "all-linear", r=2, exclude="last")
+    assert not caplog.records
 
 
 def test_a_head_outside_of_numbered_layers_is_left_out_in_silence(caplog):
