@@ -153,6 +153,7 @@ def add_lora(
     exclude = as_targets(exclude, "exclude")
     to_train = as_targets(modules_to_train, "modules_to_train")
     targets = as_targets(targets)
+    _check_has_modules(model)
     names = find(model, targets, exclude=exclude, layers=layers, is_linear=is_linear)
     names = _with_output_projections(model, names, exclude)
     if exclude:
@@ -463,6 +464,25 @@ def _check_model(model: nn.Module) -> None:
         is_lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
         if not is_lazy and parameter.is_inference():
             raise ValueError(f"{name} is an inference tensor, which cannot be trained: copy it")
+
+
+def _check_has_modules(model: nn.Module) -> None:
+    """Checks that a model has modules that targets can name.
+
+    Raises:
+        ValueError: it has none; a layer alone has to be put into a model.
+    """
+    if first_names(model):
+        return
+    kind = type(model).__name__
+    try:
+        _builder(model)
+    except UnsupportedLayerError:
+        raise ValueError(f"{kind} has no layers within that LoRA could adapt") from None
+    raise ValueError(
+        f"{kind} is itself a layer, and has none within that a target could name: put it into a "
+        "model, such as nn.Sequential, and name it there, as '0'"
+    )
 
 
 def _by_first_name(

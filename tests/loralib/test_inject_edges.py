@@ -550,3 +550,34 @@ def test_complex_weights_are_called_so():
     model = nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64))
     message = "0 has complex weights .torch.complex64., which have no LoRA"
     unchanged_by(model, message, "0", r=2, kind=UnsupportedLayerError)
+
+
+class Raw(nn.Module):
+    """Multiplies by a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+
+@pytest.mark.parametrize("target", ["all-linear", "weight"])
+@pytest.mark.parametrize(
+    ("layer", "is_supported"),
+    [
+        (nn.Linear(4, 4), True),
+        (nn.Embedding(4, 4), True),
+        (nn.Conv2d(4, 4, 3), True),
+        (Scaled(4, 4), False),
+        (Raw(), False),
+        (nn.LSTM(4, 4), False),
+        (nn.Sequential(), False),
+    ],
+)
+def test_a_layer_alone_is_to_be_put_into_a_model_if_that_helps(layer, target, is_supported):
+    layer, kind = copy.deepcopy(layer), type(layer).__name__
+    alone = f"^{kind} is itself a layer, .* name it there, as '0'$"
+    message = alone if is_supported else f"^{kind} has no layers within that LoRA could adapt$"
+    with pytest.raises(ValueError, match=message):
+        lora.add_lora(layer, target, r=2)
+    if is_supported:
+        assert lora.add_lora(nn.Sequential(layer), "0", r=2) == ("0",)
