@@ -236,7 +236,8 @@ def _check_layers(layers: dict[str, LoRALayer]) -> None:
         if weight is not None and weight.requires_grad:
             raise CheckpointError(
                 f"the weight of {name} is trained as well as its LoRA, and adapters do not hold "
-                "it: freeze it before the training, as mark_only_lora_as_trainable does"
+                "it: freeze it before the training, as mark_only_lora_as_trainable does, or merge "
+                "the model and save it whole"
             )
 
 
@@ -278,12 +279,14 @@ def _name_in_config(model: nn.Module) -> str | None:
 
 
 def _check_buffers(model: nn.Module, adapter: Adapter) -> None:
-    """Refuses infinite buffers, such as a mask, which look like a training that has diverged."""
+    """Refuses infinite buffers, such as a mask; NaN in them are of a training that diverged."""
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        if name in adapter.tensors and LORA.part not in name and not buffer.isfinite().all():
+        if name not in adapter.tensors or LORA.part in name or buffer.isnan().any():
+            continue
+        if not buffer.isfinite().all():
             raise CheckpointError(
-                f"{adapter.source}: the buffer {name} holds values that are not finite, which no "
-                "adapter may: register it with persistent=False, if the model makes it by itself"
+                f"{adapter.source}: the buffer {name} holds infinities, which no adapter may: "
+                "register it with persistent=False, if the model makes it by itself"
             )
 
 
