@@ -29,7 +29,7 @@ from .adapted_layers import (
     AdaptedProjection,
     MultiheadAttention,
 )
-from .arguments import as_flag, as_flags, as_python, check_model
+from .arguments import ABOVE_0, as_dropout, as_flag, as_flags, as_number, as_python, check_model
 from .errors import UnsupportedLayerError, listed
 from .functional import variant_of
 from .in_place import (
@@ -149,7 +149,8 @@ def add_lora(
     check_model(model, targets)
     check_not_pefts(model)
     check_bias(bias)
-    untie = as_flag("untie", untie)
+    untie, freeze_A = as_flag("untie", untie), as_flag("freeze_A", freeze_A)
+    lora_dropout = as_dropout(lora_dropout)
     exclude = as_targets(exclude, "exclude")
     to_train = as_targets(modules_to_train, "modules_to_train")
     targets = as_targets(targets)
@@ -163,16 +164,16 @@ def add_lora(
     _check_trained(model, trained, [*names, *names_of_updates(model)])
     ranks = by_pattern(names, rank_pattern or {}, r)
     alphas = by_pattern(names, alpha_pattern or {}, lora_alpha)
-    slices = by_pattern(names, enable_lora or {}, (True,))
+    slices = by_pattern(names, _flags_by_pattern(enable_lora), (True,))
     settings = {
         name: LayerSettings(
             r=as_python(ranks[name]),
             lora_alpha=as_python(alphas[name]),
-            lora_dropout=as_python(lora_dropout),
+            lora_dropout=lora_dropout,
             variant=variant,
             initialization=initialization,
-            freeze_A=as_flag("freeze_A", freeze_A),
-            enable_lora=as_flags(f"enable_lora of {name}", slices[name]),
+            freeze_A=freeze_A,
+            enable_lora=slices[name],
         )
         for name in names
     }
@@ -187,6 +188,19 @@ def add_lora(
     if ALL_LINEAR in targets:
         _warn_of_guessed_head(model, exclude)
     return adapted
+
+
+def _flags_by_pattern(
+    enable_lora: Mapping[str, Sequence[bool]] | None,
+) -> Mapping[str, tuple[bool, ...]]:
+    """The values as tuples, each made once: an iterator ends with the first module that reads it.
+
+    What is not a mapping stays as it is, for `by_pattern` to refuse.
+    """
+    given: Any = {} if enable_lora is None else enable_lora
+    if not isinstance(given, Mapping):
+        return given
+    return {target: as_flags(f"enable_lora of {target}", flags) for target, flags in given.items()}
 
 
 def _warn_of_guessed_head(model: nn.Module, exclude: Iterable[Target]) -> None:
@@ -641,16 +655,14 @@ def _check_settings(name: str, module: nn.Module, weight: Tensor, own: LayerSett
     slices = len(own.enable_lora)
     if slices > 1 and not (isinstance(module, nn.Linear) or _is_conv1d(module)):
         raise ValueError(f"{name} is not a linear layer, whose slices enable_lora could mean")
-    if out % slices or not any(own.enable_lora):
+    if not any(own.enable_lora) or out % slices:
         raise ValueError(
             f"enable_lora {list(own.enable_lora)} does not fit {name}: it has to enable some of "
             f"the equal slices of {out} outputs"
         )
     if not isinstance(own.r, int) or own.r < 1:
         raise ValueError(f"r, the rank, has to be an integer of at least 1, got {own.r!r} ({name})")
-    is_number = isinstance(own.lora_alpha, int | float) and not isinstance(own.lora_alpha, bool)
-    if not is_number or not 0 < own.lora_alpha < math.inf:
-        raise ValueError(f"lora_alpha has to be a number above 0, got {own.lora_alpha!r} ({name})")
+    as_number(f"{name}: lora_alpha", own.lora_alpha, *ABOVE_0)
     if own.lora_dropout == 1:
         raise ValueError("lora_dropout 1 drops all of an update's input: nothing would be trained")
     if isinstance(module, nn.Embedding):

@@ -33,7 +33,6 @@ ROOMS = {
     "wrappers": set(),
     "utils": {
         "arguments",
-        "errors",
         "functional",
         "in_place",
         "layers",

@@ -225,10 +225,16 @@ WRONG_TYPES = {
     "to train": ({"modules_to_train": 1}, "modules_to_train has to be .* got 1"),
     "ranks": ({"rank_pattern": 4}, "have to be a dict of targets and values, such as .* got 4"),
     "slices": ({"enable_lora": [True, False]}, r"have to be a dict .* got \[True, False\]"),
+    "an array": ({"enable_lora": numpy.ones(2)}, "have to be a dict .* got array"),
     "a slice": (
         {"enable_lora": {"q_proj": 2}},
-        "enable_lora of layers.0.q_proj .* list .* got 2",
+        "enable_lora of q_proj .* list .* got 2",
     ),
+    "no slice": ({"enable_lora": {"q_proj": []}}, r"enable_lora \[\] does not fit layers\.0"),
+    "a matrix": ({"enable_lora": {"q_proj": numpy.ones((1, 2))}}, "each of .* got array"),
+    "ranks as one": ({"r": torch.tensor([1, 2])}, "an integer of at least 1, got tensor"),
+    "alphas as one": ({"lora_alpha": torch.ones(2)}, "lora_alpha has to be a number above 0, got"),
+    "dropouts as one": ({"lora_dropout": torch.ones(2)}, "lora_dropout has to be a prob.* got t"),
     "a flag": ({"enable_lora": {"q_proj": ["no"]}}, "each of enable_lora of .* True or False, got"),
     "alpha": ({"lora_alpha": "16"}, "lora_alpha has to be a number above 0, got '16'"),
     "dropout": ({"lora_dropout": "0.1"}, "lora_dropout has to be a probability .* got '0.1'"),
@@ -248,6 +254,15 @@ def test_what_is_of_another_type_is_said_in_one_line(case):
         lora.add_lora(model, **{"targets": "q_proj", **settings})
     assert "\n" not in str(error.value)
     assert not names_of(model)
+
+
+def test_an_iterator_of_slices_is_read_once_for_all_modules():
+    model = AnyModel()
+    adapted = lora.add_lora(model, "q_proj", r=2, enable_lora={"q_proj": iter([True, False])})
+    assert len(adapted) > 1
+    assert [model.get_submodule(name).enable_lora for name in adapted] == [[True, False]] * len(
+        adapted
+    )
 
 
 @pytest.mark.parametrize(
