@@ -56,7 +56,7 @@ from .targets import (
 )
 from .trained import forget_frozen, note_trained
 from .utils import check_bias, check_not_pefts, check_whole, freeze_base, train_biases
-from .wrappers import has_own_forward, quantized, set_forward
+from .wrappers import has_own_forward, own_forward_message, quantized
 
 logger = logging.getLogger(__name__)
 
@@ -547,7 +547,7 @@ def _check_module(name: str, module: nn.Module, settings: LayerSettings) -> None
         )
     if has_own_forward(module):
         raise UnsupportedLayerError(
-            set_forward(
+            own_forward_message(
                 name,
                 module,
                 "as a device map's hooks give it: adapt the model before it is dispatched",

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import loralib as lora
+from loralib.adapters.saving import adapter_of
 from loralib.errors import CheckpointError
 
 MODEL = nn.Sequential(nn.Linear(4, 4))
@@ -47,7 +48,7 @@ OF_A_PATH = {
     "load_adapter": lambda path: lora.load_adapter(MODEL, path),
     "save_adapter": lambda path: lora.save_adapter(adapted(), path),
     "read_adapter": lora.read_adapter,
-    "write_adapter": lambda path: lora.write_adapter(path, None),
+    "write_adapter": lambda path: lora.write_adapter(path, adapter_of(adapted())),
 }
 
 
