@@ -1,18 +1,39 @@
 """Checks of what public functions are given: an error is one line that names the argument."""
 
+import math
 import numbers
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from .errors import CheckpointError, shown
 
 
+class Range(NamedTuple):
+    """Numbers of some kind: in words, and the smallest and the largest of them."""
+
+    what: str
+    within: tuple[float, float]
+
+
+_LARGEST = sys.float_info.max
+FINITE = Range("a finite number", (-_LARGEST, _LARGEST))
+AT_LEAST_0 = Range("a number of at least 0", (0, _LARGEST))
+ABOVE_0 = Range("a number above 0", (math.ulp(0.0), _LARGEST))
+_PROBABILITY = Range("a probability between 0 and 1", (0, 1))
+
+
 def as_python(value: Any) -> Any:
-    """A number of NumPy's as one of Python's, which files can hold; the rest as it is."""
+    """A number of NumPy's or PyTorch's as one of Python's, which files can hold.
+
+    The rest stays as it is, also what has no value, on the meta device.
+    """
+    if getattr(value, "ndim", None) == 0 and not getattr(value, "is_meta", False):
+        value = value.item()
     if isinstance(value, bool | int | float) or not isinstance(value, numbers.Real):
         return value
     return int(value) if isinstance(value, numbers.Integral) else float(value)
@@ -42,15 +63,26 @@ def as_number(
     return number
 
 
+def as_dropout(value: object) -> float:
+    """The probability of dropout on an update's input; False is none.
+
+    Raises:
+        ValueError: it is not a probability.
+    """
+    p = as_python(value)
+    return 0.0 if p is False else as_number("lora_dropout", p, *_PROBABILITY)
+
+
 def as_flag(name: str, value: object) -> bool:
-    """True or False, which may be given as 1 or 0.
+    """True or False, which may be given as 1 or 0; None is False.
 
     Raises:
         ValueError: it is something else, such as a text, which would count as True.
     """
-    if value not in (0, 1):
+    flag = as_python(value)
+    if flag is not None and not (isinstance(flag, bool | int | float) and flag in (0, 1)):
         raise ValueError(f"{name} has to be True or False, got {shown(value)}")
-    return bool(value)
+    return bool(flag)
 
 
 def as_flags(name: str, values: object) -> tuple[bool, ...]:
@@ -59,11 +91,12 @@ def as_flags(name: str, values: object) -> tuple[bool, ...]:
     Raises:
         ValueError: it is something else.
     """
-    if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
+    several = _in_order(values)
+    if several is None:
         raise ValueError(
             f"{name} has to be a list such as [True, False, True], got {shown(values)}"
         )
-    return tuple(as_flag(f"each of {name}", value) for value in values)
+    return tuple(as_flag(f"each of {name}", value) for value in several)
 
 
 def as_names(name: str, values: object) -> tuple[str, ...]:
@@ -72,11 +105,19 @@ def as_names(name: str, values: object) -> tuple[str, ...]:
     Raises:
         ValueError: it is something else, such as one name.
     """
-    if not isinstance(values, str) and isinstance(values, Iterable):
-        several = tuple(values)
-        if all(isinstance(value, str) for value in several):
-            return several
-    raise ValueError(f"{name} has to be a list of names such as ['no', 'yes'], got {shown(values)}")
+    several = _in_order(values)
+    if several is None or not all(isinstance(value, str) for value in several):
+        raise ValueError(
+            f"{name} has to be a list of names such as ['no', 'yes'], got {shown(values)}"
+        )
+    return several
+
+
+def _in_order(values: object) -> tuple[Any, ...] | None:
+    """Several values as a tuple; None of one alone, of a mapping, and of a set, without order."""
+    if isinstance(values, str | Mapping | set | frozenset) or not isinstance(values, Iterable):
+        return None
+    return None if getattr(values, "ndim", 1) == 0 else tuple(values)
 
 
 def check_model(model: object, second: object = None) -> None:

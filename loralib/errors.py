@@ -27,7 +27,11 @@ class CheckpointError(ValueError):
 
 def _restored(kind: type[CheckpointError], args: tuple[Any, ...]) -> CheckpointError:
     """An error as it was pickled; its attributes follow."""
-    return kind.__new__(kind, *args)
+    # Python makes what is an OSError as well by that class's method alone.
+    new = OSError.__new__ if issubclass(kind, OSError) else kind.__new__
+    error = new(kind)
+    error.args = args
+    return error
 
 
 class AlphaError(CheckpointError):

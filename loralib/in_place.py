@@ -13,7 +13,7 @@ from torch import nn
 
 from .adapted_layers import AdaptedProjection
 from .lora_layer import LoRALayer
-from .wrappers import drop_set_forward, has_own_forward, set_forward
+from .wrappers import drop_set_forward, has_own_forward, own_forward_message
 
 
 class _Turned(NamedTuple):
@@ -112,7 +112,7 @@ def _check_turnable(model: nn.Module) -> None:
             )
         if has_own_forward(base):
             raise ValueError(
-                set_forward(
+                own_forward_message(
                     name,
                     base,
                     "as hooks that offload weights give it: take these out first (accelerate's "

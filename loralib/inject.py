@@ -15,7 +15,7 @@ again: names in the state dict stay, and `….lora_A`, `….lora_B` come with th
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -29,7 +29,7 @@ from .adapted_layers import (
     AdaptedProjection,
     MultiheadAttention,
 )
-from .arguments import as_flag, as_flags, as_python, check_model
+from .arguments import ABOVE_0, as_dropout, as_flag, as_flags, as_number, as_python, check_model
 from .errors import UnsupportedLayerError, listed
 from .functional import variant_of
 from .in_place import (
@@ -54,9 +54,9 @@ from .targets import (
     guessed_head,
     is_any,
 )
-from .trained import note_trained
+from .trained import forget_frozen, note_trained
 from .utils import check_bias, check_not_pefts, check_whole, freeze_base, train_biases
-from .wrappers import has_own_forward, quantized, set_forward
+from .wrappers import has_own_forward, own_forward_message, quantized
 
 logger = logging.getLogger(__name__)
 
@@ -149,10 +149,12 @@ def add_lora(
     check_model(model, targets)
     check_not_pefts(model)
     check_bias(bias)
-    untie = as_flag("untie", untie)
+    untie, freeze_A = as_flag("untie", untie), as_flag("freeze_A", freeze_A)
+    lora_dropout = as_dropout(lora_dropout)
     exclude = as_targets(exclude, "exclude")
     to_train = as_targets(modules_to_train, "modules_to_train")
     targets = as_targets(targets)
+    _check_has_modules(model)
     names = find(model, targets, exclude=exclude, layers=layers, is_linear=is_linear)
     names = _with_output_projections(model, names, exclude)
     if exclude:
@@ -162,16 +164,16 @@ def add_lora(
     _check_trained(model, trained, [*names, *names_of_updates(model)])
     ranks = by_pattern(names, rank_pattern or {}, r)
     alphas = by_pattern(names, alpha_pattern or {}, lora_alpha)
-    slices = by_pattern(names, enable_lora or {}, (True,))
+    slices = by_pattern(names, _flags_by_pattern(enable_lora), (True,))
     settings = {
         name: LayerSettings(
             r=as_python(ranks[name]),
             lora_alpha=as_python(alphas[name]),
-            lora_dropout=as_python(lora_dropout),
+            lora_dropout=lora_dropout,
             variant=variant,
             initialization=initialization,
-            freeze_A=as_flag("freeze_A", freeze_A),
-            enable_lora=as_flags(f"enable_lora of {name}", slices[name]),
+            freeze_A=freeze_A,
+            enable_lora=slices[name],
         )
         for name in names
     }
@@ -184,24 +186,40 @@ def add_lora(
         module = model.get_submodule(name).requires_grad_(True)
         note_trained(model, (f"{name}.{inner}" for inner, _ in module.named_parameters()))
     if ALL_LINEAR in targets:
-        _warn_of_guessed_head(model, [*names, *trained], exclude)
+        _warn_of_guessed_head(model, exclude)
     return adapted
 
 
-def _warn_of_guessed_head(
-    model: nn.Module, named: Iterable[str], exclude: Iterable[Target]
-) -> None:
-    """Says which layer "all-linear" has taken for the head, unless the caller has named it."""
+def _flags_by_pattern(
+    enable_lora: Mapping[str, Sequence[bool]] | None,
+) -> Mapping[str, tuple[bool, ...]]:
+    """The values as tuples, each made once: an iterator ends with the first module that reads it.
+
+    What is not a mapping stays as it is, for `by_pattern` to refuse.
+    """
+    given: Any = {} if enable_lora is None else enable_lora
+    if not isinstance(given, Mapping):
+        return given
+    return {target: as_flags(f"enable_lora of {target}", flags) for target, flags in given.items()}
+
+
+def _warn_of_guessed_head(model: nn.Module, exclude: Iterable[Target]) -> None:
+    """Says which layer "all-linear" has taken for the head, where that is frozen unasked."""
     head = guessed_head(model, is_linear)
-    if head is None or is_any(head, exclude):
+    if head is None or is_any(head, exclude) or head in names_of_updates(model):
         return
-    if not any(head == name or head.startswith(f"{name}.") for name in named):
-        logger.warning(
-            "'%s' takes %s, the last linear layer, for the head, which stays frozen: add it to "
-            "targets to adapt it, or to modules_to_train to train it",
-            ALL_LINEAR,
-            head,
-        )
+    module = model.get_submodule(head)
+    weights = set(module.parameters())
+    if any(weight.requires_grad for weight in weights):
+        return
+    is_tied = _sharing(model, weights, {*module.modules()})
+    logger.warning(
+        "'%s' takes %s, the last linear layer, for the head, which stays frozen: add it to %s"
+        "exclude, if it is to stay frozen",
+        ALL_LINEAR,
+        head,
+        "" if is_tied else "targets to adapt it, to modules_to_train to train it, or to ",
+    )
 
 
 def adapt(
@@ -296,6 +314,7 @@ def remove_lora(model: nn.Module) -> tuple[str, ...]:
             raise ValueError(f"{name} was built as a LoRA layer, not adapted by add_lora")
     adapted = names_of_updates(model)
     turn_all_back(model)
+    forget_frozen(model)
     return adapted
 
 
@@ -461,6 +480,25 @@ def _check_model(model: nn.Module) -> None:
             raise ValueError(f"{name} is an inference tensor, which cannot be trained: copy it")
 
 
+def _check_has_modules(model: nn.Module) -> None:
+    """Checks that a model has modules that targets can name.
+
+    Raises:
+        ValueError: it has none; a layer alone has to be put into a model.
+    """
+    if first_names(model):
+        return
+    kind = type(model).__name__
+    try:
+        _builder(model)
+    except UnsupportedLayerError:
+        raise ValueError(f"{kind} has no layers within that LoRA could adapt") from None
+    raise ValueError(
+        f"{kind} is itself a layer, and has none within that a target could name: put it into a "
+        "model, such as nn.Sequential, and name it there, as '0'"
+    )
+
+
 def _by_first_name(
     model: nn.Module, settings: Mapping[str, LayerSettings]
 ) -> dict[str, LayerSettings]:
@@ -509,7 +547,7 @@ def _check_module(name: str, module: nn.Module, settings: LayerSettings) -> None
         )
     if has_own_forward(module):
         raise UnsupportedLayerError(
-            set_forward(
+            own_forward_message(
                 name,
                 module,
                 "as a device map's hooks give it: adapt the model before it is dispatched",
@@ -560,11 +598,7 @@ def _check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[s
         whole_parts.update(model.get_submodule(whole).modules())
     for whole in trained:
         parts = set(model.get_submodule(whole).parameters())
-        others = [
-            name
-            for name, module in model.named_modules()
-            if module not in whole_parts and parts & {*module._parameters.values()}
-        ]
+        others = _sharing(model, parts, whole_parts)
         if others:
             raise ValueError(
                 f"{whole} shares a weight with {', '.join(others)}, which would be trained as "
@@ -576,6 +610,17 @@ def _check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[s
                     f"{whole} cannot be trained as it is while {name} is adapted, whose weight is "
                     "frozen: leave one of them out"
                 )
+
+
+def _sharing(
+    model: nn.Module, parameters: set[nn.Parameter], but_for: Collection[nn.Module]
+) -> list[str]:
+    """The names of the modules, but for some, that have one of these parameters."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if module not in but_for and parameters & {*module._parameters.values()}
+    ]
 
 
 def _check_rank(name: str, module: nn.Module, own: LayerSettings) -> None:
@@ -610,16 +655,14 @@ def _check_settings(name: str, module: nn.Module, weight: Tensor, own: LayerSett
     slices = len(own.enable_lora)
     if slices > 1 and not (isinstance(module, nn.Linear) or _is_conv1d(module)):
         raise ValueError(f"{name} is not a linear layer, whose slices enable_lora could mean")
-    if out % slices or not any(own.enable_lora):
+    if not any(own.enable_lora) or out % slices:
         raise ValueError(
             f"enable_lora {list(own.enable_lora)} does not fit {name}: it has to enable some of "
             f"the equal slices of {out} outputs"
         )
     if not isinstance(own.r, int) or own.r < 1:
         raise ValueError(f"r, the rank, has to be an integer of at least 1, got {own.r!r} ({name})")
-    is_number = isinstance(own.lora_alpha, int | float) and not isinstance(own.lora_alpha, bool)
-    if not is_number or not 0 < own.lora_alpha < math.inf:
-        raise ValueError(f"lora_alpha has to be a number above 0, got {own.lora_alpha!r} ({name})")
+    as_number(f"{name}: lora_alpha", own.lora_alpha, *ABOVE_0)
     if own.lora_dropout == 1:
         raise ValueError("lora_dropout 1 drops all of an update's input: nothing would be trained")
     if isinstance(module, nn.Embedding):

@@ -1,7 +1,6 @@
 """What all LoRA layers share: the update's settings and parameters, and the merged copy."""
 
 import math
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .arguments import as_flag, as_number, as_python
+from .arguments import FINITE, as_dropout, as_flag, as_number, as_python
 from .functional import Delta, joined_with_start, merge, variant_of
 from .initialization import (
     check_initialization,
@@ -74,9 +73,9 @@ class LoRALayer:
         lora_B_start: likewise, what B starts as.
 
     Raises:
-        ValueError: r is not an integer or is negative; lora_alpha is not a finite number;
-            lora_dropout lies outside [0, 1]; a flag is something else than True or False; the
-            variant or the initialization is unknown.
+        ValueError: r is not an integer or is negative; lora_alpha is not a finite number, but for
+            r = 0; lora_dropout lies outside [0, 1]; a flag is something else than True or False;
+            the variant or the initialization is unknown.
     """
 
     r: int = 0
@@ -119,14 +118,13 @@ class LoRALayer:
             raise ValueError(f"r, the rank, must be an integer of at least 0, got {r!r}")
         self.r = r
         check_initialization(initialization, r)
-        self.lora_alpha = as_number(
-            "lora_alpha", lora_alpha, "a finite number", (-sys.float_info.max, sys.float_info.max)
-        )
+        alpha = as_python(lora_alpha)
+        self.lora_alpha = as_number("lora_alpha", alpha, *FINITE) if r > 0 else alpha
         self.variant = variant
         self.initialization = initialization
         self.freeze_A = as_flag("freeze_A", freeze_A)
         self.scaling = variant_of(variant).scale(self.lora_alpha, r)
-        p = as_number("lora_dropout", lora_dropout, "a probability between 0 and 1", (0, 1))
+        p = as_dropout(lora_dropout)
         self.lora_dropout = nn.Identity() if p == 0 else Dropout(p)
         self.merge_weights = as_flag("merge_weights", merge_weights)
         self.merged = False

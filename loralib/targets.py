@@ -135,11 +135,6 @@ def find(
     """
     first = first_names(model)
     names = list(first)
-    if not names:
-        raise ValueError(
-            f"{type(model).__name__} is itself a layer, and has none within that a target could "
-            "name: put it into a model, such as nn.Sequential, and name it there, as '0'"
-        )
     layers = None if layers is None else as_layers(layers)
     left_out = _left_out(names, as_targets(exclude, "exclude"), layers)
     meant: set[str] = set()
@@ -284,7 +279,8 @@ def _nothing_matches(target: Target, names: Collection[str], left_out: Collectio
     ends = sorted({end for name in names if not (end := name.rpartition(".")[2]).isdigit()})
     last = text.rpartition(".")[2]
     near = difflib.get_close_matches(last, ends, n=6, cutoff=0.5)
-    return f"'{text}' matches no module of the model; it has {listed(near or ends, at_most=8)}"
+    has = listed(near or ends, at_most=8) or "none"
+    return f"'{text}' matches no module of the model; it has {has}"
 
 
 def _no_linear_layer(linear: Collection[str], head: str | None) -> str:

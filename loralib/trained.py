@@ -61,26 +61,27 @@ def untied_from(model: nn.Module) -> set[str]:
 
 def note_frozen(model: nn.Module) -> None:
     """Notes that all but LoRA was frozen in a model: what is trained since then is meant to be."""
-    vars(model)[_FROZEN] = True
+    for module in model.modules():
+        vars(module)[_FROZEN] = True
 
 
-def never_frozen(model: nn.Module) -> set[str]:
-    """The names of the trained parameters for which nobody has decided whether they are.
+def is_never_frozen(model: nn.Module, names: Iterable[str]) -> bool:
+    """Whether all of these parameters are trained, and none was ever frozen for LoRA."""
+    for name in names:
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if _FROZEN in vars(owner) or not model.get_parameter(name).requires_grad:
+            return False
+    return True
 
-    Those of parts in which LoRA's base was never frozen, but for what was noted.
-    """
-    parts = [name for name, module in model.named_modules() if _FROZEN in vars(module)]
-    decided = tuple(f"{name}." if name else "" for name in parts)
-    earlier = noted(model)
-    return {
-        name
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if parameter.requires_grad and name not in earlier and not name.startswith(decided)
-    }
+
+def forget_frozen(model: nn.Module) -> None:
+    """Drops the note that LoRA's base was frozen: the model has no LoRA any more."""
+    for module in model.modules():
+        vars(module).pop(_FROZEN, None)
 
 
 def forget_trained(model: nn.Module) -> None:
     """Drops the record: the model, its LoRA merged, is a base of its own."""
+    forget_frozen(model)
     for module in model.modules():
         vars(module).pop(_RECORD, None)
-        vars(module).pop(_FROZEN, None)

@@ -2,25 +2,21 @@
 
 import logging
 import math
-import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .arguments import as_number, check_model
-from .errors import shown
+from .arguments import ABOVE_0, AT_LEAST_0, as_number, check_model
 from .in_place import leave_fast_path, merge_in_place, merged_copy, was_turned
 from .layers import Embedding
 from .lora_layer import LoRALayer
 from .nn.positions import lora_reaches_positions, unshare_positions
 from .trained import forget_trained, note_frozen, note_trained
-from .wrappers import is_managed, is_sharded, quantized, unwrapped
+from .wrappers import is_managed, is_sharded, quantized
 
 logger = logging.getLogger(__name__)
-
-_LARGEST = sys.float_info.max
 
 _BIAS_CHOICES = ("none", "all", "lora_only")
 
@@ -73,7 +69,7 @@ def freeze_base(model: nn.Module) -> None:
     for parameter in frozen:
         parameter.requires_grad = False
         parameter.grad = None
-    note_frozen(unwrapped(model))
+    note_frozen(model)
 
 
 def train_biases(model: nn.Module, bias: str) -> None:
@@ -131,7 +127,7 @@ def parameter_groups(
     """
     check_model(model)
     lr, lora_plus_ratio = _rate("lr", lr), _rate("lora_plus_ratio", lora_plus_ratio)
-    weight_decay = as_number("weight_decay", weight_decay, "a number of at least 0", (0, _LARGEST))
+    weight_decay = as_number("weight_decay", weight_decay, *AT_LEAST_0)
     if not any(isinstance(layer, LoRALayer) for layer in model.modules()):
         raise ValueError(f"{type(model).__name__} has no LoRA layers")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -143,11 +139,10 @@ def parameter_groups(
 
 def _rate(name: str, value: Any) -> Any:
     """A rate above 0; PyTorch's optimizers take tensors as well."""
-    if isinstance(value, Tensor):
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} has to be a number above 0, got {shown(value)}")
+    is_number = isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta
+    if is_number and 0 < value < math.inf:
         return value
-    return as_number(name, value, "a number above 0", (math.ulp(0.0), _LARGEST))
+    return as_number(name, value, *ABOVE_0)
 
 
 def with_lora_plus(

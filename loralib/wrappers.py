@@ -80,20 +80,22 @@ def has_own_forward(module: Any) -> bool:
     return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 
 
-def set_forward(name: str, module: nn.Module, hooked: str, otherwise: str) -> str:
-    """What an error says of a module with a forward of its own.
+def own_forward_message(name: str, module: nn.Module, if_hooked: str, if_set: str) -> str:
+    """The text of an error about a module that has a forward of its own.
 
     Args:
-        name: of the module.
-        module: it has such a forward.
-        hooked: what of it, and what to do, where it is of hooks that offload weights.
-        otherwise: what of it where somebody else has set it.
+        name: the module's; empty for the model itself.
+        module: the module.
+        if_hooked: how the text goes on where hooks that offload weights have set the forward:
+            what is wrong with that, and what to do.
+        if_set: how it goes on where somebody else has: what is wrong with that. How to delete the
+            forward is added.
     """
     what = f"{name or 'the layer'} has a forward of its own"
     if "_hf_hook" in vars(module):  # accelerate's
-        return f"{what}, {hooked}"
+        return f"{what}, {if_hooked}"
     delete = f"del model.get_submodule('{name}').forward" if name else "del model.forward"
-    return f"{what}, {otherwise}: delete it first ({delete})"
+    return f"{what}, {if_set}: delete it first ({delete})"
 
 
 def drop_set_forward(module: nn.Module) -> None:

@@ -64,8 +64,17 @@ _SUFFIXES = {"lora": (".safetensors",), "release": (".bin", ".pt")}
 # What a file's name ends in, where it tells the format.
 SUFFIXES = tuple(suffix for suffixes in _SUFFIXES.values() for suffix in suffixes)
 # What names of files end in, here, elsewhere or by mistake: a folder's or a repository's do not.
-_OF_FILES = (
-    *(*SUFFIXES, ".ckpt", ".gguf", ".h5", ".json", ".npz", ".onnx", ".pickle", ".pkl", ".pth"),
+_FILE_SUFFIXES = (
+    *SUFFIXES,
+    ".ckpt",
+    ".gguf",
+    ".h5",
+    ".json",
+    ".npz",
+    ".onnx",
+    ".pickle",
+    ".pkl",
+    ".pth",
     ".safetensor",
 )
 
@@ -168,7 +177,7 @@ def _seems_to_be(kind: Kind, path: Path) -> bool:
 def _may_be_on_hub(source: str) -> bool:
     """Whether this can be a repository's name: not one that ends as a file does."""
     is_path = source.startswith((".", "~", os.sep)) or source.count("/") > 1
-    return not is_path and Path(source).suffix.lower() not in _OF_FILES
+    return not is_path and Path(source).suffix.lower() not in _FILE_SUFFIXES
 
 
 def _fetch_first(source: str, names: Iterable[str], where: Mapping[str, Any]) -> None:
@@ -316,7 +325,7 @@ def format_of_path(path: Path) -> str:
     """
     if path.suffix in SUFFIXES:
         return format_of_name(path)
-    if path.suffix.lower() in _OF_FILES:
+    if path.suffix.lower() in _FILE_SUFFIXES:
         raise CheckpointError(
             f"{path}: the file of an adapter has a name that ends in {', '.join(SUFFIXES)}, and a "
             "folder one without such an end"

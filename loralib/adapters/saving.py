@@ -19,7 +19,7 @@ from ..initialization import starts_from_weight
 from ..layers import Conv1d, Conv2d, Conv3d
 from ..lora_layer import LoRALayer
 from ..targets import other_places
-from ..trained import never_frozen, noted, untied_from
+from ..trained import is_never_frozen, noted, untied_from
 from ..utils import check_there, check_whole, tensors_of, weights_with_updates
 from ..wrappers import without_wrappers
 from .adapter import LORA, Adapter, base_biases, lora_metadata
@@ -140,14 +140,16 @@ def _base_besides(model: nn.Module, adapter: Adapter) -> list[str]:
         and id(parameter) not in of_lora
         and not isinstance(parameter, nn.parameter.UninitializedParameter)
     }
-    held = never_frozen(model) & base.keys() & adapter.tensors.keys()
+    # Where anything was frozen, what is trained besides LoRA was chosen.
+    held = (base.keys() & adapter.tensors.keys()) - noted(model).keys()
     size = sum(base[name] for name in held)
-    if 2 * size <= sum(base.values()):
+    if 2 * size <= sum(base.values()) or not is_never_frozen(model, base):
         return []
     remark = (
         f"holds {len(held)} tensors ({size:,} numbers) besides LoRA, most of the base that LoRA "
         "leaves alone, because they were never frozen: if they are not meant to be trained, call "
-        "mark_only_lora_as_trainable before the training"
+        "mark_only_lora_as_trainable before the training, then requires_grad_(True) on what is to "
+        "be trained as well"
     )
     logger.warning("%s: %s", adapter.source, remark)
     return [remark]
@@ -234,7 +236,8 @@ def _check_layers(layers: dict[str, LoRALayer]) -> None:
         if weight is not None and weight.requires_grad:
             raise CheckpointError(
                 f"the weight of {name} is trained as well as its LoRA, and adapters do not hold "
-                "it: freeze it before the training, as mark_only_lora_as_trainable does"
+                "it: freeze it before the training, as mark_only_lora_as_trainable does, or merge "
+                "the model and save it whole"
             )
 
 
@@ -276,12 +279,14 @@ def _name_in_config(model: nn.Module) -> str | None:
 
 
 def _check_buffers(model: nn.Module, adapter: Adapter) -> None:
-    """Refuses infinite buffers, such as a mask, which look like a training that has diverged."""
+    """Refuses infinite buffers, such as a mask; NaN in them are of a training that diverged."""
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        if name in adapter.tensors and LORA.part not in name and not buffer.isfinite().all():
+        if name not in adapter.tensors or LORA.part in name or buffer.isnan().any():
+            continue
+        if not buffer.isfinite().all():
             raise CheckpointError(
-                f"{adapter.source}: the buffer {name} holds values that are not finite, which no "
-                "adapter may: register it with persistent=False, if the model makes it by itself"
+                f"{adapter.source}: the buffer {name} holds infinities, which no adapter may: "
+                "register it with persistent=False, if the model makes it by itself"
             )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..arguments import as_number
+from ..arguments import ABOVE_0, as_number
 from ..errors import AlphaError, CheckpointError, FullModelError
 from .adapter import LORA, Adapter, base_biases, lora_metadata, plain
 from .checks import check_finite, warn_of_alpha
@@ -57,7 +57,7 @@ def check_lora(adapter: Adapter, lora_alpha: float | None = None) -> Adapter:
 def _with_alpha(adapter: Adapter, alpha: float | None) -> Adapter:
     if alpha is None:
         return adapter
-    alpha = as_number("lora_alpha", alpha)
+    alpha = as_number("lora_alpha", alpha, ABOVE_0.what)
     if not is_alpha(alpha):
         raise AlphaError(adapter.source, given=alpha)
     if adapter.metadata is not None:

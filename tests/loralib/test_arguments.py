@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
 import loralib as lora
+from loralib.adapters.saving import adapter_of
 from loralib.errors import CheckpointError
 
 MODEL = nn.Sequential(nn.Linear(4, 4))
@@ -46,7 +48,7 @@ OF_A_PATH = {
     "load_adapter": lambda path: lora.load_adapter(MODEL, path),
     "save_adapter": lambda path: lora.save_adapter(adapted(), path),
     "read_adapter": lora.read_adapter,
-    "write_adapter": lambda path: lora.write_adapter(path, None),
+    "write_adapter": lambda path: lora.write_adapter(path, adapter_of(adapted())),
 }
 
 
@@ -76,11 +78,14 @@ def test_what_is_no_adapter(tmp_path):
         lora.write_adapter(tmp_path / "a.safetensors", adapted())
 
 
-@pytest.mark.parametrize("labels", ["no", [0, 1], 2])
+@pytest.mark.parametrize(
+    "labels", ["no", [0, 1], 2, {"no", "yes"}, frozenset({"no"}), {"no": 0, "yes": 1}]
+)
 def test_what_are_no_labels(tmp_path, labels):
     with pytest.raises(ValueError, match=r"labels has to be a list of names such as .*, got "):
         lora.save_adapter(adapted(), tmp_path / "a.safetensors", labels=labels)
-    lora.save_adapter(adapted(), tmp_path / "a.safetensors", labels=iter(["no", "yes"]))
+    in_order = {"no": 0, "yes": 1}.keys()
+    lora.save_adapter(adapted(), tmp_path / "a.safetensors", labels=in_order)
     assert lora.read_adapter(tmp_path / "a.safetensors").lora.labels == ("no", "yes")
 
 
@@ -90,6 +95,10 @@ def test_what_are_no_labels(tmp_path, labels):
         ({"lr": "1e-3"}, r"lr has to be a number above 0, got '1e-3'"),
         ({"lr": None}, r"lr has to be a number above 0, got None"),
         ({"lr": torch.tensor(-1.0)}, r"lr has to be a number above 0, got tensor\(-1"),
+        ({"lr": torch.tensor(float("nan"))}, r"lr has to be a number above 0, got tensor\(nan"),
+        ({"lr": torch.tensor([1.0, 2.0])}, r"lr has to be a number above 0, got tensor\(\[1"),
+        ({"lr": torch.ones((), device="meta")}, r"lr has to be a number above 0, got tensor"),
+        ({"lr": numpy.array([1e-3])}, r"lr has to be a number above 0, got array"),
         ({"lr": 1e-3, "lora_plus_ratio": "16"}, r"lora_plus_ratio has to be a number above 0, got"),
         (
             {"lr": 1e-3, "weight_decay": "0.1"},
@@ -109,3 +118,7 @@ def test_what_are_no_rates(settings, message):
 def test_rates_may_be_tensors():
     rate = torch.tensor(1e-3)
     assert lora.parameter_groups(adapted(), rate)[0]["lr"] is rate
+    for one in (numpy.array, torch.tensor):
+        group = lora.parameter_groups(adapted(), numpy.array(1e-3), weight_decay=one(0.5))[0]
+        assert (group["lr"], group["weight_decay"]) == (1e-3, 0.5)
+        assert {type(group["lr"]), type(group["weight_decay"])} == {float}

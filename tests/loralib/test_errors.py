@@ -13,6 +13,8 @@ CASES = [
     errors.AlphaError("a file", found=8, given=16),
     errors.WrongBaseError("a file", "roberta-base", "feed", "beef"),
     errors.WrongBaseError("a file", None, "feed", "beef"),
+    errors.AdapterAsModelError("a file", "roberta-base"),
+    errors.AdapterAsModelError("a file"),
     errors.FullModelError("a file", "a.weight"),
     errors.MissingLayersError("a file", "LoRA", "apply_lora"),
     errors.MissingPartError("a file", "apply_bitfit"),

@@ -1,5 +1,7 @@
 """add_lora where a model, an order of calls or a class is unusual: right, or refused in words."""
 
+import copy
+
 import numpy
 import pytest
 import torch
@@ -223,10 +225,16 @@ WRONG_TYPES = {
     "to train": ({"modules_to_train": 1}, "modules_to_train has to be .* got 1"),
     "ranks": ({"rank_pattern": 4}, "have to be a dict of targets and values, such as .* got 4"),
     "slices": ({"enable_lora": [True, False]}, r"have to be a dict .* got \[True, False\]"),
+    "an array": ({"enable_lora": numpy.ones(2)}, "have to be a dict .* got array"),
     "a slice": (
         {"enable_lora": {"q_proj": 2}},
-        "enable_lora of layers.0.q_proj .* list .* got 2",
+        "enable_lora of q_proj .* list .* got 2",
     ),
+    "no slice": ({"enable_lora": {"q_proj": []}}, r"enable_lora \[\] does not fit layers\.0"),
+    "a matrix": ({"enable_lora": {"q_proj": numpy.ones((1, 2))}}, "each of .* got array"),
+    "ranks as one": ({"r": torch.tensor([1, 2])}, "an integer of at least 1, got tensor"),
+    "alphas as one": ({"lora_alpha": torch.ones(2)}, "lora_alpha has to be a number above 0, got"),
+    "dropouts as one": ({"lora_dropout": torch.ones(2)}, "lora_dropout has to be a prob.* got t"),
     "a flag": ({"enable_lora": {"q_proj": ["no"]}}, "each of enable_lora of .* True or False, got"),
     "alpha": ({"lora_alpha": "16"}, "lora_alpha has to be a number above 0, got '16'"),
     "dropout": ({"lora_dropout": "0.1"}, "lora_dropout has to be a probability .* got '0.1'"),
@@ -248,6 +256,15 @@ def test_what_is_of_another_type_is_said_in_one_line(case):
     assert not names_of(model)
 
 
+def test_an_iterator_of_slices_is_read_once_for_all_modules():
+    model = AnyModel()
+    adapted = lora.add_lora(model, "q_proj", r=2, enable_lora={"q_proj": iter([True, False])})
+    assert len(adapted) > 1
+    assert [model.get_submodule(name).enable_lora for name in adapted] == [[True, False]] * len(
+        adapted
+    )
+
+
 @pytest.mark.parametrize(
     ("settings", "warns"),
     [
@@ -255,6 +272,8 @@ def test_what_is_of_another_type_is_said_in_one_line(case):
         ({"modules_to_train": "first"}, True),
         ({"modules_to_train": "last"}, False),
         ({"exclude": "last"}, False),
+        ({"bias": "all"}, False),
+        ({"bias": "lora_only"}, True),
         ({"targets": ["all-linear", "last"]}, False),
         ({"targets": ["first", "second"]}, False),
     ],
@@ -267,6 +286,32 @@ def test_a_layer_that_is_taken_for_the_head_is_named(caplog, settings, warns):
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == warns
     assert all("'all-linear' takes last, the last linear layer, for the head" in s for s in said)
+    assert all(s.endswith("or to exclude, if it is to stay frozen") for s in said)
+
+
+@pytest.mark.parametrize("head", ["adapted before", "built with LoRA", "frozen with its LoRA"])
+def test_a_head_that_has_lora_is_not_taken_for_a_frozen_one(caplog, head):
+    model = nn.ModuleDict({"first": nn.Linear(4, 4), "last": nn.Linear(4, 4)})
+    if head == "built with LoRA":
+        model["last"] = lora.Linear(4, 4, r=2)
+    else:
+        lora.add_lora(model, "last", r=2)
+        model.requires_grad_(head == "adapted before")
+    assert lora.add_lora(model, "all-linear", r=2) == ("first",)
+    assert not caplog.records
+
+
+def test_a_head_with_the_embeddings_weight_can_only_be_excluded(caplog):
+    model = nn.ModuleDict({"words": nn.Embedding(9, 4), "first": nn.Linear(4, 4)})
+    model["last"] = nn.Linear(4, 9, bias=False)
+    model["last"].weight = model["words"].weight
+    plain = copy.deepcopy(model)
+    lora.add_lora(model, "all-linear", r=2)
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.endswith("which stays frozen: add it to exclude, if it is to stay frozen")
+    caplog.clear()
+    lora.add_lora(plain, "all-linear", r=2, exclude="last")
+    assert not caplog.records
 
 
 def test_a_head_outside_of_numbered_layers_is_left_out_in_silence(caplog):
@@ -520,3 +565,34 @@ def test_complex_weights_are_called_so():
     model = nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64))
     message = "0 has complex weights .torch.complex64., which have no LoRA"
     unchanged_by(model, message, "0", r=2, kind=UnsupportedLayerError)
+
+
+class Raw(nn.Module):
+    """Multiplies by a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+
+@pytest.mark.parametrize("target", ["all-linear", "weight"])
+@pytest.mark.parametrize(
+    ("layer", "is_supported"),
+    [
+        (nn.Linear(4, 4), True),
+        (nn.Embedding(4, 4), True),
+        (nn.Conv2d(4, 4, 3), True),
+        (Scaled(4, 4), False),
+        (Raw(), False),
+        (nn.LSTM(4, 4), False),
+        (nn.Sequential(), False),
+    ],
+)
+def test_a_layer_alone_is_to_be_put_into_a_model_if_that_helps(layer, target, is_supported):
+    layer, kind = copy.deepcopy(layer), type(layer).__name__
+    alone = f"^{kind} is itself a layer, .* name it there, as '0'$"
+    message = alone if is_supported else f"^{kind} has no layers within that LoRA could adapt$"
+    with pytest.raises(ValueError, match=message):
+        lora.add_lora(layer, target, r=2)
+    if is_supported:
+        assert lora.add_lora(nn.Sequential(layer), "0", r=2) == ("0",)

@@ -248,7 +248,7 @@ def test_an_infinite_buffer_of_a_head_is_named_with_the_way_out(tmp_path, persis
     model = build()
     lora.add_lora(model, "up", r=2, modules_to_train="head")
     if persistent:
-        with pytest.raises(CheckpointError, match=r"buffer head\.mask holds .* persistent=False"):
+        with pytest.raises(CheckpointError, match=r"buffer head\.mask holds inf.*persistent=False"):
             lora.save_adapter(model, tmp_path / "a.safetensors")
         assert not any(tmp_path.iterdir())
     else:
@@ -256,13 +256,31 @@ def test_an_infinite_buffer_of_a_head_is_named_with_the_way_out(tmp_path, persis
         assert lora.load_adapter(build(), tmp_path / "a.safetensors") == ("up",)
 
 
-@pytest.mark.parametrize("name", ["linear", "attention", "separate"])
-def test_a_weight_that_is_trained_as_well_as_its_lora_is_named(tmp_path, name):
-    model = CASES[name].adapted()
-    model.requires_grad_(True)
-    with pytest.raises(CheckpointError, match=r"^the weight of .* is trained as well as its LoRA"):
+@pytest.mark.parametrize("values", [[torch.nan, 0.0], [torch.nan, torch.inf]])
+def test_running_statistics_that_diverged_are_not_taken_for_a_mask(tmp_path, values):
+    model = nn.ModuleDict({"up": nn.Linear(8, 8), "norm": nn.BatchNorm1d(2)})
+    lora.add_lora(model, "up", r=2, modules_to_train="norm")
+    model["norm"].running_mean.copy_(torch.tensor(values))
+    with pytest.raises(CheckpointError, match=r"norm\.running_mean holds .* not finite$"):
         lora.save_adapter(model, tmp_path / "a.safetensors")
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["linear", "attention", "separate"])
+def test_a_weight_that_is_trained_as_well_as_its_lora_is_named(tmp_path, name):
+    case = CASES[name]
+    model = case.adapted()
+    model.requires_grad_(True)
+    with pytest.raises(
+        CheckpointError,
+        match=r"^the weight of .* is trained as well as its LoRA.* or merge the model and save it",
+    ):
+        lora.save_adapter(model, tmp_path / "a.safetensors")
+    assert not any(tmp_path.iterdir())
+    expected = model.eval()(*case.inputs)
+    plain = case.build().eval()
+    plain.load_state_dict(lora.merge(model).state_dict())
+    torch.testing.assert_close(plain(*case.inputs), expected)
 
 
 def test_weights_are_not_decomposed_for_an_adapter_that_is_loaded(tmp_path, monkeypatch):

@@ -260,41 +260,62 @@ def train_head_alone(model):
         parameter.requires_grad = True
 
 
+def freeze_a_bias(model):
+    model.up.bias.requires_grad = False
+
+
 def mark_and_train_all(model):
     lora.mark_only_lora_as_trainable(model)
     model.requires_grad_(True)
     model.up.weight.requires_grad = False
 
 
-def mark_wrapped(model):
-    lora.mark_only_lora_as_trainable(nn.DataParallel(model))
-    model.words.requires_grad_(True)
+def mark_outside(wrap):
+    def prepare(model):
+        lora.mark_only_lora_as_trainable(wrap(model))
+        model.words.requires_grad_(True)
+
+    return prepare
 
 
-def adapt_a_block(model):
-    """What was frozen within a part is decided there; the rest is not."""
-    lora.mark_only_lora_as_trainable(model.up)
+def take_marked_blocks(model):
+    """Out of a model into another one, with a larger head."""
+    lora.mark_only_lora_as_trainable(model)
+    return nn.ModuleDict({"up": model.up, "mid": model.mid, "head": nn.Linear(8, 400)})
+
+
+def remove_and_build_anew(model):
+    up, model.up = model.up, nn.Linear(8, 8)
+    lora.add_lora(model, "mid", r=2)
+    lora.remove_lora(model)
+    model.requires_grad_(True)
+    model.up = up
+    up.weight.requires_grad_(False)
 
 
 @pytest.mark.parametrize(
     ("prepare", "warns"),
     [
         (lambda model: None, True),
-        (lambda model: model.mid.requires_grad_(False), True),
-        (adapt_a_block, True),
-        (lambda model: copy.deepcopy(model).requires_grad_(False), True),
+        (remove_and_build_anew, True),
         (lora.mark_only_lora_as_trainable, False),
+        (freeze_a_bias, False),
         (train_head_alone, False),
         (mark_and_train_all, False),
-        (mark_wrapped, False),
+        (mark_outside(nn.DataParallel), False),
+        (mark_outside(lambda model: nn.ModuleDict({"model": model})), False),
+        (take_marked_blocks, False),
+        (lambda model: take_marked_blocks(nn.ModuleDict({"up": model, "mid": nn.ReLU()})), False),
     ],
 )
 def test_a_base_that_nobody_froze_is_warned_of(tmp_path, caplog, prepare, warns):
     model = Hand()
     nn.init.ones_(model.up.lora_B)
-    prepare(model)
+    model = prepare(model) or model
     remarks = lora.save_adapter(copy.deepcopy(model), tmp_path / "a.safetensors")
     said = [each for each in remarks if "call mark_only_lora_as_trainable before" in each]
+    way_out = ", then requires_grad_(True) on what is to be trained as well"
+    assert all(each.endswith(way_out) for each in said)
     assert len(said) == warns
     assert said == [record.getMessage().partition(": ")[2] for record in caplog.records]
     held = read_adapter(tmp_path / "a.safetensors").tensors

@@ -130,14 +130,19 @@ def test_gradients_of_an_embedding_may_be_sparse_or_scaled():
         ("Linear", (4, 6), {"r": 1, "lora_dropout": "0.1"}, "lora_dropout .* got '0.1'"),
         ("Linear", (4, 6), {"r": 1, "lora_alpha": "16"}, "lora_alpha .* a finite number, got '16'"),
         ("Linear", (4, 6), {"r": 1, "lora_alpha": float("nan")}, "lora_alpha .* number, got nan"),
-        ("Linear", (4, 6), {"r": 1, "lora_alpha": torch.tensor(4.0)}, "lora_alpha .* got tensor"),
+        ("Linear", (4, 6), {"r": 1, "lora_alpha": None}, "lora_alpha .* finite number, got None"),
+        ("Linear", (4, 6), {"r": 1, "lora_alpha": torch.ones(2)}, "lora_alpha .* got tensor"),
+        ("Linear", (4, 6), {"lora_alpha": torch.ones((), device="meta"), "r": 1}, "got tensor"),
+        ("Linear", (4, 6), {"r": 1, "lora_dropout": True}, "lora_dropout .* 0 and 1, got True"),
+        ("Linear", (4, 6), {"r": 1, "lora_dropout": numpy.ones(2)}, "lora_dropout .* got array"),
         (
             "Linear",
             (4, 6),
             {"r": 1, "freeze_A": "no"},
             "freeze_A .* True or False, got 'no'",
         ),
-        ("Linear", (4, 6), {"merge_weights": None}, "merge_weights has to be True or False, got N"),
+        ("Linear", (4, 6), {"merge_weights": torch.ones(2)}, "merge_weights .* False, got tensor"),
+        ("Linear", (4, 6), {"merge_weights": ""}, "merge_weights has to be True or False, got ''"),
         ("Linear", (4, 6), {"fan_in_fan_out": "no"}, "fan_in_fan_out has to be True or False"),
         ("Linear", (4, 6), {"variant": ["dora"]}, "unknown variant"),
         ("Embedding", (4, 6), {"r": -2}, "got -2"),
@@ -150,6 +155,14 @@ def test_gradients_of_an_embedding_may_be_sparse_or_scaled():
         ("MergedLinear", (4, 6), {"enable_lora": True}, "enable_lora has to be a list .* got True"),
         ("MergedLinear", (4, 6), {"enable_lora": "ab"}, "enable_lora has to be a list .* got 'ab'"),
         ("MergedLinear", (4, 6), {"enable_lora": [2, "no"]}, "each of enable_lora .* False, got 2"),
+        ("MergedLinear", (4, 6), {"enable_lora": {0, 1}}, r"enable_lora .* a list .* got \{0, 1\}"),
+        ("MergedLinear", (4, 6), {"enable_lora": torch.tensor(True)}, "a list .* got tensor"),
+        (
+            "MergedLinear",
+            (4, 6),
+            {"enable_lora": numpy.ones((1, 2))},
+            "each of .* False, got array",
+        ),
         ("Conv1d", (4, 6, 3), {"r": -1}, "got -1"),
         ("Conv2d", (4, 6, (3, 3)), {"r": 1}, r"kernel_size must be an integer, got \(3, 3\)"),
         ("Conv3d", (4, 6, 3), {"r": 1, "lora_dropout": 2}, "got 2"),
@@ -176,8 +189,35 @@ def test_numbers_of_numpys_and_flags_as_numbers(tmp_path):
         assert lora.read_adapter(tmp_path / name).lora.alpha == 0.5
     path = tmp_path / "a.safetensors"
     assert lora.read_adapter(path, lora_alpha=numpy.float32(0.5)).lora.alpha == 0.5
-    with pytest.raises(ValueError, match=r"lora_alpha has to be a number, got '0\.5'"):
+    with pytest.raises(ValueError, match=r"lora_alpha has to be a number above 0, got '0\.5'"):
         lora.read_adapter(path, lora_alpha="0.5")
+
+
+def test_arrays_and_tensors_of_one_number():
+    for one in (numpy.array, torch.tensor):
+        layer = lora.Linear(4, 6, r=one(2), lora_alpha=one(3.0), lora_dropout=one(0.5))
+        assert (layer.r, layer.lora_alpha, layer.scaling) == (2, 3.0, 1.5)
+        assert {type(layer.r), type(layer.lora_alpha), type(layer.lora_dropout.p)} == {int, float}
+        assert lora.Linear(4, 6, r=2, merge_weights=one(False)).merge_weights is False
+        model = torch.nn.Sequential(torch.nn.Linear(4, 6))
+        lora.add_lora(model, "0", one(2), one(3.0), one(0.5), freeze_A=one(True))
+        assert (model[0].scaling, model[0].lora_dropout.p, model[0].freeze_A) == (1.5, 0.5, True)
+
+
+def test_none_is_a_flag_that_is_not_set():
+    layer = lora.Linear(4, 6, r=2, merge_weights=None, fan_in_fan_out=None, freeze_A=None)
+    assert (layer.merge_weights, layer.fan_in_fan_out, layer.freeze_A) == (False, False, False)
+    assert lora.MergedLinear(4, 6, r=2, enable_lora=[1, None]).enable_lora == [True, False]
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6))
+    assert lora.add_lora(model, "0", r=2, freeze_A=None, untie=None) == ("0",)
+
+
+@pytest.mark.parametrize("alpha", [None, float("inf"), torch.tensor(4.0)])
+def test_what_a_layer_without_an_update_makes_nothing_of(alpha):
+    layer = lora.Linear(4, 6, r=0, lora_alpha=alpha, lora_dropout=False)
+    assert layer.scaling == 0
+    x = torch.randn(3, 4)
+    assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
 
 
 # ---- What it costs ----
