@@ -488,7 +488,7 @@ def test_a_base_is_not_overwritten(call, tiny_base, tmp_path, task):
     base = Path(shutil.copytree(tiny_base, tmp_path / "base"))
     before = {path.name: path.read_bytes() for path in base.iterdir()}
     flags = [*write_data(task, tmp_path / "data")[:2], "--do_train", "--overwrite_output_dir"]
-    message = "--model_name_or_path .*: training might overwrite it, as it is in --output_dir"
+    message = "--model_name_or_path .*: training would overwrite it, as it is in --output_dir"
     with pytest.raises(ValueError, match=message):
         call(task, "base", *flags, base=base)
     kept = {path.name: path.read_bytes() for path in base.iterdir() if path.suffix != ".lock"}

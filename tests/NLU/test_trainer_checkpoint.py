@@ -189,37 +189,32 @@ def test_a_restart_resumes_its_own_run_alone(tmp_path, monkeypatch, folder):
     assert Path(find_checkpoint(args)).name == "checkpoint-10"
 
 
-@pytest.mark.parametrize("overwrite", [True, False])
-@pytest.mark.parametrize("source", ["out", "./out/", "link", "out/pytorch_model_lora.bin"])
-def test_training_does_not_overwrite_what_it_starts_from(tmp_path, monkeypatch, source, overwrite):
+@pytest.mark.parametrize(
+    "source", ["out", "./out/", "link", "out/checkpoint-5", "out/checkpoint-5/x.bin", "out/{saved}"]
+)
+def test_training_does_not_overwrite_what_it_starts_from(tmp_path, monkeypatch, source):
     monkeypatch.chdir(tmp_path)
+    source = source.format(saved="pytorch_model_lora.bin")
     Path("out/checkpoint-5").mkdir(parents=True)
-    Path("out/pytorch_model_lora.bin").write_bytes(b"trained")
     Path("link").symlink_to("out")
-    args = TrainingArguments("out", do_train=True, overwrite_output_dir=overwrite)
-    with pytest.raises(ValueError, match=r"^--lora_path \S+: training might overwrite it"):
+    for name in ("pytorch_model_lora.bin", "mine.bin", "checkpoint-5/x.bin"):
+        Path("out", name).touch()
+    args = TrainingArguments("out", do_train=True, overwrite_output_dir=True)
+    with pytest.raises(ValueError, match=r"^--lora_path \S+: training would overwrite it"):
         check_sources_kept(args, {"model_name_or_path": "roberta-base", "lora_path": source})
-    args.do_train = False  # evaluation reads the folder, and writes results beside
+    # Nothing is written over files of other names, nor beside the folder.
+    check_sources_kept(args, {"model_name_or_path": ".", "lora_path": "out/mine.bin"})
+    args.overwrite_output_dir = False  # the run resumes from the checkpoint
+    check_sources_kept(args, {"lora_path": source})
+    args.do_train, args.overwrite_output_dir = False, True  # evaluation writes results alone
     check_sources_kept(args, {"lora_path": source})
 
 
-def test_what_a_run_starts_from_may_be_beside_its_output(tmp_path, monkeypatch):
-    """Or a checkpoint in it, unless the run removes checkpoints."""
-    monkeypatch.chdir(tmp_path)
-    Path("base/out/checkpoint-5").mkdir(parents=True)
-    Path("base/config.json").write_text("{}")
-    args = TrainingArguments("base/out", do_train=True)
-    checkpoint = "base/out/checkpoint-5"
-    sources = {"model_name_or_path": "base", "config_name": "base/config.json", "lora_path": None}
-    for more in ({}, {"lora_path": checkpoint}, {"lora_path": "out"}):
-        check_sources_kept(args, {**sources, **more})
-    Path(checkpoint, "pytorch_model_lora.bin").touch()
-    for removing in ({"overwrite_output_dir": True}, {"save_total_limit": 1}):
-        args = TrainingArguments("base/out", do_train=True, **removing)
-        check_sources_kept(args, sources)
-        for path in (checkpoint, f"{checkpoint}/pytorch_model_lora.bin"):
-            with pytest.raises(ValueError, match=r"--lora_path .*: training might overwrite it"):
-                check_sources_kept(args, {**sources, "lora_path": path})
+def test_a_folder_with_a_base_is_not_proposed_to_be_overwritten(tmp_path):
+    args = TrainingArguments(str(tmp_path), do_train=True)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="training would overwrite it"):
+        check_sources_kept(args, {"model_name_or_path": str(tmp_path)})
 
 
 def test_a_restart_on_another_machine_knows_what_an_earlier_run_has_left(tmp_path, monkeypatch):

@@ -154,7 +154,7 @@ def test_a_model_is_not_trained_in_its_own_folder(script, run, tmp_path):
     for name in ("train.txt", "valid.txt"):
         shutil.copy(out.with_name(name), tmp_path)
     before = (base / "pytorch_model.bin").read_bytes()
-    with pytest.raises(ValueError, match=r"--model_name_or_path .*: training might overwrite it"):
+    with pytest.raises(ValueError, match=r"--model_name_or_path .*: training would overwrite it"):
         further(script, base, base, "--do_train", "--overwrite_output_dir")
     assert (base / "pytorch_model.bin").read_bytes() == before
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from loralib.functional import VARIANTS
 from loralib.initialization import INITIALIZATIONS
 
+from ..adapter_kinds import PATHS
 from ..configuration_utils import ADAPTER_TYPES, LORA_TARGETS
 from ..hf_argparser import flag
 
@@ -89,9 +90,8 @@ class AdaptedModelArguments:
 
     @property
     def sources(self) -> dict[str, str | None]:
-        """What the model is made from, by the flag's name: folders, files and names on the hub."""
-        names = [item.name for item in fields(self) if item.name.endswith(("_path", "_name"))]
-        return {name: getattr(self, name) for name in names}
+        """Where weights are read from, by the flag's name: folders, files and names on the hub."""
+        return {name: getattr(self, name) for name in ("model_name_or_path", *PATHS.values())}
 
 
 @dataclass

@@ -30,7 +30,7 @@ from loralib.training import process
 from loralib.training.launch import find_launch
 from loralib.training.output import output_folder
 
-from ..adapter_kinds import path_flag
+from ..adapter_kinds import KINDS, path_flag
 from ..configuration_utils import PretrainedConfig
 from ..tokenization_utils_base import PreTrainedTokenizerBase
 from ..trainer_checkpoint import LEFT_FOLDERS, outdated_checkpoints
@@ -38,6 +38,9 @@ from ..trainer_utils import get_last_checkpoint, list_checkpoints
 from ..training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
+
+# Files of weights that a run may be started from, and that it saves.
+_SAVED = {name for kind in KINDS for name in kind.files}
 
 # Tokens that texts are cut to by default.
 DEFAULT_LENGTH = 128
@@ -125,30 +128,30 @@ def sole_use_of_output(args: TrainingArguments) -> AbstractContextManager[None]:
 
 
 def check_sources_kept(args: TrainingArguments, sources: Mapping[str, str | None]) -> None:
-    """Refuses to train into a folder that the run starts from: what it saves may replace that.
+    """Refuses to begin a training that would write over what it starts from.
 
-    To be called before `find_checkpoint`, whose error proposes to overwrite a folder.
+    To be called before `find_checkpoint`, whose error proposes to overwrite a folder. A run that
+    resumes has begun already.
 
     Args:
         args: say whether there is training, and where it writes.
-        sources: what the model is made from, by the flag's name: paths, names on the hub or None.
+        sources: where weights are read from, by the flag's name: paths, names on the hub or None.
 
     Raises:
-        ValueError: one is the output folder, a file in it, or a checkpoint that may be removed.
+        ValueError: one is the output folder, a file that is saved there, or a checkpoint in it.
     """
-    if not args.do_train:
-        return
     output = Path(args.output_dir).resolve()
-    are_removed = args.overwrite_output_dir or args.save_total_limit is not None
-    removed = list_checkpoints(output) if are_removed else []
+    checkpoints = list_checkpoints(output)
+    if not args.do_train or (checkpoints and not args.overwrite_output_dir):
+        return
     for flag, source in sources.items():
         path = Path(source or "").resolve()
         if not source or not path.exists():
             continue  # not given, or a name on the hub
-        is_in_reach = path == output or (path.is_file() and path.parent == output)
-        if is_in_reach or any(path.is_relative_to(checkpoint) for checkpoint in removed):
+        is_saved = path.parent == output and path.name in _SAVED
+        if path == output or is_saved or any(path.is_relative_to(each) for each in checkpoints):
             raise ValueError(
-                f"--{flag} {source}: training might overwrite it, as it is in --output_dir "
+                f"--{flag} {source}: training would overwrite it, as it is in --output_dir "
                 f"{args.output_dir}; give another --output_dir"
             )
 
