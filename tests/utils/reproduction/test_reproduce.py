@@ -59,10 +59,11 @@ def unfetched(called, monkeypatch):
     """``unfetched(fetch)``: recipes fail as what fetches does in offline mode."""
 
     def set_to(fetch):
-        with monkeypatch.context() as offline, pytest.raises(OSError) as raised:
+        with monkeypatch.context() as offline:
             offline.setenv("HF_HUB_OFFLINE", "1")
             offline.setenv("TRANSFORMERS_OFFLINE", "1")
-            fetch()
+            with pytest.raises(OSError, match="fetched") as raised:
+                fetch()
         noted = reproduce.execute
 
         def execute(tree, run, flags):
