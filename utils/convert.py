@@ -49,10 +49,12 @@ from loralib.adapters.names import within_layer
 from loralib.adapters.peft import CONFIG_NAME, WEIGHTS_NAMES
 from loralib.adapters.soundness import check_lora
 from loralib.errors import (
+    AdapterAsModelError,
     AlphaError,
     CheckpointError,
     FullModelError,
     NeedsMergingError,
+    WayOut,
     WrongBaseError,
     adding_ways_out,
 )
@@ -83,7 +85,11 @@ TOKENIZER_FILES = (
 # The format, as messages show it, of an adapter that was extracted from a full checkpoint.
 FULL = "in a full model"
 # What this script's users can do about the library's errors.
-WAYS_OUT = {
+WAYS_OUT: dict[type[CheckpointError], WayOut] = {
+    AdapterAsModelError: lambda error: (
+        f"IN is the adapter, --base {error.base or 'that model'}; where IN was trained on both, "
+        "merge them first"
+    ),
     AlphaError: "--lora_alpha",
     WrongBaseError: "--base",
     NeedsMergingError: "--to merged",
