@@ -7,7 +7,7 @@ Each script of this folder runs the recipe of its own name: `bash roberta_base_r
 
 import argparse
 import configparser
-import importlib.util
+import importlib
 import os
 import shlex
 import sys
@@ -164,7 +164,7 @@ def _given(arguments: Sequence[str], name: str) -> str | None:
 
 
 def check_flags(recipe: Recipe, extra: Sequence[str]) -> None:
-    """Checks that run_glue.py takes the flags that were added to the recipe's own.
+    """Checks that run_glue.py takes the recipe's flags with those that were added, and the values.
 
     Said by the processes of a launcher, which tells of their end at length, it would go under.
 
@@ -173,14 +173,15 @@ def check_flags(recipe: Recipe, extra: Sequence[str]) -> None:
     """
     if not extra:
         return
-    from transformers.fine_tuning.script import parser_of  # takes seconds, as what it imports does
+    sys.path.append(str(SCRIPT.parent))
+    script = importlib.import_module(SCRIPT.stem)  # takes seconds
+    from transformers.fine_tuning.script import parser_of
 
-    spec = importlib.util.spec_from_file_location("run_glue", SCRIPT)
-    sys.modules["run_glue"] = script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     parser = parser_of(script.FLAGS, script.__doc__)
     parser.prog = recipe.script.name
-    parser.parse_args(recipe.arguments(extra))
+    # As the launcher adds it: else what this shell's environment says of processes would count.
+    given = ["--local_rank", "0", *recipe.arguments(extra)]
+    parser.parse_args_into_dataclasses(given, args_filename=str(SCRIPT.with_suffix(".args")))
 
 
 def check_start(recipe: Recipe, extra: Sequence[str] = ()) -> None:

@@ -25,6 +25,7 @@ import argparse
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,10 +49,12 @@ from loralib.adapters.names import within_layer
 from loralib.adapters.peft import CONFIG_NAME, WEIGHTS_NAMES
 from loralib.adapters.soundness import check_lora
 from loralib.errors import (
+    AdapterAsModelError,
     AlphaError,
     CheckpointError,
     FullModelError,
     NeedsMergingError,
+    WayOut,
     WrongBaseError,
     adding_ways_out,
 )
@@ -65,7 +68,7 @@ from split_lora import extract
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.adapter_kinds import KINDS
 from transformers.configuration_utils import OWN_SETTINGS, write_settings
-from transformers.data.processors import glue_task
+from transformers.data.processors import GLUE_TASKS, glue_task, similar_glue_task
 from transformers.models.auto.modeling_auto import auto_model_for
 from transformers.models.registry import head_of_class
 from transformers.utils.logging import errors_only
@@ -82,7 +85,11 @@ TOKENIZER_FILES = (
 # The format, as messages show it, of an adapter that was extracted from a full checkpoint.
 FULL = "in a full model"
 # What this script's users can do about the library's errors.
-WAYS_OUT = {
+WAYS_OUT: dict[type[CheckpointError], WayOut] = {
+    AdapterAsModelError: lambda error: (
+        f"IN is the adapter, --base {error.base or 'that model'}; where IN was trained on both, "
+        "merge them first"
+    ),
     AlphaError: "--lora_alpha",
     WrongBaseError: "--base",
     NeedsMergingError: "--to merged",
@@ -364,11 +371,11 @@ def with_task(adapter: Adapter, task: str | None, labels: Sequence[str] | None) 
     """The adapter with the task and labels that a user named, where it does not say its own.
 
     Raises:
-        CheckpointError: it says others, its head has another number of outputs, or GLUE has no
-            such task.
+        CheckpointError: it says others, or its head has another number of outputs.
     """
-    if task and adapter.head == DEFAULT_HEAD:
-        task = _glue_name(task)
+    said = adapter.metadata and adapter.metadata.task
+    if task:
+        task = said if said and _glue_name(said) == _glue_name(task) else _glue_name(task)
     named = {"task": task, "labels": tuple(labels) if labels else None}
     for what, value in named.items():
         known = getattr(adapter.metadata, what, None)
@@ -387,17 +394,27 @@ def with_task(adapter: Adapter, task: str | None, labels: Sequence[str] | None) 
 
 
 def _glue_name(task: str) -> str:
-    """A task's name as run_glue.py records it, and compares it when it evaluates an adapter.
-
-    Raises:
-        CheckpointError: GLUE has no such task.
-    """
-    try:
+    """A task's name as run_glue.py records it, and compares it when it evaluates an adapter."""
+    with suppress(ValueError):  # a task of one's own
         return glue_task(task).name
-    except ValueError as error:
-        raise CheckpointError(
-            f"--task: {error}; for a task of your own leave it out, and give --labels"
-        ) from error
+    return task
+
+
+def unknown_task(before: Adapter, after: Adapter) -> list[str]:
+    """What a user has to know of a task that was named, a line; none where GLUE has it.
+
+    Args:
+        before: an adapter as it was read.
+        after: the same, `with_task`.
+    """
+    task = after.metadata and after.metadata.task
+    family = family_of(after.tensors)
+    is_of_texts = after.head in (None, DEFAULT_HEAD) and family and DEFAULT_HEAD in family.heads
+    if not task or not is_of_texts or task in GLUE_TASKS or task == before.metadata.task:
+        return []
+    near = similar_glue_task(task)
+    meant = f" (did you mean {near}?)" if near else ""
+    return [f"{task} is not a GLUE task{meant}; it is written as --task says"]
 
 
 def with_base(adapter: Adapter, base: Base) -> Adapter:
@@ -698,12 +715,13 @@ def run(args: argparse.Namespace) -> None:
         return
     adapter = read_source(args.source, args.lora_alpha)
     check_complete(adapter, format, args.base)
-    adapter = with_task(adapter, args.task, args.labels)
+    read, adapter = adapter, with_task(adapter, args.task, args.labels)
     base = None if args.base is None else read_base(args.base, adapter)
     dtype = getattr(torch, args.dtype) if args.dtype else None
     args.target.parent.mkdir(parents=True, exist_ok=True)
     said, remarks = convert(adapter, args.target, format, base, dtype)
-    remarks = [*unverified(adapter, base), *_unsaid(adapter, args), *remarks]
+    of_task = unknown_task(read, adapter)
+    remarks = [*unverified(adapter, base), *of_task, *_unsaid(adapter, args), *remarks]
     if adapter.format == FULL:
         remarks = [f"{adapter.source} is a full model: its LoRA and head were taken", *remarks]
     show(f"{args.target}: written, from {adapter.source}:", said, remarks)

@@ -34,6 +34,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from loralib.io.command_line import ArgumentParser
+from loralib.io.hub import UNFETCHED, why_out_of_reach
 from loralib.training import process
 from reproduction.glue import Glue
 from reproduction.nlg import Nlg
@@ -49,8 +50,6 @@ OWN_FLAGS = (
     *("--load_best_model_at_end", "--metric_for_best_model", "--greater_is_better"),
     *("--random_seed", "--work_dir", "--resume"),
 )
-# What errors say of a model or of data that is not here, where the hub is out of reach.
-UNFETCHED = "cannot be fetched"
 # Environment variables that change what a run computes.
 DECISIVE = ("NPROC", "MNLI_CHECKPOINT")
 
@@ -116,7 +115,8 @@ def execute_all(
 ) -> None:
     """Every run that is not finished and can begin.
 
-    Where what one needs cannot be fetched, the recipe's other seeds would wait for it as long.
+    Where what one needs could not be fetched, the recipe's other seeds need it as well: they are
+    left out for as long as the hub is out of reach.
     """
     lacking: set[str] = set()
     for number, (tree, run) in enumerate(runs, start=1):
@@ -127,8 +127,8 @@ def execute_all(
         if obstacle := tree.obstacle(run):
             logger.info("%s: not run (%s)", where, obstacle)
             continue
-        if run.recipe in lacking:
-            logger.info("%s: not run (it needs what could not be fetched)", where)
+        if run.recipe in lacking and (why := why_out_of_reach()):
+            logger.info("%s: not run (it needs what cannot be fetched: %s)", where, why)
             continue
         logger.info("%s: %s", where, run.log)
         begun = time.monotonic()

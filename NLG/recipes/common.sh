@@ -8,12 +8,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 card=$1
 shift
-if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
+for flag in "$@"; do
+    case $flag in --help | -h) ;; *) continue ;; esac
     echo "Trains, decodes and scores; flags go to the training: python NLG/src/gpt2_ft.py --help."
     echo "--estimate only says what the training would take."
     echo "Variables: NPROC (processes), SEED, RUN_DIR (folder to write to), MASTER_PORT."
     exit 0
-fi
+done
 case $card in
 md) name=gpt2-medium folder=GPT2_M ;;
 lg) name=gpt2-large folder=GPT2_L ;;
@@ -39,8 +40,8 @@ for flag in "$@"; do
     exit 2
 done
 
-# A wrong flag is said before anything else is: by processes of a launcher, which tells of their end
-# at length, it would go under.
+# A wrong flag or value is said before anything is launched: by processes of a launcher, which tells
+# of their end at length, it would go under.
 if [ $# -gt 0 ]; then
     PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} python -c 'import sys
 from exp_utils import run

@@ -10,12 +10,11 @@ in which they first appear in the input.
 
 --ref_type e2e writes one file of references, one a line, with a blank line after each group.
 webnlg and dart write a folder with the files reference0 … reference{N-1}, N being --ref_num, with
-a line for each group; a group with fewer references repeats its first. Files reference{N} … that an
-earlier call has left there are removed.
+a line for each group; a group with fewer references repeats its first. A folder that holds more
+such files, as an earlier call with a larger --ref_num leaves them, is an error.
 """
 
 import argparse
-import itertools
 import logging
 import os
 import re
@@ -284,24 +283,36 @@ def reference_files(args: argparse.Namespace) -> list[Path]:
     return [Path(args.output_ref_file, f"reference{n}") for n in range(args.ref_num)]
 
 
-def check_no_others(args: argparse.Namespace) -> None:
+def other_references(args: argparse.Namespace) -> list[Path]:
+    """Files of references in the folder that this call does not write, by their numbers."""
+    if args.ref_type == "e2e":
+        return []
+    folder = Path(args.output_ref_file)
+    names = (path.name for path in folder.glob("reference*") if path.is_file())
+    found = (re.fullmatch(r"reference(0|[1-9][0-9]*)", name) for name in names)
+    numbers = sorted(int(name[1]) for name in found if name)
+    return [folder / f"reference{number}" for number in numbers if number >= args.ref_num]
+
+
+def check_no_others(args: argparse.Namespace, others: list[Path]) -> None:
     """Refuses a folder with more files of references than this call writes.
 
     A scorer that is told of more files than these would mix two inputs up. Whether an earlier call
     with a larger --ref_num has left them, or they are somebody's own, nothing tells.
 
+    Args:
+        args: the flags.
+        others: the `other_references`.
+
     Raises:
         ValueError: there are such.
     """
-    if args.ref_type == "e2e":
-        return
-    beyond = (Path(args.output_ref_file, f"reference{n}") for n in itertools.count(args.ref_num))
-    others = list(itertools.takewhile(Path.is_file, beyond))
     if others:
-        named = " and ".join([str(others[0]), *(path.name for path in others[1:])])
+        more = f" and {len(others) - 1:,} more" if len(others) > 1 else ""
         raise ValueError(
-            f"{named} would be taken for references of this call, with --ref_num {args.ref_num}: "
-            "remove what is of another, or give another --output_ref_file"
+            f"{others[0]}{more} would be taken for references of this call, with --ref_num "
+            f"{args.ref_num}: delete what an earlier call has left, or give another "
+            "--output_ref_file"
         )
 
 
@@ -377,11 +388,13 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
     set_up_logging(args.log_level)
     given = (args.sample_file, args.input_file, args.ref_unique_file)
+    others = other_references(args)
     check_apart(
-        [args.output_pred_file, *reference_files(args)],
+        # The others, too: none that this call reads is to be called left over.
+        [args.output_pred_file, *reference_files(args), *others],
         [path for path in given if path is not None],
     )
-    check_no_others(args)
+    check_no_others(args, others)
     rows = read_formatted(args.input_file)
     if args.ref_unique_file is None:
         keys = [row["context"] for row in rows]

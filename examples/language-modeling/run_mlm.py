@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ if __name__ == "__main__":
 
 from tokenizers import ByteLevelBPETokenizer
 
+from loralib.errors import AdapterAsModelError
 from loralib.io.encoding import refuse_utf16_file
 from loralib.training.watch import beat
 from transformers import (
@@ -324,5 +326,12 @@ def estimate(
         print(taken)
 
 
+def merging_first(error: AdapterAsModelError) -> str:
+    """What to do with an adapter, which no flag takes here."""
+    base = shlex.quote(error.base) if error.base else "BASE"
+    command = f"utils/convert.py {shlex.quote(error.source)} FOLDER --to merged --base {base}"
+    return f"this script takes no adapters: {command} makes one model of both"
+
+
 if __name__ == "__main__":
-    run(main)
+    run(main, {AdapterAsModelError: merging_first})

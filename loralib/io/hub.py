@@ -22,6 +22,10 @@ from ..errors import first_line
 logger = logging.getLogger(__name__)
 
 
+UNFETCHED = "cannot be fetched"
+"""What errors say of a model, or of data, that is neither here nor fetched, for who reads a log."""
+
+
 class AbsentFileError(FileNotFoundError):
     """A repository that has no file of that name. The message is one line."""
 

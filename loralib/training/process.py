@@ -8,7 +8,6 @@ import gc
 import io
 import logging
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ..errors import CheckpointError, TrainingError, UnsupportedLayerError
 from ..io.console import ConsoleHandler, say
@@ -219,7 +218,7 @@ def begin() -> None:
 
 
 def _set_up_streams() -> None:
-    """Has standard error be there, and standard output take all characters.
+    """Has standard error be there, and standard output take all characters and name itself.
 
     A stream is None where it was closed, as by ``2>&-``, or never there, as for Windows' services.
     Standard output's encoding may lack characters, such as "√" on a pipe of Windows: they become
@@ -229,6 +228,39 @@ def _set_up_streams() -> None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the end
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
+    _set_up_output()
+
+
+_OUTPUT = "standard output"  # what its errors say, as others do a file's name
+
+
+class _Output(io.FileIO):
+    """Standard output's file, whose errors say that they are of this, and of no other pipe."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, _OUTPUT) from error
+
+
+def _set_up_output() -> None:
+    """Has the errors of Python's own standard output be known as its, by `_Output`."""
+    stream = sys.stdout
+    if stream is not sys.__stdout__ or not isinstance(stream, io.TextIOWrapper):
+        return  # a test's, or a notebook's
+    file = getattr(stream.buffer, "raw", stream.buffer)  # which is the file, with python -u
+    if type(file) is not io.FileIO:
+        return  # a console of Windows
+    stream.flush()
+    own = _Output(stream.fileno(), "w", closefd=False)
+    sys.stdout = io.TextIOWrapper(
+        own if file is stream.buffer else io.BufferedWriter(own),
+        stream.encoding,
+        stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
 
 
 def _end_interrupted(*_: object) -> None:
@@ -326,8 +358,8 @@ def run(
             main()
         _leave_group()
     except _expected_errors() as error:
-        if isinstance(error, BrokenPipeError) and _is_unread():
-            _end_unread()
+        if isinstance(error, BrokenPipeError) and error.filename == _OUTPUT:
+            _end(_UNREAD)
         if os.environ.get("LORA_DEBUG") == "1":
             raise
         _stop_watching()  # this process's own error is what ends it, not that others are gone
@@ -346,6 +378,7 @@ def run(
         _end(1)
     except KeyboardInterrupt:
         _say_interrupted(report)
+        _drop_output()
         sys.exit(_INTERRUPTED)
 
 
@@ -357,8 +390,11 @@ def _flushing_output() -> Iterator[None]:
     """
     try:
         yield
-    except SystemExit:  # such as that of --help
-        _flush_output()
+    except SystemExit as ended:
+        if ended.code:
+            _drop_output()
+        else:  # such as that of --help
+            _flush_output()
         raise
     _flush_output()
 
@@ -368,29 +404,20 @@ def _flush_output() -> None:
         sys.stdout.flush()
 
 
-_UNREAD = 141  # what shells call a program's status that SIGPIPE has ended
+def _drop_output() -> None:
+    """Drops what is left of the output and cannot be written.
 
-
-def _is_unread() -> bool:
-    """Whether standard output is a pipe that nobody reads any more."""
+    It would be an error at the interpreter's end, after that which ends the process.
+    """
     try:
-        sys.stdout.flush()  # what could not be written is still there, and cannot be now
-        if not hasattr(select, "poll"):
-            return False
-        poll = select.poll()
-        poll.register(sys.stdout.fileno(), 0)  # no event but those that come unasked
-        return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
-    except BrokenPipeError:
-        return True
-    except (AttributeError, OSError, ValueError):  # there is none, or it is not a file
-        return False
+        _flush_output()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
-def _end_unread() -> NoReturn:
-    """Ends the process; what is left of its output would be an error at the interpreter's end."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    _end(_UNREAD)
+_UNREAD = 141  # what shells call a program's status that SIGPIPE has ended
 
 
 def _expected_errors() -> tuple[type[Exception], ...]:
@@ -456,6 +483,7 @@ def _end(status: int) -> NoReturn:
     """Ends the process; at once where it is one of a group, whose others wait for it."""
     if _is_in_group():
         end_at_once(status)
+    _drop_output()
     sys.exit(status)
 
 

@@ -103,17 +103,30 @@ def test_references_that_are_cut_are_told(run, caplog):
 def test_references_beyond_those_of_this_call_are_refused(run, tmp_path):
     """A scorer would mix them up; whose they are, nothing tells, so that they are not removed."""
     run("--ref_type", "dart", "--ref_num", "4")
-    for name in ("reference5", "reference", "reference07", "other"):
+    for name in ("reference10", "reference", "reference07", "reference2.bak", "other"):
         (tmp_path / "ref" / name).write_text("mine\n")
-    before = {path: path.read_bytes() for path in (tmp_path / "ref").iterdir()}
-    with pytest.raises(ValueError, match="would be taken for references of this call") as error:
-        run("--ref_type", "dart", "--ref_num", "2")
-    assert str(error.value).startswith(f"{tmp_path / 'ref' / 'reference2'} and reference3 would")
-    assert {path: path.read_bytes() for path in (tmp_path / "ref").iterdir()} == before
-    for name in ("reference2", "reference3"):
-        (tmp_path / "ref" / name).unlink()
+    left = [tmp_path / "ref" / f"reference{number}" for number in (2, 3, 10)]
+    while left:  # whichever are there, also where they do not follow on
+        before = {path: path.read_bytes() for path in (tmp_path / "ref").iterdir()}
+        with pytest.raises(ValueError, match="would be taken for references of this") as error:
+            run("--ref_type", "dart", "--ref_num", "2")
+        more = f" and {len(left) - 1} more" if left[1:] else ""
+        assert str(error.value).startswith(f"{left[0]}{more} would be taken")
+        assert {path: path.read_bytes() for path in (tmp_path / "ref").iterdir()} == before
+        left.pop(0).unlink()
     run("--ref_type", "dart", "--ref_num", "2")
-    assert (tmp_path / "ref" / "reference5").read_text() == "mine\n"
+    assert (tmp_path / "ref" / "reference07").read_text() == "mine\n"
+
+
+@pytest.mark.parametrize("number", [1, 2, 7])
+def test_an_input_among_the_references_is_not_called_left_over(run, tmp_path, number):
+    (tmp_path / "ref").mkdir()
+    keys = tmp_path / "ref" / f"reference{number}"
+    keys.write_text("1\n" * len(ROWS))
+    with pytest.raises(ValueError, match=rf"{keys.name}: is an input as well; give another name"):
+        run("--ref_type=dart", "--ref_num=2", f"--ref_unique_file={keys}")
+    assert keys.read_text() == "1\n" * len(ROWS)
+    assert os.listdir(tmp_path / "ref") == [keys.name]
 
 
 def test_the_length_of_a_prediction_ends_it(run, vocab_folder):

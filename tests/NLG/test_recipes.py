@@ -29,6 +29,16 @@ def test_flags_that_would_leave_the_decoding_without_a_model(recipe, flags, says
     assert line.startswith(f"{recipe}: error: {says}")
 
 
+@pytest.mark.parametrize("flags", [["--help"], ["-h"], ["--bf16", "--help"], ["--seed", "1", "-h"]])
+def test_help_wherever_it_is_asked_for_ends_the_recipe(flags):
+    ended = subprocess.run(
+        ["bash", "e2e_gpt2_md.sh", *flags], cwd=ROOT / "NLG", capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("Trains, decodes and scores; flags go to the training: ")
+    assert len(ended.stdout.splitlines()) == 3
+
+
 @pytest.mark.slow
 def test_a_wrong_flag_is_said_before_anything_is_launched():
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

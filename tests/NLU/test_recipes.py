@@ -455,6 +455,8 @@ def test_an_error_from_the_command_line_is_one_line():
     [
         (["--learning_rat", "1"], "unrecognized arguments: --learning_rat 1; did you mean --learn"),
         (["--max_steps", "few"], "argument --max_steps: invalid int value: 'few'"),
+        (["--task_name", "nope"], "unknown GLUE task 'nope' (known: cola, "),
+        (["--report_to", "none", "tensorboard"], "--report_to none: leave it out, or tensorboard"),
     ],
 )
 def test_a_wrong_flag_is_said_before_what_else_is_missing(name, flags, says):
@@ -462,6 +464,14 @@ def test_a_wrong_flag_is_said_before_what_else_is_missing(name, flags, says):
     result = run_script(name, *flags)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert result.stderr.startswith(f"{name}.sh: error: {says}")
+
+
+@pytest.mark.slow
+def test_what_a_launcher_has_left_in_the_environment_is_no_wrong_flag():
+    """The recipe's own launcher says it anew."""
+    result = run_script("roberta_base_rte", "--max_steps", 3, WORLD_SIZE=2, LOCAL_RANK=1)
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (1, "", 1)
+    assert result.stderr.startswith("roberta_base_rte.sh: error: ./roberta_base_mnli_lora.bin: no")
 
 
 # ---- what is written about them ----

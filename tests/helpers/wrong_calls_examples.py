@@ -214,6 +214,10 @@ CALLS = {
             "latin:1: not UTF-8 text (invalid continuation byte)",
         ),
         (
+            "--train_file {good}/corpus.txt --model_name_or_path {bad}/peft",
+            "this script takes no adapters: utils/convert.py ",
+        ),
+        (
             "--train_file {bad}/empty",
             "empty: holds no text",
         ),

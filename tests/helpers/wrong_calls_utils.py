@@ -36,6 +36,11 @@ CALLS = {
             "format to write: give --to, such as --to peft or --to merged for a folder",
         ),
         (
+            "{good}/lora.safetensors out --to merged --base {bad}/peft",
+            "peft' is an adapter, not a model: give its base ('roberta-base') as the model, and "
+            "this as the adapter (IN is the adapter, --base roberta-base; where IN was trained on",
+        ),
+        (
             "{good}/lora.safetensors out --to merged --base {bad}/string_heads",
             'string_heads/config.json: num_attention_heads must be a positive integer, not "2"',
         ),

@@ -491,6 +491,76 @@ def test_a_pipe_that_breaks_elsewhere_is_an_error(lines):
     assert (ended.value.code, lines) == (1, ["script.py: error: [Errno 32] Broken pipe"])
 
 
+OTHERS_PIPE = "reader, writer = os.pipe(); os.close(reader); os.write(writer, b'x')"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ends", "said", "status"),
+    [
+        ("raise ValueError('my own')", "-c: error: my own\n", 1),
+        ("sys.exit('my own')", "my own\n", 1),
+        ("sys.exit(3)", "", 3),
+        ("raise KeyboardInterrupt", "-c: interrupted\n", 130),
+        (OTHERS_PIPE, "-c: error: [Errno 32] Broken pipe\n", 1),
+        ("pass", "", 141),
+    ],
+)
+def test_an_error_of_its_own_is_said_where_nobody_reads_the_output(ends, said, status):
+    """With output that is still to be written, and cannot be."""
+    code = "import os, sys\nfrom loralib.training.process import run\n"
+    code += f"def main():\n print(1)\n sys.stdin.read()\n {ends}\nrun(main)"
+    script = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with script:
+        script.stdout.close()
+        script.stdin.close()
+        assert script.stderr.read() == said
+        assert script.wait() == status
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("count", [1, 100_000])
+def test_output_that_there_is_no_room_for_is_named(count, unbuffered):
+    code = "from loralib.training.process import run\n"
+    code += f"run(lambda: [print(number) for number in range({count})])"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.stderr == "-c: error: standard output: No space left on device\n"
+    assert done.returncode == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_what_is_printed_comes_out_in_order(unbuffered):
+    """Before the process is set up, within it, and past Python's streams."""
+    code = "import os, sys; from loralib.training.process import run\nprint('a √')\n"
+    code += "def main():\n print('b √')\n sys.stdout.flush()\n os.write(1, b'c')\n print('d')\n"
+    code += "run(main)\nprint('e')"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
+        | {"PYTHONIOENCODING": "ascii:backslashreplace"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.stderr) == ("a \\u221a\nb \\u221a\ncd\ne\n", "")
+
+
 @pytest.mark.slow
 def test_a_process_without_standard_output_ends_at_once():
     code = "import sys; from loralib.training.process import end_at_once; "

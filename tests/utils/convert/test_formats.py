@@ -117,7 +117,7 @@ def test_task_and_labels_that_the_releases_format_does_not_hold(convert, trained
             f"says labels {', '.join(LABELS)}, but --labels is a, b, c",
         ),
         (["--task", "RTE"], "but --task is rte"),
-        (["--task", "sst3"], "--task: unknown GLUE task 'sst3' (known: cola, "),
+        (["--task", "imdb"], "but --task is imdb"),
     ],
 )
 def test_a_task_or_labels_that_do_not_fit(trained, tmp_path, failure, flags, message):
@@ -129,6 +129,42 @@ def test_a_task_or_labels_that_do_not_fit(trained, tmp_path, failure, flags, mes
     line = failure(source, tmp_path / "out", "--to", "peft", *flags)
     assert message in line
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("task", "written", "note"),
+    [
+        ("sst-2", "sst2", None),
+        ("MNLI", "mnli", None),
+        ("sst3", "sst3", "sst3 is not a GLUE task (did you mean sst2?); it is written as --task"),
+        ("imdb", "imdb", "imdb is not a GLUE task; it is written as --task says"),
+    ],
+)
+@pytest.mark.parametrize("has_head", [True, False])
+def test_a_task_of_any_name(convert, trained, tmp_path, task, written, note, has_head):
+    given = trained["roberta"].adapter
+    tensors = {n: t for n, t in given.tensors.items() if has_head or "lora_" in n}
+    unnamed = replace(given.metadata, task=None, labels=None, head=None)
+    write_adapter(tmp_path / "in.safetensors", replace(given, tensors=tensors, metadata=unnamed))
+    said = convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "--task", task)
+    assert said["task"] == written
+    assert len(said["notes"]) == (note is not None)
+    assert all(line.startswith(note) for line in said["notes"])
+
+
+@pytest.mark.parametrize(("said", "given"), [("imdb", "imdb"), ("SST-2", "sst2"), ("rte", "RTE")])
+def test_the_task_that_an_adapter_says_is_taken(convert, trained, tmp_path, said, given):
+    adapter = trained["roberta"].adapter
+    named = replace(adapter.metadata, task=said)
+    write_adapter(tmp_path / "in.safetensors", replace(adapter, metadata=named))
+    result = convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "--task", given)
+    assert (result["task"], result["notes"]) == (said, [])
+
+
+def test_a_task_of_a_language_model_is_not_looked_for_in_glue(convert, trained, tmp_path):
+    write_adapter(tmp_path / "in.safetensors", trained["gpt2"].adapter)
+    result = convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "--task", "e2e")
+    assert (result["task"], result["notes"]) == ("e2e", [])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

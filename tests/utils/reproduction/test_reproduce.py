@@ -12,8 +12,10 @@ from made_up_runs import finish_glue
 from PIL import Image
 
 import reproduce
+from loralib.io.hub import fetch_file
 from reproduction import programs
 from reproduction.runs import run_of
+from transformers.fine_tuning.data_sets import load_data_set
 
 SCRIPT = Path(__file__).resolve().parents[3] / "utils" / "reproduce.py"
 
@@ -44,20 +46,66 @@ def called(monkeypatch):
     return runs
 
 
-def test_what_cannot_be_fetched_is_not_tried_again_by_each_seed(called, out, monkeypatch, caplog):
-    noted = reproduce.execute
+def unfetched_model():
+    fetch_file("org/model", "config.json")
 
-    def execute(tree, run, flags):
-        noted(tree, run, flags)
-        run.error.write_text("run_glue.py: error: 'roberta-base' … cannot be fetched: refused\n")
 
-    monkeypatch.setattr(reproduce, "execute", execute)
+def unfetched_data():
+    load_data_set("org/set", None, None, "give files")
+
+
+@pytest.fixture
+def unfetched(called, monkeypatch):
+    """``unfetched(fetch)``: recipes fail as what fetches does in offline mode."""
+
+    def set_to(fetch):
+        with monkeypatch.context() as offline:
+            offline.setenv("HF_HUB_OFFLINE", "1")
+            offline.setenv("TRANSFORMERS_OFFLINE", "1")
+            with pytest.raises(OSError, match="fetched") as raised:
+                fetch()
+        noted = reproduce.execute
+
+        def execute(tree, run, flags):
+            noted(tree, run, flags)
+            run.error.write_text(f"run_glue.py: error: {raised.value}\n")
+
+        monkeypatch.setattr(reproduce, "execute", execute)
+
+    return set_to
+
+
+@pytest.mark.parametrize("fetch", [unfetched_model, unfetched_data])
+def test_what_cannot_be_fetched_is_not_tried_again_by_each_seed(
+    called, unfetched, out, monkeypatch, caplog, fetch
+):
+    unfetched(fetch)
+    monkeypatch.setattr(reproduce, "why_out_of_reach", lambda: "no route")
     caplog.set_level("INFO")
     recipes = ["roberta_base_qqp", "roberta_base_sst2"]
     with pytest.raises(RuntimeError, match="6 of 6 runs are not finished"):
         reproduce.main([*recipes, "--output_dir", str(out), "--seeds", "0", "1", "2"])
     assert sorted(run for run, _ in called) == [f"{recipe}, seed 0" for recipe in recipes]
-    assert caplog.text.count("not run (it needs what could not be fetched)") == 4
+    assert caplog.text.count("not run (it needs what cannot be fetched: no route)") == 4
+
+
+def test_what_could_not_be_fetched_is_tried_again_once_the_hub_answers(
+    called, unfetched, out, monkeypatch
+):
+    unfetched(unfetched_model)
+    reach = iter(["no route", None])
+    monkeypatch.setattr(reproduce, "why_out_of_reach", lambda: next(reach))
+    command = ["roberta_base_qqp", "--output_dir", str(out), "--seeds", "0", "1", "2"]
+    with pytest.raises(RuntimeError, match="3 of 3 runs are not finished"):
+        reproduce.main(command)
+    assert [run for run, _ in called] == ["roberta_base_qqp, seed 0", "roberta_base_qqp, seed 2"]
+
+
+def test_another_error_of_one_seed_does_not_leave_out_the_others(called, out, monkeypatch):
+    monkeypatch.setattr(reproduce, "why_out_of_reach", lambda: "no route")
+    with pytest.raises(RuntimeError, match="3 of 3 runs are not finished"):
+        reproduce.main(["roberta_base_qqp", "--output_dir", str(out), "--seeds", "0", "1", "2"])
+    assert len(called) == 3
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from .glue import (
     glue_task,
     glue_tasks_num_labels,
     load_glue_split,
+    similar_glue_task,
 )
 from .utils import DataProcessor, InputExample, InputFeatures
 
@@ -26,4 +27,5 @@ __all__ = [
     "glue_task",
     "glue_tasks_num_labels",
     "load_glue_split",
+    "similar_glue_task",
 ]

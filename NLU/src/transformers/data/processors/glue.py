@@ -7,6 +7,7 @@ publishes (https://gluebenchmark.com), and the column names of its copy on the h
 
 from __future__ import annotations
 
+import difflib
 import math
 import shlex
 from collections.abc import Iterator, Mapping
@@ -189,6 +190,12 @@ def glue_task(name: str) -> GlueTask:
     if task is None:
         raise ValueError(f"unknown GLUE task {name!r} (known: {', '.join(GLUE_TASKS)})")
     return task
+
+
+def similar_glue_task(name: str) -> str | None:
+    """The name of the task that a misspelt one may mean, if there is one."""
+    near = difflib.get_close_matches(name.lower(), _BY_SPELLING, 1, 0.7)
+    return _BY_SPELLING[near[0]].name if near else None
 
 
 def glue_file(task: GlueTask, data_dir: str | PathLike, split: str) -> Path:
