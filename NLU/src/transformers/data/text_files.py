@@ -220,8 +220,10 @@ def _find_fault(path: str) -> None:
             if name not in firsts:
                 firsts[name] = (place, value)
                 if not is_first:
-                    begins = f"is the first with a value of '{name}'"
-                    change = f"{place}: {begins}: give all rows one, or none"
+                    change = (
+                        f"{place}: is the first with a value of '{name}': give all rows one, or "
+                        "none"
+                    )
             elif not _are_alike(value, firsts[name][1]):
                 mixed.add(name)
                 change = f"{place}: {_unlike(name, value, *firsts[name])}"
