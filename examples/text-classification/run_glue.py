@@ -13,7 +13,7 @@ file: run_glue.py settings.json.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -311,18 +311,19 @@ def own_labels(
     if not is_training and origin.outputs == 1:
         return {split: as_scores(data, files[split]) for split, data in labelled.items()}, ()
     scores = {split: is_score(data) for split, data in labelled.items()}
-    points = without_points(labelled)
+    whole = whole_numbers(data for data in labelled.values() if is_score(data))
     if len(set(scores.values())) > 1:
         kinds = ("classes", "scores")
         listed = ", ".join(f"{kinds[of_scores]} in {files[s]}" for s, of_scores in scores.items())
-        raise ValueError(f"the labels are of two kinds: {listed}{points}")
+        raise ValueError(f"the labels are of two kinds: {listed}{without_points(whole)}")
     if any(scores.values()):
         if not is_training:
             raise ValueError(
                 f"{origin.source} has a head of {origin.outputs} classes, and the data's labels "
-                f"are scores{points}"
+                f"are scores{without_points(whole)}"
             )
-        check_scores(labelled["train"], files["train"], points)
+        if origin.outputs != 1:  # else it gives scores already
+            tell_whole_scores(whole, files["train"])
         return labelled, ()
     labels = label_names(labelled.get("train"), origin.labels)
     if not labels:
@@ -331,30 +332,32 @@ def own_labels(
     return numbered, labels
 
 
-def without_points(labelled: Mapping[str, Dataset]) -> str:
+def whole_numbers(scored: Iterable[Dataset]) -> list[float]:
+    """The labels of sets that have scores, each once, where all are whole numbers; else none."""
+    sets = [whole_scores(data) for data in scored]
+    return sorted(set().union(*sets)) if all(sets) else []
+
+
+def without_points(whole: Sequence[float]) -> str:
     """How labels would be classes that are scores for their decimal points alone; "" for others."""
-    whole = [whole_scores(data) for data in labelled.values() if is_score(data)]
-    if not whole or not all(whole):
-        return ""
-    first = sorted({*whole[0]})[:3]
-    listed = ", ".join(f"{value:.0f}" for value in first)
-    return f"; if they are classes, write them without a point, as in {listed}"
+    listed = ", ".join(f"{value:.0f}" for value in whole[:3])
+    return f"; if they are classes, write them without a point, as in {listed}" if whole else ""
 
 
-def check_scores(train: Dataset, path: str, points: str) -> None:
-    """Refuses two whole numbers as scores, and warns of more: they may be classes.
+def tell_whole_scores(whole: Sequence[float], path: str) -> None:
+    """Says that whole numbers are taken for scores; a warning where two are, as 0.0 and 1.0.
 
-    Tables that were made with missing values in them have whole numbers with points: 0.0 and 1.0.
-
-    Raises:
-        ValueError: there are two, which nobody takes for a scale.
+    Tables that were made with missing values in them have points in the numbers of classes. Two
+    are hardly a scale, but may be one's ends.
     """
-    whole = whole_scores(train) if points else []
-    if len(whole) == 2:
-        listed = " and ".join(map(str, whole))
-        raise ValueError(f"{path}: the labels {listed} would be scores, not classes{points}")
-    if len(whole) > 2:
-        logger.warning("%s: the labels, %s, …, are taken for scores%s", path, whole[0], points)
+    if not whole:
+        return
+    listed = ", ".join(map(str, whole[:3])) + (", …" if len(whole) > 3 else "")
+    logger.log(
+        logging.WARNING if len(whole) == 2 else logging.INFO,
+        "%s: the labels %s are taken for scores%s",
+        *(path, listed, without_points(whole)),
+    )
 
 
 def tokenize(

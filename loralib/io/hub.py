@@ -37,12 +37,15 @@ def is_offline_mode() -> bool:
     return any(os.environ.get(name, "").lower() in on for name in switches)
 
 
-def why_out_of_reach() -> str | None:
+def why_out_of_reach(offline: bool = False) -> str | None:
     """Why nothing can be fetched from the hub, in words; None where it answers.
 
     For libraries that fetch by themselves, and would try for half a minute.
+
+    Args:
+        offline: such a library has a switch of its own, by which it is not to.
     """
-    if is_offline_mode():
+    if offline or is_offline_mode():
         return "offline mode is on"
     unreached = _why_unreached(_hub_library("the hub"), _PAUSES)
     return None if unreached is None else _reason(unreached)

@@ -29,7 +29,6 @@ def bad(tmp_path, tiny_glue, trained):
         )
     write(tmp_path / "integers.csv", [{"review": "a", "label": 0}, {"review": "b", "label": 1}])
     write(tmp_path / "floats.csv", [{"review": "a", "label": 0.0}, {"review": "b", "label": 1.0}])
-    write(tmp_path / "scores.csv", own_rows([0.5, 1.25]))
     write(tmp_path / "good.csv", rows)
     write(tmp_path / "unknown.csv", [*rows, {**rows[0], "label": "perhaps"}])
     write(tmp_path / "blank.csv", [*rows, {**rows[0], "label": ""}])
@@ -196,7 +195,7 @@ BAD = {
         "masking_prob must lie in [0, 1], not 1.5",
     ),
     "consistency of scores": (
-        f"{TRAIN_OWN}/scores.csv --apply_rdrop",
+        f"{TRAIN_OWN}/floats.csv --apply_rdrop",
         "a score has none: leave out --reg_loss_wgt",
     ),
     "consistency of smoothed labels": (
@@ -318,11 +317,6 @@ BAD = {
     "own: two kinds of labels": (
         f"{TRAIN_OWN}/integers.csv --do_eval --validation_file {{tmp}}/floats.csv",
         "floats.csv; if they are classes, write them without a point, as in 0, 1",
-    ),
-    "own: classes with points": (
-        f"{TRAIN_OWN}/floats.csv",
-        "floats.csv: the labels 0.0 and 1.0 would be scores, not classes; if they are classes, "
-        "write them without a point, as in 0, 1",
     ),
     "own: no such file": (f"{TRAIN_OWN}/none.csv", "none.csv: no such file"),
     "own: another kind": (f"{TRAIN_OWN}/train.txt", "must end in .csv, .json or .jsonl"),

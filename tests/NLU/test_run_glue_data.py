@@ -286,14 +286,51 @@ def test_labels_of_another_kind_than_the_model_s(glue, tmp_path):
         glue(*evaluate, "of words", "--validation_file", tmp_path / "scores.csv")
 
 
-@pytest.mark.parametrize("more", [[], [2.5]])
-def test_whole_numbers_with_points_are_warned_of(glue, tmp_path, caplog, more):
-    """They may be classes, of a table that had missing values; with fractions they are scores."""
-    rows = own_rows([0.0, 1.0, 2.0, *more])
+@pytest.mark.parametrize(
+    ("scores", "level", "said"),
+    [
+        ([0.0, 1.0], "WARNING", ("0.0, 1.0", "0, 1")),
+        ([-1.0, 1.0], "WARNING", ("-1.0, 1.0", "-1, 1")),
+        ([3.0, 1.0, 2.0], "INFO", ("1.0, 2.0, 3.0", "1, 2, 3")),
+        ([3.0, 1.0, 2.0, 4.0], "INFO", ("1.0, 2.0, 3.0, …", "1, 2, 3")),
+        ([0.0, 1.0, 2.5], None, None),
+        ([0.0, 0.5], None, None),
+        ([0, 1], None, None),
+    ],
+)
+def test_two_whole_numbers_with_points_are_warned_of(glue, tmp_path, caplog, scores, level, said):
+    """They may be classes, of a table that had missing values; more of them may be a scale."""
+    rows = own_rows(scores)
     train = ["--train_file", write(tmp_path / "train.csv", rows), "--do_train", *LORA]
-    glue(*train, "--max_steps", 1, "--output_dir", "out")
-    said = "are taken for scores; if they are classes, write them without a point, as in 0, 1, 2"
-    assert (said in caplog.text) == (not more)
+    with caplog.at_level("INFO"):
+        glue(*train, "--max_steps", 1, "--output_dir", "out")
+    told = [record for record in caplog.records if "taken for scores" in record.message]
+    assert [record.levelname for record in told] == [level] * (said is not None)
+    for record in told:
+        assert f"train.csv: the labels {said[0]} are taken for scores; " in record.message
+        assert record.message.endswith(f"classes, write them without a point, as in {said[1]}")
+
+
+def test_scores_that_are_0_and_1_train_a_regressor(glue, tmp_path, caplog):
+    """Which resumes, is evaluated and begins another one without a warning."""
+    rows = own_rows([0.0, 1.0])
+    files = ["--train_file", write(tmp_path / "train.csv", rows)]
+    files += ["--validation_file", write(tmp_path / "dev.csv", own_rows([1.0], count=4))]
+    run = [*files, "--do_train", "--do_eval", *LORA, "--save_steps", 1, "--output_dir"]
+    glue(*run, "out", "--max_steps", 2)
+    assert caplog.text.count("are taken for scores") == 1
+    evaluated, weights = results(tmp_path / "out"), lora_of(tmp_path / "out")
+    assert evaluated["eval_mse"] > 0
+    shutil.rmtree(tmp_path / "out" / "checkpoint-2")
+    glue(*run, "out", "--max_steps", 2)
+    assert results(tmp_path / "out") == evaluated
+    assert_same_bits(lora_of(tmp_path / "out"), weights)
+    caplog.clear()
+    adapter = ["--apply_lora", "--lora_path", "out"]
+    glue(*files, "--do_eval", *adapter, "--output_dir", "evaluated")
+    assert results(tmp_path / "evaluated") == evaluated
+    glue(*files, "--do_train", *adapter, "--max_steps", 1, "--output_dir", "next")
+    assert "taken for scores" not in caplog.text
 
 
 def test_a_class_for_each_row_is_warned_of(glue, tmp_path, caplog):

@@ -8,6 +8,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from glue_runs import write
+from hub_process import run_on_hub
 
 from transformers.data.question_answering import Answer, Candidate, Span
 from transformers.data.text_files import read_table
@@ -557,20 +558,49 @@ def test_splits_and_limits(tmp_path):
     assert "this run needs --test_file" in error_of(load_tables, flags, ["test"], None)
 
 
-def test_a_data_set_that_is_a_program(tmp_path):
+@pytest.mark.parametrize("name", ["", "old.py"])
+def test_a_data_set_that_is_a_program(tmp_path, name):
     """Such were many of the hub's; today's `datasets` runs none."""
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "old.py").write_text("raise AssertionError\n")
-    flags = HubDataArguments(dataset_name=str(tmp_path / "old"))
+    flags = HubDataArguments(dataset_name=str(tmp_path / "old" / name))
     message = error_of(load_tables, flags, ["train"], None)
     assert "scripts are no longer supported" in message
     assert message.endswith("; give it in files")
 
 
-@pytest.mark.parametrize("why", ["offline mode is on", "[Errno -2] Name or service not known"])
-def test_a_hub_out_of_reach_is_not_asked_for_a_data_set(tmp_path, monkeypatch, why):
+LOAD = """
+import json
+from transformers.fine_tuning.data_sets import load_data_set
+try:
+    load_data_set("org/set", None, None, "a way out")
+except OSError as error:
+    print(json.dumps(str(error)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "switch", ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"]
+)
+def test_in_offline_mode_a_hub_is_not_asked_for_a_data_set(hub_server, tmp_path, switch):
+    """Not even whether it is there; HF_DATASETS_OFFLINE is the switch of datasets alone."""
+    (said,) = run_on_hub(hub_server, tmp_path / "home", LOAD, **{switch: "1"})
+    assert said == "the data set 'org/set' cannot be fetched: offline mode is on; a way out"
+    assert hub_server.requests == []
+
+
+@pytest.mark.slow
+def test_a_switch_that_is_off_does_not_keep_a_hub_from_being_asked(hub_server, tmp_path):
+    said = run_on_hub(hub_server, tmp_path / "home", LOAD, HF_DATASETS_OFFLINE="0")
+    assert "offline" not in "".join(said)
+    assert hub_server.requests
+
+
+def test_a_hub_out_of_reach_is_not_asked_for_a_data_set(tmp_path, monkeypatch):
     """The library alone would try for half a minute."""
-    monkeypatch.setattr(data_sets, "why_out_of_reach", lambda: why)
+    why = "[Errno -2] Name or service not known"
+    monkeypatch.setattr(data_sets, "why_out_of_reach", lambda offline: why)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.HfApi.hf_hub_download", None)
     flags = HubDataArguments(dataset_name="org/set")
@@ -578,6 +608,16 @@ def test_a_hub_out_of_reach_is_not_asked_for_a_data_set(tmp_path, monkeypatch, w
         load_tables(flags, ["train"], str(tmp_path))
     assert f": {why}; give it in files" in str(raised.value)
     assert not huggingface_hub.constants.HF_HUB_OFFLINE  # for what comes after
+
+
+@pytest.mark.parametrize("name", ["{}/rows.json", "rows.json", "./rows.txt"])
+def test_a_file_is_not_a_data_set(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    for suffix in (".json", ".txt"):
+        write(tmp_path / f"rows{suffix}", [{"a": "b"}])
+    name = name.format(tmp_path)
+    message = error_of(load_tables, HubDataArguments(dataset_name=name), ["train"], None)
+    assert message == f"{name}: is a file: give it as --train_file"
 
 
 def test_a_path_is_not_looked_for_on_the_hub(tmp_path):

@@ -3,14 +3,18 @@
 import csv
 import json
 import os
+import tracemalloc
 
+import datasets
 import pytest
+from glue_runs import write
 
 from transformers.data import text_files
 from transformers.data.text_files import (
     Columns,
     choose_columns,
     load_rows,
+    number_labels,
     read_table,
     take_columns,
 )
@@ -199,13 +203,105 @@ def test_a_number_among_texts_that_look_like_numbers(tmp_path):
         (['{"text": "a"}', "", '{"text": '], "line 3: is not JSON"),
         (['{"text": "a"}', '["b"]'], r'line 2: is not a JSON object \(\["b"\]\)'),
         (['{"text": "a"}', '{"text": "b", "text": "c"}'], "line 2: has the key 'text' 2 times"),
-        # Of one value over several lines pyarrow's row would be counted from 0.
-        (["[", '{"text": "a"},', '{"text": "b"', "]"], r"cannot be read \((?!.* in row )"),
+        (['{"text": "a"'], "line 1: is not JSON"),
+        (['{"text": ', '{"text": "b"}'], "line 1: is not JSON"),
+        (["['a', 'b']", '{"text": "b"}'], "line 1: is not JSON"),
+        ([r'{"text": "\ud83d\ude00"}', r'{"text": "\ud83d"}'], "line 2: has half a character"),
+        # Values over several lines, and lists, which are not lines of JSON.
+        (["[", '{"text": "a"},', '{"text": "b"', "]"], "line 4: is not JSON"),
+        ([' [{"text": "a"},', '{"text": "b"', "]"], "line 3: is not JSON"),
+        (['{"data": [', '{"text": "a"},', '{"text": "b"', "]}"], "line 4: is not JSON"),
+        (["{", '"text": "a"', "}", "{", "text", "}"], "line 5: is not JSON"),
+        (["{", '"text": "a"', "}", "{", r'"text": "\udc00"', "}"], "row 2: has half a character"),
     ],
 )
 def test_json_that_cannot_be_read_is_said_by_its_line(tmp_path, lines, message):
     with pytest.raises(ValueError, match=rf"rows\.jsonl: {message}"):
         read(tmp_path / "rows.jsonl", "\n".join(lines))
+
+
+@pytest.mark.parametrize("begin", ['{"text": "a"}\n', '{"text":\n "a"}\n'])
+@pytest.mark.parametrize("end", ["\n", "\r"])
+def test_json_that_is_not_utf_8(tmp_path, begin, end):
+    path = tmp_path / "rows.json"
+    content = (begin + '{"text": "caf\xe9"}\n').replace("\n", end)
+    path.write_bytes(content.encode("latin-1"))
+    row = begin.count("\n") + 1
+    with pytest.raises(ValueError, match=rf"rows\.json: line {row}: is not UTF-8 text; save"):
+        read_table(str(path))
+    path.write_bytes(content.encode())
+    assert read_table(str(path))["text"][:] == ["a", "caf\xe9"]
+
+
+def test_a_fault_is_looked_for_line_by_line(tmp_path):
+    """A large file is not held in memory for that."""
+    path = tmp_path / "rows.json"
+    path.write_text((json.dumps({"text": "a" * 10_000}) + "\n") * 500 + "wrong")
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"line 501: is not JSON"):
+        text_files._find_fault(str(path))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < path.stat().st_size / 5
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_columns_are_not_read_row_by_row(tmp_path, monkeypatch, suffix):
+    """It takes fifty times as long."""
+
+    def iterate(column):
+        raise AssertionError
+
+    monkeypatch.setattr(datasets.arrow_dataset.Column, "__iter__", iterate)
+    path = write(tmp_path / f"rows.{suffix}", [{"text": "a", "label": n} for n in (0, 1)])
+    data = read_table(str(path))
+    taken = take_columns(data, str(path), choose_columns(data, str(path)))
+    numbered = number_labels(taken, ("1", "0"), str(path))
+    assert numbered["label"][:] == [1, 0]
+
+
+def test_json_that_is_nested_too_deep(tmp_path, monkeypatch):
+    """How deep that is depends on Python's version."""
+
+    def load(*_, **__):
+        raise RecursionError("maximum recursion depth exceeded")
+
+    path = tmp_path / "rows.json"
+    path.write_text('{"text": "a"}\n{"text": ' + "[" * 3_000 + "]" * 3_000 + "}\n")
+    monkeypatch.setattr(text_files, "load_rows", load)
+    with pytest.raises(ValueError, match=r"rows\.json: .*is nested too deep"):
+        read_table(str(path))
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "message"),
+    [
+        (
+            "0",
+            '"x"',
+            r'its label is a text \("x"\), that of line 1 is a number \(0\): write',
+        ),
+        ("0", "true", r"its label is true or false \(true\), that of line 1 is a number"),
+        ("0", "0.5", "its label is 0.5, that of line 1 is 0: write all with a point"),
+        ("null", '"x"', "is the first with a value of 'label': give all rows one, or none"),
+        ('0, "note": 1, "note 2": "1"', '0, "note": "1", "more": 1', "is the first .* of 'more'"),
+        ("0", "1.0", None),
+        ("0.5", "1", None),
+        ("0", "null", None),
+    ],
+)
+def test_json_that_changes_after_the_piece_that_tells_a_column_s_type(
+    tmp_path, first, later, message
+):
+    rows = text_files._PIECE // 10_000 + 1
+    line = '{{"text": "{}", "label": {}}}\n'
+    path = tmp_path / "rows.json"
+    path.write_text(line.format("a" * 10_000, first) * rows + line.format("b", later))
+    if message is None:
+        assert len(read_table(str(path))) == rows + 1
+        return
+    with pytest.raises(ValueError, match=rf"rows\.json: line {rows + 1}: {message}"):
+        read_table(str(path))
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])

@@ -187,7 +187,7 @@ CALLS = {
         (
             "{rte} --do_train False --do_eval --apply_lora",
             "--apply_lora needs --lora_r and --lora_alpha, for LoRA to be trained from its "
-            "beginning; LoRA that is trained has them: give it as --lora_path",
+            "beginning; trained LoRA brings its own: give it as --lora_path",
         ),
         (
             "{rte} --do_train False --do_eval",
@@ -339,8 +339,8 @@ CALLS = {
         ),
         (
             "--do_train False --do_eval --validation_file {good}/tags.json",
-            "base does not name its tags; give an adapter (--apply_lora --lora_path) where it is a "
-            "base, else the --train_file that it was trained on as well",
+            "base does not name its tags; give --apply_lora --lora_path with an adapter where it "
+            "is a base, else the --train_file that it was trained on as well",
         ),
         (
             "--train_file {good}/tags.json --text_column_name words",

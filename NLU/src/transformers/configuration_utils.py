@@ -274,8 +274,7 @@ class PretrainedConfig:
         if missing:
             raise ValueError(
                 f"--apply_lora needs {' and '.join(f'--{name}' for name in missing)}, for LoRA to "
-                "be trained from its beginning; LoRA that is trained has them: give it as "
-                "--lora_path"
+                "be trained from its beginning; trained LoRA brings its own: give it as --lora_path"
             )
         if not self.lora_targets:
             raise ValueError(

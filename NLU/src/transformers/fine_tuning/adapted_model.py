@@ -45,6 +45,8 @@ ADAPTATIONS = {
     "apply_adapter": ("adapter_type", "adapter_size"),
     "apply_bitfit": (),
 }
+# What to give where a base alone is not enough.
+WITH_ADAPTER = "--apply_lora --lora_path with an adapter"
 # What words of the command line are as settings.
 FROM_WORDS: dict[str, Callable[[list[str]], Any]] = {
     "lora_layers": partial(layers_of_words, "--lora_layers"),
@@ -246,9 +248,7 @@ class Origin:
         if not self.labels:
             way_out = "the --train_file that it was trained on as well"
             if not self.is_adapter:
-                way_out = (
-                    f"an adapter (--apply_lora --lora_path) where it is a base, else {way_out}"
-                )
+                way_out = f"{WITH_ADAPTER} where it is a base, else {way_out}"
             raise ValueError(f"{self.source} does not name its {what}; give {way_out}")
 
     def check_task(self, task: str | None, training: bool) -> None:
@@ -386,8 +386,7 @@ def build_model(
     adapters: Sequence[Adapter],
     args: TrainingArguments,
     order: Sequence[int] = (),
-    way_out: str = "--apply_lora --lora_path with an adapter, or a model that is trained for the "
-    "task, or --do_train",
+    way_out: str = f"{WITH_ADAPTER}, or a model that is trained for the task, or --do_train",
 ) -> PreTrainedModel:
     """The model, with the adapters in it, and frozen except what is to be trained.
 

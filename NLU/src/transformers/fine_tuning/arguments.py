@@ -12,6 +12,8 @@ from ..adapter_kinds import PATHS
 from ..configuration_utils import ADAPTER_TYPES, LORA_TARGETS
 from ..hf_argparser import flag
 
+SUFFIXES = (".csv", ".json", ".jsonl")  # of data in files
+
 
 @dataclass
 class AdaptedModelArguments:
@@ -128,7 +130,7 @@ class DataArguments:
             ValueError: there is one.
         """
         for file in filter(None, self.files.values()):
-            if Path(file).suffix not in (".csv", ".json", ".jsonl"):
+            if Path(file).suffix not in SUFFIXES:
                 raise ValueError(f"{file}: its name must end in .csv, .json or .jsonl")
 
 

@@ -18,7 +18,7 @@ from loralib.io.digests import folder_digest
 from loralib.io.hub import why_out_of_reach
 
 from ..data.text_files import read_table
-from .arguments import DataArguments, HubDataArguments
+from .arguments import SUFFIXES, DataArguments, HubDataArguments
 
 if TYPE_CHECKING:  # else imported where data is read: --help and wrong flags need not wait for it
     from datasets import Dataset
@@ -191,16 +191,25 @@ def load_data_set(
         way_out: what to do where it cannot be fetched.
 
     Raises:
+        ValueError: it is a file, which another flag takes.
         OSError: there is none of that name, or it cannot be fetched.
+        RuntimeError: it is a program, which the library runs no more.
     """
+    from datasets import config as library
     from datasets import load_dataset
 
     if os.path.isdir(name):
         # As in `load_rows`: the library goes by names and times of a folder's files.
         return load_dataset(name, config, cache_dir=cache_dir, description=folder_digest(name))
-    if name.startswith((".", "/", "~")):
+    is_path = name.startswith((".", "/", "~"))
+    if os.path.isfile(name):
+        if name.endswith(".py"):
+            return load_dataset(name)  # which says that it runs none
+        if is_path or name.endswith(SUFFIXES):
+            raise ValueError(f"{name}: is a file: give it as --train_file")
+    if is_path:
         raise FileNotFoundError(f"{name}: no such folder")
-    why = why_out_of_reach()
+    why = why_out_of_reach(library.HF_HUB_OFFLINE)  # where HF_DATASETS_OFFLINE counts as well
     try:
         with _cache_alone() if why else nullcontext():
             return load_dataset(name, config, cache_dir=cache_dir)

@@ -86,7 +86,7 @@ def _object_in(path: str) -> dict[str, Any] | None:
     try:
         with open(path, encoding="utf-8-sig") as file:
             whole = json.load(file)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None  # several lines, or what read_table says is wrong
     is_one = isinstance(whole, dict) and isinstance(whole.get("data"), list)
     return whole if is_one and all(isinstance(each, dict) for each in whole["data"]) else None
