@@ -10,6 +10,7 @@ import pytest
 from glue_runs import write
 
 from transformers.data import text_files
+from transformers.data.json_rows import find_fault
 from transformers.data.text_files import (
     Columns,
     choose_columns,
@@ -239,7 +240,7 @@ def test_a_fault_is_looked_for_line_by_line(tmp_path):
     path.write_text((json.dumps({"text": "a" * 10_000}) + "\n") * 500 + "wrong")
     tracemalloc.start()
     with pytest.raises(ValueError, match=r"line 501: is not JSON"):
-        text_files._find_fault(str(path))
+        find_fault(str(path), in_pieces=False)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < path.stat().st_size / 5

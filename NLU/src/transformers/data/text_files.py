@@ -16,12 +16,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TextIO
 
 from loralib.errors import first_line, quoted
 from loralib.io.digests import file_digest
 from loralib.io.encoding import refuse_utf16_file
+
+from .json_rows import KINDS, difference_in_kind, find_fault, json_rows
 
 if TYPE_CHECKING:  # else imported where a file is read: --help and wrong flags need not wait for it
     from datasets import Dataset
@@ -44,21 +45,8 @@ _STRINGS = ("string", "large_string")
 # What tables have where a number is missing.
 _MISSING = ("na", "n/a", "nan", "none", "null", "-", "?")
 _DECIMAL_COMMA = re.compile(r"\s*-?\d+,\d+\s*")
-_SPACES = re.compile(r"\s*")
 # Where pyarrow says that a JSON file is wrong: it counts from 0, and within a part of the file.
 _IN_ROW = re.compile(r" in row \d+$")
-# JSON's names of Python's types.
-_KINDS: dict[type, str] = {
-    str: "a text",
-    dict: "an object",
-    list: "a list",
-    bool: "true or false",
-    int: "a number",
-    float: "a number",
-    type(None): "null",
-}
-# Half of an escape such as \ud83d\ude00 in JSON, both of which stand for one character.
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True)
@@ -111,7 +99,7 @@ def read_table(path: str, texts: Sequence[str] = (), cache_dir: str | None = Non
         if kind == "csv":
             _check_rows(path, header)
         else:
-            _find_fault(path)
+            find_fault(path, os.path.getsize(path) > _PIECE)
         why = _IN_ROW.sub("", first_line(error.__cause__ or error))
         if isinstance(error, RecursionError):
             why = "a row is nested too deep"
@@ -161,7 +149,7 @@ def _with_texts(rows: Dataset, path: str) -> Dataset:
     taken = [name for name in schema.names if _holds_times(schema.field(name).type)]
     if not taken:
         return rows
-    given = _json_rows(path)
+    given = json_rows(path)
     if len(given) != len(rows):
         raise ValueError(
             f"{path}: {taken[0]} holds dates, which would not stay texts: write an object a line"
@@ -180,174 +168,6 @@ def _holds_times(kind: Any) -> bool:
 
     parts = (kind.field(index).type for index in range(kind.num_fields))
     return pyarrow.types.is_temporal(kind) or any(map(_holds_times, parts))
-
-
-def _json_rows(path: str) -> list[dict[str, Any]]:
-    """The objects in a JSON file, of a list or one after the other; none where it is otherwise."""
-    with open(path, encoding="utf-8-sig") as file:
-        found = list(_values(file.read(), json.JSONDecoder()))
-    return found if all(isinstance(row, dict) for row in found) else []
-
-
-def _values(text: str, decoder: json.JSONDecoder) -> Iterator[Any]:
-    """What is in a text of JSON, one after the other, and in its lists."""
-    place = _SPACES.match(text).end()
-    while place < len(text):
-        value, place = decoder.raw_decode(text, place)
-        yield from value if isinstance(value, list) else [value]
-        place = _SPACES.match(text, place).end()
-
-
-def _find_fault(path: str) -> None:
-    """Looks for the line or the row for which a JSON file could not be read.
-
-    Raises:
-        ValueError: it is found: it is not UTF-8, not JSON, not an object, nested too deep, has half
-            a character or a key twice; or, in a file of several pieces, a column begins there, or
-            changes from texts to numbers and the like.
-    """
-    firsts: dict[str, tuple[str, Any]] = {}  # by key, where it first has a value, and which
-    mixed: set[str] = set()
-    change = ""
-    for place, row in _placed_rows(path):
-        if not isinstance(row, dict):
-            shown = json.dumps(row, ensure_ascii=False)
-            raise ValueError(f"{path}: {place}: is not a JSON object ({shown:.40})")
-        is_first = not firsts
-        for name, value in row.items():
-            if value is None or name in mixed:
-                continue
-            if name not in firsts:
-                firsts[name] = (place, value)
-                if not is_first:
-                    change = (
-                        f"{place}: is the first with a value of '{name}': give all rows one, or "
-                        "none"
-                    )
-            elif not _are_alike(value, firsts[name][1]):
-                mixed.add(name)
-                change = f"{place}: {_unlike(name, value, *firsts[name])}"
-    # Within its first piece the library takes such, so it is the last one that it did not take.
-    if change and os.path.getsize(path) > _PIECE:
-        raise ValueError(f"{path}: {change}")
-
-
-def _are_alike(value: Any, first: Any) -> bool:
-    """Whether the type that a column has by its first value holds another value."""
-    if isinstance(value, float) and type(first) is int:
-        return value.is_integer()
-    return _KINDS[type(value)] == _KINDS[type(first)]
-
-
-def _unlike(name: str, value: Any, first_place: str, first: Any) -> str:
-    """How two values of a column differ in kind."""
-    shown, other = (json.dumps(each, ensure_ascii=False) for each in (value, first))
-    if _KINDS[type(value)] == _KINDS[type(first)]:
-        return f"its {name} is {shown}, that of {first_place} is {other}: write all with a point"
-    return (
-        f"its {name} is {_KINDS[type(value)]} ({shown:.40}), that of {first_place} is "
-        f"{_KINDS[type(first)]} ({other:.40}): write all of them alike"
-    )
-
-
-def _placed_rows(path: str) -> Iterator[tuple[str, Any]]:
-    """The values in a JSON file, each with its place: "line 7"; "row 7" where lines are not rows.
-
-    Raises:
-        ValueError: one cannot be read.
-    """
-    # Bytes that are not UTF-8 become surrogates, which text in UTF-8 has not.
-    with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
-        lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
-        begin = list(islice(lines, 2))
-        if not _has_long_values([line.strip() for _, line in begin]):
-            for number, line in chain(begin, lines):
-                yield f"line {number}", _line_value(line, f"{path}: line {number}")
-            return
-        file.seek(0)
-        text = file.read()
-    yield from _placed_values(text, path)
-
-
-def _has_long_values(begin: Sequence[str]) -> bool:
-    """Whether a file has values over several lines, or lists of rows, by its first two lines."""
-    if not begin or begin[0].startswith("["):
-        return True
-    try:
-        json.loads(begin[0])
-        return False
-    except (ValueError, RecursionError) as error:
-        if getattr(error, "pos", -1) < len(begin[0]):  # it is wrong, not unfinished
-            return False
-    try:
-        return len(begin) > 1 and not isinstance(json.loads(begin[1]), dict)
-    except (ValueError, RecursionError):
-        return True
-
-
-def _line_value(line: str, place: str) -> Any:
-    """The value in a line.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
-    _check_utf8(line, place)
-    try:
-        value = json.loads(line, object_pairs_hook=_without_repetition)
-    except json.JSONDecodeError as error:  # its own text counts lines within this one
-        raise ValueError(f"{place}: is not JSON ({error.msg})") from error
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
-    except RecursionError as error:
-        raise ValueError(f"{place}: is nested too deep") from error
-    if _SURROGATE.search(line):
-        _check_characters(value, place)
-    return value
-
-
-def _placed_values(text: str, path: str) -> Iterator[tuple[str, Any]]:
-    """As `_placed_rows`, of the text of a file whose lines are not rows."""
-    for number, line in enumerate(text.split("\n"), start=1):
-        _check_utf8(line, f"{path}: line {number}")
-    try:
-        decoder = json.JSONDecoder(object_pairs_hook=_without_repetition)
-        has_surrogates = _SURROGATE.search(text) is not None
-        for row, value in enumerate(_values(text, decoder), start=1):
-            if has_surrogates:
-                _check_characters(value, f"{path}: row {row}")
-            yield f"row {row}", value
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: line {error.lineno}: is not JSON ({error.msg})") from error
-    except RecursionError as error:
-        raise ValueError(f"{path}: a row is nested too deep") from error
-
-
-def _check_utf8(line: str, place: str) -> None:
-    if not line.isascii() and _has_surrogates(line):
-        raise ValueError(f"{place}: is not UTF-8 text; save it as UTF-8")
-
-
-def _check_characters(value: Any, place: str) -> None:
-    if _has_surrogates(json.dumps(value, ensure_ascii=False)):
-        raise ValueError(
-            f"{place}: has half a character: \\ud800 to \\udfff stand for one in pairs alone"
-        )
-
-
-def _has_surrogates(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
-
-
-def _without_repetition(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"has the key '{name}' {names.count(name)} times")
-    return dict(pairs)
 
 
 @contextmanager
@@ -494,7 +314,7 @@ def _why_no_text(data: Dataset, name: str) -> str | None:
         return f"of {feature.dtype}"
     values = [value for value in data[name][:] if value not in (None, "")]
     if not any(isinstance(value, str) for value in values):
-        return f"{_KINDS.get(type(values[0]), 'not a string')} in each row" if values else "empty"
+        return f"{KINDS.get(type(values[0]), 'not a string')} in each row" if values else "empty"
     if all(isinstance(value, str) and _is_number(value) for value in values):
         return "all numbers"
     return None
@@ -553,7 +373,7 @@ def _as_written(data: Dataset, path: str, name: str) -> list[Any]:
     from datasets import Value
 
     if not isinstance(data.features[name], Value) and not path.endswith(".csv"):
-        rows = _json_rows(path)
+        rows = json_rows(path)
         if len(rows) == len(data):
             return [row.get(name) for row in rows]
     return data[name][:]  # at once: row by row, it takes fifty times as long
@@ -564,7 +384,7 @@ def _check_texts(values: Sequence[Any], path: str, name: str) -> None:
         if value is None:
             raise ValueError(f"{path}: row {row}: has no {name}")
         if not isinstance(value, str):
-            kind = _KINDS.get(type(value), f"of the type {type(value).__name__}")
+            kind = KINDS.get(type(value), f"of the type {type(value).__name__}")
             quoted = json.dumps(value, ensure_ascii=False, default=str)
             raise ValueError(f"{path}: row {row}: its {name} is {kind}, not a text ({quoted:.40})")
 
@@ -595,7 +415,7 @@ def _check_labels(data: Dataset, path: str, name: str) -> None:
         if value is None or value == "" or value != value:
             raise ValueError(f"{path}: row {row}: has no {name}")
         if not isinstance(value, str | int | float):
-            kind = _KINDS.get(type(value), f"of the type {type(value).__name__}")
+            kind = KINDS.get(type(value), f"of the type {type(value).__name__}")
             raise ValueError(f"{path}: row {row}: its {name} is {kind}, not a class or a score")
     if not isinstance(data.features[name], Value):
         _refuse_kinds(values, path, name)
@@ -605,9 +425,9 @@ def _check_labels(data: Dataset, path: str, name: str) -> None:
 
 
 def _refuse_kinds(values: Sequence[Any], path: str, name: str) -> None:
-    first = _KINDS[type(values[0])]
-    row = next((row for row, v in enumerate(values) if _KINDS[type(v)] != first), 0)
-    differing = _unlike(name, values[row], "row 1", values[0])
+    first = KINDS[type(values[0])]
+    row = next((row for row, v in enumerate(values) if KINDS[type(v)] != first), 0)
+    differing = difference_in_kind(name, values[row], "row 1", values[0])
     raise ValueError(f"{path}: row {row + 1}: {differing}")
 
 

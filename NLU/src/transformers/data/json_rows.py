@@ -1,0 +1,197 @@
+"""The rows of a JSON file: an object a line, several lines an object, or lists of them.
+
+The library that reads tables says of a file that it cannot read little more than that; `find_fault`
+looks for the line.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+from typing import Any
+
+_SPACES = re.compile(r"\s*")
+# JSON's names of Python's types.
+KINDS: dict[type, str] = {
+    str: "a text",
+    dict: "an object",
+    list: "a list",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    type(None): "null",
+}
+# Half of an escape such as \ud83d\ude00 in JSON, both of which stand for one character.
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def json_rows(path: str) -> list[dict[str, Any]]:
+    """The objects in a JSON file, of a list or one after the other; none where it is otherwise."""
+    with open(path, encoding="utf-8-sig") as file:
+        found = list(_values(file.read(), json.JSONDecoder()))
+    return found if all(isinstance(row, dict) for row in found) else []
+
+
+def _values(text: str, decoder: json.JSONDecoder) -> Iterator[Any]:
+    """What is in a text of JSON, one after the other, and in its lists."""
+    place = _SPACES.match(text).end()
+    while place < len(text):
+        value, place = decoder.raw_decode(text, place)
+        yield from value if isinstance(value, list) else [value]
+        place = _SPACES.match(text, place).end()
+
+
+def find_fault(path: str, in_pieces: bool) -> None:
+    """Looks for the line or the row for which a JSON file could not be read.
+
+    Args:
+        path: the file.
+        in_pieces: the library has read it piece by piece.
+
+    Raises:
+        ValueError: it is found: it is not UTF-8, not JSON, not an object, nested too deep, has half
+            a character or a key twice; or, in a file of several pieces, a column begins there, or
+            changes from texts to numbers and the like.
+    """
+    firsts: dict[str, tuple[str, Any]] = {}  # by key, where it first has a value, and which
+    mixed: set[str] = set()
+    change = ""
+    for place, row in _placed_rows(path):
+        if not isinstance(row, dict):
+            shown = json.dumps(row, ensure_ascii=False)
+            raise ValueError(f"{path}: {place}: is not a JSON object ({shown:.40})")
+        is_first = not firsts
+        for name, value in row.items():
+            if value is None or name in mixed:
+                continue
+            if name not in firsts:
+                firsts[name] = (place, value)
+                if not is_first:
+                    change = (
+                        f"{place}: is the first with a value of '{name}': give all rows one, or "
+                        "none"
+                    )
+            elif not _are_alike(value, firsts[name][1]):
+                mixed.add(name)
+                change = f"{place}: {difference_in_kind(name, value, *firsts[name])}"
+    # Within its first piece the library takes such, so it is the last one that it did not take.
+    if change and in_pieces:
+        raise ValueError(f"{path}: {change}")
+
+
+def _are_alike(value: Any, first: Any) -> bool:
+    """Whether the type that a column has by its first value holds another value."""
+    if isinstance(value, float) and type(first) is int:
+        return value.is_integer()
+    return KINDS[type(value)] == KINDS[type(first)]
+
+
+def difference_in_kind(name: str, value: Any, first_place: str, first: Any) -> str:
+    """How two values of a column differ in kind."""
+    shown, other = (json.dumps(each, ensure_ascii=False) for each in (value, first))
+    if KINDS[type(value)] == KINDS[type(first)]:
+        return f"its {name} is {shown}, that of {first_place} is {other}: write all with a point"
+    return (
+        f"its {name} is {KINDS[type(value)]} ({shown:.40}), that of {first_place} is "
+        f"{KINDS[type(first)]} ({other:.40}): write all of them alike"
+    )
+
+
+def _placed_rows(path: str) -> Iterator[tuple[str, Any]]:
+    """The values in a JSON file, each with its place: "line 7"; "row 7" where lines are not rows.
+
+    Raises:
+        ValueError: one cannot be read.
+    """
+    # Bytes that are not UTF-8 become surrogates, which text in UTF-8 has not.
+    with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
+        lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
+        begin = list(islice(lines, 2))
+        if not _has_long_values([line.strip() for _, line in begin]):
+            for number, line in chain(begin, lines):
+                yield f"line {number}", _line_value(line, f"{path}: line {number}")
+            return
+        file.seek(0)
+        text = file.read()
+    yield from _placed_values(text, path)
+
+
+def _has_long_values(begin: Sequence[str]) -> bool:
+    """Whether a file has values over several lines, or lists of rows, by its first two lines."""
+    if not begin or begin[0].startswith("["):
+        return True
+    try:
+        json.loads(begin[0])
+        return False
+    except (ValueError, RecursionError) as error:
+        if getattr(error, "pos", -1) < len(begin[0]):  # it is wrong, not unfinished
+            return False
+    try:
+        return len(begin) > 1 and not isinstance(json.loads(begin[1]), dict)
+    except (ValueError, RecursionError):
+        return True
+
+
+def _line_value(line: str, place: str) -> Any:
+    """The value in a line.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    _check_utf8(line, place)
+    try:
+        value = json.loads(line, object_pairs_hook=_without_repetition)
+    except json.JSONDecodeError as error:  # its own text counts lines within this one
+        raise ValueError(f"{place}: is not JSON ({error.msg})") from error
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{place}: is nested too deep") from error
+    if _SURROGATE.search(line):
+        _check_characters(value, place)
+    return value
+
+
+def _placed_values(text: str, path: str) -> Iterator[tuple[str, Any]]:
+    """As `_placed_rows`, of the text of a file whose lines are not rows."""
+    for number, line in enumerate(text.split("\n"), start=1):
+        _check_utf8(line, f"{path}: line {number}")
+    try:
+        decoder = json.JSONDecoder(object_pairs_hook=_without_repetition)
+        has_surrogates = _SURROGATE.search(text) is not None
+        for row, value in enumerate(_values(text, decoder), start=1):
+            if has_surrogates:
+                _check_characters(value, f"{path}: row {row}")
+            yield f"row {row}", value
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: line {error.lineno}: is not JSON ({error.msg})") from error
+    except RecursionError as error:
+        raise ValueError(f"{path}: a row is nested too deep") from error
+
+
+def _check_utf8(line: str, place: str) -> None:
+    if not line.isascii() and _has_surrogates(line):
+        raise ValueError(f"{place}: is not UTF-8 text; save it as UTF-8")
+
+
+def _check_characters(value: Any, place: str) -> None:
+    if _has_surrogates(json.dumps(value, ensure_ascii=False)):
+        raise ValueError(
+            f"{place}: has half a character: \\ud800 to \\udfff stand for one in pairs alone"
+        )
+
+
+def _has_surrogates(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _without_repetition(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"has the key '{name}' {names.count(name)} times")
+    return dict(pairs)
