@@ -407,3 +407,9 @@ def _wide(tensor: Tensor) -> torch.dtype:
 def cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """The tensor in a dtype, where there is one."""
     return None if tensor is None else tensor.to(dtype)
+
+
+def names_of_updates(model: nn.Module) -> tuple[str, ...]:
+    """The names of a model's LoRA layers that have an update, in the model's order."""
+    modules = model.named_modules()
+    return tuple(name for name, layer in modules if isinstance(layer, LoRALayer) and layer.r > 0)

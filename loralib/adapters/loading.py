@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..adaptation import LayerSettings
 from ..arguments import as_python, check_model
 from ..errors import CheckpointError, MissingLayersError, listed
 from ..functional import variant_of
 from ..initialization import deferring_start, starts_from_weight
-from ..inject import LayerSettings, adapt
+from ..inject import adapt
 from ..layers import MergedLinear
 from ..lora_layer import LoRALayer
 from ..nn.positions import lora_reaches_positions, shared_projections

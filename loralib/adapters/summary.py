@@ -2,8 +2,8 @@
 
 from torch import nn
 
-from ..inject import names_of_updates
 from ..io.console import share_in_words
+from ..lora_layer import names_of_updates
 from .adapter import plain
 from .names import lora_targets
 

@@ -6,8 +6,10 @@ To S may be added what the distances between tokens score; see distances.py. All
 for autograd, which keeps of it Q, K, V, P and one byte an element for what was dropped; no call is
 spent on views that are to be recorded. Rows are taken in groups; see row_groups.py. Where a group
 is padded, padding keys score -∞ with every token, and padding queries have a gradient of zero, so
-that padding adds to no gradient. Where nothing is recorded, PyTorch's fused attention is
-as fast, and keeps no probabilities of long rows; it takes no distances but as a bias of that size.
+that padding adds to no gradient.
+
+Where nothing is recorded, and there are no distances, PyTorch's fused attention is to be taken: it
+keeps scores in float32, and none of long rows. It takes distances only as a bias of that size.
 
 In half precision groups are padded to multiples of 16 tokens: oneDNN compiles a kernel for each
 size that it meets, which takes a processor with AMX seven times as long as the product.

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..adaptation import computes_as
 from ..adapted_layers import convolved_update
 from ..adapters.adapter import LORA, Adapter
 from ..adapters.checks import check_finite, check_possible_base
@@ -23,7 +24,6 @@ from ..adapters.fingerprint import (
 )
 from ..errors import CheckpointError, NeedsMergingError
 from ..functional import Delta
-from ..inject import computes_as
 from ..utils import check_there, tensors_of
 
 

@@ -9,9 +9,10 @@ from any_models import AnyModel, ids
 from torch import nn
 
 import loralib as lora
+from loralib.adaptation import LayerSettings
 from loralib.adapters.saving import adapter_of
 from loralib.errors import UnsupportedLayerError
-from loralib.inject import LayerSettings, adapt
+from loralib.inject import adapt
 
 
 class Scaled(nn.Linear):

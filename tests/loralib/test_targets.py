@@ -6,7 +6,7 @@ import pytest
 from any_models import AnyModel
 from torch import nn
 
-from loralib.inject import is_linear
+from loralib.adaptation import is_linear
 from loralib.targets import (
     by_pattern,
     find,

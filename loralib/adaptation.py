@@ -1,0 +1,160 @@
+"""One module of a model: the settings that it is adapted with, and the LoRA layer that it becomes.
+
+The table at the head of inject.py has both sides.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from .adapted_layers import (
+    AdaptedConv1d,
+    AdaptedConv2d,
+    AdaptedConv3d,
+    AdaptedProjection,
+    MultiheadAttention,
+)
+from .errors import UnsupportedLayerError
+from .in_place import turn_into, was_turned
+from .layers import Embedding, Linear, MergedLinear
+from .lora_layer import LoRALayer
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSettings:
+    """What a module is adapted with; the fields are those of `add_lora`.
+
+    Args:
+        enable_lora: for each of the equal slices of a linear layer's output whether it has an
+            update, as for `MergedLinear`.
+    """
+
+    r: int
+    lora_alpha: float
+    lora_dropout: float = 0.0
+    variant: str = "lora"
+    initialization: str = "default"
+    freeze_A: bool = False
+    enable_lora: tuple[bool, ...] = (True,)
+
+    def of_layer(self) -> dict[str, Any]:
+        """The arguments of `LoRALayer`."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        del own["enable_lora"]
+        return own | {"merge_weights": True}
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer, whoever's: what "all-linear" means."""
+    return isinstance(module, nn.Linear | nn.MultiheadAttention) or is_conv1d(module)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether this is upstream's Conv1D: a linear layer that holds its weight as (in, out)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def builder_of(module: nn.Module) -> Callable[[Any, LayerSettings], None]:
+    """What adapts a module of this kind.
+
+    Raises:
+        UnsupportedLayerError: nothing does.
+    """
+    kind = type(module)
+    if kind is nn.MultiheadAttention or _is_without_update(module):
+        return _adapt_attention
+    if is_conv1d(module):
+        return _adapt_linear
+    for plain, build in _BUILDERS.items():
+        # A subclass is as good, unless it computes in its own way, as quantized layers do, or the
+        # model uses what it has besides.
+        if issubclass(kind, plain) and computes_as(kind, plain) and not of_its_own(kind, plain):
+            return build
+    raise UnsupportedLayerError(f"{kind.__module__}.{kind.__qualname__}, which has no LoRA layer")
+
+
+def _is_without_update(module: nn.Module) -> bool:
+    """Whether this is an attention of which out_proj alone has an update so far."""
+    is_adapted = isinstance(module, MultiheadAttention) and module.r == 0
+    return is_adapted and "q_proj" not in module._modules
+
+
+# What a subclass of a plain layer may define without being missed in a LoRA layer; and of Python's
+# own methods, those that decide what it computes.
+_HARMLESS = {"reset_parameters", "extra_repr", "_abc_impl"}
+_CALLED = {"__call__", "__getattr__", "__getattribute__", "__setattr__", "__delattr__"}
+
+
+def of_its_own(kind: type[nn.Module], plain: type[nn.Module]) -> set[str]:
+    """The attributes and methods that a subclass of a plain layer adds to it."""
+    between = kind.__mro__[: kind.__mro__.index(plain)]
+    names = {name for each in between for name in vars(each)}
+    own = {name for name in names if not name.startswith("__") or name in _CALLED}
+    return own - _HARMLESS - vars(plain).keys()
+
+
+def computes_as(kind: type[nn.Module], plain: type[nn.Module]) -> bool:
+    """Whether a subclass of one of PyTorch's layers leaves it how it computes."""
+    methods = ("forward", "_conv_forward")
+    return all(getattr(kind, each, None) is getattr(plain, each, None) for each in methods)
+
+
+def _adapt_linear(module: Any, settings: LayerSettings) -> None:
+    fan_in_fan_out = is_conv1d(module)
+    sliced = len(settings.enable_lora) > 1
+    if fan_in_fan_out:
+        in_features, out_features = module.weight.shape
+    turn_with(module, MergedLinear if sliced else Linear, settings)
+    module.fan_in_fan_out = fan_in_fan_out
+    if fan_in_fan_out:
+        module.in_features, module.out_features = in_features, out_features
+    if sliced:
+        module.enable_lora = list(settings.enable_lora)
+    module._add_slices(settings.enable_lora, _update_dtype(module))
+    module.reset_lora_parameters()
+
+
+def _adapt_with(kind: type[LoRALayer]) -> Callable[[Any, LayerSettings], None]:
+    def adapt_module(module: Any, settings: LayerSettings) -> None:
+        turn_with(module, kind, settings)
+        module._add_update(_update_dtype(module))
+        module.reset_lora_parameters()
+
+    return adapt_module
+
+
+def _adapt_attention(module: Any, settings: LayerSettings) -> None:
+    if module._qkv_same_embed_dim:
+        _adapt_with(MultiheadAttention)(module, settings)
+        return
+    turn_with(module, MultiheadAttention, LayerSettings(r=0, lora_alpha=1))
+    for name in ("q_proj", "k_proj", "v_proj"):
+        projection = AdaptedProjection(module, f"{name}_weight", **settings.of_layer())
+        projection._add_update(_update_dtype(projection))
+        projection.reset_lora_parameters()
+        module.add_module(name, projection.train(module.training))
+
+
+_BUILDERS: dict[type[nn.Module], Callable[[Any, LayerSettings], None]] = {
+    nn.Linear: _adapt_linear,
+    nn.Embedding: _adapt_with(Embedding),
+    nn.Conv1d: _adapt_with(AdaptedConv1d),
+    nn.Conv2d: _adapt_with(AdaptedConv2d),
+    nn.Conv3d: _adapt_with(AdaptedConv3d),
+}
+
+
+def turn_with(module: nn.Module, kind: type[Any], settings: LayerSettings) -> None:
+    """Turns a module into a LoRA layer of a kind, whose update is still to come."""
+    if not was_turned(module):
+        turn_into(module, kind)
+    LoRALayer.__init__(module, **settings.of_layer())  # type: ignore[arg-type]
+    module.train(module.training)
+
+
+def _update_dtype(layer: LoRALayer) -> torch.dtype:
+    """Updates are trained in float32 or wider."""
+    return torch.promote_types(layer.frozen_weight.dtype, torch.float32)

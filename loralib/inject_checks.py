@@ -1,0 +1,261 @@
+"""Whether a model, and modules of it, can be adapted; errors are one line that names the module."""
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from .adaptation import LayerSettings, builder_of, is_conv1d, is_linear, of_its_own
+from .adapted_layers import MultiheadAttention
+from .arguments import ABOVE_0, as_number
+from .errors import UnsupportedLayerError, listed
+from .functional import variant_of
+from .layers import Embedding
+from .lora_layer import LoRALayer, names_of_updates
+from .targets import first_names
+from .wrappers import has_own_forward, own_forward_message, quantized
+
+# The attributes of a LoRA layer that a model may not have for something else.
+_OF_LORA_LAYERS = {
+    *("base", "enable_lora", "freeze_A", "initialization", "lora_alpha", "lora_dropout"),
+    *("merge_weights", "merged", "r", "scaling", "variant"),
+}
+
+
+def check_adaptable(model: nn.Module) -> None:
+    """Checks that the model is neither wrapped nor compiled, and that it can be trained."""
+    if torch.is_inference_mode_enabled():
+        raise ValueError("in inference mode no update can be trained: call it outside")
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        wrapped = kind in ("DistributedDataParallel", "DataParallel", "OptimizedModule")
+        compiled = vars(module).get("_compiled_call_impl") is not None
+        if wrapped or compiled or kind.startswith(("FSDP", "FullyShardedDataParallel")):
+            raise ValueError(
+                f"{name or 'the model'} is wrapped or compiled already ({kind}): adapt the model "
+                "before that"
+            )
+    own = names_of_updates(model)
+    for name, parameter in model.named_parameters():
+        owner = name.partition(".parametrizations.")[0]
+        owner = owner if owner != name else name.rpartition(".")[0]
+        if "lora_" in name and owner not in own:
+            raise ValueError(
+                f"{name} has 'lora_' in its name, by which LoRA's own parameters are known: rename "
+                "that module first"
+            )
+        is_lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
+        if not is_lazy and parameter.is_inference():
+            raise ValueError(f"{name} is an inference tensor, which cannot be trained: copy it")
+
+
+def check_has_modules(model: nn.Module) -> None:
+    """Checks that a model has modules that targets can name.
+
+    Raises:
+        ValueError: it has none; a layer alone has to be put into a model.
+    """
+    if first_names(model):
+        return
+    kind = type(model).__name__
+    try:
+        builder_of(model)
+    except UnsupportedLayerError:
+        raise ValueError(f"{kind} has no layers within that LoRA could adapt") from None
+    raise ValueError(
+        f"{kind} is itself a layer, and has none within that a target could name: put it into a "
+        "model, such as nn.Sequential, and name it there, as '0'"
+    )
+
+
+def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
+    """Checks that a module can be adapted, and with these settings.
+
+    Raises:
+        ValueError, UnsupportedLayerError: it cannot; the message names it.
+    """
+    if isinstance(module, LoRALayer) and module.r > 0:
+        raise ValueError(f"{name} has LoRA already: remove_lora first, or exclude it")
+    try:
+        builder_of(module)
+    except UnsupportedLayerError as error:
+        inner = _layers_within(name, module)
+        instead = f"name those within, such as {inner}, or exclude it" if inner else "exclude it"
+        raise UnsupportedLayerError(f"{name} is a {error}: {instead}") from None
+    own = sorted(vars(module).keys() & _OF_LORA_LAYERS)
+    if own and not isinstance(module, LoRALayer):
+        raise UnsupportedLayerError(
+            f"{name} has an attribute '{own[0]}', as LoRA's layers have it for theirs: exclude it"
+        )
+    if has_own_forward(module):
+        raise UnsupportedLayerError(
+            own_forward_message(
+                name,
+                module,
+                "as a device map's hooks give it: adapt the model before it is dispatched",
+                "set on it, which would compute without LoRA",
+            )
+        )
+    found = (module._parameters.get(part) for part in _weight_names(module))
+    weights = [weight for weight in found if weight is not None]
+    if not weights or any(isinstance(w, nn.parameter.UninitializedParameter) for w in weights):
+        raise UnsupportedLayerError(f"{name} has no weight that is a plain parameter: exclude it")
+    for weight in weights:
+        if weight.is_complex():
+            raise UnsupportedLayerError(
+                f"{name} has complex weights ({weight.dtype}), which have no LoRA: exclude it"
+            )
+        if reason := quantized(weight):
+            raise UnsupportedLayerError(f"the weight of {name} is {reason}: exclude {name}")
+        _check_settings(name, module, weight, settings)
+
+
+def _layers_within(name: str, block: nn.Module) -> str:
+    """The linear layers within a block, as targets; empty where there are none."""
+    last = name.rpartition(".")[2]
+    within = [each for each, module in block.named_modules() if each and is_linear(module)]
+    return listed(f"{last}.{each}" for each in within)
+
+
+def _weight_names(module: nn.Module) -> tuple[str, ...]:
+    if isinstance(module, nn.MultiheadAttention):
+        return "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"
+    return ("weight",)
+
+
+def _out_in(module: nn.Module, weight: Tensor) -> tuple[int, int]:
+    """The sizes of a weight as a matrix (out, in)."""
+    out, inner = weight.shape[0], math.prod(weight.shape[1:])
+    return (inner, out) if is_conv1d(module) else (out, inner)
+
+
+def check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[str]) -> None:
+    """Checks that no module that is trained as it is shares a weight with one that is not.
+
+    Nor with one that is adapted.
+    """
+    frozen = {name: set(model.get_submodule(name).parameters(recurse=False)) for name in adapted}
+    whole_parts: set[nn.Module] = set()
+    for whole in trained:
+        whole_parts.update(model.get_submodule(whole).modules())
+    for whole in trained:
+        parts = set(model.get_submodule(whole).parameters())
+        others = sharing(model, parts, whole_parts)
+        if others:
+            raise ValueError(
+                f"{whole} shares a weight with {', '.join(others)}, which would be trained as "
+                "well: name all of them in modules_to_train, or none"
+            )
+        for name, own in frozen.items():
+            if own & parts:
+                raise ValueError(
+                    f"{whole} cannot be trained as it is while {name} is adapted, whose weight is "
+                    "frozen: leave one of them out"
+                )
+
+
+def sharing(
+    model: nn.Module, parameters: set[nn.Parameter], but_for: Collection[nn.Module]
+) -> list[str]:
+    """The names of the modules, but for some, that have one of these parameters."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if module not in but_for and parameters & {*module._parameters.values()}
+    ]
+
+
+def check_rank(name: str, module: nn.Module, own: LayerSettings) -> None:
+    """Checks that an update's rank is none that its weight cannot have."""
+    for part in _weight_names(module):
+        weight = module._parameters.get(part)
+        if weight is not None:
+            out, inner = _out_in(module, weight)
+            smallest = min(out // len(own.enable_lora), inner)
+            if own.r > smallest:
+                raise ValueError(f"r = {own.r} is larger than a dimension of {name}: {smallest}")
+
+
+def check_rows(name: str, module: nn.Module, own: LayerSettings) -> None:
+    """Checks that the weight's rows have a direction, if DoRA is to adapt it."""
+    if not variant_of(own.variant).has_magnitude:
+        return
+    is_in_out = isinstance(module, nn.Embedding) or is_conv1d(module)
+    for part in _weight_names(module):
+        weight = module._parameters.get(part)
+        if weight is None or weight.is_meta:
+            continue
+        rows = weight.detach().t() if is_in_out else weight.detach().flatten(1)
+        if not rows.any(dim=1).all():
+            raise ValueError(
+                f"{name} has rows of zeros in its {part}, which have no direction for "
+                f"{own.variant}: exclude it, or choose another variant"
+            )
+
+
+def _check_settings(name: str, module: nn.Module, weight: Tensor, own: LayerSettings) -> None:
+    out, _ = _out_in(module, weight)
+    slices = len(own.enable_lora)
+    if slices > 1 and not (isinstance(module, nn.Linear) or is_conv1d(module)):
+        raise ValueError(f"{name} is not a linear layer, whose slices enable_lora could mean")
+    if not any(own.enable_lora) or out % slices:
+        raise ValueError(
+            f"enable_lora {list(own.enable_lora)} does not fit {name}: it has to enable some of "
+            f"the equal slices of {out} outputs"
+        )
+    if not isinstance(own.r, int) or own.r < 1:
+        raise ValueError(f"r, the rank, has to be an integer of at least 1, got {own.r!r} ({name})")
+    as_number(f"{name}: lora_alpha", own.lora_alpha, *ABOVE_0)
+    if own.lora_dropout == 1:
+        raise ValueError("lora_dropout 1 drops all of an update's input: nothing would be trained")
+    if isinstance(module, nn.Embedding):
+        Embedding.check_update(module.max_norm, own.freeze_A, own.initialization)
+    LoRALayer(**{**own.of_layer(), "merge_weights": False})  # its own checks of the settings
+
+
+def check_owner(model: nn.Module, name: str) -> None:
+    """Checks that a module does not belong to an attention with a forward of its own.
+
+    An `nn.MultiheadAttention` computes with the weights of its out_proj, so that it becomes another
+    class where that is adapted.
+    """
+    owner = model.get_submodule(name.rpartition(".")[0])
+    if not isinstance(owner, nn.MultiheadAttention) or isinstance(owner, MultiheadAttention):
+        return
+    has_own_forward = type(owner).forward is not nn.MultiheadAttention.forward
+    if has_own_forward or of_its_own(type(owner), nn.MultiheadAttention):
+        raise UnsupportedLayerError(
+            f"{name} belongs to a {type(owner).__qualname__}, which computes with its weight in a "
+            "way of its own: exclude it"
+        )
+
+
+def check_dropout(model: nn.Module, name: str, own: LayerSettings) -> None:
+    """Checks that the projections of an attention, which takes their weights, have no dropout."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    for module, what in ((model.get_submodule(name), "is"), (owner, "belongs to")):
+        if isinstance(module, nn.MultiheadAttention) and own.lora_dropout:
+            raise ValueError(
+                f"{name} {what} an nn.MultiheadAttention, whose update takes no dropout: set "
+                "lora_dropout to 0, or exclude it"
+            )
+
+
+def check_tied(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    """Checks that no other module has the weight of one that is to be adapted."""
+    owners: dict[Tensor, dict[int, str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(parameter, {})[id(module)] = name
+    for name, module in modules.items():
+        for parameter in module._parameters.values():
+            if parameter is None:
+                continue
+            others = [other for key, other in owners[parameter].items() if key != id(module)]
+            if others:
+                raise ValueError(
+                    f"{name} shares its weight with {others[0]}; an update of one of them is not "
+                    "the other's, and merging it unties them: exclude it, or say untie=True"
+                )
