@@ -1,0 +1,82 @@
+"""The folders that a task's script reads from and writes to: what resumes, and what is refused."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from loralib.training import launch
+from transformers import TrainingArguments, trainer_checkpoint
+from transformers.trainer_checkpoint import identities
+from transformers.utils.cli import check_sources_kept, find_checkpoint
+
+
+@pytest.mark.parametrize("folder", ["out", "./out", "a/../out"])
+def test_a_restart_resumes_its_own_run_alone(tmp_path, monkeypatch, folder):
+    """Not what an earlier one has left, whose checkpoints count further."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "_agent", lambda: "host 1 1")
+    for name in ("a", "out/checkpoint-30", "out/checkpoint-40"):
+        Path(name).mkdir(parents=True)
+    args = TrainingArguments(folder, do_train=True, overwrite_output_dir=True)
+    assert find_checkpoint(args) is None
+    args.launch.begin(identities(args))
+    assert find_checkpoint(args) is None
+    Path("out/checkpoint-10").mkdir()
+    Path("out/checkpoint-30").rename("away")  # its place is taken
+    Path("out/checkpoint-30").mkdir()
+    later = os.stat("away").st_mtime_ns + 10**9
+    os.utime("out/checkpoint-30", ns=(later, later))
+    assert Path(find_checkpoint(args)).name == "checkpoint-30"
+    Path("out/checkpoint-30").rmdir()
+    assert Path(find_checkpoint(args)).name == "checkpoint-10"
+
+
+@pytest.mark.parametrize(
+    "source", ["out", "./out/", "link", "out/checkpoint-5", "out/checkpoint-5/x.bin", "out/{saved}"]
+)
+def test_training_does_not_overwrite_what_it_starts_from(tmp_path, monkeypatch, source):
+    monkeypatch.chdir(tmp_path)
+    source = source.format(saved="pytorch_model_lora.bin")
+    Path("out/checkpoint-5").mkdir(parents=True)
+    Path("link").symlink_to("out")
+    for name in ("pytorch_model_lora.bin", "mine.bin", "checkpoint-5/x.bin"):
+        Path("out", name).touch()
+    args = TrainingArguments("out", do_train=True, overwrite_output_dir=True)
+    with pytest.raises(ValueError, match=r"^--lora_path \S+: training would overwrite it"):
+        check_sources_kept(args, {"model_name_or_path": "roberta-base", "lora_path": source})
+    # Nothing is written over files of other names, nor beside the folder.
+    check_sources_kept(args, {"model_name_or_path": ".", "lora_path": "out/mine.bin"})
+    args.overwrite_output_dir = False  # the run resumes from the checkpoint
+    check_sources_kept(args, {"lora_path": source})
+    args.do_train, args.overwrite_output_dir = False, True  # evaluation writes results alone
+    check_sources_kept(args, {"lora_path": source})
+
+
+def test_a_folder_with_a_base_is_not_proposed_to_be_overwritten(tmp_path):
+    args = TrainingArguments(str(tmp_path), do_train=True)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="training would overwrite it"):
+        check_sources_kept(args, {"model_name_or_path": str(tmp_path)})
+
+
+def test_a_restart_on_another_machine_knows_what_an_earlier_run_has_left(tmp_path, monkeypatch):
+    """Which may number the files of a shared folder otherwise."""
+    monkeypatch.setattr(launch, "_agent", lambda: "host 1 1")
+    (tmp_path / "checkpoint-30").mkdir()
+    args = TrainingArguments(str(tmp_path), do_train=True, overwrite_output_dir=True)
+    assert find_checkpoint(args) is None
+    args.launch.begin(identities(args))
+    seen_here = os.stat
+
+    def seen_there(path, *given, **more):
+        status = seen_here(path, *given, **more)
+        numbers = list(status)
+        numbers[1:3] = status.st_ino + 1, status.st_dev + 1
+        times = {name: getattr(status, name) for name in ("st_atime_ns", "st_mtime_ns")}
+        return os.stat_result(numbers, times)
+
+    monkeypatch.setattr(trainer_checkpoint.os, "stat", seen_there)
+    assert find_checkpoint(args) is None
+    (tmp_path / "checkpoint-10").mkdir()
+    assert Path(find_checkpoint(args)).name == "checkpoint-10"
