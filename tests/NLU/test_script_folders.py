@@ -32,15 +32,21 @@ def test_a_restart_resumes_its_own_run_alone(tmp_path, monkeypatch, folder):
     assert Path(find_checkpoint(args)).name == "checkpoint-10"
 
 
+SAVED = ("pytorch_model_lora.bin", "pytorch_model.bin", "model.safetensors")
+
+
 @pytest.mark.parametrize(
-    "source", ["out", "./out/", "link", "out/checkpoint-5", "out/checkpoint-5/x.bin", "out/{saved}"]
+    "source",
+    [
+        *("out", "./out/", "link", "out/checkpoint-5", "out/checkpoint-5/x.bin"),
+        *(f"out/{name}" for name in SAVED),
+    ],
 )
 def test_training_does_not_overwrite_what_it_starts_from(tmp_path, monkeypatch, source):
     monkeypatch.chdir(tmp_path)
-    source = source.format(saved="pytorch_model_lora.bin")
     Path("out/checkpoint-5").mkdir(parents=True)
     Path("link").symlink_to("out")
-    for name in ("pytorch_model_lora.bin", "mine.bin", "checkpoint-5/x.bin"):
+    for name in (*SAVED, "mine.bin", "checkpoint-5/x.bin"):
         Path("out", name).touch()
     args = TrainingArguments("out", do_train=True, overwrite_output_dir=True)
     with pytest.raises(ValueError, match=r"^--lora_path \S+: training would overwrite it"):

@@ -658,3 +658,10 @@ def test_a_data_set_without_a_split(tmp_path):
 )
 def test_wrong_flags(flags, message):
     assert message in error_of(lambda: HubDataArguments(**flags))
+
+
+def test_a_data_set_without_a_name():
+    from transformers.fine_tuning.data_sets import load_data_set
+
+    with pytest.raises(ValueError, match="the data set's name is empty"):
+        load_data_set("", None, None, "a way out")

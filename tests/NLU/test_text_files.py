@@ -385,3 +385,22 @@ def test_columns_of_dates_alone_stay_texts(tmp_path, names):
     rows = [dict.fromkeys(names, f"2020-01-0{n}") for n in range(1, 4)]
     path.write_text("\n".join(map(json.dumps, rows)))
     assert read_table(str(path)).to_list() == rows
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('null\n{"text": "a"}\n', r"line 1: is not a JSON object \(null\)"),
+        ("\ufeff null", r"line 1: is not a JSON object \(null\)"),
+        ("5", r"line 1: is not a JSON object \(5\)"),
+        ("text\na\n", r"line 1: is not JSON"),
+        ('{"text": "b"}\n' + "[" * 100_000, r"line 2: is nested too deep"),
+        (" \n", r"holds no examples"),
+    ],
+)
+def test_what_json_s_reader_cannot_be_given(tmp_path, content, said):
+    """Such as null, by which pyarrow ends the process."""
+    path = tmp_path / "rows.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=rf"rows\.json: {said}"):
+        read_table(str(path))

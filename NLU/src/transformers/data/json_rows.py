@@ -4,6 +4,7 @@ The library that reads tables says of a file that it cannot read little more tha
 looks for the line.
 """
 
+import codecs
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -39,6 +40,16 @@ def _values(text: str, decoder: json.JSONDecoder) -> Iterator[Any]:
         value, place = decoder.raw_decode(text, place)
         yield from value if isinstance(value, list) else [value]
         place = _SPACES.match(text, place).end()
+
+
+def begins_with_rows(path: str) -> bool:
+    """Whether a file begins as an object or a list does, or with nothing but blanks.
+
+    The library is not to be given others: ``null`` ends the process by a segmentation fault.
+    """
+    with open(path, "rb") as file:
+        begin = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
+    return begin[:1] in (b"", b"{", b"[")
 
 
 def find_fault(path: str, in_pieces: bool) -> None:

@@ -22,7 +22,7 @@ from loralib.errors import first_line, quoted
 from loralib.io.digests import file_digest
 from loralib.io.encoding import refuse_utf16_file
 
-from .json_rows import KINDS, difference_in_kind, find_fault, json_rows
+from .json_rows import KINDS, begins_with_rows, difference_in_kind, find_fault, json_rows
 
 if TYPE_CHECKING:  # else imported where a file is read: --help and wrong flags need not wait for it
     from datasets import Dataset
@@ -81,13 +81,16 @@ def read_table(path: str, texts: Sequence[str] = (), cache_dir: str | None = Non
         raise FileNotFoundError(f"{path}: no such file")
     refuse_utf16_file(path)
     kind = "csv" if path.endswith(".csv") else "json"
+    in_pieces = os.path.getsize(path) > _PIECE
     options: dict[str, Any] = {}
     if kind == "csv":
         header = _header(path)
         # pandas reads an empty cell as a missing value, and words such as "null" with it.
         options["keep_default_na"] = False
         options["converters"] = {name: str for name in texts if name in header} or None
-    elif os.path.getsize(path) > _PIECE and _has_times(path):
+    elif not begins_with_rows(path):
+        find_fault(path, in_pieces)
+    elif in_pieces and _has_times(path):
         # A column's type is then that of all its rows: a piece in which all texts look like times
         # would be refused beside others, or its texts written otherwise. It takes more memory.
         options["chunksize"] = min(os.path.getsize(path), _LARGEST_PIECE)
@@ -99,13 +102,15 @@ def read_table(path: str, texts: Sequence[str] = (), cache_dir: str | None = Non
         if kind == "csv":
             _check_rows(path, header)
         else:
-            find_fault(path, os.path.getsize(path) > _PIECE)
+            find_fault(path, in_pieces)
         why = _IN_ROW.sub("", first_line(error.__cause__ or error))
         if isinstance(error, RecursionError):
             why = "a row is nested too deep"
         raise ValueError(f"{path}: cannot be read ({why})") from error
     except (StopIteration, ValueError) as error:
-        # What the library makes of a file without rows.
+        # What the library makes of a file without rows, or nested deeper than it can tell.
+        if kind == "json":
+            find_fault(path, in_pieces)
         raise ValueError(f"{path}: holds no examples, or none that can be read") from error
     return rows if kind == "csv" else _with_texts(rows, path)
 

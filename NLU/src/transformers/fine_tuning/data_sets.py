@@ -191,13 +191,15 @@ def load_data_set(
         way_out: what to do where it cannot be fetched.
 
     Raises:
-        ValueError: it is a file, which another flag takes.
+        ValueError: the name is empty, or a file's, which another flag takes.
         OSError: there is none of that name, or it cannot be fetched.
         RuntimeError: it is a program, which the library runs no more.
     """
     from datasets import config as library
     from datasets import load_dataset
 
+    if not name:
+        raise ValueError("the data set's name is empty")
     if os.path.isdir(name):
         # As in `load_rows`: the library goes by names and times of a folder's files.
         return load_dataset(name, config, cache_dir=cache_dir, description=folder_digest(name))

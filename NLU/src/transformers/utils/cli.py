@@ -32,6 +32,7 @@ from loralib.training.output import output_folder
 
 from ..adapter_kinds import KINDS, path_flag
 from ..configuration_utils import PretrainedConfig
+from ..file_utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from ..tokenization_utils_base import PreTrainedTokenizerBase
 from ..trainer_checkpoint import LEFT_FOLDERS, outdated_checkpoints
 from ..trainer_utils import get_last_checkpoint, list_checkpoints
@@ -39,8 +40,8 @@ from ..training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
-# Files of weights that a run may be started from, and that it saves.
-_SAVED = {name for kind in KINDS for name in kind.files}
+# Files of weights that a run may be started from, and that it saves or removes.
+_SAVED = {WEIGHTS_NAME, SAFE_WEIGHTS_NAME, *(name for kind in KINDS for name in kind.files)}
 
 # Tokens that texts are cut to by default.
 DEFAULT_LENGTH = 128
