@@ -22,13 +22,10 @@ a format cannot hold is listed. Existing files are never overwritten.
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":
     from loralib.training.process import begin
@@ -36,16 +33,15 @@ if __name__ == "__main__":
     begin()
 
 import torch
-from torch import Tensor, nn
 
-from gpt2_folder import GPT2, check_trained_on_card, is_whole_gpt2, read_gpt2, write_gpt2
-from loralib.adapters.adapter import LORA, Adapter, lora_metadata, plain
-from loralib.adapters.checks import check_possible_base
-from loralib.adapters.deltas import adapted_modules, lora_pairs, merge_into, rank_of
-from loralib.adapters.families import Family, family_of, registered
-from loralib.adapters.fingerprint import has_float16
+from conversion.adapters import FULL, in_dtype, unknown_task, with_task
+from conversion.bases import Base, read_base, unverified, with_base
+from conversion.description import describe
+from conversion.dtypes import DTYPES
+from conversion.gpt2_folder import is_whole_gpt2
+from conversion.merged import merge, write_whole
+from loralib.adapters.adapter import LORA, Adapter, plain
 from loralib.adapters.formats import FORMATS, format_of_name, read_adapter, write_adapter
-from loralib.adapters.names import within_layer
 from loralib.adapters.peft import CONFIG_NAME, WEIGHTS_NAMES
 from loralib.adapters.soundness import check_lora
 from loralib.errors import (
@@ -58,32 +54,12 @@ from loralib.errors import (
     WrongBaseError,
     adding_ways_out,
 )
-from loralib.io.atomic import atomic_write_folder
 from loralib.io.command_line import ArgumentParser
 from loralib.io.console import painted, table
-from loralib.io.hub import resolve_file
-from loralib.nn.positions import shared_projections
 from loralib.training import process
 from split_lora import extract
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.adapter_kinds import KINDS
-from transformers.configuration_utils import OWN_SETTINGS, write_settings
-from transformers.data.processors import GLUE_TASKS, glue_task, similar_glue_task
-from transformers.models.auto.modeling_auto import auto_model_for
-from transformers.models.registry import head_of_class
-from transformers.utils.logging import errors_only
 from transformers.weight_files import WEIGHTS_NAMES as FULL_NAMES
-from transformers.weight_files import read_weights
 
-DTYPES = ("float32", "bfloat16", "float16")
-# The files that tokenizers of all families may have, for the others see `Family`; and how a model
-# generates.
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "generation_config.json"),
-)
-# The format, as messages show it, of an adapter that was extracted from a full checkpoint.
-FULL = "in a full model"
 # What this script's users can do about the library's errors.
 WAYS_OUT: dict[type[CheckpointError], WayOut] = {
     AdapterAsModelError: lambda error: (
@@ -94,248 +70,11 @@ WAYS_OUT: dict[type[CheckpointError], WayOut] = {
     WrongBaseError: "--base",
     NeedsMergingError: "--to merged",
 }
-# The head of a model for an adapter that brings none.
-DEFAULT_HEAD = "sequence_classification"
 # Formats that are folders.
 _FOLDERS = ("peft", "merged")
-# Settings of the base that the merged model's own take the place of: its labels, and upstream's
-# later name for torch_dtype.
-_REPLACED = ("num_labels", "_num_labels", "dtype")
-# What holds for the base's own head alone.
-_OF_HEAD = ("problem_type", "text_columns")
 # What is still true of an adapter once it is merged.
 _OF_MERGED = ("base", "revision", "fingerprint", "task", "head", "labels", "texts")
-_REACHED = {
-    True: "reached by the update, as PEFT's are",
-    False: "not reached by the update, as in the release",
-}
-_SEPARATE = "what is held besides LoRA is each module's own, whatever shares it in the base"
 _FILE_SUFFIXES = (".safetensors", ".bin", ".pt")
-
-
-# ------------------------------------------------------------------------------------------------
-# The base
-# ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Base:
-    """A base model, to check an adapter against or to merge it into.
-
-    Args:
-        family: the family that it is of.
-        name: its folder, file or name on the hub.
-        revision: of the hub's repository; None for its main branch.
-        model: a plain model, float32, with a head of the adapter's shape.
-        fingerprint: of its weights, see `loralib.adapters.fingerprint`; None in float16.
-        settings: the content of its config.json, for upstream.
-    """
-
-    family: Family
-    name: str
-    revision: str | None
-    model: nn.Module
-    fingerprint: str | None
-    settings: dict[str, Any]
-
-
-def read_base(name: str, adapter: Adapter) -> Base:
-    """The base of this name, for an adapter, which has to fit it.
-
-    Raises:
-        CheckpointError: it is damaged, or the adapter is one of another base.
-        OSError: there is no such model.
-        ValueError: it is a model that was adapted itself, or of no family that is known here.
-    """
-    revision = None
-    if adapter.metadata and adapter.metadata.base == name:
-        revision = adapter.metadata.base_revision
-    modules = lora_pairs(adapter.tensors, adapter.source)
-    family = family_of(modules)
-    if family is None:
-        *known, last = sorted(known.title for known in registered())
-        raise CheckpointError(
-            f"{adapter.source}: adapts neither {', '.join(known)} nor {last} ({min(modules)}): its "
-            "base cannot be read here"
-        )
-    if family == GPT2:
-        base = Base(family, name, revision, *read_gpt2(name, revision))
-        if adapter.format in ("release", FULL):
-            check_trained_on_card(adapter, name, base.settings)
-    else:
-        base = _read_encoder(family, name, revision, adapter)
-    adapted_modules(base.model, with_metadata(adapter))
-    known = [] if base.fingerprint is None else [base.fingerprint]
-    check_possible_base(with_metadata(adapter), known)
-    return base
-
-
-def _read_encoder(family: Family, name: str, revision: str | None, adapter: Adapter) -> Base:
-    if Path(name).is_file():
-        raise CheckpointError(
-            f"{name}: is a file; give a folder of {family.title}'s, with its config.json"
-        )
-    settings = PretrainedConfig.read_values(name, revision=revision)
-    for kind in KINDS:
-        if settings.get(kind.switch):
-            raise ValueError(
-                f"{name} was trained with --{kind.switch} itself: it is not a plain base"
-            )
-    _check_head(family, name, settings, adapter)
-    auto_model = auto_model_for(adapter.head or DEFAULT_HEAD)
-    weights = read_weights(name, verify=True, revision=revision)
-    # No warning of a newly initialized head: the adapter brings one, or merging reports it.
-    with errors_only():
-        model = auto_model.from_pretrained(
-            name,
-            # What is written from it should not pass for sound where it is damaged.
-            state_dict=weights,
-            revision=revision,
-            **_settings_of(adapter),
-        )
-    fingerprint = None if has_float16(weights) else model.base_fingerprint
-    return Base(family, name, revision, model, fingerprint, settings)
-
-
-def _check_head(family: Family, name: str, settings: Mapping[str, Any], adapter: Adapter) -> None:
-    """Checks what an adapter's names alone say of its head against the base's own model.
-
-    Raises:
-        CheckpointError: that has another head of the same name.
-    """
-    said, own = adapter.metadata and adapter.metadata.head, adapter.head
-    if said or own is None:
-        return
-    for theirs in map(head_of_class, settings.get("architectures") or ()):
-        head = family.heads.get(theirs or own)
-        if theirs not in (None, own) and head and head.logits == family.heads[own].logits:
-            raise CheckpointError(
-                f"{adapter.source}: does not say what its head is for: its names are those of "
-                f"{own}, {name} is a model for {theirs}; give a base without a head, or PEFT's "
-                "folder with its task_type"
-            )
-
-
-def _settings_of(adapter: Adapter) -> dict[str, object]:
-    """The settings of a model with the head that the adapter brings, where they are its own."""
-    said = adapter.metadata is not None and adapter.metadata.is_decoder
-    return {**({"is_decoder": True} if said else {}), **_labels(adapter)}
-
-
-def _labels(adapter: Adapter) -> dict[str, object]:
-    """The labels of the head that the adapter brings; none where it has none."""
-    count = adapter.outputs
-    if count is None:
-        return {}
-    known = adapter.metadata.labels if adapter.metadata else None
-    if known and len(known) != count:
-        raise CheckpointError(
-            f"{adapter.source}: names {len(known)} labels, its head has {count} outputs"
-        )
-    return {"id2label": dict(enumerate(known))} if known else {"num_labels": count}
-
-
-# ------------------------------------------------------------------------------------------------
-# Merging
-# ------------------------------------------------------------------------------------------------
-
-
-def merge(path: Path, adapter: Adapter, base: Base, dtype: torch.dtype) -> None:
-    """Writes base and adapter in one, as a plain model's folder.
-
-    Raises:
-        CheckpointError: neither of them brings a trained head; the sum is beyond the range of
-            `dtype`; or there is something at `path`.
-    """
-    merge_into(base.model, adapter)
-    _write_model(path, base, dtype, adapter)
-
-
-def write_whole(source: str, path: Path, dtype: torch.dtype) -> dict[str, str]:
-    """Writes a GPT-2 that was trained as a whole, without LoRA, as a plain model's folder.
-
-    Returns:
-        What was written, by name, for people.
-
-    Raises:
-        CheckpointError: its values are damaged, or beyond the range of `dtype`; or there is
-            something at `path`.
-    """
-    whole = Base(GPT2, source, None, *read_gpt2(source))
-    _write_model(path, whole, dtype)
-    return _described_model(whole, dtype)
-
-
-def _described_model(base: Base, dtype: torch.dtype) -> dict[str, str]:
-    values = sum(parameter.numel() for parameter in base.model.parameters())
-    size = f"{values * dtype.itemsize / 2**20:.2f} MiB"
-    return {"format": "merged", "size": size, "dtype": _name_of(dtype)}
-
-
-def _write_model(
-    path: Path, base: Base, dtype: torch.dtype, adapter: Adapter | None = None
-) -> None:
-    base.model.to(dtype)
-    check_range(dict(base.model.named_parameters()), path, dtype)
-    with atomic_write_folder(path) as folder:
-        if isinstance(base.model, PreTrainedModel):
-            _write_encoder(folder, adapter, base)
-        else:
-            write_gpt2(folder, base.model, base.settings)
-        copy_tokenizer(base, folder)
-
-
-def _write_encoder(folder: Path, adapter: Adapter, base: Base) -> None:
-    model = base.model
-    untrained = model.newly_initialized - adapter.tensors.keys()
-    if untrained:
-        raise CheckpointError(
-            f"{adapter.source}: brings no {min(untrained)}, nor does {base.name}: the merged "
-            "model would have an untrained head"
-        )
-    brought = {name.partition(".")[0] for name in adapter.tensors}
-    backbone = f"{model.base_model_prefix}."
-    own = {name for name, _ in model.named_parameters() if not name.startswith(backbone)}
-    lacking = {name for name in own if name.partition(".")[0] in brought} - adapter.tensors.keys()
-    if lacking:
-        raise CheckpointError(f"{adapter.source}: lacks {min(lacking)} of the head that it brings")
-    ties = model.tied.items()
-    if any(model.get_parameter(n) is not model.get_parameter(kept) for n, kept in ties):
-        model.config.tie_word_embeddings = False  # the adapter has an update of one, or its own
-    model.save_pretrained(folder, safe_serialization=True)
-    # Upstream's settings are the base's; the model's own are these.
-    is_own_head = brought.isdisjoint(name.partition(".")[0] for name in own)
-    left_out = {*OWN_SETTINGS, *_REPLACED, *(() if is_own_head else _OF_HEAD)}
-    settings = {k: v for k, v in base.settings.items() if k not in left_out}
-    written = model.config.to_dict()
-    # Merging may have given positions projections of their own.
-    from_model = ("architectures", "id2label", "label2id", *settings.keys() & {"share_att_key"})
-    settings |= {name: written[name] for name in from_model}
-    if not written["tie_word_embeddings"]:
-        settings["tie_word_embeddings"] = False
-    if adapter.metadata.is_decoder:
-        settings["is_decoder"] = True
-    if adapter.metadata.task:
-        settings["finetuning_task"] = adapter.metadata.task
-    if adapter.metadata.text_columns:
-        settings["text_columns"] = list(adapter.metadata.text_columns)
-    settings["torch_dtype"] = _name_of(next(model.parameters()).dtype)
-    write_settings(folder, settings)
-
-
-def copy_tokenizer(base: Base, folder: Path) -> None:
-    """Copies what is beside the base's weights; beside a file of weights is nothing of its own."""
-    if Path(base.name).is_file():
-        return
-    for name in (*TOKENIZER_FILES, *base.family.tokenizer_files):
-        file = resolve_file(base.name, name, revision=base.revision)
-        if file is not None:
-            (folder / name).write_bytes(file.read_bytes())
-
-
-# ------------------------------------------------------------------------------------------------
-# Adapters
-# ------------------------------------------------------------------------------------------------
 
 
 def read_source(source: str, lora_alpha: float | None) -> Adapter:
@@ -357,210 +96,6 @@ def _is_full_folder(path: Path) -> bool:
     of_adapters = (*LORA.files, CONFIG_NAME, *WEIGHTS_NAMES)
     has_adapter = any((path / name).exists() for name in of_adapters)
     return not has_adapter and any((path / name).is_file() for name in FULL_NAMES)
-
-
-def with_metadata(adapter: Adapter) -> Adapter:
-    """The adapter with what its tensors say; its alpha, if that is unknown, is not a number."""
-    if adapter.metadata is not None:
-        return adapter
-    rank = rank_of(adapter.tensors, adapter.source)
-    return replace(adapter, metadata=lora_metadata(adapter.tensors, rank, math.nan))
-
-
-def with_task(adapter: Adapter, task: str | None, labels: Sequence[str] | None) -> Adapter:
-    """The adapter with the task and labels that a user named, where it does not say its own.
-
-    Raises:
-        CheckpointError: it says others, or its head has another number of outputs.
-    """
-    said = adapter.metadata and adapter.metadata.task
-    if task:
-        task = said if said and _glue_name(said) == _glue_name(task) else _glue_name(task)
-    named = {"task": task, "labels": tuple(labels) if labels else None}
-    for what, value in named.items():
-        known = getattr(adapter.metadata, what, None)
-        if value and known and known != value:
-            raise CheckpointError(
-                f"{adapter.source}: says {what} {plain(known)}, but --{what} is {plain(value)}"
-            )
-    outputs = adapter.outputs
-    if labels and outputs != len(labels):
-        has = "has no head" if outputs is None else f"has a head of {outputs} outputs"
-        raise CheckpointError(f"{adapter.source}: {has}, but --labels names {len(labels)}")
-    if adapter.metadata is None:
-        return adapter
-    own = {what: value for what, value in named.items() if value}
-    return replace(adapter, metadata=replace(adapter.metadata, **own))
-
-
-def _glue_name(task: str) -> str:
-    """A task's name as run_glue.py records it, and compares it when it evaluates an adapter."""
-    with suppress(ValueError):  # a task of one's own
-        return glue_task(task).name
-    return task
-
-
-def unknown_task(before: Adapter, after: Adapter) -> list[str]:
-    """What a user has to know of a task that was named, a line; none where GLUE has it.
-
-    Args:
-        before: an adapter as it was read.
-        after: the same, `with_task`.
-    """
-    task = after.metadata and after.metadata.task
-    family = family_of(after.tensors)
-    is_of_texts = after.head in (None, DEFAULT_HEAD) and family and DEFAULT_HEAD in family.heads
-    if not task or not is_of_texts or task in GLUE_TASKS or task == before.metadata.task:
-        return []
-    near = similar_glue_task(task)
-    meant = f" (did you mean {near}?)" if near else ""
-    return [f"{task} is not a GLUE task{meant}; it is written as --task says"]
-
-
-def with_base(adapter: Adapter, base: Base) -> Adapter:
-    """The adapter with what its base says of it, where it has metadata to hold that.
-
-    This is the base's name, and whether any adapted projection is shared at all. Its fingerprint is
-    taken on a user's word, as an alpha is, unless the adapter names another base.
-    """
-    if adapter.metadata is None:
-        return adapter
-    own: dict[str, Any] = {"base": base.name, "base_revision": base.revision}
-    if adapter.metadata.base_fingerprint is None and not names_another(adapter, base):
-        own["base_fingerprint"] = base.fingerprint
-    if shared_projections(base.model).isdisjoint(lora_pairs(adapter.tensors, adapter.source)):
-        own["positions"] = None
-    return replace(adapter, metadata=replace(adapter.metadata, **own))
-
-
-def names_another(adapter: Adapter, base: Base) -> bool:
-    """Whether an adapter says a base of another name."""
-    said = adapter.metadata.base if adapter.metadata else None
-    return said is not None and Path(said) != Path(base.name)
-
-
-def unverified(adapter: Adapter, base: Base | None) -> list[str]:
-    """What a user has to know of a base that nothing but its name can confirm, a line each."""
-    if base is None or adapter.metadata is None or not names_another(adapter, base):
-        return []
-    if adapter.metadata.base_fingerprint and base.fingerprint:
-        return []
-    return [
-        f"{adapter.source} names its base '{adapter.metadata.base}', which --base is not called"
-    ]
-
-
-def in_dtype(adapter: Adapter, dtype: torch.dtype | None) -> Adapter:
-    """The adapter with all tensors in one dtype, but for counters and masks among its buffers.
-
-    Raises:
-        CheckpointError: it has several, and none was asked for; or values are beyond the range of
-            the one that was.
-    """
-    found = dtypes_of(adapter)
-    if dtype is None and len(found) > 1:
-        raise CheckpointError(
-            f"{adapter.source}: holds tensors of {' and '.join(found)}; say which it is to be "
-            "with --dtype"
-        )
-    if dtype is None:
-        return adapter
-    tensors = {
-        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-        for name, tensor in adapter.tensors.items()
-    }
-    check_range(tensors, adapter.source, dtype)
-    return replace(adapter, tensors=tensors)
-
-
-def check_range(tensors: Mapping[str, Tensor], name: object, dtype: torch.dtype) -> None:
-    """Checks that tensors, once rounded to `dtype`, are finite; errors call them `name`.
-
-    Raises:
-        CheckpointError: one is not.
-    """
-    for tensor, values in tensors.items():
-        if not torch.isfinite(values).all():
-            raise CheckpointError(
-                f"{name}: {tensor} has values beyond the range of {_name_of(dtype)}; give another "
-                "--dtype"
-            )
-
-
-def dtypes_of(adapter: Adapter) -> list[str]:
-    """The names of the dtypes of an adapter's tensors, but for counters and masks."""
-    tensors = adapter.tensors.values()
-    return sorted({_name_of(tensor.dtype) for tensor in tensors if tensor.is_floating_point()})
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def describe(adapter: Adapter) -> dict[str, str]:
-    """What an adapter is, by name, for people."""
-    metadata = with_metadata(adapter).metadata
-    pairs = lora_pairs(adapter.tensors, adapter.source)
-    stacked = max(len(A) // B.shape[1] for A, B in pairs.values())
-    each = f" ({stacked} updates in each module)" if stacked > 1 else ""
-    lora = sum(t.numel() for name, t in adapter.tensors.items() if LORA.part in name)
-    others = sum(t.numel() for t in adapter.tensors.values()) - lora
-    said = {
-        "format": adapter.format,
-        "rank": f"{metadata.rank}{each}{_exceptions(metadata.rank_pattern)}",
-        "alpha": "not said; --lora_alpha says it"
-        if adapter.metadata is None
-        else f"{metadata.alpha:g}{_exceptions(metadata.alpha_pattern)}",
-        "variant": metadata.variant or (adapter.metadata and "lora"),
-        "initialization": metadata.initialization,
-        "freeze_A": "A is frozen, B alone was trained" if metadata.freeze_A else None,
-        "targets": f"{plain(metadata.targets)}, in {len(pairs)} modules",
-        "slices": _updated(metadata.slices),
-        "dropout": metadata.dropout,
-        "biases": metadata.bias,
-        "separate": _SEPARATE if metadata.separate else None,
-        "positions": None if metadata.positions is None else _REACHED[metadata.positions],
-        "parameters": f"{lora:,} of LoRA, {others:,} others",
-        "size": f"{sum(t.nbytes for t in adapter.tensors.values()) / 2**20:.2f} MiB",
-        "dtype": ", ".join(dtypes_of(adapter)),
-        "base": metadata.base,
-        "revision": metadata.base_revision,
-        "fingerprint": metadata.base_fingerprint,
-        "task": metadata.task,
-        "head": adapter.head,
-        "labels": plain(metadata.labels) if metadata.labels else None,
-        "texts": plain(metadata.text_columns) if metadata.text_columns else None,
-        "with": plain(metadata.trained_with) if metadata.trained_with else None,
-    }
-    return {name: str(value) for name, value in said.items() if value is not None}
-
-
-def _exceptions(pattern: Mapping[str, float] | None) -> str:
-    """The other values that some modules have, and which these are, for people."""
-    modules: dict[float, list[str]] = {}
-    for module, value in sorted((pattern or {}).items()):
-        modules.setdefault(value, []).append(module)
-    listed = [f"{value:g} in {_listed(names)}" for value, names in sorted(modules.items())]
-    return f", but {'; '.join(listed)}" if listed else ""
-
-
-def _listed(names: Sequence[str], most: int = 4) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown}, … ({len(names)} modules)"
-
-
-def _updated(slices: Mapping[str, tuple[bool, ...]] | None) -> str | None:
-    """Which slices of modules' outputs have an update, for people."""
-    listed = {
-        f"{within_layer(module)} {', '.join('yes' if on else 'no' for on in enabled)}"
-        for module, enabled in (slices or {}).items()
-    }
-    return "; ".join(sorted(listed)) or None
-
-
-# ------------------------------------------------------------------------------------------------
-# Run
-# ------------------------------------------------------------------------------------------------
 
 
 def format_named(path: Path) -> str:
@@ -647,9 +182,7 @@ def convert(
     if base is not None:
         adapter = with_base(adapter, base)
     if format == "merged":
-        dtype = dtype or torch.float32
-        merge(path, adapter, base, dtype)
-        own = _described_model(base, dtype)
+        own = merge(path, adapter, base, dtype or torch.float32)
         kept = {name: value for name, value in describe(adapter).items() if name in _OF_MERGED}
         return {**own, **kept}, []
     adapter = in_dtype(adapter, dtype)

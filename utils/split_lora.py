@@ -26,7 +26,7 @@ if __name__ == "__main__":
 
 from torch import Tensor
 
-import gpt2_folder  # noqa: F401 - registers GPT-2
+import conversion.gpt2_folder  # noqa: F401 - registers GPT-2
 from loralib.adapters.adapter import LORA, Adapter, Kind, adapter_tensors, lora_metadata
 from loralib.adapters.canonical import canonical_names, without_ddps_names
 from loralib.adapters.deltas import ranks_of

@@ -210,7 +210,7 @@ def train(base: Path, family: str, bias: str = "none", **settings) -> Trained:
 
 
 def train_gpt2(base: Path) -> Trained:
-    import gpt2_folder
+    from conversion import gpt2_folder
     from family import GPT2
     from weights import canonical_names, load_base
 
@@ -243,7 +243,7 @@ def for_formats(trained: dict[str, Trained], family: str, *formats: str) -> Trai
 def plain_logits(folder: Path, family: str) -> torch.Tensor:
     """The logits of a merged folder, read as a plain model."""
     if family == "gpt2":
-        import gpt2_folder
+        from conversion import gpt2_folder
 
         model = gpt2_folder.read_gpt2(str(folder))[0]
         with torch.no_grad():

@@ -22,6 +22,7 @@ from conversions import (
     write_weights,
 )
 
+from conversion import merged
 from loralib.adapters.families import registered
 from loralib.adapters.formats import write_adapter
 from loralib.io.tensors import read_tensors
@@ -41,7 +42,7 @@ MERGED += [("gpt2", base) for base in ("plain", "bin", "float16")]
 
 
 @pytest.mark.parametrize(("family", "kind"), MERGED)
-def test_merged(convert, script, tmp_path, family, kind):
+def test_merged(convert, tmp_path, family, kind):
     base = make_base(tmp_path / "base", family, **BASES[kind])
     given = train(base, family)
     write_adapter(tmp_path / "in.safetensors", given.adapter)
@@ -57,7 +58,7 @@ def test_merged(convert, script, tmp_path, family, kind):
     assert (plain_logits(half, family) - given.logits).abs().max() > 1e-2
 
     own = [known.tokenizer_files for known in registered() if known.name.startswith(family)]
-    tokenizer = {name for name in before if name in (*script.TOKENIZER_FILES, *own[0])}
+    tokenizer = {name for name in before if name in (*merged.TOKENIZER_FILES, *own[0])}
     after = tree(tmp_path / "out")
     assert after.keys() == {"config.json", "model.safetensors", *tokenizer}
     assert all(after[name] == before[name] for name in tokenizer)
@@ -182,16 +183,14 @@ def test_merging_needs_a_base(failure, trained, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["roberta", "gpt2"])
-def test_a_merge_that_breaks_off_leaves_nothing(
-    script, failure, trained, monkeypatch, tmp_path, family
-):
+def test_a_merge_that_breaks_off_leaves_nothing(failure, trained, monkeypatch, tmp_path, family):
     def fail(*arguments):
         raise OSError(28, "No space left on device")
 
     given = trained[family]
     write_adapter(tmp_path / "in.safetensors", given.adapter)
     flags = ("--to", "merged", "--base", given.base)
-    monkeypatch.setattr(script, "copy_tokenizer", fail)
+    monkeypatch.setattr(merged, "copy_tokenizer", fail)
     assert "the disk is full" in failure(tmp_path / "in.safetensors", tmp_path / "out", *flags)
 
 

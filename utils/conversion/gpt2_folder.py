@@ -15,7 +15,7 @@ from transformers.file_utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 from transformers.weight_files import read_weights
 
 # The NLG tree is a folder of scripts, not a package.
-sys.path.append(str(Path(__file__).resolve().parents[1] / "NLG" / "src"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "NLG" / "src"))
 from family import GPT2
 from model import MODEL_CARDS, GPT2Config, config_of
 from settings_beside import TANH_GELUS, first_difference, settings_beside

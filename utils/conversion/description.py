@@ -1,0 +1,76 @@
+"""What an adapter is, for people."""
+
+from collections.abc import Mapping, Sequence
+
+from conversion.adapters import with_metadata
+from conversion.dtypes import dtypes_of
+from loralib.adapters.adapter import LORA, Adapter, plain
+from loralib.adapters.deltas import lora_pairs
+from loralib.adapters.names import within_layer
+
+_REACHED = {
+    True: "reached by the update, as PEFT's are",
+    False: "not reached by the update, as in the release",
+}
+_SEPARATE = "what is held besides LoRA is each module's own, whatever shares it in the base"
+
+
+def describe(adapter: Adapter) -> dict[str, str]:
+    """What an adapter is, by name, for people."""
+    metadata = with_metadata(adapter).metadata
+    pairs = lora_pairs(adapter.tensors, adapter.source)
+    stacked = max(len(A) // B.shape[1] for A, B in pairs.values())
+    each = f" ({stacked} updates in each module)" if stacked > 1 else ""
+    lora = sum(t.numel() for name, t in adapter.tensors.items() if LORA.part in name)
+    others = sum(t.numel() for t in adapter.tensors.values()) - lora
+    said = {
+        "format": adapter.format,
+        "rank": f"{metadata.rank}{each}{_exceptions(metadata.rank_pattern)}",
+        "alpha": "not said; --lora_alpha says it"
+        if adapter.metadata is None
+        else f"{metadata.alpha:g}{_exceptions(metadata.alpha_pattern)}",
+        "variant": metadata.variant or (adapter.metadata and "lora"),
+        "initialization": metadata.initialization,
+        "freeze_A": "A is frozen, B alone was trained" if metadata.freeze_A else None,
+        "targets": f"{plain(metadata.targets)}, in {len(pairs)} modules",
+        "slices": _updated(metadata.slices),
+        "dropout": metadata.dropout,
+        "biases": metadata.bias,
+        "separate": _SEPARATE if metadata.separate else None,
+        "positions": None if metadata.positions is None else _REACHED[metadata.positions],
+        "parameters": f"{lora:,} of LoRA, {others:,} others",
+        "size": f"{sum(t.nbytes for t in adapter.tensors.values()) / 2**20:.2f} MiB",
+        "dtype": ", ".join(dtypes_of(adapter)),
+        "base": metadata.base,
+        "revision": metadata.base_revision,
+        "fingerprint": metadata.base_fingerprint,
+        "task": metadata.task,
+        "head": adapter.head,
+        "labels": plain(metadata.labels) if metadata.labels else None,
+        "texts": plain(metadata.text_columns) if metadata.text_columns else None,
+        "with": plain(metadata.trained_with) if metadata.trained_with else None,
+    }
+    return {name: str(value) for name, value in said.items() if value is not None}
+
+
+def _exceptions(pattern: Mapping[str, float] | None) -> str:
+    """The other values that some modules have, and which these are, for people."""
+    modules: dict[float, list[str]] = {}
+    for module, value in sorted((pattern or {}).items()):
+        modules.setdefault(value, []).append(module)
+    listed = [f"{value:g} in {_listed(names)}" for value, names in sorted(modules.items())]
+    return f", but {'; '.join(listed)}" if listed else ""
+
+
+def _listed(names: Sequence[str], most: int = 4) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown}, … ({len(names)} modules)"
+
+
+def _updated(slices: Mapping[str, tuple[bool, ...]] | None) -> str | None:
+    """Which slices of modules' outputs have an update, for people."""
+    listed = {
+        f"{within_layer(module)} {', '.join('yes' if on else 'no' for on in enabled)}"
+        for module, enabled in (slices or {}).items()
+    }
+    return "; ".join(sorted(listed)) or None

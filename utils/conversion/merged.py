@@ -1,0 +1,125 @@
+"""A base and its adapter in one, written as a plain model's folder."""
+
+from pathlib import Path
+
+import torch
+
+from conversion.bases import Base
+from conversion.dtypes import check_range, name_of
+from conversion.gpt2_folder import GPT2, read_gpt2, write_gpt2
+from loralib.adapters.adapter import Adapter
+from loralib.adapters.deltas import merge_into
+from loralib.errors import CheckpointError
+from loralib.io.atomic import atomic_write_folder
+from loralib.io.hub import resolve_file
+from transformers import PreTrainedModel
+from transformers.configuration_utils import OWN_SETTINGS, write_settings
+
+# The files that tokenizers of all families may have, for the others see `Family`; and how a model
+# generates.
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "generation_config.json"),
+)
+# Settings of the base that the merged model's own take the place of: its labels, and upstream's
+# later name for torch_dtype.
+_REPLACED = ("num_labels", "_num_labels", "dtype")
+# What holds for the base's own head alone.
+_OF_HEAD = ("problem_type", "text_columns")
+
+
+def merge(path: Path, adapter: Adapter, base: Base, dtype: torch.dtype) -> dict[str, str]:
+    """Writes base and adapter in one, as a plain model's folder.
+
+    Returns:
+        What was written, by name, for people.
+
+    Raises:
+        CheckpointError: neither of them brings a trained head; the sum is beyond the range of
+            `dtype`; or there is something at `path`.
+    """
+    merge_into(base.model, adapter)
+    _write_model(path, base, dtype, adapter)
+    return _described_model(base, dtype)
+
+
+def write_whole(source: str, path: Path, dtype: torch.dtype) -> dict[str, str]:
+    """Writes a GPT-2 that was trained as a whole, without LoRA, as a plain model's folder.
+
+    Returns:
+        What was written, by name, for people.
+
+    Raises:
+        CheckpointError: its values are damaged, or beyond the range of `dtype`; or there is
+            something at `path`.
+    """
+    whole = Base(GPT2, source, None, *read_gpt2(source))
+    _write_model(path, whole, dtype)
+    return _described_model(whole, dtype)
+
+
+def _described_model(base: Base, dtype: torch.dtype) -> dict[str, str]:
+    values = sum(parameter.numel() for parameter in base.model.parameters())
+    size = f"{values * dtype.itemsize / 2**20:.2f} MiB"
+    return {"format": "merged", "size": size, "dtype": name_of(dtype)}
+
+
+def _write_model(
+    path: Path, base: Base, dtype: torch.dtype, adapter: Adapter | None = None
+) -> None:
+    base.model.to(dtype)
+    check_range(dict(base.model.named_parameters()), path, dtype)
+    with atomic_write_folder(path) as folder:
+        if isinstance(base.model, PreTrainedModel):
+            _write_encoder(folder, adapter, base)
+        else:
+            write_gpt2(folder, base.model, base.settings)
+        copy_tokenizer(base, folder)
+
+
+def _write_encoder(folder: Path, adapter: Adapter, base: Base) -> None:
+    model = base.model
+    untrained = model.newly_initialized - adapter.tensors.keys()
+    if untrained:
+        raise CheckpointError(
+            f"{adapter.source}: brings no {min(untrained)}, nor does {base.name}: the merged "
+            "model would have an untrained head"
+        )
+    brought = {name.partition(".")[0] for name in adapter.tensors}
+    backbone = f"{model.base_model_prefix}."
+    own = {name for name, _ in model.named_parameters() if not name.startswith(backbone)}
+    lacking = {name for name in own if name.partition(".")[0] in brought} - adapter.tensors.keys()
+    if lacking:
+        raise CheckpointError(f"{adapter.source}: lacks {min(lacking)} of the head that it brings")
+    ties = model.tied.items()
+    if any(model.get_parameter(n) is not model.get_parameter(kept) for n, kept in ties):
+        model.config.tie_word_embeddings = False  # the adapter has an update of one, or its own
+    model.save_pretrained(folder, safe_serialization=True)
+    # Upstream's settings are the base's; the model's own are these.
+    is_own_head = brought.isdisjoint(name.partition(".")[0] for name in own)
+    left_out = {*OWN_SETTINGS, *_REPLACED, *(() if is_own_head else _OF_HEAD)}
+    settings = {k: v for k, v in base.settings.items() if k not in left_out}
+    written = model.config.to_dict()
+    # Merging may have given positions projections of their own.
+    from_model = ("architectures", "id2label", "label2id", *settings.keys() & {"share_att_key"})
+    settings |= {name: written[name] for name in from_model}
+    if not written["tie_word_embeddings"]:
+        settings["tie_word_embeddings"] = False
+    if adapter.metadata.is_decoder:
+        settings["is_decoder"] = True
+    if adapter.metadata.task:
+        settings["finetuning_task"] = adapter.metadata.task
+    if adapter.metadata.text_columns:
+        settings["text_columns"] = list(adapter.metadata.text_columns)
+    settings["torch_dtype"] = name_of(next(model.parameters()).dtype)
+    write_settings(folder, settings)
+
+
+def copy_tokenizer(base: Base, folder: Path) -> None:
+    """Copies what is beside the base's weights; beside a file of weights is nothing of its own."""
+    if Path(base.name).is_file():
+        return
+    for name in (*TOKENIZER_FILES, *base.family.tokenizer_files):
+        file = resolve_file(base.name, name, revision=base.revision)
+        if file is not None:
+            (folder / name).write_bytes(file.read_bytes())
