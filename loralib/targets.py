@@ -232,7 +232,7 @@ def by_pattern(
     """For each name the value of the first pattern that it matches, as for ranks by module.
 
     Raises:
-        ValueError: a pattern matches none of the names; or these are not patterns with values.
+        ValueError: a pattern matches none of the names; or these are not targets with values.
     """
     names = list(names)
     if not isinstance(patterns, Mapping):
@@ -240,7 +240,7 @@ def by_pattern(
             "values by pattern have to be a dict of targets and values, such as {'q_proj': …}, got "
             f"{shown(patterns)}"
         )
-    for pattern in patterns:
+    for pattern in as_targets(patterns, "each key of values by pattern"):
         if not any(matches(name, pattern) for name in names):
             raise ValueError(
                 f"the pattern '{pattern}' matches none of the adapted modules: "

@@ -30,7 +30,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..adapters.adapter import Adapter
 from ..adapters.loading import lora_layers
-from ..arguments import check_model
+from ..arguments import as_names, check_model
+from ..errors import shown
 from ..lora_layer import LoRALayer
 from ..nn.routing import Routing, in_effect, routed, slices
 from ..utils import check_whole
@@ -101,15 +102,20 @@ class AdapterBank:
                 is unverified, with a warning.
 
         Raises:
-            TypeError: it is something else, such as a path.
-            ValueError: there is one of this name, or the bank is closed; or what the adapter
-                changes is offloaded or quantized.
+            TypeError: it is something else, such as a path, or the two are exchanged.
+            ValueError: the name is not a string, or is empty, or there is one of this name; the
+                bank is closed; or what the adapter changes is offloaded or quantized.
             CheckpointError: it is not LoRA alone, or does not fit the model.
         """
         self._check_open()
+        if isinstance(name, Adapter):
+            raise TypeError("the name comes first, then the adapter: bank.add('rte', adapter)")
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"an adapter's name has to be a string, not empty, got {shown(name)}")
         if not isinstance(adapter, Adapter):
             raise TypeError(
-                f"adapter '{name}' has to be what lora.read_adapter(path) returns, got {adapter!r}"
+                f"adapter '{name}' has to be what lora.read_adapter(path) returns, got "
+                f"{shown(adapter)}"
             )
         if name in self._adapters:
             raise ValueError(f"there is an adapter '{name}' already, among {self._listed()}")
@@ -156,31 +162,34 @@ class AdapterBank:
         model's. Of nested blocks the innermost counts.
 
         Args:
-            names: one for whatever is computed; or a sequence with one for each row of a batch.
+            names: one for whatever is computed; or a list with one for each row of a batch.
                 Any order will do, but rows of one adapter are fastest next to each other.
 
         Raises:
-            ValueError: there is no such adapter, names are empty, or the bank is closed; or it is
+            ValueError: there is no such adapter, names are empty, are not strings or have no order
+                (a set), or the bank is closed; or it is
                 within a block of another bank. From the model: it is given another number of rows
                 than names, or one of its layers an input in which rows cannot be told.
         """
         self._check_open()
         if isinstance(names, str):
             routing = Routing(self._key, self._find([names]))
-        elif names:
-            segments = [(name, len(list(rows))) for name, rows in groupby(names)]
+        else:
+            of_rows = as_names("names", names, "an adapter's name, or a list of one for each row")
+            if not of_rows:
+                raise ValueError(f"no adapter is named; there are {self._listed()}")
+            segments = [(name, len(list(rows))) for name, rows in groupby(of_rows)]
             adapters = self._find([name for name, _ in segments])
             routing = Routing(self._key, adapters, slices([count for _, count in segments]))
-        else:
-            raise ValueError(f"no adapter is named; there are {self._listed()}")
         with routed(routing), self._key.in_use():
             yield
 
     def _find(self, names: Sequence[str]) -> tuple[PreparedAdapter, ...]:
         for name in names:
-            if name not in self._adapters:
+            if not isinstance(name, str) or name not in self._adapters:
+                asked = f"'{name}'" if isinstance(name, str) else shown(name)
                 found = f", only {self._listed()}" if self._adapters else ": the bank is empty"
-                raise ValueError(f"there is no adapter '{name}'{found}")
+                raise ValueError(f"there is no adapter {asked}{found}")
         return tuple(self._adapters[name] for name in names)
 
     def _listed(self) -> str:

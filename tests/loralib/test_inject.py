@@ -432,6 +432,8 @@ WRONG = {
     "initialization": (AnyModel, {"initialization": "eva"}, "unknown initialization 'eva'"),
     "bias": (AnyModel, {"bias": "some"}, "bias must be one of none, all, lora_only"),
     "pattern": (AnyModel, {"rank_pattern": {"up": 2}}, "'up' matches none of the adapted"),
+    "a pattern's key": (AnyModel, {"rank_pattern": {0: 2}}, "a module's name, .* got 0"),
+    "a slice's key": (AnyModel, {"enable_lora": {0: [True]}}, "a module's name, .* got 0"),
     "head": (AnyModel, {"modules_to_train": "haed"}, "'haed' matches no module .* head"),
     "slices": (AnyModel, {"enable_lora": {"q_proj": [True] * 3}}, "does not fit layers.0.q_proj"),
     "no slice": (AnyModel, {"enable_lora": {"q_proj": [False] * 2}}, "has to enable some"),

@@ -41,6 +41,12 @@ def test_a_model_with_updates_of_its_own(model_class):
         ("", ["no adapter ''"]),
         ([], ["no adapter is named; there are a, b, c, d, e"]),
         ((), ["no adapter is named"]),
+        (1, ["a list of one for each row, got 1"]),
+        (None, ["a list of one for each row, got None"]),
+        (["a", 1], [r"for each row, got \['a', 1\]"]),
+        ([["a"]], [r"for each row, got \[\['a'\]\]"]),
+        ({"a", "b"}, ["for each row, got {'"]),
+        (torch.ones(2), [r"for each row, got tensor\(\["]),
     ],
 )
 def test_names_that_there_are_not(bank, model, names, parts):
@@ -50,6 +56,28 @@ def test_names_that_there_are_not(bank, model, names, parts):
     assert lora.AdapterBank(model).names == ()
     with refuses(ValueError, "no adapter 'a': the bank is empty"):
         lora.AdapterBank(model).remove("a")
+
+
+@pytest.mark.parametrize("name", [1, None, 1.5, "", b"a", ["a"], ("a",)])
+def test_a_name_that_is_not_a_string(bank, model, model_class, name):
+    adapter = make_adapter(model_class, "a")
+    new = lora.AdapterBank(model)
+    with refuses(ValueError, "name has to be a string, not empty, got "):
+        new.add(name, adapter)
+    assert new.names == ()
+    for asked in (bank.remove, bank.labels):
+        with refuses(ValueError, "there is no adapter ", "only a, b, c, d, e"):
+            asked(name)
+
+
+def test_arguments_exchanged(bank, model_class):
+    adapter = make_adapter(model_class, "a")
+    with refuses(TypeError, "the name comes first"):
+        bank.add(adapter, "f")
+    with refuses(TypeError, "adapter 'f' has to be what lora.read_adapter", "returns, got "):
+        bank.add("f", model_class(TRAINED["a"]))
+    with refuses(ValueError, "there is no adapter Adapter"):
+        bank.remove(adapter)
 
 
 def test_a_path_is_not_an_adapter(model):
