@@ -26,7 +26,7 @@ ROOMS = {
     "training": {"errors", "io", "nn"},
     "functional": {"nn"},
     "initialization": set(),
-    "lora_layer": {"arguments", "functional", "initialization", "nn", "wrappers"},
+    "lora_layer": {"arguments", "functional", "initialization", "nn", "trained", "wrappers"},
     "layers": {"arguments", "functional", "lora_layer", "nn"},
     "in_place": {"adapted_layers", "lora_layer", "wrappers"},
     "trained": set(),

@@ -19,7 +19,7 @@ from ..initialization import starts_from_weight
 from ..layers import Conv1d, Conv2d, Conv3d
 from ..lora_layer import LoRALayer
 from ..targets import other_places
-from ..trained import is_never_frozen, noted, untied_from
+from ..trained import is_never_frozen, noted, trained_along, untied_from
 from ..utils import check_there, check_whole, tensors_of, weights_with_updates
 from ..wrappers import without_wrappers
 from .adapter import LORA, Adapter, base_biases, lora_metadata
@@ -72,7 +72,13 @@ def save_adapter(
         if format == "peft":
             _check_peft_adapts(plain, adapter.source)
         remarks = write_checked_adapter(path, adapter, format, plain)
-        for warn in (_base_besides, _left_behind, _without_effect, _of_several_dropouts):
+        for warn in (
+            _base_besides,
+            _lost_base,
+            _left_behind,
+            _without_effect,
+            _of_several_dropouts,
+        ):
             remarks += warn(plain, adapter)
         return remarks
 
@@ -140,16 +146,35 @@ def _base_besides(model: nn.Module, adapter: Adapter) -> list[str]:
         and id(parameter) not in of_lora
         and not isinstance(parameter, nn.parameter.UninitializedParameter)
     }
-    # Where anything was frozen, what is trained besides LoRA was chosen.
     held = (base.keys() & adapter.tensors.keys()) - noted(model).keys()
     size = sum(base[name] for name in held)
-    if 2 * size <= sum(base.values()) or not is_never_frozen(model, base):
+    # A head is few of the tensors, and biases few of the numbers: these were chosen, the rest was
+    # frozen by hand. A base is many of both, also where one table of it was.
+    is_most = 2 * size > sum(base.values()) and 4 * len(held) > 3 * len(base)
+    if not is_most or not is_never_frozen(model, base):
         return []
     remark = (
         f"holds {len(held)} tensors ({size:,} numbers) besides LoRA, most of the base that LoRA "
-        "leaves alone, because they were never frozen: if they are not meant to be trained, call "
-        "mark_only_lora_as_trainable before the training, then requires_grad_(True) on what is to "
-        "be trained as well"
+        "leaves alone, because they were never frozen: if they are not meant to be trained, train "
+        "again from the base, call mark_only_lora_as_trainable before that, then "
+        "requires_grad_(True) on what is to be trained as well"
+    )
+    logger.warning("%s: %s", adapter.source, remark)
+    return [remark]
+
+
+def _lost_base(model: nn.Module, adapter: Adapter) -> list[str]:
+    """Says that a base was trained along with LoRA, and frozen since: nothing else holds it."""
+    named = model.named_parameters(remove_duplicate=False)
+    held = {id(parameter) for name, parameter in named if name in adapter.tensors}
+    lost = [name for name, p in trained_along(model).items() if id(p) not in held]
+    if not lost:
+        return []
+    remark = (
+        f"{len(lost)} parameters besides LoRA ({lost[0]}, …) were trained along with it, and are "
+        "frozen now and not held: the adapter needs this very base, so save the model whole as "
+        "well (torch.save of its state_dict), or train again from the base as it was, with "
+        "mark_only_lora_as_trainable called before that"
     )
     logger.warning("%s: %s", adapter.source, remark)
     return [remark]
@@ -236,8 +261,8 @@ def _check_layers(layers: dict[str, LoRALayer]) -> None:
         if weight is not None and weight.requires_grad:
             raise CheckpointError(
                 f"the weight of {name} is trained as well as its LoRA, and adapters do not hold "
-                "it: freeze it before the training, as mark_only_lora_as_trainable does, or merge "
-                "the model and save it whole"
+                "it: merge the model and save it whole; or train again from the base, and call "
+                "mark_only_lora_as_trainable before that, because now it is too late"
             )
 
 
