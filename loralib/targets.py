@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from .errors import listed, shown
+from .errors import called, listed, shown
 
 ALL_LINEAR = "all-linear"
 
@@ -275,11 +275,14 @@ def _nothing_matches(target: Target, names: Collection[str], left_out: Collectio
     text = target.pattern if isinstance(target, re.Pattern) else target
     excluded = [name for name in left_out if matches(name, target)]
     if excluded:
-        return f"'{text}' matches only modules that are left out, such as {min(excluded)}"
+        return (
+            f"'{text}' matches only modules that are left out, such as {min(excluded)}: leave it "
+            "out of targets as well"
+        )
     ends = sorted({end for name in names if not (end := name.rpartition(".")[2]).isdigit()})
     last = text.rpartition(".")[2]
     near = difflib.get_close_matches(last, ends, n=6, cutoff=0.5)
-    has = listed(near or ends, at_most=8) or "none"
+    has = listed(near or ends or names, at_most=8) or "none"
     return f"'{text}' matches no module of the model; it has {has}"
 
 
@@ -290,8 +293,8 @@ def _no_linear_layer(linear: Collection[str], head: str | None) -> str:
     if head is None:
         return f"'{ALL_LINEAR}' finds no linear layer in the model: name the layers to adapt"
     return (
-        f"'{ALL_LINEAR}' takes {head}, the model's only linear layer, for its head, and leaves it "
-        "out: name it, to adapt it"
+        f"'{ALL_LINEAR}' takes {called(head)}, the model's only linear layer, for its head, and "
+        "leaves it out: name it, to adapt it"
     )
 
 

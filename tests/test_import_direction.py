@@ -30,7 +30,7 @@ ROOMS = {
     "layers": {"arguments", "functional", "lora_layer", "nn"},
     "in_place": {"adapted_layers", "lora_layer", "wrappers"},
     "trained": set(),
-    "wrappers": set(),
+    "wrappers": {"errors"},
     "utils": {
         "arguments",
         "functional",
@@ -59,6 +59,7 @@ ROOMS = {
         "adaptation",
         "adapted_layers",
         "arguments",
+        "errors",
         "in_place",
         "inject_checks",
         "lora_layer",

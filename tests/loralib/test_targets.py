@@ -113,7 +113,11 @@ def test_what_matches_nothing(model, arguments, message):
     ("model", "target", "message"),
     [
         (nn.ReLU(), "weight", r"'weight' matches no module of the model; it has none"),
-        (nn.Sequential(nn.ReLU(), nn.Linear(2, 2)), "all-linear", r"takes 1, the model's only lin"),
+        (
+            nn.Sequential(nn.ReLU(), nn.Linear(2, 2)),
+            "all-linear",
+            r"takes module 1, the model's only",
+        ),
         (nn.Sequential(nn.ReLU()), "all-linear", r"finds no linear layer in the model: name the"),
     ],
 )
