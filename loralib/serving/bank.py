@@ -18,8 +18,9 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -153,9 +154,11 @@ class AdapterBank:
         self._adapters.clear()
         self._closed = True
 
-    @contextmanager
-    def use(self, names: str | Sequence[str]) -> Iterator[None]:
+    def use(self, names: str | Sequence[str]) -> "Block":
         """Within this block, and this thread, the model computes with adapters.
+
+        It is for `with`, each time anew, or to decorate a function; a call alone changes nothing,
+        and a warning says so.
 
         Where heads of different width share a batch, outputs are padded with -inf on the right: a
         softmax or an argmax is what it would be without. An adapter without a head has the
@@ -171,6 +174,10 @@ class AdapterBank:
                 within a block of another bank. From the model: it is given another number of rows
                 than names, or one of its layers an input in which rows cannot be told.
         """
+        return Block(partial(self._using, names))
+
+    @contextmanager
+    def _using(self, names: str | Sequence[str]) -> Iterator[None]:
         self._check_open()
         if isinstance(names, str):
             routing = Routing(self._key, self._find([names]))
@@ -198,6 +205,47 @@ class AdapterBank:
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("the bank is closed: make another for the model")
+
+
+# ---- blocks ----
+
+
+class Block(ContextDecorator):
+    """What `AdapterBank.use` returns: a block that acts under `with` alone.
+
+    Args:
+        make: the block, for each time that it is entered.
+    """
+
+    _is_used = True  # until it is made: Dynamo has objects that never are
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]):
+        self._make, self._is_used = make, False
+
+    def __enter__(self) -> None:
+        if self._is_used:
+            raise ValueError("such a block is entered once: call use again")
+        self._is_used = True
+        self._block = self._make()
+        self._block.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._block.__exit__(*error)
+
+    def _recreate_cm(self) -> "Block":
+        return Block(self._make)  # a decorated function's, for each call
+
+    def __call__(self, func: Any) -> Any:
+        """The function, which computes with the adapters."""
+        self._is_used = True
+        return super().__call__(func)
+
+    def __del__(self) -> None:
+        if not self._is_used and not sys.is_finalizing():
+            logger.warning(
+                "bank.use(…) by itself has no effect: write `with bank.use(…):`, and call the "
+                "model in that block"
+            )
 
 
 # ---- hooks ----
