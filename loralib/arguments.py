@@ -118,6 +118,18 @@ def as_names(
     return several
 
 
+def as_text(name: str, value: object) -> str | None:
+    """A text, or a path as one; None for none, and for an empty one.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str | None):
+        raise ValueError(f"{name} has to be a name, such as 'mnli', got {shown(value)}")
+    return text or None
+
+
 def _in_order(values: object) -> tuple[Any, ...] | None:
     """Several values as a tuple; None of one alone, of a mapping, and of a set, without order."""
     if isinstance(values, str | Mapping | set | frozenset) or not isinstance(values, Iterable):

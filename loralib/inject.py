@@ -29,6 +29,7 @@ from .inject_checks import (
     check_adaptable,
     check_dropout,
     check_has_modules,
+    check_has_parameters,
     check_module,
     check_owner,
     check_rank,
@@ -132,6 +133,7 @@ def add_lora(
         every = find(model, targets, is_linear=is_linear)
         check_exclusions(model, exclude, _with_output_projections(model, every, ()))
     trained = find(model, to_train) if to_train else []
+    check_has_parameters(model, to_train, trained)
     check_trained(model, trained, [*names, *names_of_updates(model)])
     ranks = by_pattern(names, rank_pattern or {}, r)
     alphas = by_pattern(names, alpha_pattern or {}, lora_alpha)

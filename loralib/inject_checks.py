@@ -13,7 +13,7 @@ from .errors import UnsupportedLayerError, called, listed
 from .functional import variant_of
 from .layers import Embedding
 from .lora_layer import LoRALayer, names_of_updates
-from .targets import first_names
+from .targets import Target, first_names, matches
 from .wrappers import has_own_forward, own_forward_message, quantized
 
 # The attributes of a LoRA layer that a model may not have for something else.
@@ -74,6 +74,30 @@ def check_has_modules(model: nn.Module) -> None:
         f"{kind} is itself a layer, and has none within that a target could name: put it into a "
         "model, such as nn.Sequential, and name it there, as '0'"
     )
+
+
+def check_has_parameters(
+    model: nn.Module, to_train: Iterable[Target], trained: Collection[str]
+) -> None:
+    """Checks that each target in modules_to_train means something that can be trained.
+
+    Args:
+        model: the model.
+        to_train: the targets.
+        trained: the names of the modules that they mean.
+
+    Raises:
+        ValueError: one means only modules without parameters, such as a ReLU.
+    """
+    with_some = {
+        name for name in trained if any(True for _ in model.get_submodule(name).parameters())
+    }
+    for target in to_train:
+        meant = [name for name in trained if matches(name, target)]
+        if meant and not with_some.intersection(meant):
+            raise ValueError(
+                f"modules_to_train: {called(meant[0])} has no parameters to train: leave it out"
+            )
 
 
 def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:

@@ -48,11 +48,15 @@ def as_targets(targets: Target | Iterable[Target], what: str = "targets") -> tup
     Raises:
         ValueError: they are something else.
     """
-    if isinstance(targets, str | re.Pattern):
-        return (targets,)
-    several = tuple(targets) if isinstance(targets, Iterable) else (targets,)
+    if isinstance(targets, Mapping):
+        raise ValueError(f"{what} has to be a list, not a dict: ranks by module are rank_pattern")
+    if isinstance(targets, str | re.Pattern) or not isinstance(targets, Iterable):
+        several: tuple[Target, ...] = (targets,)
+    else:
+        several = tuple(targets)
     for target in several:
-        if not isinstance(target, str | re.Pattern):
+        text = target.pattern if isinstance(target, re.Pattern) else target
+        if not isinstance(text, str):
             raise ValueError(
                 f"{what} has to be a module's name, a pattern or a list of these, got "
                 f"{shown(target)}"
@@ -67,7 +71,10 @@ def as_layers(layers: Iterable[int]) -> tuple[int, ...]:
         ValueError: they are something else.
     """
     try:
-        numbers = tuple(map(operator.index, layers))
+        several = tuple(layers)
+        numbers = tuple(map(operator.index, several))
+        if any(isinstance(each, bool) for each in several):  # flags, one for each layer
+            raise TypeError
     except TypeError:
         raise ValueError(
             f"layers has to be a list of numbers such as [0, 1] or range(6, 12), got "
@@ -240,7 +247,7 @@ def by_pattern(
             "values by pattern have to be a dict of targets and values, such as {'q_proj': …}, got "
             f"{shown(patterns)}"
         )
-    for pattern in as_targets(patterns, "each key of values by pattern"):
+    for pattern in as_targets(tuple(patterns), "each key of values by pattern"):
         if not any(matches(name, pattern) for name in names):
             raise ValueError(
                 f"the pattern '{pattern}' matches none of the adapted modules: "
@@ -283,7 +290,20 @@ def _nothing_matches(target: Target, names: Collection[str], left_out: Collectio
     last = text.rpartition(".")[2]
     near = difflib.get_close_matches(last, ends, n=6, cutoff=0.5)
     has = listed(near or ends or names, at_most=8) or "none"
-    return f"'{text}' matches no module of the model; it has {has}"
+    return f"'{text}' matches no module of the model; it has {has}{_spelling(target, names)}"
+
+
+def _spelling(target: Target, names: Iterable[str]) -> str:
+    """How a target that matches nothing is written where it is of another kind; or nothing."""
+    if isinstance(target, re.Pattern):
+        return ""
+    if target.lower().replace("_", "-") == ALL_LINEAR:
+        return f"; all linear layers are '{ALL_LINEAR}'"
+    try:
+        is_expression = any(re.fullmatch(target, name) for name in names)
+    except re.error:
+        return ""
+    return f"; a regular expression is re.compile('{target}')" if is_expression else ""
 
 
 def _no_linear_layer(linear: Collection[str], head: str | None) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..arguments import as_names, as_path, check_model
+from ..arguments import as_names, as_path, as_text, check_model
 from ..errors import CheckpointError, NeedsMergingError
 from ..functional import variant_of
 from ..initialization import starts_from_weight
@@ -23,7 +23,7 @@ from ..trained import is_never_frozen, noted, trained_along, untied_from
 from ..utils import check_there, check_whole, tensors_of, weights_with_updates
 from ..wrappers import without_wrappers
 from .adapter import LORA, Adapter, base_biases, lora_metadata
-from .fingerprint import fingerprint_without
+from .fingerprint import fingerprint_without, last_projection
 from .formats import format_of_path, write_checked_adapter
 from .loading import lora_layers, lora_settings
 from .metadata import LoraMetadata
@@ -37,7 +37,7 @@ def save_adapter(
     path: str | os.PathLike,
     format: str | None = None,
     *,
-    base: str | None = None,
+    base: str | os.PathLike | None = None,
     task: str | None = None,
     labels: Sequence[str] | None = None,
 ) -> list[str]:
@@ -57,8 +57,8 @@ def save_adapter(
         What a user has to know of the result, a line each, as `write_adapter` does.
 
     Raises:
-        ValueError: the model has no LoRA layers or is sharded; or what has LoRA or is trained is
-            offloaded or quantized.
+        ValueError: the model has no LoRA layers or is sharded; what has LoRA or is trained is
+            offloaded or quantized; or base, task or labels are something else.
         NeedsMergingError: the format cannot express the adapter.
         CheckpointError: the adapter is not sound; or the folder is there already.
     """
@@ -75,6 +75,7 @@ def save_adapter(
         for warn in (
             _base_besides,
             _lost_base,
+            _other_labels,
             _left_behind,
             _without_effect,
             _of_several_dropouts,
@@ -86,7 +87,7 @@ def save_adapter(
 def adapter_of(
     model: nn.Module,
     *,
-    base: str | None = None,
+    base: str | os.PathLike | None = None,
     task: str | None = None,
     labels: Sequence[str] | None = None,
 ) -> Adapter:
@@ -107,7 +108,10 @@ def adapter_of(
 
 
 def _adapter_of(
-    model: nn.Module, base: str | None, task: str | None, labels: Sequence[str] | None
+    model: nn.Module,
+    base: str | os.PathLike | None,
+    task: str | None,
+    labels: Sequence[str] | None,
 ) -> Adapter:
     layers = lora_layers(model)
     if not layers:
@@ -127,13 +131,39 @@ def _adapter_of(
         **settings,
         dropout=_dropout(layers) or None,
         bias=seen.bias,
-        base=base or _name_in_config(model),
+        base=as_text("base", base) or _name_in_config(model),
         base_fingerprint=fingerprint_without(model, besides | untied),
-        task=task,
-        labels=None if labels is None else as_names("labels", labels),
+        task=as_text("task", task),
+        labels=None if labels is None else _as_labels(labels),
         separate=bool(untied) or None,
     )
     return Adapter(tensors, metadata, source=type(model).__name__)
+
+
+def _as_labels(labels: Sequence[str]) -> tuple[str, ...]:
+    """Labels as a tuple.
+
+    Raises:
+        ValueError: they are none, or something else.
+    """
+    names = as_names("labels", labels)
+    if not names:
+        raise ValueError("labels names none: leave it out where there is no head")
+    return names
+
+
+def _other_labels(model: nn.Module, adapter: Adapter) -> list[str]:
+    """Says that there are more labels than outputs, or fewer, as far as the head is known."""
+    last = last_projection(model)
+    weight, labels = adapter.tensors.get(f"{last}.weight"), adapter.lora.labels
+    if weight is None or labels is None or len(weight) == len(labels):
+        return []
+    remark = (
+        f"{len(labels)} labels are named, and the last projection ({last}) has {len(weight)} "
+        "outputs: a bank takes it with one label for each output alone"
+    )
+    logger.warning("%s: %s", adapter.source, remark)
+    return [remark]
 
 
 def _base_besides(model: nn.Module, adapter: Adapter) -> list[str]:

@@ -436,6 +436,11 @@ WRONG = {
     "pattern": (AnyModel, {"rank_pattern": {"up": 2}}, "'up' matches none of the adapted"),
     "a pattern's key": (AnyModel, {"rank_pattern": {0: 2}}, "a module's name, .* got 0"),
     "a slice's key": (AnyModel, {"enable_lora": {0: [True]}}, "a module's name, .* got 0"),
+    "nothing to train": (
+        AnyModel,
+        {"modules_to_train": ["head", "dropout1"]},
+        r"^modules_to_train: encoder\.layers\.0\.dropout1 has no parameters to train: leave it out",
+    ),
     "head": (AnyModel, {"modules_to_train": "haed"}, "'haed' matches no module .* head"),
     "slices": (AnyModel, {"enable_lora": {"q_proj": [True] * 3}}, "does not fit layers.0.q_proj"),
     "no slice": (AnyModel, {"enable_lora": {"q_proj": [False] * 2}}, "has to enable some"),
