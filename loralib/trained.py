@@ -127,7 +127,7 @@ def mark_beneath(weight: Tensor) -> None:
 
 
 def trained_along(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters besides LoRA's that an optimizer has trained together with it.
+    """The parameters besides LoRA's that an optimizer has trained together with it, or beneath it.
 
     Not those that have been written to since by another than that: they may be a base's again.
     """
@@ -148,12 +148,13 @@ def _note_step(optimizer: Optimizer, *_: Any) -> None:
         return
     groups = [group for group in optimizer.param_groups if not _is_still(group)]
     stepped = [p for group in groups for p in group["params"] if p.grad is not None]
-    if any(_UPDATE in vars(p) for p in stepped):
-        _trains_lora = True
-        for parameter in stepped:
-            if _UPDATE not in vars(parameter):
-                vars(parameter)[_STEPPED] = parameter._version
-    elif not _trains_lora:
+    is_along = any(_UPDATE in vars(p) for p in stepped)
+    for parameter in stepped:
+        own = vars(parameter)
+        if _UPDATE not in own and (is_along or _BENEATH in own):
+            own[_STEPPED] = parameter._version
+    _trains_lora = _trains_lora or is_along
+    if not _trains_lora:
         _warn_of_earlier(optimizer)
 
 

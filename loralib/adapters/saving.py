@@ -115,7 +115,10 @@ def _adapter_of(
 ) -> Adapter:
     layers = lora_layers(model)
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no LoRA to save")
+        raise ValueError(
+            f"{type(model).__name__} has no LoRA to save: add_lora and load_adapter give it some, "
+            "merge and remove_lora take it out"
+        )
     check_whole(model, "it is saved")
     state = model.state_dict()
     _check_layers(layers)

@@ -390,6 +390,17 @@ def test_a_base_trained_along_with_lora_is_said_when_it_is_saved(
     torch.testing.assert_close(again.eval()(*HEAD.inputs), model.eval()(*HEAD.inputs))
 
 
+def test_a_weight_beneath_lora_that_another_optimizer_trains_is_said(tmp_path):
+    model = HEAD.adapted()
+    weight = model.layers[0]["out"].weight.requires_grad_(True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    model(*HEAD.inputs).square().mean().backward()
+    optimizer.step()
+    lora.mark_only_lora_as_trainable(model)
+    remark = remark_on_the_base(model, tmp_path / "a.safetensors")
+    assert remark.startswith("1 parameters besides LoRA (layers.0.out.weight, …)")
+
+
 def unfreeze_a_norm(model):
     """Which the adapter then holds, as long as it is trained."""
     model.norm.requires_grad_(True)
