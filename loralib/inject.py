@@ -51,7 +51,7 @@ from .targets import (
     is_any,
     matches,
 )
-from .trained import forget_frozen, note_trained
+from .trained import forget_frozen, forget_steps, note_trained
 from .utils import check_bias, check_not_pefts, check_whole, freeze_base, train_biases
 
 logger = logging.getLogger(__name__)
@@ -264,6 +264,8 @@ def adapt(
     if not untie:
         check_tied(model, modules)
     had_update = set(names_of_updates(model))
+    if not had_update:
+        forget_steps(model)
     turned: list[nn.Module] = []
     were_trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:

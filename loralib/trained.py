@@ -85,9 +85,7 @@ def forget_frozen(model: nn.Module) -> None:
     """Drops the note that LoRA's base was frozen: the model has no LoRA any more."""
     for module in model.modules():
         vars(module).pop(_FROZEN, None)
-    for parameter in model.parameters():
-        for mark in (_STEPPED, _BENEATH):
-            vars(parameter).pop(mark, None)
+    forget_steps(model)
 
 
 def forget_trained(model: nn.Module) -> None:
@@ -126,6 +124,13 @@ def mark_beneath(weight: Tensor) -> None:
     vars(weight)[_BENEATH] = True
 
 
+def forget_steps(model: nn.Module) -> None:
+    """Drops what optimizers did: the model, as it is now, is a base."""
+    for parameter in model.parameters():
+        for mark in (_STEPPED, _BENEATH):
+            vars(parameter).pop(mark, None)
+
+
 def trained_along(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters besides LoRA's that an optimizer has trained together with it, or beneath it.
 
@@ -134,7 +139,7 @@ def trained_along(model: nn.Module) -> dict[str, nn.Parameter]:
     return {
         name: parameter
         for name, parameter in model.named_parameters()
-        if vars(parameter).get(_STEPPED) == parameter._version
+        if _STEPPED in vars(parameter) and vars(parameter)[_STEPPED] == parameter._version
     }
 
 

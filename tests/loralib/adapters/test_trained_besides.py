@@ -390,6 +390,13 @@ def test_a_base_trained_along_with_lora_is_said_when_it_is_saved(
     torch.testing.assert_close(again.eval()(*HEAD.inputs), model.eval()(*HEAD.inputs))
 
 
+def test_a_model_of_inference_tensors_is_saved(tmp_path):
+    with torch.inference_mode():
+        model = Hand()
+        lora.mark_only_lora_as_trainable(model)
+    assert remark_on_the_base(model, tmp_path / "a.safetensors") is None
+
+
 def test_a_weight_beneath_lora_that_another_optimizer_trains_is_said(tmp_path):
     model = HEAD.adapted()
     weight = model.layers[0]["out"].weight.requires_grad_(True)
@@ -469,8 +476,19 @@ def test_a_base_that_is_not_lost_is_not_warned_of(tmp_path, prepare):
     assert remark_on_the_base(model, tmp_path / "a.safetensors") is None
 
 
-def test_a_base_trained_before_it_had_lora_is_a_base(tmp_path):
+def refuse(model, monkeypatch):
+    """An add_lora that fails when it has begun."""
+    with monkeypatch.context() as patch:
+        patch.setattr(lora.Linear, "reset_lora_parameters", lambda layer: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            lora.add_lora(model, "out", r=2)
+    model.requires_grad_(True)
+
+
+@pytest.mark.parametrize("before", [lambda *_: None, refuse])
+def test_a_base_trained_before_it_had_lora_is_a_base(tmp_path, monkeypatch, before):
     model = HEAD.build()
+    before(model, monkeypatch)
     train(model)
     lora.add_lora(model, "out", r=2)
     train(model)
