@@ -99,18 +99,35 @@ def as_flags(name: str, values: object) -> tuple[bool, ...]:
     return tuple(as_flag(f"each of {name}", value) for value in several)
 
 
-def as_names(name: str, values: object) -> tuple[str, ...]:
+def as_names(
+    name: str, values: object, what: str = "a list of names such as ['no', 'yes']"
+) -> tuple[str, ...]:
     """A list of names as a tuple.
+
+    Args:
+        name: of the argument.
+        values: what somebody gave.
+        what: it has to be, in words.
 
     Raises:
         ValueError: it is something else, such as one name.
     """
     several = _in_order(values)
     if several is None or not all(isinstance(value, str) for value in several):
-        raise ValueError(
-            f"{name} has to be a list of names such as ['no', 'yes'], got {shown(values)}"
-        )
+        raise ValueError(f"{name} has to be {what}, got {shown(values)}")
     return several
+
+
+def as_text(name: str, value: object) -> str | None:
+    """A text, or a path as one; None for none, and for an empty one.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str | None):
+        raise ValueError(f"{name} has to be a name, such as 'mnli', got {shown(value)}")
+    return text or None
 
 
 def _in_order(values: object) -> tuple[Any, ...] | None:

@@ -4,6 +4,7 @@ The library's messages name its own arguments. A script whose flags set them add
 `adding_ways_out`.
 """
 
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -208,6 +209,11 @@ def listed(names: Iterable[str], at_most: int = 4) -> str:
     """Names for an error: the first ones, in order, and whether there are more."""
     ordered = sorted(names)
     return ", ".join(ordered[:at_most]) + (", …" if len(ordered) > at_most else "")
+
+
+def called(module: str) -> str:
+    """A module's name for an error; one of numbers alone, as in nn.Sequential, says what it is."""
+    return f"module {module}" if re.fullmatch(r"[\d.]+", module) else module
 
 
 def quoted(names: Iterable[str]) -> str:

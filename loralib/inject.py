@@ -23,11 +23,13 @@ from torch import nn
 from .adaptation import LayerSettings, builder_of, is_linear, turn_with
 from .adapted_layers import MultiheadAttention
 from .arguments import as_dropout, as_flag, as_flags, as_python, check_model
+from .errors import called, listed
 from .in_place import is_in_place, leave_fast_path, turn_all_back, turn_back, turning, was_turned
 from .inject_checks import (
     check_adaptable,
     check_dropout,
     check_has_modules,
+    check_has_parameters,
     check_module,
     check_owner,
     check_rank,
@@ -47,8 +49,9 @@ from .targets import (
     first_names,
     guessed_head,
     is_any,
+    matches,
 )
-from .trained import forget_frozen, note_trained
+from .trained import forget_frozen, forget_steps, note_trained
 from .utils import check_bias, check_not_pefts, check_whole, freeze_base, train_biases
 
 logger = logging.getLogger(__name__)
@@ -130,6 +133,7 @@ def add_lora(
         every = find(model, targets, is_linear=is_linear)
         check_exclusions(model, exclude, _with_output_projections(model, every, ()))
     trained = find(model, to_train) if to_train else []
+    check_has_parameters(model, to_train, trained)
     check_trained(model, trained, [*names, *names_of_updates(model)])
     ranks = by_pattern(names, rank_pattern or {}, r)
     alphas = by_pattern(names, alpha_pattern or {}, lora_alpha)
@@ -156,6 +160,7 @@ def add_lora(
         note_trained(model, (f"{name}.{inner}" for inner, _ in module.named_parameters()))
     if ALL_LINEAR in targets:
         _warn_of_guessed_head(model, exclude)
+    _warn_of_numbers(targets, names)
     return adapted
 
 
@@ -200,9 +205,29 @@ def _warn_of_guessed_head(model: nn.Module, exclude: Iterable[Target]) -> None:
         "'%s' takes %s, the last linear layer, for the head, which stays frozen: add it to %s"
         "exclude, if it is to stay frozen",
         ALL_LINEAR,
-        head,
+        called(head),
         "" if is_tied else "targets to adapt it, to modules_to_train to train it, or to ",
     )
+
+
+def _warn_of_numbers(targets: Iterable[Target], names: Iterable[str]) -> None:
+    """Says what a number as a target means besides the module of that name, as in nn.Sequential.
+
+    Other names end in it by chance; those that another target means as well are meant.
+    """
+    for target in targets:
+        if not isinstance(target, str) or target not in names or not target.isdigit():
+            continue
+        rest = [each for each in targets if each not in (target, ALL_LINEAR)]
+        others = [n for n in names if n != target and matches(n, target) and not is_any(n, rest)]
+        if others:
+            logger.warning(
+                "'%s' means every module whose name ends in it, here %s as well: re.compile('%s') "
+                "means that one alone",
+                target,
+                listed(others),
+                target,
+            )
 
 
 def adapt(
@@ -239,6 +264,8 @@ def adapt(
     if not untie:
         check_tied(model, modules)
     had_update = set(names_of_updates(model))
+    if not had_update:
+        forget_steps(model)
     turned: list[nn.Module] = []
     were_trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
@@ -307,7 +334,10 @@ def remove_lora(model: nn.Module) -> tuple[str, ...]:
         raise ValueError("the model has no LoRA to remove")
     for name in layers:
         if not is_in_place(model.get_submodule(name)):
-            raise ValueError(f"{name} was built as a LoRA layer, not adapted by add_lora")
+            raise ValueError(
+                f"{called(name)} was built as a LoRA layer, not adapted by add_lora: merge makes "
+                "it plain, with its update in its weight; or build the model without LoRA"
+            )
     adapted = names_of_updates(model)
     turn_all_back(model)
     forget_frozen(model)

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from .adaptation import LayerSettings, builder_of, is_conv1d, is_linear, of_its_own
 from .adapted_layers import MultiheadAttention
 from .arguments import ABOVE_0, as_number
-from .errors import UnsupportedLayerError, listed
+from .errors import UnsupportedLayerError, called, listed
 from .functional import variant_of
 from .layers import Embedding
 from .lora_layer import LoRALayer, names_of_updates
-from .targets import first_names
+from .targets import Target, first_names, matches
 from .wrappers import has_own_forward, own_forward_message, quantized
 
 # The attributes of a LoRA layer that a model may not have for something else.
@@ -21,6 +21,10 @@ _OF_LORA_LAYERS = {
     *("base", "enable_lora", "freeze_A", "initialization", "lora_alpha", "lora_dropout"),
     *("merge_weights", "merged", "r", "scaling", "variant"),
 }
+
+# What is always true of a target: one that names this module alone has to go, and one that names
+# others as well may stay with an exclusion.
+_LEAVE_OUT = "leave it out of targets, or exclude it if its target names more"
 
 
 def check_adaptable(model: nn.Module) -> None:
@@ -47,7 +51,10 @@ def check_adaptable(model: nn.Module) -> None:
             )
         is_lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
         if not is_lazy and parameter.is_inference():
-            raise ValueError(f"{name} is an inference tensor, which cannot be trained: copy it")
+            raise ValueError(
+                f"{name} is an inference tensor, which cannot be trained: adapt a copy of the "
+                "model, copy.deepcopy(model)"
+            )
 
 
 def check_has_modules(model: nn.Module) -> None:
@@ -69,24 +76,52 @@ def check_has_modules(model: nn.Module) -> None:
     )
 
 
+def check_has_parameters(
+    model: nn.Module, to_train: Iterable[Target], trained: Collection[str]
+) -> None:
+    """Checks that each target in modules_to_train means something that can be trained.
+
+    Args:
+        model: the model.
+        to_train: the targets.
+        trained: the names of the modules that they mean.
+
+    Raises:
+        ValueError: one means only modules without parameters, such as a ReLU.
+    """
+    with_some = {
+        name for name in trained if any(True for _ in model.get_submodule(name).parameters())
+    }
+    for target in to_train:
+        meant = [name for name in trained if matches(name, target)]
+        if meant and not with_some.intersection(meant):
+            raise ValueError(
+                f"modules_to_train: {called(meant[0])} has no parameters to train: leave it out"
+            )
+
+
 def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
     """Checks that a module can be adapted, and with these settings.
 
     Raises:
         ValueError, UnsupportedLayerError: it cannot; the message names it.
     """
+    what = called(name)
     if isinstance(module, LoRALayer) and module.r > 0:
-        raise ValueError(f"{name} has LoRA already: remove_lora first, or exclude it")
+        raise ValueError(f"{what} has LoRA already: {_LEAVE_OUT}, or remove_lora first")
+    own_parameters = module.parameters(recurse=False)
+    if any(isinstance(each, nn.parameter.UninitializedParameter) for each in own_parameters):
+        raise UnsupportedLayerError(f"{what} has no shape yet: call the model once before add_lora")
     try:
         builder_of(module)
     except UnsupportedLayerError as error:
         inner = _layers_within(name, module)
-        instead = f"name those within, such as {inner}, or exclude it" if inner else "exclude it"
-        raise UnsupportedLayerError(f"{name} is a {error}: {instead}") from None
+        instead = f"name those within, such as {inner}, or " if inner else ""
+        raise UnsupportedLayerError(f"{what} is a {error}: {instead}{_LEAVE_OUT}") from None
     own = sorted(vars(module).keys() & _OF_LORA_LAYERS)
     if own and not isinstance(module, LoRALayer):
         raise UnsupportedLayerError(
-            f"{name} has an attribute '{own[0]}', as LoRA's layers have it for theirs: exclude it"
+            f"{what} has an attribute '{own[0]}', as LoRA's layers have it for theirs: {_LEAVE_OUT}"
         )
     if has_own_forward(module):
         raise UnsupportedLayerError(
@@ -99,15 +134,15 @@ def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
         )
     found = (module._parameters.get(part) for part in _weight_names(module))
     weights = [weight for weight in found if weight is not None]
-    if not weights or any(isinstance(w, nn.parameter.UninitializedParameter) for w in weights):
-        raise UnsupportedLayerError(f"{name} has no weight that is a plain parameter: exclude it")
+    if not weights:
+        raise UnsupportedLayerError(f"{what} has no weight that is a plain parameter: {_LEAVE_OUT}")
     for weight in weights:
         if weight.is_complex():
             raise UnsupportedLayerError(
-                f"{name} has complex weights ({weight.dtype}), which have no LoRA: exclude it"
+                f"{what} has complex weights ({weight.dtype}), which have no LoRA: {_LEAVE_OUT}"
             )
         if reason := quantized(weight):
-            raise UnsupportedLayerError(f"the weight of {name} is {reason}: exclude {name}")
+            raise UnsupportedLayerError(f"the weight of {what} is {reason}: {_LEAVE_OUT}")
         _check_settings(name, module, weight, settings)
 
 
@@ -144,14 +179,15 @@ def check_trained(model: nn.Module, trained: Iterable[str], adapted: Iterable[st
         others = sharing(model, parts, whole_parts)
         if others:
             raise ValueError(
-                f"{whole} shares a weight with {', '.join(others)}, which would be trained as "
-                "well: name all of them in modules_to_train, or none"
+                f"{called(whole)} shares a weight with {', '.join(others)}, which would be trained "
+                "as well: name all of them in modules_to_train, or none"
             )
         for name, own in frozen.items():
             if own & parts:
                 raise ValueError(
-                    f"{whole} cannot be trained as it is while {name} is adapted, whose weight is "
-                    "frozen: leave one of them out"
+                    f"{called(whole)} cannot be trained as it is while {called(name)} is adapted, "
+                    "whose weight is frozen: leave the one out of modules_to_train, or the other "
+                    "out of targets"
                 )
 
 
@@ -174,7 +210,12 @@ def check_rank(name: str, module: nn.Module, own: LayerSettings) -> None:
             out, inner = _out_in(module, weight)
             smallest = min(out // len(own.enable_lora), inner)
             if own.r > smallest:
-                raise ValueError(f"r = {own.r} is larger than a dimension of {name}: {smallest}")
+                last = name.rpartition(".")[2]
+                pattern = name if last.isdigit() else last
+                raise ValueError(
+                    f"r = {own.r} is larger than a dimension of {called(name)}: {smallest}; lower "
+                    f"it, or there alone: rank_pattern={{'{pattern}': {smallest}}}"
+                )
 
 
 def check_rows(name: str, module: nn.Module, own: LayerSettings) -> None:
@@ -189,8 +230,8 @@ def check_rows(name: str, module: nn.Module, own: LayerSettings) -> None:
         rows = weight.detach().t() if is_in_out else weight.detach().flatten(1)
         if not rows.any(dim=1).all():
             raise ValueError(
-                f"{name} has rows of zeros in its {part}, which have no direction for "
-                f"{own.variant}: exclude it, or choose another variant"
+                f"{called(name)} has rows of zeros in its {part}, which have no direction for "
+                f"{own.variant}: {_LEAVE_OUT}, or choose another variant"
             )
 
 
@@ -198,15 +239,20 @@ def _check_settings(name: str, module: nn.Module, weight: Tensor, own: LayerSett
     out, _ = _out_in(module, weight)
     slices = len(own.enable_lora)
     if slices > 1 and not (isinstance(module, nn.Linear) or is_conv1d(module)):
-        raise ValueError(f"{name} is not a linear layer, whose slices enable_lora could mean")
+        raise ValueError(
+            f"{called(name)} is not a linear layer, whose slices enable_lora could mean: leave it "
+            "out of enable_lora"
+        )
     if not any(own.enable_lora) or out % slices:
         raise ValueError(
-            f"enable_lora {list(own.enable_lora)} does not fit {name}: it has to enable some of "
-            f"the equal slices of {out} outputs"
+            f"enable_lora {list(own.enable_lora)} does not fit {called(name)}: it has to "
+            f"enable some of the equal slices of {out} outputs"
         )
     if not isinstance(own.r, int) or own.r < 1:
-        raise ValueError(f"r, the rank, has to be an integer of at least 1, got {own.r!r} ({name})")
-    as_number(f"{name}: lora_alpha", own.lora_alpha, *ABOVE_0)
+        raise ValueError(
+            f"r, the rank, has to be an integer of at least 1, got {own.r!r} ({called(name)})"
+        )
+    as_number(f"{called(name)}: lora_alpha", own.lora_alpha, *ABOVE_0)
     if own.lora_dropout == 1:
         raise ValueError("lora_dropout 1 drops all of an update's input: nothing would be trained")
     if isinstance(module, nn.Embedding):
@@ -227,7 +273,7 @@ def check_owner(model: nn.Module, name: str) -> None:
     if has_own_forward or of_its_own(type(owner), nn.MultiheadAttention):
         raise UnsupportedLayerError(
             f"{name} belongs to a {type(owner).__qualname__}, which computes with its weight in a "
-            "way of its own: exclude it"
+            f"way of its own: {_LEAVE_OUT}"
         )
 
 
@@ -237,8 +283,8 @@ def check_dropout(model: nn.Module, name: str, own: LayerSettings) -> None:
     for module, what in ((model.get_submodule(name), "is"), (owner, "belongs to")):
         if isinstance(module, nn.MultiheadAttention) and own.lora_dropout:
             raise ValueError(
-                f"{name} {what} an nn.MultiheadAttention, whose update takes no dropout: set "
-                "lora_dropout to 0, or exclude it"
+                f"{called(name)} {what} an nn.MultiheadAttention, whose update takes no dropout: "
+                f"set lora_dropout to 0, or {_LEAVE_OUT}"
             )
 
 
@@ -256,6 +302,7 @@ def check_tied(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
             others = [other for key, other in owners[parameter].items() if key != id(module)]
             if others:
                 raise ValueError(
-                    f"{name} shares its weight with {others[0]}; an update of one of them is not "
-                    "the other's, and merging it unties them: exclude it, or say untie=True"
+                    f"{called(name)} shares its weight with {called(others[0])}; an update of one "
+                    "of them is not the other's, and merging it unties them: say untie=True, or "
+                    f"{_LEAVE_OUT}"
                 )

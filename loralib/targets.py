@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from .errors import listed, shown
+from .errors import called, listed, shown
 
 ALL_LINEAR = "all-linear"
 
@@ -48,11 +48,15 @@ def as_targets(targets: Target | Iterable[Target], what: str = "targets") -> tup
     Raises:
         ValueError: they are something else.
     """
-    if isinstance(targets, str | re.Pattern):
-        return (targets,)
-    several = tuple(targets) if isinstance(targets, Iterable) else (targets,)
+    if isinstance(targets, Mapping):
+        raise ValueError(f"{what} has to be a list, not a dict: ranks by module are rank_pattern")
+    if isinstance(targets, str | re.Pattern) or not isinstance(targets, Iterable):
+        several: tuple[Target, ...] = (targets,)
+    else:
+        several = tuple(targets)
     for target in several:
-        if not isinstance(target, str | re.Pattern):
+        text = target.pattern if isinstance(target, re.Pattern) else target
+        if not isinstance(text, str):
             raise ValueError(
                 f"{what} has to be a module's name, a pattern or a list of these, got "
                 f"{shown(target)}"
@@ -67,7 +71,10 @@ def as_layers(layers: Iterable[int]) -> tuple[int, ...]:
         ValueError: they are something else.
     """
     try:
-        numbers = tuple(map(operator.index, layers))
+        several = tuple(layers)
+        numbers = tuple(map(operator.index, several))
+        if any(isinstance(each, bool) for each in several):  # flags, one for each layer
+            raise TypeError
     except TypeError:
         raise ValueError(
             f"layers has to be a list of numbers such as [0, 1] or range(6, 12), got "
@@ -232,7 +239,7 @@ def by_pattern(
     """For each name the value of the first pattern that it matches, as for ranks by module.
 
     Raises:
-        ValueError: a pattern matches none of the names; or these are not patterns with values.
+        ValueError: a pattern matches none of the names; or these are not targets with values.
     """
     names = list(names)
     if not isinstance(patterns, Mapping):
@@ -240,7 +247,7 @@ def by_pattern(
             "values by pattern have to be a dict of targets and values, such as {'q_proj': …}, got "
             f"{shown(patterns)}"
         )
-    for pattern in patterns:
+    for pattern in as_targets(tuple(patterns), "each key of values by pattern"):
         if not any(matches(name, pattern) for name in names):
             raise ValueError(
                 f"the pattern '{pattern}' matches none of the adapted modules: "
@@ -275,12 +282,28 @@ def _nothing_matches(target: Target, names: Collection[str], left_out: Collectio
     text = target.pattern if isinstance(target, re.Pattern) else target
     excluded = [name for name in left_out if matches(name, target)]
     if excluded:
-        return f"'{text}' matches only modules that are left out, such as {min(excluded)}"
+        return (
+            f"'{text}' matches only modules that are left out, such as {min(excluded)}: leave it "
+            "out of targets as well"
+        )
     ends = sorted({end for name in names if not (end := name.rpartition(".")[2]).isdigit()})
     last = text.rpartition(".")[2]
     near = difflib.get_close_matches(last, ends, n=6, cutoff=0.5)
-    has = listed(near or ends, at_most=8) or "none"
-    return f"'{text}' matches no module of the model; it has {has}"
+    has = listed(near or ends or names, at_most=8) or "none"
+    return f"'{text}' matches no module of the model; it has {has}{_spelling(target, names)}"
+
+
+def _spelling(target: Target, names: Iterable[str]) -> str:
+    """How a target that matches nothing is written where it is of another kind; or nothing."""
+    if isinstance(target, re.Pattern):
+        return ""
+    if target.lower().replace("_", "-") == ALL_LINEAR:
+        return f"; all linear layers are '{ALL_LINEAR}'"
+    try:
+        is_expression = any(re.fullmatch(target, name) for name in names)
+    except re.error:
+        return ""
+    return f"; a regular expression is re.compile('{target}')" if is_expression else ""
 
 
 def _no_linear_layer(linear: Collection[str], head: str | None) -> str:
@@ -290,8 +313,8 @@ def _no_linear_layer(linear: Collection[str], head: str | None) -> str:
     if head is None:
         return f"'{ALL_LINEAR}' finds no linear layer in the model: name the layers to adapt"
     return (
-        f"'{ALL_LINEAR}' takes {head}, the model's only linear layer, for its head, and leaves it "
-        "out: name it, to adapt it"
+        f"'{ALL_LINEAR}' takes {called(head)}, the model's only linear layer, for its head, and "
+        "leaves it out: name it, to adapt it"
     )
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .errors import called
+
 # The classes of PyTorch's wrappers, and what they call the module within.
 _WRAPPERS = {
     "AveragedModel": "module",
@@ -91,7 +93,7 @@ def own_forward_message(name: str, module: nn.Module, if_hooked: str, if_set: st
         if_set: how it goes on where somebody else has: what is wrong with that. How to delete the
             forward is added.
     """
-    what = f"{name or 'the layer'} has a forward of its own"
+    what = f"{called(name) or 'the layer'} has a forward of its own"
     if "_hf_hook" in vars(module):  # accelerate's
         return f"{what}, {if_hooked}"
     delete = f"del model.get_submodule('{name}').forward" if name else "del model.forward"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, called
 from ..functional import Delta, joined_with_start, merge
 from ..io.tensors import same_tensor
 from ..nn.positions import shared_projections, unshare_positions
@@ -193,7 +193,8 @@ def adapted_module(model: nn.Module, name: str, adapter: Adapter) -> tuple[nn.Mo
     source, embeddings = adapter.source, adapter.lora.embeddings or ()
     module, weight_name = _module_and_weight(model, name)
     if module is None:
-        raise CheckpointError(f"{source}: the model has no {name} to be adapted")
+        instead = _fitting(model, name, adapter)
+        raise CheckpointError(f"{source}: the model has no {called(name)} to be adapted: {instead}")
     weight = getattr(module, weight_name, None)
     if weight is not None and module._parameters.get(weight_name) is None:
         raise CheckpointError(
@@ -209,6 +210,21 @@ def adapted_module(model: nn.Module, name: str, adapter: Adapter) -> tuple[nn.Mo
     if not is_of_kind or not isinstance(weight, Tensor) or weight.dim() != dimensions:
         raise CheckpointError(f"{source}: {name} is not {what} of the model")
     return module, weight_name
+
+
+def _fitting(model: nn.Module, name: str, adapter: Adapter) -> str:
+    """What to give in the place of a model that lacks a module: a part of it, or another model."""
+    within = [each for each in first_names(model) if each.endswith(f".{name}")]
+    if len(within) != 1:
+        return base_to_give(adapter)
+    part = within[0].removesuffix(f".{name}")
+    return f"it has {within[0]}; give that part, model.get_submodule('{part}')"
+
+
+def base_to_give(adapter: Adapter) -> str:
+    """The way out for an adapter that is not of a model, by the name of its base if it has one."""
+    base = adapter.lora.base
+    return f"give the model that it was trained in{f', of {base!r}' if base else ''}"
 
 
 def _module_and_weight(model: nn.Module, name: str) -> tuple[nn.Module | None, str]:
@@ -270,8 +286,8 @@ def adapted_modules(model: nn.Module, adapter: Adapter) -> dict[str, AdaptedWeig
         ours = tuple((adapted.weight if is_kernel else out_in(module, adapted.weight)).shape)
         if theirs != ours:
             raise CheckpointError(
-                f"{adapter.source}: the delta of {name} is {theirs}, the model's weight "
-                f"is {ours}: a base of another size"
+                f"{adapter.source}: the delta of {called(name)} is {theirs}, the model's weight "
+                f"is {ours}: a base of another size; {base_to_give(adapter)}"
             )
         modules[name] = adapted
     if shared_projections(model) & modules.keys():

@@ -27,7 +27,14 @@ from ..wrappers import without_wrappers
 from .adapter import LORA, Adapter, adapter_tensors, base_biases, trained_with
 from .checks import check_base, check_finite, check_positions, check_possible_base
 from .completeness import check_all_there
-from .deltas import AdaptedWeight, adapted_modules, is_of_slices, slices_of, untied_by
+from .deltas import (
+    AdaptedWeight,
+    adapted_modules,
+    base_to_give,
+    is_of_slices,
+    slices_of,
+    untied_by,
+)
 from .families import backbone_prefixes, enabled_slices, top_module
 from .fingerprint import possible_fingerprints
 from .formats import read_adapter
@@ -399,14 +406,20 @@ def _check_besides(model: nn.Module, adapter: Adapter, besides: Mapping[str, Ten
             )
     unknown = besides.keys() - state.keys()
     if unknown:
-        raise CheckpointError(f"{adapter.source}: has, unknown to the model, {listed(unknown)}")
+        raise CheckpointError(
+            f"{adapter.source}: has, unknown to the model, {listed(unknown)}: "
+            f"{base_to_give(adapter)}"
+        )
     differing = [
         f"{name} is {_kind(tensor)} in the file, {_kind(state[name])} in the model"
         for name, tensor in sorted(besides.items())
         if _kind(tensor) != _kind(state[name])
     ]
     if differing:
-        raise CheckpointError(f"{adapter.source}: {'; '.join(differing[:4])}")
+        raise CheckpointError(
+            f"{adapter.source}: {'; '.join(differing[:4])}: build the model with these as in the "
+            "file"
+        )
 
 
 def _kind(tensor: Tensor) -> str:

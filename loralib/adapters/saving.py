@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..arguments import as_names, as_path, check_model
+from ..arguments import as_names, as_path, as_text, check_model
 from ..errors import CheckpointError, NeedsMergingError
 from ..functional import variant_of
 from ..initialization import starts_from_weight
 from ..layers import Conv1d, Conv2d, Conv3d
 from ..lora_layer import LoRALayer
 from ..targets import other_places
-from ..trained import is_never_frozen, noted, untied_from
+from ..trained import is_never_frozen, noted, trained_along, untied_from
 from ..utils import check_there, check_whole, tensors_of, weights_with_updates
 from ..wrappers import without_wrappers
 from .adapter import LORA, Adapter, base_biases, lora_metadata
-from .fingerprint import fingerprint_without
+from .fingerprint import fingerprint_without, last_projection
 from .formats import format_of_path, write_checked_adapter
 from .loading import lora_layers, lora_settings
 from .metadata import LoraMetadata
@@ -37,7 +37,7 @@ def save_adapter(
     path: str | os.PathLike,
     format: str | None = None,
     *,
-    base: str | None = None,
+    base: str | os.PathLike | None = None,
     task: str | None = None,
     labels: Sequence[str] | None = None,
 ) -> list[str]:
@@ -57,8 +57,8 @@ def save_adapter(
         What a user has to know of the result, a line each, as `write_adapter` does.
 
     Raises:
-        ValueError: the model has no LoRA layers or is sharded; or what has LoRA or is trained is
-            offloaded or quantized.
+        ValueError: the model has no LoRA layers or is sharded; what has LoRA or is trained is
+            offloaded or quantized; or base, task or labels are something else.
         NeedsMergingError: the format cannot express the adapter.
         CheckpointError: the adapter is not sound; or the folder is there already.
     """
@@ -72,7 +72,14 @@ def save_adapter(
         if format == "peft":
             _check_peft_adapts(plain, adapter.source)
         remarks = write_checked_adapter(path, adapter, format, plain)
-        for warn in (_base_besides, _left_behind, _without_effect, _of_several_dropouts):
+        for warn in (
+            _base_besides,
+            _lost_base,
+            _other_labels,
+            _left_behind,
+            _without_effect,
+            _of_several_dropouts,
+        ):
             remarks += warn(plain, adapter)
         return remarks
 
@@ -80,7 +87,7 @@ def save_adapter(
 def adapter_of(
     model: nn.Module,
     *,
-    base: str | None = None,
+    base: str | os.PathLike | None = None,
     task: str | None = None,
     labels: Sequence[str] | None = None,
 ) -> Adapter:
@@ -101,11 +108,17 @@ def adapter_of(
 
 
 def _adapter_of(
-    model: nn.Module, base: str | None, task: str | None, labels: Sequence[str] | None
+    model: nn.Module,
+    base: str | os.PathLike | None,
+    task: str | None,
+    labels: Sequence[str] | None,
 ) -> Adapter:
     layers = lora_layers(model)
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no LoRA to save")
+        raise ValueError(
+            f"{type(model).__name__} has no LoRA to save: add_lora and load_adapter give it some, "
+            "merge and remove_lora take it out"
+        )
     check_whole(model, "it is saved")
     state = model.state_dict()
     _check_layers(layers)
@@ -121,13 +134,39 @@ def _adapter_of(
         **settings,
         dropout=_dropout(layers) or None,
         bias=seen.bias,
-        base=base or _name_in_config(model),
+        base=as_text("base", base) or _name_in_config(model),
         base_fingerprint=fingerprint_without(model, besides | untied),
-        task=task,
-        labels=None if labels is None else as_names("labels", labels),
+        task=as_text("task", task),
+        labels=None if labels is None else _as_labels(labels),
         separate=bool(untied) or None,
     )
     return Adapter(tensors, metadata, source=type(model).__name__)
+
+
+def _as_labels(labels: Sequence[str]) -> tuple[str, ...]:
+    """Labels as a tuple.
+
+    Raises:
+        ValueError: they are none, or something else.
+    """
+    names = as_names("labels", labels)
+    if not names:
+        raise ValueError("labels names none: leave it out where there is no head")
+    return names
+
+
+def _other_labels(model: nn.Module, adapter: Adapter) -> list[str]:
+    """Says that there are more labels than outputs, or fewer, as far as the head is known."""
+    last = last_projection(model)
+    weight, labels = adapter.tensors.get(f"{last}.weight"), adapter.lora.labels
+    if weight is None or labels is None or len(weight) == len(labels):
+        return []
+    remark = (
+        f"{len(labels)} labels are named, and the last projection ({last}) has {len(weight)} "
+        "outputs: a bank takes it with one label for each output alone"
+    )
+    logger.warning("%s: %s", adapter.source, remark)
+    return [remark]
 
 
 def _base_besides(model: nn.Module, adapter: Adapter) -> list[str]:
@@ -140,16 +179,35 @@ def _base_besides(model: nn.Module, adapter: Adapter) -> list[str]:
         and id(parameter) not in of_lora
         and not isinstance(parameter, nn.parameter.UninitializedParameter)
     }
-    # Where anything was frozen, what is trained besides LoRA was chosen.
     held = (base.keys() & adapter.tensors.keys()) - noted(model).keys()
     size = sum(base[name] for name in held)
-    if 2 * size <= sum(base.values()) or not is_never_frozen(model, base):
+    # A head is few of the tensors, and biases few of the numbers: these were chosen, the rest was
+    # frozen by hand. A base is many of both, also where one table of it was.
+    is_most = 2 * size > sum(base.values()) and 4 * len(held) > 3 * len(base)
+    if not is_most or not is_never_frozen(model, base):
         return []
     remark = (
         f"holds {len(held)} tensors ({size:,} numbers) besides LoRA, most of the base that LoRA "
-        "leaves alone, because they were never frozen: if they are not meant to be trained, call "
-        "mark_only_lora_as_trainable before the training, then requires_grad_(True) on what is to "
-        "be trained as well"
+        "leaves alone, because they were never frozen: if they are not meant to be trained, train "
+        "again from the base, call mark_only_lora_as_trainable before that, then "
+        "requires_grad_(True) on what is to be trained as well"
+    )
+    logger.warning("%s: %s", adapter.source, remark)
+    return [remark]
+
+
+def _lost_base(model: nn.Module, adapter: Adapter) -> list[str]:
+    """Says that a base was trained along with LoRA, and frozen since: nothing else holds it."""
+    named = model.named_parameters(remove_duplicate=False)
+    held = {id(parameter) for name, parameter in named if name in adapter.tensors}
+    lost = [name for name, p in trained_along(model).items() if id(p) not in held]
+    if not lost:
+        return []
+    remark = (
+        f"{len(lost)} parameters besides LoRA ({lost[0]}, …) were trained along with it, and are "
+        "frozen now and not held: the adapter needs this very base, so save the model whole as "
+        "well (torch.save of its state_dict), or train again from the base as it was, with "
+        "mark_only_lora_as_trainable called before that"
     )
     logger.warning("%s: %s", adapter.source, remark)
     return [remark]
@@ -236,8 +294,8 @@ def _check_layers(layers: dict[str, LoRALayer]) -> None:
         if weight is not None and weight.requires_grad:
             raise CheckpointError(
                 f"the weight of {name} is trained as well as its LoRA, and adapters do not hold "
-                "it: freeze it before the training, as mark_only_lora_as_trainable does, or merge "
-                "the model and save it whole"
+                "it: merge the model and save it whole; or train again from the base, and call "
+                "mark_only_lora_as_trainable before that, because now it is too late"
             )
 
 

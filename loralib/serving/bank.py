@@ -18,8 +18,9 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -30,7 +31,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..adapters.adapter import Adapter
 from ..adapters.loading import lora_layers
-from ..arguments import check_model
+from ..arguments import as_names, check_model
+from ..errors import shown
 from ..lora_layer import LoRALayer
 from ..nn.routing import Routing, in_effect, routed, slices
 from ..utils import check_whole
@@ -101,15 +103,20 @@ class AdapterBank:
                 is unverified, with a warning.
 
         Raises:
-            TypeError: it is something else, such as a path.
-            ValueError: there is one of this name, or the bank is closed; or what the adapter
-                changes is offloaded or quantized.
+            TypeError: it is something else, such as a path, or the two are exchanged.
+            ValueError: the name is not a string, or is empty, or there is one of this name; the
+                bank is closed; or what the adapter changes is offloaded or quantized.
             CheckpointError: it is not LoRA alone, or does not fit the model.
         """
         self._check_open()
+        if isinstance(name, Adapter):
+            raise TypeError("the name comes first, then the adapter: bank.add('rte', adapter)")
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"an adapter's name has to be a string, not empty, got {shown(name)}")
         if not isinstance(adapter, Adapter):
             raise TypeError(
-                f"adapter '{name}' has to be what lora.read_adapter(path) returns, got {adapter!r}"
+                f"adapter '{name}' has to be what lora.read_adapter(path) returns, got "
+                f"{shown(adapter)}"
             )
         if name in self._adapters:
             raise ValueError(f"there is an adapter '{name}' already, among {self._listed()}")
@@ -147,40 +154,49 @@ class AdapterBank:
         self._adapters.clear()
         self._closed = True
 
-    @contextmanager
-    def use(self, names: str | Sequence[str]) -> Iterator[None]:
+    def use(self, names: str | Sequence[str]) -> "Block":
         """Within this block, and this thread, the model computes with adapters.
+
+        It is for `with`, each time anew, or to decorate a function; a call alone changes nothing,
+        and a warning says so.
 
         Where heads of different width share a batch, outputs are padded with -inf on the right: a
         softmax or an argmax is what it would be without. An adapter without a head has the
         model's. Of nested blocks the innermost counts.
 
         Args:
-            names: one for whatever is computed; or a sequence with one for each row of a batch.
+            names: one for whatever is computed; or a list with one for each row of a batch.
                 Any order will do, but rows of one adapter are fastest next to each other.
 
         Raises:
-            ValueError: there is no such adapter, names are empty, or the bank is closed; or it is
+            ValueError: there is no such adapter, names are empty, are not strings or have no order
+                (a set), or the bank is closed; or it is
                 within a block of another bank. From the model: it is given another number of rows
                 than names, or one of its layers an input in which rows cannot be told.
         """
+        return Block(partial(self._using, names))
+
+    @contextmanager
+    def _using(self, names: str | Sequence[str]) -> Iterator[None]:
         self._check_open()
         if isinstance(names, str):
             routing = Routing(self._key, self._find([names]))
-        elif names:
-            segments = [(name, len(list(rows))) for name, rows in groupby(names)]
+        else:
+            of_rows = as_names("names", names, "an adapter's name, or a list of one for each row")
+            if not of_rows:
+                raise ValueError(f"no adapter is named; there are {self._listed()}")
+            segments = [(name, len(list(rows))) for name, rows in groupby(of_rows)]
             adapters = self._find([name for name, _ in segments])
             routing = Routing(self._key, adapters, slices([count for _, count in segments]))
-        else:
-            raise ValueError(f"no adapter is named; there are {self._listed()}")
         with routed(routing), self._key.in_use():
             yield
 
     def _find(self, names: Sequence[str]) -> tuple[PreparedAdapter, ...]:
         for name in names:
-            if name not in self._adapters:
+            if not isinstance(name, str) or name not in self._adapters:
+                asked = f"'{name}'" if isinstance(name, str) else shown(name)
                 found = f", only {self._listed()}" if self._adapters else ": the bank is empty"
-                raise ValueError(f"there is no adapter '{name}'{found}")
+                raise ValueError(f"there is no adapter {asked}{found}")
         return tuple(self._adapters[name] for name in names)
 
     def _listed(self) -> str:
@@ -189,6 +205,47 @@ class AdapterBank:
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("the bank is closed: make another for the model")
+
+
+# ---- blocks ----
+
+
+class Block(ContextDecorator):
+    """What `AdapterBank.use` returns: a block that acts under `with` alone.
+
+    Args:
+        make: the block, for each time that it is entered.
+    """
+
+    _is_used = True  # until it is made: Dynamo has objects that never are
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]):
+        self._make, self._is_used = make, False
+
+    def __enter__(self) -> None:
+        if self._is_used:
+            raise ValueError("such a block is entered once: call use again")
+        self._is_used = True
+        self._block = self._make()
+        self._block.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._block.__exit__(*error)
+
+    def _recreate_cm(self) -> "Block":
+        return Block(self._make)  # a decorated function's, for each call
+
+    def __call__(self, func: Any) -> Any:
+        """The function, which computes with the adapters."""
+        self._is_used = True
+        return super().__call__(func)
+
+    def __del__(self) -> None:
+        if not self._is_used and not sys.is_finalizing():
+            logger.warning(
+                "bank.use(…) by itself has no effect: write `with bank.use(…):`, and call the "
+                "model in that block"
+            )
 
 
 # ---- hooks ----

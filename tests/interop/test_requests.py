@@ -85,7 +85,7 @@ def test_targets_are_added_to_what_is_there():
         "last.lora_A": R,
     }
     for again in ("last", "attention", "attention.out_proj"):
-        with pytest.raises(ValueError, match="has LoRA already: remove_lora first, or exclude it"):
+        with pytest.raises(ValueError, match="has LoRA already: leave it out of targets"):
             lora.add_lora(model, again, r=2)
     _, grads = step(model, case.batch())
     assert grads.keys() == adapter_of(model).keys()
@@ -146,7 +146,7 @@ def test_what_save_pretrained_writes_of_a_merged_model_is_the_model(tmp_path):
 
 
 UNSUPPORTED = {
-    "a norm": ("llama", "input_layernorm", "LlamaRMSNorm, which has no LoRA layer: exclude it"),
+    "a norm": ("llama", "input_layernorm", "LlamaRMSNorm, which has no LoRA layer: leave it out"),
     "a block": ("bert", "attention.self", "name those within, such as self.key, self.query, "),
 }
 
@@ -163,7 +163,7 @@ def test_what_has_no_lora_layer_is_named(name: str, target: str, expected: str):
 
 def test_quantized_layers_are_named():
     quantized = nn.Sequential(torch.ao.nn.quantized.dynamic.Linear(8, 8))
-    with pytest.raises(lora.UnsupportedLayerError, match=r"quantized.*: exclude it"):
+    with pytest.raises(lora.UnsupportedLayerError, match=r"quantized.*: leave it out"):
         lora.add_lora(quantized, "0", r=2)
 
 

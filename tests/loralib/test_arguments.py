@@ -122,3 +122,25 @@ def test_rates_may_be_tensors():
         group = lora.parameter_groups(adapted(), numpy.array(1e-3), weight_decay=one(0.5))[0]
         assert (group["lr"], group["weight_decay"]) == (1e-3, 0.5)
         assert {type(group["lr"]), type(group["weight_decay"])} == {float}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"base": 3}, r"^base has to be a name, such as 'mnli', got 3$"),
+        ({"base": nn.Linear(8, 8)}, r"^base has to be a name, .*got Linear"),
+        ({"task": ["mnli"]}, r"^task has to be a name, such as 'mnli', got \['mnli'\]$"),
+        ({"labels": []}, r"^labels names none: leave it out"),
+    ],
+)
+def test_what_an_adapter_says_of_itself_is_text(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        lora.save_adapter(adapted(), tmp_path / "a.safetensors", **settings)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_base_may_be_a_path_and_a_task_empty(tmp_path):
+    path = tmp_path / "a.safetensors"
+    lora.save_adapter(adapted(), path, base=Path("my", "base"), task="")
+    metadata = lora.read_adapter(path).metadata
+    assert (metadata.base, metadata.task) == (str(Path("my", "base")), None)

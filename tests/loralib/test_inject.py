@@ -151,7 +151,9 @@ def test_a_second_call_adds_other_modules(model):
     assert all(torch.equal(state[name], tensor) for name, tensor in before.items())
     trained = {n.rpartition(".")[0] for n, p in model.named_parameters() if p.requires_grad}
     assert trained == {f"layers.{i}.{n}_proj" for i in range(3) for n in "qv"} | {"head"}
-    with pytest.raises(ValueError, match=r"layers.0.q_proj has LoRA already: remove_lora first"):
+    with pytest.raises(
+        ValueError, match=r"layers.0.q_proj has LoRA already: .* or remove_lora first$"
+    ):
         lora.add_lora(model, "q_proj")
 
 
@@ -414,10 +416,10 @@ WRONG = {
         AnyModel,
         {"targets": "layers.1"},
         r"layers.1 is a .*Block, which has no LoRA layer: name those within, such as 1\.c_attn, "
-        r"1\.down, 1\.q_proj, 1\.up, …, or exclude it$",
+        r"1\.down, 1\.q_proj, 1\.up, …, or leave it out of targets, or exclude it if ",
     ),
     "blocks": (AnyModel, {"targets": "encoder"}, r"such as encoder\.layers\.0\.linear1, "),
-    "norm": (AnyModel, {"targets": "norm1"}, "LayerNorm, which has no LoRA layer: exclude it$"),
+    "norm": (AnyModel, {"targets": "norm1"}, "LayerNorm, which has no LoRA layer: leave it out of"),
     "rank": (AnyModel, {"r": 9}, "r = 9 is larger than a dimension of layers.0.q_proj: 8"),
     "no rank": (AnyModel, {"r": 0}, "an integer of at least 1, got 0"),
     "half a rank": (AnyModel, {"r": 1.5}, "an integer of at least 1, got 1.5"),
@@ -432,6 +434,13 @@ WRONG = {
     "initialization": (AnyModel, {"initialization": "eva"}, "unknown initialization 'eva'"),
     "bias": (AnyModel, {"bias": "some"}, "bias must be one of none, all, lora_only"),
     "pattern": (AnyModel, {"rank_pattern": {"up": 2}}, "'up' matches none of the adapted"),
+    "a pattern's key": (AnyModel, {"rank_pattern": {0: 2}}, "a module's name, .* got 0"),
+    "a slice's key": (AnyModel, {"enable_lora": {0: [True]}}, "a module's name, .* got 0"),
+    "nothing to train": (
+        AnyModel,
+        {"modules_to_train": ["head", "dropout1"]},
+        r"^modules_to_train: encoder\.layers\.0\.dropout1 has no parameters to train: leave it out",
+    ),
     "head": (AnyModel, {"modules_to_train": "haed"}, "'haed' matches no module .* head"),
     "slices": (AnyModel, {"enable_lora": {"q_proj": [True] * 3}}, "does not fit layers.0.q_proj"),
     "no slice": (AnyModel, {"enable_lora": {"q_proj": [False] * 2}}, "has to enable some"),
@@ -462,7 +471,11 @@ WRONG = {
         {"targets": "layers.1.q_proj"},
         r"layers.1.q_proj is a .*Centered, which has no LoRA layer",
     ),
-    "lazy": (lambda: put(nn.LazyLinear(8)), {}, "layers.1.q_proj is a .*LazyLinear, which has no"),
+    "lazy": (
+        lambda: put(nn.LazyLinear(8)),
+        {},
+        "layers.1.q_proj has no shape yet: call the model once",
+    ),
     "weight norm": (
         lambda: put(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))),
         {},

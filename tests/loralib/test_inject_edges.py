@@ -1,6 +1,7 @@
 """add_lora where a model, an order of calls or a class is unusual: right, or refused in words."""
 
 import copy
+import re
 
 import numpy
 import pytest
@@ -47,7 +48,7 @@ def names_of(model):
 
 def test_a_subclass_with_methods_of_its_own_is_refused():
     model = nn.ModuleDict({"a": Scaled(4, 4), "b": Built(4)})
-    with pytest.raises(TypeError, match=r"a is a .*Scaled, which has no LoRA layer: exclude it"):
+    with pytest.raises(TypeError, match=r"a is a .*Scaled, which has no LoRA layer: leave"):
         lora.add_lora(model, "a", r=2)
     assert lora.add_lora(model, "b", r=2) == ("b",)
 
@@ -422,7 +423,7 @@ def test_an_attention_that_is_built_in_another_way_is_one():
 def test_an_eight_bit_weight_is_quantized():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight = nn.Parameter(model[1].weight.to(torch.float8_e4m3fn), requires_grad=False)
-    message = "the weight of 1 is quantized .torch.float8_e4m3fn.: exclude 1"
+    message = "the weight of module 1 is quantized .torch.float8_e4m3fn.: leave it out"
     unchanged_by(model, message, ["0", "1"], r=2, kind=UnsupportedLayerError)
 
 
@@ -443,7 +444,7 @@ def test_a_weight_of_another_kind_is_quantized(tmp_path):
     lora.add_lora(plain, "0", r=2)
     lora.save_adapter(plain, tmp_path / "a")
     model[1].weight = nn.Parameter(model[1].weight.detach().as_subclass(EightBit), False)
-    message = "the weight of 1 is quantized .a .*EightBit.: exclude 1"
+    message = "the weight of module 1 is quantized .a .*EightBit.: leave it out"
     unchanged_by(model, message, ["0", "1"], r=2, kind=UnsupportedLayerError)
     lora.add_lora(plain, "1", r=2)
     lora.save_adapter(plain, tmp_path / "both")
@@ -558,7 +559,7 @@ def test_numbers_of_numpys(tmp_path):
 
 def test_a_layer_without_outputs():
     unchanged_by(
-        nn.Sequential(nn.Linear(4, 0)), "r = 1 is larger than a dimension of 0: 0", "0", r=1
+        nn.Sequential(nn.Linear(4, 0)), "r = 1 is larger than a dimension of module 0: 0", "0", r=1
     )
 
 
@@ -597,3 +598,127 @@ def test_a_layer_alone_is_to_be_put_into_a_model_if_that_helps(layer, target, is
         lora.add_lora(layer, target, r=2)
     if is_supported:
         assert lora.add_lora(nn.Sequential(layer), "0", r=2) == ("0",)
+
+
+# ---- ways out, as the messages say them ----
+
+
+def with_activations():
+    return nn.ModuleDict({"up": nn.Linear(4, 4), "act": nn.ReLU(), "down": nn.Linear(4, 2)})
+
+
+def with_lora():
+    model = with_activations()
+    lora.add_lora(model, "up", r=2)
+    return model
+
+
+def with_zeros():
+    model = with_activations()
+    nn.init.zeros_(model["up"].weight)
+    return model
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.down = nn.Embedding(8, 4), nn.Linear(4, 4)
+        self.up = nn.Linear(4, 8, bias=False)
+        self.up.weight = self.words.weight
+
+
+# A model, a module that is refused there, the settings; and what "*" has to leave out.
+REFUSED = {
+    "no layer": (with_activations, "act", {}, "act"),
+    "adapted": (with_lora, "up", {}, ["up*", "act"]),
+    "zeros": (with_zeros, "up", {"variant": "dora"}, ["up", "act"]),
+    "tied": (Tied, "up", {}, ["up", "words"]),
+}
+
+
+@pytest.mark.parametrize(("build", "name", "settings", "exclude"), REFUSED.values(), ids=REFUSED)
+def test_a_refused_module_is_left_out_of_targets_or_excluded(build, name, settings, exclude):
+    settings = {"r": 2, **settings}
+    way_out = "leave it out of targets, or exclude it if its target names more"
+    for targets in ([name, "down"], "*"):
+        with pytest.raises((ValueError, TypeError), match=way_out):
+            lora.add_lora(build(), targets, **settings)
+    assert lora.add_lora(build(), ["down"], **settings) == ("down",)
+    assert "down" in lora.add_lora(build(), "*", exclude=exclude, **settings)
+    with pytest.raises(ValueError, match=f"'{name}' matches only .*: leave it out of targets as"):
+        lora.add_lora(build(), [name, "down"], exclude=name, **settings)
+
+
+@pytest.mark.parametrize("first", [{}, {"rank_pattern": {"up": 9}}])
+def test_a_rank_that_is_too_large_is_answered_with_one_that_is_not(first):
+    model = nn.ModuleDict({"0": nn.Linear(4, 4), "up": nn.Linear(4, 2)})
+    settings = {"r": 3} | first
+    with pytest.raises(ValueError, match=r"a dimension of up: 2; lower it, or there") as caught:
+        lora.add_lora(model, ["0", "up"], **settings)
+    assert str(caught.value).endswith("alone: rank_pattern={'up': 2}")
+    lora.add_lora(model, ["0", "up"], **settings | {"rank_pattern": {"up": 2}})
+    assert (model["0"].r, model["up"].r) == (3, 2)
+
+
+def test_a_lazy_layer_is_called_once_before():
+    model = nn.Sequential(nn.LazyLinear(8))
+    with pytest.raises(TypeError, match=r"^module 0 has no shape yet: call the model once before"):
+        lora.add_lora(model, "0", r=2)
+    model(torch.ones(1, 4))
+    assert lora.add_lora(model, "0", r=2) == ("0",)
+
+
+def test_an_inference_tensors_model_is_copied():
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"adapt a copy of the model, copy\.deepcopy\(model\)$"):
+        lora.add_lora(model, "0", r=2)
+    assert lora.add_lora(copy.deepcopy(model), "0", r=2) == ("0",)
+
+
+def test_what_was_built_with_lora_is_merged():
+    model = nn.Sequential(lora.Linear(4, 4, r=2))
+    with pytest.raises(ValueError, match=r"^module 0 was built .*: merge makes it plain"):
+        lora.remove_lora(model)
+    assert type(lora.merge(model)[0]) is nn.Linear
+
+
+# ---- modules whose names are numbers ----
+
+
+def nested():
+    return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+
+
+@pytest.mark.parametrize(
+    ("targets", "names", "warns"),
+    [
+        ("0", ("0", "1.0"), True),
+        (["0", re.compile("0")], ("0", "1.0"), True),
+        (re.compile("0"), ("0",), False),
+        (["0", "1.*"], None, None),
+        (["0", "*.0"], ("0", "1.0"), False),
+        (["0", "1.0"], ("0", "1.0"), False),
+        ("1.0", ("1.0",), False),
+        ("*0", ("0", "1.0"), False),
+    ],
+)
+def test_a_number_as_a_target_is_warned_of_where_it_means_more(caplog, targets, names, warns):
+    if names is None:
+        with pytest.raises(TypeError, match=r"^module 1\.1 is a .*ReLU"):
+            lora.add_lora(nested(), targets, r=2)
+        return
+    assert lora.add_lora(nested(), targets, r=2) == names
+    said = [r.getMessage() for r in caplog.records if "every module whose name ends" in r.message]
+    assert len(said) == warns
+    for message in said:
+        assert message.endswith("here 1.0 as well: re.compile('0') means that one alone")
+
+
+def test_a_number_that_is_excluded_or_alone_is_not_warned_of(caplog):
+    lora.add_lora(nested(), "0", r=2, exclude="1.0")
+    lora.add_lora(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "0", r=2)
+    lora.add_lora(nn.ModuleList([nested()]), "0.0", r=2)
+    assert not caplog.records
+    with pytest.raises(ValueError, match=r"'2' matches no module of the model; it has 0, 1, 1\.0"):
+        lora.add_lora(nested(), "2", r=2)

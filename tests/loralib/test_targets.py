@@ -96,6 +96,24 @@ def test_all_linear_layers_but_the_head(model):
         ),
         ({"targets": "q_proj", "layers": [0, 3]}, r"has no layer 3; its numbers are 0 to 2"),
         ({"targets": ()}, r"no target is given"),
+        (
+            {"targets": {"q_proj": 4}},
+            r"^targets has to be a list, not a dict: ranks by module are r",
+        ),
+        (
+            {"targets": re.compile(b"q_proj")},
+            r"^targets has to be .*, got re\.compile\(b'q_proj'\)$",
+        ),
+        (
+            {"targets": "q_proj", "layers": [True]},
+            r"^layers has to be a list of numbers .*\[True\]$",
+        ),
+        (
+            {"targets": r".*q_proj|.*v"},
+            r"; a regular expression is re\.compile\('\.\*q_proj\|\.\*v'\)$",
+        ),
+        ({"targets": "[q_proj"}, r"matches no module of the model; it has .*proj$"),
+        ({"targets": "All_Linear"}, r"; all linear layers are 'all-linear'$"),
         ({"targets": "q_proj", "layers": []}, r"layers names none: leave it out to adapt them all"),
         (
             {"targets": "all-linear", "exclude": ["layers.*", "encoder.*"]},
@@ -113,7 +131,11 @@ def test_what_matches_nothing(model, arguments, message):
     ("model", "target", "message"),
     [
         (nn.ReLU(), "weight", r"'weight' matches no module of the model; it has none"),
-        (nn.Sequential(nn.ReLU(), nn.Linear(2, 2)), "all-linear", r"takes 1, the model's only lin"),
+        (
+            nn.Sequential(nn.ReLU(), nn.Linear(2, 2)),
+            "all-linear",
+            r"takes module 1, the model's only",
+        ),
         (nn.Sequential(nn.ReLU()), "all-linear", r"finds no linear layer in the model: name the"),
     ],
 )

@@ -56,13 +56,35 @@ def changed(**modules):
 # ---- another model ----
 
 
+def test_a_part_of_a_model_takes_its_adapter(tmp_path):
+    """As the error below says, of a model that has the adapter's as a part."""
+    lora.save_adapter(WORDS.adapted(), tmp_path / "a.safetensors")
+    model = nn.ModuleDict({"inner": nn.ModuleDict({"0": WORDS.build()})})
+    with pytest.raises(
+        CheckpointError, match=r"give that part, model\.get_submodule\('inner\.0'\)$"
+    ):
+        lora.load_adapter(model, tmp_path / "a.safetensors")
+    assert lora.load_adapter(model.get_submodule("inner.0"), tmp_path / "a.safetensors")
+
+
 @pytest.mark.parametrize(
     ("model", "parts"),
     [
-        (changed(layers=nn.ModuleList()), ["the model has no layers.0.out to be adapted"]),
+        (
+            changed(layers=nn.ModuleList()),
+            ["the model has no layers.0.out to be adapted: give the model that it was trained in"],
+        ),
+        (
+            nn.ModuleDict({"inner": nn.ModuleDict({"0": WORDS.build()})}),
+            ["it has inner.0.layers.0.out; give that part, model.get_submodule('inner.0')"],
+        ),
         (
             changed(layers__0__out=nn.Linear(9, 8)),
-            ["the delta of layers.0.out is (8, 8)", "weight is (8, 9)", "base of another size"],
+            [
+                "the delta of layers.0.out is (8, 8)",
+                "weight is (8, 9)",
+                "base of another size; give the model",
+            ],
         ),
         (
             changed(layers__1__out=nn.Embedding(8, 8)),

@@ -273,7 +273,7 @@ def test_a_weight_that_is_trained_as_well_as_its_lora_is_named(tmp_path, name):
     model.requires_grad_(True)
     with pytest.raises(
         CheckpointError,
-        match=r"^the weight of .* is trained as well as its LoRA.* or merge the model and save it",
+        match=r"^the weight of .* is trained as well as its LoRA.* merge the model and save it",
     ):
         lora.save_adapter(model, tmp_path / "a.safetensors")
     assert not any(tmp_path.iterdir())
@@ -343,3 +343,19 @@ def test_a_trained_head_is_no_part_of_the_base_that_it_is_tied_to(tmp_path):
     nn.init.normal_(other["up"].weight)
     with pytest.raises(WrongBaseError):
         lora.load_adapter(other, tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("labels", "warns"), [(["no", "yes"], False), (["no"], True), (None, False)]
+)
+@pytest.mark.parametrize("trained", ["1", ()])
+def test_another_number_of_labels_than_outputs_is_warned_of(
+    tmp_path, caplog, labels, warns, trained
+):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    lora.add_lora(model, "0", r=2, modules_to_train=trained)
+    nn.init.ones_(model[0].lora_B)
+    remarks = lora.save_adapter(model, tmp_path / "a.safetensors", labels=labels)
+    expected = "1 labels are named, and the last projection (1) has 2 outputs: a bank takes"
+    assert [each.startswith(expected) for each in remarks] == [True] * (warns and trained != ())
+    assert len(caplog.records) == len(remarks)

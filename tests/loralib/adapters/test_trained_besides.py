@@ -264,6 +264,10 @@ def freeze_a_bias(model):
     model.up.bias.requires_grad = False
 
 
+def freeze_a_layer(model):
+    model.mid.requires_grad_(False)
+
+
 def mark_and_train_all(model):
     lora.mark_only_lora_as_trainable(model)
     model.requires_grad_(True)
@@ -299,7 +303,8 @@ def remove_and_build_anew(model):
         (lambda model: None, True),
         (remove_and_build_anew, True),
         (lora.mark_only_lora_as_trainable, False),
-        (freeze_a_bias, False),
+        (freeze_a_bias, True),
+        (freeze_a_layer, False),
         (train_head_alone, False),
         (mark_and_train_all, False),
         (mark_outside(nn.DataParallel), False),
@@ -338,3 +343,228 @@ def test_what_add_lora_and_an_adapter_train_besides_is_meant(tmp_path, caplog):
     model.words = lora.Embedding(11, 8, r=2)
     remarks = lora.save_adapter(model, tmp_path / "c.safetensors")
     assert any("mark_only_lora_as_trainable" in each for each in remarks)
+
+
+# ---- a base that was trained along with LoRA, and frozen since ----
+
+
+def train(model, optimizer=torch.optim.AdamW, **settings):
+    """Two steps on all that requires a gradient."""
+    optimizer = optimizer(model.parameters(), lr=0.1, **settings)
+    for _ in range(2):
+        model(*HEAD.inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def remark_on_the_base(model, path):
+    said = [each for each in lora.save_adapter(model, path) if "trained along with it" in each]
+    return said[0] if said else None
+
+
+OPTIMIZERS = {
+    "AdamW": (torch.optim.AdamW, {}),
+    "fused": (torch.optim.AdamW, {"fused": True}),
+    "SGD": (torch.optim.SGD, {}),
+}
+
+
+@pytest.mark.parametrize(("optimizer", "settings"), OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_base_trained_along_with_lora_is_said_when_it_is_saved(
+    tmp_path, caplog, optimizer, settings
+):
+    model = HEAD.adapted()
+    model.requires_grad_(True)
+    train(model, optimizer, **settings)
+    lora.mark_only_lora_as_trainable(model)
+    remark = remark_on_the_base(model, tmp_path / "a.safetensors")
+    assert remark in caplog.text
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    brought = read_adapter(tmp_path / "a.safetensors").tensors
+    lost = [name for name in frozen if name not in brought]
+    assert remark.startswith(f"{len(lost)} parameters besides LoRA ({lost[0]}, …)")
+
+    torch.save(model.state_dict(), tmp_path / "whole.pt")  # the way out
+    again = HEAD.adapted()
+    again.load_state_dict(torch.load(tmp_path / "whole.pt", weights_only=True))
+    torch.testing.assert_close(again.eval()(*HEAD.inputs), model.eval()(*HEAD.inputs))
+
+
+def test_a_model_of_inference_tensors_is_saved(tmp_path):
+    with torch.inference_mode():
+        model = Hand()
+        lora.mark_only_lora_as_trainable(model)
+    assert remark_on_the_base(model, tmp_path / "a.safetensors") is None
+
+
+def test_a_weight_beneath_lora_that_another_optimizer_trains_is_said(tmp_path):
+    model = HEAD.adapted()
+    weight = model.layers[0]["out"].weight.requires_grad_(True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    model(*HEAD.inputs).square().mean().backward()
+    optimizer.step()
+    lora.mark_only_lora_as_trainable(model)
+    remark = remark_on_the_base(model, tmp_path / "a.safetensors")
+    assert remark.startswith("1 parameters besides LoRA (layers.0.out.weight, …)")
+
+
+def unfreeze_a_norm(model):
+    """Which the adapter then holds, as long as it is trained."""
+    model.norm.requires_grad_(True)
+    train(model)
+
+
+def train_with_a_rate_of_zero(model):
+    model.requires_grad_(True)
+    base = [p for name, p in model.named_parameters() if "lora_" not in name]
+    update = [p for name, p in model.named_parameters() if "lora_" in name]
+    optimizer = torch.optim.SGD([{"params": base, "lr": 0.0}, {"params": update}], lr=0.1)
+    model(*HEAD.inputs).square().mean().backward()
+    optimizer.step()
+    lora.mark_only_lora_as_trainable(model)
+
+
+def train_and_load_the_base_again(model):
+    base = {name: t.clone() for name, t in model.state_dict().items() if "lora_" not in name}
+    model.requires_grad_(True)
+    train(model)
+    lora.mark_only_lora_as_trainable(model)
+    model.load_state_dict(base, strict=False)
+
+
+def merge_and_adapt_anew(model):
+    """The model, trained as a whole, is another base then."""
+    model.requires_grad_(True)
+    train(model)
+    lora.merge(model)
+    lora.add_lora(model, "out", r=2)
+    train(model)
+
+
+def remove_and_adapt_anew(model):
+    model.requires_grad_(True)
+    train(model)
+    lora.remove_lora(model)
+    lora.add_lora(model, "out", r=2)
+    train(model)
+
+
+def move_and_load(model):
+    """As a base is loaded after it has LoRA."""
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    train(model.to(torch.bfloat16).to(torch.float32))
+    model.load_state_dict(state)
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(state[name])
+
+
+NOTHING_LOST = {
+    "frozen": train,
+    "norm": unfreeze_a_norm,
+    "no rate": train_with_a_rate_of_zero,
+    "loaded again": train_and_load_the_base_again,
+    "merged": merge_and_adapt_anew,
+    "removed": remove_and_adapt_anew,
+    "moved": move_and_load,
+}
+
+
+@pytest.mark.parametrize("prepare", NOTHING_LOST.values(), ids=NOTHING_LOST)
+def test_a_base_that_is_not_lost_is_not_warned_of(tmp_path, prepare):
+    model = HEAD.adapted()
+    prepare(model)
+    assert remark_on_the_base(model, tmp_path / "a.safetensors") is None
+
+
+def refuse(model, monkeypatch):
+    """An add_lora that fails when it has begun."""
+    with monkeypatch.context() as patch:
+        patch.setattr(lora.Linear, "reset_lora_parameters", lambda layer: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            lora.add_lora(model, "out", r=2)
+    model.requires_grad_(True)
+
+
+@pytest.mark.parametrize("before", [lambda *_: None, refuse])
+def test_a_base_trained_before_it_had_lora_is_a_base(tmp_path, monkeypatch, before):
+    model = HEAD.build()
+    before(model, monkeypatch)
+    train(model)
+    lora.add_lora(model, "out", r=2)
+    train(model)
+    assert remark_on_the_base(model, tmp_path / "a.safetensors") is None
+
+
+def with_new_memory(model):
+    with torch.device("meta"):
+        new = HEAD.adapted()
+    new.to_empty(device="cpu").load_state_dict(model.state_dict())
+    return new
+
+
+def assigned(model):
+    with torch.device("meta"):
+        new = HEAD.adapted()
+    new.load_state_dict(model.state_dict(), assign=True)
+    return new
+
+
+@pytest.mark.parametrize("renew", [copy.deepcopy, with_new_memory, assigned])
+def test_new_objects_of_lora_are_known_in_a_step(tmp_path, renew):
+    model = renew(HEAD.adapted())
+    model.requires_grad_(True)
+    train(model)
+    lora.mark_only_lora_as_trainable(model)
+    assert remark_on_the_base(model, tmp_path / "a.safetensors")
+
+
+# ---- an optimizer that was made before LoRA ----
+
+
+@pytest.fixture
+def nothing_trained_yet(monkeypatch):
+    """As in a new process."""
+    monkeypatch.setattr("loralib.trained._trains_lora", False)
+
+
+@pytest.mark.slow
+def test_an_optimizers_step_can_be_compiled():
+    model = HEAD.adapted()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(*HEAD.inputs).square().mean().backward()
+    before = model.layers[0]["out"].lora_B.detach().clone()
+    torch.compile(lambda: optimizer.step(), backend="eager")()
+    assert not torch.equal(model.layers[0]["out"].lora_B, before)
+
+
+def steps(model, *optimizers):
+    for _ in range(5):
+        model(*HEAD.inputs).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.usefixtures("nothing_trained_yet")
+@pytest.mark.parametrize("trained", [(), "score"])
+def test_an_optimizer_that_was_made_before_lora_is_warned_of_once(caplog, trained):
+    model = HEAD.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    lora.add_lora(model, "out", r=2, modules_to_train=trained)
+    steps(model, optimizer)
+    (record,) = caplog.records
+    assert "AdamW holds frozen weights that have LoRA" in record.getMessage()
+    assert "it was made before add_lora; make it anew" in record.getMessage()
+
+
+@pytest.mark.usefixtures("nothing_trained_yet")
+def test_other_optimizers_are_not_warned_of(caplog):
+    model = HEAD.build()
+    lora.add_lora(model, "out", r=2)
+    steps(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    base = [p for name, p in model.named_parameters() if "lora_" not in name]
+    update = [p for name, p in model.named_parameters() if "lora_" in name]
+    for first, second in ((base, update), (update, base)):
+        steps(model, torch.optim.SGD(first, lr=0.1), torch.optim.SGD(second, lr=0.1))
+    lora.remove_lora(model)
+    steps(model.requires_grad_(True), torch.optim.AdamW(base, lr=0.1))
+    assert not caplog.records

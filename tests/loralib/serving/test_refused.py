@@ -1,5 +1,6 @@
 """What a bank refuses: names, rows and adapters that do not fit; nothing changes then."""
 
+import contextlib
 import copy
 from dataclasses import replace
 
@@ -25,6 +26,7 @@ from loralib.adapters.metadata import LoraMetadata
 from loralib.errors import CheckpointError
 from loralib.nn.packing import PackedRows
 from loralib.nn.routing import in_effect
+from loralib.serving.bank import Block
 from transformers.adapter_kinds import BITFIT, BOTTLENECK, BiasMetadata, BottleneckMetadata
 
 
@@ -41,6 +43,12 @@ def test_a_model_with_updates_of_its_own(model_class):
         ("", ["no adapter ''"]),
         ([], ["no adapter is named; there are a, b, c, d, e"]),
         ((), ["no adapter is named"]),
+        (1, ["a list of one for each row, got 1"]),
+        (None, ["a list of one for each row, got None"]),
+        (["a", 1], [r"for each row, got \['a', 1\]"]),
+        ([["a"]], [r"for each row, got \[\['a'\]\]"]),
+        ({"a", "b"}, ["for each row, got {'"]),
+        (torch.ones(2), [r"for each row, got tensor\(\["]),
     ],
 )
 def test_names_that_there_are_not(bank, model, names, parts):
@@ -50,6 +58,61 @@ def test_names_that_there_are_not(bank, model, names, parts):
     assert lora.AdapterBank(model).names == ()
     with refuses(ValueError, "no adapter 'a': the bank is empty"):
         lora.AdapterBank(model).remove("a")
+
+
+@pytest.mark.parametrize("name", [1, None, 1.5, "", b"a", ["a"], ("a",)])
+def test_a_name_that_is_not_a_string(bank, model, model_class, name):
+    adapter = make_adapter(model_class, "a")
+    new = lora.AdapterBank(model)
+    with refuses(ValueError, "name has to be a string, not empty, got "):
+        new.add(name, adapter)
+    assert new.names == ()
+    for asked in (bank.remove, bank.labels):
+        with refuses(ValueError, "there is no adapter ", "only a, b, c, d, e"):
+            asked(name)
+
+
+def test_a_use_that_is_not_entered_is_warned_of(bank, caplog):
+    bank.use("a")
+    (record,) = caplog.records
+    assert "by itself has no effect: write `with bank.use(…):`" in record.getMessage()
+
+
+@torch.no_grad()
+def test_uses_that_are_not_warned_of(bank, model, model_class, caplog):
+    batch = make_batch([3, 2])
+
+    @bank.use("a")
+    def answer():
+        return model(**batch)
+
+    for _ in range(2):  # a block for each call
+        close(answer(), model_of(model_class, "a")(**batch))
+    block = bank.use("b")
+    with block:
+        close(model(**batch), model_of(model_class, "b")(**batch))
+        with refuses(ValueError, "entered once: call use again"), block:
+            pytest.fail("the block began again")
+        close(model(**batch), model_of(model_class, "b")(**batch))
+    for names, message in ((1, "a list of one for each row"), ("x", "no adapter 'x'")):
+        with refuses(ValueError, message), bank.use(names):
+            pytest.fail("the block began")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(bank.use("a"))
+    Block.__new__(Block)
+    assert in_effect() is None
+    del answer, block
+    assert not [each for each in caplog.records if "no effect" in each.getMessage()]
+
+
+def test_arguments_exchanged(bank, model_class):
+    adapter = make_adapter(model_class, "a")
+    with refuses(TypeError, "the name comes first"):
+        bank.add(adapter, "f")
+    with refuses(TypeError, "adapter 'f' has to be what lora.read_adapter", "returns, got "):
+        bank.add("f", model_class(TRAINED["a"]))
+    with refuses(ValueError, "there is no adapter Adapter"):
+        bank.remove(adapter)
 
 
 def test_a_path_is_not_an_adapter(model):
