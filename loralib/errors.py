@@ -210,9 +210,19 @@ def listed(names: Iterable[str], at_most: int = 4) -> str:
     return ", ".join(ordered[:at_most]) + (", …" if len(ordered) > at_most else "")
 
 
+def in_short(names: Iterable[str], at_most: int = 10) -> str:
+    """Names for a message, such as a data set's classes: the first ones, and how many more.
+
+    Each is cut where it is long, as a text is that stands in a name's place.
+    """
+    names = list(names)
+    begin = ", ".join(name if len(name) <= 60 else f"{name[:60]}…" for name in names[:at_most])
+    return begin + (f" … and {len(names) - at_most:,} more" if len(names) > at_most else "")
+
+
 def quoted(names: Iterable[str]) -> str:
-    """Names for an error, each in quotes: blanks in them are seen."""
-    return ", ".join(f"'{name}'" for name in names)
+    """Names for an error, as `in_short`, each in quotes: blanks in them are seen."""
+    return in_short(f"'{name}'" for name in names)
 
 
 def shown(value: object) -> str:

@@ -43,9 +43,9 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from loralib.adapters.adapter import Adapter, plain
+from loralib.adapters.adapter import Adapter
 from loralib.adapters.formats import read_adapter
-from loralib.errors import AdapterAsModelError, AlphaError
+from loralib.errors import AdapterAsModelError, AlphaError, in_short
 from loralib.io.atomic import atomic_write, check_apart, check_writable
 from loralib.io.console import counted
 from loralib.io.encoding import refuse_utf16
@@ -214,11 +214,11 @@ def _parse(content: bytes, names: Sequence[str]) -> dict[str, Any]:
         if key in line:
             raise ValueError(f"has the key '{key}', which the answer needs: give it another name")
     if "adapter" not in line and len(names) > 1:
-        raise ValueError(f"does not say its adapter, one of {', '.join(names)}")
+        raise ValueError(f"does not say its adapter, one of {in_short(names)}")
     line.setdefault("adapter", names[0])
     if line["adapter"] not in names:
         adapter = json.dumps(line["adapter"], ensure_ascii=False)
-        raise ValueError(f"unknown adapter {adapter} (expected {', '.join(names)})")
+        raise ValueError(f"unknown adapter {adapter} (expected {in_short(names)})")
     return line
 
 
@@ -432,8 +432,9 @@ def fill_bank(
                 "there is nothing to predict with"
             )
         labels[name] = bank.labels(name) or own
-        if len(set(labels[name])) < len(labels[name]):
-            raise ValueError(f"{adapter.source}: has two labels of one name: {plain(labels[name])}")
+        twice = [label for label in labels[name] if labels[name].count(label) > 1]
+        if twice:
+            raise ValueError(f"{adapter.source}: has two labels of one name: {twice[0]}")
     return bank, labels
 
 

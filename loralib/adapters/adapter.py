@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import AlphaError
+from ..errors import AlphaError, in_short
 from .families import (
     backbone_prefixes,
     family_of,
@@ -237,7 +237,8 @@ def lora_metadata(tensors: Iterable[str], rank: int, alpha: float) -> LoraMetada
 
 def trained_with(what: str, theirs: object, ours: object) -> str:
     """What an error says of an adapter that was trained with another setting than the model has."""
-    return f"was trained with {what} {plain(theirs)}, the model was built with {plain(ours)}"
+    before, now = (in_short(v) if isinstance(v, tuple) else plain(v) for v in (theirs, ours))
+    return f"was trained with {what} {before}, the model was built with {now}"
 
 
 def plain(value: object) -> str:

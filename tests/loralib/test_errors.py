@@ -50,3 +50,19 @@ def test_every_error_of_a_checkpoint_is_tried():
         errors.CheckpointError,
         *errors.CheckpointError.__subclasses__(),
     }
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ([], ""),
+        (["b", "a"], "b, a"),
+        ([str(n) for n in range(10)], "0, 1, 2, 3, 4, 5, 6, 7, 8, 9"),
+        ([str(n) for n in range(3_200)], "0, 1, 2, 3, 4, 5, 6, 7, 8, 9 … and 3,190 more"),
+        (["a" * 61], "a" * 60 + "…"),
+    ],
+)
+def test_names_in_short(names, said):
+    assert errors.in_short(iter(names)) == said
+    if len(names) == 2:
+        assert errors.quoted(iter(names)) == "'b', 'a'"

@@ -19,7 +19,7 @@ from loralib.adapters.adapter import LORA, Adapter, base_biases, plain
 from loralib.adapters.checks import warn_of_base
 from loralib.adapters.deltas import lora_pairs
 from loralib.adapters.formats import read_adapter
-from loralib.errors import AlphaError
+from loralib.errors import AlphaError, in_short
 from loralib.targets import layer_of, layers_of_words, pattern_of_words
 
 from ..adapter_kinds import PATHS
@@ -287,7 +287,7 @@ class Origin:
         """
         if not self.labels or not labels or self.labels == labels:
             return
-        theirs, ours = ", ".join(self.labels), ", ".join(labels)
+        theirs, ours = _labels_beside(self.labels, labels), _labels_beside(labels, self.labels)
         if not training:
             raise ValueError(
                 f"{self.source} was trained for the labels {theirs}; the data has {ours}"
@@ -325,6 +325,11 @@ class Origin:
             f"{self.source} was trained on rows of {' and '.join(self.texts)}, not of "
             f"{' and '.join(columns)}; in files of your own, --text_columns says which they are"
         )
+
+
+def _labels_beside(labels: Sequence[str], others: Sequence[str]) -> str:
+    """Labels for a message; of many, of which not all are shown, first those that others lack."""
+    return in_short(labels if len(labels) <= 10 else sorted(labels, key={*others}.__contains__))
 
 
 def origin_of(
