@@ -47,6 +47,9 @@ def bad(tmp_path, tiny_glue, trained):
     write(tmp_path / "mixed.json", [{"text": "a", "label": 0}, {"text": ["a"], "label": 1}])
     write(tmp_path / "labels.json", [{"text": "a", "label": ["x"]}, {"text": "b", "label": ["y"]}])
     write(tmp_path / "class.csv", own_rows(["yes"]))
+    write(tmp_path / "codings.csv", own_rows(["0", "1", "bad", "good"]))
+    swapped = [{"label": f"a text {n}", "review": "yes" if n % 2 else "no"} for n in range(24)]
+    write(tmp_path / "swapped.csv", swapped)
     write(tmp_path / "constant.csv", own_rows([0.5]))
     for name in ("good.csv", "null.json"):
         content = (tmp_path / name).read_text()
@@ -278,7 +281,10 @@ BAD = {
         "has 0 text columns (doc_id is named as an identifier, n is of int64)",
     ),
     "own: objects": (f"{TRAIN_OWN}/object.json", "0 text columns (text is an object in each row)"),
-    "own: lists": (f"{TRAIN_OWN}/list.json", "0 text columns (text is a list in each row)"),
+    "own: lists": (
+        f"{TRAIN_OWN}/list.json",
+        'text is a list of words in each row: write them as one text, such as "a b"',
+    ),
     "own: an object that is asked for": (
         f"{TRAIN_OWN}/object.json --text_columns text",
         'object.json: row 1: its text is an object, not a text ({"a": "b"})',
@@ -295,12 +301,24 @@ BAD = {
         f"{TRAIN_OWN}/class.csv",
         "class.csv: all 24 rows have the label 'yes'; training needs at least two labels",
     ),
+    "own: one class, and others to evaluate": (
+        f"{TRAIN_OWN}/class.csv --do_eval --validation_file {{tmp}}/good.csv",
+        "class.csv: all 24 rows have the label 'yes'; training needs at least two labels",
+    ),
+    "own: texts and labels swapped": (
+        f"{TRAIN_OWN}/swapped.csv --do_eval --validation_file {{tmp}}/swapped.csv",
+        "and review 2 values: if they are swapped, give --text_columns label --label_column review",
+    ),
+    "own: numbers and words": (
+        f"{TRAIN_OWN}/codings.csv",
+        "codings.csv: labels are numbers (0, 1) and words (bad, good), each of which would be",
+    ),
     "own: one score": (f"{TRAIN_OWN}/constant.csv", "all 24 rows have the label '0.5'"),
     "own: UTF-16": (f"{TRAIN_OWN}/utf16_good.csv", "is UTF-16 text; save it as UTF-8"),
     "own: UTF-16 JSON": (f"{TRAIN_OWN}/utf16_null.json", "is UTF-16 text; save it as UTF-8"),
     "own: no such text column": (
         f"{TRAIN_OWN}/good.csv --text_columns words",
-        "good.csv: has no column 'words', but 'number', 'review', 'label'; --text_columns",
+        "good.csv: has no column 'words', but 'number', 'review', 'label': --text_columns",
     ),
     "own: no such label column": (
         f"{TRAIN_OWN}/good.csv --label_column gold",

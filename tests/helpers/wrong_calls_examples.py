@@ -157,11 +157,11 @@ CALLS = {
         ),
         (
             "{own}three.csv --text_columns d",
-            "three.csv: has no column 'd', but 'a', 'b', 'c', 'label'; --text_columns says another",
+            "three.csv: has no column 'd', but 'a', 'b', 'c', 'label': --text_columns has to name",
         ),
         (
             "{own}three.csv --text_columns a --label_column gold",
-            "three.csv: has no column 'gold', but 'a', 'b', 'c', 'label'; --label_column says",
+            "three.csv: has no column 'gold', but 'a', 'b', 'c', 'label': --label_column has to",
         ),
         (
             "--task_name rte --data_dir {bad}",
