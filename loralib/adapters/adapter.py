@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import AlphaError, in_short
+from ..errors import AlphaError, trained_with
 from .families import (
     backbone_prefixes,
     family_of,
@@ -233,12 +233,6 @@ def lora_metadata(tensors: Iterable[str], rank: int, alpha: float) -> LoraMetada
     return LoraMetadata(
         rank=rank, alpha=alpha, targets=lora_targets(modules), bias=bias, positions=positions
     )
-
-
-def trained_with(what: str, theirs: object, ours: object) -> str:
-    """What an error says of an adapter that was trained with another setting than the model has."""
-    before, now = (in_short(v) if isinstance(v, tuple) else plain(v) for v in (theirs, ours))
-    return f"was trained with {what} {before}, the model was built with {now}"
 
 
 def plain(value: object) -> str:

@@ -90,11 +90,11 @@ R4 = "--lora_r 4 --lora_alpha 8"
 BAD = {
     "another rank": (
         f"{EVAL} {{trained}} --lora_r 2 --lora_alpha 8",
-        "trained with rank 4, the model was built with 2",
+        "trained with rank 4, the model was built with 2 (--lora_r 4, or leave it out: the file",
     ),
     "another rank, .bin": (
         f"{EVAL} {{tmp}}/lone.bin --lora_r 2 --lora_alpha 8",
-        "was trained with rank 4, the model was built with 2",
+        "was trained with rank 4, the model was built with 2 (--lora_r 4, or leave it out",
     ),
     "another alpha": (
         f"{EVAL} {{trained}} --lora_alpha 16",
@@ -168,6 +168,22 @@ BAD = {
         "--max_seq_length 65: the model has 64 positions",
     ),
     "too short": (f"{RTE} --do_train --max_seq_length 0", "--max_seq_length 0"),
+    "another variant": (
+        f"{EVAL} {{trained}} --lora_variant dora",
+        "the model was built with dora (leave --lora_variant out)",
+    ),
+    "a rank of one module's own": (
+        f"{EVAL} {{trained}} --lora_rank_pattern layer.0.*.value=2",
+        "value) (--lora_rank_pattern roberta.encoder.layer.0.attention.self.value=4, or leave it",
+    ),
+    "a model as an adapter": (
+        f"{EVAL} {{base}}",
+        "is a model without LoRA, not an adapter (--model_name_or_path {base}, and no adapter)",
+    ),
+    "a model's file as an adapter": (
+        f"{EVAL} {{base}}/pytorch_model.bin {R4}",
+        "is a model without LoRA, not an adapter (--model_name_or_path {base}, and no adapter)",
+    ),
     "adapter flags alone": (
         f"{RTE} --do_train --adapter_size 4",
         "--adapter_size needs --apply_adapter",
@@ -187,7 +203,8 @@ BAD = {
     ),
     "other targets": (
         f"{EVAL} {{trained}} --lora_targets key",
-        "was trained with targets query, value, the model was built with key",
+        "was trained with targets query, value, the model was built with key (--lora_targets query "
+        "value, or leave it out: the file says it)",
     ),
     "no adapter of such a size": (
         f"{RTE} --do_train --apply_adapter --adapter_size 0",
@@ -384,9 +401,10 @@ def test_bad_input_is_one_line(
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(bad)
     before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
-    given = flags.format(tmp=bad, glue=tiny_glue, trained=trained).split()
+    given = flags.format(tmp=bad, glue=tiny_glue, trained=trained, base=tiny_base).split()
     arguments = [*common(tiny_base), *given, "--output_dir", bad / "out"]
-    assert message in failure(run_glue, arguments, monkeypatch, capsys)
+    line = failure(run_glue, arguments, monkeypatch, capsys)
+    assert message.replace("{base}", str(tiny_base)) in line
     assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
     assert not list((bad / "out").glob("*"))
 
@@ -408,8 +426,16 @@ def test_an_output_folder_that_is_taken(
     ("flags", "message"),
     [
         ([], "half/pytorch_model.bin: damaged"),
-        (["--lora_alpha", 16], "trained with alpha 8, the model was built with 16"),
-        (["--lora_r", 2], "trained with rank 4, the model was built with 2"),
+        (
+            ["--lora_alpha", 16],
+            "is of a run with --lora_alpha 8, not 16: give the same setting to resume it",
+        ),
+        (["--lora_r", 2], "is of a run with --lora_r 4, not 2: give the same setting to resume it"),
+        (
+            ["--lora_targets", "key"],
+            "built with key (--lora_targets query value, as the run began; or another --output_dir",
+        ),
+        (["--apply_lora", False], "--lora_r needs --apply_lora"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_resumed(

@@ -319,6 +319,11 @@ CALLS = {
             "zero_heads/config.json: num_attention_heads must be a positive integer, not 0",
         ),
         (
+            "--input_file {bad}/empty b={good}/base",
+            "base: is a model without LoRA, not an adapter (run_glue.py --do_predict takes a model "
+            "that was trained whole)",
+        ),
+        (
             "--input_file {good}/texts.jsonl a={bad}/damaged.pt",
             "two adapters have the name 'a'",
         ),

@@ -22,7 +22,7 @@ from loralib.adapters.formats import read_adapter
 from loralib.errors import AlphaError, in_short
 from loralib.targets import layer_of, layers_of_words, pattern_of_words
 
-from ..adapter_kinds import PATHS
+from ..adapter_kinds import FROM_METADATA, PATHS
 from ..configuration_utils import PretrainedConfig, targets_of_modules
 from ..modeling_utils import PreTrainedModel
 from ..models.auto.configuration_auto import AutoConfig
@@ -52,20 +52,6 @@ FROM_WORDS: dict[str, Callable[[list[str]], Any]] = {
     "lora_layers": partial(layers_of_words, "--lora_layers"),
     "lora_rank_pattern": partial(pattern_of_words, "--lora_rank_pattern", int),
     "lora_alpha_pattern": partial(pattern_of_words, "--lora_alpha_pattern", float),
-}
-# Those that a file of trained weights answers: its metadata's field -> flag.
-FROM_METADATA = {
-    "rank": "lora_r",
-    "alpha": "lora_alpha",
-    "targets": "lora_targets",
-    "positions": "lora_positions",
-    "variant": "lora_variant",
-    "initialization": "lora_init",
-    "freeze_A": "lora_freeze_A",
-    "rank_pattern": "lora_rank_pattern",
-    "alpha_pattern": "lora_alpha_pattern",
-    "adapter_type": "adapter_type",
-    "adapter_size": "adapter_size",
 }
 
 

@@ -19,7 +19,9 @@ from loralib.errors import (
     FullModelError,
     MissingLayersError,
     MissingPartError,
+    ModelAsAdapterError,
     NeedsMergingError,
+    SettingsError,
     WayOut,
     WrongBaseError,
     adding_ways_out,
@@ -30,7 +32,7 @@ from loralib.training import process
 from loralib.training.launch import find_launch
 from loralib.training.output import output_folder
 
-from ..adapter_kinds import KINDS, path_flag
+from ..adapter_kinds import KINDS, fitting_flag, path_flag
 from ..configuration_utils import PretrainedConfig
 from ..file_utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from ..tokenization_utils_base import PreTrainedTokenizerBase
@@ -315,15 +317,24 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfi
         )
 
 
+def _model_of(source: str) -> str:
+    """What --model_name_or_path takes: a folder, also where one of its files is named."""
+    return str(Path(source).parent) if os.path.isfile(source) else source
+
+
 # What the scripts' users can do about the library's errors.
 WAYS_OUT: dict[type[CheckpointError], WayOut] = {
     AdapterAsModelError: lambda error: f"--apply_lora --lora_path {error.source}",
     AlphaError: "--lora_alpha",
     WrongBaseError: "--model_name_or_path",
+    ModelAsAdapterError: lambda error: (
+        f"--model_name_or_path {_model_of(error.source)}, and no adapter"
+    ),
     FullModelError: "utils/split_lora.py takes the adapter out, or give it as --model_name_or_path",
     MissingLayersError: lambda error: f"--{error.switch}",
     MissingPartError: lambda error: path_flag(error.switch),
     NeedsMergingError: "utils/convert.py --to merged",
+    SettingsError: fitting_flag,
 }
 
 
