@@ -130,8 +130,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--log_level", choices=LOG_LEVELS, help="the least level of messages (default: info)")
     args = parser.parse_intermixed_args(argv)
-    if args.batch_size < 1:
-        parser.error(f"--batch_size must be at least 1, not {args.batch_size}")
+    for name in ("batch_size", "max_seq_length"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name} must be at least 1, not {value}")
+    if args.lora_alpha is not None and not args.lora_alpha > 0:
+        parser.error(f"--lora_alpha must be above 0, not {args.lora_alpha:g}")
     try:
         args.adapters = sources_by_name(args.adapters)
     except ValueError as error:

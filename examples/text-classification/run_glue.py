@@ -108,10 +108,15 @@ class ModelArguments(AdaptedModelArguments):
     apply_rdrop: bool = flag(False, "R-Drop: the same as --reg_loss_wgt 1.0")
     apply_cutoff: bool = flag(False, "Cutoff: the same as --reg_loss_wgt 1.0 --masking_prob 0.1")
     reg_loss_wgt: float = flag(
-        0.0, "consistency training: weight of the difference between two passes over a batch"
+        0.0,
+        "consistency training: weight of the difference between two passes over a batch",
+        least=0,
     )
     masking_prob: float = flag(
-        0.0, "consistency training: share of the tokens that are hidden from the second pass"
+        0.0,
+        "consistency training: share of the tokens that are hidden from the second pass",
+        least=0,
+        most=1,
     )
 
     def __post_init__(self) -> None:
@@ -140,6 +145,7 @@ class DataTrainingArguments(DataArguments):
         None,
         "longer texts are cut to this number of tokens (default: 128, or as many as the model "
         "takes)",
+        least=1,
     )
     pad_to_max_length: bool = flag(
         False, "pad every text to max_seq_length, not to the longest of its batch"

@@ -157,7 +157,10 @@ BAD = {
         "--task_name rte --data_dir {tmp}/empty --do_train",
         "RTE/train.tsv: the file holds no rows",
     ),
-    "emptied set": (f"{RTE} --do_train --max_train_samples 0", "train set holds no examples"),
+    "emptied set": (
+        f"{RTE} --do_train --max_train_samples 0",
+        "--max_train_samples must be at least 1, not 0",
+    ),
     "no such task": ("--task_name rta --do_train", "unknown GLUE task 'rta'"),
     "no such data": (
         "--task_name rte --data_dir {tmp}/nowhere --do_train",
@@ -167,7 +170,7 @@ BAD = {
         f"{RTE} --do_train --max_seq_length 65",
         "--max_seq_length 65: the model has 64 positions",
     ),
-    "too short": (f"{RTE} --do_train --max_seq_length 0", "--max_seq_length 0"),
+    "too short": (f"{RTE} --do_train --max_seq_length 0", "--max_seq_length must be at"),
     "another variant": (
         f"{EVAL} {{trained}} --lora_variant dora",
         "the model was built with dora (leave --lora_variant out)",

@@ -93,7 +93,7 @@ BAD_ARGUMENTS = {
     ),
     "a folder as the input": ("rte={rte} --input_file {tmp}", "is a folder"),
     "too long": ("rte={rte} --max_seq_length 65", "--max_seq_length 65: the model has 64"),
-    "too short": ("rte={rte} --max_seq_length 0", "--max_seq_length 0"),
+    "too short": ("rte={rte} --max_seq_length 0", "--max_seq_length must be at"),
     "no room": ("rte={rte} --max_seq_length 3", "a text needs at least 4 tokens"),
     "no batch": ("rte={rte} --batch_size 0", "--batch_size must be at least 1, not 0"),
     "no input": ("rte={rte} --input_file {tmp}/none.jsonl", "none.jsonl"),

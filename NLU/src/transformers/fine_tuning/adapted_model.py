@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ from ..models.registry import CARRIED
 from ..tokenization_utils_base import PreTrainedTokenizerBase
 from ..training_args import TrainingArguments
 from ..utils.cli import check_vocabulary
+from ..utils.logging import errors_only
 from .arguments import AdaptedModelArguments
 
 logger = logging.getLogger(__name__)
@@ -76,10 +78,6 @@ def check_arguments(
         for name in (paths[switch], *names):
             if getattr(model_args, name) is not None and not getattr(model_args, switch):
                 raise ValueError(f"--{name} needs --{switch}")
-    for name in ("lora_r", "lora_alpha", "adapter_size"):
-        value = getattr(model_args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} must be at least 1, not {value}")
     for adapter in adapters:
         if adapter.kind is LORA and adapter.metadata is None:
             raise AlphaError(adapter.source)
@@ -170,12 +168,6 @@ def load_config(model_args: AdaptedModelArguments, **settings: Any) -> Pretraine
             f"a {config.model_type} model has no setting {name}, which a flag or an adapter's file "
             "asks for"
         )
-    for switch in ADAPTATIONS:
-        if getattr(config, switch) and not getattr(model_args, switch):
-            logger.warning(
-                "%s was made with --%s, and stays so; begin with its base to train it otherwise",
-                *(model_args.model_name_or_path, switch),
-            )
     return config
 
 
@@ -393,12 +385,20 @@ def build_model(
     Raises:
         ValueError: there is nothing to evaluate: the head is not trained.
     """
-    model = auto_class.from_pretrained(
-        model_args.model_name_or_path,
-        config=config,
-        held_in=args.frozen_dtype if config.is_adapted else torch.float32,
-        **_where(model_args),
-    )
+    for switch in ADAPTATIONS if args.do_train else ():
+        if getattr(config, switch) and not getattr(model_args, switch):
+            logger.warning(
+                "%s was made with --%s, and stays so; begin with its base to train it otherwise",
+                *(model_args.model_name_or_path, switch),
+            )
+    # What the base lacks, adapters bring, else they are refused.
+    with errors_only() if adapters else nullcontext():
+        model = auto_class.from_pretrained(
+            model_args.model_name_or_path,
+            config=config,
+            held_in=args.frozen_dtype if config.is_adapted else torch.float32,
+            **_where(model_args),
+        )
     new = model.load_adapters(adapters, new_head=args.do_train)
     for adapter in adapters:
         own = adapter.tensors.keys() - set(new)
