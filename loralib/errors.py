@@ -95,6 +95,18 @@ class AdapterAsModelError(CheckpointError, OSError):
         )
 
 
+class ModelAsAdapterError(CheckpointError):
+    """A model that is given in the place of an adapter.
+
+    Args:
+        source: the model.
+    """
+
+    def __init__(self, source: str):
+        self.source = source
+        super().__init__(f"{source}: is a model without LoRA, not an adapter")
+
+
 class FullModelError(CheckpointError):
     """A checkpoint that holds a full model where an adapter alone is asked for.
 
@@ -125,6 +137,25 @@ class MissingLayersError(CheckpointError):
         super().__init__(
             f"{source}: the model has no {kind} layers to take it: build it with {switch}"
         )
+
+
+class SettingsError(CheckpointError):
+    """An adapter that was trained with another setting than the model was built with.
+
+    Args:
+        source: the adapter.
+        what: the setting, by the metadata's name for it.
+        theirs: its value in the adapter; None where it has none.
+        ours: the model's.
+        module: the one module that it is of, where modules differ.
+    """
+
+    def __init__(self, source: str, what: str, theirs: object, ours: object, module: str = ""):
+        self.what, self.theirs, self.module = what, theirs, module
+        # Set where the adapter is of a checkpoint from which a run resumes.
+        self.is_resumed = False
+        where = f" (in {module})" if module else ""
+        super().__init__(f"{source}: {trained_with(what, theirs, ours)}{where}")
 
 
 class MissingPartError(CheckpointError):
@@ -201,8 +232,14 @@ def adding_ways_out(ways_out: Mapping[type[CheckpointError], WayOut]) -> Iterato
         for kind, way_out in ways_out.items():
             if isinstance(error, kind):
                 added = way_out if isinstance(way_out, str) else way_out(error)
-                error.args = (f"{error} ({added})",)
+                error.args = (f"{error} ({added})",) if added else error.args
         raise
+
+
+def trained_with(what: str, theirs: object, ours: object) -> str:
+    """What an error says of an adapter that was trained with another setting than the model has."""
+    before, now = (in_short(v) if isinstance(v, tuple) else str(v) for v in (theirs, ours))
+    return f"was trained with {what} {before}, the model was built with {now}"
 
 
 def listed(names: Iterable[str], at_most: int = 4) -> str:
@@ -216,9 +253,19 @@ def called(module: str) -> str:
     return f"module {module}" if re.fullmatch(r"[\d.]+", module) else module
 
 
+def in_short(names: Iterable[str], at_most: int = 10) -> str:
+    """Names for a message, such as a data set's classes: the first ones, and how many more.
+
+    Each is cut where it is long, as a text is that stands in a name's place.
+    """
+    names = list(names)
+    begin = ", ".join(name if len(name) <= 60 else f"{name[:60]}…" for name in names[:at_most])
+    return begin + (f" … and {len(names) - at_most:,} more" if len(names) > at_most else "")
+
+
 def quoted(names: Iterable[str]) -> str:
-    """Names for an error, each in quotes: blanks in them are seen."""
-    return ", ".join(f"'{name}'" for name in names)
+    """Names for an error, as `in_short`, each in quotes: blanks in them are seen."""
+    return in_short(f"'{name}'" for name in names)
 
 
 def shown(value: object) -> str:

@@ -81,13 +81,18 @@ class ModelArguments:
     """A model to start from, or the shape of a new one."""
 
     model_name_or_path: str | None = flag(None, "start from this model, with its tokenizer")
+    cache_dir: str | None = flag(None, "where to keep what is downloaded, and tables of data")
     vocab_size: int = flag(8000, "new model: entries of the vocabulary to learn, at most")
     hidden_size: int = flag(256, "new model: width")
     num_hidden_layers: int = flag(4, "new model: layers")
     num_attention_heads: int = flag(4, "new model: heads a layer")
     intermediate_size: int = flag(1024, "new model: width within the feed-forward parts")
-    hidden_dropout_prob: float = flag(0.1, "new model: dropout of what its parts return")
-    attention_probs_dropout_prob: float = flag(0.1, "new model: dropout of attention's weights")
+    hidden_dropout_prob: float = flag(
+        0.1, "new model: dropout of what its parts return", least=0, most=1
+    )
+    attention_probs_dropout_prob: float = flag(
+        0.1, "new model: dropout of attention's weights", least=0, most=1
+    )
 
 
 @dataclass
@@ -100,8 +105,11 @@ class DataArguments:
         None,
         "longer lines are cut to this number of tokens (default: 128, or as many as the model "
         "takes)",
+        least=1,
     )
-    mlm_probability: float = flag(0.15, "share of the tokens that are to be guessed")
+    mlm_probability: float = flag(
+        0.15, "share of the tokens that are to be guessed", least=0, most=1
+    )
 
 
 def learn_tokenizer(file: str, vocab_size: int, max_length: int) -> PreTrainedTokenizerBase:
@@ -144,15 +152,21 @@ def choose_shape(
     """The model's settings, its tokenizer, and how many tokens lines are cut to."""
     length = data_args.max_seq_length
     if model_args.model_name_or_path:
-        origin = AdaptedModelArguments(model_args.model_name_or_path)
-        config = load_config(origin, finetuning_task=None, text_columns=None)
-        tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, config=config)
+        config = load_config(origin_of(model_args), finetuning_task=None, text_columns=None)
+        tokenizer = AutoTokenizer.from_pretrained(
+            model_args.model_name_or_path, config=config, cache_dir=model_args.cache_dir
+        )
         check_vocabulary(tokenizer, config)
         return config, tokenizer, choose_length(length, config, tokenizer, is_pair=False)
     length = DEFAULT_LENGTH if length is None else length
     tokenizer = learn_tokenizer(data_args.train_file, model_args.vocab_size, length)
     check_room(length, tokenizer, is_pair=False)
     return new_config(model_args, len(tokenizer), length), tokenizer, length
+
+
+def origin_of(model_args: ModelArguments) -> AdaptedModelArguments:
+    """The model to start from."""
+    return AdaptedModelArguments(model_args.model_name_or_path, cache_dir=model_args.cache_dir)
 
 
 def make_model(
@@ -165,9 +179,10 @@ def make_model(
     """
     if model_args.model_name_or_path is None:
         return untrained_model(AutoModelForMaskedLM, config)
-    origin = AdaptedModelArguments(model_args.model_name_or_path)
     way_out = "a model that is trained to fill masks, or --do_train as well"
-    return build_model(AutoModelForMaskedLM, origin, config, (), args, way_out=way_out)
+    return build_model(
+        AutoModelForMaskedLM, origin_of(model_args), config, (), args, way_out=way_out
+    )
 
 
 def check_stages(
@@ -209,18 +224,27 @@ def check_text(path: str) -> None:
 
 
 def read_sets(
-    data_args: DataArguments, tokenizer: PreTrainedTokenizerBase, max_length: int
+    data_args: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    cache_dir: str | None = None,
 ) -> dict[str, Dataset]:
     """The files' lines as token ids, by set; logs how many were cut."""
     files = {"train": data_args.train_file, "validation": data_args.validation_file}
-    sets = {name: read_lines(file, tokenizer, max_length) for name, file in files.items() if file}
+    sets = {
+        name: read_lines(file, tokenizer, max_length, cache_dir)
+        for name, file in files.items()
+        if file
+    }
     report_cut({name: (sum(rows[CUT][:]), len(rows)) for name, rows in sets.items()}, max_length)
     return {name: rows.remove_columns(CUT) for name, rows in sets.items()}
 
 
-def read_lines(path: str, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
+def read_lines(
+    path: str, tokenizer: PreTrainedTokenizerBase, max_length: int, cache_dir: str | None = None
+) -> Dataset:
     """A text file's lines as token ids, and whether each was cut; empty lines are left out."""
-    lines = load_rows("text", path)
+    lines = load_rows("text", path, cache_dir=cache_dir)
     lines = lines.filter(lambda row: bool(row["text"].strip()))
 
     def encode(rows: dict[str, list]) -> dict[str, list]:
@@ -265,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def train(model_args: ModelArguments, data_args: DataArguments, args: TrainingArguments) -> None:
     """Builds, trains, evaluates, saves; as far as the flags ask for it."""
-    set_up_datasets()
+    set_up_datasets(model_args.cache_dir)
     check_stages(model_args, data_args, args)
     check_sources_kept(args, {"model_name_or_path": model_args.model_name_or_path})
     checkpoint = find_checkpoint(args)
@@ -275,7 +299,7 @@ def train(model_args: ModelArguments, data_args: DataArguments, args: TrainingAr
     set_seed(args.seed)
     config, tokenizer, length = choose_shape(model_args, data_args)
     model = make_model(model_args, config, args)
-    sets = read_sets(data_args, tokenizer, length)
+    sets = read_sets(data_args, tokenizer, length, model_args.cache_dir)
     trainer = Trainer(
         model,
         args,
@@ -310,7 +334,7 @@ def estimate(
     """Prints what training would take; reads the text, and no weights."""
     if asked.estimate_length is not None:
         raise ValueError("--estimate_length: lines are as long as those of --train_file")
-    set_up_datasets()
+    set_up_datasets(model_args.cache_dir)
     check_text(data_args.train_file)
     config, tokenizer, length = choose_shape(model_args, data_args)
     lines = replace(data_args, validation_file=None)
@@ -319,7 +343,7 @@ def estimate(
         config,
         args,
         asked,
-        read_sets(lines, tokenizer, length)["train"],
+        read_sets(lines, tokenizer, length, model_args.cache_dir)["train"],
         DataCollatorForLanguageModeling(tokenizer, mlm_probability=data_args.mlm_probability),
     )
     if args.is_main_process:

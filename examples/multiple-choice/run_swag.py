@@ -83,6 +83,7 @@ class DataTrainingArguments(HubDataArguments):
         None,
         "longer rows are cut to this number of tokens (default: 512, or as many as the model "
         "takes)",
+        least=1,
     )
 
 

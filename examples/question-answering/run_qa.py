@@ -84,6 +84,7 @@ class DataTrainingArguments(HubDataArguments):
     max_seq_length: int | None = flag(
         None,
         "tokens of a question and a part of its text (default: 384, or as many as the model takes)",
+        least=1,
     )
     doc_stride: int | None = flag(
         None,
@@ -101,14 +102,12 @@ class DataTrainingArguments(HubDataArguments):
         20,
         "answers of a question to keep and to write; also how many starts and ends of each part "
         "of its text are considered for them",
+        least=1,
     )
-    max_answer_length: int = flag(30, "the most tokens of an answer")
+    max_answer_length: int = flag(30, "the most tokens of an answer", least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("n_best_size", "max_answer_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1, not {getattr(self, name)}")
         if self.null_score_diff_threshold != 0 and not self.version_2_with_negative:
             raise ValueError("--null_score_diff_threshold needs --version_2_with_negative")
 

@@ -43,9 +43,15 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from loralib.adapters.adapter import Adapter, plain
+from loralib.adapters.adapter import Adapter
 from loralib.adapters.formats import read_adapter
-from loralib.errors import AdapterAsModelError, AlphaError
+from loralib.errors import (
+    AdapterAsModelError,
+    AlphaError,
+    FullModelError,
+    ModelAsAdapterError,
+    in_short,
+)
 from loralib.io.atomic import atomic_write, check_apart, check_writable
 from loralib.io.console import counted
 from loralib.io.encoding import refuse_utf16
@@ -66,6 +72,7 @@ from transformers import (
 )
 from transformers.adapter_kinds import KINDS
 from transformers.data.data_collator import PackedCollator
+from transformers.data.text_files import warn_of_empty_texts
 from transformers.models.auto.modeling_auto import auto_model_for
 from transformers.utils.cli import (
     check_vocabulary,
@@ -123,8 +130,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--log_level", choices=LOG_LEVELS, help="the least level of messages (default: info)")
     args = parser.parse_intermixed_args(argv)
-    if args.batch_size < 1:
-        parser.error(f"--batch_size must be at least 1, not {args.batch_size}")
+    for name in ("batch_size", "max_seq_length"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name} must be at least 1, not {value}")
+    if args.lora_alpha is not None and not args.lora_alpha > 0:
+        parser.error(f"--lora_alpha must be above 0, not {args.lora_alpha:g}")
     try:
         args.adapters = sources_by_name(args.adapters)
     except ValueError as error:
@@ -168,11 +179,13 @@ def read_lines(path: str, names: Sequence[str]) -> list[dict[str, Any]]:
         ValueError: a line is not as it should be; the message has its number.
     """
     is_stdin = path == STANDARD_STREAM
-    if not is_stdin and not Path(path).is_file():
+    if not is_stdin and not Path(path).exists():
         raise FileNotFoundError(f"--input_file {path}: no such file")
+    if not is_stdin and Path(path).is_dir():
+        raise IsADirectoryError(f"--input_file {path} is a folder")
     if is_stdin and sys.stdin is None:
         raise OSError("stdin is closed: give --input_file")
-    source, lines = "stdin" if is_stdin else path, []
+    source, lines = _in_words(path), []
     with nullcontext(sys.stdin.buffer) if is_stdin else open(path, "rb") as file:
         contents = file.readlines()
     refuse_utf16(source, contents[0] if contents else b"")
@@ -185,6 +198,10 @@ def read_lines(path: str, names: Sequence[str]) -> list[dict[str, Any]]:
         except ValueError as error:
             raise ValueError(f"{source}: line {number}: {error}") from error
     return lines
+
+
+def _in_words(source: str) -> str:
+    return "stdin" if source == STANDARD_STREAM else source
 
 
 def _parse(content: bytes, names: Sequence[str]) -> dict[str, Any]:
@@ -214,11 +231,11 @@ def _parse(content: bytes, names: Sequence[str]) -> dict[str, Any]:
         if key in line:
             raise ValueError(f"has the key '{key}', which the answer needs: give it another name")
     if "adapter" not in line and len(names) > 1:
-        raise ValueError(f"does not say its adapter, one of {', '.join(names)}")
+        raise ValueError(f"does not say its adapter, one of {in_short(names)}")
     line.setdefault("adapter", names[0])
     if line["adapter"] not in names:
         adapter = json.dumps(line["adapter"], ensure_ascii=False)
-        raise ValueError(f"unknown adapter {adapter} (expected {', '.join(names)})")
+        raise ValueError(f"unknown adapter {adapter} (expected {in_short(names)})")
     return line
 
 
@@ -243,7 +260,7 @@ def check_inputs(lines: Sequence[Mapping[str, Any]], head: str, source: str) -> 
     for number, line in enumerate(lines, start=1):
         if INPUTS[head] not in line:
             raise ValueError(
-                f"{'stdin' if source == STANDARD_STREAM else source}: line {number}: has no "
+                f"{_in_words(source)}: line {number}: has no "
                 f"{INPUTS[head]}, which the adapters' {head} reads"
             )
 
@@ -261,7 +278,7 @@ def check_texts(
         columns = adapter.metadata.text_columns if adapter.metadata else None
         if columns is not None and len(columns) != 1 + ("text_pair" in line):
             raise ValueError(
-                f"{'stdin' if source == STANDARD_STREAM else source}: line {number}: has "
+                f"{_in_words(source)}: line {number}: has "
                 f"{'a' if 'text_pair' in line else 'no'} text_pair, and {adapter.source} was "
                 f"trained on rows of {' and '.join(columns)}"
             )
@@ -432,8 +449,9 @@ def fill_bank(
                 "there is nothing to predict with"
             )
         labels[name] = bank.labels(name) or own
-        if len(set(labels[name])) < len(labels[name]):
-            raise ValueError(f"{adapter.source}: has two labels of one name: {plain(labels[name])}")
+        twice = [label for label in labels[name] if labels[name].count(label) > 1]
+        if twice:
+            raise ValueError(f"{adapter.source}: has two labels of one name: {twice[0]}")
     return bank, labels
 
 
@@ -582,6 +600,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     head = head_of(adapters)
     check_inputs(lines, head, args.input_file)
     check_texts(lines, adapters, args.input_file)
+    for key in ("text", "text_pair"):
+        warn_of_empty_texts(
+            _in_words(args.input_file), {key: [line.get(key, "none") for line in lines]}
+        )
     of_words = INPUTS[head] == "tokens"
     tokenizer = load_tokenizer(args, config, of_words)
     is_pair = any("text_pair" in line for line in lines)
@@ -625,4 +647,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main, {AdapterAsModelError: lambda error: f"NAME={error.source}"})
+    run(
+        main,
+        {
+            AdapterAsModelError: lambda error: f"NAME={error.source}",
+            ModelAsAdapterError: "run_glue.py --do_predict takes a model that was trained whole",
+            FullModelError: "utils/split_lora.py takes the adapter out",
+        },
+    )

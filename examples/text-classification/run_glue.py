@@ -26,6 +26,7 @@ if __name__ == "__main__":
 import numpy as np
 
 from loralib.adapters.adapter import Adapter
+from loralib.errors import in_short
 from loralib.io.atomic import atomic_write
 from loralib.training.watch import beat
 from transformers import (
@@ -47,7 +48,9 @@ from transformers.data.processors import GlueTask, download_command, glue_table,
 from transformers.data.text_files import (
     LABEL,
     TEXT_KEYS,
+    Columns,
     as_scores,
+    check_classes,
     check_varied,
     choose_columns,
     is_score,
@@ -105,10 +108,15 @@ class ModelArguments(AdaptedModelArguments):
     apply_rdrop: bool = flag(False, "R-Drop: the same as --reg_loss_wgt 1.0")
     apply_cutoff: bool = flag(False, "Cutoff: the same as --reg_loss_wgt 1.0 --masking_prob 0.1")
     reg_loss_wgt: float = flag(
-        0.0, "consistency training: weight of the difference between two passes over a batch"
+        0.0,
+        "consistency training: weight of the difference between two passes over a batch",
+        least=0,
     )
     masking_prob: float = flag(
-        0.0, "consistency training: share of the tokens that are hidden from the second pass"
+        0.0,
+        "consistency training: share of the tokens that are hidden from the second pass",
+        least=0,
+        most=1,
     )
 
     def __post_init__(self) -> None:
@@ -137,6 +145,7 @@ class DataTrainingArguments(DataArguments):
         None,
         "longer texts are cut to this number of tokens (default: 128, or as many as the model "
         "takes)",
+        least=1,
     )
     pad_to_max_length: bool = flag(
         False, "pad every text to max_seq_length, not to the longest of its batch"
@@ -262,15 +271,11 @@ def load_own_files(
     if "train" not in sets and not origin.labels and files["train"] is not None:
         # The model does not name its classes: their order is that of its training set.
         labelled["train"] = read("train")
-    numbered, labels = own_labels(labelled, files, origin, is_training="train" in sets)
-    sets |= {split: data for split, data in numbered.items() if split in sets}
     if "train" in sets:
         check_varied(sets["train"], files["train"])
-        if len(labels) > len(sets["train"]) / 2:
-            counts = f"{len(labels):,} classes in {len(sets['train']):,} rows"
-            logger.warning("%s: %s; is %s its label?", files["train"], counts, label)
-        warn_of_one_word(labels, files["train"])
-    what = f"classes {', '.join(labels)}" if labels else "scores"
+    numbered, labels = own_labels(labelled, files, columns, origin, is_training="train" in sets)
+    sets |= {split: data for split, data in numbered.items() if split in sets}
+    what = f"classes {in_short(labels)}" if labels else "scores"
     logger.info(
         "%s: texts from %s%s",
         first,
@@ -280,20 +285,10 @@ def load_own_files(
     return TextData(sets, TEXT_KEYS[: len(columns.texts)], labels, columns.texts)
 
 
-def warn_of_one_word(labels: Sequence[str], path: str) -> None:
-    """Warns of labels that differ in nothing but blanks and capitals."""
-    spellings: dict[str, list[str]] = {}
-    for label in labels:
-        spellings.setdefault(" ".join(label.split()).casefold(), []).append(label)
-    for several in spellings.values():
-        if len(several) > 1:
-            listed = ", ".join(f"'{label}'" for label in several)
-            logger.warning("%s: %s are classes of their own; are they one?", path, listed)
-
-
 def own_labels(
     labelled: dict[str, Dataset],
     files: Mapping[str, str],
+    columns: Columns,
     origin: Origin,
     is_training: bool,
 ) -> tuple[dict[str, Dataset], tuple[str, ...]]:
@@ -302,11 +297,13 @@ def own_labels(
     Args:
         labelled: the splits by name, as they were read.
         files: their names.
+        columns: which of theirs they were taken from.
         origin: what the run begins with.
         is_training: whether it gets a new head, else its own has to fit.
 
     Raises:
-        ValueError: labels are of two kinds, or of another than the head's, or are not known.
+        ValueError: labels are of two kinds, or of another than the head's, are not known, or
+            hardly meant, see `check_classes`.
     """
     if not is_training and origin.outputs == 1:
         return {split: as_scores(data, files[split]) for split, data in labelled.items()}, ()
@@ -328,6 +325,8 @@ def own_labels(
     labels = label_names(labelled.get("train"), origin.labels)
     if not labels:
         origin.check_named()
+    if is_training and labels != origin.labels:  # else a model was trained for them
+        check_classes(labelled["train"], labels, columns, files["train"])
     numbered = {s: number_labels(data, labels, files[s]) for s, data in labelled.items()}
     return numbered, labels
 

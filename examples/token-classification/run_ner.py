@@ -92,6 +92,7 @@ class DataTrainingArguments(HubDataArguments):
         None,
         "longer sentences are cut to this number of tokens (default: 512, or as many as the model "
         "takes)",
+        least=1,
     )
     label_all_tokens: bool = flag(
         False,

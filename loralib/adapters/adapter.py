@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import AlphaError
+from ..errors import AlphaError, trained_with
 from .families import (
     backbone_prefixes,
     family_of,
@@ -233,11 +233,6 @@ def lora_metadata(tensors: Iterable[str], rank: int, alpha: float) -> LoraMetada
     return LoraMetadata(
         rank=rank, alpha=alpha, targets=lora_targets(modules), bias=bias, positions=positions
     )
-
-
-def trained_with(what: str, theirs: object, ours: object) -> str:
-    """What an error says of an adapter that was trained with another setting than the model has."""
-    return f"was trained with {what} {plain(theirs)}, the model was built with {plain(ours)}"
 
 
 def plain(value: object) -> str:

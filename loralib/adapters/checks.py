@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..errors import CheckpointError, MissingPartError, WrongBaseError
-from .adapter import Adapter, trained_with
+from ..errors import CheckpointError, MissingPartError, SettingsError, WrongBaseError
+from .adapter import Adapter
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +52,7 @@ def check_positions(adapter: Adapter, reached: bool | None = None) -> None:
             "metadata"
         )
     if reached is not None and theirs != reached:
-        difference = trained_with("lora_positions", theirs, reached)
-        raise CheckpointError(f"{adapter.source}: {difference}")
+        raise SettingsError(adapter.source, "lora_positions", theirs, reached)
 
 
 def check_finite(adapter: Adapter) -> None:

@@ -19,6 +19,7 @@ compared where a file has them: torch's archives and our own safetensors do.
 """
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -27,7 +28,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..arguments import as_path
-from ..errors import AlphaError, CheckpointError, NeedsMergingError, listed, shown
+from ..errors import (
+    AlphaError,
+    CheckpointError,
+    ModelAsAdapterError,
+    NeedsMergingError,
+    listed,
+    shown,
+)
 from ..io.hub import resolve_file
 from ..io.tensors import (
     check_is_whole,
@@ -63,6 +71,8 @@ _WITHOUT_EFFECT = ("orthogonal",)
 _SUFFIXES = {"lora": (".safetensors",), "release": (".bin", ".pt")}
 # What a file's name ends in, where it tells the format.
 SUFFIXES = tuple(suffix for suffixes in _SUFFIXES.values() for suffix in suffixes)
+# Names of a model's files of weights, in the folders of Transformers.
+_OF_A_MODEL = re.compile(r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)")
 # What names of files end in, here, elsewhere or by mistake: a folder's or a repository's do not.
 _FILE_SUFFIXES = (
     *SUFFIXES,
@@ -113,6 +123,7 @@ def read_adapter(
     Raises:
         AlphaError: the file says another alpha than `lora_alpha`.
         FullModelError: it holds a full model.
+        ModelAsAdapterError: likewise, and no LoRA.
         CheckpointError: there is no such adapter, it is damaged, not an adapter of this kind, or
             says something else than its own tensors.
         OSError: the hub cannot be reached.
@@ -150,6 +161,8 @@ def _within(source: str, kind: Kind, foreign: Foreign | None, where: Mapping[str
         )
     if not own and not theirs:
         others = _files_of_weights(source, kind)
+        if kind is LORA and not others and _holds_model(source):
+            raise ModelAsAdapterError(source)
         hint = f"; if it is one of {listed(others)}, name that file" if others else ""
         raise CheckpointError(f"{source}: holds no adapter: none of {', '.join(names)}{hint}")
     if foreign and theirs and not os.path.isdir(source):
@@ -163,6 +176,12 @@ def _files_of_weights(folder: str, kind: Kind) -> list[str]:
         return []
     paths = [Path(folder, name) for name in os.listdir(folder) if name.endswith(SUFFIXES)]
     return [path.name for path in paths if index_of(path) is None and _seems_to_be(kind, path)]
+
+
+def _holds_model(folder: str) -> bool:
+    """Whether a folder is a model's, by its files' names."""
+    names = os.listdir(folder) if os.path.isdir(folder) else ()
+    return "config.json" in names and any(map(_OF_A_MODEL.fullmatch, names))
 
 
 def _seems_to_be(kind: Kind, path: Path) -> bool:
@@ -214,6 +233,8 @@ def _read_file(path: Path, kind: Kind) -> Adapter:
         tensors = without_ddps_names(tensors, str(path))
     tensors = canonical_names(tensors, str(path))
     if not any(kind.holds(name, backbone_prefixes()) for name in tensors):
+        if kind is LORA and _OF_A_MODEL.fullmatch(path.name) and _holds_model(str(path.parent)):
+            raise ModelAsAdapterError(str(path))
         raise CheckpointError(
             f"{path}: none of its {len(tensors)} tensors is {kind.name}'s ('{kind.part}')"
         )

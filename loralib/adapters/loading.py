@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..adaptation import LayerSettings
 from ..arguments import as_python, check_model
-from ..errors import CheckpointError, MissingLayersError, listed
+from ..errors import CheckpointError, MissingLayersError, SettingsError, listed, trained_with
 from ..functional import variant_of
 from ..initialization import deferring_start, starts_from_weight
 from ..inject import adapt
@@ -24,7 +24,7 @@ from ..nn.positions import lora_reaches_positions, shared_projections
 from ..trained import note_trained, note_untied, noted
 from ..utils import check_not_pefts, check_there, check_whole, freeze_base, tensors_of
 from ..wrappers import without_wrappers
-from .adapter import LORA, Adapter, adapter_tensors, base_biases, trained_with
+from .adapter import LORA, Adapter, adapter_tensors, base_biases
 from .checks import check_base, check_finite, check_positions, check_possible_base
 from .completeness import check_all_there
 from .deltas import (
@@ -181,7 +181,7 @@ def _check_metadata(
         for what, ours in settings.items():
             theirs = getattr(metadata, what)
             if theirs != ours:
-                raise CheckpointError(f"{adapter.source}: {trained_with(what, theirs, ours)}")
+                raise SettingsError(adapter.source, what, theirs, ours)
     check_base(adapter, base_fingerprint)
 
 
@@ -197,11 +197,10 @@ def _check_lora_settings(adapter: Adapter, theirs: LoraMetadata, ours: LoraMetad
             ("alpha", theirs.alpha_of(module), ours.alpha_of(module)),
         ):
             if one != other:
-                where = f" (in {module})" if by_module else ""
-                raise CheckpointError(f"{adapter.source}: {trained_with(what, one, other)}{where}")
+                where = module if by_module else ""
+                raise SettingsError(adapter.source, what, one, other, where)
     if not are_targets(theirs.targets, ours.targets):
-        difference = trained_with("targets", theirs.targets, ours.targets)
-        raise CheckpointError(f"{adapter.source}: {difference}")
+        raise SettingsError(adapter.source, "targets", theirs.targets, ours.targets)
     for setting, said, built in (
         ("variant", theirs.variant, ours.variant),
         ("initialization", _start_of(theirs), _start_of(ours)),
@@ -209,13 +208,13 @@ def _check_lora_settings(adapter: Adapter, theirs: LoraMetadata, ours: LoraMetad
         ("embeddings", theirs.embeddings, theirs.embeddings and ours.embeddings),
     ):
         if said != built:
-            raise CheckpointError(f"{adapter.source}: {trained_with(setting, said, built)}")
+            raise SettingsError(adapter.source, setting, said, built)
     for module in sorted(adapted):
         slices = [(each.slices or {}).get(module) or enabled_slices(module) for each in both]
         # Nor this, where no family says it.
         if slices[0] and slices[0] != slices[1]:
-            difference = trained_with(f"slices of {module}", *map(list, slices))
-            raise CheckpointError(f"{adapter.source}: {difference}")
+            theirs_of, ours_of = map(list, slices)
+            raise SettingsError(adapter.source, f"slices of {module}", theirs_of, ours_of)
 
 
 def _start_of(metadata: LoraMetadata) -> str | None:

@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from ..adapters.adapter import Adapter
 from ..adapters.loading import lora_layers
 from ..arguments import as_names, check_model
-from ..errors import shown
+from ..errors import in_short, shown
 from ..lora_layer import LoRALayer
 from ..nn.routing import Routing, in_effect, routed, slices
 from ..utils import check_whole
@@ -200,7 +200,7 @@ class AdapterBank:
         return tuple(self._adapters[name] for name in names)
 
     def _listed(self) -> str:
-        return ", ".join(self._adapters) or "none"
+        return in_short(self._adapters) or "none"
 
     def _check_open(self) -> None:
         if self._closed:

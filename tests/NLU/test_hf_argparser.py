@@ -8,6 +8,7 @@ from enum import Enum
 import pytest
 
 from transformers import HfArgumentParser, TrainingArguments
+from transformers.hf_argparser import flag
 from transformers.training_args import default_logdir
 
 
@@ -41,7 +42,9 @@ class Paint:
 class Brush:
     """A second dataclass."""
 
-    width: float = 3.0
+    width: float = flag(3.0, "in mm", least=1, below=50)
+    share: float | None = flag(None, "of the paint", least=0, most=1)
+    strokes: int | None = flag(None, "how many", least=1)
     local_rank: int = -1
 
 
@@ -110,8 +113,8 @@ def test_bools(parser, flag, value, expected):
 def test_bools_that_are_true_can_be_switched_off(parser, capsys):
     assert parse(parser, "--no_mixed").mixed is False
     assert parse(parser, "--no_mixed", "--mixed").mixed is True
-    for flag in ("--no_dry", "--no_checked"):
-        assert f"unrecognized arguments: {flag}" in fails(capsys, parse, parser, flag)
+    for name in ("--no_dry", "--no_checked"):
+        assert f"unrecognized arguments: {name}" in fails(capsys, parse, parser, name)
 
 
 @pytest.mark.parametrize("spelling", ["--local_rank=2", "--local-rank=2"])
@@ -149,12 +152,23 @@ def test_the_command_line_is_the_default(parser, monkeypatch):
         ("--name x --layer 3", "unrecognized arguments: --layer 3"),
         ("--name x --secret 3", "unrecognized arguments: --secret 3"),
         ("--name x --layers 0", "--layers must be at least 1, not 0"),
+        ("--name x --width 50", "--width must lie in [1, 50), not 50.0"),
+        ("--name x --width 0.5", "--width must lie in [1, 50), not 0.5"),
+        ("--name x --share 1.5", "--share must lie in [0, 1], not 1.5"),
+        ("--name x --share nan", "--share must lie in [0, 1], not nan"),
+        ("--name x --strokes 0", "--strokes must be at least 1, not 0"),
     ],
 )
 def test_bad_command_lines(parser, capsys, args, message):
     line = fails(capsys, parser.parse_args_into_dataclasses, args.split())
     assert message in line
     assert line.endswith("(--help lists the flags)")
+
+
+def test_bounds_are_within(parser):
+    words = "--name x --width 1 --share 1 --strokes 1"
+    brush = parser.parse_args_into_dataclasses(words.split())[1]
+    assert (brush.width, brush.share, brush.strokes) == (1, 1, 1)
 
 
 class Size(Enum):

@@ -438,9 +438,24 @@ def test_an_adapter_is_the_start_for_another_task(glue, trained, tiny_glue, tmp_
 def test_a_model_that_was_adapted_says_that_it_stays_so(glue, trained, tiny_glue, tmp_path, caplog):
     arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_eval"]
     glue(*arguments, "--output_dir", "silent", "--apply_lora", base=trained / "checkpoint-12")
+    glue(*arguments, "--output_dir", "evaluated", base=trained / "checkpoint-12")
     assert "stays so" not in caplog.text
+    arguments += ["--do_train", "--max_steps", 1]
     glue(*arguments, "--output_dir", "said", base=trained / "checkpoint-12")
-    assert "checkpoint-12 was made with --apply_lora, and stays so" in caplog.text
+    assert caplog.text.count("checkpoint-12 was made with --apply_lora, and stays so") == 1
+
+
+def test_of_an_adapter_s_base_is_not_said_what_the_adapter_brings(
+    glue, trained, tiny_glue, tmp_path, caplog
+):
+    arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--apply_lora"]
+    path = trained / "pytorch_model_lora.safetensors"
+    glue(*arguments, "--do_eval", "--lora_path", path, "--output_dir", "out")
+    assert "newly initialized" not in caplog.text
+    glue(*arguments, "--do_train", "--max_steps", 1, "--lora_path", path, "--output_dir", "next")
+    assert "newly initialized" not in caplog.text
+    glue(*arguments, "--do_train", "--max_steps", 1, *LORA, "--output_dir", "new")
+    assert "has no head weights: they are newly initialized" in caplog.text
 
 
 # ---- resuming ----

@@ -47,6 +47,9 @@ def bad(tmp_path, tiny_glue, trained):
     write(tmp_path / "mixed.json", [{"text": "a", "label": 0}, {"text": ["a"], "label": 1}])
     write(tmp_path / "labels.json", [{"text": "a", "label": ["x"]}, {"text": "b", "label": ["y"]}])
     write(tmp_path / "class.csv", own_rows(["yes"]))
+    write(tmp_path / "codings.csv", own_rows(["0", "1", "bad", "good"]))
+    swapped = [{"label": f"a text {n}", "review": "yes" if n % 2 else "no"} for n in range(24)]
+    write(tmp_path / "swapped.csv", swapped)
     write(tmp_path / "constant.csv", own_rows([0.5]))
     for name in ("good.csv", "null.json"):
         content = (tmp_path / name).read_text()
@@ -87,11 +90,11 @@ R4 = "--lora_r 4 --lora_alpha 8"
 BAD = {
     "another rank": (
         f"{EVAL} {{trained}} --lora_r 2 --lora_alpha 8",
-        "trained with rank 4, the model was built with 2",
+        "trained with rank 4, the model was built with 2 (--lora_r 4, or leave it out: the file",
     ),
     "another rank, .bin": (
         f"{EVAL} {{tmp}}/lone.bin --lora_r 2 --lora_alpha 8",
-        "was trained with rank 4, the model was built with 2",
+        "was trained with rank 4, the model was built with 2 (--lora_r 4, or leave it out",
     ),
     "another alpha": (
         f"{EVAL} {{trained}} --lora_alpha 16",
@@ -154,7 +157,10 @@ BAD = {
         "--task_name rte --data_dir {tmp}/empty --do_train",
         "RTE/train.tsv: the file holds no rows",
     ),
-    "emptied set": (f"{RTE} --do_train --max_train_samples 0", "train set holds no examples"),
+    "emptied set": (
+        f"{RTE} --do_train --max_train_samples 0",
+        "--max_train_samples must be at least 1, not 0",
+    ),
     "no such task": ("--task_name rta --do_train", "unknown GLUE task 'rta'"),
     "no such data": (
         "--task_name rte --data_dir {tmp}/nowhere --do_train",
@@ -164,7 +170,23 @@ BAD = {
         f"{RTE} --do_train --max_seq_length 65",
         "--max_seq_length 65: the model has 64 positions",
     ),
-    "too short": (f"{RTE} --do_train --max_seq_length 0", "--max_seq_length 0"),
+    "too short": (f"{RTE} --do_train --max_seq_length 0", "--max_seq_length must be at"),
+    "another variant": (
+        f"{EVAL} {{trained}} --lora_variant dora",
+        "the model was built with dora (leave --lora_variant out)",
+    ),
+    "a rank of one module's own": (
+        f"{EVAL} {{trained}} --lora_rank_pattern layer.0.*.value=2",
+        "value) (--lora_rank_pattern roberta.encoder.layer.0.attention.self.value=4, or leave it",
+    ),
+    "a model as an adapter": (
+        f"{EVAL} {{base}}",
+        "is a model without LoRA, not an adapter (--model_name_or_path {base}, and no adapter)",
+    ),
+    "a model's file as an adapter": (
+        f"{EVAL} {{base}}/pytorch_model.bin {R4}",
+        "is a model without LoRA, not an adapter (--model_name_or_path {base}, and no adapter)",
+    ),
     "adapter flags alone": (
         f"{RTE} --do_train --adapter_size 4",
         "--adapter_size needs --apply_adapter",
@@ -184,7 +206,8 @@ BAD = {
     ),
     "other targets": (
         f"{EVAL} {{trained}} --lora_targets key",
-        "was trained with targets query, value, the model was built with key",
+        "was trained with targets query, value, the model was built with key (--lora_targets query "
+        "value, or leave it out: the file says it)",
     ),
     "no adapter of such a size": (
         f"{RTE} --do_train --apply_adapter --adapter_size 0",
@@ -278,7 +301,10 @@ BAD = {
         "has 0 text columns (doc_id is named as an identifier, n is of int64)",
     ),
     "own: objects": (f"{TRAIN_OWN}/object.json", "0 text columns (text is an object in each row)"),
-    "own: lists": (f"{TRAIN_OWN}/list.json", "0 text columns (text is a list in each row)"),
+    "own: lists": (
+        f"{TRAIN_OWN}/list.json",
+        'text is a list of words in each row: write them as one text, such as "a b"',
+    ),
     "own: an object that is asked for": (
         f"{TRAIN_OWN}/object.json --text_columns text",
         'object.json: row 1: its text is an object, not a text ({"a": "b"})',
@@ -295,12 +321,24 @@ BAD = {
         f"{TRAIN_OWN}/class.csv",
         "class.csv: all 24 rows have the label 'yes'; training needs at least two labels",
     ),
+    "own: one class, and others to evaluate": (
+        f"{TRAIN_OWN}/class.csv --do_eval --validation_file {{tmp}}/good.csv",
+        "class.csv: all 24 rows have the label 'yes'; training needs at least two labels",
+    ),
+    "own: texts and labels swapped": (
+        f"{TRAIN_OWN}/swapped.csv --do_eval --validation_file {{tmp}}/swapped.csv",
+        "and review 2 values: if they are swapped, give --text_columns label --label_column review",
+    ),
+    "own: numbers and words": (
+        f"{TRAIN_OWN}/codings.csv",
+        "codings.csv: labels are numbers (0, 1) and words (bad, good), each of which would be",
+    ),
     "own: one score": (f"{TRAIN_OWN}/constant.csv", "all 24 rows have the label '0.5'"),
     "own: UTF-16": (f"{TRAIN_OWN}/utf16_good.csv", "is UTF-16 text; save it as UTF-8"),
     "own: UTF-16 JSON": (f"{TRAIN_OWN}/utf16_null.json", "is UTF-16 text; save it as UTF-8"),
     "own: no such text column": (
         f"{TRAIN_OWN}/good.csv --text_columns words",
-        "good.csv: has no column 'words', but 'number', 'review', 'label'; --text_columns",
+        "good.csv: has no column 'words', but 'number', 'review', 'label': --text_columns",
     ),
     "own: no such label column": (
         f"{TRAIN_OWN}/good.csv --label_column gold",
@@ -366,9 +404,10 @@ def test_bad_input_is_one_line(
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(bad)
     before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
-    given = flags.format(tmp=bad, glue=tiny_glue, trained=trained).split()
+    given = flags.format(tmp=bad, glue=tiny_glue, trained=trained, base=tiny_base).split()
     arguments = [*common(tiny_base), *given, "--output_dir", bad / "out"]
-    assert message in failure(run_glue, arguments, monkeypatch, capsys)
+    line = failure(run_glue, arguments, monkeypatch, capsys)
+    assert message.replace("{base}", str(tiny_base)) in line
     assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
     assert not list((bad / "out").glob("*"))
 
@@ -390,8 +429,16 @@ def test_an_output_folder_that_is_taken(
     ("flags", "message"),
     [
         ([], "half/pytorch_model.bin: damaged"),
-        (["--lora_alpha", 16], "trained with alpha 8, the model was built with 16"),
-        (["--lora_r", 2], "trained with rank 4, the model was built with 2"),
+        (
+            ["--lora_alpha", 16],
+            "is of a run with --lora_alpha 8, not 16: give the same setting to resume it",
+        ),
+        (["--lora_r", 2], "is of a run with --lora_r 4, not 2: give the same setting to resume it"),
+        (
+            ["--lora_targets", "key"],
+            "built with key (--lora_targets query value, as the run began; or another --output_dir",
+        ),
+        (["--apply_lora", False], "--lora_r needs --apply_lora"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_resumed(

@@ -66,6 +66,19 @@ def test_a_folder_with_a_base_is_not_proposed_to_be_overwritten(tmp_path):
         check_sources_kept(args, {"model_name_or_path": str(tmp_path)})
 
 
+def test_results_are_not_written_among_a_base_s_files(tmp_path):
+    """But into the folder of a run whose model is evaluated again."""
+    args = TrainingArguments(str(tmp_path / "out"), do_eval=True)
+    sources = {"model_name_or_path": str(tmp_path / "out"), "lora_path": None}
+    check_sources_kept(args, sources)  # there is no such folder: it is a name on the hub
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match=r"^--model_name_or_path \S+: results would be written am"):
+        check_sources_kept(args, sources)
+    check_sources_kept(args, {"model_name_or_path": str(tmp_path)})
+    (tmp_path / "out" / "training_args.bin").touch()
+    check_sources_kept(args, sources)
+
+
 def test_a_restart_on_another_machine_knows_what_an_earlier_run_has_left(tmp_path, monkeypatch):
     """Which may number the files of a shared folder otherwise."""
     monkeypatch.setattr(launch, "_agent", lambda: "host 1 1")

@@ -650,10 +650,6 @@ def test_a_data_set_without_a_split(tmp_path):
     [
         ({}, "give --dataset_name, or --train_file"),
         ({"train_file": "a.txt"}, "a.txt: its name must end in .csv, .json or .jsonl"),
-        (
-            {"dataset_name": "a", "preprocessing_num_workers": 0},
-            "--preprocessing_num_workers must be at least 1, not 0",
-        ),
     ],
 )
 def test_wrong_flags(flags, message):

@@ -13,6 +13,7 @@ from transformers.data import text_files
 from transformers.data.json_rows import find_fault
 from transformers.data.text_files import (
     Columns,
+    check_classes,
     choose_columns,
     load_rows,
     number_labels,
@@ -80,6 +81,8 @@ def test_a_repeated_name_below_an_empty_line(tmp_path):
         ),
         ('text,label\nyes,a\n"no,a\nno,b\n', "row 2: a quote is opened and not closed"),
         ('text,label\n"no,a\nno,b\n', "row 1: a quote is opened and not closed"),
+        ('{"text": "a", "label": 1}\n', "holds JSON: give it a name that ends in .json or .jsonl"),
+        ('\ufeff [\n {\n "text": "a"}]', "holds JSON: give it a name that ends in .json or .jsonl"),
     ],
 )
 def test_files_that_are_not_csv(tmp_path, content, message):
@@ -90,13 +93,135 @@ def test_files_that_are_not_csv(tmp_path, content, message):
 def test_a_later_row_that_is_not_utf_8(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_bytes(b"text,label\n" + b"yes,a\nno,b\n" * 9_000 + b"caf\xe9,a\n")
-    with pytest.raises(ValueError, match=r"rows\.csv: cannot be read .*utf-8"):
+    with pytest.raises(ValueError, match=r"rows\.csv: line 18002: is not UTF-8 text; save it"):
         read_table(str(path))
 
 
 def test_blanks_in_a_column_s_name_are_shown(tmp_path):
-    with pytest.raises(ValueError, match="has no column 'label', but 'text', ' label'; --label_"):
+    with pytest.raises(ValueError, match="has no column 'label', but 'text', ' label': --label_"):
         read(tmp_path / "rows.csv", "text, label\n1,a\nno,b\n")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("what a good film,1\nbad,0\n", "column 'what a good film' looks like a text: the first"),
+        ("no film at all\nbad\n", "the name of its column 'no film at all' looks like a text"),
+        ("a film,1\nbad,0\n", "no column 'label', but 'a film', '1', where the first line names"),
+        ("a film,x\nbad,0\n", "no column 'label', but 'a film', 'x': --label_column has to name"),
+        ("id,text\n1,bad\n", "no column 'label', but its text's alone, 'text'; to predict labels"),
+        ("film,verdict\nbad,bad\n", "no column 'label', but 'film', 'verdict': --label_column has"),
+        ("text,label\n,1\n  ,0\n", "text is empty in each row: there is nothing to read in it"),
+        ("id,text,label\n1,,1\n2,,0\n", "text is empty in each row: there is nothing to read"),
+    ],
+)
+def test_csv_without_names_texts_or_labels(tmp_path, content, message):
+    with pytest.raises(ValueError, match=rf"rows\.csv: .*{message}"):
+        read(tmp_path / "rows.csv", content)
+
+
+def test_columns_with_long_names_are_texts_where_they_are_asked_for(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("what did you like?,label\nnothing,0\n")
+    columns = choose_columns(read_table(str(path)), str(path), ["what did you like?"])
+    assert columns.texts == ("what did you like?",)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"data": [{"text": "a", "label": 1}]}', "is one object, which has its rows in the list "),
+        ('{"rows": [{"text": "a", "label": 1}]}', "in the list 'rows': write that list alone, or"),
+        ('{"version": "1", "data": [{"text": "a"}]}', "in the list 'data': write that list alone"),
+        ('{"text": ["a", "b"], "label": 0}\n', 'is a list of words in each row: .* such as "a b"'),
+        ('{"text": [1, 2], "label": 0}\n', r"has 0 text columns \(text is a list in each row\)"),
+        ('{"text": "", "label": 0}\n', "text is empty in each row: there is nothing to read in it"),
+    ],
+)
+def test_json_of_which_nothing_is_a_text(tmp_path, content, message):
+    with pytest.raises(ValueError, match=rf"rows\.json: .*{message}"):
+        read(tmp_path / "rows.json", content)
+
+
+def test_a_row_may_have_objects_beside_its_text(tmp_path):
+    content = '{"text": "a", "label": 0, "spans": [{"from": 1}]}'
+    assert read(tmp_path / "rows.json", content)[1] == [{"text": "a", "label": 0}]
+
+
+def test_words_that_are_asked_for_are_no_text(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text('{"text": ["a", "b"], "label": 0}\n')
+    with pytest.raises(ValueError, match=r'\(\["a", "b"\]\): write its words as one text'):
+        take_columns(read_table(str(path)), str(path), Columns(("text",)))
+
+
+def test_one_of_two_texts_may_be_empty(tmp_path, caplog):
+    path = tmp_path / "rows.csv"
+    path.write_text("a,b,label\nx,,0\ny,,1\n")
+    data = read_table(str(path), ("a", "b"))
+    assert len(take_columns(data, str(path), Columns(("a", "b")))) == 2
+    assert "2 of 2 rows have an empty b, row 1 first" in caplog.text
+
+
+def classes_of(labels, texts=None):
+    """What is said of a training set's classes."""
+    texts = texts or [f"text {n}" for n in range(len(labels))]
+    train = datasets.Dataset.from_dict({"text": texts, "label": labels})
+    check_classes(train, sorted(set(labels)), Columns(("review",), "verdict"), "a.csv")
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (
+            ["0", "1", "bad", "good"],
+            r"numbers \(0, 1\) and words \(bad, good\), each .* write those",
+        ),
+        (
+            ["-1", "0.5", "1", "a", "b", "c"],
+            r"numbers \(-1, 0.5, 1\) and words \(a, b, c\), each of",
+        ),
+    ],
+)
+def test_classes_in_numbers_and_in_as_many_words(labels, message):
+    with pytest.raises(ValueError, match=rf"a\.csv: labels are {message}"):
+        classes_of(labels * 4)
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (["1", "2", "other"], ["numbers (1, 2) and words (other): each is a class; if some are"]),
+        (["0", "good"], ["numbers (0) and words (good): each is a class; if some are one, write"]),
+        (["1", "2", "3"], []),
+        (["bad", "good", "1st", "2nd"], []),
+        (["Bad", "bad"], ["'Bad', 'bad' are classes of their own; are they one?"]),
+    ],
+)
+def test_classes_that_may_be_a_slip_are_warned_of(caplog, labels, said):
+    classes_of(labels * 4)
+    assert len(caplog.messages) == len(said)
+    for message, part in zip(caplog.messages, said, strict=True):
+        assert part in message
+
+
+def test_a_text_in_the_label_s_place(caplog):
+    texts = [f"a text {n}" for n in range(100)]
+    with pytest.raises(
+        ValueError, match=r"verdict has 100 classes in 100 rows, and review 2 "
+    ) as e:
+        classes_of(texts, ["bad", "good"] * 50)
+    assert "give --text_columns verdict --label_column review" in str(e.value)
+    classes_of(texts)
+    assert caplog.messages == ["a.csv: 100 classes in 100 rows; is verdict its label?"]
+
+
+def test_an_unknown_label_is_named_with_some_of_many():
+    rows = datasets.Dataset.from_dict({"text": ["a"], "label": ["a long text " * 50]})
+    labels = tuple(f"class {n}" for n in range(3_200))
+    with pytest.raises(ValueError, match=r"class 9 … and 3,190 more\)$") as error:
+        number_labels(rows, labels, "a.csv")
+    assert len(str(error.value)) < 300
 
 
 def test_texts_of_which_some_are_numbers(tmp_path):

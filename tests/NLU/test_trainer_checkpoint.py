@@ -417,8 +417,11 @@ def test_a_damaged_checkpoint_is_named(make_trainer, checkpoint, name, damage):
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"lora_r": 2, "lora_alpha": 4}, "rank 4, the model was built with 2"),
-        ({"lora_alpha": 16}, "alpha 8, the model was built with 16"),
+        (
+            {"lora_r": 2, "lora_alpha": 4},
+            "is of a run with --lora_r 4, not 2: give the same setting",
+        ),
+        ({"lora_alpha": 16}, "is of a run with --lora_alpha 8, not 16: give the same"),
         ({"num_labels": 3}, "is of a run with labels"),
     ],
 )

@@ -173,3 +173,17 @@ def test_an_estimate(script, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="--estimate_length"):
         script.main([*argv, "--estimate_length", "5"])
+
+
+def test_tables_are_kept_where_cache_dir_says(script, run, tmp_path):
+    out, _ = run
+    texts = out.parent / "train.txt"
+    script.main(
+        [
+            *("--model_name_or_path", str(out), "--train_file", str(texts), "--do_train"),
+            *("--max_steps", "1", "--output_dir", str(tmp_path / "out"), "--no_cuda"),
+            *("--report_to", "none", "--disable_tqdm", "--save_strategy", "no"),
+            *("--cache_dir", str(tmp_path / "cache")),
+        ]
+    )
+    assert list((tmp_path / "cache").rglob("*.arrow"))

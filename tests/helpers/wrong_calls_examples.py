@@ -157,11 +157,51 @@ CALLS = {
         ),
         (
             "{own}three.csv --text_columns d",
-            "three.csv: has no column 'd', but 'a', 'b', 'c', 'label'; --text_columns says another",
+            "three.csv: has no column 'd', but 'a', 'b', 'c', 'label': --text_columns has to name",
         ),
         (
             "{own}three.csv --text_columns a --label_column gold",
-            "three.csv: has no column 'gold', but 'a', 'b', 'c', 'label'; --label_column says",
+            "three.csv: has no column 'gold', but 'a', 'b', 'c', 'label': --label_column has to",
+        ),
+        (
+            "{own}nowhere.csv --model_name_or_path nowhere/base --lora_r -1",
+            "--lora_r must be at least 1, not -1",
+        ),
+        (
+            "{own}nowhere.csv --model_name_or_path nowhere/base --lora_dropout 2",
+            "--lora_dropout must lie in [0, 1), not 2.0",
+        ),
+        (
+            "{own}nowhere.csv --model_name_or_path nowhere/base --max_seq_length 0",
+            "--max_seq_length must be at least 1, not 0",
+        ),
+        (
+            "{own}nowhere.csv --model_name_or_path nowhere/base --max_train_samples -3",
+            "--max_train_samples must be at least 1, not -3",
+        ),
+        (
+            "{own}nowhere.csv --model_name_or_path nowhere/base --masking_prob 3",
+            "--masking_prob must lie in [0, 1], not 3.0",
+        ),
+        (
+            "{own}nowhere.csv --model_name_or_path nowhere/base --cls_dropout 2",
+            "--cls_dropout must lie in [0, 1], not 2.0",
+        ),
+        (
+            "{own}nowhere.csv --model_name_or_path nowhere/base --adam_beta1 2",
+            "--adam_beta1 must lie in [0, 1), not 2.0",
+        ),
+        (
+            "{own}nowhere.csv --model_name_or_path nowhere/base --adam_epsilon nan",
+            "--adam_epsilon must be a number from 0 on, not nan",
+        ),
+        (
+            "{own}nowhere.csv --model_name_or_path nowhere/base --seed -1",
+            "--seed must lie in [0, 2**32), not -1",
+        ),
+        (
+            "{own}nowhere.csv --model_name_or_path nowhere/base --eval_accumulation_steps 0",
+            "--eval_accumulation_steps must be at least 1, not 0",
         ),
         (
             "--task_name rte --data_dir {bad}",
@@ -235,7 +275,11 @@ CALLS = {
         ),
         (
             "--train_file {good}/corpus.txt --mlm_probability 2",
-            "mlm_probability is above 0 and at most 1, not 2.0",
+            "--mlm_probability must lie in [0, 1], not 2.0",
+        ),
+        (
+            "--train_file {good}/corpus.txt --mlm_probability 0",
+            "mlm_probability is above 0 and at most 1, not 0.0",
         ),
         (
             "--train_file {good}/corpus.txt --vocab_size 0",
@@ -307,6 +351,14 @@ CALLS = {
             "--input_file nowhere: no such file",
         ),
         (
+            "--input_file {good}/texts.jsonl --model_name_or_path nowhere/base --max_seq_length 0",
+            "--max_seq_length must be at least 1, not 0",
+        ),
+        (
+            "--input_file {good}/texts.jsonl --model_name_or_path nowhere/base --lora_alpha -1",
+            "--lora_alpha must be above 0, not -1",
+        ),
+        (
             "--input_file {good}/texts.jsonl --max_seq_length 3",
             "--max_seq_length 3: a text needs at least 4 tokens, of which 2 are special ones",
         ),
@@ -317,6 +369,11 @@ CALLS = {
         (
             "--input_file {good}/texts.jsonl --model_name_or_path {bad}/zero_heads",
             "zero_heads/config.json: num_attention_heads must be a positive integer, not 0",
+        ),
+        (
+            "--input_file {bad}/empty b={good}/base",
+            "base: is a model without LoRA, not an adapter (run_glue.py --do_predict takes a model "
+            "that was trained whole)",
         ),
         (
             "--input_file {good}/texts.jsonl a={bad}/damaged.pt",
@@ -353,7 +410,11 @@ CALLS = {
         ),
         (
             "--train_file {good}/tags.json --max_seq_length 0",
-            "--max_seq_length 0: the model has 32 positions",
+            "--max_seq_length must be at least 1, not 0",
+        ),
+        (
+            "--train_file {good}/tags.json --preprocessing_num_workers 0",
+            "--preprocessing_num_workers must be at least 1, not 0",
         ),
         (
             "--dataset_name {good}/nowhere",

@@ -15,8 +15,11 @@ CASES = [
     errors.WrongBaseError("a file", None, "feed", "beef"),
     errors.AdapterAsModelError("a file", "roberta-base"),
     errors.AdapterAsModelError("a file"),
+    errors.ModelAsAdapterError("a file"),
     errors.FullModelError("a file", "a.weight"),
     errors.MissingLayersError("a file", "LoRA", "apply_lora"),
+    errors.SettingsError("a file", "rank", 4, 2),
+    errors.SettingsError("a file", "targets", ("query", "value"), ("key",), "layer.0"),
     errors.MissingPartError("a file", "apply_bitfit"),
     errors.NeedsMergingError("a file", "has biases"),
     DamagedStateError("a file"),
@@ -50,3 +53,19 @@ def test_every_error_of_a_checkpoint_is_tried():
         errors.CheckpointError,
         *errors.CheckpointError.__subclasses__(),
     }
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ([], ""),
+        (["b", "a"], "b, a"),
+        ([str(n) for n in range(10)], "0, 1, 2, 3, 4, 5, 6, 7, 8, 9"),
+        ([str(n) for n in range(3_200)], "0, 1, 2, 3, 4, 5, 6, 7, 8, 9 … and 3,190 more"),
+        (["a" * 61], "a" * 60 + "…"),
+    ],
+)
+def test_names_in_short(names, said):
+    assert errors.in_short(iter(names)) == said
+    if len(names) == 2:
+        assert errors.quoted(iter(names)) == "'b', 'a'"

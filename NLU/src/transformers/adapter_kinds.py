@@ -12,7 +12,7 @@ from loralib.adapters.adapter import LORA, Kind, plain
 from loralib.adapters.families import in_backbone
 from loralib.adapters.metadata import AdapterMetadata
 from loralib.adapters.names import within_layer
-from loralib.errors import CheckpointError
+from loralib.errors import CheckpointError, SettingsError
 
 from .adapterhub import ADAPTERHUB
 from .models import registry  # noqa: F401 - registers the families that adapters are of
@@ -100,8 +100,40 @@ BITFIT = _Biases(
 # The setting, and the scripts' flag, that names a kind's file.
 PATHS = {LORA: "lora_path", BOTTLENECK: "adapter_path", BITFIT: "bitfit_path"}
 KINDS = tuple(PATHS)
+# The scripts' flags that a file of trained weights answers: its metadata's field -> flag.
+FROM_METADATA = {
+    "rank": "lora_r",
+    "alpha": "lora_alpha",
+    "targets": "lora_targets",
+    "positions": "lora_positions",
+    "variant": "lora_variant",
+    "initialization": "lora_init",
+    "freeze_A": "lora_freeze_A",
+    "rank_pattern": "lora_rank_pattern",
+    "alpha_pattern": "lora_alpha_pattern",
+    "adapter_type": "adapter_type",
+    "adapter_size": "adapter_size",
+}
 
 
 def path_flag(switch: str) -> str:
     """The scripts' flag that names the file of the kind with this switch."""
     return next((f"--{path}" for kind, path in PATHS.items() if kind.switch == switch), switch)
+
+
+def fitting_flag(error: SettingsError) -> str:
+    """What the scripts' flags have to say for an adapter that was trained with another setting.
+
+    Nothing where no flag says that setting.
+    """
+    flag, value = FROM_METADATA.get(error.what, error.what), error.theirs
+    if flag not in FROM_METADATA.values():
+        return ""
+    if error.module:
+        flag = {"rank": "lora_rank_pattern", "alpha": "lora_alpha_pattern"}[error.what]
+    words = " ".join(value) if isinstance(value, tuple) else plain(value)
+    words = f"{error.module}={words}" if error.module else words
+    given = f"leave --{flag} out" if value is None else f"--{flag} {words}"
+    if error.is_resumed:
+        return f"{given}, as the run began; or another --output_dir"
+    return given if value is None else f"{given}, or leave it out: the file says it"

@@ -16,7 +16,10 @@ from loralib.io.command_line import ArgumentParser
 
 
 def flag(default: Any, text: str, **metadata: Any) -> Any:
-    """A dataclass field with a default, its help text and, say, its choices."""
+    """A dataclass field with a default, its help text and, say, its choices.
+
+    Of a number, ``least``, and with it ``most`` or ``below``, are bounds that the parser checks.
+    """
     return dataclasses.field(default=default, metadata={"help": text, **metadata})
 
 
@@ -107,6 +110,8 @@ class HfArgumentParser(ArgumentParser):
     def _instances(self, values: dict[str, Any]) -> list[Any]:
         """One instance of each dataclass; its values are taken out of `values`."""
         try:
+            for type_ in self.dataclass_types:
+                _check_ranges(type_, values)
             return [
                 type_(**{name: values.pop(name) for name in _flag_names(type_)})
                 for type_ in self.dataclass_types
@@ -170,6 +175,25 @@ class HfArgumentParser(ArgumentParser):
         for item in items:
             self._check_value(action, item)
         return items if action.nargs == "+" else items[0]
+
+
+def _check_ranges(type_: type, values: dict[str, Any]) -> None:
+    """Refuses numbers that are out of their flags' bounds.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for field in dataclasses.fields(type_):
+        value, least = values.get(field.name), field.metadata.get("least")
+        if value is None or least is None:
+            continue
+        most, below = (field.metadata.get(name) for name in ("most", "below"))
+        is_within = least <= value and (most is None or value <= most)
+        if not (is_within and (below is None or value < below)):
+            bounds = f"be at least {least}"
+            if most is not None or below is not None:
+                bounds = f"lie in [{least}, " + (f"{below})" if most is None else f"{most}]")
+            raise ValueError(f"--{field.name} must {bounds}, not {value}")
 
 
 def _flag_names(type_: type) -> list[str]:

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loralib.adapters.adapter import LORA, Adapter, Kind, adapter_tensors, trained_with
+from loralib.adapters.adapter import LORA, Adapter, Kind, adapter_tensors
 from loralib.adapters.checks import check_together
 from loralib.adapters.families import in_backbone
 from loralib.adapters.loading import load_into, lora_layers, lora_settings
-from loralib.errors import CheckpointError
+from loralib.errors import CheckpointError, SettingsError
 from loralib.initialization import NoInitialization, deferring_start
 from loralib.io.atomic import atomic_write
 from loralib.io.tensors import write_tensors
@@ -298,7 +298,7 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
             ("is_decoder", bool(metadata.is_decoder), self._is_decoder),
         ):
             if theirs != ours:
-                raise CheckpointError(f"{adapter.source}: {trained_with(what, theirs, ours)}")
+                raise SettingsError(adapter.source, what, theirs, ours)
 
     # ---- loading ----
 

@@ -90,8 +90,9 @@ _SAME_IN_A_RUN = (
     "bf16",
     "torch_compile",
 )
-# Likewise, of the model's settings; those that shape the model show in its weights.
+# Likewise, of the model's settings. Targets show in its weights: they may be written otherwise.
 _SAME_OF_A_MODEL = (
+    *("apply_lora", "lora_r", "lora_alpha", "apply_adapter", "adapter_type", "adapter_size"),
     *("lora_variant", "lora_init", "lora_freeze_A", "lora_rank_pattern", "lora_alpha_pattern"),
     *("lora_dropout", "cls_dropout", "reg_loss_wgt", "masking_prob", "apply_bitfit"),
 )

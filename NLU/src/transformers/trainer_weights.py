@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from loralib.adapters.adapter import Kind
 from loralib.adapters.formats import format_of_name, read_adapter, what_forbids, write_adapter
-from loralib.errors import CheckpointError
+from loralib.errors import CheckpointError, SettingsError
 from loralib.io.tensors import write_torch
 from loralib.training.resume import damage_named, read_state
 
@@ -81,7 +81,11 @@ def load_weights(model: nn.Module, folder: Path, device: torch.device, way_out: 
         # These files say rank, alpha and base as well, which the full model's does not.
         with _ending_with(way_out):
             adapters = [read_adapter(folder, kind) for kind in kinds]
-        model.load_adapters(adapters)
+        try:
+            model.load_adapters(adapters)
+        except SettingsError as error:
+            error.is_resumed = True
+            raise
         if not (folder / WEIGHTS_NAME).is_file() and not (folder / SAFE_WEIGHTS_NAME).is_file():
             return
     if isinstance(model, PreTrainedModel):

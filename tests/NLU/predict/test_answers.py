@@ -1,6 +1,8 @@
 """predict.py: each line is answered as its adapter's own model does, in batches of several."""
 
+import os
 import random
+import threading
 from itertools import pairwise
 from statistics import fmean
 
@@ -142,3 +144,37 @@ def test_adapters_may_stand_anywhere_among_the_flags(predict):
     assert (args.model_name_or_path, args.bf16, args.lora_alpha) == ("base", True, 8)
     assert (args.input_file, args.output_file) == ("-", "-")
     assert (args.batch_size, args.max_seq_length) == (32, None)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([{"text": ""}, {"text": "a"}, {"text": " "}], ["2 of 3 rows have an empty text, row 1"]),
+        ([{"text": "a", "text_pair": ""}], ["1 of 1 rows have an empty text_pair, row 1 first"]),
+        ([{"text": "a"}], []),
+    ],
+)
+def test_empty_texts_are_counted(predict, bases, adapters, tmp_path, caplog, lines, said):
+    given, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    predict.main([*common(bases["roberta"], given, out), f"rte={adapters['roberta']['rte']}"])
+    assert len(read(out)) == len(lines)
+    warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == len(said)
+    for message, part in zip(warned, said, strict=True):
+        assert f"in.jsonl: {part}" in message
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no such files")
+def test_an_input_that_is_no_ordinary_file(predict, bases, adapters, tmp_path):
+    """Such as what a shell makes of <(…), and one that is always empty."""
+    (tmp_path / "link").symlink_to(os.devnull)
+    out = tmp_path / "out.jsonl"
+    given = f"rte={adapters['roberta']['rte']}"
+    predict.main([*common(bases["roberta"], tmp_path / "link", out), given])
+    assert out.read_bytes() == b""
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=('{"text": "a dog"}\n',))
+    writer.start()
+    predict.main([*common(bases["roberta"], tmp_path / "pipe", out), given])
+    writer.join()
+    assert [line["text"] for line in read(out)] == ["a dog"]

@@ -83,8 +83,17 @@ BAD_ARGUMENTS = {
         "was trained with alpha 6, but lora_alpha is 8: leave it out (--lora_alpha)",
     ),
     "an alpha that is none": ("rte={tmp}/lone.bin --lora_alpha 0", "--lora_alpha"),
+    "a model as an adapter": (
+        "rte={base}",
+        "is a model without LoRA, not an adapter",
+    ),
+    "a model's file as an adapter": (
+        "rte={base}/pytorch_model.bin",
+        "pytorch_model.bin: is a model without LoRA, not an adapter",
+    ),
+    "a folder as the input": ("rte={rte} --input_file {tmp}", "is a folder"),
     "too long": ("rte={rte} --max_seq_length 65", "--max_seq_length 65: the model has 64"),
-    "too short": ("rte={rte} --max_seq_length 0", "--max_seq_length 0"),
+    "too short": ("rte={rte} --max_seq_length 0", "--max_seq_length must be at"),
     "no room": ("rte={rte} --max_seq_length 3", "a text needs at least 4 tokens"),
     "no batch": ("rte={rte} --batch_size 0", "--batch_size must be at least 1, not 0"),
     "no input": ("rte={rte} --input_file {tmp}/none.jsonl", "none.jsonl"),
@@ -106,6 +115,7 @@ def test_bad_arguments_are_one_line(
     predict, bases, adapters, bad, tmp_path, capsys, arguments, message
 ):
     files = {name: adapters["roberta"][name] for name in ("rte", "mnli")}
+    files["base"] = bases["roberta"]
     words = arguments.format(tmp=bad, deberta=adapters["deberta"]["rte"], **files).split()
     given = [*common(bases["roberta"], bad / "in.jsonl"), *words]
     assert message in failed_untouched(predict, capsys, tmp_path, given)

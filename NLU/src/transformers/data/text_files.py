@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
-from loralib.errors import first_line, quoted
+from loralib.errors import first_line, in_short, quoted
 from loralib.io.digests import file_digest
 from loralib.io.encoding import refuse_utf16_file
 
@@ -42,6 +42,8 @@ _LOOKS_LIKE_A_TIME = re.compile(rb'"\d{4}-\d\d-\d\d(?:[ T][\d:.+\-]*Z?)?"(?!\s*:
 # What some spreadsheets write in place of commas.
 _OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs"}
 _STRINGS = ("string", "large_string")
+# How a file of JSON objects begins, which may be in a list.
+_BEGINS_AS_JSON = re.compile(rb'(\xef\xbb\xbf)?\s*(\[\s*)?\{\s*("|\})')
 # What tables have where a number is missing.
 _MISSING = ("na", "n/a", "nan", "none", "null", "-", "?")
 _DECIMAL_COMMA = re.compile(r"\s*-?\d+,\d+\s*")
@@ -112,7 +114,27 @@ def read_table(path: str, texts: Sequence[str] = (), cache_dir: str | None = Non
         if kind == "json":
             find_fault(path, in_pieces)
         raise ValueError(f"{path}: holds no examples, or none that can be read") from error
-    return rows if kind == "csv" else _with_texts(rows, path)
+    if kind == "csv":
+        return rows
+    _refuse_one_object(rows, path)
+    return _with_texts(rows, path)
+
+
+def _refuse_one_object(rows: Dataset, path: str) -> None:
+    """Refuses {"data": [rows]}, which the library takes for a row.
+
+    Raises:
+        ValueError: the file holds such an object.
+    """
+    names = rows.column_names
+    if len(rows) == 1:
+        for name in names if len(names) == 1 else {"data"} & {*names}:
+            value = rows[name][0]
+            if isinstance(value, list) and value and isinstance(value[0], dict):
+                raise ValueError(
+                    f"{path}: is one object, which has its rows in the list '{name}': write that "
+                    "list alone, or an object a line"
+                )
 
 
 def load_rows(kind: str, path: str, **options: Any) -> Dataset:
@@ -190,15 +212,20 @@ def _header(path: str) -> list[str]:
     """The names of a CSV file's columns.
 
     Raises:
-        ValueError: there are none; they are not separated by commas; one is there twice, which
-            pandas would give another name; or the first row has more fields.
+        ValueError: there are none, or the file is JSON; they are not separated by commas; one is
+            there twice, which pandas would give another name; or the first row has more fields.
     """
+    with open(path, "rb") as file:
+        if _BEGINS_AS_JSON.match(file.read(4096)):
+            raise ValueError(f"{path}: holds JSON: give it a name that ends in .json or .jsonl")
     try:
         with _open_csv(path) as file:
             rows = (row for row in csv.reader(file) if row)  # pandas passes empty lines over
             names, first = next(rows, []), next(rows, [])
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path}: cannot be read ({error}); is it UTF-8 text?") from error
+    except UnicodeDecodeError as error:
+        raise _not_utf8(path) from error
+    except csv.Error as error:
+        raise ValueError(f"{path}: cannot be read ({error}); is it CSV?") from error
     if not names:
         raise ValueError(f"{path}: is empty")
     for separator, plural in _OTHER_SEPARATORS.items():
@@ -218,6 +245,21 @@ def _header(path: str) -> list[str]:
     return names
 
 
+def _not_utf8(path: str) -> ValueError:
+    """The error of a file that is in another encoding: it names the line."""
+    with open(path, "rb") as file:
+        number = next(n for n, line in enumerate(file, start=1) if not _is_utf8(line))
+    return ValueError(f"{path}: line {number}: is not UTF-8 text; save it as UTF-8")
+
+
+def _is_utf8(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def _check_fields(path: str, row: int, fields: Sequence[str], names: Sequence[str]) -> None:
     if len(fields) > len(names):
         raise ValueError(
@@ -230,15 +272,16 @@ def _check_rows(path: str, names: Sequence[str]) -> None:
     """Looks for the row for which pandas could not read a CSV file.
 
     Raises:
-        ValueError: it is found; it has more fields than names, or a quote that is not closed.
+        ValueError: it is found; it has more fields than names, a quote that is not closed, or
+            bytes that are not UTF-8.
     """
     row = 0  # the header's
     with _open_csv(path) as file:
         try:
             for row, fields in enumerate(filter(None, csv.reader(file, strict=True))):
                 _check_fields(path, row, fields, names)
-        except UnicodeDecodeError:
-            return  # of which pandas says where it is
+        except UnicodeDecodeError as error:
+            raise _not_utf8(path) from error
         except csv.Error as error:
             if "unexpected end" in str(error):
                 raise ValueError(
@@ -293,11 +336,20 @@ def choose_columns(
         found = ["sentence1", "sentence2"]
     if not 1 <= len(found) <= 2:
         passed = [f"{name} is {reason}" for name, reason in reasons.items() if reason]
+        if not found:
+            _refuse_unusable(data, path, others)
         raise ValueError(
-            f"{path}: has {len(found)} text columns ({', '.join(found or passed) or 'none'}); one "
+            f"{path}: has {len(found)} text columns ({in_short(found or passed) or 'none'}); one "
             f"or two are needed in addition to '{label}', or sentence1 and sentence2: name them "
             "with --text_columns"
         )
+    for name in found if path.endswith(".csv") else ():
+        if _looks_like_a_text(name):
+            raise ValueError(
+                f"{path}: the name of its column '{name:.60}' looks like a text: the first line "
+                f"has to name the columns, as in text,{label}; where it does, name the texts with "
+                "--text_columns"
+            )
     for name in found if label not in data.column_names else ():
         if {*data.unique(name)} - {None, ""} <= {*known_labels}:
             raise ValueError(
@@ -306,6 +358,34 @@ def choose_columns(
                 "--text_columns"
             )
     return Columns(tuple(found), label)
+
+
+def _refuse_unusable(data: Dataset, path: str, names: Sequence[str]) -> None:
+    """Refuses a column that can be no text if it is asked for either, with what to do about it.
+
+    Raises:
+        ValueError: there is one, of lists of words or empty.
+    """
+    for name in names:
+        if _IDENTIFIER.fullmatch(name):
+            continue
+        values = [value for value in data[name][:] if value not in (None, "", [])]
+        if not values:
+            raise _empty_in_each_row(path, name)
+        if all(map(_are_words, values)):
+            joined = json.dumps(" ".join(values[0]), ensure_ascii=False)
+            raise ValueError(
+                f"{path}: {name} is a list of words in each row: write them as one text, such as "
+                f"{joined:.60}"
+            )
+
+
+def _are_words(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(word, str) for word in value)
+
+
+def _empty_in_each_row(path: str, names: str) -> ValueError:
+    return ValueError(f"{path}: {names} is empty in each row: there is nothing to read in it")
 
 
 def _why_no_text(data: Dataset, name: str) -> str | None:
@@ -325,6 +405,11 @@ def _why_no_text(data: Dataset, name: str) -> str | None:
     return None
 
 
+def _looks_like_a_text(name: str) -> bool:
+    """Whether a column's name may be a row's text, in a file without a line of names."""
+    return len(name.split()) > 3
+
+
 def _is_number(text: str) -> bool:
     try:
         float(text)
@@ -334,11 +419,15 @@ def _is_number(text: str) -> bool:
 
 
 def _check_has(data: Dataset, path: str, name: str, flag: str) -> None:
-    if name not in data.column_names:
-        raise ValueError(
-            f"{path}: has no column '{name}', but {quoted(data.column_names)}; --{flag} says "
-            "another"
-        )
+    names = data.column_names
+    if name in names:
+        return
+    raw = path.endswith(".csv") and any(_is_number(n) or _looks_like_a_text(n) for n in names)
+    hint = ", where the first line names the columns" if raw else ""
+    raise ValueError(
+        f"{path}: has no column '{name}', but {quoted(names)}{hint}: --{flag} has to name one of "
+        "these"
+    )
 
 
 def take_columns(data: Dataset, path: str, columns: Columns, labelled: bool = True) -> Dataset:
@@ -359,14 +448,27 @@ def take_columns(data: Dataset, path: str, columns: Columns, labelled: bool = Tr
         _check_has(data, path, name, "text_columns")
         texts[name] = _as_written(data, path, name)
         _check_texts(texts[name], path, name)
+    if all(not text.strip() for of_column in texts.values() for text in of_column):
+        raise _empty_in_each_row(path, " and ".join(texts))
     warn_of_empty_texts(path, texts)
     if labelled:
         names[columns.label] = LABEL
+        if not any(_may_be_label(name, columns) for name in data.column_names):
+            raise ValueError(
+                f"{path}: has no column '{columns.label}', but its text's alone, "
+                f"'{columns.texts[0]}'; to predict labels, give it as --test_file, with "
+                "--do_predict"
+            )
         _check_has(data, path, columns.label, "label_column")
         _check_labels(data, path, columns.label)
     taken = data.select_columns(list(names))
     # In one step, as one column's old name may be another's new one.
     return taken.rename_columns({old: new for old, new in names.items() if old != new})
+
+
+def _may_be_label(name: str, columns: Columns) -> bool:
+    """Whether a column is no identifier, nor the text; of two texts one may be the label."""
+    return not _IDENTIFIER.fullmatch(name) and (name,) != columns.texts
 
 
 def _as_written(data: Dataset, path: str, name: str) -> list[Any]:
@@ -390,8 +492,11 @@ def _check_texts(values: Sequence[Any], path: str, name: str) -> None:
             raise ValueError(f"{path}: row {row}: has no {name}")
         if not isinstance(value, str):
             kind = KINDS.get(type(value), f"of the type {type(value).__name__}")
-            quoted = json.dumps(value, ensure_ascii=False, default=str)
-            raise ValueError(f"{path}: row {row}: its {name} is {kind}, not a text ({quoted:.40})")
+            shown = json.dumps(value, ensure_ascii=False, default=str)
+            hint = ": write its words as one text" if _are_words(value) else ""
+            raise ValueError(
+                f"{path}: row {row}: its {name} is {kind}, not a text ({shown:.40}){hint}"
+            )
 
 
 def warn_of_empty_texts(path: str, columns: Mapping[str, Sequence[str]]) -> None:
@@ -504,6 +609,53 @@ def check_varied(train: Dataset, path: str) -> None:
         )
 
 
+def check_classes(train: Dataset, labels: Sequence[str], columns: Columns, path: str) -> None:
+    """Refuses classes of a training set that are hardly meant, and warns of what may be a slip.
+
+    Args:
+        train: the training set, as `take_columns` makes it.
+        labels: its classes.
+        columns: which columns it was taken from.
+        path: its name.
+
+    Raises:
+        ValueError: labels are numbers and as many words, such as 0, 1, bad and good; or they are
+            most rows' own, and texts are few, as where these columns are swapped.
+    """
+    if len(labels) > len(train) / 2:
+        counts = f"{len(labels):,} classes in {len(train):,} rows"
+        texts = len(train.unique(TEXT_KEYS[0]))
+        if texts < len(labels) / 2 and len(columns.texts) == 1:
+            raise ValueError(
+                f"{path}: {columns.label} has {counts}, and {columns.texts[0]} {texts} values: "
+                f"if they are swapped, give --text_columns {columns.label} --label_column "
+                f"{columns.texts[0]}"
+            )
+        logger.warning("%s: %s; is %s its label?", path, counts, columns.label)
+    numbers = [label for label in labels if _is_number(label)]
+    words = [label for label in labels if not _is_number(label)]
+    if numbers and words:
+        mixed = f"labels are numbers ({in_short(numbers)}) and words ({in_short(words)})"
+        if len(numbers) == len(words) > 1:
+            raise ValueError(
+                f"{path}: {mixed}, each of which would be a class: write those that are one alike; "
+                "where none are, give all of them names that are not numbers"
+            )
+        logger.warning("%s: %s: each is a class; if some are one, write them alike", path, mixed)
+    _warn_of_spellings(labels, path)
+
+
+def _warn_of_spellings(labels: Sequence[str], path: str) -> None:
+    """Warns of labels that differ in nothing but blanks and capitals."""
+    spellings: dict[str, list[str]] = {}
+    for label in labels:
+        spellings.setdefault(" ".join(label.split()).casefold(), []).append(label)
+    for several in spellings.values():
+        if len(several) > 1:
+            listed = quoted(several)
+            logger.warning("%s: %s are classes of their own; are they one?", path, listed)
+
+
 def label_names(train: Dataset | None, known: Sequence[str]) -> tuple[str, ...]:
     """The classes in the model's order, or, where the training set has others, sorted.
 
@@ -532,7 +684,7 @@ def number_labels(data: Dataset, labels: tuple[str, ...], path: str) -> Dataset:
     for row, word in enumerate(words):
         if word not in numbers:
             raise ValueError(
-                f"{path}: row {row + 1}: unknown label '{word}' (expected {', '.join(labels)})"
+                f"{path}: row {row + 1}: unknown label '{word:.60}' (expected {in_short(labels)})"
             )
     numbered = data.remove_columns(LABEL).add_column(LABEL, [numbers[word] for word in words])
     return numbered.cast_column(LABEL, ClassLabel(names=list(labels)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,10 +20,10 @@ from loralib.adapters.adapter import LORA, Adapter, base_biases, plain
 from loralib.adapters.checks import warn_of_base
 from loralib.adapters.deltas import lora_pairs
 from loralib.adapters.formats import read_adapter
-from loralib.errors import AlphaError
+from loralib.errors import AlphaError, in_short
 from loralib.targets import layer_of, layers_of_words, pattern_of_words
 
-from ..adapter_kinds import PATHS
+from ..adapter_kinds import FROM_METADATA, PATHS
 from ..configuration_utils import PretrainedConfig, targets_of_modules
 from ..modeling_utils import PreTrainedModel
 from ..models.auto.configuration_auto import AutoConfig
@@ -31,6 +32,7 @@ from ..models.registry import CARRIED
 from ..tokenization_utils_base import PreTrainedTokenizerBase
 from ..training_args import TrainingArguments
 from ..utils.cli import check_vocabulary
+from ..utils.logging import errors_only
 from .arguments import AdaptedModelArguments
 
 logger = logging.getLogger(__name__)
@@ -52,20 +54,6 @@ FROM_WORDS: dict[str, Callable[[list[str]], Any]] = {
     "lora_layers": partial(layers_of_words, "--lora_layers"),
     "lora_rank_pattern": partial(pattern_of_words, "--lora_rank_pattern", int),
     "lora_alpha_pattern": partial(pattern_of_words, "--lora_alpha_pattern", float),
-}
-# Those that a file of trained weights answers: its metadata's field -> flag.
-FROM_METADATA = {
-    "rank": "lora_r",
-    "alpha": "lora_alpha",
-    "targets": "lora_targets",
-    "positions": "lora_positions",
-    "variant": "lora_variant",
-    "initialization": "lora_init",
-    "freeze_A": "lora_freeze_A",
-    "rank_pattern": "lora_rank_pattern",
-    "alpha_pattern": "lora_alpha_pattern",
-    "adapter_type": "adapter_type",
-    "adapter_size": "adapter_size",
 }
 
 
@@ -90,10 +78,6 @@ def check_arguments(
         for name in (paths[switch], *names):
             if getattr(model_args, name) is not None and not getattr(model_args, switch):
                 raise ValueError(f"--{name} needs --{switch}")
-    for name in ("lora_r", "lora_alpha", "adapter_size"):
-        value = getattr(model_args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} must be at least 1, not {value}")
     for adapter in adapters:
         if adapter.kind is LORA and adapter.metadata is None:
             raise AlphaError(adapter.source)
@@ -184,12 +168,6 @@ def load_config(model_args: AdaptedModelArguments, **settings: Any) -> Pretraine
             f"a {config.model_type} model has no setting {name}, which a flag or an adapter's file "
             "asks for"
         )
-    for switch in ADAPTATIONS:
-        if getattr(config, switch) and not getattr(model_args, switch):
-            logger.warning(
-                "%s was made with --%s, and stays so; begin with its base to train it otherwise",
-                *(model_args.model_name_or_path, switch),
-            )
     return config
 
 
@@ -287,7 +265,7 @@ class Origin:
         """
         if not self.labels or not labels or self.labels == labels:
             return
-        theirs, ours = ", ".join(self.labels), ", ".join(labels)
+        theirs, ours = _labels_beside(self.labels, labels), _labels_beside(labels, self.labels)
         if not training:
             raise ValueError(
                 f"{self.source} was trained for the labels {theirs}; the data has {ours}"
@@ -325,6 +303,11 @@ class Origin:
             f"{self.source} was trained on rows of {' and '.join(self.texts)}, not of "
             f"{' and '.join(columns)}; in files of your own, --text_columns says which they are"
         )
+
+
+def _labels_beside(labels: Sequence[str], others: Sequence[str]) -> str:
+    """Labels for a message; of many, of which not all are shown, first those that others lack."""
+    return in_short(labels if len(labels) <= 10 else sorted(labels, key={*others}.__contains__))
 
 
 def origin_of(
@@ -402,12 +385,20 @@ def build_model(
     Raises:
         ValueError: there is nothing to evaluate: the head is not trained.
     """
-    model = auto_class.from_pretrained(
-        model_args.model_name_or_path,
-        config=config,
-        held_in=args.frozen_dtype if config.is_adapted else torch.float32,
-        **_where(model_args),
-    )
+    for switch in ADAPTATIONS if args.do_train else ():
+        if getattr(config, switch) and not getattr(model_args, switch):
+            logger.warning(
+                "%s was made with --%s, and stays so; begin with its base to train it otherwise",
+                *(model_args.model_name_or_path, switch),
+            )
+    # What the base lacks, adapters bring, else they are refused.
+    with errors_only() if adapters else nullcontext():
+        model = auto_class.from_pretrained(
+            model_args.model_name_or_path,
+            config=config,
+            held_in=args.frozen_dtype if config.is_adapted else torch.float32,
+            **_where(model_args),
+        )
     new = model.load_adapters(adapters, new_head=args.do_train)
     for adapter in adapters:
         own = adapter.tensors.keys() - set(new)

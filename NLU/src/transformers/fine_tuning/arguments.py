@@ -27,8 +27,8 @@ class AdaptedModelArguments:
     model_revision: str = flag("main", "branch, tag or commit on the hub")
     use_auth_token: bool = flag(False, "use the token of `hf auth login`, for private models")
     apply_lora: bool = flag(False, "train LoRA and the head; the model itself stays as it is")
-    lora_alpha: int | None = flag(None, "the LoRA update is scaled by lora_alpha / lora_r")
-    lora_r: int | None = flag(None, "rank of the LoRA update")
+    lora_alpha: int | None = flag(None, "the LoRA update is scaled by lora_alpha / lora_r", least=1)
+    lora_r: int | None = flag(None, "rank of the LoRA update", least=1)
     lora_path: str | None = flag(
         None,
         "a LoRA adapter to start from or to evaluate: .bin or .safetensors, a folder with one, a "
@@ -69,7 +69,9 @@ class AdaptedModelArguments:
         None,
         "LoRA-FA (arXiv 2308.03303): A stays as it starts, B alone is trained (default: false)",
     )
-    lora_dropout: float | None = flag(None, "dropout on the LoRA update's input (default: 0)")
+    lora_dropout: float | None = flag(
+        None, "dropout on the LoRA update's input (default: 0)", least=0, below=1
+    )
     lora_positions: bool | None = flag(
         None,
         "for DeBERTa-v2: LoRA also reaches the positions that its projections share with contents, "
@@ -81,7 +83,7 @@ class AdaptedModelArguments:
         "houlsby (the default) after attention and feed-forward, pfeiffer after the latter alone",
         choices=list(ADAPTER_TYPES),
     )
-    adapter_size: int | None = flag(None, "width of the bottleneck (default: 64)")
+    adapter_size: int | None = flag(None, "width of the bottleneck (default: 64)", least=1)
     adapter_path: str | None = flag(
         None,
         "bottleneck adapters to start from or to evaluate: .bin or .safetensors, a folder with one "
@@ -101,9 +103,9 @@ class DataArguments:
     """What all tasks take: files of one's own, and how much of them."""
 
     overwrite_cache: bool = flag(False, "tokenize again what an earlier run has cached")
-    max_train_samples: int | None = flag(None, "train on this many examples at most")
-    max_val_samples: int | None = flag(None, "evaluate on this many examples at most")
-    max_test_samples: int | None = flag(None, "predict this many examples at most")
+    max_train_samples: int | None = flag(None, "train on this many examples at most", least=1)
+    max_val_samples: int | None = flag(None, "evaluate on this many examples at most", least=1)
+    max_test_samples: int | None = flag(None, "predict this many examples at most", least=1)
     train_file: str | None = flag(None, "CSV or JSON of your own, to train on")
     validation_file: str | None = flag(None, "the same, to evaluate on")
     test_file: str | None = flag(None, "the same, to predict; needs no labels")
@@ -140,7 +142,9 @@ class HubDataArguments(DataArguments):
 
     dataset_name: str | None = flag(None, "a data set on the hub, for what no file is given for")
     dataset_config_name: str | None = flag(None, "its configuration, where it has several")
-    preprocessing_num_workers: int | None = flag(None, "processes that tokenize (default: one)")
+    preprocessing_num_workers: int | None = flag(
+        None, "processes that tokenize (default: one)", least=1
+    )
     pad_to_max_length: bool = flag(
         False, "pad every row to max_seq_length, not to the longest of its batch"
     )
@@ -151,6 +155,3 @@ class HubDataArguments(DataArguments):
                 "give --dataset_name, or --train_file / --validation_file / --test_file"
             )
         self.check_files()
-        workers = self.preprocessing_num_workers
-        if workers is not None and workers < 1:
-            raise ValueError(f"--preprocessing_num_workers must be at least 1, not {workers}")

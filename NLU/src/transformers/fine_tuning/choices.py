@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from loralib.errors import in_short
+
 from ..data.text_files import read_table, warn_of_empty_texts
 from .data_sets import Table
 
@@ -94,7 +96,7 @@ def _endings(table: Table) -> tuple[str, ...]:
         int(match[1]) for name in table.rows.column_names if (match := _ENDING.fullmatch(name))
     )
     if len(found) < 2 or found != list(range(len(found))):
-        columns = ", ".join(table.rows.column_names)
+        columns = in_short(table.rows.column_names)
         raise ValueError(
             f"{table.source}: needs columns ending0, ending1 and so on, two at least; has {columns}"
         )

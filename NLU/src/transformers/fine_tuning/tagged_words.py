@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from loralib.errors import in_short
+
 from .data_sets import Table
 
 if TYPE_CHECKING:
@@ -79,7 +81,7 @@ def check_sentences(
         "%s: words from %s%s",
         first.source,
         words,
-        f"; tags from {tags}: {', '.join(labels)}",
+        f"; tags from {tags}: {in_short(labels)}",
     )
     numbered = {
         split: _number(table, labels) if TAGS in table.rows.column_names else table
@@ -194,7 +196,7 @@ def _number(table: Table, labels: tuple[str, ...]) -> Table:
         for place, word in enumerate(words, start=1):
             if word not in numbers:
                 raise table.wrong(
-                    row, f"tag {place}: unknown tag '{word}' (expected {', '.join(labels)})"
+                    row, f"tag {place}: unknown tag '{word:.60}' (expected {in_short(labels)})"
                 )
         numbered.append([numbers[word] for word in words])
     return table.with_column(TAGS, numbered)

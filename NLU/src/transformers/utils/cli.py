@@ -19,7 +19,9 @@ from loralib.errors import (
     FullModelError,
     MissingLayersError,
     MissingPartError,
+    ModelAsAdapterError,
     NeedsMergingError,
+    SettingsError,
     WayOut,
     WrongBaseError,
     adding_ways_out,
@@ -30,11 +32,11 @@ from loralib.training import process
 from loralib.training.launch import find_launch
 from loralib.training.output import output_folder
 
-from ..adapter_kinds import KINDS, path_flag
+from ..adapter_kinds import KINDS, fitting_flag, path_flag
 from ..configuration_utils import PretrainedConfig
 from ..file_utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from ..tokenization_utils_base import PreTrainedTokenizerBase
-from ..trainer_checkpoint import LEFT_FOLDERS, outdated_checkpoints
+from ..trainer_checkpoint import LEFT_FOLDERS, TRAINING_ARGS_NAME, outdated_checkpoints
 from ..trainer_utils import get_last_checkpoint, list_checkpoints
 from ..training_args import TrainingArguments
 
@@ -131,6 +133,7 @@ def sole_use_of_output(args: TrainingArguments) -> AbstractContextManager[None]:
 def check_sources_kept(args: TrainingArguments, sources: Mapping[str, str | None]) -> None:
     """Refuses to begin a training that would write over what it starts from.
 
+    And to put results alone into a folder of weights that no training of this project has written.
     To be called before `find_checkpoint`, whose error proposes to overwrite a folder. A run that
     resumes has begun already.
 
@@ -139,16 +142,25 @@ def check_sources_kept(args: TrainingArguments, sources: Mapping[str, str | None
         sources: where weights are read from, by the flag's name: paths, names on the hub or None.
 
     Raises:
-        ValueError: one is the output folder, a file that is saved there, or a checkpoint in it.
+        ValueError: one is the output folder, or, in a training, a file that is saved there, or a
+            checkpoint in it.
     """
     output = Path(args.output_dir).resolve()
     checkpoints = list_checkpoints(output)
-    if not args.do_train or (checkpoints and not args.overwrite_output_dir):
+    if args.do_train and checkpoints and not args.overwrite_output_dir:
         return
     for flag, source in sources.items():
         path = Path(source or "").resolve()
         if not source or not path.exists():
             continue  # not given, or a name on the hub
+        if not args.do_train:
+            is_run_s = checkpoints or (output / TRAINING_ARGS_NAME).is_file()
+            if path == output and not is_run_s:
+                raise ValueError(
+                    f"--{flag} {source}: results would be written among its files, as it is "
+                    "--output_dir; give another --output_dir"
+                )
+            continue
         is_saved = path.parent == output and path.name in _SAVED
         if path == output or is_saved or any(path.is_relative_to(each) for each in checkpoints):
             raise ValueError(
@@ -315,15 +327,24 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfi
         )
 
 
+def _model_of(source: str) -> str:
+    """What --model_name_or_path takes: a folder, also where one of its files is named."""
+    return str(Path(source).parent) if os.path.isfile(source) else source
+
+
 # What the scripts' users can do about the library's errors.
 WAYS_OUT: dict[type[CheckpointError], WayOut] = {
     AdapterAsModelError: lambda error: f"--apply_lora --lora_path {error.source}",
     AlphaError: "--lora_alpha",
     WrongBaseError: "--model_name_or_path",
+    ModelAsAdapterError: lambda error: (
+        f"--model_name_or_path {_model_of(error.source)}, and no adapter"
+    ),
     FullModelError: "utils/split_lora.py takes the adapter out, or give it as --model_name_or_path",
     MissingLayersError: lambda error: f"--{error.switch}",
     MissingPartError: lambda error: path_flag(error.switch),
     NeedsMergingError: "utils/convert.py --to merged",
+    SettingsError: fitting_flag,
 }
 
 
