@@ -83,10 +83,15 @@ need_inputs() {
     done
 }
 
-# launch SCRIPT FLAGS…: runs a script on NPROC processes.
+# launch SCRIPT FLAGS…: runs a script on NPROC processes. A single one needs no launcher, whose own
+# lines would surround an error; it is told what a launcher would tell it.
 launch() {
     if [ -n "$estimate" ]; then
         exec python "$1" --estimate_devices "$NPROC" "${@:2}"
+    fi
+    if [ "$NPROC" = 1 ]; then
+        RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 python "$@"
+        return
     fi
     python -m torch.distributed.launch --nproc_per_node="$NPROC" \
         --master_port "${MASTER_PORT:-29500}" "$@"
