@@ -122,7 +122,7 @@ def fetch_file(
         FileNotFoundError: the file is not in the cache, and the hub cannot be asked for it.
         OSError: there is no such repository, or the file cannot be fetched.
     """
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:  # which no repository's name does
+    if is_a_path(name):
         raise FileNotFoundError(f"'{name}': no such folder{_seen_from_here(name)}")
     hub = _hub_library(name)
     where = {"revision": revision, "cache_dir": cache_dir}
@@ -151,6 +151,11 @@ def fetch_file(
     except Exception as error:
         # Its HTTP client's own errors come through, and which client it has changes.
         raise _as_os_error(hub, error, name, filename, where, offline) from error
+
+
+def is_a_path(name: str) -> bool:
+    """Whether a name cannot be a repository's, and the hub is not asked for it."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 @functools.cache  # a model has several files
@@ -351,7 +356,8 @@ def _not_cached(
     else:
         why = f"{offline} and it is not in the cache"
     return FileNotFoundError(
-        f"'{name}' is not a local folder{_seen_from_here(name)} and cannot be fetched: {why}"
+        f"'{name}' is not a local folder{_seen_from_here(name)} and cannot be fetched: {why}; "
+        "without internet, copy its folder here and give the path of that instead of the name"
     )
 
 
