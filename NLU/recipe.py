@@ -187,7 +187,9 @@ def check_flags(recipe: Recipe, extra: Sequence[str]) -> None:
     _check_files(model_args.model_name_or_path, data_args, script.splits_of, args)
 
 
-def _check_files(model: str, data_args: Any, splits_of: Callable[..., list[str]], args: Any) -> None:
+def _check_files(
+    model: str, data_args: Any, splits_of: Callable[..., list[str]], args: Any
+) -> None:
     """Checks that the model and GLUE's files are here, where they are to be, and the texts' length.
 
     What is on the hub is left to run_glue.py.
