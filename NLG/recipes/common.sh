@@ -40,14 +40,13 @@ for flag in "$@"; do
     exit 2
 done
 
-# A wrong flag or value is said before anything is launched: by processes of a launcher, which tells
-# of their end at length, it would go under.
+# A wrong flag or value, or a file that is not there.
 if [ $# -gt 0 ]; then
-    PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} python -c 'import sys
-from exp_utils import run
-from gpt2_ft_arguments import parse_args
-sys.argv = sys.argv[1:]
-run(parse_args)' "$script" --train_data "$data" --valid_data "$data" "$@"
+    PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} python recipes/check_flags.py "$script" "$@"
+fi
+if ! [[ $NPROC =~ ^[1-9][0-9]*$ ]]; then
+    echo "$script: error: NPROC=$NPROC: has to be a number of processes, from 1 on" >&2
+    exit 1
 fi
 
 # With --estimate, the training says what it would take, in one process, and nothing else is run.

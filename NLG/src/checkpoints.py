@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -137,7 +138,7 @@ def read_base(path: str | None) -> Base:
     """
     if path is None:
         return Base({})
-    _check_is_one_file(path)
+    check_is_one_file(path)
     tensors, metadata = read_tensors(path)
     tensors = canonical_names(tensors, path)
     check_settings_beside(path, tensors)
@@ -145,7 +146,7 @@ def read_base(path: str | None) -> Base:
     return Base(tensors, path, fingerprint(tensors, GPT2.of_base), own)
 
 
-def _check_is_one_file(path: str) -> None:
+def check_is_one_file(path: str) -> None:
     """Checks that a base is not what upstream takes for a model besides: a folder, a name, parts.
 
     Raises:
@@ -297,7 +298,7 @@ def _set_lora(args: argparse.Namespace, file: Adapter | Base, path: str | None) 
         setattr(args, flag, next(v for v in (ours, theirs, default) if v is not None))
     if args.lora_dim < 0:
         raise ValueError(f"--lora_dim has to be at least 0, but is {args.lora_dim}")
-    if args.lora_alpha <= 0:
+    if not 0 < args.lora_alpha < math.inf:
         raise ValueError(f"--lora_alpha has to be above 0, but is {args.lora_alpha:g}")
     # Decoding has no use for them without a rank, and an estimate does not read what files record.
     trains = "lora_dropout" in vars(args) and not args.estimate

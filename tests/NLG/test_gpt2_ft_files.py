@@ -384,7 +384,11 @@ def test_a_bad_line_is_named(tiny, finished, tmp_path, error_of, flag, line, mes
         ("--max_step 4 --adam_epislon -1", "--adam_epislon has to be at least 0, but is -1"),
         (
             "--max_step 4 --adam_beta1 1",
-            "--adam_beta1 and --adam_beta2 have to be at least 0 and below 1, but are (1.0, 0.98)",
+            "--adam_beta1 has to be at least 0 and below 1, but is 1",
+        ),
+        (
+            "--max_step 4 --adam_beta2 nan",
+            "--adam_beta2 has to be at least 0 and below 1, but is",
         ),
         ("--max_step 4 --seq_len 33", "--seq_len 33: the model has 32 positions"),
         ("--max_step 4 --train_batch_size 0", "--train_batch_size has to be at least 1, but is 0"),
@@ -404,6 +408,19 @@ def test_a_bad_line_is_named(tiny, finished, tmp_path, error_of, flag, line, mes
 def test_settings_that_cannot_be(tiny, finished, error_of, more, message):
     more = more.format(folder=tiny.folder)
     assert message in error_of(tiny.flags(finished, *more.split()))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        *("--lr -1", "--lr inf", "--weight_decay -1e-3", "--adam_epislon nan", "--adam_beta1 1"),
+        *("--adam_beta2 -0.5", "--warmup_step -1", "--lora_dim -1", "--lora_alpha -2"),
+    ],
+)
+def test_a_number_out_of_its_range_is_said_before_files_that_are_missing(error_of, more):
+    flag, value = more.split()
+    error = error_of(["--train_data", "none", "--valid_data", "none", flag, value])
+    assert f"{flag} has to be at " in error
 
 
 def test_fp16_needs_a_gpu(tiny, finished, error_of):

@@ -253,6 +253,7 @@ def test_a_file_that_does_not_say_its_alpha(tmp_path, base_path, caplog, lora_on
     [
         (("--lora_dim", -1), "--lora_dim has to be"),
         (("--lora_alpha", 0), "--lora_alpha has to be above"),
+        (("--lora_alpha", "nan"), "--lora_alpha has to be above 0, but is nan"),
     ],
 )
 def test_flags_out_of_range(base_path, flags, message):
