@@ -333,7 +333,14 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def chosen(args: argparse.Namespace) -> Recipe:
-    """The recipe that is asked for."""
+    """The recipe that is asked for.
+
+    Raises:
+        FileNotFoundError: a folder of --small is not there.
+    """
+    for folder in args.small or ():
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(f"--small {folder}: no such folder")
     recipe = read_recipes()[args.recipe]
     checkpoint = os.environ.get("MNLI_CHECKPOINT")
     if recipe.after and checkpoint:

@@ -154,9 +154,11 @@ def check_is_one_file(path: str) -> None:
     """
     nothing = f"{path}: no such checkpoint file"
     if Path(path).is_dir():
+        patterns = ("model*.pt", "*.bin", "*.safetensors")
+        there = [file.name for pattern in patterns for file in Path(path).glob(pattern)]
+        names = listed(there) or "model.safetensors or pytorch_model.bin"
         raise CheckpointError(
-            f"{nothing}: it is a folder; give the file of weights in it, such as model.safetensors "
-            "or pytorch_model.bin"
+            f"{nothing}: it is a folder; give the file of weights in it, such as {names}"
         )
     if not Path(path).exists():
         raise CheckpointError(
@@ -193,7 +195,7 @@ def open_model(
             f"{lora_path}: needs the base that it was trained on; give it as --init_checkpoint"
         )
     base = read_base(args.init_checkpoint)
-    _check_not_lora_alone(base)
+    _check_not_lora_alone(base, _trains(args))
     _check_is_gpt2(base)
     adapter = None
     if lora_path is not None:
@@ -257,12 +259,24 @@ def _targets_of(adapter: Adapter) -> tuple[str, ...] | None:
     return targets_of(layers)
 
 
-def _check_not_lora_alone(base: Base) -> None:
-    if base.tensors and all("lora_" in name for name in base.tensors):
-        raise CheckpointError(
-            f"{base.source}: holds LoRA weights only, without the base that they belong to; "
-            "give the base as --init_checkpoint and, to decode, this file as --lora_path"
+def _trains(args: argparse.Namespace) -> bool:
+    """Whether these are the flags of a script that trains, or of one that decodes."""
+    return "lora_dropout" in vars(args)
+
+
+def _check_not_lora_alone(base: Base, trains: bool) -> None:
+    if not base.tensors or not all("lora_" in name for name in base.tensors):
+        return
+    instead = "and this file as --lora_path"
+    if trains:
+        instead = (
+            "to train new LoRA on it; to train on from this one, give the whole model that a run "
+            "writes at its end (model.<step>.pt), or --resume for a run that was killed"
         )
+    raise CheckpointError(
+        f"{base.source}: holds LoRA weights only, without the base that they belong to; "
+        f"give the base as --init_checkpoint {instead}"
+    )
 
 
 def _check_is_gpt2(base: Base) -> None:
@@ -301,7 +315,7 @@ def _set_lora(args: argparse.Namespace, file: Adapter | Base, path: str | None) 
     if not 0 < args.lora_alpha < math.inf:
         raise ValueError(f"--lora_alpha has to be above 0, but is {args.lora_alpha:g}")
     # Decoding has no use for them without a rank, and an estimate does not read what files record.
-    trains = "lora_dropout" in vars(args) and not args.estimate
+    trains = _trains(args) and not args.estimate
     if trains and args.lora_dim > 0 and given["lora_alpha"] is None and not recorded:
         logger.warning(
             "--lora_alpha is not given: it is %g, the release's default; its recipes have 32",

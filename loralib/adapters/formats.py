@@ -215,7 +215,8 @@ def _read_file(path: Path, kind: Kind) -> Adapter:
     tensors = canonical_names(tensors, str(path))
     if not any(kind.holds(name, backbone_prefixes()) for name in tensors):
         raise CheckpointError(
-            f"{path}: none of its {len(tensors)} tensors is {kind.name}'s ('{kind.part}')"
+            f"{path}: none of its {len(tensors)} tensors is {kind.name}'s ('{kind.part}'): "
+            "it holds another kind of adapter, or a model, which is to be given as the base"
         )
     format = "lora" if path.suffix == ".safetensors" and metadata else "release"
     if format == "release" and not any(in_known_backbone(name) for name in tensors):

@@ -360,6 +360,34 @@ def test_a_bad_line_is_named(tiny, finished, tmp_path, error_of, flag, line, mes
 
 
 @pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("name : Blue||Blue is\n", ":1: not JSON ("),
+        ("[\n{}]", ":1: not JSON ("),
+        ("", ": is empty"),
+    ],
+)
+def test_texts_in_the_place_of_token_ids(tiny, finished, tmp_path, error_of, content, message):
+    path = tmp_path / "texts"
+    path.write_text(content)
+    error = error_of(tiny.flags(finished, "--max_step", 4, "--train_data", path))
+    assert f"{path}{message}" in error
+    assert "; token ids are needed: format_converting_e2e.py (_webnlg, _dart) and then" in error
+
+
+def test_formatted_texts_in_the_place_of_token_ids(tiny, finished, tmp_path, error_of):
+    path = tmp_path / "texts"
+    path.write_text('{"context": "a", "completion": "b"}')
+    error = error_of(tiny.flags(finished, "--max_step", 4, "--valid_data", path))
+    assert f"{path}:1: holds texts, not token ids: gpt2_encode.py makes these of it" in error
+
+
+def test_a_folder_in_the_place_of_data(tiny, finished, tmp_path, error_of):
+    error = error_of(tiny.flags(finished, "--max_step", 4, "--valid_data", tmp_path))
+    assert f"{tmp_path}: is a folder; give a file of it, such as train.jsonl" in error
+
+
+@pytest.mark.parametrize(
     ("more", "message"),
     [
         ("", "how long to train is not given: --max_step or --max_epoch is needed"),

@@ -340,8 +340,10 @@ def test_another_batch_is_said(started, monkeypatch, capsys, flags, examples):
             ["--model_name_or_path", "{base}", "--max_seq_length", "99"],
             "--max_seq_length 99: the m",
         ),
-        (["--small", "./none", "none"], "'./none': no such folder"),
-        (["--small", "{base}", "none"], "none/SST-2/train.tsv: no such file"),
+        (["--small", "none", "bert"], "--small none: no such folder"),
+        (["--small", "{base}", "none"], "--small none: no such folder"),
+        (["--small", "{base}", "bert"], "bert/SST-2/train.tsv: no such file"),
+        (["--small", "{base}", "bert", "--max_seq_length", "99"], "--max_seq_length 99: the model"),
     ],
 )
 def test_a_wrong_path_is_said_before_the_number_of_processes(
