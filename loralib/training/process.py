@@ -255,13 +255,16 @@ def _set_up_output() -> None:
         return  # a console of Windows
     stream.flush()
     own = _Output(stream.fileno(), "w", closefd=False)
-    sys.stdout = io.TextIOWrapper(
+    own.name = file.name  # Python's own are called <stdout>, not by their number
+    new: Any = io.TextIOWrapper(
         own if file is stream.buffer else io.BufferedWriter(own),
         stream.encoding,
         stream.errors,
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )
+    new.mode = stream.mode
+    sys.stdout = new
 
 
 def _end_interrupted(*_: object) -> None:
@@ -400,6 +403,9 @@ def _flushing_output() -> Iterator[None]:
             _drop_output()
         else:  # such as that of --help
             _flush_output()
+        raise
+    except BaseException:
+        _drop_output()
         raise
     _flush_output()
 
