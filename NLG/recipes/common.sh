@@ -6,8 +6,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-card=$1
-shift
+card=${1:-}
+shift || true
 for flag in "$@"; do
     case $flag in --help | -h) ;; *) continue ;; esac
     echo "Trains, decodes and scores; flags go to the training: python NLG/src/gpt2_ft.py --help."
@@ -114,6 +114,11 @@ train() {
         --scheduler linear --warmup_step 500 --max_epoch 5 --save_interval 1000 \
         --lora_dim 4 --lora_alpha 32 \
         --work_dir "$out" --random_seed "$SEED" --resume "$@"
+    if [ -z "$(last_checkpoint "$out")" ]; then
+        echo "$script: error: $out holds a finished run, but its model.<step>.pt is gone: put it" \
+            "back, or remove the folder to train again" >&2
+        exit 1
+    fi
 }
 
 # generate FLAGS…: texts for the test's contexts, into predict.jsonl. The model says its rank and

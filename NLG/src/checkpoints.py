@@ -152,6 +152,8 @@ def check_is_one_file(path: str) -> None:
     Raises:
         CheckpointError: it is, and the message says what to give instead.
     """
+    if not path:  # as of a shell's variable that is not set
+        raise CheckpointError("the path of the base is empty: give a file as --init_checkpoint")
     nothing = f"{path}: no such checkpoint file"
     if Path(path).is_dir():
         patterns = ("model*.pt", "*.bin", "*.safetensors")

@@ -110,6 +110,14 @@ def test_a_single_process_needs_no_launcher(tmp_path, nproc, launched):
         assert ended.stdout == "0 1 0 src/gpt2_ft.py --lr 1 2\n"
 
 
+@pytest.mark.parametrize("card", [[], ["xl"]])
+def test_a_card_without_a_recipe(card):
+    command = ["bash", "recipes/e2e.sh", *card]
+    ended = subprocess.run(command, cwd=ROOT / "NLG", capture_output=True, text=True)
+    said = f"recipes: error: no recipe for a gpt2.{''.join(card)} (known: md, lg)\n"
+    assert (ended.returncode, ended.stderr) == (2, said)
+
+
 def test_what_makes_a_missing_file_can_be_pasted(tmp_path):
     clone = tmp_path / "a folder"
     clone.mkdir()
@@ -121,6 +129,22 @@ def test_what_makes_a_missing_file_can_be_pasted(tmp_path):
     assert ended.returncode == 1
     (command,) = re.findall(r"make it by: (cd .*) && ", ended.stderr)
     assert shlex.split(command) == ["cd", str(clone)]
+
+
+@pytest.mark.parametrize(("left", "status"), [([], 1), (["model.3.pt"], 0)])
+def test_a_finished_run_whose_model_is_gone(tmp_path, left, status):
+    for name in left:
+        (tmp_path / name).touch()
+    code = "source recipes/common.sh md; out=$1; launch() { :; }; train; echo decodes"
+    ended = subprocess.run(
+        ["bash", "-c", code, "e2e.sh", str(tmp_path)],
+        cwd=ROOT / "NLG",
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.returncode, ended.stdout) == (status, "" if status else "decodes\n")
+    says = f"error: {tmp_path} holds a finished run, but its model.<step>.pt is gone: put it back"
+    assert (says in ended.stderr) == bool(status)
 
 
 @pytest.mark.parametrize("name", ["plain", "a & b", "r|s", r"C:\1\runs", "it's $HOME*.pt", "-n"])

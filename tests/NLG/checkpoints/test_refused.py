@@ -169,6 +169,7 @@ def test_files_that_are_not_there(tmp_path, base_path):
     ):
         refuses([f"{path}: no such checkpoint file{way_out}"], ("--init_checkpoint", path))
     refuses([f"{nowhere}: no such checkpoint file"], ("--init_checkpoint", base_path), nowhere)
+    refuses(["the path of the base is empty: give a file as --init_ch"], ("--init_checkpoint", ""))
     (tmp_path / "text.bin").write_text("<html>404</html>")
     refuses(["text.bin: damaged"], ("--init_checkpoint", tmp_path / "text.bin"))
 
