@@ -11,9 +11,10 @@ import importlib
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 TABLE = HERE / "recipes.ini"
@@ -170,9 +171,8 @@ def check_flags(recipe: Recipe, extra: Sequence[str]) -> None:
 
     Raises:
         SystemExit: it does not, which is said.
+        OSError, ValueError: see `_check_files`.
     """
-    if not extra:
-        return
     sys.path.append(str(SCRIPT.parent))
     script = importlib.import_module(SCRIPT.stem)  # takes seconds
     from transformers.fine_tuning.script import parser_of
@@ -181,7 +181,40 @@ def check_flags(recipe: Recipe, extra: Sequence[str]) -> None:
     parser.prog = recipe.script.name
     # As the launcher adds it: else what this shell's environment says of processes would count.
     given = ["--local_rank", "0", *recipe.arguments(extra)]
-    parser.parse_args_into_dataclasses(given, args_filename=str(SCRIPT.with_suffix(".args")))
+    model_args, data_args, args, _ = parser.parse_args_into_dataclasses(
+        given, args_filename=str(SCRIPT.with_suffix(".args"))
+    )
+    _check_files(model_args.model_name_or_path, data_args, script.splits_of, args)
+
+
+def _check_files(
+    model: str, data_args: Any, splits_of: Callable[..., list[str]], args: Any
+) -> None:
+    """Checks that the model and GLUE's files are here, where they are to be, and the texts' length.
+
+    What is on the hub is left to run_glue.py.
+
+    Args:
+        model: --model_name_or_path.
+        data_args: run_glue.py's flags of the data.
+        splits_of: its function that says which splits a run uses.
+        args: its flags of the training.
+
+    Raises:
+        OSError: a folder or a file is not there.
+        ValueError: the model is none of RoBERTa's or DeBERTa's, or has fewer positions.
+    """
+    from loralib.io.hub import is_a_path
+    from transformers import AutoConfig
+    from transformers.data.processors.glue import glue_file, glue_task
+    from transformers.utils.cli import check_length
+
+    if is_a_path(model) or os.path.isdir(model):
+        check_length(AutoConfig.from_pretrained(model), data_args.max_seq_length)
+    if data_args.data_dir is not None and data_args.task_name is not None:
+        task = glue_task(data_args.task_name)
+        for split in splits_of(task, args):
+            glue_file(task, data_args.data_dir, split)
 
 
 def check_start(recipe: Recipe, extra: Sequence[str] = ()) -> None:
@@ -299,35 +332,49 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
-def chosen(args: argparse.Namespace) -> tuple[Recipe, int]:
-    """The recipe that is asked for, and on how many processes.
+def chosen(args: argparse.Namespace) -> Recipe:
+    """The recipe that is asked for.
 
     Raises:
-        ValueError: NPROC is not a number of processes.
+        FileNotFoundError: a folder of --small is not there.
     """
+    for folder in args.small or ():
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(f"--small {folder}: no such folder")
     recipe = read_recipes()[args.recipe]
     checkpoint = os.environ.get("MNLI_CHECKPOINT")
     if recipe.after and checkpoint:
         recipe = replace(recipe, flags={**recipe.flags, "lora_path": checkpoint})
-    if args.small:
-        recipe = small(recipe, *args.small)
+    return small(recipe, *args.small) if args.small else recipe
+
+
+def processes(recipe: Recipe) -> int:
+    """On how many processes to run it.
+
+    Raises:
+        ValueError: NPROC is not a number of processes.
+    """
     nproc = os.environ.get("NPROC", str(recipe.nproc))
-    if not nproc.isdecimal() or int(nproc) < 1:
+    if not (nproc.isascii() and nproc.isdecimal()) or int(nproc) < 1:
         raise ValueError(f"NPROC={nproc}: has to be a number of processes, from 1 on")
-    return recipe, int(nproc)
+    return int(nproc)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Checks what a recipe needs, shows its command, and replaces this process by it."""
     args, extra = parse(sys.argv[1:] if argv is None else argv)
     try:
-        recipe, nproc = chosen(args)
+        recipe = chosen(args)
         estimated = "--estimate" in extra
-        if not args.print and not estimated:
+        is_run = not args.print and not estimated
+        # What is given first, and only then what would be needed besides.
+        if is_run and (extra or args.small):
             check_flags(recipe, extra)
+        if is_run:
             check_start(recipe, extra)
-            if "NPROC" not in os.environ:
-                check_gpus(recipe, extra)
+        nproc = processes(recipe)
+        if is_run and "NPROC" not in os.environ:
+            check_gpus(recipe, extra)
     except (OSError, ValueError) as error:
         sys.exit(f"{args.recipe}.sh: error: {error}")
     environment = read_environment()
@@ -345,4 +392,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from loralib.training.process import run
+
+    run(main)

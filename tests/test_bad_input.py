@@ -35,11 +35,11 @@ PROCESSES = [
     ),
     (
         "utils/download_glue_data.py --tasks SST-2 --data_dir {bad}/empty",
-        "ERROR: SST: [Errno 17] File exists: ",
+        "ERROR: SST-2: [Errno 17] File exists: ",
     ),
     (
         "NLU/recipe.py roberta_base_rte --small nowhere nowhere",
-        "roberta_base_rte.sh: error: ./roberta_base_mnli_lora.bin: no such file; ",
+        "roberta_base_rte.sh: error: --small nowhere: no such folder",
     ),
     ("NLU/recipe.py nothing", "invalid choice: 'nothing'"),
     (
@@ -66,7 +66,7 @@ PROCESSES = [
 ]
 # The same of a shell script, with what is in its environment.
 SHELLS = [
-    ("NLU/roberta_base_rte.sh", {"NPROC": "none"}, "NPROC=none: has to be a number of processes"),
+    ("NLU/roberta_base_sst2.sh", {"NPROC": "none"}, "NPROC=none: has to be a number of processes"),
     (
         "NLG/e2e_gpt2_md.sh",
         {},

@@ -29,6 +29,8 @@ from urllib.request import Request, urlopen
 from tqdm import tqdm
 
 from loralib.io.atomic import sync_file
+from loralib.io.command_line import ArgumentParser
+from loralib.training.process import run
 from transformers.data.processors.glue import GlueTask, glue_task, iterate_glue_split
 from transformers.data.processors.utils import read_tsv
 
@@ -93,8 +95,13 @@ RELEASES = {
 """By the names that --tasks takes; `glue_task` knows them, and other spellings, too."""
 
 
+def _known() -> str:
+    """The tasks by GLUE's own names, those of their folders."""
+    return ", ".join(glue_task(key).folder for key in RELEASES)
+
+
 def parse_tasks(names: str) -> dict[str, GlueTask]:
-    """The tasks of a comma-separated list, or all of them.
+    """The tasks of a list, separated by commas or blanks, or all of them.
 
     Returns:
         {key of `RELEASES`: task}, without duplicates, in the order given.
@@ -103,15 +110,14 @@ def parse_tasks(names: str) -> dict[str, GlueTask]:
         ValueError: a name that is not one of GLUE's, or an empty list.
     """
     published = {glue_task(key).name: key for key in RELEASES}
-    wanted = list(RELEASES) if names.lower() == "all" else names.split(",")
+    wanted = list(RELEASES) if names.strip().lower() == "all" else names.replace(",", " ").split()
     tasks = {}
-    for name in filter(None, (name.strip() for name in wanted)):
+    for name in wanted:
         try:
             task = glue_task(name)
             tasks[published[task.name]] = task
         except (ValueError, KeyError):
-            known = ", ".join(RELEASES)
-            raise ValueError(f"unknown task {name!r} (known: {known}, or all)") from None
+            raise ValueError(f"unknown task {name!r} (known: {_known()}, or all)") from None
     if not tasks:
         raise ValueError("no task is named")
     return tasks
@@ -304,7 +310,9 @@ def fetch(url: str, target: Path) -> None:
             reason = _reason(error)
             if attempt == ATTEMPTS or not _may_pass(error):
                 kind = OSError if isinstance(error, HTTPError) else ConnectionError
-                raise kind(f"{url}: {reason}") from error
+                raise kind(
+                    f"{url}: {reason}; run again, or put the file at {target} yourself"
+                ) from error
             wait = FIRST_WAIT * 2 ** (attempt - 1)
             logger.warning("%s: %s; trying again in %g s", url, reason, wait)
             time.sleep(wait)
@@ -390,7 +398,7 @@ def _url(text: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and download; 0 if every task is complete, else 1."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.INFO)
-    parser = argparse.ArgumentParser(description="Download the tasks of the GLUE benchmark.")
+    parser = ArgumentParser(description="Download the tasks of the GLUE benchmark.")
     parser.add_argument(
         "--data_dir",
         type=Path,
@@ -399,8 +407,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--tasks",
-        default="all",
-        help=f"comma-separated names, or all (the default): {', '.join(RELEASES)}",
+        nargs="+",
+        default=["all"],
+        help=f"names, or all (the default): {_known()}",
     )
     parser.add_argument(
         "--base_url",
@@ -417,7 +426,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     try:
-        tasks = parse_tasks(args.tasks)
+        tasks = parse_tasks(" ".join(args.tasks))
     except ValueError as error:
         parser.error(str(error))
     failed = False
@@ -426,7 +435,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.data_dir.mkdir(parents=True, exist_ok=True)
             install(key, task, args.data_dir, args.base_url, args.path_to_mrpc)
         except (OSError, ValueError) as error:
-            logger.error("%s: %s", key, error)
+            logger.error("%s: %s", task.folder, error)
             if isinstance(error, ConnectionError):  # the other tasks would wait in vain, too
                 return 1
             failed = True
@@ -434,4 +443,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(lambda: sys.exit(main()))

@@ -35,6 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     if two_files:
         predictions_file = args.predictions
         references = read_groups(args.references)
+        check_order(args.references, references, predictions_file)
     else:
         predictions_file = args.hypothesis
         references = read_reference_files(args.reference, args.num_refs)
@@ -170,6 +171,20 @@ def read_groups(path: str) -> References:
         if not before and not line:
             raise ValueError(f"{path}:{number}: a blank line, but no references before it")
     return [list(group) for filled, group in groupby(lines, key=bool) if filled]
+
+
+def check_order(path: str, references: References, predictions_file: str) -> None:
+    """Checks that references and predictions have not changed places.
+
+    Raises:
+        ValueError: the first file is one group, and the second has several.
+    """
+    lines = _read_lines(predictions_file)
+    if len(references) == 1 and len(lines) > 1 and "" in lines:
+        raise ValueError(
+            f"{path}: no blank line ends a group of references, and {predictions_file} has blank "
+            "lines: give the references first, then the predictions"
+        )
 
 
 def read_reference_files(prefix: str, count: int) -> References:

@@ -6,8 +6,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-card=$1
-shift
+card=${1:-}
+shift || true
 for flag in "$@"; do
     case $flag in --help | -h) ;; *) continue ;; esac
     echo "Trains, decodes and scores; flags go to the training: python NLG/src/gpt2_ft.py --help."
@@ -40,14 +40,13 @@ for flag in "$@"; do
     exit 2
 done
 
-# A wrong flag or value is said before anything is launched: by processes of a launcher, which tells
-# of their end at length, it would go under.
+# A wrong flag or value, or a file that is not there.
 if [ $# -gt 0 ]; then
-    PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} python -c 'import sys
-from exp_utils import run
-from gpt2_ft_arguments import parse_args
-sys.argv = sys.argv[1:]
-run(parse_args)' "$script" --train_data "$data" --valid_data "$data" "$@"
+    PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} python recipes/check_flags.py "$script" "$@"
+fi
+if ! [[ $NPROC =~ ^[1-9][0-9]*$ ]]; then
+    echo "$script: error: NPROC=$NPROC: has to be a number of processes, from 1 on" >&2
+    exit 1
 fi
 
 # With --estimate, the training says what it would take, in one process, and nothing else is run.
@@ -83,10 +82,15 @@ need_inputs() {
     done
 }
 
-# launch SCRIPT FLAGS…: runs a script on NPROC processes.
+# launch SCRIPT FLAGS…: runs a script on NPROC processes. A single one needs no launcher, whose own
+# lines would surround an error; it is told what a launcher would tell it.
 launch() {
     if [ -n "$estimate" ]; then
         exec python "$1" --estimate_devices "$NPROC" "${@:2}"
+    fi
+    if [ "$NPROC" = 1 ]; then
+        RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 python "$@"
+        return
     fi
     python -m torch.distributed.launch --nproc_per_node="$NPROC" \
         --master_port "${MASTER_PORT:-29500}" "$@"
@@ -110,6 +114,11 @@ train() {
         --scheduler linear --warmup_step 500 --max_epoch 5 --save_interval 1000 \
         --lora_dim 4 --lora_alpha 32 \
         --work_dir "$out" --random_seed "$SEED" --resume "$@"
+    if [ -z "$(last_checkpoint "$out")" ]; then
+        echo "$script: error: $out holds a finished run, but its model.<step>.pt is gone: put it" \
+            "back, or remove the folder to train again" >&2
+        exit 1
+    fi
 }
 
 # generate FLAGS…: texts for the test's contexts, into predict.jsonl. The model says its rank and

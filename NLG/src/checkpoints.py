@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -137,7 +138,7 @@ def read_base(path: str | None) -> Base:
     """
     if path is None:
         return Base({})
-    _check_is_one_file(path)
+    check_is_one_file(path)
     tensors, metadata = read_tensors(path)
     tensors = canonical_names(tensors, path)
     check_settings_beside(path, tensors)
@@ -145,17 +146,21 @@ def read_base(path: str | None) -> Base:
     return Base(tensors, path, fingerprint(tensors, GPT2.of_base), own)
 
 
-def _check_is_one_file(path: str) -> None:
+def check_is_one_file(path: str) -> None:
     """Checks that a base is not what upstream takes for a model besides: a folder, a name, parts.
 
     Raises:
         CheckpointError: it is, and the message says what to give instead.
     """
+    if not path:  # as of a shell's variable that is not set
+        raise CheckpointError("the path of the base is empty: give a file as --init_checkpoint")
     nothing = f"{path}: no such checkpoint file"
     if Path(path).is_dir():
+        patterns = ("model*.pt", "*.bin", "*.safetensors")
+        there = [file.name for pattern in patterns for file in Path(path).glob(pattern)]
+        names = listed(there) or "model.safetensors or pytorch_model.bin"
         raise CheckpointError(
-            f"{nothing}: it is a folder; give the file of weights in it, such as model.safetensors "
-            "or pytorch_model.bin"
+            f"{nothing}: it is a folder; give the file of weights in it, such as {names}"
         )
     if not Path(path).exists():
         raise CheckpointError(
@@ -192,7 +197,7 @@ def open_model(
             f"{lora_path}: needs the base that it was trained on; give it as --init_checkpoint"
         )
     base = read_base(args.init_checkpoint)
-    _check_not_lora_alone(base)
+    _check_not_lora_alone(base, _trains(args))
     _check_is_gpt2(base)
     adapter = None
     if lora_path is not None:
@@ -256,12 +261,24 @@ def _targets_of(adapter: Adapter) -> tuple[str, ...] | None:
     return targets_of(layers)
 
 
-def _check_not_lora_alone(base: Base) -> None:
-    if base.tensors and all("lora_" in name for name in base.tensors):
-        raise CheckpointError(
-            f"{base.source}: holds LoRA weights only, without the base that they belong to; "
-            "give the base as --init_checkpoint and, to decode, this file as --lora_path"
+def _trains(args: argparse.Namespace) -> bool:
+    """Whether these are the flags of a script that trains, or of one that decodes."""
+    return "lora_dropout" in vars(args)
+
+
+def _check_not_lora_alone(base: Base, trains: bool) -> None:
+    if not base.tensors or not all("lora_" in name for name in base.tensors):
+        return
+    instead = "and this file as --lora_path"
+    if trains:
+        instead = (
+            "to train new LoRA on it; to train on from this one, give the whole model that a run "
+            "writes at its end (model.<step>.pt), or --resume for a run that was killed"
         )
+    raise CheckpointError(
+        f"{base.source}: holds LoRA weights only, without the base that they belong to; "
+        f"give the base as --init_checkpoint {instead}"
+    )
 
 
 def _check_is_gpt2(base: Base) -> None:
@@ -297,10 +314,10 @@ def _set_lora(args: argparse.Namespace, file: Adapter | Base, path: str | None) 
         setattr(args, flag, next(v for v in (ours, theirs, default) if v is not None))
     if args.lora_dim < 0:
         raise ValueError(f"--lora_dim has to be at least 0, but is {args.lora_dim}")
-    if args.lora_alpha <= 0:
+    if not 0 < args.lora_alpha < math.inf:
         raise ValueError(f"--lora_alpha has to be above 0, but is {args.lora_alpha:g}")
     # Decoding has no use for them without a rank, and an estimate does not read what files record.
-    trains = "lora_dropout" in vars(args) and not args.estimate
+    trains = _trains(args) and not args.estimate
     if trains and args.lora_dim > 0 and given["lora_alpha"] is None and not recorded:
         logger.warning(
             "--lora_alpha is not given: it is %g, the release's default; its recipes have 32",

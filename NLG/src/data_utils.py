@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
-from exp_utils import read_json_lines
+from exp_utils import read_encoded
 from gpu import DistEnv
 from loralib.nn.packing import PackedRows
 from loralib.training import process
@@ -150,7 +150,7 @@ def _read(path: str | os.PathLike, vocab_size: int) -> tuple[np.ndarray, np.ndar
         ValueError: see `FT_Dataset`. All ids are compared with the vocabulary once all are read.
     """
     tokens, ends, contexts = array("q"), array("q", [0]), array("q")
-    for number, row in enumerate(read_json_lines(path), start=1):
+    for number, row in enumerate(read_encoded(path), start=1):
         ids: list[int] = []
         try:
             ids = _ids_of(row, "context")

@@ -73,6 +73,9 @@ FILES = {
 }
 """What is kept as it is published."""
 
+E2E_ARCHIVE = "data/e2e/e2e-dataset.zip"
+"""Where E2E's archive is looked for before it is downloaded, below the folder NLG."""
+
 E2E_SPLITS = (
     ("trainset.csv", "data/e2e/train.txt", 42_061),
     ("devset.csv", "data/e2e/valid.txt", 4_672),
@@ -83,14 +86,14 @@ E2E_SPLITS = (
 CHECKPOINTS = ("gpt2", "gpt2-medium", "gpt2-large")
 
 
-def fetch(url: str, path: Path, size: int | None = None, *, stays: bool = True) -> None:
+def fetch(url: str, path: Path, size: int | None = None, by_hand: Path | None = None) -> None:
     """Downloads a file, atomically.
 
     Args:
         url: its address.
         path: where it goes; the folder must exist.
         size: its bytes, where known; otherwise the server's Content-Length counts.
-        stays: whether `path` is where it will be looked for, so that it can be put there by hand.
+        by_hand: where it can be put instead, for the error; None for `path`.
 
     Raises:
         OSError: the download failed, is not of its size, or is called ``.json`` and is not
@@ -107,8 +110,9 @@ def fetch(url: str, path: Path, size: int | None = None, *, stays: bool = True) 
                 json.loads(temporary.read_bytes())
     except (OSError, HTTPException, ValueError) as error:
         reason = str(error) or type(error).__name__
-        by_hand = f", or put the file at {path} yourself" if stays else ""
-        raise OSError(f"{url}: {reason}; try again{by_hand}") from error
+        raise OSError(
+            f"{url}: {reason}; try again, or put the file at {by_hand or path} yourself"
+        ) from error
 
 
 def _receive(url: str, path: Path) -> tuple[int, int | None]:
@@ -145,7 +149,7 @@ def fetch_files(files: tuple[File, ...], root: Path) -> None:
 
 
 def fetch_e2e(root: Path) -> None:
-    """Downloads E2E below `root`, in the release's format.
+    """Downloads E2E below `root`, in the release's format, unless its archive is there.
 
     Raises:
         OSError: the archive cannot be downloaded.
@@ -154,9 +158,11 @@ def fetch_e2e(root: Path) -> None:
     wanted = [split for split in E2E_SPLITS if not (root / split[1]).exists()]
     if wanted:
         with tempfile.TemporaryDirectory() as folder:
-            archive = Path(folder, "e2e-dataset.zip")
-            fetch(E2E_URL, archive, stays=False)
-            _unpack_e2e(archive, wanted, root)
+            own = archive = root / E2E_ARCHIVE
+            if not own.exists():
+                archive = Path(folder, own.name)
+                fetch(E2E_URL, archive, by_hand=own)
+            _unpack_e2e(archive, Path(folder), wanted, root)
     for _, target, rows in E2E_SPLITS:
         found = (root / target).read_bytes().count(b"\n")
         if found != rows:
@@ -166,17 +172,20 @@ def fetch_e2e(root: Path) -> None:
         logger.info("%s is there", root / target)
 
 
-def _unpack_e2e(archive: Path, splits: list[tuple[str, str, int]], root: Path) -> None:
+def _unpack_e2e(
+    archive: Path, scratch: Path, splits: list[tuple[str, str, int]], root: Path
+) -> None:
+    source = E2E_URL if archive.parent == scratch else archive
     for name, target, rows in splits:
-        table = archive.with_name(name)
+        table = scratch / name
         try:
             with zipfile.ZipFile(archive) as file:
                 table.write_bytes(file.read(f"e2e-dataset/{name}"))
         except (KeyError, zipfile.BadZipFile) as error:
-            raise ValueError(f"{E2E_URL}: holds no e2e-dataset/{name} ({error})") from error
+            raise ValueError(f"{source}: holds no e2e-dataset/{name} ({error})") from error
         lines = as_lines(table)
         if len(lines) != rows:
-            raise ValueError(f"{E2E_URL}: {name} has {len(lines):,} rows, not {rows:,}")
+            raise ValueError(f"{source}: {name} has {len(lines):,} rows, not {rows:,}")
         (root / target).parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(root / target) as temporary:
             temporary.write_text("".join(f"{line}\n" for line in lines), "utf-8")
@@ -194,7 +203,12 @@ def fetch_checkpoint(name: str, root: Path) -> None:
         # On the same disk, so that the file is moved and not copied.
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{name}.") as folder:
             formats = (["pytorch_model.bin"], ["model.safetensors"])
-            (source,) = hub_files(f"openai-community/{name}", formats, folder)
+            try:
+                (source,) = hub_files(f"openai-community/{name}", formats, folder)
+            except OSError as error:
+                raise OSError(
+                    f"{error}; try again, or put its pytorch_model.bin at {path} yourself"
+                ) from error
             if source.suffix == ".bin":
                 source.replace(path)
             else:

@@ -88,6 +88,32 @@ def read_json_lines(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
         raise ValueError(f"{path}: is empty")
 
 
+def read_encoded(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
+    """The rows of a file of token ids, read as by `read_json_lines`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: likewise; where the first line is a text's, or no JSON, the message says what
+            makes token ids of texts.
+    """
+    if os.path.isdir(path):
+        raise IsADirectoryError(f"{path}: is a folder; give a file of it, such as train.jsonl")
+    rows = read_json_lines(path)
+    try:
+        first = next(rows)
+    except ValueError as error:
+        if isinstance(error.__cause__, UnicodeDecodeError):  # no corpus is like that either
+            raise
+        raise ValueError(
+            f"{error}; token ids are needed: format_converting_e2e.py (_webnlg, _dart) and then "
+            "gpt2_encode.py make them of a corpus"
+        ) from error
+    if any(isinstance(first.get(field), str) for field in ("context", "completion")):
+        raise ValueError(f"{path}:1: holds texts, not token ids: gpt2_encode.py makes these of it")
+    yield first
+    yield from rows
+
+
 def read_lines(path: str | os.PathLike) -> list[str]:
     """The lines of a text file; blank ones at its end are left out. An empty file has one, blank.
 

@@ -49,7 +49,13 @@ def read_formatted(path: str | os.PathLike) -> list[Row]:
         FileNotFoundError: there is no such file.
         ValueError: a line is not such a row; the message names file and line.
     """
-    rows = list(read_json_lines(path))
+    try:
+        rows = list(read_json_lines(path))
+    except ValueError as error:
+        if isinstance(error.__cause__, json.JSONDecodeError):
+            how = "formatted rows are needed: format_converting_e2e.py (_webnlg, _dart) makes them"
+            raise ValueError(f"{error}; {how}") from error
+        raise
     for number, row in enumerate(rows, start=1):
         _check(row, f"{path}:{number}")
     return rows
@@ -58,6 +64,8 @@ def read_formatted(path: str | os.PathLike) -> list[Row]:
 def _check(row: Row, where: str) -> None:
     for name in ("context", "completion"):
         text = row.get(name)
+        if isinstance(text, list):
+            raise ValueError(f"{where}: holds token ids, not texts: give the file that they are of")
         if not isinstance(text, str):
             hint = "; to decode without one to compare with, give any text"
             raise ValueError(

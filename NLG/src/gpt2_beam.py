@@ -33,7 +33,7 @@ from checkpoints import add_model_params, open_model
 from exp_utils import (
     add_log_level,
     context_digest,
-    read_json_lines,
+    read_encoded,
     run,
     set_up_logging,
     write_json_lines,
@@ -213,7 +213,7 @@ def read_contexts(path: str, vocab_size: int) -> list[Prompt]:
     """
     return [
         _context_of(row, vocab_size, f"{path}:{number}")
-        for number, row in enumerate(read_json_lines(path), start=1)
+        for number, row in enumerate(read_encoded(path), start=1)
     ]
 
 

@@ -20,7 +20,8 @@ _RANGES = {
     **dict.fromkeys(("estimate_devices", "estimate_length"), (1, _MANY)),
     **dict.fromkeys(("lora_dropout", "label_smooth"), (0, 1)),
     **dict.fromkeys(("clip", "lora_alpha"), (0, 1e30)),
-    "random_seed": (0, _MANY),
+    **dict.fromkeys(("lr", "weight_decay", "adam_epislon"), (0, 1e30)),
+    **dict.fromkeys(("random_seed", "lora_dim", "warmup_step"), (0, _MANY)),
 }
 
 
@@ -54,6 +55,10 @@ def parse_args(argv: list[str] | None = None, description: str | None = None) ->
             raise ValueError(f"--{flag} has to be {bound}, but is {value}")
         if flag in ("lora_dropout", "label_smooth") and value == 1:
             raise ValueError(f"--{flag} 1 leaves nothing to learn from: give less")
+    for flag in ("adam_beta1", "adam_beta2"):
+        if not 0 <= getattr(args, flag) < 1:
+            value = getattr(args, flag)
+            raise ValueError(f"--{flag} has to be at least 0 and below 1, but is {value}")
     check_report_to(args.report_to)
     _check_estimate(args)
     if not 0 < args.lora_plus_ratio < math.inf:

@@ -236,7 +236,8 @@ def _read_file(path: Path, kind: Kind) -> Adapter:
         if kind is LORA and _OF_A_MODEL.fullmatch(path.name) and _holds_model(str(path.parent)):
             raise ModelAsAdapterError(str(path))
         raise CheckpointError(
-            f"{path}: none of its {len(tensors)} tensors is {kind.name}'s ('{kind.part}')"
+            f"{path}: none of its {len(tensors)} tensors is {kind.name}'s ('{kind.part}'): "
+            "it holds another kind of adapter, or a model, which is to be given as the base"
         )
     format = "lora" if path.suffix == ".safetensors" and metadata else "release"
     if format == "release" and not any(in_known_backbone(name) for name in tensors):

@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from .launcher import tell_launcher
+
 _SIMILAR = 0.75  # of two names' letters, by difflib
 # A number below zero as `float` reads it, be it in scientific notation.
 _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$|-inf(inity)?$", re.IGNORECASE)
@@ -45,4 +47,6 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with `message`, in one line."""
-        self.exit(2, f"{self.prog}: error: {message} (--help lists the flags)\n")
+        line = f"{self.prog}: error: {message} (--help lists the flags)"
+        tell_launcher(line)
+        self.exit(2, f"{line}\n")

@@ -122,7 +122,7 @@ def fetch_file(
         FileNotFoundError: the file is not in the cache, and the hub cannot be asked for it.
         OSError: there is no such repository, or the file cannot be fetched.
     """
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:  # which no repository's name does
+    if is_a_path(name):
         raise FileNotFoundError(f"'{name}': no such folder{_seen_from_here(name)}")
     hub = _hub_library(name)
     where = {"revision": revision, "cache_dir": cache_dir}
@@ -150,7 +150,12 @@ def fetch_file(
         return Path(path)
     except Exception as error:
         # Its HTTP client's own errors come through, and which client it has changes.
-        raise _as_os_error(hub, error, name, filename, where, offline) from error
+        raise _as_os_error(hub, error, name, filename, where, offline, folder) from error
+
+
+def is_a_path(name: str) -> bool:
+    """Whether a name cannot be a repository's, and the hub is not asked for it."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 @functools.cache  # a model has several files
@@ -306,6 +311,7 @@ def _as_os_error(
     filename: str,
     where: dict[str, str | None],
     offline: str,
+    folder: str | os.PathLike | None,
 ) -> OSError:
     """What is raised for an error of the hub library; `offline` says why the hub is not asked."""
     match error:
@@ -319,7 +325,7 @@ def _as_os_error(
         case hub.errors.RevisionNotFoundError():
             return OSError(f"'{name}' has no revision '{where['revision'] or 'main'}' on the hub")
         case hub.errors.LocalEntryNotFoundError():
-            return _not_cached(hub, error, name, filename, where, offline)
+            return _not_cached(hub, error, name, filename, where, offline, folder)
         case hub.errors.EntryNotFoundError():
             return AbsentFileError(f"'{name}' has no {filename} on the hub")
         case OSError(errno=errno.EACCES | errno.EPERM | errno.EROFS, filename=str(place)):
@@ -338,6 +344,7 @@ def _not_cached(
     filename: str,
     where: dict[str, str | None],
     offline: str,
+    folder: str | os.PathLike | None,
 ) -> FileNotFoundError:
     """The same, where the hub was not reached and the cache holds no such file."""
     if hub.try_to_load_from_cache(name, filename, **where) is hub._CACHED_NO_EXIST:
@@ -350,6 +357,8 @@ def _not_cached(
         return AbsentFileError(f"'{name}': {offline} and {filename} cannot be fetched")
     else:
         why = f"{offline} and it is not in the cache"
+    if folder is None:  # else it is a copy that is asked for
+        why += "; without internet, copy its folder here and give the path instead of the name"
     return FileNotFoundError(
         f"'{name}' is not a local folder{_seen_from_here(name)} and cannot be fetched: {why}"
     )

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from ..errors import CheckpointError, TrainingError, UnsupportedLayerError
 from ..io.console import ConsoleHandler, say
+from ..io.launcher import tell_launcher
 
 
 def started(pid: int) -> str:
@@ -254,13 +255,16 @@ def _set_up_output() -> None:
         return  # a console of Windows
     stream.flush()
     own = _Output(stream.fileno(), "w", closefd=False)
-    sys.stdout = io.TextIOWrapper(
+    own.name = file.name  # Python's own are called <stdout>, not by their number
+    new: Any = io.TextIOWrapper(
         own if file is stream.buffer else io.BufferedWriter(own),
         stream.encoding,
         stream.errors,
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )
+    new.mode = stream.mode
+    sys.stdout = new
 
 
 def _end_interrupted(*_: object) -> None:
@@ -363,9 +367,13 @@ def run(
         if os.environ.get("LORA_DEBUG") == "1":
             raise
         _stop_watching()  # this process's own error is what ends it, not that others are gone
+        line = _line(error)
+        # Before the wait: to a launcher the first error of several processes is their cause, and
+        # those that this process's end will leave without it come later.
+        tell_launcher(line)
         if rank():
             time.sleep(HEAD_START)
-        _report(error, report)
+        report(line)
         _end(1)
     except RuntimeError as error:
         if not is_lost_peer(error) or os.environ.get("LORA_DEBUG") == "1":
@@ -374,7 +382,7 @@ def run(
         gone = "another process of the run is gone; if it ended by an error, it has said which"
         if any(mark in str(error).lower() for mark in _TOO_LATE):
             gone = f"other processes of the run did not answer in time; see {timeout}"
-        _report(TrainingError(gone), report)
+        report(_line(TrainingError(gone)))
         _end(1)
     except KeyboardInterrupt:
         _say_interrupted(report)
@@ -395,6 +403,9 @@ def _flushing_output() -> Iterator[None]:
             _drop_output()
         else:  # such as that of --help
             _flush_output()
+        raise
+    except BaseException:
+        _drop_output()
         raise
     _flush_output()
 
@@ -441,9 +452,9 @@ def _stop_watching() -> None:
         stop_watching()
 
 
-def _report(error: Exception, report: Callable[[str], None]) -> None:
+def _line(error: Exception) -> str:
     message = " ".join(_in_words(error).split())
-    report(f"{os.path.basename(sys.argv[0])}: error{_which()}: {message}")
+    return f"{os.path.basename(sys.argv[0])}: error{_which()}: {message}"
 
 
 def _which() -> str:

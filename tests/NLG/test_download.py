@@ -152,8 +152,7 @@ def test_another_file_in_its_place_is_told_and_kept(path, name, message, publish
         ("dart", "/dart/train.json", "a page", "Expecting value"),
         ("dart", "/dart/train.json", "cut", "got 3 bytes, not 6"),
         ("dart", "/dart/train.json", "cut, unannounced", "Expecting value"),
-        # Nobody can put a file into a folder that is made anew for each run.
-        ("e2e", "/e2e.zip", "absent", "404: Not Found; try again$"),
+        ("e2e", "/e2e.zip", "absent", "put the file at .*/data/e2e/e2e-dataset.zip yourself$"),
         ("e2e", "/e2e.zip", "a page", "holds no e2e-dataset/trainset.csv"),
         ("e2e", "/e2e.zip", "another archive", "holds no e2e-dataset/trainset.csv"),
         ("e2e", "/e2e.zip", "fewer rows", "trainset.csv has 1 rows, not 2"),
@@ -177,6 +176,28 @@ def test_a_download_that_fails_leaves_nothing(name, path, spoil, message, publis
         fetch(tmp_path, name)
     assert f"{published.url}{path}" in str(error.value)
     assert set(there(tmp_path)) <= {"vocab/encoder.json"}
+
+
+def test_an_archive_that_was_put_there_is_not_downloaded(published, tmp_path):
+    fetch(tmp_path / "downloaded", "e2e")
+    path = tmp_path / "own" / "data" / "e2e" / "e2e-dataset.zip"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(published.files["/e2e.zip"])
+    published.log.clear()
+    fetch(tmp_path / "own", "e2e")
+    assert published.log == []
+    own = there(tmp_path / "own")
+    assert own.pop("data/e2e/e2e-dataset.zip") == published.files["/e2e.zip"]
+    assert own == there(tmp_path / "downloaded")
+
+
+def test_another_archive_that_was_put_there_is_told(published, tmp_path):
+    path = tmp_path / "data" / "e2e" / "e2e-dataset.zip"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"<html>log in</html>")
+    with pytest.raises(OSError, match=f"^e2e: {path}: holds no e2e-dataset/trainset.csv"):
+        fetch(tmp_path, "e2e")
+    assert set(there(tmp_path)) == {"data/e2e/e2e-dataset.zip"}
 
 
 def test_no_server(tmp_path):
@@ -248,7 +269,8 @@ def test_checkpoints_from_the_hub(hub_server, tmp_path):
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1] == (
         "download.py: error: gpt2-large: 'openai-community/gpt2-large' has no pytorch_model.bin "
-        "on the hub"
+        "on the hub; try again, or put its pytorch_model.bin at "
+        "pretrained_checkpoints/gpt2-large-pytorch_model.bin yourself"
     )
     made = tree / "pretrained_checkpoints"
     names = ["gpt2-medium-pytorch_model.bin", "gpt2-pytorch_model.bin"]

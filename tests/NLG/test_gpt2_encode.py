@@ -55,13 +55,21 @@ def test_rows(bos, eos, batch, tmp_path, vocab_folder, monkeypatch):
     ("line", "message"),
     [
         ("{", ":2: not JSON"),
+        (
+            "name : Blue||Blue is",
+            ":2: not JSON (Expecting value: line 1 column 1 (char 0)); formatted",
+        ),
         ("[]", ":2: not a JSON object"),
         (
             '{"context": "a"}',
             ':2: "completion" is missing or not a text; to decode without one to compare with, '
             "give any text",
         ),
-        ('{"context": [1], "completion": "a"}', ':2: "context" is missing or not a text'),
+        ('{"context": 1, "completion": "a"}', ':2: "context" is missing or not a text'),
+        (
+            '{"context": [1], "completion": [2]}',
+            ":2: holds token ids, not texts: give the file",
+        ),
         ('{"context": "a", "completion": ""}', ":2: the completion is empty"),
         ('{"context": "a", "completion": " \\n"}', ":2: the completion is empty"),
         ('{"context": "a", "completion": "\\ud800"}', ':2: "completion" is not valid Unicode'),

@@ -360,6 +360,34 @@ def test_a_bad_line_is_named(tiny, finished, tmp_path, error_of, flag, line, mes
 
 
 @pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("name : Blue||Blue is\n", ":1: not JSON ("),
+        ("[\n{}]", ":1: not JSON ("),
+        ("", ": is empty"),
+    ],
+)
+def test_texts_in_the_place_of_token_ids(tiny, finished, tmp_path, error_of, content, message):
+    path = tmp_path / "texts"
+    path.write_text(content)
+    error = error_of(tiny.flags(finished, "--max_step", 4, "--train_data", path))
+    assert f"{path}{message}" in error
+    assert "; token ids are needed: format_converting_e2e.py (_webnlg, _dart) and then" in error
+
+
+def test_formatted_texts_in_the_place_of_token_ids(tiny, finished, tmp_path, error_of):
+    path = tmp_path / "texts"
+    path.write_text('{"context": "a", "completion": "b"}')
+    error = error_of(tiny.flags(finished, "--max_step", 4, "--valid_data", path))
+    assert f"{path}:1: holds texts, not token ids: gpt2_encode.py makes these of it" in error
+
+
+def test_a_folder_in_the_place_of_data(tiny, finished, tmp_path, error_of):
+    error = error_of(tiny.flags(finished, "--max_step", 4, "--valid_data", tmp_path))
+    assert f"{tmp_path}: is a folder; give a file of it, such as train.jsonl" in error
+
+
+@pytest.mark.parametrize(
     ("more", "message"),
     [
         ("", "how long to train is not given: --max_step or --max_epoch is needed"),
@@ -384,7 +412,11 @@ def test_a_bad_line_is_named(tiny, finished, tmp_path, error_of, flag, line, mes
         ("--max_step 4 --adam_epislon -1", "--adam_epislon has to be at least 0, but is -1"),
         (
             "--max_step 4 --adam_beta1 1",
-            "--adam_beta1 and --adam_beta2 have to be at least 0 and below 1, but are (1.0, 0.98)",
+            "--adam_beta1 has to be at least 0 and below 1, but is 1",
+        ),
+        (
+            "--max_step 4 --adam_beta2 nan",
+            "--adam_beta2 has to be at least 0 and below 1, but is",
         ),
         ("--max_step 4 --seq_len 33", "--seq_len 33: the model has 32 positions"),
         ("--max_step 4 --train_batch_size 0", "--train_batch_size has to be at least 1, but is 0"),
@@ -404,6 +436,19 @@ def test_a_bad_line_is_named(tiny, finished, tmp_path, error_of, flag, line, mes
 def test_settings_that_cannot_be(tiny, finished, error_of, more, message):
     more = more.format(folder=tiny.folder)
     assert message in error_of(tiny.flags(finished, *more.split()))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        *("--lr -1", "--lr inf", "--weight_decay -1e-3", "--adam_epislon nan", "--adam_beta1 1"),
+        *("--adam_beta2 -0.5", "--warmup_step -1", "--lora_dim -1", "--lora_alpha -2"),
+    ],
+)
+def test_a_number_out_of_its_range_is_said_before_files_that_are_missing(error_of, more):
+    flag, value = more.split()
+    error = error_of(["--train_data", "none", "--valid_data", "none", flag, value])
+    assert f"{flag} has to be at " in error
 
 
 def test_fp16_needs_a_gpu(tiny, finished, error_of):

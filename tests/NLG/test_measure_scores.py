@@ -278,6 +278,8 @@ def test_empty_predictions_count_and_are_told(tmp_path, caplog):
     ("references", "predictions", "said"),
     [
         ("a\n\nb\n\n", "a\n", "pred.txt: 1 predictions for 2 rows of references"),
+        ("a\nb\n", "a\n\nb\nc\n\n", "give the references first, then the predictions"),
+        ("a\nb\n", "a\nb\n", "pred.txt: 2 predictions for 1 rows of references"),
         ("a\n\nb\n\n", "a\nb\nc\n", "pred.txt: 3 predictions for 2 rows of references"),
         ("a\n", "", "pred.txt: 0 predictions for 1 rows of references"),
         ("", "a\n", "ref.txt: holds no references"),

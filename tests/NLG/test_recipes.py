@@ -39,19 +39,83 @@ def test_help_wherever_it_is_asked_for_ends_the_recipe(flags):
     assert len(ended.stdout.splitlines()) == 3
 
 
-@pytest.mark.slow
-def test_a_wrong_flag_is_said_before_anything_is_launched():
+def run_recipe(*flags: str, **environment: str) -> subprocess.CompletedProcess:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    ended = subprocess.run(
-        ["bash", "e2e_gpt2_md.sh", "--bf16", "--lora_dimm", "4"],
+    return subprocess.run(
+        ["bash", "e2e_gpt2_md.sh", *flags],
         cwd=ROOT / "NLG",
-        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "status", "says"),
+    [
+        (["--lora_dimm", "4"], 2, "unrecognized arguments: --lora_dimm 4; did you"),
+        (["--lr", "-1"], 1, "--lr has to be at least 0, but is -1.0"),
+        (["--fp16"], 1, "--fp16 needs a GPU: use --bf16, which works on a CPU as well"),
+        (["--init_checkpoint", "no.bin"], 1, "no.bin: no such checkpoint file; "),
+        (["--train_data", "no.jsonl"], 1, "--train_data no.jsonl: no such file (seen from "),
+    ],
+)
+def test_what_is_wrong_with_flags_is_said_before_what_else_is_missing(flags, status, says):
+    """Before files that are not there, and by no launcher."""
+    ended = run_recipe(*flags, CUDA_VISIBLE_DEVICES="", TRIAL_DIR="/none", NPROC="two")
     (line,) = ended.stderr.splitlines()
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert line.startswith("e2e_gpt2_md.sh: error: unrecognized arguments: --lora_dimm 4; did you")
+    assert (ended.returncode, ended.stdout) == (status, "")
+    assert line.startswith(f"e2e_gpt2_md.sh: error: {says}")
+
+
+@pytest.mark.slow
+def test_flags_that_can_be_are_passed_over_without_a_word(tmp_path):
+    ended = run_recipe("--bf16", "--lr", "1e-3", TRIAL_DIR=str(tmp_path))
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(f"e2e_gpt2_md.sh: error: {tmp_path}/base.pt is not there; make it by: ")
+
+
+@pytest.mark.parametrize("nproc", ["0", "-1", "two", "1.5"])
+def test_a_number_of_processes_that_is_none(nproc):
+    ended = run_recipe(NPROC=nproc)
+    said = f"e2e_gpt2_md.sh: error: NPROC={nproc}: has to be a number of processes, from 1 on\n"
+    assert (ended.returncode, ended.stderr) == (1, said)
+
+
+@pytest.mark.parametrize(("nproc", "launched"), [("", False), ("1", False), ("2", True)])
+def test_a_single_process_needs_no_launcher(tmp_path, nproc, launched):
+    """It is told which one it is all the same, whatever the caller's environment says of others."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$RANK $WORLD_SIZE $LOCAL_RANK $@"\n')
+    python.chmod(0o755)
+    code = 'source recipes/common.sh md; launch src/gpt2_ft.py --lr "1 2"'
+    ended = subprocess.run(
+        ["bash", "-c", code, "e2e.sh"],
+        cwd=ROOT / "NLG",
+        env={
+            **os.environ,
+            "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+            "NPROC": nproc,
+            "WORLD_SIZE": "8",
+            "RANK": "3",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    if launched:
+        assert "-m torch.distributed.launch --nproc_per_node=2 " in ended.stdout
+    else:
+        assert ended.stdout == "0 1 0 src/gpt2_ft.py --lr 1 2\n"
+
+
+@pytest.mark.parametrize("card", [[], ["xl"]])
+def test_a_card_without_a_recipe(card):
+    command = ["bash", "recipes/e2e.sh", *card]
+    ended = subprocess.run(command, cwd=ROOT / "NLG", capture_output=True, text=True)
+    said = f"recipes: error: no recipe for a gpt2.{''.join(card)} (known: md, lg)\n"
+    assert (ended.returncode, ended.stderr) == (2, said)
 
 
 def test_what_makes_a_missing_file_can_be_pasted(tmp_path):
@@ -65,6 +129,22 @@ def test_what_makes_a_missing_file_can_be_pasted(tmp_path):
     assert ended.returncode == 1
     (command,) = re.findall(r"make it by: (cd .*) && ", ended.stderr)
     assert shlex.split(command) == ["cd", str(clone)]
+
+
+@pytest.mark.parametrize(("left", "status"), [([], 1), (["model.3.pt"], 0)])
+def test_a_finished_run_whose_model_is_gone(tmp_path, left, status):
+    for name in left:
+        (tmp_path / name).touch()
+    code = "source recipes/common.sh md; out=$1; launch() { :; }; train; echo decodes"
+    ended = subprocess.run(
+        ["bash", "-c", code, "e2e.sh", str(tmp_path)],
+        cwd=ROOT / "NLG",
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.returncode, ended.stdout) == (status, "" if status else "decodes\n")
+    says = f"error: {tmp_path} holds a finished run, but its model.<step>.pt is gone: put it back"
+    assert (says in ended.stderr) == bool(status)
 
 
 @pytest.mark.parametrize("name", ["plain", "a & b", "r|s", r"C:\1\runs", "it's $HOME*.pt", "-n"])

@@ -145,7 +145,8 @@ show(logits, "roberta-base")
     for name, (reason, (error, message)) in reasons.items():
         assert error == "FileNotFoundError"
         assert message == (
-            f"'{name.strip()}' is not a local folder and cannot be fetched: {reason}"
+            f"'{name.strip()}' is not a local folder and cannot be fetched: {reason}; without "
+            "internet, copy its folder here and give the path instead of the name"
         )
 
 

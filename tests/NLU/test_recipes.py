@@ -326,6 +326,49 @@ def test_another_batch_is_said(started, monkeypatch, capsys, flags, examples):
     assert len(started) == 1
 
 
+# ---- files that are not there ----
+
+
+@pytest.mark.parametrize("nproc", [None, "two"])
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--data_dir", "none"], "none/SST-2/train.tsv: no such file; `python utils/download_glue"),
+        (["--model_name_or_path", "./none"], "'./none': no such folder"),
+        (["--model_name_or_path", "bert"], "'bert' is a bert; this package carries roberta, "),
+        (
+            ["--model_name_or_path", "{base}", "--max_seq_length", "99"],
+            "--max_seq_length 99: the m",
+        ),
+        (["--small", "none", "bert"], "--small none: no such folder"),
+        (["--small", "{base}", "none"], "--small none: no such folder"),
+        (["--small", "{base}", "bert"], "bert/SST-2/train.tsv: no such file"),
+        (["--small", "{base}", "bert", "--max_seq_length", "99"], "--max_seq_length 99: the model"),
+    ],
+)
+def test_a_wrong_path_is_said_before_the_number_of_processes(
+    run_glue, started, monkeypatch, tiny_base, nproc, flags, says
+):
+    monkeypatch.setattr(recipe, "gpu_count", lambda: 0)
+    if nproc:
+        monkeypatch.setenv("NPROC", nproc)
+    Path("bert").mkdir()
+    Path("bert", "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(SystemExit) as ended:
+        recipe.main(["roberta_base_sst2", *(flag.format(base=tiny_base) for flag in flags)])
+    assert ended.value.code.startswith(f"roberta_base_sst2.sh: error: {says}")
+    assert started == []
+
+
+def test_what_is_there_or_on_the_hub_is_no_error(run_glue, started, monkeypatch, tiny_glue):
+    monkeypatch.setenv("NPROC", "1")
+    names = ["roberta-base", "microsoft/deberta-v2-xlarge"]
+    for name in names:
+        flags = ["--model_name_or_path", name, "--data_dir", str(tiny_glue)]
+        recipe.main(["roberta_base_sst2", *flags])
+    assert len(started) == len(names)
+
+
 # ---- the weights to start from ----
 
 
@@ -464,6 +507,19 @@ def test_a_wrong_flag_is_said_before_what_else_is_missing(name, flags, says):
     result = run_script(name, *flags)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert result.stderr.startswith(f"{name}.sh: error: {says}")
+
+
+@pytest.mark.slow
+def test_a_command_that_nobody_reads_to_its_end_is_no_error():
+    python = str(Path(sys.executable).parent)
+    process = subprocess.Popen(
+        ["bash", NLU / "roberta_base_rte.sh", "--print"],
+        env={**os.environ, "PATH": f"{python}{os.pathsep}{os.environ['PATH']}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait()) == (b"", 141)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import importlib.util
 import io
 import re
 import socket
+import subprocess
 import sys
 import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -287,6 +288,7 @@ def test_a_failed_task_does_not_stop_the_others(script, wnli, tmp_path):
         ("all", "CoLA SST MRPC QQP STS MNLI QNLI RTE WNLI diagnostic"),
         ("sst-2, STS-B,cola", "SST STS CoLA"),
         ("ax,rte,RTE", "diagnostic RTE"),
+        ("SST2 stsb, MRPC", "SST STS MRPC"),
     ],
 )
 def test_task_names(script, names, keys):
@@ -298,8 +300,43 @@ def test_unknown_task(script, wnli, tmp_path, capsys, tasks):
     with pytest.raises(SystemExit) as stop:
         run(script, wnli, tmp_path, tasks)
     assert stop.value.code == 2
-    assert "task" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "task" in line
     assert wnli.log == []
+
+
+def test_the_names_that_are_listed_are_glue_s(script, capsys):
+    for arguments in (["--tasks", "SNLI"], ["--help"]):
+        with pytest.raises(SystemExit):
+            script.main(arguments)
+        said = "".join(capsys.readouterr())
+        assert "CoLA, SST-2, MRPC, QQP, STS-B, MNLI," in " ".join(said.split())
+
+
+def test_tasks_may_be_words_of_their_own(script, wnli, tmp_path):
+    wnli.log.clear()
+    arguments = ["--data_dir", str(tmp_path), "--base_url", wnli.url]
+    assert script.main([*arguments, "--tasks", "WNLI", "wnli"]) == 0
+    assert names(tmp_path) == ["WNLI"]
+
+
+def test_help_that_nobody_reads_is_no_error():
+    command = [sys.executable, str(SCRIPT), "--help"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() in (0, 141)  # some versions of argparse keep the error to themselves
+
+
+def test_a_file_that_was_put_there_is_not_downloaded(script, wnli, tmp_path, caplog):
+    archive = wnli.files.pop("/glue/data/WNLI.zip")
+    assert run(script, wnli, tmp_path) == 1
+    said = caplog.records[-1].getMessage()
+    assert said.startswith("WNLI: ")
+    assert said.endswith(f"; run again, or put the file at {tmp_path / 'WNLI.zip'} yourself")
+    (tmp_path / "WNLI.zip").write_bytes(archive)
+    assert run(script, wnli, tmp_path) == 0
+    assert names(tmp_path) == ["WNLI"]
 
 
 def test_unusable_base_url(script, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from gpt2_files import (
 from torch import nn
 
 from checkpoints import open_model, read_base, save_model
+from loralib.errors import CheckpointError
 
 # ---- bases that do not fit ----
 
@@ -158,16 +160,26 @@ def test_a_truncated_file(tmp_path, base_path, write, share):
 
 
 def test_files_that_are_not_there(tmp_path, base_path):
-    nowhere = tmp_path / "no.bin"
+    nowhere, empty = tmp_path / "no.bin", tmp_path / "empty"
+    empty.mkdir()
     for path, way_out in (
         (nowhere, "; download_pretrained_checkpoints.sh fetches GPT-2's from the hub"),
         ("gpt2-medium", "; download_pretrained_checkpoints.sh fetches"),
-        (tmp_path, ": it is a folder; give the file of weights in it, such as model.safetensors"),
+        (empty, ": it is a folder; give the file of weights in it, such as model.safetensors or "),
     ):
         refuses([f"{path}: no such checkpoint file{way_out}"], ("--init_checkpoint", path))
     refuses([f"{nowhere}: no such checkpoint file"], ("--init_checkpoint", base_path), nowhere)
+    refuses(["the path of the base is empty: give a file as --init_ch"], ("--init_checkpoint", ""))
     (tmp_path / "text.bin").write_text("<html>404</html>")
     refuses(["text.bin: damaged"], ("--init_checkpoint", tmp_path / "text.bin"))
+
+
+def test_of_a_folder_the_files_that_are_there_are_named(tmp_path):
+    for name in ("model.7.pt", "resume.pt", "metrics.jsonl"):
+        (tmp_path / name).touch()
+    says = f"{tmp_path}: no such checkpoint file: it is a folder; give the file of weights in it, "
+    with pytest.raises(CheckpointError, match=f"^{re.escape(says)}such as model.7.pt$"):
+        open_model(parse("--init_checkpoint", tmp_path))
 
 
 def test_a_model_in_several_files(tmp_path):
@@ -191,12 +203,26 @@ def test_a_lora_file_as_the_base(tmp_path, lora_path, with_metadata):
         refuses(says, ("--init_checkpoint", path, *flags))
 
 
+def test_a_lora_file_as_the_base_of_a_training(lora_path):
+    """gpt2_ft.py has no --lora_path."""
+    args = parse("--init_checkpoint", lora_path)
+    args.lora_dropout = 0.1
+    says = r"--init_checkpoint to train new LoRA on it; to train on .*model.<step>.pt.*--resume"
+    with pytest.raises(CheckpointError, match=says) as raised:
+        open_model(args)
+    assert "--lora_path" not in str(raised.value)
+
+
 def test_a_lora_file_without_its_base(lora_path):
     refuses([f"{lora_path}: needs the base", "--init_checkpoint"], (), lora_path)
 
 
 def test_a_base_as_the_lora_file(tmp_path, base_path):
-    refuses(["none of its 28 tensors is LoRA's"], ("--init_checkpoint", base_path), base_path)
+    refuses(
+        ["none of its 28 tensors is LoRA's", "is to be given as the base"],
+        ("--init_checkpoint", base_path),
+        base_path,
+    )
 
 
 def test_a_full_model_in_either_place(tmp_path, base_path, lora_path, open_lora):
@@ -253,6 +279,7 @@ def test_a_file_that_does_not_say_its_alpha(tmp_path, base_path, caplog, lora_on
     [
         (("--lora_dim", -1), "--lora_dim has to be"),
         (("--lora_alpha", 0), "--lora_alpha has to be above"),
+        (("--lora_alpha", "nan"), "--lora_alpha has to be above 0, but is nan"),
     ],
 )
 def test_flags_out_of_range(base_path, flags, message):

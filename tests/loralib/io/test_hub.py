@@ -20,6 +20,7 @@ import loralib.io.hub as hub_files
 from loralib.io.hub import AbsentFileError, fetch_file, is_offline_mode, resolve_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+COPY_IT = "without internet, copy its folder here and give the path instead of the name"
 UNCACHED = "'{}' is not a local folder and cannot be fetched: offline mode is on and it is not in "
 PRIVATE = "'{}' is neither a local folder nor a model on the hub (a private one needs `hf auth"
 
@@ -423,8 +424,15 @@ def test_where_a_path_was_looked_for_is_said_where_no_hub_answers(tmp_path, monk
     for name in ("runs/model", "roberta-base"):
         with pytest.raises(FileNotFoundError) as raised:
             fetch_file(name, CONFIG, cache_dir=str(tmp_path / "cache"))
-        is_said = str(raised.value).endswith(f"refused; as a path it was looked for in {tmp_path}")
+        is_said = f"refused; as a path it was looked for in {tmp_path}; " in str(raised.value)
         assert is_said == (name == "runs/model" and not made)
+        assert str(raised.value).endswith(f"; {COPY_IT}")
+
+
+def test_where_a_copy_is_asked_for_nothing_is_said_of_copies(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub_files, "_why_unreached", lambda *given: ConnectError("refused"))
+    with pytest.raises(FileNotFoundError, match=r"cannot be fetched: refused$"):
+        fetch_file("gpt2", CONFIG, folder=tmp_path)
 
 
 # ---- errors ----

@@ -526,6 +526,44 @@ def test_an_error_of_its_own_is_said_where_nobody_reads_the_output(ends, said, s
 
 
 @pytest.mark.slow
+def test_a_bug_is_shown_where_nobody_reads_the_output():
+    """With status 1: of output that cannot be written at its end Python makes 120."""
+    code = "import sys\nfrom loralib.training.process import run\n"
+    code += "def main():\n print(1)\n sys.stdin.read()\n 1 / 0\nrun(main)"
+    script = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with script:
+        script.stdout.close()
+        script.stdin.close()
+        *_, last = script.stderr.read().splitlines()
+        assert (last, script.wait()) == ("ZeroDivisionError: division by zero", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_standard_output_is_called_what_python_calls_it(unbuffered):
+    shows = "print([getattr(sys.stdout, name) for name in ('name', 'mode', 'encoding')], "
+    shows += "sys.stdout.fileno(), sys.stdout.buffer.name)"
+    code = "import sys\nfrom loralib.training.process import run\n"
+    code += f"{shows}\nrun(lambda: {shows})"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered},
+        capture_output=True,
+        text=True,
+    )
+    before, after = done.stdout.splitlines()
+    assert after == before
+    assert "<stdout>" in before
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("count", [1, 100_000])

@@ -58,6 +58,6 @@ def _carried(model_type: str | None, source: str) -> Carried:
     if model_type not in CARRIED:
         raise ValueError(
             f"'{source}' is a {model_type or 'model of no stated type'}; "
-            f"this package carries {', '.join(CARRIED)}"
+            f"this package carries {', '.join(CARRIED)}: give one of these, such as roberta-base"
         )
     return CARRIED[model_type]

@@ -1,0 +1,43 @@
+"""Says what is wrong with the flags that were added to a recipe, before anything is launched.
+
+    PYTHONPATH=src python recipes/check_flags.py e2e_gpt2_md.sh [flags of gpt2_ft.py]
+
+By processes of a launcher, which tells of their end at length, it would go under.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from checkpoints import check_is_one_file
+from exp_utils import run
+from gpt2_ft_arguments import parse_args
+from loralib.training.distributed import choose_device
+from loralib.training.precision import check_precision
+
+# What a recipe gives itself, and gpt2_ft.py asks for; there, whatever the recipe's is.
+_OF_RECIPES = ["--train_data", os.devnull, "--valid_data", os.devnull]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Checks values, the files that they name, and the precision on this machine's device.
+
+    Raises:
+        OSError, ValueError: one is not there, or cannot be.
+    """
+    flags = sys.argv[1:] if argv is None else argv
+    args = parse_args([*_OF_RECIPES, *flags])
+    if args.estimate:
+        return  # which needs none of these
+    check_precision(args.fp16, args.bf16, choose_device(0))
+    if args.init_checkpoint is not None:
+        check_is_one_file(args.init_checkpoint)
+    for flag in ("train_data", "valid_data"):
+        path = getattr(args, flag)
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"--{flag} {path}: no such file (seen from {os.getcwd()})")
+
+
+if __name__ == "__main__":
+    del sys.argv[0]  # errors begin with the recipe's name
+    run(main)

@@ -1,0 +1,110 @@
+"""What PyTorch's launcher shows of an error, after its own lines."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launches import launch
+
+from loralib.io.command_line import ArgumentParser
+from loralib.io.launcher import tell_launcher
+from loralib.training.process import run
+
+SCRIPT = """
+import os, sys
+import torch.distributed as dist
+from loralib.io.command_line import ArgumentParser
+from loralib.training.process import run
+
+def main():
+    parser = ArgumentParser(prog="script.py")
+    for flag in ("--fails", "--local-rank"):
+        parser.add_argument(flag)
+    fails = parser.parse_args().fails
+    dist.init_process_group("gloo")
+    if os.environ["RANK"] == fails:
+        raise ValueError("this is\\nwrong")
+    dist.barrier()
+
+run(main)
+"""
+
+
+@pytest.fixture
+def error_file(monkeypatch, tmp_path) -> Path:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    return tmp_path / "error.json"
+
+
+def said(path: Path) -> str:
+    return json.loads(path.read_text(encoding="utf-8"))["message"]["message"]
+
+
+def test_the_first_error_is_told(error_file):
+    tell_launcher("é first")
+    tell_launcher("second")
+    assert said(error_file) == "é first"
+
+
+def test_without_a_launcher_nothing_is_written(monkeypatch, tmp_path):
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    tell_launcher("first")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "none" / "error.json"))
+    tell_launcher("first")
+
+
+def test_a_script_s_error_is_told(error_file, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    monkeypatch.delenv("RANK", raising=False)
+
+    def main():
+        raise ValueError("wrong")
+
+    with pytest.raises(SystemExit):
+        run(main, lambda line: None)
+    assert said(error_file) == "script.py: error: wrong"
+
+
+def test_a_wrong_flag_is_told(error_file, capsys):
+    with pytest.raises(SystemExit):
+        ArgumentParser(prog="script.py").parse_args(["--wrong"])
+    assert f"{said(error_file)}\n" == capsys.readouterr().err
+
+
+def shown(tmp_path: Path, processes: int, *flags: str) -> subprocess.CompletedProcess:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    return launch(processes, script, *flags, restarts=0)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("processes", "flag", "line"),
+    [
+        (2, "--fails=0", "error: this is wrong"),
+        # The first process's own line is that it has lost this one, which is what comes of it.
+        (2, "--fails=1", "error (process 1): this is wrong"),
+        (1, "--fail=0", "error: unrecognized arguments: --fail=0; did you mean --fails?"),
+    ],
+)
+def test_the_error_is_the_last_line_of_the_launcher_s_table(tmp_path, processes, flag, line):
+    result = shown(tmp_path, processes, flag)
+    assert result.returncode == 1
+    *_, last, border = result.stderr.splitlines()
+    assert set(border) == {"="}
+    label, _, text = last.partition(" : ")
+    assert label.strip() == "traceback"
+    assert text.removesuffix(" (--help lists the flags)") == f"script.py: {line}"
+
+
+@pytest.mark.distributed
+def test_a_run_without_an_error_has_no_table(tmp_path):
+    result = shown(tmp_path, 2)
+    assert (result.returncode, "traceback" in result.stderr) == (0, False)
