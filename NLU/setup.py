@@ -14,7 +14,7 @@ setup(
     install_requires=[
         "loralib>=0.2.0",
         "torch>=2.9",
-        "datasets>=5.0",
+        "datasets>=5.2",
         "filelock",
         "huggingface_hub>=1.33",
         "numpy>=1.26",
