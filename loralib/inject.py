@@ -39,6 +39,7 @@ from .inject_checks import (
     sharing,
 )
 from .lora_layer import LoRALayer, names_of_updates
+from .steps import forget_steps
 from .targets import (
     ALL_LINEAR,
     Target,
@@ -51,7 +52,7 @@ from .targets import (
     is_any,
     matches,
 )
-from .trained import forget_frozen, forget_steps, note_trained
+from .trained import forget_frozen, note_trained
 from .utils import check_bias, check_not_pefts, check_whole, freeze_base, train_biases
 
 logger = logging.getLogger(__name__)
@@ -341,4 +342,5 @@ def remove_lora(model: nn.Module) -> tuple[str, ...]:
     adapted = names_of_updates(model)
     turn_all_back(model)
     forget_frozen(model)
+    forget_steps(model)
     return adapted

@@ -18,8 +18,9 @@ from ..functional import variant_of
 from ..initialization import starts_from_weight
 from ..layers import Conv1d, Conv2d, Conv3d
 from ..lora_layer import LoRALayer
+from ..steps import trained_along
 from ..targets import other_places
-from ..trained import is_never_frozen, noted, trained_along, untied_from
+from ..trained import is_never_frozen, noted, untied_from
 from ..utils import check_there, check_whole, tensors_of, weights_with_updates
 from ..wrappers import without_wrappers
 from .adapter import LORA, Adapter, base_biases, lora_metadata
