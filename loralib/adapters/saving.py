@@ -18,7 +18,7 @@ from ..functional import variant_of
 from ..initialization import starts_from_weight
 from ..layers import Conv1d, Conv2d, Conv3d
 from ..lora_layer import LoRALayer
-from ..steps import trained_along
+from ..steps import trained_along, was_trained_along
 from ..targets import other_places
 from ..trained import is_never_frozen, noted, untied_from
 from ..utils import check_there, check_whole, tensors_of, weights_with_updates
@@ -201,15 +201,22 @@ def _lost_base(model: nn.Module, adapter: Adapter) -> list[str]:
     """Says that a base was trained along with LoRA, and frozen since: nothing else holds it."""
     named = model.named_parameters(remove_duplicate=False)
     held = {id(parameter) for name, parameter in named if name in adapter.tensors}
-    lost = [name for name, p in trained_along(model).items() if id(p) not in held]
+    lost = {name: p for name, p in trained_along(model).items() if id(p) not in held}
     if not lost:
         return []
-    remark = (
-        f"{len(lost)} parameters besides LoRA ({lost[0]}, …) were trained along with it, and are "
-        "frozen now and not held: the adapter needs this very base, so save the model whole as "
-        "well (torch.save of its state_dict), or train again from the base as it was, with "
-        "mark_only_lora_as_trainable called before that"
-    )
+    first, of_lora = next(iter(lost)), {id(weight) for _, weight in weights_with_updates(model)}
+    which = f"{first} was" if len(lost) == 1 else f"{first} and {len(lost) - 1} more were"
+    remark = f"{which} trained along with LoRA, but frozen now and not held: "
+    if of_lora & {id(parameter) for parameter in lost.values()}:  # which no adapter can hold
+        remark += (
+            "the adapter needs this very base: save the whole model too (torch.save), or train "
+            "again from the base after mark_only_lora_as_trainable"
+        )
+    else:
+        remark += (
+            "requires_grad_(True) on what is meant, such as a head, and save again; else save the "
+            "whole model too (torch.save), or train again"
+        )
     logger.warning("%s: %s", adapter.source, remark)
     return [remark]
 
@@ -295,9 +302,21 @@ def _check_layers(layers: dict[str, LoRALayer]) -> None:
         if weight is not None and weight.requires_grad:
             raise CheckpointError(
                 f"the weight of {name} is trained as well as its LoRA, and adapters do not hold "
-                "it: merge the model and save it whole; or train again from the base, and call "
-                "mark_only_lora_as_trainable before that, because now it is too late"
+                f"it: {_instead_of_saving(weight)}"
             )
+
+
+def _instead_of_saving(weight: torch.Tensor) -> str:
+    """What to do with a model of which a weight beneath LoRA is not frozen."""
+    if was_trained_along(weight):
+        return (
+            "merge the model and save it whole; or train again from the base, and call "
+            "mark_only_lora_as_trainable before that, because now it is too late"
+        )
+    return (
+        "call mark_only_lora_as_trainable and save again, if nothing has changed it yet; else "
+        "merge the model and save it whole"
+    )
 
 
 def _trained_besides(model: nn.Module, state: Collection[str]) -> set[str]:

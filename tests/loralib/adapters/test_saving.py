@@ -267,20 +267,32 @@ def test_running_statistics_that_diverged_are_not_taken_for_a_mask(tmp_path, val
 
 
 @pytest.mark.parametrize("name", ["linear", "attention", "separate"])
-def test_a_weight_that_is_trained_as_well_as_its_lora_is_named(tmp_path, name):
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_weight_that_is_trained_as_well_as_its_lora_is_named(tmp_path, name, is_trained):
     case = CASES[name]
     model = case.adapted()
     model.requires_grad_(True)
+    way_out = "it: call mark_only_lora_as_trainable and save again, if nothing has changed it yet;"
+    if is_trained:
+        way_out = "it: merge the model and save it whole; or .* because now it is too late$"
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(*case.inputs).square().mean().backward()
+        optimizer.step()
     with pytest.raises(
-        CheckpointError,
-        match=r"^the weight of .* is trained as well as its LoRA.* merge the model and save it",
+        CheckpointError, match=rf"^the weight of .* is trained as well as its LoRA.* {way_out}"
     ):
         lora.save_adapter(model, tmp_path / "a.safetensors")
     assert not any(tmp_path.iterdir())
     expected = model.eval()(*case.inputs)
     plain = case.build().eval()
-    plain.load_state_dict(lora.merge(model).state_dict())
+    plain.load_state_dict(lora.merge(copy.deepcopy(model)).state_dict())
     torch.testing.assert_close(plain(*case.inputs), expected)
+    if not is_trained:
+        lora.mark_only_lora_as_trainable(model)
+        lora.save_adapter(model, tmp_path / "a.safetensors")
+        plain = case.build()
+        lora.load_adapter(plain, tmp_path / "a.safetensors")
+        torch.testing.assert_close(plain.eval()(*case.inputs), expected)
 
 
 def test_weights_are_not_decomposed_for_an_adapter_that_is_loaded(tmp_path, monkeypatch):

@@ -357,8 +357,13 @@ def train(model, optimizer=torch.optim.AdamW, **settings):
         optimizer.zero_grad()
 
 
+# What a line of 300 characters leaves beside RoBERTa's longest class and name.
+SPACE = 300 - len("RobertaForSequenceClassification: ")
+SPACE -= len("roberta.encoder.layer.0.attention.output.LayerNorm.weight")
+
+
 def remark_on_the_base(model, path):
-    said = [each for each in lora.save_adapter(model, path) if "trained along with it" in each]
+    said = [each for each in lora.save_adapter(model, path) if "trained along with LoRA" in each]
     return said[0] if said else None
 
 
@@ -382,7 +387,9 @@ def test_a_base_trained_along_with_lora_is_said_when_it_is_saved(
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     brought = read_adapter(tmp_path / "a.safetensors").tensors
     lost = [name for name in frozen if name not in brought]
-    assert remark.startswith(f"{len(lost)} parameters besides LoRA ({lost[0]}, …)")
+    assert remark.startswith(f"{lost[0]} and {len(lost) - 1} more were trained along with LoRA")
+    assert "the adapter needs this very base: save the whole model too" in remark
+    assert len(remark) - len(lost[0]) < SPACE
 
     torch.save(model.state_dict(), tmp_path / "whole.pt")  # the way out
     again = HEAD.adapted()
@@ -405,7 +412,30 @@ def test_a_weight_beneath_lora_that_another_optimizer_trains_is_said(tmp_path):
     optimizer.step()
     lora.mark_only_lora_as_trainable(model)
     remark = remark_on_the_base(model, tmp_path / "a.safetensors")
-    assert remark.startswith("1 parameters besides LoRA (layers.0.out.weight, …)")
+    assert remark.startswith("layers.0.out.weight was trained along with LoRA")
+    assert "requires_grad_(True)" not in remark  # no adapter can hold it
+
+
+@pytest.mark.parametrize(
+    ("part", "which"),
+    [("score", "score.weight and 1 more were"), ("score.bias", "score.bias was")],
+)
+def test_a_head_that_was_trained_along_and_frozen_is_saved_again(tmp_path, part, which):
+    model = HEAD.build()
+    lora.add_lora(model, "out", r=2)
+    name, _, bias = part.partition(".")
+    trained = getattr(model, name)
+    trained = (getattr(trained, bias) if bias else trained).requires_grad_(True)
+    train(model)
+    model.requires_grad_(False)
+    remark = remark_on_the_base(model, tmp_path / "a.safetensors")
+    assert remark.startswith(
+        f"{which} trained along with LoRA, but frozen now and not held: requires_grad_(True) on"
+    )
+    assert len(remark) - len(which.partition(" ")[0]) < SPACE
+    trained.requires_grad_(True)  # the way out
+    assert remark_on_the_base(model, tmp_path / "b.safetensors") is None
+    torch.testing.assert_close(reloaded(tmp_path / "b.safetensors"), model.eval()(*HEAD.inputs))
 
 
 def unfreeze_a_norm(model):
