@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..arguments import as_names, as_path, as_text, check_model
-from ..errors import CheckpointError, NeedsMergingError
+from ..errors import CheckpointError, NeedsMergingError, called
 from ..functional import variant_of
 from ..initialization import starts_from_weight
 from ..layers import Conv1d, Conv2d, Conv3d
@@ -24,7 +24,7 @@ from ..trained import is_never_frozen, noted, untied_from
 from ..utils import check_there, check_whole, tensors_of, weights_with_updates
 from ..wrappers import without_wrappers
 from .adapter import LORA, Adapter, base_biases, lora_metadata
-from .fingerprint import fingerprint_without, last_projection
+from .fingerprint import fingerprint_without
 from .formats import format_of_path, write_checked_adapter
 from .loading import lora_layers, lora_settings
 from .metadata import LoraMetadata
@@ -135,36 +135,30 @@ def _adapter_of(
         **settings,
         dropout=_dropout(layers) or None,
         bias=seen.bias,
-        base=as_text("base", base) or _name_in_config(model),
+        base=as_text("base", base, "roberta-base") or _name_in_config(model),
         base_fingerprint=fingerprint_without(model, besides | untied),
-        task=as_text("task", task),
-        labels=None if labels is None else _as_labels(labels),
+        task=as_text("task", task, "mnli"),
+        labels=None if labels is None else as_names("labels", labels),
         separate=bool(untied) or None,
     )
     return Adapter(tensors, metadata, source=type(model).__name__)
 
 
-def _as_labels(labels: Sequence[str]) -> tuple[str, ...]:
-    """Labels as a tuple.
-
-    Raises:
-        ValueError: they are none, or something else.
-    """
-    names = as_names("labels", labels)
-    if not names:
-        raise ValueError("labels names none: leave it out where there is no head")
-    return names
-
-
 def _other_labels(model: nn.Module, adapter: Adapter) -> list[str]:
-    """Says that there are more labels than outputs, or fewer, as far as the head is known."""
-    last = last_projection(model)
-    weight, labels = adapter.tensors.get(f"{last}.weight"), adapter.lora.labels
-    if weight is None or labels is None or len(weight) == len(labels):
+    """Says that there are more labels than outputs, or fewer, of any head that is held."""
+    labels = adapter.lora.labels
+    outputs = {
+        name: module.out_features
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and f"{name}.weight" in adapter.tensors
+    }
+    of_one_logit = 1 in outputs.values() and labels is not None and len(labels) == 2
+    if not labels or not outputs or len(labels) in outputs.values() or of_one_logit:
         return []
+    last = next(reversed(outputs))
     remark = (
-        f"{len(labels)} labels are named, and the last projection ({last}) has {len(weight)} "
-        "outputs: a bank takes it with one label for each output alone"
+        f"the number of labels is {len(labels)}, and that of the outputs of {called(last)} "
+        f"{outputs[last]}: a bank takes it with one label for each output alone"
     )
     logger.warning("%s: %s", adapter.source, remark)
     return [remark]
@@ -189,9 +183,9 @@ def _base_besides(model: nn.Module, adapter: Adapter) -> list[str]:
         return []
     remark = (
         f"holds {len(held)} tensors ({size:,} numbers) besides LoRA, most of the base that LoRA "
-        "leaves alone, because they were never frozen: if they are not meant to be trained, train "
-        "again from the base, call mark_only_lora_as_trainable before that, then "
-        "requires_grad_(True) on what is to be trained as well"
+        "leaves alone, which mark_only_lora_as_trainable has not frozen: if they are not meant to "
+        "be, train again from the base, call that before, then requires_grad_(True) on what is "
+        "meant"
     )
     logger.warning("%s: %s", adapter.source, remark)
     return [remark]

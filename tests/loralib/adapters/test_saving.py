@@ -357,17 +357,31 @@ def test_a_trained_head_is_no_part_of_the_base_that_it_is_tied_to(tmp_path):
         lora.load_adapter(other, tmp_path / "a.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("labels", "warns"), [(["no", "yes"], False), (["no"], True), (None, False)]
-)
-@pytest.mark.parametrize("trained", ["1", ()])
-def test_another_number_of_labels_than_outputs_is_warned_of(
-    tmp_path, caplog, labels, warns, trained
-):
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
-    lora.add_lora(model, "0", r=2, modules_to_train=trained)
-    nn.init.ones_(model[0].lora_B)
+# Of modules that are trained, the outputs; the labels; and whether these are warned of.
+LABELS = {
+    "as many": ({"head": 2}, ["no", "yes"], False),
+    "fewer": ({"head": 2}, ["no"], True),
+    "more": ({"head": 2}, ["no", "yes", "so"], True),
+    "none": ({"head": 2}, [], False),
+    "unknown": ({"head": 2}, None, False),
+    "no head": ({}, ["no"], False),
+    "one logit": ({"head": 1}, ["no", "yes"], False),
+    "too many for one": ({"head": 1}, ["no", "yes", "so"], True),
+    "another head after it": ({"head": 3, "aux": 5}, ["no", "yes", "so"], False),
+    "another layer after it": ({"head": 3, "projection": 8}, ["no", "yes", "so"], False),
+    "of neither": ({"head": 3, "aux": 5}, ["no"], True),
+}
+
+
+@pytest.mark.parametrize(("heads", "labels", "warns"), LABELS.values(), ids=LABELS)
+def test_another_number_of_labels_than_outputs_is_warned_of(tmp_path, caplog, heads, labels, warns):
+    layers = {name: nn.Linear(8, outputs) for name, outputs in heads.items()}
+    model = nn.ModuleDict({**layers, "up": nn.Linear(8, 1)})
+    lora.add_lora(model, "up", r=1, modules_to_train=list(heads))
+    nn.init.ones_(model["up"].lora_B)
     remarks = lora.save_adapter(model, tmp_path / "a.safetensors", labels=labels)
-    expected = "1 labels are named, and the last projection (1) has 2 outputs: a bank takes"
-    assert [each.startswith(expected) for each in remarks] == [True] * (warns and trained != ())
-    assert len(caplog.records) == len(remarks)
+    assert len(remarks) == len(caplog.records) == warns
+    for remark in remarks:
+        last = list(heads)[-1]
+        start = f"the number of labels is {len(labels)}, and that of the outputs of {last} "
+        assert remark.startswith(f"{start}{heads[last]}: a bank takes")
