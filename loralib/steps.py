@@ -70,7 +70,7 @@ def _note_step(optimizer: Optimizer, *_: Any) -> None:
 
     A step that is compiled notes nothing.
     """
-    if not _layers or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not _layers:
         return
     groups = [group for group in optimizer.param_groups if not _is_still(group)]
     stepped = [p for group in groups for p in group["params"] if p.grad is not None]
