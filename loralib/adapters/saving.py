@@ -183,9 +183,9 @@ def _base_besides(model: nn.Module, adapter: Adapter) -> list[str]:
         return []
     remark = (
         f"holds {len(held)} tensors ({size:,} numbers) besides LoRA, most of the base that LoRA "
-        "leaves alone, which mark_only_lora_as_trainable has not frozen: if they are not meant to "
-        "be, train again from the base, call that before, then requires_grad_(True) on what is "
-        "meant"
+        "leaves alone, which mark_only_lora_as_trainable has not frozen: unless this is meant, "
+        "train again from the base, call that before, then requires_grad_(True) on what is to be "
+        "trained"
     )
     logger.warning("%s: %s", adapter.source, remark)
     return [remark]

@@ -319,7 +319,7 @@ def test_a_base_that_nobody_froze_is_warned_of(tmp_path, caplog, prepare, warns)
     model = prepare(model) or model
     remarks = lora.save_adapter(copy.deepcopy(model), tmp_path / "a.safetensors")
     said = [each for each in remarks if "mark_only_lora_as_trainable has not frozen" in each]
-    way_out = "from the base, call that before, then requires_grad_(True) on what is meant"
+    way_out = "from the base, call that before, then requires_grad_(True) on what is to be trained"
     assert all(each.endswith(way_out) for each in said)
     assert len(said) == warns
     assert said == [record.getMessage().partition(": ")[2] for record in caplog.records]
