@@ -118,15 +118,20 @@ def as_names(
     return several
 
 
-def as_text(name: str, value: object) -> str | None:
+def as_text(name: str, value: object, example: str) -> str | None:
     """A text, or a path as one; None for none, and for an empty one.
+
+    Args:
+        name: of the argument.
+        value: what somebody gave.
+        example: of what it has to be, for the error.
 
     Raises:
         ValueError: it is something else.
     """
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str | None):
-        raise ValueError(f"{name} has to be a name, such as 'mnli', got {shown(value)}")
+        raise ValueError(f"{name} has to be a name, such as '{example}', got {shown(value)}")
     return text or None
 
 

@@ -39,6 +39,7 @@ from .inject_checks import (
     sharing,
 )
 from .lora_layer import LoRALayer, names_of_updates
+from .steps import forget_steps
 from .targets import (
     ALL_LINEAR,
     Target,
@@ -51,7 +52,7 @@ from .targets import (
     is_any,
     matches,
 )
-from .trained import forget_frozen, forget_steps, note_trained
+from .trained import forget_frozen, note_trained
 from .utils import check_bias, check_not_pefts, check_whole, freeze_base, train_biases
 
 logger = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ def add_lora(
         every = find(model, targets, is_linear=is_linear)
         check_exclusions(model, exclude, _with_output_projections(model, every, ()))
     trained = find(model, to_train) if to_train else []
-    check_has_parameters(model, to_train, trained)
+    without_parameters = check_has_parameters(model, to_train, trained)
     check_trained(model, trained, [*names, *names_of_updates(model)])
     ranks = by_pattern(names, rank_pattern or {}, r)
     alphas = by_pattern(names, alpha_pattern or {}, lora_alpha)
@@ -151,10 +152,15 @@ def add_lora(
         for name in names
     }
     is_first = not names_of_updates(model)
-    adapted = adapt(model, settings, untie=untie)
+    adapted = adapt(model, settings, untie=untie, rank_pattern=rank_pattern or {})
     if is_first:
         freeze_base(model)
     train_biases(model, bias)
+    if without_parameters:
+        logger.warning(
+            "modules_to_train names %s, in which there are no parameters to train",
+            listed(map(called, without_parameters)),
+        )
     for name in trained:
         module = model.get_submodule(name).requires_grad_(True)
         note_trained(model, (f"{name}.{inner}" for inner, _ in module.named_parameters()))
@@ -235,6 +241,7 @@ def adapt(
     settings: Mapping[str, LayerSettings],
     untie: bool = False,
     any_rank: bool = False,
+    rank_pattern: Iterable[Target] = (),
 ) -> tuple[str, ...]:
     """Adapts exactly these modules of a model, and freezes their weights.
 
@@ -243,6 +250,7 @@ def adapt(
         settings: by the names of the modules.
         untie: as for `add_lora`.
         any_rank: ranks may be larger than a dimension of their weight, as they are in some files.
+        rank_pattern: the targets by which some got another rank than the rest, for errors.
 
     Returns:
         The names of the modules that have an update now. An attention of separate projections has
@@ -259,7 +267,7 @@ def adapt(
         check_owner(model, name)
         check_dropout(model, name, settings[name])
         if not any_rank:
-            check_rank(name, module, settings[name])
+            check_rank(name, module, settings[name], rank_pattern)
             check_rows(name, module, settings[name])
     if not untie:
         check_tied(model, modules)
@@ -341,4 +349,5 @@ def remove_lora(model: nn.Module) -> tuple[str, ...]:
     adapted = names_of_updates(model)
     turn_all_back(model)
     forget_frozen(model)
+    forget_steps(model)
     return adapted

@@ -13,7 +13,7 @@ from .errors import UnsupportedLayerError, called, listed
 from .functional import variant_of
 from .layers import Embedding
 from .lora_layer import LoRALayer, names_of_updates
-from .targets import Target, first_names, matches
+from .targets import Target, first_names, matches, text_of
 from .wrappers import has_own_forward, own_forward_message, quantized
 
 # The attributes of a LoRA layer that a model may not have for something else.
@@ -78,26 +78,31 @@ def check_has_modules(model: nn.Module) -> None:
 
 def check_has_parameters(
     model: nn.Module, to_train: Iterable[Target], trained: Collection[str]
-) -> None:
-    """Checks that each target in modules_to_train means something that can be trained.
+) -> list[str]:
+    """Checks that modules_to_train means something that can be trained.
 
     Args:
         model: the model.
         to_train: the targets.
         trained: the names of the modules that they mean.
 
+    Returns:
+        For each target that means only modules without parameters, such as a ReLU, one of them.
+
     Raises:
-        ValueError: one means only modules without parameters, such as a ReLU.
+        ValueError: there is no other target.
     """
-    with_some = {
-        name for name in trained if any(True for _ in model.get_submodule(name).parameters())
-    }
-    for target in to_train:
-        meant = [name for name in trained if matches(name, target)]
-        if meant and not with_some.intersection(meant):
-            raise ValueError(
-                f"modules_to_train: {called(meant[0])} has no parameters to train: leave it out"
-            )
+    with_some = [n for n in trained if next(model.get_submodule(n).parameters(), None) is not None]
+    without = [
+        next(name for name in trained if matches(name, target))
+        for target in to_train
+        if not any(matches(name, target) for name in with_some)
+    ]
+    if without and not with_some:
+        raise ValueError(
+            f"modules_to_train: {called(without[0])} has no parameters to train: leave it out"
+        )
+    return without
 
 
 def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
@@ -108,7 +113,9 @@ def check_module(name: str, module: nn.Module, settings: LayerSettings) -> None:
     """
     what = called(name)
     if isinstance(module, LoRALayer) and module.r > 0:
-        raise ValueError(f"{what} has LoRA already: {_LEAVE_OUT}, or remove_lora first")
+        raise ValueError(
+            f"{what} has LoRA already: remove_lora(model) starts anew; to keep it, {_LEAVE_OUT}"
+        )
     own_parameters = module.parameters(recurse=False)
     if any(isinstance(each, nn.parameter.UninitializedParameter) for each in own_parameters):
         raise UnsupportedLayerError(f"{what} has no shape yet: call the model once before add_lora")
@@ -202,19 +209,30 @@ def sharing(
     ]
 
 
-def check_rank(name: str, module: nn.Module, own: LayerSettings) -> None:
-    """Checks that an update's rank is none that its weight cannot have."""
+def check_rank(
+    name: str, module: nn.Module, own: LayerSettings, patterns: Iterable[Target] = ()
+) -> None:
+    """Checks that an update's rank is none that its weight cannot have.
+
+    Args:
+        name: of the module.
+        module: it.
+        own: its settings.
+        patterns: the targets by which some modules were given another rank than the rest.
+    """
     for part in _weight_names(module):
         weight = module._parameters.get(part)
         if weight is not None:
             out, inner = _out_in(module, weight)
             smallest = min(out // len(own.enable_lora), inner)
             if own.r > smallest:
-                last = name.rpartition(".")[2]
-                pattern = name if last.isdigit() else last
+                pattern = next((each for each in patterns if matches(name, each)), None)
+                way_out = f"lower it, or there alone: rank_pattern={{'{name}': {smallest}}}"
+                if pattern is not None:
+                    way_out = f"lower it in rank_pattern, where '{text_of(pattern)}' sets it"
                 raise ValueError(
-                    f"r = {own.r} is larger than a dimension of {called(name)}: {smallest}; lower "
-                    f"it, or there alone: rank_pattern={{'{pattern}': {smallest}}}"
+                    f"r = {own.r} is larger than a dimension of {called(name)}: {smallest}; "
+                    f"{way_out}"
                 )
 
 

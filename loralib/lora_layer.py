@@ -20,7 +20,7 @@ from .initialization import (
 from .nn.bits import bits_of
 from .nn.dropout import Dropout
 from .nn.plain import has_mode, is_transformed
-from .trained import mark_beneath, mark_update
+from .steps import mark_layer, mark_update
 from .wrappers import has_own_forward, is_managed, is_sharded
 
 _optimizer_steps = 0  # of all optimizers: fused ones change tensors, but not their versions
@@ -193,13 +193,13 @@ class LoRALayer:
             for name, shape in (("lora_A_start", shape_A), ("lora_B_start", shape_B)):
                 self.register_buffer(name, weight.new_empty(shape, dtype=dtype))
         weight.requires_grad = False
-        mark_beneath(weight)
-        self._mark_update()
+        mark_layer(self)
 
-    def _mark_update(self) -> None:
-        """Marks A, B and the magnitudes for optimizers' steps, wherever they may be new objects."""
-        held = self._parameters.items()
-        mark_update(p for name, p in held if name.startswith("lora_") and p is not None)
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As any module's; those of LoRA are marked for optimizers' steps, whoever sets them."""
+        super().register_parameter(name, param)
+        if name.startswith("lora_") and param is not None:
+            mark_update(param)
 
     def extra_repr(self) -> str:
         """What `print` shows of the layer: the plain one's settings, and the update's."""
@@ -289,7 +289,7 @@ class LoRALayer:
             for name, value in given.items()
         }
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        self._mark_update()
+        mark_layer(self)
         self._note_empty(
             tuple(name for name in given if not is_given[name] or getattr(self, name).is_meta)
         )
@@ -360,7 +360,7 @@ class LoRALayer:
         self._merged_copy = None
         empty = self._still_empty()
         moved = super()._apply(*args, **kwargs)
-        self._mark_update()
+        mark_layer(self)
         self._note_empty(empty)
         return moved
 
@@ -370,7 +370,7 @@ class LoRALayer:
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self._mark_update()
+        mark_layer(self)
         self._note_empty(tuple(name for name, _ in self._empty))  # a copy has other counts
 
 

@@ -33,6 +33,11 @@ def matches(name: str, target: Target) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
+def text_of(target: Target) -> str:
+    """A target as it was written, for messages."""
+    return target.pattern if isinstance(target, re.Pattern) else target
+
+
 def is_any(name: str, targets: Target | Iterable[Target]) -> bool:
     """Whether a module's name is meant by one of these targets."""
     return any(matches(name, target) for target in as_targets(targets))
@@ -42,21 +47,23 @@ def as_targets(targets: Target | Iterable[Target], what: str = "targets") -> tup
     """One target or several, which may come from an iterator, as a tuple.
 
     Args:
-        targets: what somebody gave.
+        targets: what somebody gave. A dict of None alone, as `dict.fromkeys` makes it, is its keys.
         what: they are called in errors.
 
     Raises:
         ValueError: they are something else.
     """
-    if isinstance(targets, Mapping):
-        raise ValueError(f"{what} has to be a list, not a dict: ranks by module are rank_pattern")
+    if isinstance(targets, Mapping) and any(value is not None for value in targets.values()):
+        reason = "its values have no meaning"
+        if what == "targets":
+            reason = "ranks by module are rank_pattern"
+        raise ValueError(f"{what} has to be a list, not a dict: {reason}")
     if isinstance(targets, str | re.Pattern) or not isinstance(targets, Iterable):
         several: tuple[Target, ...] = (targets,)
     else:
         several = tuple(targets)
     for target in several:
-        text = target.pattern if isinstance(target, re.Pattern) else target
-        if not isinstance(text, str):
+        if not isinstance(text_of(target), str):
             raise ValueError(
                 f"{what} has to be a module's name, a pattern or a list of these, got "
                 f"{shown(target)}"
@@ -197,7 +204,7 @@ def check_exclusions(model: nn.Module, exclude: Iterable[Target], meant: Collect
             continue
         for inner in meant:
             if any(inner.startswith(f"{name}.") for name in found):
-                text = target.pattern if isinstance(target, re.Pattern) else target
+                text = text_of(target)
                 raise ValueError(
                     f"exclude '{text}' leaves out none of the targets; {inner} is inside of such a "
                     f"module, use '{text}.*'"
@@ -250,7 +257,7 @@ def by_pattern(
     for pattern in as_targets(tuple(patterns), "each key of values by pattern"):
         if not any(matches(name, pattern) for name in names):
             raise ValueError(
-                f"the pattern '{pattern}' matches none of the adapted modules: "
+                f"the pattern '{text_of(pattern)}' matches none of the adapted modules: "
                 f"{listed(names, at_most=8)}"
             )
     return {
@@ -279,7 +286,7 @@ def _left_out(
 
 
 def _nothing_matches(target: Target, names: Collection[str], left_out: Collection[str]) -> str:
-    text = target.pattern if isinstance(target, re.Pattern) else target
+    text = text_of(target)
     excluded = [name for name in left_out if matches(name, target)]
     if excluded:
         return (

@@ -13,6 +13,7 @@ from .in_place import leave_fast_path, merge_in_place, merged_copy, was_turned
 from .layers import Embedding
 from .lora_layer import LoRALayer
 from .nn.positions import lora_reaches_positions, unshare_positions
+from .steps import forget_steps
 from .trained import forget_trained, note_frozen, note_trained
 from .wrappers import is_managed, is_sharded, quantized
 
@@ -233,6 +234,7 @@ def merge(module: nn.Module) -> nn.Module:
     earlier = list(module.parameters())
     merge_in_place(module)
     forget_trained(module)
+    forget_steps(module)
     layers = {
         name: layer
         for name, layer in module.named_modules(remove_duplicate=False)

@@ -13,17 +13,18 @@ import torch
 from torch import nn
 
 from ..arguments import as_names, as_path, as_text, check_model
-from ..errors import CheckpointError, NeedsMergingError
+from ..errors import CheckpointError, NeedsMergingError, called
 from ..functional import variant_of
 from ..initialization import starts_from_weight
 from ..layers import Conv1d, Conv2d, Conv3d
 from ..lora_layer import LoRALayer
+from ..steps import trained_along, was_trained_along
 from ..targets import other_places
-from ..trained import is_never_frozen, noted, trained_along, untied_from
+from ..trained import is_never_frozen, noted, untied_from
 from ..utils import check_there, check_whole, tensors_of, weights_with_updates
 from ..wrappers import without_wrappers
 from .adapter import LORA, Adapter, base_biases, lora_metadata
-from .fingerprint import fingerprint_without, last_projection
+from .fingerprint import fingerprint_without
 from .formats import format_of_path, write_checked_adapter
 from .loading import lora_layers, lora_settings
 from .metadata import LoraMetadata
@@ -134,36 +135,30 @@ def _adapter_of(
         **settings,
         dropout=_dropout(layers) or None,
         bias=seen.bias,
-        base=as_text("base", base) or _name_in_config(model),
+        base=as_text("base", base, "roberta-base") or _name_in_config(model),
         base_fingerprint=fingerprint_without(model, besides | untied),
-        task=as_text("task", task),
-        labels=None if labels is None else _as_labels(labels),
+        task=as_text("task", task, "mnli"),
+        labels=None if labels is None else as_names("labels", labels),
         separate=bool(untied) or None,
     )
     return Adapter(tensors, metadata, source=type(model).__name__)
 
 
-def _as_labels(labels: Sequence[str]) -> tuple[str, ...]:
-    """Labels as a tuple.
-
-    Raises:
-        ValueError: they are none, or something else.
-    """
-    names = as_names("labels", labels)
-    if not names:
-        raise ValueError("labels names none: leave it out where there is no head")
-    return names
-
-
 def _other_labels(model: nn.Module, adapter: Adapter) -> list[str]:
-    """Says that there are more labels than outputs, or fewer, as far as the head is known."""
-    last = last_projection(model)
-    weight, labels = adapter.tensors.get(f"{last}.weight"), adapter.lora.labels
-    if weight is None or labels is None or len(weight) == len(labels):
+    """Says that there are more labels than outputs, or fewer, of any head that is held."""
+    labels = adapter.lora.labels
+    outputs = {
+        name: module.out_features
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and f"{name}.weight" in adapter.tensors
+    }
+    of_one_logit = 1 in outputs.values() and labels is not None and len(labels) == 2
+    if not labels or not outputs or len(labels) in outputs.values() or of_one_logit:
         return []
+    last = next(reversed(outputs))
     remark = (
-        f"{len(labels)} labels are named, and the last projection ({last}) has {len(weight)} "
-        "outputs: a bank takes it with one label for each output alone"
+        f"the number of labels is {len(labels)}, and that of the outputs of {called(last)} "
+        f"{outputs[last]}: a bank takes it with one label for each output alone"
     )
     logger.warning("%s: %s", adapter.source, remark)
     return [remark]
@@ -188,9 +183,9 @@ def _base_besides(model: nn.Module, adapter: Adapter) -> list[str]:
         return []
     remark = (
         f"holds {len(held)} tensors ({size:,} numbers) besides LoRA, most of the base that LoRA "
-        "leaves alone, because they were never frozen: if they are not meant to be trained, train "
-        "again from the base, call mark_only_lora_as_trainable before that, then "
-        "requires_grad_(True) on what is to be trained as well"
+        "leaves alone, which mark_only_lora_as_trainable has not frozen: unless this is meant, "
+        "train again from the base, call that before, then requires_grad_(True) on what is to be "
+        "trained"
     )
     logger.warning("%s: %s", adapter.source, remark)
     return [remark]
@@ -200,15 +195,22 @@ def _lost_base(model: nn.Module, adapter: Adapter) -> list[str]:
     """Says that a base was trained along with LoRA, and frozen since: nothing else holds it."""
     named = model.named_parameters(remove_duplicate=False)
     held = {id(parameter) for name, parameter in named if name in adapter.tensors}
-    lost = [name for name, p in trained_along(model).items() if id(p) not in held]
+    lost = {name: p for name, p in trained_along(model).items() if id(p) not in held}
     if not lost:
         return []
-    remark = (
-        f"{len(lost)} parameters besides LoRA ({lost[0]}, …) were trained along with it, and are "
-        "frozen now and not held: the adapter needs this very base, so save the model whole as "
-        "well (torch.save of its state_dict), or train again from the base as it was, with "
-        "mark_only_lora_as_trainable called before that"
-    )
+    first, of_lora = next(iter(lost)), {id(weight) for _, weight in weights_with_updates(model)}
+    which = f"{first} was" if len(lost) == 1 else f"{first} and {len(lost) - 1} more were"
+    remark = f"{which} trained along with LoRA, but frozen now and not held: "
+    if of_lora & {id(parameter) for parameter in lost.values()}:  # which no adapter can hold
+        remark += (
+            "the adapter needs this very base: save the whole model too (torch.save), or train "
+            "again from the base after mark_only_lora_as_trainable"
+        )
+    else:
+        remark += (
+            "requires_grad_(True) on what is meant, such as a head, and save again; else save the "
+            "whole model too (torch.save), or train again"
+        )
     logger.warning("%s: %s", adapter.source, remark)
     return [remark]
 
@@ -294,9 +296,21 @@ def _check_layers(layers: dict[str, LoRALayer]) -> None:
         if weight is not None and weight.requires_grad:
             raise CheckpointError(
                 f"the weight of {name} is trained as well as its LoRA, and adapters do not hold "
-                "it: merge the model and save it whole; or train again from the base, and call "
-                "mark_only_lora_as_trainable before that, because now it is too late"
+                f"it: {_instead_of_saving(weight)}"
             )
+
+
+def _instead_of_saving(weight: torch.Tensor) -> str:
+    """What to do with a model of which a weight beneath LoRA is not frozen."""
+    if was_trained_along(weight):
+        return (
+            "merge the model and save it whole; or train again from the base, and call "
+            "mark_only_lora_as_trainable before that, because now it is too late"
+        )
+    return (
+        "call mark_only_lora_as_trainable and save again, if nothing has changed it yet; else "
+        "merge the model and save it whole"
+    )
 
 
 def _trained_besides(model: nn.Module, state: Collection[str]) -> set[str]:

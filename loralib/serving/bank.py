@@ -14,6 +14,7 @@ that it adapts, and its head. Nothing of the model is changed: deltas and heads 
 forward hooks, which act within `use` alone. routing.py tells which rows are whose.
 """
 
+import inspect
 import logging
 import sys
 import threading
@@ -157,8 +158,8 @@ class AdapterBank:
     def use(self, names: str | Sequence[str]) -> "Block":
         """Within this block, and this thread, the model computes with adapters.
 
-        It is for `with`, each time anew, or to decorate a function; a call alone changes nothing,
-        and a warning says so.
+        It is for `with`, each time anew, or to decorate a function, but not a generator or a
+        coroutine; a call alone changes nothing, and a warning says so.
 
         Where heads of different width share a batch, outputs are padded with -inf on the right: a
         softmax or an argmax is what it would be without. An adapter without a head has the
@@ -218,6 +219,7 @@ class Block(ContextDecorator):
     """
 
     _is_used = True  # until it is made: Dynamo has objects that never are
+    _block: AbstractContextManager[None] | None = None
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]):
         self._make, self._is_used = make, False
@@ -230,22 +232,41 @@ class Block(ContextDecorator):
         self._block.__enter__()
 
     def __exit__(self, *error: Any) -> bool | None:
+        if self._block is None:
+            raise RuntimeError("the block was not entered")
         return self._block.__exit__(*error)
 
     def _recreate_cm(self) -> "Block":
         return Block(self._make)  # a decorated function's, for each call
 
     def __call__(self, func: Any) -> Any:
-        """The function, which computes with the adapters."""
+        """The function, which computes with the adapters.
+
+        Raises:
+            ValueError: it is a generator or a coroutine, whose body runs after its call.
+        """
         self._is_used = True
+        if any(is_kind(func) for is_kind in _RUN_LATER):
+            raise ValueError(
+                f"{getattr(func, '__name__', 'the function')} computes after its call, a generator "
+                "or a coroutine: write `with bank.use(…):` inside it"
+            )
         return super().__call__(func)
 
-    def __del__(self) -> None:
-        if not self._is_used and not sys.is_finalizing():
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # An argument, because this module's names may be gone when the interpreter ends.
+        if not self._is_used and not is_finalizing():
             logger.warning(
                 "bank.use(…) by itself has no effect: write `with bank.use(…):`, and call the "
                 "model in that block"
             )
+
+
+_RUN_LATER = (
+    inspect.isgeneratorfunction,
+    inspect.iscoroutinefunction,
+    inspect.isasyncgenfunction,
+)
 
 
 # ---- hooks ----

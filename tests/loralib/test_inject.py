@@ -152,7 +152,8 @@ def test_a_second_call_adds_other_modules(model):
     trained = {n.rpartition(".")[0] for n, p in model.named_parameters() if p.requires_grad}
     assert trained == {f"layers.{i}.{n}_proj" for i in range(3) for n in "qv"} | {"head"}
     with pytest.raises(
-        ValueError, match=r"layers.0.q_proj has LoRA already: .* or remove_lora first$"
+        ValueError,
+        match=r"layers.0.q_proj has LoRA already: remove_lora\(model\) starts anew; to keep it",
     ):
         lora.add_lora(model, "q_proj")
 
@@ -438,8 +439,13 @@ WRONG = {
     "a slice's key": (AnyModel, {"enable_lora": {0: [True]}}, "a module's name, .* got 0"),
     "nothing to train": (
         AnyModel,
-        {"modules_to_train": ["head", "dropout1"]},
-        r"^modules_to_train: encoder\.layers\.0\.dropout1 has no parameters to train: leave it out",
+        {"modules_to_train": ["dropout2", "dropout1"]},
+        r"^modules_to_train: encoder\.layers\.0\.dropout2 has no parameters to train: leave it out",
+    ),
+    "values to train": (
+        AnyModel,
+        {"modules_to_train": {"head": True}},
+        "^modules_to_train has to be a list, not a dict: its values have no meaning$",
     ),
     "head": (AnyModel, {"modules_to_train": "haed"}, "'haed' matches no module .* head"),
     "slices": (AnyModel, {"enable_lora": {"q_proj": [True] * 3}}, "does not fit layers.0.q_proj"),

@@ -1,5 +1,6 @@
 """add_lora where a model, an order of calls or a class is unusual: right, or refused in words."""
 
+import ast
 import copy
 import re
 
@@ -649,15 +650,44 @@ def test_a_refused_module_is_left_out_of_targets_or_excluded(build, name, settin
         lora.add_lora(build(), [name, "down"], exclude=name, **settings)
 
 
-@pytest.mark.parametrize("first", [{}, {"rank_pattern": {"up": 9}}])
-def test_a_rank_that_is_too_large_is_answered_with_one_that_is_not(first):
-    model = nn.ModuleDict({"0": nn.Linear(4, 4), "up": nn.Linear(4, 2)})
-    settings = {"r": 3} | first
-    with pytest.raises(ValueError, match=r"a dimension of up: 2; lower it, or there") as caught:
-        lora.add_lora(model, ["0", "up"], **settings)
-    assert str(caught.value).endswith("alone: rank_pattern={'up': 2}")
-    lora.add_lora(model, ["0", "up"], **settings | {"rank_pattern": {"up": 2}})
-    assert (model["0"].r, model["up"].r) == (3, 2)
+class Widths(nn.Module):
+    """Layers of one name and several widths."""
+
+    def __init__(self):
+        super().__init__()
+        widths = (8, 8), (8, 4), (4, 2)
+        self.layers = nn.ModuleList(nn.ModuleDict({"out": nn.Linear(*pair)}) for pair in widths)
+
+
+def test_a_rank_that_is_too_large_is_answered_with_one_that_is_not():
+    ranks = {}
+    for number, smallest in ((1, 4), (2, 2)):
+        name = f"layers.{number}.out"
+        message = rf"of {name}: {smallest}; lower it, or there alone: rank_pattern=(.*)$"
+        with pytest.raises(ValueError, match=message) as caught:
+            lora.add_lora(Widths(), "out", r=8, rank_pattern=ranks)
+        ranks |= ast.literal_eval(re.search(message, str(caught.value))[1])
+    model = Widths()
+    lora.add_lora(model, "out", r=8, rank_pattern=ranks)
+    assert [layer["out"].r for layer in model.layers] == [8, 4, 2]
+
+
+@pytest.mark.parametrize("pattern", ["layers.1.out", "out", "*.out", re.compile(r"layers\..*")])
+def test_a_rank_of_a_pattern_that_is_too_large_is_answered_with_that_pattern(pattern):
+    text = pattern.pattern if isinstance(pattern, re.Pattern) else pattern
+    message = f"of layers.1.out: 4; lower it in rank_pattern, where '{text}' sets it"
+    ranks = {"layers.2.out": 2, pattern: 8, "layers.*": 8}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        lora.add_lora(Widths(), "out", r=2, rank_pattern=ranks)
+    lora.add_lora(Widths(), "out", r=2, rank_pattern={**ranks, pattern: 4})
+
+
+def test_what_has_nothing_to_train_beside_what_has_is_warned_of(caplog):
+    model = nn.ModuleDict({"up": nn.Linear(4, 4), "act": nn.ReLU(), "down": nn.Linear(4, 2)})
+    lora.add_lora(model, "up", r=2, modules_to_train=dict.fromkeys(["act", "down"]))
+    assert model["down"].weight.requires_grad
+    (record,) = caplog.records
+    assert record.getMessage().startswith("modules_to_train names act, in which there are no")
 
 
 def test_a_lazy_layer_is_called_once_before():

@@ -8,6 +8,7 @@ from torch import nn
 
 from loralib.adaptation import is_linear
 from loralib.targets import (
+    as_targets,
     by_pattern,
     find,
     guessed_head,
@@ -101,6 +102,10 @@ def test_all_linear_layers_but_the_head(model):
             r"^targets has to be a list, not a dict: ranks by module are r",
         ),
         (
+            {"targets": "q_proj", "exclude": {"head": 4}},
+            r"^exclude has to be a list, not a dict: its values have no meaning$",
+        ),
+        (
             {"targets": re.compile(b"q_proj")},
             r"^targets has to be .*, got re\.compile\(b'q_proj'\)$",
         ),
@@ -125,6 +130,14 @@ def test_what_matches_nothing(model, arguments, message):
     with pytest.raises(ValueError, match=message) as error:
         find(model, **arguments)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("several", [["layers.0.q_proj", "layers.1.*"], []])
+def test_a_dict_without_values_is_a_list(model, several):
+    ordered = dict.fromkeys(several)
+    assert as_targets(ordered) == tuple(several)
+    found = find(model, ["q_proj", "up"], exclude=ordered)
+    assert found == find(model, ["q_proj", "up"], exclude=several)
 
 
 @pytest.mark.parametrize(

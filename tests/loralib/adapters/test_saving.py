@@ -267,20 +267,32 @@ def test_running_statistics_that_diverged_are_not_taken_for_a_mask(tmp_path, val
 
 
 @pytest.mark.parametrize("name", ["linear", "attention", "separate"])
-def test_a_weight_that_is_trained_as_well_as_its_lora_is_named(tmp_path, name):
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_weight_that_is_trained_as_well_as_its_lora_is_named(tmp_path, name, is_trained):
     case = CASES[name]
     model = case.adapted()
     model.requires_grad_(True)
+    way_out = "it: call mark_only_lora_as_trainable and save again, if nothing has changed it yet;"
+    if is_trained:
+        way_out = "it: merge the model and save it whole; or .* because now it is too late$"
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(*case.inputs).square().mean().backward()
+        optimizer.step()
     with pytest.raises(
-        CheckpointError,
-        match=r"^the weight of .* is trained as well as its LoRA.* merge the model and save it",
+        CheckpointError, match=rf"^the weight of .* is trained as well as its LoRA.* {way_out}"
     ):
         lora.save_adapter(model, tmp_path / "a.safetensors")
     assert not any(tmp_path.iterdir())
     expected = model.eval()(*case.inputs)
     plain = case.build().eval()
-    plain.load_state_dict(lora.merge(model).state_dict())
+    plain.load_state_dict(lora.merge(copy.deepcopy(model)).state_dict())
     torch.testing.assert_close(plain(*case.inputs), expected)
+    if not is_trained:
+        lora.mark_only_lora_as_trainable(model)
+        lora.save_adapter(model, tmp_path / "a.safetensors")
+        plain = case.build()
+        lora.load_adapter(plain, tmp_path / "a.safetensors")
+        torch.testing.assert_close(plain.eval()(*case.inputs), expected)
 
 
 def test_weights_are_not_decomposed_for_an_adapter_that_is_loaded(tmp_path, monkeypatch):
@@ -345,17 +357,31 @@ def test_a_trained_head_is_no_part_of_the_base_that_it_is_tied_to(tmp_path):
         lora.load_adapter(other, tmp_path / "a.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("labels", "warns"), [(["no", "yes"], False), (["no"], True), (None, False)]
-)
-@pytest.mark.parametrize("trained", ["1", ()])
-def test_another_number_of_labels_than_outputs_is_warned_of(
-    tmp_path, caplog, labels, warns, trained
-):
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
-    lora.add_lora(model, "0", r=2, modules_to_train=trained)
-    nn.init.ones_(model[0].lora_B)
+# Of modules that are trained, the outputs; the labels; and whether these are warned of.
+LABELS = {
+    "as many": ({"head": 2}, ["no", "yes"], False),
+    "fewer": ({"head": 2}, ["no"], True),
+    "more": ({"head": 2}, ["no", "yes", "so"], True),
+    "none": ({"head": 2}, [], False),
+    "unknown": ({"head": 2}, None, False),
+    "no head": ({}, ["no"], False),
+    "one logit": ({"head": 1}, ["no", "yes"], False),
+    "too many for one": ({"head": 1}, ["no", "yes", "so"], True),
+    "another head after it": ({"head": 3, "aux": 5}, ["no", "yes", "so"], False),
+    "another layer after it": ({"head": 3, "projection": 8}, ["no", "yes", "so"], False),
+    "of neither": ({"head": 3, "aux": 5}, ["no"], True),
+}
+
+
+@pytest.mark.parametrize(("heads", "labels", "warns"), LABELS.values(), ids=LABELS)
+def test_another_number_of_labels_than_outputs_is_warned_of(tmp_path, caplog, heads, labels, warns):
+    layers = {name: nn.Linear(8, outputs) for name, outputs in heads.items()}
+    model = nn.ModuleDict({**layers, "up": nn.Linear(8, 1)})
+    lora.add_lora(model, "up", r=1, modules_to_train=list(heads))
+    nn.init.ones_(model["up"].lora_B)
     remarks = lora.save_adapter(model, tmp_path / "a.safetensors", labels=labels)
-    expected = "1 labels are named, and the last projection (1) has 2 outputs: a bank takes"
-    assert [each.startswith(expected) for each in remarks] == [True] * (warns and trained != ())
-    assert len(caplog.records) == len(remarks)
+    assert len(remarks) == len(caplog.records) == warns
+    for remark in remarks:
+        last = list(heads)[-1]
+        start = f"the number of labels is {len(labels)}, and that of the outputs of {last} "
+        assert remark.startswith(f"{start}{heads[last]}: a bank takes")

@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -103,6 +105,46 @@ def test_uses_that_are_not_warned_of(bank, model, model_class, caplog):
     assert in_effect() is None
     del answer, block
     assert not [each for each in caplog.records if "no effect" in each.getMessage()]
+
+
+def test_a_block_is_silent_when_the_interpreter_ends():
+    lines = [
+        "import torch, loralib as lora",
+        "bank = lora.AdapterBank(torch.nn.Sequential(torch.nn.Linear(2, 2)))",
+        "kept, of_module, lora.kept = bank.use('a'), {'a': bank.use('a')}, bank.use('a')",
+        "torch.kept = bank.use('a')",
+    ]
+    ended = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True
+    )
+    assert "ignored" not in ended.stderr  # "Exception ignored in: …"
+
+
+def generator():
+    yield
+
+
+async def coroutine():
+    pass
+
+
+async def asynchronous_generator():
+    yield
+
+
+@pytest.mark.parametrize("function", [generator, coroutine, asynchronous_generator])
+def test_what_computes_after_its_call_is_not_decorated(bank, caplog, function):
+    with refuses(ValueError, f"{function.__name__} computes after its call", "inside it"):
+        bank.use("a")(function)
+    assert not caplog.records  # the block is used up, and nothing says that it has no effect
+
+
+def test_a_block_that_was_not_entered_is_not_left(bank):
+    block = bank.use("a")
+    with pytest.raises(RuntimeError, match="was not entered"):
+        block.__exit__(None, None, None)
+    with block:
+        pass
 
 
 def test_arguments_exchanged(bank, model_class):

@@ -1,0 +1,201 @@
+"""What optimizers' steps do: whether they train LoRA, what they train along, and an idle one."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from adapted_models import CASES
+from torch import nn
+
+import loralib as lora
+from loralib.steps import trained_along
+
+HEAD = CASES["head"]
+
+
+def steps(model, *optimizers, count=12, every=None):
+    """Steps of several optimizers, each of them after as many batches as `every` says for it."""
+    for batch in range(count):
+        model(*HEAD.inputs).square().mean().backward()
+        for optimizer, period in zip(optimizers, every or [1] * len(optimizers), strict=True):
+            if (batch + 1) % period == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def made_before(**settings):
+    """A model with LoRA, and an optimizer that was made before that."""
+    model = HEAD.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    lora.add_lora(model, "out", r=2, **settings)
+    return model, optimizer
+
+
+def base_and_updates(model):
+    named = list(model.named_parameters())
+    return [p for name, p in named if "lora_" not in name], [p for n, p in named if "lora_" in n]
+
+
+@pytest.mark.slow
+def test_an_optimizers_step_can_be_compiled():
+    model = HEAD.adapted()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(*HEAD.inputs).square().mean().backward()
+    before = model.layers[0]["out"].lora_B.detach().clone()
+    torch.compile(lambda: optimizer.step(), backend="eager")()
+    assert not torch.equal(model.layers[0]["out"].lora_B, before)
+
+
+# ---- an optimizer that leaves LoRA as it is ----
+
+
+@pytest.mark.parametrize("trained", [(), "score"])
+@pytest.mark.parametrize("earlier", ["nothing", "another model"])
+def test_an_optimizer_that_was_made_before_lora_is_warned_of_once(caplog, trained, earlier):
+    if earlier == "another model":  # as in an earlier cell of a notebook, which was right
+        other = HEAD.adapted()
+        steps(other, torch.optim.AdamW(other.parameters(), lr=0.1))
+    model, optimizer = made_before(modules_to_train=trained)
+    steps(model, optimizer, count=9)
+    assert not caplog.records
+    steps(model, optimizer, count=21)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("AdamW holds frozen weights that have LoRA, and none of")
+    assert "made before add_lora, make it anew; else give it LoRA's parameters" in record.message
+
+    caplog.clear()  # the way out
+    steps(model, torch.optim.AdamW(model.parameters(), lr=0.1), optimizer)
+    assert not caplog.records
+    assert all(layer["out"].lora_B.any() for layer in model.layers)
+
+
+def test_an_optimizer_of_a_copy_is_warned_of(caplog):
+    model, optimizer = made_before()
+    steps(model, torch.optim.AdamW(base_and_updates(model)[1], lr=0.1), optimizer)
+    new = copy.deepcopy(model)
+    steps(new, torch.optim.SGD(base_and_updates(new)[0], lr=0.1))
+    assert [record.args for record in caplog.records] == [("SGD",)]
+
+
+def test_an_optimizer_beside_that_of_lora_is_not_warned_of(caplog):
+    for order, every in ((1, (1, 1)), (-1, (1, 1)), (1, (1, 4)), (-1, (4, 1))):
+        model = HEAD.build()
+        lora.add_lora(model, "out", r=2, modules_to_train="score")
+        pair = [torch.optim.SGD(each, lr=0.1) for each in base_and_updates(model)]
+        steps(model, *pair[::order], every=every)
+        assert not caplog.records
+
+
+def test_an_optimizer_with_lora_is_not_warned_of(caplog):
+    model = HEAD.adapted()
+    steps(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    model = HEAD.adapted()
+    base, updates = base_and_updates(model)
+    groups = [{"params": base}, {"params": updates, "lr": 0.0}]  # as a warm-up begins
+    steps(model, torch.optim.AdamW(groups, lr=0.1))
+    assert not caplog.records
+
+
+def test_an_optimizer_of_a_base_is_not_warned_of(caplog):
+    model = HEAD.build()
+    lora.add_lora(model, "out", r=2)
+    lora.remove_lora(model)
+    base = list(model.requires_grad_(True).parameters())
+    model.words.weight.requires_grad_(False)
+    steps(model, torch.optim.AdamW(base, lr=0.1))
+    # A teacher that has LoRA, of which nothing is to be trained.
+    student, teacher = HEAD.build(), HEAD.build()
+    optimizer = torch.optim.SGD([*student.parameters(), *teacher.parameters()], lr=0.1)
+    lora.add_lora(teacher, "out", r=2)
+    teacher.requires_grad_(False)
+    steps(student, optimizer)
+    assert not caplog.records
+
+
+class Same(nn.Module):
+    def forward(self, x):
+        return x * 1
+
+    def right_inverse(self, x):
+        return x.clone()
+
+
+def parametrize(layer):
+    for name in ("lora_A", "lora_B"):
+        nn.utils.parametrize.register_parametrization(layer, name, Same())
+
+
+def norm_weights(layer):
+    nn.init.ones_(layer.lora_B)
+    for name in ("lora_A", "lora_B"):
+        nn.utils.parametrizations.weight_norm(layer, name)
+
+
+def set_anew(layer):
+    layer.lora_A = nn.Parameter(torch.randn_like(layer.lora_A))
+    layer.lora_B = nn.Parameter(torch.zeros_like(layer.lora_B))
+
+
+def replace(layer):
+    """As wrappers do."""
+    for name in ("lora_A", "lora_B"):
+        layer._parameters[name] = nn.Parameter(layer._parameters[name].detach().clone())
+
+
+@pytest.mark.parametrize("change", [parametrize, norm_weights, set_anew, replace])
+def test_parameters_of_lora_that_are_set_by_hand_are_known(caplog, change):
+    model = HEAD.build()
+    lora.add_lora(model, "out", r=2)
+    for layer in model.layers:
+        change(layer["out"])
+    steps(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    assert not caplog.records
+
+
+def test_a_base_is_trained_along_with_a_and_b_that_are_set_anew():
+    model = HEAD.adapted().requires_grad_(True)
+    for layer in model.layers:
+        set_anew(layer["out"])
+    steps(model, torch.optim.AdamW(model.parameters(), lr=0.1), count=2)
+    base = {name for name, p in model.named_parameters() if "lora_" not in name}
+    assert trained_along(model).keys() == base
+
+
+# ---- marks ----
+
+
+@pytest.mark.parametrize("end", [lora.remove_lora, lora.merge])
+def test_a_weight_that_has_no_lora_any_more_is_trained_alone(end):
+    model = HEAD.adapted()
+    end(model)
+    lora.add_lora(model, "words", r=2)
+    weight = model.layers[0]["out"].weight.requires_grad_(True)
+    steps(model, torch.optim.SGD([weight], lr=0.1), count=1)
+    assert not trained_along(model)
+    weight = model.words.weight.requires_grad_(True)
+    steps(model, torch.optim.SGD([weight], lr=0.1), count=1)
+    assert trained_along(model).keys() == {"words.weight"}
+
+
+@pytest.mark.parametrize("rate", [0, 0.0, torch.tensor(0.0)])
+def test_a_step_of_no_rate_trains_nothing(rate):
+    model = HEAD.adapted().requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    steps(model, optimizer, count=1)
+    assert not trained_along(model)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+    steps(model, optimizer, count=1)
+    assert trained_along(model)
+
+
+def test_a_model_is_freed_and_can_be_pickled():
+    model, optimizer = made_before()
+    steps(model, optimizer, count=2)
+    pickle.loads(pickle.dumps(model))
+    held = [weakref.ref(each) for each in (model, optimizer, model.layers[0]["out"])]
+    del model, optimizer
+    gc.collect()
+    assert not any(each() for each in held)
