@@ -47,7 +47,7 @@ def bad(tmp_path, tiny_glue, trained):
     write(tmp_path / "mixed.json", [{"text": "a", "label": 0}, {"text": ["a"], "label": 1}])
     write(tmp_path / "labels.json", [{"text": "a", "label": ["x"]}, {"text": "b", "label": ["y"]}])
     write(tmp_path / "class.csv", own_rows(["yes"]))
-    write(tmp_path / "codings.csv", own_rows(["0", "1", "bad", "good"]))
+    write(tmp_path / "textless_rows.csv", [{"review": " ", "label": n} for n in (0, 1)])
     swapped = [{"label": f"a text {n}", "review": "yes" if n % 2 else "no"} for n in range(24)]
     write(tmp_path / "swapped.csv", swapped)
     write(tmp_path / "constant.csv", own_rows([0.5]))
@@ -329,9 +329,9 @@ BAD = {
         f"{TRAIN_OWN}/swapped.csv --do_eval --validation_file {{tmp}}/swapped.csv",
         "and review 2 values: if they are swapped, give --text_columns label --label_column review",
     ),
-    "own: numbers and words": (
-        f"{TRAIN_OWN}/codings.csv",
-        "codings.csv: labels are numbers (0, 1) and words (bad, good), each of which would be",
+    "own: no text in any row": (
+        f"{TRAIN_OWN}/textless_rows.csv --text_columns review",
+        "textless_rows.csv: review is empty in each row: there is nothing to read in it",
     ),
     "own: one score": (f"{TRAIN_OWN}/constant.csv", "all 24 rows have the label '0.5'"),
     "own: UTF-16": (f"{TRAIN_OWN}/utf16_good.csv", "is UTF-16 text; save it as UTF-8"),
