@@ -177,15 +177,17 @@ BAD = {
     ),
     "a rank of one module's own": (
         f"{EVAL} {{trained}} --lora_rank_pattern layer.0.*.value=2",
-        "value) (--lora_rank_pattern roberta.encoder.layer.0.attention.self.value=4, or leave it",
+        "self.value) (leave --lora_r, --lora_rank_pattern and --lora_alpha_pattern out: the file",
     ),
     "a model as an adapter": (
         f"{EVAL} {{base}}",
-        "is a model without LoRA, not an adapter (--model_name_or_path {base}, and no adapter)",
+        "is a model without LoRA, not an adapter (--model_name_or_path {base}, and leave "
+        "--apply_lora and every --lora_… flag out)",
     ),
     "a model's file as an adapter": (
         f"{EVAL} {{base}}/pytorch_model.bin {R4}",
-        "is a model without LoRA, not an adapter (--model_name_or_path {base}, and no adapter)",
+        "is a model without LoRA, not an adapter (--model_name_or_path {base}, and leave "
+        "--apply_lora and every --lora_… flag out)",
     ),
     "adapter flags alone": (
         f"{RTE} --do_train --adapter_size 4",
@@ -198,7 +200,8 @@ BAD = {
     ),
     "adapters of another kind": (
         f"{RTE} --do_eval --apply_adapter --adapter_path {{trained}}/pytorch_model_lora.bin",
-        "none of its 12 tensors is adapter's ('adapter')",
+        "pytorch_model_lora.bin: holds what --apply_lora has trained: give it as --apply_lora "
+        "--lora_path, and leave --apply_adapter and every --adapter_… flag out",
     ),
     "no such target": (
         f"{RTE} --do_train --apply_lora {R4} --lora_targets danse",
