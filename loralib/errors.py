@@ -238,7 +238,10 @@ def adding_ways_out(ways_out: Mapping[type[CheckpointError], WayOut]) -> Iterato
 
 def trained_with(what: str, theirs: object, ours: object) -> str:
     """What an error says of an adapter that was trained with another setting than the model has."""
-    before, now = (in_short(v) if isinstance(v, tuple) else str(v) for v in (theirs, ours))
+    before, now = (
+        in_short(value, width=120) if isinstance(value, tuple) else str(value)
+        for value in (theirs, ours)
+    )
     return f"was trained with {what} {before}, the model was built with {now}"
 
 

@@ -161,7 +161,12 @@ def fitting_flag(error: SettingsError) -> str:
             return f"{flags} as the run began; or another --output_dir"
         return f"leave {flags} out: the file says them"
     words = " ".join(value) if isinstance(value, tuple) else plain(value)
-    given = f"leave --{flag} out" if value is None else f"--{flag} {words}"
+    is_long = len(words) > 120
     if error.is_resumed:
-        return f"{given}, as the run began; or another --output_dir"
-    return given if value is None else f"{given}, or leave it out: the file says it"
+        given = f"leave --{flag} out," if value is None else f"--{flag} {words},"
+        given = f"--{flag}" if is_long else given
+        return f"{given} as the run began; or another --output_dir"
+    if value is None:
+        return f"leave --{flag} out"
+    given = f"leave --{flag} out" if is_long else f"--{flag} {words}, or leave it out"
+    return f"{given}: the file says it"

@@ -318,7 +318,8 @@ class Origin:
 
 def _labels_beside(labels: Sequence[str], others: Sequence[str]) -> str:
     """Labels for a message; of many, of which not all are shown, first those that others lack."""
-    return in_short(labels if len(labels) <= 10 else sorted(labels, key={*others}.__contains__))
+    ordered = labels if len(labels) <= 10 else sorted(labels, key={*others}.__contains__)
+    return in_short(ordered, width=120)
 
 
 def origin_of(
