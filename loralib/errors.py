@@ -238,7 +238,10 @@ def adding_ways_out(ways_out: Mapping[type[CheckpointError], WayOut]) -> Iterato
 
 def trained_with(what: str, theirs: object, ours: object) -> str:
     """What an error says of an adapter that was trained with another setting than the model has."""
-    before, now = (in_short(v) if isinstance(v, tuple) else str(v) for v in (theirs, ours))
+    before, now = (
+        in_short(value, width=120) if isinstance(value, tuple) else str(value)
+        for value in (theirs, ours)
+    )
     return f"was trained with {what} {before}, the model was built with {now}"
 
 
@@ -253,19 +256,32 @@ def called(module: str) -> str:
     return f"module {module}" if re.fullmatch(r"[\d.]+", module) else module
 
 
-def in_short(names: Iterable[str], at_most: int = 10) -> str:
+def in_short(names: Iterable[str], at_most: int = 10, width: int = 200, quote: str = "") -> str:
     """Names for a message, such as a data set's classes: the first ones, and how many more.
 
-    Each is cut where it is long, as a text is that stands in a name's place.
+    Each is in one line, and cut where it is long, as a text is that stands in a name's place.
+
+    Args:
+        names: the names.
+        at_most: how many of them.
+        width: how many characters these may have together; the first is there in any case.
+        quote: what each is put in.
     """
-    names = list(names)
-    begin = ", ".join(name if len(name) <= 60 else f"{name[:60]}…" for name in names[:at_most])
-    return begin + (f" … and {len(names) - at_most:,} more" if len(names) > at_most else "")
+    names, begin, size = list(names), [], 0
+    for name in names[:at_most]:
+        name = " ".join(name[:120].splitlines())
+        begin.append(quote + (name if len(name) <= 60 else f"{name[:60]}…") + quote)
+        size += len(begin[-1]) + 2
+        if size > width and len(begin) > 1:
+            begin.pop()
+            break
+    more = len(names) - len(begin)
+    return ", ".join(begin) + (f" … and {more:,} more" if more else "")
 
 
 def quoted(names: Iterable[str]) -> str:
     """Names for an error, as `in_short`, each in quotes: blanks in them are seen."""
-    return in_short(f"'{name}'" for name in names)
+    return in_short(names, quote="'")
 
 
 def shown(value: object) -> str:

@@ -87,12 +87,8 @@ class ModelArguments:
     num_hidden_layers: int = flag(4, "new model: layers")
     num_attention_heads: int = flag(4, "new model: heads a layer")
     intermediate_size: int = flag(1024, "new model: width within the feed-forward parts")
-    hidden_dropout_prob: float = flag(
-        0.1, "new model: dropout of what its parts return", least=0, most=1
-    )
-    attention_probs_dropout_prob: float = flag(
-        0.1, "new model: dropout of attention's weights", least=0, most=1
-    )
+    hidden_dropout_prob: float = flag(0.1, "new model: dropout of what its parts return")
+    attention_probs_dropout_prob: float = flag(0.1, "new model: dropout of attention's weights")
 
 
 @dataclass
@@ -108,7 +104,7 @@ class DataArguments:
         least=1,
     )
     mlm_probability: float = flag(
-        0.15, "share of the tokens that are to be guessed", least=0, most=1
+        0.15, "share of the tokens that are to be guessed", above=0, most=1
     )
 
 

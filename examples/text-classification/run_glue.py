@@ -51,6 +51,7 @@ from transformers.data.text_files import (
     Columns,
     as_scores,
     check_classes,
+    check_not_empty,
     check_varied,
     choose_columns,
     is_score,
@@ -272,6 +273,7 @@ def load_own_files(
         # The model does not name its classes: their order is that of its training set.
         labelled["train"] = read("train")
     if "train" in sets:
+        check_not_empty(sets["train"], columns, files["train"])
         check_varied(sets["train"], files["train"])
     numbered, labels = own_labels(labelled, files, columns, origin, is_training="train" in sets)
     sets |= {split: data for split, data in numbered.items() if split in sets}
@@ -303,7 +305,7 @@ def own_labels(
 
     Raises:
         ValueError: labels are of two kinds, or of another than the head's, are not known, or
-            hardly meant, see `check_classes`.
+            texts, see `check_classes`.
     """
     if not is_training and origin.outputs == 1:
         return {split: as_scores(data, files[split]) for split, data in labelled.items()}, ()

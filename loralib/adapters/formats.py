@@ -18,6 +18,7 @@ which are the release's. Writing is atomic, torch files are read weights-only, a
 compared where a file has them: torch's archives and our own safetensors do.
 """
 
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -71,7 +72,8 @@ _WITHOUT_EFFECT = ("orthogonal",)
 _SUFFIXES = {"lora": (".safetensors",), "release": (".bin", ".pt")}
 # What a file's name ends in, where it tells the format.
 SUFFIXES = tuple(suffix for suffixes in _SUFFIXES.values() for suffix in suffixes)
-# Names of a model's files of weights, in the folders of Transformers.
+# Names of a model's files of settings and of weights, in the folders of Transformers.
+_CONFIG = "config.json"
 _OF_A_MODEL = re.compile(r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)")
 # What names of files end in, here, elsewhere or by mistake: a folder's or a repository's do not.
 _FILE_SUFFIXES = (
@@ -161,7 +163,7 @@ def _within(source: str, kind: Kind, foreign: Foreign | None, where: Mapping[str
         )
     if not own and not theirs:
         others = _files_of_weights(source, kind)
-        if kind is LORA and not others and _holds_model(source):
+        if kind is LORA and not others and _is_model_without_lora(source):
             raise ModelAsAdapterError(source)
         hint = f"; if it is one of {listed(others)}, name that file" if others else ""
         raise CheckpointError(f"{source}: holds no adapter: none of {', '.join(names)}{hint}")
@@ -178,10 +180,24 @@ def _files_of_weights(folder: str, kind: Kind) -> list[str]:
     return [path.name for path in paths if index_of(path) is None and _seems_to_be(kind, path)]
 
 
-def _holds_model(folder: str) -> bool:
-    """Whether a folder is a model's, by its files' names."""
-    names = os.listdir(folder) if os.path.isdir(folder) else ()
-    return "config.json" in names and any(map(_OF_A_MODEL.fullmatch, names))
+def _is_model_without_lora(folder: str) -> bool:
+    """Whether a folder is a model's, all of whose weights can be read and have other names."""
+    if not os.path.isfile(os.path.join(folder, _CONFIG)):
+        return False
+    paths = [Path(folder, name) for name in os.listdir(folder) if _OF_A_MODEL.fullmatch(name)]
+    try:
+        names = {name for path in paths for name in _names_in(path)}
+    except CheckpointError:
+        return False
+    return bool(names) and not any(LORA.part in name for name in names)
+
+
+def _names_in(path: Path) -> Iterable[str]:
+    """The names of a file's tensors; of a model's part, those of all its parts."""
+    index = index_of(path)
+    if index is not None:
+        return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    return read_tensors(path)[0]
 
 
 def _seems_to_be(kind: Kind, path: Path) -> bool:
@@ -233,7 +249,8 @@ def _read_file(path: Path, kind: Kind) -> Adapter:
         tensors = without_ddps_names(tensors, str(path))
     tensors = canonical_names(tensors, str(path))
     if not any(kind.holds(name, backbone_prefixes()) for name in tensors):
-        if kind is LORA and _OF_A_MODEL.fullmatch(path.name) and _holds_model(str(path.parent)):
+        is_model_s = _OF_A_MODEL.fullmatch(path.name) and path.with_name(_CONFIG).is_file()
+        if kind is LORA and is_model_s:
             raise ModelAsAdapterError(str(path))
         raise CheckpointError(
             f"{path}: none of its {len(tensors)} tensors is {kind.name}'s ('{kind.part}'): "

@@ -9,13 +9,13 @@ from adapted_encoders import ADAPTED, CROSS, FAMILIES, close, settings_of
 
 from loralib.adapters.adapter import LORA
 from loralib.adapters.formats import read_adapter, write_adapter
-from loralib.errors import CheckpointError
+from loralib.errors import CheckpointError, SettingsError
 from loralib.io.tensors import read_tensors
 from transformers import (
     RobertaConfig,
     RobertaForSequenceClassification,
 )
-from transformers.adapter_kinds import BITFIT, BOTTLENECK, KINDS
+from transformers.adapter_kinds import BITFIT, BOTTLENECK, KINDS, fitting_flag
 
 pytestmark = pytest.mark.slow
 
@@ -509,3 +509,44 @@ def test_a_model_without_a_kind_has_no_file_of_it(build_adapted):
     for kind, message in ((LORA, "no LoRA layers"), (BOTTLENECK, "apply_adapter"), (BITFIT, "Bit")):
         with pytest.raises(ValueError, match=message):
             build_adapted("roberta").adapter(kind)
+
+
+# ---- what flags have to say for a file ----
+
+
+@pytest.mark.parametrize(
+    ("what", "theirs", "module", "given", "resumed"),
+    [
+        ("rank", 4, "", "--lora_r 4, or leave it out: the file says it", "--lora_r 4, as the run"),
+        ("variant", None, "", "leave --lora_variant out", "leave --lora_variant out, as the run"),
+        (
+            "rank",
+            4,
+            "roberta.a",
+            "leave --lora_r, --lora_rank_pattern and --lora_alpha_pattern out: the file says them",
+            "--lora_r, --lora_rank_pattern and --lora_alpha_pattern as the run began; or another",
+        ),
+        (
+            "targets",
+            ("a", "b"),
+            "",
+            "--lora_targets a b, or leave it out",
+            "--lora_targets a b, as",
+        ),
+        (
+            "targets",
+            tuple(f"roberta.encoder.layer.{n}.query" for n in range(12)),
+            "",
+            "leave --lora_targets out: the file says it",
+            "--lora_targets as the run began; or another --output_dir",
+        ),
+        ("dropout", 0.5, "", "", ""),
+    ],
+)
+def test_flags_that_fit_a_file(what, theirs, module, given, resumed):
+    error = SettingsError("a file", what, theirs, 2, module)
+    assert fitting_flag(error).startswith(given)
+    assert bool(given) == bool(fitting_flag(error))
+    error.is_resumed = True
+    assert fitting_flag(error).startswith(resumed)
+    assert len(fitting_flag(error)) < 130

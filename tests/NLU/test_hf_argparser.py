@@ -44,6 +44,8 @@ class Brush:
 
     width: float = flag(3.0, "in mm", least=1, below=50)
     share: float | None = flag(None, "of the paint", least=0, most=1)
+    speed: float | None = flag(None, "in m/s", above=0, most=1)
+    force: float | None = flag(None, "in N", above=0)
     strokes: int | None = flag(None, "how many", least=1)
     local_rank: int = -1
 
@@ -157,6 +159,9 @@ def test_the_command_line_is_the_default(parser, monkeypatch):
         ("--name x --share 1.5", "--share must lie in [0, 1], not 1.5"),
         ("--name x --share nan", "--share must lie in [0, 1], not nan"),
         ("--name x --strokes 0", "--strokes must be at least 1, not 0"),
+        ("--name x --speed 0", "--speed must lie in (0, 1], not 0.0"),
+        ("--name x --speed 1.5", "--speed must lie in (0, 1], not 1.5"),
+        ("--name x --force 0", "--force must be above 0, not 0.0"),
     ],
 )
 def test_bad_command_lines(parser, capsys, args, message):
@@ -166,9 +171,9 @@ def test_bad_command_lines(parser, capsys, args, message):
 
 
 def test_bounds_are_within(parser):
-    words = "--name x --width 1 --share 1 --strokes 1"
+    words = "--name x --width 1 --share 1 --strokes 1 --speed 1 --force 1e-9"
     brush = parser.parse_args_into_dataclasses(words.split())[1]
-    assert (brush.width, brush.share, brush.strokes) == (1, 1, 1)
+    assert (brush.width, brush.share, brush.strokes, brush.speed, brush.force) == (1, 1, 1, 1, 1e-9)
 
 
 class Size(Enum):

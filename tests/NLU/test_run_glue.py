@@ -20,6 +20,7 @@ from loralib.adapters.formats import read_adapter, write_adapter
 from loralib.io.tensors import read_tensors
 from loralib.training.locks import LOCK_NAME
 from transformers import HfArgumentParser
+from transformers.adapter_kinds import fitting_flag
 from transformers.trainer_utils import list_checkpoints
 from transformers.utils.cli import check_length
 from transformers.weight_files import read_weights
@@ -245,6 +246,46 @@ def test_three_together_resume_to_the_same_bits(glue, tiny_glue, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("kind", "flags"), [("bitfit", []), ("adapter", ["--adapter_size", 4])], ids=str
+)
+def test_what_another_kind_has_trained_is_given_as_the_error_says(
+    glue, tiny_glue, tmp_path, kind, flags
+):
+    arguments = ["--task_name", "rte", "--data_dir", tiny_glue]
+    train = [*arguments, "--do_train", "--max_steps", 1, f"--apply_{kind}", *flags]
+    glue(*train, "--output_dir", "out")
+    for source in ("out", f"out/pytorch_model_{kind}.bin"):
+        with pytest.raises(ValueError, match=f"holds what --apply_{kind} has trained") as error:
+            glue(
+                *(*arguments, "--do_eval", "--apply_lora", "--lora_r", 4, "--lora_alpha", 8),
+                *("--lora_path", source, "--output_dir", "none"),
+            )
+        assert str(error.value).endswith(
+            f"give it as --apply_{kind} --{kind}_path, and leave --apply_lora and every --lora_… "
+            "flag out"
+        )
+        given = [f"--apply_{kind}", f"--{kind}_path", source, "--output_dir", "evaluated"]
+        glue(*arguments, "--do_eval", *given)
+    assert 0 <= results(tmp_path / "evaluated")["eval_accuracy"] <= 1
+
+
+def test_the_settings_of_a_file_with_patterns_are_left_out_as_the_error_says(
+    glue, tiny_glue, tmp_path
+):
+    arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--apply_lora"]
+    patterns = ["--lora_rank_pattern", "layer.0.*.value=2", "--lora_alpha_pattern", "query=4"]
+    glue(*arguments, "--do_train", "--max_steps", 1, *LORA, *patterns, "--output_dir", "out")
+    arguments += ["--do_eval", "--lora_path", "out", "--output_dir", "evaluated"]
+    way_out = "leave --lora_r, --lora_rank_pattern and --lora_alpha_pattern out: the file says"
+    for flags in (["--lora_r", 8], ["--lora_alpha_pattern", "value=4"], [patterns[0], "query=3"]):
+        with pytest.raises(ValueError, match=r"was trained with (rank|alpha)") as error:
+            glue(*arguments, "--lora_alpha", 8, *flags)
+        assert way_out in fitting_flag(error.value)
+    glue(*arguments, "--lora_alpha", 8)
+    assert results(tmp_path / "evaluated")["eval_samples"] > 0
+
+
+@pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
         ("--reg_loss_wgt", 1.0, "--reg_loss_wgt 0.0, not 1.0"),
@@ -456,6 +497,29 @@ def test_of_an_adapter_s_base_is_not_said_what_the_adapter_brings(
     assert "newly initialized" not in caplog.text
     glue(*arguments, "--do_train", "--max_steps", 1, *LORA, "--output_dir", "new")
     assert "has no head weights: they are newly initialized" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (["--apply_bitfit"], LORA, ["LoRA"]),
+        (["--apply_bitfit"], ["--apply_adapter", "--adapter_size", "4"], ["adapter"]),
+        (LORA, ["--apply_adapter", "--adapter_size", "4"], ["adapter"]),
+        (["--apply_adapter", "--adapter_size", "4"], LORA, ["LoRA"]),
+    ],
+)
+def test_what_no_adapter_brings_is_said_to_be_new(
+    glue, tiny_glue, tmp_path, caplog, first, second, said
+):
+    arguments = ["--task_name", "rte", "--data_dir", tiny_glue, "--do_train", "--max_steps", 1]
+    glue(*arguments, *first, "--output_dir", "out")
+    caplog.clear()
+    path = {"--apply_bitfit": "bitfit", "--apply_lora": "lora", "--apply_adapter": "adapter"}
+    given = [*first, f"--{path[first[0]]}_path", "out", *second]
+    glue(*arguments, *given, "--output_dir", "next")
+    new = [message for message in caplog.messages if "newly initialized" in message]
+    assert [message.partition(" weights")[0].split()[-1] for message in new] == said
+    assert all(message.endswith("they are newly initialized") for message in new)
 
 
 # ---- resuming ----

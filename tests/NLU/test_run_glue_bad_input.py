@@ -47,7 +47,7 @@ def bad(tmp_path, tiny_glue, trained):
     write(tmp_path / "mixed.json", [{"text": "a", "label": 0}, {"text": ["a"], "label": 1}])
     write(tmp_path / "labels.json", [{"text": "a", "label": ["x"]}, {"text": "b", "label": ["y"]}])
     write(tmp_path / "class.csv", own_rows(["yes"]))
-    write(tmp_path / "codings.csv", own_rows(["0", "1", "bad", "good"]))
+    write(tmp_path / "textless_rows.csv", [{"review": " ", "label": n} for n in (0, 1)])
     swapped = [{"label": f"a text {n}", "review": "yes" if n % 2 else "no"} for n in range(24)]
     write(tmp_path / "swapped.csv", swapped)
     write(tmp_path / "constant.csv", own_rows([0.5]))
@@ -177,15 +177,17 @@ BAD = {
     ),
     "a rank of one module's own": (
         f"{EVAL} {{trained}} --lora_rank_pattern layer.0.*.value=2",
-        "value) (--lora_rank_pattern roberta.encoder.layer.0.attention.self.value=4, or leave it",
+        "self.value) (leave --lora_r, --lora_rank_pattern and --lora_alpha_pattern out: the file",
     ),
     "a model as an adapter": (
         f"{EVAL} {{base}}",
-        "is a model without LoRA, not an adapter (--model_name_or_path {base}, and no adapter)",
+        "is a model without LoRA, not an adapter (--model_name_or_path {base}, and leave "
+        "--apply_lora and every --lora_… flag out)",
     ),
     "a model's file as an adapter": (
         f"{EVAL} {{base}}/pytorch_model.bin {R4}",
-        "is a model without LoRA, not an adapter (--model_name_or_path {base}, and no adapter)",
+        "is a model without LoRA, not an adapter (--model_name_or_path {base}, and leave "
+        "--apply_lora and every --lora_… flag out)",
     ),
     "adapter flags alone": (
         f"{RTE} --do_train --adapter_size 4",
@@ -198,7 +200,8 @@ BAD = {
     ),
     "adapters of another kind": (
         f"{RTE} --do_eval --apply_adapter --adapter_path {{trained}}/pytorch_model_lora.bin",
-        "none of its 12 tensors is adapter's ('adapter')",
+        "pytorch_model_lora.bin: holds what --apply_lora has trained: give it as --apply_lora "
+        "--lora_path, and leave --apply_adapter and every --adapter_… flag out",
     ),
     "no such target": (
         f"{RTE} --do_train --apply_lora {R4} --lora_targets danse",
@@ -329,9 +332,9 @@ BAD = {
         f"{TRAIN_OWN}/swapped.csv --do_eval --validation_file {{tmp}}/swapped.csv",
         "and review 2 values: if they are swapped, give --text_columns label --label_column review",
     ),
-    "own: numbers and words": (
-        f"{TRAIN_OWN}/codings.csv",
-        "codings.csv: labels are numbers (0, 1) and words (bad, good), each of which would be",
+    "own: no text in any row": (
+        f"{TRAIN_OWN}/textless_rows.csv --text_columns review",
+        "textless_rows.csv: review is empty in each row: there is nothing to read in it",
     ),
     "own: one score": (f"{TRAIN_OWN}/constant.csv", "all 24 rows have the label '0.5'"),
     "own: UTF-16": (f"{TRAIN_OWN}/utf16_good.csv", "is UTF-16 text; save it as UTF-8"),

@@ -75,8 +75,22 @@ def test_results_are_not_written_among_a_base_s_files(tmp_path):
     with pytest.raises(ValueError, match=r"^--model_name_or_path \S+: results would be written am"):
         check_sources_kept(args, sources)
     check_sources_kept(args, {"model_name_or_path": str(tmp_path)})
+    for name in ("lora_path", "adapter_path"):  # beside an adapter, PEFT's as well
+        check_sources_kept(
+            args, {"model_name_or_path": "roberta-base", name: str(tmp_path / "out")}
+        )
+    (tmp_path / "link").symlink_to("out")
+    linked = {"model_name_or_path": str(tmp_path / "link"), "lora_path": str(tmp_path / "out")}
+    with pytest.raises(ValueError, match=r"^--model_name_or_path \S+link: results would be writ"):
+        check_sources_kept(args, linked)
     (tmp_path / "out" / "training_args.bin").touch()
     check_sources_kept(args, sources)
+    check_sources_kept(args, linked)
+
+
+def test_a_model_that_is_not_named_is_not_the_working_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check_sources_kept(TrainingArguments(".", do_eval=True), {"model_name_or_path": None})
 
 
 def test_a_restart_on_another_machine_knows_what_an_earlier_run_has_left(tmp_path, monkeypatch):

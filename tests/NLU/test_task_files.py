@@ -552,7 +552,7 @@ def test_splits_and_limits(tmp_path):
     whole = load_tables(flags, ["train"], None, whole=["train"])["train"]
     assert len(whole.rows) == 5
     assert whole.first("train", flags).rows[:] == {"a": ["0", "1"]}
-    assert "the validation set holds no examples" in error_of(
+    assert "--max_val_samples must be at least 1, not 0" in error_of(
         load_tables, flags, ["validation"], None
     )
     assert "this run needs --test_file" in error_of(load_tables, flags, ["test"], None)

@@ -14,7 +14,9 @@ from transformers.data.json_rows import find_fault
 from transformers.data.text_files import (
     Columns,
     check_classes,
+    check_not_empty,
     choose_columns,
+    label_names,
     load_rows,
     number_labels,
     read_table,
@@ -90,6 +92,16 @@ def test_files_that_are_not_csv(tmp_path, content, message):
         read(tmp_path / "rows.csv", content)
 
 
+@pytest.mark.parametrize("name", ['{"id"}', '{"a": 1}', "{}", "[{", '{"text'])
+def test_a_csv_column_may_be_called_as_json_begins(tmp_path, name):
+    cell = '"' + name.replace('"', '""') + '"'
+    for header in (f"{name},text,label", f"{cell},text,label"):
+        assert read(tmp_path / "rows.csv", f"{header}\n1,a film,x\n2,no film,y\n")[1] == [
+            {"text": "a film", "label": "x"},
+            {"text": "no film", "label": "y"},
+        ]
+
+
 def test_a_later_row_that_is_not_utf_8(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_bytes(b"text,label\n" + b"yes,a\nno,b\n" * 9_000 + b"caf\xe9,a\n")
@@ -111,8 +123,9 @@ def test_blanks_in_a_column_s_name_are_shown(tmp_path):
         ("a film,x\nbad,0\n", "no column 'label', but 'a film', 'x': --label_column has to name"),
         ("id,text\n1,bad\n", "no column 'label', but its text's alone, 'text'; to predict labels"),
         ("film,verdict\nbad,bad\n", "no column 'label', but 'film', 'verdict': --label_column has"),
-        ("text,label\n,1\n  ,0\n", "text is empty in each row: there is nothing to read in it"),
         ("id,text,label\n1,,1\n2,,0\n", "text is empty in each row: there is nothing to read"),
+        ("a,b,label\n,,1\n,,0\n", "a and b is empty in each row: there is nothing to read in it"),
+        ("n,note,label\n1,,1\n2,,0\n", r"0 text columns \(n is of int64, note is empty\)"),
     ],
 )
 def test_csv_without_names_texts_or_labels(tmp_path, content, message):
@@ -120,10 +133,20 @@ def test_csv_without_names_texts_or_labels(tmp_path, content, message):
         read(tmp_path / "rows.csv", content)
 
 
-def test_columns_with_long_names_are_texts_where_they_are_asked_for(tmp_path):
+@pytest.mark.parametrize(
+    ("header", "asked"),
+    [
+        ("what did you like?,label", {}),
+        ("what did you like?,verdict", {"label": "verdict"}),
+        ("what did you like?", {"label": "verdict"}),
+        ("what did you like?", {"texts": ["what did you like?"]}),
+    ],
+)
+def test_columns_may_have_long_names_where_others_tell_a_header(tmp_path, header, asked):
+    """A label's name, or a flag."""
     path = tmp_path / "rows.csv"
-    path.write_text("what did you like?,label\nnothing,0\n")
-    columns = choose_columns(read_table(str(path)), str(path), ["what did you like?"])
+    path.write_text(f"{header}\nnothing{',0' * header.count(',')}\n")
+    columns = choose_columns(read_table(str(path)), str(path), **asked)
     assert columns.texts == ("what did you like?",)
 
 
@@ -133,6 +156,7 @@ def test_columns_with_long_names_are_texts_where_they_are_asked_for(tmp_path):
         ('{"data": [{"text": "a", "label": 1}]}', "is one object, which has its rows in the list "),
         ('{"rows": [{"text": "a", "label": 1}]}', "in the list 'rows': write that list alone, or"),
         ('{"version": "1", "data": [{"text": "a"}]}', "in the list 'data': write that list alone"),
+        ('{"data": [{"text": "a"}], "n": 3}', "in the list 'data': write that list alone"),
         ('{"text": ["a", "b"], "label": 0}\n', 'is a list of words in each row: .* such as "a b"'),
         ('{"text": [1, 2], "label": 0}\n', r"has 0 text columns \(text is a list in each row\)"),
         ('{"text": "", "label": 0}\n', "text is empty in each row: there is nothing to read in it"),
@@ -144,8 +168,11 @@ def test_json_of_which_nothing_is_a_text(tmp_path, content, message):
 
 
 def test_a_row_may_have_objects_beside_its_text(tmp_path):
-    content = '{"text": "a", "label": 0, "spans": [{"from": 1}]}'
-    assert read(tmp_path / "rows.json", content)[1] == [{"text": "a", "label": 0}]
+    for name in ("spans", "data"):
+        content = f'{{"text": "a", "label": 0, "{name}": [{{"from": 1}}]}}'
+        assert read(tmp_path / "rows.json", content)[1] == [{"text": "a", "label": 0}]
+    (tmp_path / "rows.json").write_text('{"tokens": ["a", "b"], "data": [{"from": 1}]}')
+    assert len(read_table(str(tmp_path / "rows.json"))) == 1
 
 
 def test_words_that_are_asked_for_are_no_text(tmp_path):
@@ -163,6 +190,20 @@ def test_one_of_two_texts_may_be_empty(tmp_path, caplog):
     assert "2 of 2 rows have an empty b, row 1 first" in caplog.text
 
 
+def test_a_set_without_texts_is_refused_in_training_alone(tmp_path, caplog):
+    columns = Columns(("a", "b"))
+    for texts, is_empty in ((" ,", True), (" ,x", False)):
+        path = tmp_path / "rows.csv"
+        path.write_text(f"a,b,label\n,,0\n{texts},1\n")
+        data = take_columns(read_table(str(path), columns.texts), str(path), columns)
+        assert "2 of 2 rows have an empty a, row 1 first" in caplog.text
+        if is_empty:
+            with pytest.raises(ValueError, match=r"rows\.csv: a and b is empty in each row"):
+                check_not_empty(data, columns, str(path))
+        else:
+            check_not_empty(data, columns, str(path))
+
+
 def classes_of(labels, texts=None):
     """What is said of a training set's classes."""
     texts = texts or [f"text {n}" for n in range(len(labels))]
@@ -171,28 +212,13 @@ def classes_of(labels, texts=None):
 
 
 @pytest.mark.parametrize(
-    ("labels", "message"),
-    [
-        (
-            ["0", "1", "bad", "good"],
-            r"numbers \(0, 1\) and words \(bad, good\), each .* write those",
-        ),
-        (
-            ["-1", "0.5", "1", "a", "b", "c"],
-            r"numbers \(-1, 0.5, 1\) and words \(a, b, c\), each of",
-        ),
-    ],
-)
-def test_classes_in_numbers_and_in_as_many_words(labels, message):
-    with pytest.raises(ValueError, match=rf"a\.csv: labels are {message}"):
-        classes_of(labels * 4)
-
-
-@pytest.mark.parametrize(
     ("labels", "said"),
     [
         (["1", "2", "other"], ["numbers (1, 2) and words (other): each is a class; if some are"]),
         (["0", "good"], ["numbers (0) and words (good): each is a class; if some are one, write"]),
+        (["0", "1", "bad", "good"], ["are numbers (0, 1) and words (bad, good): each is a class"]),
+        (["nan", "inf", "up"], []),
+        (["1", "nan"], ["numbers (1) and words (nan): each is a class"]),
         (["1", "2", "3"], []),
         (["bad", "good", "1st", "2nd"], []),
         (["Bad", "bad"], ["'Bad', 'bad' are classes of their own; are they one?"]),
@@ -205,6 +231,39 @@ def test_classes_that_may_be_a_slip_are_warned_of(caplog, labels, said):
         assert part in message
 
 
+def test_labels_in_two_codings_are_one_short_line(caplog):
+    classes_of([str(n) for n in range(10**9, 10**9 + 99)] * 4 + ["long\n" * 99, "b" * 99, "c"] * 4)
+    (said,) = caplog.messages
+    assert len(said) < 300
+    assert "\n" not in said
+    assert "1000000000, 1000000001, " in said
+    assert " … and 1 more): each is a class; if some are one, write them alike" in said
+
+
+@pytest.mark.parametrize(
+    ("first", "later"), [("0", "good"), ("0", "0.5"), ("0.5", "good"), ("good", "0"), ("a", "b")]
+)
+@pytest.mark.parametrize("text", ["a film", "a film " * 50])
+def test_labels_of_a_large_csv_that_are_of_another_kind_later(tmp_path, first, later, text):
+    """As in a small one: pandas takes 10,000 rows at once, and fewer of those that are long."""
+    tables = []
+    for rows in (1, 10_000):
+        path = tmp_path / f"{rows}.csv"
+        path.write_text("text,label\n" + f"{text},{first}\n" * rows + f"{text},{later}\n")
+        data = read_table(str(path), ("text",), str(tmp_path / "cache"))
+        assert len(data) == rows + 1
+        tables.append(take_columns(data, str(path), Columns(("text",))))
+    assert tables[0].features == tables[1].features
+    assert label_names(tables[1], ()) == label_names(tables[0], ())
+
+
+def test_a_fault_after_labels_of_another_kind_is_said(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("text,label\n" + "a,0\n" * 10_000 + "b,x\n" * 10_000 + "a,b,1\n")
+    with pytest.raises(ValueError, match="row 20001: has 3 fields, the header names 2 columns"):
+        read_table(str(path))
+
+
 def test_a_text_in_the_label_s_place(caplog):
     texts = [f"a text {n}" for n in range(100)]
     with pytest.raises(
@@ -213,7 +272,11 @@ def test_a_text_in_the_label_s_place(caplog):
         classes_of(texts, ["bad", "good"] * 50)
     assert "give --text_columns verdict --label_column review" in str(e.value)
     classes_of(texts)
-    assert caplog.messages == ["a.csv: 100 classes in 100 rows; is verdict its label?"]
+    classes_of(texts[:4], ["so so"] * 4)
+    assert caplog.messages == [
+        "a.csv: 100 classes in 100 rows; is verdict its label?",
+        "a.csv: 4 classes in 4 rows; is verdict its label?",
+    ]
 
 
 def test_an_unknown_label_is_named_with_some_of_many():

@@ -4,6 +4,7 @@ The baselines are bottleneck adapters (see adapters.py) and BitFit, which trains
 writes a file for each kind; to the library all of them are adapters.
 """
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -121,6 +122,29 @@ def path_flag(switch: str) -> str:
     return next((f"--{path}" for kind, path in PATHS.items() if kind.switch == switch), switch)
 
 
+def other_kind(source: str, kind: Kind) -> Kind | None:
+    """The kind whose file is given in the place of another's, by a run's names of files.
+
+    Args:
+        source: a file, or a folder, which may hold several.
+        kind: what is asked for.
+    """
+    is_file = os.path.isfile(source)
+    there = {os.path.basename(source)} if is_file else {*_listed(source)}
+    found = [each for each in KINDS if there & {*each.files}]
+    return None if kind in found or not found else found[0]
+
+
+def _listed(folder: str) -> list[str]:
+    return os.listdir(folder) if os.path.isdir(folder) else []
+
+
+def without(kind: Kind) -> str:
+    """What a command has to leave out that is not to have this kind."""
+    start = PATHS[kind].partition("_")[0]
+    return f"leave --{kind.switch} and every --{start}_… flag out"
+
+
 def fitting_flag(error: SettingsError) -> str:
     """What the scripts' flags have to say for an adapter that was trained with another setting.
 
@@ -130,10 +154,19 @@ def fitting_flag(error: SettingsError) -> str:
     if flag not in FROM_METADATA.values():
         return ""
     if error.module:
-        flag = {"rank": "lora_rank_pattern", "alpha": "lora_alpha_pattern"}[error.what]
+        # A pattern means several modules, each of which would be an error of its own. An alpha that
+        # is given is the file's, else it was refused before; a file need not say one.
+        flags = "--lora_r, --lora_rank_pattern and --lora_alpha_pattern"
+        if error.is_resumed:
+            return f"{flags} as the run began; or another --output_dir"
+        return f"leave {flags} out: the file says them"
     words = " ".join(value) if isinstance(value, tuple) else plain(value)
-    words = f"{error.module}={words}" if error.module else words
-    given = f"leave --{flag} out" if value is None else f"--{flag} {words}"
+    is_long = len(words) > 120
     if error.is_resumed:
-        return f"{given}, as the run began; or another --output_dir"
-    return given if value is None else f"{given}, or leave it out: the file says it"
+        given = f"leave --{flag} out," if value is None else f"--{flag} {words},"
+        given = f"--{flag}" if is_long else given
+        return f"{given} as the run began; or another --output_dir"
+    if value is None:
+        return f"leave --{flag} out"
+    given = f"leave --{flag} out" if is_long else f"--{flag} {words}, or leave it out"
+    return f"{given}: the file says it"

@@ -4,7 +4,7 @@ names as in the file ── the model's names ── tied ones joined ── mis
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -55,7 +55,11 @@ class CheckpointLoadingMixin:
     _init_weights: Any
 
     def load_checkpoint(
-        self, tensors: Mapping[str, Tensor], source: str, held_in: torch.dtype = torch.float32
+        self,
+        tensors: Mapping[str, Tensor],
+        source: str,
+        held_in: torch.dtype = torch.float32,
+        brought: Collection[str] = (),
     ) -> dict[str, list[str]]:
         """Copies a checkpoint's tensors in, and initializes what it may lack.
 
@@ -63,6 +67,7 @@ class CheckpointLoadingMixin:
             tensors: the checkpoint's.
             source: names it in errors.
             held_in: as in `from_pretrained`.
+            brought: likewise.
 
         Returns:
             What did not fit; see `from_pretrained`, as for what is raised.
@@ -70,7 +75,7 @@ class CheckpointLoadingMixin:
         own = self.state_dict()
         matched = self._join_tied(self._match_names(tensors, own), source)
         missing = own.keys() - matched.keys() - self.tied.keys() - self.cloned.keys()
-        self._check_missing(missing, source)
+        self._check_missing(missing, source, {*brought})
         fitting = self._drop_foreign(matched, own, source)
         for name, tensor in fitting.items():
             if tensor.shape != own[name].shape:
@@ -152,7 +157,7 @@ class CheckpointLoadingMixin:
                     )
         return tensors
 
-    def _check_missing(self, missing: set[str], source: str) -> None:
+    def _check_missing(self, missing: set[str], source: str, brought: set[str]) -> None:
         own = self.state_dict().keys()
         prefix = self._prefix(own)
         groups = {kind.name: {name for name in own if kind.part in name} for kind in ADDED}
@@ -160,14 +165,16 @@ class CheckpointLoadingMixin:
         groups["head"] = head.difference(self.tied, self.cloned, *groups.values())
         groups["pooler"] = {name for name in own if name.startswith(f"{prefix}pooler.")}
         for what, names in groups.items():
-            if names and names <= missing:
+            if not names or not names <= missing:
+                continue
+            missing = missing - names
+            if not names <= brought:
                 # Of an adapted model, a file brings them, or they are what is to be trained.
-                level, but = (logging.INFO, ", unless an adapter brings them")
-                if not self.adapted_by:
-                    level, but = logging.WARNING, ""
+                level = logging.INFO if self.adapted_by else logging.WARNING
+                is_open = self.adapted_by and not brought
+                but = ", unless an adapter brings them" if is_open else ""
                 said = "%s has no %s weights: they are newly initialized%s"
                 logger.log(level, said, source, what, but)
-                missing = missing - names
         if missing:
             raise CheckpointError(f"{source}: lacks {len(missing)} tensors: {listed(missing)}")
 

@@ -18,7 +18,8 @@ from loralib.io.command_line import ArgumentParser
 def flag(default: Any, text: str, **metadata: Any) -> Any:
     """A dataclass field with a default, its help text and, say, its choices.
 
-    Of a number, ``least``, and with it ``most`` or ``below``, are bounds that the parser checks.
+    Of a number, ``least`` or ``above``, and with it ``most`` or ``below``, are bounds that the
+    parser checks.
     """
     return dataclasses.field(default=default, metadata={"help": text, **metadata})
 
@@ -184,15 +185,19 @@ def _check_ranges(type_: type, values: dict[str, Any]) -> None:
         ValueError: there is one.
     """
     for field in dataclasses.fields(type_):
-        value, least = values.get(field.name), field.metadata.get("least")
-        if value is None or least is None:
+        value, metadata = values.get(field.name), field.metadata
+        if value is None or not {"least", "above"} & metadata.keys():
             continue
-        most, below = (field.metadata.get(name) for name in ("most", "below"))
-        is_within = least <= value and (most is None or value <= most)
+        least, above = metadata.get("least"), metadata.get("above")
+        most, below = metadata.get("most"), metadata.get("below")
+        is_within = (least is None or least <= value) and (above is None or above < value)
+        is_within = is_within and (most is None or value <= most)
         if not (is_within and (below is None or value < below)):
-            bounds = f"be at least {least}"
-            if most is not None or below is not None:
-                bounds = f"lie in [{least}, " + (f"{below})" if most is None else f"{most}]")
+            begin = f"({above}" if least is None else f"[{least}"
+            end = f"{below})" if most is None else f"{most}]"
+            bounds = f"lie in {begin}, {end}"
+            if most is None and below is None:
+                bounds = f"be above {above}" if least is None else f"be at least {least}"
             raise ValueError(f"--{field.name} must {bounds}, not {value}")
 
 

@@ -3,7 +3,7 @@
 import copy
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -311,6 +311,7 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
         state_dict: Mapping[str, Tensor] | None = None,
         output_loading_info: bool = False,
         held_in: torch.dtype = torch.float32,
+        brought: Collection[str] = (),
         **arguments: Any,
     ) -> "PreTrainedModel | tuple[PreTrainedModel, dict[str, list[str]]]":
         """Builds the model of a folder or a hub repository, in evaluation mode.
@@ -333,6 +334,8 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
                 in by `loralib.training.precision.hold_frozen_in`, because they are going to be
                 frozen. Those that the file has in it are in it already, mapped and not copied: the
                 model computes under autocast alone, and they are not to be trained.
+            brought: names of tensors that adapters are going to bring: of these it is not logged
+                that they are newly initialized.
             arguments: where to look, the constructor's arguments by name, and settings that replace
                 the checkpoint's, as in `PretrainedConfig.from_pretrained`.
 
@@ -359,7 +362,7 @@ class PreTrainedModel(nn.Module, CheckpointLoadingMixin, ModuleUtilsMixin, Token
             model = cls(config, *model_args, **own)
         # Tensors that a caller gives stay the caller's own.
         info = model.load_checkpoint(
-            tensors, name, held_in if state_dict is None else torch.float32
+            tensors, name, held_in if state_dict is None else torch.float32, brought
         )
         return (model.eval(), info) if output_loading_info else model.eval()
 

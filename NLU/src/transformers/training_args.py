@@ -260,27 +260,21 @@ class TrainingArguments:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("save_total_limit", "eval_accumulation_steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name} must be at least 1, not {value}")
+        if self.save_total_limit is not None and self.save_total_limit < 1:
+            raise ValueError(f"--save_total_limit must be at least 1, not {self.save_total_limit}")
         for name in (
-            *("learning_rate", "weight_decay", "adam_epsilon", "warmup_steps", "max_grad_norm"),
+            *("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm"),
             "dataloader_num_workers",
         ):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"--{name} must be a number from 0 on, not {getattr(self, name)}")
         if self.max_steps <= 0 and not 0 < self.num_train_epochs < math.inf:
             raise ValueError(f"--num_train_epochs must be positive, not {self.num_train_epochs}")
-        for name in ("warmup_ratio", "label_smoothing_factor", "cls_dropout"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= 1:
-                raise ValueError(f"--{name} must lie in [0, 1], not {value}")
-        for name in ("adam_beta1", "adam_beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"--{name} must lie in [0, 1), not {getattr(self, name)}")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"--seed must lie in [0, 2**32), not {self.seed}")
+        for name in ("warmup_ratio", "label_smoothing_factor"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"--{name} must lie in [0, 1], not {getattr(self, name)}")
+        if self.do_train and not self.adafactor:  # else these have no effect
+            self._check_adam()
         for name in ("lora_plus_ratio", "ddp_timeout"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"--{name} must be positive, not {getattr(self, name)}")
@@ -295,6 +289,13 @@ class TrainingArguments:
             add = ": add a TrainerCallback for it" if name in _NOT_CARRIED else ""
             known = ", ".join(_REPORTERS)
             raise ValueError(f"--report_to knows {known}, all, none; not {name}{add}")
+
+    def _check_adam(self) -> None:
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"--{name} must lie in [0, 1), not {getattr(self, name)}")
+        if not 0 <= self.adam_epsilon < math.inf:
+            raise ValueError(f"--adam_epsilon must be a number from 0 on, not {self.adam_epsilon}")
 
     def _save_at_evaluations(self) -> None:
         """Makes every evaluation save a checkpoint, as in 4.4.2."""

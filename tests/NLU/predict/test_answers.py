@@ -3,6 +3,7 @@
 import os
 import random
 import threading
+from functools import partial
 from itertools import pairwise
 from statistics import fmean
 
@@ -173,8 +174,9 @@ def test_an_input_that_is_no_ordinary_file(predict, bases, adapters, tmp_path):
     predict.main([*common(bases["roberta"], tmp_path / "link", out), given])
     assert out.read_bytes() == b""
     os.mkfifo(tmp_path / "pipe")
-    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=('{"text": "a dog"}\n',))
+    write_line = partial((tmp_path / "pipe").write_text, '{"text": "a dog"}\n')
+    writer = threading.Thread(target=write_line, daemon=True)  # which nobody may read
     writer.start()
     predict.main([*common(bases["roberta"], tmp_path / "pipe", out), given])
-    writer.join()
+    writer.join(60)
     assert [line["text"] for line in read(out)] == ["a dog"]

@@ -51,6 +51,34 @@ def test_a_users_whole_model_given_as_an_adapter(tmp_path):
     refused(lambda: read_adapter(tmp_path / "x.bin", lora_alpha=8), tmp_path / "x.bin", "whole")
 
 
+def in_two_parts(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Writes them as a large model is written."""
+    weight_map = {}
+    for number, name in enumerate(sorted(tensors)):
+        file = f"model-0000{number % 2 + 1}-of-00002.safetensors"
+        weight_map[name] = file
+        of_file = {n: t for n, t in tensors.items() if weight_map.get(n) == file}
+        save_file(of_file, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_a_model_given_as_an_adapter(tmp_path):
+    """It is one without LoRA only where all its files can be read, and hold none."""
+    base = {f"roberta.encoder.layer.{n}.output.dense.weight": drawn(6, 6) for n in range(3)}
+    (tmp_path / "config.json").write_text("{}")
+    refused(lambda: read_adapter(tmp_path), tmp_path, "holds no adapter")
+    in_two_parts(tmp_path, base)
+    refused(lambda: read_adapter(tmp_path), tmp_path, "is a model without LoRA, not an adapter")
+    in_two_parts(tmp_path, {**base, **tensors_of("roberta")})
+    refused(lambda: read_adapter(tmp_path), tmp_path, "holds no adapter")
+    in_two_parts(tmp_path, base)
+    torch.save(base, tmp_path / "pytorch_model.bin")
+    for source in (tmp_path, tmp_path / "pytorch_model.bin"):
+        refused(partial(read_adapter, source), source, "is a model without LoRA, not an adapter")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"damaged")
+    refused(lambda: read_adapter(tmp_path), tmp_path, "holds no adapter")
+
+
 QUERY = MODULES["roberta"][0]
 A, B = f"{QUERY}.lora_A", f"{QUERY}.lora_B"
 UNSOUND = {

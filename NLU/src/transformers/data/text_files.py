@@ -10,12 +10,14 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import math
 import mmap
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
 from loralib.errors import first_line, in_short, quoted
@@ -97,7 +99,7 @@ def read_table(path: str, texts: Sequence[str] = (), cache_dir: str | None = Non
         # would be refused beside others, or its texts written otherwise. It takes more memory.
         options["chunksize"] = min(os.path.getsize(path), _LARGEST_PIECE)
     try:
-        rows = load_rows(kind, path, cache_dir=cache_dir, **options)
+        rows = _load(kind, path, cache_dir=cache_dir, **options)
         if kind == "json":
             rows.data.validate(full=True)  # pyarrow reads bytes that are not UTF-8 as if they were
     except (DatasetGenerationError, ArrowInvalid, RecursionError) as error:
@@ -120,21 +122,65 @@ def read_table(path: str, texts: Sequence[str] = (), cache_dir: str | None = Non
     return _with_texts(rows, path)
 
 
+def _load(kind: str, path: str, **options: Any) -> Dataset:
+    """As `load_rows`; a CSV file also where a column turns from numbers to words.
+
+    pandas reads it piece by piece, and the first one tells the columns' types.
+    """
+    from datasets.exceptions import DatasetGenerationError
+    from pyarrow import ArrowException
+
+    try:
+        return load_rows(kind, path, **options)
+    except DatasetGenerationError as error:
+        if kind != "csv" or not isinstance(error.__cause__, ArrowException):
+            raise
+        try:
+            types = _types_of_all_rows(path, options)
+        except ValueError:  # another fault, in a later row
+            raise error from error.__cause__
+    return load_rows(kind, path, **{**options, **types})
+
+
+def _types_of_all_rows(path: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by which a CSV file's columns are of the types that all its rows tell.
+
+    It takes the memory of all the file, so it is not done before it has to be.
+    """
+    import pandas
+    import pyarrow
+    from datasets import Features
+
+    given = {name: options[name] for name in ("keep_default_na", "converters")}
+    frame = pandas.read_csv(path, low_memory=False, **given)
+    schema = pyarrow.Schema.from_pandas(frame, preserve_index=False).remove_metadata()
+    # A text that looks like a number is one by its column's type; no converter is needed then.
+    return {"features": Features.from_arrow_schema(schema), "converters": None}
+
+
 def _refuse_one_object(rows: Dataset, path: str) -> None:
     """Refuses {"data": [rows]}, which the library takes for a row.
 
     Raises:
-        ValueError: the file holds such an object.
+        ValueError: the file holds such an object, and nothing else that could be a text.
     """
     names = rows.column_names
-    if len(rows) == 1:
-        for name in names if len(names) == 1 else {"data"} & {*names}:
-            value = rows[name][0]
-            if isinstance(value, list) and value and isinstance(value[0], dict):
-                raise ValueError(
-                    f"{path}: is one object, which has its rows in the list '{name}': write that "
-                    "list alone, or an object a line"
-                )
+    if len(rows) != 1 or any(map(partial(_may_be_read, rows), names)):
+        return
+    for name in names if len(names) == 1 else {"data"} & {*names}:
+        value = rows[name][0]
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            raise ValueError(
+                f"{path}: is one object, which has its rows in the list '{name}': write that list "
+                "alone, or an object a line"
+            )
+
+
+def _may_be_read(rows: Dataset, name: str) -> bool:
+    """Whether a column may be a text, or its words; a version is that of a file of one object."""
+    if name.lower() == "version":
+        return False
+    return _why_no_text(rows, name) is None or _are_words(rows[name][0])
 
 
 def load_rows(kind: str, path: str, **options: Any) -> Dataset:
@@ -215,9 +261,8 @@ def _header(path: str) -> list[str]:
         ValueError: there are none, or the file is JSON; they are not separated by commas; one is
             there twice, which pandas would give another name; or the first row has more fields.
     """
-    with open(path, "rb") as file:
-        if _BEGINS_AS_JSON.match(file.read(4096)):
-            raise ValueError(f"{path}: holds JSON: give it a name that ends in .json or .jsonl")
+    if _is_json(path):
+        raise ValueError(f"{path}: holds JSON: give it a name that ends in .json or .jsonl")
     try:
         with _open_csv(path) as file:
             rows = (row for row in csv.reader(file) if row)  # pandas passes empty lines over
@@ -243,6 +288,18 @@ def _header(path: str) -> list[str]:
     # pandas would take the first for names of rows, and move the others.
     _check_fields(path, 1, first, names)
     return names
+
+
+def _is_json(path: str) -> bool:
+    """Whether a file is of JSON objects; a CSV file's first name may begin as one."""
+    with open(path, "rb") as file:
+        if not _BEGINS_AS_JSON.match(file.read(4096)):
+            return False
+    try:
+        find_fault(path, in_pieces=False)
+    except ValueError:
+        return False
+    return True
 
 
 def _not_utf8(path: str) -> ValueError:
@@ -343,7 +400,9 @@ def choose_columns(
             f"or two are needed in addition to '{label}', or sentence1 and sentence2: name them "
             "with --text_columns"
         )
-    for name in found if path.endswith(".csv") else ():
+    # A label's name, or one that is asked for, tells that the first line is one of names.
+    is_unclear = path.endswith(".csv") and label == LABEL and label not in data.column_names
+    for name in found if is_unclear else ():
         if _looks_like_a_text(name):
             raise ValueError(
                 f"{path}: the name of its column '{name:.60}' looks like a text: the first line "
@@ -361,31 +420,38 @@ def choose_columns(
 
 
 def _refuse_unusable(data: Dataset, path: str, names: Sequence[str]) -> None:
-    """Refuses a column that can be no text if it is asked for either, with what to do about it.
+    """Refuses columns that can be no texts if they are asked for either, with what to do about it.
 
     Raises:
-        ValueError: there is one, of lists of words or empty.
+        ValueError: all but identifiers are of lists of words, or empty.
     """
+    words, empty = [], []
     for name in names:
         if _IDENTIFIER.fullmatch(name):
             continue
         values = [value for value in data[name][:] if value not in (None, "", [])]
         if not values:
-            raise _empty_in_each_row(path, name)
-        if all(map(_are_words, values)):
-            joined = json.dumps(" ".join(values[0]), ensure_ascii=False)
-            raise ValueError(
-                f"{path}: {name} is a list of words in each row: write them as one text, such as "
-                f"{joined:.60}"
-            )
+            empty.append(name)
+        elif all(map(_are_words, values)):
+            words.append((name, json.dumps(" ".join(values[0]), ensure_ascii=False)))
+        else:
+            return
+    for name, joined in words:
+        raise ValueError(
+            f"{path}: {name} is a list of words in each row: write them as one text, such as "
+            f"{joined:.60}"
+        )
+    if empty:
+        raise _empty_in_each_row(path, empty)
 
 
 def _are_words(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(word, str) for word in value)
 
 
-def _empty_in_each_row(path: str, names: str) -> ValueError:
-    return ValueError(f"{path}: {names} is empty in each row: there is nothing to read in it")
+def _empty_in_each_row(path: str, names: Sequence[str]) -> ValueError:
+    columns = f"{' and '.join(names):.200}"
+    return ValueError(f"{path}: {columns} is empty in each row: there is nothing to read in it")
 
 
 def _why_no_text(data: Dataset, name: str) -> str | None:
@@ -418,6 +484,11 @@ def _is_number(text: str) -> bool:
     return True
 
 
+def _is_finite(text: str) -> bool:
+    """Whether a label is a number; nan and inf are words as others."""
+    return _is_number(text) and math.isfinite(float(text))
+
+
 def _check_has(data: Dataset, path: str, name: str, flag: str) -> None:
     names = data.column_names
     if name in names:
@@ -448,8 +519,6 @@ def take_columns(data: Dataset, path: str, columns: Columns, labelled: bool = Tr
         _check_has(data, path, name, "text_columns")
         texts[name] = _as_written(data, path, name)
         _check_texts(texts[name], path, name)
-    if all(not text.strip() for of_column in texts.values() for text in of_column):
-        raise _empty_in_each_row(path, " and ".join(texts))
     warn_of_empty_texts(path, texts)
     if labelled:
         names[columns.label] = LABEL
@@ -609,8 +678,24 @@ def check_varied(train: Dataset, path: str) -> None:
         )
 
 
+def check_not_empty(train: Dataset, columns: Columns, path: str) -> None:
+    """Refuses a training set without a text: there is nothing in it to learn from.
+
+    Args:
+        train: the training set, as `take_columns` makes it.
+        columns: which columns it was taken from.
+        path: its name.
+
+    Raises:
+        ValueError: it is such a set.
+    """
+    keys = TEXT_KEYS[: len(columns.texts)]
+    if not any(row[key].strip() for row in train for key in keys):  # of most files the first row
+        raise _empty_in_each_row(path, columns.texts)
+
+
 def check_classes(train: Dataset, labels: Sequence[str], columns: Columns, path: str) -> None:
-    """Refuses classes of a training set that are hardly meant, and warns of what may be a slip.
+    """Refuses classes of a training set that are texts, and warns of what may be a slip.
 
     Args:
         train: the training set, as `take_columns` makes it.
@@ -619,29 +704,27 @@ def check_classes(train: Dataset, labels: Sequence[str], columns: Columns, path:
         path: its name.
 
     Raises:
-        ValueError: labels are numbers and as many words, such as 0, 1, bad and good; or they are
-            most rows' own, and texts are few, as where these columns are swapped.
+        ValueError: labels are most rows' own, and texts are few, as where these columns are
+            swapped.
     """
     if len(labels) > len(train) / 2:
         counts = f"{len(labels):,} classes in {len(train):,} rows"
         texts = len(train.unique(TEXT_KEYS[0]))
-        if texts < len(labels) / 2 and len(columns.texts) == 1:
+        if len(labels) >= 10 * texts and len(columns.texts) == 1:
             raise ValueError(
                 f"{path}: {columns.label} has {counts}, and {columns.texts[0]} {texts} values: "
                 f"if they are swapped, give --text_columns {columns.label} --label_column "
                 f"{columns.texts[0]}"
             )
         logger.warning("%s: %s; is %s its label?", path, counts, columns.label)
-    numbers = [label for label in labels if _is_number(label)]
-    words = [label for label in labels if not _is_number(label)]
+    numbers = [label for label in labels if _is_finite(label)]
+    words = [label for label in labels if not _is_finite(label)]
     if numbers and words:
-        mixed = f"labels are numbers ({in_short(numbers)}) and words ({in_short(words)})"
-        if len(numbers) == len(words) > 1:
-            raise ValueError(
-                f"{path}: {mixed}, each of which would be a class: write those that are one alike; "
-                "where none are, give all of them names that are not numbers"
-            )
-        logger.warning("%s: %s: each is a class; if some are one, write them alike", path, mixed)
+        logger.warning(
+            "%s: labels are numbers (%s) and words (%s): each is a class; if some are one, write "
+            "them alike",
+            *(path, in_short(numbers, width=70), in_short(words, width=70)),
+        )
     _warn_of_spellings(labels, path)
 
 

@@ -9,21 +9,20 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from loralib.adapters.adapter import LORA, Adapter, base_biases, plain
+from loralib.adapters.adapter import LORA, Adapter, Kind, base_biases, plain
 from loralib.adapters.checks import warn_of_base
 from loralib.adapters.deltas import lora_pairs
 from loralib.adapters.formats import read_adapter
-from loralib.errors import AlphaError, in_short
+from loralib.errors import AlphaError, CheckpointError, in_short
 from loralib.targets import layer_of, layers_of_words, pattern_of_words
 
-from ..adapter_kinds import FROM_METADATA, PATHS
+from ..adapter_kinds import FROM_METADATA, PATHS, other_kind, without
 from ..configuration_utils import PretrainedConfig, targets_of_modules
 from ..modeling_utils import PreTrainedModel
 from ..models.auto.configuration_auto import AutoConfig
@@ -32,7 +31,6 @@ from ..models.registry import CARRIED
 from ..tokenization_utils_base import PreTrainedTokenizerBase
 from ..training_args import TrainingArguments
 from ..utils.cli import check_vocabulary
-from ..utils.logging import errors_only
 from .arguments import AdaptedModelArguments
 
 logger = logging.getLogger(__name__)
@@ -62,7 +60,20 @@ def read_adapters(model_args: AdaptedModelArguments) -> list[Adapter]:
     given = ((kind, getattr(model_args, path)) for kind, path in PATHS.items())
     where = {"cache_dir": model_args.cache_dir, "token": model_args.use_auth_token}
     where["lora_alpha"] = model_args.lora_alpha
-    return [read_adapter(path, kind, **where) for kind, path in given if path]
+    return [_read_adapter(path, kind, where) for kind, path in given if path]
+
+
+def _read_adapter(path: str, kind: Kind, where: Mapping[str, Any]) -> Adapter:
+    try:
+        return read_adapter(path, kind, **where)
+    except CheckpointError as error:
+        other = other_kind(path, kind)
+        if other is None:
+            raise
+        raise CheckpointError(
+            f"{path}: holds what --{other.switch} has trained: give it as --{other.switch} "
+            f"--{PATHS[other]}, and {without(kind)}"
+        ) from error
 
 
 def check_arguments(
@@ -307,7 +318,8 @@ class Origin:
 
 def _labels_beside(labels: Sequence[str], others: Sequence[str]) -> str:
     """Labels for a message; of many, of which not all are shown, first those that others lack."""
-    return in_short(labels if len(labels) <= 10 else sorted(labels, key={*others}.__contains__))
+    ordered = labels if len(labels) <= 10 else sorted(labels, key={*others}.__contains__)
+    return in_short(ordered, width=120)
 
 
 def origin_of(
@@ -391,14 +403,13 @@ def build_model(
                 "%s was made with --%s, and stays so; begin with its base to train it otherwise",
                 *(model_args.model_name_or_path, switch),
             )
-    # What the base lacks, adapters bring, else they are refused.
-    with errors_only() if adapters else nullcontext():
-        model = auto_class.from_pretrained(
-            model_args.model_name_or_path,
-            config=config,
-            held_in=args.frozen_dtype if config.is_adapted else torch.float32,
-            **_where(model_args),
-        )
+    model = auto_class.from_pretrained(
+        model_args.model_name_or_path,
+        config=config,
+        held_in=args.frozen_dtype if config.is_adapted else torch.float32,
+        brought={name for adapter in adapters for name in adapter.tensors},
+        **_where(model_args),
+    )
     new = model.load_adapters(adapters, new_head=args.do_train)
     for adapter in adapters:
         own = adapter.tensors.keys() - set(new)

@@ -103,9 +103,9 @@ class DataArguments:
     """What all tasks take: files of one's own, and how much of them."""
 
     overwrite_cache: bool = flag(False, "tokenize again what an earlier run has cached")
-    max_train_samples: int | None = flag(None, "train on this many examples at most", least=1)
-    max_val_samples: int | None = flag(None, "evaluate on this many examples at most", least=1)
-    max_test_samples: int | None = flag(None, "predict this many examples at most", least=1)
+    max_train_samples: int | None = flag(None, "train on this many examples at most")
+    max_val_samples: int | None = flag(None, "evaluate on this many examples at most")
+    max_test_samples: int | None = flag(None, "predict this many examples at most")
     train_file: str | None = flag(None, "CSV or JSON of your own, to train on")
     validation_file: str | None = flag(None, "the same, to evaluate on")
     test_file: str | None = flag(None, "the same, to predict; needs no labels")

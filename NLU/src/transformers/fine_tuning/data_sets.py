@@ -248,7 +248,11 @@ def first_rows(rows: Dataset, split: str, data_args: DataArguments) -> Dataset:
     Raises:
         ValueError: none is left.
     """
-    limit = data_args.limits[split.split("_")[0]]
+    name = split.split("_")[0]
+    limit = data_args.limits[name]
+    if limit is not None and limit < 1:
+        name = {"validation": "val"}.get(name, name)
+        raise ValueError(f"--max_{name}_samples must be at least 1, not {limit}")
     if limit is not None:
         rows = rows.select(range(min(limit, len(rows))))
     if len(rows) == 0:

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from loralib.adapters.adapter import LORA
 from loralib.errors import (
     AdapterAsModelError,
     AlphaError,
@@ -32,7 +33,7 @@ from loralib.training import process
 from loralib.training.launch import find_launch
 from loralib.training.output import output_folder
 
-from ..adapter_kinds import KINDS, fitting_flag, path_flag
+from ..adapter_kinds import KINDS, fitting_flag, path_flag, without
 from ..configuration_utils import PretrainedConfig
 from ..file_utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from ..tokenization_utils_base import PreTrainedTokenizerBase
@@ -133,7 +134,8 @@ def sole_use_of_output(args: TrainingArguments) -> AbstractContextManager[None]:
 def check_sources_kept(args: TrainingArguments, sources: Mapping[str, str | None]) -> None:
     """Refuses to begin a training that would write over what it starts from.
 
-    And to put results alone into a folder of weights that no training of this project has written.
+    An evaluation, which writes results alone, may put them beside adapters and into the folder of a
+    run's model, not among the files of another one: a base, or what utils/convert.py has merged.
     To be called before `find_checkpoint`, whose error proposes to overwrite a folder. A run that
     resumes has begun already.
 
@@ -142,31 +144,38 @@ def check_sources_kept(args: TrainingArguments, sources: Mapping[str, str | None
         sources: where weights are read from, by the flag's name: paths, names on the hub or None.
 
     Raises:
-        ValueError: one is the output folder, or, in a training, a file that is saved there, or a
-            checkpoint in it.
+        ValueError: one is the output folder, a file that is saved there, or a checkpoint in it; or,
+            without training, the model is the output folder.
     """
+    if not args.do_train:
+        _check_model_kept(args, sources)
+        return
     output = Path(args.output_dir).resolve()
     checkpoints = list_checkpoints(output)
-    if args.do_train and checkpoints and not args.overwrite_output_dir:
+    if checkpoints and not args.overwrite_output_dir:
         return
     for flag, source in sources.items():
         path = Path(source or "").resolve()
         if not source or not path.exists():
             continue  # not given, or a name on the hub
-        if not args.do_train:
-            is_run_s = checkpoints or (output / TRAINING_ARGS_NAME).is_file()
-            if path == output and not is_run_s:
-                raise ValueError(
-                    f"--{flag} {source}: results would be written among its files, as it is "
-                    "--output_dir; give another --output_dir"
-                )
-            continue
         is_saved = path.parent == output and path.name in _SAVED
         if path == output or is_saved or any(path.is_relative_to(each) for each in checkpoints):
             raise ValueError(
                 f"--{flag} {source}: training would overwrite it, as it is in --output_dir "
                 f"{args.output_dir}; give another --output_dir"
             )
+
+
+def _check_model_kept(args: TrainingArguments, sources: Mapping[str, str | None]) -> None:
+    model, output = sources.get("model_name_or_path"), Path(args.output_dir)
+    if not model or not (os.path.isdir(model) and output.is_dir()):
+        return  # not given, or a name on the hub
+    is_of_a_run = (output / TRAINING_ARGS_NAME).is_file() or list_checkpoints(output)
+    if os.path.samefile(model, output) and not is_of_a_run:
+        raise ValueError(
+            f"--model_name_or_path {model}: results would be written among its files, as it is "
+            "--output_dir; give another --output_dir"
+        )
 
 
 def find_checkpoint(args: TrainingArguments) -> str | None:
@@ -338,7 +347,7 @@ WAYS_OUT: dict[type[CheckpointError], WayOut] = {
     AlphaError: "--lora_alpha",
     WrongBaseError: "--model_name_or_path",
     ModelAsAdapterError: lambda error: (
-        f"--model_name_or_path {_model_of(error.source)}, and no adapter"
+        f"--model_name_or_path {_model_of(error.source)}, and {without(LORA)}"
     ),
     FullModelError: "utils/split_lora.py takes the adapter out, or give it as --model_name_or_path",
     MissingLayersError: lambda error: f"--{error.switch}",
