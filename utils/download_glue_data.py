@@ -17,7 +17,6 @@ import ssl
 import sys
 import time
 import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
@@ -28,6 +27,7 @@ from urllib.request import Request, urlopen
 
 from tqdm import tqdm
 
+from loralib.io.archives import DAMAGED
 from loralib.io.atomic import sync_file
 from loralib.io.command_line import ArgumentParser
 from loralib.training.process import run
@@ -255,7 +255,7 @@ def unpack(archive: Path, folder: str, target: Path) -> None:
             if damaged is not None:
                 raise ValueError(f"{archive.name} is damaged: wrong checksum of {damaged}")
             file.extractall(target, [n for n in file.namelist() if n.startswith(f"{folder}/")])
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+    except DAMAGED as error:
         raise ValueError(f"{archive.name} is damaged: {error}") from error
 
 
