@@ -44,10 +44,23 @@ done
 if [ $# -gt 0 ]; then
     PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} python recipes/check_flags.py "$script" "$@"
 fi
-if ! [[ $NPROC =~ ^[1-9][0-9]*$ ]]; then
+# A number of processes, or a word of PyTorch's launcher for one.
+case $NPROC in
+auto | cpu | gpu | xpu)
+    if ! count=$(python -c 'import sys
+from torch.distributed.run import determine_local_world_size
+print(determine_local_world_size(sys.argv[1]))' "$NPROC" 2>/dev/null); then
+        echo "$script: error: NPROC=$NPROC: there is none here" >&2
+        exit 1
+    fi
+    NPROC=$count
+    ;;
+esac
+if ! [[ $NPROC =~ ^[[:space:]]*[+]?0*([1-9][0-9]*)[[:space:]]*$ ]]; then
     echo "$script: error: NPROC=$NPROC: has to be a number of processes, from 1 on" >&2
     exit 1
 fi
+NPROC=${BASH_REMATCH[1]}
 
 # With --estimate, the training says what it would take, in one process, and nothing else is run.
 estimate=
@@ -83,12 +96,13 @@ need_inputs() {
 }
 
 # launch SCRIPT FLAGS…: runs a script on NPROC processes. A single one needs no launcher, whose own
-# lines would surround an error; it is told what a launcher would tell it.
+# lines would surround an error; it is told what a launcher would tell it. Variables such as
+# PET_NNODES are a launcher's flags: it may not be a single one then.
 launch() {
     if [ -n "$estimate" ]; then
         exec python "$1" --estimate_devices "$NPROC" "${@:2}"
     fi
-    if [ "$NPROC" = 1 ]; then
+    if [ "$NPROC" = 1 ] && [ -z "${!PET_*}" ]; then
         RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 python "$@"
         return
     fi

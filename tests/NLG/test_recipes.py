@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from places import ROOT
+from torch.distributed.run import determine_local_world_size
 
 
 @pytest.mark.parametrize("recipe", ["e2e_gpt2_md.sh", "dart_gpt2_lg.sh"])
@@ -76,16 +77,47 @@ def test_flags_that_can_be_are_passed_over_without_a_word(tmp_path):
     assert line.startswith(f"e2e_gpt2_md.sh: error: {tmp_path}/base.pt is not there; make it by: ")
 
 
-@pytest.mark.parametrize("nproc", ["0", "-1", "two", "1.5"])
+@pytest.mark.parametrize("nproc", ["0", "-1", "two", "1.5", "00", "1 2", " "])
 def test_a_number_of_processes_that_is_none(nproc):
     ended = run_recipe(NPROC=nproc)
     said = f"e2e_gpt2_md.sh: error: NPROC={nproc}: has to be a number of processes, from 1 on\n"
     assert (ended.returncode, ended.stderr) == (1, said)
 
 
-@pytest.mark.parametrize(("nproc", "launched"), [("", False), ("1", False), ("2", True)])
-def test_a_single_process_needs_no_launcher(tmp_path, nproc, launched):
-    """It is told which one it is all the same, whatever the caller's environment says of others."""
+@pytest.mark.slow
+def test_a_launcher_s_words_for_a_number_of_processes():
+    ended = run_recipe(NPROC="gpu", CUDA_VISIBLE_DEVICES="")
+    said = "e2e_gpt2_md.sh: error: NPROC=gpu: there is none here\n"
+    assert (ended.returncode, ended.stderr) == (1, said)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    counted = subprocess.run(
+        ["bash", "-c", "source recipes/common.sh md; echo $NPROC"],
+        cwd=ROOT / "NLG",
+        env={**os.environ, "PATH": path, "NPROC": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert counted.stdout == f"{determine_local_world_size('cpu')}\n"
+
+
+@pytest.mark.parametrize(
+    ("nproc", "pet", "launched"),
+    [
+        ("", None, False),
+        ("1", None, False),
+        ("01", None, False),
+        (" 1", None, False),
+        ("+1", None, False),
+        ("1", "PET_NNODES", True),
+        ("2", None, True),
+        ("02", None, True),
+    ],
+)
+def test_a_single_process_needs_no_launcher(tmp_path, nproc, pet, launched):
+    """It is told which one it is all the same, whatever the caller's environment says of others.
+
+    A launcher's own variables may be for more than one.
+    """
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "$RANK $WORLD_SIZE $LOCAL_RANK $@"\n')
     python.chmod(0o755)
@@ -97,6 +129,7 @@ def test_a_single_process_needs_no_launcher(tmp_path, nproc, launched):
             **os.environ,
             "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
             "NPROC": nproc,
+            **({pet: "2"} if pet else {}),
             "WORLD_SIZE": "8",
             "RANK": "3",
         },
@@ -105,7 +138,8 @@ def test_a_single_process_needs_no_launcher(tmp_path, nproc, launched):
     )
     assert ended.returncode == 0, ended.stderr
     if launched:
-        assert "-m torch.distributed.launch --nproc_per_node=2 " in ended.stdout
+        count = 1 if pet else 2
+        assert f"-m torch.distributed.launch --nproc_per_node={count} " in ended.stdout
     else:
         assert ended.stdout == "0 1 0 src/gpt2_ft.py --lr 1 2\n"
 
