@@ -58,8 +58,9 @@ def run_recipe(*flags: str, **environment: str) -> subprocess.CompletedProcess:
         (["--lora_dimm", "4"], 2, "unrecognized arguments: --lora_dimm 4; did you"),
         (["--lr", "-1"], 1, "--lr has to be at least 0, but is -1.0"),
         (["--fp16"], 1, "--fp16 needs a GPU: use --bf16, which works on a CPU as well"),
-        (["--init_checkpoint", "no.bin"], 1, "no.bin: no such checkpoint file; "),
+        (["--init_checkpoint", "no.bin"], 1, "no.bin: no such checkpoint file (seen from "),
         (["--train_data", "no.jsonl"], 1, "--train_data no.jsonl: no such file (seen from "),
+        (["--valid_data", "/no.jsonl"], 1, "--valid_data /no.jsonl: no such file\n"),
     ],
 )
 def test_what_is_wrong_with_flags_is_said_before_what_else_is_missing(flags, status, says):
@@ -67,7 +68,7 @@ def test_what_is_wrong_with_flags_is_said_before_what_else_is_missing(flags, sta
     ended = run_recipe(*flags, CUDA_VISIBLE_DEVICES="", TRIAL_DIR="/none", NPROC="two")
     (line,) = ended.stderr.splitlines()
     assert (ended.returncode, ended.stdout) == (status, "")
-    assert line.startswith(f"e2e_gpt2_md.sh: error: {says}")
+    assert f"{line}\n".startswith(f"e2e_gpt2_md.sh: error: {says}")
 
 
 @pytest.mark.slow
