@@ -120,6 +120,8 @@ last_checkpoint() {
 # train FLAGS…: what all corpora have in common; FLAGS are the corpus's and the caller's. A run
 # that was killed resumes, a finished one is left as it is.
 train() {
+    local resume=
+    if [ -e "$out/resume.pt" ]; then resume=--resume; fi
     launch src/gpt2_ft.py --platform local \
         --train_data "$data/train.jsonl" --valid_data "$data/valid.jsonl" \
         --train_batch_size 8 --grad_acc 1 --valid_batch_size 4 --seq_len 512 \
@@ -127,7 +129,7 @@ train() {
         --clip 0.0 --lr 0.0002 --correct_bias --adam_beta2 0.999 \
         --scheduler linear --warmup_step 500 --max_epoch 5 --save_interval 1000 \
         --lora_dim 4 --lora_alpha 32 \
-        --work_dir "$out" --random_seed "$SEED" --resume "$@"
+        --work_dir "$out" --random_seed "$SEED" $resume "$@"
     if [ -z "$(last_checkpoint "$out")" ]; then
         echo "$script: error: $out holds a finished run, but its model.<step>.pt is gone: put it" \
             "back, or remove the folder to train again" >&2

@@ -28,6 +28,7 @@ from loralib.io.archives import DAMAGED
 from loralib.io.atomic import atomic_write
 from loralib.io.command_line import ArgumentParser
 from loralib.io.tensors import read_tensors, write_tensors
+from loralib.training.process import error_in_words
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +195,7 @@ def _unpack_e2e(
             reason = str(error) or "its end is missing"
             raise ValueError(f"{source}: holds no e2e-dataset/{name} ({reason})") from error
         except OSError as error:
-            raise OSError(f"{source}: {error.strerror or error}") from error
+            raise OSError(error_in_words(error)) from error
         table.write_bytes(content)
         try:
             lines = as_lines(table)
@@ -263,7 +264,7 @@ def main(argv: list[str] | None = None) -> None:
         try:
             _fetcher(name)(args.folder)
         except (OSError, ValueError) as error:
-            failures.append(f"{name}: {error}")
+            failures.append(f"{name}: {error_in_words(error)}")
     for failure in failures[:-1]:
         logger.error("%s", failure)
     if failures:

@@ -182,6 +182,25 @@ def test_a_finished_run_whose_model_is_gone(tmp_path, left, status):
     assert (says in ended.stderr) == bool(status)
 
 
+@pytest.mark.parametrize("left", [None, "resume.pt"])
+def test_a_recipe_resumes_where_there_is_something_to_resume(tmp_path, left):
+    """Else each first run would begin with a warning that there is nothing."""
+    (tmp_path / "model.3.pt").touch()
+    if left:
+        (tmp_path / left).touch()
+    code = "source recipes/common.sh md; out=$1; launch() { echo $@; }; train --lr 1"
+    ended = subprocess.run(
+        ["bash", "-c", code, "e2e.sh", str(tmp_path)],
+        cwd=ROOT / "NLG",
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    words = ended.stdout.split()
+    assert ("--resume" in words) == bool(left)
+    assert words[-2:] == ["--lr", "1"]
+
+
 @pytest.mark.parametrize("name", ["plain", "a & b", "r|s", r"C:\1\runs", "it's $HOME*.pt", "-n"])
 @pytest.mark.parametrize("steps", [[], [5], [900, 1000, 95]])
 def test_the_last_checkpoint_of_any_folder(tmp_path, name, steps):
