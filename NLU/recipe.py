@@ -9,6 +9,7 @@ import argparse
 import configparser
 import importlib
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -156,7 +157,7 @@ def gpu_count() -> int:
 def _given(arguments: Sequence[str], name: str) -> str | None:
     """A flag's value, of several the last; None where it is not given."""
     value = None
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
         if word == name:
             value = following
         elif word.startswith(f"{name}="):
@@ -184,18 +185,19 @@ def check_flags(recipe: Recipe, extra: Sequence[str]) -> None:
     model_args, data_args, args, _ = parser.parse_args_into_dataclasses(
         given, args_filename=str(SCRIPT.with_suffix(".args"))
     )
-    _check_files(model_args.model_name_or_path, data_args, script.splits_of, args)
+    settings = model_args.config_name or model_args.model_name_or_path
+    _check_files(settings, data_args, script.splits_of, args)
 
 
 def _check_files(
-    model: str, data_args: Any, splits_of: Callable[..., list[str]], args: Any
+    settings: str, data_args: Any, splits_of: Callable[..., list[str]], args: Any
 ) -> None:
     """Checks that the model and GLUE's files are here, where they are to be, and the texts' length.
 
     What is on the hub is left to run_glue.py.
 
     Args:
-        model: --model_name_or_path.
+        settings: folder or name that the model's settings are of.
         data_args: run_glue.py's flags of the data.
         splits_of: its function that says which splits a run uses.
         args: its flags of the training.
@@ -209,12 +211,23 @@ def _check_files(
     from transformers.data.processors.glue import glue_file, glue_task
     from transformers.utils.cli import check_length
 
-    if is_a_path(model) or os.path.isdir(model):
-        check_length(AutoConfig.from_pretrained(model), data_args.max_seq_length)
+    if is_a_path(settings) or os.path.isdir(settings):
+        check_length(AutoConfig.from_pretrained(settings), data_args.max_seq_length)
     if data_args.data_dir is not None and data_args.task_name is not None:
         task = glue_task(data_args.task_name)
         for split in splits_of(task, args):
             glue_file(task, data_args.data_dir, split)
+
+
+def check_small(folders: Sequence[str]) -> None:
+    """Checks that the folders of --small are there.
+
+    Raises:
+        FileNotFoundError: one is not.
+    """
+    for folder in folders:
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(f"--small {folder}: no such folder")
 
 
 def check_start(recipe: Recipe, extra: Sequence[str] = ()) -> None:
@@ -226,7 +239,7 @@ def check_start(recipe: Recipe, extra: Sequence[str] = ()) -> None:
     path = _given(recipe.arguments(extra), "--lora_path")
     if path is None or os.path.exists(path):
         return
-    if recipe.after is None:
+    if recipe.after is None or _given(extra, "--lora_path") is not None:
         raise FileNotFoundError(f"--lora_path {path}: no such file")
     first = read_recipes()[recipe.after]
     made = f"{first.output_dir}/pytorch_model_lora.bin"
@@ -333,14 +346,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def chosen(args: argparse.Namespace) -> Recipe:
-    """The recipe that is asked for.
-
-    Raises:
-        FileNotFoundError: a folder of --small is not there.
-    """
-    for folder in args.small or ():
-        if not os.path.isdir(folder):
-            raise FileNotFoundError(f"--small {folder}: no such folder")
+    """The recipe that is asked for."""
     recipe = read_recipes()[args.recipe]
     checkpoint = os.environ.get("MNLI_CHECKPOINT")
     if recipe.after and checkpoint:
@@ -349,13 +355,20 @@ def chosen(args: argparse.Namespace) -> Recipe:
 
 
 def processes(recipe: Recipe) -> int:
-    """On how many processes to run it.
+    """On how many processes to run it: a number, or a word of PyTorch's launcher for one.
 
     Raises:
-        ValueError: NPROC is not a number of processes.
+        ValueError: NPROC is neither, or there are no such devices.
     """
     nproc = os.environ.get("NPROC", str(recipe.nproc))
-    if not (nproc.isascii() and nproc.isdecimal()) or int(nproc) < 1:
+    if nproc in ("auto", "cpu", "gpu", "xpu"):
+        from torch.distributed.run import determine_local_world_size  # takes seconds
+
+        try:
+            return int(determine_local_world_size(nproc))
+        except ValueError as error:
+            raise ValueError(f"NPROC={nproc}: there is none here") from error
+    if not re.fullmatch(r"\s*\+?0*[1-9][0-9]*\s*", nproc):
         raise ValueError(f"NPROC={nproc}: has to be a number of processes, from 1 on")
     return int(nproc)
 
@@ -364,10 +377,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Checks what a recipe needs, shows its command, and replaces this process by it."""
     args, extra = parse(sys.argv[1:] if argv is None else argv)
     try:
-        recipe = chosen(args)
         estimated = "--estimate" in extra
         is_run = not args.print and not estimated
         # What is given first, and only then what would be needed besides.
+        if is_run:
+            check_small(args.small or ())
+        recipe = chosen(args)
         if is_run and (extra or args.small):
             check_flags(recipe, extra)
         if is_run:

@@ -17,7 +17,6 @@ import ssl
 import sys
 import time
 import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
@@ -28,9 +27,10 @@ from urllib.request import Request, urlopen
 
 from tqdm import tqdm
 
+from loralib.io.archives import DAMAGED
 from loralib.io.atomic import sync_file
 from loralib.io.command_line import ArgumentParser
-from loralib.training.process import run
+from loralib.training.process import error_in_words, run
 from transformers.data.processors.glue import GlueTask, glue_task, iterate_glue_split
 from transformers.data.processors.utils import read_tsv
 
@@ -165,19 +165,29 @@ def install(key: str, task: GlueTask, data_dir: Path, base_url: str, mrpc: Path 
 def _download(key: str, task: GlueTask, data_dir: Path, base_url: str, mrpc: Path | None) -> None:
     release = RELEASES[key]
     own = _own_files(mrpc) if mrpc is not None and key == "MRPC" else {}
-    sources, fetched = [], []
+    sources, by_hand, fetched = [], [], []
     for file in release.files:
         name = PurePosixPath(file).name
-        sources.append(own.get(name, data_dir / name))
-        if name not in own:
-            _fetch_source(urljoin(f"{base_url}/", file), data_dir / name)
-            fetched.append(data_dir / name)
+        path = data_dir / name
+        sources.append(own.get(name, path))
+        if name in own:
+            continue
+        if path.exists():
+            by_hand.append(path)
+        else:
+            _fetch_source(urljoin(f"{base_url}/", file), path)
+            fetched.append(path)
     try:
         assemble(task, release.rows, sources, data_dir)
     except ValueError as error:
+        _remove(fetched)
+        if by_hand:
+            there = ", ".join(map(str, by_hand))
+            raise ValueError(
+                f"{error}; remove {there} to have it downloaded, or put the published one there"
+            ) from error
         if not fetched:
             raise
-        _remove(fetched)
         raise ValueError(f"{error}; the download is removed, run again to repeat it") from error
     _remove(fetched)
 
@@ -255,7 +265,7 @@ def unpack(archive: Path, folder: str, target: Path) -> None:
             if damaged is not None:
                 raise ValueError(f"{archive.name} is damaged: wrong checksum of {damaged}")
             file.extractall(target, [n for n in file.namelist() if n.startswith(f"{folder}/")])
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+    except DAMAGED as error:
         raise ValueError(f"{archive.name} is damaged: {error}") from error
 
 
@@ -429,13 +439,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         tasks = parse_tasks(" ".join(args.tasks))
     except ValueError as error:
         parser.error(str(error))
+    args.data_dir.mkdir(parents=True, exist_ok=True)
     failed = False
     for key, task in tasks.items():
         try:
-            args.data_dir.mkdir(parents=True, exist_ok=True)
             install(key, task, args.data_dir, args.base_url, args.path_to_mrpc)
         except (OSError, ValueError) as error:
-            logger.error("%s: %s", task.folder, error)
+            logger.error("%s: %s", task.folder, error_in_words(error))
             if isinstance(error, ConnectionError):  # the other tasks would wait in vain, too
                 return 1
             failed = True

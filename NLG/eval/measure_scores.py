@@ -13,7 +13,7 @@ import argparse
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -34,12 +34,14 @@ def main(argv: list[str] | None = None) -> None:
     table = _read_table(args.json) if args.json else {}
     if two_files:
         predictions_file = args.predictions
+        check_order(args.references, predictions_file)
         references = read_groups(args.references)
-        check_order(args.references, references, predictions_file)
     else:
         predictions_file = args.hypothesis
         references = read_reference_files(args.reference, args.num_refs)
-    predictions = read_predictions(predictions_file, len(references))
+    unsplit = two_files and len(references) == 1  # as where blank lines were lost
+    hint = f"; {args.references} needs a blank line after each group" if unsplit else ""
+    predictions = read_predictions(predictions_file, len(references), hint)
 
     scores = score(metrics, references, predictions)
     if args.json:
@@ -170,20 +172,28 @@ def read_groups(path: str) -> References:
     for number, (before, line) in enumerate(zip(["", *lines], lines, strict=False), start=1):
         if not before and not line:
             raise ValueError(f"{path}:{number}: a blank line, but no references before it")
+    return _groups(lines)
+
+
+def _groups(lines: Sequence[str]) -> References:
+    """The lines between blank ones."""
     return [list(group) for filled, group in groupby(lines, key=bool) if filled]
 
 
-def check_order(path: str, references: References, predictions_file: str) -> None:
+def check_order(references_file: str, predictions_file: str) -> None:
     """Checks that references and predictions have not changed places.
 
+    Where they have, the second file has a group for each line of the first; but for a single one,
+    no files in their right places do.
+
     Raises:
-        ValueError: the first file is one group, and the second has several.
+        ValueError: they have.
     """
-    lines = _read_lines(predictions_file)
-    if len(references) == 1 and len(lines) > 1 and "" in lines:
+    lines, groups = _read_lines(references_file), _groups(_read_lines(predictions_file))
+    if len(groups) == len(lines) > 1:
         raise ValueError(
-            f"{path}: no blank line ends a group of references, and {predictions_file} has blank "
-            "lines: give the references first, then the predictions"
+            f"{predictions_file} has a group for each of the {len(lines)} lines of "
+            f"{references_file}: give the references first, then the predictions"
         )
 
 
@@ -219,15 +229,20 @@ def read_reference_files(prefix: str, count: int) -> References:
     return rows
 
 
-def read_predictions(path: str, count: int) -> list[str]:
+def read_predictions(path: str, count: int, hint: str = "") -> list[str]:
     """The `count` predictions of a file with one a line; warns of empty ones.
+
+    `hint` ends the error where there are more: what may be wrong with the references instead.
 
     Raises:
         ValueError: there are more or fewer.
     """
     predictions = _read_lines(path)
     if len(predictions) != count:
-        raise ValueError(f"{path}: {len(predictions)} predictions for {count} rows of references")
+        hint = hint if len(predictions) > count else ""
+        raise ValueError(
+            f"{path}: {len(predictions)} predictions for {count} rows of references{hint}"
+        )
     empty = predictions.count("")
     if empty:
         logger.warning("%s: %d of %d predictions are empty", path, empty, count)

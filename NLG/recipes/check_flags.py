@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from checkpoints import check_is_one_file
-from exp_utils import run
+from exp_utils import run, seen_from
 from gpt2_ft_arguments import parse_args
 from loralib.training.distributed import choose_device
 from loralib.training.precision import check_precision
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for flag in ("train_data", "valid_data"):
         path = getattr(args, flag)
         if not os.path.exists(path):
-            raise FileNotFoundError(f"--{flag} {path}: no such file (seen from {os.getcwd()})")
+            raise FileNotFoundError(f"--{flag} {path}: no such file{seen_from(path)}")
 
 
 if __name__ == "__main__":

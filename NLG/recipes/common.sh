@@ -44,10 +44,23 @@ done
 if [ $# -gt 0 ]; then
     PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} python recipes/check_flags.py "$script" "$@"
 fi
-if ! [[ $NPROC =~ ^[1-9][0-9]*$ ]]; then
+# A number of processes, or a word of PyTorch's launcher for one.
+case $NPROC in
+auto | cpu | gpu | xpu)
+    if ! count=$(python -c 'import sys
+from torch.distributed.run import determine_local_world_size
+print(determine_local_world_size(sys.argv[1]))' "$NPROC" 2>/dev/null); then
+        echo "$script: error: NPROC=$NPROC: there is none here" >&2
+        exit 1
+    fi
+    NPROC=$count
+    ;;
+esac
+if ! [[ $NPROC =~ ^[[:space:]]*[+]?0*([1-9][0-9]*)[[:space:]]*$ ]]; then
     echo "$script: error: NPROC=$NPROC: has to be a number of processes, from 1 on" >&2
     exit 1
 fi
+NPROC=${BASH_REMATCH[1]}
 
 # With --estimate, the training says what it would take, in one process, and nothing else is run.
 estimate=
@@ -83,12 +96,13 @@ need_inputs() {
 }
 
 # launch SCRIPT FLAGS…: runs a script on NPROC processes. A single one needs no launcher, whose own
-# lines would surround an error; it is told what a launcher would tell it.
+# lines would surround an error; it is told what a launcher would tell it. Variables such as
+# PET_NNODES are a launcher's flags: it may not be a single one then.
 launch() {
     if [ -n "$estimate" ]; then
         exec python "$1" --estimate_devices "$NPROC" "${@:2}"
     fi
-    if [ "$NPROC" = 1 ]; then
+    if [ "$NPROC" = 1 ] && [ -z "${!PET_*}" ]; then
         RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 python "$@"
         return
     fi
@@ -106,6 +120,8 @@ last_checkpoint() {
 # train FLAGS…: what all corpora have in common; FLAGS are the corpus's and the caller's. A run
 # that was killed resumes, a finished one is left as it is.
 train() {
+    local resume=
+    if [ -e "$out/resume.pt" ]; then resume=--resume; fi
     launch src/gpt2_ft.py --platform local \
         --train_data "$data/train.jsonl" --valid_data "$data/valid.jsonl" \
         --train_batch_size 8 --grad_acc 1 --valid_batch_size 4 --seq_len 512 \
@@ -113,7 +129,7 @@ train() {
         --clip 0.0 --lr 0.0002 --correct_bias --adam_beta2 0.999 \
         --scheduler linear --warmup_step 500 --max_epoch 5 --save_interval 1000 \
         --lora_dim 4 --lora_alpha 32 \
-        --work_dir "$out" --random_seed "$SEED" --resume "$@"
+        --work_dir "$out" --random_seed "$SEED" $resume "$@"
     if [ -z "$(last_checkpoint "$out")" ]; then
         echo "$script: error: $out holds a finished run, but its model.<step>.pt is gone: put it" \
             "back, or remove the folder to train again" >&2

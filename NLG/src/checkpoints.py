@@ -4,6 +4,7 @@ import argparse
 import logging
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exp_utils import seen_from
 from family import DEFAULT_TARGETS, GPT2, TARGETS, in_order, targets_of
 from loralib.adapters.adapter import Adapter
 from loralib.adapters.checks import check_base, warn_of_alpha, warn_of_base
@@ -45,6 +47,9 @@ _FLAGS: dict[str, tuple[str, Any]] = {
     "lora_init": ("initialization", "default"),
     "lora_freeze_A": ("freeze_A", False),
 }
+# What files of weights are called, and what in a folder of upstream's Trainer is called so as well.
+_WEIGHTS = ("model*.pt", "*.bin", "*.safetensors")
+_NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin")
 _PATTERNS = {"lora_rank_pattern": "rank", "lora_alpha_pattern": "alpha"}
 
 
@@ -154,23 +159,49 @@ def check_is_one_file(path: str) -> None:
     """
     if not path:  # as of a shell's variable that is not set
         raise CheckpointError("the path of the base is empty: give a file as --init_checkpoint")
-    nothing = f"{path}: no such checkpoint file"
-    if Path(path).is_dir():
-        patterns = ("model*.pt", "*.bin", "*.safetensors")
-        there = [file.name for pattern in patterns for file in Path(path).glob(pattern)]
-        names = listed(there) or "model.safetensors or pytorch_model.bin"
-        raise CheckpointError(
-            f"{nothing}: it is a folder; give the file of weights in it, such as {names}"
-        )
     if not Path(path).exists():
         raise CheckpointError(
-            f"{nothing}; download_pretrained_checkpoints.sh fetches GPT-2's from the hub"
+            f"{path}: no such checkpoint file{seen_from(path)}; "
+            "download_pretrained_checkpoints.sh fetches GPT-2's from the hub"
         )
-    if Path(path).name.endswith(".index.json") or index_of(path) is not None:
+    parts = _is_part(Path(path))
+    if Path(path).is_dir():
+        names, parts = _weights_in(Path(path))
+        if not parts:
+            raise CheckpointError(
+                f"{path}: no such checkpoint file: it is a folder; give the file of weights in it, "
+                f"such as {names or 'model.safetensors or pytorch_model.bin'}"
+            )
+    if parts:
         raise CheckpointError(
             f"{path}: belongs to a model in several files; save it in one, as upstream's "
             'save_pretrained(FOLDER, max_shard_size="100GB") does, and give that'
         )
+
+
+def _is_part(path: Path) -> bool:
+    """Whether a file is one of the several of a model, or their index."""
+    return path.name.endswith(".index.json") or index_of(path) is not None
+
+
+def _weights_in(folder: Path) -> tuple[str, bool]:
+    """The files in a folder that may be a whole model; of a run's checkpoints, the last.
+
+    Returns:
+        Their names for an error, and whether the folder has a model in several files and no other.
+    """
+    names, steps, has_parts = [], {}, False
+    for file in (file for pattern in _WEIGHTS for file in folder.glob(pattern)):
+        part = re.search(r"-\d+-of-(\d+)\.\w+$", file.name)
+        step = re.fullmatch(r"model\.(\d+)\.pt", file.name)
+        if _is_part(file) or (part and int(part[1]) > 1):
+            has_parts = True
+        elif step:
+            steps[int(step[1])] = file.name
+        elif file.name not in _NOT_WEIGHTS:
+            names.append(file.name)
+    names += [steps[step] for step in sorted(steps)[-1:]]
+    return listed(names), has_parts and not names
 
 
 def open_model(

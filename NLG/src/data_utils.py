@@ -127,6 +127,15 @@ class FT_Dataset(Dataset):
         tokens = self._tokens[begin : begin + self._kept(index)]
         return Row(tokens, min(len(tokens), self.max_seq_length), self._first(index))
 
+    def shows_ends(self) -> bool:
+        """Whether all completions of the file end in one token, which is nowhere else in them."""
+        tokens, ends = self._tokens.numpy(), self._ends
+        last = tokens[ends[1:] - 1]
+        places = np.flatnonzero(tokens == last[0])
+        rows = np.searchsorted(ends, places, side="right") - 1
+        within = int((places >= ends[rows] + self._contexts[rows]).sum())
+        return within == self.num_examples and bool((last == last[0]).all())
+
     def _kept(self, index: int) -> int:
         """How many tokens are left of an example; the last input's target is one further."""
         return min(int(self._ends[index + 1] - self._ends[index]), self.max_seq_length + 1)

@@ -9,6 +9,7 @@ from the Hugging Face hub (``HF_ENDPOINT`` names a mirror).
 
 import json
 import logging
+import os
 import tempfile
 import zipfile
 from collections.abc import Callable
@@ -23,9 +24,11 @@ from tqdm.auto import tqdm
 from exp_utils import run
 from format_converting_e2e import as_lines
 from hub import hub_files
+from loralib.io.archives import DAMAGED
 from loralib.io.atomic import atomic_write
 from loralib.io.command_line import ArgumentParser
 from loralib.io.tensors import read_tensors, write_tensors
+from loralib.training.process import error_in_words
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +165,14 @@ def fetch_e2e(root: Path) -> None:
             if not own.exists():
                 archive = Path(folder, own.name)
                 fetch(E2E_URL, archive, by_hand=own)
-            _unpack_e2e(archive, Path(folder), wanted, root)
+            try:
+                _unpack_e2e(archive, Path(folder), wanted, root)
+            except (OSError, ValueError) as error:
+                if archive != own:
+                    raise
+                raise ValueError(
+                    f"{error}; remove it to have it downloaded, or put the published one there"
+                ) from error
     for _, target, rows in E2E_SPLITS:
         found = (root / target).read_bytes().count(b"\n")
         if found != rows:
@@ -180,10 +190,18 @@ def _unpack_e2e(
         table = scratch / name
         try:
             with zipfile.ZipFile(archive) as file:
-                table.write_bytes(file.read(f"e2e-dataset/{name}"))
-        except (KeyError, zipfile.BadZipFile) as error:
-            raise ValueError(f"{source}: holds no e2e-dataset/{name} ({error})") from error
-        lines = as_lines(table)
+                content = file.read(f"e2e-dataset/{name}")
+        except (KeyError, ValueError, *DAMAGED) as error:
+            reason = str(error) or "its end is missing"
+            raise ValueError(f"{source}: holds no e2e-dataset/{name} ({reason})") from error
+        except OSError as error:
+            raise OSError(error_in_words(error)) from error
+        table.write_bytes(content)
+        try:
+            lines = as_lines(table)
+        except ValueError as error:
+            reason = str(error).removeprefix(f"{scratch}{os.sep}")
+            raise ValueError(f"{source}: {reason}") from error
         if len(lines) != rows:
             raise ValueError(f"{source}: {name} has {len(lines):,} rows, not {rows:,}")
         (root / target).parent.mkdir(parents=True, exist_ok=True)
@@ -246,7 +264,7 @@ def main(argv: list[str] | None = None) -> None:
         try:
             _fetcher(name)(args.folder)
         except (OSError, ValueError) as error:
-            failures.append(f"{name}: {error}")
+            failures.append(f"{name}: {error_in_words(error)}")
     for failure in failures[:-1]:
         logger.error("%s", failure)
     if failures:

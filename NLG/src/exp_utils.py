@@ -88,6 +88,11 @@ def read_json_lines(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
         raise ValueError(f"{path}: is empty")
 
 
+def seen_from(path: str | os.PathLike) -> str:
+    """For an error of a file that is not there: where a relative path was looked for."""
+    return "" if os.path.isabs(path) else f" (seen from {os.getcwd()})"
+
+
 def read_encoded(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
     """The rows of a file of token ids, read as by `read_json_lines`.
 

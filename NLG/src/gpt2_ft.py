@@ -18,7 +18,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -119,6 +119,8 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
     train_data = FT_Dataset(args.train_data, args.train_batch_size, length, args.obj == "jlm", seed)
     # Judged by its completions, whatever it is trained on.
     valid_data = FT_Dataset(args.valid_data, args.valid_batch_size, length, False, seed)
+    if dist_env.is_main and args.obj == "clm":
+        warn_of_ends({args.train_data: train_data, args.valid_data: valid_data})
     epoch_steps = batches_per_epoch(train_data, dist_env)
     if args.max_step is None and args.max_epoch is not None:
         args.max_step = math.ceil(args.max_epoch * train_data.num_batches / dist_env.world_size)
@@ -265,6 +267,17 @@ def agree_on_weights(model: nn.Module, read: Collection[str], world_size: int) -
     check_same_weights(model, world_size, read)
     others = (tensor for name, tensor in own_tensors(model).items() if name not in read)
     share_tensors(others, world_size)
+
+
+def warn_of_ends(data: Mapping[str, FT_Dataset]) -> None:
+    """Warns of files {path: data} of which a model does not learn where a text ends."""
+    without = ", ".join(path for path, examples in data.items() if not examples.shows_ends())
+    if without:
+        logger.warning(
+            "%s: completions do not all end in one token that is nowhere else in them, by which a "
+            "model learns where a text ends: encode them by gpt2_encode.py --add_eos",
+            without,
+        )
 
 
 def check_updates(grad_acc: int, last_step: int) -> None:

@@ -38,6 +38,7 @@ from weights import own_tensors
 logger = logging.getLogger(__name__)
 
 RESUME_NAME = "resume.pt"
+_ANOTHER_FOLDER = "another --work_dir (of a recipe: another RUN_DIR)"
 _WAY_OUT = "remove it and the model.*.pt beside it to start the run over"
 
 # What decides the bits that a run ends with: a resumed run has to have the same.
@@ -119,7 +120,7 @@ def find_run(work_dir: str | os.PathLike, resume: bool) -> dict[str, Any] | None
     if has_begun(state) and not state["finished"]:
         raise CheckpointError(
             f"{work_dir}: holds a run that ended at step {state['step']}: resume it by --resume, "
-            f"or remove its {RESUME_NAME} and model.*.pt, or give another --work_dir"
+            f"or remove its {RESUME_NAME} and model.*.pt, or give {_ANOTHER_FOLDER}"
         )
     return None
 
@@ -185,7 +186,7 @@ def begin_run(args: argparse.Namespace, dist_env: DistEnv, identity: Mapping[str
     if not is_own and any(work_dir.glob("model.*.pt")):
         raise CheckpointError(
             f"{args.work_dir}: holds models of another run, which would be mixed up with this "
-            "one's: remove them, or give another --work_dir"
+            f"one's: remove them, or give {_ANOTHER_FOLDER}"
         )
     write_torch(work_dir / RESUME_NAME, {"run": dict(identity), "step": 0, "finished": False})
 
@@ -265,7 +266,7 @@ def restore_run(
         DamagedStateError: the state is not built as this run's.
         TrainingError: another process has read other weights.
     """
-    way_out = "give the same to resume it, or begin a new run in another --work_dir"
+    way_out = f"give the same to resume it, or begin a new run in {_ANOTHER_FOLDER}"
     # Older runs do not say these: they may be resumed either way.
     unsaid = ("--use_deterministic_algorithms", "number of steps")
     before = {**_BEFORE, **{name: identity.get(name) for name in unsaid}, **state["run"]}

@@ -453,7 +453,7 @@ def _stop_watching() -> None:
 
 
 def _line(error: Exception) -> str:
-    message = " ".join(_in_words(error).split())
+    message = " ".join(error_in_words(error).split())
     return f"{os.path.basename(sys.argv[0])}: error{_which()}: {message}"
 
 
@@ -461,7 +461,7 @@ def _which() -> str:
     return f" (process {rank()})" if rank() else ""
 
 
-def _in_words(error: Exception) -> str:
+def error_in_words(error: Exception) -> str:
     """What an error says; the system's own, the file and then the reason."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         in_the_way = isinstance(error, FileExistsError) and os.path.isfile(error.filename)

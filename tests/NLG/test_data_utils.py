@@ -215,6 +215,28 @@ def test_the_warning_comes_once_a_run_and_only_for_cuts(write, caplog, monkeypat
     assert caplog.records == []
 
 
+@pytest.mark.parametrize(
+    ("examples", "shows"),
+    [
+        ([([1], [2, 9]), ([1], [3, 4, 9])], True),
+        ([([9, 1, 9], [2, 9]), ([9], [9])], True),  # as --add_bos: contexts have it as well
+        ([([], [2, 9]), ([], [3, 9])], True),
+        ([([1], [2, 9])], True),
+        ([([1], [2, 2])], False),
+        ([([1], [2, 9]), ([1], [3, 4])], False),
+        ([([1], [2, 9]), ([1], [3, 9, 4, 9])], False),
+        ([([1], [2, 9]), ([1], [9, 3])], False),
+        ([([1], [9, 2]), ([1], [3])], False),
+    ],
+)
+def test_whether_completions_have_an_end_of_their_own(write, examples, shows):
+    """Which length and objective they are trained with does not matter."""
+    path = write(*examples)
+    for length, joint_lm in ((3, True), (3, False), (9, False)):
+        dataset = FT_Dataset(path, 4, length, joint_lm)
+        assert dataset.shows_ends() == shows
+
+
 def test_a_file_with_nothing_to_learn_is_an_error(write):
     path = write(([1] * 5, [2]), ([1] * 6, [2]))
     with pytest.raises(ValueError, match="no example has a token to learn within 4 positions"):

@@ -62,11 +62,11 @@ def web():
     server.server_close()
 
 
-def archive(tables):
+def archive(tables, method=zipfile.ZIP_STORED, folder="e2e-dataset"):
     content = io.BytesIO()
-    with zipfile.ZipFile(content, "w") as file:
+    with zipfile.ZipFile(content, "w", method) as file:
         for name, text in tables.items():
-            file.writestr(f"e2e-dataset/{name}", text)
+            file.writestr(f"{folder}/{name}", text)
     return content.getvalue()
 
 
@@ -191,13 +191,56 @@ def test_an_archive_that_was_put_there_is_not_downloaded(published, tmp_path):
     assert own == there(tmp_path / "downloaded")
 
 
-def test_another_archive_that_was_put_there_is_told(published, tmp_path):
+def spoilt(damage: str) -> bytes:
+    """The archive with one kind of damage."""
+    good = archive(TABLES, zipfile.ZIP_DEFLATED)
+    start = good.index(b"trainset.csv") + len("trainset.csv")  # of its compressed bytes
+    spoils = {
+        "a page": b"<html>log in</html>",
+        "nothing": b"",
+        "half": good[: len(good) // 2],
+        "another file's bytes": good[:start] + bytes(range(255, 245, -1)) + good[start + 10 :],
+        "a password": bytes(1 if i in flags_of(good) else byte for i, byte in enumerate(good)),
+        "no folder": archive(TABLES, folder="e2e-dataset-master"),
+        "another row": archive(TABLES | {"trainset.csv": TABLES["devset.csv"]}),
+        "another table": archive(TABLES | {"trainset.csv": "a,b\n"}),
+        "another encoding": archive(TABLES | {"trainset.csv": b"mr,ref\n\xe9,b\n"}),
+    }
+    return spoils[damage]
+
+
+def flags_of(content: bytes) -> set[int]:
+    """Where the entries of a zip file's directory have their flags."""
+    return {found.start() + 8 for found in re.finditer(b"PK\x01\x02", content)}
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        ("a page", "holds no e2e-dataset/trainset.csv (File is not a zip file)"),
+        ("nothing", "holds no e2e-dataset/trainset.csv (File is not a zip file)"),
+        ("half", "holds no e2e-dataset/trainset.csv (File is not a zip file)"),
+        ("another file's bytes", "holds no e2e-dataset/trainset.csv (Error -3 while decompressing"),
+        ("a password", "holds no e2e-dataset/trainset.csv (File 'e2e-dataset/trainset.csv' is enc"),
+        ("no folder", 'holds no e2e-dataset/trainset.csv ("There is no item named'),
+        ("another row", "trainset.csv has 1 rows, not 2"),
+        ("another table", "trainset.csv:1: the columns are a, b, not mr, ref"),
+        ("another encoding", "'utf-8' codec can't decode byte 0xe9"),
+        ("a folder", "Is a directory"),
+    ],
+)
+def test_another_archive_that_was_put_there_is_told(damage, says, published, tmp_path):
     path = tmp_path / "data" / "e2e" / "e2e-dataset.zip"
     path.parent.mkdir(parents=True)
-    path.write_bytes(b"<html>log in</html>")
-    with pytest.raises(OSError, match=f"^e2e: {path}: holds no e2e-dataset/trainset.csv"):
+    if damage == "a folder":
+        path.mkdir()
+    else:
+        path.write_bytes(spoilt(damage))
+    way_out = "; remove it to have it downloaded, or put the published one there"
+    with pytest.raises(OSError, match=f"^e2e: {path}: {re.escape(says)}.*{way_out}$") as error:
         fetch(tmp_path, "e2e")
-    assert set(there(tmp_path)) == {"data/e2e/e2e-dataset.zip"}
+    assert "\n" not in str(error.value)
+    assert set(there(tmp_path)) <= {"data/e2e/e2e-dataset.zip"}
 
 
 def test_no_server(tmp_path):

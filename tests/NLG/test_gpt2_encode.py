@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
+import format_converting_dart
+import format_converting_e2e
+import format_converting_webnlg
 import gpt2_encode
+from data_utils import FT_Dataset
 from encoder import get_encoder
 
 NLG = Path(__file__).resolve().parents[2] / "NLG"
@@ -90,6 +94,25 @@ def test_the_input_is_not_overwritten(tmp_path, vocab_folder):
     with pytest.raises(ValueError, match=r"in\.jsonl: is an input as well; give another name"):
         gpt2_encode.main(flags)
     assert read_lines(path) == ROWS
+
+
+CORPORA = {
+    "e2e/valid.txt": format_converting_e2e,
+    "webnlg/dev.json": format_converting_webnlg,
+    "dart/dart-v1.1.1-full-dev.json": format_converting_dart,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("corpus", CORPORA)
+@pytest.mark.parametrize("eos", [True, False])
+def test_the_release_s_corpora_show_their_ends_as_they_are_encoded(corpus, eos, tmp_path):
+    data = NLG.parents[1] / "shared" / "data"
+    if not (data / "nlg" / corpus).is_file() or not (data / "gpt2-vocab").is_dir():
+        pytest.skip("GPT-2's vocabulary or the corpus is not on this machine")
+    CORPORA[corpus].main([str(data / "nlg" / corpus), str(tmp_path / "in.jsonl")])
+    encode(tmp_path, data / "gpt2-vocab", "--add_bos", *["--add_eos"] * eos)
+    assert FT_Dataset(tmp_path / "out.jsonl", 8, 512).shows_ends() == eos
 
 
 @pytest.mark.slow

@@ -234,6 +234,37 @@ def test_a_run_says_what_it_does_and_what_came_of_it(tiny, tmp_path, caplog):
     assert f"  model    {tmp_path / 'model.2.pt'}" in after
 
 
+@pytest.mark.parametrize(
+    ("ends", "objective", "without"),
+    [
+        ("none", "clm", "{train}, {valid}"),
+        ("train", "clm", "{valid}"),
+        ("some", "clm", "{train}"),
+        ("all", "clm", None),
+        ("none", "jlm", None),
+    ],
+)
+def test_completions_without_an_end_are_warned_of(tiny, tmp_path, caplog, ends, objective, without):
+    """As gpt2_encode.py makes them without --add_eos."""
+    argv = tiny.flags(tmp_path / "run", "--max_step", 1, "--obj", objective)
+    paths = {name: tmp_path / f"{name}.jsonl" for name in ("train", "valid")}
+    for name, path in paths.items():
+        rows = [{"context": [1, 22], "completion": [2, 3, n, 2]} for n in range(4, 9)]
+        has_end = {"train": name == "train", "some": name == "valid"}.get(ends, ends == "all")
+        for row in rows if has_end else rows[:2] if ends == "some" else []:
+            row["completion"].append(22)
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        argv[argv.index(f"--{name}_data") + 1] = str(path)
+    gpt2_ft.main(argv)
+    warned = [text for text in caplog.messages if "completions do not all end in one" in text]
+    if without is None:
+        assert warned == []
+    else:
+        (text,) = warned
+        assert text.startswith(f"{without.format(**paths)}: ")
+        assert text.endswith(": encode them by gpt2_encode.py --add_eos")
+
+
 def test_a_log_of_errors_is_empty(tiny, tmp_path, caplog):
     argv = tiny.flags(tmp_path, "--max_step", 1, "--log_level", "error", "--report_to", "plot")
     gpt2_ft.main(argv)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from places import ROOT
+from torch.distributed.run import determine_local_world_size
 
 
 @pytest.mark.parametrize("recipe", ["e2e_gpt2_md.sh", "dart_gpt2_lg.sh"])
@@ -57,8 +58,9 @@ def run_recipe(*flags: str, **environment: str) -> subprocess.CompletedProcess:
         (["--lora_dimm", "4"], 2, "unrecognized arguments: --lora_dimm 4; did you"),
         (["--lr", "-1"], 1, "--lr has to be at least 0, but is -1.0"),
         (["--fp16"], 1, "--fp16 needs a GPU: use --bf16, which works on a CPU as well"),
-        (["--init_checkpoint", "no.bin"], 1, "no.bin: no such checkpoint file; "),
+        (["--init_checkpoint", "no.bin"], 1, "no.bin: no such checkpoint file (seen from "),
         (["--train_data", "no.jsonl"], 1, "--train_data no.jsonl: no such file (seen from "),
+        (["--valid_data", "/no.jsonl"], 1, "--valid_data /no.jsonl: no such file\n"),
     ],
 )
 def test_what_is_wrong_with_flags_is_said_before_what_else_is_missing(flags, status, says):
@@ -66,7 +68,7 @@ def test_what_is_wrong_with_flags_is_said_before_what_else_is_missing(flags, sta
     ended = run_recipe(*flags, CUDA_VISIBLE_DEVICES="", TRIAL_DIR="/none", NPROC="two")
     (line,) = ended.stderr.splitlines()
     assert (ended.returncode, ended.stdout) == (status, "")
-    assert line.startswith(f"e2e_gpt2_md.sh: error: {says}")
+    assert f"{line}\n".startswith(f"e2e_gpt2_md.sh: error: {says}")
 
 
 @pytest.mark.slow
@@ -76,16 +78,47 @@ def test_flags_that_can_be_are_passed_over_without_a_word(tmp_path):
     assert line.startswith(f"e2e_gpt2_md.sh: error: {tmp_path}/base.pt is not there; make it by: ")
 
 
-@pytest.mark.parametrize("nproc", ["0", "-1", "two", "1.5"])
+@pytest.mark.parametrize("nproc", ["0", "-1", "two", "1.5", "00", "1 2", " "])
 def test_a_number_of_processes_that_is_none(nproc):
     ended = run_recipe(NPROC=nproc)
     said = f"e2e_gpt2_md.sh: error: NPROC={nproc}: has to be a number of processes, from 1 on\n"
     assert (ended.returncode, ended.stderr) == (1, said)
 
 
-@pytest.mark.parametrize(("nproc", "launched"), [("", False), ("1", False), ("2", True)])
-def test_a_single_process_needs_no_launcher(tmp_path, nproc, launched):
-    """It is told which one it is all the same, whatever the caller's environment says of others."""
+@pytest.mark.slow
+def test_a_launcher_s_words_for_a_number_of_processes():
+    ended = run_recipe(NPROC="gpu", CUDA_VISIBLE_DEVICES="")
+    said = "e2e_gpt2_md.sh: error: NPROC=gpu: there is none here\n"
+    assert (ended.returncode, ended.stderr) == (1, said)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    counted = subprocess.run(
+        ["bash", "-c", "source recipes/common.sh md; echo $NPROC"],
+        cwd=ROOT / "NLG",
+        env={**os.environ, "PATH": path, "NPROC": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert counted.stdout == f"{determine_local_world_size('cpu')}\n"
+
+
+@pytest.mark.parametrize(
+    ("nproc", "pet", "launched"),
+    [
+        ("", None, False),
+        ("1", None, False),
+        ("01", None, False),
+        (" 1", None, False),
+        ("+1", None, False),
+        ("1", "PET_NNODES", True),
+        ("2", None, True),
+        ("02", None, True),
+    ],
+)
+def test_a_single_process_needs_no_launcher(tmp_path, nproc, pet, launched):
+    """It is told which one it is all the same, whatever the caller's environment says of others.
+
+    A launcher's own variables may be for more than one.
+    """
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "$RANK $WORLD_SIZE $LOCAL_RANK $@"\n')
     python.chmod(0o755)
@@ -97,6 +130,7 @@ def test_a_single_process_needs_no_launcher(tmp_path, nproc, launched):
             **os.environ,
             "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
             "NPROC": nproc,
+            **({pet: "2"} if pet else {}),
             "WORLD_SIZE": "8",
             "RANK": "3",
         },
@@ -105,7 +139,8 @@ def test_a_single_process_needs_no_launcher(tmp_path, nproc, launched):
     )
     assert ended.returncode == 0, ended.stderr
     if launched:
-        assert "-m torch.distributed.launch --nproc_per_node=2 " in ended.stdout
+        count = 1 if pet else 2
+        assert f"-m torch.distributed.launch --nproc_per_node={count} " in ended.stdout
     else:
         assert ended.stdout == "0 1 0 src/gpt2_ft.py --lr 1 2\n"
 
@@ -145,6 +180,25 @@ def test_a_finished_run_whose_model_is_gone(tmp_path, left, status):
     assert (ended.returncode, ended.stdout) == (status, "" if status else "decodes\n")
     says = f"error: {tmp_path} holds a finished run, but its model.<step>.pt is gone: put it back"
     assert (says in ended.stderr) == bool(status)
+
+
+@pytest.mark.parametrize("left", [None, "resume.pt"])
+def test_a_recipe_resumes_where_there_is_something_to_resume(tmp_path, left):
+    """Else each first run would begin with a warning that there is nothing."""
+    (tmp_path / "model.3.pt").touch()
+    if left:
+        (tmp_path / left).touch()
+    code = "source recipes/common.sh md; out=$1; launch() { echo $@; }; train --lr 1"
+    ended = subprocess.run(
+        ["bash", "-c", code, "e2e.sh", str(tmp_path)],
+        cwd=ROOT / "NLG",
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    words = ended.stdout.split()
+    assert ("--resume" in words) == bool(left)
+    assert words[-2:] == ["--lr", "1"]
 
 
 @pytest.mark.parametrize("name", ["plain", "a & b", "r|s", r"C:\1\runs", "it's $HOME*.pt", "-n"])

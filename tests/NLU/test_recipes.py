@@ -301,7 +301,26 @@ def test_too_few_gpus(started, monkeypatch, capsys, name, gpus, advice):
     assert "examples" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("nproc", ["0", "-1", "two", ""])
+@pytest.mark.parametrize(
+    ("nproc", "count"), [("01", 1), (" 1", 1), ("+2", 2), ("10\n", 10), ("cpu", os.cpu_count())]
+)
+def test_what_the_launcher_takes_for_a_number_of_processes(started, monkeypatch, nproc, count):
+    monkeypatch.setattr("torch.distributed.run.torch._utils.cpu_count", lambda: count)
+    monkeypatch.setenv("NPROC", nproc)
+    recipe.main(["roberta_base_mnli"])
+    assert f"--nproc_per_node={count}" in started[0][0]
+
+
+def test_gpus_where_there_are_none(started, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("NPROC", "gpu")
+    with pytest.raises(SystemExit) as ended:
+        recipe.main(["roberta_base_mnli"])
+    assert ended.value.code == "roberta_base_mnli.sh: error: NPROC=gpu: there is none here"
+    assert started == []
+
+
+@pytest.mark.parametrize("nproc", ["0", "-1", "two", "", "00", "1 2", "1.5", "\N{SUPERSCRIPT TWO}"])
 def test_a_number_of_processes_that_is_none(started, monkeypatch, nproc):
     monkeypatch.setenv("NPROC", nproc)
     with pytest.raises(SystemExit) as ended:
@@ -369,6 +388,30 @@ def test_what_is_there_or_on_the_hub_is_no_error(run_glue, started, monkeypatch,
     assert len(started) == len(names)
 
 
+def test_the_length_is_compared_with_the_settings_that_are_used(
+    run_glue, started, monkeypatch, tiny_base
+):
+    """Which --config_name may have from elsewhere than the model."""
+    monkeypatch.setenv("NPROC", "1")
+    flags = ["--model_name_or_path", str(tiny_base), "--max_seq_length", "99"]
+    settings = json.loads((tiny_base / "config.json").read_text())
+    Path("longer").mkdir()
+    Path("longer", "config.json").write_text(
+        json.dumps({**settings, "max_position_embeddings": 200})
+    )
+    recipe.main(["roberta_base_sst2", *flags, "--config_name", "longer"])
+    assert len(started) == 1
+    with pytest.raises(SystemExit) as ended:
+        recipe.main(["roberta_base_sst2", *flags, "--config_name", str(tiny_base)])
+    assert "error: --max_seq_length 99: the model has " in ended.value.code
+
+
+@pytest.mark.parametrize("shown", ["--print", "--estimate"])
+def test_a_command_is_shown_for_folders_that_are_not_there_yet(started, capsys, shown):
+    recipe.main(["roberta_base_sst2", "--small", "no base", "no data", shown])
+    assert "--model_name_or_path 'no base'" in capsys.readouterr().out
+
+
 # ---- the weights to start from ----
 
 
@@ -397,10 +440,11 @@ def test_where_the_weights_are(started, monkeypatch, how):
     assert Path(words[last]) == Path(path)
 
 
-def test_weights_that_a_flag_names_have_to_be_there(started):
+@pytest.mark.parametrize("name", ["roberta_base_sst2", "roberta_base_rte"])
+def test_weights_that_a_flag_names_have_to_be_there(run_glue, started, name):
     with pytest.raises(SystemExit) as ended:
-        recipe.main(["roberta_base_sst2", "--lora_path", "none.bin"])
-    assert ended.value.code == "roberta_base_sst2.sh: error: --lora_path none.bin: no such file"
+        recipe.main([name, "--lora_path", "none.bin"])
+    assert ended.value.code == f"{name}.sh: error: --lora_path none.bin: no such file"
 
 
 def test_the_variable_does_not_concern_the_other_recipes(started, monkeypatch):

@@ -336,7 +336,29 @@ def test_a_file_that_was_put_there_is_not_downloaded(script, wnli, tmp_path, cap
     assert said.endswith(f"; run again, or put the file at {tmp_path / 'WNLI.zip'} yourself")
     (tmp_path / "WNLI.zip").write_bytes(archive)
     assert run(script, wnli, tmp_path) == 0
-    assert names(tmp_path) == ["WNLI"]
+    assert names(tmp_path) == ["WNLI", "WNLI.zip"]
+
+
+def test_a_wrong_file_that_was_put_there_is_kept(script, wnli, tmp_path, caplog):
+    """Where nothing can be downloaded, a download cannot be repeated."""
+    path = tmp_path / "WNLI.zip"
+    path.write_bytes(truncated(wnli.files.pop("/glue/data/WNLI.zip")))
+    before = path.read_bytes()
+    assert run(script, wnli, tmp_path) == 1
+    said = caplog.records[-1].getMessage()
+    assert said.startswith("WNLI: WNLI.zip is damaged: ")
+    way_out = f"; remove {path} to have it downloaded, or put the published one there"
+    assert said.endswith(way_out)
+    assert names(tmp_path) == ["WNLI.zip"]
+    assert path.read_bytes() == before
+
+
+def test_a_file_in_the_folder_s_place_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    command = [sys.executable, str(SCRIPT), "--data_dir", "file"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    said = "download_glue_data.py: error: file: is a file, where a folder is needed\n"
+    assert (ended.returncode, ended.stderr) == (1, said)
 
 
 def test_unusable_base_url(script, tmp_path, capsys):

@@ -164,7 +164,7 @@ def test_files_that_are_not_there(tmp_path, base_path):
     empty.mkdir()
     for path, way_out in (
         (nowhere, "; download_pretrained_checkpoints.sh fetches GPT-2's from the hub"),
-        ("gpt2-medium", "; download_pretrained_checkpoints.sh fetches"),
+        ("gpt2-medium", f" (seen from {os.getcwd()}); download_pretrained_checkpoints.sh fetches"),
         (empty, ": it is a folder; give the file of weights in it, such as model.safetensors or "),
     ):
         refuses([f"{path}: no such checkpoint file{way_out}"], ("--init_checkpoint", path))
@@ -174,12 +174,33 @@ def test_files_that_are_not_there(tmp_path, base_path):
     refuses(["text.bin: damaged"], ("--init_checkpoint", tmp_path / "text.bin"))
 
 
-def test_of_a_folder_the_files_that_are_there_are_named(tmp_path):
-    for name in ("model.7.pt", "resume.pt", "metrics.jsonl"):
+PARTS = ["model-00001-of-00002.safetensors", "pytorch_model-00002-of-00002.bin"]
+
+
+@pytest.mark.parametrize(
+    ("there", "named"),
+    [
+        (["model.7.pt", "resume.pt", "metrics.jsonl"], "model.7.pt"),
+        (["model.1000.pt", "model.999.pt", "model.95.pt", "model.1000.pt.half"], "model.1000.pt"),
+        (["model.7.pt", "model_best.pt"], "model.7.pt, model_best.pt"),
+        (["pytorch_model.bin", "training_args.bin", *PARTS], "pytorch_model.bin"),
+        (["model-00001-of-00001.safetensors"], "model-00001-of-00001.safetensors"),
+        (["training_args.bin"], "model.safetensors or pytorch_model.bin"),
+    ],
+)
+def test_of_a_folder_the_files_that_may_be_models_are_named(tmp_path, there, named):
+    for name in there:
         (tmp_path / name).touch()
     says = f"{tmp_path}: no such checkpoint file: it is a folder; give the file of weights in it, "
-    with pytest.raises(CheckpointError, match=f"^{re.escape(says)}such as model.7.pt$"):
+    with pytest.raises(CheckpointError, match=f"^{re.escape(f'{says}such as {named}')}$"):
         open_model(parse("--init_checkpoint", tmp_path))
+
+
+def test_a_folder_of_parts_alone(tmp_path):
+    for name in (*PARTS, "training_args.bin"):
+        (tmp_path / name).touch()
+    says = [f"{tmp_path}: belongs to a model in several files; save it in one", "max_shard_size"]
+    refuses(says, ("--init_checkpoint", tmp_path))
 
 
 def test_a_model_in_several_files(tmp_path):
