@@ -283,7 +283,7 @@ def test_a_merged_folder_that_is_damaged_is_refused(row, trained, tmp_path):
     given = trained[row.name]
     write_adapter(tmp_path / "in.safetensors", given.adapter)
     merge(tmp_path / "in.safetensors", given.base, tmp_path / "out")
-    refused(lambda: read_adapter(tmp_path / "out"), tmp_path / "out", "holds no adapter")
+    refused(lambda: read_adapter(tmp_path / "out"), tmp_path / "out", "is a model without LoRA")
     weights = tmp_path / "out" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-9])
     with pytest.raises(CheckpointError, match="damaged"):
