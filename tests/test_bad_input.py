@@ -35,7 +35,7 @@ PROCESSES = [
     ),
     (
         "utils/download_glue_data.py --tasks SST-2 --data_dir {bad}/empty",
-        "ERROR: SST-2: [Errno 17] File exists: ",
+        "error: {bad}/empty: is a file, where a folder is needed",
     ),
     (
         "NLU/recipe.py roberta_base_rte --small nowhere nowhere",
