@@ -7,7 +7,7 @@ Each script of this folder runs the recipe of its own name: `bash roberta_base_r
 
 import argparse
 import configparser
-import importlib
+import importlib.util
 import os
 import re
 import shlex
@@ -219,6 +219,20 @@ def _check_files(
             glue_file(task, data_args.data_dir, split)
 
 
+def check_environment() -> None:
+    """Checks that this Python, whichever the shell found, has what a run needs.
+
+    Raises:
+        OSError: it does not.
+    """
+    for package in ("torch", "loralib", "transformers"):
+        if importlib.util.find_spec(package) is None:
+            raise OSError(
+                f"{sys.executable} has no {package}: activate the environment first, as by "
+                "`source .venv/bin/activate` (docs/installing.md makes it)"
+            )
+
+
 def check_small(folders: Sequence[str]) -> None:
     """Checks that the folders of --small are there.
 
@@ -380,6 +394,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         estimated = "--estimate" in extra
         is_run = not args.print and not estimated
         # What is given first, and only then what would be needed besides.
+        if is_run or estimated:
+            check_environment()
         if is_run:
             check_small(args.small or ())
         recipe = chosen(args)
@@ -407,6 +423,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    from loralib.training.process import run
-
-    run(main)
+    try:
+        from loralib.training.process import run
+    except ModuleNotFoundError:  # see `check_environment`
+        main()
+    else:
+        run(main)

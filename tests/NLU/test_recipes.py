@@ -13,6 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -564,6 +565,23 @@ def test_a_command_that_nobody_reads_to_its_end_is_no_error():
     )
     process.stdout.close()
     assert (process.stderr.read(), process.wait()) == (b"", 141)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--lora_r", 4), ("--estimate",)])
+def test_a_python_without_the_project_is_told_of_its_environment(tmp_path, flags):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n', encoding="utf-8")
+    python.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    environment.pop("PYTHONPATH", None)
+    run = partial(subprocess.run, env=environment, capture_output=True, text=True)
+    script = ["bash", NLU / "roberta_base_sst2.sh"]
+    result = run([*script, *map(str, flags)])
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (1, "", 1)
+    assert result.stderr.startswith(f"roberta_base_sst2.sh: error: {sys.executable} has no torch:")
+    for shown in ("--help", "--print"):
+        assert run([*script, shown]).returncode == 0
 
 
 @pytest.mark.slow
