@@ -40,7 +40,8 @@ def mark_layer(layer: Any) -> None:
         mark_update(parameter)
     if updates and weight is not None:
         vars(weight)[_BENEATH] = True
-        _layers[id(weight)] = layer
+        if not _updates_above(weight):  # else a shallow copy's end would end the record
+            _layers[id(weight)] = layer
 
 
 def forget_steps(model: nn.Module) -> None:
@@ -59,18 +60,17 @@ def trained_along(model: nn.Module) -> dict[str, nn.Parameter]:
 def was_trained_along(parameter: Tensor) -> bool:
     """Whether an optimizer has trained a parameter together with LoRA, or beneath it.
 
-    False of one that has been written to since by another than that: it may be a base's again.
+    False of one that has been written to since by another than that: it may be a base's again. What
+    is written through ``.data`` cannot be told.
     """
     own = vars(parameter)
     return _STEPPED in own and own[_STEPPED] == parameter._version
 
 
+@torch.compiler.disable  # traced, it would be compiled anew for each version of a parameter
 def _note_step(optimizer: Optimizer, *_: Any) -> None:
-    """Notes what a step has changed along with LoRA, and warns of an optimizer without it.
-
-    A step that is compiled notes nothing.
-    """
-    if torch.compiler.is_compiling() or not _layers:
+    """Notes what a step has changed along with LoRA, and warns of an optimizer without it."""
+    if not _layers:
         return
     groups = [group for group in optimizer.param_groups if not _is_still(group)]
     stepped = [p for group in groups for p in group["params"] if p.grad is not None]
@@ -108,8 +108,8 @@ def _warn_of_idle(optimizer: Optimizer) -> None:
     _idle_steps[optimizer] = steps
     if steps == _PATIENCE:
         logger.warning(
-            "%s holds frozen weights that have LoRA, and none of LoRA's parameters, which nothing "
-            "has trained: if it was made before add_lora, make it anew; else give it LoRA's "
+            "%s holds frozen weights that have LoRA, and none of LoRA's parameters, which no step "
+            "has trained so far: if it was made before add_lora, make it anew; else give it LoRA's "
             "parameters as well",
             type(optimizer).__name__,
         )
