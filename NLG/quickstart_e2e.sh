@@ -24,8 +24,6 @@ export OMP_NUM_THREADS=1
 export PYTHONWARNINGS=ignore::FutureWarning:__main__
 
 out=quickstart_output
-rm -rf "$out"
-mkdir -p "$out"
 
 step() {
     printf '\n=== %s\n' "$*"
@@ -60,20 +58,24 @@ generate() {
         --output_ref_file "$out/ref.txt" --output_pred_file "$out/pred_$name.txt"
 }
 
-step "1. The data"
 vocab=${VOCAB:-vocab} data=${E2E:-data/e2e}
+# The validation data is small enough to train on in minutes.
+train=$data/valid.txt
 if ! { has "$data" valid.txt test.txt && has "$vocab" encoder.json vocab.bpe; }; then
     if [ -n "${VOCAB:-}${E2E:-}" ]; then
         echo "quickstart_e2e.sh: error: no valid.txt and test.txt in $data, or no encoder.json and" \
             "vocab.bpe in $vocab (seen from $PWD)" >&2
         exit 1
     fi
-    data=$out/corpus vocab=$out/corpus/vocab
+    data=$out/corpus vocab=$out/corpus/vocab train=$out/corpus/train.txt
+fi
+
+rm -rf "$out"
+mkdir -p "$out"
+
+step "1. The data"
+if [ "$data" = "$out/corpus" ]; then
     python ../examples/make_small_e2e.py --output_dir "$data"
-    train=$data/train.txt
-else
-    # The validation data is small enough to train on in minutes.
-    train=$data/valid.txt
 fi
 echo "$train, $data/test.txt, $vocab"
 encode train "$train"

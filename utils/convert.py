@@ -220,7 +220,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         choices=DTYPES,
         help="of the written tensors; default: IN's own, or float32 for merged",
     )
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_intermixed_args(argv)  # OUT may follow flags
+    if unknown:
+        parser.refuse(unknown)
     if args.target is None and not args.info:
         parser.error("give OUT, or --info")
     if args.info and any((args.target, args.to, args.base, args.dtype, args.task, args.labels)):

@@ -346,16 +346,17 @@ def without_points(whole: Sequence[float]) -> str:
 
 
 def tell_whole_scores(whole: Sequence[float], path: str) -> None:
-    """Says that whole numbers are taken for scores; a warning where two are, as 0.0 and 1.0.
+    """Says that whole numbers are taken for scores; a warning of two, and of 0.0, 1.0, 2.0.
 
-    Tables that were made with missing values in them have points in the numbers of classes. Two
+    Tables that were made with missing values in them have points in the numbers of classes. So few
     are hardly a scale, but may be one's ends.
     """
     if not whole:
         return
     listed = ", ".join(map(str, whole[:3])) + (", …" if len(whole) > 3 else "")
+    may_be_classes = len(whole) == 2 or whole == [0, 1, 2]
     logger.log(
-        logging.WARNING if len(whole) == 2 else logging.INFO,
+        logging.WARNING if may_be_classes else logging.INFO,
         "%s: the labels %s are taken for scores%s",
         *(path, listed, without_points(whole)),
     )

@@ -293,12 +293,13 @@ def test_labels_of_another_kind_than_the_model_s(glue, tmp_path):
         ([-1.0, 1.0], "WARNING", ("-1.0, 1.0", "-1, 1")),
         ([3.0, 1.0, 2.0], "INFO", ("1.0, 2.0, 3.0", "1, 2, 3")),
         ([3.0, 1.0, 2.0, 4.0], "INFO", ("1.0, 2.0, 3.0, …", "1, 2, 3")),
+        ([2.0, 1.0, 0.0], "WARNING", ("0.0, 1.0, 2.0", "0, 1, 2")),
         ([0.0, 1.0, 2.5], None, None),
         ([0.0, 0.5], None, None),
         ([0, 1], None, None),
     ],
 )
-def test_two_whole_numbers_with_points_are_warned_of(glue, tmp_path, caplog, scores, level, said):
+def test_few_whole_numbers_with_points_are_warned_of(glue, tmp_path, caplog, scores, level, said):
     """They may be classes, of a table that had missing values; more of them may be a scale."""
     rows = own_rows(scores)
     train = ["--train_file", write(tmp_path / "train.csv", rows), "--do_train", *LORA]

@@ -182,6 +182,21 @@ def test_words_that_are_asked_for_are_no_text(tmp_path):
         take_columns(read_table(str(path)), str(path), Columns(("text",)))
 
 
+@pytest.mark.parametrize(("values", "is_warned"), [(1, True), (10, True), (11, False)])
+def test_a_column_of_few_values_may_be_no_text(tmp_path, caplog, values, is_warned):
+    """As the names of the labels' numbers, from which a model would learn the labels alone."""
+    rows = [f"{n % 2},a film of {n} minutes,kind {n % values}" for n in range(10 * values)]
+    columns, _ = read(tmp_path / "rows.csv", "\n".join(["label,text,kind", *rows]))
+    assert columns.texts == ("text", "kind")
+    path = tmp_path / "rows.csv"
+    assert [
+        f"{path}: kind is taken for text, and has {values} value" in m for m in caplog.messages
+    ] == [True] * is_warned
+    caplog.clear()
+    choose_columns(read_table(str(path)), str(path), texts=("text", "kind"))
+    assert not caplog.messages
+
+
 def test_one_of_two_texts_may_be_empty(tmp_path, caplog):
     path = tmp_path / "rows.csv"
     path.write_text("a,b,label\nx,,0\ny,,1\n")

@@ -194,6 +194,14 @@ def test_a_merge_that_breaks_off_leaves_nothing(failure, trained, monkeypatch, t
     assert "the disk is full" in failure(tmp_path / "in.safetensors", tmp_path / "out", *flags)
 
 
+def test_out_may_follow_flags(convert, trained, tmp_path):
+    given = trained["roberta"]
+    write_adapter(tmp_path / "in.safetensors", given.adapter)
+    out = tmp_path / "out"
+    said = convert(tmp_path / "in.safetensors", "--to", "merged", out, "--base", given.base)
+    assert said["first"].startswith(f"{out}: written")
+
+
 def test_an_empty_folder_is_filled(convert, trained, tmp_path):
     given = trained["roberta"]
     write_adapter(tmp_path / "in.safetensors", given.adapter)

@@ -35,6 +35,8 @@ LABEL = "label"
 TEXT_KEYS = ("text", "text_pair")
 # Names of columns that identify rows and are not a part of them.
 _IDENTIFIER = re.compile(r"(.*[-_ .])?(id|ids|idx|index|guid|uid|uuid|unnamed: \d+)", re.IGNORECASE)
+# Values of a column, each of them ten times or more, that may be names rather than texts.
+_FEW = 10
 _LONGEST_FIELD = 2**31 - 1  # characters; the most that csv can be told on every system
 # Bytes of a JSON file that are read at once: as the library does, and the most where its pieces
 # would differ, as pyarrow counts them in 32 bits.
@@ -416,7 +418,24 @@ def choose_columns(
                 f"label, give --label_column {name}; if it is a text, name all texts with "
                 "--text_columns"
             )
+    for name in found:
+        _warn_of_few(data, path, name)
     return Columns(tuple(found), label)
+
+
+def _warn_of_few(data: Dataset, path: str, name: str) -> None:
+    """Warns of a column of texts that may be none, such as the names of the labels' numbers."""
+    values = [str(value) for value in data.unique(name)]
+    if len(values) <= _FEW and len(data) >= 10 * len(values):
+        logger.warning(
+            "%s: %s is taken for text, and has %s: if it is none, name the texts with "
+            "--text_columns",
+            *(
+                path,
+                name,
+                f"{len(values)} values in {len(data):,} rows ({in_short(values, width=60)})",
+            ),
+        )
 
 
 def _refuse_unusable(data: Dataset, path: str, names: Sequence[str]) -> None:
