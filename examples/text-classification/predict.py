@@ -72,7 +72,7 @@ from transformers import (
 )
 from transformers.adapter_kinds import KINDS
 from transformers.data.data_collator import PackedCollator
-from transformers.data.text_files import warn_of_empty_texts
+from transformers.data.text_columns import warn_of_empty_texts
 from transformers.models.auto.modeling_auto import auto_model_for
 from transformers.utils.cli import (
     check_vocabulary,

@@ -45,20 +45,22 @@ from transformers import (
 )
 from transformers.data.metrics import classification_metrics, regression_metrics
 from transformers.data.processors import GlueTask, download_command, glue_table, glue_task
-from transformers.data.text_files import (
+from transformers.data.text_columns import (
     LABEL,
     TEXT_KEYS,
     Columns,
+    check_not_empty,
+    choose_columns,
+    take_columns,
+)
+from transformers.data.text_files import read_table
+from transformers.data.text_labels import (
     as_scores,
     check_classes,
-    check_not_empty,
     check_varied,
-    choose_columns,
     is_score,
     label_names,
     number_labels,
-    read_table,
-    take_columns,
     whole_scores,
 )
 from transformers.fine_tuning.adapted_model import (

@@ -11,17 +11,9 @@ from glue_runs import write
 
 from transformers.data import text_files
 from transformers.data.json_rows import find_fault
-from transformers.data.text_files import (
-    Columns,
-    check_classes,
-    check_not_empty,
-    choose_columns,
-    label_names,
-    load_rows,
-    number_labels,
-    read_table,
-    take_columns,
-)
+from transformers.data.text_columns import Columns, check_not_empty, choose_columns, take_columns
+from transformers.data.text_files import load_rows, read_table
+from transformers.data.text_labels import check_classes, label_names, number_labels
 
 
 def read(path, content):

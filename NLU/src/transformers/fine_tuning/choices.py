@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from loralib.errors import in_short
 
-from ..data.text_files import read_table, warn_of_empty_texts
+from ..data.text_columns import warn_of_empty_texts
+from ..data.text_files import read_table
 from .data_sets import Table
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from loralib.io.encoding import refuse_utf16_file
 
 from ..data.metrics.squad_metrics import squad_metrics, squad_v2_metrics
 from ..data.question_answering import Answer, Span
-from ..data.text_files import read_table, warn_of_empty_texts
+from ..data.text_columns import warn_of_empty_texts
+from ..data.text_files import read_table
 from ..tokenization_files import write_json
 from ..tokenization_utils_base import PreTrainedTokenizerBase
 from .data_sets import Table

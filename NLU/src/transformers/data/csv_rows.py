@@ -1,0 +1,138 @@
+"""The rows of a CSV file: the names of its columns, and what is wrong in it.
+
+The library that reads tables says of a file that it cannot read little more than that; `check_rows`
+looks for the row.
+"""
+
+import csv
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from .json_rows import find_fault
+
+_LONGEST_FIELD = 2**31 - 1  # characters; the most that csv can be told on every system
+# What some spreadsheets write in place of commas.
+_OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs"}
+# How a file of JSON objects begins, which may be in a list.
+_BEGINS_AS_JSON = re.compile(rb'(\xef\xbb\xbf)?\s*(\[\s*)?\{\s*("|\})')
+
+
+@contextmanager
+def open_csv(path: str) -> Iterator[TextIO]:
+    """A file for the csv module, which by default takes no more than 131,072 characters a field."""
+    before = csv.field_size_limit(_LONGEST_FIELD)
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            yield file
+    finally:
+        csv.field_size_limit(before)
+
+
+def csv_header(path: str) -> list[str]:
+    """The names of a CSV file's columns.
+
+    Raises:
+        ValueError: there are none, or the file is JSON; they are not separated by commas; one is
+            there twice, which pandas would give another name; or the first row has more fields.
+    """
+    if _is_json(path):
+        raise ValueError(f"{path}: holds JSON: give it a name that ends in .json or .jsonl")
+    try:
+        with open_csv(path) as file:
+            rows = (row for row in csv.reader(file) if row)  # pandas passes empty lines over
+            names, first = next(rows, []), next(rows, [])
+    except UnicodeDecodeError as error:
+        raise _not_utf8(path) from error
+    except csv.Error as error:
+        raise ValueError(f"{path}: cannot be read ({error}); is it CSV?") from error
+    if not names:
+        raise ValueError(f"{path}: is empty")
+    for separator, plural in _OTHER_SEPARATORS.items():
+        if len(names) == 1 and separator in names[0] and any(separator in f for f in first):
+            raise ValueError(
+                f"{path}: seems to be separated by {plural}: it has to be by commas, with texts "
+                "that hold one in quotes"
+            )
+    repeated = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    if repeated:
+        raise ValueError(
+            f"{path}: has the column '{repeated[0]}' {names.count(repeated[0])} times; "
+            "give each column a name of its own"
+        )
+    # pandas would take the first for names of rows, and move the others.
+    _check_fields(path, 1, first, names)
+    return names
+
+
+def _is_json(path: str) -> bool:
+    """Whether a file is of JSON objects; a CSV file's first name may begin as one."""
+    with open(path, "rb") as file:
+        if not _BEGINS_AS_JSON.match(file.read(4096)):
+            return False
+    try:
+        find_fault(path, in_pieces=False)
+    except ValueError:
+        return False
+    return True
+
+
+def check_rows(path: str, names: Sequence[str]) -> None:
+    """Looks for the row for which pandas could not read a CSV file.
+
+    Raises:
+        ValueError: it is found; it has more fields than names, a quote that is not closed, or
+            bytes that are not UTF-8.
+    """
+    row = 0  # the header's
+    with open_csv(path) as file:
+        try:
+            for row, fields in enumerate(filter(None, csv.reader(file, strict=True))):
+                _check_fields(path, row, fields, names)
+        except UnicodeDecodeError as error:
+            raise _not_utf8(path) from error
+        except csv.Error as error:
+            if "unexpected end" in str(error):
+                raise ValueError(
+                    f"{path}: row {row + 1}: a quote is opened and not closed"
+                ) from error
+
+
+def _check_fields(path: str, row: int, fields: Sequence[str], names: Sequence[str]) -> None:
+    if len(fields) > len(names):
+        raise ValueError(
+            f"{path}: row {row}: has {len(fields)} fields, the header names {len(names)} columns: "
+            "a text that holds a comma has to be in quotes"
+        )
+
+
+def _not_utf8(path: str) -> ValueError:
+    """The error of a file that is in another encoding: it names the line."""
+    with open(path, "rb") as file:
+        number = next(n for n, line in enumerate(file, start=1) if not _is_utf8(line))
+    return ValueError(f"{path}: line {number}: is not UTF-8 text; save it as UTF-8")
+
+
+def _is_utf8(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def types_of_all_rows(path: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by which a CSV file's columns are of the types that all its rows tell.
+
+    It takes the memory of all the file, so it is not done before it has to be.
+    """
+    import pandas
+    import pyarrow
+    from datasets import Features
+
+    given = {name: options[name] for name in ("keep_default_na", "converters")}
+    frame = pandas.read_csv(path, low_memory=False, **given)
+    schema = pyarrow.Schema.from_pandas(frame, preserve_index=False).remove_metadata()
+    # A text that looks like a number is one by its column's type; no converter is needed then.
+    return {"features": Features.from_arrow_schema(schema), "converters": None}

@@ -1,0 +1,367 @@
+"""Which columns of the user's files are texts and labels, and whether each row has them.
+
+`choose_columns` says which columns a run takes, and `take_columns` takes them out under the names
+``text``, ``text_pair`` and ``label``.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from loralib.errors import in_short, quoted
+
+from .csv_rows import open_csv
+from .json_rows import KINDS, difference_in_kind, json_rows
+
+if TYPE_CHECKING:  # else imported where a file is read: --help and wrong flags need not wait for it
+    from datasets import Dataset
+
+logger = logging.getLogger(__name__)
+
+LABEL = "label"
+TEXT_KEYS = ("text", "text_pair")
+# The types of columns of texts.
+STRINGS = ("string", "large_string")
+# Names of columns that identify rows and are not a part of them.
+_IDENTIFIER = re.compile(r"(.*[-_ .])?(id|ids|idx|index|guid|uid|uuid|unnamed: \d+)", re.IGNORECASE)
+# Values of a column, each of them ten times or more, that may be names rather than texts.
+_FEW = 10
+# What tables have where a number is missing.
+_MISSING = ("na", "n/a", "nan", "none", "null", "-", "?")
+_DECIMAL_COMMA = re.compile(r"\s*-?\d+,\d+\s*")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns that a run takes from its files.
+
+    Args:
+        texts: names of the one or two text columns.
+        label: name of the label's column.
+    """
+
+    texts: tuple[str, ...]
+    label: str = LABEL
+
+
+def choose_columns(
+    data: Dataset,
+    path: str,
+    texts: Sequence[str] | None = None,
+    label: str = LABEL,
+    known_texts: Sequence[str] = (),
+    known_labels: Sequence[str] = (),
+) -> Columns:
+    """Which columns are texts: those asked for, or those that can be nothing else.
+
+    Where none are asked for, it takes those that the model was trained on, sentence1 and sentence2,
+    or one or two columns of strings other than the label's: no numbers, and no column that is named
+    like an identifier.
+
+    Args:
+        data: the file's rows.
+        path: its name.
+        texts: the columns asked for, one or two.
+        label: the label's column.
+        known_texts: the text columns that a model was already trained on, as far as it says.
+        known_labels: its classes.
+
+    Raises:
+        ValueError: a column asked for is absent or asked for twice; or it is ambiguous, or what
+            would be a text is one of the classes in each row, and nothing else is the label.
+    """
+    if texts is not None:
+        if not 1 <= len(texts) <= 2 or len({*texts, label}) <= len(texts):
+            raise ValueError(
+                f"--text_columns takes one or two columns, not {label}'s and none twice; given "
+                f"are {', '.join(texts)}"
+            )
+        for name in texts:
+            _check_has(data, path, name, "text_columns")
+        return Columns(tuple(texts), label)
+    others = [name for name in data.column_names if name != label]
+    by_name = {name.strip().lower(): name for name in others}
+    if known_texts and all(name.strip().lower() in by_name for name in known_texts):
+        exact = {*known_texts} <= {*others}
+        own = known_texts if exact else [by_name[name.strip().lower()] for name in known_texts]
+        return Columns(tuple(own), label)
+    reasons = {name: why_no_text(data, name) for name in others}
+    found = [name for name, reason in reasons.items() if reason is None]
+    if {"sentence1", "sentence2"} <= set(found):
+        found = ["sentence1", "sentence2"]
+    if not 1 <= len(found) <= 2:
+        passed = [f"{name} is {reason}" for name, reason in reasons.items() if reason]
+        if not found:
+            _refuse_unusable(data, path, others)
+        raise ValueError(
+            f"{path}: has {len(found)} text columns ({in_short(found or passed) or 'none'}); one "
+            f"or two are needed in addition to '{label}', or sentence1 and sentence2: name them "
+            "with --text_columns"
+        )
+    # A label's name, or one that is asked for, tells that the first line is one of names.
+    is_unclear = path.endswith(".csv") and label == LABEL and label not in data.column_names
+    for name in found if is_unclear else ():
+        if _looks_like_a_text(name):
+            raise ValueError(
+                f"{path}: the name of its column '{name:.60}' looks like a text: the first line "
+                f"has to name the columns, as in text,{label}; where it does, name the texts with "
+                "--text_columns"
+            )
+    for name in found if label not in data.column_names else ():
+        if {*data.unique(name)} - {None, ""} <= {*known_labels}:
+            raise ValueError(
+                f"{path}: each value of '{name}' is one of the model's classes: if it is the "
+                f"label, give --label_column {name}; if it is a text, name all texts with "
+                "--text_columns"
+            )
+    for name in found:
+        _warn_of_few(data, path, name)
+    return Columns(tuple(found), label)
+
+
+def _warn_of_few(data: Dataset, path: str, name: str) -> None:
+    """Warns of a column of texts that may be none, such as the names of the labels' numbers."""
+    values = [str(value) for value in data.unique(name)]
+    if len(values) <= _FEW and len(data) >= 10 * len(values):
+        count = f"{len(values)} values in {len(data):,} rows"
+        logger.warning(
+            "%s: %s is taken for text, and has %s (%s): if it is none, name the texts with "
+            "--text_columns",
+            *(path, name, count, in_short(values, width=60)),
+        )
+
+
+def _refuse_unusable(data: Dataset, path: str, names: Sequence[str]) -> None:
+    """Refuses columns that can be no texts if they are asked for either, with what to do about it.
+
+    Raises:
+        ValueError: all but identifiers are of lists of words, or empty.
+    """
+    words, empty = [], []
+    for name in names:
+        if _IDENTIFIER.fullmatch(name):
+            continue
+        values = [value for value in data[name][:] if value not in (None, "", [])]
+        if not values:
+            empty.append(name)
+        elif all(map(are_words, values)):
+            words.append((name, json.dumps(" ".join(values[0]), ensure_ascii=False)))
+        else:
+            return
+    for name, joined in words:
+        raise ValueError(
+            f"{path}: {name} is a list of words in each row: write them as one text, such as "
+            f"{joined:.60}"
+        )
+    if empty:
+        raise _empty_in_each_row(path, empty)
+
+
+def are_words(value: Any) -> bool:
+    """Whether a row's value is a list of words."""
+    return isinstance(value, list) and all(isinstance(word, str) for word in value)
+
+
+def _empty_in_each_row(path: str, names: Sequence[str]) -> ValueError:
+    columns = f"{' and '.join(names):.200}"
+    return ValueError(f"{path}: {columns} is empty in each row: there is nothing to read in it")
+
+
+def why_no_text(data: Dataset, name: str) -> str | None:
+    """Why a column is not taken for text unless asked for; None where it is."""
+    from datasets import Value
+
+    if _IDENTIFIER.fullmatch(name):
+        return "named as an identifier"
+    feature = data.features[name]
+    if isinstance(feature, Value) and feature.dtype not in STRINGS:
+        return f"of {feature.dtype}"
+    values = [value for value in data[name][:] if value not in (None, "")]
+    if not any(isinstance(value, str) for value in values):
+        return f"{KINDS.get(type(values[0]), 'not a string')} in each row" if values else "empty"
+    if all(isinstance(value, str) and is_number(value) for value in values):
+        return "all numbers"
+    return None
+
+
+def _looks_like_a_text(name: str) -> bool:
+    """Whether a column's name may be a row's text, in a file without a line of names."""
+    return len(name.split()) > 3
+
+
+def is_number(text: str) -> bool:
+    """Whether a value is a number, as Python reads them; nan and inf are."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_has(data: Dataset, path: str, name: str, flag: str) -> None:
+    names = data.column_names
+    if name in names:
+        return
+    raw = path.endswith(".csv") and any(is_number(n) or _looks_like_a_text(n) for n in names)
+    hint = ", where the first line names the columns" if raw else ""
+    raise ValueError(
+        f"{path}: has no column '{name}', but {quoted(names)}{hint}: --{flag} has to name one of "
+        "these"
+    )
+
+
+def take_columns(data: Dataset, path: str, columns: Columns, labelled: bool = True) -> Dataset:
+    """The columns of a run under this module's names, after a check that each row has them.
+
+    Args:
+        data: the rows of a file.
+        path: its name.
+        columns: which of them.
+        labelled: take the label as well.
+
+    Raises:
+        ValueError: a column is absent; a row has no value, or one that is not a text or a label.
+    """
+    names = dict(zip(columns.texts, TEXT_KEYS, strict=False))
+    texts = {}
+    for name in columns.texts:
+        _check_has(data, path, name, "text_columns")
+        texts[name] = _as_written(data, path, name)
+        _check_texts(texts[name], path, name)
+    warn_of_empty_texts(path, texts)
+    if labelled:
+        names[columns.label] = LABEL
+        if not any(_may_be_label(name, columns) for name in data.column_names):
+            raise ValueError(
+                f"{path}: has no column '{columns.label}', but its text's alone, "
+                f"'{columns.texts[0]}'; to predict labels, give it as --test_file, with "
+                "--do_predict"
+            )
+        _check_has(data, path, columns.label, "label_column")
+        _check_labels(data, path, columns.label)
+    taken = data.select_columns(list(names))
+    # In one step, as one column's old name may be another's new one.
+    return taken.rename_columns({old: new for old, new in names.items() if old != new})
+
+
+def _may_be_label(name: str, columns: Columns) -> bool:
+    """Whether a column is no identifier, nor the text; of two texts one may be the label."""
+    return not _IDENTIFIER.fullmatch(name) and (name,) != columns.texts
+
+
+def _as_written(data: Dataset, path: str, name: str) -> list[Any]:
+    """A column's values, as the file has them.
+
+    Of a JSON file's column of several kinds, the library reads a text such as "1" as the number 1:
+    that column is read again.
+    """
+    from datasets import Value
+
+    if not isinstance(data.features[name], Value) and not path.endswith(".csv"):
+        rows = json_rows(path)
+        if len(rows) == len(data):
+            return [row.get(name) for row in rows]
+    return data[name][:]  # at once: row by row, it takes fifty times as long
+
+
+def _check_texts(values: Sequence[Any], path: str, name: str) -> None:
+    for row, value in enumerate(values, start=1):
+        if value is None:
+            raise ValueError(f"{path}: row {row}: has no {name}")
+        if not isinstance(value, str):
+            kind = KINDS.get(type(value), f"of the type {type(value).__name__}")
+            shown = json.dumps(value, ensure_ascii=False, default=str)
+            hint = ": write its words as one text" if are_words(value) else ""
+            raise ValueError(
+                f"{path}: row {row}: its {name} is {kind}, not a text ({shown:.40}){hint}"
+            )
+
+
+def warn_of_empty_texts(path: str, columns: Mapping[str, Sequence[str]]) -> None:
+    """Says how many rows of a file have a text that is empty or blank, and which is the first.
+
+    Args:
+        path: the file.
+        columns: the texts by their column's name; all are of as many rows.
+    """
+    for name, texts in columns.items():
+        empty = [row for row, text in enumerate(texts, start=1) if not text.strip()]
+        if empty:
+            logger.warning(
+                "%s: %d of %d rows have an empty %s, row %d first: if that is not meant, leave "
+                "them out",
+                *(path, len(empty), len(texts), name, empty[0]),
+            )
+
+
+def _check_labels(data: Dataset, path: str, name: str) -> None:
+    from datasets import Value
+
+    values = _as_written(data, path, name)
+    for row, value in enumerate(values, start=1):
+        # NaN alone differs from itself.
+        if value is None or value == "" or value != value:
+            raise ValueError(f"{path}: row {row}: has no {name}")
+        if not isinstance(value, str | int | float):
+            kind = KINDS.get(type(value), f"of the type {type(value).__name__}")
+            raise ValueError(f"{path}: row {row}: its {name} is {kind}, not a class or a score")
+    if not isinstance(data.features[name], Value):
+        _refuse_kinds(values, path, name)
+    _check_numbers(values, path, name)
+    if path.endswith(".csv") and "int" in data.features[name].dtype:
+        _check_numerals(path, name)
+
+
+def _refuse_kinds(values: Sequence[Any], path: str, name: str) -> None:
+    first = KINDS[type(values[0])]
+    row = next((row for row, v in enumerate(values) if KINDS[type(v)] != first), 0)
+    differing = difference_in_kind(name, values[row], "row 1", values[0])
+    raise ValueError(f"{path}: row {row + 1}: {differing}")
+
+
+def _check_numerals(path: str, name: str) -> None:
+    """Refuses labels in a CSV file that are read as numbers and written otherwise, as 007 is."""
+    with open_csv(path) as file:
+        texts = [(row[name] or "").strip() for row in csv.DictReader(file)]
+    for row, text in enumerate(texts, start=1):
+        if re.fullmatch(r"[+-]?\d+", text) and text != str(int(text)):
+            raise ValueError(
+                f"{path}: row {row}: its {name} is {text}, and would be read as {int(text)}: "
+                "write it so, or give the classes names that are not numbers"
+            )
+
+
+def _check_numbers(values: Sequence[Any], path: str, name: str) -> None:
+    """Refuses words that stand for a missing number, which would make a class of each number."""
+    words = {value for value in values if isinstance(value, str)}
+    missing = {word for word in words if word.strip().lower() in _MISSING}
+    if missing and words != missing and all(map(is_number, words - missing)):
+        row = next(row for row, value in enumerate(values, start=1) if value in missing)
+        raise ValueError(
+            f"{path}: row {row}: its {name} is '{values[row - 1]}', where others are numbers: "
+            "leave the row out"
+        )
+    if words and all(map(_DECIMAL_COMMA.fullmatch, words)):
+        raise ValueError(f"{path}: {name} has decimal commas ({values[0]}): write points")
+
+
+def check_not_empty(train: Dataset, columns: Columns, path: str) -> None:
+    """Refuses a training set without a text: there is nothing in it to learn from.
+
+    Args:
+        train: the training set, as `take_columns` makes it.
+        columns: which columns it was taken from.
+        path: its name.
+
+    Raises:
+        ValueError: it is such a set.
+    """
+    keys = TEXT_KEYS[: len(columns.texts)]
+    if not any(row[key].strip() for row in train for key in keys):  # of most files the first row
+        raise _empty_in_each_row(path, columns.texts)
