@@ -116,7 +116,7 @@ class FullModelError(CheckpointError):
     """
 
     def __init__(self, source: str, found: str):
-        self.found = found
+        self.source = source
         super().__init__(
             f"{source}: holds a full model, not LoRA alone: {found}, …; load it into the model "
             "with its LoRA layers by load_state_dict, and save_adapter writes the adapter"

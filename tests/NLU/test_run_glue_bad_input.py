@@ -189,6 +189,10 @@ BAD = {
         "is a model without LoRA, not an adapter (--model_name_or_path {base}, and leave "
         "--apply_lora and every --lora_… flag out)",
     ),
+    "a model with LoRA as an adapter": (
+        f"{EVAL} {{trained}}/pytorch_model.bin {R4}",
+        "/out)",  # the folder, and not the file
+    ),
     "adapter flags alone": (
         f"{RTE} --do_train --adapter_size 4",
         "--adapter_size needs --apply_adapter",

@@ -113,14 +113,16 @@ def choose_columns(
                 f"has to name the columns, as in text,{label}; where it does, name the texts with "
                 "--text_columns"
             )
-    for name in found if label not in data.column_names else ():
+    # Those of several kinds `take_columns` refuses.
+    of_texts = [n for n in found if getattr(data.features[n], "dtype", None) in STRINGS]
+    for name in of_texts if label not in data.column_names else ():
         if {*data.unique(name)} - {None, ""} <= {*known_labels}:
             raise ValueError(
                 f"{path}: each value of '{name}' is one of the model's classes: if it is the "
                 f"label, give --label_column {name}; if it is a text, name all texts with "
                 "--text_columns"
             )
-    for name in found:
+    for name in of_texts:
         _warn_of_few(data, path, name)
     return Columns(tuple(found), label)
 

@@ -349,7 +349,10 @@ WAYS_OUT: dict[type[CheckpointError], WayOut] = {
     ModelAsAdapterError: lambda error: (
         f"--model_name_or_path {_model_of(error.source)}, and {without(LORA)}"
     ),
-    FullModelError: "utils/split_lora.py takes the adapter out, or give it as --model_name_or_path",
+    FullModelError: lambda error: (
+        "utils/split_lora.py takes the adapter out, or give it as --model_name_or_path "
+        f"{_model_of(error.source)}"
+    ),
     MissingLayersError: lambda error: f"--{error.switch}",
     MissingPartError: lambda error: path_flag(error.switch),
     NeedsMergingError: "utils/convert.py --to merged",
