@@ -67,10 +67,12 @@ def was_trained_along(parameter: Tensor) -> bool:
     return _STEPPED in own and own[_STEPPED] == parameter._version
 
 
-@torch.compiler.disable  # traced, it would be compiled anew for each version of a parameter
 def _note_step(optimizer: Optimizer, *_: Any) -> None:
-    """Notes what a step has changed along with LoRA, and warns of an optimizer without it."""
-    if not _layers:
+    """Notes what a step has changed along with LoRA, and warns of an optimizer without it.
+
+    A step that is compiled notes nothing.
+    """
+    if torch.compiler.is_compiling() or not _layers:
         return
     groups = [group for group in optimizer.param_groups if not _is_still(group)]
     stepped = [p for group in groups for p in group["params"] if p.grad is not None]

@@ -171,7 +171,9 @@ def test_a_recipe_says_it_in_one_line(tmp_path, script, environment, message):
     # What the machine has downloaded beside the recipe is no part of the test.
     ignored = shutil.ignore_patterns("pretrained_checkpoints", "data", "vocab", "trained_models")
     shutil.copytree(ROOT / copy.name, copy, ignore=ignored)
-    environment = {**environment, "PYTHONPATH": str(ROOT)}
+    # This Python is the recipe's too: another one may lack the project, which would be said first.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**environment, "PATH": path, "PYTHONPATH": str(ROOT)}
     assert message in ended(["bash", tmp_path / script], copy, **environment)
 
 
