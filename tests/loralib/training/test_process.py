@@ -494,6 +494,24 @@ def test_a_pipe_that_breaks_elsewhere_is_an_error(lines):
 OTHERS_PIPE = "reader, writer = os.pipe(); os.close(reader); os.write(writer, b'x')"
 
 
+def unread(ends: str) -> tuple[str, int]:
+    """What a script says, and its status, that ends so with output that cannot be written."""
+    code = "import os, sys\nfrom loralib.training.process import run\n"
+    code += f"def main():\n print(1)\n sys.stdin.read()\n {ends}\nrun(main)"
+    script = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with script:
+        script.stdout.close()
+        script.stdin.close()
+        return script.stderr.read(), script.wait()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ends", "said", "status"),
@@ -508,41 +526,14 @@ OTHERS_PIPE = "reader, writer = os.pipe(); os.close(reader); os.write(writer, b'
 )
 def test_an_error_of_its_own_is_said_where_nobody_reads_the_output(ends, said, status):
     """With output that is still to be written, and cannot be."""
-    code = "import os, sys\nfrom loralib.training.process import run\n"
-    code += f"def main():\n print(1)\n sys.stdin.read()\n {ends}\nrun(main)"
-    script = subprocess.Popen(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with script:
-        script.stdout.close()
-        script.stdin.close()
-        assert script.stderr.read() == said
-        assert script.wait() == status
+    assert unread(ends) == (said, status)
 
 
 @pytest.mark.slow
 def test_a_bug_is_shown_where_nobody_reads_the_output():
     """With status 1: of output that cannot be written at its end Python makes 120."""
-    code = "import sys\nfrom loralib.training.process import run\n"
-    code += "def main():\n print(1)\n sys.stdin.read()\n 1 / 0\nrun(main)"
-    script = subprocess.Popen(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with script:
-        script.stdout.close()
-        script.stdin.close()
-        *_, last = script.stderr.read().splitlines()
-        assert (last, script.wait()) == ("ZeroDivisionError: division by zero", 1)
+    said, status = unread("1 / 0")
+    assert (said.splitlines()[-1], status) == ("ZeroDivisionError: division by zero", 1)
 
 
 @pytest.mark.slow
