@@ -1,9 +1,9 @@
 """Scripts and PyTorch's launcher in processes that are forks: what they import is imported once.
 
-    forked_processes.py --serve MODULE,…
+    forked_processes.py MODULE,… SOCKET
 
-imports the modules, and forks a process for each line of standard input, see `serve`. In a line is
-a script with its arguments, which the fork runs; or
+imports the modules, and forks a process for each call at the socket, see `serve`. A call has what
+the command line of Python has: a script, or -m or -c, with arguments; or
 
     LAUNCHER FLAGS… forked_processes.py SCRIPT ARGUMENTS…
 
@@ -12,44 +12,88 @@ are as ever, and so is what a process finds in its environment. It starts this f
 each process, for the one thing that differs there: a process that is done has to return.
 """
 
+import atexit
+import contextlib
+import gc
 import importlib
 import json
 import logging
 import os
 import runpy
+import select
 import signal
+import socket
 import sys
 import threading
+import traceback
 from pathlib import Path
+from typing import NoReturn
 
 
-def serve() -> list[str]:
-    """Forks a process a line, waits for it, and answers with its number and then its status.
+def serve(path: str) -> list[str]:
+    """Forks a process for each call, and answers with its number, and its status once it has ended.
 
-    A line is JSON: the arguments, the environment, the folder, and the paths of the files for what
-    is written to standard output and standard error. Ends with its input.
+    A call is a byte with three file descriptors, its standard streams, and a line of JSON: its
+    arguments, environment and folder, and what its ``sys.executable`` is, if that is another.
+    Ends with its own standard input.
 
     Returns:
         In each fork, the arguments.
     """
-    answers = os.dup(1)
-    for line in sys.stdin:
-        call = json.loads(line)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen()
+    running: dict[int, socket.socket] = {}
+
+    def answer_for_ended(*_) -> None:
+        for number in list(running):
+            ended, status = os.waitpid(number, os.WNOHANG)
+            if ended:
+                _answer(running[number], os.waitstatus_to_exitcode(status))
+                running.pop(number).close()
+
+    signal.signal(signal.SIGCHLD, answer_for_ended)
+    while True:
+        ready, _, _ = select.select([listener, sys.stdin], [], [])
+        if sys.stdin in ready:
+            os._exit(0)
+        caller, _ = listener.accept()
+        said, streams, _, _ = socket.recv_fds(caller, 1, 3)
+        if not said:  # it has only seen that somebody is there
+            caller.close()
+            continue
+        with caller.makefile("rb") as lines:
+            call = json.loads(lines.readline())
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # until it is in `running`
         number = os.fork()
         if number == 0:
-            os.close(answers)
-            for stream, path in enumerate([os.devnull, *call["paths"]]):
-                file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-                os.dup2(file, stream)
-                os.close(file)
-            os.environ.clear()
-            os.environ.update(call["environment"])
-            os.chdir(call["folder"])
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+            for connection in (listener, caller, *running.values()):
+                connection.close()
+            _take(call, streams)
             return call["arguments"]
-        os.write(answers, f"{number}\n".encode())
-        status = os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
-        os.write(answers, f"{status}\n".encode())
-    sys.exit()
+        for stream in streams:
+            os.close(stream)
+        _answer(caller, number)
+        running[number] = caller
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+
+
+def _answer(caller: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # it was killed
+        caller.sendall(f"{number}\n".encode())
+
+
+def _take(call: dict, streams: list[int]) -> None:
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+    for stream in streams:
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update(call["environment"])
+    os.chdir(call["folder"])
+    sys.executable = call.get("executable", sys.executable)
 
 
 def launch(launcher: str, arguments: list[str]) -> None:
@@ -59,12 +103,23 @@ def launch(launcher: str, arguments: list[str]) -> None:
     importlib.import_module(launcher).main(["--run_path", "--start_method=fork", *arguments])
 
 
-def run_script(script: str, arguments: list[str]) -> None:
-    """Runs a script as the command line does, where Python is new."""
+def run_as_python(words: list[str]) -> None:
+    """Does what ``python WORDS…`` does."""
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:1] = [str(Path(script).parent), *filter(None, paths)]
-    sys.argv = [script, *arguments]
-    runpy.run_path(script, run_name="__main__")
+    sys.path[:1] = ["", *filter(None, paths)]
+    kind, *rest = words
+    if kind.endswith(".py"):
+        sys.argv, sys.path[0] = words, os.path.dirname(os.path.abspath(kind))
+        runpy.run_path(kind, run_name="__main__")
+    elif kind == "-m":
+        sys.argv, sys.path[0] = rest, os.getcwd()
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        real = Path(sys.prefix, "bin", "python")
+        os.execv(real, [str(real), *words])
 
 
 def run_launched(arguments: list[str]) -> None:
@@ -93,11 +148,33 @@ def main() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         run_launched(sys.argv[1:])
         return
-    for name in sys.argv[2].split(","):
+    modules, path = sys.argv[1:]
+    for name in modules.split(","):
         importlib.import_module(name)
-    first, *arguments = serve()
-    run = run_script if first.endswith(".py") else launch
-    run(first, arguments)
+    gc.freeze()  # no fork looks through what is imported, which would copy it
+    words = serve(path)
+    try:
+        if words[0].startswith("torch.distributed."):
+            launch(words[0], words[1:])
+        else:
+            run_as_python(words)
+        end(0)
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+        end(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
+    except BaseException:
+        traceback.print_exc()
+        end(1)
+
+
+def end(status: int) -> NoReturn:
+    """Ends as Python does, but does not take apart what is imported, for a second."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":
