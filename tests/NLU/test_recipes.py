@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launches import quick_python
 
 from transformers import HfArgumentParser
 
@@ -168,7 +169,7 @@ def parsed(run_glue, arguments: list[str]) -> dict:
 
 
 def run_script(name: str, *arguments: object, **environment: object) -> subprocess.CompletedProcess:
-    python = str(Path(sys.executable).parent)
+    python = str(quick_python().parent)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

@@ -17,7 +17,7 @@ def new_user(tmp_path_factory) -> Iterator[dict[str, str]]:
     """
     environment = clean_environment(tmp_path_factory.mktemp("home"))
     prepared = Prepared("others", environment=environment)
-    python = prepared.command(tmp_path_factory.mktemp("bin"))
+    python = prepared.command()
     yield {**environment, "PATH": f"{python.parent}{os.pathsep}{environment['PATH']}"}
     prepared.close()
 

@@ -121,9 +121,9 @@ class Prepared:
             said = [path.read_text(encoding="utf-8", errors="replace") for path in paths]
         return subprocess.CompletedProcess(words, status, *said)
 
-    def command(self, folder: Path) -> Path:
-        """Makes a command called python there, by which others start such forks."""
-        path = folder / "python"
+    def command(self) -> Path:
+        """Makes a command called python, in a folder of its own, by which others start forks."""
+        path = Path(self._folder, "python")
         path.write_text(_COMMAND.format(python=sys.executable, path=self._path))
         path.chmod(0o755)
         self._connect().close()
@@ -175,6 +175,15 @@ class Fork:
 def prepared(name: str) -> Prepared:
     """The one of this session."""
     return Prepared(name)
+
+
+@cache
+def quick_python() -> Path:
+    """A python, in a folder of its own, that has imported what is not the project's.
+
+    For what is not about how Python starts, or what is imported when.
+    """
+    return prepared("others").command()
 
 
 def with_forks(launcher: str, *arguments: object) -> list[str]:

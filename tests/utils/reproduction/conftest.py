@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launches import prepared
+from launches import quick_python
 
 from reproduction.glue import Glue
 from reproduction.nlg import Nlg
@@ -21,10 +21,9 @@ def _own_surroundings(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def quick_python(tmp_path_factory, monkeypatch) -> None:
-    """What is started has imported what is not the project's; see `Prepared.command`."""
-    python = prepared("others").command(tmp_path_factory.mktemp("bin"))
-    monkeypatch.setattr(sys, "executable", str(python))
+def quick_start(monkeypatch) -> None:
+    """What is started has imported what is not the project's."""
+    monkeypatch.setattr(sys, "executable", str(quick_python()))
 
 
 @pytest.fixture
