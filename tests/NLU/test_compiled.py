@@ -137,7 +137,7 @@ class Stopped(TrainerCallback):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_of_the_trainer(make_trainer, model_of, tmp_path, monkeypatch, family):
-    """With evaluations between the updates, and a last batch of one row; resuming asks no family."""
+    """With evaluations between the updates, and a last batch of one row."""
     torch.compiler.reset()
     monkeypatch.setattr(compiled, "_BACKEND", "eager")
     data = make_data(9)
@@ -159,7 +159,7 @@ def test_a_run_of_the_trainer(make_trainer, model_of, tmp_path, monkeypatch, fam
     assert names[0] == names[1]
     assert not any("_orig_mod" in name for name in names[0])
 
-    if family == "deberta":
+    if family == "deberta":  # resuming asks no family
         return
     run("killed", torch_compile=True, callbacks=[Stopped])
     again = run("killed", str(tmp_path / "killed" / "checkpoint-3"), torch_compile=True)
