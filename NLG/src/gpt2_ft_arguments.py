@@ -79,7 +79,7 @@ def _add_training_params(parser: argparse.ArgumentParser) -> None:
     add("--lora_dropout", type=float, default=0.0, help="dropout on the input of LoRA's update")
     add("--label_smooth", type=float, default=0.0, help="probability spread over the vocabulary")
     half = parser.add_mutually_exclusive_group().add_argument
-    half("--fp16", action="store_true", help="half precision, with apex O1 where that works (GPU)")
+    half("--fp16", action="store_true", help="half precision (GPU)")
     half("--bf16", action="store_true", help="bfloat16; frozen weights are held in it")
     add("--tf32", action="store_true", help="compute float32 in TensorFloat-32 (GPU)")
     add(

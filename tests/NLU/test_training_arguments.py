@@ -90,6 +90,13 @@ def test_fields_and_defaults(args):
     assert {"output_dir", "logging_dir", "disable_tqdm", "report_to", *DEFAULTS} <= fields
 
 
+def test_apex_has_no_mixed_precision_any_more(args):
+    with pytest.raises(ValueError, match="use --fp16_backend amp"):
+        args(fp16=True, fp16_backend="apex")
+    args(fp16=True)
+    args(fp16_backend="apex")  # which nothing asks for
+
+
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [

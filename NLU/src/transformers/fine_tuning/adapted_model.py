@@ -406,7 +406,7 @@ def build_model(
     model = auto_class.from_pretrained(
         model_args.model_name_or_path,
         config=config,
-        held_in=args.frozen_dtype if config.is_adapted else torch.float32,
+        held_in=args.compute_dtype if config.is_adapted else torch.float32,
         brought={name for adapter in adapters for name in adapter.tensors},
         **_where(model_args),
     )
