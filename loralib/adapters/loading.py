@@ -204,8 +204,7 @@ def _check_lora_settings(adapter: Adapter, theirs: LoraMetadata, ours: LoraMetad
     for setting, said, built in (
         ("variant", theirs.variant, ours.variant),
         ("initialization", _start_of(theirs), _start_of(ours)),
-        # Files of earlier versions do not say it.
-        ("embeddings", theirs.embeddings, theirs.embeddings and ours.embeddings),
+        ("embeddings", theirs.embeddings, ours.embeddings),
     ):
         if said != built:
             raise SettingsError(adapter.source, setting, said, built)

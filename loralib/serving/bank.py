@@ -322,8 +322,7 @@ class _Hook:
     ) -> Tensor:
         routing = in_effect()
         if routing is None or routing.key is not self.key:
-            # Models that were pickled with a bank of an earlier version have another kind of key.
-            if getattr(self.key, "blocks", 0) and "_is_replica" in vars(module):
+            if self.key.blocks and "_is_replica" in vars(module):
                 raise ValueError(_IN_THREADS)
             return out
         if isinstance(module, LoRALayer) and module.r > 0:
