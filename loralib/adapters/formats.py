@@ -134,7 +134,9 @@ def read_adapter(
     foreign = _PEFT if kind is LORA else kind.foreign
     if not path.is_file():
         where = {"cache_dir": cache_dir, "revision": revision, "token": token}
-        path = _within(os.fspath(source), kind, foreign, where)
+        # Not of `path`, in which "./a" is "a", as a repository may be called.
+        name = os.path.expanduser(source)
+        path = _within(name, kind, foreign, where)
     if foreign and path.name in (*foreign.names, *foreign.others):
         adapter = foreign.read(path, kind)
     else:
