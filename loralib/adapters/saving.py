@@ -18,7 +18,7 @@ from ..functional import variant_of
 from ..initialization import starts_from_weight
 from ..layers import Conv1d, Conv2d, Conv3d
 from ..lora_layer import LoRALayer
-from ..steps import trained_along, was_trained_along
+from ..steps import idle_optimizer, trained_along, was_trained_along
 from ..targets import other_places
 from ..trained import is_never_frozen, noted, untied_from
 from ..utils import check_there, check_whole, tensors_of, weights_with_updates
@@ -234,16 +234,22 @@ def _left_behind(model: nn.Module, adapter: Adapter) -> list[str]:
 
 
 def _without_effect(model: nn.Module, adapter: Adapter) -> list[str]:
-    """Says which updates are zero: they were not trained, or the model does not call the layer."""
-    layers = lora_layers(model)
+    """Says that LoRA was not trained, or which updates are zero, whatever the cause of that is."""
+    layers, optimizer = lora_layers(model), idle_optimizer(model)
     zero = [name for name, layer in layers.items() if _is_zero(layer)]
-    if not zero:
+    if optimizer is not None:  # then an adapter that was loaded is saved as it was
+        remark = (
+            f"no step has trained its LoRA, because {optimizer} holds none of it: if it was made "
+            "before add_lora or load_adapter, make it anew, and train again"
+        )
+    elif zero:
+        remark = (
+            f"the updates of {len(zero)} of {len(layers)} modules are zero ({zero[0]}, …): they "
+            "were not trained, as by an optimizer from before add_lora, or the model does not call "
+            "these modules but reads their weights, and then LoRA has no effect there"
+        )
+    else:
         return []
-    remark = (
-        f"the updates of {len(zero)} of {len(layers)} modules are zero ({zero[0]}, …): they were "
-        "not trained, or the model does not call these modules but reads their weights, and then "
-        "LoRA has no effect there"
-    )
     logger.warning("%s: %s", adapter.source, remark)
     return [remark]
 
