@@ -34,6 +34,11 @@ def _count_step(*_: Any) -> None:
 register_optimizer_step_post_hook(_count_step)
 
 
+def optimizer_steps() -> int:
+    """How many steps optimizers have made in this process."""
+    return _optimizer_steps
+
+
 class _MergedCopy(NamedTuple):
     """The merged copy of a layer's weight.
 

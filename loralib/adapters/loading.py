@@ -432,14 +432,14 @@ def _check_base_weights(model: nn.Module, adapter: Adapter) -> None:
     state = model.state_dict()
     for name, theirs in adapter.base_weights.items():
         ours = state.get(name)
-        if ours is None or ours.shape != theirs.shape or not _same_when_rounded(theirs, ours):
+        if ours is None or ours.shape != theirs.shape or not same_when_rounded(theirs, ours):
             raise CheckpointError(
                 f"{adapter.source}: was trained with another {name} than the model's, which it "
                 "holds as well: give it the base that has that weight"
             )
 
 
-def _same_when_rounded(one: Tensor, other: Tensor) -> bool:
+def same_when_rounded(one: Tensor, other: Tensor) -> bool:
     """Whether these are the same in the dtype of one of them."""
     one = one.to(other.device)
     return any(torch.equal(one.to(dtype), other.to(dtype)) for dtype in (one.dtype, other.dtype))
