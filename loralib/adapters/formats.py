@@ -37,7 +37,7 @@ from ..errors import (
     listed,
     shown,
 )
-from ..io.hub import resolve_file
+from ..io.hub import is_a_path, resolve_file
 from ..io.tensors import (
     check_is_whole,
     index_of,
@@ -213,8 +213,7 @@ def _seems_to_be(kind: Kind, path: Path) -> bool:
 
 def _may_be_on_hub(source: str) -> bool:
     """Whether this can be a repository's name: not one that ends as a file does."""
-    is_path = source.startswith((".", "~", os.sep)) or source.count("/") > 1
-    return not is_path and Path(source).suffix.lower() not in _FILE_SUFFIXES
+    return not is_a_path(source) and Path(source).suffix.lower() not in _FILE_SUFFIXES
 
 
 def _fetch_first(source: str, names: Iterable[str], where: Mapping[str, Any]) -> None:
