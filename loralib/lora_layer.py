@@ -23,11 +23,6 @@ from .steps import latest_step, mark_layer, mark_update
 from .wrappers import has_own_forward, is_managed, is_sharded
 
 
-def optimizer_steps() -> int:
-    """How many steps optimizers have made in this process."""
-    return _optimizer_steps
-
-
 class _MergedCopy(NamedTuple):
     """The merged copy of a layer's weight.
 

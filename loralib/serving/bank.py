@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from ..adapters.adapter import Adapter
 from ..adapters.loading import lora_layers
 from ..arguments import as_names, check_model
-from ..errors import in_short, shown
+from ..errors import called, in_short, shown
 from ..lora_layer import LoRALayer
 from ..nn.routing import Routing, in_effect, routed, slices
 from ..utils import check_whole
@@ -131,8 +131,7 @@ class AdapterBank:
                 self._base, self._fingerprint = CheckedBase(plain), fingerprint_of(plain)
             prepared = prepare(plain, adapter, self._fingerprint)
             self._add_hooks(plain, prepared)
-            self._base.note_hooked(plain, (*prepared.deltas, *prepared.heads))
-        self._base.note_state()  # what is in its places is wrapped again
+        self._base.note_state(self._model)
         self._adapters[name] = prepared
 
     def _check_base(self, adapters: Sequence[PreparedAdapter]) -> None:
@@ -145,13 +144,21 @@ class AdapterBank:
             return
         heads = set.intersection(*(set(adapter.heads) for adapter in adapters))
         with without_wrappers(self._model) as plain:
-            difference = self._base.difference(plain, heads)
+            difference = self._replaced(plain) or self._base.difference(plain, heads)
         if difference is not None:
             raise ValueError(
                 f"the base has changed since adapters were added to it: {difference}; load its "
                 "weights again, or make another bank of the model as it is now"
             )
-        self._base.note_state()
+        self._base.note_state(self._model)
+
+    def _replaced(self, model: nn.Module) -> str | None:
+        """Says which module took the place of one with a hook, if one did."""
+        modules = dict(model.named_modules(remove_duplicate=False))
+        for hook in self._hooks:
+            if hook.module not in modules or not self._has_hook(modules[hook.module], hook):
+                return f"{called(hook.module)} is another module than before"
+        return None
 
     def _add_hooks(self, model: nn.Module, prepared: PreparedAdapter) -> None:
         """Sees to it that all modules that an adapter changes have their hook."""
