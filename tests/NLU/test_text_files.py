@@ -189,6 +189,55 @@ def test_a_column_of_few_values_may_be_no_text(tmp_path, caplog, values, is_warn
     assert not caplog.messages
 
 
+@pytest.mark.parametrize(
+    ("name", "values", "mark"),
+    [
+        ("date", ["2024-03-12", "2024-03-13"], "dates"),
+        ("date", ["2024-03-12T10:00:00.5Z", "2024-03-13 08:15"], "dates"),
+        ("date", ["12/03/2024", "13.3.24 9:05 pm"], "dates"),
+        ("date", ["12 March 2024", "Mar 13th 2024"], "dates"),
+        ("link", ["https://a.org/x", "HTTP://b.org"], "URLs"),
+        ("case", ["x1", "x2"], "identifiers"),
+    ],
+)
+def test_columns_by_which_rows_are_told_are_no_texts(tmp_path, caplog, name, values, mark):
+    rows = [f"{value},a {n} b,{n}" for n, value in enumerate(values)]
+    with caplog.at_level("INFO"):
+        columns, _ = read(tmp_path / "rows.csv", "\n".join([f"{name},said,label", *rows]))
+        assert columns.texts == ("said",)
+        said = f"not taken for texts are {name} ({mark}); --text_columns names others"
+        assert said in caplog.text
+        # Alone they are what there is to read.
+        columns, _ = read(tmp_path / "rows.csv", f"{name},label\n{values[0]},0\n{values[1]},1\n")
+    assert columns.texts == (name,)
+
+
+@pytest.mark.parametrize(
+    ("values", "is_warned"),
+    [
+        (["2024-03-12", "on 2024-03-13"], False),
+        (["https://a.org", "see https://b.org"], False),
+        (["x1", "x1"], True),
+        (["affix", "suffix"], True),
+    ],
+)
+def test_columns_of_which_some_rows_are_texts_are_texts(tmp_path, caplog, values, is_warned):
+    """Single words are warned of: they may be terms, or the names of users."""
+    rows = [f"{value},a {n} b,{n}" for n, value in enumerate(values)]
+    columns, _ = read(tmp_path / "rows.csv", "\n".join(["which,said,label", *rows]))
+    assert columns.texts == ("which", "said")
+    warned = f"which is taken for text, and has single words ({values[0]}"
+    assert (warned in caplog.text) is is_warned
+
+
+def test_words_beside_several_columns_are_for_the_user_to_judge(tmp_path, caplog):
+    head = "date,user,url,text,label\n"
+    rows = "2024-03-12,ann,https://a.org,a b,0\n2024-03-13,ann,https://b.org,b c,1\n"
+    with pytest.raises(ValueError, match=r"has 4 text columns \(date, user, url, text\)"):
+        read(tmp_path / "rows.csv", head + rows)
+    assert read(tmp_path / "rows.csv", (head + rows).replace("ann", "5"))[0].texts == ("text",)
+
+
 def test_one_of_two_texts_may_be_empty(tmp_path, caplog):
     path = tmp_path / "rows.csv"
     path.write_text("a,b,label\nx,,0\ny,,1\n")

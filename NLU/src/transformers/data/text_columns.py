@@ -35,6 +35,17 @@ _FEW = 10
 # What tables have where a number is missing.
 _MISSING = ("na", "n/a", "nan", "none", "null", "-", "?")
 _DECIMAL_COMMA = re.compile(r"\s*-?\d+,\d+\s*")
+_URL = re.compile(r"\s*https?://\S+\s*", re.IGNORECASE)
+_MONTH = r"(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
+_DATE = re.compile(
+    rf"""\s*
+    (\d{{1,4}}[-/.]\d{{1,2}}[-/.]\d{{1,4}}            # 2024-03-12, 12/03/2024, 12.3.24
+    | \d{{1,2}}\.?[ -]{_MONTH},?[ -]\d{{2,4}}         # 12 March 2024
+    | {_MONTH}[ ]\d{{1,2}}(st|nd|rd|th)?,?[ ]\d{{4}})  # March 12, 2024
+    (,?[ T]\d{{1,2}}:\d\d(:\d\d([.,]\d+)?)?([ ]?[ap]\.?m\.?)?)?
+    ([ ]?(z|utc|gmt|[+-]\d\d:?\d\d))?\s*""",
+    re.IGNORECASE | re.VERBOSE,
+)
 
 
 @dataclass(frozen=True)
@@ -61,8 +72,8 @@ def choose_columns(
     """Which columns are texts: those asked for, or those that can be nothing else.
 
     Where none are asked for, it takes those that the model was trained on, sentence1 and sentence2,
-    or one or two columns of strings other than the label's: no numbers, and no column that is named
-    like an identifier.
+    or one or two columns of strings other than the label's: no numbers, no column that is named
+    like an identifier, and, where another column is left, none of dates, URLs or identifiers alone.
 
     Args:
         data: the file's rows.
@@ -95,6 +106,8 @@ def choose_columns(
     found = [name for name, reason in reasons.items() if reason is None]
     if {"sentence1", "sentence2"} <= set(found):
         found = ["sentence1", "sentence2"]
+    elif len(found) > 1:
+        found = _without_marks(data, path, found)
     if not 1 <= len(found) <= 2:
         passed = [f"{name} is {reason}" for name, reason in reasons.items() if reason]
         if not found:
@@ -122,16 +135,74 @@ def choose_columns(
                 f"label, give --label_column {name}; if it is a text, name all texts with "
                 "--text_columns"
             )
+    words = [n for n in of_texts if _is_of_words(data, n)]
     for name in of_texts:
-        _warn_of_few(data, path, name)
+        _warn_of_few(data, path, name, is_of_words=name in words and len(words) < len(found))
     return Columns(tuple(found), label)
 
 
-def _warn_of_few(data: Dataset, path: str, name: str) -> None:
-    """Warns of a column of texts that may be none, such as the names of the labels' numbers."""
+def _without_marks(data: Dataset, path: str, names: Sequence[str]) -> list[str]:
+    """Those of several columns that are not of dates, URLs or identifiers alone; all if none is.
+
+    Of more than two, others than texts may be left: it is then for the user to say.
+    """
+    marks = {name: mark for name in names if (mark := _mark(data, name))}
+    left = [name for name in names if name not in marks]
+    if not marks or not left:
+        return list(names)
+    if len(names) > 2 and any(_is_of_words(data, name) for name in left):
+        return list(names)
+    logger.info(
+        "%s: not taken for texts are %s; --text_columns names others",
+        *(path, ", ".join(f"{name} ({mark})" for name, mark in marks.items())),
+    )
+    return left
+
+
+def _mark(data: Dataset, name: str) -> str | None:
+    """What a column has in each row in place of a text, to tell it by or to find it."""
+    values = _strings(data, name)
+    if values and all(map(_URL.fullmatch, values)):
+        return "URLs"
+    if values and all(map(_DATE.fullmatch, values)):
+        return "dates"
+    # Of words without digits they may be terms, beside what is said of them.
+    if 1 < len(values) == len({*values}) and all(
+        _is_word(value) and any(map(str.isdigit, value)) for value in values
+    ):
+        return "identifiers"
+    return None
+
+
+def _is_of_words(data: Dataset, name: str) -> bool:
+    """Whether a column has one word in each row."""
+    values = _strings(data, name)
+    return bool(values) and all(map(_is_word, values))
+
+
+def _is_word(text: str) -> bool:
+    return len(text.split()) == 1
+
+
+def _strings(data: Dataset, name: str) -> list[str]:
+    """The values of a column that are not empty; none where some are not strings."""
+    if getattr(data.features[name], "dtype", None) not in STRINGS:
+        return []
+    return [value for value in data[name][:] if value]
+
+
+def _warn_of_few(data: Dataset, path: str, name: str, is_of_words: bool) -> None:
+    """Warns of a column of texts that may be none, such as the names of the labels' numbers.
+
+    Args:
+        data, path: the file.
+        name: the column.
+        is_of_words: it has one word in each row, as names of users are, and another has more.
+    """
     values = [str(value) for value in data.unique(name)]
-    if len(values) <= _FEW and len(data) >= 10 * len(values):
-        count = f"{len(values)} values in {len(data):,} rows"
+    is_few = len(values) <= _FEW and len(data) >= 10 * len(values)
+    if is_few or is_of_words:
+        count = f"{len(values):,} values in {len(data):,} rows" if is_few else "single words"
         logger.warning(
             "%s: %s is taken for text, and has %s (%s): if it is none, name the texts with "
             "--text_columns",
