@@ -273,7 +273,10 @@ def classes_of(labels, texts=None):
         (["1", "2", "other"], ["numbers (1, 2) and words (other): each is a class; if some are"]),
         (["0", "good"], ["numbers (0) and words (good): each is a class; if some are one, write"]),
         (["0", "1", "bad", "good"], ["are numbers (0, 1) and words (bad, good): each is a class"]),
-        (["nan", "inf", "up"], []),
+        (["inf", "up"], []),
+        (["good", "NA"], ["label of 4 rows is 'NA', row 2 first, which is a class of its own: if"]),
+        (["-", "nan", "up"], ["label of 4 rows is '-', row 1 first, which is a class of its own"]),
+        (["none", "for", "against"], []),
         (["1", "nan"], ["numbers (1) and words (nan): each is a class"]),
         (["1", "2", "3"], []),
         (["bad", "good", "1st", "2nd"], []),
@@ -285,6 +288,15 @@ def test_classes_that_may_be_a_slip_are_warned_of(caplog, labels, said):
     assert len(caplog.messages) == len(said)
     for message, part in zip(caplog.messages, said, strict=True):
         assert part in message
+
+
+def test_a_blank_label_is_none(tmp_path):
+    for suffix, content in (
+        ("csv", 'text,label\na,x\nb," "\n'),
+        ("json", '{"text": "b", "label": " "}'),
+    ):
+        with pytest.raises(ValueError, match=r"row \d: has no label"):
+            read(tmp_path / f"rows.{suffix}", content)
 
 
 def test_labels_in_two_codings_are_one_short_line(caplog):

@@ -32,7 +32,7 @@ STRINGS = ("string", "large_string")
 _IDENTIFIER = re.compile(r"(.*[-_ .])?(id|ids|idx|index|guid|uid|uuid|unnamed: \d+)", re.IGNORECASE)
 # Values of a column, each of them ten times or more, that may be names rather than texts.
 _FEW = 10
-# What tables have where a number is missing.
+# What tables have where a number, or a label, is missing.
 _MISSING = ("na", "n/a", "nan", "none", "null", "-", "?")
 _DECIMAL_COMMA = re.compile(r"\s*-?\d+,\d+\s*")
 _URL = re.compile(r"\s*https?://\S+\s*", re.IGNORECASE)
@@ -379,7 +379,7 @@ def _check_labels(data: Dataset, path: str, name: str) -> None:
     values = _as_written(data, path, name)
     for row, value in enumerate(values, start=1):
         # NaN alone differs from itself.
-        if value is None or value == "" or value != value:
+        if value is None or value != value or (isinstance(value, str) and not value.strip()):
             raise ValueError(f"{path}: row {row}: has no {name}")
         if not isinstance(value, str | int | float):
             kind = KINDS.get(type(value), f"of the type {type(value).__name__}")
@@ -413,7 +413,7 @@ def _check_numerals(path: str, name: str) -> None:
 def _check_numbers(values: Sequence[Any], path: str, name: str) -> None:
     """Refuses words that stand for a missing number, which would make a class of each number."""
     words = {value for value in values if isinstance(value, str)}
-    missing = {word for word in words if word.strip().lower() in _MISSING}
+    missing = {word for word in words if may_be_missing(word)}
     if missing and words != missing and all(map(is_number, words - missing)):
         row = next(row for row, value in enumerate(values, start=1) if value in missing)
         raise ValueError(
@@ -422,6 +422,11 @@ def _check_numbers(values: Sequence[Any], path: str, name: str) -> None:
         )
     if words and all(map(_DECIMAL_COMMA.fullmatch, words)):
         raise ValueError(f"{path}: {name} has decimal commas ({values[0]}): write points")
+
+
+def may_be_missing(label: str) -> bool:
+    """Whether a label is what tables have where there is none."""
+    return label.strip().lower() in _MISSING
 
 
 def check_not_empty(train: Dataset, columns: Columns, path: str) -> None:
