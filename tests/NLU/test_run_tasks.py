@@ -13,6 +13,7 @@ from places import load_script
 from task_runs import SCRIPTS, choice_rows, command, question_rows, sentence_rows, write_data
 
 from loralib.adapters.formats import read_adapter
+from loralib.errors import TrainingError
 
 pytestmark = pytest.mark.slow
 
@@ -474,13 +475,43 @@ def test_a_question_that_is_too_long(call, tmp_path):
         ("swag", ["--do_predict", "--prediction_loss_only"], "--prediction_loss_only leaves no "),
         ("qa", ["--label_smoothing_factor", 0.1], "smooths one label, and an answer has two"),
         ("swag", ["--do_eval"], "this run needs --validation_file"),
+        ("swag", ["--metric_for_best_model", "f1"], "gives eval_f1; known: loss, accuracy"),
+        ("qa", ["--metric_for_best_model", "em"], "gives eval_em; known: loss, exact_match, f1"),
+        ("ner", ["--metric_for_best_model", "f2"], "known: loss, precision, recall, f1, accuracy"),
+        (
+            "ner",
+            ["--metric_for_best_model", "f1", "--return_entity_level_metrics"],
+            "gives eval_f1; known: loss, ANI_precision, ANI_recall, ANI_f1, ANI_number, PLA_prec",
+        ),
+        (
+            "qa",
+            ["--metric_for_best_model", "f1", "--prediction_loss_only"],
+            "gives eval_f1; known: loss",
+        ),
     ],
 )
 def test_wrong_flags(call, tmp_path, capsys, task, flags, message):
     data = write_data(task, tmp_path / "data")[:2]
-    with pytest.raises((ValueError, OSError, SystemExit)) as raised:
+    with pytest.raises((ValueError, OSError, TrainingError, SystemExit)) as raised:
         call(task, "out", *data, "--do_train", *flags)
     assert message in str(raised.value) + capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("task", "score", "more"),
+    [
+        ("swag", "accuracy", []),
+        ("qa", "eval_f1", []),
+        ("qa", "HasAns_f1", ["--version_2_with_negative"]),
+        ("ner", "f1", []),
+        ("ner", "ANI_f1", ["--return_entity_level_metrics"]),
+        ("ner", "loss", []),
+    ],
+)
+def test_the_scores_of_a_task_can_be_compared(call, tmp_path, task, score, more):
+    flags = "--do_train --do_eval --num_train_epochs 1 --evaluation_strategy epoch"
+    best = ["--load_best_model_at_end", "--metric_for_best_model", score]
+    call(task, "out", *write_data(task, tmp_path / "data")[:4], *flags.split(), *best, *more)
 
 
 @pytest.mark.parametrize("task", SCRIPTS)

@@ -201,6 +201,10 @@ CALLS = {
             "--max_seq_length 33: the model has 32 positions",
         ),
         (
+            "{rte} --metric_for_best_model f1",
+            "--metric_for_best_model: no evaluation gives eval_f1; known: loss, accuracy",
+        ),
+        (
             "{rte} --text_columns a",
             "--text_columns is for files of your own, not for --task_name",
         ),
@@ -276,6 +280,10 @@ CALLS = {
         (
             "--train_file {good}/corpus.txt --do_eval",
             "--do_eval needs --validation_file",
+        ),
+        (
+            "--train_file {good}/corpus.txt --metric_for_best_model perplexity",
+            "--metric_for_best_model: no evaluation gives eval_perplexity; known: loss",
         ),
         (
             "--train_file {good}/corpus.txt --do_train False",

@@ -267,6 +267,13 @@ def scores_of(
     return squad_v2_metrics(predictions, true, odds)
 
 
+def names_of_scores(may_have_none: bool) -> list[str]:
+    """What `scores_of` gives of a set, where questions may have none also of such."""
+    if not may_have_none:
+        return list(squad_metrics({"a": ""}, {"a": ["a"]}))
+    return list(squad_v2_metrics({"a": "", "b": ""}, {"a": ["a"], "b": []}, {"a": 0.0, "b": 0.0}))
+
+
 def write_answers(
     folder: str | os.PathLike, stage: str, questions: Sequence[Question], answers: Sequence[Answer]
 ) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from ..modeling_utils import PreTrainedModel
 from ..tokenization_utils_base import PreTrainedTokenizerBase
 from ..trainer import Trainer
 from ..trainer_agreement import check_same_flags
+from ..trainer_checkpoint import check_best_metric
 from ..trainer_estimate import EstimateArguments, estimate_run, published_settings
 from ..trainer_utils import EvalPrediction
 from ..training_args import TrainingArguments
@@ -147,6 +148,22 @@ def needed_splits(args: TrainingArguments) -> list[str]:
     """Names of the splits that a run uses."""
     stages = {"train": args.do_train, "validation": args.do_eval, "test": args.do_predict}
     return [name for name, wanted in stages.items() if wanted]
+
+
+def check_scores(args: TrainingArguments, scores: Iterable[str]) -> None:
+    """Refuses a --metric_for_best_model that is neither a score of the task nor the loss.
+
+    Else a run would find out at its first evaluation.
+
+    Args:
+        args: the settings.
+        scores: the names of the task's scores.
+
+    Raises:
+        TrainingError: it is none.
+    """
+    if args.do_train:
+        check_best_metric(args, ["loss", *([] if args.prediction_loss_only else scores)])
 
 
 def train(trainer: Trainer, checkpoint: str | None) -> None:
