@@ -28,6 +28,7 @@ The base is read once, and one batch holds rows of several adapters:
 import argparse
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -159,7 +160,7 @@ def sources_by_name(arguments: Sequence[str]) -> dict[str, str]:
                 f"two adapters have the name '{name}': {sources[name]} and {source}; "
                 "give one another name"
             )
-        sources[name] = source
+        sources[name] = os.path.expanduser(source)  # as the parser does with whole values
     return sources
 
 
