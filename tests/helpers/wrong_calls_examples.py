@@ -201,6 +201,14 @@ CALLS = {
             "--max_seq_length 33: the model has 32 positions",
         ),
         (
+            "{own}nowhere.csv --model_name_or_path nowhere/base --seed 18446744073709551616",
+            "--seed must lie in [0, 4611686018427387904], not 18446744073709551616",
+        ),
+        (
+            "{own}nowhere.csv --model_name_or_path nowhere/base --max_steps 0",
+            "--max_steps must be at least 1, not 0: leave it out to train for --num_train_epochs",
+        ),
+        (
             "{rte} --metric_for_best_model f1",
             "--metric_for_best_model: no evaluation gives eval_f1; known: loss, accuracy",
         ),
