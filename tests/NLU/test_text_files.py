@@ -148,6 +148,18 @@ def test_columns_may_have_long_names_where_others_tell_a_header(tmp_path, header
         ('{"data": [{"text": "a", "label": 1}]}', "is one object, which has its rows in the list "),
         ('{"rows": [{"text": "a", "label": 1}]}', "in the list 'rows': write that list alone, or"),
         ('{"version": "1", "data": [{"text": "a"}]}', "in the list 'data': write that list alone"),
+        (
+            '{"text": ["a", "b"], "label": [0, 1]}',
+            r"is one object of 2 keys \(text, label\), which",
+        ),
+        ('{"text": {"0": "a"}, "label": {"0": 1}}', "is read as one row: write an object a row, "),
+        (
+            json.dumps({f"a text {n}": n % 2 for n in range(40)}),
+            r"is one object of 40 keys \(a text 0, a text 1, .* and 34 more\), which is read as",
+        ),
+        ('{"a": "x", "b": "y", "c": "z", "label": 1}', r"has 3 text columns \(a, b, c\)"),
+        ('[{"text": "a"}, {"text": "b", "text": "c"}]', "an object has the key 'text' 2 times"),
+        ('{\n"text": "a",\n"text": "b"\n}', "an object has the key 'text' 2 times, of which"),
         ('{"data": [{"text": "a"}], "n": 3}', "in the list 'data': write that list alone"),
         ('{"text": ["a", "b"], "label": 0}\n', 'is a list of words in each row: .* such as "a b"'),
         ('{"text": [1, 2], "label": 0}\n', r"has 0 text columns \(text is a list in each row\)"),
@@ -157,6 +169,26 @@ def test_columns_may_have_long_names_where_others_tell_a_header(tmp_path, header
 def test_json_of_which_nothing_is_a_text(tmp_path, content, message):
     with pytest.raises(ValueError, match=rf"rows\.json: .*{message}"):
         read(tmp_path / "rows.json", content)
+
+
+@pytest.mark.parametrize(
+    ("content", "known", "is_warned"),
+    [
+        ("a film\nbad\n", ("text",), True),
+        ("film, really\nbad,bad\n", ("text",), True),
+        ("film\nbad\n", ("text",), False),
+        ("a film\nbad\n", (), False),
+        ("a film\nbad\n", ("a film",), False),
+        ("a film,label\nbad,0\n", ("text",), False),
+    ],
+)
+def test_a_row_in_the_place_of_names_may_be_a_text(tmp_path, caplog, content, known, is_warned):
+    """Of a model that was trained on texts of another name."""
+    path = tmp_path / "rows.csv"
+    path.write_text(content)
+    choose_columns(read_table(str(path)), str(path), known_texts=known)
+    said = "has it none? Then write one before it: text"
+    assert (said in caplog.text) is is_warned
 
 
 def test_a_row_may_have_objects_beside_its_text(tmp_path):

@@ -32,6 +32,8 @@ STRINGS = ("string", "large_string")
 _IDENTIFIER = re.compile(r"(.*[-_ .])?(id|ids|idx|index|guid|uid|uuid|unnamed: \d+)", re.IGNORECASE)
 # Values of a column, each of them ten times or more, that may be names rather than texts.
 _FEW = 10
+# Columns of a row without a label; one object with more holds a value of each row.
+_MOST_OF_A_ROW = 20
 # What tables have where a number, or a label, is missing.
 _MISSING = ("na", "n/a", "nan", "none", "null", "-", "?")
 _DECIMAL_COMMA = re.compile(r"\s*-?\d+,\d+\s*")
@@ -109,6 +111,7 @@ def choose_columns(
     elif len(found) > 1:
         found = _without_marks(data, path, found)
     if not 1 <= len(found) <= 2:
+        _refuse_object_of_rows(data, path, label)
         passed = [f"{name} is {reason}" for name, reason in reasons.items() if reason]
         if not found:
             _refuse_unusable(data, path, others)
@@ -126,6 +129,12 @@ def choose_columns(
                 f"has to name the columns, as in text,{label}; where it does, name the texts with "
                 "--text_columns"
             )
+    if is_unclear and known_texts and any(" " in name for name in found):
+        logger.warning(
+            "%s: its first line is taken for the names of columns: %s; has it none? Then write one "
+            "before it: %s",
+            *(path, quoted(found), ",".join(known_texts)),
+        )
     # Those of several kinds `take_columns` refuses.
     of_texts = [n for n in found if getattr(data.features[n], "dtype", None) in STRINGS]
     for name in of_texts if label not in data.column_names else ():
@@ -207,6 +216,24 @@ def _warn_of_few(data: Dataset, path: str, name: str, is_of_words: bool) -> None
             "%s: %s is taken for text, and has %s (%s): if it is none, name the texts with "
             "--text_columns",
             *(path, name, count, in_short(values, width=60)),
+        )
+
+
+def _refuse_object_of_rows(data: Dataset, path: str, label: str) -> None:
+    """Refuses a JSON file of one object that holds all rows, as columns or by their names.
+
+    Raises:
+        ValueError: it is such a file: all values are lists or objects, or they are many, and none
+            is a label.
+    """
+    if path.endswith(".csv") or len(data) != 1:
+        return
+    row = data[0]
+    of_columns = len(row) > 1 and all(isinstance(value, list | dict) for value in row.values())
+    if of_columns or (label not in row and len(row) > _MOST_OF_A_ROW):
+        raise ValueError(
+            f"{path}: is one object of {len(row):,} keys ({in_short(row, width=60)}), which is "
+            f'read as one row: write an object a row, such as {{"text": "…", "{label}": "…"}}'
         )
 
 
