@@ -300,7 +300,7 @@ def fine_tune(
     model_args: AdaptedModelArguments, data_args: DataTrainingArguments, args: TrainingArguments
 ) -> None:
     """Loads, trains, evaluates, predicts; as far as the flags ask for it."""
-    checkpoint, adapters = begin(model_args, args)
+    checkpoint, adapters = begin(model_args, args, AutoModelForQuestionAnswering.role)
     args.label_names = POSITIONS
     prepared = prepare(model_args, data_args, args, adapters, needed_splits(args))
     set_seed(args.seed)

@@ -550,7 +550,7 @@ def fine_tune(
     model_args: ModelArguments, data_args: DataTrainingArguments, args: TrainingArguments
 ) -> None:
     """Loads, trains, evaluates, predicts; as far as the flags ask for it."""
-    checkpoint, adapters = begin(model_args, args)
+    checkpoint, adapters = begin(model_args, args, AutoModelForSequenceClassification.role)
     splits = splits_of(glue_task(data_args.task_name) if data_args.task_name else None, args)
     prepared = prepare(model_args, data_args, args, adapters, splits)
     datasets = prepared.datasets
@@ -597,7 +597,7 @@ def estimate(
 
     Data in files is read, for the lengths of its texts. Weights are not, nor data on the hub.
     """
-    adapters = begin_estimate(model_args, args)
+    adapters = begin_estimate(model_args, args, AutoModelForSequenceClassification.role)
     if asked.estimate_length is None and (data_args.data_dir or data_args.train_file):
         set_up_datasets(model_args.cache_dir)
         prepared = prepare(model_args, data_args, args, adapters, ["train"])

@@ -282,7 +282,7 @@ def fine_tune(
     model_args: AdaptedModelArguments, data_args: DataTrainingArguments, args: TrainingArguments
 ) -> None:
     """Loads, trains, evaluates, predicts; as far as the flags ask for it."""
-    checkpoint, adapters = begin(model_args, args)
+    checkpoint, adapters = begin(model_args, args, AutoModelForTokenClassification.role)
     prepared = prepare(model_args, data_args, args, adapters, needed_splits(args))
     set_seed(args.seed)
     model = build_model(

@@ -420,14 +420,22 @@ def test_every_flag_of_4_4_is_there(scripts, task):
 # ---- what does not go together ----
 
 
-def test_heads_of_other_tasks_are_refused(learned, call, tmp_path):
+def test_heads_of_other_tasks_are_refused(learned, call, tiny_base, tmp_path):
     out, _ = learned("ner", "tiny_base")
     data = write_data("qa", tmp_path / "data")
-    with pytest.raises(ValueError, match="token"):
-        call("qa", "other", *data, "--do_eval", "--lora_path", out)
+    said = "trained for token classification, and this script is for question answering: give it to"
+    for flags in (["--do_eval"], ["--do_train"], ["--do_train", "--estimate"]):
+        with pytest.raises(ValueError, match=rf"{said} run_ner\.py$"):
+            call("qa", "other", *data, *flags, "--lora_path", out)
     tags = [{**row, "ner_tags": ["O"] * len(row["tokens"])} for row in rows_of_words()]
     dev = write(tmp_path / "dev.json", tags)
     train = ["--train_file", dev, "--do_eval", "--validation_file", dev]
+    glue = load_script("examples/text-classification/run_glue.py")
+    flags = ["--do_predict", "--test_file", write(tmp_path / "texts.csv", [{"text": "a b"}])]
+    with pytest.raises(
+        ValueError, match=r"this script is for sequence class.*: give it to run_ner"
+    ):
+        glue.main([*map(str, command(tiny_base, tmp_path / "o", *flags, "--lora_path", out))])
     out = call("ner", "fine", *train, "--lora_path", out)  # fewer tags are no other tags
     assert results(out)["eval_recall"] == 0
 

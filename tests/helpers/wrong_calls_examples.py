@@ -401,8 +401,8 @@ CALLS = {
         ),
         (
             "--train_file {good}/tags.json --text_column_name words",
-            "tags.json: has no column 'words', but 'tokens', 'ner_tags'; --text_column_name and "
-            "--label_column_name say others",
+            "tags.json: has no column 'words', but 'tokens', 'ner_tags'; name the columns with "
+            "--text_column_name and --label_column_name",
         ),
         (
             "--train_file {bad}/latin",
