@@ -161,7 +161,7 @@ def check_model(model: object, second: object = None) -> None:
 
 
 def as_path(name: str, path: object) -> Path:
-    """A file's or folder's name as a path.
+    """A file's or folder's name as a path, in which a leading ``~`` is the home folder.
 
     Raises:
         TypeError: it is something else.
@@ -171,4 +171,4 @@ def as_path(name: str, path: object) -> Path:
         raise TypeError(f"{name} has to be a path, got {shown(path)}")
     if not os.fspath(path):
         raise CheckpointError(f"{name} is empty: give a path")
-    return Path(path)
+    return Path(os.path.expanduser(path))

@@ -14,7 +14,8 @@ again: names in the state dict stay, and `….lora_A`, `….lora_B` come with th
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def add_lora(
     rank_pattern: Mapping[str, int] | None = None,
     alpha_pattern: Mapping[str, float] | None = None,
     bias: str = "none",
-    modules_to_train: Target | Iterable[Target] = (),
+    modules_to_train: Target | Iterable[Target] | None = None,
     variant: str = "lora",
     initialization: str = "default",
     freeze_A: bool = False,
@@ -94,7 +95,8 @@ def add_lora(
             first counts.
         alpha_pattern: likewise, another lora_alpha.
         bias: which biases are trained as well, as for `mark_only_lora_as_trainable`.
-        modules_to_train: modules that are trained as they are, such as a new head.
+        modules_to_train: modules that are trained as they are, such as a new head. An empty list
+            says that a task's head of upstream's models is meant to stay frozen.
         variant: a name in `loralib.functional.VARIANTS`: "lora", "rslora", "dora", "rslora+dora".
         initialization: a name in `loralib.initialization.INITIALIZATIONS`.
         freeze_A: B alone is trained (LoRA-FA).
@@ -125,7 +127,7 @@ def add_lora(
     untie, freeze_A = as_flag("untie", untie), as_flag("freeze_A", freeze_A)
     lora_dropout = as_dropout(lora_dropout)
     exclude = as_targets(exclude, "exclude")
-    to_train = as_targets(modules_to_train, "modules_to_train")
+    to_train = as_targets(() if modules_to_train is None else modules_to_train, "modules_to_train")
     targets = as_targets(targets)
     check_has_modules(model)
     names = find(model, targets, exclude=exclude, layers=layers, is_linear=is_linear)
@@ -166,6 +168,8 @@ def add_lora(
         note_trained(model, (f"{name}.{inner}" for inner, _ in module.named_parameters()))
     if ALL_LINEAR in targets:
         _warn_of_guessed_head(model, exclude)
+    if is_first and modules_to_train is None:
+        _warn_of_task_head(model)
     _warn_of_numbers(targets, names)
     return adapted
 
@@ -214,6 +218,40 @@ def _warn_of_guessed_head(model: nn.Module, exclude: Iterable[Target]) -> None:
         called(head),
         "" if is_tied else "targets to adapt it, to modules_to_train to train it, or to ",
     )
+
+
+def _warn_of_task_head(model: nn.Module) -> None:
+    """Says that the head of a model for a task stays frozen: it is random unless it was trained.
+
+    Upstream's models are known by what their classes are called, and their bases.
+    """
+    base, kind = getattr(model, "base_model_prefix", None), type(model).__name__
+    if not isinstance(base, str) or base not in model._modules or not _FOR_A_TASK.search(kind):
+        return
+    adapted, tops = names_of_updates(model), [name for name in model._modules if name != base]
+    head = [part for top in tops for part in _frozen_parts(model, top, adapted)]
+    if head:
+        logger.warning(
+            "the head of the %s stays frozen: if it is new, modules_to_train=%s trains and saves "
+            "it; if it is to stay as it is, modules_to_train=[] says so",
+            kind,
+            head,
+        )
+
+
+# Upstream's classes of models with a head that pretrained checkpoints lack.
+_FOR_A_TASK = re.compile(r"For\w*(Classification|MultipleChoice|QuestionAnswering)$")
+
+
+def _frozen_parts(model: nn.Module, name: str, adapted: Collection[str]) -> list[str]:
+    """The largest parts of a module that have frozen parameters, and no LoRA."""
+    module = model.get_submodule(name)
+    if name in adapted or all(parameter.requires_grad for parameter in module.parameters()):
+        return []
+    if not any(each.startswith(f"{name}.") for each in adapted):
+        return [name]
+    inner = (f"{name}.{each}" for each, _ in module.named_children())
+    return [part for each in inner for part in _frozen_parts(model, each, adapted)]
 
 
 def _warn_of_numbers(targets: Iterable[Target], names: Iterable[str]) -> None:

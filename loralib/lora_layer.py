@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .arguments import FINITE, as_dropout, as_flag, as_number, as_python
 from .functional import Delta, joined_with_start, merge, variant_of
@@ -20,18 +19,8 @@ from .initialization import (
 from .nn.bits import bits_of
 from .nn.dropout import Dropout
 from .nn.plain import has_mode, is_transformed
-from .steps import mark_layer, mark_update
+from .steps import latest_step, mark_layer, mark_update
 from .wrappers import has_own_forward, is_managed, is_sharded
-
-_optimizer_steps = 0  # of all optimizers: fused ones change tensors, but not their versions
-
-
-def _count_step(*_: Any) -> None:
-    global _optimizer_steps
-    _optimizer_steps += 1
-
-
-register_optimizer_step_post_hook(_count_step)
 
 
 class _MergedCopy(NamedTuple):
@@ -351,9 +340,9 @@ class LoRALayer:
         tensors = [weight, *(t for t in update if not t.is_cpu)]
         is_seen = weight.is_cpu and len(tensors) == 1
         is_trained = any(t.requires_grad for t in (weight, *update))
-        steps = _optimizer_steps if is_trained or not is_seen else 0
+        step = latest_step() if is_trained or not is_seen else None
         kinds = [(t.dtype, t.device) for t in update]
-        return self.scaling, steps, kinds, [(t.data_ptr(), t.dtype, t._version) for t in tensors]
+        return self.scaling, step, kinds, [(t.data_ptr(), t.dtype, t._version) for t in tensors]
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Moves and casts (`to`, `half`, `cuda`, …) the layer, and drops the merged copy."""

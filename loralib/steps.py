@@ -23,9 +23,20 @@ _STEPPED = "_version_when_stepped_with_lora"
 # call less often, has made its own.
 _PATIENCE = 10
 
+# A new object with each step, and no number, for each of which a compiled step would be compiled.
+_latest_step = object()
+
 # By the id of its weight, each layer with LoRA that there is in the process.
 _layers: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 _idle_steps: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
+
+
+def latest_step() -> object:
+    """What is another object after each step of any optimizer in the process.
+
+    Fused optimizers change tensors, but not their versions.
+    """
+    return _latest_step
 
 
 def mark_update(parameter: Tensor) -> None:
@@ -67,11 +78,29 @@ def was_trained_along(parameter: Tensor) -> bool:
     return _STEPPED in own and own[_STEPPED] == parameter._version
 
 
+def idle_optimizer(model: nn.Module) -> str | None:
+    """The class of an optimizer that holds weights with LoRA, whose steps train none of it.
+
+    None where another one has trained a model's LoRA, and where such an optimizer is not known, or
+    is there no more.
+    """
+    parameters = list(model.parameters())
+    if any({_UPDATE, _STEPPED} <= vars(parameter).keys() for parameter in parameters):
+        return None
+    beneath = {id(parameter) for parameter in parameters if _BENEATH in vars(parameter)}
+    for optimizer in list(_idle_steps):
+        if any(id(p) in beneath for group in optimizer.param_groups for p in group["params"]):
+            return type(optimizer).__name__
+    return None
+
+
 def _note_step(optimizer: Optimizer, *_: Any) -> None:
     """Notes what a step has changed along with LoRA, and warns of an optimizer without it.
 
-    A step that is compiled notes nothing.
+    A step that is compiled notes nothing, but that it was made.
     """
+    global _latest_step
+    _latest_step = object()
     if torch.compiler.is_compiling() or not _layers:
         return
     groups = [group for group in optimizer.param_groups if not _is_still(group)]

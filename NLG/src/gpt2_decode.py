@@ -159,7 +159,7 @@ class Prediction:
 
     Args:
         ids: the text's, and what it is padded with where the file does not say its length.
-        context: the `context_digest` of what it was predicted for; None in older files.
+        context: the `context_digest` of what it was predicted for, where the file says it.
     """
 
     ids: list[int]

@@ -28,7 +28,6 @@ if __name__ == "__main__":
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
 import loralib as lora
@@ -61,12 +60,10 @@ from loralib.training.launch import find_launch
 from loralib.training.losses import PendingLosses
 from loralib.training.output import output_folder
 from loralib.training.precision import (
-    ApexPrecision,
     Precision,
     check_precision,
     compute_dtype,
     counted_half,
-    has_apex,
     hold_frozen_in,
 )
 from loralib.training.product_choices import choose_products, frozen_weights
@@ -127,7 +124,7 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
 
     # ---- model ----
     set_seed(args.random_seed)
-    held_in = frozen_dtype(args)
+    held_in = compute_dtype(args.fp16, args.bf16)
     model, base = open_model(
         args, lora_dropout=args.lora_dropout, new_lora=resumed is None, held_in=held_in
     )
@@ -140,7 +137,7 @@ def train(args: argparse.Namespace, dist_env: DistEnv) -> None:
     # ---- optimizer and precision ----
     optimizer = create_adam_optimizer(model, args)
     scheduler = create_optimizer_scheduler(optimizer, args)
-    precision = create_precision(args, model, optimizer, device)
+    precision = Precision(held_in, device.type)
 
     # ---- what has to be the same in all processes ----
     last_step = max_step = scheduler.max_step
@@ -318,25 +315,6 @@ def choose_trained(model: nn.Module, lora_dim: int) -> None:
         parameter.data = parameter.data.clone()  # it shares its memory with the base's file
 
 
-def frozen_dtype(args: argparse.Namespace) -> torch.dtype:
-    """What frozen weights are held in: the precision of the products, unless apex casts them."""
-    return torch.float32 if uses_apex(args) else compute_dtype(args.fp16, args.bf16)
-
-
-def create_precision(
-    args: argparse.Namespace, model: nn.Module, optimizer: Optimizer, device: torch.device
-) -> Precision:
-    """The precision that the flags ask for; see `frozen_dtype` for what it expects of a model."""
-    if uses_apex(args):
-        return ApexPrecision(model, optimizer)
-    return Precision(compute_dtype(args.fp16, args.bf16), device.type)
-
-
-def uses_apex(args: argparse.Namespace) -> bool:
-    """Whether float16 runs through apex: where it works, as in the release."""
-    return args.fp16 and has_apex()
-
-
 def check_losses(losses: PendingLosses, scheduler: Scheduler) -> None:
     """Reads the losses that no one has read yet.
 
@@ -421,7 +399,7 @@ def estimated_data(args: argparse.Namespace) -> Sequence[Row]:
 def training_of(model: nn.Module, args: argparse.Namespace, device: torch.device) -> Training:
     """What a step is made of; see `train`."""
     choose_trained(model, args.lora_dim)
-    hold_frozen_in(model, frozen_dtype(args))
+    hold_frozen_in(model, compute_dtype(args.fp16, args.bf16))
     optimizer = create_adam_optimizer(model, args)
     precision = Precision(compute_dtype(args.fp16, args.bf16), device.type, scaled=False)
     loss_of = loss_function(precision, device)

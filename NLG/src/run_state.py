@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from checkpoints import check_finite
-from family import DEFAULT_TARGETS
 from gpu import DistEnv
 from loralib.errors import CheckpointError
 from loralib.io.digests import lines_digest
@@ -59,15 +58,6 @@ _SAME_IN_A_RUN = (
 )
 # Where the schedule ends, and the run: those of a run that is not finished may change.
 _LENGTHS = ("last step", "number of steps")
-# Those that older runs did not write -> what they had.
-_BEFORE = {
-    "--lora_targets": " ".join(DEFAULT_TARGETS),
-    "--lora_variant": "lora",
-    "--lora_init": "default",
-    "--lora_freeze_A": False,
-    "--lora_plus_ratio": 1.0,
-    "--torch_compile": False,
-}
 
 
 def identity_of(
@@ -220,9 +210,8 @@ def write_run(
     Raises:
         CheckpointError: a weight is not finite; the last state stays.
     """
-    # The key cannot change: older runs wrote it.
     own = rng_state(dist_env.device)
-    generators = {"chance": gather_on_first(own, dist_env.rank, dist_env.world_size)}
+    generators = {"rng_state": gather_on_first(own, dist_env.rank, dist_env.world_size)}
     if dist_env.is_main:
         path = Path(work_dir, RESUME_NAME)
         trained = _kept(model)
@@ -276,29 +265,26 @@ def restore_run(
         TrainingError: another process has read other weights.
     """
     new_run = f"begin a new run in {_ANOTHER_FOLDER}"
-    # Older runs do not say these: they may be resumed either way.
-    unsaid = ("--use_deterministic_algorithms", "number of steps")
-    before = {**_BEFORE, **{name: identity.get(name) for name in unsaid}, **state["run"]}
     lengths = {name: identity[name] for name in _LENGTHS}
     fixed = {name: value for name, value in identity.items() if name not in lengths}
-    check_same_run(work_dir, before, fixed, f"give the same to resume it, or {new_run}")
+    check_same_run(work_dir, state["run"], fixed, f"give the same to resume it, or {new_run}")
     if state["finished"]:
-        check_same_run(work_dir, before, lengths, _TO_TRAIN_LONGER)
+        check_same_run(work_dir, state["run"], lengths, _TO_TRAIN_LONGER)
         return {**place, "step": state["step"]}
     check_not_beyond(work_dir, state["step"], identity["number of steps"], new_run)
-    warn_of_length(work_dir, before["last step"], identity["last step"])
+    warn_of_length(work_dir, state["run"]["last step"], identity["last step"])
     weights = _kept(model)
     generators = [like_rng_state()] * dist_env.world_size
     with damage_named(Path(work_dir, RESUME_NAME), _WAY_OUT), torch.no_grad():
         like = {name: weight.cpu() for name, weight in weights.items()}
         check_like(state, {**place, **{name: {} for name in parts}})
-        check_like(state, {"trained": like, "chance": generators})
+        check_like(state, {"trained": like, "rng_state": generators, "threads": 1})
         for name, weight in weights.items():
             weight.copy_(state["trained"][name])
         for name, part in parts.items():
             # An optimizer checks its state itself.
             restore(part, state[name], checked=() if name == "optimizer" else None)
-        set_rng_state(state["chance"][dist_env.rank], dist_env.device)
+        set_rng_state(state["rng_state"][dist_env.rank], dist_env.device)
     check_same_weights(model, dist_env.world_size, weights)
-    warn_of_other_threads(state.get("threads"), dist_env.device)
+    warn_of_other_threads(state["threads"], dist_env.device)
     return {name: state[name] for name in place}

@@ -29,6 +29,7 @@ from .adapter import LORA, Adapter
 from .checks import check_positions
 from .completeness import check_all_there
 from .families import enabled_slices, family_of
+from .metadata import AdapterMetadata
 from .peft import unlike_pefts
 
 MAGNITUDE = "lora_magnitude_vector"
@@ -92,7 +93,11 @@ def rank_of(tensors: Mapping[str, Tensor], source: str) -> int:
 
 def slices_of(adapter: Adapter, module: str) -> tuple[bool, ...]:
     """Which slices of a module's output stacked updates belong to; () where that is unknown."""
-    metadata = adapter.metadata
+    return slices_in(adapter.metadata, module)
+
+
+def slices_in(metadata: AdapterMetadata | None, module: str) -> tuple[bool, ...]:
+    """Likewise, as metadata says it, or else the module's family."""
     own = getattr(metadata, "slices", None) or {}
     return own.get(module) or enabled_slices(module)
 

@@ -41,11 +41,16 @@ def fingerprint(tensors: Mapping[str, Tensor], backbones: Iterable[str] | None =
             continue
         if any(part in name for part in _LEFT_OUT):
             continue
-        flat = tensor.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // 1024)][:1024].cpu().bfloat16()
+        sample = sampled(tensor).bfloat16()
         digest.update(f"{name} {tuple(tensor.shape)} ".encode())
         digest.update(sample.contiguous().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def sampled(tensor: Tensor) -> Tensor:
+    """Up to 1,024 evenly spaced values of a tensor, on the CPU."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // 1024)][:1024].cpu()
 
 
 def fingerprint_without(model: nn.Module, trained: Collection[str]) -> str | None:
@@ -65,13 +70,15 @@ def has_float16(state: Mapping[str, Any]) -> bool:
 
 def has_no_fingerprint(state: Mapping[str, Any]) -> bool:
     """Whether weights are rounded to float16, or cannot be read: offloaded, quantized, lazy."""
-    return has_float16(state) or any(
-        isinstance(t, nn.parameter.UninitializedParameter)
-        or t.is_meta
-        or (t.is_floating_point() and quantized(t) is not None)
-        for t in state.values()
-        if isinstance(t, Tensor)
+    return has_float16(state) or not all(
+        is_readable(tensor) for tensor in state.values() if isinstance(tensor, Tensor)
     )
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether a tensor has values, and plain ones: it is not offloaded, quantized or lazy."""
+    has_values = not isinstance(tensor, nn.parameter.UninitializedParameter) and not tensor.is_meta
+    return has_values and (not tensor.is_floating_point() or quantized(tensor) is None)
 
 
 def possible_fingerprints(

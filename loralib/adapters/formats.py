@@ -37,7 +37,7 @@ from ..errors import (
     listed,
     shown,
 )
-from ..io.hub import resolve_file
+from ..io.hub import is_a_path, resolve_file
 from ..io.tensors import (
     check_is_whole,
     index_of,
@@ -134,7 +134,9 @@ def read_adapter(
     foreign = _PEFT if kind is LORA else kind.foreign
     if not path.is_file():
         where = {"cache_dir": cache_dir, "revision": revision, "token": token}
-        path = _within(os.fspath(source), kind, foreign, where)
+        # Not of `path`, in which "./a" is "a", as a repository may be called.
+        name = os.path.expanduser(source)
+        path = _within(name, kind, foreign, where)
     if foreign and path.name in (*foreign.names, *foreign.others):
         adapter = foreign.read(path, kind)
     else:
@@ -211,8 +213,7 @@ def _seems_to_be(kind: Kind, path: Path) -> bool:
 
 def _may_be_on_hub(source: str) -> bool:
     """Whether this can be a repository's name: not one that ends as a file does."""
-    is_path = source.startswith((".", "~", os.sep)) or source.count("/") > 1
-    return not is_path and Path(source).suffix.lower() not in _FILE_SUFFIXES
+    return not is_a_path(source) and Path(source).suffix.lower() not in _FILE_SUFFIXES
 
 
 def _fetch_first(source: str, names: Iterable[str], where: Mapping[str, Any]) -> None:

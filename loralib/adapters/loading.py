@@ -32,6 +32,7 @@ from .deltas import (
     adapted_modules,
     base_to_give,
     is_of_slices,
+    slices_in,
     slices_of,
     untied_by,
 )
@@ -204,13 +205,12 @@ def _check_lora_settings(adapter: Adapter, theirs: LoraMetadata, ours: LoraMetad
     for setting, said, built in (
         ("variant", theirs.variant, ours.variant),
         ("initialization", _start_of(theirs), _start_of(ours)),
-        # Files of earlier versions do not say it.
-        ("embeddings", theirs.embeddings, theirs.embeddings and ours.embeddings),
+        ("embeddings", theirs.embeddings, ours.embeddings),
     ):
         if said != built:
             raise SettingsError(adapter.source, setting, said, built)
     for module in sorted(adapted):
-        slices = [(each.slices or {}).get(module) or enabled_slices(module) for each in both]
+        slices = [slices_in(each, module) for each in both]
         # Nor this, where no family says it.
         if slices[0] and slices[0] != slices[1]:
             theirs_of, ours_of = map(list, slices)
@@ -349,7 +349,7 @@ def _settings_of(
         settings[name] = LayerSettings(
             r=metadata.rank_of(name),
             lora_alpha=metadata.alpha_of(name),
-            lora_dropout=0.0 if _takes_no_dropout(model, name, weights) else dropout,
+            lora_dropout=dropout if takes_dropout(model, name, adapted.module) else 0.0,
             variant=metadata.variant or "lora",
             initialization=metadata.initialization or "default",
             freeze_A=metadata.freeze_A or False,
@@ -358,11 +358,19 @@ def _settings_of(
     return settings
 
 
-def _takes_no_dropout(model: nn.Module, name: str, weights: Mapping[str, AdaptedWeight]) -> bool:
-    """Embeddings and attentions drop no part of an update's input; nor do attentions' out_proj."""
-    module, owner = weights[name].module, model.get_submodule(name.rpartition(".")[0])
+def takes_dropout(model: nn.Module, name: str, module: object) -> bool:
+    """Whether the update under this name can have dropout: those of attentions' projections cannot.
+
+    Nor can an embedding's.
+
+    Args:
+        model: the model.
+        name: of the update.
+        module: the one whose weight it is of.
+    """
+    owner = model.get_submodule(name.rpartition(".")[0])
     takes_weights = any(isinstance(each, nn.MultiheadAttention) for each in (module, owner))
-    return isinstance(module, nn.Embedding) or takes_weights
+    return not isinstance(module, nn.Embedding) and not takes_weights
 
 
 def _check_present(
@@ -432,14 +440,14 @@ def _check_base_weights(model: nn.Module, adapter: Adapter) -> None:
     state = model.state_dict()
     for name, theirs in adapter.base_weights.items():
         ours = state.get(name)
-        if ours is None or ours.shape != theirs.shape or not _same_when_rounded(theirs, ours):
+        if ours is None or ours.shape != theirs.shape or not same_when_rounded(theirs, ours):
             raise CheckpointError(
                 f"{adapter.source}: was trained with another {name} than the model's, which it "
                 "holds as well: give it the base that has that weight"
             )
 
 
-def _same_when_rounded(one: Tensor, other: Tensor) -> bool:
+def same_when_rounded(one: Tensor, other: Tensor) -> bool:
     """Whether these are the same in the dtype of one of them."""
     one = one.to(other.device)
     return any(torch.equal(one.to(dtype), other.to(dtype)) for dtype in (one.dtype, other.dtype))

@@ -11,9 +11,6 @@ from ..errors import CheckpointError, first_line
 from ..functional import VARIANTS, Delta
 from ..initialization import INITIALIZATIONS, starts_from_weight
 
-# Keys of files that older versions wrote.
-_OLD_KEYS = {"beside": "trained_with"}
-
 _Own = TypeVar("_Own", bound="AdapterMetadata")
 _Value = TypeVar("_Value")
 
@@ -59,7 +56,6 @@ class AdapterMetadata:
         Raises:
             CheckpointError: some of the class's own fields are there, but not all are sound.
         """
-        metadata = {_OLD_KEYS.get(key, key): value for key, value in metadata.items()}
         known = {field.name for field in fields(cls)} & metadata.keys()
         if not known & cls.own:
             return None

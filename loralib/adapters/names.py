@@ -22,12 +22,8 @@ def lora_targets(modules: Iterable[str]) -> tuple[str, ...]:
 
 
 def are_targets(targets: Iterable[str], modules: Iterable[str]) -> bool:
-    """Whether these targets, as a file says them, are those of these modules, and of all of them.
-
-    Older files say ambiguous targets by the last part of their names.
-    """
-    targets, names = set(targets), lora_targets(modules)
-    return targets in (set(names), {name.rpartition(".")[2] for name in names})
+    """Whether targets, as a file says them, are those of these modules, and of all of them."""
+    return set(targets) == set(lora_targets(modules))
 
 
 def _target(module: str) -> str:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, first_line
+from ..errors import CheckpointError, first_line, shown
 from ..functional import variant_of
 from ..io.tensors import same_tensor
 from .adapter import LORA, Adapter, base_biases, lora_metadata
-from .deltas import MAGNITUDE, lora_pairs, ranks_of
+from .deltas import MAGNITUDE, lora_pairs, ranks_of, slices_in
 from .families import enabled_slices, family_of, in_known_backbone
 from .metadata import LoraMetadata, is_alpha, is_dropout, is_rank, usual
 from .peft import (
@@ -101,7 +101,7 @@ def read(
     use_dora = bool(config.get("use_dora"))
     variant = VARIANT_OF_FLAGS[bool(config.get("use_rslora")), use_dora]
     alphas = {module: _by_pattern(config, "lora_alpha", module, pairs) for module in pairs}
-    slices = {} if use_dora else {m: own for m in pairs if (own := _known_slices(known, m))}
+    slices = {} if use_dora else {m: own for m in pairs if (own := slices_in(known, m))}
     blocks = _blocks_of_all(pairs, slices)
     for module, B in blocks.items():
         tensors[f"{module}.lora_B"] = B
@@ -242,24 +242,19 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: not PEFT's settings (no JSON object)")
     for name, is_sound in _SOUND.items():
         if not is_sound(config.get(name)):
-            raise CheckpointError(f"{path}: {name} is {_shown(config.get(name))}")
+            raise CheckpointError(f"{path}: {name} is {shown(config.get(name))}")
     if config.get("init_lora_weights", True) not in _HARMLESS_INITIALIZATIONS:
         raise CheckpointError(
-            f"{path}: init_lora_weights is {_shown(config['init_lora_weights'])}, which changes "
+            f"{path}: init_lora_weights is {shown(config['init_lora_weights'])}, which changes "
             "the base's weights; let PEFT convert the adapter to plain LoRA"
         )
     for name, value in config.items():
         if name not in _READ | _WITHOUT_EFFECT and value:
             raise CheckpointError(
-                f"{path}: {name} is {_shown(value)}, which is not LoRA as the paper has it; merge "
+                f"{path}: {name} is {shown(value)}, which is not LoRA as the paper has it; merge "
                 "it with PEFT"
             )
     return config
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}…"
 
 
 def _is_pattern(value: Any, is_sound: Callable[[Any], bool]) -> bool:
@@ -342,7 +337,7 @@ def _check_complete(
             raise CheckpointError(f"{source}: lacks the update of {kind} in layer {missing}")
     saved = config.get("modules_to_save") if layers else None  # else the model says, later
     if saved and not any(LORA.part not in name for name in tensors.keys() - base_biases(tensors)):
-        raise CheckpointError(f"{source}: lacks what {CONFIG_NAME} says is saved: {_shown(saved)}")
+        raise CheckpointError(f"{source}: lacks what {CONFIG_NAME} says is saved: {shown(saved)}")
 
 
 def _names_layers(config: Mapping[str, Any]) -> bool:
@@ -410,11 +405,6 @@ def names_in_model(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tens
             raise CheckpointError(f"{source}: holds {own} under two names")
         named[own] = tensor
     return named
-
-
-def _known_slices(known: LoraMetadata | None, module: str) -> tuple[bool, ...]:
-    own = (known.slices if known else None) or {}
-    return own.get(module) or enabled_slices(module)
 
 
 def _blocks_of_all(

@@ -228,7 +228,7 @@ def _place(module: str, adapted: Collection[str], of_lora: bool = False) -> str:
 
 
 def _refuse_embeddings(adapter: Adapter, modules: Iterable[str]) -> None:
-    """Refuses what older files do not say: that a module is an embedding."""
+    """Refuses what files without metadata do not say: that a module is an embedding."""
     for module in sorted(modules):
         last = module.rpartition(".")[2]
         is_kernel = adapter.tensors[f"{module}.lora_A"].dim() > 2

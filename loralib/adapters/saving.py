@@ -18,7 +18,7 @@ from ..functional import variant_of
 from ..initialization import starts_from_weight
 from ..layers import Conv1d, Conv2d, Conv3d
 from ..lora_layer import LoRALayer
-from ..steps import trained_along, was_trained_along
+from ..steps import idle_optimizer, trained_along, was_trained_along
 from ..targets import other_places
 from ..trained import is_never_frozen, noted, untied_from
 from ..utils import check_there, check_whole, tensors_of, weights_with_updates
@@ -26,7 +26,7 @@ from ..wrappers import without_wrappers
 from .adapter import LORA, Adapter, base_biases, lora_metadata
 from .fingerprint import fingerprint_without
 from .formats import format_of_path, write_checked_adapter
-from .loading import lora_layers, lora_settings
+from .loading import lora_layers, lora_settings, takes_dropout
 from .metadata import LoraMetadata
 from .peft import unlike_pefts
 
@@ -73,7 +73,7 @@ def save_adapter(
         if format == "peft":
             _check_peft_adapts(plain, adapter.source)
         remarks = write_checked_adapter(path, adapter, format, plain)
-        for warn in (
+        for remark_on in (
             _base_besides,
             _lost_base,
             _other_labels,
@@ -81,7 +81,10 @@ def save_adapter(
             _without_effect,
             _of_several_dropouts,
         ):
-            remarks += warn(plain, adapter)
+            remark = remark_on(plain, adapter)
+            if remark is not None:
+                logger.warning("%s: %s", adapter.source, remark)
+                remarks.append(remark)
         return remarks
 
 
@@ -144,7 +147,7 @@ def _adapter_of(
     return Adapter(tensors, metadata, source=type(model).__name__)
 
 
-def _other_labels(model: nn.Module, adapter: Adapter) -> list[str]:
+def _other_labels(model: nn.Module, adapter: Adapter) -> str | None:
     """Says that there are more labels than outputs, or fewer, of any head that is held."""
     labels = adapter.lora.labels
     outputs = {
@@ -154,17 +157,15 @@ def _other_labels(model: nn.Module, adapter: Adapter) -> list[str]:
     }
     of_one_logit = 1 in outputs.values() and labels is not None and len(labels) == 2
     if not labels or not outputs or len(labels) in outputs.values() or of_one_logit:
-        return []
+        return None
     last = next(reversed(outputs))
-    remark = (
+    return (
         f"the number of labels is {len(labels)}, and that of the outputs of {called(last)} "
         f"{outputs[last]}: a bank takes it with one label for each output alone"
     )
-    logger.warning("%s: %s", adapter.source, remark)
-    return [remark]
 
 
-def _base_besides(model: nn.Module, adapter: Adapter) -> list[str]:
+def _base_besides(model: nn.Module, adapter: Adapter) -> str | None:
     """Says that an adapter holds most of its base, which was never frozen."""
     of_lora = {id(weight) for _, weight in weights_with_updates(model)}
     base = {
@@ -180,42 +181,38 @@ def _base_besides(model: nn.Module, adapter: Adapter) -> list[str]:
     # frozen by hand. A base is many of both, also where one table of it was.
     is_most = 2 * size > sum(base.values()) and 4 * len(held) > 3 * len(base)
     if not is_most or not is_never_frozen(model, base):
-        return []
-    remark = (
+        return None
+    return (
         f"holds {len(held)} tensors ({size:,} numbers) besides LoRA, most of the base that LoRA "
         "leaves alone, which mark_only_lora_as_trainable has not frozen: unless this is meant, "
         "train again from the base, call that before, then requires_grad_(True) on what is to be "
         "trained"
     )
-    logger.warning("%s: %s", adapter.source, remark)
-    return [remark]
 
 
-def _lost_base(model: nn.Module, adapter: Adapter) -> list[str]:
+def _lost_base(model: nn.Module, adapter: Adapter) -> str | None:
     """Says that a base was trained along with LoRA, and frozen since: nothing else holds it."""
     named = model.named_parameters(remove_duplicate=False)
     held = {id(parameter) for name, parameter in named if name in adapter.tensors}
     lost = {name: p for name, p in trained_along(model).items() if id(p) not in held}
     if not lost:
-        return []
+        return None
     first, of_lora = next(iter(lost)), {id(weight) for _, weight in weights_with_updates(model)}
     which = f"{first} was" if len(lost) == 1 else f"{first} and {len(lost) - 1} more were"
-    remark = f"{which} trained along with LoRA, but frozen now and not held: "
     if of_lora & {id(parameter) for parameter in lost.values()}:  # which no adapter can hold
-        remark += (
+        way_out = (
             "the adapter needs this very base: save the whole model too (torch.save), or train "
             "again from the base after mark_only_lora_as_trainable"
         )
     else:
-        remark += (
+        way_out = (
             "requires_grad_(True) on what is meant, such as a head, and save again; else save the "
             "whole model too (torch.save), or train again"
         )
-    logger.warning("%s: %s", adapter.source, remark)
-    return [remark]
+    return f"{which} trained along with LoRA, but frozen now and not held: {way_out}"
 
 
-def _left_behind(model: nn.Module, adapter: Adapter) -> list[str]:
+def _left_behind(model: nn.Module, adapter: Adapter) -> str | None:
     """What training mode changes of a model and an adapter does not hold: running statistics."""
     normed = [
         name
@@ -224,28 +221,30 @@ def _left_behind(model: nn.Module, adapter: Adapter) -> list[str]:
         and f"{name}.running_mean" not in adapter.tensors
     ]
     if not normed:
-        return []
-    remark = (
+        return None
+    return (
         f"the running statistics of {len(normed)} modules ({normed[0]}, …), which training "
         "changes, are not held: keep these in eval(), or name them in modules_to_train"
     )
-    logger.warning("%s: %s", adapter.source, remark)
-    return [remark]
 
 
-def _without_effect(model: nn.Module, adapter: Adapter) -> list[str]:
-    """Says which updates are zero: they were not trained, or the model does not call the layer."""
+def _without_effect(model: nn.Module, adapter: Adapter) -> str | None:
+    """Says that LoRA was not trained, or which updates are zero, whatever the cause of that is."""
+    optimizer = idle_optimizer(model)
+    if optimizer is not None:  # then an adapter that was loaded is saved as it was
+        return (
+            f"no step has trained its LoRA, because {optimizer} holds none of it: if it was made "
+            "before add_lora or load_adapter, make it anew, and train again"
+        )
     layers = lora_layers(model)
     zero = [name for name, layer in layers.items() if _is_zero(layer)]
     if not zero:
-        return []
-    remark = (
+        return None
+    return (
         f"the updates of {len(zero)} of {len(layers)} modules are zero ({zero[0]}, …): they were "
-        "not trained, or the model does not call these modules but reads their weights, and then "
-        "LoRA has no effect there"
+        "not trained, as by an optimizer from before add_lora, or the model does not call these "
+        "modules but reads their weights, and then LoRA has no effect there"
     )
-    logger.warning("%s: %s", adapter.source, remark)
-    return [remark]
 
 
 @torch.no_grad()
@@ -259,25 +258,16 @@ def _is_zero(layer: LoRALayer) -> bool:
     return not (layer.lora_A.any() and layer.lora_B.any())
 
 
-def _of_several_dropouts(model: nn.Module, adapter: Adapter) -> list[str]:
+def _of_several_dropouts(model: nn.Module, adapter: Adapter) -> str | None:
     """Says that layers differ in their dropout, of which files record one."""
-    taking = {n: layer for n, layer in lora_layers(model).items() if _takes_dropout(model, n)}
-    dropouts = {_dropout_of(layer) for layer in taking.values()}
+    layers = lora_layers(model)
+    dropouts = {_dropout_of(layer) for n, layer in layers.items() if takes_dropout(model, n, layer)}
     if len(dropouts) < 2:
-        return []
-    remark = (
+        return None
+    return (
         f"its layers have dropouts from {min(dropouts):g} to {max(dropouts):g}, and "
         f"{max(dropouts):g} is recorded: where it is loaded to be trained on, all of them get that"
     )
-    logger.warning("%s: %s", adapter.source, remark)
-    return [remark]
-
-
-def _takes_dropout(model: nn.Module, name: str) -> bool:
-    """Whether a layer's update can have dropout: those of embeddings and attentions cannot."""
-    layer, owner = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
-    takes_weights = any(isinstance(each, nn.MultiheadAttention) for each in (layer, owner))
-    return not isinstance(layer, nn.Embedding) and not takes_weights
 
 
 def _dropout_of(layer: LoRALayer) -> float:

@@ -155,7 +155,7 @@ def fetch_file(
 
 def is_a_path(name: str) -> bool:
     """Whether a name cannot be a repository's, and the hub is not asked for it."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1
+    return name.startswith((".", "/", os.sep, "~")) or name.count("/") > 1
 
 
 @functools.cache  # a model has several files

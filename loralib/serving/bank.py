@@ -33,11 +33,12 @@ from torch.utils.hooks import RemovableHandle
 from ..adapters.adapter import Adapter
 from ..adapters.loading import lora_layers
 from ..arguments import as_names, check_model
-from ..errors import in_short, shown
+from ..errors import called, in_short, shown
 from ..lora_layer import LoRALayer
 from ..nn.routing import Routing, in_effect, routed, slices
 from ..utils import check_whole
 from ..wrappers import unwrapped, without_wrappers
+from .base import CheckedBase
 from .prepared import PreparedAdapter, fingerprint_of, prepare
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,8 @@ class AdapterBank:
     """LoRA adapters of one model, for inference.
 
     Args:
-        model: a plain model, on the device, in the dtype and with the weights that it will have.
+        model: a plain model, on the device, in the dtype and with the weights that it will have
+            when it gets adapters. From then on the weights have to stay the same.
 
     Rows of a batch are the first dimension of what its layers are given, or their tokens are packed
     (packing.py). Outside of `use` the model computes as it did before. Its parameters, buffers and
@@ -70,8 +72,8 @@ class AdapterBank:
             )
         self._model = model
         self._key = _Key()
-        with without_wrappers(model) as plain:
-            self._fingerprint = fingerprint_of(plain)
+        self._base: CheckedBase  # as it is when the first adapter is added
+        self._fingerprint: str | None = None
         self._adapters: dict[str, PreparedAdapter] = {}
         self._hooks: dict[_Hook, RemovableHandle] = {}
         self._closed = False
@@ -106,7 +108,8 @@ class AdapterBank:
         Raises:
             TypeError: it is something else, such as a path, or the two are exchanged.
             ValueError: the name is not a string, or is empty, or there is one of this name; the
-                bank is closed; or what the adapter changes is offloaded or quantized.
+                bank is closed; the model's weights have changed since the first adapter came; or
+                what the adapter changes is offloaded or quantized.
             CheckpointError: it is not LoRA alone, or does not fit the model.
         """
         self._check_open()
@@ -121,22 +124,58 @@ class AdapterBank:
             )
         if name in self._adapters:
             raise ValueError(f"there is an adapter '{name}' already, among {self._listed()}")
+        if self._adapters:
+            self._check_base(tuple(self._adapters.values()))
         with without_wrappers(self._model) as plain:
+            if not self._adapters:
+                self._base, self._fingerprint = CheckedBase(plain), fingerprint_of(plain)
             prepared = prepare(plain, adapter, self._fingerprint)
             self._add_hooks(plain, prepared)
+        self._base.note_state(self._model)
         self._adapters[name] = prepared
+
+    def _check_base(self, adapters: Sequence[PreparedAdapter]) -> None:
+        """Checks that the model still is the one that adapters were added to.
+
+        Raises:
+            ValueError: it is not.
+        """
+        if torch.compiler.is_compiling() or not self._base.may_differ():
+            return
+        heads = set.intersection(*(set(adapter.heads) for adapter in adapters))
+        with without_wrappers(self._model) as plain:
+            difference = self._replaced(plain) or self._base.difference(plain, heads)
+        if difference is not None:
+            raise ValueError(
+                f"the base has changed since adapters were added to it: {difference}; load its "
+                "weights again, or make another bank of the model as it is now"
+            )
+        self._base.note_state(self._model)
+
+    def _replaced(self, model: nn.Module) -> str | None:
+        """Says which module took the place of one with a hook, if one did."""
+        modules = dict(model.named_modules(remove_duplicate=False))
+        for hook in self._hooks:
+            if hook.module not in modules or not self._has_hook(modules[hook.module], hook):
+                return f"{called(hook.module)} is another module than before"
+        return None
 
     def _add_hooks(self, model: nn.Module, prepared: PreparedAdapter) -> None:
         """Sees to it that all modules that an adapter changes have their hook."""
         hooks = [_Hook(self._key, module, _add_deltas) for module in prepared.deltas]
         hooks += [_Hook(self._key, module, _apply_heads) for module in prepared.heads]
-        new = [hook for hook in hooks if hook not in self._hooks]
+        modules = {hook: model.get_submodule(hook.module) for hook in hooks}
+        new = [hook for hook in hooks if not self._has_hook(modules[hook], hook)]
         for hook in new:
-            module = model.get_submodule(hook.module)
+            module = modules[hook]
             self._hooks[hook] = module.register_forward_hook(hook, with_kwargs=True)
         if new and "torch._dynamo" in sys.modules:
             # What was compiled before does not see hooks that came later.
             torch.compiler.reset()
+
+    def _has_hook(self, module: nn.Module, hook: "_Hook") -> bool:
+        """Whether a module has a hook: one that took the place of another has not."""
+        return hook in self._hooks and self._hooks[hook].id in module._forward_hooks
 
     def remove(self, name: str) -> None:
         """Drops an adapter; blocks in progress keep it.
@@ -171,9 +210,10 @@ class AdapterBank:
 
         Raises:
             ValueError: there is no such adapter, names are empty, are not strings or have no order
-                (a set), or the bank is closed; or it is
-                within a block of another bank. From the model: it is given another number of rows
-                than names, or one of its layers an input in which rows cannot be told.
+                (a set), or the bank is closed; the model's weights are others than when adapters
+                were added; or it is within a block of another bank. From the model: it is given
+                another number of rows than names, or one of its layers an input in which rows
+                cannot be told.
         """
         return Block(partial(self._using, names))
 
@@ -189,6 +229,7 @@ class AdapterBank:
             segments = [(name, len(list(rows))) for name, rows in groupby(of_rows)]
             adapters = self._find([name for name, _ in segments])
             routing = Routing(self._key, adapters, slices([count for _, count in segments]))
+        self._check_base(routing.adapters)
         with routed(routing), self._key.in_use():
             yield
 
@@ -322,8 +363,7 @@ class _Hook:
     ) -> Tensor:
         routing = in_effect()
         if routing is None or routing.key is not self.key:
-            # Models that were pickled with a bank of an earlier version have another kind of key.
-            if getattr(self.key, "blocks", 0) and "_is_replica" in vars(module):
+            if self.key.blocks and "_is_replica" in vars(module):
                 raise ValueError(_IN_THREADS)
             return out
         if isinstance(module, LoRALayer) and module.r > 0:

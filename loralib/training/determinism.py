@@ -55,6 +55,10 @@ def _forget_fp32_precision() -> None:
     torch.set_float32_matmul_precision("highest")
 
 
+# PyTorch takes seeds of 64 bits; epochs, steps and processes are added to a run's.
+LARGEST_SEED = 2**62
+
+
 def set_seed(seed: int) -> None:
     """Seeds Python, NumPy and PyTorch on all devices; for weights, which all processes share."""
     random.seed(seed)
@@ -117,15 +121,15 @@ def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> 
         )
 
 
-def warn_of_other_threads(before: int | None, device: torch.device) -> None:
+def warn_of_other_threads(before: int, device: torch.device) -> None:
     """Warns, on the main process, where a run resumes on a CPU with another number of threads.
 
     Args:
-        before: `torch.get_num_threads()` when the state was written; None where it does not say.
+        before: `torch.get_num_threads()` when the state was written.
         device: where the run computes.
     """
     now = torch.get_num_threads()
-    if before not in (None, now) and device.type == "cpu" and rank() == 0:
+    if before != now and device.type == "cpu" and rank() == 0:
         logger.warning(
             "resumes, perhaps not bit-exact: the checkpoint was written with OMP_NUM_THREADS=%s, "
             "this run has %d, and sums of other parts may differ in their last bits",

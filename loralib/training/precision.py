@@ -151,60 +151,6 @@ class Precision:
         products.use_choices(json.loads(state[_PRODUCTS]))
 
 
-def has_apex() -> bool:
-    """Whether ``from apex import amp`` works; PyPI's package of that name is something else."""
-    try:
-        from apex import amp  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-class ApexPrecision(Precision):
-    """float16 through NVIDIA's apex, where ``from apex import amp`` works.
-
-    Args:
-        model: the model, whose calls apex patches; as is its optimizer.
-        optimizer: its optimizer.
-        opt_level: apex's level; the release's is O1.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer, opt_level: str = "O1"):
-        from apex import amp
-
-        super().__init__(torch.float32, "cuda")
-        self.amp, self.optimizer = amp, optimizer
-        amp.initialize(model, optimizer, opt_level=opt_level)
-
-    @contextmanager
-    def autocast(self) -> Iterator[None]:
-        """PyTorch's autocast: apex's casts know nothing of products within hand-written layers."""
-        with self.amp.disable_casts(), torch.autocast("cuda", dtype=torch.float16):
-            yield
-
-    def backward(self, loss: Tensor) -> None:
-        """Adds the loss's gradients, scaled by apex."""
-        with self.amp.scale_loss(loss, self.optimizer) as scaled, self.amp.disable_casts():
-            scaled.backward()
-
-    def step(
-        self, optimizer: Optimizer, parameters: Iterable[nn.Parameter], max_norm: float
-    ) -> bool:
-        """As in `Precision`; what is clipped are apex's float32 copies."""
-        if max_norm > 0:
-            nn.utils.clip_grad_norm_(self.amp.master_params(optimizer), max_norm)
-        optimizer.step()
-        return True
-
-    def state_dict(self) -> dict:
-        """Apex's state."""
-        return self.amp.state_dict()
-
-    def load_state_dict(self, state: dict) -> None:
-        """Puts apex where `state_dict` found it."""
-        self.amp.load_state_dict(state)
-
-
 @contextmanager
 def all_in_half(model: nn.Module) -> Iterator[None]:
     """Holds all of `model` in float16 within the block, and gives every tensor back its bits."""

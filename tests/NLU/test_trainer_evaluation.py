@@ -347,15 +347,6 @@ def test_fp16_needs_a_gpu(make_trainer):
         make_trainer(fp16=True, no_cuda=True)
 
 
-def test_apex_that_is_not_installed(monkeypatch):
-    monkeypatch.setitem(sys.modules, "apex", None)
-    args = TrainingArguments("out", fp16=True, fp16_backend="apex")
-    with pytest.raises(ValueError, match="use --fp16_backend amp"):
-        _ = args.use_apex
-    assert not TrainingArguments("out", fp16=True).use_apex
-    assert not TrainingArguments("out", fp16_backend="apex").use_apex
-
-
 # ---- what goes wrong ----
 
 

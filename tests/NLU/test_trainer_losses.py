@@ -81,20 +81,6 @@ def test_a_resumed_run_logs_the_same(tmp_path):
         assert losses_of(resumed) == losses_of(whole)
 
 
-def test_an_older_checkpoint_counts_all_of_its_batches(tmp_path):
-    """It does not say which had a target."""
-    settings = {"logging_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    make_trainer(tmp_path, ROWS, **settings).train()
-    file = tmp_path / "checkpoint-2" / "rng_state_0.pth"
-    state = torch.load(file, weights_only=True)
-    for name in ("weight_since_log", "weight_total", "empty_since_log", "empty_total"):
-        del state["progress"][name]
-    torch.save(state, file)
-    resumed = make_trainer(tmp_path / "resumed", ROWS, **settings)
-    resumed.train(str(tmp_path / "checkpoint-2"))
-    assert losses_of(resumed) == pytest.approx([(2 + 0 + 6) / 3, 10 / 2, 22 / 6], abs=1e-4)
-
-
 def test_what_a_process_computes_for_the_others_sake_is_no_batch_without_a_target():
     progress = Progress()
     for loss, weight, has_target in ((3.0, 0.5, True), (0.0, 0.0, False), (0.0, 0.5, False)):

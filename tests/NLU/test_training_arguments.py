@@ -90,6 +90,13 @@ def test_fields_and_defaults(args):
     assert {"output_dir", "logging_dir", "disable_tqdm", "report_to", *DEFAULTS} <= fields
 
 
+def test_apex_has_no_mixed_precision_any_more(args):
+    with pytest.raises(ValueError, match="use --fp16_backend amp"):
+        args(fp16=True, fp16_backend="apex")
+    args(fp16=True)
+    args(fp16_backend="apex")  # which nothing asks for
+
+
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
@@ -192,14 +199,6 @@ def test_a_state_is_what_was_saved(tmp_path):
     )
     state.save_to_json(tmp_path / "state.json")
     assert TrainerState.load_from_json(tmp_path / "state.json") == state
-
-
-def test_a_state_from_before_it_had_all_of_4_4_2_s_fields(tmp_path):
-    state = dataclasses.asdict(TrainerState(global_step=3))
-    for name in ("total_flos", "is_local_process_zero", "trial_name", "trial_params"):
-        del state[name]
-    (tmp_path / "state.json").write_text(json.dumps(state))
-    assert TrainerState.load_from_json(tmp_path / "state.json") == TrainerState(global_step=3)
 
 
 def test_a_state_of_4_4_2_s_own(tmp_path):

@@ -73,6 +73,22 @@ def test_an_empty_path(call, tmp_path, monkeypatch):
     assert not any(Path().iterdir())
 
 
+@pytest.mark.parametrize("name", ["~/a", "~/a.safetensors", Path("~/a")])
+def test_a_path_in_the_home_folder(name, tmp_path, monkeypatch):
+    """Which a shell expands, and Python does not."""
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path / "home"))  # Windows'
+    monkeypatch.chdir(tmp_path)
+    model = adapted()
+    with pytest.raises(CheckpointError, match=r"home.a.*: no such checkpoint file$"):
+        lora.load_adapter(model, name)
+    lora.save_adapter(model, name)
+    assert [each.name for each in tmp_path.iterdir()] == ["home"]
+    assert (tmp_path / "home" / Path(name).name).exists()
+    assert lora.load_adapter(model, name) == ("0",)
+
+
 def test_what_is_no_adapter(tmp_path):
     with pytest.raises(TypeError, match=r"what lora\.read_adapter\(path\) returns, got Sequential"):
         lora.write_adapter(tmp_path / "a.safetensors", adapted())

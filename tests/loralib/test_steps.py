@@ -40,13 +40,22 @@ def base_and_updates(model):
 
 
 @pytest.mark.slow
-def test_an_optimizers_step_can_be_compiled():
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizers_step_is_compiled_once(fused):
     model = HEAD.adapted()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(*HEAD.inputs).square().mean().backward()
-    before = model.layers[0]["out"].lora_B.detach().clone()
-    torch.compile(lambda: optimizer.step(), backend="eager")()
-    assert not torch.equal(model.layers[0]["out"].lora_B, before)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=torch.tensor(0.1), fused=fused)
+    step = torch.compile(lambda: optimizer.step(), backend="eager")
+    compiled = []
+    outputs = []
+    for _ in range(12):
+        model.train()(*HEAD.inputs).square().mean().backward()
+        step()
+        optimizer.zero_grad()
+        outputs.append(model.eval()(*HEAD.inputs).detach())  # of a merged weight that is made anew
+        compiled.append(sum(torch._dynamo.utils.counters["frames"].values()))
+    assert compiled[2] == compiled[-1]
+    assert len({output.sum().item() for output in outputs}) == 12
 
 
 # ---- an optimizer that leaves LoRA as it is ----
@@ -113,6 +122,42 @@ def test_an_optimizer_of_a_base_is_not_warned_of(caplog):
     teacher.requires_grad_(False)
     steps(student, optimizer)
     assert not caplog.records
+
+
+def said_of_training(model, tmp_path):
+    remarks = lora.save_adapter(model, tmp_path / "saved.safetensors")
+    return [each for each in remarks if "no step has trained" in each or "are zero" in each]
+
+
+@pytest.mark.parametrize("begin", ["add_lora", "load_adapter"])
+def test_an_optimizer_from_before_lora_is_named_when_it_is_saved(tmp_path, begin, caplog):
+    lora.save_adapter(HEAD.adapted(modules_to_train=()), tmp_path / "a.safetensors")
+    model = HEAD.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if begin == "add_lora":
+        lora.add_lora(model, "out", r=2)
+        (remark,) = said_of_training(model, tmp_path)
+        assert remark.startswith("the updates of 2 of 2 modules are zero (layers.0.out, …)")
+    else:
+        lora.load_adapter(model, tmp_path / "a.safetensors")
+        assert not said_of_training(model, tmp_path)
+    steps(model, optimizer, count=2)
+    (remark,) = said_of_training(model, tmp_path)
+    assert remark == (
+        "no step has trained its LoRA, because AdamW holds none of it: if it was made before "
+        "add_lora or load_adapter, make it anew, and train again"
+    )
+    assert remark in caplog.text
+    steps(model, torch.optim.SGD(model.parameters(), lr=0.1), count=2)  # the way out
+    assert not said_of_training(model, tmp_path)
+
+
+def test_an_optimizer_of_another_model_is_not_named(tmp_path):
+    other, optimizer = made_before()
+    steps(other, optimizer)
+    model = HEAD.build()
+    lora.add_lora(model, "out", r=2)
+    assert "no step" not in said_of_training(model, tmp_path)[0]
 
 
 class Same(nn.Module):

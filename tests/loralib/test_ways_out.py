@@ -1,4 +1,4 @@
-"""The ways out that `add_lora` names, followed word by word; modules whose names are numbers."""
+"""The ways out that `add_lora` names, followed word by word; what it warns of."""
 
 import ast
 import copy
@@ -120,6 +120,86 @@ def test_what_was_built_with_lora_is_merged():
     with pytest.raises(ValueError, match=r"^module 0 was built .*: merge makes it plain"):
         lora.remove_lora(model)
     assert type(lora.merge(model)[0]) is nn.Linear
+
+
+# ---- heads of upstream's models for a task ----
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.dropout, self.out_proj = nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 2)
+
+
+class WordsForSequenceClassification(nn.Module):
+    base_model_prefix = "words"
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.ModuleDict({"dense": nn.Linear(4, 4), "up": nn.Linear(4, 4)})
+        self.pooler, self.dropout, self.classifier = nn.Linear(4, 4), nn.Dropout(), Head()
+
+
+class WordsForImageClassification(WordsForSequenceClassification):
+    pass
+
+
+class WordsForMaskedLM(WordsForSequenceClassification):
+    """Whose head a pretrained checkpoint has."""
+
+
+class OwnForSequenceClassification(WordsForSequenceClassification):
+    """Which does not say what its base is."""
+
+    base_model_prefix = "model"
+
+
+def said_of_heads(caplog):
+    return [r.getMessage() for r in caplog.records if r.getMessage().startswith("the head of")]
+
+
+@pytest.mark.parametrize(
+    ("targets", "settings", "head"),
+    [
+        ("up", {}, ["pooler", "classifier"]),
+        ("up", {"bias": "all"}, ["pooler", "classifier"]),
+        (["dense", "up"], {}, ["pooler", "classifier.out_proj"]),
+        (["up", "out_proj", "pooler"], {}, ["classifier.dense"]),
+    ],
+)
+@pytest.mark.parametrize("kind", [WordsForSequenceClassification, WordsForImageClassification])
+def test_a_head_that_stays_frozen_unasked_is_named(caplog, kind, targets, settings, head):
+    lora.add_lora(kind(), targets, r=2, **settings)
+    (message,) = said_of_heads(caplog)
+    assert message.startswith(f"the head of the {kind.__name__} stays frozen: if it is new, modu")
+    caplog.clear()
+    for way_out in re.findall(r"modules_to_train=(\[.*?\])", message):
+        model, modules = kind(), ast.literal_eval(way_out)
+        assert modules in (head, [])
+        lora.add_lora(model, targets, r=2, **settings, modules_to_train=modules)
+        trained = [p.requires_grad for n in modules for p in model.get_submodule(n).parameters()]
+        assert all(trained)
+    assert not said_of_heads(caplog)
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [
+        (WordsForMaskedLM, "up"),
+        (OwnForSequenceClassification, "up"),
+        (WordsForSequenceClassification, ["dense", "up", "out_proj", "pooler"]),
+    ],
+)
+def test_a_head_that_is_trained_or_not_known_as_one_is_not_warned_of(caplog, kind, targets):
+    lora.add_lora(kind(), targets, r=2)
+    assert not said_of_heads(caplog)
+
+
+def test_a_head_is_said_to_be_frozen_once(caplog):
+    model = WordsForSequenceClassification()
+    lora.add_lora(model, "words.dense", r=2)
+    lora.add_lora(model, "up", r=2)
+    assert len(said_of_heads(caplog)) == 1
 
 
 # ---- modules whose names are numbers ----

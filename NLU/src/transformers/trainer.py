@@ -28,7 +28,7 @@ from loralib.training.compiled import compile_layers
 from loralib.training.ddp import sync_gradients, warm_up_ddp, wrap_ddp
 from loralib.training.determinism import set_dropout_seed, set_seed, set_up_device
 from loralib.training.optimizer import decay_groups
-from loralib.training.precision import ApexPrecision, Precision, hold_frozen_in
+from loralib.training.precision import Precision, hold_frozen_in
 from loralib.training.product_choices import choose_products, frozen_weights
 from loralib.training.resume import check_not_beyond, first_not_finite, warn_of_length
 from loralib.utils import with_lora_plus
@@ -230,11 +230,10 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         check_model(model, args, self.label_names)
         if args.gradient_checkpointing:
             model.config.gradient_checkpointing = True
-        self.use_apex = args.use_apex
-        if args.frozen_dtype is not torch.float32 and isinstance(model, PreTrainedModel):
+        if args.compute_dtype is not torch.float32 and isinstance(model, PreTrainedModel):
             # Other models' layers may not support it, and are left to autocast. Before the model
             # is moved: the device never holds its frozen weights in float32.
-            hold_frozen_in(model, args.frozen_dtype, model.tensors_read)
+            hold_frozen_in(model, args.compute_dtype, model.tensors_read)
         held = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
         # Tensors without memory, see trainer_estimate.py, cannot be moved to where they are.
         self.model = model if held == {args.device} else model.to(args.device)
@@ -243,6 +242,8 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
         self.model_wrapped: nn.Module = self.model
         self._has_products = False
         self.callback_handler.model = self.model
+
+    use_apex = False  # read by training steps that were written for 4.4.2
 
     @property
     def use_amp(self) -> bool:
@@ -341,8 +342,6 @@ class Trainer(TrainerEvaluation, TrainerSearch, TrainerRecords):
     def _wrap(self) -> None:
         """The model as the loop calls it: through DDP where there are several processes."""
         args = self.args
-        if self.use_apex:
-            self.precision = ApexPrecision(self.model, self.optimizer, args.fp16_opt_level)
         self.model_wrapped = wrap_ddp(
             self.model,
             args.device,

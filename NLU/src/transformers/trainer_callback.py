@@ -26,16 +26,6 @@ from .utils import logging
 logger = logging.get_logger(__name__)
 
 
-# What the first checkpoints of this package do not have.
-_LATER = (
-    "total_flos",
-    "is_local_process_zero",
-    "is_hyper_param_search",
-    "trial_name",
-    "trial_params",
-)
-
-
 @dataclass
 class TrainerState:
     """Where a run is; ``trainer_state.json`` in every checkpoint and at the end.
@@ -86,8 +76,6 @@ class TrainerState:
         try:
             values = json.loads(Path(json_path).read_text(encoding="utf-8"))
             check_like(values, {})
-            # A checkpoint may be older than these.
-            values = {**{name: getattr(cls(), name) for name in _LATER}, **values}
             check_like(values, asdict(cls()))
             filled = {
                 "epoch": 0.0,

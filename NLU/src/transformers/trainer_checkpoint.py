@@ -12,7 +12,7 @@ state of its random generators.
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,7 +108,7 @@ _SAME_OF_A_BASE = (
 NEW_RUN = "begin a new run with another --output_dir or --overwrite_output_dir"
 _SAME_SETTING = f"give the same setting to resume it, or {NEW_RUN}"
 
-# What a process's progress counts of batches with targets; older checkpoints do not have it.
+# What a process's progress counts of batches with targets.
 _COUNTED = ("weight_since_log", "weight_total", "empty_since_log", "empty_total")
 
 
@@ -183,10 +183,7 @@ class Progress:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Puts the loop where `state_dict` found it."""
-        # Older checkpoints took every batch for one with targets.
-        since_log = state["step"] - state["logged_step"]
-        counted = {"weight_since_log": float(since_log), "weight_total": float(state["step"])}
-        for name, value in {**counted, **state}.items():
+        for name, value in state.items():
             setattr(self, name, value)
 
 
@@ -304,7 +301,6 @@ class Checkpoints:
             "rng": rng_state(self.args.device),
             "threads": torch.get_num_threads(),
             **({} if begun is None else {"epoch_rng": begun}),
-            # Another name than that of older checkpoints, which did not look at all rows.
             **({} if run.data is None else {"rows": run.data}),
             "collator": dict(run.collator),
         }
@@ -370,9 +366,6 @@ class Checkpoints:
         now = self.args.to_dict()
         with _damage_named(path / TRAINING_ARGS_NAME):
             before = read_state(path / TRAINING_ARGS_NAME, {"seed": now["seed"]})
-        # A checkpoint may be older than a setting, and than the flag, without which it is unknown.
-        flag = "use_deterministic_algorithms"
-        before = {"lora_plus_ratio": 1.0, "torch_compile": False, flag: now[flag], **before}
         settings = [
             {f"--{name}": values.get(name) for name in _SAME_IN_A_RUN} for values in (before, now)
         ]
@@ -396,8 +389,7 @@ class Checkpoints:
                 f"{path}: is of a run on as many examples of other data: give the same data, and "
                 f"--max_seq_length, to resume it, or {NEW_RUN}"
             )
-        # Older checkpoints do not say these.
-        collator = own.get("collator", run.collator)
+        collator = own["collator"]
         check_same_run(path, collator, {n: run.collator.get(n) for n in collator}, _SAME_SETTING)
         differ = [name for name in now if before[name] != now[name]]
         # With as many examples a step, an epoch has the same steps in any number of processes.
@@ -434,7 +426,7 @@ class Checkpoints:
             run.model.get_parameter(name).grad = gradient.to(self.args.device)
         if "rng" in own:
             set_rng_state(own["rng"], self.args.device)
-        warn_of_other_threads(own.get("threads"), self.args.device)
+        warn_of_other_threads(own["threads"], self.args.device)
 
     def _own_generators(self, states: list[dict[str, Any]]) -> dict[str, Any]:
         """Where this process's generators were, if there was a process of its number.
@@ -452,11 +444,7 @@ class Checkpoints:
         path = path / _process_state_name(index)
         with _damage_named(path):
             example = self._process_state(run)
-            # Older checkpoints do not have these.
-            example.pop("rows", None)
-            del example["collator"], example["threads"], example["progress"]["has_ended"]
-            for name in _COUNTED:
-                del example["progress"][name]
+            example.pop("rows", None)  # a run on a stream has none
             own = read_state(path, {**example, "pending_gradients": {}, "rng": like_rng_state()})
             if own["progress"]["step"] != step:
                 raise ValueError(f"of step {own['progress']['step']}, the other files of {step}")
@@ -493,8 +481,7 @@ def _mean_state(states: list[dict[str, Any]]) -> dict[str, Any]:
     """The processes' own states as one: for a run that resumes with another number of them."""
     progress, pending = dict(states[0]["progress"]), dict(states[0]["pending_gradients"])
     for name in ("loss_since_log", "loss_total", *_COUNTED):
-        if name in progress:  # older checkpoints do not have all
-            progress[name] = sum(state["progress"][name] for state in states) / len(states)
+        progress[name] = sum(state["progress"][name] for state in states) / len(states)
     for name in pending:
         pending[name] = sum(state["pending_gradients"][name] for state in states) / len(states)
     shared = {name: value for name, value in states[0].items() if name != "rng"}
@@ -524,6 +511,26 @@ def _damage_named(path: Path) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------
 
 
+def check_best_metric(args: TrainingArguments, metrics: Iterable[str]) -> None:
+    """Refuses a metric that no evaluation gives; for a task's script before it trains.
+
+    Args:
+        args: say what is compared, if anything.
+        metrics: the names of those that an evaluation gives.
+
+    Raises:
+        TrainingError: it is none of them.
+    """
+    if args.metric_for_best_model is None:
+        return
+    known = [name.removeprefix("eval_") for name in metrics]
+    name = args.metric_for_best_model.removeprefix("eval_")
+    if name not in known:
+        raise TrainingError(
+            f"--metric_for_best_model: no evaluation gives eval_{name}; known: {', '.join(known)}"
+        )
+
+
 def note_best(
     state: TrainerState, args: TrainingArguments, metrics: dict[str, float], folder: Path
 ) -> None:
@@ -534,10 +541,8 @@ def note_best(
     """
     if args.metric_for_best_model is None:
         return
+    check_best_metric(args, metrics)
     name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
-    if name not in metrics:
-        known = ", ".join(key.removeprefix("eval_") for key in metrics)
-        raise TrainingError(f"--metric_for_best_model: no evaluation gives {name}; known: {known}")
     value, best = metrics[name], state.best_metric
     if math.isnan(value):
         logger.warning("%s is not a number at step %s", name, state.global_step)

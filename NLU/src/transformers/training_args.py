@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from loralib.io.console import is_terminal
+from loralib.training.determinism import LARGEST_SEED
 from loralib.training.distributed import TIMEOUT, barrier, choose_device, join
 from loralib.training.launch import Launch
-from loralib.training.precision import check_precision, compute_dtype, has_apex
+from loralib.training.precision import check_precision, compute_dtype
 from loralib.training.process import LOG_LEVELS, is_launched, launched_place, rank
 from loralib.training.reports import check_none_is_alone
 
@@ -124,11 +125,20 @@ class TrainingArguments:
         "whole model",
     )
     no_cuda: bool = flag(False, "stay on the CPU even where there is a GPU")
-    seed: int = flag(42, "seed of new weights, of the data's order and of dropout")
+    seed: int = flag(
+        42,
+        "seed of new weights, of the data's order and of dropout",
+        least=0,
+        most=LARGEST_SEED,
+    )
     fp16: bool = flag(False, "float16 on a GPU: frozen weights held in it, trained ones in float32")
     bf16: bool = flag(False, "the same in bfloat16, on a GPU or a CPU")
-    fp16_opt_level: str = flag("O1", "apex's optimisation level", choices=["O0", "O1", "O2", "O3"])
-    fp16_backend: str = flag("auto", "what runs fp16", choices=["auto", "amp", "apex"])
+    fp16_opt_level: str = flag("O1", "apex's; not read", choices=["O0", "O1", "O2", "O3"])
+    fp16_backend: str = flag(
+        "auto",
+        "what runs fp16; apex, which has no amp any more, is refused",
+        choices=["auto", "amp", "apex"],
+    )
     fp16_full_eval: bool = flag(False, "evaluate with all weights in float16")
     local_rank: int = flag(-1, "this process's number on its machine; a launcher gives it")
     tpu_num_cores: int | None = flag(None, "refused: no TPU support")
@@ -268,6 +278,11 @@ class TrainingArguments:
         ):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"--{name} must be a number from 0 on, not {getattr(self, name)}")
+        if self.max_steps == 0:
+            raise ValueError(
+                "--max_steps must be at least 1, not 0: leave it out to train for "
+                "--num_train_epochs, and --do_train to train nothing"
+            )
         if self.max_steps <= 0 and not 0 < self.num_train_epochs < math.inf:
             raise ValueError(f"--num_train_epochs must be positive, not {self.num_train_epochs}")
         for name in ("warmup_ratio", "label_smoothing_factor"):
@@ -280,6 +295,11 @@ class TrainingArguments:
                 raise ValueError(f"--{name} must be positive, not {getattr(self, name)}")
         if self.fp16 and self.bf16:
             raise ValueError("--fp16 and --bf16 are two precisions: give one")
+        if self.fp16 and self.fp16_backend == "apex":
+            raise ValueError(
+                "--fp16_backend apex needs apex's amp, which current releases no longer have: use "
+                "--fp16_backend amp"
+            )
         if self.load_best_model_at_end:
             self._save_at_evaluations()
         check_none_is_alone(self.report_to or ())
@@ -393,27 +413,6 @@ class TrainingArguments:
     def compute_dtype(self) -> torch.dtype:
         """The precision that matrices are multiplied in."""
         return compute_dtype(self.fp16, self.bf16)
-
-    @property
-    def frozen_dtype(self) -> torch.dtype:
-        """The precision that frozen weights are held in; apex casts float32 by itself."""
-        return torch.float32 if self.use_apex else self.compute_dtype
-
-    @property
-    def use_apex(self) -> bool:
-        """Whether fp16 runs through apex: by ``--fp16_backend``, and where its amp can be imported.
-
-        Raises:
-            ValueError: apex is asked for and ``from apex import amp`` does not work.
-        """
-        if not self.fp16 or self.fp16_backend != "apex":
-            return False
-        if not has_apex():
-            raise ValueError(
-                "--fp16_backend apex needs NVIDIA's apex with its amp, which current releases no "
-                "longer have: use --fp16_backend amp"
-            )
-        return True
 
     # ---- as plain values ----
 

@@ -143,3 +143,165 @@ def test_a_fingerprint_of_a_family_that_is_not_known_is_of_its_weights():
     assert len({fingerprint(first), fingerprint({}), fingerprint(without_head(first))}) == 3
     added = {**first, "body.0.query.lora_A": torch.ones(2, 2), "words.note": torch.arange(4)[None]}
     assert fingerprint(added) == fingerprint(first)
+
+
+# ---- a base that changes once adapters are there ----
+
+IDS = torch.tensor([[1, 2], [3, 4]])
+
+
+def load_another(model):
+    model.load_state_dict(Own(seed=1).state_dict())
+
+
+def assign_another(model):
+    model.load_state_dict(Own(seed=1).state_dict(), assign=True)
+
+
+def put_another_in_place(model):
+    model.body = Own(seed=1).body
+
+
+def train(**settings):
+    def step(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **settings)
+        model(IDS).square().sum().backward()
+        optimizer.step()
+
+    return step
+
+
+def change_one_elsewhere(model):
+    with torch.no_grad():
+        model.body[0].value.bias.add_(1)
+
+
+def merge_into_it(model):
+    lora.add_lora(model, "query", r=2)
+    nn.init.ones_(model.body[1].query.lora_B)
+    lora.merge(model)
+
+
+CHANGES = {
+    "another base": (load_another, "words.weight and [0-9]+ more have other values than before"),
+    "another's tensors": (assign_another, "words.weight and [0-9]+ more have other values"),
+    "another's layers": (put_another_in_place, r"body\.0\.query is another module than before"),
+    "training": (train(), "words.weight and [0-9]+ more have other values"),
+    "fused training": (train(fused=True), "words.weight and [0-9]+ more have other values"),
+    "one bias": (change_one_elsewhere, r"body\.0\.value\.bias has other values than before"),
+    "merging": (merge_into_it, r"body\.1\.query\.weight has other values than before"),
+}
+
+
+@torch.no_grad()
+def outputs(bank, model, names="a"):
+    with bank.use(names):
+        return model(IDS)
+
+
+def bank_of(model):
+    """A bank with an adapter that brings a head, and one that does not."""
+    bank, known = lora.AdapterBank(model), fingerprint(without_head(model.state_dict()))
+    bank.add("a", adapter(model, known))
+    bank.add("headless", adapter(model, known, head=False))
+    return bank
+
+
+@pytest.mark.parametrize(("change", "what"), CHANGES.values(), ids=CHANGES)
+def test_a_base_that_is_another_one_by_now_is_refused(change, what):
+    model = Own()
+    bank = bank_of(model)
+    outputs(bank, model)
+    change(model)
+    message = rf"^the base has changed since adapters were added to it: {what}.*; load its weights"
+    for refused in (
+        lambda: bank.use("a").__enter__(),
+        lambda: bank.use(["a", "a"]).__enter__(),
+        lambda: bank.add("b", adapter(model, None)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            refused()
+    assert bank.names == ("a", "headless")
+    bank.close()
+    outputs(bank_of(model), model)  # a way out
+
+
+def load_it_again(model):
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+
+
+def assign_it_again(model):
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+
+
+def load_another_and_it_again(model):
+    state = copy.deepcopy(model.state_dict())
+    load_another(model)
+    model.load_state_dict(state)
+
+
+def load_it_into_halves(model):
+    state = copy.deepcopy(model.state_dict())
+    model.bfloat16().load_state_dict(state)
+
+
+def train_another(model):
+    train(fused=True)(Own(seed=1))
+
+
+def compile_a_layer(model):
+    model.body[0] = torch.compile(model.body[0], backend="eager")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        load_it_again,
+        assign_it_again,
+        load_another_and_it_again,
+        load_it_into_halves,
+        train_another,
+        compile_a_layer,
+    ],
+)
+def test_a_base_that_is_the_same_is_used(change):
+    model = Own()
+    bank = bank_of(model)
+    expected = outputs(bank, model, "headless")  # a head is not cast with the model
+    change(model)
+    for _ in range(2):
+        found = outputs(bank, model, "headless").float()
+        torch.testing.assert_close(found, expected, rtol=0, atol=0.1 * expected.abs().max().item())
+    assert not bank._base.may_differ()
+    bank.add("b", adapter(model, None))
+
+
+def test_a_head_of_the_models_own_matters_to_adapters_without_one():
+    model = Own()
+    bank = bank_of(model)
+    expected = outputs(bank, model)
+    model.score.weight = nn.Parameter(torch.ones(3, WIDTH))
+    for _ in range(2):
+        assert torch.equal(outputs(bank, model), expected)
+        for names in ("headless", ["a", "headless"]):
+            with pytest.raises(ValueError, match=r"score\.weight has other values"):
+                bank.use(names).__enter__()
+    model.score = nn.Linear(WIDTH, 3)  # which has no hook
+    with pytest.raises(ValueError, match=r"score is another module than before"):
+        outputs(bank, model)
+
+
+def test_a_bank_whose_adapters_were_removed_takes_another_base():
+    model = Own()
+    bank = bank_of(model)
+    before = outputs(bank, model)
+    for name in bank.names:
+        bank.remove(name)
+    put_another_in_place(model)
+    mine = adapter(model, fingerprint(without_head(model.state_dict())))
+    bank.add("a", mine)
+    found = outputs(bank, model)
+    again = lora.AdapterBank(copy.deepcopy(model))
+    again.add("a", mine)
+    assert torch.equal(found, outputs(again, again._model))
+    assert not torch.equal(found, before)

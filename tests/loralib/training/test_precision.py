@@ -1,21 +1,11 @@
-"""Which precision a device has, and apex, played by a stand-in: what is asked of it."""
-
-import sys
-import types
-from contextlib import contextmanager
+"""Which precision a device has, and updates in float16."""
 
 import pytest
 import torch
-import torch.nn.functional as F
-from compare import assert_close_to_rounding
 
-import loralib as lora
-from loralib.training.precision import ApexPrecision, Precision, check_precision, has_apex
+from loralib.training.precision import Precision, check_precision
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-
-# Six columns, an update of two, and the way back over 3 · 4 outputs.
-TERMS = 6 + 2 + 12 + 6
 
 
 # ---- what a device has ----
@@ -59,76 +49,3 @@ def test_a_step_says_whether_there_was_an_update(fused, max_norm):
         updated = precision.step(optimizer, [weight], max_norm)
         optimizer.zero_grad()
         assert updated == (not torch.equal(weight, before)) == (factor == 1.0)
-
-
-# ---- apex ----
-
-
-@pytest.fixture
-def amp(monkeypatch):
-    """``apex.amp`` at O1: products give float16, unless casts are disabled."""
-    casts = {"on": False}
-    linear = F.linear
-
-    def half_linear(x, weight, bias=None):
-        out = linear(x, weight, bias)
-        return out.half() if casts["on"] else out
-
-    @contextmanager
-    def disable_casts():
-        before, casts["on"] = casts["on"], False
-        yield
-        casts["on"] = before
-
-    @contextmanager
-    def scale_loss(loss, optimizer):
-        yield loss * 8
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.grad /= 8
-
-    def initialize(model, optimizer, opt_level):
-        assert opt_level == "O1"
-        casts["on"] = True
-        monkeypatch.setattr(F, "linear", half_linear)
-
-    amp = types.SimpleNamespace(
-        initialize=initialize,
-        disable_casts=disable_casts,
-        scale_loss=scale_loss,
-        master_params=lambda optimizer: (p for g in optimizer.param_groups for p in g["params"]),
-    )
-    apex = types.ModuleType("apex")
-    apex.amp = amp
-    monkeypatch.setitem(sys.modules, "apex", apex)
-    # There may be no GPU: its autocast then does nothing, with a warning.
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: disable_casts())
-    return amp
-
-
-def make_layer():
-    torch.manual_seed(0)
-    layer = lora.Linear(6, 4, r=2)
-    torch.nn.init.normal_(layer.lora_B)
-    return layer
-
-
-def test_an_apex_without_amp_is_none(monkeypatch):
-    monkeypatch.setitem(sys.modules, "apex", types.ModuleType("apex"))
-    assert not has_apex()
-
-
-def test_a_step_under_apex_is_the_plain_step(amp):
-    assert has_apex()
-    plain, layer, x = make_layer(), make_layer(), torch.randn(3, 6)
-    plain(x).square().mean().backward()
-    optimizer = torch.optim.SGD([layer.lora_A, layer.lora_B], lr=0.1)
-    precision = ApexPrecision(layer, optimizer)
-    with pytest.raises(RuntimeError):
-        layer(x)  # apex's own casts do not reach into the layer's function
-    with precision.autocast():
-        loss = layer(x).square().mean()
-    precision.backward(loss)
-    assert_close_to_rounding(layer.lora_A.grad, plain.lora_A.grad, TERMS)
-    assert precision.step(optimizer, [layer.lora_A, layer.lora_B], max_norm=0.0)
-    assert_close_to_rounding(layer.lora_B, plain.lora_B - 0.1 * plain.lora_B.grad, TERMS)
