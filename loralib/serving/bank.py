@@ -18,7 +18,7 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +38,6 @@ from ..lora_layer import LoRALayer
 from ..nn.routing import Routing, in_effect, routed, slices
 from ..utils import check_whole
 from ..wrappers import unwrapped, without_wrappers
-from .base import CheckedBase
 from .prepared import PreparedAdapter, fingerprint_of, prepare
 
 logger = logging.getLogger(__name__)
@@ -72,8 +71,7 @@ class AdapterBank:
             )
         self._model = model
         self._key = _Key()
-        self._base: CheckedBase  # as it is when the first adapter is added
-        self._fingerprint: str | None = None
+        self._fingerprint: str | None = None  # of the model, when the first adapter is added
         self._adapters: dict[str, PreparedAdapter] = {}
         self._hooks: dict[_Hook, RemovableHandle] = {}
         self._closed = False
@@ -108,7 +106,7 @@ class AdapterBank:
         Raises:
             TypeError: it is something else, such as a path, or the two are exchanged.
             ValueError: the name is not a string, or is empty, or there is one of this name; the
-                bank is closed; the model's weights have changed since the first adapter came; or
+                bank is closed; weights that adapters change are not what they were; or
                 what the adapter changes is offloaded or quantized.
             CheckpointError: it is not LoRA alone, or does not fit the model.
         """
@@ -124,41 +122,13 @@ class AdapterBank:
             )
         if name in self._adapters:
             raise ValueError(f"there is an adapter '{name}' already, among {self._listed()}")
-        if self._adapters:
-            self._check_base(tuple(self._adapters.values()))
+        _check_same_weights(self._adapters.values())
         with without_wrappers(self._model) as plain:
             if not self._adapters:
-                self._base, self._fingerprint = CheckedBase(plain), fingerprint_of(plain)
+                self._fingerprint = fingerprint_of(plain)
             prepared = prepare(plain, adapter, self._fingerprint)
             self._add_hooks(plain, prepared)
-        self._base.note_state(self._model)
         self._adapters[name] = prepared
-
-    def _check_base(self, adapters: Sequence[PreparedAdapter]) -> None:
-        """Checks that the model still is the one that adapters were added to.
-
-        Raises:
-            ValueError: it is not.
-        """
-        if torch.compiler.is_compiling() or not self._base.may_differ():
-            return
-        heads = set.intersection(*(set(adapter.heads) for adapter in adapters))
-        with without_wrappers(self._model) as plain:
-            difference = self._replaced(plain) or self._base.difference(plain, heads)
-        if difference is not None:
-            raise ValueError(
-                f"the base has changed since adapters were added to it: {difference}; load its "
-                "weights again, or make another bank of the model as it is now"
-            )
-        self._base.note_state(self._model)
-
-    def _replaced(self, model: nn.Module) -> str | None:
-        """Says which module took the place of one with a hook, if one did."""
-        modules = dict(model.named_modules(remove_duplicate=False))
-        for hook in self._hooks:
-            if hook.module not in modules or not self._has_hook(modules[hook.module], hook):
-                return f"{called(hook.module)} is another module than before"
-        return None
 
     def _add_hooks(self, model: nn.Module, prepared: PreparedAdapter) -> None:
         """Sees to it that all modules that an adapter changes have their hook."""
@@ -210,8 +180,8 @@ class AdapterBank:
 
         Raises:
             ValueError: there is no such adapter, names are empty, are not strings or have no order
-                (a set), or the bank is closed; the model's weights are others than when adapters
-                were added; or it is within a block of another bank. From the model: it is given
+                (a set), or the bank is closed; weights are others than when the adapter was
+                added; or it is within a block of another bank. From the model: it is given
                 another number of rows than names, or one of its layers an input in which rows
                 cannot be told.
         """
@@ -229,7 +199,7 @@ class AdapterBank:
             segments = [(name, len(list(rows))) for name, rows in groupby(of_rows)]
             adapters = self._find([name for name, _ in segments])
             routing = Routing(self._key, adapters, slices([count for _, count in segments]))
-        self._check_base(routing.adapters)
+        _check_same_weights(routing.adapters)
         with routed(routing), self._key.in_use():
             yield
 
@@ -250,6 +220,23 @@ class AdapterBank:
 
 
 # ---- blocks ----
+
+
+def _check_same_weights(adapters: Iterable[PreparedAdapter]) -> None:
+    """Checks that the weights that adapters are added to are those that they were prepared for.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for adapter in adapters:
+        for name, delta in adapter.deltas.items():
+            if delta.has_other_weight():
+                raise ValueError(
+                    f"the weight of {called(name)} has changed since an adapter was added to it: "
+                    "load the base's weights again, or make another bank of the model as it is now"
+                )
 
 
 class Block(ContextDecorator):

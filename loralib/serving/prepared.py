@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +19,34 @@ from ..adapters.families import in_known_backbone, top_module
 from ..adapters.fingerprint import (
     fingerprint,
     has_no_fingerprint,
+    is_readable,
     last_projection,
     possible_fingerprints,
+    sampled,
 )
+from ..adapters.loading import same_when_rounded
 from ..errors import CheckpointError, NeedsMergingError
 from ..functional import Delta
 from ..utils import check_there, tensors_of
+
+
+class _Seen(NamedTuple):
+    """A weight as it was: how often it had been written to, where that is counted; some values."""
+
+    weight: Tensor
+    writes: int | None
+    sample: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor) -> "_Seen":
+        return cls(weight, _writes_to(weight), sampled(weight).clone())
+
+    def is_untouched(self, weight: Tensor) -> bool:
+        return weight is self.weight and _writes_to(weight) == self.writes
+
+
+def _writes_to(weight: Tensor) -> int | None:
+    return None if weight.is_inference() else weight._version
 
 
 class DeviceDelta:
@@ -38,6 +60,7 @@ class DeviceDelta:
     def __init__(self, adapted: AdaptedWeight, positions: bool):
         self.positions = positions
         self.module: Any = adapted.module
+        self._seen = _Seen.of(adapted.weight)
         weight, wide = adapted.weight, torch.promote_types(adapted.delta.A.dtype, torch.float32)
         # A copy, because a file's tensors are mapped from it, and others' may be written to.
         moved = adapted.delta.to(weight.device, wide, copy=True)
@@ -47,6 +70,20 @@ class DeviceDelta:
     def add_to(self, out: Tensor, x: Tensor) -> None:
         """Changes `out`, contiguous, what the module gives for x, to what was trained."""
         raise NotImplementedError
+
+    def has_other_weight(self) -> bool:
+        """Whether the module's weight has got other values, as by `load_state_dict` or a merge.
+
+        Values are compared where it is another tensor, or PyTorch has counted a write to it: not
+        what is written through ``.data`` or by a fused step of an optimizer.
+        """
+        weight = self.module.weight
+        if self._seen.is_untouched(weight) or not is_readable(weight):
+            return False
+        if not same_when_rounded(sampled(weight), self._seen.sample):
+            return True
+        self._seen = _Seen.of(weight)
+        return False
 
     def _in(self, dtype: torch.dtype) -> Delta:
         """The delta, cast once for each dtype that is asked for."""

@@ -158,39 +158,16 @@ def assign_another(model):
     model.load_state_dict(Own(seed=1).state_dict(), assign=True)
 
 
-def put_another_in_place(model):
-    model.body = Own(seed=1).body
-
-
-def train(**settings):
-    def step(model):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **settings)
-        model(IDS).square().sum().backward()
-        optimizer.step()
-
-    return step
-
-
-def change_one_elsewhere(model):
-    with torch.no_grad():
-        model.body[0].value.bias.add_(1)
+def train(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(IDS).square().sum().backward()
+    optimizer.step()
 
 
 def merge_into_it(model):
     lora.add_lora(model, "query", r=2)
-    nn.init.ones_(model.body[1].query.lora_B)
+    nn.init.ones_(model.body[0].query.lora_B)
     lora.merge(model)
-
-
-CHANGES = {
-    "another base": (load_another, "words.weight and [0-9]+ more have other values than before"),
-    "another's tensors": (assign_another, "words.weight and [0-9]+ more have other values"),
-    "another's layers": (put_another_in_place, r"body\.0\.query is another module than before"),
-    "training": (train(), "words.weight and [0-9]+ more have other values"),
-    "fused training": (train(fused=True), "words.weight and [0-9]+ more have other values"),
-    "one bias": (change_one_elsewhere, r"body\.0\.value\.bias has other values than before"),
-    "merging": (merge_into_it, r"body\.1\.query\.weight has other values than before"),
-}
 
 
 @torch.no_grad()
@@ -207,16 +184,18 @@ def bank_of(model):
     return bank
 
 
-@pytest.mark.parametrize(("change", "what"), CHANGES.values(), ids=CHANGES)
-def test_a_base_that_is_another_one_by_now_is_refused(change, what):
+@pytest.mark.parametrize("change", [load_another, assign_another, train, merge_into_it])
+def test_a_base_that_is_another_one_by_now_is_refused(change):
     model = Own()
     bank = bank_of(model)
     outputs(bank, model)
     change(model)
-    message = rf"^the base has changed since adapters were added to it: {what}.*; load its weights"
+    message = (
+        r"^the weight of body\.0\.query has changed since an adapter was added to it: load the"
+    )
     for refused in (
         lambda: bank.use("a").__enter__(),
-        lambda: bank.use(["a", "a"]).__enter__(),
+        lambda: bank.use(["a", "headless"]).__enter__(),
         lambda: bank.add("b", adapter(model, None)),
     ):
         with pytest.raises(ValueError, match=message):
@@ -246,11 +225,17 @@ def load_it_into_halves(model):
 
 
 def train_another(model):
-    train(fused=True)(Own(seed=1))
+    train(Own(seed=1))
 
 
 def compile_a_layer(model):
     model.body[0] = torch.compile(model.body[0], backend="eager")
+
+
+def change_what_no_adapter_touches(model):
+    with torch.no_grad():
+        model.body[0].value.weight.add_(1)
+        model.score.weight.add_(1)
 
 
 @pytest.mark.parametrize(
@@ -262,33 +247,24 @@ def compile_a_layer(model):
         load_it_into_halves,
         train_another,
         compile_a_layer,
+        change_what_no_adapter_touches,
     ],
 )
 def test_a_base_that_is_the_same_is_used(change):
     model = Own()
     bank = bank_of(model)
-    expected = outputs(bank, model, "headless")  # a head is not cast with the model
     change(model)
     for _ in range(2):
-        found = outputs(bank, model, "headless").float()
-        torch.testing.assert_close(found, expected, rtol=0, atol=0.1 * expected.abs().max().item())
-    assert not bank._base.may_differ()
+        outputs(bank, model, "headless")
     bank.add("b", adapter(model, None))
 
 
-def test_a_head_of_the_models_own_matters_to_adapters_without_one():
+def test_a_part_that_is_scripted_is_no_hindrance():
     model = Own()
     bank = bank_of(model)
     expected = outputs(bank, model)
-    model.score.weight = nn.Parameter(torch.ones(3, WIDTH))
-    for _ in range(2):
-        assert torch.equal(outputs(bank, model), expected)
-        for names in ("headless", ["a", "headless"]):
-            with pytest.raises(ValueError, match=r"score\.weight has other values"):
-                bank.use(names).__enter__()
-    model.score = nn.Linear(WIDTH, 3)  # which has no hook
-    with pytest.raises(ValueError, match=r"score is another module than before"):
-        outputs(bank, model)
+    model.body[0].value = torch.jit.trace(model.body[0].value, torch.ones(2, WIDTH))
+    torch.testing.assert_close(outputs(bank, model), expected)
 
 
 def test_a_bank_whose_adapters_were_removed_takes_another_base():
@@ -297,7 +273,7 @@ def test_a_bank_whose_adapters_were_removed_takes_another_base():
     before = outputs(bank, model)
     for name in bank.names:
         bank.remove(name)
-    put_another_in_place(model)
+    model.body = Own(seed=1).body
     mine = adapter(model, fingerprint(without_head(model.state_dict())))
     bank.add("a", mine)
     found = outputs(bank, model)
