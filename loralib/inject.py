@@ -39,7 +39,7 @@ from .inject_checks import (
     check_trained,
     sharing,
 )
-from .lora_layer import LoRALayer, names_of_updates
+from .lora_layer import LoRALayer, lora_layers
 from .steps import forget_steps
 from .targets import (
     ALL_LINEAR,
@@ -137,7 +137,7 @@ def add_lora(
         check_exclusions(model, exclude, _with_output_projections(model, every, ()))
     trained = find(model, to_train) if to_train else []
     without_parameters = check_has_parameters(model, to_train, trained)
-    check_trained(model, trained, [*names, *names_of_updates(model)])
+    check_trained(model, trained, [*names, *lora_layers(model)])
     ranks = by_pattern(names, rank_pattern or {}, r)
     alphas = by_pattern(names, alpha_pattern or {}, lora_alpha)
     slices = by_pattern(names, _flags_by_pattern(enable_lora), (True,))
@@ -153,7 +153,7 @@ def add_lora(
         )
         for name in names
     }
-    is_first = not names_of_updates(model)
+    is_first = not lora_layers(model)
     adapted = adapt(model, settings, untie=untie, rank_pattern=rank_pattern or {})
     if is_first:
         freeze_base(model)
@@ -204,7 +204,7 @@ def _flags_by_pattern(
 def _warn_of_guessed_head(model: nn.Module, exclude: Iterable[Target]) -> None:
     """Says which layer "all-linear" has taken for the head, where that is frozen unasked."""
     head = guessed_head(model, is_linear)
-    if head is None or is_any(head, exclude) or head in names_of_updates(model):
+    if head is None or is_any(head, exclude) or head in lora_layers(model):
         return
     module = model.get_submodule(head)
     weights = set(module.parameters())
@@ -228,7 +228,7 @@ def _warn_of_task_head(model: nn.Module) -> None:
     base, kind = getattr(model, "base_model_prefix", None), type(model).__name__
     if not isinstance(base, str) or base not in model._modules or not _FOR_A_TASK.search(kind):
         return
-    adapted, tops = names_of_updates(model), [name for name in model._modules if name != base]
+    adapted, tops = lora_layers(model), [name for name in model._modules if name != base]
     head = [part for top in tops for part in _frozen_parts(model, top, adapted)]
     if head:
         logger.warning(
@@ -309,7 +309,7 @@ def adapt(
             check_rows(name, module, settings[name])
     if not untie:
         check_tied(model, modules)
-    had_update = set(names_of_updates(model))
+    had_update = set(lora_layers(model))
     if not had_update:
         forget_steps(model)
     turned: list[nn.Module] = []
@@ -335,7 +335,7 @@ def adapt(
             raise ValueError(f"{name}: its weight has no decomposition: {error}") from error
         raise
     leave_fast_path(model)
-    return tuple(name for name in names_of_updates(model) if name not in had_update)
+    return tuple(name for name in lora_layers(model) if name not in had_update)
 
 
 def _by_first_name(
@@ -384,7 +384,7 @@ def remove_lora(model: nn.Module) -> tuple[str, ...]:
                 f"{called(name)} was built as a LoRA layer, not adapted by add_lora: merge makes "
                 "it plain, with its update in its weight; or build the model without LoRA"
             )
-    adapted = names_of_updates(model)
+    adapted = tuple(lora_layers(model))
     turn_all_back(model)
     forget_frozen(model)
     forget_steps(model)

@@ -12,7 +12,7 @@ from .arguments import ABOVE_0, as_number
 from .errors import UnsupportedLayerError, called, listed
 from .functional import variant_of
 from .layers import Embedding
-from .lora_layer import LoRALayer, names_of_updates
+from .lora_layer import LoRALayer, lora_layers
 from .targets import Target, first_names, matches, text_of
 from .wrappers import has_own_forward, own_forward_message, quantized
 
@@ -40,7 +40,7 @@ def check_adaptable(model: nn.Module) -> None:
                 f"{name or 'the model'} is wrapped or compiled already ({kind}): adapt the model "
                 "before that"
             )
-    own = names_of_updates(model)
+    own = lora_layers(model)
     for name, parameter in model.named_parameters():
         owner = name.partition(".parametrizations.")[0]
         owner = owner if owner != name else name.rpartition(".")[0]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .arguments import ABOVE_0, AT_LEAST_0, as_number, check_model
 from .in_place import leave_fast_path, merge_in_place, merged_copy, was_turned
 from .layers import Embedding
-from .lora_layer import LoRALayer
+from .lora_layer import LoRALayer, lora_layers
 from .nn.positions import lora_reaches_positions, unshare_positions
 from .steps import forget_steps
 from .trained import forget_trained, note_frozen, note_trained
@@ -64,9 +64,7 @@ def freeze_base(model: nn.Module) -> None:
     Gradients that they have are dropped: an optimizer that holds them would still follow those.
     """
     frozen = [parameter for name, parameter in model.named_parameters() if "lora_" not in name]
-    for layer in model.modules():
-        if isinstance(layer, LoRALayer) and layer.r > 0 and layer.freeze_A:
-            frozen.append(layer.lora_A)
+    frozen += [layer.lora_A for layer in lora_layers(model).values() if layer.freeze_A]
     for parameter in frozen:
         parameter.requires_grad = False
         parameter.grad = None
@@ -82,8 +80,7 @@ def train_biases(model: nn.Module, bias: str) -> None:
     check_bias(bias)
     meant: set[Any] = set()
     if bias == "lora_only":
-        layers = [each for each in model.modules() if isinstance(each, LoRALayer) and each.r > 0]
-        meant = {layer.base_bias for layer in layers if layer.base_bias is not None}
+        meant = {layer.base_bias for layer in lora_layers(model).values()} - {None}
     for name, parameter in model.named_parameters():
         in_name = bias == "all" and "bias" in name and "lora_" not in name
         if in_name or parameter in meant:
@@ -160,11 +157,8 @@ def with_lora_plus(
     Returns:
         The groups without B, in their order, and those of B after them.
     """
-    faster = {
-        id(layer.lora_B)
-        for layer in model.modules()
-        if isinstance(layer, LoRALayer) and layer.r > 0 and not isinstance(layer, Embedding)
-    }
+    layers = lora_layers(model).values()
+    faster = {id(layer.lora_B) for layer in layers if not isinstance(layer, Embedding)}
     if lora_plus_ratio == 1:
         faster = set()
     divided = []
@@ -230,7 +224,7 @@ def merge(module: nn.Module) -> nn.Module:
     check_there(weights_with_updates(module), "merging")
     if isinstance(module, LoRALayer):
         return merged_copy(module) if was_turned(module) else module.merged_layer()
-    sound = [name for name, layer in _layers_with_updates(module) if _is_finite(layer)]
+    sound = [name for name, layer in lora_layers(module).items() if _is_finite(layer)]
     earlier = list(module.parameters())
     merge_in_place(module)
     forget_trained(module)
@@ -274,19 +268,13 @@ def _warn_of_overflow(model: nn.Module, merged: Iterable[str], earlier: Collecti
             )
 
 
-def _layers_with_updates(model: nn.Module) -> Iterator[tuple[str, LoRALayer]]:
-    for name, layer in model.named_modules():
-        if isinstance(layer, LoRALayer) and layer.r > 0:
-            yield name, layer
-
-
 def _frozen_weight(layer: LoRALayer) -> Tensor | None:
     return getattr(layer, "frozen_weight", None)  # which layers of other packages may lack
 
 
 def weights_with_updates(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The frozen weights of a model's LoRA layers, and what errors call them."""
-    for name, layer in _layers_with_updates(model):
+    for name, layer in lora_layers(model).items():
         weight = _frozen_weight(layer)
         if weight is not None:
             yield f"the weight of {name or 'the layer'}", weight

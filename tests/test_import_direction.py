@@ -98,6 +98,7 @@ ROOMS = {
         "io",
         "lora_layer",
         "nn",
+        "steps",
         "utils",
         "wrappers",
     },

@@ -19,7 +19,7 @@ from ..functional import variant_of
 from ..initialization import deferring_start, starts_from_weight
 from ..inject import adapt
 from ..layers import MergedLinear
-from ..lora_layer import LoRALayer
+from ..lora_layer import LoRALayer, lora_layers
 from ..nn.positions import lora_reaches_positions, shared_projections
 from ..trained import note_trained, note_untied, noted
 from ..utils import check_not_pefts, check_there, check_whole, freeze_base, tensors_of
@@ -43,15 +43,6 @@ from .metadata import LoraMetadata, usual
 from .names import are_targets, lora_targets
 
 logger = logging.getLogger(__name__)
-
-
-def lora_layers(model: nn.Module) -> dict[str, LoRALayer]:
-    """The layers of `model` that have a low-rank update, by name."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, LoRALayer) and module.r > 0
-    }
 
 
 def lora_settings(model: nn.Module) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ..errors import CheckpointError, NeedsMergingError, called
 from ..functional import variant_of
 from ..initialization import starts_from_weight
 from ..layers import Conv1d, Conv2d, Conv3d
-from ..lora_layer import LoRALayer
+from ..lora_layer import LoRALayer, lora_layers
 from ..steps import idle_optimizer, trained_along, was_trained_along
 from ..targets import other_places
 from ..trained import is_never_frozen, noted, untied_from
@@ -26,7 +26,7 @@ from ..wrappers import without_wrappers
 from .adapter import LORA, Adapter, base_biases, lora_metadata
 from .fingerprint import fingerprint_without
 from .formats import format_of_path, write_checked_adapter
-from .loading import lora_layers, lora_settings, takes_dropout
+from .loading import lora_settings, takes_dropout
 from .metadata import LoraMetadata
 from .peft import unlike_pefts
 

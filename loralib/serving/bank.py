@@ -31,10 +31,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..adapters.adapter import Adapter
-from ..adapters.loading import lora_layers
 from ..arguments import as_names, check_model
 from ..errors import called, in_short, shown
-from ..lora_layer import LoRALayer
+from ..lora_layer import LoRALayer, lora_layers
 from ..nn.routing import Routing, in_effect, routed, slices
 from ..utils import check_whole
 from ..wrappers import unwrapped, without_wrappers
