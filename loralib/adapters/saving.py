@@ -19,7 +19,7 @@ from ..initialization import starts_from_weight
 from ..layers import Conv1d, Conv2d, Conv3d
 from ..lora_layer import LoRALayer, lora_layers
 from ..steps import idle_optimizer, trained_along, was_trained_along
-from ..targets import other_places
+from ..targets import first_names, other_places
 from ..trained import is_never_frozen, noted, untied_from
 from ..utils import check_there, check_whole, tensors_of, weights_with_updates
 from ..wrappers import without_wrappers
@@ -325,8 +325,7 @@ def _trained_besides(model: nn.Module, state: Collection[str]) -> set[str]:
 
 def _second_names(model: nn.Module) -> set[str]:
     """The names of modules that have another one, which comes first in the model."""
-    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    return names - {name for name, _ in model.named_modules()}
+    return {name for name, first in first_names(model).items() if name != first}
 
 
 def _dropout(layers: dict[str, LoRALayer]) -> float:
