@@ -24,7 +24,6 @@ from torch import nn
 from .adaptation import LayerSettings, builder_of, is_linear, turn_with
 from .adapted_layers import MultiheadAttention
 from .arguments import as_dropout, as_flag, as_flags, as_python, check_model
-from .errors import called, listed
 from .in_place import is_in_place, leave_fast_path, turn_all_back, turn_back, turning, was_turned
 from .inject_checks import (
     check_adaptable,
@@ -53,6 +52,7 @@ from .targets import (
     is_any,
     matches,
 )
+from .text import called, listed
 from .trained import forget_frozen, note_trained
 from .utils import check_bias, check_not_pefts, check_whole, freeze_base, train_biases
 

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from .adaptation import LayerSettings, builder_of, is_conv1d, is_linear, of_its_own
 from .adapted_layers import MultiheadAttention
 from .arguments import ABOVE_0, as_number
-from .errors import UnsupportedLayerError, called, listed
+from .errors import UnsupportedLayerError
 from .functional import variant_of
 from .layers import Embedding
 from .lora_layer import LoRALayer, lora_layers
 from .targets import Target, first_names, matches, text_of
+from .text import called, listed
 from .wrappers import has_own_forward, own_forward_message, quantized
 
 # The attributes of a LoRA layer that a model may not have for something else.

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from .errors import called, listed, shown
+from .text import called, listed, shown
 
 ALL_LINEAR = "all-linear"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .errors import called
+from .text import called
 
 # The classes of PyTorch's wrappers, and what they call the module within.
 _WRAPPERS = {

@@ -19,11 +19,12 @@ PARTS = {
 }
 # Of each room of loralib, the others that it may import.
 ROOMS = {
-    "errors": set(),
-    "arguments": {"errors"},
+    "text": set(),
+    "errors": {"text"},
+    "arguments": {"errors", "text"},
     "nn": {"errors"},
-    "io": {"errors"},
-    "training": {"errors", "io", "nn"},
+    "io": {"errors", "text"},
+    "training": {"errors", "io", "nn", "text"},
     "functional": {"nn"},
     "initialization": set(),
     "lora_layer": {"arguments", "functional", "initialization", "nn", "steps", "wrappers"},
@@ -31,7 +32,7 @@ ROOMS = {
     "in_place": {"adapted_layers", "lora_layer", "wrappers"},
     "trained": set(),
     "steps": set(),
-    "wrappers": {"errors"},
+    "wrappers": {"text"},
     "utils": {
         "arguments",
         "functional",
@@ -44,7 +45,7 @@ ROOMS = {
         "wrappers",
     },
     "adapted_layers": {"functional", "lora_layer", "nn"},
-    "targets": {"errors"},
+    "targets": {"text"},
     "adaptation": {"adapted_layers", "errors", "in_place", "layers", "lora_layer"},
     "inject_checks": {
         "adaptation",
@@ -55,6 +56,7 @@ ROOMS = {
         "layers",
         "lora_layer",
         "targets",
+        "text",
         "wrappers",
     },
     "inject": {
@@ -67,6 +69,7 @@ ROOMS = {
         "lora_layer",
         "steps",
         "targets",
+        "text",
         "trained",
         "utils",
     },
@@ -84,6 +87,7 @@ ROOMS = {
         "nn",
         "steps",
         "targets",
+        "text",
         "trained",
         "utils",
         "wrappers",
@@ -99,6 +103,7 @@ ROOMS = {
         "lora_layer",
         "nn",
         "steps",
+        "text",
         "utils",
         "wrappers",
     },

@@ -26,8 +26,8 @@ if __name__ == "__main__":
 import numpy as np
 
 from loralib.adapters.adapter import Adapter
-from loralib.errors import in_short
 from loralib.io.atomic import atomic_write
+from loralib.text import in_short
 from loralib.training.watch import beat
 from transformers import (
     AutoModelForSequenceClassification,

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, called
+from ..errors import CheckpointError
 from ..functional import Delta, joined_with_start, merge
 from ..io.tensors import same_tensor
 from ..nn.positions import shared_projections, unshare_positions
 from ..targets import first_names, other_places
+from ..text import called
 from ..utils import check_there
 from .adapter import LORA, Adapter
 from .checks import check_positions

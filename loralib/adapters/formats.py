@@ -29,14 +29,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..arguments import as_path
-from ..errors import (
-    AlphaError,
-    CheckpointError,
-    ModelAsAdapterError,
-    NeedsMergingError,
-    listed,
-    shown,
-)
+from ..errors import AlphaError, CheckpointError, ModelAsAdapterError, NeedsMergingError
 from ..io.hub import is_a_path, resolve_file
 from ..io.tensors import (
     check_is_whole,
@@ -46,6 +39,7 @@ from ..io.tensors import (
     write_tensors,
     write_wrapped_tensors,
 )
+from ..text import listed, shown
 from . import peft, peft_reading, peft_writing
 from .adapter import LORA, Adapter, Foreign, Kind, plain
 from .canonical import canonical_names, is_taken_for_ddps, without_ddps_names

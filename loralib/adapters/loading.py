@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from ..adaptation import LayerSettings
 from ..arguments import as_python, check_model
-from ..errors import CheckpointError, MissingLayersError, SettingsError, listed, trained_with
+from ..errors import CheckpointError, MissingLayersError, SettingsError, trained_with
 from ..functional import variant_of
 from ..initialization import deferring_start, starts_from_weight
 from ..inject import adapt
 from ..layers import MergedLinear
 from ..lora_layer import LoRALayer, lora_layers
 from ..nn.positions import lora_reaches_positions, shared_projections
+from ..text import listed
 from ..trained import note_trained, note_untied, noted
 from ..utils import check_not_pefts, check_there, check_whole, freeze_base, tensors_of
 from ..wrappers import without_wrappers

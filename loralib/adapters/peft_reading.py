@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, first_line, shown
+from ..errors import CheckpointError
 from ..functional import variant_of
 from ..io.tensors import same_tensor
+from ..text import first_line, shown
 from .adapter import LORA, Adapter, base_biases, lora_metadata
 from .deltas import MAGNITUDE, lora_pairs, ranks_of, slices_in
 from .families import enabled_slices, family_of, in_known_backbone

@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..errors import CheckpointError, first_line
+from ..errors import CheckpointError
+from ..text import first_line
 from .atomic import DISK_FULL, NoSpaceError, atomic_write
 
 

@@ -32,9 +32,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..adapters.adapter import Adapter
 from ..arguments import as_names, check_model
-from ..errors import called, in_short, shown
 from ..lora_layer import LoRALayer, lora_layers
 from ..nn.routing import Routing, in_effect, routed, slices
+from ..text import called, in_short, shown
 from ..utils import check_whole
 from ..wrappers import unwrapped, without_wrappers
 from .base import CheckedBase

@@ -15,10 +15,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, first_line
+from ..errors import CheckpointError
 from ..io.digests import shown
 from ..io.likeness import check_like
 from ..io.tensors import verify_archive
+from ..text import first_line
 from .determinism import rng_state
 
 

@@ -19,8 +19,9 @@ from loralib.adapters.adapter import LORA, Adapter, Kind, base_biases, plain
 from loralib.adapters.checks import warn_of_base
 from loralib.adapters.deltas import lora_pairs
 from loralib.adapters.formats import read_adapter
-from loralib.errors import AlphaError, CheckpointError, in_short
+from loralib.errors import AlphaError, CheckpointError
 from loralib.targets import layer_of, layers_of_words, pattern_of_words
+from loralib.text import in_short
 
 from ..adapter_kinds import FROM_METADATA, PATHS, other_kind, without
 from ..configuration_utils import PretrainedConfig, targets_of_modules

@@ -13,9 +13,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from loralib.errors import first_line, quoted
 from loralib.io.digests import folder_digest
 from loralib.io.hub import is_a_path, why_out_of_reach
+from loralib.text import first_line, quoted
 
 from ..data.text_files import read_table
 from .arguments import SUFFIXES, DataArguments, HubDataArguments

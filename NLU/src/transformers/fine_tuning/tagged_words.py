@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from loralib.errors import in_short
+from loralib.text import in_short
 
 from .data_sets import Table
 
