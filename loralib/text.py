@@ -1,5 +1,6 @@
 """Names and values as messages quote them: in one line, and short."""
 
+import json
 import re
 from collections.abc import Iterable
 
@@ -29,7 +30,7 @@ def in_short(names: Iterable[str], at_most: int = 10, width: int = 200, quote: s
     names, begin, size = list(names), [], 0
     for name in names[:at_most]:
         name = " ".join(name[:120].splitlines())
-        begin.append(quote + (name if len(name) <= 60 else f"{name[:60]}…") + quote)
+        begin.append(quote + _cut(name) + quote)
         size += len(begin[-1]) + 2
         if size > width and len(begin) > 1:
             begin.pop()
@@ -45,7 +46,15 @@ def quoted(names: Iterable[str]) -> str:
 
 def shown(value: object) -> str:
     """A value for an error: in one short line."""
-    text = " ".join(repr(value).split())
+    return _cut(" ".join(repr(value).split()))
+
+
+def as_json(value: object) -> str:
+    """Likewise, as a JSON file has it."""
+    return _cut(json.dumps(value, ensure_ascii=False, default=repr))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 

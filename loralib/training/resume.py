@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..io.digests import shown
+from ..io.digests import short_digest
 from ..io.likeness import check_like
 from ..io.tensors import verify_archive
 from ..text import first_line
@@ -121,7 +121,7 @@ def check_same_run(
     """
     for name, value in now.items():
         if before.get(name) != value:
-            was, becomes = shown(before.get(name)), shown(value)
+            was, becomes = short_digest(before.get(name)), short_digest(value)
             raise CheckpointError(
                 f"{where}: is of a run with {name} {was}, not {becomes}: {way_out}"
             )

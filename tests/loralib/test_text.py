@@ -30,3 +30,10 @@ def test_names_in_quotes_are_closed_where_they_are_cut():
 def test_fewer_names_where_there_is_less_room():
     assert text.in_short(["one", "two", "three"], width=10) == "one, two … and 1 more"
     assert text.in_short(["a" * 50, "two"], width=10) == f"{'a' * 50} … and 1 more"
+
+
+def test_values_in_one_short_line():
+    assert text.shown({"a": "b\nc"}) == r"{'a': 'b\nc'}"
+    assert text.shown("a" * 70) == "'" + "a" * 59 + "…"
+    assert text.as_json([None, "ä", {1}]) == '[null, "ä", "{1}"]'
+    assert text.as_json("a" * 70) == '"' + "a" * 59 + "…"
